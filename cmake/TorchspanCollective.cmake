@@ -29,22 +29,6 @@ if(TORCHSPAN_GLOO)
     set_property(SOURCE src/collective/c10d/gloo.cpp APPEND PROPERTY INCLUDE_DIRECTORIES ${TORCHSPAN_GLOO_INCLUDE})
   endif()
 endif()
-# Groups on GPUs need CUDA's runtime, for native streams and for memory that processes share. NCCL is loaded when a
-# group needs it.
-if(TORCHSPAN_HAS_CUDA)
-  find_package(CUDAToolkit QUIET)
-  if(CUDAToolkit_FOUND)
-    set_property(SOURCE src/collective/device/cuda_runtime.cpp APPEND PROPERTY COMPILE_DEFINITIONS TORCHSPAN_CUDA_RUNTIME)
-    set_property(SOURCE src/collective/device/cuda_runtime.cpp APPEND PROPERTY INCLUDE_DIRECTORIES
-                 ${CUDAToolkit_INCLUDE_DIRS})
-    target_link_libraries(torchspan_collective PRIVATE libtorch::c10_cuda ${CUDA_cudart_LIBRARY})
-  elseif(TORCHSPAN_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "TORCHSPAN_CUDA is ON, but there is no CUDA toolkit: install one of LibTorch's major version (its "
-                        "headers and libcudart are enough) and set CUDAToolkit_ROOT, or leave TORCHSPAN_CUDA out.")
-  else()
-    message(STATUS "No groups on GPUs: there is no CUDA toolkit (set CUDAToolkit_ROOT).")
-  endif()
-endif()
 if(TORCHSPAN_MPI)
   find_package(MPI REQUIRED COMPONENTS CXX)
   set_property(SOURCE src/collective/mpi/mpi.cpp APPEND PROPERTY COMPILE_DEFINITIONS TORCHSPAN_MPI OMPI_SKIP_MPICXX)

@@ -170,6 +170,7 @@ class Maker {
     DeviceGroupPlan plan{.device = *options_.device,
                          .backend = options_.backend,
                          .rank = place_of(world_.self().rank),
+                         .process_group = options_.process_group,
                          .timeout = options_.timeout,
                          .world = link_,
                          .gather = [this](BytesView mine) { return gather(mine, ranks_); },
@@ -321,7 +322,8 @@ Group make_group(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptio
 }
 
 Group Group::make(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options) {
-  return make_group(std::move(runtime), world, std::move(options), {.runtime = cuda_device_runtime()});
+  return make_group(std::move(runtime), world, std::move(options),
+                    {.runtime = device::cuda_device_runtime()});
 }
 
 Group Group::make(Runtime& runtime, Membership& world, GroupOptions options) {

@@ -6,19 +6,14 @@
 
 #include <torchspan/detail/device/copies.h>
 
+#include "device/api/memory_view.h"
+#include "device/upload_ring.h"
+
 namespace torchspan::device {
 namespace {
 
-/// Strides as at::empty_like() has them: of the tensor if it has no gaps and overlaps, else row-major.
-at::DimVector dense_strides_like(const at::Tensor& tensor) {
-  if (tensor.is_non_overlapping_and_dense()) return at::DimVector(tensor.strides());
-  at::DimVector strides(tensor.sizes().size());
-  std::int64_t next = 1;
-  for (std::size_t i = strides.size(); i-- > 0;) {
-    strides[i] = next;
-    next *= std::max<std::int64_t>(tensor.sizes()[i], 1);
-  }
-  return strides;
+std::pair<int, int> place_of(c10::Device device) {
+  return {static_cast<int>(device.type()), static_cast<int>(device.index())};
 }
 
 }  // namespace
@@ -43,10 +38,19 @@ bool PendingCopies::complete() {
   return true;
 }
 
+/// Of several copies on one stream, the last mark counts.
+void PendingCopies::mark(const c10::Stream& stream, const EventPoolPtr& events) {
+  std::vector<Mark> others;
+  for (Mark& mark : marks_) {
+    if (mark.stream() != stream) others.push_back(std::move(mark));
+  }
+  marks_.swap(others);
+  marks_.emplace_back(stream, events);
+}
+
 c10::Stream CopyStreams::stream(c10::Device device, int direction) {
   MutexLock lock(mutex_);
-  const std::pair key{std::pair{static_cast<int>(device.type()), static_cast<int>(device.index())},
-                      direction};
+  const std::pair key{place_of(device), direction};
   const auto found = streams_.find(key);
   if (found != streams_.end()) return found->second;
   return streams_.emplace(key, stream_from_pool(device, /*high_priority=*/true)).first->second;
@@ -73,25 +77,63 @@ at::Tensor CopyStreams::to_host(const at::Tensor& tensor, PendingCopies& copies)
     keep_memory_for(captured, used);
   }
   copies.host_.push_back(host);
-  // Of several copies on one stream, the last mark counts.
-  std::vector<Mark> others;
-  for (Mark& mark : copies.marks_) {
-    if (mark.stream() != used) others.push_back(std::move(mark));
-  }
-  copies.marks_.swap(others);
-  copies.marks_.emplace_back(used, events_);
+  copies.mark(used, events_);
   return host;
 }
 
 at::Tensor CopyStreams::to_device(const at::Tensor& tensor, c10::Device device) {
   const at::NoGradGuard no_grad;
   at::Tensor copy;
-  {
+  if (device.is_cuda() && tensor.nbytes() >= kLarge && !tensor.is_quantized() &&
+      tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense()) {
+    copy = upload(tensor, device);
+  } else {
     StreamsScope scope;
     scope.enter(in(device));
     copy = tensor.to(device);
   }
   keep_memory_for(copy, current_stream(device));
+  return copy;
+}
+
+/// Uploads of several threads at the same time have a ring each, because they wait.
+at::Tensor CopyStreams::upload(const at::Tensor& tensor, c10::Device device) {
+  std::shared_ptr<UploadRing> ring;
+  {
+    MutexLock lock(mutex_);
+    auto& idle = idle_rings_[place_of(device)];
+    if (!idle.empty()) {
+      ring = std::move(idle.back());
+      idle.pop_back();
+    }
+  }
+  if (!ring) ring = std::make_shared<UploadRing>(device);
+  at::Tensor copy = ring->upload(tensor, in(device));
+  MutexLock lock(mutex_);
+  idle_rings_[place_of(device)].push_back(std::move(ring));
+  return copy;
+}
+
+void CopyStreams::share(const at::Tensor& tensor, at::Tensor shared, PendingCopies& copies) {
+  const at::NoGradGuard no_grad;
+  shared.copy_(tensor, /*non_blocking=*/true);
+  copies.mark(current_stream(tensor.device()), events_);
+}
+
+at::Tensor CopyStreams::from_shared(const at::Tensor& shared, c10::Device device) {
+  const at::NoGradGuard no_grad;
+  at::Tensor copy;
+  {
+    StreamsScope scope;
+    const c10::Stream reader = in(shared.device());
+    scope.enter(reader);
+    if (device::has_streams(device) && device != shared.device()) scope.enter(in(device));
+    copy = at::empty_strided(shared.sizes(), shared.strides(), shared.options().device(device));
+    copy.copy_(shared, /*non_blocking=*/!device.is_cpu());
+    reader.synchronize();
+    if (device::has_streams(device)) in(device).synchronize();
+  }
+  if (device::has_streams(device)) keep_memory_for(copy, current_stream(device));
   return copy;
 }
 

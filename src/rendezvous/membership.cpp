@@ -9,10 +9,10 @@
 
 #include "net/api/stream.h"
 #include "net/api/tls.h"
+#include "rendezvous/api/process_stat.h"
 #include "rendezvous/client/client.h"
 #include "rendezvous/messages/messages.h"
 #include "rendezvous/messages/names.h"
-#include "rendezvous/process_stat.h"
 #include "rendezvous/store/store_server.h"
 
 namespace torchspan::rendezvous {

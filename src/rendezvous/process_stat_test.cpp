@@ -1,4 +1,4 @@
-#include "rendezvous/process_stat.h"
+#include "rendezvous/api/process_stat.h"
 
 #include <gtest/gtest.h>
 #include <string>

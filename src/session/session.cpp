@@ -44,6 +44,7 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
   service.stopped_limit = options.stopped_limit;
   service.shutdown_limit = options.shutdown_timeout;
   service.device_maps = options.device_maps;
+  service.device_staging_bytes = options.device_staging_bytes;
   service.threads = options.threads;
   service.max_threads = options.max_threads;
   service.max_pending_calls = options.max_pending_calls;

@@ -66,5 +66,35 @@ TEST(Devices, ATensorIsPlacedOnTheRequestedDeviceOrRejected) {
   }
 }
 
+/// The host checks the indices of sparse tensors and the scales of quantized ones, and cannot read other memory.
+TEST(Devices, SegmentsInDeviceMemoryAreRefusedWhereTheHostWouldReadThem) {
+  const at::Tensor sparse = at::eye(3).to_sparse();
+  const at::Tensor quantized = at::quantize_per_tensor(at::ones({4}), 0.5, 1, at::kQInt8);
+  for (const at::Tensor& tensor : {sparse, quantized}) {
+    const PackedTensors packed = pack(std::span(&tensor, 1));
+    for (std::size_t index = 0; index < packed.segments.size(); ++index) {
+      std::vector<Buffer> buffers = deliver(packed.segments);
+      const DeviceSegment lie{index, c10::Device(c10::kCUDA, 0)};
+      device::CopyStreams copies;
+      try {
+        unpack(packed.metadata, buffers, {.copies = &copies, .on_device = std::span(&lie, 1)});
+        ADD_FAILURE() << "segment " << index << " was read";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+        EXPECT_THAT(error.what(), ::testing::HasSubstr("device memory"));
+      }
+    }
+  }
+}
+
+TEST(Devices, SegmentsInDeviceMemoryNeedStreams) {
+  const at::Tensor tensor = at::ones({4});
+  const PackedTensors packed = pack(std::span(&tensor, 1));
+  std::vector<Buffer> buffers = deliver(packed.segments);
+  const DeviceSegment lie{0, c10::Device(c10::kCUDA, 0)};
+  EXPECT_EQ(kind_of([&] { unpack(packed.metadata, buffers, {.on_device = std::span(&lie, 1)}); }),
+            ErrorKind::kInvalid);
+}
+
 }  // namespace
 }  // namespace torchspan::wire::devices_test

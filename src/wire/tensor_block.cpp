@@ -14,6 +14,7 @@
 
 #include <torchspan/wire.h>
 
+#include "device/api/memory_view.h"
 #include "wire/compat.h"
 
 namespace torchspan::wire {
@@ -221,7 +222,18 @@ BlockShape get_block(ByteReader& metadata) {
   return shape;
 }
 
+const c10::Device* BufferQueue::next_device() const {
+  const auto found = std::ranges::find(on_device_, next_, &DeviceSegment::index);
+  return found == on_device_.end() ? nullptr : &found->device;
+}
+
 Buffer BufferQueue::take(std::size_t size, std::size_t element_size) {
+  if (next_device() != nullptr)
+    throw_invalid("a part of a tensor that the host reads was received in device memory");
+  return take_on_device(size, element_size);
+}
+
+Buffer BufferQueue::take_on_device(std::size_t size, std::size_t element_size) {
   if (next_ == buffers_.size()) {
     throw_invalid(fmt::format("tensors need more than the {} received segments", buffers_.size()));
   }
@@ -257,6 +269,13 @@ at::Tensor adopt_block(const BlockShape& shape, BufferQueue& buffers, at::Quanti
                                 : at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, type);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides);
   return tensor;
+}
+
+at::Tensor view_device_block(const BlockShape& shape, BufferQueue& buffers) {
+  const c10::Device device = *buffers.next_device();
+  Buffer buffer = buffers.take_on_device(shape.bytes(), c10::elementSize(shape.dtype));
+  return device::view_memory(buffer.data, shape.sizes, shape.strides, shape.dtype, device,
+                             std::move(buffer.owner));
 }
 
 }  // namespace torchspan::wire

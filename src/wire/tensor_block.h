@@ -10,6 +10,8 @@
 #include <torchspan/core/bytes.h>
 #include <torchspan/detail/core/buffer.h>
 
+#include "wire/api/tensors.h"
+
 namespace torchspan::wire {
 
 /// The positions of a tensor's elements. The tensor is dense except for expanded dimensions: those longer
@@ -46,18 +48,28 @@ BlockShape get_block(ByteReader& metadata);
 /// Returns received buffers, each one once.
 class BufferQueue {
  public:
-  explicit BufferQueue(std::span<Buffer> buffers) : buffers_(buffers) {}
-  /// Returns the next buffer; throws Error{kInvalid} unless it has `size` bytes, aligned for `element_size`.
+  BufferQueue(std::span<Buffer> buffers, std::span<const DeviceSegment> on_device)
+      : buffers_(buffers), on_device_(on_device) {}
+  /// The device of the next buffer; null for host memory.
+  const c10::Device* next_device() const;
+  /// Returns the next buffer, in host memory; throws Error{kInvalid} unless it has `size` bytes, aligned for
+  /// `element_size`.
   Buffer take(std::size_t size, std::size_t element_size);
+  /// The same for a buffer on a device.
+  Buffer take_on_device(std::size_t size, std::size_t element_size);
   /// Throws Error{kInvalid} when buffers are left.
   void expect_end() const;
 
  private:
   std::span<Buffer> buffers_;
+  std::span<const DeviceSegment> on_device_;
   std::size_t next_ = 0;
 };
 
 /// A tensor of that shape that lives in the next buffer. With a quantizer it is a quantized tensor.
 at::Tensor adopt_block(const BlockShape& shape, BufferQueue& buffers, at::QuantizerPtr quantizer = {});
+
+/// A view of the next buffer, which is on a device and must not be empty.
+at::Tensor view_device_block(const BlockShape& shape, BufferQueue& buffers);
 
 }  // namespace torchspan::wire

@@ -79,7 +79,7 @@ class Packer {
                                       error.what_without_backtrace()));
       }
     }
-    return {metadata_.take(), std::move(segments_), std::move(copies_)};
+    return {metadata_.take(), std::move(segments_), std::move(shared_), std::move(copies_)};
   }
 
  private:
@@ -107,7 +107,18 @@ class Packer {
     if (local.is_quantized()) return put_quantized(original, local, keep);
     metadata_.put(TensorKind::kStrided);
     put_flags(original, 0);
-    put_strided(local, keep);
+    if (!put_shared(local)) put_strided(local, keep);
+  }
+
+  /// The segment of a shared tensor is not sent: the receiver has its memory.
+  bool put_shared(const at::Tensor& tensor) {
+    if (!options_.share || !is_copied_late(tensor) || tensor.nbytes() == 0) return false;
+    const at::Tensor shared = options_.share(resolved(tensor), copies_);
+    if (!shared.defined()) return false;
+    shared_.push_back(segments_.size() + shared_.size());
+    put_block(metadata_, segments_, shared, true);
+    segments_.pop_back();
+    return true;
   }
 
   void put_flags(const at::Tensor& tensor, std::uint8_t more) {
@@ -158,6 +169,7 @@ class Packer {
   PackOptions options_;
   ByteWriter metadata_;
   std::vector<Segment> segments_;
+  std::vector<std::size_t> shared_;
   device::PendingCopies copies_;
 };
 
@@ -187,7 +199,7 @@ void check_indices(const at::Tensor& indices, at::IntArrayRef sizes, bool coales
 class Unpacker {
  public:
   Unpacker(BytesView metadata, std::span<Buffer> segments, const UnpackOptions& options)
-      : metadata_(metadata), buffers_(segments), options_(options) {}
+      : metadata_(metadata), buffers_(segments, options.on_device), options_(options) {}
 
   std::vector<at::Tensor> unpack() {
     std::vector<at::Tensor> tensors;
@@ -217,7 +229,7 @@ class Unpacker {
         return {};
       case TensorKind::kStrided: {
         const Flags flags = get_flags(0);
-        return placed(get_strided(), flags);
+        return placed(get_tensor(), flags);
       }
       case TensorKind::kSparseCoo:
         return get_sparse();
@@ -238,10 +250,24 @@ class Unpacker {
     return flags;
   }
 
+  /// A part of a tensor, for which the host checks whether it is valid.
   at::Tensor get_strided() {
-    const BlockShape shape = get_block(metadata_);
-    if (c10::isQIntType(shape.dtype)) throw_invalid("a received quantized tensor has no quantizer");
+    const BlockShape shape = get_unquantized();
     return adopt_block(shape, buffers_);
+  }
+
+  /// A whole tensor, which may be in device memory.
+  at::Tensor get_tensor() {
+    const BlockShape shape = get_unquantized();
+    const bool shared = shape.bytes() != 0 && buffers_.next_device() != nullptr;
+    if (shared && options_.copies == nullptr) throw_invalid("a tensor was received in device memory");
+    return shared ? view_device_block(shape, buffers_) : adopt_block(shape, buffers_);
+  }
+
+  BlockShape get_unquantized() {
+    BlockShape shape = get_block(metadata_);
+    if (c10::isQIntType(shape.dtype)) throw_invalid("a received quantized tensor has no quantizer");
+    return shape;
   }
 
   at::Tensor get_sparse() {
@@ -328,9 +354,9 @@ class Unpacker {
       if (!why.empty())
         throw_invalid(fmt::format("a tensor was sent to device '{}', but {}", flags.device.str(), why));
       tensor = moved(tensor, flags.device);
-    } else if (options_.place) {
-      const c10::Device here = options_.place(flags.device);
-      if (!here.is_cpu()) tensor = moved(tensor, here);
+    } else {
+      const c10::Device here = options_.place ? options_.place(flags.device) : c10::Device(c10::kCPU);
+      if (!here.is_cpu() || !tensor.is_cpu()) tensor = moved(tensor, here);
     }
     if (flags.requires_grad) {
       if (!c10::isFloatingType(tensor.scalar_type()) && !c10::isComplexType(tensor.scalar_type())) {
@@ -343,6 +369,7 @@ class Unpacker {
   }
 
   at::Tensor moved(const at::Tensor& tensor, c10::Device device) const {
+    if (!tensor.is_cpu()) return options_.copies->from_shared(tensor, device);
     const bool beside = options_.copies != nullptr && device::has_streams(device);
     return beside ? options_.copies->to_device(tensor, device) : tensor.to(device);
   }

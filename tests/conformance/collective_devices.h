@@ -91,7 +91,6 @@ inline std::string fake_nccl() {
 /// Small areas, so that tensors of the suite need several chunks.
 inline collective::DeviceServices stand_in_services(collective::BackendKind kind) {
   return {.runtime = std::make_shared<StandInRuntime>(kind == collective::BackendKind::kCudaIpc),
-          .type = c10::DeviceType::PrivateUse1,
           .nccl_library = fake_nccl(),
           .ipc = {.area_bytes = std::size_t{96} << 10}};
 }

@@ -7,6 +7,7 @@
 
 #include "tests/parity/rpc_world.h"
 #include "tests/support/stand_in_device.h"
+#include "tests/support/stand_in_runtime.h"
 
 namespace torchspan::rpc_streams {
 namespace {
@@ -79,21 +80,22 @@ Task<at::Tensor> through_slowly(Worker& worker, const at::Tensor& x) {
   co_return y;
 }
 
-/// A world where device 0 is device 0 everywhere.
-ClusterOptions world(int workers = 2) {
-  ClusterOptions options =
-      world_of(workers, FunctionTable().add(kTwice, kThrough, kThroughSlowly, kSwapStream, kAddInPlace));
-  options.adjust = [workers](int rank, WorkerPlan& plan) {
-    for (int other = 0; other < workers; ++other) {
-      if (other != rank)
-        plan.service.device_maps[SimCluster::name(other)] = DeviceMap({{stand_in(0), stand_in(0)}});
-    }
-  };
-  return options;
-}
-
-class RpcStreams : public ::testing::Test {
+/// The parameter: whether tensors go through memory that both workers map, instead of host memory.
+class RpcStreams : public ::testing::TestWithParam<bool> {
  protected:
+  /// A world where device 0 is device 0 everywhere.
+  static ClusterOptions world(int workers = 2) {
+    ClusterOptions options =
+        world_of(workers, FunctionTable().add(kTwice, kThrough, kThroughSlowly, kSwapStream, kAddInPlace));
+    if (GetParam()) options.service.device_runtime = std::make_shared<StandInRuntime>();
+    options.adjust = [workers](int rank, WorkerPlan& plan) {
+      for (int other = 0; other < workers; ++other) {
+        if (other != rank)
+          plan.service.device_maps[SimCluster::name(other)] = DeviceMap({{stand_in(0), stand_in(0)}});
+      }
+    };
+    return options;
+  }
   void SetUp() override { device_.reset(); }
   void TearDown() override {
     EXPECT_THAT(device_.take_races(), IsEmpty());
@@ -107,10 +109,13 @@ class RpcStreams : public ::testing::Test {
   }
   StandInStreams& device_ = StandInStreams::get();
 };
+INSTANTIATE_TEST_SUITE_P(Through, RpcStreams, ::testing::Bool(), [](const auto& info) {
+  return std::string(info.param ? "DeviceMemory" : "HostMemory");
+});
 
 // peer: rpc_test.py `custom_stream`(`_multi`, `_nested`, `_nested_multi`) of the CUDA suite: same, over simulated
 //   devices that report races
-TEST_F(RpcStreams, ArgumentsAndResultsAreReadyOnTheCallersStream) {
+TEST_P(RpcStreams, ArgumentsAndResultsAreReadyOnTheCallersStream) {
   for (const std::int64_t elements : {kSmall, kLarge}) {
     on_first(world(), [&](Worker& worker) {
       const at::Tensor x = on_device(3, elements);
@@ -129,7 +134,7 @@ TEST_F(RpcStreams, ArgumentsAndResultsAreReadyOnTheCallersStream) {
 }
 
 // peer: rpc_test.py custom_stream
-TEST_F(RpcStreams, NestedCallsOnOtherStreamsAreOrdered) {
+TEST_P(RpcStreams, NestedCallsOnOtherStreamsAreOrdered) {
   on_first(world(3), [&](Worker& worker) {
     for (const std::int64_t elements : {kSmall, kLarge}) {
       const at::Tensor x = on_device(3, elements);
@@ -143,7 +148,7 @@ TEST_F(RpcStreams, NestedCallsOnOtherStreamsAreOrdered) {
   });
 }
 
-TEST_F(RpcStreams, ArgumentsAreCapturedWhenTheCallIsMade) {
+TEST_P(RpcStreams, ArgumentsAreCapturedWhenTheCallIsMade) {
   for (const std::int64_t elements : {kSmall, kLarge}) {
     device_.reset(/*polls=*/5);
     on_first(world(), [&](Worker& worker) {
@@ -157,7 +162,7 @@ TEST_F(RpcStreams, ArgumentsAreCapturedWhenTheCallIsMade) {
   }
 }
 
-TEST_F(RpcStreams, CallsDoNotWaitForTheDevice) {
+TEST_P(RpcStreams, CallsDoNotWaitForTheDevice) {
   device_.reset(/*polls=*/5);
   ClusterOptions options = world();
   options.adjust = {};  // without device maps, results arrive on the CPU
@@ -172,7 +177,7 @@ TEST_F(RpcStreams, CallsDoNotWaitForTheDevice) {
   });
 }
 
-TEST_F(RpcStreams, ACallWhoseTensorsAreNeverReadyEndsByItsDeadlineOrByAStop) {
+TEST_P(RpcStreams, ACallWhoseTensorsAreNeverReadyEndsByItsDeadlineOrByAStop) {
   device_.reset(/*polls=*/1 << 30);
   on_first(world(), [&](Worker& worker) {
     const at::Tensor x = on_device(3, kLarge);
@@ -190,7 +195,7 @@ TEST_F(RpcStreams, ACallWhoseTensorsAreNeverReadyEndsByItsDeadlineOrByAStop) {
   });
 }
 
-TEST_F(RpcStreams, AWorkerThatStopsDropsWhatItStillCopies) {
+TEST_P(RpcStreams, AWorkerThatStopsDropsWhatItStillCopies) {
   device_.reset(/*polls=*/1 << 30);
   ClusterOptions options = world();
   options.graceful = false;
@@ -201,7 +206,7 @@ TEST_F(RpcStreams, AWorkerThatStopsDropsWhatItStillCopies) {
 }
 
 /// What a handler left current does not concern the next one.
-TEST_F(RpcStreams, HandlersStartOnTheDefaultStreams) {
+TEST_P(RpcStreams, HandlersStartOnTheDefaultStreams) {
   ClusterOptions options = world();
   options.threads = 1;
   on_first(options, [&](Worker& worker) {
@@ -211,7 +216,7 @@ TEST_F(RpcStreams, HandlersStartOnTheDefaultStreams) {
 
 // peer: rpc_test.py `rref_synchronization`1 to 5, `rref_to_here_synchronization`1 to 4
 //   of the CUDA suite: same, over simulated devices; handlers of a worker are ordered on its default streams
-TEST_F(RpcStreams, CallsOfAWorkerToItselfAreOrderedWithTheCallersStreams) {
+TEST_P(RpcStreams, CallsOfAWorkerToItselfAreOrderedWithTheCallersStreams) {
   on_first(world(), [&](Worker& worker) {
     const c10::Stream side = side_stream();
     order(main_stream(), side);

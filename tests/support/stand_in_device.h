@@ -238,6 +238,22 @@ inline void copy_late(const DeviceOperation& operation, const at::Tensor& host, 
   });
 }
 
+/// Whether a tensor is in memory outside of these devices' allocator, which other processes may map.
+inline bool is_shared(const at::Tensor& tensor) { return block_of(tensor.storage().data_ptr()) == nullptr; }
+
+/// Copies from or to memory that processes share when the stream is known to have come to the copy: who reads the
+/// target too early sees NaN, and who overwrites the source too early changes what is copied.
+inline void copy_shared_late(const DeviceOperation& operation, const at::Tensor& self,
+                             const at::Tensor& written, const at::Tensor& source, const at::Tensor& read) {
+  std::vector<BlockPtr> kept;
+  for (const at::Tensor& tensor : {self, source}) {
+    if (!is_shared(tensor))
+      kept.push_back(*static_cast<BlockPtr*>(tensor.storage().data_ptr().get_context()));
+  }
+  poison(written);
+  operation.later([written, read, kept] { written.copy_(read); });
+}
+
 inline at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   const bool from_host = !is_stand_in(source), to_host = !is_stand_in(self);
   const Lane lane = CurrentLanes::get((from_host ? self : source).device().index());
@@ -246,7 +262,9 @@ inline at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blo
     const Lane other = CurrentLanes::get(self.device().index());
     operation.comes_after(other);
     const at::Tensor read = read_by(operation, source);
-    written_by(operation, self).copy_(read);
+    const at::Tensor written = written_by(operation, self);
+    is_shared(self) || is_shared(source) ? copy_shared_late(operation, self, written, source, read)
+                                         : static_cast<void>(written.copy_(read));
     operation.comes_before(other);
     return self;
   }

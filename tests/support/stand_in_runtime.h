@@ -2,25 +2,28 @@
 // What groups need of the stand-in devices (stand_in_device.h): memory that processes share, by names.
 #include <atomic>
 #include <fcntl.h>
+#include <map>
 #include <memory>
 #include <string>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
 
 #include <torchspan/core/error.h>
 
-#include "collective/api/device_runtime.h"
+#include "device/api/device_runtime.h"
 #include "tests/support/stand_in_streams.h"
 
 namespace torchspan::testing {
 
 /// Thread-safe. `shared`: all ranks say that they use one physical device.
-class StandInRuntime final : public collective::DeviceRuntime {
+class StandInRuntime final : public device::DeviceRuntime {
  public:
   explicit StandInRuntime(bool shared = true, std::string refusal = {})
       : shared_(shared), refusal_(std::move(refusal)) {}
 
+  c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
   void* native_stream(const c10::Stream& stream) const override {
     // An engine is about to give the stream an operation, of which the streams would know nothing.
     const DeviceOperation operation(StandInStreams::get(), {stream.device_index(), stream.id()}, "engine");
@@ -37,18 +40,26 @@ class StandInRuntime final : public collective::DeviceRuntime {
     if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0)
       throw Error(ErrorKind::kOverloaded, "no memory for a stand-in device");
     auto memory = map(file, bytes, name);
-    names_ = name;
+    MutexLock lock(mutex_);
+    names_[memory.get()] = name;
     return memory;
   }
-  Bytes export_memory(const std::byte*) const override {
+  Bytes export_memory(const std::byte* allocation) const override {
     if (!refusal_.empty()) throw Error(ErrorKind::kUnsupported, refusal_);
-    const auto* first = reinterpret_cast<const std::byte*>(names_.data());
-    return Bytes(first, first + names_.size());
+    MutexLock lock(mutex_);
+    const std::string& name = names_.at(allocation);
+    const auto* first = reinterpret_cast<const std::byte*>(name.data());
+    return Bytes(first, first + name.size());
   }
   std::shared_ptr<std::byte> open_memory(c10::Device, BytesView handle, std::size_t bytes) const override {
     const std::string name(reinterpret_cast<const char*>(handle.data()), handle.size());
     const int file = shm_open(name.c_str(), O_RDWR, 0600);
     if (file < 0) throw Error(ErrorKind::kInvalid, "unknown handle of a stand-in device's memory: " + name);
+    struct stat about {};
+    if (fstat(file, &about) != 0 || static_cast<std::size_t>(about.st_size) < bytes) {
+      close(file);
+      throw Error(ErrorKind::kInvalid, "a stand-in device's memory is smaller than its handle says");
+    }
     return map(file, bytes, {});
   }
 
@@ -65,7 +76,8 @@ class StandInRuntime final : public collective::DeviceRuntime {
 
   const bool shared_;
   const std::string refusal_;
-  mutable std::string names_;  ///< of the last allocation
+  mutable Mutex mutex_;
+  mutable std::map<const std::byte*, std::string> names_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of allocations
   inline static std::atomic<int> next_{0};
 };
 

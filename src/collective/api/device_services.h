@@ -4,16 +4,15 @@
 
 #include <torchspan/collective/group.h>
 
-#include "collective/api/device_runtime.h"
 #include "collective/ipc/ipc_engine.h"
+#include "device/api/device_runtime.h"
 
 namespace torchspan::collective {
 
 /// What groups on devices are made with; tests of groups pass others than the default.
 struct DeviceServices {
-  std::shared_ptr<const DeviceRuntime> runtime;  ///< null: this build has none
-  c10::DeviceType type = c10::kCUDA;             ///< of the devices of `runtime`
-  std::string nccl_library = {};                 ///< as for NcclLibrary::load()
+  std::shared_ptr<const device::DeviceRuntime> runtime;  ///< null: this build has none
+  std::string nccl_library = {};                         ///< as for NcclLibrary::load()
   ipc::IpcOptions ipc = {};
 };
 

@@ -16,7 +16,7 @@ class DeviceBackend final : public Backend {
  public:
   struct Plan {
     EngineFactory engine;
-    std::shared_ptr<const DeviceRuntime> runtime;
+    std::shared_ptr<const device::DeviceRuntime> runtime;
     DeviceQueueOptions queue;  ///< make() adds `ranks`, `rank` and `gone`
   };
   /// Collective over `made`, a group for the CPU that only this backend uses.

@@ -7,8 +7,8 @@
 
 #include <torchspan/collective/backend.h>
 
-#include "collective/api/device_runtime.h"
 #include "collective/device/group_failure.h"
+#include "device/api/device_runtime.h"
 
 namespace torchspan::collective {
 
@@ -16,7 +16,7 @@ namespace torchspan::collective {
 struct EngineParts {
   std::shared_ptr<Backend> control;  ///< CPU collectives of the same ranks, which only the engine uses
   c10::Device device;
-  std::shared_ptr<const DeviceRuntime> runtime;
+  std::shared_ptr<const device::DeviceRuntime> runtime;
   std::shared_ptr<GroupFailure> failure;  ///< checked while the engine waits on the host
   /// Which rank's process has ended or left the world; nullopt if none has.
   std::function<std::optional<Error>()> gone;

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <ATen/ops/from_blob.h>
+#include "device/api/memory_view.h"
 
 namespace torchspan::collective::ipc {
 namespace {
@@ -37,10 +37,7 @@ Offer make_offer(const EngineParts& parts, std::size_t bytes) {
 }  // namespace
 
 at::Tensor device_view(std::byte* data, std::int64_t count, at::ScalarType dtype, c10::Device device) {
-  return at::for_blob(data, {count})
-      .options(at::TensorOptions().dtype(dtype).device(device))
-      .target_device(device)
-      .make_tensor();
+  return device::view_memory(data, {count}, {1}, dtype, device);
 }
 
 at::Tensor device_bytes(const at::Tensor& tensor) {

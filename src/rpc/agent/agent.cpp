@@ -17,7 +17,8 @@ Peer to_peer(const rendezvous::Member& member) {
   return {{member.name, static_cast<std::uint32_t>(member.rank)},
           member.address,
           member.instance,
-          member.incarnation};
+          member.incarnation,
+          {member.pid, member.start_ticks}};
 }
 
 }  // namespace
@@ -63,9 +64,11 @@ RpcAgent::RpcAgent(std::shared_ptr<Runtime> runtime, FunctionTable functions, Se
 void RpcAgent::open(const WorkerService::MakeTransport& make_transport) {
   state_.endpoint = weak_from_this();
   state_.references = std::make_shared<References>(weak_from_this(), state_.self.rank);
+  state_.device_memory = DeviceMemory::make(state_);
   worker_ = std::make_unique<Worker>(shared_from_this());
   state_.host->set_driver(std::shared_ptr<Driver>(shared_from_this(), &loop_));
   install_handlers(*this);
+  install_device_memory(*this, state_.device_memory);
   if (!make_transport) return;
   transport_ = make_transport(receiver_);
   if (!state_.options.listen.empty()) address_ = transport_->listen(state_.options.listen);
@@ -144,6 +147,7 @@ void RpcAgent::member_departed(const Peer& member, const Error& reason) {
     if (call->peer == rank) call->request_stop();
   }
   state_.references->departed(member.id());
+  if (state_.device_memory) state_.device_memory->departed(member.id(), member.process);
   for (const auto& callback : departure_callbacks_) callback(rank, reason);
   if (open_world_) state_.peers.forget(rank);
 }

@@ -12,6 +12,7 @@
 #include "rpc/calls/call_table.h"
 #include "rpc/calls/devices.h"
 #include "rpc/calls/serving.h"
+#include "rpc/device_memory/device_memory.h"
 #include "rpc/peers/peer_channels.h"
 #include "rpc/peers/peer_table.h"
 #include "rpc/references/references.h"
@@ -31,7 +32,8 @@ struct AgentState {
   const ServiceOptions options;
   const Devices devices;
   device::CopyStreams copies;
-  std::weak_ptr<Endpoint> endpoint;  ///< the agent; a posted job locks it to keep the agent alive
+  std::shared_ptr<DeviceMemory> device_memory;  ///< null: tensors travel through host memory
+  std::weak_ptr<Endpoint> endpoint;             ///< the agent; a posted job locks it to keep the agent alive
   WorkerInfo self;
   std::uint64_t instance = 0;
   std::uint32_t incarnation = 0;

@@ -40,8 +40,10 @@ void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>&
   call->peer = peer.rank;
   call->incarnation = peer.incarnation;
   call->channel = channel;
-  call->message = std::move(message);
+  call->message = {std::move(message)};
   call->frame = wire::decode_frame(call->message.header);
+  if (const auto* blob = call->frame.blob(kDeviceMemoryBlob))
+    call->message.on_device = insert_device_memory(peer, blob->bytes, call->message.segments);
   const wire::FrameHeader& header = call->frame.header;
   if ((header.flags & wire::kFlagReply) != 0) return receive_reply(peer, call->message, call->frame);
   if (header.type == Hello::kType) return;
@@ -55,6 +57,14 @@ void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>&
   server_.receive(std::move(call));
 }
 
+std::vector<wire::DeviceSegment> MessageReceiver::insert_device_memory(PeerId peer, BytesView blob,
+                                                                       std::vector<Buffer>& segments) {
+  if (!state_.device_memory)
+    throw Error(ErrorKind::kInvalid,
+                "a message has tensors in device memory, which this worker never mapped");
+  return state_.device_memory->insert(peer, blob, segments);
+}
+
 void MessageReceiver::receive_cancel(const IncomingCall& cancel) {
   const IncomingPtr served = state_.serving.find(cancel.channel.get(), cancel.frame.header.call);
   if (!served) return;
@@ -62,7 +72,7 @@ void MessageReceiver::receive_cancel(const IncomingCall& cancel) {
   served->request_stop();
 }
 
-void MessageReceiver::receive_reply(PeerId peer, net::Message& message, const wire::FrameView& frame) {
+void MessageReceiver::receive_reply(PeerId peer, ReceivedMessage& message, const wire::FrameView& frame) {
   auto call = state_.calls.take(frame.header.call, peer.rank);
   if (!call) {
     late_replies_.fetch_add(1);
@@ -91,7 +101,7 @@ void MessageReceiver::receive_reply(PeerId peer, net::Message& message, const wi
   state_.references->driver().release_references(std::move(payload.references));
 }
 
-void MessageReceiver::complete(PendingCall& call, net::Message& message, const wire::FrameView& frame,
+void MessageReceiver::complete(PendingCall& call, ReceivedMessage& message, const wire::FrameView& frame,
                                wire::Payload& payload) {
   const std::uint64_t id = frame.header.call;
   const device::StreamsScope streams(call.streams);  // those that the caller is going to use the results on
@@ -99,7 +109,8 @@ void MessageReceiver::complete(PendingCall& call, net::Message& message, const w
   payload.tensors =
       wire::unpack(frame.tensor_metadata, message.segments,
                    {.place = call.user_values ? state_.devices.results(call.peer, state_.peers) : nullptr,
-                    .copies = &state_.copies});
+                    .copies = &state_.copies,
+                    .on_device = message.on_device});
   const CallInfo info{call.info.type, call.name, call.peer, id, true, call.site};
   for (Interceptor* interceptor : state_.interceptors) {
     if (const auto* blob = frame.blob(interceptor->name()))

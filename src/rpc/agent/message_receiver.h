@@ -35,9 +35,11 @@ class MessageReceiver final : public net::Handler {
 
  private:
   void dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel, net::Message message);
+  std::vector<wire::DeviceSegment> insert_device_memory(PeerId peer, BytesView blob,
+                                                        std::vector<Buffer>& segments);
   void receive_cancel(const IncomingCall& cancel);
-  void receive_reply(PeerId peer, net::Message& message, const wire::FrameView& frame);
-  void complete(PendingCall& call, net::Message& message, const wire::FrameView& frame,
+  void receive_reply(PeerId peer, ReceivedMessage& message, const wire::FrameView& frame);
+  void complete(PendingCall& call, ReceivedMessage& message, const wire::FrameView& frame,
                 wire::Payload& payload);
   void forget_channel(const std::shared_ptr<net::Channel>& channel, std::optional<std::uint32_t> peer,
                       const Error& reason);

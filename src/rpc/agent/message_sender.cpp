@@ -66,9 +66,7 @@ OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Pa
     const bool arguments = user_values && !info.reply;
     if (Bytes autocast = arguments ? encode_autocast() : Bytes(); !autocast.empty())
       out.frame.blobs.push_back({kAutocastBlob, std::move(autocast)});
-    out.tensors = wire::pack(
-        payload.tensors, {.place = arguments ? state_.devices.arguments(info.peer, state_.peers) : nullptr,
-                          .copies = &state_.copies});
+    pack(info, to, payload, user_values, out);
     out.frame.handles = state_.references->to_handles(payload.references, to);
   } catch (...) {
     undo(info, out.frame);
@@ -80,6 +78,32 @@ OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Pa
   out.frame.header.sequence = ++sequence_;
   out.frame.header.call = info.call;
   return out;
+}
+
+/// Arguments whose device on the peer is known, and results, may go through memory that the peer maps.
+void MessageSender::pack(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values,
+                         OutgoingMessage& out) {
+  wire::PackOptions options{.copies = &state_.copies};
+  if (user_values && !info.reply) options.place = state_.devices.arguments(info.peer, state_.peers);
+  if (user_values && state_.device_memory && (info.reply || options.place)) {
+    options.share = [this, to, &out, place = options.place](const at::Tensor& tensor,
+                                                            device::PendingCopies& copies) {
+      const c10::Device there = place ? place(tensor.device()) : c10::Device(c10::kCPU);
+      if (place && there.is_cpu()) return at::Tensor();
+      LentTensorPtr lent = state_.device_memory->share(to, tensor, there);
+      if (!lent) return at::Tensor();
+      at::Tensor view = lent->view_like(tensor);
+      out.lent.push_back(std::move(lent));
+      state_.copies.share(tensor, view, copies);
+      return view;
+    };
+  }
+  out.tensors = wire::pack(payload.tensors, std::move(options));
+  if (out.lent.empty()) return;
+  SharedPlaces places;
+  for (std::size_t i = 0; i < out.lent.size(); ++i)
+    places.all.push_back(out.lent[i]->place(out.tensors.shared[i]));
+  out.frame.blobs.push_back({kDeviceMemoryBlob, wire::to_payload(places).value});
 }
 
 void MessageSender::undo(const CallInfo& info, const wire::Frame& frame) {
@@ -113,6 +137,17 @@ void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const wir
   bytes_sent_.add(bytes);
   if (channel) return channel->send(header, tensors.segments);
   loop_back(header, tensors);
+}
+
+/// The peer may return the memory before send() has returned.
+void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const OutgoingMessage& out) {
+  for (const LentTensorPtr& lent : out.lent) lent->lend();
+  try {
+    send(channel, out.frame, out.tensors);
+  } catch (...) {
+    for (const LentTensorPtr& lent : out.lent) lent->take_back();
+    throw;
+  }
 }
 
 void MessageSender::when_copied(OutgoingMessage out, UniqueFunction<void(OutgoingMessage&)> next) {

@@ -19,7 +19,8 @@ inline constexpr const char* kNoGradBlob = "rpc.no_grad";
 /// A message to be sent: its frame, and the tensors that the frame describes.
 struct OutgoingMessage {
   wire::Frame frame;
-  wire::PackedTensors tensors;
+  std::vector<LentTensorPtr> lent = {};  ///< memory of some tensors, freed after the copies in `tensors`
+  wire::PackedTensors tensors = {};
 };
 
 /// A reply that a call failed, or another small reply that must arrive.
@@ -43,6 +44,8 @@ class MessageSender {
   /// Sends to `channel`; null means this worker itself. Throws Error if the channel does not accept it.
   void send(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
             const wire::PackedTensors& tensors);
+  /// The same for a message that may have tensors in memory that the peer maps.
+  void send(const std::shared_ptr<net::Channel>& channel, const OutgoingMessage& out);
   /// Calls `next` with the message on the pool when the copies of its tensors from devices are complete.
   void when_copied(OutgoingMessage out, UniqueFunction<void(OutgoingMessage&)> next);
   /// Drops the messages for which when_copied() waits, and all later ones; after the loop has stopped.
@@ -57,6 +60,7 @@ class MessageSender {
     UniqueFunction<void(OutgoingMessage&)> next;
   };
   using CopyingPtr = std::shared_ptr<Copying>;
+  void pack(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values, OutgoingMessage& out);
   void poll_copies(const CopyingPtr& copying, Duration pause);
   void loop_back(const Bytes& header, const wire::PackedTensors& tensors);
   void warn_of_detached(const CallInfo& info);

@@ -59,7 +59,7 @@ void ReplyCompletion::try_to_send(const CallInfo& info, OutgoingMessage& out) {
 
 void ReplyCompletion::send(const CallInfo& info, OutgoingMessage& out) {
   try {
-    sender_.send(call_->channel, out.frame, out.tensors);
+    sender_.send(call_->channel, out);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::kOverloaded && !call_->user_values && out.tensors.segments.empty()) {
       // The caller reads kOverloaded as a request that was not served, so such a reply waits for room.

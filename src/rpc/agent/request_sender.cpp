@@ -173,7 +173,7 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
       // ends it.
       if (state_.stopping.load()) throw Error(ErrorKind::kCancelled, "this worker is shutting down");
       if (channel && !state_.peers.is_present(to)) state_.channels->to(to);
-      sender_.send(channel, out.frame, out.tensors);
+      sender_.send(channel, out);
       if (channel) stopped_peers_.watch();
       return true;
     } catch (const Error& error) {

@@ -132,8 +132,8 @@ void RequestServer::run_here(const InlineCall& inline_call) {
 void RequestServer::unpack(IncomingCall& call) {
   const wire::FrameView& frame = call.frame;
   call.payload.value.assign(frame.value.begin(), frame.value.end());
-  call.payload.tensors =
-      wire::unpack(frame.tensor_metadata, call.message.segments, {.copies = &state_.copies});
+  call.payload.tensors = wire::unpack(frame.tensor_metadata, call.message.segments,
+                                      {.copies = &state_.copies, .on_device = call.message.on_device});
   if (!call.user_values) return;
   call.info.no_grad = frame.blob(kNoGradBlob) != nullptr;
   if (const auto* blob = frame.blob(kAutocastBlob)) {

@@ -264,4 +264,19 @@ void install_handlers(RpcAgent& agent) {
   install_control(agent);
 }
 
+void install_device_memory(RpcAgent& agent, const std::shared_ptr<DeviceMemory>& memory) {
+  if (!memory) return;
+  agent.server().add_handler(OfferDeviceMemory::kType,
+                             {std::string(OfferDeviceMemory::kName), RunOn::kPool, false,
+                              [memory](const IncomingPtr& call, const std::shared_ptr<Completion>& reply) {
+                                const auto offer = wire::from_payload<OfferDeviceMemory>(call->payload);
+                                wire::Payload payload = wire::to_payload(memory->answer(*call, offer));
+                                reply->succeed(payload);
+                              }});
+  add_control<ReleaseDeviceMemory>(agent, [memory](const ReleaseDeviceMemory& release, PeerId from) {
+    memory->returned(from, release);
+    return Unit();
+  });
+}
+
 }  // namespace torchspan::rpc

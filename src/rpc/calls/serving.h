@@ -16,15 +16,21 @@
 #include "rpc/agent/timers.h"
 #include "rpc/peers/peer_table.h"
 #include "rpc/references/presence.h"
+#include "wire/api/tensors.h"
 
 namespace torchspan::rpc {
+
+/// A message, and which of its segments are in device memory.
+struct ReceivedMessage : net::Message {
+  std::vector<wire::DeviceSegment> on_device = {};
+};
 
 /// A request that this worker serves, from its frame to its reply.
 struct IncomingCall {
   std::uint32_t peer = 0;
   std::uint32_t incarnation = 0;          ///< the peer's
   std::shared_ptr<net::Channel> channel;  ///< null: a request of this worker to itself
-  net::Message message;
+  ReceivedMessage message;
   wire::FrameView frame;  ///< views into message.header
   CallInfo info;
   std::string name;

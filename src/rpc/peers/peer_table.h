@@ -13,12 +13,19 @@
 
 namespace torchspan::rpc {
 
+/// An operating-system process.
+struct ProcessId {
+  std::int64_t pid = 0;
+  std::uint64_t start_ticks = 0;  ///< detects reused pids
+};
+
 /// A member of the world, as its membership reports it.
 struct Peer {
   WorkerInfo info;
   std::string address;
   std::uint64_t instance = 0;
   std::uint32_t incarnation = 0;
+  ProcessId process = {};
   PeerId id() const { return {info.rank, incarnation}; }
 };
 

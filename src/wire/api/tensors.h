@@ -18,7 +18,9 @@ namespace torchspan::wire {
 struct PackedTensors {
   Bytes metadata;                 ///< empty for an empty table
   std::vector<Segment> segments;  ///< in the order the metadata needs them; none is empty
-  device::PendingCopies copies;   ///< the bytes are ready when these are complete
+  /// By each tensor that PackOptions::share took: its place among the segments, shared ones included.
+  std::vector<std::size_t> shared;
+  device::PendingCopies copies;  ///< the bytes are ready when these are complete
 };
 
 struct PackOptions {
@@ -28,6 +30,10 @@ struct PackOptions {
   /// Copies tensors of devices with streams to the host; pack() does not wait for these copies. Null: pack()
   /// waits for the current stream.
   device::CopyStreams* copies = nullptr;
+  /// Offered each strided tensor of a device with streams that is not empty, if `copies` is set. Returns a dense
+  /// tensor of the same sizes and dtype in memory that the receiver maps, which the pending copies fill, or an
+  /// undefined tensor.
+  std::function<at::Tensor(const at::Tensor&, device::PendingCopies&)> share = {};
 };
 
 /// Describes tensors and points at their bytes. Copies only views with gaps, lazily conjugated or negated
@@ -37,12 +43,21 @@ struct PackOptions {
 /// dimensions, meta tensors and wrappers without storage.
 PackedTensors pack(std::span<const at::Tensor> tensors, PackOptions options = {});
 
+/// A segment in device memory instead of host memory.
+struct DeviceSegment {
+  std::size_t index = 0;  ///< among the segments
+  c10::Device device = c10::kCPU;
+};
+
 struct UnpackOptions {
   /// Maps a tensor's device on the sender to its device here, if the sender did not choose one; unset: the
   /// CPU.
   std::function<c10::Device(c10::Device sent_from)> place = {};
   /// Copies tensors to devices with streams, beside their other work. Null: on the current stream.
   device::CopyStreams* copies = nullptr;
+  /// The segments in device memory, by ascending index. They need `copies`, and are always copied. Their owners
+  /// are released when the copies are complete.
+  std::span<const DeviceSegment> on_device = {};
 };
 
 /// Returns why no tensor can live on `device` in this process ("this process has 1 cuda device"), or an empty

@@ -9,13 +9,16 @@
 
 #include <torchspan/core/bytes.h>
 
-namespace torchspan::collective {
+namespace torchspan::device {
 
-/// What groups need of a device beyond LibTorch's generic streams and events. One implementation per kind of
-/// device; tests have another. Thread-safe. Errors are Error{kUnsupported, kOverloaded} with the device.
+/// What a device has beyond LibTorch's generic streams and events: its own handles, and memory that processes of
+/// one host share. One implementation per kind of device; tests have another. Thread-safe. Errors are
+/// Error{kUnsupported, kOverloaded, kInvalid} with the device.
 class DeviceRuntime {
  public:
   virtual ~DeviceRuntime() = default;
+  /// The kind of devices that this is for.
+  virtual c10::DeviceType type() const = 0;
   /// The stream's handle in the device's own interface, such as cudaStream_t.
   virtual void* native_stream(const c10::Stream& stream) const = 0;
   /// Names the physical device: equal for two ranks if and only if they share it.
@@ -24,7 +27,8 @@ class DeviceRuntime {
   virtual std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes) const = 0;
   /// A handle by which another process of this host maps all of an allocation.
   virtual Bytes export_memory(const std::byte* allocation) const = 0;
-  /// Maps another process's allocation of `bytes` bytes; the last copy of the pointer unmaps it.
+  /// Maps another process's allocation of `bytes` bytes; the last copy of the pointer unmaps it. Throws
+  /// Error{kInvalid} if the allocation is smaller.
   virtual std::shared_ptr<std::byte> open_memory(c10::Device device, BytesView handle,
                                                  std::size_t bytes) const = 0;
 };
@@ -32,4 +36,4 @@ class DeviceRuntime {
 /// The runtime of CUDA devices; null if this library was built without TORCHSPAN_CUDA.
 std::shared_ptr<const DeviceRuntime> cuda_device_runtime();
 
-}  // namespace torchspan::collective
+}  // namespace torchspan::device

@@ -1,10 +1,13 @@
-// The only source of this room that uses CUDA's own interface. Built with it if TORCHSPAN_CUDA found a toolkit.
-#include "collective/api/device_runtime.h"
+// The only source that uses CUDA's own interface. Built with it if TORCHSPAN_CUDA found a toolkit.
+#include "device/api/device_runtime.h"
 
 #if defined(TORCHSPAN_CUDA_RUNTIME)
+#include <cstdint>
 #include <cstring>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <fmt/format.h>
+#include <optional>
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -12,7 +15,7 @@
 #include <torchspan/core/error.h>
 #endif
 
-namespace torchspan::collective {
+namespace torchspan::device {
 
 #if defined(TORCHSPAN_CUDA_RUNTIME)
 namespace {
@@ -26,8 +29,27 @@ void check(cudaError_t result, c10::Device device, const char* call) {
                           cudaGetErrorName(result)));
 }
 
+/// The runtime carves small allocations out of blocks of this size, and a handle names a whole block.
+constexpr std::size_t kBlockBytes = std::size_t{2} << 20;
+
+/// The size of the allocation at `memory`, if the driver knows it. The runtime's interface cannot tell it.
+std::optional<std::size_t> allocation_size(void* memory) {
+  using GetRange = int (*)(unsigned long long* base, std::size_t* size, unsigned long long address);
+  const std::unique_ptr<void, int (*)(void*)> driver(dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD),
+                                                     &dlclose);
+  if (!driver) return std::nullopt;
+  const auto get_range = reinterpret_cast<GetRange>(dlsym(driver.get(), "cuMemGetAddressRange_v2"));
+  unsigned long long base = 0;
+  std::size_t size = 0;
+  const auto address = static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(memory));
+  if (get_range == nullptr || get_range(&base, &size, address) != 0) return std::nullopt;
+  return static_cast<std::size_t>(base + size - address);
+}
+
 class CudaRuntime final : public DeviceRuntime {
  public:
+  c10::DeviceType type() const override { return c10::kCUDA; }
+
   void* native_stream(const c10::Stream& stream) const override {
     return c10::cuda::CUDAStream(stream).stream();
   }
@@ -44,7 +66,8 @@ class CudaRuntime final : public DeviceRuntime {
   std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes) const override {
     const c10::DeviceGuard guard(device);
     void* memory = nullptr;
-    check(cudaMalloc(&memory, bytes), device, "cudaMalloc");
+    const std::size_t blocks = (bytes + kBlockBytes - 1) / kBlockBytes;
+    check(cudaMalloc(&memory, blocks * kBlockBytes), device, "cudaMalloc");
     return {static_cast<std::byte*>(memory), [device](std::byte* data) {
               const c10::DeviceGuard guard(device);
               static_cast<void>(cudaFree(data));
@@ -63,7 +86,8 @@ class CudaRuntime final : public DeviceRuntime {
     return bytes;
   }
 
-  std::shared_ptr<std::byte> open_memory(c10::Device device, BytesView handle, std::size_t) const override {
+  std::shared_ptr<std::byte> open_memory(c10::Device device, BytesView handle,
+                                         std::size_t bytes) const override {
     cudaIpcMemHandle_t theirs{};
     if (handle.size() != sizeof theirs) {
       throw Error(ErrorKind::kInvalid, fmt::format("a handle of CUDA memory has {} bytes, but a rank sent {}",
@@ -74,10 +98,17 @@ class CudaRuntime final : public DeviceRuntime {
     void* memory = nullptr;
     check(cudaIpcOpenMemHandle(&memory, theirs, cudaIpcMemLazyEnablePeerAccess), device,
           "cudaIpcOpenMemHandle");
-    return {static_cast<std::byte*>(memory), [device](std::byte* data) {
-              const c10::DeviceGuard guard(device);
-              static_cast<void>(cudaIpcCloseMemHandle(data));
-            }};
+    std::shared_ptr<std::byte> opened(static_cast<std::byte*>(memory), [device](std::byte* data) {
+      const c10::DeviceGuard guard(device);
+      static_cast<void>(cudaIpcCloseMemHandle(data));
+    });
+    const std::optional<std::size_t> size = allocation_size(memory);
+    if (size && *size < bytes) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("a rank shared {} bytes of {} memory and says that they are {}", *size,
+                              device.str(), bytes));
+    }
+    return opened;
   }
 };
 
@@ -88,4 +119,4 @@ std::shared_ptr<const DeviceRuntime> cuda_device_runtime() { return std::make_sh
 std::shared_ptr<const DeviceRuntime> cuda_device_runtime() { return nullptr; }
 #endif
 
-}  // namespace torchspan::collective
+}  // namespace torchspan::device

@@ -1,0 +1,68 @@
+#pragma once
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/rpc/endpoint.h>
+
+#include "rpc/device_memory/incoming_memory.h"
+#include "rpc/device_memory/outgoing_memory.h"
+
+namespace torchspan::rpc {
+
+struct AgentState;
+struct IncomingCall;
+
+/// Carries tensors between devices of workers of one host through device memory: makes and answers the offers,
+/// and returns memory. The worker's agent owns it; buffers of messages may outlive both. Thread-safe.
+class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
+ public:
+  /// Null if the worker has no runtime for its devices, or wants no such memory.
+  static std::shared_ptr<DeviceMemory> make(AgentState& state);
+  DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime, std::size_t bytes);
+
+  /// Memory for a tensor to a peer's device; the CPU: where the peer's map places it. Null: the tensor must
+  /// travel through host memory, maybe only this time.
+  LentTensorPtr share(PeerId to, const at::Tensor& tensor, c10::Device there);
+  /// See IncomingMemory::insert().
+  std::vector<wire::DeviceSegment> insert(PeerId from, BytesView blob, std::vector<Buffer>& segments) const {
+    return incoming_->insert(from, blob, segments);
+  }
+
+  OfferAnswer answer(const IncomingCall& call, const OfferDeviceMemory& offer);
+  void returned(PeerId by, const ReleaseDeviceMemory& release);
+  void departed(PeerId peer, const ProcessId& process);
+
+ private:
+  class OfferSent;
+  class ReturnSent;
+  using Returns = std::map<std::pair<PeerId, std::uint32_t>, std::vector<std::uint64_t>>;
+  /// Below, two copies and a message that returns the memory cost more than the way through the host.
+  static constexpr std::size_t kLeast = std::size_t{64} << 10;
+
+  void send_offer(PeerId to, OfferDeviceMemory offer);
+  void offer_answered(PeerId by, const OfferDeviceMemory& offer, const OfferAnswer& answer);
+  void give_back(PeerId to, std::uint32_t route, std::uint64_t lease);
+  void send_returns(const std::shared_ptr<Endpoint>& agent);
+  void return_failed(PeerId to, ReleaseDeviceMemory release);
+  void free_ended_later(const std::shared_ptr<Endpoint>& agent);
+
+  AgentState& state_;  ///< alive while `agent_` is
+  const std::weak_ptr<Endpoint> agent_;
+  const std::shared_ptr<const device::DeviceRuntime> runtime_;
+  Counter& shared_;    ///< tensors sent
+  Counter& received_;  ///< tensors received and returned
+  OutgoingMemory outgoing_;
+  std::unique_ptr<IncomingMemory> incoming_;  ///< set by make()
+  std::atomic<bool> watching_{false};
+  Mutex mutex_;
+  Returns returns_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool returning_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace torchspan::rpc

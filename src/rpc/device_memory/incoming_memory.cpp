@@ -1,0 +1,84 @@
+#include "rpc/device_memory/incoming_memory.h"
+
+#include <fmt/format.h>
+#include <limits>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::rpc {
+
+void IncomingMemory::open(PeerId from, const OfferDeviceMemory& offer, c10::Device device) {
+  {
+    MutexLock lock(mutex_);
+    const auto& routes = mapped_[from];
+    if (routes.contains(offer.route)) {
+      throw Error(ErrorKind::kInvalid, fmt::format("route {} was offered twice", offer.route));
+    }
+    if (routes.size() >= kMostRoutes) {
+      throw Error(ErrorKind::kOverloaded,
+                  fmt::format("{} areas of device memory of one worker are mapped already", routes.size()));
+    }
+  }
+  if (offer.bytes == 0 || offer.bytes > std::numeric_limits<std::ptrdiff_t>::max()) {
+    throw Error(ErrorKind::kInvalid, fmt::format("an area of {} bytes was offered", offer.bytes));
+  }
+  const auto bytes = static_cast<std::size_t>(offer.bytes);
+  const auto* handle = reinterpret_cast<const std::byte*>(offer.handle.data());
+  auto memory = runtime_->open_memory(device, BytesView(handle, offer.handle.size()), bytes);
+  MutexLock lock(mutex_);
+  mapped_[from].emplace(offer.route, Mapped{device, bytes, std::move(memory)});
+}
+
+IncomingMemory::Mapped IncomingMemory::find(PeerId from, const SharedPlace& place) const {
+  MutexLock lock(mutex_);
+  const auto peer = mapped_.find(from);
+  if (peer != mapped_.end()) {
+    const auto route = peer->second.find(place.route);
+    if (route != peer->second.end()) return route->second;
+  }
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("a tensor is in device memory of route {}, which was not offered", place.route));
+}
+
+std::vector<wire::DeviceSegment> IncomingMemory::insert(PeerId from, BytesView blob,
+                                                        std::vector<Buffer>& segments) const {
+  wire::Payload payload;
+  payload.value.assign(blob.begin(), blob.end());
+  const auto places = wire::from_payload<SharedPlaces>(payload);
+  std::vector<wire::DeviceSegment> on_device;
+  for (const SharedPlace& place : places.all) {
+    const Mapped area = find(from, place);
+    if (place.bytes == 0 || place.offset > area.bytes || place.bytes > area.bytes - place.offset) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("a tensor of {} bytes at {} is outside of the {} bytes of device memory that "
+                              "were offered as route {}",
+                              place.bytes, place.offset, area.bytes, place.route));
+    }
+    const bool ascends = on_device.empty() || place.segment > on_device.back().index;
+    if (!ascends || place.segment > segments.size()) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("a tensor in device memory is segment {} of a message with {} others",
+                              place.segment, segments.size()));
+    }
+    Buffer buffer;
+    buffer.data = area.memory.get() + place.offset;
+    buffer.size = static_cast<std::size_t>(place.bytes);
+    buffer.owner =
+        std::shared_ptr<void>(buffer.data, [memory = area.memory, from, place, give_back = give_back_](
+                                               void*) { give_back(from, place.route, place.lease); });
+    segments.insert(segments.begin() + place.segment, std::move(buffer));
+    on_device.push_back({place.segment, area.device});
+  }
+  return on_device;
+}
+
+void IncomingMemory::departed(PeerId peer) {
+  std::map<std::uint32_t, Mapped> gone;  // unmapped without the lock
+  MutexLock lock(mutex_);
+  const auto found = mapped_.find(peer);
+  if (found == mapped_.end()) return;
+  gone.swap(found->second);
+  mapped_.erase(found);
+}
+
+}  // namespace torchspan::rpc

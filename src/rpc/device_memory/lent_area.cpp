@@ -1,0 +1,61 @@
+#include "rpc/device_memory/lent_area.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::rpc {
+namespace {
+
+constexpr std::size_t kAlignment = 256;
+
+}  // namespace
+
+/// Takes the first free part that is large enough.
+std::optional<Lease> LentArea::take(std::size_t bytes) {
+  if (bytes == 0 || bytes > bytes_) return std::nullopt;
+  const std::size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  MutexLock lock(mutex_);
+  std::size_t offset = 0;
+  for (const auto& [begin, part] : parts_) {
+    if (begin - offset >= rounded) break;
+    offset = begin + part.bytes;
+  }
+  if (offset > bytes_ || bytes_ - offset < rounded) return std::nullopt;
+  parts_.emplace(offset, Part{++last_lease_, rounded, false});
+  return Lease{last_lease_, offset, bytes};
+}
+
+LentArea::Parts::iterator LentArea::find(std::uint64_t lease) {
+  return std::find_if(parts_.begin(), parts_.end(),
+                      [&](const auto& entry) { return entry.second.lease == lease; });
+}
+
+void LentArea::set_lent(std::uint64_t lease, bool lent) {
+  MutexLock lock(mutex_);
+  if (const auto part = find(lease); part != parts_.end()) part->second.lent = lent;
+}
+
+void LentArea::drop(std::uint64_t lease) {
+  MutexLock lock(mutex_);
+  if (const auto part = find(lease); part != parts_.end() && !part->second.lent) parts_.erase(part);
+}
+
+void LentArea::returned(std::uint64_t lease) {
+  MutexLock lock(mutex_);
+  const auto part = find(lease);
+  const bool never = lease == 0 || lease > last_lease_ || (part != parts_.end() && !part->second.lent);
+  if (never) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("it returned lease {} of device memory, which it never got", lease));
+  }
+  if (part != parts_.end()) parts_.erase(part);
+}
+
+std::size_t LentArea::used() const {
+  MutexLock lock(mutex_);
+  return parts_.size();
+}
+
+}  // namespace torchspan::rpc
