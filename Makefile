@@ -8,11 +8,13 @@
 #   make soak [SOAK_SECONDS=600]    make random calls while workers are killed and restarted
 #   make survive [KILLS=50]         kill training jobs at random moments; their results must be those without kills
 #   make long [CASES=5000]          run the randomized tests with many more cases (programs: four times CASES)
-#   make docs | format | clean
+#   make package                    build Debian packages of the command, the libraries and the documents
+#   make docs                       build the documents and the API reference as a site in build/docs/site
+#   make format | clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench fuzz soak survive long docs format clean help
+.PHONY: demo test check bench fuzz soak survive long package docs format clean help
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
@@ -87,11 +89,17 @@ long:
 	@TORCHSPAN_PASSES=$$(( $(CASES) * 20 )) build/dev/bin/cluster_autograd_test --gtest_filter='*ManyPasses'
 	@TORCHSPAN_CASES=$$(( $(CASES) * 200 )) build/dev/bin/rpc_test --gtest_filter='RRefProtocol.*'
 
+package:
+	@tools/install-deps build
+	@$(call configure,package)
+	@ninja -C build/package -j $(JOBS)
+	@cd build/package && cpack
+	@echo "build/package/packages"
+
 docs:
 	@tools/install-deps docs
 	@mkdir -p build/docs
-	@doxygen docs/Doxyfile
-	@echo "build/docs/html/index.html"
+	@tools/build-docs
 
 format:
 	@tools/install-deps check
