@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <exception>
 #include <fmt/format.h>
-#include <limits>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <unistd.h>
@@ -117,11 +117,8 @@ struct Job {
 
 /// The result of a training; only rank 0 knows the speed.
 struct Result {
-  explicit Result(std::int64_t epochs)
-      : losses(torch::full({epochs}, std::numeric_limits<double>::quiet_NaN(), torch::kDouble)) {}
-  double loss(std::int64_t epoch) const { return losses[epoch].item<double>(); }
-
-  torch::Tensor losses;  ///< by epoch: the mean over all images; NaN: not trained yet
+  std::int64_t first_epoch = 0;  ///< in which this process trains
+  std::vector<double> losses;    ///< of this epoch and the next ones: the mean over all images
   double accuracy = 0;
   double images_per_second = 0;
   bool preempted = false;  ///< the state is saved, and training ends early
@@ -137,12 +134,11 @@ class Checkpoints {
   }
 
   /// Returns the number of steps that the restored state has made. `loss` is this rank's sum in an epoch.
-  std::int64_t restore(const ConvNet& network, torch::optim::SGD& optimizer, double& loss, Result& result) {
+  std::int64_t restore(const ConvNet& network, torch::optim::SGD& optimizer, double& loss) {
     if (!manager_) return 0;
     manager_->add("network", network);
     manager_->add("optimizer", optimizer);
     manager_->add_per_rank("loss", loss);
-    manager_->add("losses", result.losses);
     return manager_->restore_or(0);
   }
   /// Saves the state if that is due. Returns whether the job must end now: all ranks agree, whichever of them got
@@ -185,14 +181,14 @@ double accuracy(const Job& job, const Team& team, Model& model) {
   return team.sum(static_cast<double>(correct)) / static_cast<double>(job.test_data.size());
 }
 
-/// Notes the mean loss of an epoch, counted from 0, and resets this rank's sum.
-void end_epoch(const Job& job, const Team& team, std::int64_t epoch, double& loss, Result& result) {
+/// Notes the mean loss of an epoch, and resets this rank's sum.
+void end_epoch(const Job& job, const Team& team, double& loss, Result& result) {
   const double mean = team.sum(loss) / static_cast<double>(job.train_data.size());
   if (!std::isfinite(mean)) {
     refuse(fmt::format("{}: the loss is not a finite number after epoch {}: lower --lr", team.name(),
-                       epoch + 1));
+                       result.first_epoch + std::ssize(result.losses) + 1));
   }
-  result.losses[epoch] = mean;
+  result.losses.push_back(mean);
   loss = 0;
 }
 
@@ -202,10 +198,10 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
   const Options& options = job.options;
   const auto sgd = torch::optim::SGDOptions(options.lr).momentum(options.momentum);
   torch::optim::SGD optimizer(network->parameters(), sgd);
-  Result result(options.epochs);
+  Result result;
   double loss = 0;
   Checkpoints checkpoints(job, team);
-  std::int64_t step = checkpoints.restore(network, optimizer, loss, result);
+  std::int64_t step = checkpoints.restore(network, optimizer, loss);
   team.wait_for_each_other();  // so that reading the data is not measured
   std::optional<Meter> meter;
   if (team.rank == 0) {
@@ -216,6 +212,7 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
   }
   const std::int64_t steps_per_epoch = (job.train_data.size() + options.batch - 1) / options.batch;
   const std::int64_t steps = options.epochs * steps_per_epoch;
+  result.first_epoch = step / steps_per_epoch;
   std::vector<torch::Tensor> batches;
   while (step < steps) {
     const std::int64_t epoch = step / steps_per_epoch, index = step % steps_per_epoch;
@@ -228,7 +225,7 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
     const double weight = static_cast<double>(team.size) / static_cast<double>(positions.numel());
     const double sum = train_step(model, optimizer, mine, weight);
     loss += sum;
-    if (++step % steps_per_epoch == 0) end_epoch(job, team, epoch, loss, result);
+    if (++step % steps_per_epoch == 0) end_epoch(job, team, loss, result);
     if (meter) meter->step(epoch + 1, sum / static_cast<double>(mine.size()), positions.numel());
     if (checkpoints.after(step, step == steps)) {
       if (meter) fmt::print("preempted: the state after step {} of {} is saved\n", step, steps);
@@ -240,8 +237,9 @@ Result train(const Job& job, const Team& team, Model& model, const ConvNet& netw
   result.accuracy = accuracy(job, team, model);
   if (!meter) return result;
   result.images_per_second = meter->images_per_second();
-  for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch) {
-    fmt::print("{}: epoch {}, mean loss {:.6f}\n", team.name(), epoch + 1, result.loss(epoch));
+  for (std::size_t i = 0; i < result.losses.size(); ++i) {
+    fmt::print("{}: epoch {}, mean loss {:.6f}\n", team.name(),
+               result.first_epoch + static_cast<std::int64_t>(i) + 1, result.losses[i]);
   }
   fmt::print("{}: {}\n", team.name(), meter->summary());
   fmt::print("{}: test accuracy {:.2f} % on {} images\n", team.name(), 100 * result.accuracy,
@@ -277,8 +275,10 @@ void compare(const Job& job, const Team& team, const Result& together, const Con
   const torch::Tensor reference = flat_parameters(network);
   const double difference = (flat_parameters(trained) - reference).abs().max().item<double>();
   double loss_difference = 0;
-  for (std::int64_t epoch = 0; epoch < job.options.epochs; ++epoch)
-    loss_difference = std::max(loss_difference, std::abs(alone.loss(epoch) - together.loss(epoch)));
+  for (std::size_t i = 0; i < together.losses.size(); ++i) {
+    const double reference_loss = alone.losses[static_cast<std::size_t>(together.first_epoch) + i];
+    loss_difference = std::max(loss_difference, std::abs(reference_loss - together.losses[i]));
+  }
   fmt::print("{} against one process: losses differ by at most {:.1e}, parameters (up to {:.2f}) by {:.1e}\n",
              team.name(), loss_difference, reference.abs().max().item<double>(), difference);
   fmt::print(

@@ -147,12 +147,14 @@ class Job:
                         "--restart-backoff", "1ms", "--max-backoff", "1ms", "--give-up-after", "0",
                         str(binaries / command[0]), *command[1:], "--checkpoint", str(checkpoint)]
         self.launcher = None
+        self.variables = {}  # besides those that every job gets
         self.shared_memory = set(shared_memory())
         self.output.write_bytes(b"")
 
     def start(self, through=()):
         """Starts the launcher; `through` is a command that executes it."""
-        variables = {"PATH": os.environ["PATH"], "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", MARK: self.mark}
+        variables = {"PATH": os.environ["PATH"], "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", MARK: self.mark,
+                     **self.variables}
         if "ASAN_OPTIONS" in os.environ:
             variables["ASAN_OPTIONS"] = os.environ["ASAN_OPTIONS"]
         with self.output.open("ab") as output:

@@ -17,8 +17,9 @@ namespace nn {
 class Module;
 }
 namespace optim {
+class LRScheduler;
 class Optimizer;
-}
+}  // namespace optim
 namespace serialize {
 class InputArchive;
 class OutputArchive;
@@ -44,8 +45,11 @@ SourcePtr module_source(std::shared_ptr<torch::nn::Module> module);
 /// The layers that this worker owns: "layers.<number>.<name>", so that any number of stages can restore them.
 SourcePtr pipeline_source(pipeline::Pipeline& pipeline);
 SourcePtr optimizer_source(optim::Optimizer& optimizer);
-/// The serialized optimizer, as one tensor of bytes.
+/// The serialized optimizer, as one tensor of bytes, and its learning rates.
 SourcePtr torch_optimizer_source(torch::optim::Optimizer& optimizer);
+/// The number of steps of LibTorch's StepLR and other schedules whose rates depend on nothing else but their
+/// constructor's arguments and the optimizer, which must be registered, too.
+SourcePtr torch_schedule_source(torch::optim::LRScheduler& schedule);
 /// Written by the owners of the parameters, and sent to them on restoring.
 SourcePtr distributed_optimizer_source(optim::DistributedOptimizer& optimizer);
 /// A module or tensor on another worker, which writes and reads it.
@@ -93,7 +97,7 @@ T value_as(const Value& value);
 
 /// Selects the adapter: modules (holders, shared_ptr, DistributedDataParallel, RRefs), pipelines, optimizers, any
 /// object with state_dict() and load_state_dict(StateDict) (LRScheduler, GradScaler) or with save() and load()
-/// over archives (data samplers), tensors, numbers, flags and strings.
+/// over archives (data samplers), torch::optim's schedules, tensors, numbers, flags and strings.
 template <class T>
 SourcePtr source_of(T& object) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -119,6 +123,8 @@ SourcePtr source_of(T& object) {
   } else if constexpr (detail::HasStateDict<T>) {
     return state_dict_source([&object] { return object.state_dict(); },
                              [&object](const optim::StateDict& state) { object.load_state_dict(state); });
+  } else if constexpr (std::is_base_of_v<torch::optim::LRScheduler, T>) {
+    return torch_schedule_source(object);
   } else if constexpr (std::is_same_v<T, bool> || std::is_same_v<T, std::string> ||
                        std::is_floating_point_v<T> || std::is_integral_v<T>) {
     using Stored = std::conditional_t<std::is_same_v<T, bool> || std::is_same_v<T, std::string>, T,

@@ -229,18 +229,31 @@ TEST(RestoreRound, ChoosesOneCheckpointForAllRanksAlthoughOnlyOneOfThemFindsTheD
     std::vector<std::string> lines;
     Log log("test", LogLevel::kWarning, [&](LogLevel, const std::string& line) { lines.push_back(line); });
     std::vector<std::string> loaded;
-    const auto step = RestoreRound(*ranks, directory, log).run([&](const std::string& name, const Manifest&) {
-      loaded.push_back(name);
-    });
+    // Only rank 1 reads the tensors, which is enough.
+    const auto read_all = [&](const Manifest& manifest) {
+      return Bytes(manifest.tensors.size(), static_cast<std::byte>(worker.rank() == 1));
+    };
+    const auto step =
+        RestoreRound(*ranks, directory, log).run([&](const std::string& name, const Manifest& manifest) {
+          loaded.push_back(name);
+          return read_all(manifest);
+        });
     EXPECT_EQ(step, 2);
     EXPECT_THAT(loaded, ::testing::ElementsAre(directory.path_of("step-00000002")));
     EXPECT_EQ(lines.size(), worker.rank() == 0 ? 1u : 0u);
     const auto thrown = torchspan::testing::error_of([&] {
-      RestoreRound(*ranks, directory, log).run([&](const std::string&, const Manifest&) {
+      RestoreRound(*ranks, directory, log).run([&](const std::string&, const Manifest& manifest) {
         if (worker.rank() == 2) throw_invalid("the model differs");
+        return read_all(manifest);
       });
     });
     EXPECT_THAT(thrown.message(), HasSubstr("rank 2 ('worker2'): the model differs"));
+    lines.clear();
+    RestoreRound(*ranks, directory, log).run([](const std::string&, const Manifest&) { return Bytes(); });
+    ASSERT_EQ(lines.size(), worker.rank() == 0 ? 2u : 0u) << "damage, and tensors that no rank reads";
+    if (worker.rank() == 0) {
+      EXPECT_THAT(lines[1], HasSubstr("'step-00000002' was restored without "));
+    }
   });
 }
 

@@ -12,6 +12,7 @@
 
 #include "checkpoint/commit/ranks.h"
 #include "checkpoint/files/checksum.h"
+#include "checkpoint/files/directory_lock.h"
 #include "checkpoint/manager/agreement.h"
 #include "checkpoint/manager/restore_round.h"
 #include "checkpoint/remote/owners.h"
@@ -114,6 +115,7 @@ class CheckpointManager::Impl {
         reader.set_prefix(one.prefix);
         one.source->load(reader);
       }
+      return reader.usage();
     });
   }
 
@@ -160,9 +162,13 @@ class CheckpointManager::Impl {
   }
 
   void prepare_directory() {
-    if (std::exchange(prepared_, true)) return;
+    if (prepared_) return;
     disk_.make_folder(options_.directory);
+    const std::string holder = checkpoint::describe_holder(ranks_->names().at(ranks_->index()));
+    const std::string warning = lock_.take(options_.directory, holder);
+    if (!warning.empty()) runtime_.log.warning(warning);
     directory_.delete_leftovers();
+    prepared_ = true;
   }
 
   std::uint64_t next_token() {
@@ -183,6 +189,7 @@ class CheckpointManager::Impl {
   checkpoint::SaveAgreement agreement_;
   std::vector<Registered> sources_;
   checkpoint::Snapshot snapshot_;
+  checkpoint::DirectoryLock lock_;  ///< of the committing rank, from its first save on
   bool prepared_ = false;
   std::uint64_t saves_ = 0;
   std::optional<Error> failure_;  ///< of the last save; written by `writer_`

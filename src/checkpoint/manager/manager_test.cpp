@@ -1,3 +1,4 @@
+#include <array>
 #include <filesystem>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -167,8 +168,98 @@ TEST(CheckpointManager, KeepsTheLastCheckpointsAndThoseWithTheBestMetric) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
     names.push_back(entry.path().filename());
-  EXPECT_THAT(names,
-              ::testing::UnorderedElementsAre("step-00000002", "step-00000005", "step-00000006", "latest"));
+  EXPECT_THAT(names, ::testing::UnorderedElementsAre("step-00000002", "step-00000005", "step-00000006",
+                                                     "latest", "lock"));
+}
+
+TEST(CheckpointManager, RefusesADirectoryToWhichAnotherOneWrites) {
+  const TemporaryFolder folder;
+  at::Tensor x = torch::ones({3});
+  const auto make = [&] {
+    auto manager = std::make_unique<CheckpointManager>(CheckpointOptions{.directory = folder.path()});
+    manager->add("x", x);
+    return manager;
+  };
+  auto first = make();
+  const auto second = make();
+  first->save(1);
+  first->wait();
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_THAT(invalid_text([&] { second->save(2); }),
+                ::testing::AllOf(HasSubstr(fmt::format("of process {} on ", getpid())),
+                                 HasSubstr(folder.path()), HasSubstr("choose another directory")));
+  }
+  EXPECT_EQ(second->restore(), 1) << "reading is allowed";
+  first.reset();
+  second->save(2);
+  second->wait();
+  EXPECT_EQ(make()->restore(), 2);
+}
+
+TEST(CheckpointManager, WarnsOfTensorsThatItDoesNotRestore) {
+  const TemporaryFolder folder;
+  torch::nn::Linear model(3, 4);
+  std::array<at::Tensor, 4> tensors;
+  for (at::Tensor& tensor : tensors) tensor = torch::ones({3});
+  const auto add = [&](CheckpointManager& manager, bool all) {
+    manager.add("model", model);
+    for (std::size_t i = 0; all && i < tensors.size(); ++i)
+      manager.add(fmt::format("tensor{}", i), tensors[i]);
+  };
+  {
+    CheckpointManager manager({.directory = folder.path()});
+    add(manager, true);
+    manager.save(1);
+  }
+  const auto warning = [&](bool all) {
+    CheckpointManager manager({.directory = folder.path()});
+    add(manager, all);
+    ::testing::internal::CaptureStderr();
+    EXPECT_EQ(manager.restore(), 1);
+    return ::testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(warning(true), "");
+  EXPECT_THAT(warning(false),
+              ::testing::AllOf(HasSubstr("'step-00000001' was restored without 4 of its tensors"),
+                               HasSubstr(": 'tensor0', 'tensor1', 'tensor2' and 1 more; register")));
+}
+
+/// LibTorch's optimizer and schedule.
+struct TorchProgram {
+  TorchProgram() { model->weight.detach().fill_(2); }
+  void add_to(CheckpointManager& manager) {
+    manager.add("model", model);
+    manager.add("sgd", sgd);
+    manager.add("schedule", schedule);
+  }
+  void step() {
+    sgd.zero_grad();
+    model->weight.square().sum().backward();
+    sgd.step();
+    schedule.step();
+  }
+  torch::nn::Linear model{torch::nn::LinearOptions(2, 2).bias(false)};
+  torch::optim::SGD sgd{model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.5)};
+  torch::optim::StepLR schedule{sgd, 3, 0.1};
+};
+
+TEST(CheckpointManager, RestoresLearningRateSchedulesOfLibTorch) {
+  for (int saved = 1; saved < 8; ++saved) {
+    const TemporaryFolder folder;
+    TorchProgram straight, before, after;
+    for (int step = 0; step < 8; ++step) straight.step();
+    {
+      CheckpointManager manager({.directory = folder.path()});
+      before.add_to(manager);
+      for (int step = 0; step < saved; ++step) before.step();
+      manager.save(saved);
+    }
+    CheckpointManager manager({.directory = folder.path()});
+    after.add_to(manager);
+    ASSERT_EQ(manager.restore(), saved);
+    for (int step = saved; step < 8; ++step) after.step();
+    EXPECT_TRUE(after.model->weight.equal(straight.model->weight)) << "saved after step " << saved;
+  }
 }
 
 TEST(CheckpointManager, ThrowsTheFailureOfAnAsynchronousSaveAtTheNextOne) {

@@ -206,21 +206,21 @@ TEST(Replicas, ThatDisagreeAreAnErrorOnAllRanks) {
   on_workers(2, 1, [&](Worker& worker) {
     at::Tensor x = at::zeros({2 + worker.rank()});
     std::int64_t epoch = worker.rank();
-    CheckpointManager shapes(worker, {.directory = folder.path(), .name = "shapes"});
+    CheckpointManager shapes(worker, {.directory = folder.path() + "/shapes", .name = "shapes"});
     shapes.add("x", x);
     EXPECT_THAT(
         invalid_text([&] { shapes.save(1); }),
         AllOf(HasSubstr("rank 0 ('worker0') saves 'x' with shape [2]"), HasSubstr("rank 1 ('worker1')")));
-    CheckpointManager values(worker, {.directory = folder.path(), .name = "values"});
+    CheckpointManager values(worker, {.directory = folder.path() + "/values", .name = "values"});
     values.add("epoch", epoch);
     EXPECT_THAT(invalid_text([&] { values.save(1); }), HasSubstr("the value 'epoch' differs between rank 0"));
-    CheckpointManager steps(worker, {.directory = folder.path(), .name = "steps"});
+    CheckpointManager steps(worker, {.directory = folder.path() + "/steps", .name = "steps"});
     EXPECT_THAT(invalid_text([&] { steps.save(10 + worker.rank()); }),
                 HasSubstr("saves step 10, but rank 1"));
     steps.save(12);
     steps.wait();
     at::Tensor undefined = worker.rank() == 1 ? at::Tensor() : at::zeros({1});
-    CheckpointManager one(worker, {.directory = folder.path(), .name = "one"});
+    CheckpointManager one(worker, {.directory = folder.path() + "/one", .name = "one"});
     one.add("y", undefined);
     EXPECT_THAT(error_of([&] { one.save(1); }).message(),
                 HasSubstr("rank 1 ('worker1'): the tensor 'y' is undefined"));

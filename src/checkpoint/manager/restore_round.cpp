@@ -1,10 +1,10 @@
 #include "checkpoint/manager/restore_round.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <fmt/format.h>
 #include <span>
 #include <utility>
-
-#include "checkpoint/commit/outcomes.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -38,11 +38,10 @@ std::optional<std::int64_t> RestoreRound::run(const Load& load) {
       reject(name, damage->message());
       continue;
     }
-    const auto loaded = exchange_outcomes(ranks_, "restore.loaded", outcome_of([&] {
-                                            load(folder, manifest);
-                                            return Bytes();
-                                          }));
+    const auto loaded =
+        exchange_outcomes(ranks_, "restore.loaded", outcome_of([&] { return load(folder, manifest); }));
     if (const auto failure = joint_failure(loaded, ranks_, kNotRestored)) throw *failure;
+    if (ranks_.commits()) report_unused(name, manifest, loaded);
     return manifest.step;
   }
 }
@@ -59,6 +58,28 @@ std::string RestoreRound::propose() {
                     directory_.path(), first_reason_));
   }
   return {};
+}
+
+void RestoreRound::report_unused(const std::string& name, const Manifest& manifest,
+                                 const std::vector<RankOutcome>& loaded) const {
+  constexpr std::size_t kShown = 3;
+  std::string shown;
+  std::size_t unused = 0, index = 0;
+  for (const auto& [tensor, saved] : manifest.tensors) {
+    const std::size_t place = index++;
+    const bool used = std::any_of(loaded.begin(), loaded.end(), [&](const RankOutcome& outcome) {
+      return place < outcome.result.size() && outcome.result[place] != std::byte{0};
+    });
+    // The state of a generator belongs to a rank, and there may be fewer ranks now.
+    if (used || tensor.starts_with("rng.")) continue;
+    if (++unused <= kShown) shown += fmt::format("{}'{}'", unused == 1 ? "" : ", ", tensor);
+  }
+  if (unused == 0) return;
+  if (unused > kShown) shown += fmt::format(" and {} more", unused - kShown);
+  log_.warning(fmt::format(
+      "'{}' was restored without {} of its tensors, which no rank has registered: {}; register the objects "
+      "that have them, unless this program does not need them",
+      name, unused, shown));
 }
 
 void RestoreRound::reject(const std::string& name, const std::string& why) {

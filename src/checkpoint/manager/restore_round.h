@@ -4,9 +4,11 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <vector>
 
 #include <torchspan/core/log.h>
 
+#include "checkpoint/commit/outcomes.h"
 #include "checkpoint/commit/ranks.h"
 #include "checkpoint/files/directory.h"
 
@@ -16,7 +18,8 @@ namespace torchspan::checkpoint {
 /// all of them check a part of its data, and it is loaded only if every part is right.
 class RestoreRound {
  public:
-  using Load = std::function<void(const std::string& folder, const Manifest& manifest)>;
+  /// Loads a checkpoint; returns what this rank has read, as FolderReader::usage().
+  using Load = std::function<Bytes(const std::string& folder, const Manifest& manifest)>;
 
   RestoreRound(Ranks& ranks, const Directory& directory, Log& log)
       : ranks_(ranks), directory_(directory), log_(log) {}
@@ -29,6 +32,9 @@ class RestoreRound {
   /// The newest checkpoint not yet rejected; empty: none.
   std::string propose();
   void reject(const std::string& name, const std::string& why);
+  /// Logs a warning for tensors that no rank has read.
+  void report_unused(const std::string& name, const Manifest& manifest,
+                     const std::vector<RankOutcome>& loaded) const;
 
   Ranks& ranks_;
   const Directory& directory_;

@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <cmath>
 #include <fmt/format.h>
+#include <limits>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -9,6 +11,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/serialize/archive.h>
 
 #include <torchspan/checkpoint/sources.h>
@@ -164,6 +167,50 @@ std::uint64_t fingerprint_of(const torch::optim::Optimizer& optimizer) {
   return checksum.finish() | 1;
 }
 
+/// An optimizer's archive, and its learning rates: LibTorch's load() leaves those unchanged.
+class TorchOptimizerSource final : public StateSource {
+ public:
+  explicit TorchOptimizerSource(torch::optim::Optimizer& optimizer)
+      : optimizer_(optimizer),
+        archive_([&optimizer](torch::serialize::OutputArchive& archive) { optimizer.save(archive); },
+                 [&optimizer](torch::serialize::InputArchive& archive) { optimizer.load(archive); },
+                 [&optimizer] { return fingerprint_of(optimizer); }) {}
+
+  void save(StateWriter& writer) const override {
+    archive_.save(writer);
+    for (std::size_t i = 0; i < optimizer_.param_groups().size(); ++i) {
+      if (const auto rate = rate_of(optimizer_.param_groups()[i])) writer.add_value(name(i), *rate);
+    }
+  }
+  void load(const StateReader& reader) override {
+    archive_.load(reader);
+    for (std::size_t i = 0; i < optimizer_.param_groups().size(); ++i) {
+      torch::optim::OptimizerParamGroup& group = optimizer_.param_groups()[i];
+      if (rate_of(group)) group.options().set_lr(detail::value_as<double>(reader.value(name(i))));
+    }
+  }
+
+ private:
+  static std::string name(std::size_t group) { return fmt::format("lr.{}", group); }
+  /// nullopt if the options of a user's optimizer have no rate.
+  static std::optional<double> rate_of(const torch::optim::OptimizerParamGroup& group) {
+    if (!group.has_options()) return std::nullopt;
+    try {
+      return group.options().get_lr();
+    } catch (const c10::Error&) {
+      return std::nullopt;
+    }
+  }
+
+  torch::optim::Optimizer& optimizer_;
+  ArchiveSource archive_;
+};
+
+/// Reaches the protected step count of a schedule.
+struct StepCount : torch::optim::LRScheduler {
+  static unsigned& of(torch::optim::LRScheduler& schedule) { return schedule.*(&StepCount::step_count_); }
+};
+
 }  // namespace
 
 SourcePtr optimizer_source(optim::Optimizer& optimizer) {
@@ -171,10 +218,17 @@ SourcePtr optimizer_source(optim::Optimizer& optimizer) {
 }
 
 SourcePtr torch_optimizer_source(torch::optim::Optimizer& optimizer) {
-  return std::make_unique<ArchiveSource>(
-      [&optimizer](torch::serialize::OutputArchive& archive) { optimizer.save(archive); },
-      [&optimizer](torch::serialize::InputArchive& archive) { optimizer.load(archive); },
-      [&optimizer] { return fingerprint_of(optimizer); });
+  return std::make_unique<TorchOptimizerSource>(optimizer);
+}
+
+SourcePtr torch_schedule_source(torch::optim::LRScheduler& schedule) {
+  return value_source([&schedule] { return Value(static_cast<std::int64_t>(StepCount::of(schedule))); },
+                      [&schedule](const Value& value) {
+                        const auto steps = detail::value_as<std::int64_t>(value);
+                        if (steps < 0 || steps > std::numeric_limits<unsigned>::max())
+                          throw_invalid(fmt::format("{} is no number of steps", steps));
+                        StepCount::of(schedule) = static_cast<unsigned>(steps);
+                      });
 }
 
 SourcePtr distributed_optimizer_source(optim::DistributedOptimizer& optimizer) {

@@ -61,6 +61,13 @@ std::vector<std::string> FolderReader::all_names() const {
   return names;
 }
 
+Bytes FolderReader::usage() const {
+  Bytes usage;
+  for (const auto& [name, tensor] : manifest_.tensors)
+    usage.push_back(static_cast<std::byte>(used_.contains(name)));
+  return usage;
+}
+
 std::string FolderReader::describe() const { return fmt::format("checkpoint '{}'", folder_); }
 
 const SavedTensor& FolderReader::saved(const std::string& full_name) const {
@@ -102,6 +109,7 @@ BytesView FolderReader::data_of(const std::string& full_name, const SavedBox& bo
 at::Tensor FolderReader::read_tensor(const std::string& full_name) const {
   const SavedTensor& tensor = saved(full_name);
   const at::ScalarType type = dtype_of(full_name);
+  used_.insert(full_name);
   if (tensor.boxes.size() == 1) {
     const BytesView data = data_of(full_name, tensor.boxes[0]);
     const bool aligned = reinterpret_cast<std::uintptr_t>(data.data()) % c10::elementSize(type) == 0;
@@ -119,6 +127,7 @@ at::Tensor FolderReader::read_tensor(const std::string& full_name) const {
 void FolderReader::read_box(const std::string& full_name, const at::Tensor& target,
                             const Sizes& offset) const {
   const at::NoGradGuard no_grad;
+  used_.insert(full_name);
   const Box wanted{offset, sizes_of(target)};
   const at::Tensor plain = target.detach();
   for (const SavedBox& box : saved(full_name).boxes) {
@@ -144,6 +153,9 @@ void FolderReader::read_on_owner(const std::string& full_name, const RemoteValue
     throw_invalid(
         fmt::format("'{}' is on another worker; make the CheckpointManager with a session", full_name));
   read_on_owner_(folder_, full_name, value);
+  for (const auto& [name, tensor] : manifest_.tensors) {
+    if (name == full_name || name.starts_with(full_name + ".")) used_.insert(name);
+  }
 }
 
 const Value* FolderReader::find_value(const std::string& full_name) const {

@@ -2,6 +2,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,6 +26,8 @@ class FolderReader final : public StateReader {
       std::function<void(const std::string& folder, const std::string& name, const RemoteValue&)>;
   void set_read_on_owner(ReadOnOwner read) { read_on_owner_ = std::move(read); }
   std::int64_t step() const override { return manifest_.step; }
+  /// A byte for each tensor, in the manifest's order: 1 if it was read, also in part or by its owner.
+  Bytes usage() const;
 
  protected:
   std::vector<std::string> all_names() const override;
@@ -45,6 +48,7 @@ class FolderReader final : public StateReader {
   const std::string folder_;
   const Manifest manifest_;
   ReadOnOwner read_on_owner_;
+  mutable std::set<std::string> used_;
   mutable std::map<std::string, std::shared_ptr<const MappedFile>> files_;
 };
 

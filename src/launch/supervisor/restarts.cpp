@@ -42,7 +42,7 @@ int repeated_at_once(const std::vector<AttemptResult>& attempts) {
 
 int restarts_used(const std::vector<AttemptResult>& attempts) {
   int used = 0;
-  for (std::size_t i = 1; i < attempts.size(); ++i) used += attempts[i].workers == attempts[i - 1].workers;
+  for (std::size_t i = 1; i < attempts.size(); ++i) used += attempts[i].workers >= attempts[i - 1].workers;
   return used;
 }
 
@@ -98,6 +98,9 @@ NextAttempt next_attempt(const RestartPolicy& policy, WorkerRange range,
             fmt::format("only {} of {} workers could be started", last.started, last.workers)};
   }
   auto reason = reason_against_restart(policy, attempts);
+  if (!reason && last.workers < range.most && last.ran >= policy.healthy_after) {
+    return {range.most, delay, fmt::format("the last attempt ran for {:.0f} s", to_seconds(last.ran))};
+  }
   if (!reason) return {last.workers, delay, ""};
   if (last.workers > range.least) return {last.workers - 1, delay, *reason};
   if (range.least < range.most) {

@@ -24,7 +24,7 @@ inline constexpr Duration kAtOnce = std::chrono::seconds(10);
 
 /// When a failed job starts again.
 struct RestartPolicy {
-  int most = 0;                                        ///< restarts with the same number of workers
+  int most = 0;                                        ///< restarts with the same number of workers or more
   Duration backoff = std::chrono::seconds(1);          ///< before the first; doubles with each failure
   Duration longest_backoff = std::chrono::minutes(1);  ///< limit of the doubling
   Duration healthy_after = std::chrono::minutes(5);    ///< an attempt that ran this long resets the doubling
@@ -43,14 +43,16 @@ struct AttemptResult {
 
 /// What follows a failed attempt.
 struct NextAttempt {
-  int workers = 0;     ///< 0: none, the job ends
-  Duration delay{0};   ///< before it
-  std::string reason;  ///< a sentence for the user: why it ends, or why it has fewer workers; may be empty
+  int workers = 0;    ///< 0: none, the job ends
+  Duration delay{0};  ///< before it
+  std::string
+      reason;  ///< a sentence for the user: why it ends, or has another number of workers; may be empty
 };
 
 /// Decides what follows the last of `attempts`, which has failed. Restarts with the same number of workers
-/// while restarts are left and the failure does not repeat at once; then with one worker less, or as many as
-/// could be started, while there are more than range.least. Exit codes 126 and 127 end the job.
+/// while restarts are left and the failure does not repeat at once, or with range.most again if the attempt ran for
+/// policy.healthy_after with fewer; then with one worker less, or as many as could be started, while there are more
+/// than range.least. Exit codes 126 and 127 end the job.
 NextAttempt next_attempt(const RestartPolicy& policy, WorkerRange range,
                          const std::vector<AttemptResult>& attempts);
 

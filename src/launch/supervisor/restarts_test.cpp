@@ -95,6 +95,21 @@ TEST(Restarts, ContinueWithFewerWorkersWhenNoneIsLeft) {
   EXPECT_THAT(sizes, ::testing::ElementsAre(4, 4, 3, 2, 0));
 }
 
+TEST(Restarts, ContinueWithAllWorkersAfterALongAttemptWithFewer) {
+  const RestartPolicy policy{.most = 2, .give_up_after = 2};
+  std::vector<AttemptResult> attempts = {failure(4, seconds(1)), failure(4, seconds(1))};
+  EXPECT_EQ(next_attempt(policy, {2, 4}, attempts).workers, 3) << "it failed at once, twice";
+  attempts.push_back(failure(3, policy.healthy_after - seconds(1)));
+  EXPECT_EQ(next_attempt(policy, {2, 4}, attempts).workers, 3) << "it did not run for long enough";
+  attempts.back().ran = policy.healthy_after;
+  const NextAttempt all = next_attempt(policy, {2, 4}, attempts);
+  EXPECT_EQ(all.workers, 4);
+  EXPECT_THAT(all.reason, HasSubstr("the last attempt ran for 300 s"));
+  attempts.push_back(failure(4, minutes(1)));
+  EXPECT_EQ(next_attempt(policy, {2, 4}, attempts).workers, 3)
+      << "two restarts, this one included, are used up";
+}
+
 TEST(Restarts, ContinueWithTheWorkersThatCouldBeStarted) {
   AttemptResult partly = failure(8, seconds(0));
   partly.started = 5;
@@ -130,12 +145,15 @@ TEST(Restarts, FollowTheirRulesInRandomJobs) {
       const NextAttempt next = next_attempt(policy, range, attempts);
       const bool give_up = policy.give_up_after > 0 && policy.most > 0 && streak >= policy.give_up_after;
       const int smaller = workers > range.least ? workers - 1 : 0;
-      ASSERT_EQ(next.workers, left > 0 && !give_up ? workers : smaller);
-      if (next.workers == workers) --left;
+      const int again = attempt.ran >= policy.healthy_after ? range.most : workers;
+      ASSERT_EQ(next.workers, left > 0 && !give_up ? again : smaller);
+      if (next.workers >= workers) --left;
       if (next.workers > 0) {
         ASSERT_NEAR(to_seconds(next.delay), std::min(wait, to_seconds(policy.longest_backoff)), 1e-6);
       }
-      ASSERT_LE(attempts.size(), static_cast<std::size_t>(1 + policy.most + range.most - range.least));
+      const int shrinks =
+          (1 + policy.most) * (range.most - range.least);  // after each restart with all workers
+      ASSERT_LE(attempts.size(), static_cast<std::size_t>(1 + policy.most + shrinks));
       workers = next.workers;
     }
   }
