@@ -34,7 +34,7 @@ void Inbox::put(const PartKey& key, std::uint64_t calls, Buffer data) {
     MutexLock lock(mutex_);
     std::uint64_t& known = calls_[static_cast<std::size_t>(key.rank)];
     known = std::max(known, calls);
-    if (failure_) {
+    if (has_failed()) {
       refused = std::move(data);
     } else {
       parts_.insert_or_assign(key, std::move(data));
@@ -52,14 +52,18 @@ void Inbox::end(int rank, int lane, const std::string& why) {
   parker_->unpark();
 }
 
-bool Inbox::fail(const Error& cause) {
+bool Inbox::fail(const Error& cause, std::uint64_t from_call) {
   std::map<PartKey, Buffer> dropped;
   std::function<void()> wake;
   {
     MutexLock lock(mutex_);
-    if (failure_) return false;
+    if (failure_) {
+      failed_from_ = std::min(failed_from_, from_call);
+      return false;
+    }
     failure_ = cause;
-    dropped.swap(parts_);
+    failed_from_ = from_call;
+    if (has_failed()) dropped.swap(parts_);
     wake = wake_;
   }
   parker_->unpark();
@@ -73,7 +77,8 @@ std::optional<Error> Inbox::failure() {
 }
 
 void Inbox::throw_if_failed() {
-  if (const auto cause = failure()) throw Error(*cause);
+  MutexLock lock(mutex_);
+  if (has_failed()) throw Error(*failure_);
 }
 
 Buffer Inbox::take(const PartKey& key, int lane, Deadline deadline) {
@@ -81,7 +86,7 @@ Buffer Inbox::take(const PartKey& key, int lane, Deadline deadline) {
     {
       MutexLock lock(mutex_);
       awaited_ = key;
-      if (failure_) throw Error(*failure_);
+      if (has_failed()) throw Error(*failure_);
       const auto found = parts_.find(key);
       if (found != parts_.end()) {
         Buffer data = std::move(found->second);

@@ -40,9 +40,11 @@ class Inbox {
   void put(const PartKey& key, std::uint64_t calls, Buffer data);
   /// The rank sends nothing more over this lane. What it sent before can still be taken.
   void end(int rank, int lane, const std::string& why);
-  /// Breaks the group; returns whether this is the first failure.
-  bool fail(const Error& cause);
+  /// Breaks the group, for this rank's calls from `from_call` on; returns whether this is the first failure.
+  bool fail(const Error& cause, std::uint64_t from_call);
   std::optional<Error> failure();
+  /// Throws the failure if it concerns the current call.
+  void throw_if_failed();
 
   /// Waits for a part, which arrives over `lane`. Throws the group's failure; kDisconnected if the rank ended
   /// the lane before it; kTimedOut.
@@ -57,7 +59,7 @@ class Inbox {
   std::string awaited();
 
  private:
-  void throw_if_failed();
+  bool has_failed() const TORCHSPAN_REQUIRES(mutex_) { return failure_ && begun_ >= failed_from_; }
 
   Executor& executor_;
   const std::vector<std::string> peers_;
@@ -72,6 +74,7 @@ class Inbox {
   std::uint64_t begun_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::optional<PartKey> awaited_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::uint64_t failed_from_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace torchspan::collective::channels

@@ -180,8 +180,7 @@ void Lane::on_message(const std::shared_ptr<net::Channel>& channel, net::Message
     events_.failed(Error(ErrorKind::kInvalid,
                          fmt::format("{} sent an invalid message to the group: {}; do all ranks run the same "
                                      "version of TorchSpan?",
-                                     plan_.peers[static_cast<std::size_t>(*rank)], error.message())),
-                   false);
+                                     plan_.peers[static_cast<std::size_t>(*rank)], error.message())));
   }
 }
 
@@ -211,7 +210,7 @@ void Lane::receive(int rank, const Note& note, net::Message& message) {
     if (message.segments.size() != 1) throw Error(ErrorKind::kInvalid, "a part has one segment");
     inbox_.put({rank, part->operation, part->part}, part->calls, std::move(message.segments[0]));
   } else if (const auto* abort = std::get_if<Abort>(&note)) {
-    events_.failed(Error(abort->kind, abort->text), true);
+    events_.aborted(Error(abort->kind, abort->text), abort->from_call);
   } else if (const auto* end = std::get_if<End>(&note)) {
     {
       MutexLock lock(mutex_);
@@ -238,8 +237,7 @@ void Lane::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& 
   if (expected) return inbox_.end(*rank, plan_.number, "has closed its connection");
   events_.failed(Error(ErrorKind::kDisconnected,
                        fmt::format("{} is gone: {}; the group cannot continue without it",
-                                   plan_.peers[static_cast<std::size_t>(*rank)], reason.message())),
-                 false);
+                                   plan_.peers[static_cast<std::size_t>(*rank)], reason.message())));
 }
 
 }  // namespace torchspan::collective::channels

@@ -28,8 +28,10 @@ class LaneEvents {
   virtual ~LaneEvents() = default;
   /// A connection was made, or could not be made.
   virtual void changed() = 0;
-  /// A connection broke or its peer sent invalid bytes, or a rank aborted the group (`by_peer`).
-  virtual void failed(const Error& cause, bool by_peer) = 0;
+  /// A connection broke, or its peer sent invalid bytes.
+  virtual void failed(const Error& cause) = 0;
+  /// A rank announced that the group is broken.
+  virtual void aborted(const Error& cause, std::uint64_t from_call) = 0;
 };
 
 /// The connections of one lane: one to each other rank, on a transport and a thread of its own, which

@@ -152,11 +152,9 @@ void Mesh::agree(WorldLink& world, const std::string& trouble, Deadline deadline
                           fmt::join(troubles, "; ")));
 }
 
-void Mesh::failed(const Error& cause, bool by_peer) { by_peer ? void(inbox_.fail(cause)) : abort(cause); }
-
-void Mesh::abort(const Error& cause) {
-  if (!inbox_.fail(cause)) return;
-  const Bytes note = encode(Abort{cause.kind(), cause.message()});
+void Mesh::abort(const Error& cause, std::uint64_t from_call) {
+  if (!inbox_.fail(cause, from_call)) return;
+  const Bytes note = encode(Abort{cause.kind(), from_call, cause.message()});
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || lanes_.empty()) continue;
     try {
@@ -167,7 +165,7 @@ void Mesh::abort(const Error& cause) {
 }
 
 void Mesh::end(const Error& reason) {
-  inbox_.fail(reason);
+  inbox_.fail(reason, 0);
   for (const auto& lane : lanes_) lane->end("has left the group");
 }
 
@@ -193,7 +191,7 @@ void Mesh::wait_for_room(int to, Lane& lane) {
 void Mesh::send(int to, std::uint32_t part, BytesView data) {
   Lane& lane = *lanes_[static_cast<std::size_t>(lane_of(part))];
   wait_for_room(to, lane);
-  if (const auto cause = inbox_.failure()) throw Error(*cause);
+  inbox_.throw_if_failed();
   const Segment segment{data.data(), data.size(), {}};
   lane.send(to, encode(Part{operation_, part, calls_.load(std::memory_order_relaxed)}),
             std::span(&segment, 1));

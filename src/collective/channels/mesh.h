@@ -43,14 +43,17 @@ class Mesh final : private LaneEvents {
   /// Waits for a part of `size` bytes.
   Buffer take(int from, std::uint32_t part, std::size_t size);
 
-  /// Breaks the group on all ranks.
-  void abort(const Error& cause);
+  /// Breaks the group on all ranks, for calls from `from_call` on: ranks complete earlier ones if they can.
+  void abort(const Error& cause, std::uint64_t from_call = 0);
+  /// abort() because the current call failed here.
+  void fail_call(const Error& cause) { abort(cause, calls_.load(std::memory_order_relaxed)); }
   /// Breaks the group on this rank; others fail when they need more from it.
   void end(const Error& reason);
 
  private:
   void changed() override { connecting_->unpark(); }
-  void failed(const Error& cause, bool by_peer) override;
+  void failed(const Error& cause) override { abort(cause); }
+  void aborted(const Error& cause, std::uint64_t from_call) override { inbox_.fail(cause, from_call); }
   int lane_of(std::uint32_t part) const { return static_cast<int>(part / 2) % lane_count_; }
   std::string connect(WorldLink& world, Deadline deadline);
   void agree(WorldLink& world, const std::string& trouble, Deadline deadline);

@@ -23,6 +23,7 @@ void write(ByteWriter& writer, const Part& part) {
 void write(ByteWriter& writer, const Abort& abort) {
   writer.put(NoteType::kAbort);
   writer.put(abort.kind);
+  writer.put(abort.from_call);
   writer.put_string(std::string_view(abort.text).substr(0, kMostText));
 }
 void write(ByteWriter& writer, const End& end) {
@@ -58,6 +59,7 @@ Note read(ByteReader& reader) {
     case NoteType::kAbort: {
       Abort abort;
       abort.kind = read_kind(reader);
+      abort.from_call = reader.get<std::uint64_t>();
       abort.text = reader.get_string();
       return abort;
     }

@@ -9,7 +9,7 @@
 /// type, numbers are little-endian, a text is a u32 length and its bytes:
 ///   hello = 1, u64 nonce, u32 rank       and a segment of kProbeBytes
 ///   part  = 2, u64 operation, u32 part, u64 calls       and the data as a segment
-///   abort = 3, u8 kind, text
+///   abort = 3, u8 kind, u64 from_call, text
 ///   end   = 4, text
 namespace torchspan::collective::channels {
 
@@ -30,6 +30,7 @@ struct Part {
 /// The group is broken on all ranks.
 struct Abort {
   ErrorKind kind = ErrorKind::kInvalid;
+  std::uint64_t from_call = 0;  ///< earlier calls of the group may still complete
   std::string text;
 };
 /// The sender sends no more over this connection.

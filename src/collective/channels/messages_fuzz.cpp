@@ -26,6 +26,6 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     using namespace torchspan;
     using namespace torchspan::collective::channels;
     return std::vector<Bytes>{encode(Hello{1, 2}), encode(Part{3, 4, 5}),
-                              encode(Abort{ErrorKind::kTimedOut, "late"}), encode(End{"bye"})};
+                              encode(Abort{ErrorKind::kTimedOut, 7, "late"}), encode(End{"bye"})};
   });
 }

@@ -17,20 +17,21 @@ TEST(ChannelMessages, SurviveTheWire) {
   EXPECT_EQ(std::get<Part>(part).operation, 1ULL << 40);
   EXPECT_EQ(std::get<Part>(part).part, 9U);
   EXPECT_EQ(std::get<Part>(part).calls, 3U);
-  const Note abort = decode(encode(Abort{ErrorKind::kTimedOut, "late"}));
+  const Note abort = decode(encode(Abort{ErrorKind::kTimedOut, 7, "late"}));
   EXPECT_EQ(std::get<Abort>(abort).kind, ErrorKind::kTimedOut);
+  EXPECT_EQ(std::get<Abort>(abort).from_call, 7U);
   EXPECT_EQ(std::get<Abort>(abort).text, "late");
   EXPECT_EQ(std::get<End>(decode(encode(End{"bye"}))).text, "bye");
 }
 
 TEST(ChannelMessages, TruncateTextsThatNoHeaderCanHold) {
-  const Note note = decode(encode(Abort{ErrorKind::kInvalid, std::string(1 << 20, 'x')}));
+  const Note note = decode(encode(Abort{ErrorKind::kInvalid, 0, std::string(1 << 20, 'x')}));
   EXPECT_EQ(std::get<Abort>(note).text.size(), std::size_t{32} << 10);
 }
 
 TEST(ChannelMessages, RejectEveryOtherEncoding) {
-  for (const Note& note : {Note(Hello{1, 2}), Note(Part{1, 2, 3}), Note(Abort{ErrorKind::kInvalid, "text"}),
-                           Note(End{"text"})}) {
+  for (const Note& note : {Note(Hello{1, 2}), Note(Part{1, 2, 3}),
+                           Note(Abort{ErrorKind::kInvalid, 1, "text"}), Note(End{"text"})}) {
     const Bytes whole = encode(note);
     for (std::size_t size = 0; size < whole.size(); ++size) {
       EXPECT_EQ(error_of([&] { decode(BytesView(whole).first(size)); }).kind(), ErrorKind::kInvalid) << size;
@@ -43,7 +44,7 @@ TEST(ChannelMessages, RejectEveryOtherEncoding) {
     EXPECT_EQ(error_of([&] { decode(Bytes(20, static_cast<std::byte>(type))); }).kind(), ErrorKind::kInvalid);
   }
   for (const int kind : {0, 9, 255}) {
-    Bytes abort = encode(Abort{ErrorKind::kInvalid, ""});
+    Bytes abort = encode(Abort{ErrorKind::kInvalid, 0, ""});
     abort[1] = static_cast<std::byte>(kind);
     EXPECT_EQ(error_of([&] { decode(abort); }).kind(), ErrorKind::kInvalid) << kind;
   }

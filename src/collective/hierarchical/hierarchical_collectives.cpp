@@ -164,6 +164,12 @@ void HierarchicalCollectives::abort(const Error& cause) {
   if (leaders_) leaders_->abort(cause);
 }
 
+/// The ranks of this host have begun the call, or will not begin it.
+void HierarchicalCollectives::fail_call(const Error& cause) {
+  local_.abort(cause);
+  if (leaders_) leaders_->fail_call(cause);
+}
+
 /// The local group receives the end of the world from its WorldLink.
 void HierarchicalCollectives::end(const Error& reason) {
   if (leaders_) leaders_->end(reason);

@@ -173,13 +173,14 @@ void SerialBackend::run_one(Job& job) {
   const at::NoGradGuard no_grad;
   try {
     throw_if_broken("");
-    throw_if_rank_gone();
+    // Engines that announce failures see the end of a rank in the order of calls.
+    if (!collectives_->announces()) throw_if_rank_gone();
     compare(job.call);
     job.run();
   } catch (...) {
     const auto announced = collectives_->failure();
     if (!failure()) break_with(announced ? *announced : explain(job.call, std::current_exception()));
-    if (collectives_->announces()) collectives_->abort(*failure());
+    if (collectives_->announces()) collectives_->fail_call(*failure());
     fail(job, *failure());
   }
 }
