@@ -24,6 +24,12 @@ struct LocalOptions {
   Metrics* metrics = nullptr;  ///< gets net.local.*; must outlive the transport
 };
 
+/// The TCP ports at which a worker may listen, both included; 0: the system chooses.
+struct PortRange {
+  std::uint16_t first = 0;
+  std::uint16_t last = 0;
+};
+
 /// TCP with TLS 1.3 between hosts; equal on all workers of a job. A silent host is reported within
 /// dead_after + heartbeat.
 struct TlsOptions {
@@ -32,6 +38,9 @@ struct TlsOptions {
   std::uint32_t lanes = 2;
   Duration heartbeat = std::chrono::milliseconds(200);  ///< interval of heartbeats on an idle channel
   Duration dead_after = std::chrono::seconds(5);        ///< silence that ends a channel with kDisconnected
+  /// Where to listen if an address has port 0, for firewalls; a worker takes the first free port for its
+  /// calls and one for each lane of each group.
+  PortRange ports = {};
 
   /// PEM files. If set, both sides must present a certificate signed by the authority, and
   /// WorkerOptions::secret is not used; otherwise both sides prove the secret.

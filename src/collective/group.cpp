@@ -1,6 +1,12 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 
 #include <torchspan/collective/group.h>
+
+#include "collective/tensors.h"
 
 namespace torchspan::collective {
 namespace {
@@ -29,6 +35,8 @@ void check_tensor(const Backend& backend, const char* call, const at::Tensor& te
                           sparse_too ? "dense and sparse COO " : "dense "));
 }
 
+std::string text_of(at::IntArrayRef sizes) { return fmt::format("[{}]", fmt::join(sizes.vec(), ", ")); }
+
 void check_rank(const char* what, int rank, int size) {
   check(rank >= 0 && rank < size,
         fmt::format("{} is {}, but the ranks of this group are 0 to {}", what, rank, size - 1));
@@ -48,6 +56,12 @@ std::string to_string(ReduceOp reduction) {
       return "maximum";
     case kProduct:
       return "product";
+    case kBitAnd:
+      return "bitwise and";
+    case kBitOr:
+      return "bitwise or";
+    case kBitXor:
+      return "bitwise exclusive or";
   }
   return fmt::format("reduction {}", static_cast<int>(reduction));
 }
@@ -103,6 +117,78 @@ Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts)
                       c10::toString(parts[0].scalar_type()), c10::toString(part.scalar_type())));
   }
   return backend_->all_to_all(std::move(parts));
+}
+
+Future<at::Tensor> Group::all_gather_into_tensor(at::Tensor output, at::Tensor tensor) const {
+  check_tensor(*backend_, "all_gather_into_tensor", tensor);
+  check_tensor(*backend_, "all_gather_into_tensor", output);
+  std::vector<std::int64_t> joined = tensor.sizes().vec(), stacked = joined;
+  stacked.insert(stacked.begin(), size());
+  if (!joined.empty()) joined[0] *= size();
+  check(output.scalar_type() == tensor.scalar_type() &&
+            (output.sizes() == at::IntArrayRef(stacked) || output.sizes() == at::IntArrayRef(joined)),
+        fmt::format("all_gather_into_tensor of {} {} on {} ranks needs an output of the same dtype and shape "
+                    "{} or {}, but it is {} {}",
+                    c10::toString(tensor.scalar_type()), text_of(tensor.sizes()), size(), text_of(joined),
+                    text_of(stacked), c10::toString(output.scalar_type()), text_of(output.sizes())));
+  return backend_->all_gather(tensor).then([output, sizes = tensor.sizes().vec()](const auto& gathered) {
+    const std::vector<at::Tensor> all = gathered.wait();
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      check(all[rank].sizes() == at::IntArrayRef(sizes),
+            fmt::format("all_gather_into_tensor needs tensors of one shape, but that of rank {} is {} and "
+                        "this rank's {}: use all_gather()",
+                        rank, text_of(all[rank].sizes()), text_of(sizes)));
+    }
+    return put_back(at::stack(all).view(output.sizes()), output);
+  });
+}
+
+Future<std::vector<at::Tensor>> Group::gather(at::Tensor tensor, int root) const {
+  check_tensor(*backend_, "gather", tensor);
+  check_rank("root", root, size());
+  std::vector<at::Tensor> parts(static_cast<std::size_t>(size()), at::empty({0}, tensor.options()));
+  parts[static_cast<std::size_t>(root)] = std::move(tensor);
+  return backend_->rooted_all_to_all({RootedCall::Verb::kGather, root}, std::move(parts))
+      .then([here = root == rank()](const Future<std::vector<at::Tensor>>& gathered) {
+        std::vector<at::Tensor> all = gathered.wait();
+        return here ? all : std::vector<at::Tensor>();
+      });
+}
+
+Future<at::Tensor> Group::scatter(at::Tensor output, std::vector<at::Tensor> parts, int root) const {
+  check_tensor(*backend_, "scatter", output);
+  check_rank("root", root, size());
+  const auto needed = static_cast<std::size_t>(root == rank() ? size() : 0);
+  check(parts.size() == needed,
+        fmt::format("scatter from rank {} needs {} parts on rank {}, but got {}: only the root passes parts, "
+                    "one for each rank",
+                    root, needed, rank(), parts.size()));
+  for (const at::Tensor& part : parts) {
+    check_tensor(*backend_, "scatter", part);
+    check(part.scalar_type() == output.scalar_type(),
+          fmt::format("a part of scatter is {}, but the output {}; they must have the same dtype",
+                      c10::toString(part.scalar_type()), c10::toString(output.scalar_type())));
+  }
+  parts.resize(static_cast<std::size_t>(size()), at::empty({0}, output.options()));
+  return backend_->rooted_all_to_all({RootedCall::Verb::kScatter, root}, std::move(parts))
+      .then([output, root](const Future<std::vector<at::Tensor>>& received) {
+        const at::Tensor mine = received.wait()[static_cast<std::size_t>(root)];
+        check(mine.sizes() == output.sizes(),
+              fmt::format("rank {} scattered a part of shape {} to this rank, whose output is {}", root,
+                          text_of(mine.sizes()), text_of(output.sizes())));
+        return put_back(mine, output);
+      });
+}
+
+Future<at::Tensor> Group::reduce(at::Tensor tensor, int root, ReduceOp reduction) const {
+  check_tensor(*backend_, "reduce", tensor);
+  check_rank("root", root, size());
+  if (root == rank()) return backend_->all_reduce(std::move(tensor), reduction);
+  const at::NoGradGuard no_grad;
+  return backend_->all_reduce(tensor.detach().clone(), reduction).then([tensor](const auto& reduced) {
+    reduced.wait();
+    return tensor;
+  });
 }
 
 std::vector<Bytes> Group::all_gather_bytes(BytesView mine, Duration timeout) const {

@@ -76,6 +76,25 @@ struct Maximum {
   }
 };
 
+struct BitAnd {
+  template <class T>
+  static T join(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+struct BitOr {
+  template <class T>
+  static T join(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+struct BitXor {
+  template <class T>
+  static T join(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
 /// Sums of signed integers wrap around, as LibTorch's do.
 template <class T>
 using Wrapping = typename std::conditional_t<
@@ -158,6 +177,11 @@ Kernel kernel_of(ReduceOp reduction) {
   if constexpr (!std::is_integral_v<T>) {
     if (reduction == kAvg) return reduce<T, Sum, true>;
   }
+  if constexpr (std::is_integral_v<T>) {
+    if (reduction == kBitAnd) return reduce<T, BitAnd, false>;
+    if (reduction == kBitOr) return reduce<T, BitOr, false>;
+    if (reduction == kBitXor) return reduce<T, BitXor, false>;
+  }
   if constexpr (!kIsComplex<T>) {
     if (reduction == kMin) return reduce<T, Minimum, false>;
     if (reduction == kMax) return reduce<T, Maximum, false>;
@@ -203,7 +227,8 @@ Kernel find_kernel(at::ScalarType dtype, ReduceOp reduction) {
   throw Error(
       ErrorKind::kUnsupported,
       fmt::format("the {} of {} values is not supported: averages need a floating-point or complex dtype, "
-                  "minima and maxima one with an order, and ComplexHalf and quantized tensors cannot be "
+                  "minima and maxima one with an order, bitwise reductions integers or bools, and "
+                  "ComplexHalf and quantized tensors cannot be "
                   "reduced; convert the tensor first",
                   to_string(reduction), c10::toString(dtype)));
 }

@@ -10,6 +10,7 @@
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "collective/c10d/gloo.h"
+#include "collective/channels/channel_collectives.h"
 #include "collective/device/device_group.h"
 #include "collective/hierarchical/hierarchical_collectives.h"
 #include "collective/mpi/mpi.h"
@@ -103,6 +104,9 @@ class Maker {
             connect_gloo(link_, ranks_, {.timeout = options_.timeout, .loopback = local_ranks.one_network}),
             members);
       }
+      case BackendKind::kNetwork:
+        refuse_several_hosts(members);
+        return make_serial(channels::connect_channels(link_, ranks_, {.timeout = options_.timeout}), members);
       case BackendKind::kMpi:
         if (!find_local_ranks(members).all_together()) require_isolation({});
         return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
@@ -206,10 +210,22 @@ class Maker {
     const std::string why = first_of(reasons);
     throw Error(
         ErrorKind::kUnsupported,
-        fmt::format("the ranks {} are on several hosts{}, and the backends between hosts neither "
-                    "authenticate nor encrypt: if no other hosts can reach the network between them, set "
-                    "GroupOptions::network = Network::kIsolated",
+        fmt::format("the ranks {} are on several hosts{}, and Gloo and Open MPI neither authenticate nor "
+                    "encrypt: use the default GroupOptions::backend; or, if no other hosts can reach the "
+                    "network between them, set GroupOptions::network = Network::kIsolated",
                     ranks_, why.empty() ? "" : fmt::format(" ({}; {})", why, kCommonFolder)));
+  }
+
+  /// Throws if the options forbid traffic between hosts and `members` report several.
+  void refuse_several_hosts(const std::vector<Member>& members) const {
+    if (options_.network != Network::kThisHostOnly) return;
+    for (const Member& member : members) {
+      if (member.host_id == members[0].host_id) continue;
+      throw Error(ErrorKind::kUnsupported,
+                  fmt::format("{} and {} are on different hosts, but GroupOptions::network is kThisHostOnly: "
+                              "set it to kEncrypted",
+                              describe(members[0]), describe(member)));
+    }
   }
 
   static std::string first_of(const std::vector<std::string>& reasons) {
@@ -263,14 +279,19 @@ class Maker {
                                                        first_of(met.reasons), kCommonFolder));
     }
     if (together && options_.backend != BackendKind::kHierarchical) return share_memory(met);
-    if (!loopback) require_isolation(met.reasons);
-    HierarchyPlan hierarchy{.ranks = ranks_, .hosts = met.leaders, .rank = plan.self};
+    if (!loopback) refuse_several_hosts(members);
+    const bool gloo = options_.network == Network::kIsolated && has_gloo();
+    HierarchyPlan hierarchy{.ranks = ranks_, .hosts = met.leaders, .rank = plan.self, .announces = !gloo};
     Group local(met.peer_memory ? share_memory(met)
                                 : SingleBackend::make(world_.self().rank, runtime_, link_));
-    ConnectLeaders connect =
-        [link = link_, gloo = GlooOptions{options_.timeout, loopback}](const std::vector<int>& leaders) {
-          return connect_gloo(link, leaders, gloo);
-        };
+    ConnectLeaders connect = [link = link_, timeout = options_.timeout](const std::vector<int>& leaders) {
+      return channels::connect_channels(link, leaders, {.timeout = timeout});
+    };
+    if (gloo) {
+      connect = [link = link_, options = GlooOptions{options_.timeout, loopback}](const auto& leaders) {
+        return connect_gloo(link, leaders, options);
+      };
+    }
     return make_serial(
         std::make_unique<HierarchicalCollectives>(std::move(hierarchy), std::move(local), std::move(connect)),
         members);

@@ -7,6 +7,7 @@
 
 #include <torchspan/detail/rendezvous/membership.h>
 
+#include "net/api/network.h"
 #include "net/api/stream.h"
 #include "net/api/tls.h"
 #include "rendezvous/api/process_stat.h"
@@ -22,6 +23,8 @@ namespace {
 constexpr Duration kFailureNoticeTime = std::chrono::seconds(2);
 /// How long a worker that gives up waits for the store to acknowledge it.
 constexpr Duration kLastOutputTime = std::chrono::milliseconds(500);
+/// How long a direct connection waits for the peer to acknowledge its end.
+constexpr Duration kDirectLinger = std::chrono::seconds(2);
 constexpr std::uint64_t kMostMessageBytes = std::uint64_t{256} << 20;
 
 std::string host_name() {
@@ -87,10 +90,27 @@ std::string describe(const Member& member) {
 
 namespace {
 
-net::TransportOptions transport_options(net::Secret secret) {
+constexpr std::string_view kDirect = ".direct.";
+
+net::Secret secret_for(const net::Secret& secret, std::string_view use) {
+  return secret.empty() ? secret : secret.derived(use);
+}
+
+/// Of the connections between members that Membership::listen() makes.
+net::TransportOptions direct_options(const net::Secret& secret) {
+  net::TransportOptions options;
+  options.secret = secret_for(secret, "torchspan direct");
+  options.max_header = std::uint64_t{64} << 10;
+  options.max_message = kMostMessageBytes;
+  options.max_segments = 1;
+  options.linger = kDirectLinger;
+  return options;
+}
+
+net::TransportOptions store_options(const net::Secret& secret) {
   net::TransportOptions options;
   // A proof between the store and its members must not be valid between workers.
-  options.secret = secret.empty() ? std::move(secret) : secret.derived("torchspan store");
+  options.secret = secret_for(secret, "torchspan store");
   options.max_header = kMostMessageBytes;
   options.max_message = kMostMessageBytes;
   options.max_segments = 0;
@@ -98,20 +118,35 @@ net::TransportOptions transport_options(net::Secret secret) {
   return options;
 }
 
+net::TransportOptions options_of(const std::string& endpoint, const net::Secret& secret) {
+  return endpoint.find(kDirect) == std::string::npos ? store_options(secret) : direct_options(secret);
+}
+
+/// Where a member listens for direct connections: like the store, on loopback, in a simulation, or over TLS
+/// on the host that its own address names; without one, on the host from which it reaches the store.
+std::string direct_address(const std::string& endpoint, const Member& self,
+                           const std::string& store_address) {
+  if (store_address.starts_with("sim:")) return "sim:" + endpoint;
+  if (!store_address.starts_with("tls:")) return "tcp:127.0.0.1:0";
+  std::string host = net::host_of_route(self.address);
+  if (host.empty()) host = net::route_to(net::host_of_route(store_address));
+  return host.find(':') == std::string::npos ? fmt::format("tls:{}:0", host)
+                                             : fmt::format("tls:[{}]:0", host);
+}
+
 }  // namespace
 
 TransportFactory stream_transports(Executor& executor, net::Secret secret) {
-  return
-      [&executor, options = transport_options(std::move(secret))](const std::string&, net::Handler& handler) {
-        return net::make_stream_transport(executor, handler, options);
-      };
+  return [&executor, secret = std::move(secret)](const std::string& endpoint, net::Handler& handler) {
+    return net::make_stream_transport(executor, handler, options_of(endpoint, secret));
+  };
 }
 
 TransportFactory tls_transports(Executor& executor, net::Secret secret, net::TlsOptions tls) {
   tls.lanes = 0;
-  return [&executor, options = transport_options(std::move(secret)), tls = std::move(tls)](
-             const std::string&, net::Handler& handler) {
-    return net::make_tls_transport(executor, handler, options, tls);
+  return [&executor, secret = std::move(secret), tls = std::move(tls)](const std::string& endpoint,
+                                                                       net::Handler& handler) {
+    return net::make_tls_transport(executor, handler, options_of(endpoint, secret), tls);
   };
 }
 
@@ -119,7 +154,11 @@ TransportFactory tls_transports(Executor& executor, net::Secret secret, net::Tls
 class Membership::Impl {
  public:
   Impl(Runtime& runtime, const TransportFactory& transports, MembershipOptions options)
-      : runtime_(runtime), open_(options.world_size == kOpenWorld), self_(make_self(options)) {
+      : runtime_(runtime),
+        transports_(transports),
+        store_address_(options.store_address),
+        open_(options.world_size == kOpenWorld),
+        self_(make_self(options)) {
     if (options.world_size == 1) return;
     if (options.rank == 0) {
       server_ = std::make_unique<StoreServer>(
@@ -171,6 +210,14 @@ class Membership::Impl {
           .with_call(fmt::format("{} '{}'", what, tag))
           .with_elapsed(runtime_.executor.now() - began);
     }
+  }
+
+  Listening listen(const std::string& use, net::Handler& handler) const {
+    if (!client_) throw Error(ErrorKind::kInvalid, "a world of one worker has no members to connect to");
+    const std::string endpoint = fmt::format("{}{}{}", self_.name, kDirect, use);
+    Listening listening{.transport = transports_(endpoint, handler), .address = {}};
+    listening.address = listening.transport->listen(direct_address(endpoint, self_, store_address_));
+    return listening;
   }
 
   void leave(Deadline deadline) {
@@ -277,6 +324,8 @@ class Membership::Impl {
   }
 
   Runtime& runtime_;
+  const TransportFactory transports_;
+  const std::string store_address_;
   const bool open_;
   Member self_;  ///< complete once the constructor is done
   std::atomic<bool> left_{false};
@@ -328,6 +377,10 @@ std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesVie
 std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesView mine,
                                                 std::vector<int> ranks, Wait wait) {
   return impl_->gather("all_gather", tag, mine, std::move(ranks), wait);
+}
+
+Membership::Listening Membership::listen(const std::string& use, net::Handler& handler) const {
+  return impl_->listen(use, handler);
 }
 
 void Membership::leave(Deadline deadline) { impl_->leave(deadline); }

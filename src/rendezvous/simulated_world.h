@@ -1,6 +1,7 @@
 #pragma once
 #include <functional>
 #include <gtest/gtest.h>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -42,10 +43,15 @@ class SimulatedWorld {
   /// Endpoints are named by `number`, so that workers which claim one name still differ.
   TransportFactory transports(int number) {
     return [this, number](const std::string& endpoint, net::Handler& handler) {
-      const std::string name = endpoint == "store" ? endpoint : "member" + std::to_string(number);
-      return network_.make_transport(name, handler, {});
+      const std::string mine = "member" + std::to_string(number);
+      if (endpoint == "store") return network_.make_transport(endpoint, handler, {});
+      if (endpoint.find(".direct.") == std::string::npos) return network_.make_transport(mine, handler, {});
+      direct_[number].push_back(endpoint);
+      return network_.make_transport(endpoint, handler, {});
     };
   }
+  /// Names of the transports that this worker made for direct connections.
+  const std::vector<std::string>& direct(int number) { return direct_[number]; }
   std::unique_ptr<Membership> join(int number, MembershipOptions options) {
     auto runtime = std::make_unique<Runtime>(executor_, options.name, LogLevel::kOff);
     Runtime& mine = *runtime;
@@ -57,6 +63,7 @@ class SimulatedWorld {
   /// Kills a worker's transports, as the end of its process would.
   void kill(int rank) {
     network_.kill("member" + std::to_string(rank));
+    for (const std::string& name : direct_[rank]) network_.kill(name);
     if (rank == 0) network_.kill("store");
   }
 
@@ -75,6 +82,7 @@ class SimulatedWorld {
   SimExecutor executor_;
   net::SimNetwork network_;
   std::vector<std::unique_ptr<Runtime>> runtimes_;
+  std::map<int, std::vector<std::string>> direct_;  ///< of one simulated thread at a time
 };
 
 }  // namespace torchspan::rendezvous

@@ -210,6 +210,63 @@ TEST_F(Sockets, AProofBetweenWorkersIsNotValidForTheStore) {
   membership->leave(in(seconds(30)));
 }
 
+/// Remembers what it received.
+struct DirectJournal : net::Handler {
+  void on_accepted(const std::shared_ptr<net::Channel>&) override {}
+  void on_message(const std::shared_ptr<net::Channel>&, net::Message message) override {
+    received = std::move(message.header);
+  }
+  void on_closed(const std::shared_ptr<net::Channel>&, const Error& reason) override {
+    closed = reason.kind();
+  }
+  Bytes received;
+  std::optional<ErrorKind> closed;
+};
+
+class Direct : public Sockets, public ::testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Sockets, Direct, ::testing::Values("unix", "tls"));
+
+TEST_P(Direct, MembersConnectToEachOtherWithAProofOfTheirOwn) {
+  const std::string store = GetParam() == std::string("tls") ? "tls:127.0.0.1:" + std::to_string(free_port())
+                                                             : options(0, 2).store_address;
+  run(2, [&](int rank) {
+    Runtime runtime(*executor_, "worker", LogLevel::kOff);
+    MembershipOptions mine = options(rank, 2);
+    mine.store_address = store;
+    const auto membership = join(runtime, mine);
+    DirectJournal journal;
+    const auto [transport, address] = membership->listen("test", journal);
+    EXPECT_TRUE(address.starts_with(GetParam() == std::string("tls") ? "tls:127.0.0.1:" : "tcp:127.0.0.1:"));
+    const auto text = std::as_bytes(std::span(address));
+    const auto all = membership->all_gather_bytes("addresses", text, {}, in(seconds(30)));
+    const std::string other(reinterpret_cast<const char*>(all[1 - rank].data()), all[1 - rank].size());
+    const auto channel = transport->connect(other, in(seconds(30)));
+    channel->send(text, {});
+    while (journal.received.empty()) {
+      if (!transport->poll()) transport->wait(in(milliseconds(50)));
+    }
+    EXPECT_EQ(journal.received, all[1 - rank]);
+    // The secret of the store's connections is another one.
+    DirectJournal refused;
+    const auto as_client = transports_to(store, secret_)("worker.membership", refused);
+    as_client->connect(other, in(seconds(30)));
+    while (!refused.closed) {
+      transport->poll();
+      if (!as_client->poll()) as_client->wait(in(milliseconds(5)));
+    }
+    EXPECT_EQ(refused.closed, ErrorKind::kDenied);
+    std::atomic<bool> all_done{false};
+    const Thread server = executor_->spawn("server", [&, transport = transport.get()] {
+      while (!all_done) {
+        if (!transport->poll()) transport->wait(in(milliseconds(5)));
+      }
+    });
+    membership->barrier("end", {}, in(seconds(30)));
+    all_done = true;
+    membership->leave(in(seconds(30)));
+  });
+}
+
 TEST_F(Sockets, PlainTcpToAnotherHostIsUnsupported) {
   Runtime runtime(*executor_, "worker", LogLevel::kOff);
   for (const int rank : {0, 1}) {

@@ -84,6 +84,23 @@ std::optional<net::UcxOptions> read_network(const std::string& name) {
                           name));
 }
 
+/// TORCHSPAN_PORT_RANGE: "29600-29699", or one port.
+net::PortRange read_ports(const std::string& text) {
+  const std::size_t dash = text.find('-');
+  const auto number = [&](const std::string& part) {
+    std::uint16_t port = 0;
+    const auto result = std::from_chars(part.data(), part.data() + part.size(), port);
+    return result.ec == std::errc() && result.ptr == part.data() + part.size() ? port : std::uint16_t{0};
+  };
+  const net::PortRange ports{.first = number(text.substr(0, dash)),
+                             .last = number(dash == std::string::npos ? text : text.substr(dash + 1))};
+  if (ports.first != 0 && ports.first <= ports.last) return ports;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("TORCHSPAN_PORT_RANGE is '{}'; expected two ports from 1 to 65535, the smaller "
+                          "first, such as 29600-29699",
+                          text));
+}
+
 }  // namespace
 
 WorkerOptions WorkerOptions::from_env() {
@@ -95,6 +112,9 @@ WorkerOptions WorkerOptions::from_env() {
   options.network.tls.authority_file = options.environment.authority_file;
   if (auto network = environment.find("TORCHSPAN_NETWORK"); network != environment.end()) {
     options.network.ucx = read_network(network->second);
+  }
+  if (auto ports = environment.find("TORCHSPAN_PORT_RANGE"); ports != environment.end()) {
+    options.network.tls.ports = read_ports(ports->second);
   }
   if (auto level = environment.find("TORCHSPAN_LOG_LEVEL"); level != environment.end()) {
     options.log_level = parse_log_level(level->second);

@@ -9,7 +9,6 @@
 
 #include "tests/cluster/hosts_suite.h"
 #include "tests/support/certificates.h"
-#include "tests/support/gloo.h"
 
 namespace torchspan {
 namespace {
@@ -54,18 +53,22 @@ void meet() {
   session.shutdown(seconds(30));
 }
 
-/// Shared memory inside each host, Gloo between their first workers.
+/// Shared memory inside each host, connections of the group between their first workers: encrypted by default.
 void sum_over_hosts() {
   Session session = join_on_host(functions());
   const auto rank = static_cast<double>(session.rank());
-  try {
-    session.group();
-    require(false, "backends without authentication run only on a network that is declared isolated");
-  } catch (const Error& error) {
-    require(error.kind() == ErrorKind::kUnsupported, error.what());
-  }
-  {
-    const collective::Group group = session.group({.network = collective::Network::kIsolated});
+  const auto refuse = [&](collective::GroupOptions options) {
+    try {
+      session.group(std::move(options));
+    } catch (const Error& error) {
+      return require(error.kind() == ErrorKind::kUnsupported, error.what());
+    }
+    require(false, "this group must not be made over several hosts");
+  };
+  refuse({.backend = collective::BackendKind::kC10d});
+  refuse({.network = collective::Network::kThisHostOnly});
+  for (const auto network : {collective::Network::kEncrypted, collective::Network::kIsolated}) {
+    const collective::Group group = session.group({.network = network});
     for (const std::int64_t size : {1, 1 << 10, 3 << 20}) {
       at::Tensor mine = at::full({size}, rank);
       group.all_reduce(mine).wait();
@@ -122,7 +125,6 @@ TEST_F(Hosts, WorkersOfTwoHostsConnectAndCallEachOther) {
 }
 
 TEST_F(Hosts, GroupsSumOverTwoHosts) {
-  if (!testing::kHasGloo) GTEST_SKIP() << "no Gloo";
   ProcessWorld world(4);
   for (int rank = 0; rank < 4; ++rank) {
     start(world, rank, rank < 2 ? network_.near : network_.far, "sum_over_hosts");

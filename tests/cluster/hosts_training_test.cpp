@@ -1,5 +1,5 @@
 // Data-parallel training over two hosts, which are network namespaces connected by a virtual cable: shared
-// memory inside each, Gloo between them.
+// memory inside each, encrypted connections between them.
 #include <csignal>
 #include <unistd.h>
 
@@ -10,7 +10,6 @@
 
 #include "tests/cluster/hosts_suite.h"
 #include "tests/support/errors.h"
-#include "tests/support/gloo.h"
 
 namespace torchspan {
 namespace {
@@ -46,9 +45,7 @@ nn::Sequential make_net() {
   return net;
 }
 
-collective::GroupOptions over_hosts() {
-  return {.network = collective::Network::kIsolated, .timeout = seconds(60)};
-}
+collective::GroupOptions over_hosts() { return {.timeout = seconds(60)}; }
 data_parallel::DataParallelOptions small_buckets() {
   return {.bucket_cap_mb = 0.1, .first_bucket_mb = 0.001};
 }
@@ -152,13 +149,7 @@ void lose_the_network() {
   }
 }
 
-class TrainingOverHosts : public testing::Hosts {
- protected:
-  void SetUp() override {
-    if (!testing::kHasGloo) GTEST_SKIP() << "no Gloo";
-    Hosts::SetUp();
-  }
-};
+class TrainingOverHosts : public testing::Hosts {};
 
 // peer: ddp (documented) training between hosts; a rank that dies in a step: better: the error names the
 //   rank, the reduction and the bucket

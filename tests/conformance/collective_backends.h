@@ -12,11 +12,13 @@ struct CollectiveRow {
   collective::BackendKind backend;
   int ranks;
   int hosts = 1;
+  collective::Network network = collective::Network::kIsolated;
+  bool tls = false;  ///< the ranks connect over TLS, as between hosts
 
   /// Whether sums add ranks 0 to P-1 in this order, to the bit.
   bool in_rank_order() const {
     return ranks == 1 || backend == collective::BackendKind::kSharedMemory ||
-           backend == collective::BackendKind::kCudaIpc;
+           backend == collective::BackendKind::kCudaIpc || backend == collective::BackendKind::kNetwork;
   }
 };
 
@@ -36,6 +38,8 @@ inline std::string name_of(collective::BackendKind kind) {
       return "nccl";
     case collective::BackendKind::kCudaIpc:
       return "cuda_ipc";
+    case collective::BackendKind::kNetwork:
+      return "network";
   }
   return "unknown";
 }
@@ -50,6 +54,16 @@ inline std::vector<CollectiveRow> collective_rows() {
   // On the stand-in device, over doubles of NCCL and of CUDA's memory handles.
   for (const int ranks : {2, 3}) rows.push_back({collective::BackendKind::kNccl, ranks});
   for (const int ranks : {2, 3, 4}) rows.push_back({collective::BackendKind::kCudaIpc, ranks});
+  const auto encrypted = collective::Network::kEncrypted;
+  for (const int ranks : {1, 2, 3, 4, 8}) {
+    rows.push_back({collective::BackendKind::kNetwork, ranks, /*hosts=*/1, encrypted});
+  }
+  for (const int ranks : {2, 3}) {
+    rows.push_back({collective::BackendKind::kNetwork, ranks, /*hosts=*/2, encrypted, /*tls=*/true});
+  }
+  for (const int ranks : {2, 3, 5}) {
+    rows.push_back({collective::BackendKind::kHierarchical, ranks, /*hosts=*/2, encrypted});
+  }
 #if defined(TORCHSPAN_GLOO)
   for (const int ranks : {2, 3, 4}) rows.push_back({collective::BackendKind::kC10d, ranks});
   for (const int ranks : {2, 3, 5})
@@ -59,16 +73,21 @@ inline std::vector<CollectiveRow> collective_rows() {
 }
 
 inline std::string row_name(const ::testing::TestParamInfo<CollectiveRow>& info) {
-  return name_of(info.param.backend) + "_" + std::to_string(info.param.ranks);
+  const CollectiveRow& row = info.param;
+  const bool gloo =
+      row.backend == collective::BackendKind::kHierarchical && row.network == collective::Network::kIsolated;
+  return name_of(row.backend) + (gloo ? "_gloo" : row.tls ? "_tls" : "") + "_" + std::to_string(row.ranks);
 }
 
 /// A test that runs on every row.
 class CollectiveSuite : public ::testing::TestWithParam<CollectiveRow> {
  protected:
-  CollectiveSuite() : world_(GetParam().ranks, GetParam().hosts) { world_.make_group = make_group_of_suite; }
+  CollectiveSuite() : world_(GetParam().ranks, GetParam().hosts, GetParam().tls) {
+    world_.make_group = make_group_of_suite;
+  }
   int ranks() const { return GetParam().ranks; }
   collective::GroupOptions options() const {
-    return {.backend = GetParam().backend, .network = collective::Network::kIsolated};
+    return {.backend = GetParam().backend, .network = GetParam().network};
   }
   /// Whether a result equals the oracle's: to the bit, if the backend promises that.
   static bool is_right(const at::Tensor& result, const at::Tensor& oracle) {

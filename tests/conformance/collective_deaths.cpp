@@ -109,6 +109,14 @@ TEST(CollectiveDeaths, ARankMayDieAtAnyTimeInGroupsOnDevices) {
   expect_survivors_at_any_time("dies_at_any_time_of_cuda_ipc", 3);
 }
 
+TEST(CollectiveDeaths, ARankThatDiedIsNamedOverTheNetwork) {
+  expect_survivors("dies_between_calls_of_network");
+}
+
+TEST(CollectiveDeaths, ARankMayDieWhileItSendsOverTheNetwork) {
+  expect_survivors_at_any_time("dies_at_any_time_of_network", 3);
+}
+
 #if defined(TORCHSPAN_GLOO)
 TEST(CollectiveDeaths, ARankThatDiedUnderGlooIsNamedWithTheCallItMissed) {
   expect_survivors("dies_between_calls_of_gloo");
@@ -161,7 +169,11 @@ int main(int argc, char** argv) {
                                                  .timeout = std::chrono::seconds(60)};
   const torchspan::collective::GroupOptions ipc{.backend = torchspan::collective::BackendKind::kCudaIpc,
                                                 .timeout = std::chrono::seconds(60)};
+  const torchspan::collective::GroupOptions network{.backend = torchspan::collective::BackendKind::kNetwork,
+                                                    .timeout = std::chrono::seconds(60)};
   std::map<std::string, Scenario> scenarios{
+      {"dies_between_calls_of_network", [&] { dies_between_calls(network); }},
+      {"dies_at_any_time_of_network", [&] { dies_at_any_time(network); }},
       {"dies_between_calls_of_nccl", [&] { dies_between_calls(nccl); }},
       {"dies_between_calls_of_cuda_ipc", [&] { dies_between_calls(ipc); }},
       {"dies_at_any_time_of_nccl", [&] { dies_at_any_time(nccl); }},

@@ -69,6 +69,15 @@ inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective
       case collective::kMax:
         result = at::maximum(result, next);
         break;
+      case collective::kBitAnd:
+        result = at::bitwise_and(result, next);
+        break;
+      case collective::kBitOr:
+        result = at::bitwise_or(result, next);
+        break;
+      case collective::kBitXor:
+        result = at::bitwise_xor(result, next);
+        break;
     }
   }
   const auto ranks = static_cast<std::int64_t>(inputs.size());

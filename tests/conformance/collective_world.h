@@ -17,12 +17,13 @@
 namespace torchspan::testing {
 
 /// Ranks as threads of this process, over real sockets and the system's clock. With several hosts, the ranks
-/// claim in turn to be on one or another. Under mpirun, every process is one rank of the same world.
+/// claim in turn to be on one or another; with `tls`, they connect as workers of different hosts do. Under mpirun, every process is one rank of the same world.
 class CollectiveWorld {
  public:
-  explicit CollectiveWorld(int size, int hosts = 1)
+  explicit CollectiveWorld(int size, int hosts = 1, bool tls = false)
       : size_(size),
         hosts_(hosts),
+        tls_(tls),
         mpi_(mpi_place()),
         secret_(mpi_ ? net::Secret::from_file(mpi_->folder + "/secret") : net::Secret::random()),
         executor_(make_executor()) {}
@@ -86,27 +87,32 @@ class CollectiveWorld {
     options.name = "worker" + std::to_string(rank);
     options.rank = rank;
     options.world_size = size_;
-    options.store_address = "unix:" + store_;
+    options.store_address = store_;
     options.address = "unix:" + folder_.path() + "/" + options.name;
     options.timeout = std::chrono::seconds(60);
     options.dead_after = std::chrono::seconds(60);
     if (hosts_ > 1) options.host_id = "host" + std::to_string(rank % hosts_);
     const auto membership =
-        rendezvous::Membership::join(runtime, rendezvous::stream_transports(*executor_, secret_), options);
+        rendezvous::Membership::join(runtime,
+                                     tls_ ? rendezvous::tls_transports(*executor_, secret_)
+                                          : rendezvous::stream_transports(*executor_, secret_),
+                                     options);
     body({runtime, *membership, rank});
     membership->leave(executor_->deadline_in(std::chrono::seconds(60)));
   }
 
   /// The same in all processes, because all run the same tests.
   std::string name_of_store() {
-    if (!mpi_) return folder_.path() + "/store";
+    if (tls_) return "tls:127.0.0.1:" + std::to_string(free_port());
+    if (!mpi_) return "unix:" + folder_.path() + "/store";
     std::string test = ::testing::UnitTest::GetInstance()->current_test_info()->name();
     std::replace(test.begin(), test.end(), '/', '-');
-    return mpi_->folder + "/" + test.substr(0, 40) + std::to_string(++worlds_);
+    return "unix:" + mpi_->folder + "/" + test.substr(0, 40) + std::to_string(++worlds_);
   }
 
   const int size_;
   const int hosts_;
+  const bool tls_;
   const std::optional<MpiPlace> mpi_;
   TemporaryFolder folder_;
   const net::Secret secret_;

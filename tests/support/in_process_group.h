@@ -212,6 +212,15 @@ inline at::Tensor reduced(const Arrivals& all, collective::ReduceOp reduction) {
       case collective::kProduct:
         result = result * next;
         break;
+      case collective::kBitAnd:
+        result = at::bitwise_and(result, next);
+        break;
+      case collective::kBitOr:
+        result = at::bitwise_or(result, next);
+        break;
+      case collective::kBitXor:
+        result = at::bitwise_xor(result, next);
+        break;
     }
   }
   if (reduction == collective::kAvg) result = at::div(result, static_cast<double>(all.size()));

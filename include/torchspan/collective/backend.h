@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -19,12 +20,19 @@ struct Runtime;
 namespace torchspan::collective {
 
 /// Reduction over ranks. kAvg divides the sum by the number of ranks. For bool, sum and maximum are "any",
-/// product and minimum are "all".
-enum class ReduceOp : std::uint8_t { kSum, kAvg, kMin, kMax, kProduct };
+/// product and minimum are "all". The last three combine the bits of integers, or bools.
+enum class ReduceOp : std::uint8_t { kSum, kAvg, kMin, kMax, kProduct, kBitAnd, kBitOr, kBitXor };
 using enum ReduceOp;
 
 /// "sum", "average", …
 std::string to_string(ReduceOp reduction);
+
+/// The call of Group for which a backend runs rooted_all_to_all().
+struct RootedCall {
+  enum class Verb : std::uint8_t { kGather = 1, kScatter = 2 };
+  Verb verb;
+  int root;
+};
 
 /// Moves the data of one group, as seen from one of its ranks. Users may implement their own. Group
 /// validates arguments first; its contracts apply here. All ranks call every method except allocate() and
@@ -51,6 +59,12 @@ class Backend {
   virtual Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) = 0;
   virtual Future<at::Tensor> broadcast(at::Tensor tensor, int root) = 0;
   virtual Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) = 0;
+  /// all_to_all() for gather() and scatter(), whose verb and root all ranks must have in common. A backend
+  /// that does not override it does not notice differences.
+  virtual Future<std::vector<at::Tensor>> rooted_all_to_all(RootedCall call, std::vector<at::Tensor> parts) {
+    static_cast<void>(call);
+    return all_to_all(std::move(parts));
+  }
   /// Both block. Zero: the limit of the other operations.
   virtual std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) = 0;
   virtual void barrier(Duration timeout) = 0;

@@ -32,14 +32,18 @@ enum class BackendKind : std::uint8_t {
   kSharedMemory,  ///< built in, one host
   kC10d,          ///< LibTorch's Gloo; for other process groups see c10d.h, for devices `process_group`
   kMpi,           ///< Open MPI
-  kHierarchical,  ///< shared memory within a host, Gloo between hosts
+  kHierarchical,  ///< shared memory within a host, kNetwork between hosts; with kIsolated Gloo
   kNccl,          ///< CUDA devices, one for each rank, through NCCL
   kCudaIpc,       ///< built in, CUDA devices of one host, which ranks may share
+  kNetwork,       ///< built in, connections between all ranks, authenticated, and encrypted between hosts
 };
 
-/// Where traffic may go. Backends between hosts neither authenticate nor encrypt and require kIsolated: you
-/// assert that no one else can reach the network.
-enum class Network : std::uint8_t { kThisHostOnly, kIsolated };
+/// Where traffic may go.
+enum class Network : std::uint8_t {
+  kEncrypted,     ///< between hosts over authenticated, encrypted connections only
+  kThisHostOnly,  ///< groups over several hosts are rejected with kUnsupported
+  kIsolated,      ///< also in the clear (Gloo, Open MPI): no one else can reach the network, you assert
+};
 
 /// Makes this rank's part of a LibTorch process group; collective. `ranks`: the global ranks of a group or of a part
 /// that split() makes; `rank`: this one's place among them.
@@ -48,7 +52,7 @@ using ProcessGroupFactory =
 
 struct GroupOptions {
   BackendKind backend = BackendKind::kAutomatic;
-  Network network = Network::kThisHostOnly;
+  Network network = Network::kEncrypted;
   std::vector<int> ranks = {};  ///< global rank of each group rank; empty: all
   /// The device of this rank's tensors, such as c10::Device(c10::kCUDA, local_rank); the type must be equal on
   /// all ranks. Such a group also takes tensors on the CPU. None: the CPU only. See docs/gpu.md.
@@ -95,7 +99,7 @@ class Group {
   /// Reduces in place; same shape and dtype on all ranks, any strides. Sparse COO tensors (kSum and kAvg
   /// only) may differ in their entries but need equal sparse dimensions where they have any; returns the
   /// coalesced result and leaves `tensor` alone. Half and bfloat16 accumulate in float and are rounded
-  /// once. kAvg needs a floating-point or complex dtype, kMin and kMax an ordered one. As in all
+  /// once. kAvg needs a floating-point or complex dtype, kMin and kMax an ordered one, kBit… integers. As in all
   /// operations, do not touch tensors until the future completes; autograd does not track them; a group of
   /// one returns its input.
   Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction = kSum) const;
@@ -108,6 +112,15 @@ class Group {
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) const;
   /// Sends parts[r] to rank r; returns what each rank sent here. One dtype, any shapes.
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) const;
+  /// Returns all ranks' tensors in `output`, of shape [size() * n, …] or [size(), n, …] for tensors of [n, …].
+  Future<at::Tensor> all_gather_into_tensor(at::Tensor output, at::Tensor tensor) const;
+  /// Returns all ranks' tensors, by rank, on rank `root`; nothing on the others.
+  Future<std::vector<at::Tensor>> gather(at::Tensor tensor, int root) const;
+  /// Overwrites `output` with parts[rank()] of `root`, of the same dtype and shape; only `root` passes parts.
+  Future<at::Tensor> scatter(at::Tensor output, std::vector<at::Tensor> parts, int root) const;
+  /// all_reduce() whose result only `root` gets, in place; the tensors of the others stay as they are. As fast
+  /// as all_reduce(). Dense tensors only.
+  Future<at::Tensor> reduce(at::Tensor tensor, int root, ReduceOp reduction = kSum) const;
   /// Returns all ranks' bytes, by rank. Blocks; meant for handshakes. If `timeout` (zero:
   /// GroupOptions::timeout) passes first, throws kTimedOut as every operation does.
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout = Duration::zero()) const;

@@ -25,7 +25,8 @@ c10d::ReduceOp c10d_op(ReduceOp reduction) {
 
 }  // namespace
 
-bool C10dCollectives::reduces(at::ScalarType dtype, ReduceOp) const {
+bool C10dCollectives::reduces(at::ScalarType dtype, ReduceOp reduction) const {
+  if (reduction != kSum && reduction != kMin && reduction != kMax && reduction != kProduct) return false;
   switch (dtype) {
     case at::kFloat:
     case at::kDouble:

@@ -10,12 +10,13 @@
 #include <fmt/format.h>
 #include <map>
 #include <optional>
-#include <string_view>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <torchspan/detail/core/mutex.h>
+
+#include "net/api/network.h"
 
 namespace torchspan::collective {
 namespace {
@@ -213,24 +214,10 @@ class WithoutPipeSignal {
   sigset_t pipe_, before_;
 };
 
-/// Returns the host in a worker's address, such as "…,tls:10.0.0.2:4711" or "…,tls:[fd00::2]:4711"; empty if
-/// other hosts cannot reach the worker.
-std::string host_of_route(const std::string& address) {
-  for (const std::string_view scheme : {"tls:", "ucx:"}) {
-    const std::size_t begin = address.rfind(scheme);
-    if (begin == std::string::npos || (begin != 0 && address[begin - 1] != ',')) continue;
-    std::string host = address.substr(begin + scheme.size());
-    host = host.substr(0, host.rfind(':'));
-    if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
-    return host;
-  }
-  return {};
-}
-
 /// By default Gloo uses the address of the host's name, which other hosts may not reach.
 std::shared_ptr<gloo::transport::Device> make_device(const WorldLink& world, const GlooOptions& options) {
   if (options.loopback) return c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
-  const std::string host = host_of_route(world.self().address);
+  const std::string host = net::host_of_route(world.self().address);
   return host.empty() ? c10d::ProcessGroupGloo::createDefaultDevice()
                       : c10d::ProcessGroupGloo::createDeviceForHostname(host);
 }
@@ -266,6 +253,8 @@ C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int
 
 }  // namespace
 
+bool has_gloo() { return true; }
+
 std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>& world,
                                                   const std::vector<int>& ranks, const GlooOptions& options) {
   if (ranks.size() == 1) return nullptr;
@@ -277,6 +266,8 @@ std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLin
 #else
 
 namespace torchspan::collective {
+
+bool has_gloo() { return false; }
 
 std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>&,
                                                   const std::vector<int>& ranks, const GlooOptions&) {

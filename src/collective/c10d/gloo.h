@@ -13,6 +13,9 @@ struct GlooOptions {
   bool loopback = false;
 };
 
+/// Whether this build has Gloo.
+bool has_gloo();
+
 /// Collective over `ranks`: connects them with LibTorch's Gloo, which finds its peers through the world's
 /// membership. Null for a single rank. Throws kUnsupported in a build without Gloo's headers.
 std::unique_ptr<BlockingCollectives> connect_gloo(const std::shared_ptr<WorldLink>& world,

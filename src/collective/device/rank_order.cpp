@@ -24,6 +24,12 @@ at::Tensor combine(const at::Tensor& result, const at::Tensor& next, ReduceOp re
       return flags ? at::logical_and(result, next) : at::minimum(result, next);
     case kMax:
       return flags ? at::logical_or(result, next) : at::maximum(result, next);
+    case kBitAnd:
+      return at::bitwise_and(result, next);
+    case kBitOr:
+      return at::bitwise_or(result, next);
+    case kBitXor:
+      return at::bitwise_xor(result, next);
   }
   return result;
 }

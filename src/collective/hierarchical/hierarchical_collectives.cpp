@@ -8,6 +8,9 @@
 namespace torchspan::collective {
 namespace {
 
+/// Bytes that the leaders exchange while the local groups work on the next ones.
+constexpr std::int64_t kOverlapChunk = std::int64_t{4} << 20;
+
 at::Tensor bytes_for(at::IntArrayRef sizes) { return at::empty(sizes, at::TensorOptions().dtype(at::kByte)); }
 
 std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
@@ -42,17 +45,30 @@ int HierarchicalCollectives::host_of(int rank) const {
   return -1;
 }
 
-bool HierarchicalCollectives::reduces(at::ScalarType dtype, ReduceOp) const {
+bool HierarchicalCollectives::reduces(at::ScalarType dtype, ReduceOp reduction) const {
+  if (reduction == kAvg || dtype == at::kHalf || dtype == at::kBFloat16) return false;
+  if (plan_.announces) return true;
+  if (reduction != kSum && reduction != kMin && reduction != kMax && reduction != kProduct) return false;
   // The answer must be the same on all ranks, and only leaders have BlockingCollectives.
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kInt || dtype == at::kLong ||
          dtype == at::kByte || dtype == at::kChar;
 }
 
+/// The local group reduces a chunk while the leaders exchange the one before it.
 void HierarchicalCollectives::all_reduce(at::Tensor tensor, ReduceOp reduction) {
-  local_.all_reduce(tensor, reduction).wait();
-  if (hosts_.size() == 1) return;
-  if (leads()) leaders_->all_reduce(tensor, reduction);
-  local_.broadcast(tensor, 0).wait();
+  if (hosts_.size() == 1) return void(local_.all_reduce(tensor, reduction).wait());
+  const at::Tensor flat = tensor.view({-1});
+  const std::int64_t most = std::max<std::int64_t>(kOverlapChunk / flat.element_size(), 1);
+  const auto chunk = [&](std::int64_t at) { return flat.narrow(0, at, std::min(most, flat.numel() - at)); };
+  std::vector<Future<at::Tensor>> spread;
+  Future<at::Tensor> reduced = local_.all_reduce(chunk(0), reduction);
+  for (std::int64_t at = 0; at < flat.numel(); at += most) {
+    const at::Tensor current = reduced.wait();
+    if (at + most < flat.numel()) reduced = local_.all_reduce(chunk(at + most), reduction);
+    if (leads()) leaders_->all_reduce(current, reduction);
+    spread.push_back(local_.broadcast(current, 0));
+  }
+  for (const auto& done : spread) done.wait();
 }
 
 void HierarchicalCollectives::broadcast(at::Tensor tensor, int root) {
@@ -67,15 +83,27 @@ void HierarchicalCollectives::broadcast(at::Tensor tensor, int root) {
   if (!here) local_.broadcast(tensor, 0).wait();
 }
 
+void HierarchicalCollectives::exchange_blocks(const std::vector<at::Tensor>& blocks) {
+  if (leaders_->all_gather_varied(blocks)) return;
+  for (std::size_t host = 0; host < blocks.size(); ++host) {
+    leaders_->broadcast(blocks[host], static_cast<int>(host));
+  }
+}
+
 void HierarchicalCollectives::all_gather(at::Tensor mine, at::Tensor all) {
   const std::int64_t length = mine.numel();
   const at::Tensor rows = at::stack(local_.all_gather(mine).wait());
+  const auto here = static_cast<std::size_t>(host_of(plan_.rank));
+  std::vector<at::Tensor> blocks;
   for (std::size_t host = 0; host < hosts_.size(); ++host) {
-    const auto& ranks = hosts_[host];
-    const bool here = static_cast<int>(host) == host_of(plan_.rank);
-    const at::Tensor block = here ? rows : bytes_for({static_cast<std::int64_t>(ranks.size()), length});
-    if (leaders_ && length != 0) leaders_->broadcast(block.view({-1}), static_cast<int>(host));
-    for (std::size_t i = 0; i < ranks.size(); ++i) all[ranks[i]].copy_(block[static_cast<std::int64_t>(i)]);
+    const auto count = static_cast<std::int64_t>(hosts_[host].size());
+    blocks.push_back(host == here ? rows.view({-1}) : bytes_for({count * length}));
+  }
+  if (leaders_ && length != 0) exchange_blocks(blocks);
+  for (std::size_t host = 0; host < hosts_.size(); ++host) {
+    for (std::size_t i = 0; i < hosts_[host].size(); ++i) {
+      all[hosts_[host][i]].copy_(blocks[host].narrow(0, static_cast<std::int64_t>(i) * length, length));
+    }
   }
   if (hosts_.size() > 1) local_.broadcast(all, 0).wait();
 }
@@ -116,9 +144,30 @@ std::unique_ptr<BlockingCollectives> HierarchicalCollectives::split(const std::v
   return std::make_unique<HierarchicalCollectives>(std::move(part), std::move(local), connect_);
 }
 
+void HierarchicalCollectives::begin(std::uint64_t call) {
+  if (leaders_) leaders_->begin(call);
+}
+
+std::optional<Error> HierarchicalCollectives::failure() {
+  return leaders_ ? leaders_->failure() : std::nullopt;
+}
+
+/// A leader that waits for other leaders also ends its call when its local group breaks.
+void HierarchicalCollectives::watch(std::function<void()> wake,
+                                    std::function<std::optional<Error>()> interrupted) {
+  static_cast<void>(interrupted);
+  if (leaders_) leaders_->watch(std::move(wake), [local = local_] { return local.backend()->failure(); });
+}
+
 void HierarchicalCollectives::abort(const Error& cause) {
   local_.abort(cause);
   if (leaders_) leaders_->abort(cause);
+}
+
+/// The ranks of this host have begun the call, or will not begin it.
+void HierarchicalCollectives::fail_call(const Error& cause) {
+  local_.abort(cause);
+  if (leaders_) leaders_->fail_call(cause);
 }
 
 /// The local group receives the end of the world from its WorldLink.

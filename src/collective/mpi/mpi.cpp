@@ -65,7 +65,10 @@ class MpiCollectives final : public BlockingCollectives {
   }
 
   std::string name() const override { return "mpi"; }
-  bool reduces(at::ScalarType dtype, ReduceOp) const override { return mpi_type(dtype) != MPI_DATATYPE_NULL; }
+  bool reduces(at::ScalarType dtype, ReduceOp reduction) const override {
+    const bool known = reduction == kSum || reduction == kMin || reduction == kMax || reduction == kProduct;
+    return known && mpi_type(dtype) != MPI_DATATYPE_NULL;
+  }
 
   void all_reduce(at::Tensor tensor, ReduceOp reduction) override {
     const at::Tensor flat = tensor.view({-1});

@@ -51,6 +51,10 @@ Operation operation_of(at::ScalarType dtype, ReduceOp reduction) {
       return kMaximum;
     case kProduct:
       return flags ? kMinimum : kMultiply;
+    case kBitAnd:
+    case kBitOr:
+    case kBitXor:
+      break;  // reduces() is false for these
   }
   return kAdd;
 }
@@ -58,6 +62,7 @@ Operation operation_of(at::ScalarType dtype, ReduceOp reduction) {
 }  // namespace
 
 bool NcclEngine::reduces(at::ScalarType dtype, ReduceOp reduction) const {
+  if (reduction == kBitAnd || reduction == kBitOr || reduction == kBitXor) return false;
   return form_of(dtype) && (!at::isComplexType(dtype) || reduction == kSum || reduction == kAvg);
 }
 

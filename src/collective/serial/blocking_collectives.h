@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,21 +17,48 @@ class BlockingCollectives {
  public:
   virtual ~BlockingCollectives() = default;
   virtual std::string name() const = 0;
-  /// In place; called only if reduces() is true, and never with kAvg.
+  /// In place; called only if reduces() is true.
   virtual void all_reduce(at::Tensor tensor, ReduceOp reduction) = 0;
   virtual bool reduces(at::ScalarType dtype, ReduceOp reduction) const = 0;
+  /// Reduces this rank's part of `tensor`, split evenly, into `part`; returns false if the engine cannot.
+  /// Called only if reduces() is true.
+  virtual bool reduce_scatter(const at::Tensor& tensor, const at::Tensor& part, ReduceOp reduction) {
+    static_cast<void>(tensor), static_cast<void>(part), static_cast<void>(reduction);
+    return false;
+  }
   virtual void broadcast(at::Tensor tensor, int root) = 0;
   /// `mine` is bytes; `all` has one row of bytes per rank, each of mine's size.
   virtual void all_gather(at::Tensor mine, at::Tensor all) = 0;
+  /// all[rank] has the bytes of that rank, of any size; fills in those of the others. Returns false if the
+  /// engine cannot.
+  virtual bool all_gather_varied(const std::vector<at::Tensor>& all) {
+    static_cast<void>(all);
+    return false;
+  }
   /// Bytes; the counts give the number of bytes for and from each rank.
   virtual void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
                           const std::vector<std::int64_t>& all_counts) = 0;
   /// Collective over all ranks: makes the collectives of the ranks in `members`, which include this one; null
   /// for a single rank.
   virtual std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) = 0;
+  /// Precedes the calls above for each call of the group; `call` counts these from 1.
+  virtual void begin(std::uint64_t call) { static_cast<void>(call); }
+  /// Whether abort() notifies all ranks, so that the first failure on one rank is that of all.
+  virtual bool announces() const { return false; }
+  /// The failure that the engine found or that another rank announced, which breaks the group.
+  virtual std::optional<Error> failure() { return std::nullopt; }
+  /// Names the ranks that the blocked call waits for; empty if the engine does not know.
+  virtual std::string awaited() { return {}; }
+  /// Calls `wake` on any thread when failure() becomes set. While a call is blocked, calls `interrupted`, which
+  /// may be empty, at short intervals; an error that it returns ends the call.
+  virtual void watch(std::function<void()> wake, std::function<std::optional<Error>()> interrupted) {
+    static_cast<void>(wake), static_cast<void>(interrupted);
+  }
   /// On any thread: fails blocked calls and all later ones, as far as the engine can, and sends `cause` to
   /// the ranks that it can reach.
   virtual void abort(const Error& cause) { static_cast<void>(cause); }
+  /// As abort(), because the current call failed on this rank: earlier ones may still complete on others.
+  virtual void fail_call(const Error& cause) { abort(cause); }
   /// As abort(), because this rank leaves the world: other ranks may still complete operations that it has
   /// finished.
   virtual void end(const Error& reason) { abort(reason); }

@@ -37,7 +37,13 @@ std::vector<at::Tensor> Gathers::dense(const at::Tensor& tensor,
     std::vector<std::int64_t> sizes = tensor.sizes().vec();
     if (!sizes.empty()) sizes[0] = rows[static_cast<std::size_t>(rank)];
     results.push_back(rank == rank_ ? tensor.clone() : at::empty(sizes, tensor.options()));
-    if (results.back().nbytes() != 0) collectives_.broadcast(bytes_of(results.back()), rank);
+  }
+  std::vector<at::Tensor> bytes;
+  for (const at::Tensor& result : results) bytes.push_back(bytes_of(result));
+  if (collectives_.all_gather_varied(bytes)) return results;
+  for (int rank = 0; rank < size_; ++rank) {
+    const at::Tensor& its = bytes[static_cast<std::size_t>(rank)];
+    if (its.numel() != 0) collectives_.broadcast(its, rank);
   }
   return results;
 }

@@ -20,6 +20,21 @@ std::string comma(ReduceOp reduction) { return ", " + to_string(reduction); }
 
 constexpr Duration kAnswerLimit = std::chrono::seconds(1);
 
+/// For what the engine cannot reduce: in the order of ranks.
+void reduce_gathered(BlockingCollectives& collectives, const at::Tensor& tensor, ReduceOp reduction,
+                     int ranks) {
+  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
+  const at::Tensor all = empty_bytes({ranks, bytes});
+  collectives.all_gather(bytes_of(tensor), all);
+  std::vector<const std::byte*> sources;
+  for (int rank = 0; rank < ranks; ++rank) {
+    sources.push_back(static_cast<const std::byte*>(all.data_ptr()) + rank * bytes);
+  }
+  auto* const target = static_cast<std::byte*>(tensor.data_ptr());
+  find_kernel(tensor.scalar_type(), reduction)(
+      {sources, {&target, 1}, static_cast<std::size_t>(tensor.numel()), static_cast<std::size_t>(ranks)});
+}
+
 /// `how` may begin with the name of the peer.
 Error lost(const std::string& peer, const std::string& how) {
   return {ErrorKind::kDisconnected,
@@ -37,6 +52,7 @@ SerialBackend::SerialBackend(std::shared_ptr<Runtime> runtime,
       gathers_(*collectives_, options_.rank, static_cast<int>(options_.ranks.size())),
       host_(std::make_shared<GroupHost>(runtime_)),
       parker_(runtime_->executor.make_parker()) {
+  collectives_->watch([parker = parker_] { parker->unpark(); }, {});
   thread_ = runtime_->executor.spawn("group", [this] { run(); });
 }
 
@@ -56,8 +72,10 @@ std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runt
 }
 
 SerialBackend::~SerialBackend() {
-  break_with(Error(ErrorKind::kCancelled,
-                   "the last handle of the group was dropped while this operation was pending"));
+  const Error dropped(ErrorKind::kCancelled,
+                      "the last handle of the group was dropped while this operation was pending");
+  break_with(dropped);
+  if (collectives_->announces()) collectives_->end(dropped);
   stop_thread();
   GroupHost::close(host_, options_.world && options_.world->ended());
 }
@@ -142,6 +160,10 @@ void SerialBackend::run() {
     } else if (stopping_.load()) {
       return;
     } else {
+      if (const auto cause = collectives_->failure(); cause && !failure()) {
+        break_with(*cause);
+        collectives_->abort(*cause);
+      }
       parker_->park(Deadline::never());
     }
   }
@@ -151,11 +173,14 @@ void SerialBackend::run_one(Job& job) {
   const at::NoGradGuard no_grad;
   try {
     throw_if_broken("");
-    throw_if_rank_gone();
+    // Engines that announce failures see the end of a rank in the order of calls.
+    if (!collectives_->announces()) throw_if_rank_gone();
     compare(job.call);
     job.run();
   } catch (...) {
-    if (!failure()) break_with(explain(job.call, std::current_exception()));
+    const auto announced = collectives_->failure();
+    if (!failure()) break_with(announced ? *announced : explain(job.call, std::current_exception()));
+    if (collectives_->announces()) collectives_->fail_call(*failure());
     fail(job, *failure());
   }
 }
@@ -178,6 +203,7 @@ void SerialBackend::throw_if_broken(const char* call) {
 
 void SerialBackend::compare(const CallLine& call) {
   const std::uint64_t number = calls_++;
+  collectives_->begin(number + 1);
   if (!options_.compare_calls) return;
   LineBytes mine = pack_line(call, number);
   std::vector<LineBytes> lines(options_.ranks.size());
@@ -224,7 +250,10 @@ std::string SerialBackend::missing_ranks() const {
       missing += fmt::format("; {} is gone: {}", options_.peers[rank], *how);
     }
   }
-  if (!missing.empty() || !options_.world) return missing;
+  if (!missing.empty()) return missing;
+  const std::string awaited = collectives_->awaited();
+  if (!awaited.empty()) return "; it waits for " + awaited;
+  if (!options_.world) return {};
   const std::string silent = find_silent_ranks();
   return silent.empty() ? "; all ranks report this failure"
                         : "; the ranks were asked whether it failed on them too: " + silent;
@@ -253,6 +282,7 @@ T SerialBackend::wait_for(Duration timeout, const Future<T>& future, const char*
     break_with(Error(ErrorKind::kTimedOut,
                      fmt::format("{}, call {} of the group, did not complete by its deadline{}", call,
                                  calls_.load(), missing_ranks())));
+    if (collectives_->announces()) collectives_->abort(*failure());
     throw_if_broken(call);
     throw;
   }
@@ -330,10 +360,17 @@ Future<at::Tensor> SerialBackend::reduce_scatter(at::Tensor tensor, ReduceOp red
   find_kernel(tensor.scalar_type(), reduction);
   return submit<at::Tensor>(line_of_tensor("reduce_scatter", tensor, comma(reduction)),
                             [this, tensor, reduction] {
-                              const at::Tensor work = plain(tensor).clone();
+                              const at::Tensor given = plain(tensor);
+                              const std::int64_t rows = given.size(0) / size();
+                              const at::Tensor part = at::empty_like(given.narrow(0, 0, rows));
+                              if (part.numel() == 0) return part;
+                              if (collectives_->reduces(given.scalar_type(), reduction) &&
+                                  collectives_->reduce_scatter(given, part, reduction)) {
+                                return part;
+                              }
+                              const at::Tensor work = given.clone();
                               reduce_dense(work, reduction);
-                              const std::int64_t part = work.size(0) / size();
-                              return work.narrow(0, part * rank(), part).clone();
+                              return work.narrow(0, rows * rank(), rows).clone();
                             });
 }
 
@@ -353,6 +390,18 @@ Future<at::Tensor> SerialBackend::broadcast(at::Tensor tensor, int root) {
 
 Future<std::vector<at::Tensor>> SerialBackend::all_to_all(std::vector<at::Tensor> parts) {
   CallLine line{fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()))};
+  return exchange(std::move(line), std::move(parts));
+}
+
+Future<std::vector<at::Tensor>> SerialBackend::rooted_all_to_all(RootedCall call,
+                                                                 std::vector<at::Tensor> parts) {
+  const bool gathers = call.verb == RootedCall::Verb::kGather;
+  CallLine line{fmt::format("{}({}, {} rank {})", gathers ? "gather" : "scatter",
+                            c10::toString(parts[0].scalar_type()), gathers ? "to" : "from", call.root)};
+  return exchange(std::move(line), std::move(parts));
+}
+
+Future<std::vector<at::Tensor>> SerialBackend::exchange(CallLine line, std::vector<at::Tensor> parts) {
   return submit<std::vector<at::Tensor>>(std::move(line), [this, parts = std::move(parts)] {
     ByteWriter shapes;
     std::vector<at::Tensor> sent;
@@ -411,33 +460,19 @@ at::Tensor SerialBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) 
 
 void SerialBackend::reduce_dense(at::Tensor tensor, ReduceOp reduction) {
   const at::ScalarType dtype = tensor.scalar_type();
-  const ReduceOp first = reduction == kAvg ? kSum : reduction;
   if (tensor.numel() == 0) return;
+  if (collectives_->reduces(dtype, reduction)) return collectives_->all_reduce(tensor, reduction);
   if (dtype == at::kHalf || dtype == at::kBFloat16) {
     const at::Tensor wide = tensor.to(at::kFloat);
     reduce_dense(wide, reduction);
     tensor.copy_(wide);
     return;
   }
-  if (!collectives_->reduces(dtype, first)) {
-    reduce_gathered(std::move(tensor), reduction);
-    return;
+  if (reduction != kAvg || !collectives_->reduces(dtype, kSum)) {
+    return reduce_gathered(*collectives_, tensor, reduction, size());
   }
-  collectives_->all_reduce(tensor, first);
-  if (reduction == kAvg) tensor.div_(size());
-}
-
-void SerialBackend::reduce_gathered(at::Tensor tensor, ReduceOp reduction) {
-  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
-  const at::Tensor all = empty_bytes({size(), bytes});
-  collectives_->all_gather(bytes_of(tensor), all);
-  std::vector<const std::byte*> sources;
-  for (int rank = 0; rank < size(); ++rank) {
-    sources.push_back(static_cast<const std::byte*>(all.data_ptr()) + rank * bytes);
-  }
-  auto* const target = static_cast<std::byte*>(tensor.data_ptr());
-  find_kernel(tensor.scalar_type(), reduction)(
-      {sources, {&target, 1}, static_cast<std::size_t>(tensor.numel()), static_cast<std::size_t>(size())});
+  collectives_->all_reduce(tensor, kSum);
+  tensor.div_(size());
 }
 
 at::Tensor SerialBackend::reduce_sparse(const at::Tensor& tensor, ReduceOp reduction) {

@@ -52,6 +52,7 @@ class SerialBackend final : public Backend, public WorldListener {
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
+  Future<std::vector<at::Tensor>> rooted_all_to_all(RootedCall call, std::vector<at::Tensor> parts) override;
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override;
   void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
@@ -97,7 +98,7 @@ class SerialBackend final : public Backend, public WorldListener {
 
   void reduce_dense(at::Tensor tensor, ReduceOp reduction);
   at::Tensor reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
-  void reduce_gathered(at::Tensor tensor, ReduceOp reduction);
+  Future<std::vector<at::Tensor>> exchange(CallLine line, std::vector<at::Tensor> parts);
   [[noreturn]] void throw_different(std::size_t one, const std::string& its_call, std::size_t other,
                                     const std::string& other_call) const;
 
@@ -106,7 +107,7 @@ class SerialBackend final : public Backend, public WorldListener {
   const std::unique_ptr<BlockingCollectives> collectives_;
   const Gathers gathers_;
   const std::shared_ptr<GroupHost> host_;
-  const std::unique_ptr<Parker> parker_;
+  const std::shared_ptr<Parker> parker_;  ///< shared with the engine, which wakes the thread
   std::atomic<bool> stopping_{false};
   Mutex mutex_;
   std::deque<std::unique_ptr<Job>> queue_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -73,6 +73,8 @@ enum class Verb : std::uint8_t {
   kAllToAll,
   kExchange,
   kBarrier,
+  kGather,   ///< like kAllToAll, with a root
+  kScatter,  ///< the same
 };
 
 /// The call of one rank. Equal on all ranks, except for `place` and what the verb allows to differ.

@@ -28,8 +28,18 @@ std::string_view name_of(Verb verb) {
       return "exchange";
     case Verb::kBarrier:
       return "barrier";
+    case Verb::kGather:
+      return "gather";
+    case Verb::kScatter:
+      return "scatter";
   }
   return "an unknown operation";
+}
+
+/// Verbs whose calls agree whatever the shapes.
+bool has_own_shapes(Verb verb) {
+  return verb == Verb::kAllToAll || verb == Verb::kExchange || verb == Verb::kBarrier ||
+         verb == Verb::kGather || verb == Verb::kScatter;
 }
 
 std::span<const std::int64_t> sizes_of(const Call& call) {
@@ -44,6 +54,8 @@ std::string describe(const Call& call) {
   std::string text =
       fmt::format("{}({}{}", verb, call.sparse != 0 ? "sparse " : "", name_of_dtype(call.dtype));
   if (call.verb == Verb::kAllToAll) return text + " parts)";
+  if (call.verb == Verb::kGather) return text + fmt::format(", to rank {})", call.root);
+  if (call.verb == Verb::kScatter) return text + fmt::format(", from rank {})", call.root);
   text += fmt::format(" [{}]", fmt::join(sizes_of(call), ", "));
   if (call.verb == Verb::kBroadcast) return text + fmt::format(" from rank {})", call.root);
   if (call.verb == Verb::kAllGather) return text + ")";
@@ -61,7 +73,7 @@ bool agree(const Call& a, const Call& b) {
       a.reduction != b.reduction || a.sparse != b.sparse) {
     return false;
   }
-  if (a.verb == Verb::kAllToAll || a.verb == Verb::kExchange || a.verb == Verb::kBarrier) return true;
+  if (has_own_shapes(a.verb)) return true;
   const auto sizes_a = sizes_of(a), sizes_b = sizes_of(b);
   const std::size_t free = a.verb == Verb::kAllGather && !sizes_a.empty() ? 1 : 0;
   const bool both_have_entries = a.entries != 0 && b.entries != 0;

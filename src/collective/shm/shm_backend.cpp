@@ -160,8 +160,22 @@ Future<at::Tensor> ShmBackend::broadcast(at::Tensor tensor, int root) {
 }
 
 Future<std::vector<at::Tensor>> ShmBackend::all_to_all(std::vector<at::Tensor> parts) {
+  Call call;
+  call.verb = Verb::kAllToAll;
+  return exchange(call, std::move(parts));
+}
+
+Future<std::vector<at::Tensor>> ShmBackend::rooted_all_to_all(RootedCall rooted,
+                                                              std::vector<at::Tensor> parts) {
+  Call call;
+  call.verb = rooted.verb == RootedCall::Verb::kGather ? Verb::kGather : Verb::kScatter;
+  call.root = rooted.root;
+  return exchange(call, std::move(parts));
+}
+
+Future<std::vector<at::Tensor>> ShmBackend::exchange(Call call, std::vector<at::Tensor> parts) {
   auto operation = std::make_unique<Operation>();
-  operation->call.verb = Verb::kAllToAll;
+  operation->call = call;
   operation->call.dtype = static_cast<std::int8_t>(parts[0].scalar_type());
   ByteWriter note;
   for (at::Tensor& part : parts) {

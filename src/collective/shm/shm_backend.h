@@ -28,6 +28,7 @@ class ShmBackend final : public Backend {
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
+  Future<std::vector<at::Tensor>> rooted_all_to_all(RootedCall call, std::vector<at::Tensor> parts) override;
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override;
   void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
@@ -37,6 +38,7 @@ class ShmBackend final : public Backend {
  private:
   explicit ShmBackend(std::shared_ptr<OpQueue> op_queue);
 
+  Future<std::vector<at::Tensor>> exchange(Call call, std::vector<at::Tensor> parts);
   std::vector<Bytes> gather_bytes(BytesView mine, Deadline deadline);
   Future<at::Tensor> all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
   /// An operation whose contribution is `tensor`, which is dense and contiguous.

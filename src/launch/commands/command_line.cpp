@@ -89,13 +89,11 @@ void describe_all(CommandLine& line) {
 const CLI::Option& option_of(const std::string& word, const CLI::App& run) {
   const std::string name = word.starts_with("--") ? word.substr(0, word.find('=')) : word.substr(0, 2);
   if (const CLI::Option* option = run.get_option_no_throw(name)) return *option;
-  if (name == "--nnodes" || name == "--nproc-per-node" || name == "--nproc_per_node") {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("'{}' is an option of torchrun; torchspan run starts workers on this host only "
-                    "(-n says how many, or MIN:MAX): for several hosts start the program with torchrun "
-                    "--no_python, srun or mpirun, as docs/hosts.md says",
-                    name));
+  if (name == "--nproc-per-node" || name == "--nproc_per_node") {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("'{}' is an option of torchrun; torchspan run calls it -n: the number of workers "
+                            "on each host",
+                            name));
   }
   throw Error(ErrorKind::kInvalid,
               fmt::format("torchspan run has no option '{}'; 'torchspan run --help' lists its options; the "

@@ -50,6 +50,19 @@ void describe_preemption(CLI::App& run, RunOptions& options) {
       ->check(CLI::Range(0, 255));
 }
 
+void describe_nodes(CLI::App& run, NodeOptions& options) {
+  run.add_option("--nnodes", options.nodes,
+                 "Number of hosts of the job: run the same command on each, with its --node-rank; -n is the "
+                 "number of workers on each host");
+  run.add_option("--node-rank,--node_rank", options.node_rank, "Number of this host, from 0");
+  run.add_option("--rdzv,--rdzv-endpoint,--rdzv_endpoint", options.rdzv,
+                 "HOST:PORT on host 0, where the workers meet; port 29500 by default");
+  run.add_option("--rdzv-id,--rdzv_id", options.rdzv_id,
+                 "Name of the job, equal on all hosts; by default that of --rdzv");
+  run.add_option("--port-range", options.port_range,
+                 "FIRST-LAST: the TCP ports at which workers listen for other hosts");
+}
+
 Environment read_settings(const std::vector<std::string>& settings) {
   Environment environment;
   for (const auto& setting : settings) {
@@ -78,6 +91,20 @@ void check_error_file(const std::string& path) {
   if (path.empty() || folder.empty() || std::filesystem::is_directory(folder, ignored)) return;
   throw_invalid(
       fmt::format("--error-file {}: there is no folder '{}'; create it first", path, folder.string()));
+}
+
+/// The launchers of several hosts do not talk to each other: each starts its workers once.
+void check_for_several_hosts(const JobOptions& job) {
+  const char* option = job.restarts.most != 0                ? "--max-restarts"
+                       : job.restarts.most_replacements != 0 ? "--max-replacements"
+                       : job.least_workers != job.workers    ? "-n MIN:MAX"
+                       : job.master_port != 0                ? "--master-port"
+                                                             : nullptr;
+  if (option == nullptr) return;
+  throw_invalid(
+      fmt::format("{} does not work with --nnodes: each host's launcher starts its workers once, and "
+                  "--rdzv names the port; let the batch system start the job again",
+                  option));
 }
 
 }  // namespace
@@ -115,6 +142,7 @@ void describe_run_options(CLI::App& run, RunOptions& options) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   describe_restarts(run, options);
   describe_preemption(run, options);
+  describe_nodes(run, options.nodes);
   run.footer(
       "The exit code is that of the first worker to fail (128 + its signal), in the last attempt; 130 after "
       "Ctrl-C; 128 + the signal after a preemption, or the requeue exit code if all workers then exited with "
@@ -135,6 +163,10 @@ JobOptions read_run_options(const RunOptions& options, const Environment& enviro
   job.preemption.signal = read_preempt_signal(options.preempt_signal);
   job.environment = environment;
   job.extra = read_settings(options.settings);
+  Environment of_workers = environment;
+  for (const auto& [name, value] : job.extra) of_workers[name] = value;
+  job.nodes = read_node_options(options.nodes, of_workers);
+  if (job.nodes.several()) check_for_several_hosts(job);
   if (const auto file = environment.find("TORCHELASTIC_ERROR_FILE");
       job.error_file.empty() && file != environment.end()) {
     job.error_file = file->second;

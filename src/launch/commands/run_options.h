@@ -18,6 +18,7 @@ struct RunOptions {
   std::string grace = "30s";
   std::string preempt_signal = "USR1";
   std::vector<std::string> settings;
+  NodeOptions nodes;
   JobOptions job;  ///< the others
 };
 

@@ -1,9 +1,14 @@
 #include "launch/commands/run_options.h"
 
 #include <csignal>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/detail/net/secret.h>
+
+#include "tests/support/errors.h"
+#include "tests/support/processes.h"
 
 namespace torchspan::launch::run_options_test {
 namespace {
@@ -55,6 +60,28 @@ TEST(RunOptions, HaveTheDocumentedDefaults) {
   EXPECT_EQ(job.preemption.signal, SIGUSR1);
   EXPECT_EQ(job.preemption.clean_code, 0);
   EXPECT_EQ(job.error_file, "");
+}
+
+TEST(RunOptions, OfSeveralHostsRestartNothing) {
+  const torchspan::testing::TemporaryFolder folder;
+  net::Secret::random().write_file(folder.path() + "/secret");
+  const Environment environment{{"TORCHSPAN_SECRET_FILE", folder.path() + "/secret"}};
+  RunOptions good;
+  good.workers = "2";
+  good.nodes = {.nodes = "2", .node_rank = "1", .rdzv = "node0"};
+  EXPECT_EQ(read_run_options(good, environment).nodes.node_rank, 1);
+  const auto refusal = [&](auto change) {
+    RunOptions options = good;
+    change(options);
+    return torchspan::testing::error_of([&] { read_run_options(options, environment); }).message();
+  };
+  using ::testing::HasSubstr;
+  EXPECT_THAT(refusal([](RunOptions& options) { options.job.restarts.most = 1; }),
+              HasSubstr("--max-restarts"));
+  EXPECT_THAT(refusal([](RunOptions& options) { options.job.restarts.most_replacements = 1; }),
+              HasSubstr("--max-replacements"));
+  EXPECT_THAT(refusal([](RunOptions& options) { options.workers = "1:2"; }), HasSubstr("MIN:MAX"));
+  EXPECT_THAT(refusal([](RunOptions& options) { options.job.master_port = 9; }), HasSubstr("--master-port"));
 }
 
 }  // namespace

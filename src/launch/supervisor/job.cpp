@@ -123,6 +123,7 @@ JobSetting Job::make_setting(const JobFolder& folder, int workers) const {
   setting.runtime_folder = folder.runtime_folder();
   setting.error_folder = folder.error_folder();
   setting.cores = usable_cores();
+  setting.nodes = options_.nodes;
   setting.extra = options_.extra;
   return setting;
 }

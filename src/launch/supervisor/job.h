@@ -31,6 +31,7 @@ struct JobOptions {
   Environment extra;        ///< overrides all other variables
   DisplayOptions display;
   RestartPolicy restarts;
+  NodePlace nodes;
   PreemptionPolicy preemption;
   Duration grace = std::chrono::seconds(5);  ///< from SIGTERM to SIGKILL after a failure or Ctrl-C
 };

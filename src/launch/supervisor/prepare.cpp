@@ -105,7 +105,7 @@ Environment worker_environment(const Environment& base, const JobSetting& settin
   environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = size;
   environment["MASTER_ADDR"] = "127.0.0.1";
   environment["MASTER_PORT"] = std::to_string(setting.master_port);
-  environment["TORCHSPAN_NAME"] = setting.name_prefix + std::to_string(rank);
+  environment["TORCHSPAN_NAME"] = setting.name_prefix + std::to_string(setting.rank_of(rank));
   environment["TORCHSPAN_RUN_ID"] = setting.run_id;
   environment["TORCHSPAN_RESTART_COUNT"] = std::to_string(setting.restart_count);
   if (setting.preempt_signal != 0) {
@@ -121,6 +121,7 @@ Environment worker_environment(const Environment& base, const JobSetting& settin
   if (const int threads = chosen_threads(base, setting); threads > 0) {
     environment["OMP_NUM_THREADS"] = std::to_string(threads);
   }
+  add_node_variables(setting.nodes, base, setting.workers, rank, environment);
   for (const auto& [name, value] : setting.extra) environment[name] = value;
   const std::string outer = value_of(base, kJobsVariable);
   const std::string ids = setting.run_id + ":" + mark_of(setting, rank);

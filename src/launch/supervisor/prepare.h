@@ -6,6 +6,7 @@
 #include <torchspan/rendezvous.h>
 
 #include "core/api/descriptor.h"
+#include "launch/supervisor/nodes.h"
 
 namespace torchspan::launch {
 
@@ -24,7 +25,11 @@ struct JobSetting {
   std::string runtime_folder;
   std::string error_folder;  ///< for the workers' error files
   int cores = 1;
+  NodePlace nodes;
   Environment extra;  ///< set by the user for this job; overrides all other variables
+
+  /// The rank in the job of a worker of this host.
+  int rank_of(int local_rank) const { return nodes.first_rank(workers) + local_rank; }
 };
 
 /// Returns the path of the file in which a process of a rank leaves its error. `incarnation` counts the processes

@@ -9,7 +9,7 @@ namespace torchspan::launch {
 
 void WorkerSet::start(int rank, int incarnation) {
   const JobOptions& options = context_.options;
-  const std::string name = options.name_prefix + std::to_string(rank);
+  const std::string name = options.name_prefix + std::to_string(setting_.rank_of(rank));
   const WorkerNames names{.rank = rank,
                           .incarnation = incarnation,
                           .index = static_cast<std::uint32_t>(all_.size()),

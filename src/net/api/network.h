@@ -20,6 +20,10 @@ std::unique_ptr<Transport> make_network_transport(Executor& executor, Handler& h
 /// kInvalid for an unknown name or an unreachable host.
 std::string route_to(const std::string& host);
 
+/// The host, without brackets, at which other hosts reach the worker of an address such as
+/// "unix:/path@mark,tls:10.0.0.2:4711"; empty if none can.
+std::string host_of_route(const std::string& address);
+
 /// `address` with `host` in place of its TLS or UCX host: advertised by a worker that listens on every
 /// interface.
 std::string with_far_host(const std::string& address, const std::string& host);

@@ -54,6 +54,15 @@ std::string route_to(const std::string& host) {
                           host, std::strerror(failure)));
 }
 
+std::string host_of_route(const std::string& address) {
+  try {
+    const std::string far = parse_network_place(address).far;
+    return far.empty() ? far : host_of(far);
+  } catch (const Error&) {
+    return {};
+  }
+}
+
 std::string with_far_host(const std::string& address, const std::string& host) {
   NetworkPlace place = parse_network_place(address);
   if (place.far.empty()) return address;

@@ -1,6 +1,7 @@
 #include "net/tls/tls_transport.h"
 
 #include <fmt/format.h>
+#include <netinet/in.h>
 
 #include "net/receive_buffers.h"
 #include "net/socket_limits.h"
@@ -20,7 +21,40 @@ TlsOptions checked(TlsOptions options) {
     throw Error(ErrorKind::kInvalid,
                 "TlsOptions::heartbeat must be more than zero, and dead_after at least twice as long");
   }
+  if (options.ports.first > options.ports.last || (options.ports.first == 0 && options.ports.last != 0)) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("TlsOptions::ports are {} to {}: the first must be at least 1 and at most the last",
+                    options.ports.first, options.ports.last));
+  }
   return options;
+}
+
+Address at_port(Address address, std::uint16_t port) {
+  address.port = port;
+  if (address.socket.ss_family == AF_INET6) {
+    reinterpret_cast<sockaddr_in6&>(address.socket).sin6_port = htons(port);
+  } else {
+    reinterpret_cast<sockaddr_in&>(address.socket).sin_port = htons(port);
+  }
+  address.text = tcp_text(address.socket, "tls");
+  return address;
+}
+
+/// Listens at the first free port of the range.
+std::unique_ptr<ListeningSocket> listen_within(const Address& address, const PortRange& ports) {
+  for (std::uint32_t port = ports.first; port <= ports.last; ++port) {
+    try {
+      return std::make_unique<ListeningSocket>(at_port(address, static_cast<std::uint16_t>(port)));
+    } catch (const Error& error) {
+      if (port != ports.last) continue;
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("no port of TlsOptions::ports ({} to {}) is free on this host: widen the range "
+                              "(TORCHSPAN_PORT_RANGE); the last one: {}",
+                              ports.first, ports.last, error.message()));
+    }
+  }
+  throw Error(ErrorKind::kInvalid, "TlsOptions::ports is empty");
 }
 
 }  // namespace
@@ -32,8 +66,8 @@ TlsTransport::TlsTransport(Executor& executor, Handler& handler, TransportOption
       scheme_(std::move(scheme)),
       poller_(executor.make_poller()),
       request_queue_(std::make_shared<TlsRequestQueue>(*poller_)),
-      driver_({executor, handler, options_, *poller_, tokens_, timers_}, checked(std::move(tls)),
-              request_queue_),
+      ports_(checked(tls).ports),
+      driver_({executor, handler, options_, *poller_, tokens_, timers_}, std::move(tls), request_queue_),
       resolver_(executor) {}
 
 TlsTransport::~TlsTransport() {
@@ -53,7 +87,8 @@ std::string TlsTransport::listen(const std::string& text) {
   } catch (const Error& error) {
     throw Error(ErrorKind::kInvalid, error.message());
   }
-  auto socket = std::make_unique<ListeningSocket>(*address);
+  auto socket = place.port == 0 && ports_.first != 0 ? listen_within(*address, ports_)
+                                                     : std::make_unique<ListeningSocket>(*address);
   std::string bound = with_port(place, socket->address().port);
   request_queue_->post(std::move(socket));
   return bound;

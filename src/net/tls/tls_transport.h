@@ -49,6 +49,7 @@ class TlsTransport final : public PolledTransport {
   const std::shared_ptr<TlsRequestQueue> request_queue_;
   TokenCounter tokens_;
   Timers timers_;
+  const PortRange ports_;
   TlsDriver driver_;
   std::atomic<bool> woken_{false};
   std::size_t polls_ = 0;  ///< since the sockets were polled

@@ -94,6 +94,25 @@ TEST_F(TlsTransportTest, NamesAPortThatIsInUse) {
   EXPECT_THAT(error.message(), HasSubstr("'" + address_ + "'"));
 }
 
+TEST_F(TlsTransportTest, ListensWithinTheGivenPorts) {
+  const auto taken = parse_tls_address(address_).port;
+  const auto listen = [&](PortRange ports, const std::string& place) {
+    return make_tls_transport(*executor_, journal_, {.secret = test_secret()}, {.ports = ports})
+        ->listen(place);
+  };
+  const PortRange several{.first = taken, .last = static_cast<std::uint16_t>(std::min(taken + 50, 65535))};
+  const auto port = parse_tls_address(listen(several, "tls:127.0.0.1:0")).port;
+  EXPECT_GT(port, taken);
+  EXPECT_LE(port, several.last);
+  EXPECT_EQ(parse_tls_address(listen({.first = taken, .last = taken}, "tls:[::1]:0")).port, taken);
+  const Error error = error_of([&] { listen({.first = taken, .last = taken}, "tls:127.0.0.1:0"); });
+  EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+  EXPECT_THAT(error.message(), AllOf(HasSubstr("TORCHSPAN_PORT_RANGE"), HasSubstr(std::to_string(taken))));
+  for (const PortRange wrong : {PortRange{5, 4}, PortRange{0, 4}}) {
+    EXPECT_EQ(error_of([&] { listen(wrong, "tls:127.0.0.1:0"); }).kind(), ErrorKind::kInvalid);
+  }
+}
+
 TEST_F(TlsTransportTest, ReportsAnUnknownName) {
   // A label of 70 letters is invalid, so the resolver rejects the name without a query.
   const std::string name(70, 'x');

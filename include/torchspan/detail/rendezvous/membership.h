@@ -43,7 +43,8 @@ inline constexpr int kOpenWorld = 0;
 /// Formats a worker for messages: "worker1 (rank 1, pid 4711 on node3)".
 std::string describe(const Member& member);
 
-/// Makes the transport of one endpoint ("store", or "<worker>.membership") for `handler`.
+/// Makes the transport of one endpoint for `handler`: "store", "<worker>.membership", or
+/// "<worker>.direct.<use>" for Membership::listen().
 using TransportFactory =
     std::function<std::unique_ptr<net::Transport>(const std::string& endpoint, net::Handler& handler)>;
 
@@ -161,6 +162,17 @@ class Membership {
                                       Deadline deadline);
   std::vector<Bytes> all_gather_bytes(const std::string& tag, BytesView mine, std::vector<int> ranks,
                                       Wait wait);
+
+  /// A transport that accepts connections of other members, and the address that they dial.
+  struct Listening {
+    std::unique_ptr<net::Transport> transport;
+    std::string address;
+  };
+  /// Makes a transport for this worker's own connections to other members, beside those to the store and
+  /// with the same kind of authentication and encryption. It listens at a free port of the address at which
+  /// other hosts reach this worker; on loopback if the store does. `use` differs for every transport of a
+  /// worker. The transport may outlive this object. Throws kInvalid in a world of one.
+  Listening listen(const std::string& use, net::Handler& handler) const;
 
   /// Leaves, so that other workers see a departure instead of a death. Rank 0 keeps serving until the
   /// others have left or the deadline passes. Idempotent; later barriers throw kCancelled.

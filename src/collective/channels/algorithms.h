@@ -1,0 +1,32 @@
+#pragma once
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include <torchspan/core/bytes.h>
+
+#include "collective/channels/mesh.h"
+#include "collective/kernels.h"
+
+/// Collective operations on memory, over a Mesh. All ranks call them with equal sizes. Borders between pieces
+/// depend on the size and the number of ranks only.
+namespace torchspan::collective::channels {
+
+using MutableBytes = std::span<std::byte>;
+
+struct Reduction {
+  Kernel kernel = nullptr;
+  std::size_t element = 1;  ///< bytes of an element
+};
+
+/// Reduces in place, in the order of ranks 0 to P-1. Small data: every rank receives and reduces all. Large
+/// data: rank i reduces slice i, chunk by chunk, and sends the result to all.
+void all_reduce(Mesh& mesh, MutableBytes data, const Reduction& reduction);
+/// `mine`: this rank's part, 1/P of the data.
+void reduce_scatter(Mesh& mesh, BytesView data, MutableBytes mine, const Reduction& reduction);
+/// Sends outgoing[r] to rank r and receives incoming[r] from it; copies this rank's own.
+void exchange(Mesh& mesh, const std::vector<BytesView>& outgoing, const std::vector<MutableBytes>& incoming);
+/// Small data go down a binomial tree, large data through a chain of all ranks, chunk by chunk.
+void broadcast(Mesh& mesh, MutableBytes data, int root);
+
+}  // namespace torchspan::collective::channels

@@ -1,0 +1,88 @@
+#include "collective/channels/channel_collectives.h"
+
+#include "collective/channels/algorithms.h"
+
+namespace torchspan::collective::channels {
+namespace {
+
+MutableBytes memory_of(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
+}
+
+Reduction reduction_of(const at::Tensor& tensor, ReduceOp reduction) {
+  return {find_kernel(tensor.scalar_type(), reduction), tensor.element_size()};
+}
+
+/// Cuts memory into pieces of these sizes.
+std::vector<MutableBytes> cut(const at::Tensor& tensor, const std::vector<std::int64_t>& sizes) {
+  std::vector<MutableBytes> pieces;
+  MutableBytes left = memory_of(tensor);
+  for (const std::int64_t size : sizes) {
+    pieces.push_back(left.first(static_cast<std::size_t>(size)));
+    left = left.subspan(static_cast<std::size_t>(size));
+  }
+  return pieces;
+}
+
+}  // namespace
+
+ChannelCollectives::ChannelCollectives(std::shared_ptr<WorldLink> world, std::vector<int> ranks,
+                                       MeshOptions options)
+    : world_(std::move(world)),
+      ranks_(std::move(ranks)),
+      options_(options),
+      mesh_(world_, ranks_, options_) {}
+
+void ChannelCollectives::watch(std::function<void()> wake,
+                               std::function<std::optional<Error>()> interrupted) {
+  mesh_.inbox().on_failure(std::move(wake));
+  if (interrupted) mesh_.inbox().check_while_waiting(std::move(interrupted));
+}
+
+void ChannelCollectives::all_reduce(at::Tensor tensor, ReduceOp reduction) {
+  channels::all_reduce(mesh_, memory_of(tensor), reduction_of(tensor, reduction));
+}
+
+bool ChannelCollectives::reduce_scatter(const at::Tensor& tensor, const at::Tensor& part,
+                                        ReduceOp reduction) {
+  channels::reduce_scatter(mesh_, memory_of(tensor), memory_of(part), reduction_of(tensor, reduction));
+  return true;
+}
+
+void ChannelCollectives::broadcast(at::Tensor tensor, int root) {
+  channels::broadcast(mesh_, memory_of(tensor), root);
+}
+
+void ChannelCollectives::all_gather(at::Tensor mine, at::Tensor all) {
+  const std::vector<std::int64_t> sizes(ranks_.size(), static_cast<std::int64_t>(mine.nbytes()));
+  exchange(mesh_, std::vector<BytesView>(ranks_.size(), memory_of(mine)), cut(all, sizes));
+}
+
+bool ChannelCollectives::all_gather_varied(const std::vector<at::Tensor>& all) {
+  std::vector<MutableBytes> incoming;
+  for (const at::Tensor& tensor : all) incoming.push_back(memory_of(tensor));
+  const BytesView mine = incoming[static_cast<std::size_t>(mesh_.rank())];
+  exchange(mesh_, std::vector<BytesView>(ranks_.size(), mine), incoming);
+  return true;
+}
+
+void ChannelCollectives::all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts,
+                                    at::Tensor all, const std::vector<std::int64_t>& all_counts) {
+  std::vector<BytesView> outgoing;
+  for (const MutableBytes& piece : cut(mine, mine_counts)) outgoing.emplace_back(piece);
+  exchange(mesh_, outgoing, cut(all, all_counts));
+}
+
+std::unique_ptr<BlockingCollectives> ChannelCollectives::split(const std::vector<int>& members) {
+  std::vector<int> part;
+  for (const int member : members) part.push_back(ranks_[static_cast<std::size_t>(member)]);
+  return connect_channels(world_, part, options_);
+}
+
+std::unique_ptr<BlockingCollectives> connect_channels(const std::shared_ptr<WorldLink>& world,
+                                                      const std::vector<int>& ranks, MeshOptions options) {
+  if (ranks.size() == 1) return nullptr;
+  return std::make_unique<ChannelCollectives>(world, ranks, options);
+}
+
+}  // namespace torchspan::collective::channels

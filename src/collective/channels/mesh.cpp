@@ -1,0 +1,209 @@
+#include "collective/channels/mesh.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <numeric>
+#include <span>
+#include <unistd.h>
+
+namespace torchspan::collective::channels {
+namespace {
+
+/// Limit of one connection attempt: an unreachable host does not hold up the group for its whole timeout.
+constexpr Duration kDialLimit = std::chrono::seconds(30);
+constexpr Duration kBetweenLooks = std::chrono::milliseconds(100);
+/// Unsent bytes for one rank and lane at which send() waits, and how long between looks.
+constexpr std::size_t kMostUnsent = std::size_t{4} << 20;
+constexpr Duration kForRoom = std::chrono::microseconds(500);
+constexpr int kMostLanes = 16;
+
+int default_lanes() { return ::sysconf(_SC_NPROCESSORS_ONLN) >= 8 ? 4 : 2; }
+
+/// A number that differs for every group of every process; peers that dial an old address present another.
+std::uint64_t make_nonce(const WorldLink& world, Executor& executor) {
+  constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
+  return (world.self().instance ^ static_cast<std::uint64_t>(executor.now().time_since_epoch().count())) *
+         kOdd;
+}
+
+std::vector<std::string> names_of(WorldLink& world, const std::vector<int>& ranks) {
+  return world.ask([&](rendezvous::Membership& members) {
+    std::vector<std::string> names;
+    for (const int rank : ranks) names.push_back(describe(members.member(rank)));
+    return names;
+  });
+}
+
+/// Where the lanes of one rank listen.
+struct Places {
+  std::uint64_t nonce = 0;
+  std::vector<std::string> addresses = {};
+
+  Bytes encode() const {
+    ByteWriter writer;
+    writer.put(nonce);
+    writer.put(static_cast<std::uint32_t>(addresses.size()));
+    for (const std::string& address : addresses) writer.put_string(address);
+    return writer.take();
+  }
+  static Places decode(BytesView bytes) {
+    ByteReader reader(bytes);
+    Places places;
+    places.nonce = reader.get<std::uint64_t>();
+    for (std::size_t left = reader.get_count(4); left > 0; --left) {
+      places.addresses.push_back(reader.get_string());
+    }
+    return places;
+  }
+};
+
+}  // namespace
+
+Mesh::Mesh(const std::shared_ptr<WorldLink>& world, std::vector<int> ranks, MeshOptions options)
+    : executor_(world->runtime()->executor),
+      ranks_(std::move(ranks)),
+      options_(options),
+      rank_(static_cast<int>(std::find(ranks_.begin(), ranks_.end(), world->self().rank) - ranks_.begin())),
+      peers_(names_of(*world, ranks_)),
+      connecting_(executor_.make_parker()),
+      inbox_(executor_, peers_, rank_) {
+  const Deadline deadline = executor_.deadline_in(options_.timeout);
+  agree(*world, connect(*world, deadline), deadline);
+}
+
+Mesh::~Mesh() {
+  // All lanes send their last messages before the first one waits for its peers.
+  for (const auto& lane : lanes_) lane->end("has destroyed its group");
+  for (const auto& lane : lanes_) lane->stop();
+}
+
+std::vector<Bytes> Mesh::gather(WorldLink& world, const Bytes& mine, Deadline deadline) const {
+  const std::vector<Bytes> sorted = world.ask([&](rendezvous::Membership& members) {
+    return members.all_gather_bytes("torchspan.group.connections", mine, ranks_, deadline);
+  });
+  std::vector<std::size_t> order(ranks_.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return ranks_[a] < ranks_[b]; });
+  std::vector<Bytes> by_rank(sorted.size());
+  for (std::size_t i = 0; i < order.size(); ++i) by_rank[order[i]] = sorted.at(i);
+  return by_rank;
+}
+
+/// Returns what went wrong on this rank; empty if it is connected to all others.
+std::string Mesh::connect(WorldLink& world, Deadline deadline) {
+  LaneEvents& events = *this;
+  Places mine{.nonce = make_nonce(world, executor_)};
+  const int wanted = options_.lanes > 0 ? options_.lanes : default_lanes();
+  for (int number = 0; number < std::min(wanted, kMostLanes); ++number) {
+    Lane::Plan plan{.number = number, .rank = rank_, .peers = peers_, .nonce = mine.nonce};
+    lanes_.push_back(std::make_unique<Lane>(executor_, std::move(plan), inbox_, events));
+    lanes_.back()->listen([&](net::Handler& handler) {
+      return world.ask([&](rendezvous::Membership& members) {
+        auto [transport, address] = members.listen(fmt::format("group.{:x}.{}", mine.nonce, number), handler);
+        return Listening{std::move(transport), std::move(address)};
+      });
+    });
+    mine.addresses.push_back(lanes_.back()->address());
+  }
+  std::vector<Places> places;
+  std::size_t count = lanes_.size();
+  for (const Bytes& theirs : gather(world, mine.encode(), deadline)) {
+    places.push_back(Places::decode(theirs));
+    count = std::min(count, places.back().addresses.size());
+  }
+  lane_count_ = static_cast<int>(count);
+  const Deadline limit = earlier(deadline, executor_.deadline_in(kDialLimit));
+  for (std::size_t lane = 0; lane < count; ++lane) {
+    std::vector<Lane::Target> targets;
+    for (const Places& its : places) targets.push_back({its.addresses[lane], its.nonce});
+    lanes_[lane]->dial(targets, limit);
+  }
+  const std::span used(lanes_.data(), count);
+  const auto all = [&](auto is) { return std::all_of(used.begin(), used.end(), is); };
+  const auto any = [&](auto is) { return std::any_of(used.begin(), used.end(), is); };
+  while (!all([](const auto& lane) { return lane->connected(); })) {
+    if (any([](const auto& lane) { return lane->refused(); }) || limit.passed(executor_.now())) break;
+    if (const auto ended = world.ended()) throw Error(*ended);
+    connecting_->park(earlier(limit, executor_.deadline_in(kBetweenLooks)));
+  }
+  std::vector<std::string> missing;
+  for (const auto& lane : used) {
+    for (std::string& one : lane->missing()) missing.push_back(std::move(one));
+  }
+  return fmt::format("{}", fmt::join(missing, "; "));
+}
+
+/// Throws on all ranks if one of them is not connected.
+void Mesh::agree(WorldLink& world, const std::string& trouble, Deadline deadline) {
+  ByteWriter writer;
+  writer.put_string(std::string_view(trouble).substr(0, std::size_t{8} << 10));
+  const std::vector<Bytes> answers = gather(world, writer.take(), deadline);
+  std::vector<std::string> troubles;
+  for (std::size_t rank = 0; rank < answers.size(); ++rank) {
+    const std::string its = ByteReader(answers[rank]).get_string();
+    if (!its.empty()) troubles.push_back(fmt::format("{} has no connection to {}", peers_[rank], its));
+  }
+  if (troubles.empty()) return;
+  throw Error(ErrorKind::kDisconnected,
+              fmt::format("the ranks of a group connect to each other directly, but {}; let every host reach "
+                          "the others' ports (TORCHSPAN_PORT_RANGE limits them) and addresses "
+                          "(TORCHSPAN_LISTEN_HOST chooses one)",
+                          fmt::join(troubles, "; ")));
+}
+
+void Mesh::abort(const Error& cause, std::uint64_t from_call) {
+  if (!inbox_.fail(cause, from_call)) return;
+  const Bytes note = encode(Abort{cause.kind(), from_call, cause.message()});
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == rank_ || lanes_.empty()) continue;
+    try {
+      lanes_[0]->send(rank, note, {});
+    } catch (const Error&) {  // it has ended: nothing to announce
+    }
+  }
+}
+
+void Mesh::end(const Error& reason) {
+  inbox_.fail(reason, 0);
+  for (const auto& lane : lanes_) lane->end("has left the group");
+}
+
+void Mesh::begin_operation() {
+  ++operation_;
+  deadline_ = executor_.deadline_in(options_.timeout);
+}
+
+void Mesh::begin_call(std::uint64_t calls) {
+  calls_.store(calls, std::memory_order_relaxed);
+  inbox_.begin(calls);
+}
+
+void Mesh::wait_for_room(int to, Lane& lane) {
+  while (lane.unsent_bytes(to) > kMostUnsent) {
+    inbox_.pause(kForRoom);
+    if (!deadline_.passed(executor_.now())) continue;
+    throw Error(ErrorKind::kTimedOut, fmt::format("{} does not take the data of this operation",
+                                                  peers_[static_cast<std::size_t>(to)]));
+  }
+}
+
+void Mesh::send(int to, std::uint32_t part, BytesView data) {
+  Lane& lane = *lanes_[static_cast<std::size_t>(lane_of(part))];
+  wait_for_room(to, lane);
+  inbox_.throw_if_failed();
+  const Segment segment{data.data(), data.size(), {}};
+  lane.send(to, encode(Part{operation_, part, calls_.load(std::memory_order_relaxed)}),
+            std::span(&segment, 1));
+}
+
+Buffer Mesh::take(int from, std::uint32_t part, std::size_t size) {
+  Buffer data = inbox_.take({from, operation_, part}, lane_of(part), deadline_);
+  if (data.size == size) return data;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("{} sent {} bytes where {} were expected: do all ranks run the same version of "
+                          "TorchSpan?",
+                          peers_[static_cast<std::size_t>(from)], data.size, size));
+}
+
+}  // namespace torchspan::collective::channels

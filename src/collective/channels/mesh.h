@@ -1,0 +1,77 @@
+#pragma once
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collective/channels/inbox.h"
+#include "collective/channels/lane.h"
+#include "collective/world_link.h"
+
+namespace torchspan::collective::channels {
+
+struct MeshOptions {
+  Duration timeout = std::chrono::minutes(5);
+  int lanes = 0;  ///< of this rank; 0: 4 with 8 cores or more, else 2. A group uses the smallest number.
+};
+
+/// Connections between all ranks of a group over several lanes, authenticated by the job's secret or
+/// certificates, and encrypted between hosts. Announces the first failure to all ranks. One thread at a time
+/// sends and takes; everything else is thread-safe.
+class Mesh final : private LaneEvents {
+ public:
+  /// Collective over `ranks` of the world, which include this worker. Throws kDisconnected on all ranks,
+  /// with the connections that could not be made; kTimedOut.
+  Mesh(const std::shared_ptr<WorldLink>& world, std::vector<int> ranks, MeshOptions options);
+  /// Sends the last messages and waits briefly until the peers have them.
+  ~Mesh() override;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  Inbox& inbox() { return inbox_; }
+  Executor& executor() { return executor_; }
+
+  /// Begins an operation, which all ranks begin in the same order. Its parts must be sent and taken before
+  /// the group's timeout.
+  void begin_operation();
+  /// `calls`: number of the group's call that this rank executes.
+  void begin_call(std::uint64_t calls);
+  /// Sends a part, which lanes carry in turn. Waits while much is unsent. Throws the group's failure.
+  void send(int to, std::uint32_t part, BytesView data);
+  /// Waits for a part of `size` bytes.
+  Buffer take(int from, std::uint32_t part, std::size_t size);
+
+  /// Breaks the group on all ranks, for calls from `from_call` on: ranks complete earlier ones if they can.
+  void abort(const Error& cause, std::uint64_t from_call = 0);
+  /// abort() because the current call failed here.
+  void fail_call(const Error& cause) { abort(cause, calls_.load(std::memory_order_relaxed)); }
+  /// Breaks the group on this rank; others fail when they need more from it.
+  void end(const Error& reason);
+
+ private:
+  void changed() override { connecting_->unpark(); }
+  void failed(const Error& cause) override { abort(cause); }
+  void aborted(const Error& cause, std::uint64_t from_call) override { inbox_.fail(cause, from_call); }
+  int lane_of(std::uint32_t part) const { return static_cast<int>(part / 2) % lane_count_; }
+  std::string connect(WorldLink& world, Deadline deadline);
+  void agree(WorldLink& world, const std::string& trouble, Deadline deadline);
+  std::vector<Bytes> gather(WorldLink& world, const Bytes& mine, Deadline deadline) const;
+  void wait_for_room(int to, Lane& lane);
+
+  Executor& executor_;
+  const std::vector<int> ranks_;  ///< of the world, by rank of the group
+  const MeshOptions options_;
+  const int rank_;
+  const std::vector<std::string> peers_;
+  const std::unique_ptr<Parker> connecting_;
+  Inbox inbox_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  int lane_count_ = 1;  ///< lanes that all ranks have
+  std::uint64_t operation_ = 0;
+  std::atomic<std::uint64_t> calls_{0};
+  Deadline deadline_ = Deadline::never();
+};
+
+}  // namespace torchspan::collective::channels

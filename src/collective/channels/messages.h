@@ -1,0 +1,46 @@
+#pragma once
+#include <cstdint>
+#include <string>
+#include <variant>
+
+#include <torchspan/core/bytes.h>
+
+/// Headers of the messages that ranks of a group exchange over their own connections. The first byte is the
+/// type, numbers are little-endian, a text is a u32 length and its bytes:
+///   hello = 1, u64 nonce, u32 rank       and a segment of kProbeBytes
+///   part  = 2, u64 operation, u32 part, u64 calls       and the data as a segment
+///   abort = 3, u8 kind, u64 from_call, text
+///   end   = 4, text
+namespace torchspan::collective::channels {
+
+/// Size of a hello's segment: larger than any packet, so that a path that drops large packets fails at once.
+inline constexpr std::size_t kProbeBytes = std::size_t{64} << 10;
+
+/// First message of both sides of a connection.
+struct Hello {
+  std::uint64_t nonce = 0;  ///< of the rank that listens
+  std::uint32_t rank = 0;   ///< of the sender
+};
+/// A piece of an operation's data.
+struct Part {
+  std::uint64_t operation = 0;
+  std::uint32_t part = 0;
+  std::uint64_t calls = 0;  ///< calls of the group that the sender has begun
+};
+/// The group is broken on all ranks.
+struct Abort {
+  ErrorKind kind = ErrorKind::kInvalid;
+  std::uint64_t from_call = 0;  ///< earlier calls of the group may still complete
+  std::string text;
+};
+/// The sender sends no more over this connection.
+struct End {
+  std::string text;
+};
+using Note = std::variant<Hello, Part, Abort, End>;
+
+Bytes encode(const Note& note);
+/// Throws kInvalid for any other bytes.
+Note decode(BytesView header);
+
+}  // namespace torchspan::collective::channels

@@ -1,0 +1,54 @@
+#include "collective/channels/messages.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/support/errors.h"
+
+namespace torchspan::collective::channels::messages_test {
+namespace {
+
+using torchspan::testing::error_of;
+
+TEST(ChannelMessages, SurviveTheWire) {
+  const Note hello = decode(encode(Hello{0x0123456789ABCDEFULL, 7}));
+  EXPECT_EQ(std::get<Hello>(hello).nonce, 0x0123456789ABCDEFULL);
+  EXPECT_EQ(std::get<Hello>(hello).rank, 7U);
+  const Note part = decode(encode(Part{1ULL << 40, 9, 3}));
+  EXPECT_EQ(std::get<Part>(part).operation, 1ULL << 40);
+  EXPECT_EQ(std::get<Part>(part).part, 9U);
+  EXPECT_EQ(std::get<Part>(part).calls, 3U);
+  const Note abort = decode(encode(Abort{ErrorKind::kTimedOut, 7, "late"}));
+  EXPECT_EQ(std::get<Abort>(abort).kind, ErrorKind::kTimedOut);
+  EXPECT_EQ(std::get<Abort>(abort).from_call, 7U);
+  EXPECT_EQ(std::get<Abort>(abort).text, "late");
+  EXPECT_EQ(std::get<End>(decode(encode(End{"bye"}))).text, "bye");
+}
+
+TEST(ChannelMessages, TruncateTextsThatNoHeaderCanHold) {
+  const Note note = decode(encode(Abort{ErrorKind::kInvalid, 0, std::string(1 << 20, 'x')}));
+  EXPECT_EQ(std::get<Abort>(note).text.size(), std::size_t{32} << 10);
+}
+
+TEST(ChannelMessages, RejectEveryOtherEncoding) {
+  for (const Note& note : {Note(Hello{1, 2}), Note(Part{1, 2, 3}),
+                           Note(Abort{ErrorKind::kInvalid, 1, "text"}), Note(End{"text"})}) {
+    const Bytes whole = encode(note);
+    for (std::size_t size = 0; size < whole.size(); ++size) {
+      EXPECT_EQ(error_of([&] { decode(BytesView(whole).first(size)); }).kind(), ErrorKind::kInvalid) << size;
+    }
+    Bytes longer = whole;
+    longer.push_back(std::byte{0});
+    EXPECT_EQ(error_of([&] { decode(longer); }).kind(), ErrorKind::kInvalid);
+  }
+  for (const int type : {0, 5, 255}) {
+    EXPECT_EQ(error_of([&] { decode(Bytes(20, static_cast<std::byte>(type))); }).kind(), ErrorKind::kInvalid);
+  }
+  for (const int kind : {0, 9, 255}) {
+    Bytes abort = encode(Abort{ErrorKind::kInvalid, 0, ""});
+    abort[1] = static_cast<std::byte>(kind);
+    EXPECT_EQ(error_of([&] { decode(abort); }).kind(), ErrorKind::kInvalid) << kind;
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::collective::channels::messages_test

@@ -1,0 +1,145 @@
+// Operations with a root, all_gather_into_tensor, and bitwise reductions.
+#include <gmock/gmock.h>
+
+#include <ATen/ATen.h>
+
+#include "tests/conformance/collective_backends.h"
+#include "tests/conformance/collective_oracle.h"
+
+namespace torchspan::testing::collective_rooted {
+namespace {
+
+using namespace collective;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class CollectiveRooted : public CollectiveSuite {
+ protected:
+  /// Whether the backend compares the roots of gather() and scatter(): groups on devices do not.
+  static bool compares_roots() {
+    return GetParam().backend != BackendKind::kNccl && GetParam().backend != BackendKind::kCudaIpc;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Backends, CollectiveRooted, ::testing::ValuesIn(collective_rows()), row_name);
+
+// peer: c10d `testGatherCPU`, `testGatherBasics`: same, any shapes
+TEST_P(CollectiveRooted, GathersToEveryRoot) {
+  run([&](Group& group) {
+    for (int root = 0; root < ranks(); ++root) {
+      for (const std::int64_t unit : {0L, 3L, 100001L}) {
+        std::vector<at::Tensor> inputs;
+        for (int rank = 0; rank < ranks(); ++rank) {
+          inputs.push_back(random_inputs(1, {unit * (rank + 1), 2}, at::kFloat, rank + unit)[0]);
+        }
+        const auto results = group.gather(inputs[group.rank()], root).wait();
+        ASSERT_EQ(results.size(), group.rank() == root ? inputs.size() : 0U);
+        for (std::size_t i = 0; i < results.size(); ++i) EXPECT_TRUE(same_bits(results[i], inputs[i]));
+      }
+    }
+  });
+}
+
+// peer: c10d `testScatterCPU`, `testScatterBasics`: same
+TEST_P(CollectiveRooted, ScattersFromEveryRootInPlace) {
+  run([&](Group& group) {
+    for (int root = 0; root < ranks(); ++root) {
+      for (const std::int64_t unit : {0L, 5L, 60001L}) {
+        const auto part = [&](int rank) {
+          return random_inputs(1, {unit * (rank + 1)}, at::kInt, rank + 10 * root)[0];
+        };
+        std::vector<at::Tensor> parts;
+        for (int rank = 0; rank < ranks() && group.rank() == root; ++rank) parts.push_back(part(rank));
+        at::Tensor output = at::zeros_like(part(group.rank()));
+        EXPECT_TRUE(group.scatter(output, parts, root).wait().is_same(output));
+        EXPECT_TRUE(same_bits(output, part(group.rank())));
+      }
+    }
+  });
+}
+
+// peer: c10d `testReduceCPU`, `testReduceBasics`: better: the tensors of other ranks keep their values
+TEST_P(CollectiveRooted, ReducesToEveryRoot) {
+  run([&](Group& group) {
+    for (int root = 0; root < ranks(); ++root) {
+      for (const ReduceOp reduction : {kSum, kMax, kProduct}) {
+        const auto inputs = random_inputs(ranks(), {4001}, at::kDouble, root + 3);
+        at::Tensor mine = inputs[group.rank()].clone();
+        EXPECT_TRUE(group.reduce(mine, root, reduction).wait().is_same(mine));
+        if (group.rank() == root) {
+          EXPECT_TRUE(is_right(mine, reduce_alone(inputs, reduction)));
+        } else {
+          EXPECT_TRUE(same_bits(mine, inputs[group.rank()]));
+        }
+      }
+    }
+  });
+}
+
+// peer: c10d `test_all_gather_into_tensor_{cat,stack}_gloo`: same
+TEST_P(CollectiveRooted, GathersIntoOneTensor) {
+  run([&](Group& group) {
+    for (const std::int64_t rows : {1L, 7L, 30001L}) {
+      const auto inputs = random_inputs(ranks(), {rows, 3}, at::kFloat, rows);
+      at::Tensor joined = at::zeros({rows * ranks(), 3}), stacked = at::zeros({ranks(), rows, 3});
+      EXPECT_TRUE(group.all_gather_into_tensor(joined, inputs[group.rank()]).wait().is_same(joined));
+      group.all_gather_into_tensor(stacked, inputs[group.rank()]).wait();
+      EXPECT_TRUE(same_bits(joined, at::cat(inputs)));
+      EXPECT_TRUE(same_bits(stacked, at::stack(inputs)));
+    }
+    EXPECT_THROW(group.all_gather_into_tensor(at::zeros({ranks() + 1, 2}), at::ones({2})), Error);
+    EXPECT_THROW(group.all_gather_into_tensor(at::zeros({ranks(), 2}, at::kInt), at::ones({2})), Error);
+  });
+}
+
+// peer: c10d `testAllReduceBasics` with BAND, BOR and BXOR: same
+TEST_P(CollectiveRooted, CombinesTheBitsOfIntegers) {
+  run([&](Group& group) {
+    for (const at::ScalarType dtype : {at::kByte, at::kInt, at::kLong, at::kBool}) {
+      for (const ReduceOp reduction : {kBitAnd, kBitOr, kBitXor}) {
+        for (const std::int64_t length : {5L, 70001L}) {
+          const auto inputs = random_inputs(ranks(), {length}, dtype, length);
+          at::Tensor mine = inputs[group.rank()].clone();
+          group.all_reduce(mine, reduction).wait();
+          EXPECT_TRUE(same_bits(mine, reduce_alone(inputs, reduction)))
+              << to_string(reduction) << " of " << c10::toString(dtype);
+        }
+      }
+    }
+    EXPECT_THROW(group.all_reduce(at::ones({2}), kBitAnd), Error);
+  });
+}
+
+TEST_P(CollectiveRooted, RejectsInvalidArgumentsAndContinues) {
+  run([&](Group& group) {
+    const at::Tensor one = at::ones({1});
+    const std::vector<at::Tensor> parts(ranks(), one);
+    EXPECT_THROW(group.gather(one, ranks()), Error);
+    EXPECT_THROW(group.reduce(one, -1), Error);
+    EXPECT_THROW(group.scatter(one.clone(), group.rank() == 0 ? std::vector<at::Tensor>() : parts, 0), Error);
+    EXPECT_THROW(group.scatter(at::ones({1}, at::kInt), parts, group.rank()), Error);
+    EXPECT_EQ(group.all_reduce(at::ones({1})).wait().item<int>(), ranks());
+  });
+}
+
+TEST_P(CollectiveRooted, NamesRanksThatChoseDifferentRoots) {
+  if (ranks() == 1 || !compares_roots()) return;
+  for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+         Group group = make_group_of_suite(self.runtime, self.membership, options());
+         std::exception_ptr failure;
+         try {
+           group.gather(at::ones({2}), self.rank == 1 ? 1 : 0).wait();
+         } catch (...) {
+           failure = std::current_exception();
+         }
+         self.membership.barrier("test.end", {}, world_.executor().deadline_in(std::chrono::seconds(60)));
+         if (failure) std::rethrow_exception(failure);
+       })) {
+    ASSERT_TRUE(failure);
+    EXPECT_EQ(to_error(failure).kind(), ErrorKind::kInvalid);
+    EXPECT_THAT(to_error(failure).what(), AllOf(HasSubstr("worker0"), HasSubstr("gather(Float, to rank 0)"),
+                                                HasSubstr("worker1"), HasSubstr("gather(Float, to rank 1)")));
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::testing::collective_rooted

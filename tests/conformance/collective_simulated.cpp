@@ -1,0 +1,188 @@
+// Groups over their own connections on the simulated network: every seed determines a whole run.
+#include <gmock/gmock.h>
+
+#include <ATen/ATen.h>
+
+#include "rendezvous/simulated_world.h"
+#include "tests/conformance/collective_oracle.h"
+#include "torchspan/collective/group.h"
+
+namespace torchspan::testing::collective_simulated {
+namespace {
+
+using namespace collective;
+using rendezvous::Membership;
+using rendezvous::SimulatedWorld;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::HasSubstr;
+
+class SimulatedGroups : public ::testing::Test {
+ protected:
+  using Body = std::function<void(Group&, Membership&)>;
+
+  /// Runs `body` with a group of all ranks, on each.
+  void run(SimulatedWorld& world, Duration timeout, const Body& body) {
+    world.run([&](int rank) {
+      Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
+      const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+      {
+        Group group =
+            Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = timeout});
+        body(group, *membership);
+      }
+      membership->leave(world.in(seconds(30)));
+    });
+  }
+};
+
+/// One step of a random program, which all ranks derive from the same numbers.
+struct Step {
+  Step(std::uint64_t number, int ranks) : seed(number * 7919 + 17) {
+    const std::array<std::int64_t, 5> lengths{0, 1, 100, 3001, ranks == 2 ? 200003 : 100000 / ranks};
+    constexpr std::array<at::ScalarType, 4> kDtypes{at::kFloat, at::kHalf, at::kLong, at::kDouble};
+    constexpr std::array<ReduceOp, 3> kReductions{kSum, kMax, kProduct};
+    kind = number % 5;
+    length = lengths[number / 5 % lengths.size()];
+    dtype = kDtypes[number / 25 % kDtypes.size()];
+    reduction = kReductions[number / 100 % kReductions.size()];
+  }
+  std::uint64_t seed = 0, kind = 0;
+  std::int64_t length = 0;
+  at::ScalarType dtype = at::kFloat;
+  ReduceOp reduction = kSum;
+};
+
+void expect_like_one_process(Group& group, const Step& step) {
+  const int ranks = group.size(), rank = group.rank();
+  const auto inputs = random_inputs(ranks, {step.length * ranks}, step.dtype, step.seed);
+  const at::Tensor mine = inputs[rank].clone();
+  switch (step.kind) {
+    case 0:
+      EXPECT_TRUE(
+          same_bits(group.all_reduce(mine, step.reduction).wait(), reduce_alone(inputs, step.reduction)));
+      break;
+    case 1:
+      EXPECT_TRUE(same_bits(group.reduce_scatter(mine, step.reduction).wait(),
+                            reduce_alone(inputs, step.reduction).narrow(0, rank * step.length, step.length)));
+      break;
+    case 2: {
+      const auto all = group.all_gather(mine).wait();
+      for (int from = 0; from < ranks; ++from) EXPECT_TRUE(same_bits(all[from], inputs[from]));
+      break;
+    }
+    case 3: {
+      const int root = static_cast<int>(step.seed % static_cast<std::uint64_t>(ranks));
+      EXPECT_TRUE(same_bits(group.broadcast(mine, root).wait(), inputs[root]));
+      break;
+    }
+    default: {
+      std::vector<at::Tensor> parts;
+      for (int to = 0; to < ranks; ++to) parts.push_back(mine.narrow(0, to * step.length, step.length));
+      const auto all = group.all_to_all(parts).wait();
+      for (int from = 0; from < ranks; ++from) {
+        EXPECT_TRUE(same_bits(all[from], inputs[from].narrow(0, rank * step.length, step.length)));
+      }
+    }
+  }
+}
+
+TEST_F(SimulatedGroups, RandomProgramsComputeWhatOneProcessComputes) {
+  for (const int ranks : {1, 2, 3, 4, 8}) {
+    for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+      SCOPED_TRACE(::testing::Message() << ranks << " ranks, seed " << seed);
+      SimulatedWorld world(seed, ranks, {.jitter = milliseconds(1)});
+      run(world, seconds(60), [&](Group& group, Membership&) {
+        for (std::uint64_t step = 0; step < 12; ++step) {
+          expect_like_one_process(group, Step(seed * 1009 + step * 61, ranks));
+        }
+        group.barrier();
+      });
+    }
+  }
+}
+
+TEST_F(SimulatedGroups, ADeathAtAnyTimeIsNamedOnAllOtherRanks) {
+  for (const int ranks : {2, 3, 4, 8}) {
+    for (std::uint64_t seed = 1; seed <= 12; ++seed) {
+      SCOPED_TRACE(::testing::Message() << ranks << " ranks, seed " << seed);
+      SimulatedWorld world(seed, ranks, {.jitter = microseconds(50)});
+      const Duration when = microseconds(200 * seed * seed);
+      std::atomic<int> named{0};
+      world.run([&](int rank) {
+        Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
+        const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+        std::optional<Group> group;
+        try {
+          group.emplace(
+              Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(20)}));
+        } catch (const Error&) {
+          ADD_FAILURE() << "the group was not made";
+          return;
+        }
+        Thread killer;
+        if (rank == 1) {
+          killer = world.executor().spawn("killer", [&] {
+            world.executor().sleep(when);
+            world.kill(1);
+          });
+        }
+        try {
+          for (;;) group->all_reduce(at::ones({100000})).wait();
+        } catch (const Error& error) {
+          if (rank == 1) return;
+          EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
+          EXPECT_THAT(error.what(), HasSubstr("worker1"));
+          ++named;
+        }
+        const Error later = error_of([&] { group->barrier(); });
+        EXPECT_THAT(later.what(), HasSubstr("worker1")) << "the first cause stays";
+        group.reset();
+        membership->leave(world.in(seconds(30)));
+      });
+      EXPECT_EQ(named, ranks - 1);
+    }
+  }
+}
+
+TEST_F(SimulatedGroups, ARankWhoseDataStopArrivingIsLate) {
+  for (std::uint64_t seed = 1; seed <= 6; ++seed) {
+    SCOPED_TRACE(::testing::Message() << "seed " << seed);
+    SimulatedWorld world(seed, 3);
+    std::atomic<int> failed{0};
+    run(world, seconds(2), [&](Group& group, Membership& membership) {
+      group.all_reduce(at::ones({10})).wait();
+      membership.barrier("test.before", {}, world.in(seconds(10)));
+      if (group.rank() == 0) {
+        world.network().block(
+            [](const net::SimMessage& message) { return message.from.find("worker1.direct") == 4; });
+      }
+      membership.barrier("test.blocked", {}, world.in(seconds(10)));
+      const Error error = error_of([&] { group.all_reduce(at::ones({300000})).wait(); });
+      if (group.rank() != 1) {
+        EXPECT_EQ(error.kind(), ErrorKind::kTimedOut) << error.what();
+        EXPECT_THAT(error.what(), HasSubstr("worker1"));
+        EXPECT_THAT(error.what(), HasSubstr("made 1 calls so far"));
+      }
+      ++failed;
+      membership.barrier("test.after", {}, world.in(seconds(30)));
+      if (group.rank() == 0) world.network().unblock();
+    });
+    EXPECT_EQ(failed, 3);
+  }
+}
+
+TEST_F(SimulatedGroups, SplitsMakeConnectionsOfTheirOwn) {
+  SimulatedWorld world(5, 4);
+  run(world, seconds(60), [](Group& group, Membership&) {
+    const Group part = group.split(group.rank() % 2, group.rank());
+    at::Tensor mine = at::full({70001}, group.rank());
+    part.all_reduce(mine).wait();
+    EXPECT_TRUE((mine == 2 * (group.rank() % 2) + 2).all().item<bool>());
+    group.barrier();
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::testing::collective_simulated
