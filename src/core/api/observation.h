@@ -1,0 +1,31 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+
+#include <torchspan/core/observation.h>
+#include <torchspan/detail/core/runtime.h>
+
+#include "core/api/trace_format.h"
+
+namespace torchspan {
+
+/// Writes and serves what the options of one worker ask for, on one thread, which sleeps while there is nothing to
+/// do. The destructor completes the files.
+class Observation {
+ public:
+  /// Throws Error{kInvalid} if a file, a folder or the port cannot be used.
+  Observation(std::shared_ptr<Runtime> runtime, const ObservationOptions& options,
+              const TraceIdentity& identity);
+  ~Observation();
+  Observation(const Observation&) = delete;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Describes this process as the worker `name`; the clock is read now.
+TraceIdentity identify(Executor& executor, const std::string& name, int rank, int world_size);
+
+}  // namespace torchspan
