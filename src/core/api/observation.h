@@ -14,11 +14,17 @@ namespace torchspan {
 /// do. The destructor completes the files.
 class Observation {
  public:
+  /// Describes what core does not know of a worker's state, as JSON. Called on the observing thread.
+  using DescribeCalls = std::function<std::string()>;
+
   /// Throws Error{kInvalid} if a file, a folder or the port cannot be used.
   Observation(std::shared_ptr<Runtime> runtime, const ObservationOptions& options,
-              const TraceIdentity& identity);
+              const TraceIdentity& identity, DescribeCalls describe_calls = {});
   ~Observation();
   Observation(const Observation&) = delete;
+
+  /// The port that serves metrics; 0: none.
+  std::uint16_t metrics_port() const;
 
  private:
   class Impl;

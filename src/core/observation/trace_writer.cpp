@@ -1,5 +1,6 @@
 #include "core/observation/trace_writer.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -10,6 +11,8 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
+
+#include "core/observation/process_figures.h"
 
 namespace torchspan {
 namespace {
@@ -35,14 +38,6 @@ Descriptor create_file(const std::string& folder, const std::string& path) {
                     path, std::strerror(errno)));
   }
   return file;
-}
-
-/// Resident memory of this process in bytes; 0 if unknown.
-std::uint64_t resident_bytes() {
-  std::ifstream file("/proc/self/statm");
-  std::uint64_t size = 0, resident = 0;
-  file >> size >> resident;
-  return file ? resident * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)) : 0;
 }
 
 }  // namespace
