@@ -108,6 +108,7 @@ void describe_run_options(CLI::App& run, RunOptions& options) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   describe_restarts(run, options);
   describe_preemption(run, options);
+  describe_observation(run, options.observation);
   run.footer(
       "The exit code is that of the first worker to fail (128 + its signal), in the last attempt; 130 after "
       "Ctrl-C; 128 + the signal after a preemption, or the requeue exit code if all workers then exited with "
@@ -128,6 +129,7 @@ JobOptions read_run_options(const RunOptions& options, const Environment& enviro
   job.preemption.signal = read_preempt_signal(options.preempt_signal);
   job.environment = environment;
   job.extra = read_settings(options.settings);
+  job.extra.merge(observation_variables(options.observation));
   if (const auto file = environment.find("TORCHELASTIC_ERROR_FILE");
       job.error_file.empty() && file != environment.end()) {
     job.error_file = file->second;

@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "launch/commands/observation_request.h"
 #include "launch/supervisor/job.h"
 
 namespace CLI {
@@ -18,6 +19,7 @@ struct RunOptions {
   std::string grace = "30s";
   std::string preempt_signal = "USR1";
   std::vector<std::string> settings;
+  ObservationRequest observation = {};
   JobOptions job;  ///< the others
 };
 
