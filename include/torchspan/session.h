@@ -9,6 +9,8 @@
 
 #include <torchspan/collective/group.h>
 #include <torchspan/core/log.h>
+#include <torchspan/core/observation.h>
+#include <torchspan/core/trace.h>
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/net/secret.h>
 #include <torchspan/detail/rpc/service.h>
@@ -56,12 +58,13 @@ struct WorkerOptions {
   /// through host memory.
   std::size_t device_staging_bytes = std::size_t{64} << 20;
   LogLevel log_level = LogLevel::kWarning;
-  bool require_same_functions = true;  ///< refuse workers with different function tables
+  bool require_same_functions = true;   ///< refuse workers with different function tables
+  ObservationOptions observation = {};  ///< trace, metrics, curves (docs/observability.md)
 
   /// Reads `environment` with rendezvous::read_environment() (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
   /// TORCHSPAN_JOIN_TIMEOUT, certificates and others; rendezvous.h); the transport between hosts from
-  /// TORCHSPAN_NETWORK (tls, ucx or ucx-isolated); TORCHSPAN_PORT_RANGE; TORCHSPAN_LOG_LEVEL; and
-  /// TORCHSPAN_RPC_TIMEOUT and TORCHSPAN_STOPPED_LIMIT in seconds, 0 for none. TORCHSPAN_STOPPED_LIMIT also
+  /// TORCHSPAN_NETWORK (tls, ucx or ucx-isolated); TORCHSPAN_PORT_RANGE; TORCHSPAN_LOG_LEVEL; `observation` as
+  /// ObservationOptions::from() says; and TORCHSPAN_RPC_TIMEOUT and TORCHSPAN_STOPPED_LIMIT in seconds, 0 for none. The latter also
   /// raises network.tls.dead_after. Throws Error{kInvalid} that names the wrong variable.
   static WorkerOptions from_env();
 };

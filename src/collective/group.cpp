@@ -6,6 +6,7 @@
 
 #include <torchspan/collective/group.h>
 
+#include "collective/operation_log.h"
 #include "collective/tensors.h"
 
 namespace torchspan::collective {
@@ -42,6 +43,24 @@ void check_rank(const char* what, int rank, int size) {
         fmt::format("{} is {}, but the ranks of this group are 0 to {}", what, rank, size - 1));
 }
 
+std::uint64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.is_sparse() ? 0 : static_cast<std::uint64_t>(tensor.nbytes());
+}
+
+std::uint64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  std::uint64_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) bytes += bytes_of(tensor);
+  return bytes;
+}
+
+/// Runs `start()`, which returns the future of an operation.
+template <class F>
+auto logged(const std::shared_ptr<OperationLog>& log, const char* call, std::uint64_t bytes, F start) {
+  if (!log) return start();
+  const OperationLog::Operation operation = log->begin(call, bytes);
+  return OperationLog::until(log, operation, start());
+}
+
 }  // namespace
 
 std::string to_string(ReduceOp reduction) {
@@ -69,6 +88,10 @@ std::string to_string(ReduceOp reduction) {
 Group::Group(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {
   check(backend_ != nullptr, "a group needs a backend: use Group::make()");
 }
+Group::Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& runtime)
+    : Group(std::move(backend)) {
+  log_ = std::make_shared<OperationLog>(runtime, ranks());
+}
 
 int Group::rank() const { return backend_->rank(); }
 int Group::size() const { return backend_->size(); }
@@ -79,12 +102,16 @@ Group Group::split(int color, int key) const {
         fmt::format(
             "color is {}; it must be 0 or more: ranks that should not share a group use different colors",
             color));
-  return Group(backend_->split(color, key));
+  Group part(backend_->split(color, key));
+  if (log_) part.log_ = log_->of_part(part.ranks());
+  return part;
 }
 
 Future<at::Tensor> Group::all_reduce(at::Tensor tensor, ReduceOp reduction) const {
   check_tensor(*backend_, "all_reduce", tensor, /*sparse_too=*/true);
-  return backend_->all_reduce(std::move(tensor), reduction);
+  const std::uint64_t bytes = bytes_of(tensor);
+  return logged(log_, "all_reduce", bytes,
+                [&] { return backend_->all_reduce(std::move(tensor), reduction); });
 }
 
 Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, ReduceOp reduction) const {
@@ -93,18 +120,22 @@ Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, ReduceOp reduction) 
         fmt::format("reduce_scatter splits the first dimension into {} equal parts, but {}", size(),
                     tensor.dim() == 0 ? "the tensor has no dimension"
                                       : fmt::format("it is {}: pad it", tensor.size(0))));
-  return backend_->reduce_scatter(std::move(tensor), reduction);
+  const std::uint64_t bytes = bytes_of(tensor);
+  return logged(log_, "reduce_scatter", bytes,
+                [&] { return backend_->reduce_scatter(std::move(tensor), reduction); });
 }
 
 Future<std::vector<at::Tensor>> Group::all_gather(at::Tensor tensor) const {
   check_tensor(*backend_, "all_gather", tensor);
-  return backend_->all_gather(std::move(tensor));
+  const std::uint64_t bytes = bytes_of(tensor);
+  return logged(log_, "all_gather", bytes, [&] { return backend_->all_gather(std::move(tensor)); });
 }
 
 Future<at::Tensor> Group::broadcast(at::Tensor tensor, int root) const {
   check_tensor(*backend_, "broadcast", tensor);
   check_rank("root", root, size());
-  return backend_->broadcast(std::move(tensor), root);
+  const std::uint64_t bytes = bytes_of(tensor);
+  return logged(log_, "broadcast", bytes, [&] { return backend_->broadcast(std::move(tensor), root); });
 }
 
 Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts) const {
@@ -116,7 +147,8 @@ Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts)
           fmt::format("the parts of all_to_all have dtypes {} and {}; they must have the same",
                       c10::toString(parts[0].scalar_type()), c10::toString(part.scalar_type())));
   }
-  return backend_->all_to_all(std::move(parts));
+  const std::uint64_t bytes = bytes_of(parts);
+  return logged(log_, "all_to_all", bytes, [&] { return backend_->all_to_all(std::move(parts)); });
 }
 
 Future<at::Tensor> Group::all_gather_into_tensor(at::Tensor output, at::Tensor tensor) const {
@@ -192,10 +224,16 @@ Future<at::Tensor> Group::reduce(at::Tensor tensor, int root, ReduceOp reduction
 }
 
 std::vector<Bytes> Group::all_gather_bytes(BytesView mine, Duration timeout) const {
+  if (!log_) return backend_->all_gather_bytes(mine, timeout);
+  const OperationLog::Blocking operation(*log_, "all_gather_bytes", mine.size());
   return backend_->all_gather_bytes(mine, timeout);
 }
 
-void Group::barrier(Duration timeout) const { backend_->barrier(timeout); }
+void Group::barrier(Duration timeout) const {
+  if (!log_) return backend_->barrier(timeout);
+  const OperationLog::Blocking operation(*log_, "barrier", 0);
+  backend_->barrier(timeout);
+}
 
 at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   for (const std::int64_t size : sizes) {

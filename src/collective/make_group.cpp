@@ -331,7 +331,7 @@ class Maker {
 Group make_group(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options,
                  DeviceServices services) {
   try {
-    Group group(Maker(runtime, world, std::move(options), std::move(services)).make());
+    Group group(Maker(runtime, world, std::move(options), std::move(services)).make(), runtime);
     if (runtime->log.enabled(LogLevel::kDebug)) {
       runtime->log.debug(fmt::format("group of {} ranks, this is rank {} ({})", group.size(), group.rank(),
                                      group.backend()->name()));

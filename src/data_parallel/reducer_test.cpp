@@ -372,7 +372,7 @@ TEST(Reducer, KeepsStatisticsAndSpans) {
     EXPECT_EQ(stats.gradient_order.size(), 2U);
     EXPECT_EQ(stats.bucket_bytes.size(), 2U);
     std::vector<std::string> names;
-    for (const Span& span : self.runtime.spans.snapshot()) names.emplace_back(span.name.data());
+    for (const SpanRecord& span : self.runtime.spans.snapshot()) names.emplace_back(span.name.data());
     for (const char* wanted : {"forward", "backward", "bucket 0", "bucket 1", "reduction"})
       EXPECT_NE(std::find(names.begin(), names.end(), wanted), names.end()) << wanted;
   });

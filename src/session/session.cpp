@@ -12,7 +12,9 @@
 #include <torchspan/optim/extension.h>
 #include <torchspan/session.h>
 
+#include "core/api/observation.h"
 #include "rendezvous/api/files.h"
+#include "session/calls_state.h"
 #include "session/endpoint.h"
 #include "session/session_on_host.h"
 
@@ -119,6 +121,7 @@ WorkerOptions WorkerOptions::from_env() {
   if (auto level = environment.find("TORCHSPAN_LOG_LEVEL"); level != environment.end()) {
     options.log_level = parse_log_level(level->second);
   }
+  options.observation = ObservationOptions::from(environment);
   if (const auto timeout = read_seconds(environment, "TORCHSPAN_RPC_TIMEOUT")) options.rpc_timeout = *timeout;
   if (const auto limit = read_seconds(environment, "TORCHSPAN_STOPPED_LIMIT")) {
     options.stopped_limit = *limit;
@@ -183,6 +186,7 @@ class Session::Impl {
     if (endpoint) join.address = endpoint->advertised_address(service_->address());
     service_->start(rendezvous::Membership::join(
         runtime_, endpoint ? endpoint->store_transports() : rendezvous::TransportFactory(), std::move(join)));
+    observe(options);
     if (runtime_.log.enabled(LogLevel::kDebug)) {
       const Worker& worker = service_->worker();
       runtime_.log.debug(fmt::format("process {} joined as rank {} of {}, listening at {}", ::getpid(),
@@ -216,6 +220,16 @@ class Session::Impl {
   rpc::WorkerService& service() { return *service_; }
 
  private:
+  void observe(const WorkerOptions& options) {
+    const Worker worker = service_->worker();
+    TraceIdentity identity =
+        identify(runtime_.executor, options.environment.name, worker.rank(), worker.world_size());
+    identity.run = options.environment.job;
+    identity.attempt = options.environment.restart_count;
+    observation_.emplace(runtime_owner_, options.observation, identity,
+                         [worker] { return encode_calls(worker.debug()); });
+  }
+
   void leave() {
     if (left_) return;
     if (std::uncaught_exceptions() > exceptions_) return abort("an exception ended the scope of its Session");
@@ -228,6 +242,7 @@ class Session::Impl {
   const std::string error_file_;
   const int exceptions_;  ///< number in flight when the session was constructed
   bool left_ = false;
+  std::optional<Observation> observation_;  ///< ends after the service, so that it sees all of its work
   std::unique_ptr<rpc::WorkerService> service_;
 };
 

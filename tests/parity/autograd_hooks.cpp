@@ -43,7 +43,7 @@ at::Tensor table_gradient(Worker& worker, const RRef<Bag>& bag) {
 /// The names of the spans of a pass here, in the order in which they ended.
 std::vector<std::string> spans_of(Worker& worker, std::uint64_t pass) {
   std::vector<std::string> names;
-  for (const Span& span : worker.runtime().spans.snapshot()) {
+  for (const SpanRecord& span : worker.runtime().spans.snapshot()) {
     if (span.kind == SpanKind::kAutograd && span.id == pass) names.emplace_back(span.name.data());
   }
   return names;
@@ -379,7 +379,7 @@ TEST(AutogradHooks, DistAutogradProfiling) {
     context.backward(worker.rpc_sync("worker1", kAdd, a, a).sum());
     std::uint64_t pass = 0;
     bool called = false;
-    for (const Span& span : worker.runtime().spans.snapshot()) {
+    for (const SpanRecord& span : worker.runtime().spans.snapshot()) {
       const std::string name(span.name.data());
       if (span.kind == SpanKind::kAutograd && name == "backward") pass = span.id;
       called = called || (span.kind == SpanKind::kCall && name == "add");

@@ -25,6 +25,8 @@ class Membership;
 /// Collective operations over groups of ranks.
 namespace torchspan::collective {
 
+class OperationLog;
+
 /// Selects a group's backend. kAutomatic is kSharedMemory if all ranks prove that they share a host, else
 /// kHierarchical. Built-in backends take CPU tensors only and reject others with kUnsupported.
 enum class BackendKind : std::uint8_t {
@@ -86,6 +88,8 @@ class Group {
   static Group make(Runtime& runtime, rendezvous::Membership& world, GroupOptions options = {});
   /// A group over an existing backend; not null.
   explicit Group(std::shared_ptr<Backend> backend);
+  /// The same, whose operations are spans of `runtime`.
+  Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& runtime);
 
   int rank() const;
   int size() const;
@@ -140,6 +144,7 @@ class Group {
 
  private:
   std::shared_ptr<Backend> backend_;
+  std::shared_ptr<OperationLog> log_;  ///< null: none
 };
 
 }  // namespace torchspan::collective

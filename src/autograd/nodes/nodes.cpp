@@ -21,7 +21,8 @@ std::string MessageInfo::span_name(const char* verb) const {
 
 torch::autograd::variable_list SendNode::apply(torch::autograd::variable_list&& gradients) {
   if (const PassState* pass = current_pass()) {
-    spans_.record(SpanKind::kAutograd, message_.span_name("receive"), spans_.executor().now(), pass->id());
+    spans_.record(SpanKind::kAutograd, message_.span_name("receive"), spans_.executor().now(),
+                  SpanLink{.id = pass->id(), .peer = static_cast<std::int32_t>(message_.peer)});
   }
   return std::move(gradients);
 }
@@ -47,7 +48,8 @@ void RecvNode::run(torch::autograd::variable_list gradients, engine::GradientSin
                     "context.backward() can continue",
                     message_.text(), message_.peer));
   }
-  const SpanScope span(spans_, SpanKind::kAutograd, message_.span_name("send"), pass->id());
+  const SpanScope span(spans_, SpanKind::kAutograd, message_.span_name("send"),
+                       SpanLink{.id = pass->id(), .peer = static_cast<std::int32_t>(message_.peer)});
   pass->send_back(*this, std::move(gradients));
 }
 

@@ -34,7 +34,7 @@ struct MessageInfo {
 class SendNode final : public torch::autograd::Node {
  public:
   /// `spans` are those of the worker.
-  SendNode(MessageInfo message, SpanRing& spans) : message_(std::move(message)), spans_(spans) {}
+  SendNode(MessageInfo message, SpanRecorder& spans) : message_(std::move(message)), spans_(spans) {}
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "SendNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
@@ -43,7 +43,7 @@ class SendNode final : public torch::autograd::Node {
 
  private:
   const MessageInfo message_;
-  SpanRing& spans_;
+  SpanRecorder& spans_;
 };
 
 using SendNodePtr = engine::NodePtrTo<SendNode>;
@@ -54,7 +54,7 @@ using SendNodePtr = engine::NodePtrTo<SendNode>;
 /// message to message.
 class RecvNode final : public engine::PassNode {
  public:
-  RecvNode(MessageInfo message, SpanRing& spans, std::uint64_t arrival)
+  RecvNode(MessageInfo message, SpanRecorder& spans, std::uint64_t arrival)
       : PassNode(arrival), message_(std::move(message)), spans_(spans) {}
   void run(torch::autograd::variable_list gradients, engine::GradientSink& sink) override;
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
@@ -65,7 +65,7 @@ class RecvNode final : public engine::PassNode {
 
  private:
   const MessageInfo message_;
-  SpanRing& spans_;
+  SpanRecorder& spans_;
 };
 
 }  // namespace torchspan::autograd

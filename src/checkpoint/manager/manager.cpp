@@ -152,6 +152,7 @@ class CheckpointManager::Impl {
   }
 
   void write(const checkpoint::SaveJob& job) {
+    const SpanScope span(runtime_.spans, SpanKind::kCheckpoint, "write checkpoint");
     try {
       checkpoint::SaveRound round(*ranks_, directory_, runtime_.log);
       round.run(job, snapshot_.data(), {options_.keep_last, options_.keep_best, options_.lower_is_better},

@@ -9,6 +9,19 @@ Counter& Metrics::counter(const std::string& name) {
   return *slot;
 }
 
+Counter& Metrics::gauge(const std::string& name) {
+  {
+    MutexLock lock(mutex_);
+    gauges_.insert(name);
+  }
+  return counter(name);
+}
+
+std::set<std::string> Metrics::gauges() const {
+  MutexLock lock(mutex_);
+  return gauges_;
+}
+
 std::map<std::string, std::uint64_t> Metrics::snapshot() const {
   MutexLock lock(mutex_);
   std::map<std::string, std::uint64_t> values;

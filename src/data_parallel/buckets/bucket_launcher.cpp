@@ -88,7 +88,7 @@ void BucketLauncher::launch(std::size_t bucket, RoundTimer& timer) {
     MutexLock lock(mutex_);
     broken_ = false;
   }
-  timer.launched(bucket, works_[bucket]);
+  timer.launched(bucket, buckets_->bytes(bucket), works_[bucket]);
 }
 
 bool BucketLauncher::is_broken() const {

@@ -6,7 +6,10 @@
 namespace torchspan::data_parallel {
 
 RoundTimer::RoundTimer(Runtime& runtime, HoldCount& holds, std::uint64_t round)
-    : runtime_(runtime), holds_(holds), round_(round), measured_(round <= 10 || round % 100 == 0) {}
+    : runtime_(runtime),
+      holds_(holds),
+      round_(round),
+      measured_(round <= 10 || round % 100 == 0 || runtime.spans.is_traced()) {}
 
 void RoundTimer::gradient_arrived() {
   if (!measured_) return;
@@ -23,11 +26,12 @@ void RoundTimer::launches_begin() {
   first_launch_ = now;
 }
 
-void RoundTimer::launched(std::size_t bucket, const Future<at::Tensor>& work) {
+void RoundTimer::launched(std::size_t bucket, std::uint64_t bytes, const Future<at::Tensor>& work) {
   if (!measured_) return;
-  work.add_done_callback([hold = holds_.take(), &runtime = runtime_, bucket, round = round_,
+  work.add_done_callback([hold = holds_.take(), &runtime = runtime_, bucket, bytes, round = round_,
                           began = runtime_.executor.now()](const Future<at::Tensor>&) {
-    runtime.spans.record(SpanKind::kBucket, fmt::format("bucket {}", bucket), began, round);
+    runtime.spans.record(SpanKind::kBucket, fmt::format("bucket {}", bucket), began,
+                         SpanLink{.id = round, .part = static_cast<std::int32_t>(bucket), .bytes = bytes});
   });
 }
 
@@ -36,11 +40,16 @@ void RoundTimer::backward_ended() {
   {
     MutexLock lock(mutex_);
     began = first_gradient_;
+    waiting_.emplace(runtime_.spans, SpanKind::kWait, "wait for reduction", round_);
   }
   if (began) runtime_.spans.record(SpanKind::kBucket, "backward", *began, round_);
 }
 
 std::optional<RoundTimes> RoundTimer::reduced() {
+  {
+    MutexLock lock(mutex_);
+    waiting_.reset();
+  }
   if (!measured_) return std::nullopt;
   const TimePoint now = runtime_.executor.now();
   RoundTimes times{.round = round_};

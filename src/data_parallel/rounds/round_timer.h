@@ -16,8 +16,8 @@
 
 namespace torchspan::data_parallel {
 
-/// Times one round and records its spans. Measures the first ten rounds and every hundredth; does nothing in
-/// the others. Thread-safe.
+/// Times one round and records its spans. Measures all rounds of a traced run, else the first ten and every
+/// hundredth; does nothing in the others. Thread-safe.
 class RoundTimer {
  public:
   RoundTimer(Runtime& runtime, HoldCount& holds, std::uint64_t round);
@@ -26,7 +26,7 @@ class RoundTimer {
 
   void gradient_arrived();
   void launches_begin();
-  void launched(std::size_t bucket, const Future<at::Tensor>& work);
+  void launched(std::size_t bucket, std::uint64_t bytes, const Future<at::Tensor>& work);
   void backward_ended();
   /// Call it when all buckets are reduced. Returns nullopt if the round is not measured.
   std::optional<RoundTimes> reduced();
@@ -40,6 +40,7 @@ class RoundTimer {
   std::optional<TimePoint> first_gradient_ TORCHSPAN_GUARDED_BY(mutex_);
   TimePoint last_gradient_ TORCHSPAN_GUARDED_BY(mutex_);
   TimePoint first_launch_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<SpanScope> waiting_ TORCHSPAN_GUARDED_BY(mutex_);  ///< from the end of backward to reduced()
 };
 
 }  // namespace torchspan::data_parallel

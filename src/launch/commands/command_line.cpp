@@ -10,6 +10,8 @@
 #include "launch/commands/doctor.h"
 #include "launch/commands/run_options.h"
 #include "launch/commands/schedule_command.h"
+#include "launch/commands/trace_command.h"
+#include "launch/commands/watch_command.h"
 #include "launch/supervisor/job.h"
 
 namespace torchspan::launch {
@@ -24,9 +26,16 @@ struct CommandLine {
   CLI::App* version = nullptr;
   CLI::App* doctor = nullptr;
   CLI::App* schedule = nullptr;
+  CLI::App* trace = nullptr;
+  CLI::App* report = nullptr;
+  CLI::App* stacks = nullptr;
+  CLI::App* top = nullptr;
   RunOptions job;
   std::vector<std::string> command;  ///< of run: program and arguments
   ScheduleOptions shown;
+  TraceOptions merged;
+  ReportOptions reported;
+  WatchOptions watched;
   std::vector<std::string> program;  ///< for the help text only: take_command() removes these words first
 };
 
@@ -82,6 +91,16 @@ void describe_all(CommandLine& line) {
   line.version = line.app.add_subcommand("version", "Print the version");
   line.doctor = line.app.add_subcommand("doctor", "Look for what slows or breaks jobs on this machine");
   describe_schedule(line);
+  line.trace = line.app.add_subcommand(
+      "trace", "Merge the traces of a run's workers for ui.perfetto.dev: torchspan trace FOLDER -o run.json");
+  describe_trace_options(*line.trace, line.merged);
+  line.report = line.app.add_subcommand(
+      "report", "Show what limits a run, as an HTML page: torchspan report FOLDER -o run.html");
+  describe_report_options(*line.report, line.reported);
+  line.stacks = line.app.add_subcommand("stacks", "Show which worker of a running job waits for which");
+  describe_stacks_options(*line.stacks, line.watched);
+  line.top = line.app.add_subcommand("top", "Show what the workers of a running job do, every second");
+  describe_top_options(*line.top, line.watched);
 }
 
 /// Returns the option of `run` that a word names: "-n", "-n4", "--env" or "--env=A=1". Throws kInvalid for an
@@ -172,6 +191,14 @@ int run_command_line(Executor& executor, std::vector<std::string> arguments, con
       out.print_output("", "torchspan " TORCHSPAN_VERSION);
     } else if (line.schedule->parsed()) {
       print_lines(out, show_schedule(line.shown));
+    } else if (line.trace->parsed()) {
+      print_lines(out, merge_traces(line.merged));
+    } else if (line.report->parsed()) {
+      print_lines(out, make_report(line.reported));
+    } else if (line.stacks->parsed()) {
+      print_lines(out, show_stacks(executor, line.watched, environment));
+    } else if (line.top->parsed()) {
+      show_top(executor, line.watched, environment, out, display.output_terminal);
     } else {
       print_lines(out, format_findings(judge(examine_machine())));
     }

@@ -143,6 +143,7 @@ void describe_run_options(CLI::App& run, RunOptions& options) {
   describe_restarts(run, options);
   describe_preemption(run, options);
   describe_nodes(run, options.nodes);
+  describe_observation(run, options.observation);
   run.footer(
       "The exit code is that of the first worker to fail (128 + its signal), in the last attempt; 130 after "
       "Ctrl-C; 128 + the signal after a preemption, or the requeue exit code if all workers then exited with "
@@ -163,6 +164,7 @@ JobOptions read_run_options(const RunOptions& options, const Environment& enviro
   job.preemption.signal = read_preempt_signal(options.preempt_signal);
   job.environment = environment;
   job.extra = read_settings(options.settings);
+  job.extra.merge(observation_variables(options.observation));
   Environment of_workers = environment;
   for (const auto& [name, value] : job.extra) of_workers[name] = value;
   job.nodes = read_node_options(options.nodes, of_workers);

@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "launch/commands/observation_request.h"
 #include "launch/supervisor/job.h"
 
 namespace CLI {
@@ -19,6 +20,7 @@ struct RunOptions {
   std::string preempt_signal = "USR1";
   std::vector<std::string> settings;
   NodeOptions nodes;
+  ObservationRequest observation = {};
   JobOptions job;  ///< the others
 };
 

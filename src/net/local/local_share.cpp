@@ -16,7 +16,7 @@ LocalShare::LocalShare(LocalOptions given, LocalFaults given_faults)
       adopted(metrics_of(options, own_metrics).counter("net.local.adopted")),
       copied(metrics_of(options, own_metrics).counter("net.local.copied")),
       inlined(metrics_of(options, own_metrics).counter("net.local.inlined")),
-      pooled(metrics_of(options, own_metrics).counter("net.local.pool_bytes")) {}
+      pooled(metrics_of(options, own_metrics).gauge("net.local.pool_bytes")) {}
 
 bool LocalShare::reserve(std::uint64_t size) {
   std::uint64_t before = reserved.load(std::memory_order_relaxed);

@@ -267,7 +267,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
     optimizer.set_lrs(message.rates);
     const auto context = find_context(message.context);
     if (!context) return false;
-    SpanScope span(worker().runtime().spans, SpanKind::kOptimizer, optimizer.rule(0).name());
+    SpanScope span(worker().runtime().spans, SpanKind::kOptimizer, optimizer.rule(0).name(), message.context);
     optimizer.step([&](const at::Tensor& parameter) {
       const at::Tensor gradient = context->gradient(parameter);
       return gradient.defined() && message.scale != 1 ? gradient.mul(message.scale) : gradient;

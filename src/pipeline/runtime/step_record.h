@@ -19,7 +19,8 @@ class StepRecord {
     const TimePoint end = local_.executor().now();
     ran_.push_back({action.kind, action.stage, action.micro_batch, (begin - start_).count(),
                     (end - start_).count(), live_});
-    local_.worker.runtime().spans.record(SpanKind::kPipeline, schedule::to_string(action), begin, id_.step);
+    local_.worker.runtime().spans.record(SpanKind::kPipeline, schedule::to_string(action), begin,
+                                         SpanLink{.id = id_.step, .part = action.micro_batch});
   }
   PartDone part(double loss) const { return {id_, local_.me, loss, peak_, ran_}; }
 

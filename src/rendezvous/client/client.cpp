@@ -72,6 +72,7 @@ void Client::add_handlers() {
       [this](Died message) { note_end(message.rank, Error(ErrorKind::kDisconnected, message.reason)); });
   messages_.on<Joined>([this](Joined message) { note_arrival(std::move(message.member)); });
   messages_.on<Ping>([this](Ping message) {
+    const TimePoint now = runtime_.executor.now();
     patience_ = message.dead_after;
     std::shared_ptr<net::Channel> channel;
     {
@@ -79,7 +80,7 @@ void Client::add_handlers() {
       channel = channel_;
     }
     try {
-      if (channel) channel->send(encode_message(Pong{}), {});
+      if (channel) channel->send(encode_message(Pong{message.sent, now, runtime_.executor.now()}), {});
     } catch (const Error& error) {
       runtime_.log.debug(fmt::format("no sign of life could be sent to the store: {}", error.message()));
     }

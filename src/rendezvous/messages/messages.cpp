@@ -34,6 +34,12 @@ Bytes get_blob(ByteReader& reader) {
   return Bytes(bytes.begin(), bytes.end());
 }
 
+void put_time(ByteWriter& writer, TimePoint time) {
+  writer.put(std::int64_t{time.time_since_epoch().count()});
+}
+
+TimePoint get_time(ByteReader& reader) { return TimePoint(Duration(reader.get<std::int64_t>())); }
+
 void put_duration(ByteWriter& writer, Duration duration) { writer.put(std::int64_t{duration.count()}); }
 
 Duration get_duration(ByteReader& reader) {
@@ -235,9 +241,27 @@ void Joined::encode(ByteWriter& writer) const { put_member(writer, member); }
 
 Joined Joined::decode(ByteReader& reader) { return {get_member(reader)}; }
 
-void Ping::encode(ByteWriter& writer) const { put_duration(writer, dead_after); }
+void Ping::encode(ByteWriter& writer) const {
+  put_duration(writer, dead_after);
+  put_time(writer, sent);
+}
 
-Ping Ping::decode(ByteReader& reader) { return {get_duration(reader)}; }
+Ping Ping::decode(ByteReader& reader) {
+  Ping message;
+  message.dead_after = get_duration(reader);
+  message.sent = get_time(reader);
+  return message;
+}
+
+void Pong::encode(ByteWriter& writer) const {
+  for (const TimePoint time : {sent, received, answered}) put_time(writer, time);
+}
+
+Pong Pong::decode(ByteReader& reader) {
+  Pong message;
+  for (TimePoint* time : {&message.sent, &message.received, &message.answered}) *time = get_time(reader);
+  return message;
+}
 
 void DeclaredDead::encode(ByteWriter& writer) const { writer.put_string(reason); }
 

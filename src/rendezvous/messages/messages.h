@@ -14,7 +14,7 @@
 /// struct here and one handler in a MessageTable.
 namespace torchspan::rendezvous {
 
-inline constexpr std::uint32_t kStoreVersion = 3;
+inline constexpr std::uint32_t kStoreVersion = 4;
 inline constexpr std::size_t kMostGatherBytes = std::size_t{64} << 10;
 inline constexpr int kMaxWorkers = 1 << 20;
 
@@ -148,16 +148,21 @@ struct Joined {
 struct Ping {
   static constexpr std::uint16_t kType = 12;
   Duration dead_after{0};
+  TimePoint sent = {};  ///< by the store's clock
 
   void encode(ByteWriter& writer) const;
   static Ping decode(ByteReader& reader);
 };
 
-/// Client to store: the heartbeat.
+/// Client to store: the heartbeat, with the times from which the store's process compares the clocks.
 struct Pong {
   static constexpr std::uint16_t kType = 13;
-  void encode(ByteWriter&) const {}
-  static Pong decode(ByteReader&) { return {}; }
+  TimePoint sent = {};      ///< of the Ping that it answers
+  TimePoint received = {};  ///< by the client's clock
+  TimePoint answered = {};  ///< by the client's clock
+
+  void encode(ByteWriter& writer) const;
+  static Pong decode(ByteReader& reader);
 };
 
 /// Store to a client that was silent for too long: it was declared dead.

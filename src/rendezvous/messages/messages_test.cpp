@@ -131,7 +131,13 @@ TEST(StoreMessages, KeepDepartedAndJoinedWorkers) {
   EXPECT_TRUE(welcome.gone[0].died);
   EXPECT_EQ(welcome.gone[0].reason, "killed");
   EXPECT_EQ(round_trip(Joined{make_member(5)}).member.incarnation, 4u);
-  EXPECT_EQ(round_trip(Ping{std::chrono::seconds(5)}).dead_after, std::chrono::seconds(5));
+  const Ping ping = round_trip(Ping{std::chrono::seconds(5), TimePoint(Duration(7))});
+  EXPECT_EQ(ping.dead_after, std::chrono::seconds(5));
+  EXPECT_EQ(ping.sent, TimePoint(Duration(7)));
+  const Pong pong = round_trip(Pong{TimePoint(Duration(7)), TimePoint(Duration(8)), TimePoint(Duration(9))});
+  EXPECT_EQ(pong.sent, TimePoint(Duration(7)));
+  EXPECT_EQ(pong.received, TimePoint(Duration(8)));
+  EXPECT_EQ(pong.answered, TimePoint(Duration(9)));
   EXPECT_EQ(round_trip(DeclaredDead{"silent"}).reason, "silent");
 }
 

@@ -55,7 +55,11 @@ Store::Store(StoreOptions options, Connections connections)
   messages_.on<Leave>([this](ConnectionId connection, TimePoint, Leave) { on_leave(connection); });
   messages_.on<GiveUp>(
       [this](ConnectionId connection, TimePoint, GiveUp message) { on_give_up(connection, message.why); });
-  messages_.on<Pong>([](ConnectionId, TimePoint, Pong) {});
+  messages_.on<Pong>([this](ConnectionId connection, TimePoint now, Pong message) {
+    const auto found = ranks_.find(connection);
+    if (!options_.on_clock_sample || found == ranks_.end()) return;
+    options_.on_clock_sample({found->second, message.sent, message.received, message.answered, now});
+  });
 }
 
 void Store::on_message(ConnectionId connection, BytesView bytes, TimePoint now) {
@@ -414,7 +418,7 @@ void Store::tick(TimePoint now) {
   const Heartbeats::Due due = heartbeats_.tick(now);
   const Duration dead_after = heartbeats_.options().dead_after;
   for (const ConnectionId connection : due.ask)
-    connections_.send(connection, encode_message(Ping{dead_after}));
+    connections_.send(connection, encode_message(Ping{dead_after, now}));
   for (const ConnectionId connection : due.dead) {
     const std::string cause = silence_text(dead_after);
     silent_.insert(connection);

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include <torchspan/detail/core/clock_samples.h>
+
 #include "rendezvous/messages/messages.h"
 #include "rendezvous/store/heartbeats.h"
 #include "rendezvous/store/rounds.h"
@@ -20,6 +22,8 @@ struct StoreOptions {
   std::string job;
   std::string host_id = {};  ///< of rank 0; workers on other hosts are asked for heartbeats
   Heartbeats::Options heartbeats = {};
+  /// Called with the times of each answered heartbeat; may be empty.
+  std::function<void(const ClockSample&)> on_clock_sample = {};
 };
 
 /// The service of rank 0, as a table without I/O or clock: messages and ends of connections in, messages out.

@@ -245,7 +245,9 @@ TEST_F(StoreFixture, RejectsAWorkerThatReturnsAfterLeaving) {
 class StoreOfHosts : public StoreFixture {
  protected:
   StoreOfHosts() {
-    open(StoreOptions{2, "job", "here", {milliseconds(500), seconds(5)}});
+    open(StoreOptions{2, "job", "here", {milliseconds(500), seconds(5)}, [this](const ClockSample& sample) {
+                        samples_.push_back(sample);
+                      }});
     Register near = registration(0, 2);
     near.member.host_id = "here";
     say(0, near);
@@ -253,6 +255,7 @@ class StoreOfHosts : public StoreFixture {
     say(1, far_);
   }
   Register far_ = registration(1, 2);
+  std::vector<ClockSample> samples_;
 };
 
 TEST_F(StoreOfHosts, AsksOtherHostsOnly) {
@@ -263,6 +266,20 @@ TEST_F(StoreOfHosts, AsksOtherHostsOnly) {
   EXPECT_TRUE(heard<Ping>(0).empty());
   say(1, Leave{});
   EXPECT_TRUE(store_->next_deadline().is_never());
+}
+
+TEST_F(StoreOfHosts, ReportsTheTimesOfAnsweredHeartbeats) {
+  store_->tick(kStart + seconds(3));
+  EXPECT_EQ(heard<Ping>(1).at(0).sent, kStart + seconds(3));
+  say(1, Pong{kStart + seconds(3), kStart + seconds(70), kStart + seconds(71)}, kStart + seconds(5));
+  ASSERT_EQ(samples_.size(), 1u);
+  EXPECT_EQ(samples_[0].rank, 1);
+  EXPECT_EQ(samples_[0].sent, kStart + seconds(3));
+  EXPECT_EQ(samples_[0].received, kStart + seconds(70));
+  EXPECT_EQ(samples_[0].answered, kStart + seconds(71));
+  EXPECT_EQ(samples_[0].arrived, kStart + seconds(5));
+  say(9, Pong{}, kStart);  // of a connection that has not registered
+  EXPECT_EQ(samples_.size(), 1u);
 }
 
 TEST_F(StoreOfHosts, DeclaresSilentWorkersDeadOnceAndIgnoresThemAfterwards) {

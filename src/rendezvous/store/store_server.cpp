@@ -25,13 +25,18 @@ std::unique_ptr<net::Transport> listen(const TransportFactory& transports, net::
   return transport;
 }
 
+StoreOptions with_clock_samples(StoreOptions options, Runtime& runtime) {
+  options.on_clock_sample = [&runtime](const ClockSample& sample) { runtime.clock_samples.add(sample); };
+  return options;
+}
+
 }  // namespace
 
 StoreServer::StoreServer(Runtime& runtime, const TransportFactory& transports, const std::string& address,
                          StoreOptions options)
     : runtime_(runtime),
       refusals_(runtime.log, runtime.executor),
-      store_(std::move(options),
+      store_(with_clock_samples(std::move(options), runtime),
              {.send = [this](ConnectionId connection, const Bytes& message) { send(connection, message); },
               .close =
                   [this](ConnectionId connection) {

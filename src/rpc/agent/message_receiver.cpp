@@ -104,6 +104,8 @@ void MessageReceiver::receive_reply(PeerId peer, ReceivedMessage& message, const
 void MessageReceiver::complete(PendingCall& call, ReceivedMessage& message, const wire::FrameView& frame,
                                wire::Payload& payload) {
   const std::uint64_t id = frame.header.call;
+  std::uint64_t bytes = message.header.size();
+  for (const Buffer& segment : message.segments) bytes += segment.size;
   const device::StreamsScope streams(call.streams);  // those that the caller is going to use the results on
   if (call.peer == state_.self.rank) state_.copies.order_after_defaults(call.streams);
   payload.tensors =
@@ -116,7 +118,11 @@ void MessageReceiver::complete(PendingCall& call, ReceivedMessage& message, cons
     if (const auto* blob = frame.blob(interceptor->name()))
       interceptor->incoming(info, payload.tensors, blob->bytes);
   }
-  if (call.user_values) state_.runtime.spans.record(SpanKind::kCall, call.name, call.started, id);
+  if (call.user_values) {
+    state_.runtime.spans.record(
+        SpanKind::kCall, call.name, call.started,
+        SpanLink{.id = id, .peer = static_cast<std::int32_t>(call.peer), .bytes = bytes});
+  }
   call.completion->succeed(payload);
 }
 

@@ -59,7 +59,9 @@ void run_entry(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call, 
   const TimePoint begin = agent->runtime().executor.now();
   auto finish = [agent, call, begin, name = entry->name, deliver](const ValuePtr& value,
                                                                   std::exception_ptr error) {
-    agent->runtime().spans.record(SpanKind::kHandler, name, begin, call->info.call);
+    agent->runtime().spans.record(
+        SpanKind::kHandler, name, begin,
+        SpanLink{.id = call->info.call, .peer = static_cast<std::int32_t>(call->peer), .bytes = call->bytes});
     deliver(value, error ? remote_failure(*agent, name, error) : nullptr);
   };
   Outcome outcome;

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 
 #include <torchspan/detail/core/mutex.h>
@@ -25,11 +26,16 @@ class Counter {
 class Metrics {
  public:
   Counter& counter(const std::string& name);
+  /// The same for a value that may also fall.
+  Counter& gauge(const std::string& name);
   std::map<std::string, std::uint64_t> snapshot() const;
+  /// The names that were passed to gauge().
+  std::set<std::string> gauges() const;
 
  private:
   mutable Mutex mutex_;
   std::map<std::string, std::unique_ptr<Counter>> counters_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::set<std::string> gauges_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchspan

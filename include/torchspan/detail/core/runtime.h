@@ -5,9 +5,11 @@
 #include <vector>
 
 #include <torchspan/core/log.h>
+#include <torchspan/detail/core/clock_samples.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/metrics.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/scalars.h>
 #include <torchspan/detail/core/spans.h>
 
 namespace torchspan {
@@ -26,7 +28,7 @@ class DeferredDestroy {
   std::vector<std::shared_ptr<void>> things_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// Services of one worker that all components share: executor, log, counters and spans. Owned by the
+/// Services of one worker that all components share: executor, log, and what it records about itself. Owned by the
 /// session or a test, passed by reference.
 struct Runtime {
   Runtime(Executor& executor, std::string owner, LogLevel level = LogLevel::kWarning)
@@ -34,7 +36,9 @@ struct Runtime {
   Executor& executor;
   Log log;
   Metrics metrics;
-  SpanRing spans;
+  SpanRecorder spans;
+  ScalarLog scalars;
+  ClockSamples clock_samples;
   DeferredDestroy deferred_destroy;  ///< destroyed first
 };
 

@@ -1,0 +1,12 @@
+# The page of `torchspan report`: its HTML, style and script become strings of the launch room.
+set(torchspan_page_folder ${PROJECT_SOURCE_DIR}/src/launch/report/page)
+foreach(part page.html page.css base.js timeline.js charts.js sections.js)
+  set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${torchspan_page_folder}/${part})
+endforeach()
+file(READ ${torchspan_page_folder}/page.html torchspan_report_page)
+file(READ ${torchspan_page_folder}/page.css torchspan_report_style)
+foreach(part base timeline charts sections)
+  file(READ ${torchspan_page_folder}/${part}.js torchspan_report_${part})
+endforeach()
+configure_file(${PROJECT_SOURCE_DIR}/src/launch/report/report_assets.cpp.in ${PROJECT_BINARY_DIR}/report_assets.cpp @ONLY)
+target_sources(torchspan_launch PRIVATE ${PROJECT_BINARY_DIR}/report_assets.cpp)

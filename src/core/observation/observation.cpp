@@ -1,0 +1,163 @@
+#include "core/api/observation.h"
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <ctime>
+#include <exception>
+#include <fmt/format.h>
+#include <optional>
+#include <unistd.h>
+#include <utility>
+
+#include "core/observation/scalar_files.h"
+#include "core/observation/text_server.h"
+#include "core/observation/trace_writer.h"
+#include "core/observation/worker_metrics.h"
+#include "core/observation/worker_state.h"
+
+namespace torchspan {
+
+class Observation::Impl {
+ public:
+  Impl(std::shared_ptr<Runtime> runtime, const ObservationOptions& options, const TraceIdentity& identity,
+       DescribeCalls describe_calls)
+      : runtime_(std::move(runtime)),
+        identity_(identity),
+        describe_calls_(std::move(describe_calls)),
+        poller_(runtime_->executor.make_poller()) {
+    if (!options.trace_folder.empty()) {
+      trace_.emplace(*runtime_, options.trace_folder, identity, options.most_trace_spans);
+    }
+    if (!options.tensorboard_folder.empty() || !options.scalars_folder.empty()) {
+      scalars_.emplace(*runtime_, options.tensorboard_folder, options.scalars_folder, identity);
+    }
+    if (options.metrics_port) serve_metrics(*options.metrics_port);
+    if (!options.socket_folder.empty()) serve_state(options.socket_folder);
+    if (ticks() || state_) thread_ = runtime_->executor.spawn("torchspan observation", [this] { run(); });
+  }
+  ~Impl() {
+    stopping_.store(true);
+    poller_->wake();
+    thread_.join();
+    if (!socket_path_.empty()) unlink(socket_path_.c_str());
+  }
+  Impl(const Impl&) = delete;
+
+  std::uint16_t metrics_port() const { return metrics_port_; }
+
+ private:
+  static constexpr Duration kInterval = std::chrono::milliseconds(100);
+
+  void serve_metrics(std::uint16_t port) {
+    metrics_.emplace(*runtime_, identity_);
+    Descriptor listener = listen_on_loopback(port);
+    metrics_port_ = port;
+    const auto answer = [this](const std::string& path) {
+      if (path != "/metrics") return TextReply{.status = 404, .body = "see /metrics\n"};
+      return TextReply{.type = "text/plain; version=0.0.4; charset=utf-8", .body = metrics_->text()};
+    };
+    exposer_.emplace(runtime_->executor, *poller_, std::move(listener), std::uint64_t{1} << 40, answer);
+  }
+
+  /// Without this socket the program still runs: it is a help for people.
+  void serve_state(const std::string& folder) {
+    const std::string path = fmt::format("{}/observe.{}", folder, identity_.rank);
+    try {
+      const auto answer = [this](const std::string& request) {
+        if (request != "/state") return TextReply{.status = 404, .body = "see /state\n"};
+        const std::string calls = describe_calls_ ? describe_calls_() : "null";
+        return TextReply{.type = "application/json", .body = describe_worker(*runtime_, identity_, calls)};
+      };
+      state_.emplace(runtime_->executor, *poller_, listen_on_path(path), std::uint64_t{1} << 50, answer);
+      socket_path_ = path;
+    } catch (const Error& error) {
+      runtime_->log.warning("torchspan stacks and top cannot see this worker: " + error.message());
+    }
+  }
+
+  bool ticks() const { return trace_ || scalars_ || metrics_; }
+
+  Deadline next_deadline() const {
+    Deadline next = ticks() ? runtime_->executor.deadline_in(kInterval) : Deadline::never();
+    if (exposer_) next = earlier(next, exposer_->next_deadline());
+    if (state_) next = earlier(next, state_->next_deadline());
+    return next;
+  }
+
+  void run() {
+    std::array<Poller::Event, 16> events;
+    while (!stopping_.load()) {
+      const std::size_t count = poller_->wait(events, next_deadline());
+      for (std::size_t i = 0; i < count; ++i) {
+        guarded([&] {
+          if (!exposer_ || !exposer_->handle(events[i])) {
+            if (state_) state_->handle(events[i]);
+          }
+        });
+      }
+      guarded([this] { tick(); });
+    }
+    guarded([this] {
+      if (scalars_) scalars_->write_new();
+      if (trace_) trace_->end();
+    });
+  }
+
+  void tick() {
+    if (exposer_) exposer_->advance();
+    if (state_) state_->advance();
+    if (trace_) trace_->write_new();
+    if (scalars_) scalars_->write_new();
+    if (metrics_) metrics_->collect();
+  }
+
+  /// A failure of the observation must not end the program that it observes.
+  template <class F>
+  void guarded(F work) {
+    try {
+      work();
+    } catch (...) {
+      runtime_->log.error("the run can no longer be observed completely: " +
+                          describe(std::current_exception()).text);
+    }
+  }
+
+  const std::shared_ptr<Runtime> runtime_;
+  const TraceIdentity identity_;
+  const DescribeCalls describe_calls_;
+  const std::unique_ptr<Poller> poller_;
+  std::optional<TraceWriter> trace_;
+  std::optional<ScalarFiles> scalars_;
+  std::optional<WorkerMetrics> metrics_;
+  std::optional<TextServer> exposer_, state_;
+  std::uint16_t metrics_port_ = 0;
+  std::string socket_path_;
+  std::atomic<bool> stopping_{false};
+  Thread thread_;
+};
+
+Observation::Observation(std::shared_ptr<Runtime> runtime, const ObservationOptions& options,
+                         const TraceIdentity& identity, DescribeCalls describe_calls)
+    : impl_(std::make_unique<Impl>(std::move(runtime), options, identity, std::move(describe_calls))) {}
+Observation::~Observation() = default;
+std::uint16_t Observation::metrics_port() const { return impl_->metrics_port(); }
+
+TraceIdentity identify(Executor& executor, const std::string& name, int rank, int world_size) {
+  TraceIdentity identity;
+  identity.name = name;
+  identity.rank = rank;
+  identity.world_size = world_size;
+  std::array<char, 256> host{};
+  if (gethostname(host.data(), host.size() - 1) == 0) identity.host = host.data();
+  identity.clock = clock_identity();
+  identity.process = getpid();
+  identity.began = executor.now().time_since_epoch().count();
+  timespec calendar{};
+  clock_gettime(CLOCK_REALTIME, &calendar);
+  identity.unix_began = std::int64_t{calendar.tv_sec} * 1'000'000'000 + calendar.tv_nsec;
+  return identity;
+}
+
+}  // namespace torchspan

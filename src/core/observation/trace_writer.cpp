@@ -1,0 +1,126 @@
+#include "core/observation/trace_writer.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <filesystem>
+#include <fmt/format.h>
+#include <fstream>
+#include <unistd.h>
+
+#include <torchspan/core/error.h>
+
+#include "core/observation/process_figures.h"
+
+namespace torchspan {
+namespace {
+
+constexpr std::size_t kTracedSpans = 65536;  ///< of a thread, between two writes
+
+std::string path_of(const std::string& folder, const TraceIdentity& identity) {
+  std::string name = identity.name;
+  for (char& c : name) {
+    if (c == '/' || c == '\0') c = '_';
+  }
+  return fmt::format("{}/{}.{}.trace", folder, name, identity.attempt);
+}
+
+Descriptor create_file(const std::string& folder, const std::string& path) {
+  std::error_code failure;
+  std::filesystem::create_directories(folder, failure);
+  Descriptor file(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
+  if (!file) {
+    throw_invalid(
+        fmt::format("the trace file '{}' cannot be created: {}; choose another folder "
+                    "(TORCHSPAN_TRACE, or torchspan run --trace)",
+                    path, std::strerror(errno)));
+  }
+  return file;
+}
+
+}  // namespace
+
+std::string clock_identity() {
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id") >> std::ws, boot);
+  std::array<char, 64> space{};
+  const ssize_t size = readlink("/proc/self/ns/time", space.data(), space.size() - 1);
+  return boot + "/" + std::string(space.data(), static_cast<std::size_t>(std::max<ssize_t>(size, 0)));
+}
+
+TraceWriter::TraceWriter(Runtime& runtime, const std::string& folder, const TraceIdentity& identity,
+                         std::uint64_t most_spans)
+    : runtime_(runtime),
+      path_(path_of(folder, identity)),
+      most_spans_(most_spans),
+      file_(create_file(folder, path_)),
+      counted_at_(runtime.executor.now() - std::chrono::hours(1)) {
+  runtime_.spans.set_traced(kTracedSpans);
+  TraceEncoder encoder;
+  encoder.identity(identity);
+  append(encoder.take());
+}
+
+void TraceWriter::encode_new(TraceEncoder& encoder) {
+  std::vector<StoredSpan> spans;
+  runtime_.spans.read(spans_, spans);
+  const std::vector<std::string> names = runtime_.spans.names_from(next_name_);
+  const std::vector<std::string> threads = runtime_.spans.threads_from(next_thread_);
+  encoder.names(static_cast<std::uint32_t>(next_name_), names);
+  encoder.threads(static_cast<std::uint32_t>(next_thread_), threads);
+  next_name_ += names.size();
+  next_thread_ += threads.size();
+  if (spans.size() > most_spans_ - written_) {
+    discarded_ += spans.size() - (most_spans_ - written_);
+    spans.resize(most_spans_ - written_);
+  }
+  written_ += spans.size();
+  encoder.spans(spans);
+  std::uint64_t lost_scalars = 0;
+  encoder.scalars(runtime_.scalars.read(next_scalar_, lost_scalars));
+  encoder.clock_samples(runtime_.clock_samples.read(next_clock_sample_));
+  if (const std::uint64_t lost = spans_.lost + discarded_; lost != reported_lost_) {
+    encoder.lost(lost);
+    reported_lost_ = lost;
+  }
+}
+
+void TraceWriter::write_new() {
+  if (!file_) return;
+  TraceEncoder encoder;
+  encode_new(encoder);
+  if (const TimePoint now = runtime_.executor.now(); now - counted_at_ >= std::chrono::seconds(1)) {
+    counted_at_ = now;
+    CounterSample sample{now.time_since_epoch().count(), runtime_.metrics.snapshot()};
+    sample.values["process.resident_bytes"] = resident_bytes();
+    encoder.counters(sample);
+  }
+  append(encoder.take());
+}
+
+void TraceWriter::end() {
+  counted_at_ -= std::chrono::hours(1);
+  write_new();
+  TraceEncoder encoder;
+  encoder.end();
+  append(encoder.take());
+  file_.reset();
+}
+
+void TraceWriter::append(const Bytes& bytes) {
+  BytesView rest(bytes);
+  while (!rest.empty() && file_) {
+    const ssize_t written = write(file_.get(), rest.data(), rest.size());
+    if (written > 0) {
+      rest = rest.subspan(static_cast<std::size_t>(written));
+    } else if (errno != EINTR) {
+      runtime_.log.error(fmt::format("the trace file '{}' ends here, because it cannot be written: {}", path_,
+                                     std::strerror(errno)));
+      file_.reset();
+    }
+  }
+}
+
+}  // namespace torchspan

@@ -1,0 +1,46 @@
+#pragma once
+#include <string>
+#include <vector>
+
+#include <torchspan/detail/core/runtime.h>
+
+#include "core/api/descriptor.h"
+#include "core/api/trace_format.h"
+
+namespace torchspan {
+
+/// Writes one worker's trace file. For one thread at a time.
+class TraceWriter {
+ public:
+  /// Creates FOLDER/NAME.ATTEMPT.trace, and the folder. Throws Error{kInvalid} if that fails.
+  TraceWriter(Runtime& runtime, const std::string& folder, const TraceIdentity& identity,
+              std::uint64_t most_spans);
+
+  /// Appends what was recorded since the last call. When the disk refuses it, logs this once and writes no more.
+  void write_new();
+  /// Appends what is missing and marks the file as complete.
+  void end();
+
+ private:
+  void encode_new(TraceEncoder& encoder);
+  void append(const Bytes& bytes);
+
+  Runtime& runtime_;
+  const std::string path_;
+  const std::uint64_t most_spans_;
+  Descriptor file_;
+  std::uint64_t written_ = 0;    ///< spans
+  std::uint64_t discarded_ = 0;  ///< spans above the limit
+  std::uint64_t reported_lost_ = 0;
+  SpanRecorder::Cursor spans_;
+  std::uint64_t next_scalar_ = 0;
+  std::uint64_t next_clock_sample_ = 0;
+  std::size_t next_name_ = 0;
+  std::size_t next_thread_ = 0;
+  TimePoint counted_at_;
+};
+
+/// The identity of this process's clock: equal for processes whose monotonic clocks are the same.
+std::string clock_identity();
+
+}  // namespace torchspan

@@ -1,0 +1,64 @@
+#include "launch/commands/watch_command.h"
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+#include <sstream>
+
+#include <torchspan/core/error.h>
+
+#include "launch/commands/run_options.h"
+#include "launch/watch/diagnosis.h"
+#include "launch/watch/job_sockets.h"
+#include "launch/watch/top_view.h"
+
+namespace torchspan::launch {
+namespace {
+
+constexpr Duration kAnswerLimit = std::chrono::seconds(2);
+
+void describe_job(CLI::App& command, WatchOptions& options) {
+  command.add_option("job", options.job,
+                     "The job's folder or the end of its name; not needed if one job runs on this host");
+}
+
+}  // namespace
+
+void describe_stacks_options(CLI::App& command, WatchOptions& options) { describe_job(command, options); }
+
+void describe_top_options(CLI::App& command, WatchOptions& options) {
+  describe_job(command, options);
+  command.add_option("--every", options.every, "Time between two tables");
+  command.add_option("--count", options.count, "End after this many tables; 0: when the job ends")
+      ->check(CLI::Range(0, 1'000'000'000));
+}
+
+std::string show_stacks(Executor& executor, const WatchOptions& options,
+                        const rendezvous::Environment& environment) {
+  const std::string folder = find_job(options.job, environment);
+  return fmt::format("job {}\n{}", folder, format_diagnosis(ask_workers(executor, folder, kAnswerLimit)));
+}
+
+void show_top(Executor& executor, const WatchOptions& options, const rendezvous::Environment& environment,
+              Display& out, bool terminal) {
+  const std::string folder = find_job(options.job, environment);
+  const Duration every = parse_duration(options.every, "--every");
+  TopView view;
+  TimePoint asked = executor.now();
+  for (int shown = 0; (options.count == 0 || shown < options.count) && !out.broken(); ++shown) {
+    if (shown > 0) executor.sleep(every);
+    const TimePoint now = executor.now();
+    std::vector<WorkerReport> workers;
+    try {
+      workers = ask_workers(executor, folder, kAnswerLimit);
+    } catch (const Error&) {
+      if (shown == 0) throw;
+      return;  // the job has ended
+    }
+    std::istringstream lines(view.show(workers, now - asked));
+    asked = now;
+    std::string clear = terminal ? "\x1b[H\x1b[2J" : "";
+    for (std::string line; std::getline(lines, line); clear.clear()) out.print_output(clear, line);
+  }
+}
+
+}  // namespace torchspan::launch

@@ -1,0 +1,13 @@
+#pragma once
+#include <cstddef>
+#include <string>
+
+#include "launch/report/verdict.h"
+
+namespace torchspan::launch {
+
+/// Encodes a run for the report's script as JSON that may stand in an HTML script element: times in
+/// nanoseconds, spans as columns with differences. At most `most_spans` spans, the longest.
+std::string encode_report(const TraceSet& set, const RunFigures& figures, std::size_t most_spans);
+
+}  // namespace torchspan::launch

@@ -1,0 +1,216 @@
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <unistd.h>
+
+#include "launch/report/report_data.h"
+#include "launch/report/report_page.h"
+#include "launch/report/verdict.h"
+#include "launch/trace/example_traces.h"
+
+namespace torchspan::launch::report_test {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr std::int64_t kMs = 1'000'000;
+
+/// Two ranks train with one bucket. Per step of 20 ms: forward 2 ms, backward 4 ms, reduction 2 ms; rank 1 loads its
+/// batch 10 ms longer, for which rank 0 waits.
+TraceSet late_rank(int steps = 5) {
+  ExampleTrace fast(0), slow(1);
+  for (int k = 1; k <= steps; ++k) {
+    const std::int64_t begin = k * 20 * kMs;
+    const auto id = static_cast<std::uint64_t>(k);
+    const auto step = [&](ExampleTrace& trace, std::int64_t load) {
+      const std::int64_t forward = begin + load, backward = forward + 2 * kMs, end = begin + 18 * kMs;
+      trace.span(SpanKind::kBucket, "forward", forward, backward, {.id = id});
+      trace.span(SpanKind::kBucket, "backward", backward, backward + 4 * kMs, {.id = id});
+      trace.span(SpanKind::kBucket, "bucket 3", backward + 4 * kMs, end,
+                 {.id = id, .part = 3, .bytes = 4096});
+      trace.span(SpanKind::kBucket, "reduction", backward + 4 * kMs, end, {.id = id});
+    };
+    step(fast, 0);
+    step(slow, 10 * kMs);
+  }
+  return align_traces({fast.contents(), slow.contents()});
+}
+
+TEST(RunFigures, FindTheLateRankAndItsBucket) {
+  const TraceSet set = late_rank();
+  const RunFigures figures = examine_run(set);
+  EXPECT_EQ(figures.steps.source, "reductions");
+  ASSERT_EQ(figures.steps.steps.size(), 5u);
+  const ReductionTimes& fast = figures.reductions.workers.at(0);
+  const ReductionTimes& slow = figures.reductions.workers.at(1);
+  EXPECT_EQ(fast.late_peer, 5 * 10 * kMs);
+  EXPECT_EQ(fast.transfer, 5 * 2 * kMs);
+  EXPECT_EQ(slow.late_peer, 0);
+  EXPECT_EQ(slow.transfer, 5 * 2 * kMs);
+  EXPECT_EQ(fast.forward, 5 * 2 * kMs);
+  EXPECT_EQ(slow.backward, 5 * 4 * kMs);
+  // The first step begins with its forward, the others where the previous one ends.
+  EXPECT_EQ(fast.whole, 18 * kMs + 4 * 20 * kMs);
+  EXPECT_EQ(slow.whole, 8 * kMs + 4 * 20 * kMs);
+  const BucketFigures& bucket = figures.reductions.buckets.at(3);
+  EXPECT_EQ(bucket.skew, 5 * 10 * kMs);
+  EXPECT_EQ(bucket.duration, 5 * 2 * kMs);
+  EXPECT_EQ(bucket.hidden, 0);
+  EXPECT_EQ(bucket.last.at(1), 5u);
+  const auto findings = judge_run(set, figures);
+  ASSERT_FALSE(findings.empty());
+  EXPECT_NEAR(findings[0].share, 50.0 / 98, 1e-9);
+  EXPECT_EQ(findings[0].text, "Rank 0 waits 51 % of its step time for rank 1, mostly for its bucket 3.");
+  EXPECT_THAT(findings[0].advice, HasSubstr("rank 1 spends 9.6 ms outside forward, backward and reduction"));
+}
+
+TEST(RunFigures, SumCallsByFunction) {
+  ExampleTrace caller(0), callee(1);
+  for (int i = 1; i <= 100; ++i) {
+    const auto id = static_cast<std::uint64_t>(i);
+    const std::int64_t begin = i * 1000;
+    caller.span(SpanKind::kCall, "f", begin, begin + i, {.id = id, .peer = 1, .bytes = 10});
+    callee.span(SpanKind::kHandler, "f", begin, begin + i / 2, {.id = id, .peer = 0, .bytes = 7});
+  }
+  const Calls calls = examine_calls(align_traces({caller.contents(), callee.contents()}));
+  ASSERT_EQ(calls.functions.size(), 1u);
+  EXPECT_EQ(calls.functions[0].calls, 100u);
+  EXPECT_EQ(calls.functions[0].p50, 50);
+  EXPECT_EQ(calls.functions[0].p99, 99);
+  EXPECT_EQ(calls.functions[0].longest, 100);
+  EXPECT_EQ(calls.functions[0].served_p50, 25);
+  EXPECT_EQ(calls.functions[0].total, 5050);
+  EXPECT_EQ(calls.traffic.at({0, 1}).bytes, 700u);
+  EXPECT_EQ(calls.traffic.at({1, 0}).bytes, 1000u);
+  ASSERT_EQ(calls.callers.size(), 1u);
+  EXPECT_EQ(calls.callers[0].waiting, 5050);
+}
+
+TEST(RunFigures, ComparePipelinesWithTheirSimulation) {
+  // Two stages, two micro-batches; stage 1 starts its first forward 3 ms late.
+  ExampleTrace first(0), second(1);
+  const auto add = [](ExampleTrace& trace, const char* name, std::int64_t begin, std::int64_t end) {
+    trace.span(SpanKind::kPipeline, name, begin * kMs, end * kMs, {.id = 7, .part = 0});
+  };
+  add(first, "0F0", 0, 1);
+  add(first, "0F1", 1, 2);
+  add(first, "0B0", 7, 9);
+  add(first, "0B1", 10, 12);
+  add(second, "1F0", 4, 5);
+  add(second, "1B0", 5, 7);
+  add(second, "1F1", 7, 8);
+  add(second, "1B1", 8, 10);
+  const auto pipeline = examine_pipeline(align_traces({first.contents(), second.contents()}));
+  ASSERT_TRUE(pipeline);
+  EXPECT_EQ(pipeline->steps, 1u);
+  EXPECT_EQ(pipeline->measured.makespan, std::chrono::milliseconds(12));
+  EXPECT_NEAR(pipeline->idle, 0.5, 1e-9);
+  ASSERT_TRUE(pipeline->simulated);
+  EXPECT_EQ(pipeline->simulated->makespan, std::chrono::milliseconds(9));
+  EXPECT_FALSE(parse_action("F"));
+  EXPECT_FALSE(parse_action("1X2"));
+  EXPECT_FALSE(parse_action("1F2x"));
+  EXPECT_FALSE(parse_action("99999999999F0"));
+}
+
+TEST(RunFigures, FindNothingInAnEmptyTrace) {
+  ExampleTrace trace(0, 1);
+  const TraceSet set = align_traces({trace.contents()});
+  const RunFigures figures = examine_run(set);
+  EXPECT_TRUE(judge_run(set, figures).empty());
+  EXPECT_FALSE(encode_report(set, figures, 10).empty());
+}
+
+/// Names that try to leave the page's data.
+TraceSet hostile_run() {
+  const std::string hostile =
+      "</script><script>alert(1)</script><!-- @DATA@ \xff\xe2\x80\xa8 http://example.com";
+  ExampleTrace caller(0), callee(1);
+  caller.span(SpanKind::kCall, hostile, 0, 5 * kMs, {.id = 1, .peer = 1, .bytes = 10});
+  callee.span(SpanKind::kHandler, hostile, kMs, 4 * kMs, {.id = 1, .peer = 0, .bytes = 7});
+  callee.contents().scalars.push_back({hostile, 0, 0.5, TimePoint(Duration(kMs))});
+  callee.contents().scalars.push_back({hostile, 1, 0.25, TimePoint(Duration(2 * kMs))});
+  callee.contents().identity.name = hostile;
+  return align_traces({caller.contents(), callee.contents()});
+}
+
+TEST(ReportPage, LoadsNothingAndRunsOnlyItsOwnScript) {  // report_offline
+  const TraceSet set = hostile_run();
+  const std::string page = make_report_page(encode_report(set, examine_run(set), 100));
+  EXPECT_THAT(page, HasSubstr("Content-Security-Policy\" content=\"default-src 'none';"));
+  EXPECT_THAT(page, Not(HasSubstr("<script>")));
+  EXPECT_THAT(page, Not(HasSubstr("@NONCE@")));
+  std::size_t scripts = 0;
+  for (std::size_t at = page.find("<script"); at != std::string::npos; at = page.find("<script", at + 1))
+    ++scripts;
+  EXPECT_EQ(scripts, 2u);
+  for (const char* loads : {" src=", "@import", "url(http", "fetch(", "XMLHttpRequest", "innerHTML"}) {
+    EXPECT_THAT(page, Not(HasSubstr(loads)));
+  }
+  const auto begin = page.find("id=\"data\">") + 10;
+  const auto data = nlohmann::json::parse(page.substr(begin, page.find("</script>", begin) - begin));
+  EXPECT_EQ(data["calls"]["functions"].size(), 1u);
+  EXPECT_NE(make_report_page("{}"), make_report_page("{}")) << "the nonce can be guessed";
+}
+
+TEST(ReportPage, DrawsTheLongestSpansOnly) {
+  ExampleTrace trace(0, 1);
+  for (int i = 1; i <= 50; ++i) trace.span(SpanKind::kUser, "x", i * 100, i * 100 + i);
+  const TraceSet set = align_traces({trace.contents()});
+  const auto data = nlohmann::json::parse(encode_report(set, examine_run(set), 10));
+  EXPECT_EQ(data["timeline"]["workers"][0]["tracks"][0]["begins"].size(), 10u);
+  EXPECT_EQ(data["timeline"]["shortest"], 41);
+}
+
+/// What a browser makes of a page: its elements after the script ran, and its console's messages.
+struct Browsed {
+  std::string page, console;
+};
+
+Browsed browse(const std::string& page) {
+  char name[] = "/tmp/torchspan_pageXXXXXX";
+  const std::string folder = mkdtemp(name);
+  std::ofstream(folder + "/run.html") << page;
+  const std::string command = "HOME=" + folder +
+                              " timeout 60 chromium --headless --no-sandbox --disable-gpu --dump-dom "
+                              "--enable-logging=stderr --user-data-dir=" +
+                              folder +
+                              "/profile --window-size=1280,2000 "
+                              "file://" +
+                              folder + "/run.html >" + folder + "/page 2>" + folder + "/console";
+  Browsed result;
+  EXPECT_EQ(std::system(command.c_str()), 0);
+  const auto read = [&](const char* file) {
+    std::ifstream stream(folder + file);
+    return std::string{std::istreambuf_iterator<char>(stream), {}};
+  };
+  result = {read("/page"), read("/console")};
+  std::filesystem::remove_all(folder);
+  return result;
+}
+
+TEST(ReportPage, ShowsTheFiguresInABrowser) {
+  if (std::system("command -v chromium >/dev/null") != 0) GTEST_SKIP() << "there is no chromium";
+  const TraceSet set = late_rank(50);
+  const RunFigures figures = examine_run(set);
+  const Browsed late = browse(make_report_page(encode_report(set, figures, 1000)));
+  EXPECT_THAT(late.console, Not(HasSubstr("CONSOLE")));
+  EXPECT_THAT(late.page, HasSubstr(judge_run(set, figures)[0].text));
+  EXPECT_THAT(late.page, HasSubstr("<b>50</b><span>steps</span>"));
+  EXPECT_THAT(late.page, HasSubstr("bucket 3"));
+  EXPECT_THAT(late.page, HasSubstr("4.0 KiB"));
+  const TraceSet hostile = hostile_run();
+  const Browsed other = browse(make_report_page(encode_report(hostile, examine_run(hostile), 1000)));
+  EXPECT_THAT(other.console, Not(HasSubstr("CONSOLE")));
+  EXPECT_THAT(other.page, HasSubstr("&lt;/script&gt;&lt;script&gt;alert(1)"));
+  EXPECT_THAT(other.page, HasSubstr("<td>5.0 ms</td>"));
+}
+
+}  // namespace
+}  // namespace torchspan::launch::report_test

@@ -1,0 +1,201 @@
+#include "launch/trace/trace_set.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <fmt/format.h>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <tuple>
+
+#include <torchspan/core/error.h>
+
+#include "launch/trace/clock_fit.h"
+
+namespace torchspan::launch {
+namespace {
+
+Bytes read_bytes(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  if (!file) throw_invalid(fmt::format("'{}' cannot be read", path.string()));
+  const auto* first = reinterpret_cast<const std::byte*>(text.data());
+  return {first, first + text.size()};
+}
+
+/// "worker1 (rank 1, node3)".
+std::string describe_trace(const TraceIdentity& worker) {
+  return fmt::format("{} (rank {}, {})", worker.name, worker.rank, worker.host);
+}
+
+/// Keeps the traces of the run and the attempt that began last.
+void keep_last_run(std::vector<TraceContents>& traces, std::vector<std::string>& notes) {
+  const auto last = std::max_element(traces.begin(), traces.end(), [](const auto& a, const auto& b) {
+    return a.identity.unix_began < b.identity.unix_began;
+  });
+  const TraceIdentity identity = last->identity;
+  const auto other = [&](const TraceContents& trace) {
+    return trace.identity.run != identity.run || trace.identity.attempt != identity.attempt;
+  };
+  const std::size_t removed = std::erase_if(traces, other);
+  if (removed > 0) {
+    notes.push_back(fmt::format("{} trace{} of earlier runs or attempts {} left out", removed,
+                                removed == 1 ? "" : "s", removed == 1 ? "is" : "are"));
+  }
+}
+
+void check_ranks(const std::vector<TraceContents>& traces, std::vector<std::string>& notes) {
+  for (std::size_t i = 1; i < traces.size(); ++i) {
+    if (traces[i].identity.rank != traces[i - 1].identity.rank) continue;
+    throw_invalid(fmt::format("{} and {} have the same rank: remove one of their trace files",
+                              describe_trace(traces[i - 1].identity), describe_trace(traces[i].identity)));
+  }
+  const int size = traces.front().identity.world_size;
+  std::string missing;
+  for (int rank = 0, at = 0; rank < size; ++rank) {
+    while (at < static_cast<int>(traces.size()) && traces[static_cast<std::size_t>(at)].identity.rank < rank)
+      ++at;
+    if (at < static_cast<int>(traces.size()) && traces[static_cast<std::size_t>(at)].identity.rank == rank)
+      continue;
+    missing += fmt::format("{}{}", missing.empty() ? "" : ", ", rank);
+  }
+  if (!missing.empty()) {
+    notes.push_back(fmt::format("no trace of rank {} (of {}): copy the files of all hosts into one folder",
+                                missing, size));
+  }
+}
+
+void note_losses(const TraceContents& trace, std::vector<std::string>& notes) {
+  const std::string who = describe_trace(trace.identity);
+  if (trace.lost > 0) {
+    notes.push_back(
+        fmt::format("{} lost {} of {} spans: figures of its functions are too low; raise "
+                    "TORCHSPAN_TRACE_SPANS if the run is long",
+                    who, trace.lost, trace.lost + trace.spans.size()));
+  }
+  if (!trace.complete) {
+    notes.push_back(
+        fmt::format("{} did not end its trace: it was killed or still runs; up to its last 100 ms "
+                    "are missing",
+                    who));
+  }
+  if (trace.ignored > 0) {
+    notes.push_back(fmt::format("the last {} bytes of the trace of {} are unreadable", trace.ignored, who));
+  }
+}
+
+/// Returns the line of every clock against the reference's.
+std::map<std::string, ClockLine> fit_clocks(const std::vector<TraceContents>& traces) {
+  const std::string& reference = traces.front().identity.clock;
+  std::map<int, std::string> clocks;
+  for (const TraceContents& trace : traces) clocks[trace.identity.rank] = trace.identity.clock;
+  std::map<std::string, std::vector<ClockSample>> samples;
+  for (const TraceContents& trace : traces) {
+    if (trace.identity.clock != reference) continue;
+    for (const ClockSample& sample : trace.clock_samples) {
+      const auto found = clocks.find(sample.rank);
+      if (found != clocks.end()) samples[found->second].push_back(sample);
+    }
+  }
+  std::map<std::string, ClockLine> lines{{reference, ClockLine{}}};
+  for (const TraceContents& trace : traces) {
+    if (lines.contains(trace.identity.clock)) continue;
+    try {
+      lines[trace.identity.clock] = fit_clock(samples[trace.identity.clock]);
+    } catch (const Error& error) {
+      throw_invalid(fmt::format(
+          "the clock of {} cannot be compared with that of {}: {}; workers of several hosts compare clocks "
+          "through rank 0, so its trace must be in the folder, and the run must last longer than a second",
+          describe_trace(trace.identity), describe_trace(traces.front().identity), error.message()));
+    }
+  }
+  return lines;
+}
+
+/// Moves all times of a trace to the reference clock.
+WorkerTrace convert(TraceContents contents, const ClockLine& line, bool other_host) {
+  WorkerTrace worker{std::move(contents), 0, other_host};
+  if (!other_host) return worker;
+  const auto time = [&](TimePoint at) {
+    return TimePoint(Duration(line.to_reference(at.time_since_epoch().count())));
+  };
+  for (StoredSpan& span : worker.contents.spans) {
+    span.begin = line.to_reference(span.begin);
+    span.end = line.to_reference(span.end);
+    worker.clock_error = std::max({worker.clock_error, line.error_at(span.begin), line.error_at(span.end)});
+  }
+  for (Scalar& scalar : worker.contents.scalars) scalar.at = time(scalar.at);
+  for (CounterSample& sample : worker.contents.counters) sample.at = line.to_reference(sample.at);
+  return worker;
+}
+
+/// Makes all times relative to the first span's.
+void rebase(TraceSet& set) {
+  std::int64_t first = std::numeric_limits<std::int64_t>::max(), last = 0;
+  for (const WorkerTrace& worker : set.workers) {
+    for (const StoredSpan& span : worker.contents.spans) {
+      first = std::min(first, span.begin);
+      last = std::max(last, span.end);
+    }
+  }
+  const TraceIdentity& reference = set.workers.front().contents.identity;
+  set.base = first == std::numeric_limits<std::int64_t>::max() ? reference.began : first;
+  set.unix_base = reference.unix_began + (set.base - reference.began);
+  set.length = std::max<std::int64_t>(last - set.base, 0);
+  for (WorkerTrace& worker : set.workers) {
+    for (StoredSpan& span : worker.contents.spans) {
+      span.begin -= set.base;
+      span.end -= set.base;
+    }
+    for (Scalar& scalar : worker.contents.scalars) scalar.at -= Duration(set.base);
+    for (CounterSample& sample : worker.contents.counters) sample.at -= set.base;
+  }
+}
+
+}  // namespace
+
+TraceSet align_traces(std::vector<TraceContents> traces) {
+  if (traces.empty()) throw_invalid("there is no trace");
+  TraceSet set;
+  keep_last_run(traces, set.notes);
+  std::stable_sort(traces.begin(), traces.end(),
+                   [](const auto& a, const auto& b) { return a.identity.rank < b.identity.rank; });
+  check_ranks(traces, set.notes);
+  const std::map<std::string, ClockLine> lines = fit_clocks(traces);
+  const std::string reference = traces.front().identity.clock;
+  for (TraceContents& trace : traces) {
+    note_losses(trace, set.notes);
+    const std::string clock = trace.identity.clock;
+    set.workers.push_back(convert(std::move(trace), lines.at(clock), clock != reference));
+  }
+  rebase(set);
+  return set;
+}
+
+TraceSet read_traces(const std::string& folder) {
+  std::error_code failure;
+  std::vector<std::filesystem::path> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, failure)) {
+    if (entry.path().extension() == ".trace") paths.push_back(entry.path());
+  }
+  if (failure) throw_invalid(fmt::format("folder '{}' cannot be read: {}", folder, failure.message()));
+  if (paths.empty()) {
+    throw_invalid(
+        fmt::format("there is no trace in '{0}': run the program with 'torchspan run --trace {0} …' or "
+                    "TORCHSPAN_TRACE={0}",
+                    folder));
+  }
+  std::sort(paths.begin(), paths.end());
+  std::vector<TraceContents> traces;
+  for (const auto& path : paths) {
+    try {
+      traces.push_back(decode_trace(read_bytes(path)));
+    } catch (const Error& error) {
+      throw_invalid(fmt::format("'{}': {}", path.string(), error.message()));
+    }
+  }
+  return align_traces(std::move(traces));
+}
+
+}  // namespace torchspan::launch

@@ -1,0 +1,98 @@
+#include "launch/trace/trace_set.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <torchspan/core/error.h>
+
+#include "launch/trace/example_traces.h"
+
+namespace torchspan::launch::trace_set_test {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string error_of(std::vector<TraceContents> traces) {
+  try {
+    align_traces(std::move(traces));
+  } catch (const Error& error) {
+    return error.message();
+  }
+  return "";
+}
+
+/// Samples between rank 0 and a clock that is ahead by `ahead`.
+void sample_clock(ExampleTrace& reference, int rank, std::int64_t ahead) {
+  const auto at = [](std::int64_t time) { return TimePoint(Duration(time)); };
+  for (std::int64_t sent = 0; sent < 10'000'000'000; sent += 500'000'000) {
+    reference.contents().clock_samples.push_back(
+        {rank, at(sent), at(sent + 20'000 + ahead), at(sent + 30'000 + ahead), at(sent + 50'000)});
+  }
+}
+
+TEST(TraceSet, PutsHostsOnOneClock) {
+  ExampleTrace here(0), there(1);
+  there.clock("far", "other clock");
+  constexpr std::int64_t kAhead = 11'560'000'000;
+  sample_clock(here, 1, kAhead);
+  here.span(SpanKind::kUser, "a", 1'000'000'000, 2'000'000'000);
+  there.span(SpanKind::kUser, "b", 3'000'000'000 + kAhead, 4'000'000'000 + kAhead);
+  const TraceSet set = align_traces({there.contents(), here.contents()});
+  ASSERT_EQ(set.workers.size(), 2u);
+  EXPECT_EQ(set.workers[0].contents.spans[0].begin, 0);
+  EXPECT_NEAR(static_cast<double>(set.workers[1].contents.spans[0].begin), 2e9, 1);
+  EXPECT_NEAR(static_cast<double>(set.length), 3e9, 1);
+  EXPECT_GE(set.workers[1].clock_error, 20'000);
+  EXPECT_LT(set.workers[1].clock_error, 60'000);
+  EXPECT_EQ(set.workers[0].clock_error, 0);
+}
+
+TEST(TraceSet, RefusesAWorkerWhoseClockIsUnknown) {  // merge_refuses
+  ExampleTrace here(0), there(1);
+  there.clock("far", "other clock");
+  here.span(SpanKind::kUser, "a", 1, 2);
+  there.span(SpanKind::kUser, "b", 3, 4);
+  EXPECT_THAT(error_of({here.contents(), there.contents()}),
+              AllOf(HasSubstr("worker1 (rank 1, far)"), HasSubstr("worker0 (rank 0, node)")));
+}
+
+TEST(TraceSet, NeedsNoSamplesOnOneHost) {
+  ExampleTrace first(0), second(1);
+  first.span(SpanKind::kUser, "a", 100, 200);
+  second.span(SpanKind::kUser, "b", 150, 300);
+  const TraceSet set = align_traces({first.contents(), second.contents()});
+  EXPECT_EQ(set.workers[1].contents.spans[0].begin, 50);
+  EXPECT_EQ(set.length, 200);
+  EXPECT_TRUE(set.notes.empty());
+}
+
+TEST(TraceSet, KeepsTheLastAttemptAndSaysWhatIsMissing) {
+  ExampleTrace old(0, 3), first(0, 3), third(2, 3);
+  first.contents().identity.attempt = third.contents().identity.attempt = 1;
+  first.contents().identity.unix_began += 5;
+  third.contents().identity.unix_began += 6;
+  third.span(SpanKind::kUser, "b", 1, 2);
+  third.contents().lost = 9;
+  third.contents().complete = false;
+  const TraceSet set = align_traces({old.contents(), first.contents(), third.contents()});
+  EXPECT_EQ(set.workers.size(), 2u);
+  ASSERT_EQ(set.notes.size(), 4u);
+  EXPECT_THAT(set.notes[0], HasSubstr("1 trace of earlier"));
+  EXPECT_THAT(set.notes[1], HasSubstr("no trace of rank 1 (of 3)"));
+  EXPECT_THAT(set.notes[2], HasSubstr("worker2 (rank 2, node) lost 9 of 10 spans"));
+  EXPECT_THAT(set.notes[3], HasSubstr("worker2 (rank 2, node) did not end its trace"));
+}
+
+TEST(TraceSet, RefusesTwoTracesOfOneRank) {
+  ExampleTrace first(1), second(1);
+  EXPECT_THAT(error_of({first.contents(), second.contents()}), HasSubstr("have the same rank"));
+  EXPECT_THAT(error_of({}), HasSubstr("no trace"));
+}
+
+TEST(TraceSet, NamesTheFolderWithoutTraces) {
+  EXPECT_THROW(read_traces("/proc/self/fdinfo"), Error);
+  EXPECT_THROW(read_traces("/nonexistent"), Error);
+}
+
+}  // namespace
+}  // namespace torchspan::launch::trace_set_test

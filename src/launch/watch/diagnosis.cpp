@@ -1,0 +1,249 @@
+#include "launch/watch/diagnosis.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "launch/display/board.h"
+
+namespace torchspan::launch {
+namespace {
+
+std::string age_of(double seconds) {
+  return seconds < 60 ? fmt::format("{:.1f} s", seconds) : fmt::format("{:.0f} s", seconds);
+}
+
+std::string describe_worker_of(const WorkerReport& worker) {
+  return fmt::format("rank {} ({}, pid {})", worker.rank, worker.name, worker.process);
+}
+
+std::string site_of(const WorkerReport::Call& call) {
+  return call.site.empty() ? "" : fmt::format(" at {}", call.site);
+}
+
+/// What a worker itself does, in a few words.
+std::string occupation(const WorkerReport& worker) {
+  for (const WorkerReport::Call& call : worker.serving) {
+    if (call.begun)
+      return fmt::format("it has run '{}' for {} for {}", call.name, call.peer, age_of(call.seconds));
+  }
+  if (!worker.open.empty()) {
+    const WorkerReport::Operation& last = worker.open.back();
+    return fmt::format("it has been in '{}' for {}", last.name, age_of(last.seconds));
+  }
+  if (!worker.pending.empty()) {
+    const WorkerReport::Call& call = worker.pending.front();
+    return fmt::format("it has waited for '{}' on {} for {}", call.name, call.peer, age_of(call.seconds));
+  }
+  return "it is in its own code, outside all calls and operations";
+}
+
+class Suspects {
+ public:
+  Suspects(const std::vector<WorkerReport>& workers, double least) : workers_(workers), least_(least) {
+    for (const WorkerReport& worker : workers) by_name_[worker.name] = &worker;
+  }
+
+  std::vector<std::string> find() {
+    for (const WorkerReport& worker : workers_) check_process(worker);
+    find_cycle();
+    check_operations();
+    for (const WorkerReport& worker : workers_) check_sink(worker);
+    return std::move(texts_);
+  }
+
+ private:
+  void check_process(const WorkerReport& worker) {
+    const std::string who = describe_worker_of(worker);
+    if (worker.process_state == 'T') {
+      texts_.push_back(
+          fmt::format("{} is stopped by a signal; to continue it: kill -CONT {}", who, worker.process));
+    } else if (worker.process_state == 't') {
+      texts_.push_back(fmt::format("{} is stopped by a debugger", who));
+    } else if (worker.process_state == 'Z' || worker.process_state == 'X') {
+      texts_.push_back(fmt::format("{} has died", who));
+    } else if (!worker.answers) {
+      texts_.push_back(
+          fmt::format("{} does not answer (process state {}): its processor or disk is overloaded, or "
+                      "the process hangs; its threads: gdb -p {} -batch -ex 'thread apply all bt'",
+                      who, worker.process_state, worker.process));
+    }
+    if (worker.process_state == 'T' || worker.process_state == 't' || !worker.answers)
+      blamed_.insert(worker.name);
+  }
+
+  /// The oldest call from one worker to another that has waited long enough.
+  const WorkerReport::Call* edge(const WorkerReport& from, const std::string& to) const {
+    const WorkerReport::Call* oldest = nullptr;
+    for (const WorkerReport::Call& call : from.pending) {
+      if (call.peer == to && call.seconds >= least_ &&
+          (oldest == nullptr || call.seconds > oldest->seconds)) {
+        oldest = &call;
+      }
+    }
+    return oldest;
+  }
+
+  /// Follows pending calls from every worker until one repeats.
+  void find_cycle() {
+    for (const WorkerReport& start : workers_) {
+      std::vector<std::string> path;
+      if (follow(start, start.name, path)) {
+        std::string text;
+        for (std::size_t i = 0; i < path.size(); ++i) {
+          const WorkerReport& from = *by_name_.at(path[i]);
+          const std::string& to = path[(i + 1) % path.size()];
+          const WorkerReport::Call& call = *edge(from, to);
+          text += fmt::format("{}rank {} has waited for '{}' on {}{} for {}", i == 0 ? "" : ", ", from.rank,
+                              call.name, to, site_of(call), age_of(call.seconds));
+          blamed_.insert(path[i]);
+        }
+        texts_.push_back(
+            "calls wait for each other: " + text +
+            "; if all handler threads are taken, raise WorkerOptions::max_threads, else one of these "
+            "handlers must not wait for the other");
+        return;
+      }
+    }
+  }
+
+  bool follow(const WorkerReport& worker, const std::string& goal, std::vector<std::string>& path) const {
+    path.push_back(worker.name);
+    std::set<std::string> tried;
+    for (const WorkerReport::Call& call : worker.pending) {
+      if (call.seconds < least_ || !tried.insert(call.peer).second || call.peer == worker.name) continue;
+      if (call.peer == goal) return true;
+      const auto next = by_name_.find(call.peer);
+      if (next == by_name_.end() || std::find(path.begin(), path.end(), call.peer) != path.end()) continue;
+      if (follow(*next->second, goal, path)) return true;
+    }
+    path.pop_back();
+    return false;
+  }
+
+  /// Operations in which all ranks take part: who is in which one.
+  void check_operations() {
+    std::map<std::pair<std::string, int>, std::map<std::uint64_t, std::vector<int>>> operations;
+    std::map<std::pair<std::string, int>, double> ages;
+    for (const WorkerReport& worker : workers_) {
+      for (const WorkerReport::Operation& operation : worker.open) {
+        if (operation.kind != "wait" && operation.kind != "collective") continue;
+        const std::pair key(operation.name, operation.part);
+        operations[key][operation.id].push_back(worker.rank);
+        ages[key] = std::max(ages[key], operation.seconds);
+      }
+    }
+    for (const auto& [key, numbers] : operations) {
+      if (ages[key] >= least_) check_operation(key.first, numbers, ages[key]);
+    }
+  }
+
+  void check_operation(const std::string& name, const std::map<std::uint64_t, std::vector<int>>& numbers,
+                       double age) {
+    std::set<int> inside;
+    std::string text;
+    for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
+      std::vector<int> ranks = number->second;
+      inside.insert(ranks.begin(), ranks.end());
+      std::sort(ranks.begin(), ranks.end());
+      text += fmt::format("{}rank{} {} {} in '{}' number {}", text.empty() ? "" : "; ",
+                          ranks.size() == 1 ? "" : "s", format_ranks(ranks), ranks.size() == 1 ? "is" : "are",
+                          name, number->first);
+    }
+    text += fmt::format(", for {}", age_of(age));
+    bool missing = false;
+    for (const WorkerReport& worker : workers_) {
+      if (inside.contains(worker.rank)) continue;
+      missing = true;
+      blamed_.insert(worker.name);
+      text += fmt::format("; rank {} is not in it: {}", worker.rank,
+                          worker.answers ? occupation(worker) : "it does not answer");
+    }
+    if (numbers.size() > 1) {
+      text += "; the numbers differ: the rank with the smaller one is behind, or it left out an operation";
+    } else if (!missing) {
+      text += "; all ranks are in it: its transfer hangs, or it is long";
+    }
+    texts_.push_back(text);
+  }
+
+  /// A worker that others wait for and that waits for none.
+  void check_sink(const WorkerReport& worker) {
+    if (blamed_.contains(worker.name)) return;
+    const bool waits = std::any_of(worker.pending.begin(), worker.pending.end(),
+                                   [&](const auto& call) { return call.seconds >= least_; });
+    const WorkerReport* oldest = nullptr;
+    for (const WorkerReport& other : workers_) {
+      const WorkerReport::Call* call = &other == &worker ? nullptr : edge(other, worker.name);
+      if (call != nullptr && (oldest == nullptr || call->seconds > edge(*oldest, worker.name)->seconds))
+        oldest = &other;
+    }
+    if (waits || oldest == nullptr) return;
+    const WorkerReport::Call& call = *edge(*oldest, worker.name);
+    const bool served =
+        std::any_of(worker.serving.begin(), worker.serving.end(), [&](const auto& served_call) {
+          return served_call.peer == oldest->name && served_call.name == call.name;
+        });
+    texts_.push_back(fmt::format(
+        "rank {} has waited for '{}' on {}{} for {}; {}", oldest->rank, call.name, describe_worker_of(worker),
+        site_of(call), age_of(call.seconds),
+        served ? occupation(worker)
+               : "that worker does not serve such a call: the request or the reply is on its way, "
+                 "or it was lost"));
+  }
+
+  const std::vector<WorkerReport>& workers_;
+  const double least_;
+  std::map<std::string, const WorkerReport*> by_name_;
+  std::set<std::string> blamed_;
+  std::vector<std::string> texts_;
+};
+
+void format_worker(const WorkerReport& worker, std::string& text) {
+  text += fmt::format("\nrank {}  {}  pid {}  state {}\n", worker.rank, worker.name, worker.process,
+                      worker.process_state);
+  if (!worker.answers) {
+    text += "  no answer\n";
+    return;
+  }
+  for (const WorkerReport::Operation& operation : worker.open) {
+    text += fmt::format("  {:<10} {:>9}  {}  number {}\n", operation.kind, age_of(operation.seconds),
+                        operation.name, operation.id);
+  }
+  constexpr std::size_t kMostCalls = 12;
+  const auto calls = [&](const char* kind, const char* word, const std::vector<WorkerReport::Call>& list) {
+    for (std::size_t i = 0; i < std::min(list.size(), kMostCalls); ++i) {
+      text += fmt::format("  {:<10} {:>9}  '{}' {} {}{}{}\n", kind, age_of(list[i].seconds), list[i].name,
+                          word, list[i].peer, site_of(list[i]),
+                          list[i].begun ? "" : "  (waits for a thread or an argument)");
+    }
+    if (list.size() > kMostCalls) text += fmt::format("  {:<10} {} more\n", kind, list.size() - kMostCalls);
+  };
+  calls("call", "to", worker.pending);
+  calls("serves", "from", worker.serving);
+  if (worker.open.empty() && worker.pending.empty() && worker.serving.empty()) {
+    text += "  in its own code, outside all calls and operations\n";
+  }
+  std::string threads;
+  for (const auto& [state, number] : worker.threads) threads += fmt::format(" {} {}", number, state);
+  text += fmt::format("  threads   {}\n", threads);
+}
+
+}  // namespace
+
+std::vector<std::string> find_suspects(const std::vector<WorkerReport>& workers, double least_seconds) {
+  return Suspects(workers, least_seconds).find();
+}
+
+std::string format_diagnosis(const std::vector<WorkerReport>& workers) {
+  const std::vector<std::string> suspects = find_suspects(workers);
+  std::string text;
+  if (suspects.empty()) text = "No wait is longer than a second: the job is probably not stuck.\n";
+  for (std::size_t i = 0; i < suspects.size(); ++i) text += fmt::format("{}. {}\n", i + 1, suspects[i]);
+  for (const WorkerReport& worker : workers) format_worker(worker, text);
+  return text;
+}
+
+}  // namespace torchspan::launch

@@ -1,0 +1,110 @@
+#include "launch/watch/diagnosis.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::launch::diagnosis_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+WorkerReport worker(int rank) {
+  WorkerReport report;
+  report.rank = rank;
+  report.name = "worker" + std::to_string(rank);
+  report.process = 100 + rank;
+  report.process_state = 'S';
+  return report;
+}
+
+WorkerReport::Operation waits(std::uint64_t round) { return {"wait", "wait for reduction", 34, round}; }
+
+TEST(Diagnosis, NamesAStoppedWorkerFirst) {  // hang_missing_rank
+  std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2)};
+  workers[0].open = workers[2].open = {waits(17)};
+  workers[1].process_state = 'T';
+  workers[1].answers = false;
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 2u);
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("rank 1 (worker1, pid 101) is stopped"), HasSubstr("kill -CONT 101")));
+  EXPECT_THAT(suspects[1], AllOf(HasSubstr("ranks 0,2 are in 'wait for reduction' number 17"),
+                                 HasSubstr("rank 1 is not in it: it does not answer")));
+}
+
+TEST(Diagnosis, SaysWhatTheMissingRankDoes) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2)};
+  workers[0].open = workers[1].open = {waits(5)};
+  workers[2].open = {{"user", "augment", 40, 0}};
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0], HasSubstr("rank 2 is not in it: it has been in 'augment' for 40.0 s"));
+}
+
+TEST(Diagnosis, SaysThatNumbersDiffer) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1)};
+  workers[0].open = {{"collective", "barrier", 9, 12, 77}};
+  workers[1].open = {{"collective", "barrier", 8, 11, 77}};
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("rank 0 is in 'barrier' number 12"),
+                    HasSubstr("rank 1 is in 'barrier' number 11"), HasSubstr("the numbers differ")));
+}
+
+TEST(Diagnosis, FindsCallsThatWaitForEachOther) {  // hang_cycle
+  std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2)};
+  workers[0].pending = {{"f", "worker1", "train.cpp:41", 12}, {"x", "worker0", "", 12}};
+  workers[1].pending = {{"g", "worker2", "", 11}};
+  workers[2].pending = {{"h", "worker0", "", 10}};
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0], AllOf(HasSubstr("rank 0 has waited for 'f' on worker1 at train.cpp:41 for 12.0 s"),
+                                 HasSubstr("rank 1 has waited for 'g' on worker2"),
+                                 HasSubstr("rank 2 has waited for 'h' on worker0")));
+}
+
+TEST(Diagnosis, BlamesTheBusyWorkerThatOthersWaitFor) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2)};
+  workers[0].pending = {{"f", "worker2", "", 5}};
+  workers[1].pending = {{"f", "worker2", "", 15}};
+  workers[2].serving = {{"f", "worker1", "", 15, true}};
+  auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("rank 1 has waited for 'f' on rank 2 (worker2, pid 102) for 15.0 s"),
+                    HasSubstr("it has run 'f' for worker1")));
+  workers[2].serving.clear();
+  suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0], HasSubstr("does not serve such a call"));
+}
+
+TEST(Diagnosis, IgnoresShortWaits) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1)};
+  workers[0].pending = {{"f", "worker1", "", 0.5}};
+  workers[1].pending = {{"f", "worker0", "", 0.9}};
+  workers[0].open = {{"wait", "wait for reduction", 0.3, 1}};
+  EXPECT_THAT(find_suspects(workers), IsEmpty());
+  EXPECT_THAT(format_diagnosis(workers), HasSubstr("not stuck"));
+}
+
+TEST(WorkerReport, SkipsWhatItDoesNotKnow) {
+  const auto report = decode_worker_report(
+      R"({"rank":3,"worker":"w","new":[1],"open":[{"kind":"wait","name":7},5],"calls":{"pending":[{"call":"f","to":"w1","seconds":2}]}})");
+  EXPECT_EQ(report.rank, 3);
+  ASSERT_EQ(report.open.size(), 1u);
+  EXPECT_EQ(report.open[0].name, "");
+  ASSERT_EQ(report.pending.size(), 1u);
+  EXPECT_EQ(report.pending[0].peer, "w1");
+  for (const char* text : {"", "[]", "{", "null", "{}"})
+    EXPECT_THROW(decode_worker_report(text), Error) << text;
+}
+
+}  // namespace
+}  // namespace torchspan::launch::diagnosis_test

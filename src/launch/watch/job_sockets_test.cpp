@@ -1,0 +1,60 @@
+#include "launch/watch/job_sockets.h"
+
+#include <filesystem>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <memory>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <torchspan/core/error.h>
+
+#include "core/api/descriptor.h"
+#include "core/api/observation.h"
+#include "launch/watch/diagnosis.h"
+
+namespace torchspan::launch::job_sockets_test {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::HasSubstr;
+
+TEST(JobSockets, AskEveryWorkerAndMarkThoseThatDoNotAnswer) {
+  char name[] = "/tmp/torchspan_jobXXXXXX";
+  const std::string folder = mkdtemp(name);
+  const auto executor = make_executor();
+  const auto runtime = std::make_shared<Runtime>(*executor, "worker0", LogLevel::kOff);
+  {
+    const Observation observation(runtime, {.socket_folder = folder}, identify(*executor, "worker0", 0, 2),
+                                  [] { return R"({"pending":[{"call":"f","to":"worker1","seconds":3}]})"; });
+    // A worker that accepts and does not answer, as a stopped one.
+    const Descriptor silent(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    const std::string path = folder + "/observe.1";
+    path.copy(static_cast<char*>(address.sun_path), path.size());
+    ASSERT_EQ(bind(silent.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+    ASSERT_EQ(listen(silent.get(), 4), 0);
+    const auto workers = ask_workers(*executor, folder, 300ms);
+    ASSERT_EQ(workers.size(), 2u);
+    EXPECT_TRUE(workers[0].answers);
+    EXPECT_EQ(workers[0].process, getpid());
+    ASSERT_EQ(workers[0].pending.size(), 1u);
+    EXPECT_EQ(workers[0].pending[0].name, "f");
+    EXPECT_FALSE(workers[1].answers);
+    EXPECT_EQ(workers[1].rank, 1);
+    EXPECT_EQ(workers[1].process, getpid());
+    EXPECT_THAT(format_diagnosis(workers), HasSubstr("does not answer"));
+  }
+  std::filesystem::remove_all(folder);
+}
+
+TEST(JobSockets, SayThatThereIsNoSuchJob) {
+  EXPECT_THROW(find_job("no such job", {}), Error);
+  const auto executor = make_executor();
+  EXPECT_THROW(ask_workers(*executor, "/proc/self/fdinfo", 1ms), Error);
+}
+
+}  // namespace
+}  // namespace torchspan::launch::job_sockets_test

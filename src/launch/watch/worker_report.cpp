@@ -1,0 +1,72 @@
+#include "launch/watch/worker_report.h"
+
+#include <nlohmann/json.hpp>
+#include <type_traits>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::launch {
+namespace {
+
+using nlohmann::json;
+
+/// A field, or the default if it is missing or has another type.
+template <class T>
+T field(const json& object, const char* name, T otherwise = {}) {
+  const auto found = object.find(name);
+  if (found == object.end()) return otherwise;
+  if constexpr (std::is_same_v<T, std::string>) return found->is_string() ? found->get<T>() : otherwise;
+  if constexpr (std::is_same_v<T, bool>) return found->is_boolean() ? found->get<T>() : otherwise;
+  if constexpr (std::is_arithmetic_v<T> && !std::is_same_v<T, bool>) {
+    return found->is_number() ? found->get<T>() : otherwise;
+  }
+}
+
+json list(const json& object, const char* name) {
+  const auto found = object.find(name);
+  return found != object.end() && found->is_array() ? *found : json::array();
+}
+
+std::vector<WorkerReport::Call> decode_calls(const json& calls, const char* peer) {
+  std::vector<WorkerReport::Call> decoded;
+  for (const json& call : calls) {
+    if (!call.is_object()) continue;
+    decoded.push_back({field<std::string>(call, "call"), field<std::string>(call, peer),
+                       field<std::string>(call, "site"), field<double>(call, "seconds"),
+                       field<bool>(call, "begun", true)});
+  }
+  return decoded;
+}
+
+}  // namespace
+
+WorkerReport decode_worker_report(std::string_view text) {
+  const json state = json::parse(text, nullptr, false);
+  if (!state.is_object() || !state.contains("rank")) throw_invalid("a worker's answer is not its state");
+  WorkerReport report;
+  report.rank = field<int>(state, "rank");
+  report.name = field<std::string>(state, "worker");
+  report.host = field<std::string>(state, "host");
+  report.process = field<std::int64_t>(state, "process");
+  report.seconds = field<double>(state, "seconds");
+  report.processor_seconds = field<double>(state, "processor_seconds");
+  report.resident_bytes = field<std::uint64_t>(state, "resident_bytes");
+  for (const json& operation : list(state, "open")) {
+    if (!operation.is_object()) continue;
+    report.open.push_back({field<std::string>(operation, "kind"), field<std::string>(operation, "name"),
+                           field<double>(operation, "seconds"), field<std::uint64_t>(operation, "id"),
+                           field<int>(operation, "part", -1)});
+  }
+  for (const json& thread : list(state, "threads")) {
+    const std::string name = thread.is_object() ? field<std::string>(thread, "state") : "";
+    if (!name.empty()) ++report.threads[name[0]];
+  }
+  const auto calls = state.find("calls");
+  if (calls == state.end() || !calls->is_object()) return report;
+  report.pending = decode_calls(list(*calls, "pending"), "to");
+  report.serving = decode_calls(list(*calls, "serving"), "from");
+  report.calls_sent = field<std::uint64_t>(*calls, "sent");
+  return report;
+}
+
+}  // namespace torchspan::launch

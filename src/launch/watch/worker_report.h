@@ -1,0 +1,45 @@
+#pragma once
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace torchspan::launch {
+
+/// What one worker of a running job does, as it says itself and as the kernel sees it. Ages are seconds.
+struct WorkerReport {
+  struct Operation {
+    std::string kind, name;
+    double seconds = 0;
+    std::uint64_t id = 0;  ///< sequence number of a reduction or a collective operation, pass id, …
+    int part = -1;         ///< group of a collective operation
+  };
+  struct Call {
+    std::string name;
+    std::string peer;  ///< worker name: callee of a pending call, caller of a served one
+    std::string site;  ///< "train.cpp:41"; empty: unknown
+    double seconds = 0;
+    bool begun = true;  ///< served calls: the handler runs
+  };
+
+  int rank = 0;
+  std::string name;
+  std::string host;
+  std::int64_t process = 0;
+  char process_state = '?';  ///< of /proc: R, S, D, T (stopped), t (traced), Z
+  bool answers = true;
+  double seconds = 0;  ///< since the worker joined
+  double processor_seconds = 0;
+  std::uint64_t resident_bytes = 0;
+  std::uint64_t calls_sent = 0;
+  std::vector<Operation> open;  ///< oldest first
+  std::vector<Call> pending, serving;
+  std::map<char, int> threads;  ///< number by state
+};
+
+/// Decodes a worker's answer. Unknown and missing fields are skipped; throws Error{kInvalid} for text that is not
+/// such an answer.
+WorkerReport decode_worker_report(std::string_view json);
+
+}  // namespace torchspan::launch
