@@ -28,13 +28,10 @@ struct ElasticOptions {
   ElasticPosition start = {};  ///< of the state that rank 0 begins with, such as that of a checkpoint
   int min_ranks = 1;           ///< with fewer ranks, training waits for replacements
   Duration too_few_limit = std::chrono::minutes(10);  ///< the longest such wait; run() then throws kTimedOut
-  /// How long an operation of the group waits for a late rank, such as a stopped process.
-  Duration step_timeout = std::chrono::minutes(5);
-  /// How long the ranks of an interrupted step wait for each other; the training goes on without those that are
-  /// later. More than the longest step takes.
-  Duration late_limit = std::chrono::seconds(60);
-  collective::GroupOptions group =
-      {};  ///< backend, network and device; ranks and timeout are set from the above
+  /// How long ranks wait for a late one, such as a stopped process, before they go on without it. More than the
+  /// longest step takes. A rank that was left out joins again.
+  Duration step_timeout = std::chrono::minutes(2);
+  collective::GroupOptions group = {};  ///< backend, network and device
   data_parallel::DataParallelOptions data_parallel = {};
   std::string name = "trainer";  ///< unique among the trainers of a program; the same on all ranks
 

@@ -20,6 +20,10 @@ void ElasticExtension::attach(rpc::Registrar& registrar) {
         coordinator->withdraw(static_cast<int>(call.peer), message);
         return Unit();
       });
+  registrar.handle<AskAwaited>(rpc::RunOn::kPool,
+                               [coordinator = coordinator_](const rpc::CallInfo&, const AskAwaited& message) {
+                                 return coordinator->is_awaited(message.trainer);
+                               });
   registrar.on_departure([coordinator = coordinator_](std::uint32_t rank, const Error& reason) {
     coordinator->departed(static_cast<int>(rank), reason.message());
   });

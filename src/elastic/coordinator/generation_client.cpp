@@ -57,8 +57,13 @@ void GenerationClient::withdraw(const std::string& why) {
   static_cast<void>(send_to_rank_0(*worker_.endpoint(), Withdraw{trainer_, why}));
 }
 
-bool GenerationClient::is_awaited() const {
-  return worker_.rank() == 0 && worker_.extension<ElasticExtension>().is_awaited(trainer_);
+bool GenerationClient::is_awaited(const Generation& generation) {
+  if (worker_.rank() == 0) return worker_.extension<ElasticExtension>().is_awaited(trainer_);
+  if (generation.ranks.front() != worker_.rank()) return false;
+  if (asked_ && !asked_->done()) return false;
+  const bool awaited = asked_ && !asked_->error() && asked_->wait();
+  asked_ = send_to_rank_0(*worker_.endpoint(), AskAwaited{trainer_});
+  return awaited;
 }
 
 bool GenerationClient::has_ended(const Generation& generation) const {

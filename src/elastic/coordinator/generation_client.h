@@ -1,4 +1,5 @@
 #pragma once
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -18,14 +19,16 @@ class GenerationClient {
   Generation next(const Report& report);
   /// Tells rank 0 that this rank takes no part any more; does not wait.
   void withdraw(const std::string& why);
-  /// On rank 0: whether a rank waits to join. False on others.
-  bool is_awaited() const;
+  /// Whether a rank waits to join, as far as this rank knows: rank 0 does, or the first rank of a generation
+  /// without rank 0, which asks rank 0 now and then. Never waits.
+  bool is_awaited(const Generation& generation);
   /// Whether a member other than this rank has ended, as far as this rank knows.
   bool has_ended(const Generation& generation) const;
 
  private:
   const Worker worker_;
   const std::string trainer_;
+  std::optional<Future<bool>> asked_;
 };
 
 }  // namespace torchspan::elastic

@@ -34,9 +34,21 @@ struct Withdraw {
   std::string why;
 };
 
+/// Asks rank 0 whether a rank waits to join a trainer.
+struct AskAwaited {
+  static constexpr wire::MessageType kType{0x0603};
+  static constexpr std::string_view kName = "elastic.awaited";
+  using Reply = bool;
+  std::string trainer;
+};
+
 }  // namespace torchspan::elastic
 
 namespace torchspan {
+
+template <>
+struct Wire<elastic::AskAwaited>
+    : WireStruct<elastic::AskAwaited, "elastic.AskAwaited", &elastic::AskAwaited::trainer> {};
 
 template <>
 struct Wire<elastic::Report>

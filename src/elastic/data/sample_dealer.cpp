@@ -72,7 +72,6 @@ void ElasticOptions::validate() const {
   check(samples > 0, "samples", samples, "the size of the data set, 1 or more");
   check(batch > 0, "batch", batch, "1 or more samples");
   check(min_ranks > 0, "min_ranks", min_ranks, "1 or more");
-  check(late_limit > Duration::zero(), "late_limit", to_seconds(late_limit), "more than 0 seconds");
   check(too_few_limit > Duration::zero(), "too_few_limit", to_seconds(too_few_limit), "more than 0 seconds");
   check(step_timeout > Duration::zero(), "step_timeout", to_seconds(step_timeout), "more than 0 seconds");
   check(start.step >= 0 && start.epoch >= 0, "start", start.step, "a step and an epoch of 0 or more");

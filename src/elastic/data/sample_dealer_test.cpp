@@ -89,7 +89,8 @@ TEST(ElasticOptions, NameTheWrongField) {
   EXPECT_NE(message([](auto& options) { options.min_ranks = 0; }).find("min_ranks"), std::string::npos);
   EXPECT_NE(message([](auto& options) { options.start.next = 10; }).find("start.next"), std::string::npos);
   EXPECT_NE(message([](auto& options) { options.group.ranks = {0}; }).find("group.ranks"), std::string::npos);
-  EXPECT_NE(message([](auto& options) { options.late_limit = {}; }).find("late_limit"), std::string::npos);
+  EXPECT_NE(message([](auto& options) { options.step_timeout = {}; }).find("step_timeout"),
+            std::string::npos);
 }
 
 }  // namespace

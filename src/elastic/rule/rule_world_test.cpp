@@ -178,7 +178,7 @@ void RuleWorld::contribute(int rank, Operation& operation) {
   } else {
     process.participant.prepare();
   }
-  if (rank == 0 && table_.is_awaited()) operation.regroup = true;
+  if (rank == process.generation.ranks.front() && table_.is_awaited()) operation.regroup = true;
 }
 
 void RuleWorld::next_operation(int rank, Phase phase) {

@@ -20,6 +20,7 @@
 namespace torchspan::elastic {
 namespace {
 
+constexpr Duration kReportTime = std::chrono::seconds(1);
 /// How often a step may fail on another rank's report while no rank ends.
 constexpr int kMostRemoteFailures = 3;
 
@@ -86,7 +87,8 @@ class Training::Impl {
     Report report = participant_.report();
     report.finished = finished;
     report.min_ranks = options_.min_ranks;
-    report.late_limit = options_.late_limit;
+    // A rank that computes or waits for others notices within step_timeout that its generation has ended.
+    report.late_limit = options_.step_timeout + kReportTime;
     report.too_few_limit = options_.too_few_limit;
     Generation generation = client_.next(report);
     const int rank = worker_.rank();
@@ -151,7 +153,8 @@ class Training::Impl {
       failure = std::current_exception();
       if (is_of_group()) return break_team(failure);
     }
-    Team::Vote vote{.failed = failure != nullptr, .regroup = client_.is_awaited(), .step = position_.step};
+    Team::Vote vote{
+        .failed = failure != nullptr, .regroup = client_.is_awaited(members_), .step = position_.step};
     if (!failure) participant_.prepare();
     try {
       vote = team_->vote(vote);
@@ -208,6 +211,7 @@ class Training::Impl {
   void break_team(const std::exception_ptr& failure) {
     const Error cause(ErrorKind::kDisconnected, fmt::format("rank {} left generation {}: {}", worker_.rank(),
                                                             members_.number, describe(failure).text));
+    worker_.runtime().log.info(cause.message());
     if (const collective::Group* wrapped = replica_.group ? replica_.group() : nullptr) wrapped->abort(cause);
     if (team_) team_->group().abort(cause);
     leave_team();
