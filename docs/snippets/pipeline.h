@@ -1,7 +1,11 @@
 #pragma once
+#include <chrono>
+
 #include <torchspan/pipeline/pipeline.h>
 
 #include "docs/snippets/modules.h"
+
+using namespace std::chrono_literals;
 
 struct EmbeddingImpl : torch::nn::Module {
   EmbeddingImpl(std::int64_t letters, std::int64_t width);

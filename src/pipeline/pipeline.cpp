@@ -12,6 +12,7 @@
 
 #include "pipeline/layers/micro_batches.h"
 #include "pipeline/policies/tables.h"
+#include "pipeline/runtime/clip_gradients.h"
 #include "pipeline/runtime/handshake.h"
 #include "pipeline/runtime/step.h"
 #include "pipeline/runtime/step_failures.h"
@@ -282,10 +283,14 @@ Batch Pipeline::forward(const Batch& input) { return impl_->forward(input); }
 void Pipeline::backward(const std::vector<at::Tensor>& gradients) { impl_->backward(gradients); }
 void Pipeline::train(bool on) { impl_->train_mode(on); }
 std::vector<at::Tensor> Pipeline::parameters() const { return impl_->parameters(); }
+double Pipeline::clip_grad_norm(double max_norm, double norm_type) {
+  return clip_gradients(impl_->local(), impl_->parameters(), max_norm, norm_type);
+}
 std::shared_ptr<torch::nn::Module> Pipeline::module(int layer) const {
   return impl_->local().layers.at(static_cast<std::size_t>(layer)).module;
 }
 const Plan& Pipeline::plan() const { return impl_->local().plan; }
+const std::vector<std::vector<TiedParameter>>& Pipeline::ties() const { return impl_->local().declared_ties; }
 const StepReport& Pipeline::last_step() const { return impl_->last_step(); }
 
 }  // namespace torchspan::pipeline

@@ -208,6 +208,15 @@ class Use {
   std::size_t use_;
 };
 
+/// A parameter of a layer, for Layers::tie().
+struct TiedParameter {
+  template <class Object>
+  TiedParameter(const Use<Object>& use, std::string parameter)
+      : layer(use.layer()), name(std::move(parameter)) {}
+  int layer = 0;
+  std::string name;  ///< in the layer: "weight", "decoder.weight"
+};
+
 /// The layers of a model in the order in which a micro-batch passes them. A layer is a class with
 /// constructor arguments, built on its owner only. It may be reused any number of times, from any position
 /// and through any method, with one owner and one set of parameters. A layer's forward takes and returns
@@ -273,8 +282,13 @@ class Layers {
     return Use<Object>(*this, earlier.layer(), uses_.size() - 1);
   }
 
+  /// Ties parameters of layers on any stages: each layer keeps its copy; all copies start with the values of the
+  /// first and get the sum of all their gradients in every step, so that equal optimizers keep them equal.
+  void tie(std::vector<TiedParameter> parameters) { ties_.push_back(std::move(parameters)); }
+
   const std::vector<LayerSpec>& specs() const { return specs_; }
   const std::vector<LayerUse>& uses() const { return uses_; }
+  const std::vector<std::vector<TiedParameter>>& ties() const { return ties_; }
 
  private:
   template <class Object>
@@ -304,6 +318,7 @@ class Layers {
 
   std::vector<LayerSpec> specs_;
   std::vector<LayerUse> uses_;
+  std::vector<std::vector<TiedParameter>> ties_;
 };
 
 template <class Object>

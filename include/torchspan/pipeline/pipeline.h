@@ -142,10 +142,16 @@ class Pipeline {
   void eval() { train(false); }
   /// Parameters of the layers that this worker owns, each once, in layer order.
   std::vector<at::Tensor> parameters() const;
+  /// Scales the `.grad` of all workers' parameters to a total norm of at most `max_norm`; returns the norm before
+  /// scaling, the same on all. Counts tied parameters once. Collective; after train_step() or backward(). Norm types
+  /// as in optim::clip_grad_norm().
+  double clip_grad_norm(double max_norm, double norm_type = 2);
   /// Module of a layer that this worker owns; null for other layers and for functions.
   std::shared_ptr<torch::nn::Module> module(int layer) const;
 
   const Plan& plan() const;
+  /// The parameters that Layers::tie() ties.
+  const std::vector<std::vector<TiedParameter>>& ties() const;
   /// Report of the last successful step.
   const StepReport& last_step() const;
 

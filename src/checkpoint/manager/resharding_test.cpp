@@ -47,13 +47,17 @@ at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
   return at::mse_loss(output, target);
 }
 
-/// The weights after `steps` steps in one process.
-std::vector<at::Tensor> plain_weights(int steps) {
+/// The weights after `steps` steps in one process. `tied`: the last layer has the first one's weight.
+std::vector<at::Tensor> plain_weights(int steps, bool tied) {
   std::vector<Dense> layers;
   std::vector<at::Tensor> parameters;
   for (std::uint64_t layer = 0; layer < kLayers; ++layer) {
     layers.emplace_back(layer);
     parameters.push_back(layers.back()->weight);
+  }
+  if (tied) {
+    layers.back()->weight = parameters.front();
+    parameters.pop_back();
   }
   optim::Optimizer optimizer(parameters, optim::Adam{.lr = 0.01});
   for (int step = 0; step < steps; ++step) {
@@ -63,15 +67,20 @@ std::vector<at::Tensor> plain_weights(int steps) {
     mean_square(x, numbers({6, kWidth}, 200 + static_cast<std::uint64_t>(step))).backward();
     optimizer.step();
   }
+  if (tied) parameters.push_back(parameters.front());
   return parameters;
 }
 
-/// Trains a pipeline from its newest checkpoint to `last` steps and saves; compares with one process.
+/// Trains a pipeline from its newest checkpoint to `last` steps and saves; compares with one process. `tied`: the
+/// first and the last layer have equal weights.
 void train_pipeline(Worker& worker, const std::string& folder, const std::vector<int>& balance, int first,
-                    int last) {
+                    int last, bool tied = false) {
   pipeline::Layers layers;
+  std::vector<pipeline::TiedParameter> weights;
   // The seeds matter in the first run only; later ones restore.
-  for (std::uint64_t layer = 0; layer < kLayers; ++layer) layers.add<Dense>(first == 0 ? layer : 77 + layer);
+  for (std::uint64_t layer = 0; layer < kLayers; ++layer)
+    weights.emplace_back(layers.add<Dense>(first == 0 ? layer : 77 + layer), "weight");
+  if (tied) layers.tie({weights.front(), weights.back()});
   pipeline::Pipeline pipe(worker, layers, {.balance = balance, .micro_batches = 2});
   optim::Optimizer optimizer(
       {optim::ParamGroup(pipe.parameters(), optim::Adam{.lr = 0.01}, parameter_names(pipe))});
@@ -88,7 +97,7 @@ void train_pipeline(Worker& worker, const std::string& folder, const std::vector
   }
   manager.save(last);
   manager.wait();
-  const std::vector<at::Tensor> expected = plain_weights(last);
+  const std::vector<at::Tensor> expected = plain_weights(last, tied);
   for (int layer = 0; layer < kLayers; ++layer) {
     const auto module = pipe.module(layer);
     if (!module) continue;
@@ -104,6 +113,16 @@ TEST(Resharding, ContinuesAPipelineOfTwoStagesWithThreeAndWithOne) {
   on_workers(3, 2, [&](Worker& worker) { train_pipeline(worker, folder.path(), {1, 1, 3}, 3, 5); });
   on_workers(1, 3, [&](Worker& worker) { train_pipeline(worker, folder.path(), {5}, 5, 7); });
   on_workers(2, 4, [&](Worker& worker) { train_pipeline(worker, folder.path(), {4, 1}, 7, 8); });
+}
+
+TEST(Resharding, ContinuesAPipelineWithTiedParametersThatItHoldsOnce) {
+  const TemporaryFolder folder;
+  on_workers(2, 1, [&](Worker& worker) { train_pipeline(worker, folder.path(), {2, 3}, 0, 3, true); });
+  const std::vector<std::string> names = Checkpoint::newest(folder.path()).names();
+  EXPECT_THAT(names, ::testing::Contains(HasSubstr("layers.0.weight")).Times(::testing::Ge(1)));
+  EXPECT_THAT(names, ::testing::Not(::testing::Contains(HasSubstr("layers.4.weight"))));
+  on_workers(3, 2, [&](Worker& worker) { train_pipeline(worker, folder.path(), {1, 1, 3}, 3, 5, true); });
+  on_workers(2, 3, [&](Worker& worker) { train_pipeline(worker, folder.path(), {4, 1}, 5, 7, true); });
 }
 
 /// A table of which each rank owns some consecutive rows.

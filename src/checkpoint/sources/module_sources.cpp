@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <fmt/format.h>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include <torchspan/pipeline/pipeline.h>
 
 #include "checkpoint/sources/module_tensors.h"
+#include "checkpoint/state/names.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -37,25 +39,45 @@ class ModuleSource final : public StateSource {
 
 std::string layer_prefix(int layer) { return fmt::format("layers.{}", layer); }
 
+/// The parameters and buffers of this worker's layers. The first name of a tied parameter is that of the first copy.
+std::vector<ModuleTensor> pipeline_tensors(const pipeline::Pipeline& pipeline) {
+  std::vector<ModuleTensor> all;
+  for (int layer = 0; layer < static_cast<int>(pipeline.plan().layers.size()); ++layer) {
+    if (const auto module = pipeline.module(layer)) append_module_tensors(all, *module, layer_prefix(layer));
+  }
+  for (const auto& tie : pipeline.ties()) {
+    const auto name_of = [](const pipeline::TiedParameter& parameter) {
+      return join_names(layer_prefix(parameter.layer), parameter.name);
+    };
+    for (ModuleTensor& entry : all) {
+      const bool tied = std::any_of(tie.begin(), tie.end(), [&](const pipeline::TiedParameter& parameter) {
+        return std::find(entry.names.begin(), entry.names.end(), name_of(parameter)) != entry.names.end();
+      });
+      if (tied) entry.names.insert(entry.names.begin(), name_of(tie.front()));
+    }
+  }
+  return all;
+}
+
 class PipelineSource final : public StateSource {
  public:
   explicit PipelineSource(pipeline::Pipeline& pipeline) : pipeline_(pipeline) {}
 
-  void save(StateWriter& writer) const override { save_module_tensors(writer, tensors()); }
+  void save(StateWriter& writer) const override {
+    std::vector<ModuleTensor> once;
+    for (ModuleTensor& entry : pipeline_tensors(pipeline_)) {
+      const bool known = std::any_of(once.begin(), once.end(), [&](const ModuleTensor& other) {
+        return other.names.front() == entry.names.front();
+      });
+      if (!known) once.push_back(std::move(entry));
+    }
+    save_module_tensors(writer, once);
+  }
   void load(const StateReader& reader) override {
-    load_module_tensors(reader, tensors(), {.allow_unexpected = true});
+    load_module_tensors(reader, pipeline_tensors(pipeline_), {.allow_unexpected = true});
   }
 
  private:
-  std::vector<ModuleTensor> tensors() const {
-    std::vector<ModuleTensor> all;
-    for (int layer = 0; layer < static_cast<int>(pipeline_.plan().layers.size()); ++layer) {
-      if (const auto module = pipeline_.module(layer))
-        append_module_tensors(all, *module, layer_prefix(layer));
-    }
-    return all;
-  }
-
   pipeline::Pipeline& pipeline_;
 };
 
@@ -68,14 +90,14 @@ SourcePtr module_source(std::shared_ptr<torch::nn::Module> module) {
 SourcePtr pipeline_source(pipeline::Pipeline& pipeline) { return std::make_unique<PipelineSource>(pipeline); }
 
 std::vector<std::string> parameter_names(const pipeline::Pipeline& pipeline) {
-  std::vector<ModuleTensor> all;
-  for (int layer = 0; layer < static_cast<int>(pipeline.plan().layers.size()); ++layer) {
-    if (const auto module = pipeline.module(layer)) append_module_tensors(all, *module, layer_prefix(layer));
-  }
+  const std::vector<ModuleTensor> all = pipeline_tensors(pipeline);
   std::vector<std::string> names;
   for (const at::Tensor& parameter : pipeline.parameters()) {
     for (const ModuleTensor& entry : all) {
-      if (entry.tensor.is_same(parameter)) names.push_back(entry.names.front());
+      if (!entry.tensor.is_same(parameter)) continue;
+      // A second copy on one worker is a parameter with its own state.
+      const bool taken = std::find(names.begin(), names.end(), entry.names.front()) != names.end();
+      names.push_back(taken ? entry.names.back() : entry.names.front());
     }
   }
   return names;

@@ -28,7 +28,7 @@ struct NotSent {
 };
 
 using StepEvent = std::variant<StepBegin, Activations, Gradients, StepFailed, PartDone, StepClosed, Credit,
-                               Departure, NotSent>;
+                               TiedGradient, Departure, NotSent>;
 
 /// The events of one pipeline on one worker: receiving threads put them in, the training thread takes them
 /// out. Thread-safe; never blocks.

@@ -31,6 +31,7 @@ void PipelineExtension::attach(rpc::Registrar& registrar) {
   queue_messages<PartDone>(registrar, router_);
   queue_messages<StepClosed>(registrar, router_);
   queue_messages<Credit>(registrar, router_);
+  queue_messages<TiedGradient>(registrar, router_);
   registrar.handle<AskState>(rpc::RunOn::kReceiver,
                              [router = router_](const rpc::CallInfo&, const AskState& ask) {
                                return router->find(ask.id.pipeline)->state(router->now());

@@ -117,6 +117,17 @@ struct Credit {
   std::int32_t micro_batch = 0;
 };
 
+/// The sum of a worker's gradients of a tied parameter; from the first worker of the tie, the sum of all.
+struct TiedGradient {
+  static constexpr wire::MessageType kType{0x0309};
+  static constexpr std::string_view kName = "pipeline.tied";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t tie = 0;     ///< index among the declared ties
+  std::int32_t worker = 0;  ///< the sender's index in the plan
+  at::Tensor gradient;      ///< may be undefined
+};
+
 /// What a worker of the pipeline does now.
 struct WorkerState {
   std::uint64_t step = 0;  ///< the current step, or the last one
@@ -177,6 +188,11 @@ template <>
 struct Wire<pipeline::Credit>
     : WireStruct<pipeline::Credit, "pipeline.Credit", &pipeline::Credit::id, &pipeline::Credit::micro_batch> {
 };
+template <>
+struct Wire<pipeline::TiedGradient>
+    : WireStruct<pipeline::TiedGradient, "pipeline.TiedGradient", &pipeline::TiedGradient::id,
+                 &pipeline::TiedGradient::tie, &pipeline::TiedGradient::worker,
+                 &pipeline::TiedGradient::gradient> {};
 template <>
 struct Wire<pipeline::WorkerState>
     : WireStruct<pipeline::WorkerState, "pipeline.WorkerState", &pipeline::WorkerState::step,

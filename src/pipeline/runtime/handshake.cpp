@@ -11,6 +11,7 @@
 #include "pipeline/layers/random.h"
 #include "pipeline/policies/tables.h"
 #include "pipeline/runtime/shared_tensors.h"
+#include "pipeline/runtime/ties.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -74,8 +75,8 @@ PlanRequest plan_request(const Layers& layers, const PipelineOptions& options) {
 }
 
 /// Text of everything that must be the same on all workers.
-std::string fingerprint(const PlanRequest& request, const PipelineOptions& options) {
-  std::string text = fmt::format("layers {}\n", fmt::join(request.layers, ", "));
+std::string fingerprint(const PlanRequest& request, const Layers& layers, const PipelineOptions& options) {
+  std::string text = fmt::format("layers {}\n{}", fmt::join(request.layers, ", "), to_text(layers.ties()));
   for (const PlanRequest::Use& use : request.uses) {
     text += fmt::format("use of layer {} method '{}' stashes {} pops {} space '{}'\n", use.layer, use.method,
                         use.stashes, use.pops, use.space);
@@ -206,7 +207,7 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   fill_in(worker, layers.specs().size(), options);
   const PlanRequest request = plan_request(layers, options);
   // First, because what follows may throw on one worker only.
-  const std::uint64_t seed = agree(worker, fingerprint(request, options), options);
+  const std::uint64_t seed = agree(worker, fingerprint(request, layers, options), options);
   check(options);
   Plan plan = make_plan(request);
   LocalPipeline local{worker, std::move(options), std::move(plan)};
@@ -215,11 +216,13 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   for (const std::string& name : local.plan.workers)
     local.ranks.push_back(worker.info(Destination(name)).rank);
   local.uses = layers.uses();
+  local.declared_ties = layers.ties();
   auto opened = worker.extension<PipelineExtension>().router()->open(
       local.options.name, fmt::format("{}", fmt::join(local.plan.workers, "\n")), worker.endpoint()->host());
   local.id = opened.id;
   local.event_queue = std::move(opened.event_queue);
   build_together(layers, seed, local);
+  local.ties = make_ties(local, layers);
   agree_on_custom_schedule(local);
   Log& log = worker.runtime().log;
   if (log.enabled(LogLevel::kDebug)) {

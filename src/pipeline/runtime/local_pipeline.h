@@ -23,6 +23,13 @@ struct SharedConstant {
   std::string holders;  ///< all layers that hold it, for an error
 };
 
+/// A parameter that several layers have copies of.
+struct Tie {
+  std::string name;                ///< of the first copy, for errors
+  std::vector<int> workers;        ///< those with copies, by index; the first one sums their gradients
+  std::vector<at::Tensor> copies;  ///< of this worker
+};
+
 /// One worker's part of a pipeline: the plan, and the layers that this worker owns. Constant after creation.
 struct LocalPipeline {
   Worker worker;
@@ -33,6 +40,8 @@ struct LocalPipeline {
   std::vector<LayerUse> uses = {};        ///< by order
   std::vector<BuiltLayer> layers = {};    ///< by layer; empty for layers of other workers
   std::vector<SharedConstant> constants = {};
+  std::vector<std::vector<TiedParameter>> declared_ties = {};
+  std::vector<Tie> ties = {};  ///< by declared tie
   std::uint64_t id = 0;
   std::shared_ptr<EventQueue> event_queue = {};
 

@@ -1,5 +1,6 @@
 #include "pipeline/runtime/shared_tensors.h"
 
+#include <algorithm>
 #include <charconv>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -14,10 +15,13 @@ namespace {
 struct Held {
   std::int64_t id = 0;
   bool learns = false;
+  bool tied = false;  ///< by Layers::tie(): the copies may differ between steps
   std::string name;   ///< in its layer
   std::string owner;  ///< "layer 'Linear' (order 3, stage 1 on 'worker1')"
 
-  std::string line() const { return fmt::format("{}\t{}\t{}\t{}\n", id, learns ? 1 : 0, name, owner); }
+  std::string line() const {
+    return fmt::format("{}\t{}\t{}\t{}\n", id, tied ? 2 : learns ? 1 : 0, name, owner);
+  }
 };
 
 std::vector<Held> parse(const std::string& report) {
@@ -28,6 +32,7 @@ std::vector<Held> parse(const std::string& report) {
     Held held;
     std::from_chars(report.data() + begin, report.data() + first, held.id);
     held.learns = report[first + 1] == '1';
+    held.tied = report[first + 1] == '2';
     held.name = report.substr(second + 1, third - second - 1);
     held.owner = report.substr(third + 1, end - third - 1);
     all.push_back(std::move(held));
@@ -40,6 +45,15 @@ std::string text_of(const std::vector<Held>& holders) {
   std::vector<std::string> texts;
   for (const Held& held : holders) texts.push_back(fmt::format("'{}' of {}", held.name, held.owner));
   return fmt::format("{}", fmt::join(texts, " and "));
+}
+
+bool is_tied(const LocalPipeline& local, std::size_t layer, const std::string& name) {
+  for (const auto& tie : local.declared_ties) {
+    for (const TiedParameter& parameter : tie) {
+      if (static_cast<std::size_t>(parameter.layer) == layer && parameter.name == name) return true;
+    }
+  }
+  return false;
 }
 
 int first_order(const Plan& plan, int layer) {
@@ -99,7 +113,7 @@ std::string SharedTensors::report(const LocalPipeline& local) const {
     const auto add = [&](const std::string& name, const at::Tensor& tensor) {
       const Extent* known = find(extent_of(tensor));
       if (known == nullptr || !shared_.contains(known->id) || !reported.insert(known->id).second) return;
-      text += Held{known->id, tensor.requires_grad(), name, owner}.line();
+      text += Held{known->id, tensor.requires_grad(), is_tied(local, layer, name), name, owner}.line();
     };
     for (const auto& parameter : module->named_parameters()) add(parameter.key(), parameter.value());
     for (const auto& buffer : module->named_buffers()) add(buffer.key(), buffer.value());
@@ -121,18 +135,21 @@ std::vector<SharedConstant> check_shared_tensors(const LocalPipeline& local,
   std::map<std::string, std::string> constant;  // name and owner -> all holders
   for (const auto& [id, all] : holders) {
     if (workers[id].size() < 2) continue;
+    const bool tied = std::all_of(all.begin(), all.end(), [](const Held& held) { return held.tied; });
+    if (tied) continue;
     bool learns = false;
-    for (const Held& held : all) learns = learns || held.learns;
+    for (const Held& held : all) learns = learns || held.learns || held.tied;
     if (learns) untied.push_back(text_of(all));
     for (const Held& held : all) constant.emplace(held.owner + '\t' + held.name, text_of(all));
   }
   if (!untied.empty()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("layers of pipeline '{}' on different workers share a parameter: {}. Each worker "
-                            "would train its own copy: give these stages one owner "
-                            "(PipelineOptions::workers), or make them uses of one layer: "
-                            "Layers::reuse(first, \"name\", &Class::method)",
-                            local.options.name, fmt::join(untied, "; ")));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("layers of pipeline '{}' on different workers share a parameter: {}. Each worker "
+                    "would train its own copy: tie all of them (Layers::tie), give these stages one owner "
+                    "(PipelineOptions::workers), or make them uses of one layer: "
+                    "Layers::reuse(first, \"name\", &Class::method)",
+                    local.options.name, fmt::join(untied, "; ")));
   }
   std::vector<SharedConstant> mine;
   for (std::size_t layer = 0; layer < local.layers.size() && !constant.empty(); ++layer) {

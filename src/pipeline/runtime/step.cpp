@@ -22,13 +22,16 @@ Step::Step(const LocalPipeline& local, StepWork work)
       input_(local, work_.begin, std::move(work_.input)),
       output_(split_.micro_batches()),
       record_(local, work_.begin),
-      closing_(local, work_.begin.id) {
+      closing_(local, work_.begin.id),
+      tied_(local, work_.begin.id) {
   if (!local_.owns_layer_range(0)) return;
   for (int i = 0; i < split_.micro_batches(); ++i) passes_.deliver(kOutside, i, input_.micro_batch(i));
 }
 
 void Step::run_part(bool backwards) {
   if (backwards) actions_.begin_backwards();
+  const bool learns = backwards || work_.begin.kind == StepKind::kTrain;
+  if (learns) tied_.begin();
   while (actions_.any_left()) {
     take_events();
     if (const auto action = actions_.next()) {
@@ -38,6 +41,16 @@ void Step::run_part(bool backwards) {
     }
   }
   constants_.check();
+  if (learns) sum_tied_gradients();
+}
+
+void Step::sum_tied_gradients() {
+  tied_.send();
+  while (!tied_.complete()) {
+    take_events();
+    if (!tied_.complete()) wait();
+  }
+  tied_.finish();
 }
 
 void Step::run(const Action& action) {
@@ -159,8 +172,9 @@ void Step::wait() {
     arrival.wait(watch_.patience());
   } catch (const Error& error) {
     if (arrival.done() || error.kind() != ErrorKind::kTimedOut) throw;
-    const std::string waiting_for =
-        actions_.any_left() ? passes_.waiting_for() : "the other workers to end their parts";
+    const std::string waiting_for = actions_.any_left() ? passes_.waiting_for()
+                                    : tied_.complete()  ? "the other workers to end their parts"
+                                                        : "the gradients of tied parameters";
     if (const auto stall = watch_.look(step_id().step, waiting_for)) throw *stall;
   }
 }
@@ -177,6 +191,8 @@ void Step::take_events() {
           using T = std::remove_cvref_t<decltype(held)>;
           if constexpr (std::is_same_v<T, Credit>) {
             actions_.credit();
+          } else if constexpr (std::is_same_v<T, TiedGradient>) {
+            tied_.accept(held);
           } else if constexpr (std::is_same_v<T, PartDone>) {
             closing_.add(held);
           } else if constexpr (std::is_same_v<T, StepClosed>) {

@@ -10,6 +10,7 @@
 #include "pipeline/runtime/step_output.h"
 #include "pipeline/runtime/step_passes.h"
 #include "pipeline/runtime/step_record.h"
+#include "pipeline/runtime/tied_gradients.h"
 
 namespace torchspan::pipeline {
 
@@ -53,6 +54,7 @@ class Step {
   void run_backward(const schedule::Action& action);
   void run_weight_gradient(int range, int micro_batch);
   void hold_first_backward();
+  void sum_tied_gradients();
   bool recompute_ahead();
   void wait();
   void take_events();
@@ -70,6 +72,7 @@ class Step {
   StepOutput output_;
   StepRecord record_;
   StepClosing closing_;
+  TiedGradients tied_;
   bool backwards_begun_ = false;
   double loss_ = 0;
 };

@@ -1,0 +1,124 @@
+#include "pipeline/runtime/tied_gradients.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <utility>
+
+#include <torch/csrc/autograd/grad_mode.h>
+
+namespace torchspan::pipeline {
+namespace {
+
+/// The sum of two gradients of one parameter; either may be undefined or sparse.
+at::Tensor sum_of_gradients(at::Tensor a, const at::Tensor& b) {
+  if (!a.defined() || !b.defined()) return a.defined() ? std::move(a) : b;
+  return a.is_sparse() && !b.is_sparse() ? b + a : a + b;
+}
+
+}  // namespace
+
+TiedGradients::TiedGradients(const LocalPipeline& local, StepId id)
+    : local_(local), id_(id), exchanges_(local.ties.size()) {}
+
+TiedGradients::~TiedGradients() {
+  if (!begun_) return;
+  for (std::size_t tie = 0; tie < exchanges_.size(); ++tie) {
+    const std::vector<at::Tensor>& before = exchanges_[tie].before;
+    for (std::size_t copy = 0; copy < before.size(); ++copy) {
+      if (before[copy].defined()) local_.ties[tie].copies[copy].mutable_grad() = before[copy];
+    }
+  }
+}
+
+void TiedGradients::begin() {
+  begun_ = true;
+  for (std::size_t tie = 0; tie < exchanges_.size(); ++tie) {
+    for (const at::Tensor& copy : local_.ties[tie].copies)
+      exchanges_[tie].before.push_back(std::exchange(copy.mutable_grad(), at::Tensor()));
+  }
+}
+
+void TiedGradients::send() {
+  const torch::NoGradGuard no_grad;
+  for (std::size_t tie = 0; tie < exchanges_.size(); ++tie) {
+    const Tie& local_tie = local_.ties[tie];
+    if (local_tie.copies.empty()) continue;
+    at::Tensor mine;
+    for (const at::Tensor& copy : local_tie.copies)
+      mine = sum_of_gradients(std::move(mine), std::exchange(copy.mutable_grad(), at::Tensor()));
+    const int first = local_tie.workers.front();
+    if (first == local_.me) {
+      add_part(tie, local_.me, std::move(mine));
+    } else {
+      local_.post_to(first, TiedGradient{id_, static_cast<std::int32_t>(tie), local_.me, std::move(mine)});
+    }
+  }
+}
+
+void TiedGradients::accept(TiedGradient& event) {
+  const auto tie = static_cast<std::size_t>(event.tie);
+  const bool known = event.tie >= 0 && tie < exchanges_.size() && !local_.ties[tie].copies.empty();
+  const std::vector<int> none;
+  const std::vector<int>& workers = known ? local_.ties[tie].workers : none;
+  const bool sent_by_it = std::find(workers.begin(), workers.end(), event.worker) != workers.end() &&
+                          event.worker != local_.me &&
+                          (workers.front() == local_.me || workers.front() == event.worker);
+  const bool fits = sent_by_it && (!event.gradient.defined() ||
+                                   event.gradient.sizes() == local_.ties[tie].copies.front().sizes());
+  if (!fits) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a gradient of tied parameter {} from worker {} does not belong to "
+                            "this worker",
+                            event.tie, event.worker));
+  }
+  if (workers.front() == local_.me) return add_part(tie, event.worker, std::move(event.gradient));
+  exchanges_[tie].sum = std::move(event.gradient);
+  exchanges_[tie].done = true;
+}
+
+void TiedGradients::add_part(std::size_t tie, int worker, at::Tensor gradient) {
+  const torch::NoGradGuard no_grad;
+  const Tie& local_tie = local_.ties[tie];
+  Exchange& exchange = exchanges_[tie];
+  exchange.parts[worker] = std::move(gradient);
+  if (exchange.parts.size() < local_tie.workers.size()) return;
+  for (const int one : local_tie.workers)
+    exchange.sum = sum_of_gradients(std::move(exchange.sum), exchange.parts.at(one));
+  exchange.parts.clear();
+  exchange.done = true;
+  for (const int other : local_tie.workers) {
+    if (other != local_.me)
+      local_.post_to(other, TiedGradient{id_, static_cast<std::int32_t>(tie), local_.me, exchange.sum});
+  }
+}
+
+bool TiedGradients::complete() const {
+  for (std::size_t tie = 0; tie < exchanges_.size(); ++tie) {
+    if (!local_.ties[tie].copies.empty() && !exchanges_[tie].done) return false;
+  }
+  return true;
+}
+
+void TiedGradients::finish() {
+  const torch::NoGradGuard no_grad;
+  begun_ = false;
+  for (std::size_t tie = 0; tie < exchanges_.size(); ++tie) {
+    const at::Tensor& sum = exchanges_[tie].sum;
+    for (std::size_t copy = 0; copy < local_.ties[tie].copies.size(); ++copy) {
+      at::Tensor before = std::move(exchanges_[tie].before[copy]);
+      at::Tensor& field = local_.ties[tie].copies[copy].mutable_grad();
+      if (!sum.defined()) {
+        field = std::move(before);
+      } else if (!before.defined()) {
+        field = sum.clone();  // an optimizer may change it in place
+      } else if (before.is_sparse() && !sum.is_sparse()) {
+        field = sum + before;
+      } else {
+        field = before.add_(sum);
+      }
+    }
+    exchanges_[tie] = Exchange();
+  }
+}
+
+}  // namespace torchspan::pipeline
