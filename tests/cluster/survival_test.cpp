@@ -102,8 +102,10 @@ struct Death {
     step = std::stoll(text.substr(place + 1));
   }
   void at(const std::string& where, std::int64_t number) const {
-    if (where == phase && number >= step && !std::exchange(done, true))
+    if (where == phase && number >= step && !std::exchange(done, true)) {
+      if (text_of("TEST_SIGNAL") == "throw") throw std::runtime_error("the program of this rank failed");
       ::kill(getpid(), text_of("TEST_SIGNAL") == "stop" ? SIGSTOP : SIGKILL);
+    }
   }
   std::string phase;
   std::int64_t step = 0;
@@ -136,6 +138,7 @@ std::size_t ready_count(const std::string& folder) {
 /// Gives replacements time to start while ranks are missing.
 void await_missing_ranks(Executor& executor, const std::string& folder, const ElasticStep& step) {
   if (step.rank != 0 || step.size == kRanks || step.number % kGate != 0) return;
+  if (text_of("TEST_SIGNAL") == "throw") return;  // nothing replaces it
   const std::size_t before = ready_count(folder);
   const Deadline limit = executor.deadline_in(text_of("TEST_SIGNAL") == "stop" ? seconds(2) : seconds(10));
   while (ready_count(folder) == before && !limit.passed(executor.now())) executor.sleep(milliseconds(5));
@@ -161,33 +164,37 @@ void train() {
   std::int64_t applied = 0;
   Trap trap{death, applied};
   ElasticOptions options = training_options();
+  if (with_norm) options.samples = 96;  // a batch norm needs two values
   if (text_of("TEST_SIGNAL") == "stop") options.step_timeout = seconds(3);
+  if (text_of("TEST_MIN") == "4") {
+    options.min_ranks = 4;
+    options.too_few_limit = seconds(1);
+  }
   ElasticTrainer trainer(session, net, options);
   trainer.add("trap", trap);
   trainer.add("optimizer", optimizer);
   std::ofstream log(fmt::format("{}/log-{}-{}", folder, session.rank(), getpid()));
   std::ofstream(fmt::format("{}/ready-{}", folder, getpid())) << "ready";
-  const bool complete = trainer.run(
-      steps,
-      [&](auto& model, const ElasticStep& step) {
-        await_missing_ranks(session.runtime().executor, folder, step);
-        death.at("forward", step.number);
-        torch::Tensor loss = loss_of(model, step);
-        loss.register_hook([&](const torch::Tensor&) { death.at("backward", step.number); });
-        loss.backward();
-        death.at("vote", step.number);
-      },
-      [&](const ElasticStep& step) {
-        require(step.number == applied, "steps are applied in order, each once");
-        optimizer.step();
-        ++applied;
-        log << fmt::format("{} {} {}", step.number, step.generation, step.size) << std::endl;
-        death.at("apply", step.number);
-      });
+  const auto body = [&](auto& model, const ElasticStep& step) {
+    await_missing_ranks(session.runtime().executor, folder, step);
+    death.at("forward", step.number);
+    torch::Tensor loss = loss_of(model, step);
+    loss.register_hook([&](const torch::Tensor&) { death.at("backward", step.number); });
+    loss.backward();
+    death.at("vote", step.number);
+  };
+  const auto apply = [&](const ElasticStep& step) {
+    require(step.number == applied, "steps are applied in order, each once");
+    optimizer.step();
+    ++applied;
+    log << fmt::format("{} {} {}", step.number, step.generation, step.size) << std::endl;
+    death.at("apply", step.number);
+  };
+  if (text_of("TEST_TWICE") == "1") trainer.run(steps / 2, body, apply);
+  const bool complete = trainer.run(steps, body, apply);
   require(!complete || trainer.position().step == steps, "all steps are done");
   require(!complete || applied == steps, "the state came with its steps");
-  std::string state = digest_of(net);
-  if (with_norm) state += fmt::format("{}", net->norm->running_mean.sum().item<double>() > 0);
+  const std::string state = digest_of(net);
   if (complete) std::ofstream(fmt::format("{}/final-{}-{}", folder, session.rank(), getpid())) << state;
   shut_down(session);
 }
@@ -254,7 +261,9 @@ class Survival {
         living_.erase(rank);
         if (process->exit_code() == 128 + SIGKILL) {
           ++kills_;
-          start(rank);
+          if (restarts_) start(rank);
+        } else if (process->exit_code() == 1) {
+          failures_.push_back(process->output());
         } else {
           ASSERT_EQ(process->exit_code(), 0) << "rank " << rank << ":\n" << process->output();
         }
@@ -322,6 +331,9 @@ class Survival {
   ProcessWorld& world() { return world_; }
   std::map<int, Process*>& living() { return living_; }
   int kills() const { return kills_; }
+  /// Output of the processes whose program failed.
+  const std::vector<std::string>& failures() const { return failures_; }
+  void restart_nothing() { restarts_ = false; }
 
  private:
   ProcessWorld world_;
@@ -330,6 +342,8 @@ class Survival {
   std::map<std::string, std::string> variables_;
   std::map<int, Process*> living_;
   int kills_ = 0;
+  bool restarts_ = true;
+  std::vector<std::string> failures_;
 };
 
 TEST(Survival, TrainsAsOneProcessDoes) {
@@ -352,6 +366,36 @@ TEST(Survival, GoesOnAfterDeathsInATransfer) {
   survival.supervise();
   EXPECT_EQ(survival.kills(), 3);
   survival.expect_right_result();
+}
+
+TEST(Survival, GoesOnFromOneRunToTheNextWithBatchNorms) {
+  Survival survival(200, {{1, {"forward@45", "forward@130"}}, {2, {"vote@75"}}},
+                    {{"TEST_TWICE", "1"}, {"TEST_NORM", "1"}});
+  survival.supervise();
+  EXPECT_EQ(survival.kills(), 3);
+  const auto finals = survival.finals();
+  EXPECT_EQ(finals.size(), static_cast<std::size_t>(kRanks));
+  for (const std::string& state : finals) EXPECT_EQ(state, finals.front());
+  EXPECT_EQ(survival.sizes().size(), 200u);
+}
+
+TEST(Survival, GoesOnWithoutARankWhoseProgramThrows) {
+  Survival survival(100, {{2, {"vote@30"}}}, {{"TEST_SIGNAL", "throw"}});
+  survival.supervise();
+  ASSERT_EQ(survival.failures().size(), 1u) << survival.failures().back();
+  EXPECT_THAT(survival.failures()[0], ::testing::HasSubstr("the program of this rank failed"));
+  EXPECT_EQ(survival.sizes().back(), 3);
+  survival.expect_right_result(3);
+}
+
+TEST(Survival, EndsWithAnErrorBelowTheLeastNumberOfRanks) {
+  Survival survival(100, {{2, {"forward@30"}}}, {{"TEST_MIN", "4"}});
+  survival.restart_nothing();
+  survival.supervise();
+  ASSERT_EQ(survival.failures().size(), 3u);
+  for (const std::string& text : survival.failures()) {
+    EXPECT_THAT(text, ::testing::HasSubstr("only 3 ranks can train, and min_ranks is 4: rank 2: worker2"));
+  }
 }
 
 TEST(Survival, GoesOnAfterKillsAtRandomMoments) {

@@ -53,14 +53,14 @@ struct Wire<elastic::AskAwaited>
 template <>
 struct Wire<elastic::Report>
     : WireStruct<elastic::Report, "elastic.Report", &elastic::Report::generation, &elastic::Report::committed,
-                 &elastic::Report::holds_state, &elastic::Report::prepared, &elastic::Report::finished,
+                 &elastic::Report::holds_state, &elastic::Report::prepared, &elastic::Report::target,
                  &elastic::Report::min_ranks, &elastic::Report::late_limit, &elastic::Report::too_few_limit> {
 };
 template <>
 struct Wire<elastic::Generation>
     : WireStruct<elastic::Generation, "elastic.Generation", &elastic::Generation::number,
-                 &elastic::Generation::step, &elastic::Generation::ranks, &elastic::Generation::holders,
-                 &elastic::Generation::complete> {};
+                 &elastic::Generation::step, &elastic::Generation::target, &elastic::Generation::ranks,
+                 &elastic::Generation::holders, &elastic::Generation::complete> {};
 template <>
 struct Wire<elastic::GenerationAnswer>
     : WireStruct<elastic::GenerationAnswer, "elastic.GenerationAnswer",

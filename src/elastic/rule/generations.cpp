@@ -98,8 +98,9 @@ void Generations::decide(TimePoint now) {
 
 /// The next generation of the ranks that wait; nullopt if none of them has the state.
 std::optional<Generation> Generations::next() const {
-  Generation generation{
-      .number = current_.number + 1, .step = 0, .ranks = {}, .holders = {}, .complete = false};
+  Generation generation;
+  generation.number = current_.number + 1;
+  generation.target = most(&Report::target, /*largest=*/true);
   std::map<int, Report> trusted;
   for (const auto& [rank, report] : reports_) {
     generation.ranks.push_back(rank);
@@ -114,13 +115,11 @@ std::optional<Generation> Generations::next() const {
     return one.second.prepared && one.second.committed == generation.step;
   });
   if (all_prepared) ++generation.step;
-  bool finished = true;
   for (const auto& [rank, report] : trusted) {
     const bool applies = report.prepared && report.committed + 1 == generation.step;
     if (report.committed == generation.step || applies) generation.holders.push_back(rank);
-    finished = finished && report.finished;
   }
-  generation.complete = finished && generation.holders == generation.ranks;
+  generation.complete = generation.holders == generation.ranks && generation.step >= generation.target;
   return generation;
 }
 

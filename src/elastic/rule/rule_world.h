@@ -58,6 +58,12 @@ class RuleWorld {
     std::uint64_t digest = 0;  ///< of its parameters
     std::uint64_t gradient = 0;
     std::uint64_t call = 0;  ///< of its latest report
+
+    void begin(Phase next) {
+      phase = next;
+      ++operation;
+      contributed = false;
+    }
   };
   /// A collective operation of one generation.
   struct Operation {
@@ -82,17 +88,14 @@ class RuleWorld {
   void adopt(int rank, const Generation& generation);
   void after_vote(int rank, const Operation& vote);
   void begin_step(int rank);
-  void next_operation(int rank, Phase phase);
   void fail_operation(int rank);
   void deliver(Message message);
   void check(const Process& process, int rank);
   std::string describe() const;
   bool is_complete(int rank, const Operation& operation) const;
-  bool is_broken(const Generation& generation) const { return broken_.contains(generation.number); }
   /// A random rank with `condition`; -1: none.
   template <class Condition>
   int pick(Condition condition);
-  static std::uint64_t mix(std::uint64_t a, std::uint64_t b);
 
   std::mt19937_64 random_;
   const std::int64_t target_;

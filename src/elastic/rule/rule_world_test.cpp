@@ -10,6 +10,11 @@ namespace {
 
 constexpr Duration kLateLimit = std::chrono::seconds(10);
 
+std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
+  const std::uint64_t value = (a ^ (b + 0x9e3779b97f4a7c15u + (a << 6))) * 0xbf58476d1ce4e5b9u;
+  return value ^ (value >> 29);
+}
+
 }  // namespace
 
 RuleWorld::RuleWorld(int ranks, std::uint64_t seed, std::int64_t target)
@@ -39,11 +44,6 @@ RuleWorld::RuleWorld(int ranks, std::uint64_t seed, std::int64_t target)
   for (int rank = 0; rank < ranks; ++rank) start(rank);
 }
 
-std::uint64_t RuleWorld::mix(std::uint64_t a, std::uint64_t b) {
-  std::uint64_t value = (a ^ (b + 0x9e3779b97f4a7c15u + (a << 6))) * 0xbf58476d1ce4e5b9u;
-  return value ^ (value >> 29);
-}
-
 template <class Condition>
 int RuleWorld::pick(Condition condition) {
   std::vector<int> ranks;
@@ -65,7 +65,7 @@ void RuleWorld::send_report(int rank) {
   Process& process = processes_[rank];
   process.phase = Phase::kWaiting;
   Report report = process.participant.report();
-  report.finished = report.holds_state && report.committed >= target_;
+  report.target = target_;
   report.late_limit = kLateLimit;
   report.too_few_limit = kLateLimit;
   messages_.push_back(
@@ -148,7 +148,7 @@ void RuleWorld::end_process(int rank) {
 /// Whether the rank's next operation does not wait for others.
 bool RuleWorld::can_run(int rank, const Process& process) const {
   if (process.phase < Phase::kForming || process.phase > Phase::kVoting) return false;
-  if (!process.contributed || is_broken(process.generation)) return true;
+  if (!process.contributed || broken_.contains(process.generation.number)) return true;
   return is_complete(rank, operations_.at({process.generation.number, process.operation}));
 }
 
@@ -157,7 +157,7 @@ void RuleWorld::run(int rank) {
   Operation& operation = operations_[{process.generation.number, process.operation}];
   if (!process.contributed) return contribute(rank, operation);
   const bool complete = is_complete(rank, operation);
-  if (is_broken(process.generation)) {
+  if (broken_.contains(process.generation.number)) {
     // A rank may have the result of a complete operation before it learns of the death, or not.
     if (!complete || random_() % 2 == 0) return fail_operation(rank);
   }
@@ -181,25 +181,18 @@ void RuleWorld::contribute(int rank, Operation& operation) {
   if (rank == process.generation.ranks.front() && table_.is_awaited()) operation.regroup = true;
 }
 
-void RuleWorld::next_operation(int rank, Phase phase) {
-  processes_[rank].phase = phase;
-  ++processes_[rank].operation;
-  processes_[rank].contributed = false;
-}
-
 void RuleWorld::begin_step(int rank) {
   Process& process = processes_[rank];
   if (process.participant.committed() >= target_) return send_report(rank);
   process.fails = false;
-  next_operation(rank, Phase::kReducing);
+  process.begin(Phase::kReducing);
 }
 
 void RuleWorld::take_result(int rank, Operation& operation) {
   Process& process = processes_[rank];
   switch (process.phase) {
     case Phase::kForming:
-      if (process.generation.holders != process.generation.ranks)
-        return next_operation(rank, Phase::kCopying);
+      if (process.generation.holders != process.generation.ranks) return process.begin(Phase::kCopying);
       return begin_step(rank);
     case Phase::kCopying:
       if (!process.participant.holds_state()) {
@@ -212,7 +205,7 @@ void RuleWorld::take_result(int rank, Operation& operation) {
       // The gradients depend on the ranks and on their state.
       process.gradient = process.generation.number;
       for (const auto& [other, value] : operation.values) process.gradient = mix(process.gradient, value);
-      return next_operation(rank, Phase::kVoting);
+      return process.begin(Phase::kVoting);
     default:
       return after_vote(rank, operation);
   }
@@ -258,16 +251,14 @@ void RuleWorld::deliver(Message message) {
 
 void RuleWorld::adopt(int rank, const Generation& generation) {
   Process& process = processes_[rank];
-  if (generation.complete) {
-    process.phase = Phase::kDone;
-    if (!std::binary_search(generation.ranks.begin(), generation.ranks.end(), rank))
-      process.phase = Phase::kLeft;
+  if (generation.complete && !std::binary_search(generation.ranks.begin(), generation.ranks.end(), rank)) {
+    process.phase = Phase::kLeft;
     return;
   }
   process.generation = generation;
   process.operation = 0;
   process.contributed = false;
-  process.phase = Phase::kForming;
+  process.phase = generation.complete ? Phase::kDone : Phase::kForming;
   if (process.participant.adopt(generation, rank) == Participant::Adoption::kApply)
     process.digest = mix(process.digest, process.gradient);
   if (process.participant.holds_state()) check(process, rank);

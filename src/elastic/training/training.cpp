@@ -11,7 +11,7 @@
 #include <torchspan/detail/elastic/training.h>
 
 #include "elastic/coordinator/generation_client.h"
-#include "elastic/data/sample_dealer.h"
+#include "elastic/data/step_cursor.h"
 #include "elastic/rule/participant.h"
 #include "elastic/training/buffer_copies.h"
 #include "elastic/training/team.h"
@@ -53,23 +53,24 @@ class Training::Impl {
         options_(std::move(options)),
         client_(worker, options_.name),
         participant_(options_.start.step),
-        position_(options_.start),
-        dealer_(options_),
+        cursor_(options_),
         buffers_(*module_) {}
 
   void add(std::string name, checkpoint::SourcePtr source) { state_.add(std::move(name), std::move(source)); }
-  const ElasticPosition& position() const { return position_; }
+  const ElasticPosition& position() const { return cursor_.position(); }
 
   bool run(std::int64_t steps, Replica replica) {
     replica_ = std::move(replica);
     try {
       for (;;) {
-        const bool finished = participant_.holds_state() && position_.step >= steps;
+        const bool finished = participant_.holds_state() && position().step >= steps;
         if (team_ && !finished) {
           run_step();
           continue;
         }
-        if (const auto complete = regroup(finished)) {
+        // The other ranks are in a later run(), which this rank's program reaches next.
+        if (team_ && finished && members_.target > position().step) return true;
+        if (const auto complete = regroup(steps)) {
           end_team();
           replica_ = {};
           return *complete;
@@ -83,9 +84,9 @@ class Training::Impl {
 
  private:
   /// Enters the next generation. Returns whether this rank has the final state, if training is complete.
-  std::optional<bool> regroup(bool finished) {
+  std::optional<bool> regroup(std::int64_t steps) {
     Report report = participant_.report();
-    report.finished = finished;
+    report.target = steps;
     report.min_ranks = options_.min_ranks;
     // A rank that computes or waits for others notices within step_timeout that its generation has ended.
     report.late_limit = options_.step_timeout + kReportTime;
@@ -118,7 +119,6 @@ class Training::Impl {
         break;
     }
     buffers_.forget();
-    step_.reset();
     log(generation);
   }
 
@@ -133,28 +133,28 @@ class Training::Impl {
   void begin_team(Generation generation) {
     members_ = generation;
     team_ = std::make_unique<Team>(make_group_, options_, std::move(generation), worker_.runtime().executor);
-    team_->copy_state(state_, position_);
-    team_->compare(*module_, buffers_.buffers(), position_);
+    ElasticPosition position = cursor_.position();
+    team_->copy_state(state_, position);
+    cursor_.move_to(position);
+    team_->compare(*module_, buffers_.buffers(), position);
     replica_.wrap(team_->group());
     participant_.copied();
   }
 
   void run_step() {
     const collective::Group& group = team_->group();
-    step_ = dealer_.deal(position_, group.rank(), group.size());
-    step_->generation = team_->generation().number;
-    after_ = dealer_.after(position_, group.size());
+    const ElasticStep& step = cursor_.begin(group.rank(), group.size(), members_.number);
     drop_gradients();
     buffers_.take();
     std::exception_ptr failure;
     try {
-      replica_.body(*step_);
+      replica_.body(step);
     } catch (...) {
       failure = std::current_exception();
       if (is_of_group()) return break_team(failure);
     }
     Team::Vote vote{
-        .failed = failure != nullptr, .regroup = client_.is_awaited(members_), .step = position_.step};
+        .failed = failure != nullptr, .regroup = client_.is_awaited(members_), .step = position().step};
     if (!failure) participant_.prepare();
     try {
       vote = team_->vote(vote);
@@ -171,13 +171,12 @@ class Training::Impl {
     participant_.commit();
     apply();
     buffers_.forget();
-    step_.reset();
   }
 
   /// Runs once for each committed step.
   void apply() {
-    replica_.apply(*step_);
-    position_ = after_;
+    replica_.apply(cursor_.step());
+    cursor_.advance();
   }
 
   /// The group works, but a rank's program failed. That rank leaves; the others wait for its end.
@@ -251,14 +250,12 @@ class Training::Impl {
   const ElasticOptions options_;
   GenerationClient client_;
   Participant participant_;
-  ElasticPosition position_, after_;
-  SampleDealer dealer_;
+  StepCursor cursor_;
   BufferCopies buffers_;
   TrackedState state_;
   Replica replica_;
   Generation members_;
   std::unique_ptr<Team> team_, former_;
-  std::optional<ElasticStep> step_;
   int remote_failures_ = 0;
 };
 
