@@ -23,7 +23,7 @@ constexpr int kMostAttempts = 8;
 /// Makes the group. The membership counts the rounds of each set of ranks. A rank that missed rounds in which the others
 /// timed out fails at once in each of them; then it is in step with the others again.
 collective::Group make_team_group(const Training::MakeGroup& make_group, const ElasticOptions& options,
-                                  const Generation& generation, Executor& executor) {
+                                  const quorum::Generation& generation, Executor& executor) {
   collective::GroupOptions group = options.group;
   group.ranks = generation.ranks;
   group.timeout = options.step_timeout;
@@ -49,8 +49,8 @@ std::uint64_t digest_of(const torch::nn::Module& module) {
 
 }  // namespace
 
-Team::Team(const Training::MakeGroup& make_group, const ElasticOptions& options, Generation generation,
-           Executor& executor)
+Team::Team(const Training::MakeGroup& make_group, const ElasticOptions& options,
+           quorum::Generation generation, Executor& executor)
     : generation_(std::move(generation)),
       group_(make_team_group(make_group, options, generation_, executor)) {}
 

@@ -10,7 +10,7 @@
 #include <torchspan/collective/group.h>
 #include <torchspan/detail/elastic/training.h>
 
-#include "elastic/rule/generation.h"
+#include "quorum/api/generation.h"
 
 namespace torch::nn {
 class Module;
@@ -24,10 +24,10 @@ class TrackedState;
 class Team {
  public:
   /// Collective.
-  Team(const Training::MakeGroup& make_group, const ElasticOptions& options, Generation generation,
+  Team(const Training::MakeGroup& make_group, const ElasticOptions& options, quorum::Generation generation,
        Executor& executor);
 
-  const Generation& generation() const { return generation_; }
+  const quorum::Generation& generation() const { return generation_; }
   const collective::Group& group() const { return group_; }
 
   /// Copies the state of the last holder to ranks without it; this rank's are its own, or written. Collective.
@@ -49,7 +49,7 @@ class Team {
   bool holds(int rank) const;
   int donor() const;  ///< the last holder, because rank 0 has other work; its rank in the group
 
-  const Generation generation_;
+  const quorum::Generation generation_;
   const collective::Group group_;
 };
 

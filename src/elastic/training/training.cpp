@@ -10,12 +10,12 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/elastic/training.h>
 
-#include "elastic/coordinator/generation_client.h"
 #include "elastic/data/step_cursor.h"
-#include "elastic/rule/participant.h"
 #include "elastic/training/buffer_copies.h"
 #include "elastic/training/team.h"
 #include "elastic/transfer/tracked_state.h"
+#include "quorum/api/generation_client.h"
+#include "quorum/api/participant.h"
 
 namespace torchspan::elastic {
 namespace {
@@ -85,13 +85,13 @@ class Training::Impl {
  private:
   /// Enters the next generation. Returns whether this rank has the final state, if training is complete.
   std::optional<bool> regroup(std::int64_t steps) {
-    Report report = participant_.report();
+    quorum::Report report = participant_.report();
     report.target = steps;
     report.min_ranks = options_.min_ranks;
     // A rank that computes or waits for others notices within step_timeout that its generation has ended.
     report.late_limit = options_.step_timeout + kReportTime;
     report.too_few_limit = options_.too_few_limit;
-    Generation generation = client_.next(report);
+    quorum::Generation generation = client_.next(report);
     const int rank = worker_.rank();
     const bool included = std::binary_search(generation.ranks.begin(), generation.ranks.end(), rank);
     if (generation.complete && !included) return false;
@@ -108,13 +108,13 @@ class Training::Impl {
   }
 
   /// Settles the interrupted step. Its gradients are in the memory of the old group, which still exists.
-  void adopt(const Generation& generation, int rank) {
+  void adopt(const quorum::Generation& generation, int rank) {
     switch (participant_.adopt(generation, rank)) {
-      case Participant::Adoption::kApply:
+      case quorum::Participant::Adoption::kApply:
         apply();
         break;
-      case Participant::Adoption::kDiscard:
-      case Participant::Adoption::kCopy:
+      case quorum::Participant::Adoption::kDiscard:
+      case quorum::Participant::Adoption::kCopy:
         buffers_.restore();
         break;
     }
@@ -122,7 +122,7 @@ class Training::Impl {
     log(generation);
   }
 
-  void log(const Generation& generation) {
+  void log(const quorum::Generation& generation) {
     Log& log = worker_.runtime().log;
     if (!log.enabled(LogLevel::kInfo)) return;
     log.info(fmt::format("generation {} of '{}': ranks {} after step {}, {} of them with its state",
@@ -130,7 +130,7 @@ class Training::Impl {
                          generation.holders.size()));
   }
 
-  void begin_team(Generation generation) {
+  void begin_team(quorum::Generation generation) {
     members_ = generation;
     team_ = std::make_unique<Team>(make_group_, options_, std::move(generation), worker_.runtime().executor);
     ElasticPosition position = cursor_.position();
@@ -248,13 +248,13 @@ class Training::Impl {
   const MakeGroup make_group_;
   const std::shared_ptr<torch::nn::Module> module_;
   const ElasticOptions options_;
-  GenerationClient client_;
-  Participant participant_;
+  quorum::GenerationClient client_;
+  quorum::Participant participant_;
   StepCursor cursor_;
   BufferCopies buffers_;
   TrackedState state_;
   Replica replica_;
-  Generation members_;
+  quorum::Generation members_;
   std::unique_ptr<Team> team_, former_;
   int remote_failures_ = 0;
 };

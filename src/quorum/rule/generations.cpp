@@ -1,10 +1,10 @@
-#include "elastic/rule/generations.h"
+#include "quorum/rule/generations.h"
 
 #include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 namespace {
 
 Deadline after(TimePoint now, Duration limit) {
@@ -143,4 +143,4 @@ std::string Generations::recent_ends() const {
   return texts.empty() ? "no rank ended" : fmt::format("{}", fmt::join(texts, "; "));
 }
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum

@@ -9,10 +9,10 @@
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/rpc/endpoint.h>
 
-#include "elastic/coordinator/messages.h"
-#include "elastic/rule/generations.h"
+#include "quorum/coordinator/messages.h"
+#include "quorum/rule/generations.h"
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 
 /// Rank 0's tables of generations, one for each trainer, with the calls that wait for their answers. Thread-safe.
 class Coordinator : public std::enable_shared_from_this<Coordinator> {
@@ -47,4 +47,4 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
   Deadline tick_at_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum

@@ -5,10 +5,10 @@
 #include <gtest/gtest.h>
 #include <random>
 
-#include "elastic/rule/rule_world.h"
+#include "quorum/rule/rule_world.h"
 #include "tests/support/environment.h"
 
-namespace torchspan::elastic::testing::rule_search_test {
+namespace torchspan::quorum::testing::rule_search_test {
 namespace {
 
 /// Weights of the actions; some schedules have no crashes, some no late ranks, so that failures that need neither show
@@ -59,4 +59,4 @@ TEST(CommitRule, KeepsAllRanksEqualUnderEverySchedule) {
 }
 
 }  // namespace
-}  // namespace torchspan::elastic::testing::rule_search_test
+}  // namespace torchspan::quorum::testing::rule_search_test

@@ -4,16 +4,16 @@
 
 #include <torchspan/detail/rpc/extension.h>
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 
 class Coordinator;
 
 /// On rank 0: decides for elastic trainers which ranks train together (docs/architecture/survival.md). A Session
 /// includes one.
-class ElasticExtension final : public rpc::Extension {
+class QuorumExtension final : public rpc::Extension {
  public:
-  ElasticExtension();
-  ~ElasticExtension() override;
+  QuorumExtension();
+  ~QuorumExtension() override;
   void attach(rpc::Registrar& registrar) override;
 
   /// On rank 0: whether a rank waits to join the trainer of this name.
@@ -23,4 +23,4 @@ class ElasticExtension final : public rpc::Extension {
   std::shared_ptr<Coordinator> coordinator_;
 };
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum

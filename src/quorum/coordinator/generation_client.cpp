@@ -1,13 +1,13 @@
-#include "elastic/coordinator/generation_client.h"
+#include "quorum/api/generation_client.h"
 
 #include <algorithm>
 #include <fmt/format.h>
 
-#include <torchspan/detail/elastic/extension.h>
+#include <torchspan/detail/quorum/extension.h>
 
-#include "elastic/coordinator/messages.h"
+#include "quorum/coordinator/messages.h"
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 namespace {
 
 constexpr Duration kRetryDelay = std::chrono::milliseconds(20);
@@ -23,7 +23,7 @@ Future<typename M::Reply> send_to_rank_0(rpc::Endpoint& endpoint, const M& messa
 
 GenerationClient::GenerationClient(const Worker& worker, std::string trainer)
     : worker_(worker), trainer_(std::move(trainer)) {
-  static_cast<void>(worker_.extension<ElasticExtension>());
+  static_cast<void>(worker_.extension<QuorumExtension>());
 }
 
 Generation GenerationClient::next(const Report& report) {
@@ -58,7 +58,7 @@ void GenerationClient::withdraw(const std::string& why) {
 }
 
 bool GenerationClient::is_awaited(const Generation& generation) {
-  if (worker_.rank() == 0) return worker_.extension<ElasticExtension>().is_awaited(trainer_);
+  if (worker_.rank() == 0) return worker_.extension<QuorumExtension>().is_awaited(trainer_);
   if (generation.ranks.front() != worker_.rank()) return false;
   if (asked_ && !asked_->done()) return false;
   const bool awaited = asked_ && !asked_->error() && asked_->wait();
@@ -72,4 +72,4 @@ bool GenerationClient::has_ended(const Generation& generation) const {
   });
 }
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum

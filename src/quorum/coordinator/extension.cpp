@@ -1,14 +1,14 @@
-#include <torchspan/detail/elastic/extension.h>
+#include <torchspan/detail/quorum/extension.h>
 #include <torchspan/rpc/worker.h>
 
-#include "elastic/coordinator/coordinator.h"
+#include "quorum/coordinator/coordinator.h"
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 
-ElasticExtension::ElasticExtension() = default;
-ElasticExtension::~ElasticExtension() = default;
+QuorumExtension::QuorumExtension() = default;
+QuorumExtension::~QuorumExtension() = default;
 
-void ElasticExtension::attach(rpc::Registrar& registrar) {
+void QuorumExtension::attach(rpc::Registrar& registrar) {
   coordinator_ = std::make_shared<Coordinator>(registrar.worker().endpoint()->weak_from_this());
   registrar.handle<AwaitGeneration>(
       rpc::RunOn::kPool,
@@ -29,8 +29,8 @@ void ElasticExtension::attach(rpc::Registrar& registrar) {
   });
 }
 
-bool ElasticExtension::is_awaited(const std::string& trainer) const {
+bool QuorumExtension::is_awaited(const std::string& trainer) const {
   return coordinator_->is_awaited(trainer);
 }
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum

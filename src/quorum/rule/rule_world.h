@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "elastic/rule/generations.h"
-#include "elastic/rule/participant.h"
+#include "quorum/api/participant.h"
+#include "quorum/rule/generations.h"
 
-namespace torchspan::elastic::testing {
+namespace torchspan::quorum::testing {
 
 /// The commit rule on a simulated cluster: the participants, rank 0's table, the messages between them, and
 /// collective operations that complete on some ranks only when a rank dies. Each action is one atomic step of one
@@ -114,4 +114,4 @@ class RuleWorld {
   std::string failure_;
 };
 
-}  // namespace torchspan::elastic::testing
+}  // namespace torchspan::quorum::testing

@@ -1,8 +1,8 @@
-#include "elastic/coordinator/coordinator.h"
+#include "quorum/coordinator/coordinator.h"
 
 #include <fmt/format.h>
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 
 std::shared_ptr<rpc::Endpoint> Coordinator::endpoint() const {
   auto endpoint = endpoint_.lock();
@@ -120,4 +120,4 @@ void Coordinator::tick() {
   settle(*endpoint);
 }
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum

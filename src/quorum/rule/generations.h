@@ -10,9 +10,9 @@
 
 #include <torchspan/core/error.h>
 
-#include "elastic/rule/generation.h"
+#include "quorum/api/generation.h"
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 
 /// Rank 0's table of generations: reports in, generations out. Decides the outcome of a step that was
 /// interrupted (docs/architecture/survival.md). Without I/O, clock and threads; for one thread at a time.
@@ -58,4 +58,4 @@ class Generations {
   bool state_lost_ = false;
 };
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum

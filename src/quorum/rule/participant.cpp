@@ -1,8 +1,8 @@
-#include "elastic/rule/participant.h"
+#include "quorum/api/participant.h"
 
 #include <algorithm>
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 
 void Participant::commit() {
   ++committed_;
@@ -29,4 +29,4 @@ Participant::Adoption Participant::adopt(const Generation& generation, int rank)
   return Adoption::kCopy;
 }
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum

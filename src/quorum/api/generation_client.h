@@ -5,14 +5,14 @@
 
 #include <torchspan/rpc/worker.h>
 
-#include "elastic/rule/generation.h"
+#include "quorum/api/generation.h"
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 
 /// A trainer's calls to rank 0.
 class GenerationClient {
  public:
-  /// Throws Error{kInvalid} if the worker has no ElasticExtension.
+  /// Throws Error{kInvalid} if the worker has no QuorumExtension.
   GenerationClient(const Worker& worker, std::string trainer);
 
   /// Waits for the next generation. Throws kDisconnected if rank 0 dies, and what rank 0 refuses with.
@@ -31,4 +31,4 @@ class GenerationClient {
   std::optional<Future<bool>> asked_;
 };
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum

@@ -1,9 +1,9 @@
 #pragma once
 #include <cstdint>
 
-#include "elastic/rule/generation.h"
+#include "quorum/api/generation.h"
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 
 /// One rank's part of the commit rule (docs/architecture/survival.md): which steps it has applied, and whether the
 /// outcome of the current one is open. A table without I/O; for one thread at a time.
@@ -43,4 +43,4 @@ class Participant {
   bool prepared_ = false;
 };
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum

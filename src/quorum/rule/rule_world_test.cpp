@@ -1,11 +1,11 @@
 // The simulated cluster of rule_world.h. Its tests are in rule_search_test.cpp.
-#include "elastic/rule/rule_world.h"
+#include "quorum/rule/rule_world.h"
 
 #include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-namespace torchspan::elastic::testing {
+namespace torchspan::quorum::testing {
 namespace {
 
 constexpr Duration kLateLimit = std::chrono::seconds(10);
@@ -301,4 +301,4 @@ std::string RuleWorld::describe() const {
                             fmt::join(table_.current().ranks, ","));
 }
 
-}  // namespace torchspan::elastic::testing
+}  // namespace torchspan::quorum::testing

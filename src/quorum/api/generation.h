@@ -4,7 +4,7 @@
 
 #include <torchspan/core/time.h>
 
-namespace torchspan::elastic {
+namespace torchspan::quorum {
 
 /// What a rank reports when it needs the next generation. It then takes part in no step until it has the answer.
 struct Report {
@@ -30,4 +30,4 @@ struct Generation {
   friend bool operator==(const Generation&, const Generation&) = default;
 };
 
-}  // namespace torchspan::elastic
+}  // namespace torchspan::quorum
