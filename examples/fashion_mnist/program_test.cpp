@@ -23,6 +23,7 @@ struct Outcome {
 };
 
 constexpr const char *kModelParallel = "fashion_mnist_model_parallel", *kDataParallel = "fashion_mnist_ddp";
+constexpr const char* kElastic = "fashion_mnist_elastic";
 
 class Program : public ::testing::Test {
  protected:
@@ -32,7 +33,7 @@ class Program : public ::testing::Test {
     const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
     const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
     for (std::string& word : command) {
-      if (word == "torchspan" || word == kModelParallel || word == kDataParallel)
+      if (word == "torchspan" || word == kModelParallel || word == kDataParallel || word == kElastic)
         word = binaries + "/" + word;
     }
     command.insert(command.end(), arguments.begin(), arguments.end());
@@ -71,6 +72,17 @@ TEST_F(Program, LearnsAcrossThreeWorkersAndReportsThePlacement) {
       << outcome.output;
   EXPECT_TRUE(std::regex_search(outcome.output, std::regex("worker2 +[0-9]+ +classifier +202122 +31 ")))
       << outcome.output;
+}
+
+TEST_F(Program, GoesOnWhenARankDiesAndTakesInItsReplacement) {
+  const Outcome outcome =
+      run({"torchspan", "run", "-n", "3", "--max-replacements", "3", kElastic},
+          {"--data", folder_.path(), "--batch", "16", "--epochs", "40", "--die-at", "30"});
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("step 0: 3 ranks"), HasSubstr("step 30: 2 ranks"),
+                                    HasSubstr("800 steps, 40 epochs")));
+  EXPECT_EQ(numbers_in(outcome.output, "step [0-9]+: ([0-9]) ranks").back(), 3) << outcome.output;
+  EXPECT_GE(accuracy_in(outcome.output), 90) << outcome.output;
 }
 
 TEST_F(Program, GivesTheSameResultAloneAsAcrossThreeWorkers) {

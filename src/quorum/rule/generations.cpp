@@ -60,7 +60,7 @@ void Generations::tick(TimePoint now) {
   refuse_all(
       Error(ErrorKind::kTimedOut,
             fmt::format("only {} rank{} can train, and min_ranks is {}: {}; restart the missing ranks sooner "
-                        "(torchspan run --replace), raise too_few_limit, or lower min_ranks",
+                        "(torchspan run --max-replacements), raise too_few_limit, or lower min_ranks",
                         reports_.size(), reports_.size() == 1 ? "" : "s", wanted, recent_ends())));
 }
 
