@@ -1,4 +1,8 @@
 #pragma once
+#include <chrono>
+#include <cstdint>
+#include <thread>
+
 #include <torchspan/pipeline/pipeline.h>
 
 #include "docs/snippets/modules.h"
@@ -17,3 +21,5 @@ TORCH_MODULE(Block);
 torch::Tensor loss_of(const torch::Tensor& output, const torch::Tensor& target);
 extern torchspan::pipeline::Pipeline& pipeline;
 extern torch::Tensor tokens, mask, labels;
+torchspan::pipeline::Layers make_layers();
+void train_step(torchspan::pipeline::Pipeline& pipe, torchspan::optim::Optimizer& optimizer, std::int64_t step);
