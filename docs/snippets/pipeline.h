@@ -1,5 +1,7 @@
 #pragma once
 #include <chrono>
+#include <cstdint>
+#include <thread>
 
 #include <torchspan/pipeline/pipeline.h>
 
@@ -21,3 +23,5 @@ TORCH_MODULE(Block);
 torch::Tensor loss_of(const torch::Tensor& output, const torch::Tensor& target);
 extern torchspan::pipeline::Pipeline& pipeline;
 extern torch::Tensor tokens, mask, labels;
+torchspan::pipeline::Layers make_layers();
+void train_step(torchspan::pipeline::Pipeline& pipe, torchspan::optim::Optimizer& optimizer, std::int64_t step);

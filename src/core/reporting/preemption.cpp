@@ -20,7 +20,7 @@
 namespace torchspan {
 namespace {
 
-constexpr std::string_view kPrefix = "torchspan-preempted 1 signal=";
+constexpr std::string_view kNoticePrefix = "torchspan-preempted 1 signal=";
 
 /// What the handler uses. Complete before it is published, and unpublished before it is destroyed.
 struct Target {
@@ -61,19 +61,20 @@ void on_signal(int signal) {
 }
 
 template <class T>
-bool read_number(std::string_view text, T& value) {
+bool read_signal(std::string_view text, T& value) {
   const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
   return result.ec == std::errc() && result.ptr == text.data() + text.size();
 }
 
 }  // namespace
 
-std::string encode_preemption(int signal) { return fmt::format("{}{}\n", kPrefix, signal); }
+std::string encode_preemption(int signal) { return fmt::format("{}{}\n", kNoticePrefix, signal); }
 
 std::optional<int> decode_preemption(std::string_view line) {
   while (!line.empty() && (line.back() == '\n' || line.back() == '\r')) line.remove_suffix(1);
   int signal = 0;
-  if (!line.starts_with(kPrefix) || !read_number(line.substr(kPrefix.size()), signal)) return std::nullopt;
+  if (!line.starts_with(kNoticePrefix) || !read_signal(line.substr(kNoticePrefix.size()), signal))
+    return std::nullopt;
   if (signal < 1 || signal >= NSIG) return std::nullopt;
   return signal;
 }
@@ -82,14 +83,14 @@ PreemptionOptions PreemptionOptions::from_process() {
   PreemptionOptions options;
   int number = 0;
   if (const char* text = std::getenv("TORCHSPAN_PREEMPT_SIGNAL"); text != nullptr && *text != '\0') {
-    if (!read_number(std::string_view(text), number) || number < 1 || number >= NSIG) {
+    if (!read_signal(std::string_view(text), number) || number < 1 || number >= NSIG) {
       throw_invalid(fmt::format("TORCHSPAN_PREEMPT_SIGNAL is '{}'; expected the number of a signal", text));
     }
     options.signals = {number};
     if (number != SIGTERM) options.signals.push_back(SIGTERM);
   }
   if (const char* text = std::getenv("TORCHSPAN_PROGRESS_FD"); text != nullptr &&
-                                                               read_number(std::string_view(text), number) &&
+                                                               read_signal(std::string_view(text), number) &&
                                                                number > 2 && fcntl(number, F_GETFD) >= 0) {
     options.launcher_descriptor = number;
     fcntl(number, F_SETFL, fcntl(number, F_GETFL) | O_NONBLOCK);

@@ -6,12 +6,20 @@
 
 namespace torchspan::pipeline {
 
+std::uint64_t PipelineExtension::MessageRouter::next_number(const std::string& name,
+                                                            const std::string& workers) {
+  MutexLock lock(mutex_);
+  return next_numbers_[name + '\n' + workers];
+}
+
 PipelineExtension::MessageRouter::Opened PipelineExtension::MessageRouter::open(
-    const std::string& name, const std::string& workers, std::weak_ptr<FutureHost> host) {
+    const std::string& name, const std::string& workers, std::uint64_t number,
+    std::weak_ptr<FutureHost> host) {
   MutexLock lock(mutex_);
   const std::string key = name + '\n' + workers;
   Opened opened;
-  opened.id = wire::digest(fmt::format("{}\n{}", key, counts_[key]++));
+  opened.id = wire::digest(fmt::format("{}\n{}", key, number));
+  next_numbers_[key] = number + 1;
   opened.event_queue = std::make_shared<EventQueue>(name, std::move(host));
   std::erase_if(event_queues_, [](const auto& entry) { return entry.second.expired(); });
   event_queues_[opened.id] = opened.event_queue;

@@ -20,9 +20,13 @@ class PipelineExtension::MessageRouter {
     std::uint64_t id = 0;
     std::shared_ptr<EventQueue> event_queue;
   };
-  /// Registers the next pipeline of these workers and name. Its id is the same on all workers if they create
-  /// such pipelines in the same order.
-  Opened open(const std::string& name, const std::string& workers, std::weak_ptr<FutureHost> host);
+  /// The number of the next pipeline of these workers and name. A worker that took a dead one's place counts from 0,
+  /// so the workers agree on the highest number.
+  std::uint64_t next_number(const std::string& name, const std::string& workers);
+  /// Registers the pipeline of these workers and name with the number that they have agreed on, from which its id
+  /// is computed.
+  Opened open(const std::string& name, const std::string& workers, std::uint64_t number,
+              std::weak_ptr<FutureHost> host);
   /// Throws Error{kInvalid} if the pipeline does not exist or was destroyed.
   std::shared_ptr<EventQueue> find(std::uint64_t id);
   void departed(std::uint32_t rank, const Error& error);
@@ -31,7 +35,7 @@ class PipelineExtension::MessageRouter {
  private:
   const std::weak_ptr<rpc::Endpoint> worker_;
   Mutex mutex_;
-  std::map<std::string, std::uint64_t> counts_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::string, std::uint64_t> next_numbers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<std::uint64_t, std::weak_ptr<EventQueue>> event_queues_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 

@@ -121,8 +121,14 @@ std::map<std::string, std::string> gather(const Worker& worker, const std::strin
   return texts;
 }
 
-/// Throws unless all workers have the same text. Returns the first worker's seed of the initial weights.
-std::uint64_t agree(const Worker& worker, const std::string& mine, const PipelineOptions& options) {
+/// What the workers of a pipeline have agreed on.
+struct Agreement {
+  std::uint64_t seed = 0;    ///< of the initial weights; the first worker's
+  std::uint64_t number = 0;  ///< of the pipeline among those of these workers and name
+};
+
+/// Throws unless all workers have the same text.
+Agreement agree(const Worker& worker, const std::string& mine, const PipelineOptions& options) {
   const std::vector<std::string> workers = distinct(options.workers);
   if (std::find(workers.begin(), workers.end(), worker.name()) == workers.end()) {
     throw Error(
@@ -132,9 +138,14 @@ std::uint64_t agree(const Worker& worker, const std::string& mine, const Pipelin
   }
   // All workers draw, so that their generators stay in the same state; the first worker's number is used.
   const std::uint64_t seed = options.seed ? *options.seed : draw_seed();
-  auto texts = gather(worker, fmt::format("{:016x}{}", seed, mine), workers);
-  const std::uint64_t agreed = std::stoull(texts.at(workers.front()).substr(0, 16), nullptr, 16);
-  for (auto& [name, text] : texts) text.erase(0, 16);
+  const std::uint64_t number = worker.extension<PipelineExtension>().router()->next_number(
+      options.name, fmt::format("{}", fmt::join(workers, "\n")));
+  auto texts = gather(worker, fmt::format("{:016x}{:016x}{}", seed, number, mine), workers);
+  Agreement agreed{std::stoull(texts.at(workers.front()).substr(0, 16), nullptr, 16), 0};
+  for (auto& [name, text] : texts) {
+    agreed.number = std::max<std::uint64_t>(agreed.number, std::stoull(text.substr(16, 16), nullptr, 16));
+    text.erase(0, 32);
+  }
   const std::string& wanted = texts.at(workers.front());
   for (const std::string& name : workers) {
     if (texts.at(name) == wanted) continue;
@@ -207,7 +218,7 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   fill_in(worker, layers.specs().size(), options);
   const PlanRequest request = plan_request(layers, options);
   // First, because what follows may throw on one worker only.
-  const std::uint64_t seed = agree(worker, fingerprint(request, layers, options), options);
+  const Agreement agreed = agree(worker, fingerprint(request, layers, options), options);
   check(options);
   Plan plan = make_plan(request);
   LocalPipeline local{worker, std::move(options), std::move(plan)};
@@ -218,10 +229,11 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   local.uses = layers.uses();
   local.declared_ties = layers.ties();
   auto opened = worker.extension<PipelineExtension>().router()->open(
-      local.options.name, fmt::format("{}", fmt::join(local.plan.workers, "\n")), worker.endpoint()->host());
+      local.options.name, fmt::format("{}", fmt::join(distinct(local.options.workers), "\n")), agreed.number,
+      worker.endpoint()->host());
   local.id = opened.id;
   local.event_queue = std::move(opened.event_queue);
-  build_together(layers, seed, local);
+  build_together(layers, agreed.seed, local);
   local.ties = make_ties(local, layers);
   agree_on_custom_schedule(local);
   Log& log = worker.runtime().log;
