@@ -2,7 +2,8 @@
 //   tools/fetch-data fortunes.txt
 //   torchspan run -n 2 char_transformer_pipeline
 // Micro-batches flow through the stages, and a backward runs as soon as one is ready (1F1B). With --tied, the
-// embedding's matrix, which lives on the first worker, also computes the scores.
+// embedding's matrix, which lives on the first worker, also computes the scores; with a zero-bubble schedule, the head
+// has a copy of it instead, and both get the sum of their gradients.
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include <exception>
 #include <fmt/format.h>
 #include <fstream>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -66,7 +68,7 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--seed", options.model.seed)->capture_default_str();
   app.add_flag("--tied", options.model.tied, "use the embedding's matrix as the output layer, too");
   app.add_option("--schedule", options.schedule)
-      ->check(CLI::IsMember({"1f1b", "gpipe", "arrival"}))
+      ->check(CLI::IsMember({"1f1b", "gpipe", "arrival", "zb-h1", "zb-h2", "zbv"}))
       ->capture_default_str();
   app.add_option("--sample", options.sample, "characters to write at the end")->capture_default_str();
   app.add_option("--prompt", options.prompt, "beginning of the sample")->capture_default_str();
@@ -86,13 +88,22 @@ void check_written(const std::ofstream& file, const std::string& path) {
     throw ts::Error(ts::ErrorKind::kInvalid, fmt::format("--draw {}: this file cannot be written", path));
 }
 
+ts::pipeline::Schedule schedule_of(const std::string& name) {
+  using ts::pipeline::Schedule;
+  const std::map<std::string, Schedule> all{{"1f1b", Schedule::k1F1B},       {"gpipe", Schedule::kGPipe},
+                                            {"arrival", Schedule::kArrival}, {"zb-h1", Schedule::kZBH1},
+                                            {"zb-h2", Schedule::kZBH2},      {"zbv", Schedule::kZBV}};
+  return all.at(name);
+}
+
+/// ZBV has two stages on each worker.
+int stage_count(const Options& options, int workers) { return workers * (options.schedule == "zbv" ? 2 : 1); }
+
 ts::pipeline::PipelineOptions pipeline_options(const Options& options, int workers) {
   ts::pipeline::PipelineOptions made;
-  made.balance = balance(options.model, workers);
+  made.balance = balance(options.model, stage_count(options, workers));
   made.micro_batches = options.micro_batches;
-  made.schedule = options.schedule == "gpipe"     ? ts::pipeline::Schedule::kGPipe
-                  : options.schedule == "arrival" ? ts::pipeline::Schedule::kArrival
-                                                  : ts::pipeline::Schedule::k1F1B;
+  made.schedule = schedule_of(options.schedule);
   made.checkpoint = ts::pipeline::ActivationCheckpoint::kNever;
   made.seed = options.model.seed;  // the same dropout on any number of workers
   return made;
@@ -236,11 +247,12 @@ void check(const Options& options, int world_size) {
     throw ts::Error(ts::ErrorKind::kInvalid, fmt::format("--width {} is not a multiple of --heads {}",
                                                          options.model.width, options.model.heads));
   }
-  if (world_size < 1 || world_size > options.model.blocks) {
+  const int stages = stage_count(options, world_size);
+  if (world_size < 1 || stages > options.model.blocks) {
     throw ts::Error(ts::ErrorKind::kInvalid,
                     fmt::format("{} workers cannot share {} blocks: give --blocks {}, or start "
                                 "fewer",
-                                world_size, options.model.blocks, world_size));
+                                world_size, options.model.blocks, stages));
   }
 }
 
@@ -254,6 +266,7 @@ void run(Options options) {
     check_written(std::ofstream(options.drawing, std::ios::app), options.drawing);
   const Text text = Text::load(options.text, options.model.context);
   options.model.vocabulary = text.vocabulary();
+  options.model.copies = options.schedule.starts_with("zb");  // these schedules visit each stage once
   text.encode(options.prompt);
   ts::Session session(worker_options);
   Training(session, options, text).run();

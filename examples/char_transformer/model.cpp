@@ -84,7 +84,10 @@ at::Tensor BlockImpl::forward(at::Tensor x) {
 HeadImpl::HeadImpl(const ModelOptions& options) {
   seed_layer(options, 999);
   norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})));
-  if (!options.tied) scores = register_module("scores", torch::nn::Linear(options.width, options.vocabulary));
+  if (!options.tied || options.copies) {
+    const auto made = torch::nn::LinearOptions(options.width, options.vocabulary).bias(!options.tied);
+    scores = register_module("scores", torch::nn::Linear(made));
+  }
   finish_layer(*this, options.device);
 }
 
@@ -99,8 +102,12 @@ torchspan::pipeline::Layers layers(const ModelOptions& options) {
   for (std::int64_t block = 1; block <= options.blocks; ++block) {
     layers.add<Block>(options, block).named("block" + std::to_string(block));
   }
-  layers.add<Head>(options).named("head");
-  if (options.tied) layers.reuse(embedding, "project", &EmbeddingImpl::project);
+  const auto head = layers.add<Head>(options).named("head");
+  if (options.tied && options.copies) {
+    layers.tie({{embedding, "characters.weight"}, {head, "scores.weight"}});
+  } else if (options.tied) {
+    layers.reuse(embedding, "project", &EmbeddingImpl::project);
+  }
   return layers;
 }
 

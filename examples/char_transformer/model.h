@@ -20,6 +20,8 @@ struct ModelOptions {
   std::int64_t context = 64;
   double dropout = 0.1;
   bool tied = false;  ///< the output uses the embedding's matrix
+  bool copies =
+      false;  ///< of a tied matrix: the head has a copy, so that no activations travel to the embedding
   std::uint64_t seed = 1;
   c10::Device device = c10::kCPU;  ///< of this worker's layers
 };
@@ -58,11 +60,11 @@ struct HeadImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x);
 
   torch::nn::LayerNorm norm{nullptr};
-  torch::nn::Linear scores{nullptr};  ///< empty if tied
+  torch::nn::Linear scores{nullptr};  ///< empty if the embedding computes the scores
 };
 TORCH_MODULE(Head);
 
-/// Embedding, blocks, head, and, if tied, the embedding again as the output layer.
+/// Embedding, blocks, head, and, if tied without copies, the embedding again as the output layer.
 torchspan::pipeline::Layers layers(const ModelOptions& options);
 /// Returns the number of layers of each stage; the blocks are distributed evenly.
 std::vector<int> balance(const ModelOptions& options, int stages);

@@ -75,6 +75,32 @@ TEST_F(Program, LearnsTheSameOnOneTwoAndThreeWorkers) {
   }
 }
 
+TEST_F(Program, LearnsTheSameWithSplitBackwardsAndCopiesOfTheMatrix) {
+  const std::vector<std::string> tied = {"--steps", "60", "--dropout", "0.1", "--tied", ""};
+  const double whole = loss_in(run(1, tied).output);
+  for (const char* schedule : {"zb-h1", "zbv"}) {
+    std::vector<std::string> arguments = tied;
+    arguments.insert(arguments.end(), {"--schedule", schedule});
+    const Outcome outcome = run(2, arguments);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+    EXPECT_NEAR(loss_in(outcome.output), whole, 0.01) << outcome.output;
+    EXPECT_THAT(outcome.output, HasSubstr("call")) << "the sample";
+  }
+}
+
+TEST_F(Program, ResumesWithTiedCopies) {
+  const std::vector<std::string> common = {"--dropout",  "0",     "--tied",       "",
+                                           "--schedule", "zb-h1", "--checkpoint", folder_.path() + "/state"};
+  std::vector<std::string> first = common, second = common, alone = {common.begin(), common.end() - 2};
+  first.insert(first.end(), {"--steps", "20"});
+  second.insert(second.end(), {"--steps", "40"});
+  alone.insert(alone.end(), {"--steps", "40"});
+  EXPECT_EQ(run(2, first).exit_code, 0);
+  const Outcome resumed = run(2, second);
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.output;
+  EXPECT_NEAR(loss_in(resumed.output), loss_in(run(2, alone).output), 1e-3);
+}
+
 TEST_F(Program, DrawsItsLastStepBesideThePlan) {
   const std::string drawing = folder_.path() + "/step.svg";
   const Outcome outcome = run(2, {"--steps", "2", "--draw", drawing});

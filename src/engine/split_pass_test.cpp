@@ -348,6 +348,33 @@ TEST(SplitPass, CallsEachHookOnce) {
     expect_identical(split.gradients.gradient(mine[leaf]), theirs[leaf].grad());
 }
 
+/// x times a weight; counts the runs of its backward, which computes both gradients.
+struct CountedProduct : torch::autograd::Function<CountedProduct> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, const Tensor& weight,
+                        std::int64_t runs) {
+    context->save_for_backward({x, weight});
+    context->saved_data["runs"] = runs;
+    return x.mm(weight);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    ++*reinterpret_cast<int*>(context->saved_data["runs"].toInt());
+    const auto saved = context->get_saved_variables();
+    return {gradients[0].mm(saved[1].t()), saved[0].t().mm(gradients[0]), Tensor()};
+  }
+};
+
+TEST(SplitPass, RunsACustomFunctionOnce) {
+  int runs = 0;
+  const Tensor x = at::ones({2, 2}).requires_grad_(), weight = at::ones({2, 2}).requires_grad_();
+  Split split({CountedProduct::apply(x, weight, reinterpret_cast<std::int64_t>(&runs))}, {x});
+  split.pass.run_inputs();
+  EXPECT_FALSE(split.gradients.gradient(weight).defined());
+  split.pass.run_weights();
+  EXPECT_EQ(runs, 1);
+  EXPECT_TRUE(split.gradients.gradient(weight).defined());
+}
+
 std::string failure_of(const std::function<void()>& call) {
   try {
     call();

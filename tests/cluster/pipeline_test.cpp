@@ -92,6 +92,57 @@ TEST(PipelineProcesses, TrainLikeThePlainModel) {
   expect_all_end_well(world, seconds(120));
 }
 
+/// Split backwards: the first and the last of `stages` layers have one tied weight. Compares with one process.
+void train_split(Session& session, Schedule schedule, int stages) {
+  Layers layers;
+  std::vector<pipeline::TiedParameter> weights;
+  std::vector<Dense> plain;
+  for (int stage = 0; stage < stages; ++stage) {
+    const auto seed = static_cast<std::uint64_t>(stage + 1);
+    weights.emplace_back(layers.add<Dense>(kWidth, kWidth, seed), "weight");
+    plain.emplace_back(kWidth, kWidth, seed);
+  }
+  layers.tie({weights.front(), weights.back()});
+  plain.back()->weight = plain.front()->weight;
+  PipelineOptions options{.micro_batches = 6, .schedule = schedule};
+  options.balance.assign(static_cast<std::size_t>(stages), 1);
+  Pipeline pipe(session.worker(), layers, options);
+  for (std::uint64_t step = 0; step < 3; ++step) {
+    const at::Tensor x = numbers({200, kWidth}, 10 + step), y = numbers({200, kWidth}, 20 + step);
+    const double loss = pipe.train_step(x, y, mean_square);
+    at::Tensor z = x;
+    for (Dense& layer : plain) z = layer->forward(z);
+    const at::Tensor expected = mean_square(z, y);
+    expected.backward();
+    require(std::abs(loss - expected.item<double>()) < 1e-12, fmt::format("the loss of step {}", step));
+  }
+  for (int stage = 0; stage < stages; ++stage) {
+    const auto module = pipe.module(stage);
+    if (!module) continue;
+    const at::Tensor mine = module->parameters()[0].grad();
+    const at::Tensor expected = plain[static_cast<std::size_t>(stage)]->weight.grad();
+    require(at::allclose(mine, expected, 1e-10, 1e-12), fmt::format("the gradient of layer {}", stage));
+  }
+}
+
+void train_with_split_backwards() {
+  Session session(WorkerOptions::from_env());
+  train_split(session, Schedule::kZBH1, 2);
+  train_split(session, Schedule::kZBH2, 2);
+  train_split(session, Schedule::kZB1P, 4);
+  train_split(session, Schedule::kZBV, 4);
+  train_split(session, Schedule::kDualPipeV, 4);
+  session.shutdown();
+}
+
+// peer: pipelining `v_shape_schedules`, `grad_with_v_schedule`, `grad_with_split_b_w`,
+//   `pipeline_schedule_runtime_custom_sched`
+TEST(PipelineProcesses, TrainLikeThePlainModelWithSplitBackwardsAndATiedWeight) {
+  ProcessWorld world(2);
+  world.start_all("train_with_split_backwards");
+  expect_all_end_well(world, seconds(120));
+}
+
 /// Every process seeds its generator with the same value, as programs do; each gathers all initial weights.
 void make_weights() {
   Session session(WorkerOptions::from_env());
@@ -315,6 +366,7 @@ int main(int argc, char** argv) {
   using namespace torchspan;
   return torchspan::testing::cluster_main(argc, argv,
                                           {{"train", train},
+                                           {"train_with_split_backwards", train_with_split_backwards},
                                            {"make_weights", make_weights},
                                            {"do_something", do_something},
                                            {"be_paused", be_paused},

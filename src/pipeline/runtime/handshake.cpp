@@ -7,6 +7,7 @@
 
 #include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/schedule/csv.h>
+#include <torchspan/wire.h>
 
 #include "pipeline/layers/random.h"
 #include "pipeline/policies/tables.h"
@@ -194,7 +195,8 @@ void agree_on_custom_schedule(const LocalPipeline& local) {
   if (local.options.schedule != Schedule::kCustom) return;
   std::string mine;
   try {
-    mine = '+' + schedule::to_csv(schedule::to_sheet(Tables(local).custom(local.options.micro_batches)));
+    const schedule::Table table = Tables(local).custom(local.options.micro_batches);
+    mine = fmt::format("+{:016x}", wire::digest(schedule::to_csv(schedule::to_sheet(table))));
   } catch (...) {
     mine = '-' + describe(std::current_exception()).text;
   }
