@@ -80,7 +80,7 @@ std::string mark_of(const JobSetting& setting, int rank) {
 
 namespace {
 
-/// What torchrun tells its workers besides rank and world size.
+/// The variables that torchrun sets besides rank and world size.
 void add_torchrun_variables(const JobSetting& setting, int rank, Environment& environment) {
   const std::string size = std::to_string(setting.workers);
   environment["GROUP_RANK"] = "0";

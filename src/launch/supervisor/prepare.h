@@ -17,7 +17,7 @@ struct JobSetting {
   int workers = 1;
   int restart_count = 0;  ///< attempts before this one
   int max_restarts = 0;
-  int preempt_signal = 0;  ///< 0: not told to the workers
+  int preempt_signal = 0;  ///< 0: not passed to the workers
   std::string name_prefix = "worker";
   std::string run_id;
   std::uint16_t master_port = 0;
