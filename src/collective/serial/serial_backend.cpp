@@ -9,6 +9,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "collective/kernels.h"
+#include "collective/serial/gathered_reductions.h"
 #include "collective/single.h"
 #include "collective/splits.h"
 #include "collective/tensors.h"
@@ -19,21 +20,6 @@ namespace {
 std::string comma(ReduceOp reduction) { return ", " + to_string(reduction); }
 
 constexpr Duration kAnswerLimit = std::chrono::seconds(1);
-
-/// For what the engine cannot reduce: in the order of ranks.
-void reduce_gathered(BlockingCollectives& collectives, const at::Tensor& tensor, ReduceOp reduction,
-                     int ranks) {
-  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
-  const at::Tensor all = empty_bytes({ranks, bytes});
-  collectives.all_gather(bytes_of(tensor), all);
-  std::vector<const std::byte*> sources;
-  for (int rank = 0; rank < ranks; ++rank) {
-    sources.push_back(static_cast<const std::byte*>(all.data_ptr()) + rank * bytes);
-  }
-  auto* const target = static_cast<std::byte*>(tensor.data_ptr());
-  find_kernel(tensor.scalar_type(), reduction)(
-      {sources, {&target, 1}, static_cast<std::size_t>(tensor.numel()), static_cast<std::size_t>(ranks)});
-}
 
 /// `how` may begin with the name of the peer.
 Error lost(const std::string& peer, const std::string& how) {
@@ -346,8 +332,11 @@ Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
       throw Error(ErrorKind::kUnsupported,
                   "sparse tensors can only be summed and averaged; convert them with to_dense() first");
     }
-    return submit<at::Tensor>(std::move(line),
-                              [this, tensor, reduction] { return reduce_sparse(tensor, reduction); });
+    return submit<at::Tensor>(std::move(line), [this, tensor, reduction] {
+      return reduce_sparse(gathers_, tensor, reduction, [&](const SparseDifference& calls) {
+        throw_different(calls.one, calls.its_call, calls.other, calls.other_call);
+      });
+    });
   }
   return submit<at::Tensor>(std::move(line), [this, tensor, reduction] {
     const at::Tensor work = plain(tensor);
@@ -473,38 +462,6 @@ void SerialBackend::reduce_dense(at::Tensor tensor, ReduceOp reduction) {
   }
   collectives_->all_reduce(tensor, kSum);
   tensor.div_(size());
-}
-
-at::Tensor SerialBackend::reduce_sparse(const at::Tensor& tensor, ReduceOp reduction) {
-  const at::Tensor work = tensor.detach().coalesce();
-  const std::vector<std::int64_t> sizes = work.sizes().vec();
-  const auto all = gathers_.numbers({work._nnz(), work.sparse_dim()});
-  std::vector<std::int64_t> entries;
-  std::size_t first = 0;  // rank with entries, whose number of sparse dimensions all ranks use
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    entries.push_back(all[rank][0]);
-    if (entries[first] == 0) first = rank;
-    if (entries[rank] == 0 || all[rank][1] == all[first][1]) continue;
-    const auto call = [&](std::size_t of) {
-      return fmt::format("{} with {} sparse dimensions",
-                         line_of_tensor("all_reduce", tensor, comma(reduction)).text, all[of][1]);
-    };
-    throw_different(first, call(first), rank, call(rank));
-  }
-  const std::int64_t sparse_dim = all[entries[first] == 0 ? 0 : first][1];
-  at::Tensor indices = work.indices().t(), values = work.values();
-  if (work._nnz() == 0) {
-    std::vector<std::int64_t> none(sizes.begin() + sparse_dim, sizes.end());
-    none.insert(none.begin(), 0);
-    indices = at::empty({0, sparse_dim}, at::TensorOptions().dtype(at::kLong));
-    values = at::empty(none, values.options());
-  }
-  // The first dimension is that of the entries.
-  const auto all_indices = gathers_.dense(plain(indices), entries);
-  const auto all_values = gathers_.dense(plain(values), entries);
-  at::Tensor sum = at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), sizes).coalesce();
-  if (reduction == kAvg) sum.values().div_(size());
-  return sum;
 }
 
 }  // namespace torchspan::collective

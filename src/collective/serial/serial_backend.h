@@ -97,7 +97,6 @@ class SerialBackend final : public Backend, public WorldListener {
   void throw_if_broken(const char* call);
 
   void reduce_dense(at::Tensor tensor, ReduceOp reduction);
-  at::Tensor reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
   Future<std::vector<at::Tensor>> exchange(CallLine line, std::vector<at::Tensor> parts);
   [[noreturn]] void throw_different(std::size_t one, const std::string& its_call, std::size_t other,
                                     const std::string& other_call) const;

@@ -27,6 +27,33 @@ Deadline limit_in(Executor& executor, Duration timeout) {
   return timeout == Duration::zero() ? Deadline::never() : executor.deadline_in(timeout);
 }
 
+/// An operation whose contribution is `tensor`, which is dense and contiguous.
+std::unique_ptr<Operation> describe_tensor(Verb verb, const at::Tensor& tensor) {
+  auto operation = std::make_unique<Operation>();
+  Call& call = operation->call;
+  call.verb = verb;
+  call.dtype = static_cast<std::int8_t>(tensor.scalar_type());
+  put_sizes(call, tensor.sizes());
+  call.bytes = tensor.nbytes();
+  operation->pieces = {piece_of(tensor)};
+  return operation;
+}
+
+/// Puts a small contribution into the slot, or records where it is in shared memory.
+void place(const GroupMemory& memory, Operation& operation) {
+  Call& call = operation.call;
+  call.note = operation.note.size();
+  if (call.note > kSlotBytes) {
+    throw Error(ErrorKind::kUnsupported,
+                "the shapes of the parts are too large for this backend: use fewer parts or dimensions");
+  }
+  call.in_slot = call.bytes <= kSlotBytes - call.note ? 1 : 0;
+  if (call.in_slot != 0 || operation.pieces.size() != 1) return;
+  const auto place = memory.place_of(operation.pieces[0].data, operation.pieces[0].size);
+  call.shared = place ? 1 : 0;
+  call.place = place.value_or(0);
+}
+
 }  // namespace
 
 ShmBackend::ShmBackend(std::shared_ptr<OpQueue> op_queue) : op_queue_(std::move(op_queue)) {
@@ -55,31 +82,6 @@ std::shared_ptr<Backend> ShmBackend::split(int color, int key) {
   return std::shared_ptr<ShmBackend>(new ShmBackend(OpQueue::make(std::move(part), op_queue_->timeout())));
 }
 
-std::unique_ptr<Operation> ShmBackend::describe_tensor(Verb verb, const at::Tensor& tensor) const {
-  auto operation = std::make_unique<Operation>();
-  Call& call = operation->call;
-  call.verb = verb;
-  call.dtype = static_cast<std::int8_t>(tensor.scalar_type());
-  put_sizes(call, tensor.sizes());
-  call.bytes = tensor.nbytes();
-  operation->pieces = {piece_of(tensor)};
-  return operation;
-}
-
-void ShmBackend::place(Operation& operation) const {
-  Call& call = operation.call;
-  call.note = operation.note.size();
-  if (call.note > kSlotBytes) {
-    throw Error(ErrorKind::kUnsupported,
-                "the shapes of the parts are too large for this backend: use fewer parts or dimensions");
-  }
-  call.in_slot = call.bytes <= kSlotBytes - call.note ? 1 : 0;
-  if (call.in_slot != 0 || operation.pieces.size() != 1) return;
-  const auto place = op_queue_->memory().place_of(operation.pieces[0].data, operation.pieces[0].size);
-  call.shared = place ? 1 : 0;
-  call.place = place.value_or(0);
-}
-
 template <class T>
 Future<T> ShmBackend::submit(std::unique_ptr<Operation> operation, UniqueFunction<T()> result) {
   auto promise = std::make_shared<Promise<T>>(op_queue_->host());
@@ -96,7 +98,7 @@ Future<at::Tensor> ShmBackend::all_reduce(at::Tensor tensor, ReduceOp reduction)
   at::Tensor work = plain(tensor);
   auto operation = describe_tensor(Verb::kAllReduce, work);
   operation->call.reduction = static_cast<std::uint8_t>(reduction);
-  place(*operation);
+  place(op_queue_->memory(), *operation);
   const Piece piece = piece_of(work);
   operation->begin = [this_mover = &op_queue_->algorithms(), piece, kernel,
                       item = static_cast<std::size_t>(work.element_size())] {
@@ -110,7 +112,7 @@ Future<at::Tensor> ShmBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduct
   at::Tensor work = plain(tensor);
   auto operation = describe_tensor(Verb::kReduceScatter, work);
   operation->call.reduction = static_cast<std::uint8_t>(reduction);
-  place(*operation);
+  place(op_queue_->memory(), *operation);
   std::vector<std::int64_t> sizes = work.sizes().vec();
   sizes[0] /= size();
   const at::Tensor part = empty(sizes, work.scalar_type());
@@ -124,7 +126,7 @@ Future<at::Tensor> ShmBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduct
 Future<std::vector<at::Tensor>> ShmBackend::all_gather(at::Tensor tensor) {
   const at::Tensor work = plain(tensor);
   auto operation = describe_tensor(Verb::kAllGather, work);
-  place(*operation);
+  place(op_queue_->memory(), *operation);
   const auto results = std::make_shared<std::vector<at::Tensor>>();
   operation->begin = [algorithms = &op_queue_->algorithms(), results, dtype = work.scalar_type(),
                       pieces = operation->pieces] {
@@ -149,7 +151,7 @@ Future<at::Tensor> ShmBackend::broadcast(at::Tensor tensor, int root) {
     operation->pieces.clear();
     operation->call.bytes = 0;
   }
-  place(*operation);
+  place(op_queue_->memory(), *operation);
   operation->begin = [algorithms = &op_queue_->algorithms(), piece, sends, root, pieces = operation->pieces] {
     std::vector<FetchRange> wants(algorithms->calls().size());
     if (!sends) wants[static_cast<std::size_t>(root)].into = {piece};
@@ -185,7 +187,7 @@ Future<std::vector<at::Tensor>> ShmBackend::exchange(Call call, std::vector<at::
     operation->call.bytes += part.nbytes();
   }
   operation->note = note.take();
-  place(*operation);
+  place(op_queue_->memory(), *operation);
   const auto results = std::make_shared<std::vector<at::Tensor>>();
   operation->begin = [algorithms = &op_queue_->algorithms(), results, dtype = parts[0].scalar_type(),
                       rank = rank(), pieces = operation->pieces] {
@@ -214,7 +216,7 @@ std::vector<Bytes> ShmBackend::gather_bytes(BytesView mine, Deadline deadline) {
   operation->deadline = deadline;
   const auto bytes = std::make_shared<Bytes>(mine.begin(), mine.end());
   operation->pieces = {{bytes->data(), bytes->size()}};
-  place(*operation);
+  place(op_queue_->memory(), *operation);
   const auto results = std::make_shared<std::vector<Bytes>>();
   operation->begin = [algorithms = &op_queue_->algorithms(), results, pieces = operation->pieces] {
     std::vector<FetchRange> wants;
@@ -230,7 +232,7 @@ void ShmBackend::barrier(Duration timeout) {
   auto operation = std::make_unique<Operation>();
   operation->call.verb = Verb::kBarrier;
   operation->deadline = limit_in(op_queue_->executor(), timeout);
-  place(*operation);
+  place(op_queue_->memory(), *operation);
   operation->begin = [] { return OpCoroutine(); };
   submit<void>(std::move(operation), [] {}).wait();
 }
@@ -265,7 +267,7 @@ Future<at::Tensor> ShmBackend::all_reduce_sparse(const at::Tensor& tensor, Reduc
   call.entries = static_cast<std::uint64_t>(values.size(0));
   call.bytes = indices.nbytes() + values.nbytes();
   operation->pieces = {piece_of(indices), piece_of(values)};
-  place(*operation);
+  place(op_queue_->memory(), *operation);
   const auto parts = std::make_shared<SparseParts>();
   operation->begin = [algorithms = &op_queue_->algorithms(), parts, dtype = work.scalar_type(),
                       pieces = operation->pieces] {

@@ -41,10 +41,6 @@ class ShmBackend final : public Backend {
   Future<std::vector<at::Tensor>> exchange(Call call, std::vector<at::Tensor> parts);
   std::vector<Bytes> gather_bytes(BytesView mine, Deadline deadline);
   Future<at::Tensor> all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
-  /// An operation whose contribution is `tensor`, which is dense and contiguous.
-  std::unique_ptr<Operation> describe_tensor(Verb verb, const at::Tensor& tensor) const;
-  /// Puts a small contribution into the slot, or records where it is in shared memory.
-  void place(Operation& operation) const;
   /// Submits the operation; the future gets the result of `result`, or the operation's failure.
   template <class T>
   Future<T> submit(std::unique_ptr<Operation> operation, UniqueFunction<T()> result);
