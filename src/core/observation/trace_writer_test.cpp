@@ -16,9 +16,9 @@ using namespace std::chrono_literals;
 
 /// A folder that the destructor removes.
 struct Folder {
-  Folder() { path = mkdtemp(name); }
+  Folder() { path = mkdtemp(name.data()); }
   ~Folder() { std::filesystem::remove_all(path); }
-  char name[32] = "/tmp/torchspan_traceXXXXXX";
+  std::string name = (std::filesystem::temp_directory_path() / "torchspan_traceXXXXXX").string();
   std::string path;
 };
 
