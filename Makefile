@@ -3,21 +3,26 @@
 #   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST
 #   make test [ARGS="-R rpc"]       build everything and run every test; ARGS go to ctest
 #   make check                      arrows, house rules, classes, format, spelling, headers, code in documents, clang-tidy
-#   make bench SECTION=rpc          run a benchmark, write build/bench/rpc.json; LIBTORCH=torch2 uses pip's torch
+#   make bench [SECTION=rpc]        run all benchmarks or one, write build/bench/*.json and report.html; LIBTORCH=torch2
+#                                   uses pip's torch, ARGS=--quick measures one round
 #   make fuzz [FUZZ_SECONDS=60]     feed malformed bytes to the decoders
 #   make soak [SOAK_SECONDS=600]    make random calls while workers are killed and restarted
+#   make survive [KILLS=50]         kill training jobs at random moments; their results must be those without kills
 #   make long [CASES=5000]          run the randomized tests with many more cases (programs: four times CASES)
-#   make docs | format | clean
+#   make package                    build Debian packages of the command, the libraries and the documents
+#   make docs                       build the documents and the API reference as a site in build/docs/site
+#   make format | clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench fuzz soak long docs format clean help
+.PHONY: demo test check bench fuzz soak survive long package docs format clean help
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
 WORKERS ?= 3
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 600
+KILLS ?= 50
 CASES ?= 5000
 ARGS ?=
 # Empty: Debian's LibTorch; torch2: pip's.
@@ -70,6 +75,12 @@ soak:
 	@ninja -C build/dev -j $(JOBS) torchspan_soak
 	@SOAK_SECONDS=$(SOAK_SECONDS) build/dev/bin/torchspan_soak
 
+survive:
+	@tools/install-deps build
+	@$(call configure,dev)
+	@ninja -C build/dev -j $(JOBS) torchspan_cli fashion_mnist_model_parallel fashion_mnist_ddp char_transformer_pipeline
+	@tests/soak/survive.py --bin build/dev/bin --kills $(KILLS) $(ARGS)
+
 long:
 	@tools/install-deps build
 	@$(call configure,dev)
@@ -79,11 +90,17 @@ long:
 	@TORCHSPAN_PASSES=$$(( $(CASES) * 20 )) build/dev/bin/cluster_autograd_test --gtest_filter='*ManyPasses'
 	@TORCHSPAN_CASES=$$(( $(CASES) * 200 )) build/dev/bin/rpc_test --gtest_filter='RRefProtocol.*'
 
+package:
+	@tools/install-deps build
+	@$(call configure,package)
+	@ninja -C build/package -j $(JOBS)
+	@cd build/package && cpack
+	@echo "build/package/packages"
+
 docs:
 	@tools/install-deps docs
 	@mkdir -p build/docs
-	@doxygen docs/Doxyfile
-	@echo "build/docs/html/index.html"
+	@tools/build-docs
 
 format:
 	@tools/install-deps check

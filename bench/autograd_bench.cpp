@@ -39,7 +39,7 @@ struct World {
 constexpr World kWorlds[] = {{kEngine, 1}, {"pair", 2}, {"chain", 4}, {"trainers", kTrainers + kServers}};
 
 struct Arguments {
-  int rounds = 5;
+  int rounds = rounds_or(5);
   std::string only = {};
   std::string seconds = "0.3";
   bool peer = true;
@@ -54,7 +54,7 @@ void play(const std::string& world) {
       std::chrono::duration<double>(std::stod(std::getenv("TORCHSPAN_BENCH_SECONDS"))));
   at::set_num_threads(1);
   const Samples samples =
-      world == kEngine ? measure_engine(*make_executor(), limit) : take_part(world, limit);
+      world == kEngine ? measure_engine(*make_executor(), small_programs(), limit) : take_part(world, limit);
   if (std::string_view(std::getenv("RANK")) == "0")
     std::ofstream(samples_file(folder)) << nlohmann::json(samples);
 }

@@ -74,15 +74,34 @@ struct Busy : torch::autograd::Function<Busy> {
   }
 };
 
+/// A weight whose gradient keeps the core busy.
+struct BusyWeight : torch::autograd::Function<BusyWeight> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight,
+                            std::int64_t executor, std::int64_t microseconds) {
+    context->saved_data["executor"] = executor;
+    context->saved_data["microseconds"] = microseconds;
+    return weight.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    Busy::spin(context->saved_data["executor"].toInt(), context->saved_data["microseconds"].toInt());
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+};
+
 struct SpinnerImpl : torch::nn::Module {
-  SpinnerImpl(Executor* given, std::int64_t time) : executor(given), microseconds(time) {
+  SpinnerImpl(Executor* given, std::int64_t time, bool split)
+      : executor(given), microseconds(time), busy_weight(split) {
     weight = register_parameter("weight", at::ones({1}));
   }
   at::Tensor forward(const at::Tensor& x) {
-    return Busy::apply(x * weight, reinterpret_cast<std::int64_t>(executor), microseconds);
+    const auto clock = reinterpret_cast<std::int64_t>(executor);
+    const at::Tensor factor = busy_weight ? BusyWeight::apply(weight, clock, microseconds) : weight;
+    return Busy::apply(x * factor, clock, microseconds);
   }
   Executor* executor;
   std::int64_t microseconds;
+  bool busy_weight;  ///< its gradient takes as long as that of the input
   at::Tensor weight;
 };
 TORCH_MODULE(Spinner);
@@ -103,13 +122,35 @@ at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
   return at::mse_loss(output, target);
 }
 
+bool splits_backwards(Schedule schedule) {
+  return schedule == Schedule::kZBH1 || schedule == Schedule::kZBH2 || schedule == Schedule::kZB1P ||
+         schedule == Schedule::kZBV || schedule == Schedule::kDualPipeV;
+}
+
+int stages_per_worker(Schedule schedule) {
+  const bool two = schedule == Schedule::kInterleaved || schedule == Schedule::kZB1P ||
+                   schedule == Schedule::kZBV || schedule == Schedule::kDualPipeV;
+  return two ? 2 : 1;
+}
+
+/// Costs of stages whose actions take `time`. The first stage runs a split backward whole, as weight gradient.
+std::vector<schedule::Costs> spinner_costs(int stages, bool split, std::int64_t time) {
+  const Duration each = std::chrono::microseconds(time);
+  std::vector<schedule::Costs> costs(
+      static_cast<std::size_t>(stages),
+      {.forward = each, .input_gradient = each, .weight_gradient = split ? each : Duration::zero()});
+  if (split) costs[0] = {.forward = each, .input_gradient = Duration::zero(), .weight_gradient = 2 * each};
+  return costs;
+}
+
 /// Measures steps whose actions take `time`, and computes the time that their schedule predicts.
 void timed_steps(Session& session, Schedule schedule, std::int64_t time, int steps, Samples& samples) {
   Executor& executor = session.runtime().executor;
   const int workers = static_cast<int>(session.world_size());
-  const int stages = workers * (schedule == Schedule::kInterleaved ? 2 : 1);
+  const int stages = workers * stages_per_worker(schedule);
+  const bool split = splits_backwards(schedule);
   Layers layers;
-  for (int stage = 0; stage < stages; ++stage) layers.add<Spinner>(&executor, time);
+  for (int stage = 0; stage < stages; ++stage) layers.add<Spinner>(&executor, time, split);
   PipelineOptions options;
   options.balance.assign(static_cast<std::size_t>(stages), 1);
   options.micro_batches = kMicroBatches;
@@ -122,14 +163,12 @@ void timed_steps(Session& session, Schedule schedule, std::int64_t time, int ste
     pipe.train_step(x, x, mean_of);
     if (i < kWarmUp) continue;
     samples["step"].push_back(microseconds(executor.now() - began));
-    const schedule::Costs costs{.forward = std::chrono::microseconds(time),
-                                .input_gradient = std::chrono::microseconds(time),
-                                .weight_gradient = Duration::zero()};
     const auto& table = pipe.last_step().table;
     // Order of arrival has no plan; the step is compared with that of 1F1B.
     const auto plan =
         table.actions.empty() ? schedule::one_forward_one_backward({workers, kMicroBatches, 1}) : table;
-    samples["plan"].push_back(microseconds(schedule::simulate(plan, {costs}).makespan));
+    samples["plan"].push_back(
+        microseconds(schedule::simulate(plan, spinner_costs(stages, split, time)).makespan));
     samples["task"].push_back(samples["step"].back() / (2.0 * kMicroBatches * stages / workers));
   }
 }
@@ -177,10 +216,16 @@ std::vector<Case> cases() {
           {"makespan/gpipe", Schedule::kGPipe, 2, 5000},
           {"makespan/1f1b", Schedule::k1F1B, 2, 5000},
           {"makespan/interleaved", Schedule::kInterleaved, 2, 5000},
+          {"makespan/zb_h1", Schedule::kZBH1, 2, 5000},
+          {"makespan/zb_h2", Schedule::kZBH2, 2, 5000},
+          {"makespan/zb1p", Schedule::kZB1P, 2, 5000},
+          {"makespan/zb_v", Schedule::kZBV, 2, 5000},
+          {"makespan/dual_pipe_v", Schedule::kDualPipeV, 2, 5000},
           {"task_overhead/1f1b", Schedule::k1F1B, 2, 0},
           {"task_overhead/arrival", Schedule::kArrival, 2, 0},
           {"throughput/two", Schedule::k1F1B, 2, -1},
           {"throughput/two_gpipe", Schedule::kGPipe, 2, -1},
+          {"throughput/two_zb_h1", Schedule::kZBH1, 2, -1},
           {"throughput/one", Schedule::k1F1B, 1, -1}};
 }
 
@@ -258,12 +303,15 @@ nlohmann::json metrics(const Rounds& rounds) {
                  peer.c_str(), value(peer), value(peer) > 0 ? value(mine) / value(peer) : 0.0);
     list.push_back(std::move(metric));
   };
-  for (const char* schedule : {"arrival", "gpipe", "1f1b", "interleaved"}) {
+  for (const char* schedule :
+       {"arrival", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb1p", "zb_v", "dual_pipe_v"}) {
     const std::string name = std::string("makespan/") + schedule;
     add(name + "/p2m8", name + "/step", name + "/plan");
   }
   add("task_overhead/1f1b", "task_overhead/1f1b/task", "");
   add("task_overhead/arrival", "task_overhead/arrival/task", "");
+  add("step/mlp/1f1b", "throughput/two/step", "");
+  add("step/mlp/zb_h1", "throughput/two_zb_h1/step", "throughput/two/step");
   add("throughput/mlp/plain", "throughput/two/step", "throughput/one/plain");
   add("throughput/mlp_gpipe/plain", "throughput/two_gpipe/step", "throughput/one/plain");
   add("throughput/mlp_one_worker/plain", "throughput/one/step", "throughput/one/plain");
@@ -305,7 +353,7 @@ int main(int argc, char** argv) {
       torchspan::bench::run_rank(name);
       return 0;
     }
-    int rounds = 5;
+    int rounds = torchspan::bench::rounds_or(5);
     bool peer = true;
     for (int i = 1; i < argc; ++i) {
       const std::string word = argv[i];

@@ -16,7 +16,6 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/Parallel.h>
-#include <torch/optim/adamw.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -46,6 +45,8 @@ struct Options {
   std::string drawing;
   std::string schedule = "1f1b";
   std::string device = "cpu";
+  std::string checkpoint;
+  std::int64_t checkpoint_every = 100;
 };
 
 void add_options(CLI::App& app, Options& options) {
@@ -70,6 +71,13 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--sample", options.sample, "characters to write at the end")->capture_default_str();
   app.add_option("--prompt", options.prompt, "beginning of the sample")->capture_default_str();
   devices::add_option(app, options.device);
+  app.add_option(
+      "--checkpoint", options.checkpoint,
+      "folder: save the state regularly, and resume from the newest state there, also with another "
+      "number of workers");
+  app.add_option("--checkpoint-every", options.checkpoint_every, "steps from one saved state to the next")
+      ->check(positive)
+      ->capture_default_str();
   app.add_option("--draw", options.drawing, "SVG file for the last step and its plan");
 }
 
@@ -99,12 +107,14 @@ class Training {
         text_(text),
         pipe_(session.worker(), layers(options.model),
               pipeline_options(options, static_cast<int>(session.world_size()))),
-        optimizer_(pipe_.parameters(), torch::optim::AdamWOptions(options.lr)) {}
+        optimizer_({ts::optim::ParamGroup(pipe_.parameters(), ts::optim::AdamW{.lr = options.lr},
+                                          ts::checkpoint::parameter_names(pipe_))}) {}
 
   void run() {
     if (is_first()) fmt::print("{}", ts::pipeline::to_text(pipe_.plan()));
+    const std::int64_t first = restore();
     ts::Progress progress(session_);
-    for (std::int64_t step = 0; step < options_.steps; ++step) {
+    for (std::int64_t step = first; step < options_.steps; ++step) {
       optimizer_.zero_grad();
       const double loss = step_on(static_cast<std::uint64_t>(step), false);
       optimizer_.step();
@@ -112,6 +122,7 @@ class Training {
         throw ts::Error(ts::ErrorKind::kInvalid,
                         fmt::format("the loss is not a finite number after step {}: lower --lr", step));
       }
+      save_after(step + 1);
       if (is_first()) report(progress, step, loss, ts::to_seconds(progress.elapsed()));
     }
     progress.finish();
@@ -125,9 +136,10 @@ class Training {
                       options_.steps - 1));
     }
     if (is_first()) {
-      fmt::print("{} steps of {} x {} characters in {:.1f} s: {:.0f} characters/s\n", options_.steps,
-                 options_.batch, options_.model.context, seconds,
-                 static_cast<double>(options_.steps * options_.batch * options_.model.context) / seconds);
+      const std::int64_t steps = options_.steps - first;
+      fmt::print("{} steps of {} x {} characters in {:.1f} s: {:.0f} characters/s\n", steps, options_.batch,
+                 options_.model.context, seconds,
+                 static_cast<double>(steps * options_.batch * options_.model.context) / seconds);
       fmt::print("loss on text not trained on: {:.3f} (uniform guess: {:.3f})\n", held_out,
                  std::log(static_cast<double>(text_.vocabulary())));
     }
@@ -136,6 +148,23 @@ class Training {
 
  private:
   bool is_first() const { return session_.rank() == 0; }
+  /// Returns the number of steps that the restored state has made.
+  std::int64_t restore() {
+    if (options_.checkpoint.empty()) return 0;
+    manager_.emplace(session_, ts::CheckpointOptions{.directory = options_.checkpoint});
+    manager_->add("pipe", pipe_);
+    manager_->add("optimizer", optimizer_);
+    const std::int64_t step = manager_->restore_or(0);
+    if (is_first() && step > 0) fmt::print("resumed after step {}\n", step);
+    std::fflush(stdout);
+    return step;
+  }
+  void save_after(std::int64_t step) {
+    const bool is_last = step == options_.steps;
+    if (!manager_ || (step % options_.checkpoint_every != 0 && !is_last)) return;
+    manager_->save(step);
+    if (is_last) manager_->wait();
+  }
   double step_on(std::uint64_t seed, bool held_out) {
     const auto windows = text_.windows(options_.batch, options_.model.context, seed, held_out);
     return pipe_.train_step(windows.characters, windows.next, loss);
@@ -198,7 +227,8 @@ class Training {
   const Options& options_;
   const Text& text_;
   ts::pipeline::Pipeline pipe_;
-  torch::optim::AdamW optimizer_;
+  ts::optim::Optimizer optimizer_;
+  std::optional<ts::CheckpointManager> manager_;
 };
 
 void check(const Options& options, int world_size) {

@@ -1,7 +1,9 @@
 // Trains a small convolutional network on Fashion-MNIST on several ranks, each with a replica of the model:
 //   torchspan run -n 2 fashion_mnist_ddp
 // Every rank processes its part of every batch; gradients are averaged while backward runs. Then rank 0 trains
-// the same model on the same batches alone, and compares the results and the speed.
+// the same model on the same batches alone, and compares the results and the speed. With --checkpoint, a training
+// that was killed or preempted resumes:
+//   torchspan run -n 2 --max-restarts 3 fashion_mnist_ddp --checkpoint checkpoints
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -9,6 +11,7 @@
 #include <cstdio>
 #include <exception>
 #include <fmt/format.h>
+#include <limits>
 #include <optional>
 #include <string>
 #include <unistd.h>
@@ -20,6 +23,7 @@
 #include <torch/types.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/core/preemption.h>
 #include <torchspan/data_parallel/distributed_data_parallel.h>
 #include <torchspan/torchspan.h>
 
@@ -102,6 +106,7 @@ struct Job {
   const Options& options;
   const Dataset train_data, test_data;
   ts::Session& session;
+  const std::optional<ts::Preemption>& preemption;  ///< with --checkpoint
 
   Batch batch(const Dataset& data, const torch::Tensor& positions) const {
     Batch batch = data.batch(positions);
@@ -112,9 +117,48 @@ struct Job {
 
 /// The result of a training; only rank 0 knows the speed.
 struct Result {
-  std::vector<double> losses;  ///< by epoch: the mean over all images
+  explicit Result(std::int64_t epochs)
+      : losses(torch::full({epochs}, std::numeric_limits<double>::quiet_NaN(), torch::kDouble)) {}
+  double loss(std::int64_t epoch) const { return losses[epoch].item<double>(); }
+
+  torch::Tensor losses;  ///< by epoch: the mean over all images; NaN: not trained yet
   double accuracy = 0;
   double images_per_second = 0;
+  bool preempted = false;  ///< the state is saved, and training ends early
+};
+
+/// Saves and restores what training has reached, if --checkpoint is given. Training alone, for comparison, starts
+/// from the beginning.
+class Checkpoints {
+ public:
+  Checkpoints(const Job& job, const Team& team) : job_(job), team_(team) {
+    if (team.group == nullptr || job.options.checkpoint.empty()) return;
+    manager_.emplace(job.session, ts::CheckpointOptions{.directory = job.options.checkpoint});
+  }
+
+  /// Returns the number of steps that the restored state has made. `loss` is this rank's sum in an epoch.
+  std::int64_t restore(const ConvNet& network, torch::optim::SGD& optimizer, double& loss, Result& result) {
+    if (!manager_) return 0;
+    manager_->add("network", network);
+    manager_->add("optimizer", optimizer);
+    manager_->add_per_rank("loss", loss);
+    manager_->add("losses", result.losses);
+    return manager_->restore_or(0);
+  }
+  /// Saves the state if that is due. Returns whether the job must end now: all ranks agree, whichever of them got
+  /// the signal.
+  bool after(std::int64_t step, bool is_last) {
+    if (!manager_) return false;
+    const bool preempted = team_.sum(job_.preemption->requested() ? 1 : 0) > 0;
+    if (preempted || job_.options.saves_after(step, is_last)) manager_->save(step);
+    if (preempted || is_last) manager_->wait();
+    return preempted;
+  }
+
+ private:
+  const Job& job_;
+  const Team& team_;
+  std::optional<ts::CheckpointManager> manager_;
 };
 
 /// Runs one step and returns the sum of the losses of this rank's images. `weight` is ranks / images of the
@@ -141,38 +185,63 @@ double accuracy(const Job& job, const Team& team, Model& model) {
   return team.sum(static_cast<double>(correct)) / static_cast<double>(job.test_data.size());
 }
 
+/// Notes the mean loss of an epoch, counted from 0, and resets this rank's sum.
+void end_epoch(const Job& job, const Team& team, std::int64_t epoch, double& loss, Result& result) {
+  const double mean = team.sum(loss) / static_cast<double>(job.train_data.size());
+  if (!std::isfinite(mean)) {
+    refuse(fmt::format("{}: the loss is not a finite number after epoch {}: lower --lr", team.name(),
+                       epoch + 1));
+  }
+  result.losses[epoch] = mean;
+  loss = 0;
+}
+
 /// Trains and tests `model`, whose parameters are those of `network`; rank 0 shows the progress.
 template <class Model>
 Result train(const Job& job, const Team& team, Model& model, const ConvNet& network) {
   const Options& options = job.options;
   const auto sgd = torch::optim::SGDOptions(options.lr).momentum(options.momentum);
   torch::optim::SGD optimizer(network->parameters(), sgd);
-  Result result;
+  Result result(options.epochs);
+  double loss = 0;
+  Checkpoints checkpoints(job, team);
+  std::int64_t step = checkpoints.restore(network, optimizer, loss, result);
   team.wait_for_each_other();  // so that reading the data is not measured
   std::optional<Meter> meter;
-  if (team.rank == 0) meter.emplace(job.session, options, job.train_data.size(), team.name());
-  for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
-    double loss = 0;
-    const std::uint64_t order = options.seed + static_cast<std::uint64_t>(epoch);
-    for (const torch::Tensor& positions : shuffled_batches(job.train_data.size(), options.batch, order)) {
-      const Batch mine = job.batch(job.train_data, team.part(positions));
-      const double weight = static_cast<double>(team.size) / static_cast<double>(positions.numel());
-      const double sum = train_step(model, optimizer, mine, weight);
-      loss += sum;
-      if (meter) meter->step(epoch, sum / static_cast<double>(mine.size()), positions.numel());
+  if (team.rank == 0) {
+    if (step > 0) fmt::print("resumed after step {}\n", step);
+    std::fflush(stdout);
+    meter.emplace(job.session, options, job.train_data.size(), team.name());
+    meter->continue_after(step);
+  }
+  const std::int64_t steps_per_epoch = (job.train_data.size() + options.batch - 1) / options.batch;
+  const std::int64_t steps = options.epochs * steps_per_epoch;
+  std::vector<torch::Tensor> batches;
+  while (step < steps) {
+    const std::int64_t epoch = step / steps_per_epoch, index = step % steps_per_epoch;
+    if (batches.empty() || index == 0) {
+      const std::uint64_t order = options.seed + static_cast<std::uint64_t>(epoch) + 1;
+      batches = shuffled_batches(job.train_data.size(), options.batch, order);
     }
-    result.losses.push_back(team.sum(loss) / static_cast<double>(job.train_data.size()));
-    if (!std::isfinite(result.losses.back())) {
-      refuse(
-          fmt::format("{}: the loss is not a finite number after epoch {}: lower --lr", team.name(), epoch));
+    const torch::Tensor& positions = batches[static_cast<std::size_t>(index)];
+    const Batch mine = job.batch(job.train_data, team.part(positions));
+    const double weight = static_cast<double>(team.size) / static_cast<double>(positions.numel());
+    const double sum = train_step(model, optimizer, mine, weight);
+    loss += sum;
+    if (++step % steps_per_epoch == 0) end_epoch(job, team, epoch, loss, result);
+    if (meter) meter->step(epoch + 1, sum / static_cast<double>(mine.size()), positions.numel());
+    if (checkpoints.after(step, step == steps)) {
+      if (meter) fmt::print("preempted: the state after step {} of {} is saved\n", step, steps);
+      result.preempted = true;
+      return result;
     }
   }
   if (meter) meter->finish();
   result.accuracy = accuracy(job, team, model);
   if (!meter) return result;
   result.images_per_second = meter->images_per_second();
-  for (std::size_t epoch = 0; epoch < result.losses.size(); ++epoch) {
-    fmt::print("{}: epoch {}, mean loss {:.6f}\n", team.name(), epoch + 1, result.losses[epoch]);
+  for (std::int64_t epoch = 0; epoch < options.epochs; ++epoch) {
+    fmt::print("{}: epoch {}, mean loss {:.6f}\n", team.name(), epoch + 1, result.loss(epoch));
   }
   fmt::print("{}: {}\n", team.name(), meter->summary());
   fmt::print("{}: test accuracy {:.2f} % on {} images\n", team.name(), 100 * result.accuracy,
@@ -208,8 +277,8 @@ void compare(const Job& job, const Team& team, const Result& together, const Con
   const torch::Tensor reference = flat_parameters(network);
   const double difference = (flat_parameters(trained) - reference).abs().max().item<double>();
   double loss_difference = 0;
-  for (std::size_t epoch = 0; epoch < alone.losses.size(); ++epoch)
-    loss_difference = std::max(loss_difference, std::abs(alone.losses[epoch] - together.losses[epoch]));
+  for (std::int64_t epoch = 0; epoch < job.options.epochs; ++epoch)
+    loss_difference = std::max(loss_difference, std::abs(alone.loss(epoch) - together.loss(epoch)));
   fmt::print("{} against one process: losses differ by at most {:.1e}, parameters (up to {:.2f}) by {:.1e}\n",
              team.name(), loss_difference, reference.abs().max().item<double>(), difference);
   fmt::print(
@@ -226,6 +295,7 @@ void train_together(ts::Session& session, const Job& job) {
   ConvNet network = new_network(job.options, team.device);
   ts::DistributedDataParallel model(network, group);
   const Result result = train(job, team, model, network);
+  if (result.preempted) return;
   expect_equal_replicas(group, network);
   if (team.rank == 0 && job.options.compare) compare(job, team, result, network);
 }
@@ -237,8 +307,10 @@ void run(const Options& options) {
   const c10::Device device = devices::of_rank(options.device, worker_options.environment.local_rank);
   const Dataset train_data = load(options, Split::kTrain).to(device),
                 test_data = load(options, Split::kTest).to(device);
+  std::optional<ts::Preemption> preemption;
+  if (!options.checkpoint.empty()) preemption.emplace();
   ts::Session session(worker_options);
-  train_together(session, {options, train_data, test_data, session});
+  train_together(session, {options, train_data, test_data, session, preemption});
   session.shutdown();
 }
 

@@ -36,7 +36,6 @@ struct Options : TrainingOptions {
   std::string optimizer = "sgd";
   std::optional<double> lr;
   std::string graph;
-  std::string checkpoint;
 };
 
 void add_options(CLI::App& app, Options& options) {
@@ -45,8 +44,6 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--optimizer", options.optimizer)
       ->check(CLI::IsMember({"sgd", "adagrad"}))
       ->capture_default_str();
-  app.add_option("--checkpoint", options.checkpoint,
-                 "folder: save the state every 100 steps, and resume from the newest state there");
   app.add_option("--graph", options.graph,
                  "write the first step's graph over all workers here, for dot -Tsvg");
 }
@@ -89,7 +86,7 @@ void write_graph(const std::string& path, const std::string& dot) {
 /// modules write and read their state.
 class Checkpoints {
  public:
-  Checkpoints(ts::Session& session, const Options& options) {
+  Checkpoints(ts::Session& session, const Options& options) : options_(options) {
     if (options.checkpoint.empty()) return;
     manager_.emplace(session, ts::CheckpointOptions{.directory = options.checkpoint,
                                                     .participants = {session.worker().name()}});
@@ -107,13 +104,13 @@ class Checkpoints {
     return step;
   }
   void after(std::int64_t step, bool is_last) {
-    if (!manager_ || (step % kSteps != 0 && !is_last)) return;
+    if (!manager_ || !options_.saves_after(step, is_last)) return;
     manager_->save(step);
     if (is_last) manager_->wait();
   }
 
  private:
-  static constexpr std::int64_t kSteps = 100;
+  const Options& options_;
   std::optional<ts::CheckpointManager> manager_;
 };
 

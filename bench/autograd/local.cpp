@@ -14,14 +14,9 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// Leaves, and a function that computes a scalar from them.
-struct Program {
-  std::string name;
-  Tensors leaves;
-  std::function<at::Tensor(const Tensors&)> forward;
-};
-
-at::Tensor leaf(at::IntArrayRef sizes) { return at::randn(sizes).mul_(0.1).requires_grad_(); }
+at::Tensor leaf(at::IntArrayRef sizes, c10::Device device = c10::kCPU) {
+  return at::randn(sizes).mul_(0.1).to(device).requires_grad_();
+}
 
 at::Tensor chain(const Tensors& leaves) {
   at::Tensor y = leaves[0];
@@ -62,40 +57,28 @@ at::Tensor transformer_block(const Tensors& p) {
   return (x + at::linear(hidden, p[11], p[12])).mean();
 }
 
-std::vector<Program> programs() {
-  Tensors many;
-  for (int i = 0; i < 500; ++i) many.push_back(leaf({16}));
-  const std::int64_t c = 32, w = 64;
-  return {{"chain_1000", {leaf({16})}, chain},
-          {"fan_500", many, fan},
-          {"resnet_block",
-           {leaf({4, c, 16, 16}), leaf({c, c, 3, 3}), leaf({c}), leaf({c}), leaf({c, c, 3, 3}), leaf({c}),
-            leaf({c})},
-           resnet_block},
-          {"transformer_block",
-           {leaf({4, 32, w}), leaf({w}), leaf({w}), leaf({3 * w, w}), leaf({3 * w}), leaf({w, w}), leaf({w}),
-            leaf({w}), leaf({w}), leaf({4 * w, w}), leaf({4 * w}), leaf({w, 4 * w}), leaf({w})},
-           transformer_block}};
-}
-
 void forget_gradients(const Program& program) {
   for (const at::Tensor& parameter : program.leaves) parameter.mutable_grad().reset();
 }
 
-double stock(Executor& executor, const Program& program) {
+double stock(Executor& executor, const Program& program, const std::function<void()>& finish) {
   forget_gradients(program);
   const at::Tensor loss = program.forward(program.leaves);
+  finish();
   const TimePoint began = executor.now();
   loss.backward();
+  finish();
   return micros(began, executor.now());
 }
 
-double ours(Executor& executor, const Program& program) {
+double ours(Executor& executor, const Program& program, const std::function<void()>& finish) {
   const at::Tensor loss = program.forward(program.leaves);
   engine::GradientMap gradients;
+  finish();
   const TimePoint began = executor.now();
   engine::MapSink sink(gradients);
   engine::backward({loss}, {}, sink);
+  finish();
   return micros(began, executor.now());
 }
 
@@ -114,14 +97,39 @@ void compare(const Program& program) {
 
 }  // namespace
 
-Samples measure_engine(Executor& executor, Duration limit) {
+std::vector<Program> small_programs() {
+  Tensors many;
+  for (int i = 0; i < 500; ++i) many.push_back(leaf({16}));
+  const std::int64_t c = 32;
+  return {{"chain_1000", {leaf({16})}, chain},
+          {"fan_500", many, fan},
+          {"resnet_block",
+           {leaf({4, c, 16, 16}), leaf({c, c, 3, 3}), leaf({c}), leaf({c}), leaf({c, c, 3, 3}), leaf({c}),
+            leaf({c})},
+           resnet_block},
+          transformer_program("transformer_block", 4, 32, 64, c10::kCPU)};
+}
+
+Program transformer_program(std::string name, std::int64_t batch, std::int64_t length, std::int64_t width,
+                            c10::Device device) {
+  const auto on_device = [&](at::IntArrayRef sizes) { return leaf(sizes, device); };
+  const std::int64_t w = width;
+  return {std::move(name),
+          {on_device({batch, length, w}), on_device({w}), on_device({w}), on_device({3 * w, w}),
+           on_device({3 * w}), on_device({w, w}), on_device({w}), on_device({w}), on_device({w}),
+           on_device({4 * w, w}), on_device({4 * w}), on_device({w, 4 * w}), on_device({w})},
+          transformer_block};
+}
+
+Samples measure_engine(Executor& executor, const std::vector<Program>& programs, Duration limit,
+                       const std::function<void()>& finish) {
   Samples samples;
-  for (const Program& program : programs()) {
+  for (const Program& program : programs) {
     compare(program);
     const std::string name = "engine/" + program.name;
     take_turns(executor, samples,
-               {{name, [&] { return ours(executor, program); }},
-                {name + "/libtorch", [&] { return stock(executor, program); }}},
+               {{name, [&] { return ours(executor, program, finish); }},
+                {name + "/libtorch", [&] { return stock(executor, program, finish); }}},
                500, limit);
   }
   return samples;

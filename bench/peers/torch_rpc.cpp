@@ -43,10 +43,15 @@ std::shared_ptr<peer::TensorPipeAgent> start_agent(const WorkerPlace& place) {
       tcp ? Names({"basic"}) : c10::nullopt, kCallSeconds, peer::kDefaultInitMethod);
   auto store = c10::make_intrusive<c10d::FileStore>(place.folder + "/torch-rpc-store", place.size);
   store->setTimeout(std::chrono::seconds(20));
+  std::unordered_map<std::string, peer::DeviceMap> maps;
+  std::vector<c10::Device> devices;
+  if (!place.device.is_cpu()) {
+    devices.push_back(place.device);
+    for (int rank = 0; rank < place.size; ++rank) maps[name_of(rank)] = {{place.device, place.device}};
+  }
   auto agent = std::make_shared<peer::TensorPipeAgent>(
-      store, name_of(place.rank), static_cast<peer::worker_id_t>(place.rank), place.size, options,
-      std::unordered_map<std::string, peer::DeviceMap>(), std::vector<c10::Device>(),
-      std::make_unique<peer::RequestCallbackNoPython>());
+      store, name_of(place.rank), static_cast<peer::worker_id_t>(place.rank), place.size, options, maps,
+      devices, std::make_unique<peer::RequestCallbackNoPython>());
   peer::RpcAgent::setCurrentRpcAgent(agent);
   agent->setTypeResolver(
       std::make_shared<peer::TypeResolver>([](const c10::QualifiedName& name) -> c10::StrongTypePtr {
@@ -63,7 +68,7 @@ class TorchRpc final : public Side {
   void small_call(std::int64_t n) override { expect(integer(next(1, n)) == n + 1, "a small call"); }
   void add(const at::Tensor& x) override {
     const at::Tensor sum = value(start(1, add_, {x, x, 1})).toTensor();
-    expect(sum.data_ptr<float>()[0] == 2 * x.data_ptr<float>()[0], "an addition");
+    expect(first_element(sum) == 2 * first_element(x), "an addition");
   }
   void one_way(const at::Tensor& x) override {
     expect(integer(start(1, count_, {x})) == x.numel(), "a count");
@@ -100,7 +105,7 @@ class TorchRpc final : public Side {
     auto kind = peer::MessageType::UNKNOWN;
     const auto reply = peer::deserializeResponse(*message_of(fetched), kind);
     const at::Tensor sum = static_cast<peer::ScriptRRefFetchRet&>(*reply).values().front().toTensor();
-    expect(sum.data_ptr<float>()[0] == 2 * x.data_ptr<float>()[0], "the value of a reference");
+    expect(first_element(sum) == 2 * first_element(x), "the value of a reference");
   }
   void leave() override {}
 

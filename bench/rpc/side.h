@@ -4,6 +4,7 @@
 #include <string>
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
 
 namespace torchspan::bench {
 
@@ -18,7 +19,8 @@ struct WorkerPlace {
   Way way = Way::kLocal;
   int rank = 0;
   int size = 2;
-  std::string folder;  ///< of this measurement only; the processes may meet there
+  std::string folder;              ///< of this measurement only; the processes may meet there
+  c10::Device device = c10::kCPU;  ///< of the tensors of both ranks, which one host has
 };
 
 /// One library, as the calling process uses it. Rank 1 serves; fan_out also calls the ranks after it. Every
@@ -46,8 +48,10 @@ class Side {
 
 /// Throws unless `right`; the error names `call`.
 void expect(bool right, const std::string& call);
+/// Reads the first element; waits for the device of `x`.
+float first_element(const at::Tensor& x);
 /// Compares about twenty elements spread over both tensors, so that an incomplete result is detected without
-/// reading all of it.
+/// reading all of it. Reads only the first and the last one on a device.
 bool alike(const at::Tensor& a, const at::Tensor& b);
 
 /// Joins with TorchSpan.

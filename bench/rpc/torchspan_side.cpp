@@ -41,11 +41,20 @@ class Joined {
 
 class LocalSession final : public Joined {
  public:
-  LocalSession() : session_(WorkerOptions::from_env(), functions()) {}
+  explicit LocalSession(const WorkerPlace& place) : session_(options(place), functions()) {}
   Worker& worker() override { return session_.worker(); }
   void shutdown() override { session_.shutdown(kLongest); }
 
  private:
+  static WorkerOptions options(const WorkerPlace& place) {
+    WorkerOptions options = WorkerOptions::from_env();
+    for (int rank = 0; rank < place.size && !place.device.is_cpu(); ++rank) {
+      if (rank != place.rank)
+        options.device_maps["worker" + std::to_string(rank)] = {{place.device, place.device}};
+    }
+    return options;
+  }
+
   Session session_;
 };
 
@@ -104,7 +113,7 @@ class TorchSpanSide final : public Side {
   void small_call(std::int64_t n) override { expect(worker_.rpc_sync(1, kNext, n) == n + 1, "a small call"); }
   void add(const at::Tensor& x) override {
     const at::Tensor sum = worker_.rpc_sync(1, kAdd, x, x);
-    expect(sum.data_ptr<float>()[0] == 2 * x.data_ptr<float>()[0], "an addition");
+    expect(first_element(sum) == 2 * first_element(x), "an addition");
   }
   void one_way(const at::Tensor& x) override {
     expect(worker_.rpc_sync(1, kCount, x) == x.numel(), "a count");
@@ -126,7 +135,7 @@ class TorchSpanSide final : public Side {
   }
   void remote_use(const at::Tensor& x) override {
     const auto sum = worker_.remote(1, kAdd, x, x);
-    expect(sum.to_here().data_ptr<float>()[0] == 2 * x.data_ptr<float>()[0], "the value of a reference");
+    expect(first_element(sum.to_here()) == 2 * first_element(x), "the value of a reference");
   }
   void leave() override { joined_->shutdown(); }
 
@@ -140,7 +149,7 @@ class TorchSpanSide final : public Side {
 std::unique_ptr<Side> join_torchspan(const WorkerPlace& place) {
   std::unique_ptr<Joined> joined;
   if (place.way == Way::kLocal) {
-    joined = std::make_unique<LocalSession>();
+    joined = std::make_unique<LocalSession>(place);
   } else {
     joined = std::make_unique<TlsService>();
   }

@@ -23,6 +23,11 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
       ->check(CLI::Range(std::int64_t{0}, kMost))
       ->capture_default_str();
   devices::add_option(app, options.device);
+  app.add_option("--checkpoint", options.checkpoint,
+                 "folder: save the state regularly, and resume from the newest state there");
+  app.add_option("--checkpoint-every", options.checkpoint_every, "steps from one saved state to the next")
+      ->check(CLI::Range(kOne, kMost))
+      ->capture_default_str();
 }
 
 Dataset load(const TrainingOptions& options, Split split) {

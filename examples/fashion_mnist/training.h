@@ -21,9 +21,16 @@ struct TrainingOptions {
   std::uint64_t seed = 1;
   std::int64_t limit = 0;  ///< images of each split; 0: all
   std::string device = "cpu";
+  std::string checkpoint;               ///< folder; empty: none
+  std::int64_t checkpoint_every = 100;  ///< steps
+
+  /// Whether the state after `step` steps is saved.
+  bool saves_after(std::int64_t step, bool is_last) const {
+    return !checkpoint.empty() && (is_last || step % checkpoint_every == 0);
+  }
 };
 
-/// --data, --epochs, --batch, --seed, --limit and --device.
+/// --data, --epochs, --batch, --seed, --limit, --device, --checkpoint and --checkpoint-every.
 void add_training_options(CLI::App& app, TrainingOptions& options);
 
 /// Loads the split's images, at most TrainingOptions::limit of them. Throws what load() throws.

@@ -24,14 +24,6 @@ constexpr std::uint32_t kNowhere = 0xFFFFFFFF;
 /// The lowest order of nodes without EdgeCounts.
 constexpr std::uint64_t kUncounted = std::uint64_t{1} << 63;
 
-/// Adds a new gradient to the sum so far.
-at::Tensor sum_of(at::Tensor held, at::Tensor gradient) {
-  // LibTorch adds the sum so far to a new sparse gradient; the order determines the last bits.
-  if (held.is_sparse() && gradient.is_sparse()) std::swap(held, gradient);
-  add_into(held, gradient);
-  return held;
-}
-
 std::size_t bytes_of(const at::Tensor& gradient) {
   if (!gradient.defined()) return 0;
   if (gradient.layout() == at::kStrided) return gradient.nbytes();

@@ -107,6 +107,30 @@ void give_to_sink(const torch::autograd::AccumulateGrad& node, at::Tensor gradie
   if (gradient.defined()) sink.accumulate(node.variable, std::move(gradient));
 }
 
+/// Removes edges of a node while it lives: LibTorch's nodes compute no gradient for an edge that leads nowhere.
+class EdgeMask {
+ public:
+  EdgeMask(Node& node, const std::vector<bool>& wanted) : edges_(node.next_edges()) {
+    for (std::size_t edge = 0; edge < edges_.size(); ++edge) {
+      if (!wanted[edge]) removed_.emplace_back(edge, std::exchange(edges_[edge], {}));
+    }
+  }
+  ~EdgeMask() {
+    for (auto& [edge, value] : removed_) edges_[edge] = std::move(value);
+  }
+  EdgeMask(const EdgeMask&) = delete;
+  EdgeMask& operator=(const EdgeMask&) = delete;
+
+ private:
+  torch::autograd::edge_list& edges_;
+  std::vector<std::pair<std::size_t, torch::autograd::Edge>> removed_;
+};
+
+void check_outputs(const variable_list& outputs) {
+  if (torch::autograd::AnomalyMode::is_enabled() && torch::autograd::AnomalyMode::should_check_nan())
+    check_for_nan(outputs);
+}
+
 }  // namespace
 
 void fit_gradients(const torch::autograd::edge_list& edges, variable_list& gradients) {
@@ -135,9 +159,28 @@ variable_list run_node(Node& node, variable_list inputs, GradientSink& sink, boo
                                                  outputs.size(), node.next_edges().size()));
   }
   if (!retain) node.release_variables();
-  if (torch::autograd::AnomalyMode::is_enabled() && torch::autograd::AnomalyMode::should_check_nan()) {
-    check_for_nan(outputs);
+  check_outputs(outputs);
+  return outputs;
+}
+
+variable_list run_pre_hooks(Node& node, variable_list inputs, GradientSink& sink) {
+  return compat::run_pre_hooks(node, std::move(inputs), pre_hook_caller(sink));
+}
+
+variable_list run_edges(Node& node, variable_list inputs, const std::vector<bool>& wanted, bool retain) {
+  if (!retain) node.will_release_variables();
+  variable_list outputs;
+  {
+    const EdgeMask mask(node, wanted);
+    outputs = node(std::move(inputs));
   }
+  outputs.resize(node.next_edges().size());
+  for (std::size_t edge = 0; edge < outputs.size(); ++edge) {
+    if (!wanted[edge]) outputs[edge] = at::Tensor();  // a node may compute it all the same
+  }
+  fit_gradients(node.next_edges(), outputs);
+  if (!retain) node.release_variables();
+  check_outputs(outputs);
   return outputs;
 }
 

@@ -19,6 +19,16 @@ namespace torchspan::engine {
 torch::autograd::variable_list run_node(torch::autograd::Node& node, torch::autograd::variable_list inputs,
                                         GradientSink& sink, bool retain);
 
+/// Runs only the hooks that precede a node's apply, and returns its gradients.
+torch::autograd::variable_list run_pre_hooks(torch::autograd::Node& node,
+                                             torch::autograd::variable_list inputs, GradientSink& sink);
+
+/// Runs a node of LibTorch, which skips what only the edges that are not `wanted` need: apply and checks, no
+/// hooks; then frees its saved tensors, unless `retain`. Returns one gradient for each edge, undefined for the
+/// others.
+torch::autograd::variable_list run_edges(torch::autograd::Node& node, torch::autograd::variable_list inputs,
+                                         const std::vector<bool>& wanted, bool retain);
+
 /// Runs a node at which the pass leaves this process: pre-hooks, except those of inputs that are not `reached`,
 /// the node, post-hooks.
 void run_pass_node(PassNode& node, torch::autograd::variable_list inputs, const std::vector<bool>& reached,

@@ -66,6 +66,13 @@ at::Tensor add_into(at::Tensor& held, at::Tensor& incoming) {
   return {};
 }
 
+at::Tensor sum_of(at::Tensor held, at::Tensor gradient) {
+  // LibTorch adds the sum so far to a new sparse gradient; the order determines the last bits.
+  if (held.is_sparse() && gradient.is_sparse()) std::swap(held, gradient);
+  add_into(held, gradient);
+  return held;
+}
+
 at::Tensor adopt_gradient(const at::Tensor& parameter, at::Tensor gradient) {
   namespace utils = torch::autograd::utils;
   if (gradient.is_sparse()) return adopt_sparse(std::move(gradient));

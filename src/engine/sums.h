@@ -14,6 +14,9 @@ bool is_unshared(const at::Tensor& tensor);
 /// with grad mode off.
 at::Tensor add_into(at::Tensor& held, at::Tensor& incoming);
 
+/// Adds a new gradient to the sum so far, as LibTorch's engine does, bit for bit. Call it with grad mode off.
+at::Tensor sum_of(at::Tensor held, at::Tensor gradient);
+
 /// `gradient` as the first gradient of `parameter`: itself if that is safe (see GradientMap::accumulate), else
 /// a copy in the parameter's layout. Call it with grad mode off.
 at::Tensor adopt_gradient(const at::Tensor& parameter, at::Tensor gradient);

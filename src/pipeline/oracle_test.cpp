@@ -216,6 +216,31 @@ at::Tensor target_of(const RandomCase& random, std::size_t step) {
   return seeded({random.rows[step], kWidth}, random.model.weights + 57 * step + 5);
 }
 
+namespace {
+
+/// A searched schedule with split backwards, or 1F1B in which a random part of the backwards is split, with weight
+/// gradients at random later places.
+std::function<schedule::Table(const schedule::Placement&)> random_schedule(std::uint64_t seed) {
+  return [seed](const schedule::Placement& placement) {
+    std::mt19937_64 random(seed);
+    if (random() % 3 == 0) return schedule::zero_bubble(placement, {schedule::Costs{}});
+    schedule::Table table = schedule::one_forward_one_backward(placement);
+    for (auto& row : table.actions) {
+      for (std::size_t at = 0; at < row.size(); ++at) {
+        if (row[at].kind != schedule::ActionKind::kBackward || random() % 4 == 0) continue;
+        row[at].kind = schedule::ActionKind::kInputGradient;
+        schedule::Action weights = row[at];
+        weights.kind = schedule::ActionKind::kWeightGradient;
+        const std::size_t place = at + 1 + random() % (row.size() - at);
+        row.insert(row.begin() + static_cast<std::ptrdiff_t>(place), weights);
+      }
+    }
+    return table;
+  };
+}
+
+}  // namespace
+
 RandomCase make_case(std::uint64_t seed) {
   std::mt19937_64 random(seed);
   const auto pick = [&](int below) { return static_cast<int>(random() % static_cast<std::uint64_t>(below)); };
@@ -229,7 +254,9 @@ RandomCase make_case(std::uint64_t seed) {
   for (int layer = stages; layer < distinct; ++layer) ++balance[static_cast<std::size_t>(pick(stages))];
   made.options.balance = balance;
   made.options.micro_batches = 1 + pick(6);
-  made.options.schedule = static_cast<Schedule>(pick(3));
+  const int kind = pick(6);
+  made.options.schedule = kind < 3 ? static_cast<Schedule>(kind) : Schedule::kCustom;
+  if (kind >= 3) made.options.custom_schedule = random_schedule(random());
   made.options.max_in_flight = pick(3) == 0 ? 1 + pick(3) : 0;
   made.options.seed = random();
   const bool in_place = std::any_of(made.model.operations.begin(), made.model.operations.end(),

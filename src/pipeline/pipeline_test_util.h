@@ -18,9 +18,18 @@ inline at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target
   return (output - target).square().mean();
 }
 
+/// A schedule for any plan that computes input and weight gradients apart.
+inline PipelineOptions with_split_backwards(PipelineOptions options) {
+  options.schedule = Schedule::kCustom;
+  options.custom_schedule = [](const schedule::Placement& placement) {
+    return schedule::zero_bubble(placement, {schedule::Costs{}});
+  };
+  return options;
+}
+
 /// Runs `body` with every combination of schedule and activation checkpointing.
 inline void in_every_way(const std::function<void(PipelineOptions)>& body) {
-  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
+  for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B, Schedule::kCustom}) {
     for (const ActivationCheckpoint checkpoint :
          {ActivationCheckpoint::kNever, ActivationCheckpoint::kExceptLast, ActivationCheckpoint::kAlways}) {
       SCOPED_TRACE(::testing::Message() << "schedule " << static_cast<int>(schedule) << ", checkpoint "
@@ -29,7 +38,7 @@ inline void in_every_way(const std::function<void(PipelineOptions)>& body) {
       options.micro_batches = 4;
       options.schedule = schedule;
       options.checkpoint = checkpoint;
-      body(options);
+      body(schedule == Schedule::kCustom ? with_split_backwards(options) : options);
     }
   }
 }

@@ -7,6 +7,7 @@
 #include <torchspan/core/error_file.h>
 #include <torchspan/detail/checkpoint/extension.h>
 #include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/elastic/extension.h>
 #include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/optim/extension.h>
 #include <torchspan/session.h>
@@ -146,6 +147,7 @@ class Session::Impl {
     add_default<autograd::AutogradExtension>(extensions);
     add_default<pipeline::PipelineExtension>(extensions);
     add_default<checkpoint::CheckpointExtension>(extensions);
+    add_default<elastic::ElasticExtension>(extensions);
     rpc::ServiceOptions service = service_options(options);
     rpc::WorkerService::MakeTransport make_transport;
     std::optional<Endpoint> endpoint;

@@ -154,8 +154,11 @@ TEST(Handles, ShareTheRuntimeOfTheirWorker) {
     auto runtime = std::make_shared<Runtime>(executor, "worker0");
     life = runtime;
     rpc::WorkerService service(runtime, FunctionTable().add(kTwice), {}, {}, {});
-    service.start(
-        rendezvous::Membership::join(*runtime, {}, {.name = "worker0", .rank = 0, .world_size = 1}));
+    rendezvous::MembershipOptions alone;
+    alone.name = "worker0";
+    alone.rank = 0;
+    alone.world_size = 1;
+    service.start(rendezvous::Membership::join(*runtime, {}, alone));
     runtime.reset();
     worker = service.worker();
     result = worker->rpc_async(0, kTwice, input());

@@ -26,6 +26,12 @@ enum class Schedule : std::uint8_t {
   kGPipe,        ///< all forwards, then all backwards
   k1F1B,         ///< runs a backward as soon as one is ready; bounded memory
   kInterleaved,  ///< several stages per worker; a smaller bubble
+  kZBH1,         ///< one stage per worker; input and weight gradients apart, which shrinks the bubble
+  kZBH2,         ///< the same with twice the activations and almost no bubble
+  kZB1P,         ///< kZBH1 with several stages per worker
+  kZBV,          ///< two stages per worker, placed in a V; almost no bubble with the activations of k1F1B
+  kDualPipeV,    ///< the same placement; pairs of a forward and a backward
+  kCustom,       ///< PipelineOptions::custom_schedule
 };
 
 /// Which micro-batches keep only their inputs and recompute activations for the backward.
@@ -33,13 +39,16 @@ enum class ActivationCheckpoint : std::uint8_t { kNever, kExceptLast, kAlways };
 
 struct PipelineOptions {
   std::vector<int> balance = {};  ///< distinct layers per stage; empty: even
-  /// Owner of each stage; empty: stage s on rank s modulo the world size.
+  /// Owner of each stage; empty: stage s on rank s modulo the world size; kZBV and kDualPipeV: in a V.
   std::vector<std::string> workers = {};
   int micro_batches = 1;  ///< upper bound; a small batch has fewer
   Schedule schedule = Schedule::k1F1B;
+  /// The table of a training step for kCustom, of the given placement and the same on all workers: one of
+  /// schedule.h, one from a CSV file, or another. A stage of it is a layer range of the plan.
+  std::function<schedule::Table(const schedule::Placement&)> custom_schedule = {};
   ActivationCheckpoint checkpoint = ActivationCheckpoint::kExceptLast;
   /// Maximum number of micro-batches between their first forward and their last backward, which bounds
-  /// memory; 0: what the schedule needs (kArrival: twice the number of workers). kGPipe ignores it.
+  /// memory; 0: what the schedule needs (kArrival: twice the number of workers). For kArrival and k1F1B.
   int max_in_flight = 0;
   /// Seeds the initial weights of each layer by (seed, layer), and the random numbers of each use and of
   /// the loss by (seed, step, order, micro-batch). Weights and dropout then do not depend on how the model

@@ -19,7 +19,7 @@ namespace {
 constexpr int kSharedGpuVersion = 23000;
 constexpr const char* kSharedGpuVariable = "NCCL_MULTI_RANK_GPU_ENABLE";
 
-/// What a rank tells the others of its device.
+/// What a rank sends to the others about its device.
 struct DeviceFacts {
   std::string device = {};
   std::string identity = {};

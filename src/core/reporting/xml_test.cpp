@@ -1,6 +1,6 @@
-#include <gtest/gtest.h>
-
 #include "core/api/xml.h"
+
+#include <gtest/gtest.h>
 
 namespace torchspan::xml_test {
 namespace {

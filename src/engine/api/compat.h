@@ -46,6 +46,12 @@ inline std::optional<std::size_t> input_of(const torch::autograd::FunctionPreHoo
   return static_cast<std::size_t>(static_cast<const OfTensor&>(hook).value_idx_);
 }
 
+/// Whether LibTorch's code generator wrote the node's class: it then computes nothing but its gradients, and only
+/// those for which it has an edge. LibTorch does not export the types' identities, so this compares the name.
+inline bool is_generated(const Node& node) {
+  return std::string_view(typeid(node).name()).starts_with("N5torch8autograd9generated");
+}
+
 /// Runs the hooks on a node's input gradients in LibTorch's order, each through `call`, and returns the
 /// resulting gradients: from 2.0 on, the tensor hooks and retain_grad's hook; then the node's pre-hooks.
 template <class Call>

@@ -19,13 +19,20 @@ void describe_restarts(CLI::App& run, RunOptions& options) {
          "cannot be run) and interruptions are not restarted")
       ->check(CLI::Range(0, 1000));
   run.add_option(
-      "--restart-backoff", options.backoff,
-      "Time before the first restart; doubles with each failure until an attempt runs for 5 minutes");
-  run.add_option("--max-backoff", options.longest_backoff, "Limit of that doubling");
+         "--max-replacements", options.job.restarts.most_replacements,
+         "Start a failed worker other than rank 0 again while the others go on, up to this many times "
+         "for all workers together; then --max-restarts applies. The program must handle the death of a "
+         "worker")
+      ->check(CLI::Range(0, 100000));
   run.add_option(
-         "--give-up-after", options.job.restarts.give_up_after,
-         "End early after this many attempts in a row that fail within 10 seconds of their start with the "
-         "same exit code or signal; 0: never")
+      "--restart-backoff", options.backoff,
+      "Time before the first restart of the job, and of each worker; doubles with each failure until "
+      "an attempt or worker runs for 5 minutes");
+  run.add_option("--max-backoff", options.longest_backoff, "Limit of that doubling");
+  run.add_option("--give-up-after", options.job.restarts.give_up_after,
+                 "End early after this many attempts in a row (replacements: processes of a rank) that fail "
+                 "within 10 "
+                 "seconds of their start with the same exit code or signal; 0: never")
       ->check(CLI::Range(0, 1000));
   run.add_option("--error-file", options.job.error_file,
                  "File for the first failure of a failed job, as JSON like torchrun's; default "

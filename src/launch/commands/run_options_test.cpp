@@ -47,6 +47,7 @@ TEST(RunOptions, HaveTheDocumentedDefaults) {
   options.workers = "1";
   const JobOptions job = read_run_options(options, {});
   EXPECT_EQ(job.restarts.most, 0);
+  EXPECT_EQ(job.restarts.most_replacements, 0);
   EXPECT_EQ(job.restarts.backoff, seconds(1));
   EXPECT_EQ(job.restarts.longest_backoff, seconds(60));
   EXPECT_EQ(job.restarts.give_up_after, 3);

@@ -6,8 +6,6 @@
 
 #include <torchspan/core/preemption.h>
 
-#include "launch/supervisor/processes.h"
-
 namespace torchspan::launch {
 namespace {
 
@@ -19,11 +17,16 @@ constexpr Duration kDrainTime = std::chrono::seconds(1);
 const Worker* find_leaving(const std::vector<Ending>& endings,
                            const std::vector<std::unique_ptr<Worker>>& workers) {
   for (const Ending& ending : endings) {
+    if (ending.replaced) continue;
     for (const auto& worker : workers) {
       if (!worker->ended() && worker->child().pid() == ending.blames) return worker.get();
     }
   }
   return nullptr;
+}
+
+void note_blames(std::vector<Ending>& endings, const WorkerSet& workers) {
+  for (Ending& ending : endings) ending.blames = blamed_process(workers.find(ending.pid)->recent_lines());
 }
 
 }  // namespace
@@ -33,33 +36,24 @@ Attempt::Attempt(const AttemptContext& context, JobSetting setting)
       setting_(std::move(setting)),
       began_(context.executor.now()),
       view_(context.display, setting_.workers, began_),
+      replacements_(context.options.restarts, context.replacements_used),
       reporters_(static_cast<std::size_t>(setting_.workers), false) {}
 
 void Attempt::start() {
-  for (int rank = 0; rank < setting_.workers; ++rank) start_worker(rank);
+  for (int rank = 0; rank < setting_.workers; ++rank) workers_.start(rank, 0);
 }
 
-void Attempt::start_worker(int rank) {
-  const JobOptions& options = context_.options;
-  const std::string name = options.name_prefix + std::to_string(rank);
-  const WorkerNames names{.rank = rank,
-                          .name = name,
-                          .prefix = prefix_of(name, rank, options.display.colours),
-                          .log_folder = options.log_folder,
-                          .append = setting_.restart_count > 0};
-  Child child(context_.program, options.command, worker_environment(options.environment, setting_, rank),
-              context_.guard);
-  workers_.push_back(std::make_unique<Worker>(names, std::move(child), context_.display, context_.poller));
+int Attempt::started() const { return std::min(static_cast<int>(workers_.all().size()), setting_.workers); }
+
+bool Attempt::all_ended() const {
+  return endings_.size() == workers_.all().size() && !replacements_.waiting();
 }
 
-bool Attempt::over() const {
-  return all_ended() &&
-         std::all_of(workers_.begin(), workers_.end(), [](const auto& worker) { return worker->silent(); });
-}
+bool Attempt::over() const { return all_ended() && workers_.silent(); }
 
 void Attempt::handle(const Poller::Event& event) {
   const auto source = static_cast<Source>(event.token >> 32);
-  Worker& worker = *workers_.at(static_cast<std::uint32_t>(event.token));
+  Worker& worker = workers_.at(static_cast<std::uint32_t>(event.token));
   if (source == Source::kEnd) on_end(worker);
   if (source == Source::kOutput) worker.read_output();
   if (source == Source::kErrors) worker.read_errors();
@@ -76,8 +70,15 @@ void Attempt::on_end(Worker& worker) {
   // A worker that is preempted without handling the signal ends by it; with SIGTERM, any end is an answer.
   const bool preempted = preempted_by_ == SIGTERM || (preempted_by_ != 0 && status->signal == preempted_by_);
   const bool asked = stopping_ || preempted;
-  endings_.push_back({worker.rank(), worker.name(), worker.child().pid(), status->code, status->signal, asked,
-                      now - began_});
+  endings_.push_back({.rank = worker.rank(),
+                      .name = worker.name(),
+                      .pid = worker.child().pid(),
+                      .code = status->code,
+                      .signal = status->signal,
+                      .asked = asked,
+                      .after = now - began_,
+                      .incarnation = worker.incarnation(),
+                      .ran = now - worker.began()});
   const bool failed = endings_.back().failed();
   view_.set_state(worker.rank(), !failed ? WorkerState::kDone
                                  : asked ? WorkerState::kStopped
@@ -85,6 +86,7 @@ void Attempt::on_end(Worker& worker) {
   if (!asked && (failed || !until_.leave.is_never())) {
     until_.settle = earlier(until_.settle, Deadline(now + kSettleTime));
   }
+  if (worker.rank() == 0 && !failed) stop_replacing();  // the store ends with rank 0
   if (all_ended()) until_.drain = Deadline(now + kDrainTime);
 }
 
@@ -105,7 +107,8 @@ void Attempt::stop(int signal) {
   stopping_ = true;
   until_.settle = Deadline::never();
   until_.kill = earlier(until_.kill, context_.executor.deadline_in(context_.options.grace));
-  for (const auto& worker : workers_) {
+  stop_replacing();
+  for (const auto& worker : workers_.all()) {
     if (worker->ended()) continue;
     worker->child().signal_group(signal);
     worker->child().signal_group(SIGCONT);  // a stopped process handles no other signal
@@ -118,7 +121,8 @@ void Attempt::preempt(int signal) {
   const bool first = preempted_by_ == 0;
   preempted_by_ = signal;
   if (first) until_.kill = context_.executor.deadline_in(context_.options.preemption.grace);
-  for (const auto& worker : workers_) {
+  stop_replacing();
+  for (const auto& worker : workers_.all()) {
     if (worker->ended()) continue;
     if (!reporters_.at(static_cast<std::size_t>(worker->rank()))) {
       if (signal == SIGTERM) {
@@ -134,20 +138,66 @@ void Attempt::preempt(int signal) {
 
 void Attempt::kill_workers() {
   until_.kill = Deadline::never();
-  for (const auto& worker : workers_) {
-    if (!worker->ended()) worker->child().signal_group(SIGKILL);
+  workers_.kill_running();
+}
+
+/// Plans replacements for all workers that have failed, if each of them can be replaced; else returns why not,
+/// or an empty text.
+std::optional<std::string> Attempt::plan_replacements(TimePoint now) {
+  const auto is_new = [](const Ending& ending) {
+    return ending.failed() && !ending.asked && !ending.replaced;
+  };
+  std::vector<Ending> failed;
+  for (const Ending& ending : endings_) {
+    if (is_new(ending)) failed.push_back(ending);
+  }
+  if (failed.empty()) return "";  // a worker blames one that ended with code 0
+  if (auto reason = replacements_.plan(failed, now)) return reason;
+  for (Ending& ending : endings_) {
+    if (!is_new(ending)) continue;
+    ending.replaced = true;
+    context_.display.say(
+        fmt::format("torchspan: {} (rank {}, pid {}) {}; it starts again in {:.1f} s, and the others go on "
+                    "(replacement {} of {})\n",
+                    ending.name, ending.rank, ending.pid, describe(ending),
+                    to_seconds(replacements_.start_of(ending.rank) - now), replacements_.used(),
+                    context_.options.restarts.most_replacements));
+  }
+  return std::nullopt;
+}
+
+/// Starts the worker of a rank again, after the end of all that its predecessor started.
+void Attempt::replace(int rank) {
+  const auto last = std::find_if(endings_.rbegin(), endings_.rend(),
+                                 [&](const Ending& ending) { return ending.rank == rank; });
+  workers_.kill_leftovers_of(*workers_.find(last->pid));
+  reporters_.at(static_cast<std::size_t>(rank)) = false;
+  try {
+    workers_.start(rank, replacements_.incarnation(rank));
+    view_.set_state(rank, WorkerState::kRunning);
+  } catch (const Error& error) {
+    context_.display.say(fmt::format("torchspan: {} cannot be started again: {}; stopping the others\n",
+                                     last->name, error.message()));
+    last->replaced = false;
+    stop(SIGTERM);
   }
 }
 
-void Attempt::note_blames() {
-  for (Ending& ending : endings_) ending.blames = blamed_process(worker(ending.rank).recent_lines());
+/// From now on, workers that have failed stay away; those that waited for a replacement are not failures if
+/// the others succeed without them.
+void Attempt::stop_replacing() {
+  for (const int rank : replacements_.stop()) {
+    context_.display.say(fmt::format("torchspan: {}{} is not started again: the job is ending\n",
+                                     context_.options.name_prefix, rank));
+  }
+  if (all_ended()) until_.drain = context_.executor.deadline_in(kDrainTime);
 }
 
 /// Whether the first failure and its consequences have been seen, or the time to wait for them is over.
 void Attempt::settle(TimePoint now) {
-  note_blames();
+  note_blames(endings_, workers_);
   const Duration grace = context_.options.grace;
-  if (const Worker* leaving = find_leaving(endings_, workers_)) {
+  if (const Worker* leaving = find_leaving(endings_, workers_.all())) {
     if (until_.leave.is_never()) until_.leave = context_.executor.deadline_in(grace);
     if (!until_.leave.passed(now)) {
       until_.settle = until_.leave;
@@ -157,10 +207,16 @@ void Attempt::settle(TimePoint now) {
         "torchspan: {} (rank {}, pid {}) has left the job, but its process still runs {:.1f} s later\n",
         leaving->name(), leaving->rank(), leaving->child().pid(), to_seconds(grace)));
   }
+  const auto against = plan_replacements(now);
+  if (!against) {
+    until_.settle = until_.leave = Deadline::never();
+    return;
+  }
   const Ending& first = endings_.at(first_failure(endings_).value());
   if (!all_ended()) {
-    context_.display.say(fmt::format("torchspan: {} (rank {}, pid {}) {}; stopping the others\n", first.name,
-                                     first.rank, first.pid, describe_failure(first)));
+    context_.display.say(fmt::format("torchspan: {} (rank {}, pid {}) {}; stopping the others{}{}\n",
+                                     first.name, first.rank, first.pid, describe_failure(first),
+                                     against->empty() ? "" : ": ", *against));
   }
   stop(SIGTERM);
 }
@@ -168,11 +224,7 @@ void Attempt::settle(TimePoint now) {
 /// Processes that the workers started still hold their pipes: kills them, and closes the pipes if even that
 /// does not end them.
 void Attempt::end_leftovers(TimePoint now) {
-  for (const auto& worker : workers_) {
-    worker->child().signal_group(SIGKILL);
-    if (leftovers_killed_) worker->close_streams();
-  }
-  kill_processes_of(context_.executor, setting_.run_id);
+  workers_.kill_leftovers(leftovers_killed_);
   leftovers_killed_ = true;
   until_.drain = Deadline(now + kDrainTime);
 }
@@ -184,20 +236,22 @@ void Attempt::advance(TimePoint now) {
   } else if (until_.kill.passed(now)) {
     kill_workers();
   }
+  for (const int rank : replacements_.take_due(now)) replace(rank);
   view_.show(now);
 }
 
 Deadline Attempt::next_deadline() const {
-  return earlier(earlier(until_.settle, all_ended() ? until_.drain : until_.kill), view_.next());
+  const Deadline end = all_ended() ? until_.drain : until_.kill;
+  return earlier(earlier(earlier(until_.settle, end), replacements_.next()), view_.next());
 }
 
 void Attempt::finish() {
   // Processes that outlive a worker may still hold its progress pipe, so its end was not waited for.
-  for (const auto& worker : workers_) {
+  for (const auto& worker : workers_.all()) {
     worker->read_progress([&](std::string_view line) { on_progress(*worker, line); });
   }
   view_.finish();
-  note_blames();
+  note_blames(endings_, workers_);
 }
 
 }  // namespace torchspan::launch

@@ -6,22 +6,13 @@
 
 #include "launch/display/progress_view.h"
 #include "launch/supervisor/endings.h"
-#include "launch/supervisor/job.h"
-#include "launch/supervisor/worker.h"
+#include "launch/supervisor/replacements.h"
+#include "launch/supervisor/worker_set.h"
 
 namespace torchspan::launch {
 
-/// What an attempt uses of its job. Outlives it.
-struct AttemptContext {
-  Executor& executor;
-  const JobOptions& options;
-  Display& display;
-  Poller& poller;
-  const std::string& program;  ///< path
-  int guard = -1;              ///< Guard::registrations()
-};
-
-/// The workers of a job from one start to the end of the last of them. The destructor kills them.
+/// The workers of a job from one start to the end of the last of them. Starts single workers again if the
+/// options allow replacements. The destructor kills them.
 class Attempt {
  public:
   Attempt(const AttemptContext& context, JobSetting setting);
@@ -30,7 +21,9 @@ class Attempt {
   /// Starts the workers. Throws kInvalid if the program cannot be executed or a log cannot be written, and
   /// kOverloaded if the system cannot start all of them; started() says how many it could.
   void start();
-  int started() const { return static_cast<int>(workers_.size()); }
+  int started() const;
+  /// Replacements that this attempt and earlier ones have used.
+  int replacements_used() const { return replacements_.used(); }
 
   /// Whether all workers have ended and their output has been read.
   bool over() const;
@@ -53,24 +46,25 @@ class Attempt {
   void finish();
   /// How the workers ended, in the order in which this was seen.
   const std::vector<Ending>& endings() const { return endings_; }
-  /// The last lines of a worker's standard error.
-  std::vector<std::string> last_lines(int rank) const { return worker(rank).last_lines(); }
+  /// All processes, which endings() names by their ids.
+  const WorkerSet& workers() const { return workers_; }
 
  private:
-  const Worker& worker(int rank) const { return *workers_.at(static_cast<std::size_t>(rank)); }
-  bool all_ended() const { return endings_.size() == workers_.size(); }
-  void start_worker(int rank);
+  bool all_ended() const;
   void on_end(Worker& worker);
   void on_progress(const Worker& worker, std::string_view line);
-  void note_blames();
   void settle(TimePoint now);
+  std::optional<std::string> plan_replacements(TimePoint now);
+  void replace(int rank);
+  void stop_replacing();
   void end_leftovers(TimePoint now);
 
   const AttemptContext context_;
   const JobSetting setting_;
   const TimePoint began_;
   ProgressView view_;
-  std::vector<std::unique_ptr<Worker>> workers_;
+  WorkerSet workers_{context_, setting_};
+  Replacements replacements_;
   std::vector<Ending> endings_;
   bool leftovers_killed_ = false;
   bool stopping_ = false;

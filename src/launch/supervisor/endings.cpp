@@ -41,7 +41,7 @@ std::string seconds(Duration time) { return fmt::format("{:.1f} s", to_seconds(t
 std::string describe_others(const std::vector<Ending>& endings, std::optional<std::size_t> first) {
   std::vector<Ending> others;
   for (std::size_t i = 0; i < endings.size(); ++i) {
-    if (i != first) others.push_back(endings[i]);
+    if (i != first && !endings[i].replaced) others.push_back(endings[i]);
   }
   std::sort(others.begin(), others.end(), [](const Ending& a, const Ending& b) { return a.rank < b.rank; });
   std::map<std::string, std::string> names;  // workers by how they ended
@@ -101,7 +101,7 @@ std::optional<std::size_t> first_seen_failure(const std::vector<Ending>& endings
   std::optional<std::size_t> first;
   for (std::size_t i = 0; i < endings.size(); ++i) {
     const Ending& ending = endings[i];
-    if (!ending.failed() || ending.asked) continue;
+    if (!ending.failed() || ending.asked || ending.replaced) continue;
     if (!first) {
       first = i;
       if (is_crash(ending.signal)) return first;
@@ -139,8 +139,9 @@ namespace {
 
 /// Whether the job was preempted and every worker then exited with 0.
 bool ended_cleanly(const std::vector<Ending>& endings, const Interruption& interruption) {
-  return interruption.preemption &&
-         std::none_of(endings.begin(), endings.end(), [](const Ending& ending) { return ending.failed(); });
+  return interruption.preemption && std::none_of(endings.begin(), endings.end(), [](const Ending& ending) {
+           return ending.failed() && !ending.replaced;
+         });
 }
 
 }  // namespace
@@ -148,6 +149,25 @@ bool ended_cleanly(const std::vector<Ending>& endings, const Interruption& inter
 int exit_code(const std::vector<Ending>& endings, const Interruption& interruption) {
   if (interruption.signal == 0) return failure_code(endings);
   return ended_cleanly(endings, interruption) ? interruption.clean_code : 128 + interruption.signal;
+}
+
+std::string describe_replacements(const std::vector<Ending>& endings) {
+  std::map<int, const Ending*> last_failures;  // by rank, like the next
+  std::map<int, int> replacements;
+  for (const Ending& ending : endings) {
+    if (ending.replaced) last_failures[ending.rank] = &ending;
+    replacements[ending.rank] = std::max(replacements[ending.rank], ending.incarnation);
+  }
+  std::string text;
+  for (const auto& [rank, last] : last_failures) {
+    const int count = replacements[rank];
+    const std::string times = count == 0   ? "was not replaced"
+                              : count == 1 ? "was replaced once"
+                                           : fmt::format("was replaced {} times", count);
+    text += fmt::format("  {} (rank {}) {}; last failure: pid {} {}, {} after the start\n", last->name, rank,
+                        times, last->pid, describe(*last), seconds(last->after));
+  }
+  return text;
 }
 
 std::string describe_first_failure(const std::vector<Ending>& endings, const FailureDetails& details) {

@@ -15,11 +15,15 @@ struct Ending {
   int rank = 0;
   std::string name;
   long pid = 0;
-  int code = 0;        ///< exit code, if no signal ended it
-  int signal = 0;      ///< the signal that ended it, or 0
-  bool asked = false;  ///< it ended after the launcher had asked it to stop
-  Duration after{0};   ///< from the start of the job
-  long blames = 0;     ///< the process whose death or early end it reports, or 0
+  int code = 0;         ///< exit code, if no signal ended it
+  int signal = 0;       ///< the signal that ended it, or 0
+  bool asked = false;   ///< it ended after the launcher had asked it to stop
+  Duration after{0};    ///< from the start of the job
+  long blames = 0;      ///< the process whose death or early end it reports, or 0
+  int incarnation = 0;  ///< how many processes the rank had before this one
+  bool replaced =
+      false;        ///< it failed, and the launcher starts the worker again: a failure only if one blames it
+  Duration ran{0};  ///< from the start of the process
 
   bool failed() const { return code != 0 || signal != 0; }
   /// Whether the launcher's own signal ended it; that is not a failure of the worker.
@@ -40,7 +44,7 @@ std::string describe_failure(const Ending& ending);
 inline constexpr Duration kSettleTime = std::chrono::milliseconds(50);
 
 /// Index of the failure that came first, from endings in the order in which they were seen; nullopt if no
-/// worker failed by itself. Within kSettleTime, a crash (SIGKILL, SIGSEGV, …) precedes exit codes and aborts,
+/// worker failed by itself. Failures of replaced workers count only as causes of others. Within kSettleTime, a crash (SIGKILL, SIGSEGV, …) precedes exit codes and aborts,
 /// because a peer's death can cause those and not a crash. A worker that this one blames precedes it unless
 /// the launcher's signal ended it: a process may close its connections long before it exits.
 std::optional<std::size_t> first_failure(const std::vector<Ending>& endings);
@@ -59,6 +63,9 @@ struct FailureDetails {
   std::string error = {};                    ///< from the worker's error file; may be empty
   std::vector<std::string> last_lines = {};  ///< of its standard error
 };
+
+/// Returns a line for each worker that was replaced: how often, and the last failure that it was replaced for.
+std::string describe_replacements(const std::vector<Ending>& endings);
 
 /// Returns the first failure of an attempt: worker, ending, time, error and last lines; empty if there is none.
 std::string describe_first_failure(const std::vector<Ending>& endings, const FailureDetails& details);

@@ -102,6 +102,53 @@ TEST(Endings, AWorkerWithoutShutdownPrecedesThoseThatBlameIt) {
   EXPECT_EQ(first_failure(endings), 1u);
 }
 
+Ending replaced(Ending ending, int incarnation) {
+  ending.replaced = true;
+  ending.incarnation = incarnation;
+  return ending;
+}
+
+TEST(Endings, OfReplacedWorkersAreFailuresOnlyAsCauses) {
+  std::vector<Ending> endings = {replaced(ending(1, 3, 0, milliseconds(100)), 0),
+                                 ending(1, 0, 0, milliseconds(200)), ending(0, 0, 0, milliseconds(210))};
+  endings[1].incarnation = 1;
+  endings[1].pid = 77;
+  EXPECT_FALSE(first_failure(endings));
+  EXPECT_EQ(exit_code(endings, {}), 0);
+  EXPECT_EQ(exit_code(endings, {.signal = SIGTERM, .preemption = true, .clean_code = 85}), 85);
+  endings[2].code = 9;
+  EXPECT_EQ(first_failure(endings), 2u);
+  EXPECT_EQ(exit_code(endings, {}), 9);
+  endings[2].blames = 101;  // rank 0 failed because the replaced worker had died
+  EXPECT_EQ(first_failure(endings), 0u);
+  EXPECT_EQ(exit_code(endings, {}), 3);
+  EXPECT_THAT(summarize(endings, {}, {}),
+              AllOf(HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 3"),
+                    HasSubstr("worker0: failed because of it")));
+}
+
+TEST(Endings, OfReplacedWorkersAreCountedByRank) {
+  EXPECT_EQ(describe_replacements({ending(0, 3, 0, milliseconds(1))}), "");
+  std::vector<Ending> endings = {replaced(ending(2, 3, 0, milliseconds(1000)), 0),
+                                 replaced(ending(1, 4, 0, milliseconds(1500)), 0),
+                                 replaced(ending(2, 0, SIGSEGV, milliseconds(2000)), 1),
+                                 replaced(ending(3, 5, 0, milliseconds(2500)), 0)};
+  Ending last = ending(2, 0, 0, milliseconds(9000));
+  last.incarnation = 2;
+  endings.push_back(last);
+  last.rank = 1;
+  last.incarnation = 1;
+  endings.push_back(last);
+  EXPECT_EQ(
+      describe_replacements(endings),
+      "  worker1 (rank 1) was replaced once; last failure: pid 101 exited with code 4, 1.5 s after the "
+      "start\n"
+      "  worker2 (rank 2) was replaced 2 times; last failure: pid 102 was killed by SIGSEGV (a bad memory "
+      "access), 2.0 s after the start\n"
+      "  worker3 (rank 3) was not replaced; last failure: pid 103 exited with code 5, 2.5 s after the "
+      "start\n");
+}
+
 TEST(Endings, SummaryContainsEveryPart) {
   const std::vector<Ending> endings = {
       ending(1, 3, 0, milliseconds(1500)), ending(0, 1, 0, milliseconds(1510)),

@@ -104,6 +104,7 @@ class Job {
   std::unique_ptr<Poller> poller_;
   std::string program_;
   Interruption interruption_;
+  int replacements_used_ = 0;
   std::vector<AttemptResult> failed_attempts_;
   std::vector<std::string> history_;  ///< a paragraph for each attempt that was followed by another
   std::string reason_;                ///< why the last one was not
@@ -172,7 +173,9 @@ AttemptReport Job::run_attempt(int workers) {
   const JobFolder folder(options_.environment);
   const JobSetting setting = make_setting(folder, workers);
   if (failed_attempts_.empty()) say_threads(setting);
-  Attempt attempt({executor_, options_, display_, *poller_, program_, guard_.registrations()}, setting);
+  const AttemptContext context{
+      executor_, options_, display_, *poller_, program_, guard_.registrations(), replacements_used_};
+  Attempt attempt(context, setting);
   try {
     attempt.start();
     watch(attempt);
@@ -180,12 +183,13 @@ AttemptReport Job::run_attempt(int workers) {
     report.start_failure = error;
   }
   report.started = attempt.started();
+  replacements_used_ = attempt.replacements_used();
   attempt.finish();
   report.endings = attempt.endings();
-  if (const auto first = first_failure(report.endings)) {
-    const int rank = report.endings[*first].rank;
-    report.details.last_lines = attempt.last_lines(rank);
-    report.error = read_worker_error(error_file_of(setting, rank));
+  if (const auto index = first_failure(report.endings)) {
+    const Ending& first = report.endings[*index];
+    report.details.last_lines = attempt.workers().find(first.pid)->last_lines();
+    report.error = read_worker_error(error_file_of(setting, first.rank, first.incarnation));
     if (report.error) report.details.error = shorten_message(report.error->message);
   }
   kill_processes_of(executor_, run_id_);
@@ -262,7 +266,8 @@ std::optional<NextAttempt> Job::plan_next(const AttemptReport& report) {
 std::string Job::describe_attempt(const AttemptReport& report) const {
   const auto head = fmt::format(" attempt {}, {}\n", failed_attempts_.size(), count_of(report.workers));
   if (report.start_failure) return fmt::format("{}  {}\n", head, report.start_failure->message());
-  return head + describe_first_failure(report.endings, report.details);
+  return head + describe_first_failure(report.endings, report.details) +
+         describe_replacements(report.endings);
 }
 
 void Job::write_error_file(const AttemptReport& report) {
@@ -291,6 +296,9 @@ std::string Job::describe_history() const {
 int Job::finish(const AttemptReport& last) {
   int code = exit_code(last.endings, interruption_);
   display_.say(describe_history());
+  if (const std::string replaced = describe_replacements(last.endings); !replaced.empty()) {
+    display_.say("torchspan: workers that were started again\n" + replaced);
+  }
   if (!history_.empty() && code == 0 && !last.failed()) {
     display_.say(fmt::format("torchspan: attempt {} succeeded\n", failed_attempts_.size() + 1));
   }

@@ -69,13 +69,18 @@ int chosen_threads(const Environment& base, const JobSetting& setting) {
   return std::max(1, setting.cores / std::max(1, setting.workers));
 }
 
-std::string error_file_of(const JobSetting& setting, int rank) {
-  return fmt::format("{}/rank{}.json", setting.error_folder, rank);
+std::string error_file_of(const JobSetting& setting, int rank, int incarnation) {
+  return incarnation == 0 ? fmt::format("{}/rank{}.json", setting.error_folder, rank)
+                          : fmt::format("{}/rank{}.{}.json", setting.error_folder, rank, incarnation);
+}
+
+std::string mark_of(const JobSetting& setting, int rank) {
+  return fmt::format("{}/{}", setting.run_id, rank);
 }
 
 namespace {
 
-/// What torchrun tells its workers besides rank and world size.
+/// The variables that torchrun sets besides rank and world size.
 void add_torchrun_variables(const JobSetting& setting, int rank, Environment& environment) {
   const std::string size = std::to_string(setting.workers);
   environment["GROUP_RANK"] = "0";
@@ -87,12 +92,12 @@ void add_torchrun_variables(const JobSetting& setting, int rank, Environment& en
   environment["TORCHELASTIC_RESTART_COUNT"] = std::to_string(setting.restart_count);
   environment["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(setting.max_restarts);
   environment["TORCHELASTIC_USE_AGENT_STORE"] = "False";
-  if (!setting.error_folder.empty()) environment["TORCHELASTIC_ERROR_FILE"] = error_file_of(setting, rank);
 }
 
 }  // namespace
 
-Environment worker_environment(const Environment& base, const JobSetting& setting, int rank) {
+Environment worker_environment(const Environment& base, const JobSetting& setting, int rank,
+                               int incarnation) {
   Environment environment = base;
   std::erase_if(environment, [](const auto& entry) { return entry.first.starts_with("TORCHELASTIC_"); });
   const std::string size = std::to_string(setting.workers);
@@ -106,7 +111,11 @@ Environment worker_environment(const Environment& base, const JobSetting& settin
   if (setting.preempt_signal != 0) {
     environment["TORCHSPAN_PREEMPT_SIGNAL"] = std::to_string(setting.preempt_signal);
   }
+  environment["TORCHSPAN_REPLACEMENT_COUNT"] = std::to_string(incarnation);
   add_torchrun_variables(setting, rank, environment);
+  if (!setting.error_folder.empty()) {
+    environment["TORCHELASTIC_ERROR_FILE"] = error_file_of(setting, rank, incarnation);
+  }
   environment["TORCHSPAN_SECRET_FILE"] = setting.secret_file;
   environment["TORCHSPAN_RUNTIME_DIR"] = setting.runtime_folder;
   if (const int threads = chosen_threads(base, setting); threads > 0) {
@@ -114,7 +123,8 @@ Environment worker_environment(const Environment& base, const JobSetting& settin
   }
   for (const auto& [name, value] : setting.extra) environment[name] = value;
   const std::string outer = value_of(base, kJobsVariable);
-  environment[kJobsVariable] = outer.empty() ? setting.run_id : outer + ":" + setting.run_id;
+  const std::string ids = setting.run_id + ":" + mark_of(setting, rank);
+  environment[kJobsVariable] = outer.empty() ? ids : outer + ":" + ids;
   return environment;
 }
 

@@ -16,7 +16,7 @@ struct JobSetting {
   int workers = 1;
   int restart_count = 0;  ///< attempts before this one
   int max_restarts = 0;
-  int preempt_signal = 0;  ///< 0: not told to the workers
+  int preempt_signal = 0;  ///< 0: not passed to the workers
   std::string name_prefix = "worker";
   std::string run_id;
   std::uint16_t master_port = 0;
@@ -27,12 +27,17 @@ struct JobSetting {
   Environment extra;  ///< set by the user for this job; overrides all other variables
 };
 
-/// Returns the path of the file in which a rank's worker leaves its error.
-std::string error_file_of(const JobSetting& setting, int rank);
+/// Returns the path of the file in which a process of a rank leaves its error. `incarnation` counts the processes
+/// of the rank in this attempt.
+std::string error_file_of(const JobSetting& setting, int rank, int incarnation);
+
+/// Returns the id by which kJobsVariable marks the processes of one rank, besides the job's.
+std::string mark_of(const JobSetting& setting, int rank);
 
 /// Returns the environment of one rank's worker: `base` without the variables of other launchers, then
 /// torchspan's, then the user's.
-Environment worker_environment(const Environment& base, const JobSetting& setting, int rank);
+Environment worker_environment(const Environment& base, const JobSetting& setting, int rank,
+                               int incarnation = 0);
 /// Returns the value of OMP_NUM_THREADS for the workers; 0 if the user has set it.
 int chosen_threads(const Environment& base, const JobSetting& setting);
 

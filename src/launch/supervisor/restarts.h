@@ -28,7 +28,8 @@ struct RestartPolicy {
   Duration backoff = std::chrono::seconds(1);          ///< before the first; doubles with each failure
   Duration longest_backoff = std::chrono::minutes(1);  ///< limit of the doubling
   Duration healthy_after = std::chrono::minutes(5);    ///< an attempt that ran this long resets the doubling
-  int give_up_after = 3;  ///< ends after so many attempts in a row with one failure at once; 0: never
+  int give_up_after = 3;      ///< ends after so many attempts in a row with one failure at once; 0: never
+  int most_replacements = 0;  ///< of single workers while the others go on, in all attempts together
 };
 
 /// How one attempt failed.

@@ -17,10 +17,10 @@ Worker::Worker(WorkerNames names, Child child, Display& display, Poller& poller)
     output_log_ = open_log("out");
     errors_log_ = open_log("err");
   }
-  poller_.add(child_.process_descriptor(), token_of(Source::kEnd, names_.rank), false);
-  poller_.add(child_.output().get(), token_of(Source::kOutput, names_.rank), false);
-  poller_.add(child_.errors().get(), token_of(Source::kErrors, names_.rank), false);
-  poller_.add(child_.progress().get(), token_of(Source::kProgress, names_.rank), false);
+  poller_.add(child_.process_descriptor(), token_of(Source::kEnd, names_.index), false);
+  poller_.add(child_.output().get(), token_of(Source::kOutput, names_.index), false);
+  poller_.add(child_.errors().get(), token_of(Source::kErrors, names_.index), false);
+  poller_.add(child_.progress().get(), token_of(Source::kProgress, names_.index), false);
 }
 
 Worker::~Worker() {

@@ -15,17 +15,20 @@ namespace torchspan::launch {
 /// The stream of a worker that a Poller watches, or its end.
 enum class Source : std::uint64_t { kEnd, kOutput, kErrors, kProgress, kSignal };
 
-/// The number by which a Poller's event names the source and the worker's rank.
-constexpr std::uint64_t token_of(Source source, int rank) {
-  return (static_cast<std::uint64_t>(source) << 32) | static_cast<std::uint32_t>(rank);
+/// The number by which a Poller's event names the source and the worker's index in its WorkerSet.
+constexpr std::uint64_t token_of(Source source, std::uint32_t index) {
+  return (static_cast<std::uint64_t>(source) << 32) | index;
 }
 
 struct WorkerNames {
   int rank = 0;
+  int incarnation = 0;      ///< how many processes of the rank the attempt had before
+  std::uint32_t index = 0;  ///< in its WorkerSet
   std::string name;
   std::string prefix;      ///< of its lines on the terminal
   std::string log_folder;  ///< empty: no logs
-  bool append = false;     ///< continue the logs of an earlier attempt
+  bool append = false;     ///< continue the logs of an earlier process
+  TimePoint began{};       ///< when the process was started
 };
 
 /// A worker's process with its streams: prints its lines, writes its logs, keeps its last lines.
@@ -37,6 +40,8 @@ class Worker {
   Worker(const Worker&) = delete;
 
   int rank() const { return names_.rank; }
+  int incarnation() const { return names_.incarnation; }
+  TimePoint began() const { return names_.began; }
   const std::string& name() const { return names_.name; }
   const Child& child() const { return child_; }
   bool ended() const { return ended_; }

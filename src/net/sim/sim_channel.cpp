@@ -46,7 +46,7 @@ void SimChannel::send(BytesView header, std::span<const Segment> segments) {
     check_room(packet.size());
     message.number = network_.next_number();
   }
-  const Delivery delivery = network_.levers.decide(message);
+  const Delivery delivery = network_.faults.decide(message);
   MutexLock lock(network_.mutex);
   if (delivery.dropped) return network_.count_dropped();
   packet.held = delivery.held || start_.outward->hold_rest;

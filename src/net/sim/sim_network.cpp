@@ -113,7 +113,7 @@ void SimNetwork::Impl::set_options(Options options) {
 }
 
 void SimNetwork::Impl::unblock() {
-  levers.unblock();
+  faults.unblock();
   MutexLock lock(mutex);
   for (const auto& weak : links_) {
     if (const auto link = weak.lock()) {
@@ -180,12 +180,12 @@ std::unique_ptr<Transport> SimNetwork::make_transport(const std::string& name, H
 }
 
 void SimNetwork::set_options(Options options) { impl_->set_options(options); }
-void SimNetwork::block(SimPredicate match) { impl_->levers.block(std::move(match)); }
-void SimNetwork::block_after(SimPredicate match) { impl_->levers.block_after(std::move(match)); }
+void SimNetwork::block(SimPredicate match) { impl_->faults.block(std::move(match)); }
+void SimNetwork::block_after(SimPredicate match) { impl_->faults.block_after(std::move(match)); }
 void SimNetwork::unblock() { impl_->unblock(); }
-void SimNetwork::drop_if(SimPredicate match) { impl_->levers.drop_if(std::move(match)); }
+void SimNetwork::drop_if(SimPredicate match) { impl_->faults.drop_if(std::move(match)); }
 void SimNetwork::delay_if(SimPredicate match, Duration extra) {
-  impl_->levers.delay_if(std::move(match), extra);
+  impl_->faults.delay_if(std::move(match), extra);
 }
 void SimNetwork::kill(const std::string& name) { impl_->kill(name); }
 void SimNetwork::sever(const std::string& a, const std::string& b) { impl_->sever(a, b); }
@@ -193,7 +193,7 @@ void SimNetwork::cut(const std::string& a, const std::string& b) { impl_->cut(a,
 void SimNetwork::heal(const std::string& a, const std::string& b) { impl_->heal(a, b); }
 SimNetwork::Counters SimNetwork::counters() const { return impl_->counters(); }
 void SimNetwork::observe(std::function<void(const SimMessage&)> observer) {
-  impl_->levers.observe(std::move(observer));
+  impl_->faults.observe(std::move(observer));
 }
 
 }  // namespace torchspan::net

@@ -47,7 +47,7 @@ class SimNetwork::Impl : public std::enable_shared_from_this<Impl> {
   Impl(SimExecutor& simulated, Options chosen) : executor(simulated), options_(chosen) {}
 
   SimExecutor& executor;
-  FaultInjection levers;
+  FaultInjection faults;
   Mutex mutex;
 
   /// Adds a new transport. Throws kInvalid if one with that name is alive.

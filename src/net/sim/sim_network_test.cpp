@@ -9,7 +9,7 @@
 
 #include "net/api/sim.h"
 
-/// The levers and the determinism of the simulated network; what it shares with real ones is in
+/// Fault injection and the determinism of the simulated network; what it shares with real ones is in
 /// tests/conformance.
 namespace torchspan::net::sim_network_test {
 namespace {

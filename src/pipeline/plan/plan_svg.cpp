@@ -278,7 +278,8 @@ class PlanPicture {
       body_ += fmt::format(
           "<path d=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\" stroke-dasharray=\"5 3\" "
           "marker-end=\"url(#{})\"><title>skip '{}': order {} to {}</title></path>\n",
-          rounded_path(points), color, marker(color), escape_xml(skip_path.name), skip_path.from, skip_path.to);
+          rounded_path(points), color, marker(color), escape_xml(skip_path.name), skip_path.from,
+          skip_path.to);
       // To the right of the arrow that leaves the box, if there is room.
       const double past = x_of(skip_path.from) + box_width_ + kColumnGap - 12;
       const double end = points[2].x;

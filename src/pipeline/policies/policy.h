@@ -15,7 +15,7 @@ class Policy {
   virtual void became_ready(const schedule::Action& action) = 0;
   /// The action to run now; nullopt: no action is ready, or those that are must wait.
   virtual std::optional<schedule::Action> next() = 0;
-  /// The next backward, if it is known; idle time may recompute its forward.
+  /// The next kBackward or kInputGradient, if it is known; idle time may recompute its forward.
   virtual std::optional<schedule::Action> next_backward() const = 0;
   /// A micro-batch left the pipeline without a backward.
   virtual void credit() {}

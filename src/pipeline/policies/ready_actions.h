@@ -1,6 +1,7 @@
 #pragma once
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "pipeline/policies/policy.h"
@@ -17,7 +18,8 @@ class ReadyActions {
 
   /// Starts the second part of a StepKind::kForward.
   void begin_backwards();
-  void became_ready(const schedule::Action& action);
+  /// A kBackward stands for the kInputGradient of a micro-batch whose backward the table splits.
+  void became_ready(schedule::Action action);
   /// The action to run now; nullopt: none may run yet. Call ended() after it.
   std::optional<schedule::Action> next() { return policy_->next(); }
   void ended() { --left_; }
@@ -28,15 +30,17 @@ class ReadyActions {
   void credit() { policy_->credit(); }
 
  private:
-  std::unique_ptr<Policy> make_policy(bool backwards) const;
-  int count(bool backwards) const;
+  /// This worker's row of the table; of a StepKind::kForward, that of one part.
+  std::vector<schedule::Action> row(bool backwards) const;
+  void begin(bool backwards);
 
   const LocalPipeline& local_;
   const StepKind kind_;
   const int micro_batches_;
   const schedule::Table* const table_;
   std::unique_ptr<Policy> policy_;
-  int left_ = 0;  ///< actions of this part that have not ended
+  int left_ = 0;                      ///< actions of this part that have not ended
+  std::set<schedule::Action> split_;  ///< the table's kInputGradients on this worker
   bool backwards_allowed_ = false;
   std::vector<schedule::Action> early_;  ///< backwards that became ready before begin_backwards()
 };

@@ -19,6 +19,7 @@ using torchspan::testing::on_workers;
 
 constexpr Duration kForwardTime = std::chrono::milliseconds(1);
 constexpr Duration kBackwardTime = std::chrono::milliseconds(2);
+constexpr Duration kWeightTime = std::chrono::milliseconds(3);
 
 /// A layer whose forward and backward take time on the simulated clock.
 struct Slow : torch::autograd::Function<Slow> {
@@ -34,6 +35,33 @@ struct Slow : torch::autograd::Function<Slow> {
     return {gradients[0], at::Tensor()};
   }
 };
+
+/// A weight whose gradient takes time.
+struct SlowWeight : torch::autograd::Function<SlowWeight> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight,
+                            std::int64_t executor) {
+    context->saved_data["executor"] = executor;
+    return weight.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    reinterpret_cast<Executor*>(context->saved_data["executor"].toInt())->sleep(kWeightTime);
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+struct SlowLayerImpl : torch::nn::Module {
+  explicit SlowLayerImpl(Executor* given) : executor(given) {
+    weight = register_parameter("weight", at::zeros({1, 2}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto address = reinterpret_cast<std::int64_t>(executor);
+    return Slow::apply(x + SlowWeight::apply(weight, address), address);
+  }
+  Executor* executor;
+  at::Tensor weight;
+};
+TORCH_MODULE(SlowLayer);
 
 /// A model whose layer ranges are one slow use each, on the stages of `stages` in turn.
 Layers slow_layers(Executor& executor, const std::vector<int>& stages) {
@@ -61,8 +89,8 @@ struct SlowRun {
   PipelineOptions options;
 };
 
-/// One training step on the simulated clock.
-StepReport train(const SlowRun& run) {
+/// One training step on the simulated clock. `with_weights`: of layers with parameters.
+StepReport train(const SlowRun& run, bool with_weights = false) {
   StepReport report;
   torchspan::testing::ClusterOptions cluster = torchspan::testing::pipeline_cluster(run.world);
   cluster.network.latency = Duration::zero();
@@ -72,7 +100,10 @@ StepReport train(const SlowRun& run) {
     options.balance.assign(
         static_cast<std::size_t>(*std::max_element(run.stages.begin(), run.stages.end())) + 1, 1);
     options.workers = run.workers;
-    Pipeline pipe(worker, slow_layers(worker.runtime().executor, run.stages), options);
+    Executor& executor = worker.runtime().executor;
+    Layers weighted;
+    for (std::size_t stage = 0; stage < run.stages.size(); ++stage) weighted.add<SlowLayer>(&executor);
+    Pipeline pipe(worker, with_weights ? weighted : slow_layers(executor, run.stages), options);
     const at::Tensor x = at::ones({options.micro_batches, 2});
     pipe.train_step(x, x, [](const at::Tensor& output, const at::Tensor&) { return output.mean(); });
     if (worker.rank() == 0) report = pipe.last_step();
@@ -84,9 +115,19 @@ schedule::Costs slow_costs() {
   return {.forward = kForwardTime, .input_gradient = kBackwardTime, .weight_gradient = Duration::zero()};
 }
 
-void expect_as_planned(const StepReport& report) {
+/// The first stage runs its whole backward as weight gradient, unless the schedule runs it whole.
+std::vector<schedule::Costs> slow_costs_of_weights(std::size_t stages) {
+  schedule::Costs costs{
+      .forward = kForwardTime, .input_gradient = kBackwardTime, .weight_gradient = kWeightTime};
+  std::vector<schedule::Costs> all(stages, costs);
+  all[0].input_gradient = Duration::zero();
+  all[0].weight_gradient = kBackwardTime + kWeightTime;
+  return all;
+}
+
+void expect_as_planned(const StepReport& report, const std::vector<schedule::Costs>& costs = {slow_costs()}) {
   ASSERT_FALSE(report.table.actions.empty());
-  const schedule::Timeline plan = schedule::simulate(report.table, {slow_costs()});
+  const schedule::Timeline plan = schedule::simulate(report.table, costs);
   ASSERT_EQ(report.measured.spans.size(), plan.spans.size());
   for (std::size_t worker = 0; worker < plan.spans.size(); ++worker) {
     ASSERT_EQ(report.measured.spans[worker].size(), report.table.actions[worker].size());
@@ -140,6 +181,30 @@ TEST(RunOrder, InterleavedIsTheSchedules) {
       const StepReport report = train(chain(workers, chunks, 2 * workers, Schedule::kInterleaved));
       EXPECT_EQ(report.table.name, schedule::interleaved({workers, 2 * workers, chunks}).name);
       expect_as_planned(report);
+    }
+  }
+}
+
+// peer: pipelining `v_shape_schedules`, `grad_with_v_schedule`, `grad_with_split_b_w`,
+//   `pipeline_schedule_runtime_custom_sched`: better: order and times are those of the simulation
+TEST(RunOrder, OfSplitBackwardsIsTheSchedules) {
+  struct Case {
+    Schedule schedule;
+    int chunks;
+    bool v_shaped;
+  };
+  for (const Case& tried :
+       {Case{Schedule::kZBH1, 1, false}, Case{Schedule::kZBH2, 1, false}, Case{Schedule::kZB1P, 2, false},
+        Case{Schedule::kZBV, 2, true}, Case{Schedule::kDualPipeV, 2, true}}) {
+    for (const int workers : {1, 2, 4}) {
+      for (const int micro_batches : {2, 8}) {
+        SCOPED_TRACE(fmt::format("schedule {}, {} workers, {} micro-batches",
+                                 static_cast<int>(tried.schedule), workers, micro_batches));
+        SlowRun run = chain(workers, tried.chunks, micro_batches, tried.schedule);
+        if (tried.v_shaped) run.workers = {};  // the default
+        const StepReport report = train(run, true);
+        expect_as_planned(report, slow_costs_of_weights(run.stages.size()));
+      }
     }
   }
 }

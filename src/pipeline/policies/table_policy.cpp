@@ -20,8 +20,10 @@ class TablePolicy final : public Policy {
     return row_[cursor_++];
   }
   std::optional<Action> next_backward() const override {
-    const auto found = std::find_if(row_.begin() + static_cast<std::ptrdiff_t>(cursor_), row_.end(),
-                                    [](const Action& action) { return action.kind != ActionKind::kForward; });
+    const auto found = std::find_if(
+        row_.begin() + static_cast<std::ptrdiff_t>(cursor_), row_.end(), [](const Action& action) {
+          return action.kind == ActionKind::kBackward || action.kind == ActionKind::kInputGradient;
+        });
     return found == row_.end() ? std::nullopt : std::optional<Action>(*found);
   }
 

@@ -14,12 +14,14 @@ class Tables {
 
   /// Throws Error{kInvalid} if the schedule does not fit the plan.
   void check() const;
+  /// The table of PipelineOptions::custom_schedule. Throws Error{kInvalid} if it does not fit the plan, or as
+  /// schedule::validate().
+  schedule::Table custom(int micro_batches) const;
   /// Returns null for Schedule::kArrival. The table lives as long as this.
   const schedule::Table* find(StepKind kind, int micro_batches);
 
  private:
   schedule::Table make(StepKind kind, int micro_batches) const;
-  bool is_looped() const;
 
   const LocalPipeline& local_;
   std::map<std::pair<StepKind, int>, std::unique_ptr<schedule::Table>> made_;

@@ -60,6 +60,96 @@ TEST(Tables, AreThoseOfTheSchedule) {
   });
 }
 
+const std::vector<std::string> kV{"a", "b", "b", "a"};
+
+TEST(Tables, OfSplitBackwardsAreThoseOfTheSchedule) {
+  const auto expect_table = [](Schedule schedule, const std::vector<std::string>& owners, int micro_batches,
+                               const schedule::Table& expected) {
+    with_local(schedule, owners, 0, [&](const LocalPipeline& local) {
+      Tables tables(local);
+      tables.check();
+      EXPECT_EQ(tables.find(StepKind::kTrain, micro_batches)->actions, expected.actions);
+    });
+  };
+  expect_table(Schedule::kZBH1, kStraight, 4, schedule::zero_bubble_h1({3, 4, 1}));
+  expect_table(Schedule::kZBH2, kStraight, 4, schedule::zero_bubble_h2({3, 4, 1}));
+  expect_table(Schedule::kZB1P, kLooped, 4, schedule::interleaved_zero_bubble({2, 4, 2}));
+  expect_table(Schedule::kZBV, kV, 4, schedule::zero_bubble_v({2, 4, 2}));
+  expect_table(Schedule::kDualPipeV, kV, 4, schedule::dual_pipe_v({2, 4, 2}));
+}
+
+TEST(Tables, OfSplitBackwardsFallBackWhereTheyAreNotDefined) {
+  with_local(Schedule::kZB1P, kLooped, 0, [](const LocalPipeline& local) {
+    EXPECT_EQ(Tables(local).find(StepKind::kTrain, 5)->actions,
+              schedule::one_forward_one_backward(local.plan.placement(5)).actions);
+  });
+  with_local(Schedule::kDualPipeV, kV, 0, [](const LocalPipeline& local) {
+    EXPECT_EQ(Tables(local).find(StepKind::kTrain, 3)->actions,
+              schedule::one_forward_one_backward(local.plan.placement(3)).actions);
+  });
+}
+
+TEST(Tables, OfSplitBackwardsRejectOtherPlacements) {
+  const auto expect_rejected = [](Schedule schedule, const std::vector<std::string>& owners) {
+    with_local(schedule, owners, 0, [](const LocalPipeline& local) {
+      try {
+        Tables(local).check();
+        ADD_FAILURE() << "accepted";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+        EXPECT_THAT(error.what(), HasSubstr("Schedule::k1F1B, which takes any plan"));
+      }
+    });
+  };
+  for (const Schedule schedule : {Schedule::kZBH1, Schedule::kZBH2}) {
+    expect_rejected(schedule, kLooped);
+    expect_rejected(schedule, kV);
+  }
+  expect_rejected(Schedule::kZB1P, kV);
+  expect_rejected(Schedule::kZB1P, {"a", "b", "a"});
+  for (const Schedule schedule : {Schedule::kZBV, Schedule::kDualPipeV}) {
+    expect_rejected(schedule, kStraight);
+    expect_rejected(schedule, kLooped);
+  }
+}
+
+TEST(Tables, OfACustomScheduleMustFitThePlanAndHaveAllBackwards) {
+  using Make = std::function<schedule::Table(const schedule::Placement&)>;
+  const auto error_of = [](const Make& make) {
+    std::string text;
+    torchspan::testing::on_workers(1, 1, [&](Worker& worker) {
+      PipelineOptions options;
+      options.schedule = Schedule::kCustom;
+      options.custom_schedule = make;
+      const LocalPipeline local{worker, options, plan_on(kLooped)};
+      try {
+        EXPECT_EQ(Tables(local).find(StepKind::kTrain, 4)->rank_of_stage, (std::vector<int>{0, 1, 0, 1}));
+      } catch (const Error& error) {
+        text = error.what();
+      }
+    });
+    return text;
+  };
+  EXPECT_EQ(error_of([](const auto& placement) { return schedule::gpipe(placement); }), "");
+  EXPECT_EQ(error_of([](const auto& placement) { return schedule::zero_bubble(placement, {{}}); }), "");
+  EXPECT_THAT(error_of([](const auto&) {
+                return schedule::gpipe(schedule::looped({2, 4, 1}));
+              }),
+              HasSubstr("the plan has layer ranges on workers 0, 1, 0, 1, 4 micro-batches"));
+  EXPECT_THAT(error_of([](const auto&) {
+                return schedule::gpipe(schedule::looped({2, 3, 2}));
+              }),
+              HasSubstr("with 3 micro-batches"));
+  EXPECT_THAT(error_of([](const auto& placement) { return schedule::forward_only(placement); }),
+              HasSubstr("in which micro-batches have no backward"));
+  EXPECT_THAT(error_of([](const auto& placement) {
+                schedule::Table table = schedule::gpipe(placement);
+                std::reverse(table.actions[0].begin(), table.actions[0].end());
+                return table;
+              }),
+              HasSubstr("wait"));
+}
+
 TEST(Tables, OfStepsWithoutBackwardsHaveForwardsOnly) {
   for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B, Schedule::kInterleaved}) {
     with_local(schedule, kLooped, 0, [](const LocalPipeline& local) {

@@ -45,13 +45,30 @@ struct FaultyBackward : torch::autograd::Function<FaultyBackward> {
   }
 };
 
+/// Its backward belongs to the weight gradient if backwards are split.
+struct FaultyWeight : torch::autograd::Function<FaultyWeight> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight,
+                            std::int64_t fault, std::int64_t stage) {
+    context->saved_data["fault"] = fault;
+    context->saved_data["stage"] = stage;
+    return weight.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    reinterpret_cast<Fault*>(context->saved_data["fault"].toInt())
+        ->meet(static_cast<int>(context->saved_data["stage"].toInt()), ActionKind::kWeightGradient);
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+};
+
 struct FaultyImpl : torch::nn::Module {
   FaultyImpl(Fault* given, int at) : fault(given), stage(at) {
     weight = register_parameter("weight", at::full({1}, 2.0, at::kDouble));
   }
   at::Tensor forward(const at::Tensor& x) {
     fault->meet(stage, ActionKind::kForward);
-    return FaultyBackward::apply(x * weight, reinterpret_cast<std::int64_t>(fault), stage);
+    const at::Tensor factor = FaultyWeight::apply(weight, reinterpret_cast<std::int64_t>(fault), stage);
+    return FaultyBackward::apply(x * factor, reinterpret_cast<std::int64_t>(fault), stage);
   }
   Fault* fault;
   int stage;
@@ -128,6 +145,40 @@ TEST(Failure, AnExceptionInAnyActionEndsTheStepEverywhereAndTheNextWorks) {
                                       HasSubstr(fmt::format("stage {} on 'worker{}'", stage, stage)),
                                       HasSubstr(kind == ActionKind::kForward ? "forward of micro-batch "
                                                                              : "backward of micro-batch ")));
+          EXPECT_EQ(texts[1], texts[0]);
+          EXPECT_EQ(texts[2], texts[0]);
+        }
+      }
+    }
+  }
+}
+
+TEST(Failure, AnExceptionInAPartOfABackwardEndsTheStepEverywhereAndTheNextWorks) {
+  constexpr int kStages = 3;
+  for (const Schedule schedule : {Schedule::kZBH1, Schedule::kZBH2}) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      for (int which = 0; which < 3; ++which) {
+        for (const ActionKind kind :
+             {ActionKind::kForward, ActionKind::kBackward, ActionKind::kWeightGradient}) {
+          SCOPED_TRACE(fmt::format("schedule {}, stage {}, kind {} of action {}", static_cast<int>(schedule),
+                                   stage, static_cast<int>(kind), which));
+          std::vector<std::string> texts(kStages);
+          on_workers(kStages, 1, [&](Worker& worker) {
+            Fault fault{stage, kind, which};
+            PipelineOptions made = options(kStages);
+            made.schedule = schedule;
+            Pipeline pipe(worker, faulty_layers(fault, kStages), made);
+            texts[worker.rank()] = text_of([&] { pipe.train_step(some_rows(), some_rows(), mean_of); });
+            fault.stage = -1;
+            expect_good_step(pipe, kStages);
+          });
+          // The first stage has no inputs that want gradients: its whole backward is the weight gradient.
+          const char* part = kind == ActionKind::kForward                 ? "forward of micro-batch "
+                             : kind == ActionKind::kBackward && stage > 0 ? "input gradient of micro-batch "
+                                                                          : "weight gradient of micro-batch ";
+          EXPECT_THAT(texts[0],
+                      AllOf(HasSubstr("the layer broke"), HasSubstr(fmt::format("faulty{}", stage)),
+                            HasSubstr(fmt::format("stage {} on 'worker{}'", stage, stage)), HasSubstr(part)));
           EXPECT_EQ(texts[1], texts[0]);
           EXPECT_EQ(texts[2], texts[0]);
         }
@@ -220,9 +271,8 @@ TEST(Failure, ALossThatIsNotAScalarIsReported) {
 TEST(Failure, ADeadWorkerEndsTheStepByNameWithinASecond) {
   constexpr int kStages = 3;
   for (int victim = 0; victim < kStages; ++victim) {
-    for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
-      SCOPED_TRACE(fmt::format("worker {} dies in its {}", victim,
-                               kind == ActionKind::kForward ? "forward" : "backward"));
+    for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward, ActionKind::kWeightGradient}) {
+      SCOPED_TRACE(fmt::format("worker {} dies in an action of kind {}", victim, static_cast<int>(kind)));
       auto cluster = torchspan::testing::pipeline_cluster(kStages);
       cluster.graceful = false;
       SimCluster world(cluster);
@@ -239,7 +289,9 @@ TEST(Failure, ADeadWorkerEndsTheStepByNameWithinASecond) {
                       world.kill(victim);
                       throw std::runtime_error("dead");
                     }};
-        Pipeline pipe(worker, faulty_layers(fault, kStages), options(kStages));
+        PipelineOptions made = options(kStages);
+        if (kind == ActionKind::kWeightGradient) made.schedule = Schedule::kZBH1;
+        Pipeline pipe(worker, faulty_layers(fault, kStages), made);
         texts[worker.rank()] = text_of([&] { pipe.train_step(some_rows(), some_rows(), mean_of); });
         ended[worker.rank()] = executor.now();
         if (rank == victim) return;

@@ -6,8 +6,10 @@
 #include <map>
 
 #include <torchspan/detail/pipeline/extension.h>
+#include <torchspan/schedule/csv.h>
 
 #include "pipeline/layers/random.h"
+#include "pipeline/policies/tables.h"
 #include "pipeline/runtime/shared_tensors.h"
 
 namespace torchspan::pipeline {
@@ -25,17 +27,24 @@ std::vector<int> even_balance(std::size_t layers, std::size_t stages) {
   return balance;
 }
 
+bool is_v_shaped(Schedule schedule) { return schedule == Schedule::kZBV || schedule == Schedule::kDualPipeV; }
+
 void fill_in(const Worker& worker, std::size_t layers, PipelineOptions& options) {
   const std::vector<WorkerInfo> world = worker.workers();
+  const bool v_shaped = is_v_shaped(options.schedule);
   if (options.balance.empty()) {
     // A model without layers gets a stage per worker, so that all workers get the error.
-    const std::size_t most = layers == 0 ? world.size() : std::min(world.size(), layers);
+    const std::size_t most = v_shaped      ? 2 * world.size()
+                             : layers == 0 ? world.size()
+                                           : std::min(world.size(), layers);
     const std::size_t stages = options.workers.empty() ? most : options.workers.size();
     options.balance = even_balance(layers, stages);
   }
   if (!options.workers.empty()) return;
   for (std::size_t stage = 0; stage < options.balance.size(); ++stage) {
-    options.workers.push_back(world[stage % world.size()].name);
+    const std::size_t rank = stage % world.size();
+    const bool back = v_shaped && stage / world.size() % 2 == 1;
+    options.workers.push_back(world[back ? world.size() - 1 - rank : rank].name);
   }
 }
 
@@ -49,6 +58,8 @@ void check(const PipelineOptions& options) {
     refuse(fmt::format("max_in_flight is {}; it must be 0 (what the schedule needs) or more",
                        options.max_in_flight));
   if (options.stall_timeout <= Duration::zero()) refuse("stall_timeout must be more than zero");
+  if ((options.schedule == Schedule::kCustom) != (options.custom_schedule != nullptr))
+    refuse("custom_schedule must be set if schedule is kCustom, and only then");
 }
 
 PlanRequest plan_request(const Layers& layers, const PipelineOptions& options) {
@@ -166,6 +177,29 @@ void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& loc
   local.constants = check_shared_tensors(local, reports);
 }
 
+/// Throws unless all workers have the same valid table of Schedule::kCustom.
+void agree_on_custom_schedule(const LocalPipeline& local) {
+  if (local.options.schedule != Schedule::kCustom) return;
+  std::string mine;
+  try {
+    mine = '+' + schedule::to_csv(schedule::to_sheet(Tables(local).custom(local.options.micro_batches)));
+  } catch (...) {
+    mine = '-' + describe(std::current_exception()).text;
+  }
+  const auto texts = gather(local.worker, mine, local.plan.workers);
+  for (const auto& [name, text] : texts) {
+    if (text.front() == '-') throw Error(ErrorKind::kInvalid, text.substr(1)).with_worker(name);
+  }
+  for (const auto& [name, text] : texts) {
+    if (text == texts.begin()->second) continue;
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("PipelineOptions::custom_schedule returns different tables on workers '{}' and '{}' of "
+                    "pipeline '{}'; it must return the same one on all",
+                    texts.begin()->first, name, local.options.name));
+  }
+}
+
 }  // namespace
 
 LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options) {
@@ -186,6 +220,7 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   local.id = opened.id;
   local.event_queue = std::move(opened.event_queue);
   build_together(layers, seed, local);
+  agree_on_custom_schedule(local);
   Log& log = worker.runtime().log;
   if (log.enabled(LogLevel::kDebug)) {
     log.debug(fmt::format("pipeline '{}': {} layers, balance {} on {}; {} micro-batches", local.options.name,

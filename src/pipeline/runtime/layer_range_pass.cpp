@@ -1,5 +1,6 @@
 #include "pipeline/runtime/layer_range_pass.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 #include <utility>
 
@@ -156,18 +157,50 @@ void LayerRangePass::recompute() {
   buffers.restore();
 }
 
+bool LayerRangePass::any_input_wants() const {
+  return std::any_of(inputs_.begin(), inputs_.end(),
+                     [](const auto& input) { return input.second.wants_any(); });
+}
+
+void LayerRangePass::run_graph(const char* phase, const std::function<void()>& part) {
+  try {
+    part();
+  } catch (...) {
+    runner_.fail_range(phase);
+  }
+}
+
 std::map<int, std::vector<at::Tensor>> LayerRangePass::backward() {
   if (can_recompute()) recompute();
-  try {
-    graph_.backward(gradients_);
-  } catch (...) {
-    runner_.fail_range("backward");
-  }
+  run_graph("backward", [this] { graph_.backward(gradients_); });
   auto back = graph_.input_gradients(inputs_);
   graph_ = PassGraph();
   gradients_.clear();
   inputs_.clear();
   return back;
+}
+
+std::map<int, std::vector<at::Tensor>> LayerRangePass::backward_inputs() {
+  if (!any_input_wants()) return {};
+  if (can_recompute()) recompute();
+  run_graph("input gradient", [this] { graph_.backward_inputs(gradients_); });
+  auto back = graph_.input_gradients(inputs_);
+  graph_.drop_inputs();
+  gradients_.clear();
+  inputs_.clear();
+  return back;
+}
+
+void LayerRangePass::backward_weights() {
+  const bool second = graph_.is_between_parts();
+  if (!second && can_recompute()) recompute();
+  run_graph("weight gradient", [this, second] {
+    if (second) {
+      graph_.backward_weights();
+    } else {
+      graph_.backward(gradients_);
+    }
+  });
 }
 
 }  // namespace torchspan::pipeline

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <vector>
@@ -47,12 +48,19 @@ class LayerRangePass {
   void recompute();
   /// Accumulates the parameters' gradients; returns those of the inputs, by link, for links that want any.
   std::map<int, std::vector<at::Tensor>> backward();
+  /// The same in two parts. This one returns the gradients of the inputs, and keeps what the second part needs; if
+  /// no input wants a gradient, it leaves everything to the second part.
+  std::map<int, std::vector<at::Tensor>> backward_inputs();
+  /// The second part accumulates the parameters' gradients.
+  void backward_weights();
 
  private:
   struct ThreadState {
     at::ThreadLocalState torch;
     device::Autocast autocast = device::Autocast::of_thread();  // `torch` lacks its dtypes
   };
+  bool any_input_wants() const;
+  void run_graph(const char* phase, const std::function<void()>& part);
   std::map<int, Activation> activation_of(LayerRangeOutputs& outputs) const;
 
   const LocalPipeline& local_;

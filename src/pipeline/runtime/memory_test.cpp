@@ -143,6 +143,28 @@ TEST(PipelineMemory, AGraphIsFreedWithItsMicroBatchsBackward) {
   for (int stage = 0; stage < 3; ++stage) EXPECT_EQ(stages[static_cast<std::size_t>(stage)].most, 3 - stage);
 }
 
+/// A first stage runs its backward whole, in place of the weight gradient.
+std::vector<schedule::Costs> freed_with_input_gradients(int stages) {
+  std::vector<schedule::Costs> costs(static_cast<std::size_t>(stages), {.weight_input = 0});
+  costs[0].weight_input = 1;
+  return costs;
+}
+
+// peer: pipelining multi_iter
+TEST(PipelineMemory, WhatOnlyInputGradientsNeedIsFreedBeforeTheWeightGradients) {
+  for (const Schedule schedule : {Schedule::kZBH1, Schedule::kZBH2, Schedule::kZB1P}) {
+    for (const int micro_batches : {1, 2, 6, 12}) {
+      SCOPED_TRACE(::testing::Message()
+                   << "schedule " << static_cast<int>(schedule) << ", " << micro_batches);
+      StepReport report;
+      const auto stages = graphs(with(schedule, ActivationCheckpoint::kNever, micro_batches), &report);
+      const auto simulated = schedule::simulate(report.table, freed_with_input_gradients(3));
+      for (std::size_t stage = 0; stage < 3; ++stage)
+        EXPECT_EQ(stages[stage].most, simulated.peak_live[stage]) << "stage " << stage;
+    }
+  }
+}
+
 TEST(PipelineMemory, UnderCheckpointingOneGraphIsAliveAtATime) {
   for (const Schedule schedule : {Schedule::kArrival, Schedule::kGPipe, Schedule::k1F1B}) {
     for (const ActivationCount& stage : graphs(with(schedule, ActivationCheckpoint::kAlways))) {
@@ -202,12 +224,15 @@ TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
 
 // peer: pipelining activation_liveness_*: same in kind: the real step is compared with its simulation
 TEST(PipelineMemory, PeaksAreThoseOfTheSchedulesSimulation) {
-  for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B}) {
+  for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B, Schedule::kZBH1, Schedule::kZBH2}) {
     for (const int micro_batches : {1, 2, 6, 12}) {
       StepReport report;
       graphs(with(schedule, ActivationCheckpoint::kNever, micro_batches), &report);
       const auto simulated = schedule::simulate(report.table, {schedule::Costs{}});
       EXPECT_EQ(report.measured.peak_live, simulated.peak_live);
+      EXPECT_EQ(report.measured.weight_inputs, simulated.weight_inputs);
+      EXPECT_EQ(report.measured.peak_weight_inputs, simulated.peak_weight_inputs);
+      if (schedule == Schedule::kZBH1 || schedule == Schedule::kZBH2) continue;
       for (int worker = 0; worker < 3; ++worker) {
         const int expected =
             schedule == Schedule::kGPipe ? micro_batches : std::min(micro_batches, 3 - worker);

@@ -57,22 +57,42 @@ void PassGraph::drop_edges() {
   loss_edge_ = {};
 }
 
-void PassGraph::backward(std::map<int, std::vector<at::Tensor>>& gradients) {
-  torch::autograd::edge_list roots;
-  torch::autograd::variable_list root_gradients;
+PassGraph::Roots PassGraph::take_roots(std::map<int, std::vector<at::Tensor>>& gradients) const {
+  Roots roots;
   for (const Exit& exit : exits_) {
     const auto found = gradients.find(exit.link);
     if (found == gradients.end() || exit.member >= found->second.size()) continue;
     if (!found->second[exit.member].defined()) continue;
-    roots.push_back(exit.edge);
-    root_gradients.push_back(std::move(found->second[exit.member]));
+    roots.edges.push_back(exit.edge);
+    roots.gradients.push_back(std::move(found->second[exit.member]));
   }
   if (loss_edge_.is_valid()) {
-    roots.push_back(loss_edge_);
-    root_gradients.push_back(loss_gradient_);
+    roots.edges.push_back(loss_edge_);
+    roots.gradients.push_back(loss_gradient_);
   }
-  if (roots.empty()) return;
-  torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, false, false, true);
+  return roots;
+}
+
+void PassGraph::backward(std::map<int, std::vector<at::Tensor>>& gradients) {
+  const Roots roots = take_roots(gradients);
+  if (roots.edges.empty()) return;
+  torch::autograd::Engine::get_default_engine().execute(roots.edges, roots.gradients, false, false, true);
+}
+
+void PassGraph::backward_inputs(std::map<int, std::vector<at::Tensor>>& gradients) {
+  Roots roots = take_roots(gradients);
+  auto two_parts = std::make_unique<TwoParts>(input_node_);
+  for (std::size_t root = 0; root < roots.edges.size(); ++root)
+    two_parts->pass.add_root(std::move(roots.edges[root]), std::move(roots.gradients[root]));
+  drop_edges();
+  two_parts->pass.run_inputs();
+  two_parts_ = std::move(two_parts);
+}
+
+void PassGraph::backward_weights() {
+  const std::unique_ptr<TwoParts> two_parts = std::move(two_parts_);
+  two_parts->pass.run_weights();
+  two_parts->sink.end()->wait();  // for hooks of parameters that hold the end of the pass
 }
 
 std::map<int, std::vector<at::Tensor>> PassGraph::input_gradients(

@@ -8,7 +8,9 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
 
+#include "engine/api/grad_field_sink.h"
 #include "engine/api/node_ptr.h"
+#include "engine/api/split_pass.h"
 #include "pipeline/runtime/layer_runner.h"
 
 namespace torchspan::pipeline {
@@ -24,8 +26,15 @@ class PassGraph {
   void keep_edges(const LayerRangeOutputs& outputs, double loss_weight);
   bool has_edges() const { return !exits_.empty() || loss_edge_.is_valid(); }
   void drop_edges();
+  /// Frees the inputs' gradients.
+  void drop_inputs() { input_node_ = {}; }
   /// Runs the backward from the edges with gradients, which are by link and member.
   void backward(std::map<int, std::vector<at::Tensor>>& gradients);
+  /// The same in two parts: this one computes the gradients of the inputs, and afterwards drops the edges.
+  void backward_inputs(std::map<int, std::vector<at::Tensor>>& gradients);
+  bool is_between_parts() const { return two_parts_ != nullptr; }
+  /// The second part accumulates the gradients of parameters.
+  void backward_weights();
   /// The gradients of the inputs, by link, for the links that want any.
   std::map<int, std::vector<at::Tensor>> input_gradients(const std::map<int, Activation>& inputs) const;
 
@@ -37,11 +46,24 @@ class PassGraph {
     torch::autograd::Edge edge;
   };
   class InputNode;
+  /// Where a backward begins.
+  struct Roots {
+    torch::autograd::edge_list edges;
+    std::vector<at::Tensor> gradients;
+  };
+  /// A backward in two parts, which fills `.grad`.
+  struct TwoParts {
+    explicit TwoParts(engine::NodePtr input_node) : pass(sink, {std::move(input_node)}) {}
+    engine::GradFieldSink sink{0};
+    engine::SplitPass pass;
+  };
+  Roots take_roots(std::map<int, std::vector<at::Tensor>>& gradients) const;
 
   engine::NodePtr input_node_;  ///< an InputNode
   std::vector<Exit> exits_;
   torch::autograd::Edge loss_edge_;
   at::Tensor loss_gradient_;
+  std::unique_ptr<TwoParts> two_parts_;  ///< between the parts
 };
 
 }  // namespace torchspan::pipeline

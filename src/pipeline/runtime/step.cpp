@@ -44,10 +44,17 @@ void Step::run(const Action& action) {
   const TimePoint start = local_.executor().now();
   local_.event_queue->set_state(step_id().step, true, true, describe(action), start);
   // The table's stages are the plan's layer ranges.
-  if (action.kind == ActionKind::kForward) {
-    run_forward(action.stage, action.micro_batch);
-  } else {
-    run_backward(action.stage, action.micro_batch);
+  switch (action.kind) {
+    case ActionKind::kForward:
+      run_forward(action.stage, action.micro_batch);
+      break;
+    case ActionKind::kBackward:
+    case ActionKind::kInputGradient:
+      run_backward(action);
+      break;
+    case ActionKind::kWeightGradient:
+      run_weight_gradient(action.stage, action.micro_batch);
+      break;
   }
   actions_.ended();
   record_.add(action, start);
@@ -89,11 +96,18 @@ void Step::end_without_backward(int range, int micro_batch) {
   local_.post_to(local_.first_worker(), Credit{step_id(), micro_batch});
 }
 
-void Step::run_backward(int range, int micro_batch) {
+void Step::run_backward(const Action& action) {
+  const auto [kind, range, micro_batch] = action;
   if (!std::exchange(backwards_begun_, true)) hold_first_backward();
-  auto back = passes_.at(range, micro_batch).backward();
-  passes_.erase(range, micro_batch);
-  record_.pass_ended();
+  std::map<int, std::vector<at::Tensor>> back;
+  if (kind == ActionKind::kBackward) {
+    back = passes_.at(range, micro_batch).backward();
+    passes_.erase(range, micro_batch);
+    record_.pass_ended();
+  } else {
+    back = passes_.at(range, micro_batch).backward_inputs();
+    actions_.became_ready({ActionKind::kWeightGradient, range, micro_batch});
+  }
   for (auto& [link, gradients] : back) {
     if (link == kOutside) {
       input_.put_gradients(micro_batch, std::move(gradients));
@@ -101,6 +115,12 @@ void Step::run_backward(int range, int micro_batch) {
       passes_.deliver_gradients(link, micro_batch, std::move(gradients));
     }
   }
+}
+
+void Step::run_weight_gradient(int range, int micro_batch) {
+  passes_.at(range, micro_batch).backward_weights();
+  passes_.erase(range, micro_batch);
+  record_.pass_ended();
 }
 
 /// See StepOptions::before_first_backward.
@@ -122,7 +142,7 @@ void Step::hold_first_backward() {
 /// Repeats the forward of the next backward while nothing else can run. Returns false if there is none.
 bool Step::recompute_ahead() {
   const auto next = actions_.next_backward();
-  if (!next || next->kind != ActionKind::kBackward) return false;
+  if (!next) return false;
   LayerRangePass* const pass = passes_.find(next->stage, next->micro_batch);
   if (pass == nullptr || !pass->can_recompute()) return false;
   local_.event_queue->set_state(step_id().step, true, true, "the repeated forward before " + describe(*next),
@@ -208,9 +228,9 @@ void Step::put_output_gradients(const std::vector<at::Tensor>& gradients) {
 
 std::string Step::describe(const Action& action) const {
   const LayerRange& range = local_.plan.layer_ranges[static_cast<std::size_t>(action.stage)];
-  return fmt::format("the {} of micro-batch {} through {}{}",
-                     action.kind == ActionKind::kForward ? "forward" : "backward", action.micro_batch,
-                     local_.plan.describe(range.first),
+  constexpr const char* kNames[] = {"forward", "backward", "input gradient", "weight gradient"};
+  return fmt::format("the {} of micro-batch {} through {}{}", kNames[static_cast<int>(action.kind)],
+                     action.micro_batch, local_.plan.describe(range.first),
                      range.last == range.first ? "" : " and the layers after it");
 }
 

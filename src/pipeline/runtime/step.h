@@ -49,7 +49,9 @@ class Step {
   void run(const schedule::Action& action);
   void run_forward(int range, int micro_batch);
   void end_without_backward(int range, int micro_batch);
-  void run_backward(int range, int micro_batch);
+  /// Runs a whole backward, or its part for inputs.
+  void run_backward(const schedule::Action& action);
+  void run_weight_gradient(int range, int micro_batch);
   void hold_first_backward();
   bool recompute_ahead();
   void wait();

@@ -5,6 +5,23 @@
 
 namespace torchspan::pipeline {
 
+namespace {
+
+/// The micro-batches whose weight gradients are left, after each action of a worker.
+void add_weight_inputs(const std::vector<schedule::ActionSpan>& spans, schedule::Timeline& measured) {
+  std::vector<double> waiting;
+  double now = 0, peak = 0;
+  for (const schedule::ActionSpan& span : spans) {
+    if (span.action.kind == schedule::ActionKind::kInputGradient) peak = std::max(peak, ++now);
+    if (span.action.kind == schedule::ActionKind::kWeightGradient) --now;
+    waiting.push_back(now);
+  }
+  measured.weight_inputs.push_back(std::move(waiting));
+  measured.peak_weight_inputs.push_back(peak);
+}
+
+}  // namespace
+
 StepClosing::StepClosing(const LocalPipeline& local, StepId id) : local_(local) {
   result_.id = id;
   result_.peaks.resize(local.ranks.size());
@@ -51,6 +68,7 @@ StepReport StepClosing::report(int micro_batches, const schedule::Table* table) 
       busy += Duration(ran.end - ran.start);
       measured.makespan = std::max(measured.makespan, Duration(ran.end));
     }
+    add_weight_inputs(spans, measured);
     measured.spans.push_back(std::move(spans));
     measured.live.push_back(std::move(live));
     measured.peak_live.push_back(result_.peaks[worker]);

@@ -210,8 +210,8 @@ class Picture {
 
   std::string title(std::size_t at) const {
     const Timeline& timeline = timelines_[at];
-    std::string text = fmt::format("{}: {}, {} % idle", escape_xml(timeline.name), unit_.of(timeline.makespan),
-                                   number(100 * idle_share(timeline)));
+    std::string text = fmt::format("{}: {}, {} % idle", escape_xml(timeline.name),
+                                   unit_.of(timeline.makespan), number(100 * idle_share(timeline)));
     const Duration plan = timelines_.front().makespan;
     if (at == 0 || plan == Duration::zero()) return text;
     const double longer =

@@ -1,0 +1,37 @@
+# `cpack` (preset `package`): Debian packages of the components that cmake/TorchspanInstall.cmake installs.
+set(CPACK_GENERATOR DEB)
+set(CPACK_VERBATIM_VARIABLES ON)
+set(CPACK_PACKAGE_CONTACT "TorchSpan maintainers <torchspan@localhost>")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "training across processes for C++ programs on LibTorch")
+set(CPACK_PACKAGE_DIRECTORY ${PROJECT_BINARY_DIR}/packages)
+set(CPACK_RESOURCE_FILE_LICENSE ${PROJECT_SOURCE_DIR}/LICENSE)
+set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
+set(CPACK_STRIP_FILES ON)
+set(CPACK_COMPONENTS_ALL command development documents)
+
+set(CPACK_DEB_COMPONENT_INSTALL ON)
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_ENABLE_COMPONENT_DEPENDS OFF)
+set(CPACK_DEBIAN_PACKAGE_SECTION science)
+
+set(CPACK_DEBIAN_COMMAND_PACKAGE_NAME torchspan)
+set(CPACK_COMPONENT_COMMAND_DESCRIPTION "The torchspan command: starts and supervises jobs, draws pipeline schedules.")
+set(CPACK_DEBIAN_COMMAND_PACKAGE_SHLIBDEPS ON)
+set(CPACK_DEBIAN_COMMAND_PACKAGE_RECOMMENDS "torchspan-doc")
+
+# What programs that link the static libraries need: the same that the build needed.
+set(depends "libtorch-dev, libssl-dev, libfmt-dev, libcli11-dev, nlohmann-json3-dev, libxxhash-dev")
+if(TORCHSPAN_MPI)
+  string(APPEND depends ", libopenmpi-dev")
+endif()
+set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_NAME libtorchspan-dev)
+set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION "Headers, static libraries, and files for CMake and pkg-config.")
+set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_SECTION libdevel)
+set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS ${depends})
+set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_RECOMMENDS "torchspan, torchspan-doc")
+
+set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_NAME torchspan-doc)
+set(CPACK_COMPONENT_DOCUMENTS_DESCRIPTION "README, guides, and design of TorchSpan.")
+set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_SECTION doc)
+set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_ARCHITECTURE all)
+include(CPack)

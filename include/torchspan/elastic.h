@@ -1,0 +1,3 @@
+#pragma once
+// Data-parallel training that goes on without ranks that die, in the same processes. See docs/elastic.md.
+#include <torchspan/elastic/trainer.h>

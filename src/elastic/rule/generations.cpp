@@ -1,0 +1,147 @@
+#include "elastic/rule/generations.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+namespace torchspan::elastic {
+namespace {
+
+Deadline after(TimePoint now, Duration limit) {
+  return limit > TimePoint::max() - now ? Deadline::never() : Deadline(now + limit);
+}
+
+}  // namespace
+
+Generations::Generations(int world_size, Answers answers) : answers_(std::move(answers)) {
+  for (int rank = 0; rank < world_size; ++rank) expected_.insert(expected_.end(), rank);
+}
+
+/// Only a member of the current generation knows the outcome of its steps; all others copy.
+bool Generations::is_trusted(int rank, const Report& report) const {
+  return report.holds_state && expected_.contains(rank);
+}
+
+void Generations::report(int rank, const Report& report, TimePoint now) {
+  if (current_.number > 0 && expected_.contains(rank) && report.generation < current_.number) {
+    answers_.announce(rank, current_);  // it did not get the answer
+    return;
+  }
+  if (current_.complete && !expected_.contains(rank)) {
+    answers_.announce(rank, current_);  // it comes too late
+    return;
+  }
+  reports_[rank] = report;
+  if (expected_.contains(rank)) late_at_ = earlier(late_at_, after(now, report.late_limit));
+  decide(now);
+}
+
+void Generations::gone(int rank, const std::string& why, TimePoint now) {
+  reports_.erase(rank);
+  if (expected_.erase(rank) > 0) ends_[rank] = why;
+  decide(now);
+}
+
+void Generations::tick(TimePoint now) {
+  if (late_at_.passed(now)) {
+    for (auto rank = expected_.begin(); rank != expected_.end();) {
+      if (reports_.contains(*rank)) {
+        ++rank;
+        continue;
+      }
+      ends_[*rank] = "it did not report in time";
+      rank = expected_.erase(rank);
+    }
+    late_at_ = Deadline::never();
+    decide(now);
+  }
+  if (!too_few_at_.passed(now)) return;
+  const int wanted = most(&Report::min_ranks, /*largest=*/true);
+  refuse_all(
+      Error(ErrorKind::kTimedOut,
+            fmt::format("only {} rank{} can train, and min_ranks is {}: {}; restart the missing ranks sooner "
+                        "(torchspan run --replace), raise too_few_limit, or lower min_ranks",
+                        reports_.size(), reports_.size() == 1 ? "" : "s", wanted, recent_ends())));
+}
+
+Deadline Generations::next_deadline() const { return earlier(late_at_, too_few_at_); }
+
+template <class T>
+T Generations::most(T Report::*member, bool largest) const {
+  T best = reports_.begin()->second.*member;
+  for (const auto& [rank, report] : reports_)
+    best = largest ? std::max(best, report.*member) : std::min(best, report.*member);
+  return best;
+}
+
+void Generations::decide(TimePoint now) {
+  const bool all =
+      std::all_of(expected_.begin(), expected_.end(), [&](int rank) { return reports_.contains(rank); });
+  if (reports_.empty() || !all) {
+    too_few_at_ = Deadline::never();
+    return;
+  }
+  late_at_ = Deadline::never();
+  if (static_cast<int>(reports_.size()) < most(&Report::min_ranks, /*largest=*/true)) {
+    if (too_few_at_.is_never()) too_few_at_ = after(now, most(&Report::too_few_limit, /*largest=*/false));
+    return;
+  }
+  too_few_at_ = Deadline::never();
+  if (auto generation = next()) return announce(*std::move(generation));
+  state_lost_ = true;
+  refuse_all(Error(
+      ErrorKind::kDisconnected,
+      fmt::format("all ranks that held the state of step {} are gone ({}): restart the job from its last "
+                  "checkpoint",
+                  current_.step, recent_ends())));
+}
+
+/// The next generation of the ranks that wait; nullopt if none of them has the state.
+std::optional<Generation> Generations::next() const {
+  Generation generation{
+      .number = current_.number + 1, .step = 0, .ranks = {}, .holders = {}, .complete = false};
+  std::map<int, Report> trusted;
+  for (const auto& [rank, report] : reports_) {
+    generation.ranks.push_back(rank);
+    if (is_trusted(rank, report)) trusted.emplace(rank, report);
+  }
+  // Before the first generation every rank has a state of its own: that of the first rank counts.
+  if (current_.number == 0 && !trusted.empty()) trusted.erase(std::next(trusted.begin()), trusted.end());
+  if (trusted.empty() || state_lost_) return std::nullopt;
+  for (const auto& [rank, report] : trusted) generation.step = std::max(generation.step, report.committed);
+  // A rank that is gone may have committed the step that all others are prepared for.
+  const bool all_prepared = std::all_of(trusted.begin(), trusted.end(), [&](const auto& one) {
+    return one.second.prepared && one.second.committed == generation.step;
+  });
+  if (all_prepared) ++generation.step;
+  bool finished = true;
+  for (const auto& [rank, report] : trusted) {
+    const bool applies = report.prepared && report.committed + 1 == generation.step;
+    if (report.committed == generation.step || applies) generation.holders.push_back(rank);
+    finished = finished && report.finished;
+  }
+  generation.complete = finished && generation.holders == generation.ranks;
+  return generation;
+}
+
+void Generations::announce(Generation generation) {
+  current_ = std::move(generation);
+  expected_ = {current_.ranks.begin(), current_.ranks.end()};
+  reports_.clear();
+  ends_.clear();
+  const Generation decided = current_;
+  for (const int rank : decided.ranks) answers_.announce(rank, decided);
+}
+
+void Generations::refuse_all(const Error& error) {
+  late_at_ = too_few_at_ = Deadline::never();
+  for (const auto& [rank, report] : std::exchange(reports_, {})) answers_.refuse(rank, error);
+}
+
+std::string Generations::recent_ends() const {
+  std::vector<std::string> texts;
+  for (const auto& [rank, why] : ends_) texts.push_back(fmt::format("rank {}: {}", rank, why));
+  return texts.empty() ? "no rank ended" : fmt::format("{}", fmt::join(texts, "; "));
+}
+
+}  // namespace torchspan::elastic

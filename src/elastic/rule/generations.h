@@ -1,0 +1,61 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torchspan/core/error.h>
+
+#include "elastic/rule/generation.h"
+
+namespace torchspan::elastic {
+
+/// Rank 0's table of generations: reports in, generations out. Decides the outcome of a step that was
+/// interrupted (docs/architecture/survival.md). Without I/O, clock and threads; for one thread at a time.
+class Generations {
+ public:
+  struct Answers {
+    std::function<void(int rank, const Generation&)> announce;
+    std::function<void(int rank, const Error&)> refuse;
+  };
+  /// The first generation waits for the ranks 0 to `world_size` - 1.
+  Generations(int world_size, Answers answers);
+
+  /// A rank reports, or repeats its report because the answer was lost.
+  void report(int rank, const Report& report, TimePoint now);
+  /// The process of a rank has ended, or no longer wants to take part. Its rank may report again later, as a
+  /// rank without state.
+  void gone(int rank, const std::string& why, TimePoint now);
+  void tick(TimePoint now);
+  Deadline next_deadline() const;
+
+  /// Whether a rank waits for the next generation: the others should report after their current step.
+  bool is_awaited() const { return !reports_.empty(); }
+  const Generation& current() const { return current_; }
+
+ private:
+  bool is_trusted(int rank, const Report& report) const;
+  /// What `member` returns, from the rank with the strictest option.
+  template <class T>
+  T most(T Report::*member, bool largest) const;
+  void decide(TimePoint now);
+  std::optional<Generation> next() const;
+  void announce(Generation generation);
+  void refuse_all(const Error& error);
+  std::string recent_ends() const;
+
+  const Answers answers_;
+  Generation current_;
+  std::set<int> expected_;           ///< ranks without whose report nothing is decided
+  std::map<int, Report> reports_;    ///< of the ranks that wait
+  std::map<int, std::string> ends_;  ///< why ranks left, since the current generation began
+  Deadline late_at_;                 ///< missing ranks are left out then
+  Deadline too_few_at_;              ///< the waiting ranks are refused then
+  bool state_lost_ = false;
+};
+
+}  // namespace torchspan::elastic

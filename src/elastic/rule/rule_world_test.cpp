@@ -1,0 +1,313 @@
+// The simulated cluster of rule_world.h. Its tests are in rule_search_test.cpp.
+#include "elastic/rule/rule_world.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+namespace torchspan::elastic::testing {
+namespace {
+
+constexpr Duration kLateLimit = std::chrono::seconds(10);
+
+}  // namespace
+
+RuleWorld::RuleWorld(int ranks, std::uint64_t seed, std::int64_t target)
+    : random_(seed),
+      target_(target),
+      table_(ranks, {.announce =
+                         [this](int rank, const Generation& generation) {
+                           if (generation.step < committed()) {
+                             failure_ =
+                                 fmt::format("generation {} begins after step {}, but step {} was committed",
+                                             generation.number, generation.step, committed());
+                           }
+                           if (processes_[rank].phase == Phase::kDead) broken_.insert(generation.number);
+                           messages_.push_back({.kind = Message::Kind::kAnswer,
+                                                .rank = rank,
+                                                .call = answered_call_[rank],
+                                                .generation = generation});
+                         },
+                     .refuse =
+                         [this](int rank, const Error& error) {
+                           // Rank 0 holds the state and does not end, unless it was left out before.
+                           lost_ = true;
+                           if (lates_ == 0)
+                             failure_ = fmt::format("rank {} was refused: {}", rank, error.message());
+                         }}),
+      processes_(static_cast<std::size_t>(ranks)) {
+  for (int rank = 0; rank < ranks; ++rank) start(rank);
+}
+
+std::uint64_t RuleWorld::mix(std::uint64_t a, std::uint64_t b) {
+  std::uint64_t value = (a ^ (b + 0x9e3779b97f4a7c15u + (a << 6))) * 0xbf58476d1ce4e5b9u;
+  return value ^ (value >> 29);
+}
+
+template <class Condition>
+int RuleWorld::pick(Condition condition) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < static_cast<int>(processes_.size()); ++rank) {
+    if (condition(rank, processes_[rank])) ranks.push_back(rank);
+  }
+  return ranks.empty() ? -1 : ranks[random_() % ranks.size()];
+}
+
+void RuleWorld::start(int rank) {
+  const std::uint64_t call = processes_[rank].call;
+  processes_[rank] = Process{};
+  processes_[rank].call = call;
+  processes_[rank].digest = 1 + random_() % 1000;
+  send_report(rank);
+}
+
+void RuleWorld::send_report(int rank) {
+  Process& process = processes_[rank];
+  process.phase = Phase::kWaiting;
+  Report report = process.participant.report();
+  report.finished = report.holds_state && report.committed >= target_;
+  report.late_limit = kLateLimit;
+  report.too_few_limit = kLateLimit;
+  messages_.push_back(
+      {.kind = Message::Kind::kReport, .rank = rank, .call = ++process.call, .report = report});
+}
+
+bool RuleWorld::act(Action action) {
+  const auto running = [this](int rank, const Process& process) { return can_run(rank, process); };
+  const auto restartable = [this](int rank, const Process& process) {
+    return process.phase == Phase::kDead && !unannounced_.contains(rank);
+  };
+  int rank = -1;
+  switch (action) {
+    case kRun:
+      if ((rank = pick(running)) >= 0) run(rank);
+      return rank >= 0;
+    case kDeliver: {
+      if (messages_.empty()) return false;
+      const auto place = messages_.begin() + static_cast<std::ptrdiff_t>(random_() % messages_.size());
+      const Message message = *place;
+      messages_.erase(place);
+      deliver(message);
+      return true;
+    }
+    case kCrash:
+      rank = pick([](int rank, const Process& process) {
+        return rank != 0 && process.phase != Phase::kDead && process.phase != Phase::kDone;
+      });
+      if (rank < 0) return false;
+      end_process(rank);
+      return true;
+    case kRestart:
+      if ((rank = pick(restartable)) >= 0) start(rank);
+      return rank >= 0;
+    case kLose: {
+      const auto answer = std::find_if(messages_.begin(), messages_.end(),
+                                       [](const Message& one) { return one.kind == Message::Kind::kAnswer; });
+      if (answer == messages_.end()) return false;
+      const int receiver = answer->rank;
+      messages_.erase(answer);
+      if (processes_[receiver].phase == Phase::kWaiting) send_report(receiver);
+      return true;
+    }
+    case kRepeat:
+      rank = pick([](int, const Process& process) { return process.phase == Phase::kWaiting; });
+      if (rank >= 0) send_report(rank);
+      return rank >= 0;
+    case kLate:
+      if (table_.next_deadline().is_never()) return false;
+      now_ = table_.next_deadline().at();
+      ++lates_;
+      table_.tick(now_);
+      return true;
+    case kUserFailure:
+      rank = pick([](int rank, const Process& process) {
+        return rank != 0 && process.phase == Phase::kReducing && !process.contributed;
+      });
+      if (rank >= 0) processes_[rank].fails = true;
+      return rank >= 0;
+    case kLocalAbort:
+      rank = pick([](int, const Process& process) {
+        return process.phase >= Phase::kForming && process.phase <= Phase::kVoting && process.contributed;
+      });
+      if (rank >= 0) fail_operation(rank);
+      return rank >= 0;
+    case kActions:
+      break;
+  }
+  return false;
+}
+
+void RuleWorld::end_process(int rank) {
+  processes_[rank].phase = Phase::kDead;
+  unannounced_.insert(rank);
+  messages_.push_back({.kind = Message::Kind::kGone, .rank = rank});
+  for (const std::uint64_t generation : {processes_[rank].generation.number, table_.current().number})
+    broken_.insert(generation);
+}
+
+/// Whether the rank's next operation does not wait for others.
+bool RuleWorld::can_run(int rank, const Process& process) const {
+  if (process.phase < Phase::kForming || process.phase > Phase::kVoting) return false;
+  if (!process.contributed || is_broken(process.generation)) return true;
+  return is_complete(rank, operations_.at({process.generation.number, process.operation}));
+}
+
+void RuleWorld::run(int rank) {
+  Process& process = processes_[rank];
+  Operation& operation = operations_[{process.generation.number, process.operation}];
+  if (!process.contributed) return contribute(rank, operation);
+  const bool complete = is_complete(rank, operation);
+  if (is_broken(process.generation)) {
+    // A rank may have the result of a complete operation before it learns of the death, or not.
+    if (!complete || random_() % 2 == 0) return fail_operation(rank);
+  }
+  if (complete) take_result(rank, operation);
+}
+
+bool RuleWorld::is_complete(int rank, const Operation& operation) const {
+  return operation.values.size() == processes_[rank].generation.ranks.size();
+}
+
+void RuleWorld::contribute(int rank, Operation& operation) {
+  Process& process = processes_[rank];
+  process.contributed = true;
+  operation.values[rank] = process.digest;
+  if (process.phase != Phase::kVoting) return;
+  if (process.fails) {
+    operation.refused = true;
+  } else {
+    process.participant.prepare();
+  }
+  if (rank == 0 && table_.is_awaited()) operation.regroup = true;
+}
+
+void RuleWorld::next_operation(int rank, Phase phase) {
+  processes_[rank].phase = phase;
+  ++processes_[rank].operation;
+  processes_[rank].contributed = false;
+}
+
+void RuleWorld::begin_step(int rank) {
+  Process& process = processes_[rank];
+  if (process.participant.committed() >= target_) return send_report(rank);
+  process.fails = false;
+  next_operation(rank, Phase::kReducing);
+}
+
+void RuleWorld::take_result(int rank, Operation& operation) {
+  Process& process = processes_[rank];
+  switch (process.phase) {
+    case Phase::kForming:
+      if (process.generation.holders != process.generation.ranks)
+        return next_operation(rank, Phase::kCopying);
+      return begin_step(rank);
+    case Phase::kCopying:
+      if (!process.participant.holds_state()) {
+        process.digest = operation.values.at(process.generation.holders.back());
+        process.participant.copied();
+        check(process, rank);
+      }
+      return begin_step(rank);
+    case Phase::kReducing:
+      // The gradients depend on the ranks and on their state.
+      process.gradient = process.generation.number;
+      for (const auto& [other, value] : operation.values) process.gradient = mix(process.gradient, value);
+      return next_operation(rank, Phase::kVoting);
+    default:
+      return after_vote(rank, operation);
+  }
+}
+
+void RuleWorld::after_vote(int rank, const Operation& vote) {
+  Process& process = processes_[rank];
+  if (vote.refused) {
+    process.participant.reject();
+    if (!process.fails) return send_report(rank);
+    return end_process(rank);  // its program ends with the exception
+  }
+  process.participant.commit();
+  process.digest = mix(process.digest, process.gradient);
+  check(process, rank);
+  vote.regroup ? send_report(rank) : begin_step(rank);
+}
+
+void RuleWorld::fail_operation(int rank) {
+  broken_.insert(processes_[rank].generation.number);
+  send_report(rank);
+}
+
+void RuleWorld::deliver(Message message) {
+  const int rank = message.rank;
+  Process& process = processes_[rank];
+  switch (message.kind) {
+    case Message::Kind::kReport:
+      if (process.phase == Phase::kDead && !unannounced_.contains(rank)) return;
+      if (message.call < answered_call_[rank])
+        return;  // an earlier call of the same process: it has failed there
+      answered_call_[rank] = message.call;
+      return table_.report(rank, message.report, now_);
+    case Message::Kind::kAnswer:
+      if (process.phase != Phase::kWaiting) return;
+      if (message.call != process.call) return send_report(rank);
+      return adopt(rank, message.generation);
+    case Message::Kind::kGone:
+      unannounced_.erase(rank);
+      return table_.gone(rank, "it died", now_);
+  }
+}
+
+void RuleWorld::adopt(int rank, const Generation& generation) {
+  Process& process = processes_[rank];
+  if (generation.complete) {
+    process.phase = Phase::kDone;
+    if (!std::binary_search(generation.ranks.begin(), generation.ranks.end(), rank))
+      process.phase = Phase::kLeft;
+    return;
+  }
+  process.generation = generation;
+  process.operation = 0;
+  process.contributed = false;
+  process.phase = Phase::kForming;
+  if (process.participant.adopt(generation, rank) == Participant::Adoption::kApply)
+    process.digest = mix(process.digest, process.gradient);
+  if (process.participant.holds_state()) check(process, rank);
+}
+
+/// All ranks that ever hold the state after a step hold the same bits.
+void RuleWorld::check(const Process& process, int rank) {
+  const auto step = static_cast<std::size_t>(process.participant.committed());
+  if (step == history_.size()) history_.push_back(process.digest);
+  if (step < history_.size() && history_[step] == process.digest) return;
+  failure_ = step > history_.size()
+                 ? fmt::format("rank {} is at step {}, after {} steps", rank, step, history_.size() - 1)
+                 : fmt::format("rank {} differs after step {} (generation {})", rank, step,
+                               process.generation.number);
+}
+
+void RuleWorld::settle() {
+  constexpr int kPlenty = 20000;
+  for (int count = 0; count < kPlenty && failure_.empty() && !lost_; ++count) {
+    const auto unfinished = [](int, const Process& process) { return process.phase < Phase::kDone; };
+    if (pick(unfinished) < 0) break;
+    if (act(random_() % 2 == 0 ? kRun : kDeliver) || act(kRun) || act(kDeliver)) continue;
+    if (lates_ == 0) failure_ = "the ranks wait for a time limit:" + describe();
+    if (!act(kLate)) failure_ = "no rank can go on:" + describe();
+    if (count == kPlenty - 1) failure_ = "the ranks do not come to an end";
+  }
+  if (failure_.empty() && !lost_ && committed() != target_)
+    failure_ = fmt::format("only {} steps were committed", committed());
+}
+
+std::string RuleWorld::describe() const {
+  std::string text;
+  for (std::size_t rank = 0; rank < processes_.size(); ++rank) {
+    const Process& process = processes_[rank];
+    text += fmt::format(" [rank {}: phase {}, generation {}, operation {}{}, {} steps]", rank,
+                        static_cast<int>(process.phase), process.generation.number, process.operation,
+                        process.contributed ? " contributed" : "", process.participant.committed());
+  }
+  return text + fmt::format(" table: generation {} of {}", table_.current().number,
+                            fmt::join(table_.current().ranks, ","));
+}
+
+}  // namespace torchspan::elastic::testing

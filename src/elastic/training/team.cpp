@@ -1,0 +1,116 @@
+#include "elastic/training/team.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <xxhash.h>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/nn/module.h>
+
+#include <torchspan/core/error.h>
+
+#include "elastic/transfer/tracked_state.h"
+
+namespace torchspan::elastic {
+namespace {
+
+/// A failure that comes sooner is left over from an earlier group.
+constexpr Duration kSoon = std::chrono::seconds(1);
+constexpr int kMostAttempts = 8;
+
+/// Makes the group. The membership counts the rounds of each set of ranks. A rank that missed rounds in which the others
+/// timed out fails at once in each of them; then it is in step with the others again.
+collective::Group make_team_group(const Training::MakeGroup& make_group, const ElasticOptions& options,
+                                  const Generation& generation, Executor& executor) {
+  collective::GroupOptions group = options.group;
+  group.ranks = generation.ranks;
+  group.timeout = options.step_timeout;
+  for (int attempt = 1;; ++attempt) {
+    const TimePoint began = executor.now();
+    try {
+      return make_group(group);
+    } catch (const Error& error) {
+      const bool soon = executor.now() - began < std::min(kSoon, options.step_timeout / 2);
+      if (error.kind() != ErrorKind::kTimedOut || !soon || attempt == kMostAttempts) throw;
+    }
+  }
+}
+
+std::uint64_t digest_of(const torch::nn::Module& module) {
+  std::uint64_t digest = 0;
+  for (const at::Tensor& parameter : module.parameters()) {
+    const at::Tensor bytes = parameter.detach().cpu().contiguous();
+    digest = XXH3_64bits_withSeed(bytes.data_ptr(), bytes.nbytes(), digest);
+  }
+  return digest;
+}
+
+}  // namespace
+
+Team::Team(const Training::MakeGroup& make_group, const ElasticOptions& options, Generation generation,
+           Executor& executor)
+    : generation_(std::move(generation)),
+      group_(make_team_group(make_group, options, generation_, executor)) {}
+
+bool Team::holds(int rank) const {
+  return std::binary_search(generation_.holders.begin(), generation_.holders.end(), rank);
+}
+
+int Team::donor() const {
+  const auto place =
+      std::lower_bound(generation_.ranks.begin(), generation_.ranks.end(), generation_.holders.back());
+  return static_cast<int>(place - generation_.ranks.begin());
+}
+
+void Team::copy_state(TrackedState& state, ElasticPosition& position) const {
+  if (generation_.holders == generation_.ranks) return;
+  const int place = group_.rank();
+  const bool takes_part = place == donor() || !holds(generation_.ranks[static_cast<std::size_t>(place)]);
+  // The donor is rank 0 of its part.
+  const collective::Group part = group_.split(takes_part ? 0 : 1, place == donor() ? 0 : 1);
+  if (takes_part) state.copy_from_first(part, position);
+}
+
+void Team::compare(const torch::nn::Module& module, const std::vector<at::Tensor>& buffers,
+                   const ElasticPosition& position) const {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& buffer : buffers) {
+    at::Tensor copy = buffer.detach().contiguous();
+    if (copy.numel() == 0) continue;
+    group_.broadcast(copy, donor()).wait();
+    if (!copy.is_same(buffer)) at::Tensor(buffer).copy_(copy);
+  }
+  ByteWriter mine;
+  mine.put(digest_of(module));
+  for (const std::int64_t number : {position.step, position.epoch, position.next}) mine.put(number);
+  const std::vector<Bytes> all = group_.all_gather_bytes(mine.bytes());
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    throw_invalid(
+        fmt::format("the parameters or positions of ranks {} and {} differ after step {}: change parameters "
+                    "only in `apply`, which "
+                    "must do the same on all ranks, and register every object that it uses with add()",
+                    generation_.ranks[0], generation_.ranks[rank], position.step));
+  }
+}
+
+Team::Vote Team::vote(const Vote& mine) const {
+  at::Tensor ballot = at::empty({4}, at::kLong);
+  auto* numbers = ballot.data_ptr<std::int64_t>();
+  numbers[0] = mine.failed ? 1 : 0;
+  numbers[1] = mine.regroup ? 1 : 0;
+  numbers[2] = mine.step;
+  numbers[3] = -mine.step;
+  group_.all_reduce(ballot, collective::kMax).wait();
+  if (numbers[2] != -numbers[3]) {
+    throw_invalid(fmt::format(
+        "the ranks of an elastic trainer voted for the steps {} to {} at once: run the same program "
+        "on all ranks, and give trainers different names",
+        -numbers[3], numbers[2]));
+  }
+  return {.failed = numbers[0] != 0, .regroup = numbers[1] != 0, .step = mine.step};
+}
+
+}  // namespace torchspan::elastic

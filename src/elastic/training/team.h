@@ -1,0 +1,56 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/collective/group.h>
+#include <torchspan/detail/elastic/training.h>
+
+#include "elastic/rule/generation.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace torchspan::elastic {
+
+class TrackedState;
+
+/// The group of one generation: agreement on the state when it begins, and the votes of its steps.
+class Team {
+ public:
+  /// Collective.
+  Team(const Training::MakeGroup& make_group, const ElasticOptions& options, Generation generation,
+       Executor& executor);
+
+  const Generation& generation() const { return generation_; }
+  const collective::Group& group() const { return group_; }
+
+  /// Copies the state of the last holder to ranks without it; this rank's are its own, or written. Collective.
+  void copy_state(TrackedState& state, ElasticPosition& position) const;
+  /// Makes buffers those of the last holder. Throws Error{kInvalid} on all ranks, naming them, if parameters or positions
+  /// differ. Collective.
+  void compare(const torch::nn::Module& module, const std::vector<at::Tensor>& buffers,
+               const ElasticPosition& position) const;
+
+  struct Vote {
+    bool failed = false;   ///< this rank's step failed; as a result: the step of any rank
+    bool regroup = false;  ///< a rank waits to join
+    std::int64_t step = 0;
+  };
+  /// Returns the votes of all ranks as one. Collective.
+  Vote vote(const Vote& mine) const;
+
+ private:
+  bool holds(int rank) const;
+  int donor() const;  ///< the last holder, because rank 0 has other work; its rank in the group
+
+  const Generation generation_;
+  const collective::Group group_;
+};
+
+}  // namespace torchspan::elastic

@@ -1,0 +1,272 @@
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <optional>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <torch/nn/module.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/detail/elastic/training.h>
+
+#include "elastic/coordinator/generation_client.h"
+#include "elastic/data/sample_dealer.h"
+#include "elastic/rule/participant.h"
+#include "elastic/training/buffer_copies.h"
+#include "elastic/training/team.h"
+#include "elastic/transfer/tracked_state.h"
+
+namespace torchspan::elastic {
+namespace {
+
+/// How often a step may fail on another rank's report while no rank ends.
+constexpr int kMostRemoteFailures = 3;
+
+std::shared_ptr<torch::nn::Module> checked(std::shared_ptr<torch::nn::Module> module,
+                                           const ElasticOptions& options) {
+  options.validate();
+  if (!module) throw_invalid("the module of the elastic trainer is null");
+  return module;
+}
+
+bool is_remote_failure(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Error& error) {
+    return error.kind() == ErrorKind::kRemoteFailure;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
+class Training::Impl {
+ public:
+  Impl(const Worker& worker, MakeGroup make_group, std::shared_ptr<torch::nn::Module> module,
+       ElasticOptions options)
+      : worker_(worker),
+        make_group_(std::move(make_group)),
+        module_(checked(std::move(module), options)),
+        options_(std::move(options)),
+        client_(worker, options_.name),
+        participant_(options_.start.step),
+        position_(options_.start),
+        dealer_(options_),
+        buffers_(*module_) {}
+
+  void add(std::string name, checkpoint::SourcePtr source) { state_.add(std::move(name), std::move(source)); }
+  const ElasticPosition& position() const { return position_; }
+
+  bool run(std::int64_t steps, Replica replica) {
+    replica_ = std::move(replica);
+    try {
+      for (;;) {
+        const bool finished = participant_.holds_state() && position_.step >= steps;
+        if (team_ && !finished) {
+          run_step();
+          continue;
+        }
+        if (const auto complete = regroup(finished)) {
+          end_team();
+          replica_ = {};
+          return *complete;
+        }
+      }
+    } catch (...) {
+      give_up(std::current_exception());
+      throw;
+    }
+  }
+
+ private:
+  /// Enters the next generation. Returns whether this rank has the final state, if training is complete.
+  std::optional<bool> regroup(bool finished) {
+    Report report = participant_.report();
+    report.finished = finished;
+    report.min_ranks = options_.min_ranks;
+    report.late_limit = options_.late_limit;
+    report.too_few_limit = options_.too_few_limit;
+    Generation generation = client_.next(report);
+    const int rank = worker_.rank();
+    const bool included = std::binary_search(generation.ranks.begin(), generation.ranks.end(), rank);
+    if (generation.complete && !included) return false;
+    adopt(generation, rank);
+    if (generation.complete) return true;
+    end_team();
+    try {
+      begin_team(std::move(generation));
+    } catch (...) {
+      if (!is_of_group() && !is_late(std::current_exception())) throw;
+      break_team(std::current_exception());
+    }
+    return std::nullopt;
+  }
+
+  /// Settles the interrupted step. Its gradients are in the memory of the old group, which still exists.
+  void adopt(const Generation& generation, int rank) {
+    switch (participant_.adopt(generation, rank)) {
+      case Participant::Adoption::kApply:
+        apply();
+        break;
+      case Participant::Adoption::kDiscard:
+      case Participant::Adoption::kCopy:
+        buffers_.restore();
+        break;
+    }
+    buffers_.forget();
+    step_.reset();
+    log(generation);
+  }
+
+  void log(const Generation& generation) {
+    Log& log = worker_.runtime().log;
+    if (!log.enabled(LogLevel::kInfo)) return;
+    log.info(fmt::format("generation {} of '{}': ranks {} after step {}, {} of them with its state",
+                         generation.number, options_.name, fmt::join(generation.ranks, ", "), generation.step,
+                         generation.holders.size()));
+  }
+
+  void begin_team(Generation generation) {
+    members_ = generation;
+    team_ = std::make_unique<Team>(make_group_, options_, std::move(generation), worker_.runtime().executor);
+    team_->copy_state(state_, position_);
+    team_->compare(*module_, buffers_.buffers(), position_);
+    replica_.wrap(team_->group());
+    participant_.copied();
+  }
+
+  void run_step() {
+    const collective::Group& group = team_->group();
+    step_ = dealer_.deal(position_, group.rank(), group.size());
+    step_->generation = team_->generation().number;
+    after_ = dealer_.after(position_, group.size());
+    drop_gradients();
+    buffers_.take();
+    std::exception_ptr failure;
+    try {
+      replica_.body(*step_);
+    } catch (...) {
+      failure = std::current_exception();
+      if (is_of_group()) return break_team(failure);
+    }
+    Team::Vote vote{.failed = failure != nullptr, .regroup = client_.is_awaited(), .step = position_.step};
+    if (!failure) participant_.prepare();
+    try {
+      vote = team_->vote(vote);
+    } catch (...) {
+      if (!is_of_group()) throw;
+      return break_team(std::current_exception());
+    }
+    vote.failed ? fail_step(failure) : commit();
+    if (vote.failed || vote.regroup) leave_team();
+  }
+
+  void commit() {
+    remote_failures_ = 0;
+    participant_.commit();
+    apply();
+    buffers_.forget();
+    step_.reset();
+  }
+
+  /// Runs once for each committed step.
+  void apply() {
+    replica_.apply(*step_);
+    position_ = after_;
+  }
+
+  /// The group works, but a rank's program failed. That rank leaves; the others wait for its end.
+  void fail_step(const std::exception_ptr& failure) {
+    participant_.reject();
+    if (!failure) return;
+    if (!is_remote_failure(failure) || ++remote_failures_ > kMostRemoteFailures)
+      std::rethrow_exception(failure);
+  }
+
+  /// Whether a failure is due to the group: one of its ranks ended or was late, or another rank has broken it.
+  bool is_of_group() {
+    if (client_.has_ended(members_)) return true;
+    if (team_ && team_->group().backend()->failure()) return true;
+    const collective::Group* wrapped = replica_.group ? replica_.group() : nullptr;
+    return wrapped != nullptr && wrapped->backend()->failure().has_value();
+  }
+
+  /// Whether groups could not be made because a rank ended or was late.
+  static bool is_late(const std::exception_ptr& failure) {
+    try {
+      if (failure) std::rethrow_exception(failure);
+    } catch (const Error& error) {
+      return error.kind() == ErrorKind::kTimedOut || error.kind() == ErrorKind::kDisconnected;
+    } catch (...) {
+    }
+    return false;
+  }
+
+  /// Notifies the other ranks, which may wait for this one.
+  void break_team(const std::exception_ptr& failure) {
+    const Error cause(ErrorKind::kDisconnected, fmt::format("rank {} left generation {}: {}", worker_.rank(),
+                                                            members_.number, describe(failure).text));
+    if (const collective::Group* wrapped = replica_.group ? replica_.group() : nullptr) wrapped->abort(cause);
+    if (team_) team_->group().abort(cause);
+    leave_team();
+  }
+
+  /// The old group lives until the outcome of its last step is known.
+  void leave_team() {
+    if (team_) former_ = std::move(team_);
+    team_.reset();
+  }
+
+  void end_team() {
+    if (replica_.unwrap) replica_.unwrap();
+    drop_gradients();
+    former_.reset();
+    team_.reset();
+  }
+
+  void drop_gradients() {
+    for (const at::Tensor& parameter : module_->parameters()) parameter.mutable_grad().reset();
+  }
+
+  void give_up(const std::exception_ptr& failure) noexcept {
+    try {
+      break_team(failure);
+      end_team();
+      client_.withdraw(describe(failure).text);
+      buffers_.restore();
+    } catch (...) {  // the caller gets the first failure
+    }
+    replica_ = {};
+  }
+
+  const Worker worker_;
+  const MakeGroup make_group_;
+  const std::shared_ptr<torch::nn::Module> module_;
+  const ElasticOptions options_;
+  GenerationClient client_;
+  Participant participant_;
+  ElasticPosition position_, after_;
+  SampleDealer dealer_;
+  BufferCopies buffers_;
+  TrackedState state_;
+  Replica replica_;
+  Generation members_;
+  std::unique_ptr<Team> team_, former_;
+  std::optional<ElasticStep> step_;
+  int remote_failures_ = 0;
+};
+
+Training::Training(const Worker& worker, MakeGroup make_group, std::shared_ptr<torch::nn::Module> module,
+                   ElasticOptions options)
+    : impl_(std::make_unique<Impl>(worker, std::move(make_group), std::move(module), std::move(options))) {}
+Training::~Training() = default;
+
+void Training::add(std::string name, checkpoint::SourcePtr source) {
+  impl_->add(std::move(name), std::move(source));
+}
+bool Training::run(std::int64_t steps, Replica replica) { return impl_->run(steps, std::move(replica)); }
+const ElasticPosition& Training::position() const { return impl_->position(); }
+
+}  // namespace torchspan::elastic
