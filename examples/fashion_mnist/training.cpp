@@ -37,7 +37,7 @@ Dataset load(const TrainingOptions& options, Split split) {
 
 Meter::Meter(torchspan::Session& session, const TrainingOptions& options, std::int64_t images,
              std::string text)
-    : progress_(session) {
+    : session_(session), progress_(session) {
   report_.epochs = options.epochs;
   report_.steps = (images + options.batch - 1) / options.batch;
   report_.unit = "images";
@@ -57,6 +57,7 @@ void Meter::step(std::int64_t epoch, double loss, std::int64_t images) {
   report_.loss = loss;
   report_.rate = images_per_second();
   progress_.report(report_);
+  torchspan::log_scalar(session_, "loss", loss);
 }
 
 void Meter::finish() { progress_.finish(); }

@@ -39,12 +39,12 @@ Dataset load(const TrainingOptions& options, Split split);
 /// Shows the progress line and counts images per second, from its construction to finish().
 class Meter {
  public:
-  /// `images` is the size of the data set; `text` is shown at the end of the line.
+  /// `images` is the size of the data set; `text` is shown at the end of the line. `session` must outlive it.
   Meter(torchspan::Session& session, const TrainingOptions& options, std::int64_t images,
         std::string text = {});
   /// For training that resumes after that many steps.
   void continue_after(std::int64_t steps);
-  /// Reports one step of an epoch (counted from 1), with its loss and its number of images.
+  /// Reports one step of an epoch (counted from 1), with its loss, which it also logs, and its number of images.
   void step(std::int64_t epoch, double loss, std::int64_t images);
   void finish();
 
@@ -56,6 +56,7 @@ class Meter {
   std::string summary() const;
 
  private:
+  torchspan::Session& session_;
   torchspan::Progress progress_;
   torchspan::ProgressReport report_;
   double seconds_ = 0;  ///< until the last step

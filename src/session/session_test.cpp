@@ -1,9 +1,15 @@
 // A session in this process, and the objects that outlive it.
+#include <algorithm>
 #include <atomic>
+#include <filesystem>
+#include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <iterator>
 #include <memory>
 #include <optional>
+#include <span>
+#include <stdlib.h>
 
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
@@ -12,6 +18,8 @@
 #include <torchspan/pipeline/pipeline.h>
 #include <torchspan/rpc/remote_module.h>
 #include <torchspan/session.h>
+
+#include "core/api/trace_format.h"
 
 namespace torchspan::session_test {
 namespace {
@@ -121,6 +129,42 @@ TEST(Session, MayEndOnItsOwnThread) {
   EXPECT_THAT(::testing::internal::GetCapturedStderr(),
               HasSubstr("destroy that on a thread that the program started"));
   expect_cancelled("rpc_sync", [&] { worker.rpc_sync(0, kTwice, input()); });
+}
+
+TEST(Session, WritesATraceOfItsCallsAndOfTheProgramsOwnParts) {
+  std::string name = (std::filesystem::temp_directory_path() / "torchspan_sessionXXXXXX").string();
+  const std::string folder = mkdtemp(name.data());
+  WorkerOptions options;
+  options.observation.trace_folder = folder;
+  {
+    Session session(options, functions());
+    const Span span(session, "step", 17);
+    session.worker().rpc_sync(0, kTwice, input());
+    log_scalar(session, "loss", 0.5);
+    session.shutdown();
+  }
+  std::ifstream file(std::filesystem::directory_iterator(folder)->path(), std::ios::binary);
+  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  const TraceContents trace = decode_trace(std::as_bytes(std::span(bytes)));
+  std::filesystem::remove_all(folder);
+  EXPECT_TRUE(trace.complete);
+  const auto find = [&](SpanKind kind, const std::string& wanted) {
+    const auto found = std::find_if(trace.spans.begin(), trace.spans.end(), [&](const StoredSpan& span) {
+      return span.kind == kind && trace.names[span.name] == wanted;
+    });
+    EXPECT_NE(found, trace.spans.end()) << wanted;
+    return found == trace.spans.end() ? StoredSpan() : *found;
+  };
+  const StoredSpan call = find(SpanKind::kCall, "twice"), handler = find(SpanKind::kHandler, "twice");
+  EXPECT_EQ(call.link.id, handler.link.id);
+  EXPECT_EQ(call.link.peer, 0);
+  EXPECT_EQ(handler.link.peer, 0);
+  EXPECT_GT(call.link.bytes, 16u);
+  EXPECT_LE(call.begin, handler.begin);
+  EXPECT_GE(call.end, handler.end);
+  EXPECT_EQ(find(SpanKind::kUser, "step").link.id, 17u);
+  ASSERT_EQ(trace.scalars.size(), 1u);
+  EXPECT_EQ(trace.scalars[0].value, 0.5);
 }
 
 }  // namespace

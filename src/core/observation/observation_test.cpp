@@ -28,9 +28,9 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 struct TemporaryFolder {
-  TemporaryFolder() : path(mkdtemp(name)) {}
+  TemporaryFolder() : path(mkdtemp(name.data())) {}
   ~TemporaryFolder() { std::filesystem::remove_all(path); }
-  char name[32] = "/tmp/torchspan_obsXXXXXX";
+  std::string name = (std::filesystem::temp_directory_path() / "torchspan_obsXXXXXX").string();
   std::string path;
 };
 

@@ -24,7 +24,7 @@ std::string path_of(const std::string& folder, const TraceIdentity& identity) {
   for (char& c : name) {
     if (c == '/' || c == '\0') c = '_';
   }
-  return fmt::format("{}/{}.{}.trace", folder, name, identity.attempt);
+  return fmt::format("{}/{}.{}.{}.trace", folder, name, identity.attempt, identity.process);
 }
 
 Descriptor create_file(const std::string& folder, const std::string& path) {

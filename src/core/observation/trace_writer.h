@@ -12,7 +12,7 @@ namespace torchspan {
 /// Writes one worker's trace file. For one thread at a time.
 class TraceWriter {
  public:
-  /// Creates FOLDER/NAME.ATTEMPT.trace, and the folder. Throws Error{kInvalid} if that fails.
+  /// Creates FOLDER/NAME.ATTEMPT.PROCESS.trace, and the folder. Throws Error{kInvalid} if that fails.
   TraceWriter(Runtime& runtime, const std::string& folder, const TraceIdentity& identity,
               std::uint64_t most_spans);
 

@@ -174,8 +174,8 @@ struct Browsed {
 };
 
 Browsed browse(const std::string& page) {
-  char name[] = "/tmp/torchspan_pageXXXXXX";
-  const std::string folder = mkdtemp(name);
+  std::string name = (std::filesystem::temp_directory_path() / "torchspan_pageXXXXXX").string();
+  const std::string folder = mkdtemp(name.data());
   std::ofstream(folder + "/run.html") << page;
   const std::string command = "HOME=" + folder +
                               " timeout 60 chromium --headless --no-sandbox --disable-gpu --dump-dom "

@@ -7,7 +7,7 @@
 #include <iterator>
 #include <limits>
 #include <map>
-#include <tuple>
+#include <utility>
 
 #include <torchspan/core/error.h>
 
@@ -45,12 +45,17 @@ void keep_last_run(std::vector<TraceContents>& traces, std::vector<std::string>&
   }
 }
 
-void check_ranks(const std::vector<TraceContents>& traces, std::vector<std::string>& notes) {
+/// Keeps the last process of every rank; `traces` are sorted by rank and beginning.
+void keep_last_processes(std::vector<TraceContents>& traces, std::vector<std::string>& notes) {
   for (std::size_t i = 1; i < traces.size(); ++i) {
     if (traces[i].identity.rank != traces[i - 1].identity.rank) continue;
-    throw_invalid(fmt::format("{} and {} have the same rank: remove one of their trace files",
-                              describe_trace(traces[i - 1].identity), describe_trace(traces[i].identity)));
+    notes.push_back(fmt::format("{} replaced process {}, whose trace is left out",
+                                describe_trace(traces[i].identity), traces[i - 1].identity.process));
+    traces.erase(traces.begin() + static_cast<std::ptrdiff_t>(--i));
   }
+}
+
+void note_missing_ranks(const std::vector<TraceContents>& traces, std::vector<std::string>& notes) {
   const int size = traces.front().identity.world_size;
   std::string missing;
   for (int rank = 0, at = 0; rank < size; ++rank) {
@@ -159,9 +164,12 @@ TraceSet align_traces(std::vector<TraceContents> traces) {
   if (traces.empty()) throw_invalid("there is no trace");
   TraceSet set;
   keep_last_run(traces, set.notes);
-  std::stable_sort(traces.begin(), traces.end(),
-                   [](const auto& a, const auto& b) { return a.identity.rank < b.identity.rank; });
-  check_ranks(traces, set.notes);
+  std::stable_sort(traces.begin(), traces.end(), [](const auto& a, const auto& b) {
+    return std::pair(a.identity.rank, a.identity.unix_began) <
+           std::pair(b.identity.rank, b.identity.unix_began);
+  });
+  keep_last_processes(traces, set.notes);
+  note_missing_ranks(traces, set.notes);
   const std::map<std::string, ClockLine> lines = fit_clocks(traces);
   const std::string reference = traces.front().identity.clock;
   for (TraceContents& trace : traces) {

@@ -26,9 +26,9 @@ struct TraceSet {
   std::vector<std::string> notes;    ///< what a reader must know: missing workers, lost spans
 };
 
-/// Puts the traces of one run on the clock of the lowest rank. Traces of other runs and of earlier attempts
-/// are left out, with a note. Throws Error{kInvalid} if there is none, if two have one rank, or if a worker's
-/// clock cannot be compared with the reference's.
+/// Puts the traces of one run on the clock of the lowest rank. Traces of other runs, earlier attempts and
+/// replaced processes are left out, with a note. Throws Error{kInvalid} if there is none, or if a worker's clock
+/// cannot be compared with the reference's.
 TraceSet align_traces(std::vector<TraceContents> traces);
 
 /// Reads all *.trace files of `folder` and aligns them. Throws Error{kInvalid} that names the file.

@@ -83,9 +83,16 @@ TEST(TraceSet, KeepsTheLastAttemptAndSaysWhatIsMissing) {
   EXPECT_THAT(set.notes[3], HasSubstr("worker2 (rank 2, node) did not end its trace"));
 }
 
-TEST(TraceSet, RefusesTwoTracesOfOneRank) {
-  ExampleTrace first(1), second(1);
-  EXPECT_THAT(error_of({first.contents(), second.contents()}), HasSubstr("have the same rank"));
+TEST(TraceSet, KeepsTheLastProcessOfAReplacedRank) {
+  ExampleTrace zero(0), dead(1), replacement(1);
+  dead.contents().identity.process = 700;
+  replacement.contents().identity.process = 701;
+  replacement.contents().identity.unix_began += 10;
+  const TraceSet set = align_traces({replacement.contents(), zero.contents(), dead.contents()});
+  ASSERT_EQ(set.workers.size(), 2u);
+  EXPECT_EQ(set.workers[1].contents.identity.process, 701);
+  ASSERT_EQ(set.notes.size(), 1u);
+  EXPECT_THAT(set.notes[0], HasSubstr("replaced process 700"));
   EXPECT_THAT(error_of({}), HasSubstr("no trace"));
 }
 

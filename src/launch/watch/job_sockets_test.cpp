@@ -21,8 +21,8 @@ using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 
 TEST(JobSockets, AskEveryWorkerAndMarkThoseThatDoNotAnswer) {
-  char name[] = "/tmp/torchspan_jobXXXXXX";
-  const std::string folder = mkdtemp(name);
+  std::string name = (std::filesystem::temp_directory_path() / "torchspan_jobXXXXXX").string();
+  const std::string folder = mkdtemp(name.data());
   const auto executor = make_executor();
   const auto runtime = std::make_shared<Runtime>(*executor, "worker0", LogLevel::kOff);
   {

@@ -201,6 +201,7 @@ const timeline = (() => {
     const node = section('timeline', 'Timeline', 'A long run is shown from its middle; “All” shows everything. Drag to move, Ctrl + wheel to zoom, click a span for its figures. Keys: arrows or A D, + − or W S, 0 for all, N and P for the next and previous span.');
     const used = new Set(data.timeline.workers.flatMap((worker) => worker.tracks.flatMap((track) => [...new Set(track.kinds)])));
     const entries = [...used].sort((a, b) => a - b).filter((kind) => kind !== 5).map((kind) => [kinds[kind] || 'other', colors[kind] || '#999999']);
+    if (data.reductions.buckets && data.reductions.buckets.length) entries.push(['forward', '#56b4e9'], ['backward', '#009e73']);
     if (used.has(5)) entries.push(...(data.pipeline ? [...new Set(data.pipeline.measured.rows.flat().map((action) => action[3]))].sort().map((kind) => actions[kind]) : []));
     detail = make('p', { id: 'detail', 'aria-live': 'polite' });
     canvas = make('canvas', { tabindex: 0, role: 'img', 'aria-label': 'Spans of all workers over time. The tables below have the same figures.', onkeydown: keys, onpointerdown: drag,
