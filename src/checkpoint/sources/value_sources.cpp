@@ -3,12 +3,10 @@
 #include <utility>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
 
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/core/error.h>
-
-#include "checkpoint/files/checksum.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -51,30 +49,6 @@ class RemoteSource final : public StateSource {
   const RemoteValue value_;
 };
 
-class RngSource final : public StateSource {
- public:
-  void save(StateWriter& writer) const override { writer.add("cpu", state(generator())); }
-  /// A rank that did not exist when the checkpoint was saved gets a seed that depends on its number, the step and
-  /// its present seed.
-  void load(const StateReader& reader) override {
-    at::Generator cpu = generator();
-    const std::lock_guard lock(cpu.mutex());
-    if (reader.has("cpu")) return cpu.set_state(reader.read("cpu").clone());
-    ByteWriter place;
-    place.put_string(reader.full_name("cpu"));
-    place.put(reader.step());
-    place.put(static_cast<std::uint64_t>(cpu.current_seed()));
-    cpu.set_current_seed(checksum_of(place.bytes()));
-  }
-
- private:
-  static at::Generator generator() { return at::detail::getDefaultCPUGenerator(); }
-  static at::Tensor state(at::Generator cpu) {
-    const std::lock_guard lock(cpu.mutex());
-    return cpu.get_state();
-  }
-};
-
 constexpr std::array<const char*, 4> kValueTypes{"a flag", "an integer", "a floating-point number", "a text"};
 
 }  // namespace
@@ -84,7 +58,6 @@ SourcePtr value_source(std::function<Value()> get, std::function<void(const Valu
 }
 SourcePtr tensor_source(at::Tensor tensor) { return std::make_unique<TensorSource>(std::move(tensor)); }
 SourcePtr remote_source(RemoteValue value) { return std::make_unique<RemoteSource>(std::move(value)); }
-SourcePtr rng_source() { return std::make_unique<RngSource>(); }
 
 namespace detail {
 

@@ -1,13 +1,28 @@
 #include "checkpoint/state/snapshot.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <torchspan/detail/core/buffer.h>
 
 #include "checkpoint/state/torch_types.h"
 
 namespace torchspan::checkpoint {
+namespace {
+
+/// The buffer's memory as a tensor of bytes, which owns it.
+at::Tensor tensor_of(Buffer buffer) {
+  return at::from_blob(
+      buffer.data, {static_cast<std::int64_t>(buffer.size)}, [owner = std::move(buffer.owner)](void*) {},
+      at::TensorOptions(at::kByte));
+}
+
+}  // namespace
 
 Listing listing_of(const std::vector<StateTensor>& tensors) {
   Listing listing;
@@ -21,25 +36,42 @@ Listing listing_of(const std::vector<StateTensor>& tensors) {
   return listing;
 }
 
+std::byte* Snapshot::room_for(std::size_t bytes, bool pinned) {
+  const bool fits = buffer_.defined() && buffer_.nbytes() >= bytes && (!pinned || buffer_.is_pinned());
+  if (!fits) {
+    buffer_.reset();
+    const auto size = static_cast<std::int64_t>(bytes);
+    buffer_ = pinned ? at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(true))
+                     : tensor_of(allocate_buffer(bytes));
+  }
+  return static_cast<std::byte*>(buffer_.data_ptr());
+}
+
 void Snapshot::copy(const std::vector<StateTensor>& tensors, const Plan::Share& share) {
   release();
   const std::uint64_t bytes = share.entries.empty() ? 0 : share.entries.back().end;
-  if (buffer_.size < bytes) {
-    buffer_ = {};
-    buffer_ = allocate_buffer(bytes);
-  }
+  if (bytes == 0) return data_.resize(share.entries.size());
+  const bool pinned = std::any_of(share.parts.begin(), share.parts.end(),
+                                  [&](std::size_t part) { return tensors[part].tensor.is_cuda(); });
+  std::byte* const begin = room_for(bytes, pinned);
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < share.entries.size(); ++i) {
     const HeaderEntry& entry = share.entries[i];
     const at::Tensor& tensor = tensors[share.parts[i]].tensor;
-    std::byte* place = buffer_.data + entry.begin;
+    std::byte* place = begin + entry.begin;
     data_.emplace_back(place, entry.end - entry.begin);
     if (tensor.numel() == 0) continue;
     if (tensor.is_cpu() && tensor.is_contiguous()) {
       std::memcpy(place, tensor.data_ptr(), tensor.nbytes());
-    } else {
-      borrow_tensor(place, tensor.sizes(), tensor.scalar_type()).copy_(tensor);
+      continue;
     }
+    const at::Tensor target = borrow_tensor(place, tensor.sizes(), tensor.scalar_type());
+    if (!device::has_streams(tensor.device())) {
+      target.copy_(tensor);
+      continue;
+    }
+    held_.push_back(target);
+    streams_.share(tensor, target, copies_);
   }
 }
 
@@ -51,7 +83,13 @@ void Snapshot::borrow(const std::vector<StateTensor>& tensors, const Plan::Share
   }
 }
 
+const std::vector<BytesView>& Snapshot::data() {
+  wait_for_copies();
+  return data_;
+}
+
 void Snapshot::release() {
+  wait_for_copies();
   held_.clear();
   data_.clear();
 }

@@ -4,7 +4,7 @@
 
 #include <torchspan/checkpoint/state.h>
 #include <torchspan/core/bytes.h>
-#include <torchspan/detail/core/buffer.h>
+#include <torchspan/detail/device/copies.h>
 
 #include "checkpoint/commit/listing.h"
 
@@ -16,20 +16,27 @@ Listing listing_of(const std::vector<StateTensor>& tensors);
 /// The bytes that a rank writes: copies of its tensors, or the tensors themselves.
 class Snapshot {
  public:
-  /// Copies the tensors of the share, in the order of its entries, into one buffer, which later calls reuse.
+  /// Copies the tensors of the share, in the order of its entries, into one buffer, which later calls reuse. Does
+  /// not wait for devices with streams: the copies have the values after the current streams' work so far. For
+  /// CUDA tensors the buffer is pinned.
   void copy(const std::vector<StateTensor>& tensors, const Plan::Share& share);
   /// Refers to the tensors, which must not change until release(); copies only those that are not contiguous
   /// or not on the CPU.
   void borrow(const std::vector<StateTensor>& tensors, const Plan::Share& share);
-  /// Drops references to tensors.
+  /// Drops references to tensors; waits for copies.
   void release();
 
-  /// By entry of the share.
-  const std::vector<BytesView>& data() const { return data_; }
+  /// By entry of the share. Waits for copies.
+  const std::vector<BytesView>& data();
 
  private:
-  Buffer buffer_;
+  std::byte* room_for(std::size_t bytes, bool pinned);
+  void wait_for_copies() { copies_ = {}; }
+
+  device::CopyStreams streams_;
+  at::Tensor buffer_;
   std::vector<at::Tensor> held_;
+  device::PendingCopies copies_;
   std::vector<BytesView> data_;
 };
 

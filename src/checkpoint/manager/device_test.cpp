@@ -1,0 +1,118 @@
+// Checkpoints of tensors on devices, over the stand-in devices, and of generators.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <torch/torch.h>
+
+#include <torchspan/checkpoint.h>
+
+#include "checkpoint/sources/rng_source.h"
+#include "tests/support/processes.h"
+#include "tests/support/stand_in_device.h"
+
+namespace torchspan::checkpoint::device_test {
+namespace {
+
+using namespace torchspan::testing;  // NOLINT(google-build-using-namespace)
+using ::testing::IsEmpty;
+
+/// The copies run late: bytes that are written before they are there would be NaN, and values of a later step if the
+/// copies were not ordered before it.
+TEST(DeviceCheckpoint, SaveHasTheValuesOfTheCallAndDoesNotWaitForTheDevice) {
+  StandInStreams& device = StandInStreams::get();
+  device.reset(/*polls=*/5);
+  const TemporaryFolder folder;
+  const at::Tensor values = torch::arange(1 << 16, torch::kFloat).view({256, 256});
+  at::Tensor whole = values.to(stand_in(0)), turned = values.t().to(stand_in(1)), host = values.clone();
+  CheckpointManager manager({.directory = folder.path(), .rng = false});
+  manager.add("whole", whole);
+  manager.add("turned", turned);
+  manager.add("host", host);
+  std::vector<at::Tensor> more(10);
+  for (std::size_t i = 0; i < more.size(); ++i) {
+    more[i] = values.to(stand_in(0));
+    manager.add("more" + std::to_string(i), more[i]);
+  }
+  for (int step = 1; step <= 3; ++step) {
+    const std::size_t waits = device.host_waits();
+    manager.save(step);
+    whole.add_(1);
+    turned.add_(1);
+    host.add_(1);
+    if (step == 1) {
+      EXPECT_LE(device.host_waits() - waits, 2) << "one wait for each device, by the writing thread";
+    }
+    manager.wait();
+  }
+  for (at::Tensor tensor : {whole, turned, host}) tensor.zero_();
+  EXPECT_EQ(manager.restore(), 3);
+  EXPECT_TRUE(at::equal(whole.cpu(), values + 2));
+  EXPECT_TRUE(at::equal(turned.cpu(), values.t() + 2));
+  EXPECT_TRUE(at::equal(host, values + 2));
+  EXPECT_THAT(device.take_races(), IsEmpty());
+  device.reset();
+}
+
+TEST(DeviceCheckpoint, SynchronousSavesHaveTheValues) {
+  StandInStreams::get().reset(/*polls=*/5);
+  const TemporaryFolder folder;
+  at::Tensor x = torch::arange(1000, torch::kDouble).to(stand_in(0)) + 1;
+  CheckpointManager manager({.directory = folder.path(), .asynchronous = false, .rng = false});
+  manager.add("x", x);
+  manager.save(1);
+  x.zero_();
+  EXPECT_EQ(manager.restore(), 1);
+  EXPECT_TRUE(at::equal(x.cpu(), torch::arange(1000, torch::kDouble) + 1));
+  EXPECT_THAT(StandInStreams::get().take_races(), IsEmpty());
+}
+
+std::vector<device::NamedGenerator> generators(std::uint64_t seed, int devices) {
+  std::vector<device::NamedGenerator> all{{"cpu", at::detail::createCPUGenerator(seed)}};
+  for (int i = 0; i < devices; ++i) {
+    all.push_back(
+        {"cuda:" + std::to_string(i), at::detail::createCPUGenerator(seed + 1 + static_cast<unsigned>(i))});
+  }
+  return all;
+}
+std::vector<at::Tensor> draw(const std::vector<device::NamedGenerator>& from) {
+  std::vector<at::Tensor> numbers;
+  for (const auto& one : from) numbers.push_back(at::rand({8}, one.generator));
+  return numbers;
+}
+
+TEST(DeviceCheckpoint, TheGeneratorsOfAllDevicesContinue) {
+  const TemporaryFolder folder;
+  std::vector<at::Tensor> wanted;
+  {
+    const auto saved = generators(1, 2);
+    static_cast<void>(draw(saved));
+    CheckpointManager manager({.directory = folder.path(), .rng = false});
+    manager.add_source("rng", rng_source_of(saved));
+    manager.save(4);
+    manager.wait();
+    wanted = draw(saved);
+  }
+  std::vector<at::Tensor> of_the_new;
+  for (int run = 0; run < 2; ++run) {
+    const auto restored = generators(50, 3);  // this machine has another device
+    CheckpointManager manager({.directory = folder.path(), .rng = false});
+    manager.add_source("rng", rng_source_of(restored));
+    EXPECT_EQ(manager.restore(), 4);
+    const std::vector<at::Tensor> drawn = draw(restored);
+    for (std::size_t i = 0; i < wanted.size(); ++i) EXPECT_TRUE(at::equal(drawn[i], wanted[i])) << i;
+    of_the_new.push_back(drawn[3]);
+    EXPECT_FALSE(at::equal(drawn[3], draw(generators(50, 3))[3])) << "its seed depends on the step";
+  }
+  EXPECT_TRUE(at::equal(of_the_new[0], of_the_new[1])) << "the same in each run";
+}
+
+TEST(DeviceCheckpoint, TheDefaultGeneratorsAreThoseOfLibTorch) {
+  const auto all = device::default_generators();
+  ASSERT_FALSE(all.empty());
+  EXPECT_EQ(all[0].device, "cpu");
+  EXPECT_EQ(all[0].generator, at::detail::getDefaultCPUGenerator());
+  EXPECT_EQ(all.size(), 1 + torch::cuda::device_count());
+}
+
+}  // namespace
+}  // namespace torchspan::checkpoint::device_test

@@ -1,0 +1,55 @@
+#include "checkpoint/sources/rng_source.h"
+
+#include <mutex>
+#include <utility>
+
+#include <torchspan/checkpoint/sources.h>
+
+#include "checkpoint/files/checksum.h"
+
+namespace torchspan::checkpoint {
+namespace {
+
+class RngSource final : public StateSource {
+ public:
+  explicit RngSource(std::vector<device::NamedGenerator> generators) : generators_(std::move(generators)) {}
+  void save(StateWriter& writer) const override {
+    for (const auto& [device, generator] : generators_) {
+      at::Generator one = generator;
+      const std::lock_guard lock(one.mutex());
+      writer.add(device, one.get_state());
+    }
+  }
+  /// All states are read before the first is set.
+  void load(const StateReader& reader) override {
+    std::vector<at::Tensor> states;
+    for (const auto& [device, generator] : generators_)
+      states.push_back(reader.has(device) ? reader.read(device).clone() : at::Tensor());
+    for (std::size_t i = 0; i < states.size(); ++i) {
+      at::Generator& one = generators_[i].generator;
+      const std::lock_guard lock(one.mutex());
+      if (states[i].defined()) {
+        one.set_state(states[i]);
+        continue;
+      }
+      ByteWriter place;
+      place.put_string(reader.full_name(generators_[i].device));
+      place.put(reader.step());
+      place.put(static_cast<std::uint64_t>(one.current_seed()));
+      one.set_current_seed(checksum_of(place.bytes()));
+    }
+  }
+
+ private:
+  std::vector<device::NamedGenerator> generators_;
+};
+
+}  // namespace
+
+SourcePtr rng_source_of(std::vector<device::NamedGenerator> generators) {
+  return std::make_unique<RngSource>(std::move(generators));
+}
+
+SourcePtr rng_source() { return rng_source_of(device::default_generators()); }
+
+}  // namespace torchspan::checkpoint
