@@ -11,3 +11,5 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 extern Net net;
+extern ts::Session& session;
+c10::intrusive_ptr<c10d::ProcessGroup> make_nccl(const std::vector<int>& ranks, int rank);

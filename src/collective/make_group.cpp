@@ -170,6 +170,7 @@ class Maker {
     DeviceGroupPlan plan{.device = *options_.device,
                          .backend = options_.backend,
                          .rank = place_of(world_.self().rank),
+                         .process_group = options_.process_group,
                          .timeout = options_.timeout,
                          .world = link_,
                          .gather = [this](BytesView mine) { return gather(mine, ranks_); },

@@ -155,7 +155,7 @@ TEST(DeviceGroups, RefuseRanksWithAndWithoutADevice) {
 
 TEST(DeviceGroups, RefuseABackendForTheCpuAndADeviceBackendWithoutADevice) {
   EXPECT_THAT(errors_of_making(on_device(BackendKind::kSharedMemory), stand_in_services(BackendKind::kNccl)),
-              Each(AllOf(HasSubstr("kAutomatic, kNccl or kCudaIpc"))));
+              Each(AllOf(HasSubstr("kAutomatic, kNccl, kCudaIpc or kC10d"))));
   EXPECT_THAT(errors_of([](CollectiveWorld::Rank self) {
                 Group::make(self.runtime, self.membership, {.backend = BackendKind::kNccl});
               }),

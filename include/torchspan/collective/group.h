@@ -1,13 +1,19 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <torchspan/collective/backend.h>
+
+namespace c10d {
+class ProcessGroup;
+}
 
 namespace torchspan {
 struct Runtime;
@@ -24,7 +30,7 @@ namespace torchspan::collective {
 enum class BackendKind : std::uint8_t {
   kAutomatic,
   kSharedMemory,  ///< built in, one host
-  kC10d,          ///< LibTorch's Gloo; for other process groups see c10d.h
+  kC10d,          ///< LibTorch's Gloo; for other process groups see c10d.h, for devices `process_group`
   kMpi,           ///< Open MPI
   kHierarchical,  ///< shared memory within a host, Gloo between hosts
   kNccl,          ///< CUDA devices, one for each rank, through NCCL
@@ -34,6 +40,11 @@ enum class BackendKind : std::uint8_t {
 /// Where traffic may go. Backends between hosts neither authenticate nor encrypt and require kIsolated: you
 /// assert that no one else can reach the network.
 enum class Network : std::uint8_t { kThisHostOnly, kIsolated };
+
+/// Makes this rank's part of a LibTorch process group; collective. `ranks`: the global ranks of a group or of a part
+/// that split() makes; `rank`: this one's place among them.
+using ProcessGroupFactory =
+    std::function<c10::intrusive_ptr<c10d::ProcessGroup>(const std::vector<int>& ranks, int rank)>;
 
 struct GroupOptions {
   BackendKind backend = BackendKind::kAutomatic;
@@ -48,6 +59,9 @@ struct GroupOptions {
   /// Address space for each rank's shared memory; only used pages take memory. 0: the size of the machine's
   /// memory.
   std::uint64_t shared_bytes = 0;
+  /// With kC10d and `device`: makes the process group through which the device's tensors go, such as LibTorch's
+  /// NCCL, whose watchdog may end the process (docs/gpu.md).
+  ProcessGroupFactory process_group = nullptr;
 };
 
 /// A fixed, ordered set of ranks with collective operations. Cheap to copy, thread-safe; dropping the last

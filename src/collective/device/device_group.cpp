@@ -8,6 +8,7 @@
 
 #include <torchspan/rendezvous.h>
 
+#include "collective/c10d/c10d_engine.h"
 #include "collective/device/device_backend.h"
 #include "collective/nccl/nccl_engine.h"
 #include "collective/single.h"
@@ -79,6 +80,13 @@ class Selection {
     try {
       device_ = check_device_exists(device_);
       facts.device = device_.str();
+      if (plan_.backend == BackendKind::kC10d) {
+        if (plan_.process_group) return facts;
+        throw Error(
+            ErrorKind::kInvalid,
+            "GroupOptions::backend is kC10d, but GroupOptions::process_group, which makes the process "
+            "group for the device, is not set");
+      }
       if (!services_.runtime || services_.runtime->type() != device_.type()) {
         throw Error(
             ErrorKind::kUnsupported,
@@ -113,6 +121,8 @@ class Selection {
       case BackendKind::kCudaIpc:
         if (!apart.empty()) throw Error(ErrorKind::kUnsupported, apart);
         return over_ipc();
+      case BackendKind::kC10d:
+        return over_c10d();
       case BackendKind::kAutomatic:
         if (missing.empty() && shared.empty()) return over_nccl();
         if (apart.empty()) return over_ipc();
@@ -121,7 +131,7 @@ class Selection {
         throw Error(
             ErrorKind::kInvalid,
             fmt::format("GroupOptions::device is {}, but GroupOptions::backend names a backend for the "
-                        "CPU: choose kAutomatic, kNccl or kCudaIpc",
+                        "CPU: choose kAutomatic, kNccl, kCudaIpc or kC10d",
                         device_.str()));
     }
   }
@@ -169,6 +179,12 @@ class Selection {
   EngineFactory over_ipc() const {
     return [options = services_.ipc](EngineParts parts) -> std::unique_ptr<DeviceEngine> {
       return ipc::IpcEngine::make(std::move(parts), options);
+    };
+  }
+
+  EngineFactory over_c10d() const {
+    return [factory = plan_.process_group](EngineParts parts) -> std::unique_ptr<DeviceEngine> {
+      return C10dEngine::make(factory, parts);
     };
   }
 

@@ -16,6 +16,7 @@ struct DeviceGroupPlan {
   std::vector<std::string> hosts = {};        ///< by rank
   std::vector<std::uint64_t> instances = {};  ///< by rank
   int rank = 0;
+  ProcessGroupFactory process_group = {};  ///< for kC10d
   Duration timeout{};
   std::shared_ptr<WorldLink> world = {};
   std::function<std::vector<Bytes>(BytesView mine)> gather = {};  ///< bytes of every rank, by rank

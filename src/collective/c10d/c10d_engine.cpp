@@ -1,0 +1,125 @@
+#include "collective/c10d/c10d_engine.h"
+
+#include <fmt/format.h>
+#include <utility>
+
+#include <ATen/Functions.h>
+
+#include "collective/c10d/compat.h"
+
+namespace torchspan::collective {
+namespace {
+
+/// Averages are sums that are divided afterwards: not every process group has them.
+c10d::ReduceOp device_op(ReduceOp reduction) {
+  switch (reduction) {
+    case kMin:
+      return c10d::ReduceOp::MIN;
+    case kMax:
+      return c10d::ReduceOp::MAX;
+    case kProduct:
+      return c10d::ReduceOp::PRODUCT;
+    default:
+      return c10d::ReduceOp::SUM;
+  }
+}
+
+/// The rank's process group, or why it has none.
+c10::intrusive_ptr<c10d::ProcessGroup> try_to_make(const ProcessGroupFactory& factory, const Backend& control,
+                                                   std::string& trouble) {
+  try {
+    auto group = factory(control.ranks(), control.rank());
+    if (group && group->getRank() == control.rank() && group->getSize() == control.size()) return group;
+    trouble = group ? fmt::format("it made rank {} of {}, but is rank {} of {}", group->getRank(),
+                                  group->getSize(), control.rank(), control.size())
+                    : "it returned null";
+  } catch (...) {
+    trouble = torchspan::describe(std::current_exception()).text;
+    if (trouble.empty()) trouble = "it threw an exception without a text";
+  }
+  return {};
+}
+
+}  // namespace
+
+C10dEngine::C10dEngine(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
+
+std::unique_ptr<C10dEngine> C10dEngine::make(const ProcessGroupFactory& factory, const EngineParts& parts) {
+  Backend& control = *parts.control;
+  std::string trouble;
+  auto group = try_to_make(factory, control, trouble);
+  const auto* text = reinterpret_cast<const std::byte*>(trouble.data());
+  const auto troubles = control.all_gather_bytes(BytesView(text, trouble.size()), parts.timeout);
+  for (std::size_t rank = 0; rank < troubles.size(); ++rank) {
+    if (troubles[rank].empty()) continue;
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format(
+            "GroupOptions::process_group of rank {} failed: {}; it must make this rank's part of a "
+            "process group of the given ranks",
+            control.ranks()[rank],
+            std::string(reinterpret_cast<const char*>(troubles[rank].data()), troubles[rank].size())));
+  }
+  return std::unique_ptr<C10dEngine>(new C10dEngine(std::move(group)));
+}
+
+bool C10dEngine::reduces(at::ScalarType dtype, ReduceOp reduction) const {
+  switch (dtype) {
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kFloat:
+    case at::kDouble:
+      return true;
+    case at::kChar:
+    case at::kByte:
+    case at::kInt:
+    case at::kLong:
+      return reduction != kAvg;
+    default:
+      return false;
+  }
+}
+
+void C10dEngine::all_reduce(const at::Tensor& tensor, ReduceOp reduction) {
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = device_op(reduction);
+  group_->allreduce(tensors, options)->wait();
+  if (reduction == kAvg) tensors[0].div_(group_->getSize());
+}
+
+void C10dEngine::reduce_scatter(const at::Tensor& tensor, const at::Tensor& part, ReduceOp reduction) {
+  const at::Tensor rows = tensor.view({group_->getSize(), -1});
+  std::vector<at::Tensor> outputs{part.view({-1})};
+  std::vector<std::vector<at::Tensor>> inputs(1);
+  for (std::int64_t rank = 0; rank < rows.size(0); ++rank) inputs[0].push_back(rows[rank]);
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = device_op(reduction);
+  group_->reduce_scatter(outputs, inputs, options)->wait();
+  if (reduction == kAvg) outputs[0].div_(group_->getSize());
+}
+
+void C10dEngine::broadcast(const std::vector<at::Tensor>& tensors, const std::vector<int>& roots) {
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    std::vector<at::Tensor> one{tensors[i]};
+    c10d::BroadcastOptions options;
+    options.rootRank = roots[i];
+    group_->broadcast(one, options)->wait();
+  }
+}
+
+void C10dEngine::all_to_all(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) {
+  std::vector<at::Tensor> outputs = received, inputs = sent;
+  group_->alltoall(outputs, inputs)->wait();
+}
+
+void C10dEngine::abort() noexcept {
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 13)
+  try {
+    group_->abort();
+  } catch (...) {  // not every process group has it; its own timeout then ends the work
+  }
+#endif
+}
+
+}  // namespace torchspan::collective

@@ -1,0 +1,32 @@
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torchspan/collective/group.h>
+
+#include "collective/device/device_engine.h"
+
+namespace torchspan::collective {
+
+/// An engine over any LibTorch process group that takes tensors on the device, such as LibTorch's NCCL. It does what
+/// the process group does: timeouts, order of sums, and whether a failure ends the process.
+class C10dEngine final : public DeviceEngine {
+ public:
+  /// Collective; throws the same error on all ranks if one cannot make its part, or makes another one.
+  static std::unique_ptr<C10dEngine> make(const ProcessGroupFactory& factory, const EngineParts& parts);
+
+  std::string name() const override { return "c10d"; }
+  bool reduces(at::ScalarType dtype, ReduceOp reduction) const override;
+  void all_reduce(const at::Tensor& tensor, ReduceOp reduction) override;
+  void reduce_scatter(const at::Tensor& tensor, const at::Tensor& part, ReduceOp reduction) override;
+  void broadcast(const std::vector<at::Tensor>& tensors, const std::vector<int>& roots) override;
+  void all_to_all(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) override;
+  void abort() noexcept override;
+
+ private:
+  explicit C10dEngine(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+};
+
+}  // namespace torchspan::collective

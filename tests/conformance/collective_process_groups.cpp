@@ -1,0 +1,169 @@
+// Groups on devices over a LibTorch process group that the program makes: a double of one, whose work travels through
+// a group for the CPU.
+#include <gmock/gmock.h>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "tests/conformance/collective_devices.h"
+#include "tests/conformance/collective_world.h"
+
+namespace torchspan::testing::collective_process_groups {
+namespace {
+
+using namespace collective;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using Tensors = std::vector<at::Tensor>;
+
+class DoneWork final : public c10d::Work {
+ public:
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds) override { return true; }
+};
+
+class DoubleGroup final : public c10d::ProcessGroup {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  explicit DoubleGroup(Group cpu) : ProcessGroup(cpu.rank(), cpu.size()), cpu_(std::move(cpu)) {}
+
+  const std::string getBackendName() const override { return "double"; }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    tensors.at(0).copy_(cpu_.all_reduce(tensors.at(0).cpu(), op_of(options.reduceOp)).wait());
+    return done();
+  }
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    tensors.at(0).copy_(cpu_.broadcast(tensors.at(0).cpu(), static_cast<int>(options.rootRank)).wait());
+    return done();
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
+    Tensors rows;
+    for (const at::Tensor& row : inputs.at(0)) rows.push_back(row.cpu());
+    const at::Tensor all = cpu_.all_reduce(at::stack(rows), op_of(options.reduceOp)).wait();
+    outputs.at(0).copy_(all[getRank()]);
+    return done();
+  }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
+    Tensors parts;
+    for (const at::Tensor& part : inputs) parts.push_back(part.cpu());
+    const Tensors received = cpu_.all_to_all(parts).wait();
+    for (std::size_t i = 0; i < received.size(); ++i) outputs[i].copy_(received[i].view(outputs[i].sizes()));
+    return done();
+  }
+
+ private:
+  static WorkPtr done() { return c10::make_intrusive<DoneWork>(); }
+  static ReduceOp op_of(const c10d::ReduceOp& operation) {
+    if (operation == c10d::ReduceOp::MIN) return kMin;
+    if (operation == c10d::ReduceOp::MAX) return kMax;
+    return operation == c10d::ReduceOp::PRODUCT ? kProduct : kSum;
+  }
+  Group cpu_;
+};
+
+GroupOptions options_of(CollectiveWorld::Rank self) {
+  GroupOptions options{.backend = BackendKind::kC10d, .device = stand_in(0), .timeout = seconds(60)};
+  options.process_group = [self](const std::vector<int>& ranks,
+                                 int rank) -> c10::intrusive_ptr<c10d::ProcessGroup> {
+    const Group cpu = Group::make(self.runtime, self.membership, {.ranks = ranks, .timeout = seconds(60)});
+    EXPECT_EQ(cpu.rank(), rank);
+    return c10::make_intrusive<DoubleGroup>(cpu);
+  };
+  return options;
+}
+
+at::Tensor there(const at::Tensor& tensor) { return tensor.to(stand_in(0)); }
+void expect_equal(const at::Tensor& got, const at::Tensor& wanted) {
+  EXPECT_EQ(got.device(), stand_in(0));
+  EXPECT_TRUE(at::equal(got.cpu(), wanted)) << got.cpu() << wanted;
+}
+
+void use(Group& group) {
+  const int size = group.size(), rank = group.rank();
+  const auto mine = [&](int of, at::ScalarType dtype) {
+    return at::arange(1, 7).mul(of + 1).view({2, 3}).to(dtype);
+  };
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kHalf, at::kInt, at::kLong}) {
+    at::Tensor sum = at::zeros({2, 3}, dtype), most = mine(size - 1, dtype);
+    for (int of = 0; of < size; ++of) sum += mine(of, dtype);
+    expect_equal(group.all_reduce(there(mine(rank, dtype)), kSum).wait(), sum);
+    expect_equal(group.all_reduce(there(mine(rank, dtype)), kMax).wait(), most);
+    expect_equal(group.broadcast(there(mine(rank, dtype)), 1).wait(), mine(1, dtype));
+  }
+  at::Tensor mean = at::zeros({2, 3});
+  for (int of = 0; of < size; ++of) mean += mine(of, at::kFloat);
+  expect_equal(group.all_reduce(there(mine(rank, at::kFloat)), kAvg).wait(), mean / size);
+  const at::Tensor rows = at::arange(2 * size, at::kDouble) * (rank + 1);
+  expect_equal(group.reduce_scatter(there(rows), kSum).wait(),
+               at::arange(2 * size, at::kDouble).narrow(0, 2 * rank, 2) * (size * (size + 1) / 2));
+  const Tensors gathered = group.all_gather(there(at::full({rank + 1}, rank, at::kInt))).wait();
+  for (int of = 0; of < size; ++of)
+    expect_equal(gathered[static_cast<std::size_t>(of)], at::full({of + 1}, of, at::kInt));
+  const at::Tensor flags = group.all_reduce(there(at::full({3}, rank == 1, at::kBool)), kMax).wait();
+  expect_equal(flags, at::ones({3}, at::kBool));
+}
+
+TEST(DeviceProcessGroups, MoveAndReduceTensorsOfTheDevice) {
+  StandInStreams::get().reset();
+  for (const int ranks : {2, 3}) {
+    CollectiveWorld world(ranks);
+    for (const auto& failure : world.try_each([](CollectiveWorld::Rank self) {
+           Group group = Group::make(self.runtime, self.membership, options_of(self));
+           EXPECT_EQ(group.backend()->name(), "c10d");
+           use(group);
+           EXPECT_TRUE(at::equal(group.all_reduce(at::ones({2}), kSum).wait(),
+                                 at::full({2}, double(group.size()), at::kFloat)));
+         })) {
+      if (failure) ADD_FAILURE() << to_error(failure).what();
+    }
+  }
+  EXPECT_THAT(StandInStreams::get().take_races(), ::testing::IsEmpty());
+}
+
+TEST(DeviceProcessGroups, PartsOfAGroupHaveTheirOwn) {
+  CollectiveWorld world(4);
+  for (const auto& failure : world.try_each([](CollectiveWorld::Rank self) {
+         const Group group = Group::make(self.runtime, self.membership, options_of(self));
+         Group part = group.split(self.rank % 2, self.rank);
+         EXPECT_EQ(part.ranks(), (std::vector<int>{self.rank % 2, self.rank % 2 + 2}));
+         use(part);
+       })) {
+    if (failure) ADD_FAILURE() << to_error(failure).what();
+  }
+}
+
+/// Every rank gets the error of the one whose part fails.
+TEST(DeviceProcessGroups, NameTheRankWhosePartFails) {
+  const auto errors_with = [](const std::function<void(GroupOptions&)>& change) {
+    CollectiveWorld world(2);
+    std::vector<std::string> texts;
+    for (const auto& failure : world.try_each([&](CollectiveWorld::Rank self) {
+           GroupOptions options = options_of(self);
+           options.process_group = [](const auto&, int) { return c10::intrusive_ptr<c10d::ProcessGroup>(); };
+           if (self.rank == 1) change(options);
+           std::exception_ptr failure;
+           try {
+             Group::make(self.runtime, self.membership, options);
+           } catch (...) {
+             failure = std::current_exception();
+           }
+           self.membership.barrier("test.end", {}, world.executor().deadline_in(seconds(60)));
+           if (failure) std::rethrow_exception(failure);
+         })) {
+      texts.push_back(failure ? to_error(failure).what() : "nothing was thrown");
+    }
+    return texts;
+  };
+  EXPECT_THAT(errors_with([](GroupOptions&) {}),
+              Each(AllOf(HasSubstr("process_group of rank 0"), HasSubstr("returned null"))));
+  EXPECT_THAT(
+      errors_with([](GroupOptions& options) { options.process_group = nullptr; }),
+      Each(AllOf(HasSubstr("worker1"), HasSubstr("GroupOptions::process_group"), HasSubstr("not set"))));
+}
+
+}  // namespace
+}  // namespace torchspan::testing::collective_process_groups
