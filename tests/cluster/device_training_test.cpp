@@ -61,7 +61,7 @@ void require_no_races() {
 
 void reduces(const DataParallelOptions& options) {
   with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
-    const Tensors parameters = leaves_on(stand_in(0));
+    const Tensors parameters = leaves_on(test_device(0));
     Reducer reducer(toy::named(parameters), group, options);
     for (int step = 0; step < 4; ++step) {
       toy::zero(parameters, step % 2 == 0);
@@ -75,7 +75,7 @@ void reduces(const DataParallelOptions& options) {
 
 void compresses(bool half) {
   with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
-    const Tensors parameters = leaves_on(stand_in(0));
+    const Tensors parameters = leaves_on(test_device(0));
     Reducer reducer(toy::named(parameters), group, {.bucket_cap_mb = 0.01});
     reducer.register_comm_hook(
         half ? data_parallel::fp16_compress_hook() : data_parallel::bf16_compress_hook(), "hook");
@@ -93,13 +93,14 @@ void compresses(bool half) {
 void reduces_from_two_streams() {
   with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
     const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
-    const c10::Stream own = guard.getStream(stand_in(0)), side = guard.getStreamFromGlobalPool(stand_in(0));
+    const c10::Stream own = guard.getStream(test_device(0)),
+                      side = guard.getStreamFromGlobalPool(test_device(0));
     const auto order = [](const c10::Stream& later, const c10::Stream& earlier) {
       c10::Event event(c10::DeviceType::PrivateUse1);
       event.record(earlier);
       event.block(later);
     };
-    const Tensors parameters = leaves_on(stand_in(0));
+    const Tensors parameters = leaves_on(test_device(0));
     order(side, own);
     {
       const c10::StreamGuard on_side(side);  // the leaf nodes of these parameters run there
@@ -127,7 +128,7 @@ void reduces_from_two_streams() {
 void never_waits() {
   with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
     for (const bool hook : {false, true}) {
-      const Tensors parameters = leaves_on(stand_in(0));
+      const Tensors parameters = leaves_on(test_device(0));
       Reducer reducer(toy::named(parameters), group, {.bucket_cap_mb = 0.01});
       if (hook) reducer.register_comm_hook(data_parallel::fp16_compress_hook(), "fp16");
       for (int step = 0; step < 6; ++step) {
@@ -161,13 +162,13 @@ TORCH_MODULE(Net);
 /// The whole module, with an optimizer; the ranks start from different values.
 void trains_a_module() {
   with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
-    Net alone(7, c10::kCPU), net(7 + 10 * group.rank(), stand_in(0));
+    Net alone(7, c10::kCPU), net(7 + 10 * group.rank(), test_device(0));
     DistributedDataParallel ddp(net, group, {.bucket_cap_mb = 0.0001});
     torch::optim::SGD ours(net->parameters(), 0.1), theirs(alone->parameters(), 0.1);
     for (int step = 0; step < 4; ++step) {
       ours.zero_grad();
       theirs.zero_grad();
-      ddp.forward(batch_of(group.rank(), step).to(stand_in(0))).pow(2).sum().backward();
+      ddp.forward(batch_of(group.rank(), step).to(test_device(0))).pow(2).sum().backward();
       for (int rank = 0; rank < group.size(); ++rank)
         (alone->forward(batch_of(rank, step)).pow(2).sum() / group.size()).backward();
       ours.step();
@@ -187,12 +188,12 @@ void require_error(const std::vector<std::string>& words, const std::function<vo
 
 void refuses_several_devices() {
   with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
-    const Tensors parameters{toy::leaf({3}).detach().to(stand_in(0)).set_requires_grad(true),
-                             toy::leaf({3}).detach().to(stand_in(group.rank())).set_requires_grad(true)};
+    const Tensors parameters{toy::leaf({3}).detach().to(test_device(0)).set_requires_grad(true),
+                             toy::leaf({3}).detach().to(test_device(group.rank())).set_requires_grad(true)};
     require_error({"rank 1 cannot begin", "'p1' is on privateuseone:1", "'p0' is on privateuseone:0",
                    "one process for each device"},
                   [&] { Reducer reducer(toy::named(parameters), group, {}); });
-    const Tensors elsewhere{toy::leaf({3}).detach().to(stand_in(1)).set_requires_grad(true)};
+    const Tensors elsewhere{toy::leaf({3}).detach().to(test_device(1)).set_requires_grad(true)};
     require_error({"rank 0 cannot begin", "'p0' is on privateuseone:1", "GroupOptions::device"},
                   [&] { Reducer reducer(toy::named(elsewhere), group, {}); });
   });
@@ -201,7 +202,7 @@ void refuses_several_devices() {
 /// A rank dies between two steps; the other one names it, and its host does not hang.
 void survivor_names_the_dead() {
   with_device_group(ipc_options(), ipc_services(), [&](Group& group, Executor&) {
-    const Tensors parameters = leaves_on(stand_in(0));
+    const Tensors parameters = leaves_on(test_device(0));
     Reducer reducer(toy::named(parameters), group, {});
     for (int step = 0;; ++step) {
       if (step == 2 && group.rank() == 1) ::_exit(0);

@@ -8,7 +8,7 @@
 #include <torchspan/torchspan.h>
 
 #include "tests/support/cluster_main.h"
-#include "tests/support/stand_in_device.h"
+#include "tests/support/test_device.h"
 
 namespace torchspan {
 namespace {
@@ -58,20 +58,21 @@ void train() {
   StandInStreams::get().reset(/*polls=*/10);  // copies take a while
   WorkerOptions options = WorkerOptions::from_env();
   if (options.environment.rank == 0) {
-    options.device_maps["worker1"] = {{stand_in(0), stand_in(1)}};
-    options.device_maps["worker2"] = {{stand_in(0), stand_in(0)}, {stand_in(1), stand_in(1)}};
+    options.device_maps["worker1"] = {{test_device(0), test_device(1)}};
+    options.device_maps["worker2"] = {{test_device(0), test_device(0)}, {test_device(1), test_device(1)}};
   }
   Session session(options, FunctionTable().add(kLayerOn, kForward, kValues));
   Worker& worker = session.worker();
   if (session.rank() == 0) {
-    const c10::StreamGuard side(device::stream_from_pool(stand_in(0)));
-    const std::vector<RRef<at::Tensor>> layers{worker.remote("worker1", kLayerOn, stand_in(1), 0),
-                                               worker.remote("worker2", kLayerOn, stand_in(0), 1)};
+    const c10::StreamGuard side(device::stream_from_pool(test_device(0)));
+    const std::vector<RRef<at::Tensor>> layers{worker.remote("worker1", kLayerOn, test_device(1), 0),
+                                               worker.remote("worker2", kLayerOn, test_device(0), 1)};
     optim::DistributedOptimizer optimizer(worker, optim::SGD{.lr = 0.1}, {layers[0], layers[1]});
     for (int step = 0; step < kSteps; ++step) {
       autograd::Context context(session);
-      const at::Tensor hidden = worker.rpc_sync("worker1", kForward, layers[0], batch(step).to(stand_in(0)));
-      require(hidden.device() == stand_in(0), "the result is on " + hidden.device().str());
+      const at::Tensor hidden =
+          worker.rpc_sync("worker1", kForward, layers[0], batch(step).to(test_device(0)));
+      require(hidden.device() == test_device(0), "the result is on " + hidden.device().str());
       const at::Tensor y = worker.rpc_sync("worker2", kForward, layers[1], hidden);
       context.backward(y.pow(2).sum());
       optimizer.step(context);
@@ -79,7 +80,7 @@ void train() {
     const std::vector<at::Tensor> expected = trained_alone();
     for (std::size_t i = 0; i < layers.size(); ++i) {
       const at::Tensor got = worker.rpc_sync(layers[i].owner().name, kValues, layers[i]);
-      require(got.device() == stand_in(0), "the layer came to " + got.device().str());
+      require(got.device() == test_device(0), "the layer came to " + got.device().str());
       require(at::allclose(got.cpu(), expected[i], 1e-12, 1e-12), "layer " + std::to_string(i) + " differs");
     }
   }
@@ -111,6 +112,7 @@ TEST(ClusterDevices, AHandlerComputesUnderTheAutocastOfItsCaller) {
 }
 
 TEST(ClusterDevices, ThreeProcessesWithDevicesTrainAsOneWithout) {
+  if (test_device_count() < 2) GTEST_SKIP() << "it needs two devices";
   ProcessWorld world(3);
   world.start_all("train");
   expect_all_end_well(world);

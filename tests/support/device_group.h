@@ -12,18 +12,16 @@
 
 #include "collective/api/device_services.h"
 #include "rendezvous/api/files.h"
-#include "tests/support/stand_in_device.h"
-#include "tests/support/stand_in_runtime.h"
+#include "tests/support/test_device.h"
 
 namespace torchspan::testing {
 
 inline collective::DeviceServices ipc_services() {
-  return {.runtime = std::make_shared<StandInRuntime>(),
-          .ipc = {.area_bytes = std::size_t{16} << 10}};
+  return {.runtime = test_runtime(), .ipc = {.area_bytes = std::size_t{16} << 10}};
 }
 inline collective::GroupOptions ipc_options() {
   return {.backend = collective::BackendKind::kCudaIpc,
-          .device = stand_in(0),
+          .device = test_device(0),
           .timeout = std::chrono::seconds(60)};
 }
 

@@ -1,0 +1,271 @@
+// Tensors between devices of real processes through memory that both map: values, a peer that dies in each phase,
+// a peer that leaves while its process lives, and a peer that lies.
+#include <filesystem>
+
+#include <ATen/ATen.h>
+
+#include <torchspan/detail/rpc/service.h>
+
+#include "net/api/local.h"
+#include "rendezvous/api/files.h"
+#include "tests/support/cluster_main.h"
+#include "tests/support/errors.h"
+#include "tests/support/test_device.h"
+
+namespace torchspan {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace)
+
+constexpr std::int64_t kElements = 1 << 15;  // 256 KiB
+
+at::Tensor twice(const at::Tensor& x) { return x * 2; }
+std::int64_t sent(Worker& worker) {
+  return static_cast<std::int64_t>(worker.runtime().metrics.snapshot()["rpc.device_memory.sent"]);
+}
+/// Dies when it has copied its argument, usually before it has returned the memory.
+void die(const at::Tensor&) { ::kill(getpid(), SIGKILL); }
+
+constexpr Function<twice> kTwice{"twice"};
+constexpr Function<sent> kSent{"sent"};
+constexpr Function<die> kDie{"die"};
+
+/// Maps memory of a device as told, or dies first.
+class FragileRuntime final : public device::DeviceRuntime {
+ public:
+  explicit FragileRuntime(std::string dies_in) : dies_in_(std::move(dies_in)) {}
+  c10::DeviceType type() const override { return inner_->type(); }
+  void* native_stream(const c10::Stream& stream) const override { return inner_->native_stream(stream); }
+  std::string identity(c10::Device device) const override { return inner_->identity(device); }
+  std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes) const override {
+    die_in("allocate");
+    return inner_->allocate(device, bytes);
+  }
+  Bytes export_memory(const std::byte* allocation) const override {
+    return inner_->export_memory(allocation);
+  }
+  std::shared_ptr<std::byte> open_memory(c10::Device device, BytesView handle,
+                                         std::size_t bytes) const override {
+    die_in("open");
+    auto memory = inner_->open_memory(device, handle, bytes);
+    die_in("opened");
+    return memory;
+  }
+
+ private:
+  void die_in(const std::string& phase) const {
+    if (phase == dies_in_) ::kill(getpid(), SIGKILL);
+  }
+  const std::string dies_in_;
+  const std::shared_ptr<const device::DeviceRuntime> inner_ = test_runtime();
+};
+
+std::string variable(const char* name) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? "" : text;
+}
+
+/// A worker of the world that the environment describes, over shared memory and Unix sockets.
+class DeviceWorker {
+ public:
+  DeviceWorker()
+      : environment_(rendezvous::read_environment(rendezvous::process_environment())),
+        executor_(make_executor()),
+        runtime_(std::make_shared<Runtime>(*executor_, environment_.name, LogLevel::kWarning)) {
+    const net::Secret secret = rendezvous::load_secret(environment_);
+    rpc::ServiceOptions options;
+    options.name = environment_.name;
+    options.rank = static_cast<std::uint32_t>(environment_.rank);
+    options.listen = "unix:" + variable("TORCHSPAN_RUNTIME_DIR") + "/" + environment_.name;
+    options.default_timeout = std::chrono::seconds(20);
+    options.device_runtime = std::make_shared<FragileRuntime>(variable("TEST_DIES_IN"));
+    options.device_staging_bytes = 1 << 20;
+    if (environment_.rank == 0)
+      options.device_maps["worker1"] = DeviceMap({{test_device(0), test_device(1 % test_device_count())}});
+    service_ = std::make_unique<rpc::WorkerService>(
+        runtime_, FunctionTable().add(kTwice, kSent, kDie), options,
+        [&](net::Handler& handler) {
+          net::TransportOptions transport;
+          transport.secret = secret;
+          return net::make_local_transport(*executor_, handler, transport);
+        },
+        std::vector<std::unique_ptr<rpc::Extension>>());
+    rendezvous::MembershipOptions join;
+    join.name = environment_.name;
+    join.rank = environment_.rank;
+    join.world_size = environment_.world_size;
+    join.store_address = environment_.store_address();
+    join.address = service_->address();
+    join.job = environment_.job;
+    service_->start(
+        rendezvous::Membership::join(*runtime_, rendezvous::stream_transports(*executor_, secret), join));
+  }
+
+  Worker& worker() { return service_->worker(); }
+  Executor& executor() { return *executor_; }
+  void shutdown() { service_->shutdown(executor_->deadline_in(std::chrono::seconds(30))); }
+  void stop() { service_->stop("left, as the test wants"); }
+
+  /// Calls until arguments go through device memory, or a call fails.
+  void connect() {
+    for (int i = 0; i < 500 && sent(worker()) == 0; ++i) {
+      check_call(i);
+      executor_->sleep(std::chrono::milliseconds(5));
+    }
+    require(sent(worker()) > 0, "a tensor went through device memory");
+  }
+  void check_call(double value) {
+    const at::Tensor x = at::full({kElements}, value, at::kDouble).to(test_device(0));
+    const at::Tensor y = worker().rpc_sync(1, kTwice, x);
+    require(y.device() == test_device(0), "the result is on " + y.device().str());
+    require(at::equal(y.cpu(), at::full({kElements}, 2 * value, at::kDouble)),
+            "the values are twice as large");
+  }
+
+ private:
+  const rendezvous::WorkerEnvironment environment_;
+  const std::unique_ptr<Executor> executor_;
+  const std::shared_ptr<Runtime> runtime_;
+  std::unique_ptr<rpc::WorkerService> service_;
+};
+
+/// Whether this process owns so many areas of stand-in memory; always on CUDA devices, whose memory has no names.
+bool owns_areas(std::size_t wanted) {
+  if (on_cuda()) return true;
+  const std::string prefix = "torchspan-stand-in-" + std::to_string(getpid()) + "-";
+  std::size_t count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm"))
+    count += entry.path().filename().string().starts_with(prefix) ? 1 : 0;
+  return count == wanted;
+}
+/// Removes what a killed process left.
+void remove_areas_of(pid_t process) {
+  const std::string prefix = "torchspan-stand-in-" + std::to_string(process) + "-";
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    if (entry.path().filename().string().starts_with(prefix)) std::filesystem::remove(entry.path());
+  }
+}
+bool await(Executor& executor, const std::function<bool()>& condition) {
+  const Deadline deadline = executor.deadline_in(std::chrono::seconds(20));
+  while (!condition() && !deadline.passed(executor.now())) executor.sleep(std::chrono::milliseconds(20));
+  return condition();
+}
+void require_no_race() {
+  for (const std::string& race : StandInStreams::get().take_races()) require(false, race);
+}
+
+void exchange() {
+  StandInStreams::get().reset(/*polls=*/10);
+  auto owned = std::make_unique<DeviceWorker>();
+  DeviceWorker& self = *owned;
+  if (self.worker().rank() == 0) {
+    self.connect();
+    for (int i = 0; i < 50; ++i) self.check_call(i);
+    std::vector<Future<at::Tensor>> all;
+    for (int i = 0; i < 50; ++i) {
+      const at::Tensor x = at::full({kElements}, i, at::kDouble).to(test_device(0));
+      all.push_back(self.worker().rpc_async(1, kTwice, x));
+      x.fill_(-1);
+    }
+    for (int i = 0; i < 50; ++i) {
+      require(at::equal(all[static_cast<std::size_t>(i)].wait().cpu(),
+                        at::full({kElements}, 2.0 * i, at::kDouble)),
+              "the values of the moment of the call");
+    }
+    require(self.worker().rpc_sync(1, kSent) > 0, "a result went through device memory");
+  }
+  self.shutdown();
+  require_no_race();
+  owned.reset();
+  require(owns_areas(0), "the memory is freed with the worker");
+}
+
+/// Calls until the other worker is dead, which an error says; then its memory is freed.
+void outlive() {
+  DeviceWorker self;
+  const bool during_a_call = variable("TEST_DIES_IN").empty();
+  bool died = false;
+  try {
+    for (int i = 0; !during_a_call && i < 1000; ++i) {
+      self.check_call(i);
+      self.executor().sleep(std::chrono::milliseconds(5));
+    }
+    self.connect();
+    self.worker().rpc_sync(1, kDie, at::ones({kElements}, at::kDouble).to(test_device(0)));
+  } catch (const Error& error) {
+    require(error.kind() == ErrorKind::kDisconnected, error.what());
+    require(error.worker() == "worker1", error.what());
+    died = true;
+  }
+  require(died, "a call to a dead worker fails");
+  require(await(self.executor(), [] { return owns_areas(0); }), "its memory is freed");
+  self.stop();
+}
+void die_early() {
+  DeviceWorker self;
+  self.executor().sleep(std::chrono::seconds(60));
+}
+
+/// The worker leaves, and its process lives: its device may still read the memory.
+void keep_for_the_living() {
+  auto self = std::make_unique<DeviceWorker>();
+  const std::string marker = variable("TORCHSPAN_RUNTIME_DIR") + "/may-end";
+  if (self->worker().rank() == 1) {
+    const std::string leave = variable("TORCHSPAN_RUNTIME_DIR") + "/may-leave";
+    require(await(self->executor(), [&] { return std::filesystem::exists(leave); }), "it may leave");
+    self->stop();
+    require(await(self->executor(), [&] { return std::filesystem::exists(marker); }), "it may end");
+    std::fflush(nullptr);
+    ::_exit(0);
+  }
+  self->connect();
+  std::ofstream(variable("TORCHSPAN_RUNTIME_DIR") + "/may-leave") << "1";
+  require(await(self->executor(), [&] { return !self->worker().endpoint()->is_present(1); }), "it left");
+  self->executor().sleep(std::chrono::seconds(2));
+  require(owns_areas(1), "the memory is kept while the process lives");
+  std::ofstream(marker) << "1";
+  require(await(self->executor(), [] { return owns_areas(0); }), "then it is freed");
+  self->stop();
+}
+
+TEST(ClusterDeviceMemory, TwoProcessesExchangeTensors) {
+  ProcessWorld world(2);
+  world.start_all("exchange");
+  expect_all_end_well(world);
+}
+
+class ClusterDeviceMemoryDeath : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(In, ClusterDeviceMemoryDeath,
+                         ::testing::Values("open", "opened", "allocate", "call"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST_P(ClusterDeviceMemoryDeath, TheOtherWorkerGetsAnErrorAndItsMemoryBack) {
+  ProcessWorld world(2);
+  const std::string phase = GetParam();
+  const std::string dies_in = phase == "call" ? "" : phase;
+  world.start(0, "outlive", {{"TEST_DIES_IN", phase == "call" ? "" : "never"}});
+  Process& dying = world.start(1, "die_early", {{"TEST_DIES_IN", dies_in}});
+  EXPECT_TRUE(world.process(0).wait(world.executor(), std::chrono::seconds(60)));
+  EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
+  EXPECT_TRUE(dying.wait(world.executor(), std::chrono::seconds(10)));
+  EXPECT_EQ(dying.exit_code(), 128 + SIGKILL) << dying.output();
+  remove_areas_of(dying.pid());
+}
+
+TEST(ClusterDeviceMemory, TheMemoryOfAWorkerThatLeftIsKeptUntilItsProcessEnds) {
+  ProcessWorld world(2);
+  world.start_all("keep_for_the_living");
+  expect_all_end_well(world);
+  remove_areas_of(world.process(1).pid());
+}
+
+}  // namespace
+}  // namespace torchspan
+
+int main(int argc, char** argv) {
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"exchange", torchspan::exchange},
+                                           {"outlive", torchspan::outlive},
+                                           {"die_early", torchspan::die_early},
+                                           {"keep_for_the_living", torchspan::keep_for_the_living}});
+}
