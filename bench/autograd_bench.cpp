@@ -39,7 +39,7 @@ struct World {
 constexpr World kWorlds[] = {{kEngine, 1}, {"pair", 2}, {"chain", 4}, {"trainers", kTrainers + kServers}};
 
 struct Arguments {
-  int rounds = 5;
+  int rounds = rounds_or(5);
   std::string only = {};
   std::string seconds = "0.3";
   bool peer = true;

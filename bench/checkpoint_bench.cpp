@@ -118,7 +118,7 @@ int main() {
                 checkpoint::verify_data(newest, checkpoint::open_manifest(disk, newest));
               },
               {.peer = "checkpoint/limit/memcpy/1GiB"});
-    bench.run(5);
+    bench.run(rounds_or(5));
     auto metrics = bench.metrics();
     add_stall(metrics, *executor, stalling);
     bench::print_section(metrics);

@@ -69,8 +69,7 @@ class Rank {
     }
     bench::Bench bench(*executor_);
     for (const Size& size : kSizes) add(bench, size);
-    const char* rounds = std::getenv("TORCHSPAN_BENCH_ROUNDS");
-    bench.run(rounds != nullptr ? std::atoi(rounds) : 9);
+    bench.run(rounds_or(9));
     if (environment_.rank == 0) bench::print_section(bench.metrics());
     group_->barrier();
     peers_.clear();

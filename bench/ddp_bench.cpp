@@ -148,7 +148,7 @@ struct Report {
 };
 
 struct Arguments {
-  int rounds = 5;
+  int rounds = rounds_or(5);
   std::string model = {};
   bool peer = true;
 };

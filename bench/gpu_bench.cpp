@@ -34,7 +34,7 @@ constexpr std::int64_t kBulk = 64 << 20;
 
 struct Arguments {
   std::string device = "cuda";
-  int rounds = 5;
+  int rounds = rounds_or(5);
   std::string only = {};
   bool peer = true;
 };

@@ -22,6 +22,13 @@ inline double percentile(std::vector<double> values, double share) {
   return values[static_cast<std::size_t>(share * static_cast<double>(values.size() - 1))];
 }
 
+/// How often a section measures everything: TORCHSPAN_BENCH_ROUNDS, which `make bench ARGS=--quick` sets to 1; otherwise
+/// `usual`.
+inline int rounds_or(int usual) {
+  const char* rounds = std::getenv("TORCHSPAN_BENCH_ROUNDS");
+  return rounds == nullptr ? usual : std::max(1, std::atoi(rounds));
+}
+
 /// What a figure is compared with: names of figures of the same run.
 struct Against {
   std::string limit = {};  ///< the physical limit of the machine

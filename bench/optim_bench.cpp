@@ -71,7 +71,7 @@ nlohmann::json local_metrics() {
   compare<torch::optim::AdamW>(bench, "", AdamW{}, torch::optim::AdamWOptions());
   compare<torch::optim::Adagrad>(bench, "", Adagrad{}, torch::optim::AdagradOptions());
   compare<torch::optim::RMSprop>(bench, "", RMSprop{}, torch::optim::RMSpropOptions());
-  bench.run(kRounds);
+  bench.run(rounds_or(kRounds));
   return bench.metrics();
 }
 
@@ -110,7 +110,7 @@ void run_rank() {
     bench.add("optim/step/local", 20, [&] { local.step(); });
     bench.add("optim/step/small_call", 20, [&] { worker.rpc_sync("worker1", kNothing, 1); });
     bench.add("optim/step/distributed", 20, [&] { distributed.step(context); }, {.peer = "optim/step/local"});
-    bench.run(kRounds);
+    bench.run(rounds_or(kRounds));
     std::ofstream(std::string(std::getenv("TORCHSPAN_RUNTIME_DIR")) + "/metrics.json") << bench.metrics();
   }
   session.shutdown();

@@ -353,7 +353,7 @@ int main(int argc, char** argv) {
       torchspan::bench::run_rank(name);
       return 0;
     }
-    int rounds = 5;
+    int rounds = torchspan::bench::rounds_or(5);
     bool peer = true;
     for (int i = 1; i < argc; ++i) {
       const std::string word = argv[i];

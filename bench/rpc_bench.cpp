@@ -27,7 +27,7 @@ using testing::ProcessWorld;
 
 struct Arguments {
   std::string filter = {};
-  int rounds = 5;
+  int rounds = rounds_or(5);
   bool peer = true;
   int longer = 1;
 };
