@@ -23,12 +23,16 @@ TEST(DeviceCheckpoint, SaveHasTheValuesOfTheCallAndDoesNotWaitForTheDevice) {
   device.reset(/*polls=*/5);
   const TemporaryFolder folder;
   const at::Tensor values = torch::arange(1 << 16, torch::kFloat).view({256, 256});
-  const at::Tensor whole = values.to(stand_in(0)), turned = values.t().to(stand_in(1)), host = values.clone();
+  at::Tensor whole = values.to(stand_in(0)), turned = values.t().to(stand_in(1)), host = values.clone();
   CheckpointManager manager({.directory = folder.path(), .rng = false});
   manager.add("whole", whole);
   manager.add("turned", turned);
   manager.add("host", host);
-  for (int i = 0; i < 10; ++i) manager.add("more" + std::to_string(i), (values + i).to(stand_in(0)));
+  std::vector<at::Tensor> more(10);
+  for (std::size_t i = 0; i < more.size(); ++i) {
+    more[i] = values.to(stand_in(0));
+    manager.add("more" + std::to_string(i), more[i]);
+  }
   for (int step = 1; step <= 3; ++step) {
     const std::size_t waits = device.host_waits();
     manager.save(step);
@@ -40,7 +44,7 @@ TEST(DeviceCheckpoint, SaveHasTheValuesOfTheCallAndDoesNotWaitForTheDevice) {
     }
     manager.wait();
   }
-  for (const at::Tensor& tensor : {whole, turned, host}) tensor.zero_();
+  for (at::Tensor tensor : {whole, turned, host}) tensor.zero_();
   EXPECT_EQ(manager.restore(), 3);
   EXPECT_TRUE(at::equal(whole.cpu(), values + 2));
   EXPECT_TRUE(at::equal(turned.cpu(), values.t() + 2));
@@ -52,7 +56,7 @@ TEST(DeviceCheckpoint, SaveHasTheValuesOfTheCallAndDoesNotWaitForTheDevice) {
 TEST(DeviceCheckpoint, SynchronousSavesHaveTheValues) {
   StandInStreams::get().reset(/*polls=*/5);
   const TemporaryFolder folder;
-  const at::Tensor x = torch::arange(1000, torch::kDouble).to(stand_in(0)) + 1;
+  at::Tensor x = torch::arange(1000, torch::kDouble).to(stand_in(0)) + 1;
   CheckpointManager manager({.directory = folder.path(), .asynchronous = false, .rng = false});
   manager.add("x", x);
   manager.save(1);

@@ -43,6 +43,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> try_to_make(const ProcessGroupFactory& fa
 }  // namespace
 
 C10dEngine::C10dEngine(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
+C10dEngine::~C10dEngine() = default;
 
 std::unique_ptr<C10dEngine> C10dEngine::make(const ProcessGroupFactory& factory, const EngineParts& parts) {
   Backend& control = *parts.control;

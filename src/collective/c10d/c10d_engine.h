@@ -15,6 +15,7 @@ class C10dEngine final : public DeviceEngine {
  public:
   /// Collective; throws the same error on all ranks if one cannot make its part, or makes another one.
   static std::unique_ptr<C10dEngine> make(const ProcessGroupFactory& factory, const EngineParts& parts);
+  ~C10dEngine() override;
 
   std::string name() const override { return "c10d"; }
   bool reduces(at::ScalarType dtype, ReduceOp reduction) const override;
