@@ -22,4 +22,5 @@ torch::Tensor loss_of(const torch::Tensor& output, const torch::Tensor& target);
 extern torchspan::pipeline::Pipeline& pipeline;
 extern torch::Tensor tokens, mask, labels;
 torchspan::pipeline::Layers make_layers();
-void train_step(torchspan::pipeline::Pipeline& pipe, torchspan::optim::Optimizer& optimizer, std::int64_t step);
+void train_step(torchspan::pipeline::Pipeline& pipe, torchspan::optim::Optimizer& optimizer,
+                std::int64_t step);
