@@ -52,11 +52,6 @@ enum class Network : std::uint8_t {
 using ProcessGroupFactory =
     std::function<c10::intrusive_ptr<c10d::ProcessGroup>(const std::vector<int>& ranks, int rank)>;
 
-/// Makes this rank's part of a LibTorch process group; collective. `ranks`: the global ranks of a group or of a part
-/// that split() makes; `rank`: this one's place among them.
-using ProcessGroupFactory =
-    std::function<c10::intrusive_ptr<c10d::ProcessGroup>(const std::vector<int>& ranks, int rank)>;
-
 struct GroupOptions {
   BackendKind backend = BackendKind::kAutomatic;
   Network network = Network::kEncrypted;

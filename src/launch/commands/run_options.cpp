@@ -107,6 +107,25 @@ void check_for_several_hosts(const JobOptions& job) {
                   option));
 }
 
+/// Returns the text of -n, or the number of workers of a pod of the Kubernetes Trainer, if the job has one pod.
+std::string workers_text(const RunOptions& options, const Environment& environment) {
+  if (!options.workers.empty()) return options.workers;
+  const auto value_of = [&](const char* name) {
+    const auto found = environment.find(name);
+    return found == environment.end() ? std::string() : found->second;
+  };
+  const std::string workers = value_of("PET_NPROC_PER_NODE"), pods = value_of("PET_NNODES");
+  if (workers.empty()) {
+    throw_invalid(
+        "-n,--workers is required: the number of workers, or MIN:MAX; PET_NPROC_PER_NODE is not set either");
+  }
+  if (pods.empty() || pods == "1") return workers;
+  throw_invalid(fmt::format(
+      "-n is not given, and PET_NNODES is {}: PET_NPROC_PER_NODE gives the workers only if the job has one "
+      "pod; give -n, and say which pod this is",
+      pods));
+}
+
 }  // namespace
 
 Duration parse_duration(const std::string& text, const std::string& option) {
@@ -127,10 +146,9 @@ Duration parse_duration(const std::string& text, const std::string& option) {
 
 void describe_run_options(CLI::App& run, RunOptions& options) {
   run.add_option(
-         "-n,--workers,--nproc", options.workers,
-         "Number of workers, or MIN:MAX: starts with MAX; when no restart is left, goes on with one worker "
-         "less after each failure, down to MIN")
-      ->required();
+      "-n,--workers,--nproc", options.workers,
+      "Number of workers, or MIN:MAX: starts with MAX; when no restart is left, goes on with one worker "
+      "less after each failure, down to MIN; default PET_NPROC_PER_NODE");
   run.add_option("--master-port", options.job.master_port, "Port of the workers' store; 0 is a free one");
   run.add_option(
       "--log-dir", options.job.log_folder,
@@ -155,7 +173,7 @@ void describe_run_options(CLI::App& run, RunOptions& options) {
 
 JobOptions read_run_options(const RunOptions& options, const Environment& environment) {
   JobOptions job = options.job;
-  const WorkerRange range = parse_workers(options.workers, "-n");
+  const WorkerRange range = parse_workers(workers_text(options, environment), "-n");
   job.workers = range.most;
   job.least_workers = range.least;
   job.restarts.backoff = parse_duration(options.backoff, "--restart-backoff");

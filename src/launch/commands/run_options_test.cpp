@@ -47,6 +47,18 @@ TEST(RunOptions, BecomeTheJobs) {
   EXPECT_EQ(job.error_file, "/outer.json");
 }
 
+TEST(RunOptions, TakeTheNumberOfWorkersFromAPodOfTheKubernetesTrainer) {
+  RunOptions options;
+  EXPECT_EQ(read_run_options(options, {{"PET_NPROC_PER_NODE", "3"}, {"PET_NNODES", "1"}}).workers, 3);
+  EXPECT_EQ(read_run_options(options, {{"PET_NPROC_PER_NODE", "3"}}).workers, 3);
+  EXPECT_THROW(read_run_options(options, {}), Error);
+  EXPECT_THROW(read_run_options(options, {{"PET_NPROC_PER_NODE", "auto"}}), Error);
+  EXPECT_THROW(read_run_options(options, {{"PET_NPROC_PER_NODE", "3"}, {"PET_NNODES", "2"}}), Error)
+      << "each pod would run a job of three workers";
+  options.workers = "2";
+  EXPECT_EQ(read_run_options(options, {{"PET_NPROC_PER_NODE", "3"}}).workers, 2);
+}
+
 TEST(RunOptions, HaveTheDocumentedDefaults) {
   RunOptions options;
   options.workers = "1";
