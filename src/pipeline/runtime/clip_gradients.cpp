@@ -5,6 +5,8 @@
 #include <cstring>
 #include <fmt/format.h>
 
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 namespace torchspan::pipeline {
@@ -44,7 +46,7 @@ double clip_gradients(const LocalPipeline& local, const std::vector<at::Tensor>&
   if (!(norm_type > 0))
     throw Error(ErrorKind::kInvalid,
                 fmt::format("clip_grad_norm: norm_type is {}; it must be more than 0", norm_type));
-  const torch::NoGradGuard no_grad;
+  const torch::autograd::AutoGradMode no_grad(false);
   const double mine = own_share(local, parameters, norm_type);
   Bytes bytes(sizeof mine);
   std::memcpy(bytes.data(), &mine, sizeof mine);

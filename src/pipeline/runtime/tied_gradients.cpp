@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include <ATen/core/ivalue.h>
+#include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 namespace torchspan::pipeline {
@@ -39,7 +41,7 @@ void TiedGradients::begin() {
 }
 
 void TiedGradients::send() {
-  const torch::NoGradGuard no_grad;
+  const torch::autograd::AutoGradMode no_grad(false);
   for (std::size_t tie = 0; tie < exchanges_.size(); ++tie) {
     const Tie& local_tie = local_.ties[tie];
     if (local_tie.copies.empty()) continue;
@@ -77,7 +79,7 @@ void TiedGradients::accept(TiedGradient& event) {
 }
 
 void TiedGradients::add_part(std::size_t tie, int worker, at::Tensor gradient) {
-  const torch::NoGradGuard no_grad;
+  const torch::autograd::AutoGradMode no_grad(false);
   const Tie& local_tie = local_.ties[tie];
   Exchange& exchange = exchanges_[tie];
   exchange.parts[worker] = std::move(gradient);
@@ -100,7 +102,7 @@ bool TiedGradients::complete() const {
 }
 
 void TiedGradients::finish() {
-  const torch::NoGradGuard no_grad;
+  const torch::autograd::AutoGradMode no_grad(false);
   begun_ = false;
   for (std::size_t tie = 0; tie < exchanges_.size(); ++tie) {
     const at::Tensor& sum = exchanges_[tie].sum;

@@ -7,6 +7,9 @@
 #include <set>
 #include <utility>
 
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
@@ -140,7 +143,7 @@ Bytes bytes_of_first(const LocalPipeline& local, const Tie& tie, Bytes mine) {
 
 /// Sets the copies of this worker to the values of the first copy.
 void copy_values(const LocalPipeline& local, const Tie& tie) {
-  const torch::NoGradGuard no_grad;
+  const torch::autograd::AutoGradMode no_grad(false);
   const at::Tensor first = tie.copies.front().detach().cpu().contiguous().clone();
   if (tie.workers.size() > 1) {
     auto* data = static_cast<std::byte*>(first.data_ptr());
