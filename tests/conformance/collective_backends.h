@@ -55,7 +55,7 @@ inline std::vector<CollectiveRow> collective_rows() {
   for (const int ranks : {2, 3}) rows.push_back({collective::BackendKind::kNccl, ranks});
   for (const int ranks : {2, 3, 4}) rows.push_back({collective::BackendKind::kCudaIpc, ranks});
   const auto encrypted = collective::Network::kEncrypted;
-  for (const int ranks : {1, 2, 3, 4, 8}) {
+  for (const int ranks : {1, 2, 3, 8}) {
     rows.push_back({collective::BackendKind::kNetwork, ranks, /*hosts=*/1, encrypted});
   }
   for (const int ranks : {2, 3}) {
