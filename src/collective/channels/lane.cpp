@@ -128,7 +128,13 @@ void Lane::send(int rank, BytesView header, std::span<const Segment> segments) {
                 fmt::format("{} has closed its connection, and the group cannot continue without it",
                             plan_.peers[static_cast<std::size_t>(rank)]));
   }
-  channel->send(header, segments);
+  try {
+    channel->send(header, segments);
+  } catch (const Error& error) {
+    // The connection broke, and its end is not reported yet.
+    throw Error(error.kind(), fmt::format("{} cannot be reached: {}",
+                                          plan_.peers[static_cast<std::size_t>(rank)], error.message()));
+  }
 }
 
 std::size_t Lane::unsent_bytes(int rank) {
