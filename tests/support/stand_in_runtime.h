@@ -69,6 +69,7 @@ class StandInRuntime final : public device::DeviceRuntime {
     close(file);
     if (memory == MAP_FAILED) throw Error(ErrorKind::kOverloaded, "cannot map a stand-in device's memory");
     return {static_cast<std::byte*>(memory), [bytes, name](std::byte* data) {
+              StandInStreams::get().finish();
               munmap(data, bytes);
               if (!name.empty()) shm_unlink(name.c_str());
             }};

@@ -152,6 +152,11 @@ class StandInStreams {
     host_waits_ = 0;
     polls_ = polls;
   }
+  /// Ends all work, as the driver does before it unmaps memory. Does not count as a wait.
+  void finish() {
+    MutexLock lock(mutex_);
+    clocks_.complete_device(-1);
+  }
   std::vector<std::string> take_races() {
     MutexLock lock(mutex_);
     return std::exchange(races_, {});
