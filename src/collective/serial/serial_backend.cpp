@@ -76,6 +76,7 @@ void SerialBackend::member_died(const rendezvous::Member& member, const Error& r
   const auto& instances = options_.instances;
   if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
   const Error cause = lost(describe(member), reason.message());
+  if (collectives_->announces()) collectives_->abort(cause);  // before this rank may end because of it
   break_with(cause);
   collectives_->abort(cause);
 }
