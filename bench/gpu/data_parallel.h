@@ -1,6 +1,9 @@
 #pragma once
 #include <functional>
 
+#include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
+
 #include "bench/autograd/turns.h"
 
 namespace torchspan::bench {

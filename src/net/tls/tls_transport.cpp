@@ -67,7 +67,7 @@ TlsTransport::TlsTransport(Executor& executor, Handler& handler, TransportOption
       poller_(executor.make_poller()),
       request_queue_(std::make_shared<TlsRequestQueue>(*poller_)),
       ports_(checked(tls).ports),
-      driver_({executor, handler, options_, *poller_, tokens_, timers_}, std::move(tls), request_queue_),
+      driver_({executor, handler, options_, *poller_, tokens_, timers_}, tls, request_queue_),
       resolver_(executor) {}
 
 TlsTransport::~TlsTransport() {
