@@ -1,7 +1,11 @@
 #pragma once
 // What groups need of the stand-in devices (stand_in_device.h): memory that processes share, by names.
 #include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
 #include <fcntl.h>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
@@ -21,7 +25,9 @@ namespace torchspan::testing {
 class StandInRuntime final : public device::DeviceRuntime {
  public:
   explicit StandInRuntime(bool shared = true, std::string refusal = {})
-      : shared_(shared), refusal_(std::move(refusal)) {}
+      : shared_(shared), refusal_(std::move(refusal)) {
+    remove_memory_of_dead_processes();
+  }
 
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
   void* native_stream(const c10::Stream& stream) const override {
@@ -64,6 +70,17 @@ class StandInRuntime final : public device::DeviceRuntime {
   }
 
  private:
+  /// Tests kill processes, which then cannot remove their memory.
+  static void remove_memory_of_dead_processes() {
+    const std::string prefix = "torchspan-stand-in-";
+    std::error_code ignored;
+    for (const auto& entry : std::filesystem::directory_iterator("/dev/shm", ignored)) {
+      const std::string name = entry.path().filename().string();
+      if (!name.starts_with(prefix)) continue;
+      const pid_t owner = std::atoi(name.c_str() + prefix.size());
+      if (owner > 0 && ::kill(owner, 0) != 0 && errno == ESRCH) shm_unlink(("/" + name).c_str());
+    }
+  }
   static std::shared_ptr<std::byte> map(int file, std::size_t bytes, const std::string& name) {
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);

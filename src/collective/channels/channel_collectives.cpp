@@ -10,7 +10,7 @@ MutableBytes memory_of(const at::Tensor& tensor) {
 }
 
 Reduction reduction_of(const at::Tensor& tensor, ReduceOp reduction) {
-  return {find_kernel(tensor.scalar_type(), reduction), tensor.element_size()};
+  return {find_kernel(tensor.scalar_type(), reduction), static_cast<std::size_t>(tensor.element_size())};
 }
 
 /// Cuts memory into pieces of these sizes.

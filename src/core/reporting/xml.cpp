@@ -11,10 +11,6 @@ std::string escape_xml(std::string_view text) {
       result += "&lt;";
     } else if (c == '>') {
       result += "&gt;";
-    } else if (c == '"') {
-      result += "&quot;";
-    } else if (c == '\'') {
-      result += "&#39;";
     } else if (static_cast<unsigned char>(c) >= ' ') {
       result += c;
     }

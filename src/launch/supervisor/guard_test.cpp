@@ -40,7 +40,7 @@ class Orphans : public Jobs {
   ~Orphans() override { close(alive_[0]); }
 
   JobOptions options(int workers, const std::string& end = "exec sleep 1000") const {
-    const std::string say = "echo started >&" + std::to_string(alive_[1]);
+    const std::string say = "echo started >/dev/fd/" + std::to_string(alive_[1]);
     return Jobs::options(
         workers, "exec > /dev/null 2>&1; " + say + "; sh -c '" + say + "; exec sleep 1000' & setsid sh -c '" +
                      say + "; exec sleep 1000' & (setsid sh -c '" + say +

@@ -208,7 +208,8 @@ TEST_F(Jobs, EndEvenIfAWorkerLeavesAProcessBehind) {
 TEST_F(Jobs, DieWithTheirLauncher) {
   JobOptions mine = options(3, "");
   ASSERT_EQ(pipe(alive_.data()), 0);
-  mine.command = {"/bin/sh", "-c", "echo started >&" + std::to_string(alive_[1]) + "; exec sleep 1000"};
+  mine.command = {"/bin/sh", "-c",
+                  "echo started >/dev/fd/" + std::to_string(alive_[1]) + "; exec sleep 1000"};
   const pid_t launcher = fork();
   if (launcher == 0) {
     close(alive_[0]);
@@ -227,7 +228,8 @@ TEST_F(Jobs, DieWithTheirLauncher) {
 TEST_F(Jobs, RemoveTheSecretOfALauncherThatWasKilled) {
   JobOptions mine = options(1, "");
   ASSERT_EQ(pipe(alive_.data()), 0);
-  mine.command = {"/bin/sh", "-c", "echo started >&" + std::to_string(alive_[1]) + "; exec sleep 1000"};
+  mine.command = {"/bin/sh", "-c",
+                  "echo started >/dev/fd/" + std::to_string(alive_[1]) + "; exec sleep 1000"};
   const pid_t launcher = fork();
   if (launcher == 0) {
     run_job(*make_executor(), mine);
@@ -307,7 +309,7 @@ class Interruptions : public Jobs {
     EXPECT_EQ(pipe(alive_.data()), 0);
     mine.grace = grace;
     mine.command = {"/bin/sh", "-c",
-                    "ready() { echo ready >&" + std::to_string(alive_[1]) + "; }; " + script};
+                    "ready() { echo ready >/dev/fd/" + std::to_string(alive_[1]) + "; }; " + script};
     const pid_t launcher = fork();
     if (launcher == 0) {
       close(alive_[0]);

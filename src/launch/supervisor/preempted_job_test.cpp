@@ -136,14 +136,14 @@ TEST_F(PreemptedJobs, ForwardTheirOwnSignalForAnyOtherThatAWorkerReports) {
 }
 
 TEST_F(PreemptedJobs, NameAWorkerThatDoesNotHandleTheSignal) {
-  EXPECT_EQ(code_after(options(2, "echo ready >&$READY; while :; do sleep 0.02; done"), {SIGUSR1}),
+  EXPECT_EQ(code_after(options(2, "echo ready >/dev/fd/$READY; while :; do sleep 0.02; done"), {SIGUSR1}),
             128 + SIGUSR1);
   EXPECT_THAT(errors(), AllOf(HasSubstr("the job was preempted by SIGUSR1\n"),
                               HasSubstr("was killed by SIGUSR1 (the program does not handle it")));
 }
 
 TEST_F(PreemptedJobs, KillWorkersAfterTheGracePeriod) {
-  JobOptions mine = options(2, "trap '' USR1; echo ready >&$READY; while :; do sleep 0.02; done");
+  JobOptions mine = options(2, "trap '' USR1; echo ready >/dev/fd/$READY; while :; do sleep 0.02; done");
   mine.preemption.grace = milliseconds(200);
   mine.grace = seconds(1000);
   EXPECT_EQ(code_after(mine, {SIGUSR1}), 128 + SIGUSR1);
@@ -151,10 +151,10 @@ TEST_F(PreemptedJobs, KillWorkersAfterTheGracePeriod) {
 }
 
 TEST_F(PreemptedJobs, AcceptSigtermAfterTheSignal) {
-  JobOptions mine =
-      options(2,
-              "trap 'echo saved; echo again >&$READY' USR1; trap 'exit 0' TERM; echo ready >&$READY; "
-              "while :; do sleep 0.02; done");
+  JobOptions mine = options(
+      2,
+      "trap 'echo saved; echo again >/dev/fd/$READY' USR1; trap 'exit 0' TERM; echo ready >/dev/fd/$READY; "
+      "while :; do sleep 0.02; done");
   mine.preemption.grace = seconds(1000);
   const pid_t launcher = launch(mine);
   wait_for_lines(2);
@@ -168,7 +168,7 @@ TEST_F(PreemptedJobs, AcceptSigtermAfterTheSignal) {
 TEST_F(PreemptedJobs, ReportAWorkerThatFailsMeanwhile) {
   JobOptions mine = options(2,
                             "trap 'echo disk full >&2; exit 5' USR1; [ $RANK = 0 ] || trap '' USR1; "
-                            "echo ready >&$READY; while :; do sleep 0.02; done");
+                            "echo ready >/dev/fd/$READY; while :; do sleep 0.02; done");
   mine.preemption.grace = seconds(1000);
   EXPECT_EQ(code_after(mine, {SIGUSR1}), 128 + SIGUSR1);
   EXPECT_THAT(errors(),

@@ -186,7 +186,7 @@ TEST_F(ReplacedWorkers, ThatCannotStartEndTheAttempt) {
 
 TEST_F(ReplacedWorkers, DieWithTheirLauncher) {
   ASSERT_EQ(pipe(alive_.data()), 0);
-  const std::string say = "echo ready >&" + std::to_string(alive_[1]) + "; ";
+  const std::string say = "echo ready >/dev/fd/" + std::to_string(alive_[1]) + "; ";
   JobOptions mine = options(
       3, 5, "if [ $RANK = 1 ]; then fail_first 3; setsid sleep 1000 & fi; " + say + "exec sleep 1000");
   const pid_t launcher = launch(mine);

@@ -156,7 +156,7 @@ TEST_F(RestartedJobs, ContinueWithTheWorkersThatTheSystemCanStart) {
 
 TEST_F(RestartedJobs, DoNotFollowAnInterruption) {
   ASSERT_EQ(pipe(alive_.data()), 0);
-  JobOptions mine = options(2, 5, "echo ready >&" + std::to_string(alive_[1]) + "; exec sleep 1000");
+  JobOptions mine = options(2, 5, "echo ready >/dev/fd/" + std::to_string(alive_[1]) + "; exec sleep 1000");
   for (const int signal : {SIGTERM}) {
     const pid_t launcher = launch(mine);
     wait_for_lines(2);
