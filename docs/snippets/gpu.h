@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdlib>
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/torch.h>
 
 #include <torchspan/torchspan.h>
