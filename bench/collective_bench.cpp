@@ -69,7 +69,7 @@ class Rank {
     }
     bench::Bench bench(*executor_);
     for (const Size& size : kSizes) add(bench, size);
-    bench.run(rounds_or(9));
+    bench.run(bench::rounds_or(9));
     if (environment_.rank == 0) bench::print_section(bench.metrics());
     group_->barrier();
     peers_.clear();

@@ -98,7 +98,7 @@ void train_split(Session& session, Schedule schedule, int stages) {
   std::vector<pipeline::TiedParameter> weights;
   std::vector<Dense> plain;
   for (int stage = 0; stage < stages; ++stage) {
-    const auto seed = static_cast<std::uint64_t>(stage + 1);
+    const auto seed = static_cast<std::uint64_t>(stage) + 1;
     weights.emplace_back(layers.add<Dense>(kWidth, kWidth, seed), "weight");
     plain.emplace_back(kWidth, kWidth, seed);
   }

@@ -44,7 +44,7 @@ TEST(DeviceCheckpoint, SaveHasTheValuesOfTheCallAndDoesNotWaitForTheDevice) {
     }
     manager.wait();
   }
-  for (at::Tensor tensor : {whole, turned, host}) tensor.zero_();
+  for (const at::Tensor& tensor : {whole, turned, host}) tensor.zero_();
   EXPECT_EQ(manager.restore(), 3);
   EXPECT_TRUE(at::equal(whole.cpu(), values + 2));
   EXPECT_TRUE(at::equal(turned.cpu(), values.t() + 2));

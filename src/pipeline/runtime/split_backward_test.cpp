@@ -18,7 +18,7 @@ using ::testing::HasSubstr;
 /// A model of `stages` dense layers with dropout-free operations between them, and the same in one process.
 Layers dense_chain(int stages) {
   Layers layers;
-  for (int stage = 0; stage < stages; ++stage) layers.add<Dense>(static_cast<std::uint64_t>(stage + 1));
+  for (int stage = 0; stage < stages; ++stage) layers.add<Dense>(static_cast<std::uint64_t>(stage) + 1);
   return layers;
 }
 

@@ -12,8 +12,8 @@ namespace torchspan::pipeline {
 namespace {
 
 /// The sum of two gradients of one parameter; either may be undefined or sparse.
-at::Tensor sum_of_gradients(at::Tensor a, const at::Tensor& b) {
-  if (!a.defined() || !b.defined()) return a.defined() ? std::move(a) : b;
+at::Tensor sum_of_gradients(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined() || !b.defined()) return a.defined() ? a : b;
   return a.is_sparse() && !b.is_sparse() ? b + a : a + b;
 }
 
@@ -47,7 +47,7 @@ void TiedGradients::send() {
     if (local_tie.copies.empty()) continue;
     at::Tensor mine;
     for (const at::Tensor& copy : local_tie.copies)
-      mine = sum_of_gradients(std::move(mine), std::exchange(copy.mutable_grad(), at::Tensor()));
+      mine = sum_of_gradients(mine, std::exchange(copy.mutable_grad(), at::Tensor()));
     const int first = local_tie.workers.front();
     if (first == local_.me) {
       add_part(tie, local_.me, std::move(mine));
@@ -85,7 +85,7 @@ void TiedGradients::add_part(std::size_t tie, int worker, at::Tensor gradient) {
   exchange.parts[worker] = std::move(gradient);
   if (exchange.parts.size() < local_tie.workers.size()) return;
   for (const int one : local_tie.workers)
-    exchange.sum = sum_of_gradients(std::move(exchange.sum), exchange.parts.at(one));
+    exchange.sum = sum_of_gradients(exchange.sum, exchange.parts.at(one));
   exchange.parts.clear();
   exchange.done = true;
   for (const int other : local_tie.workers) {

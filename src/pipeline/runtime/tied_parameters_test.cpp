@@ -24,7 +24,7 @@ TORCH_MODULE(Scores);
 Layers tied_layers(int between) {
   Layers layers;
   const auto first = layers.add<Dense>(1u).named("embedding");
-  for (int layer = 0; layer < between; ++layer) layers.add<Dense>(static_cast<std::uint64_t>(10 + layer));
+  for (int layer = 0; layer < between; ++layer) layers.add<Dense>(10 + static_cast<std::uint64_t>(layer));
   const auto last = layers.add<Scores>(seeded({kWidth, kWidth}, 99)).named("scores");
   layers.tie({{first, "weight"}, {last, "weight"}});
   return layers;

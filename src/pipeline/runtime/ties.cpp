@@ -150,7 +150,7 @@ void copy_values(const LocalPipeline& local, const Tie& tie) {
     const Bytes values = bytes_of_first(local, tie, Bytes(data, data + first.nbytes()));
     std::copy(values.begin(), values.end(), data);
   }
-  for (at::Tensor copy : tie.copies) copy.copy_(first);
+  for (const at::Tensor& copy : tie.copies) copy.copy_(first);
 }
 
 }  // namespace
