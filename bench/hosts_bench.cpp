@@ -68,8 +68,7 @@ class Rank {
                                      {.timeout = std::chrono::seconds(60)});
     bench::Bench bench(*executor_);
     for (const Size& size : kSizes) add(bench, size);
-    const char* rounds = std::getenv("TORCHSPAN_BENCH_ROUNDS");
-    bench.run(rounds != nullptr ? std::atoi(rounds) : 9);
+    bench.run(bench::rounds_or(9));
     if (environment_.rank == 0) bench::print_section(bench.metrics());
     group_->barrier();
     gloo_.reset();

@@ -4,27 +4,11 @@
 
 #include <ATen/Functions.h>
 
+#include "collective/c10d/c10d_op.h"
 #include "collective/c10d/compat.h"
 #include "collective/serial/serial_backend.h"
 
 namespace torchspan::collective {
-namespace {
-
-c10d::ReduceOp c10d_op(ReduceOp reduction) {
-  switch (reduction) {
-    case kMin:
-      return c10d::ReduceOp::MIN;
-    case kMax:
-      return c10d::ReduceOp::MAX;
-    case kProduct:
-      return c10d::ReduceOp::PRODUCT;
-    default:
-      return c10d::ReduceOp::SUM;
-  }
-}
-
-}  // namespace
-
 bool C10dCollectives::reduces(at::ScalarType dtype, ReduceOp reduction) const {
   if (reduction != kSum && reduction != kMin && reduction != kMax && reduction != kProduct) return false;
   switch (dtype) {

@@ -5,24 +5,11 @@
 
 #include <ATen/Functions.h>
 
+#include "collective/c10d/c10d_op.h"
 #include "collective/c10d/compat.h"
 
 namespace torchspan::collective {
 namespace {
-
-/// Averages are sums that are divided afterwards: not every process group has them.
-c10d::ReduceOp device_op(ReduceOp reduction) {
-  switch (reduction) {
-    case kMin:
-      return c10d::ReduceOp::MIN;
-    case kMax:
-      return c10d::ReduceOp::MAX;
-    case kProduct:
-      return c10d::ReduceOp::PRODUCT;
-    default:
-      return c10d::ReduceOp::SUM;
-  }
-}
 
 /// The rank's process group, or why it has none.
 c10::intrusive_ptr<c10d::ProcessGroup> try_to_make(const ProcessGroupFactory& factory, const Backend& control,
@@ -84,7 +71,7 @@ bool C10dEngine::reduces(at::ScalarType dtype, ReduceOp reduction) const {
 void C10dEngine::all_reduce(const at::Tensor& tensor, ReduceOp reduction) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions options;
-  options.reduceOp = device_op(reduction);
+  options.reduceOp = c10d_op(reduction);
   group_->allreduce(tensors, options)->wait();
   if (reduction == kAvg) tensors[0].div_(group_->getSize());
 }
@@ -95,7 +82,7 @@ void C10dEngine::reduce_scatter(const at::Tensor& tensor, const at::Tensor& part
   std::vector<std::vector<at::Tensor>> inputs(1);
   for (std::int64_t rank = 0; rank < rows.size(0); ++rank) inputs[0].push_back(rows[rank]);
   c10d::ReduceScatterOptions options;
-  options.reduceOp = device_op(reduction);
+  options.reduceOp = c10d_op(reduction);
   group_->reduce_scatter(outputs, inputs, options)->wait();
   if (reduction == kAvg) outputs[0].div_(group_->getSize());
 }

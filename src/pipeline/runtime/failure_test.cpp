@@ -30,7 +30,10 @@ struct Fault {
   }
 };
 
-struct FaultyBackward : torch::autograd::Function<FaultyBackward> {
+/// Meets its fault in backward, as an action of this kind. On a weight, that is the weight gradient if backwards are
+/// split.
+template <ActionKind kKind>
+struct FaultyBackward : torch::autograd::Function<FaultyBackward<kKind>> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             std::int64_t fault, std::int64_t stage) {
     context->saved_data["fault"] = fault;
@@ -40,26 +43,12 @@ struct FaultyBackward : torch::autograd::Function<FaultyBackward> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
     reinterpret_cast<Fault*>(context->saved_data["fault"].toInt())
-        ->meet(static_cast<int>(context->saved_data["stage"].toInt()), ActionKind::kBackward);
+        ->meet(static_cast<int>(context->saved_data["stage"].toInt()), kKind);
     return {gradients[0], at::Tensor(), at::Tensor()};
   }
 };
-
-/// Its backward belongs to the weight gradient if backwards are split.
-struct FaultyWeight : torch::autograd::Function<FaultyWeight> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight,
-                            std::int64_t fault, std::int64_t stage) {
-    context->saved_data["fault"] = fault;
-    context->saved_data["stage"] = stage;
-    return weight.clone();
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list gradients) {
-    reinterpret_cast<Fault*>(context->saved_data["fault"].toInt())
-        ->meet(static_cast<int>(context->saved_data["stage"].toInt()), ActionKind::kWeightGradient);
-    return {gradients[0], at::Tensor(), at::Tensor()};
-  }
-};
+using FaultyInput = FaultyBackward<ActionKind::kBackward>;
+using FaultyWeight = FaultyBackward<ActionKind::kWeightGradient>;
 
 struct FaultyImpl : torch::nn::Module {
   FaultyImpl(Fault* given, int at) : fault(given), stage(at) {
@@ -68,7 +57,7 @@ struct FaultyImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     fault->meet(stage, ActionKind::kForward);
     const at::Tensor factor = FaultyWeight::apply(weight, reinterpret_cast<std::int64_t>(fault), stage);
-    return FaultyBackward::apply(x * factor, reinterpret_cast<std::int64_t>(fault), stage);
+    return FaultyInput::apply(x * factor, reinterpret_cast<std::int64_t>(fault), stage);
   }
   Fault* fault;
   int stage;
@@ -219,7 +208,7 @@ TEST(Failure, ABackwardThatFailsBeforeThePipelinesInputEndsTheStepOnAll) {
       Pipeline pipe(worker, faulty_layers(fault, 3), options(3));
       Fault before{0, ActionKind::kBackward, 0};
       at::Tensor x = some_rows().set_requires_grad(true);
-      x = FaultyBackward::apply(x * 1, reinterpret_cast<std::int64_t>(&before), 0);
+      x = FaultyInput::apply(x * 1, reinterpret_cast<std::int64_t>(&before), 0);
       const std::string text = text_of([&] {
         if (!in_two_parts) return static_cast<void>(pipe.train_step(x, some_rows(), mean_of));
         const Batch output = pipe.forward(x);
