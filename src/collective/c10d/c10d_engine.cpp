@@ -52,6 +52,8 @@ std::unique_ptr<C10dEngine> C10dEngine::make(const ProcessGroupFactory& factory,
 }
 
 bool C10dEngine::reduces(at::ScalarType dtype, ReduceOp reduction) const {
+  // Not every process group has these.
+  if (reduction == kBitAnd || reduction == kBitOr || reduction == kBitXor) return false;
   switch (dtype) {
     case at::kHalf:
     case at::kBFloat16:

@@ -14,9 +14,17 @@ inline c10d::ReduceOp c10d_op(ReduceOp reduction) {
       return c10d::ReduceOp::MAX;
     case kProduct:
       return c10d::ReduceOp::PRODUCT;
-    default:
-      return c10d::ReduceOp::SUM;
+    case kBitAnd:
+      return c10d::ReduceOp::BAND;
+    case kBitOr:
+      return c10d::ReduceOp::BOR;
+    case kBitXor:
+      return c10d::ReduceOp::BXOR;
+    case kSum:
+    case kAvg:
+      break;
   }
+  return c10d::ReduceOp::SUM;
 }
 
 }  // namespace torchspan::collective
