@@ -67,6 +67,15 @@ std::optional<std::string> WorldLink::gone(std::uint64_t instance) {
   return found == gone_.end() ? std::nullopt : std::optional(found->second);
 }
 
+std::optional<WorldLink::GoneRank> WorldLink::first_gone(const std::vector<std::uint64_t>& instances) {
+  MutexLock lock(mutex_);
+  for (const auto& [instance, how] : gone_) {
+    const auto found = std::find(instances.begin(), instances.end(), instance);
+    if (found != instances.end()) return GoneRank{static_cast<std::size_t>(found - instances.begin()), how};
+  }
+  return std::nullopt;
+}
+
 std::optional<Error> WorldLink::ended() {
   MutexLock lock(mutex_);
   return ended_;

@@ -39,6 +39,13 @@ class WorldLink {
   void add(const std::weak_ptr<WorldListener>& listener);
   /// Why the process with this instance cannot take part any more; nullopt if it may be alive.
   std::optional<std::string> gone(std::uint64_t instance);
+  /// A rank of a group that cannot take part any more, and why.
+  struct GoneRank {
+    std::size_t rank;
+    std::string how;
+  };
+  /// The one of these processes, in rank order, that went first: others may have ended because of it.
+  std::optional<GoneRank> first_gone(const std::vector<std::uint64_t>& instances);
   /// Why the world ended; nullopt while it exists.
   std::optional<Error> ended();
 

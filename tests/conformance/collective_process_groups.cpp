@@ -103,6 +103,9 @@ void use(Group& group) {
   const Tensors gathered = group.all_gather(there(at::full({rank + 1}, rank, at::kInt))).wait();
   for (int of = 0; of < size; ++of)
     expect_equal(gathered[static_cast<std::size_t>(of)], at::full({of + 1}, of, at::kInt));
+  // Process groups without bitwise reductions exist: every rank reduces the others' tensors itself.
+  const at::Tensor bits = group.all_reduce(there(at::full({3}, 1 << rank, at::kInt) + 64), kBitOr).wait();
+  expect_equal(bits, at::full({3}, 64 + (1 << size) - 1, at::kInt));
   const at::Tensor flags = group.all_reduce(there(at::full({3}, rank == 1, at::kBool)), kMax).wait();
   expect_equal(flags, at::ones({3}, at::kBool));
 }

@@ -63,10 +63,8 @@ std::shared_ptr<DeviceBackend> DeviceBackend::make(std::shared_ptr<Backend> made
   std::shared_ptr<Backend> control = made->split(0, made->rank());
   plan.queue.gone = [world = plan.queue.world, instances = plan.queue.instances,
                      peers = plan.queue.peers]() -> std::optional<Error> {
-    for (std::size_t rank = 0; world && rank < instances.size(); ++rank) {
-      if (const auto how = world->gone(instances[rank])) return lost_member(peers[rank], *how);
-    }
-    return std::nullopt;
+    const auto gone = world ? world->first_gone(instances) : std::nullopt;
+    return gone ? std::optional(lost_member(peers[gone->rank], gone->how)) : std::nullopt;
   };
   std::unique_ptr<DeviceEngine> engine = plan.engine({.control = std::move(made),
                                                       .device = plan.queue.device,

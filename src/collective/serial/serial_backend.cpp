@@ -50,9 +50,8 @@ std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runt
   const auto& [world, instances] = std::tie(backend->options_.world, backend->options_.instances);
   if (!world) return backend;
   world->add(backend);
-  for (std::size_t rank = 0; rank < instances.size(); ++rank) {
-    const auto how = world->gone(instances[rank]);
-    if (how) backend->break_with(lost(backend->options_.peers[rank], *how));
+  if (const auto gone = world->first_gone(instances)) {
+    backend->break_with(lost(backend->options_.peers[gone->rank], gone->how));
   }
   return backend;
 }
@@ -167,16 +166,16 @@ void SerialBackend::run_one(Job& job) {
   } catch (...) {
     const auto announced = collectives_->failure();
     if (!failure()) break_with(announced ? *announced : explain(job.call, std::current_exception()));
-    if (collectives_->announces()) collectives_->fail_call(*failure());
+    // A rank that leaves the world ends its connections; the other ranks report it as disconnected.
+    const bool leaves = options_.world && options_.world->ended();
+    if (collectives_->announces() && !leaves) collectives_->fail_call(*failure());
     fail(job, *failure());
   }
 }
 
 void SerialBackend::throw_if_rank_gone() const {
-  for (std::size_t rank = 0; options_.world && rank < options_.ranks.size(); ++rank) {
-    const auto how = options_.world->gone(options_.instances[rank]);
-    if (how) throw lost(options_.peers[rank], *how);
-  }
+  const auto gone = options_.world ? options_.world->first_gone(options_.instances) : std::nullopt;
+  if (gone) throw lost(options_.peers[gone->rank], gone->how);
 }
 
 std::optional<Error> SerialBackend::failure() {
