@@ -1,12 +1,15 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <string_view>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
 #include <torchspan/collective/group.h>
 
+#include "collective/coalesced.h"
 #include "collective/operation_log.h"
+#include "collective/point_to_point/point_to_point.h"
 #include "collective/tensors.h"
 
 namespace torchspan::collective {
@@ -16,7 +19,7 @@ void check(bool good, std::string text) {
   if (!good) throw Error(ErrorKind::kInvalid, std::move(text));
 }
 
-void check_tensor(const Backend& backend, const char* call, const at::Tensor& tensor,
+void check_tensor(const Backend& backend, std::string_view call, const at::Tensor& tensor,
                   bool sparse_too = false) {
   check(tensor.defined(),
         fmt::format("{} of an undefined tensor: pass a defined tensor on every rank", call));
@@ -41,6 +44,38 @@ std::string text_of(at::IntArrayRef sizes) { return fmt::format("[{}]", fmt::joi
 void check_rank(const char* what, int rank, int size) {
   check(rank >= 0 && rank < size,
         fmt::format("{} is {}, but the ranks of this group are 0 to {}", what, rank, size - 1));
+}
+
+/// The output of all_gather_into_tensor() has all ranks' tensors behind each other, or stacked.
+void check_output(std::string_view call, const at::Tensor& output, const at::Tensor& tensor, int ranks) {
+  std::vector<std::int64_t> joined = tensor.sizes().vec(), stacked = joined;
+  stacked.insert(stacked.begin(), ranks);
+  if (!joined.empty()) joined[0] *= ranks;
+  check(output.scalar_type() == tensor.scalar_type() &&
+            (output.sizes() == at::IntArrayRef(stacked) || output.sizes() == at::IntArrayRef(joined)),
+        fmt::format(
+            "{} of {} {} on {} ranks needs an output of the same dtype and shape {} or {}, but it is {} {}",
+            call, c10::toString(tensor.scalar_type()), text_of(tensor.sizes()), ranks, text_of(joined),
+            text_of(stacked), c10::toString(output.scalar_type()), text_of(output.sizes())));
+}
+
+/// Tensors of coalesced operations.
+void check_alike(const Backend& backend, std::string_view call, const std::vector<at::Tensor>& tensors) {
+  check(!tensors.empty(), fmt::format("{} of no tensors: pass at least one", call));
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(backend, call, tensor);
+    check(tensor.scalar_type() == tensors[0].scalar_type() && tensor.device() == tensors[0].device(),
+          fmt::format("the tensors of {} are {} on {} and {} on {}; make one call for each dtype and device",
+                      call, c10::toString(tensors[0].scalar_type()), tensors[0].device().str(),
+                      c10::toString(tensor.scalar_type()), tensor.device().str()));
+  }
+}
+
+void check_divisible(std::string_view call, const at::Tensor& tensor, int ranks) {
+  check(tensor.dim() > 0 && tensor.size(0) % ranks == 0,
+        fmt::format("{} splits the first dimension into {} equal parts, but {}", call, ranks,
+                    tensor.dim() == 0 ? "the tensor has no dimension"
+                                      : fmt::format("it is {}: pad it", tensor.size(0))));
 }
 
 std::uint64_t logged_bytes(const at::Tensor& tensor) {
@@ -88,8 +123,10 @@ std::string to_string(ReduceOp reduction) {
 Group::Group(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {
   check(backend_ != nullptr, "a group needs a backend: use Group::make()");
 }
-Group::Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& runtime)
+Group::Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& runtime,
+             std::shared_ptr<PointToPoint> messages)
     : Group(std::move(backend)) {
+  messages_ = std::move(messages);
   log_ = std::make_shared<OperationLog>(runtime, ranks());
 }
 
@@ -104,6 +141,7 @@ Group Group::split(int color, int key) const {
             color));
   Group part(backend_->split(color, key));
   if (log_) part.log_ = log_->of_part(part.ranks());
+  if (messages_) part.messages_ = messages_->of_part(part.backend_);
   return part;
 }
 
@@ -116,10 +154,7 @@ Future<at::Tensor> Group::all_reduce(at::Tensor tensor, ReduceOp reduction) cons
 
 Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, ReduceOp reduction) const {
   check_tensor(*backend_, "reduce_scatter", tensor);
-  check(tensor.dim() > 0 && tensor.size(0) % size() == 0,
-        fmt::format("reduce_scatter splits the first dimension into {} equal parts, but {}", size(),
-                    tensor.dim() == 0 ? "the tensor has no dimension"
-                                      : fmt::format("it is {}: pad it", tensor.size(0))));
+  check_divisible("reduce_scatter", tensor, size());
   const std::uint64_t bytes = logged_bytes(tensor);
   return logged(log_, "reduce_scatter", bytes,
                 [&] { return backend_->reduce_scatter(std::move(tensor), reduction); });
@@ -154,17 +189,10 @@ Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts)
 Future<at::Tensor> Group::all_gather_into_tensor(at::Tensor output, at::Tensor tensor) const {
   check_tensor(*backend_, "all_gather_into_tensor", tensor);
   check_tensor(*backend_, "all_gather_into_tensor", output);
-  std::vector<std::int64_t> joined = tensor.sizes().vec(), stacked = joined;
-  stacked.insert(stacked.begin(), size());
-  if (!joined.empty()) joined[0] *= size();
-  check(output.scalar_type() == tensor.scalar_type() &&
-            (output.sizes() == at::IntArrayRef(stacked) || output.sizes() == at::IntArrayRef(joined)),
-        fmt::format("all_gather_into_tensor of {} {} on {} ranks needs an output of the same dtype and shape "
-                    "{} or {}, but it is {} {}",
-                    c10::toString(tensor.scalar_type()), text_of(tensor.sizes()), size(), text_of(joined),
-                    text_of(stacked), c10::toString(output.scalar_type()), text_of(output.sizes())));
-  return backend_->all_gather(tensor).then([output, sizes = tensor.sizes().vec()](const auto& gathered) {
-    const std::vector<at::Tensor> all = gathered.wait();
+  check_output("all_gather_into_tensor", output, tensor, size());
+  const auto stacked_into = [output,
+                             sizes = tensor.sizes().vec()](const Future<std::vector<at::Tensor>>& done) {
+    const std::vector<at::Tensor> all = done.wait();
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
       check(all[rank].sizes() == at::IntArrayRef(sizes),
             fmt::format("all_gather_into_tensor needs tensors of one shape, but that of rank {} is {} and "
@@ -172,7 +200,9 @@ Future<at::Tensor> Group::all_gather_into_tensor(at::Tensor output, at::Tensor t
                         rank, text_of(all[rank].sizes()), text_of(sizes)));
     }
     return put_back(at::stack(all).view(output.sizes()), output);
-  });
+  };
+  return logged(log_, "all_gather_into_tensor", logged_bytes(tensor),
+                [&] { return backend_->all_gather(tensor).then(stacked_into); });
 }
 
 Future<std::vector<at::Tensor>> Group::gather(at::Tensor tensor, int root) const {
@@ -180,11 +210,13 @@ Future<std::vector<at::Tensor>> Group::gather(at::Tensor tensor, int root) const
   check_rank("root", root, size());
   std::vector<at::Tensor> parts(static_cast<std::size_t>(size()), at::empty({0}, tensor.options()));
   parts[static_cast<std::size_t>(root)] = std::move(tensor);
-  return backend_->rooted_all_to_all({RootedCall::Verb::kGather, root}, std::move(parts))
-      .then([here = root == rank()](const Future<std::vector<at::Tensor>>& gathered) {
-        std::vector<at::Tensor> all = gathered.wait();
-        return here ? all : std::vector<at::Tensor>();
-      });
+  return logged(log_, "gather", logged_bytes(parts), [&] {
+    return backend_->rooted_all_to_all({RootedCall::Verb::kGather, root}, std::move(parts))
+        .then([here = root == rank()](const Future<std::vector<at::Tensor>>& gathered) {
+          std::vector<at::Tensor> all = gathered.wait();
+          return here ? all : std::vector<at::Tensor>();
+        });
+  });
 }
 
 Future<at::Tensor> Group::scatter(at::Tensor output, std::vector<at::Tensor> parts, int root) const {
@@ -202,25 +234,134 @@ Future<at::Tensor> Group::scatter(at::Tensor output, std::vector<at::Tensor> par
                       c10::toString(part.scalar_type()), c10::toString(output.scalar_type())));
   }
   parts.resize(static_cast<std::size_t>(size()), at::empty({0}, output.options()));
-  return backend_->rooted_all_to_all({RootedCall::Verb::kScatter, root}, std::move(parts))
-      .then([output, root](const Future<std::vector<at::Tensor>>& received) {
-        const at::Tensor mine = received.wait()[static_cast<std::size_t>(root)];
-        check(mine.sizes() == output.sizes(),
-              fmt::format("rank {} scattered a part of shape {} to this rank, whose output is {}", root,
-                          text_of(mine.sizes()), text_of(output.sizes())));
-        return put_back(mine, output);
-      });
+  return logged(log_, "scatter", logged_bytes(parts), [&] {
+    return backend_->rooted_all_to_all({RootedCall::Verb::kScatter, root}, std::move(parts))
+        .then([output, root](const Future<std::vector<at::Tensor>>& received) {
+          const at::Tensor mine = received.wait()[static_cast<std::size_t>(root)];
+          check(mine.sizes() == output.sizes(),
+                fmt::format("rank {} scattered a part of shape {} to this rank, whose output is {}", root,
+                            text_of(mine.sizes()), text_of(output.sizes())));
+          return put_back(mine, output);
+        });
+  });
 }
 
 Future<at::Tensor> Group::reduce(at::Tensor tensor, int root, ReduceOp reduction) const {
   check_tensor(*backend_, "reduce", tensor);
   check_rank("root", root, size());
-  if (root == rank()) return backend_->all_reduce(std::move(tensor), reduction);
-  const at::NoGradGuard no_grad;
-  return backend_->all_reduce(tensor.detach().clone(), reduction).then([tensor](const auto& reduced) {
-    reduced.wait();
-    return tensor;
+  return logged(log_, "reduce", logged_bytes(tensor),
+                [&] { return backend_->reduce(std::move(tensor), root, reduction); });
+}
+
+Future<std::vector<at::Tensor>> all_reduce_coalesced(const Group& group, std::vector<at::Tensor> tensors,
+                                                     ReduceOp reduction) {
+  using Verb = CoalescedCall::Verb;
+  check_alike(*group.backend_, name_of(Verb::kAllReduce), tensors);
+  return logged(group.log_, "all_reduce_coalesced", logged_bytes(tensors), [&] {
+    std::vector<std::vector<std::int64_t>> sizes;
+    for (const at::Tensor& tensor : tensors) sizes.push_back(tensor.sizes().vec());
+    return group.backend_
+        ->coalesced({Verb::kAllReduce, reduction, shapes_of(tensors)}, join_rows(tensors, 1).view({-1}))
+        .then([tensors, sizes](const Future<std::vector<at::Tensor>>& reduced) {
+          const std::vector<at::Tensor> parts = cut_row(reduced.wait()[0], sizes);
+          for (std::size_t i = 0; i < parts.size(); ++i) put_back(parts[i], tensors[i]);
+          return tensors;
+        });
   });
+}
+
+Future<std::vector<at::Tensor>> reduce_scatter_coalesced(const Group& group,
+                                                         const std::vector<at::Tensor>& tensors,
+                                                         ReduceOp reduction) {
+  using Verb = CoalescedCall::Verb;
+  check_alike(*group.backend_, name_of(Verb::kReduceScatter), tensors);
+  std::vector<std::vector<std::int64_t>> sizes;
+  for (const at::Tensor& tensor : tensors) {
+    check_divisible(name_of(Verb::kReduceScatter), tensor, group.size());
+    sizes.push_back(tensor.sizes().vec());
+    sizes.back()[0] /= group.size();
+  }
+  return logged(group.log_, "reduce_scatter_coalesced", logged_bytes(tensors), [&] {
+    return group.backend_
+        ->coalesced({Verb::kReduceScatter, reduction, shapes_of(tensors)}, join_rows(tensors, group.size()))
+        .then([sizes](const Future<std::vector<at::Tensor>>& reduced) {
+          std::vector<at::Tensor> parts = cut_row(reduced.wait()[0].view({-1}), sizes);
+          for (at::Tensor& part : parts)
+            part = part.clone();  // views of one tensor would share their version
+          return parts;
+        });
+  });
+}
+
+Future<std::vector<at::Tensor>> all_gather_into_tensor_coalesced(const Group& group,
+                                                                 std::vector<at::Tensor> outputs,
+                                                                 const std::vector<at::Tensor>& tensors) {
+  using Verb = CoalescedCall::Verb;
+  const std::string_view call = name_of(Verb::kAllGather);
+  check_alike(*group.backend_, call, tensors);
+  check(outputs.size() == tensors.size(), fmt::format("{} got {} outputs for {} tensors; pass one for each",
+                                                      call, outputs.size(), tensors.size()));
+  std::vector<std::vector<std::int64_t>> sizes;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    check_tensor(*group.backend_, call, outputs[i]);
+    check_output(call, outputs[i], tensors[i], group.size());
+    sizes.push_back(tensors[i].sizes().vec());
+  }
+  return logged(group.log_, "all_gather_into_tensor_coalesced", logged_bytes(tensors), [&] {
+    const at::Tensor flat = join_rows(tensors, 1).view({-1});
+    return group.backend_->coalesced({Verb::kAllGather, kSum, shapes_of(tensors)}, flat)
+        .then([outputs, sizes, length = flat.numel()](const Future<std::vector<at::Tensor>>& gathered) {
+          std::vector<std::vector<at::Tensor>> parts(outputs.size());
+          for (const at::Tensor& row : gathered.wait()) {
+            check(row.numel() == length,
+                  fmt::format(
+                      "all_gather_into_tensor_coalesced needs tensors of the same shapes on all ranks, but "
+                      "one rank has {} elements and this rank {}",
+                      row.numel(), length));
+            const std::vector<at::Tensor> cut = cut_row(row, sizes);
+            for (std::size_t i = 0; i < cut.size(); ++i) parts[i].push_back(cut[i]);
+          }
+          for (std::size_t i = 0; i < parts.size(); ++i) {
+            put_back(at::stack(parts[i]).view(outputs[i].sizes()), outputs[i]);
+          }
+          return outputs;
+        });
+  });
+}
+
+namespace {
+
+void check_message(const Group& group, const char* call, const at::Tensor& tensor, int peer, int tag) {
+  check_tensor(*group.backend(), call, tensor);
+  check_rank(call == std::string_view("send") ? "the receiver" : "the sender", peer, group.size());
+  check(tag >= 0, fmt::format("the tag of {} is {}; it must be 0 or more", call, tag));
+  check(peer != group.rank(),
+        fmt::format("{} with rank {} as the other rank, which is this one: copy the tensor instead", call,
+                    peer));
+}
+
+void check_has_messages(const std::shared_ptr<PointToPoint>& messages, const Backend& backend,
+                        const char* call) {
+  if (messages) return;
+  throw Error(
+      ErrorKind::kUnsupported,
+      fmt::format("this group was made from a backend ({}) and has no {}: make it with Group::make(), for "
+                  "example session.group()",
+                  backend.name(), call));
+}
+
+}  // namespace
+
+Future<at::Tensor> Group::send(at::Tensor tensor, int to, int tag) const {
+  check_message(*this, "send", tensor, to, tag);
+  check_has_messages(messages_, *backend_, "send");
+  return logged(log_, "send", logged_bytes(tensor), [&] { return messages_->send(tensor, to, tag); });
+}
+
+Future<at::Tensor> Group::recv(at::Tensor tensor, int from, int tag) const {
+  check_message(*this, "recv", tensor, from, tag);
+  check_has_messages(messages_, *backend_, "recv");
+  return logged(log_, "recv", logged_bytes(tensor), [&] { return messages_->recv(tensor, from, tag); });
 }
 
 std::vector<Bytes> Group::all_gather_bytes(BytesView mine, Duration timeout) const {

@@ -14,6 +14,7 @@
 #include "collective/device/device_group.h"
 #include "collective/hierarchical/hierarchical_collectives.h"
 #include "collective/mpi/mpi.h"
+#include "collective/point_to_point/point_to_point.h"
 #include "collective/serial/serial_backend.h"
 #include "collective/shm/bootstrap.h"
 #include "collective/shm/shm_backend.h"
@@ -120,6 +121,23 @@ class Maker {
     throw Error(ErrorKind::kInvalid, "GroupOptions::backend is not a BackendKind; choose one of its values");
   }
 
+  /// send() and recv() of the group that make() returned; null for one rank.
+  std::shared_ptr<PointToPoint> messages(std::shared_ptr<Backend> backend) const {
+    if (ranks_.size() == 1) return nullptr;
+    PairPlan plan{.world = link_,
+                  .ranks = ranks_,
+                  .instances = {},
+                  .peers = {},
+                  .rank = place_of(world_.self().rank),
+                  .group = number_,
+                  .timeout = options_.timeout};
+    for (const Member& member : members_of_group()) {
+      plan.instances.push_back(member.instance);
+      plan.peers.push_back(describe(member));
+    }
+    return PointToPoint::make(std::move(plan), std::move(backend));
+  }
+
  private:
   void check_ranks() const {
     std::vector<int> sorted = ranks_;
@@ -149,7 +167,13 @@ class Maker {
   }
 
   void compare_plans() {
-    const std::vector<Bytes> plans = gather(encode_plan(ranks_, options_), ranks_);
+    ByteWriter mine(encode_plan(ranks_, options_));
+    mine.put(runtime_->executor.now().time_since_epoch().count());
+    std::vector<Bytes> plans = gather(mine.bytes(), ranks_);
+    ByteReader first(plans[0]);
+    first.get_bytes(plans[0].size() - sizeof number_);
+    number_ = first.get<std::uint64_t>() ^ world_.member(ranks_[0]).instance;
+    for (Bytes& plan : plans) plan.resize(plan.size() - sizeof number_);
     for (std::size_t i = 1; i < plans.size(); ++i) {
       if (plans[i] == plans[0]) continue;
       throw Error(
@@ -323,6 +347,7 @@ class Maker {
   const GroupOptions options_;
   const DeviceServices services_;
   std::vector<int> ranks_;
+  std::uint64_t number_ = 0;  ///< differs for every group of the first rank
   Deadline deadline_;
 };
 
@@ -331,7 +356,9 @@ class Maker {
 Group make_group(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options,
                  DeviceServices services) {
   try {
-    Group group(Maker(runtime, world, std::move(options), std::move(services)).make(), runtime);
+    Maker maker(runtime, world, std::move(options), std::move(services));
+    const std::shared_ptr<Backend> backend = maker.make();
+    Group group(backend, runtime, maker.messages(backend));
     if (runtime->log.enabled(LogLevel::kDebug)) {
       runtime->log.debug(fmt::format("group of {} ranks, this is rank {} ({})", group.size(), group.rank(),
                                      group.backend()->name()));
@@ -342,13 +369,9 @@ Group make_group(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptio
   }
 }
 
-Group Group::make(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options) {
-  return make_group(std::move(runtime), world, std::move(options),
+Group Group::make(GroupRuntime runtime, Membership& world, GroupOptions options) {
+  return make_group(std::move(runtime.runtime), world, std::move(options),
                     {.runtime = device::cuda_device_runtime()});
-}
-
-Group Group::make(Runtime& runtime, Membership& world, GroupOptions options) {
-  return make(std::shared_ptr<Runtime>(std::shared_ptr<void>(), &runtime), world, std::move(options));
 }
 
 }  // namespace torchspan::collective

@@ -48,6 +48,24 @@ void dies_at_any_time(const GroupOptions& options) {
   });
 }
 
+/// Dies while the others wait for its messages, or send to it.
+void dies_between_messages(const GroupOptions& options) {
+  with_group(options, [](Group& group, Executor&) {
+    if (group.rank() == kVictim) {
+      for (const int peer : {0, 2}) group.send(at::ones({100}), peer).wait();
+      kill(getpid(), SIGKILL);
+    }
+    group.recv(at::zeros({100}), kVictim).wait();
+    expect_error(ErrorKind::kDisconnected, {"worker1", "rank 1"}, [&] {
+      while (true) {
+        if (group.rank() == 0) group.recv(at::zeros({300000}), kVictim).wait();
+        if (group.rank() == 2) group.send(at::zeros({300000}), kVictim).wait();
+      }
+    });
+    expect_error(ErrorKind::kDisconnected, {"worker1"}, [&] { group.barrier(); });
+  });
+}
+
 /// Is stopped: it is late, not dead.
 void stops() {
   GroupOptions options = shared_memory();
@@ -119,6 +137,11 @@ TEST(CollectiveDeaths, ARankThatDiedIsNamedOverTheNetwork) {
   expect_survivors("dies_between_calls_of_network");
 }
 
+TEST(CollectiveDeaths, ARankThatDiedIsNamedByMessages) {
+  expect_survivors("dies_between_messages");
+  expect_survivors("dies_between_messages_of_network");
+}
+
 TEST(CollectiveDeaths, ARankMayDieWhileItSendsOverTheNetwork) {
   expect_survivors_at_any_time("dies_at_any_time_of_network", 3);
 }
@@ -184,6 +207,8 @@ int main(int argc, char** argv) {
       {"dies_between_calls_of_cuda_ipc", [&] { dies_between_calls(ipc); }},
       {"dies_at_any_time_of_nccl", [&] { dies_at_any_time(nccl); }},
       {"dies_at_any_time_of_cuda_ipc", [&] { dies_at_any_time(ipc); }},
+      {"dies_between_messages", [] { dies_between_messages(shared_memory()); }},
+      {"dies_between_messages_of_network", [&] { dies_between_messages(network); }},
       {"dies_between_calls", [] { dies_between_calls(shared_memory()); }},
       {"dies_between_calls_of_gloo", [&] { dies_between_calls(gloo); }},
       {"dies_at_any_time", [] { dies_at_any_time(shared_memory()); }},

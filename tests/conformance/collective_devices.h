@@ -49,6 +49,13 @@ class ThroughDevice final : public collective::Backend {
     for (at::Tensor& part : parts) part = there(part);
     return here(inner_->all_to_all(std::move(parts)));
   }
+  Future<Tensors> rooted_all_to_all(collective::RootedCall call, Tensors parts) override {
+    for (at::Tensor& part : parts) part = there(part);
+    return here(inner_->rooted_all_to_all(call, std::move(parts)));
+  }
+  Future<Tensors> coalesced(collective::CoalescedCall call, at::Tensor flat) override {
+    return here(inner_->coalesced(std::move(call), there(flat)));
+  }
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override {
     return inner_->all_gather_bytes(mine, timeout);
   }
@@ -100,14 +107,21 @@ inline bool is_device_kind(collective::BackendKind kind) {
 }
 
 /// Group::make(), on the stand-in device if the options name a backend for devices.
-inline collective::Group make_group_of_suite(Runtime& runtime, rendezvous::Membership& world,
-                                             collective::GroupOptions options) {
+inline collective::Group make_group_of_row(Runtime& runtime, rendezvous::Membership& world,
+                                           collective::GroupOptions options) {
   if (!is_device_kind(options.backend)) return collective::Group::make(runtime, world, std::move(options));
   options.device = stand_in(0);
   const auto services = stand_in_services(options.backend);
-  const collective::Group inner = collective::make_group(
-      std::shared_ptr<Runtime>(std::shared_ptr<void>(), &runtime), world, std::move(options), services);
-  if (inner.size() == 1) return inner;
+  return collective::make_group(std::shared_ptr<Runtime>(std::shared_ptr<void>(), &runtime), world,
+                                std::move(options), services);
+}
+
+/// The same group, whose tensors on the CPU go through the device.
+inline collective::Group make_group_of_suite(Runtime& runtime, rendezvous::Membership& world,
+                                             collective::GroupOptions options) {
+  const bool on_device = is_device_kind(options.backend);
+  const collective::Group inner = make_group_of_row(runtime, world, std::move(options));
+  if (!on_device || inner.size() == 1) return inner;
   return collective::Group(std::make_shared<ThroughDevice>(inner.backend(), stand_in(0)));
 }
 

@@ -6,6 +6,8 @@
 
 #include <torchspan/collective/group.h>
 
+#include "tests/support/reduce_step.h"
+
 namespace torchspan::testing {
 
 /// Whether two dense tensors have the same dtype, shape and bits.
@@ -51,34 +53,8 @@ inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective
   at::Tensor result = wide(inputs[0]).clone();
   for (std::size_t rank = 1; rank < inputs.size(); ++rank) {
     const at::Tensor next = wide(inputs[rank]);
-    switch (reduction) {
-      case collective::kSum:
-      case collective::kAvg:
-        result = dtype == at::kBool ? result.logical_or(next) : result + next;
-        break;
-      case collective::kProduct:
-        if (at::isComplexType(dtype)) {
-          result = complex_product(result, next);
-        } else {
-          result = dtype == at::kBool ? result.logical_and(next) : result * next;
-        }
-        break;
-      case collective::kMin:
-        result = at::minimum(result, next);
-        break;
-      case collective::kMax:
-        result = at::maximum(result, next);
-        break;
-      case collective::kBitAnd:
-        result = at::bitwise_and(result, next);
-        break;
-      case collective::kBitOr:
-        result = at::bitwise_or(result, next);
-        break;
-      case collective::kBitXor:
-        result = at::bitwise_xor(result, next);
-        break;
-    }
+    const bool complex = reduction == collective::kProduct && at::isComplexType(dtype);
+    result = complex ? complex_product(result, next) : reduce_step(result, next, reduction);
   }
   const auto ranks = static_cast<std::int64_t>(inputs.size());
   if (reduction == collective::kAvg && at::isComplexType(dtype)) {

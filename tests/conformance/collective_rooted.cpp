@@ -1,5 +1,6 @@
 // Operations with a root, all_gather_into_tensor, and bitwise reductions.
 #include <gmock/gmock.h>
+#include <optional>
 
 #include <ATen/ATen.h>
 
@@ -13,13 +14,7 @@ using namespace collective;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-class CollectiveRooted : public CollectiveSuite {
- protected:
-  /// Whether the backend compares the roots of gather() and scatter(): groups on devices do not.
-  static bool compares_roots() {
-    return GetParam().backend != BackendKind::kNccl && GetParam().backend != BackendKind::kCudaIpc;
-  }
-};
+class CollectiveRooted : public CollectiveSuite {};
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveRooted, ::testing::ValuesIn(collective_rows()), row_name);
 
 // peer: c10d `testGatherCPU`, `testGatherBasics`: same, any shapes
@@ -61,14 +56,19 @@ TEST_P(CollectiveRooted, ScattersFromEveryRootInPlace) {
 TEST_P(CollectiveRooted, ReducesToEveryRoot) {
   run([&](Group& group) {
     for (int root = 0; root < ranks(); ++root) {
-      for (const ReduceOp reduction : {kSum, kMax, kProduct}) {
-        const auto inputs = random_inputs(ranks(), {4001}, at::kDouble, root + 3);
-        at::Tensor mine = inputs[group.rank()].clone();
-        EXPECT_TRUE(group.reduce(mine, root, reduction).wait().is_same(mine));
-        if (group.rank() == root) {
-          EXPECT_TRUE(is_right(mine, reduce_alone(inputs, reduction)));
-        } else {
-          EXPECT_TRUE(same_bits(mine, inputs[group.rank()]));
+      for (const ReduceOp reduction : {kSum, kAvg, kMax, kProduct}) {
+        for (const std::int64_t length : {0L, 1L, 4001L, 300007L}) {
+          const auto inputs = random_inputs(ranks(), {length}, at::kDouble, root + 3);
+          at::Tensor mine = inputs[group.rank()].clone();
+          if (length == 300007) mine = group.allocate({length}, at::kDouble).copy_(mine);
+          at::Tensor other = at::stack({mine, mine}, 1).select(1, root % 2);  // strided
+          EXPECT_TRUE(group.reduce(mine, root, reduction).wait().is_same(mine));
+          EXPECT_TRUE(group.reduce(other, root, reduction).wait().is_same(other));
+          const at::Tensor wanted =
+              group.rank() == root ? reduce_alone(inputs, reduction) : inputs[group.rank()];
+          EXPECT_TRUE(is_right(mine, wanted)) << length << " to rank " << root;
+          EXPECT_TRUE(same_bits(mine, other));
+          if (group.rank() != root) EXPECT_TRUE(same_bits(mine, wanted)) << "only the root's tensor changes";
         }
       }
     }
@@ -122,7 +122,7 @@ TEST_P(CollectiveRooted, RejectsInvalidArgumentsAndContinues) {
 }
 
 TEST_P(CollectiveRooted, NamesRanksThatChoseDifferentRoots) {
-  if (ranks() == 1 || !compares_roots()) return;
+  if (ranks() == 1) return;
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          Group group = make_group_of_suite(self.runtime, self.membership, options());
          std::exception_ptr failure;
@@ -138,6 +138,45 @@ TEST_P(CollectiveRooted, NamesRanksThatChoseDifferentRoots) {
     EXPECT_EQ(to_error(failure).kind(), ErrorKind::kInvalid);
     EXPECT_THAT(to_error(failure).what(), AllOf(HasSubstr("worker0"), HasSubstr("gather(Float, to rank 0)"),
                                                 HasSubstr("worker1"), HasSubstr("gather(Float, to rank 1)")));
+  }
+}
+
+TEST(CollectiveSpans, ATracedRunRecordsEveryOperation) {
+  if (mpi_place()) return;
+  CollectiveWorld world(2);
+  for (const auto& failure : world.try_each([](CollectiveWorld::Rank self) {
+         self.runtime.spans.set_traced(4096);
+         std::optional<Group> group = Group::make(self.runtime, self.membership);
+         const at::Tensor one = at::ones({2}), two = at::ones({4});
+         const std::vector<at::Tensor> all(2, one);
+         group->all_reduce(one.clone()).wait();
+         group->reduce_scatter(one).wait();
+         group->all_gather(one).wait();
+         group->broadcast(one.clone(), 0).wait();
+         group->all_to_all(all).wait();
+         group->all_gather_into_tensor(two.clone(), one).wait();
+         group->gather(one, 0).wait();
+         group->scatter(one.clone(), self.rank == 0 ? all : std::vector<at::Tensor>(), 0).wait();
+         group->reduce(one.clone(), 0).wait();
+         all_reduce_coalesced(*group, {one.clone()}).wait();
+         reduce_scatter_coalesced(*group, {one}).wait();
+         all_gather_into_tensor_coalesced(*group, {two.clone()}, {one}).wait();
+         if (self.rank == 0) group->send(one, 1).wait();
+         if (self.rank == 1) group->recv(one.clone(), 0).wait();
+         group->barrier();
+         group.reset();  // the last callbacks have run
+         std::vector<std::string> names;
+         for (const SpanRecord& span : self.runtime.spans.snapshot()) {
+           if (span.kind == SpanKind::kCollective) names.push_back(span.name);
+         }
+         EXPECT_THAT(names,
+                     ::testing::UnorderedElementsAre(
+                         "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
+                         "all_gather_into_tensor", "gather", "scatter", "reduce", "all_reduce_coalesced",
+                         "reduce_scatter_coalesced", "all_gather_into_tensor_coalesced",
+                         self.rank == 0 ? "send" : "recv", "barrier"));
+       })) {
+    EXPECT_FALSE(failure) << describe(failure).text;
   }
 }
 

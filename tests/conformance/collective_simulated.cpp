@@ -1,4 +1,6 @@
 // Groups over their own connections on the simulated network: every seed determines a whole run.
+#include <cmath>
+#include <cstdio>
 #include <gmock/gmock.h>
 
 #include <ATen/ATen.h>
@@ -103,6 +105,87 @@ TEST_F(SimulatedGroups, RandomProgramsComputeWhatOneProcessComputes) {
   }
 }
 
+TEST_F(SimulatedGroups, SumsOfManyRanksHaveTheBitsOfOneProcess) {
+  for (const int ranks : {9, 16, 19}) {
+    SCOPED_TRACE(::testing::Message() << ranks << " ranks");
+    SimulatedWorld world(static_cast<std::uint64_t>(ranks), ranks, {.jitter = microseconds(100)});
+    run(world, seconds(60), [&](Group& group, Membership&) {
+      std::uint64_t seed = 1;
+      for (const std::int64_t length : {0, 1, 5, 700, 4001, 20001, 400003}) {
+        for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
+          const auto inputs = random_inputs(ranks, {length}, dtype, seed++);
+          const at::Tensor mine = inputs[group.rank()].clone();
+          EXPECT_TRUE(same_bits(group.all_reduce(mine).wait(), reduce_alone(inputs, kSum))) << length;
+        }
+      }
+      const auto inputs = random_inputs(ranks, {3}, at::kLong, seed);
+      const auto all = group.all_gather(inputs[group.rank()]).wait();
+      for (int from = 0; from < ranks; ++from) EXPECT_TRUE(same_bits(all[from], inputs[from]));
+    });
+  }
+}
+
+/// What one all-reduce costs a rank, with the comparison of calls before it.
+struct Cost {
+  double messages = 0;  ///< that a rank sends
+  Duration time{};
+};
+std::vector<Cost> costs_of_all_reduces(int ranks, const std::vector<std::int64_t>& lengths) {
+  SimulatedWorld world(3, ranks, {.latency = microseconds(20)});
+  std::atomic<bool> counting{false};
+  std::atomic<int> messages{0};
+  world.network().observe([&](const net::SimMessage& message) {
+    constexpr auto kPart = std::byte{2};
+    if (counting && !message.header.empty() && message.header[0] == kPart) ++messages;
+  });
+  std::vector<Cost> costs;
+  world.run([&](int rank) {
+    Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
+    const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+    {
+      const Group group =
+          Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(60)});
+      for (const std::int64_t length : lengths) {
+        membership->barrier("test.before", {}, world.in(seconds(60)));
+        if (rank == 0) messages = 0, counting = true;
+        membership->barrier("test.begin", {}, world.in(seconds(60)));
+        const TimePoint began = world.executor().now();
+        at::Tensor mine = at::ones({length});
+        group.all_reduce(mine).wait();
+        EXPECT_EQ(mine[length - 1].item<int>(), ranks);
+        const Duration time = world.executor().now() - began;
+        membership->barrier("test.end", {}, world.in(seconds(60)));
+        if (rank != 0) continue;
+        counting = false;
+        costs.push_back({static_cast<double>(messages) / ranks, time});
+      }
+    }
+    membership->leave(world.in(seconds(60)));
+  });
+  return costs;
+}
+
+TEST_F(SimulatedGroups, MessagesAndTimeOfAnAllReduceGrowWithTheLogarithmOfTheRanksUntilItIsLarge) {
+  const auto steps = [](int ranks) { return std::ceil(std::log2(ranks)); };
+  for (const int ranks : {2, 8, 16, 64}) {
+    const auto costs = costs_of_all_reduces(ranks, {256, 20000, 1 << 20});
+    ASSERT_EQ(costs.size(), 3U);
+    const Cost &small = costs[0], &medium = costs[1], &large = costs[2];
+    const auto row = [&](const char* name, const Cost& cost) {
+      std::printf("%d ranks, %s: %.1f messages per rank, %.0f us\n", ranks, name, cost.messages,
+                  1e6 * to_seconds(cost.time));
+    };
+    row("1 KiB", small), row("78 KiB", medium), row("4 MiB", large);
+    if (ranks <= 8) continue;  // every rank sends to every other one
+    EXPECT_LE(small.messages, 2 * steps(ranks));
+    EXPECT_LE(medium.messages, 3 * steps(ranks));
+    EXPECT_LE(small.time, microseconds(20) * (2 * static_cast<int>(steps(ranks)) + 2));
+    EXPECT_LE(medium.time, microseconds(20) * (3 * static_cast<int>(steps(ranks)) + 2));
+    const auto chunks = std::ceil((4 << 20) / ranks / double(64 << 10));
+    EXPECT_LE(large.messages, 2 * chunks * (ranks - 1) + steps(ranks));
+  }
+}
+
 TEST_F(SimulatedGroups, ADeathAtAnyTimeIsNamedOnAllOtherRanks) {
   for (const int ranks : {2, 3, 4, 8}) {
     for (std::uint64_t seed = 1; seed <= 12; ++seed) {
@@ -170,6 +253,85 @@ TEST_F(SimulatedGroups, ARankWhoseDataStopArrivingIsLate) {
       if (group.rank() == 0) world.network().unblock();
     });
     EXPECT_EQ(failed, 3);
+  }
+}
+
+/// What `from` sends to `to` as its message `number`.
+at::Tensor message_of(int from, int to, int number) {
+  const std::array<std::int64_t, 4> lengths{3, 9000, 0, 300000};
+  return at::full({lengths[static_cast<std::size_t>(from + to + number) % lengths.size()]},
+                  from * 10000 + to * 100 + number, at::kLong);
+}
+
+TEST_F(SimulatedGroups, MessagesBetweenAllPairsArriveInEveryOrderOfEvents) {
+  for (const int ranks : {2, 3, 5}) {
+    for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+      SCOPED_TRACE(::testing::Message() << ranks << " ranks, seed " << seed);
+      SimulatedWorld world(seed, ranks, {.jitter = milliseconds(2)});
+      run(world, seconds(60), [&](Group& group, Membership&) {
+        const int rank = group.rank();
+        std::vector<Future<at::Tensor>> pending;
+        std::vector<std::pair<at::Tensor, at::Tensor>> received;
+        std::vector<Future<at::Tensor>> sums;  // each rank calls it at another time
+        for (int number = 0; number < 6; ++number) {
+          for (int step = 1; step < ranks; ++step) {
+            const int to = (rank + step) % ranks, from = (rank + ranks - step) % ranks;
+            pending.push_back(group.send(message_of(rank, to, number), to, number % 2));
+            const at::Tensor wanted = message_of(from, rank, number);
+            received.emplace_back(at::zeros_like(wanted), wanted);
+            pending.push_back(group.recv(received.back().first, from, number % 2));
+          }
+          if (number == rank % 3) sums.push_back(group.all_reduce(at::ones({10})));
+        }
+        for (const auto& future : pending) future.wait();
+        for (const auto& [tensor, wanted] : received) EXPECT_TRUE(same_bits(tensor, wanted));
+        for (const auto& sum : sums) EXPECT_EQ(sum.wait()[0].item<int>(), ranks);
+      });
+    }
+  }
+}
+
+TEST_F(SimulatedGroups, ADeathAtAnyTimeIsNamedByTheMessagesOfAllOtherRanks) {
+  for (std::uint64_t seed = 1; seed <= 12; ++seed) {
+    constexpr int kSize = 3;
+    SCOPED_TRACE(::testing::Message() << "seed " << seed);
+    SimulatedWorld world(seed, kSize, {.jitter = microseconds(50)});
+    std::atomic<int> named{0};
+    world.run([&](int rank) {
+      Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
+      const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+      std::optional<Group> group =
+          Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(20)});
+      Thread killer;
+      if (rank == 1) {
+        killer = world.executor().spawn("killer", [&] {
+          world.executor().sleep(microseconds(300 * seed * seed));
+          world.kill(1);
+        });
+      }
+      const Error error = error_of([&] {
+        for (int number = 0;; ++number) {
+          std::vector<Future<at::Tensor>> pending;
+          for (int peer = 0; peer < kSize; ++peer) {
+            if (peer == rank) continue;
+            pending.push_back(group->send(message_of(rank, peer, number), peer));
+            pending.push_back(group->recv(at::zeros_like(message_of(peer, rank, number)), peer));
+          }
+          for (const auto& future : pending) future.wait();
+        }
+      });
+      if (rank != 1) {
+        EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
+        EXPECT_THAT(error.what(), HasSubstr("worker1"));
+        const Error later = error_of([&] { group->barrier(); });
+        EXPECT_EQ(later.kind(), ErrorKind::kDisconnected) << later.what();
+        ++named;
+        membership->barrier("test.named", {0, 2}, world.in(seconds(30)));
+      }
+      group.reset();
+      if (rank != 1) membership->leave(world.in(seconds(30)));
+    });
+    EXPECT_EQ(named, kSize - 1);
   }
 }
 

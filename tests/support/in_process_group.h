@@ -19,6 +19,8 @@
 #include <torchspan/detail/core/pool.h>
 #include <torchspan/detail/core/runtime.h>
 
+#include "tests/support/reduce_step.h"
+
 /// Groups whose ranks are threads of one process: reduces in rank order, on any Executor, so that tests of
 /// code over groups also run on the simulated one. Ranks may die, be late, or disagree.
 namespace torchspan::testing {
@@ -197,31 +199,7 @@ inline at::Tensor reduced(const Arrivals& all, collective::ReduceOp reduction) {
   const auto wide = [&](const at::Tensor& tensor) { return narrow ? tensor.to(at::kFloat) : tensor; };
   at::Tensor result = wide(all[0]->tensors[0]).clone();
   for (std::size_t rank = 1; rank < all.size(); ++rank) {
-    const at::Tensor next = wide(all[rank]->tensors[0]);
-    switch (reduction) {
-      case collective::kSum:
-      case collective::kAvg:
-        result = result + next;
-        break;
-      case collective::kMin:
-        result = at::minimum(result, next);
-        break;
-      case collective::kMax:
-        result = at::maximum(result, next);
-        break;
-      case collective::kProduct:
-        result = result * next;
-        break;
-      case collective::kBitAnd:
-        result = at::bitwise_and(result, next);
-        break;
-      case collective::kBitOr:
-        result = at::bitwise_or(result, next);
-        break;
-      case collective::kBitXor:
-        result = at::bitwise_xor(result, next);
-        break;
-    }
+    result = reduce_step(result, wide(all[rank]->tensors[0]), reduction);
   }
   if (reduction == collective::kAvg) result = at::div(result, static_cast<double>(all.size()));
   if (narrow) result = result.to(dtype);

@@ -34,6 +34,14 @@ struct RootedCall {
   int root;
 };
 
+/// The call of Group for which a backend runs coalesced(): what all ranks must have in common.
+struct CoalescedCall {
+  enum class Verb : std::uint8_t { kAllReduce = 1, kReduceScatter = 2, kAllGather = 3 };
+  Verb verb;
+  ReduceOp reduction = kSum;  ///< unless it gathers
+  std::string shapes = {};    ///< of the tensors: "[2, 3], [4]"
+};
+
 /// Moves the data of one group, as seen from one of its ranks. Users may implement their own. Group
 /// validates arguments first; its contracts apply here. All ranks call every method except allocate() and
 /// abort() in the same order. Thread-safe. Futures complete in call order, or fail with Error{kTimedOut}
@@ -65,6 +73,12 @@ class Backend {
     static_cast<void>(call);
     return all_to_all(std::move(parts));
   }
+  /// all_reduce() whose result only `root` gets; the tensors of the others do not change. Without an override as
+  /// slow as all_reduce(). Dense tensors only.
+  virtual Future<at::Tensor> reduce(at::Tensor tensor, int root, ReduceOp reduction);
+  /// all_reduce(), reduce_scatter() or all_gather() of one dense tensor, which consists of several; returns one
+  /// result, or that of each rank. A backend that does not override it does not notice different shapes.
+  virtual Future<std::vector<at::Tensor>> coalesced(CoalescedCall call, at::Tensor flat);
   /// Both block. Zero: the limit of the other operations.
   virtual std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) = 0;
   virtual void barrier(Duration timeout) = 0;

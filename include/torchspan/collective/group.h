@@ -26,6 +26,7 @@ class Membership;
 namespace torchspan::collective {
 
 class OperationLog;
+class PointToPoint;
 
 /// Selects a group's backend. kAutomatic is kSharedMemory if all ranks prove that they share a host, else
 /// kHierarchical. Built-in backends take CPU tensors only and reject others with kUnsupported.
@@ -70,6 +71,15 @@ struct GroupOptions {
   ProcessGroupFactory process_group = nullptr;
 };
 
+/// The runtime of a group: shared with it, or one that outlives the group, its splits and their users.
+struct GroupRuntime {
+  GroupRuntime(std::shared_ptr<Runtime> shared)
+      : runtime(std::move(shared)) {}  // NOLINT(google-explicit-constructor)
+  GroupRuntime(Runtime& outlives)      // NOLINT(google-explicit-constructor)
+      : runtime(std::shared_ptr<void>(), &outlives) {}
+  std::shared_ptr<Runtime> runtime;
+};
+
 /// A fixed, ordered set of ranks with collective operations. Cheap to copy, thread-safe; dropping the last
 /// handle fails pending operations with kCancelled. All ranks issue the same operations in the same order;
 /// a mismatch (operation, dtype, shape, reduction, root) fails on all with kInvalid naming two ranks and
@@ -82,14 +92,12 @@ class Group {
   /// fails the operations of its groups at once. When `world` ends or this worker leaves it, operations
   /// fail with kCancelled; the group may outlive both and shares ownership of the runtime. Throws kTimedOut
   /// naming missing ranks, and kUnsupported with a remedy if the ranks have no common backend.
-  static Group make(std::shared_ptr<Runtime> runtime, rendezvous::Membership& world,
-                    GroupOptions options = {});
-  /// For a runtime that outlives the group, its splits and their users.
-  static Group make(Runtime& runtime, rendezvous::Membership& world, GroupOptions options = {});
+  static Group make(GroupRuntime runtime, rendezvous::Membership& world, GroupOptions options = {});
   /// A group over an existing backend; not null.
   explicit Group(std::shared_ptr<Backend> backend);
-  /// The same, whose operations are spans of `runtime`.
-  Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& runtime);
+  /// The same, whose operations are spans of `runtime`. `messages`: how make() gives it send() and recv().
+  Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& runtime,
+        std::shared_ptr<PointToPoint> messages = nullptr);
 
   int rank() const;
   int size() const;
@@ -122,9 +130,16 @@ class Group {
   Future<std::vector<at::Tensor>> gather(at::Tensor tensor, int root) const;
   /// Overwrites `output` with parts[rank()] of `root`, of the same dtype and shape; only `root` passes parts.
   Future<at::Tensor> scatter(at::Tensor output, std::vector<at::Tensor> parts, int root) const;
-  /// all_reduce() whose result only `root` gets, in place; the tensors of the others stay as they are. As fast
-  /// as all_reduce(). Dense tensors only.
+  /// all_reduce() whose result only `root` gets, in place; the tensors of the others stay as they are. Costs about
+  /// half of all_reduce() over shared memory and kNetwork, and as much elsewhere. Dense tensors only.
   Future<at::Tensor> reduce(at::Tensor tensor, int root, ReduceOp reduction = kSum) const;
+  /// Sends `tensor` to another rank, which calls recv() with the same tag (0 or more). Any order relative to other
+  /// operations and ranks; messages of one tag arrive in the order of calls. Completes with `tensor` when the rank
+  /// has received it. Only groups of make() and their parts have it, on every backend; kUnsupported for others.
+  Future<at::Tensor> send(at::Tensor tensor, int to, int tag = 0) const;
+  /// Overwrites `tensor` with one that rank `from` sends, of the same dtype and shape. A tensor on a device
+  /// passes through the CPU, as in send(), which then blocks while it copies.
+  Future<at::Tensor> recv(at::Tensor tensor, int from, int tag = 0) const;
   /// Returns all ranks' bytes, by rank. Blocks; meant for handshakes. If `timeout` (zero:
   /// GroupOptions::timeout) passes first, throws kTimedOut as every operation does.
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout = Duration::zero()) const;
@@ -142,9 +157,31 @@ class Group {
 
   const std::shared_ptr<Backend>& backend() const { return backend_; }
 
+  friend Future<std::vector<at::Tensor>> all_reduce_coalesced(const Group& group,
+                                                              std::vector<at::Tensor> tensors,
+                                                              ReduceOp reduction);
+  friend Future<std::vector<at::Tensor>> reduce_scatter_coalesced(const Group& group,
+                                                                  const std::vector<at::Tensor>& tensors,
+                                                                  ReduceOp reduction);
+  friend Future<std::vector<at::Tensor>> all_gather_into_tensor_coalesced(
+      const Group& group, std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& tensors);
+
  private:
   std::shared_ptr<Backend> backend_;
-  std::shared_ptr<OperationLog> log_;  ///< null: none
+  std::shared_ptr<OperationLog> log_;       ///< null: none
+  std::shared_ptr<PointToPoint> messages_;  ///< null: none
 };
+
+/// Group::all_reduce(), reduce_scatter() and all_gather_into_tensor() of several dense tensors, which are sent as one:
+/// one dtype and device for all, the same shapes on all ranks.
+Future<std::vector<at::Tensor>> all_reduce_coalesced(const Group& group, std::vector<at::Tensor> tensors,
+                                                     ReduceOp reduction = kSum);
+Future<std::vector<at::Tensor>> reduce_scatter_coalesced(const Group& group,
+                                                         const std::vector<at::Tensor>& tensors,
+                                                         ReduceOp reduction = kSum);
+/// outputs[i] is for tensors[i].
+Future<std::vector<at::Tensor>> all_gather_into_tensor_coalesced(const Group& group,
+                                                                 std::vector<at::Tensor> outputs,
+                                                                 const std::vector<at::Tensor>& tensors);
 
 }  // namespace torchspan::collective

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "collective/channels/many_ranks.h"
+
 namespace torchspan::collective::channels {
 namespace {
 
@@ -10,6 +12,9 @@ constexpr std::size_t kLeastChunk = std::size_t{64} << 10;
 constexpr std::size_t kMostChunk = std::size_t{512} << 10;
 /// Chunks that a rank sends before it needs the first one of the others.
 constexpr std::size_t kAhead = 2;
+/// Ranks to which one of many sends before it takes what the others sent; less than kFewRanks + 1.
+constexpr std::size_t kPartners = 8;
+constexpr std::size_t kSmallReduce = std::size_t{64} << 10;
 constexpr std::size_t kSmallBroadcast = std::size_t{64} << 10;
 /// Two ranks exchange all data up to this size: as many bytes as slices, in one step instead of two.
 constexpr std::size_t kSmallForTwo = std::size_t{512} << 10;
@@ -93,11 +98,63 @@ void take_results(Mesh& mesh, const std::vector<Slice>& slices, std::size_t chun
   });
 }
 
+/// As all_reduce() of large data, but every rank has only a few partners at a time, so that few ranks send to one: in
+/// turn s, rank r sends to rank r + s, and takes what rank r - s sent it kPartners turns ago. Turns continue from chunk
+/// to chunk; those of the results are kAhead chunks behind.
+void reduce_in_turns(Mesh& mesh, MutableBytes data, const Reduction& reduction) {
+  const int ranks = mesh.size(), rank = mesh.rank();
+  const std::vector<Slice> slices =
+      slices_of(data.size(), reduction.element, static_cast<std::size_t>(ranks));
+  const auto slice = [&](int of) -> const Slice& { return slices[static_cast<std::size_t>(of)]; };
+  const Slice& own = slice(rank);
+  const std::size_t partners = static_cast<std::size_t>(ranks) - 1;
+  const std::size_t turns = (most_chunks(slices) + kAhead) * partners;
+  std::vector<Buffer> received(static_cast<std::size_t>(ranks));
+  const auto send_turn = [&](std::size_t turn) {
+    const int to = (rank + 1 + static_cast<int>(turn % partners)) % ranks;
+    const std::size_t chunk = turn / partners;
+    if (chunk < slice(to).chunks()) {
+      mesh.send(to, given(chunk), data.subspan(slice(to).at(chunk), slice(to).size(chunk)));
+    }
+    if (chunk >= kAhead && chunk - kAhead < own.chunks()) {
+      mesh.send(to, reduced(chunk - kAhead), data.subspan(own.at(chunk - kAhead), own.size(chunk - kAhead)));
+    }
+  };
+  const auto take_turn = [&](std::size_t turn) {
+    const int from = (rank - 1 - static_cast<int>(turn % partners) + ranks) % ranks;
+    const std::size_t chunk = turn / partners;
+    if (chunk < own.chunks()) {
+      received[static_cast<std::size_t>(from)] = mesh.take(from, given(chunk), own.size(chunk));
+      if (turn % partners == partners - 1) {
+        std::vector<const std::byte*> sources;
+        for (const Buffer& buffer : received) sources.push_back(buffer.data);
+        std::byte* const target = data.data() + own.at(chunk);
+        sources[static_cast<std::size_t>(rank)] = target;
+        reduction.kernel({sources, {&target, 1}, own.size(chunk) / reduction.element, sources.size()});
+      }
+    }
+    if (chunk >= kAhead && chunk - kAhead < slice(from).chunks()) {
+      const std::size_t result = chunk - kAhead;
+      const Buffer theirs = mesh.take(from, reduced(result), slice(from).size(result));
+      std::memcpy(data.data() + slice(from).at(result), theirs.data, theirs.size);
+    }
+  };
+  for (std::size_t turn = 0; turn < turns + kPartners; ++turn) {
+    if (turn < turns) send_turn(turn);
+    if (turn >= kPartners) take_turn(turn - kPartners);
+  }
+}
+
 }  // namespace
 
 void all_reduce(Mesh& mesh, MutableBytes data, const Reduction& reduction) {
   mesh.begin_operation();
   const auto ranks = static_cast<std::size_t>(mesh.size());
+  if (mesh.size() > kFewRanks) {
+    if (data.size() <= kMostToGather) return reduce_by_gathering(mesh, data, reduction);
+    if (data.size() <= kMostToExchange) return reduce_by_exchanging(mesh, data, reduction);
+    return reduce_in_turns(mesh, data, reduction);
+  }
   if (reduces_everywhere(data.size(), ranks)) return reduce_everywhere(mesh, data, reduction);
   const std::vector<Slice> slices = slices_of(data.size(), reduction.element, ranks);
   const Slice& own = slices[static_cast<std::size_t>(mesh.rank())];
@@ -126,6 +183,46 @@ void reduce_scatter(Mesh& mesh, BytesView data, MutableBytes mine, const Reducti
     const std::size_t chunk = step - kAhead;
     reduce_part(mesh, given(chunk), data.subspan(own.at(chunk), own.size(chunk)),
                 mine.data() + chunk * own.chunk, reduction);
+  }
+}
+
+void reduce(Mesh& mesh, MutableBytes data, int root, const Reduction& reduction) {
+  mesh.begin_operation();
+  const bool gets = mesh.rank() == root;
+  if (data.size() <= kSmallReduce) {
+    if (gets) return reduce_part(mesh, given(0), data, data.data(), reduction);
+    return mesh.send(root, given(0), data);
+  }
+  const auto ranks = static_cast<std::size_t>(mesh.size());
+  const std::vector<Slice> slices = slices_of(data.size(), reduction.element, ranks);
+  const Slice& own = slices[static_cast<std::size_t>(mesh.rank())];
+  const std::size_t chunks = most_chunks(slices);
+  Bytes result(gets ? 0 : own.chunk);
+  for (std::size_t step = 0; step < chunks + 2 * kAhead; ++step) {
+    if (step < chunks) send_chunk(mesh, slices, step, data);
+    if (step >= kAhead && step - kAhead < own.chunks()) {
+      const std::size_t chunk = step - kAhead;
+      const MutableBytes mine = data.subspan(own.at(chunk), own.size(chunk));
+      reduce_part(mesh, given(chunk), mine, gets ? mine.data() : result.data(), reduction);
+      if (!gets) mesh.send(root, reduced(chunk), BytesView(result).first(mine.size()));
+    }
+    if (gets && step >= 2 * kAhead) take_results(mesh, slices, step - 2 * kAhead, data);
+  }
+}
+
+void all_gather(Mesh& mesh, BytesView mine, MutableBytes all) {
+  const auto ranks = static_cast<std::size_t>(mesh.size());
+  const std::size_t size = mine.size();
+  if (mesh.size() <= kFewRanks || size > kMostToGather) {
+    std::vector<MutableBytes> incoming;
+    for (std::size_t rank = 0; rank < ranks; ++rank) incoming.push_back(all.subspan(rank * size, size));
+    return exchange(mesh, std::vector<BytesView>(ranks, mine), incoming);
+  }
+  mesh.begin_operation();
+  const Bytes blocks = gather_by_doubling(mesh, mine, 0);
+  for (std::size_t i = 0; i < ranks && size != 0; ++i) {
+    const std::size_t from = (static_cast<std::size_t>(mesh.rank()) + i) % ranks;
+    std::memcpy(all.data() + from * size, blocks.data() + i * size, size);
   }
 }
 

@@ -20,10 +20,15 @@ struct Reduction {
 };
 
 /// Reduces in place, in the order of ranks 0 to P-1. Small data: every rank receives and reduces all. Large
-/// data: rank i reduces slice i, chunk by chunk, and sends the result to all.
+/// data: rank i reduces slice i, chunk by chunk, and sends the result to all. For many ranks see many_ranks.h.
 void all_reduce(Mesh& mesh, MutableBytes data, const Reduction& reduction);
 /// `mine`: this rank's part, 1/P of the data.
 void reduce_scatter(Mesh& mesh, BytesView data, MutableBytes mine, const Reduction& reduction);
+/// all_reduce() into the data of `root` only. Small data: every rank sends all to `root`. Large data: rank i reduces
+/// slice i and sends the result to `root`.
+void reduce(Mesh& mesh, MutableBytes data, int root, const Reduction& reduction);
+/// `all` gets the data of all ranks, which have equal sizes, by rank.
+void all_gather(Mesh& mesh, BytesView mine, MutableBytes all);
 /// Sends outgoing[r] to rank r and receives incoming[r] from it; copies this rank's own.
 void exchange(Mesh& mesh, const std::vector<BytesView>& outgoing, const std::vector<MutableBytes>& incoming);
 /// Small data go down a binomial tree, large data through a chain of all ranks, chunk by chunk.

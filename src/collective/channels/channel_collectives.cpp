@@ -49,13 +49,17 @@ bool ChannelCollectives::reduce_scatter(const at::Tensor& tensor, const at::Tens
   return true;
 }
 
+bool ChannelCollectives::reduce(const at::Tensor& tensor, int root, ReduceOp reduction) {
+  channels::reduce(mesh_, memory_of(tensor), root, reduction_of(tensor, reduction));
+  return true;
+}
+
 void ChannelCollectives::broadcast(at::Tensor tensor, int root) {
   channels::broadcast(mesh_, memory_of(tensor), root);
 }
 
 void ChannelCollectives::all_gather(at::Tensor mine, at::Tensor all) {
-  const std::vector<std::int64_t> sizes(ranks_.size(), static_cast<std::int64_t>(mine.nbytes()));
-  exchange(mesh_, std::vector<BytesView>(ranks_.size(), memory_of(mine)), cut(all, sizes));
+  channels::all_gather(mesh_, memory_of(mine), memory_of(all));
 }
 
 bool ChannelCollectives::all_gather_varied(const std::vector<at::Tensor>& all) {

@@ -17,6 +17,7 @@ class ChannelCollectives final : public BlockingCollectives {
   void all_reduce(at::Tensor tensor, ReduceOp reduction) override;
   bool reduces(at::ScalarType, ReduceOp) const override { return true; }
   bool reduce_scatter(const at::Tensor& tensor, const at::Tensor& part, ReduceOp reduction) override;
+  bool reduce(const at::Tensor& tensor, int root, ReduceOp reduction) override;
   void broadcast(at::Tensor tensor, int root) override;
   void all_gather(at::Tensor mine, at::Tensor all) override;
   bool all_gather_varied(const std::vector<at::Tensor>& all) override;

@@ -5,7 +5,7 @@
 namespace torchspan::collective::channels {
 namespace {
 
-enum class NoteType : std::uint8_t { kHello = 1, kPart, kAbort, kEnd };
+enum class NoteType : std::uint8_t { kHello = 1, kPart, kAbort, kEnd, kOffer, kAccept, kData, kDone };
 
 constexpr std::size_t kMostText = 32 << 10;
 
@@ -30,6 +30,21 @@ void write(ByteWriter& writer, const End& end) {
   writer.put(NoteType::kEnd);
   writer.put_string(std::string_view(end.text).substr(0, kMostText));
 }
+void write(ByteWriter& writer, const Offer& offer) {
+  writer.put(NoteType::kOffer);
+  writer.put(offer.number);
+  writer.put(offer.tag);
+  writer.put_string(std::string_view(offer.text).substr(0, kMostText));
+}
+void write_number(ByteWriter& writer, NoteType type, std::uint64_t number) {
+  writer.put(type);
+  writer.put(number);
+}
+void write(ByteWriter& writer, const Accept& accept) {
+  write_number(writer, NoteType::kAccept, accept.number);
+}
+void write(ByteWriter& writer, const Data& data) { write_number(writer, NoteType::kData, data.number); }
+void write(ByteWriter& writer, const Done& done) { write_number(writer, NoteType::kDone, done.number); }
 
 ErrorKind read_kind(ByteReader& reader) {
   const auto kind = reader.get<std::uint8_t>();
@@ -65,6 +80,19 @@ Note read(ByteReader& reader) {
     }
     case NoteType::kEnd:
       return End{reader.get_string()};
+    case NoteType::kOffer: {
+      Offer offer;
+      offer.number = reader.get<std::uint64_t>();
+      offer.tag = reader.get<std::uint32_t>();
+      offer.text = reader.get_string();
+      return offer;
+    }
+    case NoteType::kAccept:
+      return Accept{reader.get<std::uint64_t>()};
+    case NoteType::kData:
+      return Data{reader.get<std::uint64_t>()};
+    case NoteType::kDone:
+      return Done{reader.get<std::uint64_t>()};
   }
   throw Error(ErrorKind::kInvalid, fmt::format("{} is not the type of a message between ranks", type));
 }

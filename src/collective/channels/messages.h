@@ -11,6 +11,11 @@
 ///   part  = 2, u64 operation, u32 part, u64 calls       and the data as a segment
 ///   abort = 3, u8 kind, u64 from_call, text
 ///   end   = 4, text
+/// and of those that two ranks exchange for send() and recv(), where `number` counts the sender's messages to this rank:
+///   offer  = 5, u64 number, u32 tag, text       and, if the tensor is small, its data as a segment
+///   accept = 6, u64 number
+///   data   = 7, u64 number       and the next piece as a segment
+///   done   = 8, u64 number
 namespace torchspan::collective::channels {
 
 /// Size of a hello's segment: larger than any packet, so that a path that drops large packets fails at once.
@@ -37,7 +42,25 @@ struct Abort {
 struct End {
   std::string text;
 };
-using Note = std::variant<Hello, Part, Abort, End>;
+/// A tensor that the sender wants to send.
+struct Offer {
+  std::uint64_t number = 0;
+  std::uint32_t tag = 0;
+  std::string text = {};  ///< dtype and shape: "Float [3, 4]"
+};
+/// The receiver waits for the data of an offer.
+struct Accept {
+  std::uint64_t number = 0;
+};
+/// The next piece of an offer's data.
+struct Data {
+  std::uint64_t number = 0;
+};
+/// The receiver has all of an offer.
+struct Done {
+  std::uint64_t number = 0;
+};
+using Note = std::variant<Hello, Part, Abort, End, Offer, Accept, Data, Done>;
 
 Bytes encode(const Note& note);
 /// Throws kInvalid for any other bytes.

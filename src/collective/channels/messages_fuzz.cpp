@@ -25,7 +25,13 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
   return torchspan::testing::offer_seeds(count, arguments, [] {
     using namespace torchspan;
     using namespace torchspan::collective::channels;
-    return std::vector<Bytes>{encode(Hello{1, 2}), encode(Part{3, 4, 5}),
-                              encode(Abort{ErrorKind::kTimedOut, 7, "late"}), encode(End{"bye"})};
+    return std::vector<Bytes>{encode(Hello{1, 2}),
+                              encode(Part{3, 4, 5}),
+                              encode(Abort{ErrorKind::kTimedOut, 7, "late"}),
+                              encode(End{"bye"}),
+                              encode(Offer{6, 7, "Float [3]"}),
+                              encode(Accept{8}),
+                              encode(Data{9}),
+                              encode(Done{10})};
   });
 }

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include "collective/coalesced.h"
 #include "collective/device/rank_order.h"
 #include "collective/kernels.h"
 #include "collective/single.h"
@@ -56,6 +57,177 @@ void reduce_dense(DeviceEngine& engine, const at::Tensor& tensor, ReduceOp reduc
   tensor.copy_(reduce_in_rank_order(all, reduction));
 }
 
+Place place_of(const DeviceQueue& queue) {
+  return {queue.options().rank, static_cast<int>(queue.options().ranks.size())};
+}
+
+/// Completes with `result` when the operation is launched.
+template <class T>
+Future<T> submit(DeviceQueue& queue, std::unique_ptr<DeviceOperation> operation, const Tensors& tensors,
+                 UniqueFunction<T()> result) {
+  auto promise = std::make_shared<Promise<T>>(queue.host());
+  Future<T> future = promise->future();
+  queue.submit(std::move(operation), tensors,
+               [promise, result = std::move(result)](std::shared_ptr<const ValueGate> gate,
+                                                     std::exception_ptr error) mutable {
+                 if (error) {
+                   promise->set_error(std::move(error));
+                 } else {
+                   promise->set_value_behind(std::move(gate), result());
+                 }
+               });
+  return future;
+}
+
+Future<at::Tensor> reduce_line(DeviceQueue& queue, CallLine line, const at::Tensor& tensor,
+                               ReduceOp reduction) {
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = std::move(line);
+  const at::Tensor work = plain(tensor);
+  operation->launch = [engine = &queue.engine(), work, tensor, reduction, place = place_of(queue)] {
+    reduce_dense(*engine, work, reduction, place);
+    put_back(work, tensor);
+  };
+  operation->values = [tensor] { return Tensors{tensor}; };
+  return submit<at::Tensor>(queue, std::move(operation), {work, tensor}, [tensor] { return tensor; });
+}
+
+Future<at::Tensor> scatter_line(DeviceQueue& queue, CallLine line, const at::Tensor& tensor,
+                                ReduceOp reduction) {
+  const at::NoGradGuard no_grad;
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = std::move(line);
+  const at::Tensor work = plain(tensor);
+  std::vector<std::int64_t> sizes = work.sizes().vec();
+  sizes[0] /= static_cast<std::int64_t>(queue.options().ranks.size());
+  const at::Tensor part = at::empty(sizes, work.options());
+  operation->launch = [engine = &queue.engine(), work, part, reduction, place = place_of(queue)] {
+    if (part.numel() == 0) return;
+    if (engine->reduces(work.scalar_type(), reduction)) return engine->reduce_scatter(work, part, reduction);
+    const at::Tensor whole = work.clone();
+    reduce_dense(*engine, whole, reduction, place);
+    part.copy_(whole.narrow(0, place.rank * part.size(0), part.size(0)));
+  };
+  operation->values = [part] { return Tensors{part}; };
+  return submit<at::Tensor>(queue, std::move(operation), {work, part}, [part] { return part; });
+}
+
+Future<Tensors> gather_line(DeviceQueue& queue, CallLine line, const at::Tensor& tensor) {
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = std::move(line);
+  operation->numbers = {tensor.dim() == 0 ? 1 : tensor.size(0)};
+  const at::Tensor work = plain(tensor);
+  const auto results = std::make_shared<Tensors>();
+  operation->prepare = [results, work](const CallNumbers& rows) {
+    for (const auto& theirs : rows) {
+      std::vector<std::int64_t> sizes = work.sizes().vec();
+      if (!sizes.empty()) sizes[0] = theirs.at(0);
+      results->push_back(at::empty(sizes, work.options()));
+    }
+  };
+  operation->launch = [engine = &queue.engine(), results, work,
+                       rank = static_cast<std::size_t>(queue.options().rank)] {
+    (*results)[rank].copy_(work);
+    gather_into(*engine, *results);
+  };
+  operation->values = [results] { return *results; };
+  return submit<Tensors>(queue, std::move(operation), {work}, [results] { return *results; });
+}
+
+Future<Tensors> exchange(DeviceQueue& queue, CallLine line, Tensors parts) {
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = on_device(std::move(line), queue.options().device);
+  for (at::Tensor& part : parts) {
+    part = plain(part);
+    operation->numbers.push_back(part.dim());
+    for (const std::int64_t size : part.sizes()) operation->numbers.push_back(size);
+  }
+  const auto results = std::make_shared<Tensors>();
+  operation->prepare = [results, options = parts[0].options(),
+                        rank = queue.options().rank](const CallNumbers& shapes) {
+    for (const auto& theirs : shapes) {
+      std::size_t at = 0;
+      for (int to = 0; to < rank; ++to) at += static_cast<std::size_t>(theirs.at(at)) + 1;
+      std::vector<std::int64_t> sizes;
+      for (std::int64_t i = 1; i <= theirs.at(at); ++i)
+        sizes.push_back(theirs.at(at + static_cast<std::size_t>(i)));
+      results->push_back(at::empty(sizes, options));
+    }
+  };
+  operation->launch = [engine = &queue.engine(), results, parts] { engine->all_to_all(parts, *results); };
+  operation->values = [results] { return *results; };
+  return submit<Tensors>(queue, std::move(operation), parts, [results] { return *results; });
+}
+
+Future<at::Tensor> all_reduce_sparse(DeviceQueue& queue, const at::Tensor& tensor, ReduceOp reduction) {
+  if (reduction != kSum && reduction != kAvg) {
+    throw Error(ErrorKind::kUnsupported,
+                "sparse tensors can only be summed and averaged; convert them with to_dense() first");
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor work = tensor.detach().coalesce();
+  const std::string line = device_line("all_reduce", tensor, ", " + to_string(reduction)).text;
+  auto operation = std::make_unique<DeviceOperation>();
+  operation->line = {line};
+  operation->numbers = {work._nnz(), work.sparse_dim()};
+  struct Parts {
+    Tensors indices, values;
+    at::Tensor sum;
+  };
+  const auto parts = std::make_shared<Parts>();
+  const at::Tensor indices = work.indices().t().contiguous(), values = plain(work.values());
+  operation->prepare = [parts, indices, values, sizes = work.sizes().vec(), line,
+                        peers = queue.options().peers](const CallNumbers& all) {
+    std::size_t first = 0;  // rank with entries, whose number of sparse dimensions all ranks use
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      if (all[first].at(0) == 0) first = rank;
+      if (all[rank].at(0) == 0 || all[rank].at(1) == all[first].at(1)) continue;
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("the ranks of a group must call the same operations in the same order, but {} "
+                      "called {} with {} sparse dimensions, and {} called {} with {} sparse dimensions",
+                      peers[first], line, all[first][1], peers[rank], line, all[rank][1]));
+    }
+    const std::int64_t sparse_dim = all[all[first][0] == 0 ? 0 : first].at(1);
+    std::vector<std::int64_t> of_value(sizes.begin() + sparse_dim, sizes.end());
+    of_value.insert(of_value.begin(), 0);
+    for (const auto& theirs : all) {
+      of_value[0] = theirs[0];
+      parts->indices.push_back(at::empty({theirs[0], sparse_dim}, indices.options()));
+      parts->values.push_back(at::empty(of_value, values.options()));
+    }
+  };
+  operation->launch = [engine = &queue.engine(), parts, indices, values, sizes = work.sizes().vec(),
+                       reduction, place = place_of(queue)] {
+    const auto rank = static_cast<std::size_t>(place.rank);
+    if (indices.size(0) != 0) {
+      parts->indices[rank].copy_(indices);
+      parts->values[rank].copy_(values);
+    }
+    gather_into(*engine, parts->indices);
+    gather_into(*engine, parts->values);
+    parts->sum = at::sparse_coo_tensor(at::cat(parts->indices).t(), at::cat(parts->values), sizes).coalesce();
+    if (reduction == kAvg) parts->sum.values().div_(place.size);
+  };
+  operation->values = [parts] { return Tensors{parts->sum.indices(), parts->sum.values()}; };
+  return submit<at::Tensor>(queue, std::move(operation), {indices, values}, [parts] { return parts->sum; });
+}
+
+/// Whether the parts are on the CPU; throws if some of them are.
+bool all_on_cpu(const char* call, const Tensors& parts) {
+  const auto on_cpu = [](const at::Tensor& part) { return part.is_cpu(); };
+  if (!std::any_of(parts.begin(), parts.end(), on_cpu)) return false;
+  for (std::size_t to = 0; to < parts.size(); ++to) {
+    if (parts[to].is_cpu()) continue;
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("the parts of {} are on several devices: part {} is on {}, another one is on the CPU; "
+                    "move all of them to one of the two",
+                    call, to, parts[to].device().str()));
+  }
+  return true;
+}
+
 }  // namespace
 
 std::shared_ptr<DeviceBackend> DeviceBackend::make(std::shared_ptr<Backend> made, Plan plan) {
@@ -102,79 +274,24 @@ std::shared_ptr<Backend> DeviceBackend::split(int color, int key) {
   return make(std::move(part), std::move(plan));
 }
 
-template <class T>
-Future<T> DeviceBackend::submit(std::unique_ptr<DeviceOperation> operation, const Tensors& tensors,
-                                UniqueFunction<T()> result) {
-  auto promise = std::make_shared<Promise<T>>(queue_->host());
-  Future<T> future = promise->future();
-  queue_->submit(std::move(operation), tensors,
-                 [promise, result = std::move(result)](std::shared_ptr<const ValueGate> gate,
-                                                       std::exception_ptr error) mutable {
-                   if (error) {
-                     promise->set_error(std::move(error));
-                   } else {
-                     promise->set_value_behind(std::move(gate), result());
-                   }
-                 });
-  return future;
-}
-
 Future<at::Tensor> DeviceBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {
   if (tensor.is_cpu()) return control().all_reduce(std::move(tensor), reduction);
   find_kernel(tensor.scalar_type(), reduction);
-  if (tensor.is_sparse()) return all_reduce_sparse(tensor, reduction);
-  auto operation = std::make_unique<DeviceOperation>();
-  operation->line = device_line("all_reduce", tensor, ", " + to_string(reduction));
-  const at::Tensor work = plain(tensor);
-  operation->launch = [engine = &queue_->engine(), work, tensor, reduction, place = Place{rank(), size()}] {
-    reduce_dense(*engine, work, reduction, place);
-    put_back(work, tensor);
-  };
-  operation->values = [tensor] { return Tensors{tensor}; };
-  return submit<at::Tensor>(std::move(operation), {work, tensor}, [tensor] { return tensor; });
+  if (tensor.is_sparse()) return all_reduce_sparse(*queue_, tensor, reduction);
+  return reduce_line(*queue_, device_line("all_reduce", tensor, ", " + to_string(reduction)), tensor,
+                     reduction);
 }
 
 Future<at::Tensor> DeviceBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
   if (tensor.is_cpu()) return control().reduce_scatter(std::move(tensor), reduction);
   find_kernel(tensor.scalar_type(), reduction);
-  const at::NoGradGuard no_grad;
-  auto operation = std::make_unique<DeviceOperation>();
-  operation->line = device_line("reduce_scatter", tensor, ", " + to_string(reduction));
-  const at::Tensor work = plain(tensor);
-  std::vector<std::int64_t> sizes = work.sizes().vec();
-  sizes[0] /= size();
-  const at::Tensor part = at::empty(sizes, work.options());
-  operation->launch = [engine = &queue_->engine(), work, part, reduction, place = Place{rank(), size()}] {
-    if (part.numel() == 0) return;
-    if (engine->reduces(work.scalar_type(), reduction)) return engine->reduce_scatter(work, part, reduction);
-    const at::Tensor whole = work.clone();
-    reduce_dense(*engine, whole, reduction, place);
-    part.copy_(whole.narrow(0, place.rank * part.size(0), part.size(0)));
-  };
-  operation->values = [part] { return Tensors{part}; };
-  return submit<at::Tensor>(std::move(operation), {work, part}, [part] { return part; });
+  return scatter_line(*queue_, device_line("reduce_scatter", tensor, ", " + to_string(reduction)), tensor,
+                      reduction);
 }
 
 Future<Tensors> DeviceBackend::all_gather(at::Tensor tensor) {
   if (tensor.is_cpu()) return control().all_gather(std::move(tensor));
-  auto operation = std::make_unique<DeviceOperation>();
-  operation->line = device_line("all_gather", tensor, {}, /*first_free=*/true);
-  operation->numbers = {tensor.dim() == 0 ? 1 : tensor.size(0)};
-  const at::Tensor work = plain(tensor);
-  const auto results = std::make_shared<Tensors>();
-  operation->prepare = [results, work](const CallNumbers& rows) {
-    for (const auto& theirs : rows) {
-      std::vector<std::int64_t> sizes = work.sizes().vec();
-      if (!sizes.empty()) sizes[0] = theirs.at(0);
-      results->push_back(at::empty(sizes, work.options()));
-    }
-  };
-  operation->launch = [engine = &queue_->engine(), results, work, rank = static_cast<std::size_t>(rank())] {
-    (*results)[rank].copy_(work);
-    gather_into(*engine, *results);
-  };
-  operation->values = [results] { return *results; };
-  return submit<Tensors>(std::move(operation), {work}, [results] { return *results; });
+  return gather_line(*queue_, device_line("all_gather", tensor, {}, /*first_free=*/true), tensor);
 }
 
 Future<at::Tensor> DeviceBackend::broadcast(at::Tensor tensor, int root) {
@@ -187,98 +304,37 @@ Future<at::Tensor> DeviceBackend::broadcast(at::Tensor tensor, int root) {
     if (!sends) put_back(work, tensor);
   };
   operation->values = [tensor] { return Tensors{tensor}; };
-  return submit<at::Tensor>(std::move(operation), {work, tensor}, [tensor] { return tensor; });
+  return submit<at::Tensor>(*queue_, std::move(operation), {work, tensor}, [tensor] { return tensor; });
+}
+
+Future<Tensors> DeviceBackend::coalesced(CoalescedCall call, at::Tensor flat) {
+  using Verb = CoalescedCall::Verb;
+  if (flat.is_cpu()) return control().coalesced(std::move(call), std::move(flat));
+  const bool gathers = call.verb == Verb::kAllGather;
+  if (!gathers) find_kernel(flat.scalar_type(), call.reduction);
+  CallLine line = on_device({fmt::format("{}({} {}{})", name_of(call.verb), c10::toString(flat.scalar_type()),
+                                         call.shapes, gathers ? "" : ", " + to_string(call.reduction))},
+                            flat.device());
+  if (gathers) return gather_line(*queue_, std::move(line), flat);
+  const bool scatters = call.verb == Verb::kReduceScatter;
+  return (scatters ? scatter_line(*queue_, std::move(line), flat, call.reduction)
+                   : reduce_line(*queue_, std::move(line), flat, call.reduction))
+      .then([](const Future<at::Tensor>& result) { return Tensors{result.wait()}; });
 }
 
 Future<Tensors> DeviceBackend::all_to_all(Tensors parts) {
-  const bool any_on_cpu =
-      std::any_of(parts.begin(), parts.end(), [](const at::Tensor& part) { return part.is_cpu(); });
-  if (any_on_cpu) {
-    for (std::size_t to = 0; to < parts.size(); ++to) {
-      if (parts[to].is_cpu()) continue;
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("the parts of all_to_all are on several devices: part {} is on {}, another one "
-                              "is on the CPU; move all of them to one of the two",
-                              to, parts[to].device().str()));
-    }
-    return control().all_to_all(std::move(parts));
-  }
-  auto operation = std::make_unique<DeviceOperation>();
-  operation->line = on_device({fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()))},
-                              plan_.queue.device);
-  for (at::Tensor& part : parts) {
-    part = plain(part);
-    operation->numbers.push_back(part.dim());
-    for (const std::int64_t size : part.sizes()) operation->numbers.push_back(size);
-  }
-  const auto results = std::make_shared<Tensors>();
-  operation->prepare = [results, options = parts[0].options(), rank = rank()](const CallNumbers& shapes) {
-    for (const auto& theirs : shapes) {
-      std::size_t at = 0;
-      for (int to = 0; to < rank; ++to) at += static_cast<std::size_t>(theirs.at(at)) + 1;
-      std::vector<std::int64_t> sizes;
-      for (std::int64_t i = 1; i <= theirs.at(at); ++i)
-        sizes.push_back(theirs.at(at + static_cast<std::size_t>(i)));
-      results->push_back(at::empty(sizes, options));
-    }
-  };
-  operation->launch = [engine = &queue_->engine(), results, parts] { engine->all_to_all(parts, *results); };
-  operation->values = [results] { return *results; };
-  return submit<Tensors>(std::move(operation), parts, [results] { return *results; });
+  if (all_on_cpu("all_to_all", parts)) return control().all_to_all(std::move(parts));
+  CallLine line{fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()))};
+  return exchange(*queue_, std::move(line), std::move(parts));
 }
 
-Future<at::Tensor> DeviceBackend::all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction) {
-  if (reduction != kSum && reduction != kAvg) {
-    throw Error(ErrorKind::kUnsupported,
-                "sparse tensors can only be summed and averaged; convert them with to_dense() first");
-  }
-  const at::NoGradGuard no_grad;
-  const at::Tensor work = tensor.detach().coalesce();
-  const std::string line = device_line("all_reduce", tensor, ", " + to_string(reduction)).text;
-  auto operation = std::make_unique<DeviceOperation>();
-  operation->line = {line};
-  operation->numbers = {work._nnz(), work.sparse_dim()};
-  struct Parts {
-    Tensors indices, values;
-    at::Tensor sum;
-  };
-  const auto parts = std::make_shared<Parts>();
-  const at::Tensor indices = work.indices().t().contiguous(), values = plain(work.values());
-  operation->prepare = [parts, indices, values, sizes = work.sizes().vec(), line,
-                        peers = plan_.queue.peers](const CallNumbers& all) {
-    std::size_t first = 0;  // rank with entries, whose number of sparse dimensions all ranks use
-    for (std::size_t rank = 0; rank < all.size(); ++rank) {
-      if (all[first].at(0) == 0) first = rank;
-      if (all[rank].at(0) == 0 || all[rank].at(1) == all[first].at(1)) continue;
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("the ranks of a group must call the same operations in the same order, but {} "
-                      "called {} with {} sparse dimensions, and {} called {} with {} sparse dimensions",
-                      peers[first], line, all[first][1], peers[rank], line, all[rank][1]));
-    }
-    const std::int64_t sparse_dim = all[all[first][0] == 0 ? 0 : first].at(1);
-    std::vector<std::int64_t> of_value(sizes.begin() + sparse_dim, sizes.end());
-    of_value.insert(of_value.begin(), 0);
-    for (const auto& theirs : all) {
-      of_value[0] = theirs[0];
-      parts->indices.push_back(at::empty({theirs[0], sparse_dim}, indices.options()));
-      parts->values.push_back(at::empty(of_value, values.options()));
-    }
-  };
-  operation->launch = [engine = &queue_->engine(), parts, indices, values, sizes = work.sizes().vec(),
-                       reduction, place = Place{rank(), size()}] {
-    const auto rank = static_cast<std::size_t>(place.rank);
-    if (indices.size(0) != 0) {
-      parts->indices[rank].copy_(indices);
-      parts->values[rank].copy_(values);
-    }
-    gather_into(*engine, parts->indices);
-    gather_into(*engine, parts->values);
-    parts->sum = at::sparse_coo_tensor(at::cat(parts->indices).t(), at::cat(parts->values), sizes).coalesce();
-    if (reduction == kAvg) parts->sum.values().div_(place.size);
-  };
-  operation->values = [parts] { return Tensors{parts->sum.indices(), parts->sum.values()}; };
-  return submit<at::Tensor>(std::move(operation), {indices, values}, [parts] { return parts->sum; });
+Future<Tensors> DeviceBackend::rooted_all_to_all(RootedCall call, Tensors parts) {
+  const bool gathers = call.verb == RootedCall::Verb::kGather;
+  const char* const verb = gathers ? "gather" : "scatter";
+  if (all_on_cpu(verb, parts)) return control().rooted_all_to_all(call, std::move(parts));
+  CallLine line{fmt::format("{}({}, {} rank {})", verb, c10::toString(parts[0].scalar_type()),
+                            gathers ? "to" : "from", call.root)};
+  return exchange(*queue_, std::move(line), std::move(parts));
 }
 
 std::vector<Bytes> DeviceBackend::all_gather_bytes(BytesView mine, Duration timeout) {

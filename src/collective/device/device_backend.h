@@ -33,6 +33,8 @@ class DeviceBackend final : public Backend {
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
+  Future<std::vector<at::Tensor>> rooted_all_to_all(RootedCall call, std::vector<at::Tensor> parts) override;
+  Future<std::vector<at::Tensor>> coalesced(CoalescedCall call, at::Tensor flat) override;
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override;
   void barrier(Duration timeout) override { control().barrier(timeout); }
   /// On the CPU; see Group::allocate().
@@ -45,11 +47,6 @@ class DeviceBackend final : public Backend {
       : plan_(std::move(plan)), queue_(std::move(queue)) {}
 
   Backend& control() const { return queue_->control(); }
-  /// Completes with `result` when the operation is launched.
-  template <class T>
-  Future<T> submit(std::unique_ptr<DeviceOperation> operation, const std::vector<at::Tensor>& tensors,
-                   UniqueFunction<T()> result);
-  Future<at::Tensor> all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
 
   const Plan plan_;
   const std::shared_ptr<DeviceQueue> queue_;

@@ -11,7 +11,16 @@ namespace {
 /// Bytes that the leaders exchange while the local groups work on the next ones.
 constexpr std::int64_t kOverlapChunk = std::int64_t{4} << 20;
 
+/// Ranks of one host that exchange slices of a tensor, and the least size of a slice.
+constexpr std::size_t kMostExchangers = 4;
+constexpr std::int64_t kLeastSlice = std::int64_t{256} << 10;
+
 at::Tensor bytes_for(at::IntArrayRef sizes) { return at::empty(sizes, at::TensorOptions().dtype(at::kByte)); }
+
+at::Tensor slice_of(const at::Tensor& flat, int slice, int slices) {
+  const std::int64_t begin = flat.numel() * slice / slices, end = flat.numel() * (slice + 1) / slices;
+  return flat.narrow(0, begin, end - begin);
+}
 
 std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
   std::int64_t sum = 0;
@@ -24,16 +33,22 @@ std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
 HierarchicalCollectives::HierarchicalCollectives(HierarchyPlan plan, Group local, ConnectLeaders connect)
     : plan_(std::move(plan)), local_(std::move(local)), connect_(std::move(connect)) {
   std::map<int, std::size_t> places;
-  std::vector<int> leaders;
   for (std::size_t rank = 0; rank < plan_.ranks.size(); ++rank) {
     const auto [place, is_new] = places.emplace(plan_.hosts[rank], hosts_.size());
     if (is_new) {
       hosts_.emplace_back();
-      leaders.push_back(plan_.ranks[rank]);
     }
     hosts_[place->second].push_back(static_cast<int>(rank));
   }
-  if (hosts_.size() > 1 && leads()) leaders_ = connect_(leaders);
+  std::size_t smallest = hosts_[0].size();
+  for (const auto& host : hosts_) smallest = std::min(smallest, host.size());
+  if (plan_.announces) exchangers_ = static_cast<int>(std::min(smallest, kMostExchangers));
+  if (hosts_.size() == 1 || local_.rank() >= exchangers_) return;
+  std::vector<int> others;
+  for (const auto& host : hosts_) {
+    others.push_back(plan_.ranks[static_cast<std::size_t>(host[static_cast<std::size_t>(local_.rank())])]);
+  }
+  leaders_ = connect_(others);
 }
 
 int HierarchicalCollectives::host_of(int rank) const {
@@ -54,7 +69,11 @@ bool HierarchicalCollectives::reduces(at::ScalarType dtype, ReduceOp reduction) 
          dtype == at::kByte || dtype == at::kChar;
 }
 
-/// The local group reduces a chunk while the leaders exchange the one before it.
+int HierarchicalCollectives::exchangers_of(std::int64_t bytes) const {
+  return static_cast<int>(std::clamp<std::int64_t>(bytes / kLeastSlice, 1, exchangers_));
+}
+
+/// The local group reduces a chunk while the exchangers work on the one before it.
 void HierarchicalCollectives::all_reduce(at::Tensor tensor, ReduceOp reduction) {
   if (hosts_.size() == 1) return void(local_.all_reduce(tensor, reduction).wait());
   const at::Tensor flat = tensor.view({-1});
@@ -65,10 +84,31 @@ void HierarchicalCollectives::all_reduce(at::Tensor tensor, ReduceOp reduction) 
   for (std::int64_t at = 0; at < flat.numel(); at += most) {
     const at::Tensor current = reduced.wait();
     if (at + most < flat.numel()) reduced = local_.all_reduce(chunk(at + most), reduction);
-    if (leads()) leaders_->all_reduce(current, reduction);
-    spread.push_back(local_.broadcast(current, 0));
+    const int slices = exchangers_of(static_cast<std::int64_t>(current.nbytes()));
+    if (local_.rank() < slices) leaders_->all_reduce(slice_of(current, local_.rank(), slices), reduction);
+    for (int slice = 0; slice < slices; ++slice) {
+      spread.push_back(local_.broadcast(slice_of(current, slice, slices), slice));
+    }
   }
   for (const auto& done : spread) done.wait();
+}
+
+/// The leader of the root's host passes the result on to it.
+bool HierarchicalCollectives::reduce(const at::Tensor& tensor, int root, ReduceOp reduction) {
+  const bool gets = root == plan_.rank;
+  const at::Tensor work = leads() && !gets ? tensor.clone() : tensor;
+  local_.reduce(work, 0, reduction).wait();
+  const int host = host_of(root);
+  if (exchanges() && !leaders_->reduce(work, host, reduction)) leaders_->all_reduce(work, reduction);
+  const auto& ranks = hosts_[static_cast<std::size_t>(host)];
+  if (host != host_of(plan_.rank) || ranks[0] == root) return true;
+  const at::Tensor none = at::empty({0}, tensor.options());
+  std::vector<at::Tensor> parts;
+  for (const int rank : ranks) {
+    if (leads()) parts.push_back(rank == root ? work : none);
+  }
+  local_.scatter(gets ? tensor : none.clone(), parts, 0).wait();
+  return true;
 }
 
 void HierarchicalCollectives::broadcast(at::Tensor tensor, int root) {
@@ -79,7 +119,7 @@ void HierarchicalCollectives::broadcast(at::Tensor tensor, int root) {
     local_.broadcast(tensor, static_cast<int>(std::find(ranks.begin(), ranks.end(), root) - ranks.begin()))
         .wait();
   }
-  if (leaders_) leaders_->broadcast(tensor, host);
+  if (exchanges()) leaders_->broadcast(tensor, host);
   if (!here) local_.broadcast(tensor, 0).wait();
 }
 
@@ -99,7 +139,7 @@ void HierarchicalCollectives::all_gather(at::Tensor mine, at::Tensor all) {
     const auto count = static_cast<std::int64_t>(hosts_[host].size());
     blocks.push_back(host == here ? rows.view({-1}) : bytes_for({count * length}));
   }
-  if (leaders_ && length != 0) exchange_blocks(blocks);
+  if (exchanges() && length != 0) exchange_blocks(blocks);
   for (std::size_t host = 0; host < hosts_.size(); ++host) {
     for (std::size_t i = 0; i < hosts_[host].size(); ++i) {
       all[hosts_[host][i]].copy_(blocks[host].narrow(0, static_cast<std::int64_t>(i) * length, length));

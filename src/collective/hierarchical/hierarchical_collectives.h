@@ -22,8 +22,9 @@ struct HierarchyPlan {
   bool announces = false;
 };
 
-/// A group inside each host, and BlockingCollectives between the first ranks of the hosts (leaders): large
-/// tensors cross the network once per host, while the hosts work on the next chunk.
+/// A group inside each host, and BlockingCollectives between the hosts: data cross the network once per host. The first
+/// rank of each host (its leader) exchanges it; of large tensors to reduce, each of the first ranks a slice, so that
+/// several cores encrypt, while the hosts work on the next chunk.
 class HierarchicalCollectives final : public BlockingCollectives {
  public:
   /// Collective; `local` contains the ranks of this host, in the order of the group.
@@ -32,6 +33,7 @@ class HierarchicalCollectives final : public BlockingCollectives {
   std::string name() const override { return "hierarchical"; }
   void all_reduce(at::Tensor tensor, ReduceOp reduction) override;
   bool reduces(at::ScalarType dtype, ReduceOp reduction) const override;
+  bool reduce(const at::Tensor& tensor, int root, ReduceOp reduction) override;
   void broadcast(at::Tensor tensor, int root) override;
   void all_gather(at::Tensor mine, at::Tensor all) override;
   void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
@@ -47,7 +49,11 @@ class HierarchicalCollectives final : public BlockingCollectives {
 
  private:
   bool leads() const { return local_.rank() == 0; }
+  /// The ranks of each host that exchange a tensor of this size.
+  int exchangers_of(std::int64_t bytes) const;
   int host_of(int rank) const;
+  /// Whether this rank exchanges what its host has, alone.
+  bool exchanges() const { return leads() && leaders_ != nullptr; }
   /// Among leaders: blocks[host] has the bytes of that host.
   void exchange_blocks(const std::vector<at::Tensor>& blocks);
 
@@ -55,7 +61,9 @@ class HierarchicalCollectives final : public BlockingCollectives {
   const Group local_;
   const ConnectLeaders connect_;
   std::vector<std::vector<int>> hosts_;  ///< ranks of the group by host, in the order of their leaders
-  std::unique_ptr<BlockingCollectives> leaders_;  ///< on leaders, if there are several hosts
+  int exchangers_ = 1;                   ///< the ranks of each host that are connected to others
+  /// To the ranks at the same place on the other hosts; null if this rank is no exchanger, or there is one host.
+  std::unique_ptr<BlockingCollectives> leaders_;
 };
 
 }  // namespace torchspan::collective

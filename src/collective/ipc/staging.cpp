@@ -41,7 +41,8 @@ at::Tensor device_view(std::byte* data, std::int64_t count, at::ScalarType dtype
 }
 
 at::Tensor device_bytes(const at::Tensor& tensor) {
-  const at::Tensor flat = tensor.view({-1});
+  // A contiguous tensor of one element may have any strides.
+  const at::Tensor flat = tensor.as_strided({tensor.numel()}, {1});
   return flat.scalar_type() == at::kByte ? flat : flat.view(at::kByte);
 }
 

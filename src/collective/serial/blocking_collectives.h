@@ -26,6 +26,12 @@ class BlockingCollectives {
     static_cast<void>(tensor), static_cast<void>(part), static_cast<void>(reduction);
     return false;
   }
+  /// Reduces into the tensor of `root`; those of the other ranks do not change. Returns false if the engine cannot.
+  /// Called only if reduces() is true.
+  virtual bool reduce(const at::Tensor& tensor, int root, ReduceOp reduction) {
+    static_cast<void>(tensor), static_cast<void>(root), static_cast<void>(reduction);
+    return false;
+  }
   virtual void broadcast(at::Tensor tensor, int root) = 0;
   /// `mine` is bytes; `all` has one row of bytes per rank, each of mine's size.
   virtual void all_gather(at::Tensor mine, at::Tensor all) = 0;

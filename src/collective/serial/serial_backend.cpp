@@ -8,6 +8,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
+#include "collective/coalesced.h"
 #include "collective/kernels.h"
 #include "collective/serial/gathered_reductions.h"
 #include "collective/single.h"
@@ -19,15 +20,6 @@ namespace {
 
 std::string comma(ReduceOp reduction) { return ", " + to_string(reduction); }
 
-constexpr Duration kAnswerLimit = std::chrono::seconds(1);
-
-/// `how` may begin with the name of the peer.
-Error lost(const std::string& peer, const std::string& how) {
-  return {ErrorKind::kDisconnected,
-          fmt::format("{}, and the group cannot continue without it",
-                      how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how))};
-}
-
 }  // namespace
 
 SerialBackend::SerialBackend(std::shared_ptr<Runtime> runtime,
@@ -36,6 +28,7 @@ SerialBackend::SerialBackend(std::shared_ptr<Runtime> runtime,
       options_(std::move(options)),
       collectives_(std::move(collectives)),
       gathers_(*collectives_, options_.rank, static_cast<int>(options_.ranks.size())),
+      reports_(runtime_->executor, options_, *collectives_),
       host_(std::make_shared<GroupHost>(runtime_)),
       parker_(runtime_->executor.make_parker()) {
   collectives_->watch([parker = parker_] { parker->unpark(); }, {});
@@ -51,7 +44,7 @@ std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runt
   if (!world) return backend;
   world->add(backend);
   if (const auto gone = world->first_gone(instances)) {
-    backend->break_with(lost(backend->options_.peers[gone->rank], gone->how));
+    backend->break_with(FailureReports::lost(backend->options_.peers[gone->rank], gone->how));
   }
   return backend;
 }
@@ -74,7 +67,7 @@ void SerialBackend::stop_thread() {
 void SerialBackend::member_died(const rendezvous::Member& member, const Error& reason) {
   const auto& instances = options_.instances;
   if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
-  const Error cause = lost(describe(member), reason.message());
+  const Error cause = FailureReports::lost(describe(member), reason.message());
   if (collectives_->announces()) collectives_->abort(cause);  // before this rank may end because of it
   break_with(cause);
   collectives_->abort(cause);
@@ -160,22 +153,19 @@ void SerialBackend::run_one(Job& job) {
   try {
     throw_if_broken("");
     // Engines that announce failures see the end of a rank in the order of calls.
-    if (!collectives_->announces()) throw_if_rank_gone();
+    if (!collectives_->announces()) reports_.throw_if_rank_gone();
     compare(job.call);
     job.run();
   } catch (...) {
     const auto announced = collectives_->failure();
-    if (!failure()) break_with(announced ? *announced : explain(job.call, std::current_exception()));
+    if (!failure())
+      break_with(announced ? *announced
+                           : reports_.explain(job.call.text, calls_.load(), std::current_exception()));
     // A rank that leaves the world ends its connections; the other ranks report it as disconnected.
     const bool leaves = options_.world && options_.world->ended();
     if (collectives_->announces() && !leaves) collectives_->fail_call(*failure());
     fail(job, *failure());
   }
-}
-
-void SerialBackend::throw_if_rank_gone() const {
-  const auto gone = options_.world ? options_.world->first_gone(options_.instances) : std::nullopt;
-  if (gone) throw lost(options_.peers[gone->rank], gone->how);
 }
 
 std::optional<Error> SerialBackend::failure() {
@@ -198,65 +188,9 @@ void SerialBackend::compare(const CallLine& call) {
           .view({static_cast<std::int64_t>(lines.size()), static_cast<std::int64_t>(kLineBytes)});
   collectives_->all_gather(bytes_of(mine.data(), mine.size()), all);
   for (std::size_t rank = 1; rank < lines.size(); ++rank) {
-    if (lines[rank] != lines[0]) throw_different(0, unpack_line(lines[0]), rank, unpack_line(lines[rank]));
+    if (lines[rank] != lines[0])
+      reports_.throw_different(0, unpack_line(lines[0]), rank, unpack_line(lines[rank]));
   }
-}
-
-void SerialBackend::throw_different(std::size_t one, const std::string& its_call, std::size_t other,
-                                    const std::string& other_call) const {
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format(
-          "the ranks of a group must call the same operations in the same order, but {} called {}, and {} "
-          "called {}",
-          options_.peers[one], its_call, options_.peers[other], other_call));
-}
-
-Error SerialBackend::explain(const CallLine& call, const std::exception_ptr& exception) const {
-  const auto about = [&](ErrorKind kind, const std::string& text) {
-    return Error(kind, fmt::format("{}, call {} of the group, failed in {}: {}{}", call.text, calls_.load(),
-                                   collectives_->name(), text, missing_ranks()));
-  };
-  try {
-    std::rethrow_exception(exception);
-  } catch (const Error& error) {
-    const bool lost = error.kind() == ErrorKind::kDisconnected || error.kind() == ErrorKind::kTimedOut;
-    return lost ? about(error.kind(), error.message()) : error;
-  } catch (...) {
-  }
-  const std::string text = torchspan::describe(exception).text;
-  const bool late = text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos;
-  return about(late ? ErrorKind::kTimedOut : ErrorKind::kDisconnected, text);
-}
-
-std::string SerialBackend::missing_ranks() const {
-  std::string missing;
-  for (std::size_t rank = 0; options_.world && rank < options_.ranks.size(); ++rank) {
-    if (const auto how = options_.world->gone(options_.instances[rank])) {
-      missing += fmt::format("; {} is gone: {}", options_.peers[rank], *how);
-    }
-  }
-  if (!missing.empty()) return missing;
-  const std::string awaited = collectives_->awaited();
-  if (!awaited.empty()) return "; it waits for " + awaited;
-  if (!options_.world) return {};
-  const std::string silent = find_silent_ranks();
-  return silent.empty() ? "; all ranks report this failure"
-                        : "; the ranks were asked whether it failed on them too: " + silent;
-}
-
-std::string SerialBackend::find_silent_ranks() const {
-  std::vector<int> ranks = options_.ranks;
-  std::sort(ranks.begin(), ranks.end());
-  try {
-    options_.world->ask([&](rendezvous::Membership& world) {
-      world.barrier(fmt::format("torchspan.roll_call.{}", calls_.load()), std::move(ranks),
-                    runtime_->executor.deadline_in(kAnswerLimit));
-    });
-  } catch (const Error& error) {
-    return error.message();
-  }
-  return {};
 }
 
 template <class T>
@@ -267,7 +201,7 @@ T SerialBackend::wait_for(Duration timeout, const Future<T>& future, const char*
     if (error.kind() != ErrorKind::kTimedOut || future.done()) throw;
     break_with(Error(ErrorKind::kTimedOut,
                      fmt::format("{}, call {} of the group, did not complete by its deadline{}", call,
-                                 calls_.load(), missing_ranks())));
+                                 calls_.load(), reports_.missing_ranks(calls_.load()))));
     if (collectives_->announces()) collectives_->abort(*failure());
     throw_if_broken(call);
     throw;
@@ -334,7 +268,7 @@ Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
     }
     return submit<at::Tensor>(std::move(line), [this, tensor, reduction] {
       return reduce_sparse(gathers_, tensor, reduction, [&](const SparseDifference& calls) {
-        throw_different(calls.one, calls.its_call, calls.other, calls.other_call);
+        reports_.throw_different(calls.one, calls.its_call, calls.other, calls.other_call);
       });
     });
   }
@@ -348,19 +282,39 @@ Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
 Future<at::Tensor> SerialBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
   find_kernel(tensor.scalar_type(), reduction);
   return submit<at::Tensor>(line_of_tensor("reduce_scatter", tensor, comma(reduction)),
-                            [this, tensor, reduction] {
-                              const at::Tensor given = plain(tensor);
-                              const std::int64_t rows = given.size(0) / size();
-                              const at::Tensor part = at::empty_like(given.narrow(0, 0, rows));
-                              if (part.numel() == 0) return part;
-                              if (collectives_->reduces(given.scalar_type(), reduction) &&
-                                  collectives_->reduce_scatter(given, part, reduction)) {
-                                return part;
-                              }
-                              const at::Tensor work = given.clone();
-                              reduce_dense(work, reduction);
-                              return work.narrow(0, rows * rank(), rows).clone();
-                            });
+                            [this, tensor, reduction] { return scatter_dense(plain(tensor), reduction); });
+}
+
+Future<at::Tensor> SerialBackend::reduce(at::Tensor tensor, int root, ReduceOp reduction) {
+  find_kernel(tensor.scalar_type(), reduction);
+  CallLine line = line_of_tensor("reduce", tensor, fmt::format("{}, to rank {}", comma(reduction), root));
+  return submit<at::Tensor>(std::move(line), [this, tensor, root, reduction] {
+    if (tensor.numel() == 0) return tensor;
+    at::Tensor work = plain(tensor);
+    const bool gets = root == rank();
+    if (!collectives_->reduces(work.scalar_type(), reduction) ||
+        !collectives_->reduce(work, root, reduction)) {
+      if (!gets) work = work.clone();
+      reduce_dense(work, reduction);
+    }
+    return gets ? put_back(work, tensor) : tensor;
+  });
+}
+
+Future<std::vector<at::Tensor>> SerialBackend::coalesced(CoalescedCall call, at::Tensor flat) {
+  using Verb = CoalescedCall::Verb;
+  const bool gathers = call.verb == Verb::kAllGather;
+  if (!gathers) find_kernel(flat.scalar_type(), call.reduction);
+  CallLine line{fmt::format("{}({} {}{})", name_of(call.verb), c10::toString(flat.scalar_type()), call.shapes,
+                            gathers ? "" : comma(call.reduction))};
+  return submit<std::vector<at::Tensor>>(std::move(line),
+                                         [this, verb = call.verb, reduction = call.reduction, flat] {
+                                           if (verb == Verb::kAllGather) return gathers_.dense(flat);
+                                           if (verb == Verb::kReduceScatter)
+                                             return std::vector<at::Tensor>{scatter_dense(flat, reduction)};
+                                           reduce_dense(flat, reduction);
+                                           return std::vector<at::Tensor>{flat};
+                                         });
 }
 
 Future<std::vector<at::Tensor>> SerialBackend::all_gather(at::Tensor tensor) {
@@ -462,6 +416,19 @@ void SerialBackend::reduce_dense(at::Tensor tensor, ReduceOp reduction) {
   }
   collectives_->all_reduce(tensor, kSum);
   tensor.div_(size());
+}
+
+at::Tensor SerialBackend::scatter_dense(const at::Tensor& tensor, ReduceOp reduction) {
+  const std::int64_t rows = tensor.size(0) / size();
+  const at::Tensor part = at::empty_like(tensor.narrow(0, 0, rows));
+  if (part.numel() == 0) return part;
+  if (collectives_->reduces(tensor.scalar_type(), reduction) &&
+      collectives_->reduce_scatter(tensor, part, reduction)) {
+    return part;
+  }
+  const at::Tensor work = tensor.clone();
+  reduce_dense(work, reduction);
+  return work.narrow(0, rows * rank(), rows).clone();
 }
 
 }  // namespace torchspan::collective

@@ -13,22 +13,11 @@
 #include "collective/group_host.h"
 #include "collective/serial/blocking_collectives.h"
 #include "collective/serial/call_line.h"
+#include "collective/serial/failure_reports.h"
 #include "collective/serial/gathers.h"
-#include "collective/world_link.h"
+#include "collective/serial/serial_options.h"
 
 namespace torchspan::collective {
-
-struct SerialOptions {
-  std::vector<int> ranks = {};          ///< ranks of the world, by rank of the group
-  std::vector<std::string> peers = {};  ///< names for messages
-  int rank = 0;
-  Duration timeout = std::chrono::minutes(5);
-  /// Compares the ranks' calls before each operation, which costs one small gather. Other engines hang, or
-  /// end the process, if ranks disagree.
-  bool compare_calls = true;
-  std::shared_ptr<WorldLink> world = {};  ///< may be null; a death that it reports breaks the group at once
-  std::vector<std::uint64_t> instances = {};  ///< of the ranks' processes, if there is a world
-};
 
 /// A backend over BlockingCollectives: runs one operation at a time on its thread, and implements what the
 /// engine does not support. Gathers and reduces dtypes and reductions that the engine lacks here, in the
@@ -53,6 +42,8 @@ class SerialBackend final : public Backend, public WorldListener {
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
   Future<std::vector<at::Tensor>> rooted_all_to_all(RootedCall call, std::vector<at::Tensor> parts) override;
+  Future<at::Tensor> reduce(at::Tensor tensor, int root, ReduceOp reduction) override;
+  Future<std::vector<at::Tensor>> coalesced(CoalescedCall call, at::Tensor flat) override;
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override;
   void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
@@ -81,14 +72,7 @@ class SerialBackend final : public Backend, public WorldListener {
   void run();
   void run_one(Job& job);
   static void fail(Job& job, const Error& cause);
-  void throw_if_rank_gone() const;
   void compare(const CallLine& call);
-  Error explain(const CallLine& call, const std::exception_ptr& exception) const;
-  /// The ranks that are gone, or else those that do not answer, for a message; begins with "; ".
-  std::string missing_ranks() const;
-  /// Asks the ranks through the membership whether this call failed there too. Returns which ranks did not
-  /// answer within a second; empty if all did.
-  std::string find_silent_ranks() const;
   /// Waits for a call for at most `timeout` (zero: no limit); breaks the group if it passes.
   template <class T>
   T wait_for(Duration timeout, const Future<T>& future, const char* call);
@@ -97,14 +81,14 @@ class SerialBackend final : public Backend, public WorldListener {
   void throw_if_broken(const char* call);
 
   void reduce_dense(at::Tensor tensor, ReduceOp reduction);
+  at::Tensor scatter_dense(const at::Tensor& tensor, ReduceOp reduction);
   Future<std::vector<at::Tensor>> exchange(CallLine line, std::vector<at::Tensor> parts);
-  [[noreturn]] void throw_different(std::size_t one, const std::string& its_call, std::size_t other,
-                                    const std::string& other_call) const;
 
   const std::shared_ptr<Runtime> runtime_;
   const SerialOptions options_;
   const std::unique_ptr<BlockingCollectives> collectives_;
   const Gathers gathers_;
+  const FailureReports reports_;
   const std::shared_ptr<GroupHost> host_;
   const std::shared_ptr<Parker> parker_;  ///< shared with the engine, which wakes the thread
   std::atomic<bool> stopping_{false};

@@ -75,6 +75,7 @@ enum class Verb : std::uint8_t {
   kBarrier,
   kGather,   ///< like kAllToAll, with a root
   kScatter,  ///< the same
+  kReduce,   ///< kAllReduce to a root
 };
 
 /// The call of one rank. Equal on all ranks, except for `place` and what the verb allows to differ.
@@ -87,6 +88,8 @@ struct Call {
   std::int32_t root = -1;
   std::uint32_t dimensions = 0;
   std::uint32_t sparse_dimensions = 0;
+  std::uint32_t tensors = 0;  ///< of a coalesced operation; else 0
+  std::uint32_t shapes = 0;   ///< hash of their shapes
   std::array<std::int64_t, kMostDimensions> sizes{};
   std::uint64_t bytes = 0;    ///< size of the contribution
   std::uint64_t note = 0;     ///< size of the shapes, which precede the contribution in the slot

@@ -32,6 +32,8 @@ std::string_view name_of(Verb verb) {
       return "gather";
     case Verb::kScatter:
       return "scatter";
+    case Verb::kReduce:
+      return "reduce";
   }
   return "an unknown operation";
 }
@@ -49,17 +51,20 @@ std::span<const std::int64_t> sizes_of(const Call& call) {
 }  // namespace
 
 std::string describe(const Call& call) {
-  const std::string_view verb = name_of(call.verb);
+  const bool gathers_list = call.verb == Verb::kAllGather && call.tensors != 0;
+  const std::string_view verb = gathers_list ? "all_gather_into_tensor" : name_of(call.verb);
   if (call.verb == Verb::kBarrier || call.verb == Verb::kExchange) return fmt::format("{}()", verb);
-  std::string text =
-      fmt::format("{}({}{}", verb, call.sparse != 0 ? "sparse " : "", name_of_dtype(call.dtype));
+  std::string text = fmt::format("{}{}({}{}", verb, call.tensors != 0 ? "_coalesced" : "",
+                                 call.sparse != 0 ? "sparse " : "", name_of_dtype(call.dtype));
   if (call.verb == Verb::kAllToAll) return text + " parts)";
   if (call.verb == Verb::kGather) return text + fmt::format(", to rank {})", call.root);
   if (call.verb == Verb::kScatter) return text + fmt::format(", from rank {})", call.root);
   text += fmt::format(" [{}]", fmt::join(sizes_of(call), ", "));
+  if (call.tensors != 0) text += fmt::format(" of {} tensors with shapes #{:08x}", call.tensors, call.shapes);
   if (call.verb == Verb::kBroadcast) return text + fmt::format(" from rank {})", call.root);
   if (call.verb == Verb::kAllGather) return text + ")";
-  text += fmt::format(", {})", to_string(static_cast<ReduceOp>(call.reduction)));
+  text += fmt::format(", {}", to_string(static_cast<ReduceOp>(call.reduction)));
+  text += call.verb == Verb::kReduce ? fmt::format(", to rank {})", call.root) : ")";
   if (call.entries != 0) text += fmt::format(" with {} sparse dimensions", call.sparse_dimensions);
   return text;
 }
@@ -70,7 +75,7 @@ std::string describe_numbered(const Call& call) {
 
 bool agree(const Call& a, const Call& b) {
   if (a.sequence != b.sequence || a.verb != b.verb || a.dtype != b.dtype || a.root != b.root ||
-      a.reduction != b.reduction || a.sparse != b.sparse) {
+      a.reduction != b.reduction || a.sparse != b.sparse || a.tensors != b.tensors || a.shapes != b.shapes) {
     return false;
   }
   if (has_own_shapes(a.verb)) return true;

@@ -98,7 +98,7 @@ OpCoroutine ShmAlgorithms::reduce(const Dense& work, std::byte* into) {
   }
   if (work.bytes == 0) return {};
   if (all_in_slots()) {
-    reduce_slots(work, into);
+    if (work.root < 0 || work.root == rank()) reduce_slots(work, into);
     return {};
   }
   if (all_shared()) return into == nullptr ? reduce_shared(work) : scatter_shared(work, into);
@@ -134,20 +134,20 @@ OpCoroutine ShmAlgorithms::reduce_shared(Dense work) {
   for (int rank = 0; rank < size(); ++rank) {
     places.push_back(memory_.place(rank, calls_[static_cast<std::size_t>(rank)]));
   }
+  std::vector<std::byte*> results = places;
   const std::size_t share = work.bytes / (4 * static_cast<std::size_t>(size()));
   const std::size_t step = std::clamp(share, kLeastUnit, kMostUnit) / kLine * kLine;
   const std::uint64_t units = divide_up(work.bytes, step);
   const Regions regions = add_regions(units);
   std::vector<const std::byte*> sources(places.size());
-  std::vector<std::byte*> targets(places.size());
+  if (work.root >= 0) results = {places[static_cast<std::size_t>(work.root)]};
+  std::vector<std::byte*> targets(results.size());
   const auto reduce_unit = [&](std::uint64_t unit) {
     const std::size_t at = static_cast<std::size_t>(unit) * step;
-    for (std::size_t rank = 0; rank < places.size(); ++rank) {
-      sources[rank] = places[rank] + at;
-      targets[rank] = places[rank] + at;
-    }
+    for (std::size_t rank = 0; rank < places.size(); ++rank) sources[rank] = places[rank] + at;
+    for (std::size_t i = 0; i < results.size(); ++i) targets[i] = results[i] + at;
     // Writes this rank's tensor first: its next reads are there.
-    std::swap(targets[0], targets[static_cast<std::size_t>(rank())]);
+    if (work.root < 0) std::swap(targets[0], targets[static_cast<std::size_t>(rank())]);
     work.kernel(
         {sources, targets, std::min(step, work.bytes - at) / work.item, static_cast<std::size_t>(size())});
     signals_.finish_unit();
@@ -181,7 +181,7 @@ OpCoroutine ShmAlgorithms::scatter_shared(Dense work, std::byte* into) {
 }
 
 /// Per chunk, each rank stages the slices of the other ranks, reduces its own slice, and copies the results of
-/// the other ranks. Steps of adjacent chunks overlap, so that ranks wait less for each other.
+/// the other ranks, if it gets them. Steps of adjacent chunks overlap, so that ranks wait less for each other.
 OpCoroutine ShmAlgorithms::reduce_private(Dense work) {
   const auto ranks = static_cast<std::size_t>(size());
   const std::size_t step = memory_.chunk_bytes() / work.item;
@@ -200,7 +200,9 @@ OpCoroutine ShmAlgorithms::reduce_private(Dense work) {
     std::memcpy(to, data_of(chunk), own.begin);
     std::memcpy(to + own.end, data_of(chunk) + own.end, length(chunk) * work.item - own.end);
   };
+  const bool gets = work.root < 0 || work.root == rank();
   std::vector<const std::byte*> sources(ranks);
+  std::vector<std::byte*> targets;
   const auto reduce_slice = [&, this](std::size_t chunk) {
     const Slice own = slice(chunk, rank());
     for (int rank = 0; rank < size(); ++rank) {
@@ -208,8 +210,9 @@ OpCoroutine ShmAlgorithms::reduce_private(Dense work) {
       sources[static_cast<std::size_t>(rank)] =
           (mine ? data_of(chunk) : memory_.staging(rank, base + chunk)) + own.begin;
     }
-    const std::array<std::byte*, 2> targets{data_of(chunk) + own.begin,
-                                            memory_.staging(rank(), base + chunk) + own.begin};
+    targets.clear();
+    if (gets) targets.push_back(data_of(chunk) + own.begin);
+    if (work.root != rank()) targets.push_back(memory_.staging(rank(), base + chunk) + own.begin);
     work.kernel({sources, targets, (own.end - own.begin) / work.item, ranks});
   };
   const auto take = [&, this](std::size_t chunk) {
@@ -233,11 +236,14 @@ OpCoroutine ShmAlgorithms::reduce_private(Dense work) {
     co_await reach(Count::kStaged, base + chunk + 1);
     reduce_slice(chunk);
     signals_.publish(Count::kReduced, base + chunk + 1);
-    if (chunk > 0) {
+    if (!gets) {
+      signals_.publish(Count::kTaken, base + chunk + 1);
+    } else if (chunk > 0) {
       co_await reach(Count::kReduced, base + chunk);
       take(chunk - 1);
     }
   }
+  if (!gets) co_return;
   co_await reach(Count::kReduced, base + chunks);
   take(chunks - 1);
 }

@@ -20,6 +20,7 @@ struct Dense {
   std::size_t bytes = 0;
   std::size_t item = 1;
   Kernel kernel = nullptr;
+  int root = -1;  ///< the only rank that gets the result; -1: all do
 };
 
 /// Moves and reduces bytes between the ranks' memories, chunk by chunk. Used by one thread at a time, for one
@@ -32,7 +33,7 @@ class ShmAlgorithms {
   /// Copies of all ranks' calls of the current operation.
   std::vector<Call>& calls() { return calls_; }
 
-  /// Reduces `work` in place; if `into` is not null, reduces only this rank's part, into `into`.
+  /// Reduces `work` in place, unless another rank is its root; if `into` is not null, reduces only this rank's part, into `into`.
   OpCoroutine reduce(const Dense& work, std::byte* into);
   /// Copies a range from each rank; `pieces` are this rank's contribution.
   OpCoroutine fetch(std::vector<FetchRange> wants, std::vector<Piece> pieces);

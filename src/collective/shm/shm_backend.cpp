@@ -28,10 +28,10 @@ Deadline limit_in(Executor& executor, Duration timeout) {
 }
 
 /// An operation whose contribution is `tensor`, which is dense and contiguous.
-std::unique_ptr<Operation> describe_tensor(Verb verb, const at::Tensor& tensor) {
+std::unique_ptr<Operation> describe_tensor(const Call& kind, const at::Tensor& tensor) {
   auto operation = std::make_unique<Operation>();
   Call& call = operation->call;
-  call.verb = verb;
+  call = kind;
   call.dtype = static_cast<std::int8_t>(tensor.scalar_type());
   put_sizes(call, tensor.sizes());
   call.bytes = tensor.nbytes();
@@ -54,128 +54,81 @@ void place(const GroupMemory& memory, Operation& operation) {
   call.place = place.value_or(0);
 }
 
-}  // namespace
-
-ShmBackend::ShmBackend(std::shared_ptr<OpQueue> op_queue) : op_queue_(std::move(op_queue)) {
-  for (int rank = 0; rank < op_queue_->memory().size(); ++rank)
-    ranks_.push_back(op_queue_->memory().peer(rank).world_rank);
+Call call_of(Verb verb) {
+  Call call;
+  call.verb = verb;
+  return call;
 }
 
-std::shared_ptr<ShmBackend> ShmBackend::make(std::shared_ptr<PeerMemory> peer_memory,
-                                             std::vector<int> members, Duration timeout,
-                                             const Gather& gather) {
-  std::vector<int> answering(members.size());
-  for (std::size_t i = 0; i < members.size(); ++i) answering[i] = static_cast<int>(i);
-  auto memory = GroupMemory::make(std::move(peer_memory), std::move(members), gather, answering);
-  return std::shared_ptr<ShmBackend>(new ShmBackend(OpQueue::make(std::move(memory), timeout)));
+/// FNV-1a.
+std::uint32_t hash_of(const std::string& text) {
+  std::uint32_t hash = 2166136261U;
+  for (const char character : text) hash = (hash ^ static_cast<unsigned char>(character)) * 16777619U;
+  return hash;
 }
 
-std::shared_ptr<Backend> ShmBackend::split(int color, int key) {
-  const Deadline deadline = op_queue_->executor().deadline_in(op_queue_->timeout());
-  const Gather gather = [&](BytesView mine) { return gather_bytes(mine, deadline); };
-  const std::vector<int> answering = ranks_of_split(gather, color, key);
-  std::vector<int> members;
-  for (const int parent_rank : answering) {
-    members.push_back(op_queue_->memory().members()[static_cast<std::size_t>(parent_rank)]);
-  }
-  auto part = GroupMemory::make(op_queue_->memory().peer_memory(), std::move(members), gather, answering);
-  return std::shared_ptr<ShmBackend>(new ShmBackend(OpQueue::make(std::move(part), op_queue_->timeout())));
-}
-
+/// Submits the operation; the future gets the result of `result`, or the operation's failure.
 template <class T>
-Future<T> ShmBackend::submit(std::unique_ptr<Operation> operation, UniqueFunction<T()> result) {
-  auto promise = std::make_shared<Promise<T>>(op_queue_->host());
+Future<T> submit(OpQueue& queue, std::unique_ptr<Operation> operation, UniqueFunction<T()> result) {
+  auto promise = std::make_shared<Promise<T>>(queue.host());
   Future<T> future = promise->future();
   operation->succeed = [promise, result = std::move(result)]() mutable { promise->set_from(result); };
   operation->fail = [promise](std::exception_ptr error) { promise->set_error(std::move(error)); };
-  op_queue_->submit(std::move(operation));
+  queue.submit(std::move(operation));
   return future;
 }
 
-Future<at::Tensor> ShmBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {
-  if (tensor.is_sparse()) return all_reduce_sparse(tensor, reduction);
+/// all_reduce() and reduce(), whose root is that of `call`.
+Future<at::Tensor> reduce_dense(OpQueue& queue, Call call, const at::Tensor& tensor, ReduceOp reduction) {
   const Kernel kernel = find_kernel(tensor.scalar_type(), reduction);
-  at::Tensor work = plain(tensor);
-  auto operation = describe_tensor(Verb::kAllReduce, work);
-  operation->call.reduction = static_cast<std::uint8_t>(reduction);
-  place(op_queue_->memory(), *operation);
-  const Piece piece = piece_of(work);
-  operation->begin = [this_mover = &op_queue_->algorithms(), piece, kernel,
-                      item = static_cast<std::size_t>(work.element_size())] {
-    return this_mover->reduce({piece.data, piece.size, item, kernel}, nullptr);
-  };
-  return submit<at::Tensor>(std::move(operation), [work, tensor] { return put_back(work, tensor); });
-}
-
-Future<at::Tensor> ShmBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
-  const Kernel kernel = find_kernel(tensor.scalar_type(), reduction);
-  at::Tensor work = plain(tensor);
-  auto operation = describe_tensor(Verb::kReduceScatter, work);
-  operation->call.reduction = static_cast<std::uint8_t>(reduction);
-  place(op_queue_->memory(), *operation);
-  std::vector<std::int64_t> sizes = work.sizes().vec();
-  sizes[0] /= size();
-  const at::Tensor part = empty(sizes, work.scalar_type());
-  operation->begin = [this_mover = &op_queue_->algorithms(), piece = piece_of(work), kernel,
-                      item = static_cast<std::size_t>(work.element_size()), into = piece_of(part).data] {
-    return this_mover->reduce({piece.data, piece.size, item, kernel}, into);
-  };
-  return submit<at::Tensor>(std::move(operation), [work, part] { return part; });
-}
-
-Future<std::vector<at::Tensor>> ShmBackend::all_gather(at::Tensor tensor) {
   const at::Tensor work = plain(tensor);
-  auto operation = describe_tensor(Verb::kAllGather, work);
-  place(op_queue_->memory(), *operation);
+  call.reduction = static_cast<std::uint8_t>(reduction);
+  auto operation = describe_tensor(call, work);
+  place(queue.memory(), *operation);
+  operation->begin = [algorithms = &queue.algorithms(), piece = piece_of(work), kernel, root = call.root,
+                      item = static_cast<std::size_t>(work.element_size())] {
+    return algorithms->reduce({piece.data, piece.size, item, kernel, root}, nullptr);
+  };
+  const bool gets = call.root < 0 || call.root == queue.memory().rank();
+  return submit<at::Tensor>(queue, std::move(operation),
+                            [work, tensor, gets] { return gets ? put_back(work, tensor) : tensor; });
+}
+
+Future<at::Tensor> scatter_dense(OpQueue& queue, Call call, const at::Tensor& tensor, ReduceOp reduction) {
+  const Kernel kernel = find_kernel(tensor.scalar_type(), reduction);
+  const at::Tensor work = plain(tensor);
+  call.reduction = static_cast<std::uint8_t>(reduction);
+  auto operation = describe_tensor(call, work);
+  place(queue.memory(), *operation);
+  std::vector<std::int64_t> sizes = work.sizes().vec();
+  sizes[0] /= queue.memory().size();
+  const at::Tensor part = empty(sizes, work.scalar_type());
+  operation->begin = [algorithms = &queue.algorithms(), piece = piece_of(work), kernel,
+                      item = static_cast<std::size_t>(work.element_size()), into = piece_of(part).data] {
+    return algorithms->reduce({piece.data, piece.size, item, kernel}, into);
+  };
+  return submit<at::Tensor>(queue, std::move(operation), [work, part] { return part; });
+}
+
+Future<std::vector<at::Tensor>> gather_dense(OpQueue& queue, const Call& call, const at::Tensor& tensor) {
+  const at::Tensor work = plain(tensor);
+  auto operation = describe_tensor(call, work);
+  place(queue.memory(), *operation);
   const auto results = std::make_shared<std::vector<at::Tensor>>();
-  operation->begin = [algorithms = &op_queue_->algorithms(), results, dtype = work.scalar_type(),
+  operation->begin = [algorithms = &queue.algorithms(), results, dtype = work.scalar_type(),
                       pieces = operation->pieces] {
     std::vector<FetchRange> wants;
-    for (const Call& call : algorithms->calls()) {
-      results->push_back(empty(get_sizes(call, c10::elementSize(dtype)), dtype));
+    for (const Call& its : algorithms->calls()) {
+      results->push_back(empty(get_sizes(its, c10::elementSize(dtype)), dtype));
       wants.push_back({.into = {piece_of(results->back())}});
     }
     return algorithms->fetch(std::move(wants), pieces);
   };
-  return submit<std::vector<at::Tensor>>(std::move(operation),
+  return submit<std::vector<at::Tensor>>(queue, std::move(operation),
                                          [work, results] { return std::move(*results); });
 }
 
-Future<at::Tensor> ShmBackend::broadcast(at::Tensor tensor, int root) {
-  const at::Tensor work = plain(tensor);
-  auto operation = describe_tensor(Verb::kBroadcast, work);
-  operation->call.root = root;
-  const bool sends = root == rank();
-  const Piece piece = operation->pieces[0];
-  if (!sends) {
-    operation->pieces.clear();
-    operation->call.bytes = 0;
-  }
-  place(op_queue_->memory(), *operation);
-  operation->begin = [algorithms = &op_queue_->algorithms(), piece, sends, root, pieces = operation->pieces] {
-    std::vector<FetchRange> wants(algorithms->calls().size());
-    if (!sends) wants[static_cast<std::size_t>(root)].into = {piece};
-    return algorithms->fetch(std::move(wants), pieces);
-  };
-  return submit<at::Tensor>(std::move(operation),
-                            [work, tensor, sends] { return sends ? tensor : put_back(work, tensor); });
-}
-
-Future<std::vector<at::Tensor>> ShmBackend::all_to_all(std::vector<at::Tensor> parts) {
-  Call call;
-  call.verb = Verb::kAllToAll;
-  return exchange(call, std::move(parts));
-}
-
-Future<std::vector<at::Tensor>> ShmBackend::rooted_all_to_all(RootedCall rooted,
-                                                              std::vector<at::Tensor> parts) {
-  Call call;
-  call.verb = rooted.verb == RootedCall::Verb::kGather ? Verb::kGather : Verb::kScatter;
-  call.root = rooted.root;
-  return exchange(call, std::move(parts));
-}
-
-Future<std::vector<at::Tensor>> ShmBackend::exchange(Call call, std::vector<at::Tensor> parts) {
+Future<std::vector<at::Tensor>> exchange(OpQueue& queue, const Call& call, std::vector<at::Tensor> parts) {
   auto operation = std::make_unique<Operation>();
   operation->call = call;
   operation->call.dtype = static_cast<std::int8_t>(parts[0].scalar_type());
@@ -187,10 +140,10 @@ Future<std::vector<at::Tensor>> ShmBackend::exchange(Call call, std::vector<at::
     operation->call.bytes += part.nbytes();
   }
   operation->note = note.take();
-  place(op_queue_->memory(), *operation);
+  place(queue.memory(), *operation);
   const auto results = std::make_shared<std::vector<at::Tensor>>();
-  operation->begin = [algorithms = &op_queue_->algorithms(), results, dtype = parts[0].scalar_type(),
-                      rank = rank(), pieces = operation->pieces] {
+  operation->begin = [algorithms = &queue.algorithms(), results, dtype = parts[0].scalar_type(),
+                      rank = queue.memory().rank(), pieces = operation->pieces] {
     std::vector<FetchRange> wants;
     for (std::size_t from = 0; from < algorithms->calls().size(); ++from) {
       const PartOfRow part =
@@ -201,51 +154,31 @@ Future<std::vector<at::Tensor>> ShmBackend::exchange(Call call, std::vector<at::
     }
     return algorithms->fetch(std::move(wants), pieces);
   };
-  return submit<std::vector<at::Tensor>>(std::move(operation),
+  return submit<std::vector<at::Tensor>>(queue, std::move(operation),
                                          [parts = std::move(parts), results] { return std::move(*results); });
 }
 
-std::vector<Bytes> ShmBackend::all_gather_bytes(BytesView mine, Duration timeout) {
-  return gather_bytes(mine, limit_in(op_queue_->executor(), timeout));
-}
-
-std::vector<Bytes> ShmBackend::gather_bytes(BytesView mine, Deadline deadline) {
+std::vector<Bytes> gather_bytes(OpQueue& queue, BytesView mine, Deadline deadline) {
   auto operation = std::make_unique<Operation>();
   operation->call.verb = Verb::kExchange;
   operation->call.bytes = mine.size();
   operation->deadline = deadline;
   const auto bytes = std::make_shared<Bytes>(mine.begin(), mine.end());
   operation->pieces = {{bytes->data(), bytes->size()}};
-  place(op_queue_->memory(), *operation);
+  place(queue.memory(), *operation);
   const auto results = std::make_shared<std::vector<Bytes>>();
-  operation->begin = [algorithms = &op_queue_->algorithms(), results, pieces = operation->pieces] {
+  operation->begin = [algorithms = &queue.algorithms(), results, pieces = operation->pieces] {
     std::vector<FetchRange> wants;
     for (const Call& call : algorithms->calls()) results->emplace_back(checked_size(call.bytes));
     for (Bytes& result : *results) wants.push_back({.into = {{result.data(), result.size()}}});
     return algorithms->fetch(std::move(wants), pieces);
   };
-  return submit<std::vector<Bytes>>(std::move(operation), [bytes, results] { return std::move(*results); })
+  return submit<std::vector<Bytes>>(queue, std::move(operation),
+                                    [bytes, results] { return std::move(*results); })
       .wait();
 }
 
-void ShmBackend::barrier(Duration timeout) {
-  auto operation = std::make_unique<Operation>();
-  operation->call.verb = Verb::kBarrier;
-  operation->deadline = limit_in(op_queue_->executor(), timeout);
-  place(op_queue_->memory(), *operation);
-  operation->begin = [] { return OpCoroutine(); };
-  submit<void>(std::move(operation), [] {}).wait();
-}
-
-at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
-  const std::size_t bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  std::shared_ptr<std::byte> block = op_queue_->memory().peer_memory()->own()->allocate(bytes);
-  std::byte* const data = block.get();
-  return at::from_blob(
-      data, sizes, [block = std::move(block)](void*) {}, at::TensorOptions().dtype(dtype));
-}
-
-Future<at::Tensor> ShmBackend::all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction) {
+Future<at::Tensor> all_reduce_sparse(OpQueue& queue, const at::Tensor& tensor, ReduceOp reduction) {
   if (reduction != kSum && reduction != kAvg) {
     throw Error(ErrorKind::kUnsupported,
                 fmt::format("the {} of sparse tensors is not supported, because missing entries have no "
@@ -267,9 +200,9 @@ Future<at::Tensor> ShmBackend::all_reduce_sparse(const at::Tensor& tensor, Reduc
   call.entries = static_cast<std::uint64_t>(values.size(0));
   call.bytes = indices.nbytes() + values.nbytes();
   operation->pieces = {piece_of(indices), piece_of(values)};
-  place(op_queue_->memory(), *operation);
+  place(queue.memory(), *operation);
   const auto parts = std::make_shared<SparseParts>();
-  operation->begin = [algorithms = &op_queue_->algorithms(), parts, dtype = work.scalar_type(),
+  operation->begin = [algorithms = &queue.algorithms(), parts, dtype = work.scalar_type(),
                       pieces = operation->pieces] {
     std::vector<FetchRange> wants;
     const std::uint32_t sparse_dimensions = SparseParts::sparse_dimensions(algorithms->calls());
@@ -279,10 +212,123 @@ Future<at::Tensor> ShmBackend::all_reduce_sparse(const at::Tensor& tensor, Reduc
     }
     return algorithms->fetch(std::move(wants), pieces);
   };
-  return submit<at::Tensor>(std::move(operation),
-                            [parts, indices, values, sizes = work.sizes().vec(), reduction, ranks = size()] {
-                              return parts->sum(sizes, reduction == kAvg ? ranks : 1);
-                            });
+  return submit<at::Tensor>(
+      queue, std::move(operation),
+      [parts, indices, values, sizes = work.sizes().vec(), reduction, ranks = queue.memory().size()] {
+        return parts->sum(sizes, reduction == kAvg ? ranks : 1);
+      });
+}
+
+}  // namespace
+
+ShmBackend::ShmBackend(std::shared_ptr<OpQueue> op_queue) : op_queue_(std::move(op_queue)) {
+  for (int rank = 0; rank < op_queue_->memory().size(); ++rank)
+    ranks_.push_back(op_queue_->memory().peer(rank).world_rank);
+}
+
+std::shared_ptr<ShmBackend> ShmBackend::make(std::shared_ptr<PeerMemory> peer_memory,
+                                             std::vector<int> members, Duration timeout,
+                                             const Gather& gather) {
+  std::vector<int> answering(members.size());
+  for (std::size_t i = 0; i < members.size(); ++i) answering[i] = static_cast<int>(i);
+  auto memory = GroupMemory::make(std::move(peer_memory), std::move(members), gather, answering);
+  return std::shared_ptr<ShmBackend>(new ShmBackend(OpQueue::make(std::move(memory), timeout)));
+}
+
+std::shared_ptr<Backend> ShmBackend::split(int color, int key) {
+  const Deadline deadline = op_queue_->executor().deadline_in(op_queue_->timeout());
+  const Gather gather = [&](BytesView mine) { return gather_bytes(*op_queue_, mine, deadline); };
+  const std::vector<int> answering = ranks_of_split(gather, color, key);
+  std::vector<int> members;
+  for (const int parent_rank : answering) {
+    members.push_back(op_queue_->memory().members()[static_cast<std::size_t>(parent_rank)]);
+  }
+  auto part = GroupMemory::make(op_queue_->memory().peer_memory(), std::move(members), gather, answering);
+  return std::shared_ptr<ShmBackend>(new ShmBackend(OpQueue::make(std::move(part), op_queue_->timeout())));
+}
+
+Future<at::Tensor> ShmBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {
+  if (tensor.is_sparse()) return all_reduce_sparse(*op_queue_, tensor, reduction);
+  return reduce_dense(*op_queue_, call_of(Verb::kAllReduce), tensor, reduction);
+}
+
+Future<at::Tensor> ShmBackend::reduce(at::Tensor tensor, int root, ReduceOp reduction) {
+  Call call = call_of(Verb::kReduce);
+  call.root = root;
+  return reduce_dense(*op_queue_, call, tensor, reduction);
+}
+
+Future<at::Tensor> ShmBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
+  return scatter_dense(*op_queue_, call_of(Verb::kReduceScatter), tensor, reduction);
+}
+
+Future<std::vector<at::Tensor>> ShmBackend::all_gather(at::Tensor tensor) {
+  return gather_dense(*op_queue_, call_of(Verb::kAllGather), tensor);
+}
+
+Future<std::vector<at::Tensor>> ShmBackend::coalesced(CoalescedCall coalesced, at::Tensor flat) {
+  const bool gathers = coalesced.verb == CoalescedCall::Verb::kAllGather;
+  const bool scatters = coalesced.verb == CoalescedCall::Verb::kReduceScatter;
+  Call call = call_of(gathers ? Verb::kAllGather : scatters ? Verb::kReduceScatter : Verb::kAllReduce);
+  call.tensors =
+      static_cast<std::uint32_t>(std::count(coalesced.shapes.begin(), coalesced.shapes.end(), '['));
+  call.shapes = hash_of(coalesced.shapes);
+  if (gathers) return gather_dense(*op_queue_, call, flat);
+  return (scatters ? scatter_dense(*op_queue_, call, flat, coalesced.reduction)
+                   : reduce_dense(*op_queue_, call, flat, coalesced.reduction))
+      .then([](const Future<at::Tensor>& result) { return std::vector<at::Tensor>{result.wait()}; });
+}
+
+Future<at::Tensor> ShmBackend::broadcast(at::Tensor tensor, int root) {
+  const at::Tensor work = plain(tensor);
+  auto operation = describe_tensor(call_of(Verb::kBroadcast), work);
+  operation->call.root = root;
+  const bool sends = root == rank();
+  const Piece piece = operation->pieces[0];
+  if (!sends) {
+    operation->pieces.clear();
+    operation->call.bytes = 0;
+  }
+  place(op_queue_->memory(), *operation);
+  operation->begin = [algorithms = &op_queue_->algorithms(), piece, sends, root, pieces = operation->pieces] {
+    std::vector<FetchRange> wants(algorithms->calls().size());
+    if (!sends) wants[static_cast<std::size_t>(root)].into = {piece};
+    return algorithms->fetch(std::move(wants), pieces);
+  };
+  return submit<at::Tensor>(*op_queue_, std::move(operation),
+                            [work, tensor, sends] { return sends ? tensor : put_back(work, tensor); });
+}
+
+Future<std::vector<at::Tensor>> ShmBackend::all_to_all(std::vector<at::Tensor> parts) {
+  return exchange(*op_queue_, call_of(Verb::kAllToAll), std::move(parts));
+}
+
+Future<std::vector<at::Tensor>> ShmBackend::rooted_all_to_all(RootedCall rooted,
+                                                              std::vector<at::Tensor> parts) {
+  Call call = call_of(rooted.verb == RootedCall::Verb::kGather ? Verb::kGather : Verb::kScatter);
+  call.root = rooted.root;
+  return exchange(*op_queue_, call, std::move(parts));
+}
+
+std::vector<Bytes> ShmBackend::all_gather_bytes(BytesView mine, Duration timeout) {
+  return gather_bytes(*op_queue_, mine, limit_in(op_queue_->executor(), timeout));
+}
+
+void ShmBackend::barrier(Duration timeout) {
+  auto operation = std::make_unique<Operation>();
+  operation->call.verb = Verb::kBarrier;
+  operation->deadline = limit_in(op_queue_->executor(), timeout);
+  place(op_queue_->memory(), *operation);
+  operation->begin = [] { return OpCoroutine(); };
+  submit<void>(*op_queue_, std::move(operation), [] {}).wait();
+}
+
+at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const std::size_t bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+  std::shared_ptr<std::byte> block = op_queue_->memory().peer_memory()->own()->allocate(bytes);
+  std::byte* const data = block.get();
+  return at::from_blob(
+      data, sizes, [block = std::move(block)](void*) {}, at::TensorOptions().dtype(dtype));
 }
 
 }  // namespace torchspan::collective::shm

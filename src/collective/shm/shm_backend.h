@@ -29,6 +29,8 @@ class ShmBackend final : public Backend {
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
   Future<std::vector<at::Tensor>> rooted_all_to_all(RootedCall call, std::vector<at::Tensor> parts) override;
+  Future<at::Tensor> reduce(at::Tensor tensor, int root, ReduceOp reduction) override;
+  Future<std::vector<at::Tensor>> coalesced(CoalescedCall call, at::Tensor flat) override;
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override;
   void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
@@ -37,13 +39,6 @@ class ShmBackend final : public Backend {
 
  private:
   explicit ShmBackend(std::shared_ptr<OpQueue> op_queue);
-
-  Future<std::vector<at::Tensor>> exchange(Call call, std::vector<at::Tensor> parts);
-  std::vector<Bytes> gather_bytes(BytesView mine, Deadline deadline);
-  Future<at::Tensor> all_reduce_sparse(const at::Tensor& tensor, ReduceOp reduction);
-  /// Submits the operation; the future gets the result of `result`, or the operation's failure.
-  template <class T>
-  Future<T> submit(std::unique_ptr<Operation> operation, UniqueFunction<T()> result);
 
   const std::shared_ptr<OpQueue> op_queue_;
   std::vector<int> ranks_;

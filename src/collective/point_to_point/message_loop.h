@@ -1,0 +1,83 @@
+#pragma once
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torchspan/collective/backend.h>
+
+#include "collective/point_to_point/message_queue.h"
+#include "collective/point_to_point/pair_connections.h"
+
+namespace torchspan::collective {
+
+/// Moves the messages of one rank. A sender offers its tensor; a small one travels with the offer, a large one when the
+/// receiver has called recv(). The send completes when the receiver has the data. A failure breaks the group, and a
+/// broken group fails the messages. One thread handles all messages; it starts with the first one.
+class MessageLoop final : private PairEvents {
+ public:
+  /// Whom this rank tells that its messages have failed.
+  enum class Tell : std::uint8_t {
+    kNobody,  ///< the other ranks know
+    kPeers,   ///< this rank ends, but the group may continue without it
+    kGroup,   ///< this rank noticed that the group is broken
+  };
+
+  MessageLoop(PairPlan plan, std::shared_ptr<Backend> backend);
+  /// Calls stop() if it was not called.
+  ~MessageLoop() override;
+
+  const PairPlan& plan() const { return plan_; }
+  void add(const MessageOperationPtr& operation);
+  /// Fails all operations, later ones too; the first call counts.
+  void break_with(const Error& error, Tell tell);
+  /// Ends the threads and fails what is left.
+  void stop(const Error& error);
+
+ private:
+  struct Cause {
+    Error error;
+    Tell tell;
+  };
+  struct Lost {
+    int rank;
+    Error cause;
+  };
+
+  void start();
+  static void fail(MessageOperation& operation, const Error& error);
+
+  // On the thread of the connections:
+  void received(int rank, const channels::Note& note, Buffer data) override;
+  void lost(int rank, const Error& cause) override;
+  Deadline look() override;
+  void begin(const MessageOperationPtr& operation);
+  void match(const MessageOperationPtr& operation, const Offered& offered);
+  void take_data(const MessageOperationPtr& operation, const Buffer& data);
+  void complete(const MessageOperationPtr& operation);
+  /// Finds late ranks and failures of the group; returns when to look again.
+  Deadline check();
+  /// Sends more of the accepted messages; true if some are left.
+  bool send_more();
+  void fail_all(const Cause& cause);
+  Error late(const MessageOperation& operation) const;
+  const std::string& name(int rank) const { return plan_.peers[static_cast<std::size_t>(rank)]; }
+  MessageQueue& queue(int rank) { return queues_[static_cast<std::size_t>(rank)]; }
+
+  const PairPlan plan_;
+  const std::shared_ptr<Backend> backend_;
+  Executor& executor_;
+  Mutex mutex_;
+  bool starting_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::deque<MessageOperationPtr> new_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::deque<Lost> lost_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Cause> cause_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool failed_ = false;                     ///< of the connections' thread: it has handled cause_
+  std::vector<MessageQueue> queues_;        ///< of the same thread, by rank
+  std::vector<std::optional<Error>> gone_;  ///< the same: ranks that cannot be reached
+  /// Set once, with the lock; read with the lock until the connections' thread has seen it.
+  std::unique_ptr<PairConnections> connections_;
+};
+
+}  // namespace torchspan::collective

@@ -1,0 +1,131 @@
+#include "collective/point_to_point/point_to_point.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include <torchspan/detail/device/streams.h>
+
+#include "collective/api/event_gate.h"
+#include "collective/serial/failure_reports.h"
+#include "collective/tensors.h"
+
+namespace torchspan::collective {
+namespace {
+
+std::string contents_of(const at::Tensor& tensor) {
+  return fmt::format("{} [{}]", c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes().vec(), ", "));
+}
+
+/// Memory into which the tensor's contents are received.
+at::Tensor memory_for(const at::Tensor& tensor) {
+  if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) return tensor.detach();
+  return at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
+}
+
+}  // namespace
+
+PointToPoint::PointToPoint(PairPlan plan, std::shared_ptr<Backend> backend)
+    : host_(std::make_shared<GroupHost>(plan.world->runtime())), loop_(std::move(plan), std::move(backend)) {}
+
+std::shared_ptr<PointToPoint> PointToPoint::make(PairPlan plan, std::shared_ptr<Backend> backend) {
+  const std::shared_ptr<WorldLink> world = plan.world;
+  const std::shared_ptr<PointToPoint> messages(new PointToPoint(std::move(plan), std::move(backend)));
+  world->add(messages);
+  return messages;
+}
+
+PointToPoint::~PointToPoint() {
+  loop_.stop(Error(ErrorKind::kCancelled,
+                   "the last handle of the group was dropped while this operation was pending"));
+  GroupHost::close(std::move(host_), loop_.plan().world->ended().has_value());
+}
+
+std::shared_ptr<PointToPoint> PointToPoint::of_part(std::shared_ptr<Backend> part) {
+  constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
+  const PairPlan& whole = loop_.plan();
+  const std::uint64_t split = splits_.fetch_add(1) + 1;
+  if (part->size() == 1) return nullptr;
+  PairPlan plan{.world = whole.world,
+                .ranks = part->ranks(),
+                .instances = {},
+                .peers = {},
+                .rank = part->rank(),
+                .group = (whole.group + split) * kOdd,
+                .timeout = whole.timeout};
+  for (const int world_rank : plan.ranks) {
+    const auto place = static_cast<std::size_t>(
+        std::find(whole.ranks.begin(), whole.ranks.end(), world_rank) - whole.ranks.begin());
+    plan.instances.push_back(whole.instances[place]);
+    plan.peers.push_back(whole.peers[place]);
+  }
+  return make(std::move(plan), std::move(part));
+}
+
+Future<at::Tensor> PointToPoint::submit(MessageOperation operation) {
+  const auto shared = std::make_shared<MessageOperation>(std::move(operation));
+  shared->contents = contents_of(shared->tensor);
+  shared->deadline = loop_.plan().world->runtime()->executor.deadline_in(loop_.plan().timeout);
+  shared->promise = std::make_shared<Promise<at::Tensor>>(host_);
+  Future<at::Tensor> future = shared->promise->future();
+  loop_.add(shared);
+  return future;
+}
+
+Future<at::Tensor> PointToPoint::send(const at::Tensor& tensor, int peer, int tag) {
+  const at::NoGradGuard no_grad;
+  MessageOperation operation;
+  operation.sends = true;
+  operation.peer = peer;
+  operation.tag = tag;
+  operation.tensor = tensor;
+  operation.work = plain(tensor.is_cpu() ? tensor : tensor.detach().to(at::kCPU));
+  return submit(std::move(operation));
+}
+
+Future<at::Tensor> PointToPoint::recv(const at::Tensor& tensor, int peer, int tag) {
+  if (!tensor.is_cpu()) return recv_on_device(tensor, peer, tag);
+  const at::NoGradGuard no_grad;
+  MessageOperation operation;
+  operation.peer = peer;
+  operation.tag = tag;
+  operation.tensor = tensor;
+  operation.work = memory_for(tensor);
+  return submit(std::move(operation));
+}
+
+/// The copy to the device runs after the work that the caller has enqueued so far, and takers' work after the copy.
+Future<at::Tensor> PointToPoint::recv_on_device(const at::Tensor& tensor, int peer, int tag) {
+  const auto before = EventGate::record(device::current_stream(tensor.device()), {tensor});
+  const at::Tensor staging = at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
+  const auto promise = std::make_shared<Promise<at::Tensor>>(host_);
+  Future<at::Tensor> future = promise->future();
+  recv(staging, peer, tag).add_done_callback([promise, before, tensor](const Future<at::Tensor>& received) {
+    try {
+      const at::Tensor data = received.wait();
+      before->pass();
+      put_back(data, tensor);
+      promise->set_value_behind(EventGate::record(device::current_stream(tensor.device()), {tensor}), tensor);
+    } catch (...) {
+      promise->set_error(std::current_exception());
+    }
+  });
+  return future;
+}
+
+void PointToPoint::member_died(const rendezvous::Member& member, const Error& reason) {
+  const auto& instances = loop_.plan().instances;
+  if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
+  loop_.break_with(FailureReports::lost(describe(member), reason.message()), MessageLoop::Tell::kNobody);
+}
+
+void PointToPoint::world_ended(const Error& reason) { loop_.break_with(reason, MessageLoop::Tell::kPeers); }
+
+void PointToPoint::world_closing() {
+  loop_.stop(Error(ErrorKind::kCancelled, "the world of this group has ended"));
+}
+
+}  // namespace torchspan::collective

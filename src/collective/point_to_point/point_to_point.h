@@ -1,0 +1,41 @@
+#pragma once
+#include <atomic>
+#include <memory>
+
+#include "collective/group_host.h"
+#include "collective/point_to_point/message_loop.h"
+
+namespace torchspan::collective {
+
+/// send() and recv() of a group, whatever its backend: over connections between the pairs of ranks that use them, which
+/// the first call makes. Follows the group's world.
+class PointToPoint final : public WorldListener {
+ public:
+  static std::shared_ptr<PointToPoint> make(PairPlan plan, std::shared_ptr<Backend> backend);
+  /// Fails pending operations with kCancelled.
+  ~PointToPoint() override;
+  PointToPoint(const PointToPoint&) = delete;
+
+  /// The same for a part that split() made of the group; null for one rank. All ranks call it for every split.
+  std::shared_ptr<PointToPoint> of_part(std::shared_ptr<Backend> part);
+
+  /// For dense tensors; `peer` is another rank of the group. Those on a device pass through the CPU.
+  Future<at::Tensor> send(const at::Tensor& tensor, int peer, int tag);
+  Future<at::Tensor> recv(const at::Tensor& tensor, int peer, int tag);
+
+  void member_died(const rendezvous::Member& member, const Error& reason) override;
+  void member_left(const rendezvous::Member&) override {}  // it ends its connections
+  void world_ended(const Error& reason) override;
+  void world_closing() override;
+
+ private:
+  PointToPoint(PairPlan plan, std::shared_ptr<Backend> backend);
+  Future<at::Tensor> submit(MessageOperation operation);
+  Future<at::Tensor> recv_on_device(const at::Tensor& tensor, int peer, int tag);
+
+  std::atomic<std::uint64_t> splits_{0};
+  std::shared_ptr<GroupHost> host_;
+  MessageLoop loop_;
+};
+
+}  // namespace torchspan::collective
