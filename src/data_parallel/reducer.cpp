@@ -6,8 +6,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel/reducer.h>
 
-#include "data_parallel/agreement/agreement.h"
 #include "data_parallel/agreement/reducer_agreement.h"
+#include "data_parallel/api/agreement.h"
 #include "data_parallel/passes/forward_mark.h"
 #include "data_parallel/passes/pass_reducer.h"
 #include "data_parallel/reducer_parts.h"
@@ -132,6 +132,7 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(std::vector<at::Tensor> ou
 void Reducer::register_comm_hook(CommHook hook, std::string name) {
   impl_->register_comm_hook(std::move(hook), name);
 }
+void Reducer::keep_buckets() { impl_->parts().plan.keep(); }
 void Reducer::shadow(ForwardOptions options) { impl_->passes().shadow(options); }
 void Reducer::refuse(ForwardOptions options, const std::string& reason) {
   impl_->passes().refuse(options, reason);

@@ -85,6 +85,10 @@ concept HasStateDict = requires(T& object, const optim::StateDict& state) {
   object.load_state_dict(state);
 };
 template <class T>
+concept ProvidesSource = requires(T& object) {
+  { object.state_source() } -> std::same_as<SourcePtr>;
+};
+template <class T>
 concept Archived = requires(T& object, torch::serialize::OutputArchive& out,
                             torch::serialize::InputArchive& in) {
   object.save(out);
@@ -95,12 +99,14 @@ template <class T>
 T value_as(const Value& value);
 }  // namespace detail
 
-/// Selects the adapter: modules (holders, shared_ptr, DistributedDataParallel, RRefs), pipelines, optimizers, any
+/// Selects the adapter: objects with a state_source() (ZeroRedundancyOptimizer), modules (holders, shared_ptr, DistributedDataParallel, RRefs), pipelines, optimizers, any
 /// object with state_dict() and load_state_dict(StateDict) (LRScheduler, GradScaler) or with save() and load()
 /// over archives (data samplers), torch::optim's schedules, tensors, numbers, flags and strings.
 template <class T>
 SourcePtr source_of(T& object) {
-  if constexpr (std::is_same_v<T, at::Tensor>) {
+  if constexpr (detail::ProvidesSource<T>) {
+    return object.state_source();
+  } else if constexpr (std::is_same_v<T, at::Tensor>) {
     return tensor_source(object);
   } else if constexpr (detail::ModuleHolder<T>) {
     return module_source(object.ptr());

@@ -37,7 +37,8 @@ class StateWriter {
   /// Adds a whole tensor. Throws Error{kUnsupported} naming it for sparse tensors and dtypes that the
   /// safetensors format lacks, and Error{kInvalid} for a name that was added before.
   void add(const std::string& name, const at::Tensor& tensor, std::uint64_t fingerprint = 0);
-  /// Adds a shard at `offset` of a tensor with this shape. All shards together must make up the tensor.
+  /// Adds a shard at `offset` of a tensor with this shape. All shards together must make up the tensor. A rank
+  /// may add several shards of one tensor.
   void add_shard(const std::string& name, const at::Tensor& shard, std::vector<std::int64_t> shape,
                  std::vector<std::int64_t> offset);
   /// Adds the tensors of a value on another worker, which writes them: a module, a tensor or an
@@ -89,13 +90,13 @@ class StateReader {
   void set_prefix(std::string prefix) { prefix_ = std::move(prefix); }
   /// Complete name of a tensor or value.
   std::string full_name(const std::string& name) const;
+  virtual at::ScalarType dtype_of(const std::string& full_name) const = 0;
 
  protected:
   virtual std::vector<std::string> all_names() const = 0;
   virtual bool contains(const std::string& full_name) const = 0;
   virtual at::Tensor read_tensor(const std::string& full_name) const = 0;
   virtual std::vector<std::int64_t> shape_of(const std::string& full_name) const = 0;
-  virtual at::ScalarType dtype_of(const std::string& full_name) const = 0;
   /// `target` has the right dtype and lies within the tensor.
   virtual void read_box(const std::string& full_name, const at::Tensor& target,
                         const std::vector<std::int64_t>& offset) const = 0;

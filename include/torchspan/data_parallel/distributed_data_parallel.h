@@ -32,7 +32,7 @@ class DistributedDataParallel {
   DistributedDataParallel(Module module, collective::Group group,
                           data_parallel::DataParallelOptions options = {})
       : module_(std::move(module)),
-        wrapped_(std::make_unique<data_parallel::WrappedModule>(pointer(module_), std::move(group),
+        wrapped_(std::make_shared<data_parallel::WrappedModule>(pointer(module_), std::move(group),
                                                                 std::move(options))) {}
 
   /// Runs the module's forward and returns its result by value; data_parallel::OutputTensors finds the
@@ -104,6 +104,8 @@ class DistributedDataParallel {
   const Module& module() const { return module_; }
   data_parallel::ReducerStats stats() const { return wrapped_->reducer().stats(); }
   const data_parallel::Reducer& reducer() const { return wrapped_->reducer(); }
+  /// For objects that take part in the reductions, such as ZeroRedundancyOptimizer.
+  const std::shared_ptr<data_parallel::WrappedModule>& wrapped() const { return wrapped_; }
 
  private:
   static std::shared_ptr<torch::nn::Module> pointer(const Module& module) {
@@ -117,7 +119,7 @@ class DistributedDataParallel {
   }
 
   Module module_;
-  std::unique_ptr<data_parallel::WrappedModule> wrapped_;
+  std::shared_ptr<data_parallel::WrappedModule> wrapped_;
 };
 
 }  // namespace torchspan

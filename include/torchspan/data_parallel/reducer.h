@@ -86,6 +86,9 @@ class Reducer {
   /// Reduces buckets with `hook`. Collective, once, before the first reduction; `name` must be the same on
   /// all ranks.
   void register_comm_hook(CommHook hook, std::string name);
+  /// The buckets stay as they are: none are rebuilt in the order of gradients. All ranks, before the first
+  /// reduction.
+  void keep_buckets();
 
   /// Joins one reduction of the other ranks with zeros; local gradients are unchanged.
   void shadow(ForwardOptions options = {});

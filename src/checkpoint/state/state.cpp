@@ -33,7 +33,9 @@ void StateWriter::add_shard(const std::string& name, const at::Tensor& shard, Si
                               checkpoint::describe(sizes_of(shard)), checkpoint::describe(offset), full,
                               checkpoint::describe(shape)));
   }
-  if (!places_.emplace(full, tensors_.size()).second)
+  const auto [first, is_new] = places_.emplace(full, tensors_.size());
+  const bool whole = sizes_of(shard) == shape;
+  if (!is_new && (whole || sizes_of(tensors_[first->second].tensor) == shape))
     throw_invalid(fmt::format("the name '{}' is saved twice; register one object under another name", full));
   tensors_.push_back({full, shard.detach(), std::move(shape), std::move(offset)});
 }

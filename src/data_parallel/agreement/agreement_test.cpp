@@ -1,4 +1,4 @@
-#include "data_parallel/agreement/agreement.h"
+#include "data_parallel/api/agreement.h"
 
 #include <gtest/gtest.h>
 

@@ -3,7 +3,7 @@
 #include <torchspan/data_parallel/options.h>
 #include <torchspan/data_parallel/reducer.h>
 
-#include "data_parallel/agreement/agreement.h"
+#include "data_parallel/api/agreement.h"
 
 namespace torchspan::data_parallel {
 

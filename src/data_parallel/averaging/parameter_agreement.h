@@ -6,7 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include "data_parallel/agreement/agreement.h"
+#include "data_parallel/api/agreement.h"
 
 namespace torchspan::data_parallel {
 

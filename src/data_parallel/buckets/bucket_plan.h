@@ -30,6 +30,8 @@ class BucketPlan {
 
   const std::shared_ptr<Buckets>& buckets() const { return buckets_; }
   bool needs_rebuild() const;
+  /// needs_rebuild() is false from now on.
+  void keep() { rebuilt_ = true; }
   struct Order {
     const std::vector<std::uint32_t>& arrived;  ///< parameters, by the arrival of their gradients
     int leader = 0;                             ///< the rank whose order all ranks take

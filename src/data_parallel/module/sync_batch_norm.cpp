@@ -19,7 +19,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel/sync_batch_norm.h>
 
-#include "data_parallel/agreement/agreement.h"
+#include "data_parallel/api/agreement.h"
 #include "engine/api/node_ptr.h"
 
 namespace torchspan {

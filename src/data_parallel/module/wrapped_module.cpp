@@ -10,7 +10,7 @@
 #include <torchspan/detail/data_parallel/wrapped_module.h>
 
 #include "data_parallel/advice.h"
-#include "data_parallel/agreement/agreement.h"
+#include "data_parallel/api/agreement.h"
 #include "data_parallel/module/broadcast.h"
 #include "data_parallel/module/join.h"
 #include "data_parallel/module/module_parts.h"
@@ -40,6 +40,12 @@ ModuleParts agreed_parts(const std::shared_ptr<torch::nn::Module>& module, const
   return parts;
 }
 
+std::vector<Parameter> trained_of(const ModuleParts& parts) {
+  std::vector<Parameter> trained = parts.parameters;
+  std::erase_if(trained, [](const Parameter& parameter) { return !parameter.tensor.requires_grad(); });
+  return trained;
+}
+
 std::vector<at::Tensor> buffers_of(const ModuleParts& parts) {
   std::vector<at::Tensor> tensors;
   for (const auto& [name, buffer] : parts.buffers) tensors.push_back(buffer);
@@ -64,7 +70,7 @@ class WrappedModule::Impl {
 
   void begin_forward() {
     in_forward_ = owes_buffers_ = owes_buffer_hook_ = false;
-    if (join_ && join_failure_ && at::GradMode::is_enabled()) std::rethrow_exception(join_failure_);
+    if (join_ && joining_.failure && at::GradMode::is_enabled()) std::rethrow_exception(joining_.failure);
     reducer_.begin_forward();
     next_ = {.synchronize = synchronize_};
     if (!at::GradMode::is_enabled()) return;
@@ -106,8 +112,8 @@ class WrappedModule::Impl {
         next_.leader = terms.leader;
       }
       reducer_.refuse(next_, reason);
-    } catch (...) {                        // the caller rethrows the exception of the forward
-      if (join_ && join_failure_) return;  // all ranks know that one
+    } catch (...) {                           // the caller rethrows the exception of the forward
+      if (join_ && joining_.failure) return;  // all ranks know that one
       group().abort(Error(ErrorKind::kCancelled,
                           fmt::format("rank {} could not report that {}", group().ranks()[rank()], reason)));
     }
@@ -147,8 +153,8 @@ class WrappedModule::Impl {
     }
     if (!options.throw_on_early_termination) refuse_sync_batch_norms();
     join_ = options;
-    join_failure_ = nullptr;
-    last_live_ = 0;
+    joining_.failure = nullptr;
+    joining_.last_live = 0;
     struct Leave {
       Impl& self;
       ~Leave() {
@@ -158,18 +164,25 @@ class WrappedModule::Impl {
     } leave{*this};
     try {
       body();
-      if (join_failure_) std::rethrow_exception(join_failure_);  // the body has caught it
+      if (joining_.failure) std::rethrow_exception(joining_.failure);  // the body has caught it
       shadow_other_ranks();
     } catch (...) {
-      if (!join_failure_) report_failure(describe(std::current_exception()).text);
+      if (!joining_.failure) report_failure(describe(std::current_exception()).text);
       throw;
     }
-    synchronize_state(last_live_);
+    synchronize_state(joining_.last_live);
   }
 
   bool synchronize_ = true;
+  /// What join() keeps between its rounds.
+  struct Joining {
+    std::exception_ptr failure;  ///< known to all ranks
+    int last_live = 0;
+    std::function<void()> after_shadow;
+  } joining_;
   const Reducer& reducer() const { return reducer_; }
   Reducer& reducer() { return reducer_; }
+  std::vector<Parameter> trained() const { return trained_of(parts_); }
 
  private:
   /// A SyncBatchNorm waits for all ranks during a forward.
@@ -232,14 +245,14 @@ class WrappedModule::Impl {
     try {
       return agree_on_next_round(group(), word);
     } catch (...) {
-      join_failure_ = std::current_exception();
+      joining_.failure = std::current_exception();
       throw;
     }
   }
 
   /// Applies what the ranks agreed on to the forward or reduction that follows.
   void apply(const JoinRound& round) {
-    last_live_ = round.last_live();
+    joining_.last_live = round.last_live();
     next_.synchronize = round.synchronize;
     next_.leader = round.first_live();
     next_.divisor = join_->divide_by_initial_world_size ? group().size() : round.live_count();
@@ -249,7 +262,7 @@ class WrappedModule::Impl {
       const Error ended(ErrorKind::kCancelled,
                         fmt::format("rank {} has run out of batches, and throw_on_early_termination is set",
                                     group().ranks()[static_cast<std::size_t>(rank)]));
-      join_failure_ = std::make_exception_ptr(ended);
+      joining_.failure = std::make_exception_ptr(ended);
       throw Error(ended);
     }
   }
@@ -262,7 +275,7 @@ class WrappedModule::Impl {
           "a backward pass over the outputs of a forward inside join() runs after join() returned; run "
           "both inside");
     }
-    if (join_failure_) std::rethrow_exception(join_failure_);
+    if (joining_.failure) std::rethrow_exception(joining_.failure);
     apply(agree_on_next({.live = true, .synchronize = true, .reduces = true}));
     return {.divisor = next_.divisor, .leader = next_.leader};
   }
@@ -285,8 +298,9 @@ class WrappedModule::Impl {
       reducer_.shadow(next_);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kRemoteFailure) throw;
-      // It failed on the ranks that have batches; these decide whether they continue.
+      return;  // It failed on the ranks that have batches; these decide whether they continue.
     }
+    if (joining_.after_shadow) joining_.after_shadow();
   }
 
   /// The other ranks receive it at their next forward or reduction.
@@ -311,8 +325,6 @@ class WrappedModule::Impl {
   bool in_forward_ = false;  ///< of a forward that will be reduced
   bool owes_buffers_ = false, owes_buffer_hook_ = false;
   std::optional<JoinOptions> join_;
-  std::exception_ptr join_failure_;  ///< known to all ranks
-  int last_live_ = 0;
 };
 
 WrappedModule::WrappedModule(std::shared_ptr<torch::nn::Module> module, collective::Group group,
@@ -339,5 +351,10 @@ void WrappedModule::join(const std::function<void()>& body, const JoinOptions& o
 }
 void WrappedModule::synchronize_state(int root) { impl_->synchronize_state(root); }
 const Reducer& WrappedModule::reducer() const { return impl_->reducer(); }
+std::vector<Parameter> WrappedModule::parameters() const { return impl_->trained(); }
+void WrappedModule::keep_buckets() { impl_->reducer().keep_buckets(); }
+void WrappedModule::set_after_shadow(std::function<void()> after) {
+  impl_->joining_.after_shadow = std::move(after);
+}
 
 }  // namespace torchspan::data_parallel

@@ -45,6 +45,13 @@ class WrappedModule {
   void synchronize_state(int root);
 
   const Reducer& reducer() const;
+  /// The parameters that the reducer averages, in the module's order.
+  std::vector<Parameter> parameters() const;
+  /// As Reducer::keep_buckets().
+  void keep_buckets();
+  /// In join(), a rank without batches calls `after` after each reduction that it takes part in, because the
+  /// other ranks step then. Empty: nothing.
+  void set_after_shadow(std::function<void()> after);
 
  private:
   class Impl;

@@ -1,0 +1,142 @@
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/checkpoint/sources.h>
+#include <torchspan/collective/group.h>
+#include <torchspan/sharded/sharded_module.h>
+
+namespace torchspan {
+namespace sharded {
+
+/// Options of FullyShardedDataParallel. Must be equal on all ranks.
+struct FullyShardedOptions {
+  /// Frees a unit's parameters after its forward. False: they stay gathered until its backward, which saves a gather
+  /// and costs memory (ZeRO stage 2).
+  bool reshard_after_forward = true;
+  bool prefetch = true;      ///< gathers the next unit while one computes
+  bool initial_sync = true;  ///< rank 0's parameters and buffers; false: those of each rank must be equal
+};
+
+struct FullyShardedStats {
+  std::vector<std::string> units;  ///< names; "" is the root, whose parameters are in no other unit
+  std::size_t part_bytes = 0;      ///< of this rank's parts of the parameters
+  std::size_t peak_bytes = 0;  ///< largest memory of gathered units and of gradients before their reduction
+  std::uint64_t gathers = 0;   ///< of units
+};
+
+class ShardedModel;
+
+/// The untyped half of FullyShardedDataParallel.
+class WrappedUnits {
+ public:
+  WrappedUnits(std::shared_ptr<torch::nn::Module> module, collective::Group group,
+               FullyShardedOptions options);
+  ~WrappedUnits();
+  WrappedUnits(const WrappedUnits&) = delete;
+  WrappedUnits& operator=(const WrappedUnits&) = delete;
+
+  /// Begins a forward of the whole module; returns the root.
+  const std::shared_ptr<Unit>& begin_forward();
+  bool set_synchronize(bool synchronize);
+  double clip_grad_norm(double max_norm, double norm_type);
+  void with_full_parameters(const std::function<void()>& body);
+  checkpoint::SourcePtr module_source();
+  checkpoint::SourcePtr optimizer_source(optim::Optimizer& optimizer);
+  FullyShardedStats stats() const;
+
+ private:
+  const std::shared_ptr<torch::nn::Module> module_;
+  const std::shared_ptr<ShardedModel> model_;
+};
+
+}  // namespace sharded
+
+/// Data-parallel wrapper that divides parameters, gradients and optimizer state among the ranks (Zhao et al., PyTorch
+/// FSDP, VLDB 2023). The parameters of a unit (a ts::Sharded module, or the rest of the model) are whole only during
+/// its forward and backward. Otherwise `parameters()` are this rank's parts, of one dimension, and `.grad` the parts
+/// of the averages, for any optimizer that updates each element separately. Use it from the training thread.
+template <class Module>
+class FullyShardedDataParallel {
+ public:
+  /// Collective: divides the parameters, in place. Throws Error{kInvalid} on every rank, naming the parameter, if
+  /// models, units or options differ. A parameter of two units belongs to the root.
+  FullyShardedDataParallel(Module module, collective::Group group, sharded::FullyShardedOptions options = {})
+      : module_(std::move(module)),
+        wrapped_(std::make_unique<sharded::WrappedUnits>(pointer(module_), std::move(group), options)) {}
+
+  /// Runs the module's forward. Collective, also under NoGradGuard: all ranks run the same units in the same order.
+  /// An exception on one rank fails the others' operations with its reason and breaks the group.
+  template <class... Inputs>
+  auto forward(Inputs&&... inputs) {
+    return sharded::run_unit(wrapped_->begin_forward(),
+                             [&] { return module_->forward(std::forward<Inputs>(inputs)...); });
+  }
+  template <class... Inputs>
+  auto operator()(Inputs&&... inputs) {
+    return forward(std::forward<Inputs>(inputs)...);
+  }
+
+  /// While it lives, backward passes of new forwards keep whole gradients on this rank and reduce nothing. The first
+  /// reduced pass afterwards averages the sums. Costs the memory of all gradients.
+  class NoSync {
+   public:
+    explicit NoSync(sharded::WrappedUnits& wrapped)
+        : wrapped_(wrapped), before_(wrapped.set_synchronize(false)) {}
+    ~NoSync() { wrapped_.set_synchronize(before_); }
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    sharded::WrappedUnits& wrapped_;
+    const bool before_;
+  };
+  [[nodiscard]] NoSync no_sync() { return NoSync(*wrapped_); }
+
+  /// Scales all gradients to a total norm of at most `max_norm`; returns the norm before scaling. Collective.
+  double clip_grad_norm(double max_norm, double norm_type = 2) {
+    return wrapped_->clip_grad_norm(max_norm, norm_type);
+  }
+  /// Collective: runs `body` while all parameters are whole, for example to save them on one rank. Each rank keeps
+  /// the changes of its parts.
+  template <class Body>
+  void with_full_parameters(Body&& body) {
+    wrapped_->with_full_parameters(std::forward<Body>(body));
+  }
+
+  /// The parameters and buffers under the module's names, for CheckpointManager::add(): any number of ranks, and
+  /// programs without sharding, can restore them.
+  checkpoint::SourcePtr state_source() { return wrapped_->module_source(); }
+  /// The same for an optimizer of this module's parameters, made as optim::Optimizer(*module, spec).
+  checkpoint::SourcePtr optimizer_source(optim::Optimizer& optimizer) {
+    return wrapped_->optimizer_source(optimizer);
+  }
+
+  Module& module() { return module_; }
+  const Module& module() const { return module_; }
+  sharded::FullyShardedStats stats() const { return wrapped_->stats(); }
+
+ private:
+  static std::shared_ptr<torch::nn::Module> pointer(const Module& module) {
+    if constexpr (requires { module.ptr(); }) {
+      return module.ptr();
+    } else {
+      static_assert(std::is_convertible_v<Module, std::shared_ptr<torch::nn::Module>>,
+                    "give a module holder or a std::shared_ptr to a module");
+      return module;
+    }
+  }
+
+  Module module_;
+  std::unique_ptr<sharded::WrappedUnits> wrapped_;
+};
+
+}  // namespace torchspan

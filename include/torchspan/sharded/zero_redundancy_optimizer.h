@@ -1,0 +1,59 @@
+#pragma once
+#include <memory>
+#include <vector>
+
+#include <torchspan/checkpoint/sources.h>
+#include <torchspan/data_parallel/distributed_data_parallel.h>
+#include <torchspan/optim/optimizer.h>
+
+namespace torchspan {
+
+/// Optimizer of a DistributedDataParallel whose state is divided among the ranks: each rank keeps the state of its
+/// part of every bucket, steps that part, and gathers the others (Rajbhandari et al., ZeRO, SC 2020). Gradients are
+/// reduce-scattered, so `.grad` holds averages in this rank's part only: use clip_grad_norm() and zero_grad() of
+/// this class. For optimizers that update each element separately. Use it from the training thread.
+class ZeroRedundancyOptimizer : public optim::LRTarget {
+ public:
+  /// Collective, before the first backward pass. Optimizes all parameters that `ddp` averages; sets its
+  /// communication hook and moves its parameters into flat buffers. Throws Error{kUnsupported} on all ranks for
+  /// SparseAdam, optimizers that are not in this library, sparse gradients and parameters that are not contiguous.
+  template <class Module>
+  ZeroRedundancyOptimizer(DistributedDataParallel<Module>& ddp, optim::OptimizerSpec spec)
+      : ZeroRedundancyOptimizer(ddp.wrapped(), std::move(spec)) {}
+  /// The same for some parameters, in groups with separate options.
+  template <class Module>
+  ZeroRedundancyOptimizer(DistributedDataParallel<Module>& ddp, std::vector<optim::ParamGroup> groups)
+      : ZeroRedundancyOptimizer(ddp.wrapped(), std::move(groups)) {}
+  ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
+                          optim::OptimizerSpec spec);
+  ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
+                          std::vector<optim::ParamGroup> groups);
+  ~ZeroRedundancyOptimizer() override;
+  ZeroRedundancyOptimizer(const ZeroRedundancyOptimizer&) = delete;
+  ZeroRedundancyOptimizer& operator=(const ZeroRedundancyOptimizer&) = delete;
+
+  /// Collective: updates every parameter that has a gradient on any rank and clears all gradients. A failure on one
+  /// rank before the update throws on all and changes nothing. Without a reduction since the last step or
+  /// zero_grad() it throws Error{kInvalid}.
+  void step();
+  /// Scales the averages to a total norm of at most `max_norm`; returns the norm before scaling. Collective.
+  double clip_grad_norm(double max_norm, double norm_type = 2);
+  /// Resets every `.grad` to undefined.
+  void zero_grad();
+
+  std::vector<double> lrs() const override;
+  void set_lrs(const std::vector<double>& rates) override;
+  void set_lr(double lr);
+  /// This rank's part of the state, for CheckpointManager::add(), which saves it under the names of
+  /// optim::Optimizer: any number of ranks can restore it, with or without ZeRO.
+  checkpoint::SourcePtr state_source();
+  /// Bytes of optimizer state on this rank.
+  std::size_t state_bytes() const;
+
+  class Impl;
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace torchspan

@@ -1,0 +1,160 @@
+#include "sharded/state/flat_ranges.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::sharded {
+namespace {
+
+/// Appends the boxes of elements [begin, end) of the block at `offset` in dimensions < `dim`, whose first element is
+/// `base`.
+void append_boxes(std::vector<AdjacentBox>& boxes, const Sizes& shape, Sizes offset, std::size_t dim,
+                  std::int64_t base, std::int64_t begin, std::int64_t end) {
+  if (begin >= end) return;
+  if (dim == shape.size()) {  // one element of a tensor with dimensions, or all of one without
+    boxes.push_back({offset, Sizes(shape.size(), 1), base + begin, 1});
+    return;
+  }
+  std::int64_t row = 1;
+  for (std::size_t i = dim + 1; i < shape.size(); ++i) row *= shape[i];
+  const std::int64_t first = (begin + row - 1) / row, last = end / row;  // whole rows: [first, last)
+  const auto part_of_row = [&](std::int64_t index, std::int64_t from, std::int64_t to) {
+    Sizes inner = offset;
+    inner[dim] = index;
+    append_boxes(boxes, shape, std::move(inner), dim + 1, base + index * row, from, to);
+  };
+  if (first > last) return part_of_row(last, begin - last * row, end - last * row);
+  if (begin < first * row) part_of_row(first - 1, begin - (first - 1) * row, row);
+  if (first < last) {
+    AdjacentBox box{offset, Sizes(shape.size(), 1), base + first * row, (last - first) * row};
+    box.offset[dim] = first;
+    box.size[dim] = last - first;
+    for (std::size_t i = dim + 1; i < shape.size(); ++i) box.size[i] = shape[i];
+    boxes.push_back(std::move(box));
+  }
+  if (last * row < end) part_of_row(last, 0, end - last * row);
+}
+
+at::Tensor box_in(const at::Tensor& flat, const AdjacentBox& box, const FlatRange& range) {
+  return flat.narrow(0, box.begin - range.begin, box.count).view(box.size);
+}
+
+constexpr std::string_view kParameter = ".parameter.";
+
+/// "weight" and "exp_avg" of "group.0.parameter.weight.exp_avg"; empty names if it is no such entry.
+struct EntryName {
+  explicit EntryName(const std::string& key) {
+    const std::size_t mark = key.find(kParameter), dot = key.rfind('.');
+    if (!key.starts_with("group.") || mark == std::string::npos || dot < mark + kParameter.size()) return;
+    parameter = key.substr(mark + kParameter.size(), dot - mark - kParameter.size());
+    entry = key.substr(dot + 1);
+    owner = key.substr(0, dot);
+  }
+  std::string parameter, entry, owner;
+};
+
+class RangedOptimizerSource final : public checkpoint::StateSource {
+ public:
+  RangedOptimizerSource(optim::Optimizer& optimizer, std::map<std::string, FlatRange> ranges)
+      : optimizer_(optimizer), ranges_(std::move(ranges)) {}
+
+  void save(checkpoint::StateWriter& writer) const override {
+    for (const auto& item : optimizer_.state_view()) {
+      const EntryName name(item.key());
+      const auto range = ranges_.find(name.parameter);
+      if (name.parameter.empty()) {
+        writer.add(item.key(), item.value());
+      } else if (range == ranges_.end() || range->second.count() == 0) {
+        continue;  // other ranks save it
+      } else if (is_ranged(name, item.value(), range->second)) {
+        save_range(writer, item.key(), item.value(), range->second);
+      } else {
+        writer.add(item.key(), item.value());
+      }
+    }
+  }
+
+  void load(const checkpoint::StateReader& reader) override {
+    std::map<std::string, std::string> mine;  // "group.0.parameter.weight", parameter
+    optim::StateDict state;
+    for (const auto& item : optimizer_.state_view()) {
+      const EntryName name(item.key());
+      if (name.parameter.empty()) {
+        state.insert(item.key(), reader.read(item.key()));
+      } else {
+        mine.emplace(name.owner, name.parameter);
+      }
+    }
+    for (const std::string& key : reader.names()) {
+      const EntryName name(key);
+      const auto owner = mine.find(name.owner);
+      if (name.parameter.empty() || owner == mine.end()) continue;
+      const auto range = ranges_.find(owner->second);
+      if (range == ranges_.end() || name.entry == "step" || reader.shape(key) != range->second.shape) {
+        state.insert(key, reader.read(key));
+        continue;
+      }
+      const at::Tensor part = at::empty({range->second.count()}, reader.dtype_of(reader.full_name(key)));
+      load_range(reader, key, part, range->second);
+      state.insert(key, part);
+    }
+    for (const auto& [owner, parameter] : mine) {
+      // A placeholder for groups of which this rank has no elements.
+      if (!ranges_.contains(parameter) && state.find(owner + ".step") == nullptr)
+        state.insert(owner + ".step", at::scalar_tensor(0, at::kLong));
+    }
+    optimizer_.load_state_dict(state);
+  }
+
+ private:
+  static bool is_ranged(const EntryName& name, const at::Tensor& value, const FlatRange& range) {
+    return name.entry != "step" && value.dim() == 1 && value.numel() == range.count();
+  }
+
+  optim::Optimizer& optimizer_;
+  const std::map<std::string, FlatRange> ranges_;
+};
+
+}  // namespace
+
+std::vector<AdjacentBox> boxes_of(const FlatRange& range) {
+  std::vector<AdjacentBox> boxes;
+  append_boxes(boxes, range.shape, Sizes(range.shape.size(), 0), 0, 0, range.begin, range.end);
+  return boxes;
+}
+
+void save_range(checkpoint::StateWriter& writer, const std::string& name, const at::Tensor& flat,
+                const FlatRange& range) {
+  for (const AdjacentBox& box : boxes_of(range))
+    writer.add_shard(name, box_in(flat, box, range), range.shape, box.offset);
+}
+
+void check_range(const checkpoint::StateReader& reader, const std::string& name, const at::Tensor& flat,
+                 const FlatRange& range) {
+  if (!reader.has(name))
+    throw_invalid(fmt::format("the checkpoint has no tensor '{}'", reader.full_name(name)));
+  if (reader.shape(name) == range.shape && reader.dtype_of(reader.full_name(name)) == flat.scalar_type())
+    return;
+  throw_invalid(fmt::format(
+      "the tensor '{}' has shape [{}] and dtype {} in the checkpoint, but [{}] and {} in this program",
+      reader.full_name(name), fmt::join(reader.shape(name), ", "),
+      c10::toString(reader.dtype_of(reader.full_name(name))), fmt::join(range.shape, ", "),
+      c10::toString(flat.scalar_type())));
+}
+
+void load_range(const checkpoint::StateReader& reader, const std::string& name, const at::Tensor& flat,
+                const FlatRange& range) {
+  check_range(reader, name, flat, range);
+  for (const AdjacentBox& box : boxes_of(range))
+    reader.read_shard_into(name, box_in(flat, box, range), box.offset);
+}
+
+checkpoint::SourcePtr ranged_optimizer_source(optim::Optimizer& optimizer,
+                                              std::map<std::string, FlatRange> ranges) {
+  return std::make_unique<RangedOptimizerSource>(optimizer, std::move(ranges));
+}
+
+}  // namespace torchspan::sharded

@@ -1,0 +1,33 @@
+#include "sharded/state/gradient_norm.h"
+
+#include <cmath>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <torchspan/optim/optimizer.h>
+
+namespace torchspan::sharded {
+
+double clip_over_ranks(const collective::Group& group, const std::vector<at::Tensor>& gradients,
+                       const ClipTerms& terms) {
+  const at::NoGradGuard no_grad;
+  optim::clip_factor(0, terms.max_norm);  // throws for a wrong maximum, before anything is sent
+  const double own = optim::gradient_norm(gradients, terms.norm_type);
+  const bool maximum = std::isinf(terms.norm_type);
+  // The second element survives a maximum over ranks, in which a NaN may be lost.
+  const at::Tensor total = at::zeros({2}, at::kDouble);
+  auto* values = total.data_ptr<double>();
+  values[0] = maximum ? (std::isnan(own) ? 0 : own) : std::pow(own, terms.norm_type);
+  values[1] = std::isnan(own) ? 1 : 0;
+  group.all_reduce(total, maximum ? collective::kMax : collective::kSum).wait();
+  double norm = maximum ? values[0] : std::pow(values[0], 1 / terms.norm_type);
+  if (values[1] > 0) norm = std::nan("");
+  const double factor = optim::clip_factor(norm, terms.max_norm);
+  if (factor == 1) return norm;
+  for (const at::Tensor& gradient : gradients) gradient.mul_(factor);
+  return norm;
+}
+
+}  // namespace torchspan::sharded

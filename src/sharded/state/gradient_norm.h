@@ -1,0 +1,21 @@
+#pragma once
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/collective/group.h>
+
+namespace torchspan::sharded {
+
+struct ClipTerms {
+  double max_norm;
+  double norm_type;
+};
+
+/// Collective: scales gradients, of which each rank has other elements, to a total norm of at most `max_norm`.
+/// Returns the norm before scaling.
+double clip_over_ranks(const collective::Group& group, const std::vector<at::Tensor>& gradients,
+                       const ClipTerms& terms);
+
+}  // namespace torchspan::sharded

@@ -1,0 +1,84 @@
+#pragma once
+// A checkpoint in memory, for tests: what all ranks save, put together.
+#include <gtest/gtest.h>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ATen.h>
+
+#include <torchspan/checkpoint/state.h>
+#include <torchspan/core/error.h>
+
+namespace torchspan::sharded::testing {
+
+class MemoryState final : public checkpoint::StateReader {
+ public:
+  /// Puts together what the ranks' writers have. Fails the test if shards overlap or leave gaps.
+  explicit MemoryState(const std::vector<checkpoint::StateWriter>& writers) {
+    std::map<std::string, at::Tensor> covered;
+    for (const auto& writer : writers) {
+      for (const auto& [name, value] : writer.values()) values_.emplace(name, value);
+      std::map<std::string, bool> mine;
+      for (const checkpoint::StateTensor& part : writer.tensors()) {
+        at::Tensor& whole = tensors_[part.name];
+        at::Tensor& count = covered[part.name];
+        if (!whole.defined()) {
+          whole = at::zeros(part.shape, part.tensor.options());
+          count = at::zeros(part.shape, at::kInt);
+        }
+        const bool replica = part.tensor.sizes() == whole.sizes() && count.gt(0).all().item<bool>();
+        box_of(whole, part.tensor.sizes(), part.offset).copy_(part.tensor);
+        if (!replica) box_of(count, part.tensor.sizes(), part.offset).add_(1);
+      }
+    }
+    for (const auto& [name, count] : covered)
+      EXPECT_TRUE(count.eq(1).all().item<bool>()) << name << "\n" << count;
+  }
+
+  std::int64_t step() const override { return 0; }
+  const std::map<std::string, at::Tensor>& tensors() const { return tensors_; }
+
+ protected:
+  std::vector<std::string> all_names() const override {
+    std::vector<std::string> names;
+    for (const auto& [name, tensor] : tensors_) names.push_back(name);
+    return names;
+  }
+  bool contains(const std::string& name) const override { return tensors_.contains(name); }
+  at::Tensor read_tensor(const std::string& name) const override { return find(name); }
+  std::vector<std::int64_t> shape_of(const std::string& name) const override {
+    return find(name).sizes().vec();
+  }
+  at::ScalarType dtype_of(const std::string& name) const override { return find(name).scalar_type(); }
+  void read_box(const std::string& name, const at::Tensor& target,
+                const std::vector<std::int64_t>& offset) const override {
+    target.copy_(box_of(find(name), target.sizes(), offset));
+  }
+  const checkpoint::Value* find_value(const std::string& name) const override {
+    const auto found = values_.find(name);
+    return found == values_.end() ? nullptr : &found->second;
+  }
+  void read_on_owner(const std::string&, const checkpoint::RemoteValue&) const override {}
+  std::string describe() const override { return "the state in memory"; }
+
+ private:
+  static at::Tensor box_of(const at::Tensor& whole, at::IntArrayRef sizes,
+                           const std::vector<std::int64_t>& offset) {
+    at::Tensor box = whole;
+    for (std::size_t i = 0; i < offset.size(); ++i)
+      box = box.narrow(static_cast<std::int64_t>(i), offset[i], sizes[i]);
+    return box;
+  }
+  const at::Tensor& find(const std::string& name) const {
+    const auto found = tensors_.find(name);
+    if (found == tensors_.end()) throw_invalid("the state has no '" + name + "'");
+    return found->second;
+  }
+
+  std::map<std::string, at::Tensor> tensors_;
+  std::map<std::string, checkpoint::Value> values_;
+};
+
+}  // namespace torchspan::sharded::testing

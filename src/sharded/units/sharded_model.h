@@ -1,0 +1,76 @@
+#pragma once
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/collective/group.h>
+#include <torchspan/sharded/fully_sharded_data_parallel.h>
+
+#include "engine/api/grad_field_sink.h"
+#include "sharded/units/buffer_pool.h"
+#include "sharded/units/unit.h"
+#include "sharded/units/unit_nodes.h"
+
+namespace torchspan::sharded {
+
+/// The units of one module: runs their forwards and follows backward passes. Use it on the training thread, or on the
+/// thread that runs backward.
+class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
+ public:
+  ShardedModel(collective::Group group, FullyShardedOptions options);
+  ShardedModel(const ShardedModel&) = delete;
+  ShardedModel& operator=(const ShardedModel&) = delete;
+
+  /// Collective, once: divides the module's parameters.
+  void divide(torch::nn::Module& module);
+
+  /// A forward of the whole module begins.
+  void begin_forward();
+  void end_forward() { in_forward_ = false; }
+  /// The unit begins a forward: gathers it and prefetches the next one. Returns the unit before it.
+  std::shared_ptr<Unit> begin_unit(const std::shared_ptr<Unit>& unit);
+  /// A backward pass comes through an output of the forward.
+  void enter_backward(engine::GradientSink& sink, const RecordPtr& record, const engine::NodePtr& gradients);
+  void gradients_ready(UnitGradients& node, const std::vector<at::Tensor>& gradients);
+  /// Breaks the group with a failure of this rank.
+  void fail(const std::string& reason) noexcept;
+
+  const collective::Group& group() const { return group_; }
+  const FullyShardedOptions& options() const { return options_; }
+  const std::shared_ptr<engine::NativeEnginePasses>& passes() const { return passes_; }
+  const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
+  const std::shared_ptr<Unit>& root() const { return units_[0]; }
+  BufferPool& pool() const { return *pool_; }
+  bool synchronizes() const { return synchronize_; }
+  bool set_synchronize(bool synchronize) { return std::exchange(synchronize_, synchronize); }
+
+ private:
+  /// What one backward pass has come to.
+  struct Pass {
+    std::vector<std::pair<RecordPtr, engine::NodePtr>> open;  ///< without gradients so far
+    bool reduces = false;
+  };
+  Pass& pass_of(engine::GradientSink& sink);
+  void finish(const std::shared_ptr<engine::PassEnd>& end);
+  void reduce(GradientShards& gradients, const std::vector<at::Tensor>& whole);
+  void commit();
+
+  const collective::Group group_;
+  const FullyShardedOptions options_;
+  const std::shared_ptr<BufferPool> pool_;
+  const std::shared_ptr<engine::NativeEnginePasses> passes_;
+  std::vector<std::shared_ptr<Unit>> units_;                ///< the root first
+  std::vector<std::shared_ptr<Unit>> sequence_, previous_;  ///< units of this forward and of the last one
+  std::map<std::shared_ptr<engine::PassEnd>, Pass> running_;
+  GradientShards* reducing_ = nullptr;  ///< whose average is running
+  bool in_forward_ = false;
+  bool synchronize_ = true;
+};
+
+}  // namespace torchspan::sharded

@@ -1,0 +1,95 @@
+#include "sharded/units/unit.h"
+
+#include <algorithm>
+#include <fmt/format.h>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::sharded {
+
+std::string Unit::describe() const {
+  return name_.empty() ? "the root unit" : fmt::format("unit '{}'", name_);
+}
+
+std::shared_ptr<ShardedModel> Unit::model() const {
+  if (auto model = model_.lock()) return model;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("the FullyShardedDataParallel of {} was destroyed, and its parameters "
+                          "are divided; keep the wrapper as long as the module is used",
+                          describe()));
+}
+
+bool Unit::is_gathered() const {
+  return std::all_of(parts_.begin(), parts_.end(),
+                     [](const Part& part) { return part.parameters->is_gathered(); });
+}
+
+void Unit::prefetch() {
+  for (const Part& part : parts_) part.parameters->begin_gather();
+}
+
+void Unit::acquire() {
+  if (!is_gathered()) ++gathers_;
+  prefetch();
+  for (const Part& part : parts_) part.parameters->end_gather();
+  ++users_;
+}
+
+void Unit::release(bool keep) {
+  if (users_ > 0) --users_;
+  if (!keep) free_if_idle();
+}
+
+void Unit::free_if_idle() {
+  if (users_ > 0) return;
+  for (const Part& part : parts_) part.parameters->free();
+}
+
+std::vector<at::Tensor> Unit::trained() const {
+  std::vector<at::Tensor> tensors;
+  for (const Part& part : parts_) {
+    if (!part.gradients) continue;
+    for (const FlatParameters::Entry& entry : part.parameters->entries()) tensors.push_back(entry.tensor);
+  }
+  return tensors;
+}
+
+void Unit::add_node(engine::NodePtr node) {
+  nodes_.push_back(std::move(node));
+  set_edges();
+}
+
+void Unit::remove_node(const torch::autograd::Node& node) {
+  std::erase_if(nodes_, [&](const engine::NodePtr& one) { return one.get() == &node; });
+  set_edges();
+}
+
+/// An operation of an older node's forward needs the parameters to have any node when its backward runs.
+void Unit::set_edges() const {
+  std::uint32_t input = 0;
+  for (const at::Tensor& tensor : trained()) {
+    torch::autograd::Edge edge;
+    if (!nodes_.empty()) edge = torch::autograd::Edge(nodes_.back(), input++);
+    torch::autograd::impl::set_gradient_edge(tensor, std::move(edge));
+  }
+}
+
+void Unit::reset() {
+  users_ = 0;
+  nodes_.clear();
+  set_edges();
+  for (const Part& part : parts_) {
+    if (part.gradients) part.gradients->drop();
+    try {
+      part.parameters->free();
+    } catch (const Error&) {  // the group is broken
+    }
+  }
+}
+
+}  // namespace torchspan::sharded

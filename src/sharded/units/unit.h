@@ -1,0 +1,66 @@
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/api/node_ptr.h"
+#include "sharded/units/flat_parameters.h"
+#include "sharded/units/gradient_shards.h"
+
+namespace torchspan::sharded {
+
+class ShardedModel;
+
+/// Parameters that are gathered and freed together. Counts its users; use it on the training thread, or on the thread
+/// that runs backward.
+class Unit {
+ public:
+  struct Part {
+    std::unique_ptr<FlatParameters> parameters;
+    std::unique_ptr<GradientShards> gradients;  ///< null if the parameters are frozen
+  };
+
+  Unit(std::string name, std::vector<Part> parts, std::weak_ptr<ShardedModel> model)
+      : name_(std::move(name)), parts_(std::move(parts)), model_(std::move(model)) {}
+  Unit(const Unit&) = delete;
+  Unit& operator=(const Unit&) = delete;
+
+  const std::string& name() const { return name_; }
+  /// "unit 'blocks.3'" or "the root unit".
+  std::string describe() const;
+  std::vector<Part>& parts() { return parts_; }
+  /// Throws Error{kInvalid} if the FullyShardedDataParallel was destroyed.
+  std::shared_ptr<ShardedModel> model() const;
+
+  /// Issues a gather unless the parameters are whole.
+  void prefetch();
+  /// Collective: returns when the parameters are whole.
+  void acquire();
+  /// Ends what one acquire() began; the last one frees the parameters unless `keep`.
+  void release(bool keep = false);
+  /// Frees the parameters unless they are in use.
+  void free_if_idle();
+  bool is_gathered() const;
+  /// Number of gathers so far.
+  std::uint64_t gathers() const { return gathers_; }
+
+  /// Gradients of the parameters go to `node` until remove_node(), input i for the i-th trained parameter.
+  void add_node(engine::NodePtr node);
+  void remove_node(const torch::autograd::Node& node);
+  std::vector<at::Tensor> trained() const;
+  /// After a failure: no users, no nodes, no unfinished gradients.
+  void reset();
+
+ private:
+  void set_edges() const;
+
+  const std::string name_;
+  std::vector<Part> parts_;
+  const std::weak_ptr<ShardedModel> model_;
+  std::size_t users_ = 0;
+  std::uint64_t gathers_ = 0;
+  std::vector<engine::NodePtr> nodes_;
+};
+
+}  // namespace torchspan::sharded

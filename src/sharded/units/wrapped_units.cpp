@@ -1,0 +1,126 @@
+#include <fmt/format.h>
+#include <set>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/sharded/fully_sharded_data_parallel.h>
+
+#include "sharded/state/flat_ranges.h"
+#include "sharded/state/gradient_norm.h"
+#include "sharded/units/sharded_model.h"
+#include "sharded/units/unit.h"
+
+namespace torchspan::sharded {
+namespace {
+
+using Entry = FlatParameters::Entry;
+
+template <class Visit>
+void for_each_entry(const ShardedModel& model, const Visit& visit) {
+  for (const auto& unit : model.units()) {
+    for (const Unit::Part& part : unit->parts()) {
+      for (const Entry& entry : part.parameters->entries()) visit(entry);
+    }
+  }
+}
+
+class UnitsSource final : public checkpoint::StateSource {
+ public:
+  UnitsSource(std::shared_ptr<ShardedModel> model, const torch::nn::Module& module)
+      : model_(std::move(model)) {
+    for (const auto& item : module.named_buffers()) {
+      if (item.value().defined() && seen_.insert(item.value().unsafeGetTensorImpl()).second)
+        buffers_.emplace_back(item.key(), item.value());
+    }
+  }
+
+  void save(checkpoint::StateWriter& writer) const override {
+    for_each_entry(*model_, [&](const Entry& entry) {
+      if (entry.range.count() > 0) save_range(writer, entry.name, entry.part, entry.range);
+    });
+    for (const auto& [name, buffer] : buffers_) writer.add(name, buffer);
+  }
+
+  void load(const checkpoint::StateReader& reader) override {
+    for_each_entry(*model_,
+                   [&](const Entry& entry) { check_range(reader, entry.name, entry.part, entry.range); });
+    for (const auto& [name, buffer] : buffers_) reader.check(name, buffer);
+    const at::NoGradGuard no_grad;
+    for_each_entry(*model_,
+                   [&](const Entry& entry) { load_range(reader, entry.name, entry.part, entry.range); });
+    for (const auto& [name, buffer] : buffers_) reader.read_into(name, buffer);
+  }
+
+ private:
+  const std::shared_ptr<ShardedModel> model_;
+  std::set<const c10::TensorImpl*> seen_;
+  std::vector<std::pair<std::string, at::Tensor>> buffers_;
+};
+
+}  // namespace
+
+/// Keeps the module for its buffers; the model knows the parameters.
+WrappedUnits::WrappedUnits(std::shared_ptr<torch::nn::Module> module, collective::Group group,
+                           FullyShardedOptions options)
+    : module_(std::move(module)), model_(std::make_shared<ShardedModel>(std::move(group), options)) {
+  if (!module_) throw Error(ErrorKind::kInvalid, "the module is null");
+  model_->divide(*module_);
+}
+
+WrappedUnits::~WrappedUnits() = default;
+
+const std::shared_ptr<Unit>& WrappedUnits::begin_forward() {
+  model_->begin_forward();
+  return model_->root();
+}
+
+bool WrappedUnits::set_synchronize(bool synchronize) { return model_->set_synchronize(synchronize); }
+
+double WrappedUnits::clip_grad_norm(double max_norm, double norm_type) {
+  std::vector<at::Tensor> gradients;
+  for_each_entry(*model_, [&](const Entry& entry) {
+    if (entry.tensor.mutable_grad().defined()) gradients.push_back(entry.tensor.mutable_grad());
+  });
+  return clip_over_ranks(model_->group(), gradients, {max_norm, norm_type});
+}
+
+void WrappedUnits::with_full_parameters(const std::function<void()>& body) {
+  for (const auto& unit : model_->units()) unit->acquire();
+  try {
+    body();
+  } catch (...) {
+    model_->fail("the body of with_full_parameters() threw: " + describe(std::current_exception()).text);
+    throw;
+  }
+  for (const auto& unit : model_->units()) {
+    for (const Unit::Part& part : unit->parts()) part.parameters->keep_changes();
+    unit->release();
+  }
+}
+
+checkpoint::SourcePtr WrappedUnits::module_source() {
+  return std::make_unique<UnitsSource>(model_, *module_);
+}
+
+checkpoint::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer) {
+  std::map<std::string, FlatRange> ranges;
+  for_each_entry(*model_, [&](const Entry& entry) { ranges.emplace(entry.name, entry.range); });
+  return ranged_optimizer_source(optimizer, std::move(ranges));
+}
+
+FullyShardedStats WrappedUnits::stats() const {
+  FullyShardedStats stats;
+  for (const auto& unit : model_->units()) {
+    stats.units.push_back(unit->name());
+    stats.gathers += unit->gathers();
+    for (const Unit::Part& part : unit->parts()) stats.part_bytes += part.parameters->part().nbytes();
+  }
+  stats.peak_bytes = model_->pool().peak_bytes();
+  return stats;
+}
+
+}  // namespace torchspan::sharded

@@ -1,0 +1,74 @@
+#include "sharded/zero/gradient_scatter.h"
+
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/grad_mode.h>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::sharded {
+
+Future<at::Tensor> GradientScatter::reduce(const data_parallel::GradientBucket& bucket,
+                                           const collective::Group& group) {
+  const at::NoGradGuard no_grad;
+  const BucketShards& shards = layout_.at(bucket.index);
+  bool left_over = false, closed = false;
+  {
+    MutexLock lock(mutex_);
+    closed = closed_;
+    left_over = has_gradients_;
+    buffers_[bucket.index] = bucket.buffer;
+    if (bucket.is_last) has_gradients_ = true;
+  }
+  const at::ScalarType dtype = bucket.buffer.scalar_type();
+  // As the reducer without a hook: half overflows if it is summed before it is divided.
+  const bool divides_last = bucket.divisor == group.size() && dtype != at::kHalf && dtype != at::kComplexHalf;
+  if (!divides_last && bucket.divisor != 1) bucket.buffer.mul_(1 / bucket.divisor);
+  const collective::ReduceOp reduction = divides_last ? collective::kAvg : collective::kSum;
+  if (closed) return group.all_reduce(bucket.buffer, reduction);
+  const std::int64_t even = shards.ranks * shards.chunk;
+  Future<at::Tensor> last;
+  if (shards.remainder() > 0)
+    last = group.all_reduce(bucket.buffer.narrow(0, even, shards.remainder()), reduction);
+  if (even > 0) last = group.reduce_scatter(bucket.buffer.narrow(0, 0, even), reduction);
+  // Operations complete in order, so the remainder is reduced when this runs.
+  return last.then([self = shared_from_this(), buffer = bucket.buffer, left_over, even,
+                    begin = shards.begin(group.rank()),
+                    chunk = shards.chunk](const Future<at::Tensor>& done) {
+    const at::NoGradGuard none;
+    const at::Tensor part = done.wait();
+    const at::Tensor own = buffer.narrow(0, begin, chunk);
+    if (even > 0 && part.data_ptr() != own.data_ptr()) own.copy_(part.view({chunk}));
+    if (left_over) {
+      throw Error(
+          ErrorKind::kInvalid,
+          "the gradients of the previous reduction were neither stepped nor cleared, and only parts of them "
+          "are averages; call step() or zero_grad() of the ZeroRedundancyOptimizer before the next reduced "
+          "backward pass, and accumulate under no_sync()");
+    }
+    return buffer;
+  });
+}
+
+at::Tensor GradientScatter::buffer(std::size_t bucket) const {
+  MutexLock lock(mutex_);
+  return buffers_.at(bucket);
+}
+
+bool GradientScatter::has_gradients() const {
+  MutexLock lock(mutex_);
+  return has_gradients_;
+}
+
+void GradientScatter::clear() {
+  MutexLock lock(mutex_);
+  has_gradients_ = false;
+}
+
+void GradientScatter::close() {
+  MutexLock lock(mutex_);
+  closed_ = true;
+}
+
+}  // namespace torchspan::sharded

@@ -1,0 +1,46 @@
+#pragma once
+#include <memory>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/collective/group.h>
+#include <torchspan/core/future.h>
+#include <torchspan/data_parallel/hooks.h>
+#include <torchspan/detail/core/mutex.h>
+
+#include "sharded/zero/shard_layout.h"
+
+namespace torchspan::sharded {
+
+/// A communication hook that reduce-scatters each bucket in place: afterwards this rank's part of a bucket holds
+/// averages, and the rest this rank's own gradients. Thread-safe.
+class GradientScatter final : public std::enable_shared_from_this<GradientScatter> {
+ public:
+  explicit GradientScatter(std::vector<BucketShards> layout)
+      : layout_(std::move(layout)), buffers_(layout_.size()) {}
+  GradientScatter(const GradientScatter&) = delete;
+  GradientScatter& operator=(const GradientScatter&) = delete;
+
+  const std::vector<BucketShards>& layout() const { return layout_; }
+  /// Fails after the operations if gradients of the last reduction are neither stepped nor cleared: outside of
+  /// this rank's parts they are no averages, so nothing may be added to them.
+  Future<at::Tensor> reduce(const data_parallel::GradientBucket& bucket, const collective::Group& group);
+  /// The last reduction's memory of a bucket; undefined before the first.
+  at::Tensor buffer(std::size_t bucket) const;
+  /// Whether a reduction has ended since the last clear().
+  bool has_gradients() const;
+  void clear();
+  /// From now on buckets are all-reduced: there is no optimizer for the parts.
+  void close();
+
+ private:
+  const std::vector<BucketShards> layout_;
+  mutable Mutex mutex_;
+  std::vector<at::Tensor> buffers_ TORCHSPAN_GUARDED_BY(mutex_);  // by bucket
+  bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  bool has_gradients_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace torchspan::sharded
