@@ -26,6 +26,7 @@
 #include <torchspan/pipeline/pipeline.h>
 #include <torchspan/torchspan.h>
 
+#include "char_transformer/generate.h"
 #include "char_transformer/model.h"
 #include "char_transformer/text.h"
 #include "devices/devices.h"
@@ -211,27 +212,10 @@ class Training {
     check_written(file, options_.drawing);
     fmt::print("drew {}\n", options_.drawing);
   }
-  /// The worker with the scores draws the next character and sends it to the others.
   void write_sample() {
-    pipe_.eval();
-    std::vector<std::int64_t> written = text_.encode(options_.prompt);
-    torch::manual_seed(options_.model.seed);
-    for (std::int64_t i = 0; i < options_.sample; ++i) {
-      const auto length =
-          std::min<std::int64_t>(static_cast<std::int64_t>(written.size()), options_.model.context);
-      const std::vector<std::int64_t> seen(written.end() - length, written.end());
-      const ts::pipeline::Batch output = pipe_.infer(torch::tensor(seen, torch::kLong).unsqueeze(0));
-      ts::Bytes mine;
-      if (output.size() > 0) {
-        const auto chances = (output.tensor()[0][length - 1] / 0.8).softmax(-1);
-        const auto next = static_cast<std::uint16_t>(torch::multinomial(chances, 1).item<std::int64_t>());
-        mine = {static_cast<std::byte>(next & 0xFF), static_cast<std::byte>(next >> 8)};
-      }
-      for (const ts::Bytes& bytes : session_.worker().all_gather_bytes(mine)) {
-        if (!bytes.empty()) written.push_back(static_cast<int>(bytes[0]) | static_cast<int>(bytes[1]) << 8);
-      }
-    }
-    if (is_first() && options_.sample > 0) fmt::print("\n{}\n", text_.decode(written));
+    const auto written = generate(session_, pipe_, text_, options_.prompt,
+                                  {options_.sample, options_.model.context, options_.model.seed});
+    if (is_first() && options_.sample > 0) fmt::print("\n{}\n", written.front());
   }
 
   ts::Session& session_;

@@ -37,10 +37,15 @@ EmbeddingImpl::EmbeddingImpl(const ModelOptions& options) {
   finish_layer(*this, options.device);
 }
 
-at::Tensor EmbeddingImpl::forward(const at::Tensor& rows) {
+at::Tensor EmbeddingImpl::forward(const at::Tensor& rows, torchspan::pipeline::LayerCache& cache) {
   const auto device = characters->weight.device();
+  std::int64_t before = 0;
+  if (cache.active()) {
+    if (!cache.tensors().empty()) before = cache.tensors()[0].item<std::int64_t>();
+    cache.tensors() = {torch::tensor(before + rows.size(1), torch::kLong)};
+  }
   return characters(rows.to(device)) +
-         places(torch::arange(rows.size(1), at::device(device).dtype(torch::kLong)));
+         places(torch::arange(before, before + rows.size(1), at::device(device).dtype(torch::kLong)));
 }
 
 at::Tensor EmbeddingImpl::project(const at::Tensor& vectors) {
@@ -62,22 +67,32 @@ BlockImpl::BlockImpl(const ModelOptions& options, std::int64_t number)
   finish_layer(*this, options.device);
 }
 
-at::Tensor BlockImpl::attend(const at::Tensor& x) {
+at::Tensor BlockImpl::attend(const at::Tensor& x, torchspan::pipeline::LayerCache& cache) {
   const std::int64_t rows = x.size(0), length = x.size(1), width = x.size(2);
   // [3, rows, heads, length, width / heads]
   const auto parts = attention(x).view({rows, length, 3, heads, width / heads}).permute({2, 0, 3, 1, 4});
-  at::Tensor scores = torch::matmul(parts[0], parts[1].transpose(-2, -1)) /
+  at::Tensor keys = parts[1], values = parts[2];
+  if (cache.active()) {
+    if (!cache.tensors().empty()) {
+      keys = torch::cat({cache.tensors()[0], keys}, 2);
+      values = torch::cat({cache.tensors()[1], values}, 2);
+    }
+    cache.tensors() = {keys, values};
+  }
+  at::Tensor scores = torch::matmul(parts[0], keys.transpose(-2, -1)) /
                       std::sqrt(static_cast<double>(width) / static_cast<double>(heads));
-  const auto later = torch::ones({length, length}, at::device(x.device()).dtype(torch::kBool)).triu(1);
+  const std::int64_t all = keys.size(2);
+  const auto later =
+      torch::ones({length, all}, at::device(x.device()).dtype(torch::kBool)).triu(all - length + 1);
   scores = scores.masked_fill(later, -std::numeric_limits<float>::infinity());
-  const at::Tensor seen = torch::matmul(scores.softmax(-1), parts[2]);
+  const at::Tensor seen = torch::matmul(scores.softmax(-1), values);
   return merged(seen.transpose(1, 2).reshape({rows, length, width}));
 }
 
-at::Tensor BlockImpl::forward(at::Tensor x) {
+at::Tensor BlockImpl::forward(at::Tensor x, torchspan::pipeline::LayerCache& cache) {
   x = x.to(up->weight.device());
   const auto thin = [&](const at::Tensor& y) { return torch::dropout(y, dropout, is_training()); };
-  x = x + thin(attend(before_attention(x)));
+  x = x + thin(attend(before_attention(x), cache));
   return x + thin(down(torch::gelu(up(before_network(x)))));
 }
 

@@ -27,10 +27,10 @@ struct ModelOptions {
 };
 
 /// Maps characters [rows, context] to vectors [rows, context, width]; project() maps vectors back to a score
-/// for each character. The layers take tensors on any device.
+/// for each character. The layers take tensors on any device. With a cache, the characters follow those of earlier calls.
 struct EmbeddingImpl : torch::nn::Module {
   explicit EmbeddingImpl(const ModelOptions& options);
-  at::Tensor forward(const at::Tensor& characters);
+  at::Tensor forward(const at::Tensor& characters, torchspan::pipeline::LayerCache& cache);
   at::Tensor project(const at::Tensor& vectors);
 
   torch::nn::Embedding characters{nullptr};
@@ -39,10 +39,10 @@ struct EmbeddingImpl : torch::nn::Module {
 TORCH_MODULE(Embedding);
 
 /// Causal self-attention and a two-layer network, each after a layer norm and with a residual connection
-/// (Radford et al., 2019).
+/// (Radford et al., 2019). A cache keeps keys and values.
 struct BlockImpl : torch::nn::Module {
   BlockImpl(const ModelOptions& options, std::int64_t number);
-  at::Tensor forward(at::Tensor x);
+  at::Tensor forward(at::Tensor x, torchspan::pipeline::LayerCache& cache);
 
   std::int64_t heads;
   double dropout;
@@ -50,7 +50,7 @@ struct BlockImpl : torch::nn::Module {
   torch::nn::Linear attention{nullptr}, merged{nullptr}, up{nullptr}, down{nullptr};
 
  private:
-  at::Tensor attend(const at::Tensor& x);
+  at::Tensor attend(const at::Tensor& x, torchspan::pipeline::LayerCache& cache);
 };
 TORCH_MODULE(Block);
 

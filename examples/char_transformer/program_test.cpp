@@ -12,7 +12,7 @@
 #include "char_transformer/text.h"
 #include "tests/support/processes.h"
 
-namespace char_transformer {
+namespace char_transformer::program_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -160,4 +160,4 @@ TEST(Text, KeepsHeldOutWindowsApart) {
 }
 
 }  // namespace
-}  // namespace char_transformer
+}  // namespace char_transformer::program_test

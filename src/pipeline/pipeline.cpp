@@ -12,6 +12,7 @@
 
 #include "pipeline/layers/micro_batches.h"
 #include "pipeline/policies/tables.h"
+#include "pipeline/runtime/cache_state.h"
 #include "pipeline/runtime/clip_gradients.h"
 #include "pipeline/runtime/handshake.h"
 #include "pipeline/runtime/step.h"
@@ -28,7 +29,7 @@ class Pipeline::Impl {
   ~Impl() { abandon("the pipeline was destroyed before its backward()"); }
 
   double train(const Batch& input, const Batch& target, const Loss* loss, const StepOptions& options);
-  Batch infer(const Batch& input);
+  Batch infer(const Batch& input, Cache* cache);
   Batch forward(const Batch& input);
   void backward(std::vector<at::Tensor> gradients);
 
@@ -60,9 +61,17 @@ class Pipeline::Impl {
   LocalPipeline local_;
   Tables tables_;
   std::uint64_t next_step_ = 0;
-  std::unique_ptr<Step> step_;  ///< also between forward() and backward()
+  std::int64_t next_cache_ = 0;
+  Cache::State* cache_ = nullptr;  ///< of the call to infer() that runs
+  std::unique_ptr<Step> step_;     ///< also between forward() and backward()
   Batch output_;
   StepReport report_;
+};
+
+/// Forgets the cache of a call at its end.
+struct CacheScope {
+  Cache::State*& place;
+  ~CacheScope() { place = nullptr; }
 };
 
 /// Runs a part of a step. Reports a failure of this worker to the others, and ends the step.
@@ -98,6 +107,7 @@ auto Pipeline::Impl::in_step(StepKind kind, const Batch& input, const Batch& tar
 StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
                                  const StepOptions& options) {
   local_.event_queue->set_state(next_step_ - 1, true, false, "", local_.executor().now());
+  if (cache_ != nullptr) cache_->belong_to(local_.id, next_cache_);
   check_presence(local_, next_step_ - 1);
   StepWork work;
   work.begin = is_first() ? begin_first(kind, input, options) : await_begin(kind);
@@ -118,6 +128,7 @@ StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch&
     }
   }
   work.before_first_backward = options.before_first_backward;
+  work.cache = cache_;
   work.table = tables_.find(work.begin.kind, static_cast<int>(work.begin.rows.size()));
   return work;
 }
@@ -128,6 +139,10 @@ StepBegin Pipeline::Impl::begin_first(StepKind kind, const Batch& input, const S
   begin.kind = kind;
   begin.rows = split_rows(count_rows(input, "input"), local_.options.micro_batches);
   begin.gradient_scale = options.gradient_scale;
+  if (cache_ != nullptr) {
+    cache_->check_rows(begin.rows);
+    begin.cache = cache_->number();
+  }
   begin.arrived = local_.executor().now();
   local_.post_to_all(begin);
   return begin;
@@ -157,6 +172,14 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
                 "infer() and forward() on worker '{}', another one on worker '{}'; call the same one on all",
                 local_.options.name, step,
                 local_.plan.workers[static_cast<std::size_t>(local_.first_worker())], local_.worker.name()));
+      }
+      if (begin->cache != (cache_ == nullptr ? -1 : cache_->number())) {
+        throw Error(
+            ErrorKind::kInvalid,
+            fmt::format("worker '{}' and worker '{}' pass different caches to infer() of pipeline '{}' in "
+                        "step {}; pass the same one on all workers",
+                        local_.plan.workers[static_cast<std::size_t>(local_.first_worker())],
+                        local_.worker.name(), local_.options.name, step));
       }
       return *begin;
     }
@@ -194,7 +217,7 @@ void Pipeline::Impl::end_step(bool succeeded) {
 /// Abandons a forward() whose backward() was not called, so that the other workers do not wait in it.
 void Pipeline::Impl::abandon(const char* why) {
   if (!step_) return;
-  local_.post_to_all(StepFailed{
+  local_.post_to_everyone(StepFailed{
       {local_.id, step_->id()},
       Error(ErrorKind::kCancelled, fmt::format("step {} of pipeline '{}' was abandoned on worker '{}': {}",
                                                step_->id(), local_.options.name, local_.worker.name(), why))
@@ -212,12 +235,15 @@ double Pipeline::Impl::train(const Batch& input, const Batch& target, const Loss
   });
 }
 
-Batch Pipeline::Impl::infer(const Batch& input) {
+Batch Pipeline::Impl::infer(const Batch& input, Cache* cache) {
+  cache_ = cache == nullptr ? nullptr : &cache->state();
+  const CacheScope scope{cache_};
   return in_step(StepKind::kInfer, input, {}, nullptr, {}, [&](Step& step) {
     step.run_part(false);
     // Before the other workers may leave the step: outputs that cannot be joined fail on all of them.
     Batch output = is_last() ? step.output() : Batch();
     step.close();
+    step.commit_cache();
     return output;
   });
 }
@@ -278,7 +304,8 @@ double Pipeline::train_step(const Batch& input, const Batch& target, const Loss&
                             const StepOptions& options) {
   return impl_->train(input, target, &loss, options);
 }
-Batch Pipeline::infer(const Batch& input) { return impl_->infer(input); }
+Batch Pipeline::infer(const Batch& input) { return impl_->infer(input, nullptr); }
+Batch Pipeline::infer(const Batch& input, Cache& cache) { return impl_->infer(input, &cache); }
 Batch Pipeline::forward(const Batch& input) { return impl_->forward(input); }
 void Pipeline::backward(const std::vector<at::Tensor>& gradients) { impl_->backward(gradients); }
 void Pipeline::train(bool on) { impl_->train_mode(on); }
@@ -290,6 +317,7 @@ std::shared_ptr<torch::nn::Module> Pipeline::module(int layer) const {
   return impl_->local().layers.at(static_cast<std::size_t>(layer)).module;
 }
 const Plan& Pipeline::plan() const { return impl_->local().plan; }
+int Pipeline::replica() const { return impl_->local().grid.mine; }
 const std::vector<std::vector<TiedParameter>>& Pipeline::ties() const { return impl_->local().declared_ties; }
 const StepReport& Pipeline::last_step() const { return impl_->last_step(); }
 

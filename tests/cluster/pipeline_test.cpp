@@ -143,6 +143,51 @@ TEST(PipelineProcesses, TrainLikeThePlainModelWithSplitBackwardsAndATiedWeight) 
   expect_all_end_well(world, seconds(120));
 }
 
+/// Two replicas of two stages with uneven batches and a tied weight; compares with one process.
+void train_replicas() {
+  Session session(WorkerOptions::from_env());
+  for (const Schedule schedule : {Schedule::k1F1B, Schedule::kZBH1}) {
+    Layers layers;
+    std::vector<pipeline::TiedParameter> weights;
+    std::vector<Dense> plain;
+    for (std::uint64_t layer = 1; layer <= 4; ++layer) {
+      weights.emplace_back(layers.add<Dense>(kWidth, kWidth, layer), "weight");
+      plain.emplace_back(kWidth, kWidth, layer);
+    }
+    layers.tie({weights.front(), weights.back()});
+    plain.back()->weight = plain.front()->weight;
+    Pipeline pipe(session.worker(), layers,
+                  {.balance = {2, 2}, .replicas = 2, .micro_batches = 3, .schedule = schedule});
+    for (std::uint64_t step = 0; step < 3; ++step) {
+      const at::Tensor x = numbers({300, kWidth}, 10 + step), y = numbers({300, kWidth}, 20 + step);
+      const auto part = [&](const at::Tensor& rows) {
+        return pipe.replica() == 0 ? rows.narrow(0, 0, 200) : rows.narrow(0, 200, 100);
+      };
+      const double loss = pipe.train_step(part(x), part(y), mean_square);
+      at::Tensor z = x;
+      for (Dense& layer : plain) z = layer->forward(z);
+      const at::Tensor expected = mean_square(z, y);
+      expected.backward();
+      require(std::abs(loss - expected.item<double>()) < 1e-12, fmt::format("the loss of step {}", step));
+    }
+    for (int layer = 0; layer < 4; ++layer) {
+      const auto module = pipe.module(layer);
+      if (!module) continue;
+      const at::Tensor mine = module->parameters()[0].grad();
+      const at::Tensor expected = plain[static_cast<std::size_t>(layer)]->weight.grad();
+      require(at::allclose(mine, expected, 1e-10, 1e-12), fmt::format("the gradient of layer {}", layer));
+    }
+  }
+  session.shutdown();
+}
+
+// peer: pipelining `manual_with_data_parallel`
+TEST(PipelineProcesses, ReplicasTrainLikeThePlainModel) {
+  ProcessWorld world(4);
+  world.start_all("train_replicas");
+  expect_all_end_well(world, seconds(120));
+}
+
 /// Every process seeds its generator with the same value, as programs do; each gathers all initial weights.
 void make_weights() {
   Session session(WorkerOptions::from_env());
@@ -367,6 +412,7 @@ int main(int argc, char** argv) {
   return torchspan::testing::cluster_main(argc, argv,
                                           {{"train", train},
                                            {"train_with_split_backwards", train_with_split_backwards},
+                                           {"train_replicas", train_replicas},
                                            {"make_weights", make_weights},
                                            {"do_something", do_something},
                                            {"be_paused", be_paused},

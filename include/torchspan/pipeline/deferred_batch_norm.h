@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <map>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <torch/nn/cloneable.h>
@@ -18,6 +19,12 @@ class StepStatistics {
   virtual void begin_use(int order, bool repeated) = 0;
   /// Ends the step: commits the gathered statistics, or discards them if it failed.
   virtual void end_step(bool succeeded) = 0;
+  /// What this step has gathered so far, for the other replicas of the pipeline.
+  virtual std::vector<at::Tensor> gathered() const { return {}; }
+  /// Replaces what this step has gathered by the union of what all replicas have gathered, in their order.
+  virtual void set_gathered(const std::vector<std::vector<at::Tensor>>& by_replica) {
+    static_cast<void>(by_replica);
+  }
 };
 
 /// Batch normalization for micro-batches. Normalizes each micro-batch with its own statistics, as BatchNorm
@@ -40,6 +47,9 @@ class DeferredBatchNormImpl : public torch::nn::Cloneable<DeferredBatchNormImpl>
   at::Tensor forward(const at::Tensor& input);
   void begin_use(int order, bool repeated) override;
   void end_step(bool succeeded) override;
+  /// For each use, in order: its number, the count, the mean and the squared spread.
+  std::vector<at::Tensor> gathered() const override;
+  void set_gathered(const std::vector<std::vector<at::Tensor>>& by_replica) override;
 
   torch::nn::BatchNormOptions options;
   at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;
@@ -51,6 +61,7 @@ class DeferredBatchNormImpl : public torch::nn::Cloneable<DeferredBatchNormImpl>
     at::Tensor squared_spread;  ///< sum of squared distances from the mean
   };
   void gather(const at::Tensor& input);
+  void merge(int order, const Moments& more);
   void commit(const Moments& moments);
 
   int order_ = -1;  ///< -1: outside a pipeline

@@ -45,6 +45,31 @@ class Skips {
   std::map<std::string, at::Tensor> stashed_;
 };
 
+/// One use's part of a Cache, for one micro-batch: keys and values of attention, recurrent state. A layer whose forward
+/// has a parameter `LayerCache&` gets it; it stays on the layer's worker. Valid during the forward only.
+class LayerCache {
+ public:
+  /// Not active.
+  LayerCache() = default;
+  explicit LayerCache(std::vector<at::Tensor>& kept) : kept_(&kept) {}
+
+  /// False in training and in infer() without a cache: the forward then computes from its input alone.
+  bool active() const { return kept_ != nullptr; }
+  /// The tensors of the last call, empty in the first; replace them for the next. Do not change a tensor in place: if
+  /// the call fails, the cache is as before it. Only if active().
+  std::vector<at::Tensor>& tensors() { return *kept_; }
+
+ private:
+  std::vector<at::Tensor>* kept_ = nullptr;
+};
+
+/// What a forward may take besides its input.
+struct LayerContext {
+  LayerContext(Skips& layer_skips, LayerCache layer_cache = {}) : skips(layer_skips), cache(layer_cache) {}
+  Skips& skips;
+  LayerCache cache;
+};
+
 /// A layer built on its owner. A stateless function has no module.
 struct BuiltLayer {
   std::shared_ptr<void> object;
@@ -52,7 +77,7 @@ struct BuiltLayer {
 };
 
 /// Runs a layer, or one of its methods, on its input.
-using LayerCall = std::function<Batch(void* object, const Batch& input, Skips& skips)>;
+using LayerCall = std::function<Batch(void* object, const Batch& input, LayerContext context)>;
 
 /// Description of a layer that only its owner builds, when the pipeline is created.
 struct LayerSpec {
@@ -78,6 +103,8 @@ std::string type_name(const std::type_info& type);
 
 template <class T>
 inline constexpr bool kIsSkips = std::is_same_v<std::remove_cvref_t<T>, Skips>;
+template <class T>
+inline constexpr bool kIsCache = std::is_same_v<std::remove_cvref_t<T>, LayerCache>;
 
 /// The object whose methods are called: a module holder's module, or the object itself.
 template <class T>
@@ -113,15 +140,17 @@ void append_argument(std::vector<at::Tensor>& all, const T& argument) {
 }
 
 /// Matches a layer's input to its parameters: a single parameter takes the whole input, several take one
-/// member each; a parameter Skips& takes the skip connections.
+/// member each; parameters Skips& and LayerCache& take what the layer's use has.
 template <class... A>
 struct Fit {
-  static constexpr std::size_t kPlain = ((kIsSkips<A> ? 0 : 1) + ... + 0);
+  static constexpr std::size_t kPlain = ((kIsSkips<A> || kIsCache<A> ? 0 : 1) + ... + 0);
   template <class T>
   struct Argument {
-    static decltype(auto) get(const Batch& input, Skips& skips, std::size_t& next) {
+    static decltype(auto) get(const Batch& input, LayerContext& context, std::size_t& next) {
       if constexpr (kIsSkips<T>) {
-        return static_cast<Skips&>(skips);
+        return static_cast<Skips&>(context.skips);
+      } else if constexpr (kIsCache<T>) {
+        return static_cast<LayerCache&>(context.cache);
       } else if constexpr (kPlain == 1) {
         return BatchOf<std::remove_cvref_t<T>>::to(input);
       } else {
@@ -130,12 +159,12 @@ struct Fit {
     }
   };
   template <class Call>
-  static Batch run(const Batch& input, Skips& skips, const Call& call) {
+  static Batch run(const Batch& input, LayerContext& context, const Call& call) {
     if constexpr (kPlain != 1) BatchOf<int>::check(input.size(), kPlain);
     std::size_t next = 0;
     // Braces: the arguments are evaluated left to right.
-    std::tuple<decltype(Argument<A>::get(input, skips, next))...> arguments{
-        Argument<A>::get(input, skips, next)...};
+    std::tuple<decltype(Argument<A>::get(input, context, next))...> arguments{
+        Argument<A>::get(input, context, next)...};
     using R = std::remove_cvref_t<decltype(std::apply(call, std::move(arguments)))>;
     return BatchOf<R>::from(std::apply(call, std::move(arguments)));
   }
@@ -143,25 +172,25 @@ struct Fit {
 
 template <class Object, class R, class Base, class... A>
 LayerCall method_call(R (Base::*method)(A...)) {
-  return [method](void* object, const Batch& input, Skips& skips) {
+  return [method](void* object, const Batch& input, LayerContext context) {
     Base& self = *static_cast<Object*>(object);
-    return Fit<A...>::run(input, skips,
+    return Fit<A...>::run(input, context,
                           [&](auto&&... a) { return (self.*method)(std::forward<decltype(a)>(a)...); });
   };
 }
 template <class Object, class R, class Base, class... A>
 LayerCall method_call(R (Base::*method)(A...) const) {
-  return [method](void* object, const Batch& input, Skips& skips) {
+  return [method](void* object, const Batch& input, LayerContext context) {
     const Base& self = *static_cast<Object*>(object);
-    return Fit<A...>::run(input, skips,
+    return Fit<A...>::run(input, context,
                           [&](auto&&... a) { return (self.*method)(std::forward<decltype(a)>(a)...); });
   };
 }
 
 template <class F, class R, class... A>
 LayerCall function_call(F function, R (F::*)(A...) const) {
-  return [function = std::move(function)](void*, const Batch& input, Skips& skips) {
-    return Fit<A...>::run(input, skips, function);
+  return [function = std::move(function)](void*, const Batch& input, LayerContext context) {
+    return Fit<A...>::run(input, context, function);
   };
 }
 
@@ -171,7 +200,7 @@ LayerCall forward_call() {
   if constexpr (requires { &Object::forward; }) {
     return method_call<Object>(&Object::forward);
   } else {
-    return [](void* object, const Batch& input, Skips&) {
+    return [](void* object, const Batch& input, LayerContext) {
       Object& self = *static_cast<Object*>(object);
       using R = std::remove_cvref_t<decltype(self.forward(at::Tensor()))>;
       return BatchOf<R>::from(self.forward(BatchOf<at::Tensor>::to(input)));

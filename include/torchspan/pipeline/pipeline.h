@@ -12,6 +12,7 @@
 
 #include <torchspan/core/future.h>
 #include <torchspan/core/time.h>
+#include <torchspan/pipeline/cache.h>
 #include <torchspan/pipeline/layers.h>
 #include <torchspan/pipeline/plan.h>
 #include <torchspan/rpc/worker.h>
@@ -39,8 +40,12 @@ enum class ActivationCheckpoint : std::uint8_t { kNever, kExceptLast, kAlways };
 
 struct PipelineOptions {
   std::vector<int> balance = {};  ///< distinct layers per stage; empty: even
-  /// Owner of each stage; empty: stage s on rank s modulo the world size; kZBV and kDualPipeV: in a V.
+  /// Owner of each stage; empty: stage s on rank s modulo the world size; kZBV and kDualPipeV: in a V. With
+  /// replicas: those of replica 0, then of replica 1, and so on; empty: as many consecutive ranks for each.
   std::vector<std::string> workers = {};
+  /// Data parallelism: copies of the whole pipeline, each on its own workers and with its own batches. A step's loss and
+  /// gradients are the means over the rows of all replicas, and have the same bits in all.
+  int replicas = 1;
   int micro_batches = 1;  ///< upper bound; a small batch has fewer
   Schedule schedule = Schedule::k1F1B;
   /// The table of a training step for kCustom, of the given placement and the same on all workers: one of
@@ -87,7 +92,7 @@ Loss loss_of(F function) {
   };
 }
 
-/// Report of one step, over all workers.
+/// Report of one step, over all workers of this replica.
 struct StepReport {
   std::uint64_t step = 0;
   int micro_batches = 0;
@@ -103,6 +108,7 @@ struct StepReport {
 /// of the plan creates it and calls the same functions in the same order, from its training thread. A stage
 /// that fails, dies or stalls ends the step on all workers with the same Error, which names it; gradients
 /// are then incomplete, and the next step works unless a worker died. With one worker it is a plain loop.
+/// With replicas, all workers of all replicas call the same functions; each replica passes its own batch.
 class Pipeline {
  public:
   /// Collective over the plan's workers. Builds the layers that this worker owns. Throws on all workers,
@@ -128,6 +134,9 @@ class Pipeline {
   /// Runs the forward without gradients. Returns the whole output on the worker of the last use and an
   /// empty batch elsewhere.
   Batch infer(const Batch& input);
+  /// The same for the next piece of a sequence: layers keep state in `cache` (LayerCache), which stays on their workers.
+  /// All workers pass the same cache, on all replicas.
+  Batch infer(const Batch& input, Cache& cache);
 
   /// Runs the forward and keeps what backward() needs. Returns the whole output, as leaves that require
   /// gradients, on the worker of the last use and an empty batch elsewhere. Any next call but backward()
@@ -149,7 +158,10 @@ class Pipeline {
   /// Module of a layer that this worker owns; null for other layers and for functions.
   std::shared_ptr<torch::nn::Module> module(int layer) const;
 
+  /// The plan of this replica; the others have the same with other workers.
   const Plan& plan() const;
+  /// The replica of this worker, from 0 to PipelineOptions::replicas - 1.
+  int replica() const;
   /// The parameters that Layers::tie() ties.
   const std::vector<std::vector<TiedParameter>>& ties() const;
   /// Report of the last successful step.

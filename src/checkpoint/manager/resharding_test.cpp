@@ -71,17 +71,27 @@ std::vector<at::Tensor> plain_weights(int steps, bool tied) {
   return parameters;
 }
 
+/// The names of the newest checkpoint's tensors and values, without the generators, of which each rank has one.
+std::vector<std::string> names_in(const std::string& folder) {
+  std::vector<std::string> names = Checkpoint::newest(folder).names();
+  std::erase_if(names, [](const std::string& name) { return name.starts_with("rng."); });
+  return names;
+}
+
 /// Trains a pipeline from its newest checkpoint to `last` steps and saves; compares with one process. `tied`: the
-/// first and the last layer have equal weights.
+/// first and the last layer have equal weights. `replicas` share the rows of each batch unevenly.
 void train_pipeline(Worker& worker, const std::string& folder, const std::vector<int>& balance, int first,
-                    int last, bool tied = false) {
+                    int last, bool tied = false, int replicas = 1) {
   pipeline::Layers layers;
   std::vector<pipeline::TiedParameter> weights;
   // The seeds matter in the first run only; later ones restore.
   for (std::uint64_t layer = 0; layer < kLayers; ++layer)
     weights.emplace_back(layers.add<Dense>(first == 0 ? layer : 77 + layer), "weight");
   if (tied) layers.tie({weights.front(), weights.back()});
-  pipeline::Pipeline pipe(worker, layers, {.balance = balance, .micro_batches = 2});
+  pipeline::Pipeline pipe(worker, layers, {.balance = balance, .replicas = replicas, .micro_batches = 2});
+  const auto part = [&](const at::Tensor& rows) {  // 6, or 4 and 2
+    return replicas == 1 ? rows : pipe.replica() == 0 ? rows.narrow(0, 0, 4) : rows.narrow(0, 4, 2);
+  };
   optim::Optimizer optimizer(
       {optim::ParamGroup(pipe.parameters(), optim::Adam{.lr = 0.01}, parameter_names(pipe))});
   CheckpointManager manager(worker, {.directory = folder});
@@ -91,8 +101,8 @@ void train_pipeline(Worker& worker, const std::string& folder, const std::vector
   EXPECT_EQ(from, first);
   for (std::int64_t step = from; step < last; ++step) {
     optimizer.zero_grad();
-    pipe.train_step(numbers({6, kWidth}, 100 + static_cast<std::uint64_t>(step)),
-                    numbers({6, kWidth}, 200 + static_cast<std::uint64_t>(step)), mean_square);
+    pipe.train_step(part(numbers({6, kWidth}, 100 + static_cast<std::uint64_t>(step))),
+                    part(numbers({6, kWidth}, 200 + static_cast<std::uint64_t>(step))), mean_square);
     optimizer.step();
   }
   manager.save(last);
@@ -123,6 +133,15 @@ TEST(Resharding, ContinuesAPipelineWithTiedParametersThatItHoldsOnce) {
   EXPECT_THAT(names, ::testing::Not(::testing::Contains(HasSubstr("layers.4.weight"))));
   on_workers(3, 2, [&](Worker& worker) { train_pipeline(worker, folder.path(), {1, 1, 3}, 3, 5, true); });
   on_workers(2, 3, [&](Worker& worker) { train_pipeline(worker, folder.path(), {4, 1}, 5, 7, true); });
+}
+
+TEST(Resharding, ContinuesReplicasOfAPipelineWhoseStateItHoldsOnce) {
+  const TemporaryFolder one_replica, folder;
+  on_workers(2, 1, [&](Worker& worker) { train_pipeline(worker, one_replica.path(), {2, 3}, 0, 3, true); });
+  on_workers(4, 1, [&](Worker& worker) { train_pipeline(worker, folder.path(), {2, 3}, 0, 3, true, 2); });
+  EXPECT_EQ(names_in(folder.path()), names_in(one_replica.path()));
+  on_workers(3, 2, [&](Worker& worker) { train_pipeline(worker, folder.path(), {1, 1, 3}, 3, 5, true); });
+  on_workers(6, 3, [&](Worker& worker) { train_pipeline(worker, folder.path(), {1, 3, 1}, 5, 7, true, 2); });
 }
 
 /// A table of which each rank owns some consecutive rows.

@@ -1,5 +1,9 @@
 #include <fmt/format.h>
 
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/functional/batchnorm.h>
 
@@ -66,7 +70,6 @@ void DeferredBatchNormImpl::begin_use(int order, bool repeated) {
   repeated_ = repeated;
 }
 
-/// Merges the moments of two sets without cancellation (Chan, Golub and LeVeque, 1979).
 void DeferredBatchNormImpl::gather(const at::Tensor& input) {
   const torch::autograd::AutoGradMode mode(false);
   const at::Tensor values = input.detach().to(at::kDouble);
@@ -74,17 +77,51 @@ void DeferredBatchNormImpl::gather(const at::Tensor& input) {
   const double count = static_cast<double>(values.numel()) / static_cast<double>(values.size(1));
   const at::Tensor mean = values.mean(dimensions, true);
   const at::Tensor spread = (values - mean).square().sum(dimensions);
-  const at::Tensor flat_mean = mean.reshape({-1});
-  Moments& moments = gathered_[order_];
+  merge(order_, {count, mean.reshape({-1}), spread});
+}
+
+/// Merges the moments of two sets without cancellation (Chan, Golub and LeVeque, 1979).
+void DeferredBatchNormImpl::merge(int order, const Moments& more) {
+  Moments& moments = gathered_[order];
   if (moments.count == 0) {
-    moments = {count, flat_mean, spread};
+    moments = more;
     return;
   }
-  const at::Tensor apart = flat_mean - moments.mean;
-  const double total = moments.count + count;
-  moments.mean = moments.mean + apart * (count / total);
-  moments.squared_spread = moments.squared_spread + spread + apart.square() * (moments.count * count / total);
+  const at::Tensor apart = more.mean - moments.mean;
+  const double total = moments.count + more.count;
+  moments.mean = moments.mean + apart * (more.count / total);
+  moments.squared_spread =
+      moments.squared_spread + more.squared_spread + apart.square() * (moments.count * more.count / total);
   moments.count = total;
+}
+
+std::vector<at::Tensor> DeferredBatchNormImpl::gathered() const {
+  std::vector<at::Tensor> all;
+  for (const auto& [order, moments] : gathered_) {
+    all.push_back(at::tensor({static_cast<double>(order), moments.count}, at::kDouble));
+    all.push_back(moments.mean);
+    all.push_back(moments.squared_spread);
+  }
+  return all;
+}
+
+void DeferredBatchNormImpl::set_gathered(const std::vector<std::vector<at::Tensor>>& by_replica) {
+  const torch::autograd::AutoGradMode mode(false);
+  gathered_.clear();
+  for (const auto& replica : by_replica) {
+    for (std::size_t i = 0; i + 2 < replica.size(); i += 3) {
+      const auto is_row = [this](const at::Tensor& tensor, std::int64_t size) {
+        return tensor.defined() && tensor.dim() == 1 && tensor.size(0) == size &&
+               tensor.scalar_type() == at::kDouble;
+      };
+      const bool valid = is_row(replica[i], 2) && is_row(replica[i + 1], options.num_features()) &&
+                         is_row(replica[i + 2], options.num_features());
+      TORCH_CHECK(valid, "a replica of this DeferredBatchNorm gathered moments of other channels");
+      const auto* head = replica[i].data_ptr<double>();
+      const at::Device device = running_mean.device();
+      merge(static_cast<int>(head[0]), {head[1], replica[i + 1].to(device), replica[i + 2].to(device)});
+    }
+  }
 }
 
 void DeferredBatchNormImpl::commit(const Moments& moments) {

@@ -27,8 +27,9 @@ struct NotSent {
   Error error{ErrorKind::kDisconnected, ""};
 };
 
-using StepEvent = std::variant<StepBegin, Activations, Gradients, StepFailed, PartDone, StepClosed, Credit,
-                               TiedGradient, Departure, NotSent>;
+using StepEvent =
+    std::variant<StepBegin, Activations, Gradients, StepFailed, PartDone, StepClosed, Credit, TiedGradient,
+                 ReplicaGradients, ReplicaStatistics, ReplicaDone, Departure, NotSent>;
 
 /// The events of one pipeline on one worker: receiving threads put them in, the training thread takes them
 /// out. Thread-safe; never blocks.

@@ -32,6 +32,9 @@ void PipelineExtension::attach(rpc::Registrar& registrar) {
   queue_messages<StepClosed>(registrar, router_);
   queue_messages<Credit>(registrar, router_);
   queue_messages<TiedGradient>(registrar, router_);
+  queue_messages<ReplicaGradients>(registrar, router_);
+  queue_messages<ReplicaStatistics>(registrar, router_);
+  queue_messages<ReplicaDone>(registrar, router_);
   registrar.handle<AskState>(rpc::RunOn::kReceiver,
                              [router = router_](const rpc::CallInfo&, const AskState& ask) {
                                return router->find(ask.id.pipeline)->state(router->now());

@@ -37,7 +37,8 @@ struct StepBegin {
   StepKind kind = StepKind::kTrain;
   std::vector<std::int64_t> rows;  ///< by micro-batch
   double gradient_scale = 1;
-  TimePoint arrived = {};  ///< on this worker; not sent
+  std::int64_t cache = -1;  ///< number of the Cache of infer(); -1: none
+  TimePoint arrived = {};   ///< on this worker; not sent
 };
 
 /// The activations of one micro-batch that a link carries forward.
@@ -128,6 +129,42 @@ struct TiedGradient {
   at::Tensor gradient;      ///< may be undefined
 };
 
+/// Gradients of one bucket from another replica of the stage: those that the receiver sums, or, from the replica that
+/// sums them, the result.
+struct ReplicaGradients {
+  static constexpr wire::MessageType kType{0x030A};
+  static constexpr std::string_view kName = "pipeline.replica_gradients";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t bucket = 0;
+  std::int32_t replica = 0;           ///< of the sender
+  std::int64_t rows = 0;              ///< of the sender's batch, which weigh its gradients
+  std::vector<at::Tensor> gradients;  ///< by parameter of the bucket; may be undefined
+};
+
+/// What modules of the stage gathered in this step in another replica, such as moments of batch norms.
+struct ReplicaStatistics {
+  static constexpr wire::MessageType kType{0x030B};
+  static constexpr std::string_view kName = "pipeline.replica_statistics";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t replica = 0;                       ///< of the sender
+  std::vector<std::vector<at::Tensor>> gathered;  ///< by module
+};
+
+/// All workers of a replica have run a part of the step; from its first worker to those of the other replicas.
+struct ReplicaDone {
+  static constexpr wire::MessageType kType{0x030C};
+  static constexpr std::string_view kName = "pipeline.replica_done";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t replica = 0;  ///< of the sender
+  std::int32_t part = 0;     ///< 1: the backwards of a StepKind::kForward
+  StepKind kind = StepKind::kTrain;
+  std::int64_t rows = 0;
+  double loss = 0;  ///< of the replica's batch
+};
+
 /// What a worker of the pipeline does now.
 struct WorkerState {
   std::uint64_t step = 0;  ///< the current step, or the last one
@@ -155,8 +192,8 @@ struct Wire<pipeline::StepId>
 template <>
 struct Wire<pipeline::StepBegin>
     : WireStruct<pipeline::StepBegin, "pipeline.StepBegin", &pipeline::StepBegin::id,
-                 &pipeline::StepBegin::kind, &pipeline::StepBegin::rows,
-                 &pipeline::StepBegin::gradient_scale> {};
+                 &pipeline::StepBegin::kind, &pipeline::StepBegin::rows, &pipeline::StepBegin::gradient_scale,
+                 &pipeline::StepBegin::cache> {};
 template <>
 struct Wire<pipeline::Activations>
     : WireStruct<pipeline::Activations, "pipeline.Activations", &pipeline::Activations::id,
@@ -193,6 +230,20 @@ struct Wire<pipeline::TiedGradient>
     : WireStruct<pipeline::TiedGradient, "pipeline.TiedGradient", &pipeline::TiedGradient::id,
                  &pipeline::TiedGradient::tie, &pipeline::TiedGradient::worker,
                  &pipeline::TiedGradient::gradient> {};
+template <>
+struct Wire<pipeline::ReplicaGradients>
+    : WireStruct<pipeline::ReplicaGradients, "pipeline.ReplicaGradients", &pipeline::ReplicaGradients::id,
+                 &pipeline::ReplicaGradients::bucket, &pipeline::ReplicaGradients::replica,
+                 &pipeline::ReplicaGradients::rows, &pipeline::ReplicaGradients::gradients> {};
+template <>
+struct Wire<pipeline::ReplicaStatistics>
+    : WireStruct<pipeline::ReplicaStatistics, "pipeline.ReplicaStatistics", &pipeline::ReplicaStatistics::id,
+                 &pipeline::ReplicaStatistics::replica, &pipeline::ReplicaStatistics::gathered> {};
+template <>
+struct Wire<pipeline::ReplicaDone>
+    : WireStruct<pipeline::ReplicaDone, "pipeline.ReplicaDone", &pipeline::ReplicaDone::id,
+                 &pipeline::ReplicaDone::replica, &pipeline::ReplicaDone::part, &pipeline::ReplicaDone::kind,
+                 &pipeline::ReplicaDone::rows, &pipeline::ReplicaDone::loss> {};
 template <>
 struct Wire<pipeline::WorkerState>
     : WireStruct<pipeline::WorkerState, "pipeline.WorkerState", &pipeline::WorkerState::step,

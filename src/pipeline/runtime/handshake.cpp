@@ -10,7 +10,9 @@
 #include <torchspan/wire.h>
 
 #include "pipeline/layers/random.h"
+#include "pipeline/plan/replica_grid.h"
 #include "pipeline/policies/tables.h"
+#include "pipeline/runtime/replica_values.h"
 #include "pipeline/runtime/shared_tensors.h"
 #include "pipeline/runtime/ties.h"
 
@@ -31,22 +33,31 @@ std::vector<int> even_balance(std::size_t layers, std::size_t stages) {
 
 bool is_v_shaped(Schedule schedule) { return schedule == Schedule::kZBV || schedule == Schedule::kDualPipeV; }
 
+/// How many replicas `workers` workers form; 1 for a number that does not fit, which check() refuses on all workers.
+std::size_t replicas_among(std::size_t workers, const PipelineOptions& options) {
+  const auto replicas = static_cast<std::size_t>(std::max(1, options.replicas));
+  return workers % replicas == 0 && workers > 0 ? replicas : 1;
+}
+
 void fill_in(const Worker& worker, std::size_t layers, PipelineOptions& options) {
   const std::vector<WorkerInfo> world = worker.workers();
   const bool v_shaped = is_v_shaped(options.schedule);
+  const std::size_t replicas =
+      replicas_among(options.workers.empty() ? world.size() : options.workers.size(), options);
+  const std::size_t ranks = world.size() / replicas;  // of a replica, if its workers are not given
   if (options.balance.empty()) {
     // A model without layers gets a stage per worker, so that all workers get the error.
-    const std::size_t most = v_shaped      ? 2 * world.size()
-                             : layers == 0 ? world.size()
-                                           : std::min(world.size(), layers);
-    const std::size_t stages = options.workers.empty() ? most : options.workers.size();
+    const std::size_t most = v_shaped ? 2 * ranks : layers == 0 ? ranks : std::min(ranks, layers);
+    const std::size_t stages = options.workers.empty() ? most : options.workers.size() / replicas;
     options.balance = even_balance(layers, stages);
   }
   if (!options.workers.empty()) return;
-  for (std::size_t stage = 0; stage < options.balance.size(); ++stage) {
-    const std::size_t rank = stage % world.size();
-    const bool back = v_shaped && stage / world.size() % 2 == 1;
-    options.workers.push_back(world[back ? world.size() - 1 - rank : rank].name);
+  for (std::size_t replica = 0; replica < replicas; ++replica) {
+    for (std::size_t stage = 0; stage < options.balance.size(); ++stage) {
+      const std::size_t rank = stage % ranks;
+      const bool back = v_shaped && stage / ranks % 2 == 1;
+      options.workers.push_back(world[replica * ranks + (back ? ranks - 1 - rank : rank)].name);
+    }
   }
 }
 
@@ -83,9 +94,10 @@ std::string fingerprint(const PlanRequest& request, const Layers& layers, const 
                         use.stashes, use.pops, use.space);
   }
   return text + fmt::format(
-                    "balance {}\nowners {}\nmicro_batches {}\nschedule {}\ncheckpoint {}\nmax_in_flight "
+                    "balance {}\nowners {}\nreplicas {}\nmicro_batches {}\nschedule {}\ncheckpoint "
+                    "{}\nmax_in_flight "
                     "{}\nseed {}\n",
-                    request.balance, request.workers, options.micro_batches,
+                    request.balance, request.workers, options.replicas, options.micro_batches,
                     static_cast<int>(options.schedule), static_cast<int>(options.checkpoint),
                     options.max_in_flight, options.seed ? std::to_string(*options.seed) : "none");
 }
@@ -100,14 +112,6 @@ std::pair<std::string, std::string> difference(const std::string& a, const std::
                                 : text.substr(begin, text.find('\n', begin) - begin);
   };
   return {line(a), line(b)};
-}
-
-std::vector<std::string> distinct(const std::vector<std::string>& workers) {
-  std::vector<std::string> all;
-  for (const std::string& worker : workers) {
-    if (std::find(all.begin(), all.end(), worker) == all.end()) all.push_back(worker);
-  }
-  return all;
 }
 
 /// The texts of all workers, by name.
@@ -183,9 +187,10 @@ void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& loc
   const std::string failure = build_own_layers(layers, seed, local);
   const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(local) : '-' + failure;
   std::vector<std::string> reports;
-  for (const auto& [name, text] : gather(local.worker, mine, local.plan.workers)) {
+  for (const auto& [name, text] : gather(local.worker, mine, local.grid.all_names())) {
     if (text.front() == '-') throw Error(ErrorKind::kRemoteFailure, text.substr(1)).with_worker(name);
-    reports.push_back(text.substr(1));
+    const std::vector<std::string>& own = local.plan.workers;  // the other replicas have the same
+    if (std::find(own.begin(), own.end(), name) != own.end()) reports.push_back(text.substr(1));
   }
   local.constants = check_shared_tensors(local, reports);
 }
@@ -200,7 +205,7 @@ void agree_on_custom_schedule(const LocalPipeline& local) {
   } catch (...) {
     mine = '-' + describe(std::current_exception()).text;
   }
-  const auto texts = gather(local.worker, mine, local.plan.workers);
+  const auto texts = gather(local.worker, mine, local.grid.all_names());
   for (const auto& [name, text] : texts) {
     if (text.front() == '-') throw Error(ErrorKind::kInvalid, text.substr(1)).with_worker(name);
   }
@@ -214,20 +219,57 @@ void agree_on_custom_schedule(const LocalPipeline& local) {
   }
 }
 
+/// What follows the building of layers; fails on all workers of all replicas.
+void finish_together(const Layers& layers, LocalPipeline& local) {
+  if (local.grid.count() == 1) {
+    local.ties = make_ties(local, layers);
+    return agree_on_custom_schedule(local);
+  }
+  std::string failure;
+  try {
+    local.ties = make_ties(local, layers);
+    copy_from_first_replica(local);
+  } catch (...) {
+    failure = to_error(std::current_exception()).message();
+  }
+  for (const auto& [name, text] :
+       gather(local.worker, failure.empty() ? "+" : '-' + failure, local.grid.all_names())) {
+    if (text.front() == '-') throw Error(ErrorKind::kInvalid, text.substr(1)).with_worker(name);
+  }
+  agree_on_custom_schedule(local);
+  local.replica_buckets = make_replica_buckets(local);
+}
+
+/// The replicas, and the place of this worker.
+ReplicaGrid make_grid(const Worker& worker, const std::vector<std::vector<std::string>>& owners) {
+  ReplicaGrid grid;
+  for (const auto& replica : owners) {
+    const std::vector<std::string> names = distinct(replica);
+    if (std::find(names.begin(), names.end(), worker.name()) != names.end()) grid.mine = grid.count();
+    grid.names.push_back(names);
+    grid.ranks.emplace_back();
+    for (const std::string& name : names) grid.ranks.back().push_back(worker.info(Destination(name)).rank);
+  }
+  return grid;
+}
+
 }  // namespace
 
 LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options) {
   fill_in(worker, layers.specs().size(), options);
-  const PlanRequest request = plan_request(layers, options);
+  PlanRequest request = plan_request(layers, options);
   // First, because what follows may throw on one worker only.
   const Agreement agreed = agree(worker, fingerprint(request, layers, options), options);
   check(options);
+  const auto owners = owners_by_replica(options.workers, options.replicas, options.balance.size());
+  ReplicaGrid grid = make_grid(worker, owners);
+  request.workers = owners[static_cast<std::size_t>(grid.mine)];
   Plan plan = make_plan(request);
   LocalPipeline local{worker, std::move(options), std::move(plan)};
   const auto me = std::find(local.plan.workers.begin(), local.plan.workers.end(), worker.name());
   local.me = static_cast<int>(me - local.plan.workers.begin());
-  for (const std::string& name : local.plan.workers)
-    local.ranks.push_back(worker.info(Destination(name)).rank);
+  local.ranks = grid.ranks[static_cast<std::size_t>(grid.mine)];
+  local.grid = std::move(grid);
   local.uses = layers.uses();
   local.declared_ties = layers.ties();
   auto opened = worker.extension<PipelineExtension>().router()->open(
@@ -236,8 +278,7 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   local.id = opened.id;
   local.event_queue = std::move(opened.event_queue);
   build_together(layers, agreed.seed, local);
-  local.ties = make_ties(local, layers);
-  agree_on_custom_schedule(local);
+  finish_together(layers, local);
   Log& log = worker.runtime().log;
   if (log.enabled(LogLevel::kDebug)) {
     log.debug(fmt::format("pipeline '{}': {} layers, balance {} on {}; {} micro-batches", local.options.name,

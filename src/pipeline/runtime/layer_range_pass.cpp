@@ -55,7 +55,7 @@ class NoAutocastCache {
 }  // namespace
 
 LayerRangePass::LayerRangePass(const LocalPipeline& local, int range, int micro_batch, RunMode mode)
-    : local_(local), mode_(mode), runner_(local, range, micro_batch, mode.step) {
+    : local_(local), mode_(mode), runner_(local, range, micro_batch, mode) {
   if (range == 0) ++missing_inputs_;
   for (const Link& link : local.plan.links) missing_inputs_ += link.to == range ? 1 : 0;
 }

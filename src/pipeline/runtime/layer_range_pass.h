@@ -16,13 +16,6 @@
 
 namespace torchspan::pipeline {
 
-/// How the passes of a step run.
-struct RunMode {
-  std::uint64_t step = 0;
-  bool gradients = false;  ///< a backward will come
-  bool recompute = false;  ///< keeps only the inputs and recomputes the forward for the backward
-};
-
 /// Runs one micro-batch through one layer range, forward and backward. Holds inputs until the forward,
 /// gradient edges (not outputs) until the backward, and nothing afterwards. Used by the training thread.
 class LayerRangePass {

@@ -11,8 +11,8 @@ namespace torchspan::pipeline {
 void LayerRunner::fail(const std::string& where, const char* phase) const {
   const ExceptionDescription description = describe(std::current_exception());
   throw Error(ErrorKind::kRemoteFailure,
-              fmt::format("step {} of pipeline '{}' failed in the {} of micro-batch {} through {}: {}", step_,
-                          local_.options.name, phase, micro_batch_, where, description.text))
+              fmt::format("step {} of pipeline '{}' failed in the {} of micro-batch {} through {}: {}",
+                          mode_.step, local_.options.name, phase, micro_batch_, where, description.text))
       .with_worker(local_.worker.name())
       .with_frame({local_.worker.name(), where, description.type, description.text});
 }
@@ -23,10 +23,12 @@ void LayerRunner::fail_range(const char* phase) const {
   fail(name, phase);
 }
 
-/// The random numbers of one use; the loss has the order after the last use.
+/// The random numbers of one use; the loss has the order after the last use. Micro-batches are counted over all
+/// replicas.
 SeededScope LayerRunner::seeded_scope(int order) const {
   const auto& seed = local_.options.seed;
-  return SeededScope(seed ? std::optional(seed_of_use(*seed, step_, order, micro_batch_)) : std::nullopt);
+  const int micro_batch = local_.grid.mine * local_.options.micro_batches + micro_batch_;
+  return SeededScope(seed ? std::optional(seed_of_use(*seed, mode_.step, order, micro_batch)) : std::nullopt);
 }
 
 Batch LayerRunner::run_use(int order, const Batch& input, std::map<std::string, at::Tensor> pops,
@@ -41,10 +43,12 @@ Batch LayerRunner::run_use(int order, const Batch& input, std::map<std::string, 
       }
     }
     Skips skips(std::move(pops), use.stashes);
+    LayerCache cache;
+    if (mode_.cache != nullptr) cache = LayerCache((*mode_.cache)[{order, micro_batch_}]);
     Batch output;
     {
       const SeededScope random = seeded_scope(order);
-      output = use.call(layer.object.get(), input, skips);
+      output = use.call(layer.object.get(), input, {skips, cache});
     }
     if (const std::string unused_keys = skips.unused_keys(); !unused_keys.empty()) {
       throw Error(ErrorKind::kInvalid, "skips: " + unused_keys);

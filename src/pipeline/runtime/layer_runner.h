@@ -8,6 +8,7 @@
 
 #include "pipeline/layers/random.h"
 #include "pipeline/runtime/activation.h"
+#include "pipeline/runtime/cache_state.h"
 #include "pipeline/runtime/local_pipeline.h"
 
 namespace torchspan::pipeline {
@@ -25,12 +26,20 @@ struct LayerRangeOutputs {
   at::Tensor loss;               ///< undefined if the pass has none
 };
 
+/// How the passes of a step run.
+struct RunMode {
+  std::uint64_t step = 0;
+  bool gradients = false;         ///< a backward will come
+  bool recompute = false;         ///< keeps only the inputs and recomputes the forward for the backward
+  CacheTensors* cache = nullptr;  ///< what layers keep between steps; null: nothing
+};
+
 /// Runs the layers of one layer range on one micro-batch. Errors name the layer and the micro-batch. Used by
 /// the training thread.
 class LayerRunner {
  public:
-  LayerRunner(const LocalPipeline& local, int range, int micro_batch, std::uint64_t step)
-      : local_(local), range_(range), micro_batch_(micro_batch), step_(step) {}
+  LayerRunner(const LocalPipeline& local, int range, int micro_batch, const RunMode& mode)
+      : local_(local), range_(range), micro_batch_(micro_batch), mode_(mode) {}
 
   /// `inputs` are by link; `repeated` if activation checkpointing recomputes the forward.
   LayerRangeOutputs run(const std::map<int, Activation>& inputs, const std::optional<MicroBatchLoss>& loss,
@@ -54,7 +63,7 @@ class LayerRunner {
   const LocalPipeline& local_;
   const int range_;
   const int micro_batch_;
-  const std::uint64_t step_;
+  const RunMode mode_;
 };
 
 }  // namespace torchspan::pipeline

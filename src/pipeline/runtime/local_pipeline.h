@@ -14,6 +14,8 @@
 
 #include "pipeline/messages/event_queue.h"
 #include "pipeline/messages/message_router.h"
+#include "pipeline/plan/replica_grid.h"
+#include "pipeline/runtime/replica_buckets.h"
 
 namespace torchspan::pipeline {
 
@@ -37,11 +39,13 @@ struct LocalPipeline {
   Plan plan;
   int me = 0;                             ///< index into plan.workers
   std::vector<std::uint32_t> ranks = {};  ///< of plan.workers
+  ReplicaGrid grid = {};                  ///< this replica's plan.workers, and those of the others
   std::vector<LayerUse> uses = {};        ///< by order
   std::vector<BuiltLayer> layers = {};    ///< by layer; empty for layers of other workers
   std::vector<SharedConstant> constants = {};
   std::vector<std::vector<TiedParameter>> declared_ties = {};
-  std::vector<Tie> ties = {};  ///< by declared tie
+  std::vector<Tie> ties = {};                       ///< by declared tie
+  std::vector<ReplicaBucket> replica_buckets = {};  ///< empty with one replica
   std::uint64_t id = 0;
   std::shared_ptr<EventQueue> event_queue = {};
 
@@ -55,8 +59,15 @@ struct LocalPipeline {
 
   template <rpc::Message M>
   void post_to(int worker_index, const M& message) const;
+  /// To the other workers of this replica.
   template <rpc::Message M>
   void post_to_all(const M& message) const;
+  /// To the worker of another replica that owns the same stages.
+  template <rpc::Message M>
+  void post_to_replica(int replica, const M& message) const;
+  /// To the other workers of all replicas.
+  template <rpc::Message M>
+  void post_to_everyone(const M& message) const;
 };
 
 template <rpc::Message M>
@@ -68,6 +79,19 @@ template <rpc::Message M>
 void LocalPipeline::post_to_all(const M& message) const {
   for (int worker_index = 0; worker_index < static_cast<int>(ranks.size()); ++worker_index) {
     if (worker_index != me) post_to(worker_index, message);
+  }
+}
+
+template <rpc::Message M>
+void LocalPipeline::post_to_replica(int replica, const M& message) const {
+  post(worker, event_queue, grid.ranks[static_cast<std::size_t>(replica)][static_cast<std::size_t>(me)],
+       message);
+}
+
+template <rpc::Message M>
+void LocalPipeline::post_to_everyone(const M& message) const {
+  for (const std::uint32_t rank : grid.all_ranks()) {
+    if (rank != ranks[static_cast<std::size_t>(me)]) post(worker, event_queue, rank, message);
   }
 }
 

@@ -12,18 +12,19 @@ Duration StallWatch::patience() const {
 
 void StallWatch::ask(std::uint64_t step) {
   asked_.clear();
-  for (int worker = 0; worker < static_cast<int>(local_.ranks.size()); ++worker) {
-    if (worker == local_.me) continue;
-    const Destination to(local_.ranks[static_cast<std::size_t>(worker)]);
-    asked_.push_back({worker, local_.worker.request(to, AskState{{local_.id, step}}, Deadline::never())});
+  for (const auto& replica : local_.grid.names) {
+    for (const std::string& name : replica) {
+      if (name == local_.worker.name()) continue;
+      asked_.push_back(
+          {name, local_.worker.request(Destination(name), AskState{{local_.id, step}}, Deadline::never())});
+    }
   }
 }
 
 std::optional<Error> StallWatch::look(std::uint64_t step, const std::string& waiting_for) {
   const double limit = to_seconds(local_.options.stall_timeout);
   const double waited = to_seconds(local_.executor().now() - since_);
-  const auto stalled = [&](int worker, const std::string& what) {
-    const std::string& name = local_.plan.workers[static_cast<std::size_t>(worker)];
+  const auto stalled = [&](const std::string& name, const std::string& what) {
     return Error(ErrorKind::kTimedOut,
                  fmt::format("step {} of pipeline '{}' stalled: worker '{}' {}; worker '{}' "
                              "waits for {}. Raise PipelineOptions::stall_timeout to wait longer",
@@ -40,7 +41,7 @@ std::optional<Error> StallWatch::look(std::uint64_t step, const std::string& wai
       const Error error = to_error(question.answer.error());
       return Error(error.kind(), fmt::format("step {} of pipeline '{}' ends: {}", step, local_.options.name,
                                              error.message()))
-          .with_worker(local_.plan.workers[static_cast<std::size_t>(question.worker)]);
+          .with_worker(question.worker);
     }
     const WorkerState state = question.answer.wait();
     if (state.busy && state.seconds > limit) {

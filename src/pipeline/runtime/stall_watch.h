@@ -26,7 +26,7 @@ class StallWatch {
 
  private:
   struct Question {
-    int worker = 0;
+    std::string worker;
     Future<WorkerState> answer;
   };
   void ask(std::uint64_t step);

@@ -18,12 +18,13 @@ Step::Step(const LocalPipeline& local, StepWork work)
       watch_(local),
       constants_(local),
       actions_(local, work_.begin, work_.table),
-      passes_(local, work_.begin, actions_),
+      cache_(work_.cache != nullptr ? work_.cache->tensors() : CacheTensors()),
+      passes_(local, work_.begin, actions_, work_.cache != nullptr ? &cache_ : nullptr),
       input_(local, work_.begin, std::move(work_.input)),
       output_(split_.micro_batches()),
       record_(local, work_.begin),
-      closing_(local, work_.begin.id),
-      tied_(local, work_.begin.id) {
+      closing_(local, work_.begin),
+      exchange_(local, work_.begin) {
   if (!local_.owns_layer_range(0)) return;
   for (int i = 0; i < split_.micro_batches(); ++i) passes_.deliver(kOutside, i, input_.micro_batch(i));
 }
@@ -31,7 +32,7 @@ Step::Step(const LocalPipeline& local, StepWork work)
 void Step::run_part(bool backwards) {
   if (backwards) actions_.begin_backwards();
   const bool learns = backwards || work_.begin.kind == StepKind::kTrain;
-  if (learns) tied_.begin();
+  if (learns) exchange_.begin();
   while (actions_.any_left()) {
     take_events();
     if (const auto action = actions_.next()) {
@@ -41,16 +42,16 @@ void Step::run_part(bool backwards) {
     }
   }
   constants_.check();
-  if (learns) sum_tied_gradients();
+  if (!backwards) exchange_.forwards_ended();
+  if (learns) exchange_.backwards_ended();
+  finish_exchange();
 }
 
-void Step::sum_tied_gradients() {
-  tied_.send();
-  while (!tied_.complete()) {
+void Step::finish_exchange() {
+  while (!exchange_.advance()) {
     take_events();
-    if (!tied_.complete()) wait();
+    if (!exchange_.advance()) wait();
   }
-  tied_.finish();
 }
 
 void Step::run(const Action& action) {
@@ -117,6 +118,7 @@ void Step::run_backward(const Action& action) {
     back = passes_.at(range, micro_batch).backward();
     passes_.erase(range, micro_batch);
     record_.pass_ended();
+    exchange_.backward_ended(range);
   } else {
     back = passes_.at(range, micro_batch).backward_inputs();
     actions_.became_ready({ActionKind::kWeightGradient, range, micro_batch});
@@ -134,6 +136,7 @@ void Step::run_weight_gradient(int range, int micro_batch) {
   passes_.at(range, micro_batch).backward_weights();
   passes_.erase(range, micro_batch);
   record_.pass_ended();
+  exchange_.backward_ended(range);
 }
 
 /// See StepOptions::before_first_backward.
@@ -172,9 +175,10 @@ void Step::wait() {
     arrival.wait(watch_.patience());
   } catch (const Error& error) {
     if (arrival.done() || error.kind() != ErrorKind::kTimedOut) throw;
-    const std::string waiting_for = actions_.any_left() ? passes_.waiting_for()
-                                    : tied_.complete()  ? "the other workers to end their parts"
-                                                        : "the gradients of tied parameters";
+    const char* const missing = exchange_.waiting_for();
+    const std::string waiting_for = actions_.any_left()  ? passes_.waiting_for()
+                                    : missing == nullptr ? "the other workers to end their parts"
+                                                         : missing;
     if (const auto stall = watch_.look(step_id().step, waiting_for)) throw *stall;
   }
 }
@@ -191,12 +195,12 @@ void Step::take_events() {
           using T = std::remove_cvref_t<decltype(held)>;
           if constexpr (std::is_same_v<T, Credit>) {
             actions_.credit();
-          } else if constexpr (std::is_same_v<T, TiedGradient>) {
-            tied_.accept(held);
-          } else if constexpr (std::is_same_v<T, PartDone>) {
+          } else if constexpr (std::is_same_v<T, PartDone> || std::is_same_v<T, ReplicaDone>) {
             closing_.add(held);
           } else if constexpr (std::is_same_v<T, StepClosed>) {
             closing_.set(std::move(held));
+          } else if constexpr (requires { exchange_.accept(held); }) {
+            exchange_.accept(held);
           } else if constexpr (requires { passes_.accept(held); }) {
             passes_.accept(held);
           }
@@ -228,6 +232,10 @@ void Step::close() {
   input_.backward();
   meet();
   loss_ = closing_.result().loss;
+}
+
+void Step::commit_cache() {
+  if (work_.cache != nullptr) work_.cache->commit(std::move(cache_), work_.begin.rows);
 }
 
 void Step::put_output_gradients(const std::vector<at::Tensor>& gradients) {

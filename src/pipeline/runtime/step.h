@@ -3,14 +3,15 @@
 #include <vector>
 
 #include "pipeline/policies/ready_actions.h"
+#include "pipeline/runtime/cache_state.h"
 #include "pipeline/runtime/constants_watch.h"
 #include "pipeline/runtime/stall_watch.h"
 #include "pipeline/runtime/step_closing.h"
+#include "pipeline/runtime/step_exchange.h"
 #include "pipeline/runtime/step_input.h"
 #include "pipeline/runtime/step_output.h"
 #include "pipeline/runtime/step_passes.h"
 #include "pipeline/runtime/step_record.h"
-#include "pipeline/runtime/tied_gradients.h"
 
 namespace torchspan::pipeline {
 
@@ -22,6 +23,7 @@ struct StepWork {
   Batch target;                            ///< on the worker of the last layer range, if there is a loss
   const Loss* loss = nullptr;
   Future<void> before_first_backward = {};
+  Cache::State* cache = nullptr;  ///< that the step continues; null: none
 };
 
 /// One step on one worker: takes events, runs the actions that the policy picks, and sends their results. The
@@ -44,6 +46,8 @@ class Step {
   /// Gives the backwards the gradients of the whole output, one per member.
   void put_output_gradients(const std::vector<at::Tensor>& gradients);
   double loss() const { return loss_; }
+  /// Keeps what the layers left in the cache; after close().
+  void commit_cache();
   StepReport report() const { return closing_.report(split_.micro_batches(), work_.table); }
 
  private:
@@ -54,7 +58,7 @@ class Step {
   void run_backward(const schedule::Action& action);
   void run_weight_gradient(int range, int micro_batch);
   void hold_first_backward();
-  void sum_tied_gradients();
+  void finish_exchange();
   bool recompute_ahead();
   void wait();
   void take_events();
@@ -67,12 +71,13 @@ class Step {
   StallWatch watch_;
   const ConstantsWatch constants_;
   ReadyActions actions_;
+  CacheTensors cache_;
   StepPasses passes_;
   StepInput input_;
   StepOutput output_;
   StepRecord record_;
   StepClosing closing_;
-  TiedGradients tied_;
+  StepExchange exchange_;
   bool backwards_begun_ = false;
   double loss_ = 0;
 };

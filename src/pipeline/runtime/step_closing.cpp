@@ -1,6 +1,8 @@
 #include "pipeline/runtime/step_closing.h"
 
 #include <algorithm>
+#include <fmt/format.h>
+#include <numeric>
 #include <utility>
 
 namespace torchspan::pipeline {
@@ -22,8 +24,11 @@ void add_weight_inputs(const std::vector<schedule::ActionSpan>& spans, schedule:
 
 }  // namespace
 
-StepClosing::StepClosing(const LocalPipeline& local, StepId id) : local_(local) {
-  result_.id = id;
+StepClosing::StepClosing(const LocalPipeline& local, const StepBegin& begin)
+    : local_(local),
+      kind_(begin.kind),
+      rows_(std::accumulate(begin.rows.begin(), begin.rows.end(), std::int64_t{0})) {
+  result_.id = begin.id;
   result_.peaks.resize(local.ranks.size());
   result_.actions.resize(local.ranks.size());
 }
@@ -35,6 +40,51 @@ void StepClosing::add(const PartDone& part) {
   if (part.worker == local_.last_worker()) result_.loss = part.loss;
   result_.peaks[worker] = part.peak;
   result_.actions[worker] = part.actions;
+  if (parts_ < static_cast<int>(local_.ranks.size())) return;
+  const ReplicaDone mine{result_.id, local_.grid.mine, part_, kind_, rows_, result_.loss};
+  dones_[{part_, mine.replica}] = mine;
+  for (int other = 0; other < local_.grid.count(); ++other) {
+    if (other != local_.grid.mine) local_.post_to_replica(other, mine);
+  }
+  average_losses();
+}
+
+void StepClosing::add(const ReplicaDone& done) {
+  const bool known = done.replica >= 0 && done.replica < local_.grid.count() &&
+                     done.replica != local_.grid.mine && done.part >= part_ && done.part <= 1 &&
+                     done.rows > 0 && local_.me == local_.first_worker();
+  if (!known) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the end of replica {} does not belong to this worker, of replica {}",
+                            done.replica, local_.grid.mine));
+  }
+  if (done.kind != kind_) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("the replicas of pipeline '{}' call different functions in step {}, or with and "
+                    "without gradients: worker '{}' of replica {} and worker '{}' of replica {}; call "
+                    "the same one on all",
+                    local_.options.name, result_.id.step, local_.worker.name(), local_.grid.mine,
+                    local_.grid.names_of(local_.me)[static_cast<std::size_t>(done.replica)], done.replica));
+  }
+  dones_[{done.part, done.replica}] = done;
+  average_losses();
+}
+
+int StepClosing::replicas_done() const {
+  return static_cast<int>(std::count_if(dones_.begin(), dones_.end(),
+                                        [this](const auto& done) { return done.first.first == part_; }));
+}
+
+void StepClosing::average_losses() {
+  if (!complete()) return;
+  double rows = 0, sum = 0;
+  for (const auto& [key, done] : dones_) {
+    if (key.first != part_) continue;
+    rows += static_cast<double>(done.rows);
+    sum += static_cast<double>(done.rows) * done.loss;
+  }
+  if (local_.grid.count() > 1) result_.loss = sum / rows;
 }
 
 void StepClosing::set(StepClosed result) {
@@ -43,10 +93,12 @@ void StepClosing::set(StepClosed result) {
 }
 
 bool StepClosing::complete() const {
-  return local_.me == local_.first_worker() ? parts_ >= static_cast<int>(local_.ranks.size()) : closed_;
+  if (local_.me != local_.first_worker()) return closed_;
+  return parts_ >= static_cast<int>(local_.ranks.size()) && replicas_done() == local_.grid.count();
 }
 
 void StepClosing::reset() {
+  ++part_;
   parts_ = 0;
   closed_ = false;
 }

@@ -1,18 +1,23 @@
 #pragma once
+#include <map>
+#include <utility>
+
 #include <torchspan/pipeline/pipeline.h>
 
 #include "pipeline/runtime/local_pipeline.h"
 
 namespace torchspan::pipeline {
 
-/// The end of a part of a step: the first worker gathers the parts of all workers, the others wait for the
-/// result.
+/// The end of a part of a step: the first worker gathers the parts of all workers, then exchanges losses with the first
+/// workers of the other replicas; the others wait for the result.
 class StepClosing {
  public:
-  StepClosing(const LocalPipeline& local, StepId id);
+  StepClosing(const LocalPipeline& local, const StepBegin& begin);
 
-  /// First worker: adds the part of a worker.
+  /// First worker: adds the part of a worker. After the last one, sends the replica's part to the other replicas.
   void add(const PartDone& part);
+  /// First worker: adds the part of another replica. Throws Error{kInvalid} if it runs a different kind of step.
+  void add(const ReplicaDone& done);
   /// Other workers: takes the result.
   void set(StepClosed result);
   bool complete() const;
@@ -24,9 +29,18 @@ class StepClosing {
   StepReport report(int micro_batches, const schedule::Table* table) const;
 
  private:
+  int replicas_done() const;
+  /// The mean over the rows of all replicas.
+  void average_losses();
+
   const LocalPipeline& local_;
+  const StepKind kind_;
+  std::int64_t rows_ = 0;
   StepClosed result_;
-  int parts_ = 0;        ///< on the first worker
+  int part_ = 0;   ///< that ends now
+  int parts_ = 0;  ///< on the first worker
+  std::map<std::pair<int, int>, ReplicaDone>
+      dones_;            ///< on the first worker, by part of the step and replica
   bool closed_ = false;  ///< on the others
 };
 

@@ -3,25 +3,43 @@
 #include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <optional>
 
 namespace torchspan::pipeline {
 namespace {
 
 constexpr Duration kReportLimit = std::chrono::seconds(1);
 
+struct Place {
+  std::size_t replica = 0;
+  std::size_t worker = 0;  ///< of the plan
+};
+
+/// Nullopt for workers of other pipelines.
+std::optional<Place> find_worker(const LocalPipeline& local, std::uint32_t rank) {
+  for (std::size_t replica = 0; replica < local.grid.ranks.size(); ++replica) {
+    const auto& ranks = local.grid.ranks[replica];
+    const auto found = std::find(ranks.begin(), ranks.end(), rank);
+    if (found != ranks.end()) return Place{replica, static_cast<std::size_t>(found - ranks.begin())};
+  }
+  return std::nullopt;
+}
+
 [[noreturn]] void throw_gone(const LocalPipeline& local, std::uint64_t step, std::uint32_t rank,
                              const Error& reason) {
-  const auto place = std::find(local.ranks.begin(), local.ranks.end(), rank);
-  const int worker = static_cast<int>(place - local.ranks.begin());
+  const Place place = *find_worker(local, rank);
   std::vector<int> stages;
   for (std::size_t stage = 0; stage < local.plan.worker_of_stage.size(); ++stage) {
-    if (local.plan.worker_of_stage[stage] == worker) stages.push_back(static_cast<int>(stage));
+    if (local.plan.worker_of_stage[stage] == static_cast<int>(place.worker))
+      stages.push_back(static_cast<int>(stage));
   }
-  const std::string& name = local.plan.workers[static_cast<std::size_t>(worker)];
+  const std::string& name = local.grid.names[place.replica][place.worker];
+  const std::string replica =
+      local.grid.count() > 1 ? fmt::format(" of replica {}", place.replica) : std::string();
   throw Error(reason.kind(),
-              fmt::format("step {} of pipeline '{}' ends: worker '{}', which owns stage {}, is "
+              fmt::format("step {} of pipeline '{}' ends: worker '{}', which owns stage {}{}, is "
                           "unreachable: {}",
-                          step, local.options.name, name, fmt::join(stages, ", "), reason.message()))
+                          step, local.options.name, name, fmt::join(stages, ", "), replica, reason.message()))
       .with_worker(name);
 }
 
@@ -30,8 +48,7 @@ constexpr Duration kReportLimit = std::chrono::seconds(1);
 void throw_failure(const LocalPipeline& local, std::uint64_t step, const StepEvent& event) {
   if (const auto* failed = std::get_if<StepFailed>(&event)) throw EndedElsewhere(failed->error);
   if (const auto* departure = std::get_if<Departure>(&event)) {
-    const bool ours = std::find(local.ranks.begin(), local.ranks.end(), departure->rank) != local.ranks.end();
-    if (ours) throw_gone(local, step, departure->rank, departure->error);
+    if (find_worker(local, departure->rank)) throw_gone(local, step, departure->rank, departure->error);
   }
   if (const auto* lost = std::get_if<NotSent>(&event)) throw_gone(local, step, lost->rank, lost->error);
 }
@@ -40,7 +57,7 @@ void report_failure(const LocalPipeline& local, std::uint64_t step, const Error&
   const Deadline until = local.executor().deadline_in(kReportLimit);
   const StepFailed report{{local.id, step}, error};
   std::vector<Future<StepFailed::Reply>> replies;
-  for (const std::uint32_t rank : local.ranks) {
+  for (const std::uint32_t rank : local.grid.all_ranks()) {
     if (rank == local.ranks[static_cast<std::size_t>(local.me)] || !local.worker.endpoint()->is_present(rank))
       continue;
     try {
@@ -57,7 +74,7 @@ void report_failure(const LocalPipeline& local, std::uint64_t step, const Error&
 }
 
 void check_presence(const LocalPipeline& local, std::uint64_t step) {
-  for (const std::uint32_t rank : local.ranks) {
+  for (const std::uint32_t rank : local.grid.all_ranks()) {
     if (local.worker.endpoint()->is_present(rank)) continue;
     throw_gone(local, step, rank, Error(ErrorKind::kDisconnected, "it died or left before the step"));
   }

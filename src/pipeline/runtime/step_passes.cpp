@@ -6,12 +6,14 @@ namespace torchspan::pipeline {
 
 using schedule::ActionKind;
 
-StepPasses::StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions)
+StepPasses::StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions,
+                       CacheTensors* cache)
     : local_(local),
       id_(begin.id),
       micro_batches_(static_cast<int>(begin.rows.size())),
       has_backwards_(has_backwards(begin.kind)),
-      actions_(actions) {}
+      actions_(actions),
+      cache_(cache) {}
 
 LayerRangePass& StepPasses::at(int range, int micro_batch) {
   auto& slot = passes_[{range, micro_batch}];
@@ -21,7 +23,7 @@ LayerRangePass& StepPasses::at(int range, int micro_batch) {
     const bool recompute = has_backwards_ && (checkpoint == ActivationCheckpoint::kAlways ||
                                               (checkpoint == ActivationCheckpoint::kExceptLast && !last));
     slot = std::make_unique<LayerRangePass>(local_, range, micro_batch,
-                                            RunMode{id_.step, has_backwards_, recompute});
+                                            RunMode{id_.step, has_backwards_, recompute, cache_});
   }
   return *slot;
 }

@@ -14,7 +14,8 @@ namespace torchspan::pipeline {
 /// and reports the actions that become ready. Used by the training thread.
 class StepPasses {
  public:
-  StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions);
+  /// `cache` holds the state of layers; null: none.
+  StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions, CacheTensors* cache);
 
   /// The pass of a micro-batch through a layer range of this worker; created at its first use.
   LayerRangePass& at(int range, int micro_batch);
@@ -45,6 +46,7 @@ class StepPasses {
   const int micro_batches_;
   const bool has_backwards_;
   ReadyActions& actions_;
+  CacheTensors* const cache_;
   std::map<std::pair<int, int>, std::unique_ptr<LayerRangePass>> passes_;  ///< by layer range, micro-batch
 };
 

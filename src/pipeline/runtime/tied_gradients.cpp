@@ -5,19 +5,12 @@
 #include <utility>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "pipeline/runtime/gradient_fields.h"
+
 namespace torchspan::pipeline {
-namespace {
-
-/// The sum of two gradients of one parameter; either may be undefined or sparse.
-at::Tensor sum_of_gradients(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.defined() || !b.defined()) return a.defined() ? a : b;
-  return a.is_sparse() && !b.is_sparse() ? b + a : a + b;
-}
-
-}  // namespace
 
 TiedGradients::TiedGradients(const LocalPipeline& local, StepId id)
     : local_(local), id_(id), exchanges_(local.ties.size()) {}
@@ -108,16 +101,9 @@ void TiedGradients::finish() {
     const at::Tensor& sum = exchanges_[tie].sum;
     for (std::size_t copy = 0; copy < local_.ties[tie].copies.size(); ++copy) {
       at::Tensor before = std::move(exchanges_[tie].before[copy]);
-      at::Tensor& field = local_.ties[tie].copies[copy].mutable_grad();
-      if (!sum.defined()) {
-        field = std::move(before);
-      } else if (!before.defined()) {
-        field = sum.clone();  // an optimizer may change it in place
-      } else if (before.is_sparse() && !sum.is_sparse()) {
-        field = sum + before;
-      } else {
-        field = before.add_(sum);
-      }
+      // An optimizer may change `.grad` in place.
+      const bool becomes_field = sum.defined() && !before.defined();
+      put_gradient(local_.ties[tie].copies[copy], std::move(before), becomes_field ? sum.clone() : sum);
     }
     exchanges_[tie] = Exchange();
   }

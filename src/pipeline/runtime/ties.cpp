@@ -13,6 +13,8 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include "pipeline/runtime/value_of_first.h"
+
 namespace torchspan::pipeline {
 namespace {
 
@@ -20,8 +22,6 @@ using TiedParameters = std::vector<TiedParameter>;
 
 /// Limit of each exchange.
 constexpr Duration kTieTimeout = std::chrono::minutes(5);
-/// A worker may contribute as many bytes to one exchange.
-constexpr std::size_t kMostBytes = std::size_t{1} << 16;
 
 [[noreturn]] void refuse_tie(const LocalPipeline& local, const std::string& why) {
   throw Error(ErrorKind::kInvalid,
@@ -122,34 +122,12 @@ void compare_forms(const LocalPipeline& local, const std::vector<TiedParameters>
   }
 }
 
-/// The bytes of the first worker of a tie, on all of its workers. `mine` has as many on each of them; only those of
-/// the first worker are sent.
-Bytes bytes_of_first(const LocalPipeline& local, const Tie& tie, Bytes mine) {
-  std::vector<std::string> names;
-  for (const int worker : tie.workers) names.push_back(local.plan.workers[static_cast<std::size_t>(worker)]);
-  const bool sends = tie.workers.front() == local.me;
-  for (std::size_t begin = 0; begin < mine.size(); begin += kMostBytes) {
-    const auto from = mine.begin() + static_cast<std::ptrdiff_t>(begin);
-    const auto size = static_cast<std::ptrdiff_t>(std::min(kMostBytes, mine.size() - begin));
-    const auto all =
-        local.worker.all_gather_bytes(sends ? Bytes(from, from + size) : Bytes(), names, kTieTimeout);
-    if (static_cast<std::ptrdiff_t>(all.front().size()) != size)
-      refuse_tie(local, fmt::format("worker '{}' sent {} bytes instead of {} for {}", names.front(),
-                                    all.front().size(), size, tie.name));
-    std::copy(all.front().begin(), all.front().end(), from);
-  }
-  return mine;
-}
-
 /// Sets the copies of this worker to the values of the first copy.
 void copy_values(const LocalPipeline& local, const Tie& tie) {
   const torch::autograd::AutoGradMode no_grad(false);
-  const at::Tensor first = tie.copies.front().detach().cpu().contiguous().clone();
-  if (tie.workers.size() > 1) {
-    auto* data = static_cast<std::byte*>(first.data_ptr());
-    const Bytes values = bytes_of_first(local, tie, Bytes(data, data + first.nbytes()));
-    std::copy(values.begin(), values.end(), data);
-  }
+  std::vector<std::string> names;
+  for (const int worker : tie.workers) names.push_back(local.plan.workers[static_cast<std::size_t>(worker)]);
+  const at::Tensor first = value_of_first(local.worker, names, tie.copies.front(), tie.name);
   for (const at::Tensor& copy : tie.copies) copy.copy_(first);
 }
 
