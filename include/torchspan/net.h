@@ -30,9 +30,18 @@ struct PortRange {
   std::uint16_t last = 0;
 };
 
+/// What protects the bytes between hosts after both sides have proved themselves in a TLS 1.3 handshake.
+enum class TcpNetwork : std::uint8_t {
+  kEncrypted,  ///< encryption and authentication of every byte
+  /// Nothing: you assert that only the job's hosts can read and change what this network carries. Workers
+  /// that do not all ask for it get kDenied.
+  kIsolated,
+};
+
 /// TCP with TLS 1.3 between hosts; equal on all workers of a job. A silent host is reported within
 /// dead_after + heartbeat.
 struct TlsOptions {
+  TcpNetwork network = TcpNetwork::kEncrypted;
   /// Extra connections per channel that carry parts of messages of at least 1 MiB; 0 to 16. A channel works
   /// with fewer if some cannot be opened.
   std::uint32_t lanes = 2;

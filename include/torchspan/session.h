@@ -63,9 +63,10 @@ struct WorkerOptions {
 
   /// Reads `environment` with rendezvous::read_environment() (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
   /// TORCHSPAN_JOIN_TIMEOUT, certificates and others; rendezvous.h); the transport between hosts from
-  /// TORCHSPAN_NETWORK (tls, ucx or ucx-isolated); TORCHSPAN_PORT_RANGE; TORCHSPAN_LOG_LEVEL; `observation` as
-  /// ObservationOptions::from() says; and TORCHSPAN_RPC_TIMEOUT and TORCHSPAN_STOPPED_LIMIT in seconds, 0 for
-  /// none. The latter also raises network.tls.dead_after. Throws Error{kInvalid} that names the wrong variable.
+  /// TORCHSPAN_NETWORK (tls, tcp-isolated, ucx, ucx-isolated); TORCHSPAN_PORT_RANGE; TORCHSPAN_LOG_LEVEL;
+  /// `observation` as ObservationOptions::from() says; TORCHSPAN_RPC_TIMEOUT and TORCHSPAN_STOPPED_LIMIT in
+  /// seconds, 0 for none. The latter also raises network.tls.dead_after. Throws Error{kInvalid} that names the
+  /// wrong variable.
   static WorkerOptions from_env();
 };
 

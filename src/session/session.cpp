@@ -76,14 +76,22 @@ std::optional<Duration> read_seconds(const rendezvous::Environment& environment,
 }
 
 /// TORCHSPAN_NETWORK: the transport between hosts.
-std::optional<net::UcxOptions> read_network(const std::string& name) {
-  if (name.empty() || name == "tls") return std::nullopt;
-  if (name == "ucx") return net::UcxOptions{.network = net::UcxNetwork::kRdma};
-  if (name == "ucx-isolated") return net::UcxOptions{.network = net::UcxNetwork::kIsolated};
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("TORCHSPAN_NETWORK is '{}'; expected tls, ucx (RDMA devices only), or ucx-isolated "
-                          "(TCP too, on a network that only this job's workers can reach)",
-                          name));
+void read_network(const std::string& name, net::NetworkOptions& network) {
+  if (name.empty() || name == "tls") return;
+  if (name == "tcp-isolated") {
+    network.tls.network = net::TcpNetwork::kIsolated;
+  } else if (name == "ucx") {
+    network.ucx = net::UcxOptions{.network = net::UcxNetwork::kRdma};
+  } else if (name == "ucx-isolated") {
+    network.ucx = net::UcxOptions{.network = net::UcxNetwork::kIsolated};
+  } else {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("TORCHSPAN_NETWORK is '{}'; expected tls, tcp-isolated (not encrypted), ucx (RDMA "
+                    "devices only), or ucx-isolated (TCP too); the isolated ones only on a network that "
+                    "only this job's workers can reach",
+                    name));
+  }
 }
 
 /// TORCHSPAN_PORT_RANGE: "29600-29699", or one port.
@@ -113,7 +121,7 @@ WorkerOptions WorkerOptions::from_env() {
   options.network.tls.key_file = options.environment.key_file;
   options.network.tls.authority_file = options.environment.authority_file;
   if (auto network = environment.find("TORCHSPAN_NETWORK"); network != environment.end()) {
-    options.network.ucx = read_network(network->second);
+    read_network(network->second, options.network);
   }
   if (auto ports = environment.find("TORCHSPAN_PORT_RANGE"); ports != environment.end()) {
     options.network.tls.ports = read_ports(ports->second);

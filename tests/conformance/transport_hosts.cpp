@@ -14,7 +14,7 @@
 #include "core/api/descriptor.h"
 #include "net/api/tls.h"
 
-/// Two hosts whose connection fails silently. The hosts are two processes in separate network namespaces,
+/// Two hosts whose connection fails, most often silently. The hosts are two processes in separate network namespaces,
 /// connected by a pair of virtual Ethernet devices; everything ends with the processes.
 namespace torchspan::net::transport_hosts {
 namespace {
@@ -31,7 +31,10 @@ class Listening : public Handler {
   }
   void on_closed(const std::shared_ptr<Channel>&, const Error& reason) override { closed.push_back(reason); }
 
+  void on_refused(const std::string&, const Error& reason) override { refused(reason); }
+
   bool echo = false;
+  std::function<void(const Error&)> refused = [](const Error&) {};
   std::size_t messages = 0;
   std::shared_ptr<Channel> peer;
   std::vector<Error> closed;
@@ -57,8 +60,8 @@ class Wire {
 
 bool run(const std::string& command) { return std::system((command + " >/dev/null 2>&1").c_str()) == 0; }
 
-std::unique_ptr<Transport> make_transport(Executor& executor, Handler& handler) {
-  TransportOptions options;
+std::unique_ptr<Transport> make_transport(Executor& executor, Handler& handler,
+                                          TransportOptions options = {}) {
   options.secret = Secret::from_bytes(Bytes(32, std::byte{'k'}));
   return make_tls_transport(executor, handler, std::move(options));
 }
@@ -86,6 +89,7 @@ bool drive_until(Executor& executor, Transport& transport, const std::function<b
   const auto executor = make_executor();
   Listening far;
   far.echo = true;
+  far.refused = [&wire](const Error& reason) { wire.write_line(reason.what()); };
   const auto transport = make_transport(*executor, far);
   wire.write_line(up ? transport->listen(std::string("tls:") + kFar + ":0") : "no link");
   drive_until(*executor, *transport, [&] { return !far.closed.empty(); });
@@ -175,6 +179,28 @@ class TwoHosts : public ::testing::Test {
     EXPECT_EQ(near.closed.size(), 1u);
   }
 
+  /// From now on, one of the hosts sends no packet above `most` bytes; its system does not notice.
+  bool lose_packets_above(int most, bool of_far_host) const {
+    const std::string enter = of_far_host ? "nsenter --net=/proc/" + std::to_string(far_) + "/ns/net " : "";
+    return run(enter + "tc qdisc add dev " + (of_far_host ? "far" : "near") +
+               " root tbf rate 100mbit latency 50ms burst " + std::to_string(most));
+  }
+  /// Why a connection to the far host fails, which must happen soon after the time limit for handshakes.
+  Error failure_of_dial(Duration limit = std::chrono::seconds(3)) const {
+    const auto executor = make_executor();
+    Listening near;
+    TransportOptions options;
+    options.handshake_timeout = limit;
+    const auto transport = make_transport(*executor, near, options);
+    const TimePoint start = executor->now();
+    const auto channel = transport->connect(address_, Deadline::never());
+    channel->send(Bytes(8), {});
+    if (!drive_until(*executor, *transport, [&] { return !near.closed.empty(); }))
+      return Error(ErrorKind::kInvalid, "it did not fail");
+    EXPECT_LT(executor->now() - start, limit + std::chrono::seconds(2));
+    return near.closed.at(0);
+  }
+
   std::optional<Wire> wire_;
   std::string address_;
 
@@ -191,6 +217,33 @@ TEST_F(TwoHosts, BothReportAPulledCableWithinSixSecondsWhileIdle) {
 TEST_F(TwoHosts, BothReportAPulledCableWithinSixSecondsDuringBulk) {
   if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
   pull_cable_and_listen(true);
+}
+
+TEST_F(TwoHosts, AreToldIfOnlySmallPacketsReachThePeer) {
+  if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
+  if (!lose_packets_above(1200, false)) GTEST_SKIP() << "this system has no queueing discipline tbf";
+  EXPECT_THAT(failure_of_dial(std::chrono::seconds(8)).message(), ::testing::HasSubstr("see its log"));
+  // The packets are lost on this host, and its system knows it; the other host sees what a black hole is like.
+  EXPECT_THAT(wire_->read_line(),
+              ::testing::AllOf(::testing::HasSubstr("timed out"), ::testing::HasSubstr("MTU")));
+}
+
+TEST_F(TwoHosts, AreToldIfOnlySmallPacketsComeBack) {
+  if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
+  if (!lose_packets_above(1200, true)) GTEST_SKIP() << "this system has no queueing discipline tbf";
+  const Error error = failure_of_dial();
+  EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+  EXPECT_THAT(error.message(), ::testing::AllOf(::testing::HasSubstr(address_), ::testing::HasSubstr("MTU")));
+}
+
+TEST_F(TwoHosts, AreToldIfAConnectionWorksInOneDirectionOnly) {
+  if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
+  // Address resolution still works in both directions.
+  if (!lose_packets_above(50, true)) GTEST_SKIP() << "this system has no queueing discipline tbf";
+  const Error error = failure_of_dial();
+  EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+  EXPECT_THAT(error.message(),
+              ::testing::AllOf(::testing::HasSubstr(address_), ::testing::HasSubstr("firewall")));
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include "net/api/ucx.h"
 #include "tests/conformance/transport_echo.h"
 
-/// transport_peer stream|local|tls|ucx|network ADDRESS [CERTIFICATE KEY AUTHORITY | MARK]: echoes at ADDRESS,
+/// transport_peer stream|local|tls|tcp-isolated|ucx|network ADDRESS [CERTIFICATE KEY AUTHORITY | MARK]: echoes at ADDRESS,
 /// prints its address, and ends when its standard input does. An 'f' there makes it fork a child, which ends
 /// at the same time.
 namespace torchspan::net::conformance {
@@ -61,7 +61,12 @@ int main(int count, char** arguments) {
     network.network.tls.key_file = arguments[4];
     network.network.tls.authority_file = arguments[5];
   }
-  PeerWorld world(arguments[1], arguments[2], network);
+  std::string kind = arguments[1];
+  if (kind == "tcp-isolated") {
+    network.network.tls.network = torchspan::net::TcpNetwork::kIsolated;
+    kind = "tls";
+  }
+  PeerWorld world(kind, arguments[2], network);
   Node node(world, "echo", echo_options());
   std::printf("%s\n", node.listen().c_str());
   std::fflush(stdout);

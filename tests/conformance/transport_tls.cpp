@@ -9,7 +9,7 @@
 #include "tests/support/processes.h"
 
 /// The TLS transport's rows in the suite: by secret and by certificate, peers as threads and as processes,
-/// with lanes and without.
+/// with lanes and without, and without encryption.
 namespace torchspan::net::conformance::transport_tls {
 namespace {
 
@@ -17,7 +17,7 @@ enum class Proof { kSecret, kCertificate };
 
 class TlsWorld final : public World {
  public:
-  TlsWorld(Proof proof, Peers peers, std::uint32_t lanes) : proof_(proof), peers_(peers), lanes_(lanes) {
+  TlsWorld(Proof proof, Peers peers, TlsOptions tls) : proof_(proof), peers_(peers), tls_(std::move(tls)) {
     if (proof_ == Proof::kSecret) return;
     for (const auto* authority : {&ours_, &foreign_}) {
       (*authority)->issue("worker", "DNS:localhost,IP:127.0.0.1");
@@ -45,7 +45,8 @@ class TlsWorld final : public World {
   std::unique_ptr<EchoPeer> start_echo(const std::string& name) override {
     std::unique_ptr<EchoPeer> echo;
     if (peers_ == Peers::kProcesses) {
-      std::vector<std::string> arguments = {"tls", listen_address(name)};
+      const bool isolated = tls_.network == TcpNetwork::kIsolated;
+      std::vector<std::string> arguments = {isolated ? "tcp-isolated" : "tls", listen_address(name)};
       if (proof_ == Proof::kCertificate) {
         const TlsOptions tls = tls_options(*ours_);
         arguments.insert(arguments.end(), {tls.certificate_file, tls.key_file, tls.authority_file});
@@ -60,8 +61,7 @@ class TlsWorld final : public World {
 
  private:
   TlsOptions tls_options(const testing::TestAuthority& authority) const {
-    TlsOptions tls;
-    tls.lanes = lanes_;
+    TlsOptions tls = tls_;
     if (proof_ == Proof::kSecret) return tls;
     tls.certificate_file = authority.certificate_file("worker");
     tls.key_file = authority.key_file("worker");
@@ -71,7 +71,7 @@ class TlsWorld final : public World {
 
   const Proof proof_;
   const Peers peers_;
-  const std::uint32_t lanes_;
+  const TlsOptions tls_;
   const std::unique_ptr<Executor> executor_ = make_executor();
   const testing::TemporaryFolder folder_;
   const std::unique_ptr<testing::TestAuthority> ours_ =
@@ -82,23 +82,31 @@ class TlsWorld final : public World {
   std::map<std::string, std::string> echoes_;
 };
 
-Backend tls(const std::string& name, Proof proof, Peers peers, std::uint32_t lanes) {
+Backend tls(const std::string& name, Proof proof, Peers peers, TlsOptions options = {}) {
   return {name, [=](const std::function<void(World&)>& body) {
-            TlsWorld world(proof, peers, lanes);
+            TlsWorld world(proof, peers, options);
             body(world);
           }};
 }
 
-const Backend kSecret = tls("Secret", Proof::kSecret, Peers::kThreads, 2);
-const Backend kOneLane = tls("OneConnection", Proof::kSecret, Peers::kThreads, 0);
-const Backend kCertificate = tls("Certificate", Proof::kCertificate, Peers::kThreads, 2);
-const Backend kSecretProcesses = tls("SecretProcesses", Proof::kSecret, Peers::kProcesses, 2);
-const Backend kCertificateProcesses = tls("CertificateProcesses", Proof::kCertificate, Peers::kProcesses, 2);
+constexpr TcpNetwork kIsolatedNetwork = TcpNetwork::kIsolated;
+const Backend kSecret = tls("Secret", Proof::kSecret, Peers::kThreads);
+const Backend kOneLane = tls("OneConnection", Proof::kSecret, Peers::kThreads, {.lanes = 0});
+const Backend kCertificate = tls("Certificate", Proof::kCertificate, Peers::kThreads);
+const Backend kPlain = tls("Isolated", Proof::kSecret, Peers::kThreads, {.network = kIsolatedNetwork});
+const Backend kOnePlainLane =
+    tls("OneIsolatedConnection", Proof::kSecret, Peers::kThreads, {.network = kIsolatedNetwork, .lanes = 0});
+const Backend kSecretProcesses = tls("SecretProcesses", Proof::kSecret, Peers::kProcesses);
+const Backend kCertificateProcesses = tls("CertificateProcesses", Proof::kCertificate, Peers::kProcesses);
+const Backend kPlainProcesses =
+    tls("IsolatedProcesses", Proof::kSecret, Peers::kProcesses, {.network = kIsolatedNetwork});
 
-INSTANTIATE_TEST_SUITE_P(Tls, TransportConformance, ::testing::Values(kSecret, kOneLane, kCertificate),
+INSTANTIATE_TEST_SUITE_P(Tls, TransportConformance,
+                         ::testing::Values(kSecret, kOneLane, kCertificate, kPlain, kOnePlainLane),
                          backend_name);
 INSTANTIATE_TEST_SUITE_P(Tls, TransportPeerConformance,
-                         ::testing::Values(kSecret, kCertificate, kSecretProcesses, kCertificateProcesses),
+                         ::testing::Values(kSecret, kCertificate, kPlain, kSecretProcesses,
+                                           kCertificateProcesses, kPlainProcesses),
                          backend_name);
 
 }  // namespace

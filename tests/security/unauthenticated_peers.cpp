@@ -8,7 +8,7 @@
 #include "net/handshake.h"
 #include "net/local/notes.h"
 #include "net/stream/socket.h"
-#include "net/tls/hello.h"
+#include "net/tls/tls_greeting.h"
 #include "net/tls/tls_session.h"
 #include "rendezvous/messages/messages.h"
 #include "tests/security/unauthenticated_attack.h"
@@ -280,11 +280,6 @@ ClaimOutcome send_claim_over_tls(AttackedListener& listener, Descriptor socket, 
                      std::move(socket),
                      TlsSession::Start{.role = Role::kDialer, .peer = "victim", .host = "127.0.0.1"});
   while (!session.shake_hands()) listener.executor().sleep(std::chrono::microseconds(100));
-  session.trust();
-  const auto write = [&](BytesView what) {
-    const iovec place{const_cast<std::byte*>(what.data()), what.size()};
-    session.write({&place, 1});
-  };
   Bytes heard;
   const auto ended = [&] {
     Bytes room(4096);
@@ -293,11 +288,14 @@ ClaimOutcome send_claim_over_tls(AttackedListener& listener, Descriptor socket, 
     heard.insert(heard.end(), room.begin(), room.begin() + static_cast<std::ptrdiff_t>(got.size));
     return got.ended || got.broken != 0 || says_goodbye(heard);
   };
-  write(encode(LaneHello{}));
   // The answer shows that it is accepted.
-  wait_for_cut(listener, [&] { return ended() || heard.size() >= kLaneHelloBytes; });
-  if (heard.size() < kLaneHelloBytes) return ClaimOutcome::kRejected;
-  write(bytes);
+  TlsGreeting greeting(Role::kDialer, "victim");
+  greeting.say(session, {});
+  if (wait_for_cut(listener, [&] { return greeting.hear(session, {}).has_value(); }) == ClaimOutcome::kKept)
+    return ClaimOutcome::kRejected;
+  session.trust();
+  const iovec place{const_cast<std::byte*>(bytes.data()), bytes.size()};
+  session.write({&place, 1});
   return wait_for_cut(listener, ended);
 }
 

@@ -22,9 +22,13 @@ class TestAuthority {
   std::string key_file(const std::string& who) const { return file(who, "key"); }
 
   /// Writes a key and a certificate for `who`, valid for `names`, e.g. "DNS:localhost,IP:127.0.0.1".
-  void issue(const std::string& who, const std::string& names) const {
+  /// From `from` to `until`, in seconds from now.
+  void issue(const std::string& who, const std::string& names, long from = -3600, long until = 3600) const {
     const Key key(EVP_EC_gen("P-256"));
     const Certificate certificate = make(who, key.get(), certificate_.get(), names);
+    X509_gmtime_adj(X509_getm_notBefore(certificate.get()), from);
+    X509_gmtime_adj(X509_getm_notAfter(certificate.get()), until);
+    X509_sign(certificate.get(), key_.get(), EVP_sha256());
     write_certificate(certificate_file(who), certificate.get());
     const File out(std::fopen(key_file(who).c_str(), "w"));
     if (!out || PEM_write_PrivateKey(out.get(), key.get(), nullptr, nullptr, 0, nullptr, nullptr) != 1) {

@@ -116,6 +116,7 @@ void StreamChannel::uncork() {
   MutexLock lock(mutex_);
   corked_ = false;
   flush_locked(released);
+  if (!ended_ && !outbox_.empty()) request_queue_->post_review(options_.token);
 }
 
 void StreamChannel::write_locked(Outgoing& message, Released& released) {

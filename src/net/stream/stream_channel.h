@@ -47,8 +47,8 @@ class StreamChannel final : public Channel {
   State flush();
   /// Between these calls, small messages are queued and sent together: replies to messages that arrived
   /// together.
-  void cork();
-  void uncork();
+  void cork() override;
+  void uncork() override;
   State state() const;
   /// The channel has ended: later calls of send() throw `reason`.
   void end(const Error& reason);

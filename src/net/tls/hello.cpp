@@ -40,12 +40,21 @@ LaneHello decode_lane_hello(BytesView bytes, const std::string& peer) {
   return hello;
 }
 
-void check_version(const LaneHello& theirs, const std::string& peer) {
-  if (theirs.highest >= kProtocolLowest && theirs.lowest <= kProtocolHighest) return;
-  throw Error(ErrorKind::kUnsupported,
-              fmt::format("'{}' speaks protocol version {} to {}, this side {} to {}: run the same "
-                          "TorchSpan on all workers",
-                          peer, theirs.lowest, theirs.highest, kProtocolLowest, kProtocolHighest));
+void check_agreement(const LaneHello& mine, const LaneHello& theirs, const std::string& peer) {
+  if (theirs.highest < mine.lowest || theirs.lowest > mine.highest) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("'{}' speaks protocol version {} to {}, this side {} to {}: run the same "
+                            "TorchSpan on all workers",
+                            peer, theirs.lowest, theirs.highest, mine.lowest, mine.highest));
+  }
+  const auto network = [](const LaneHello& hello) {
+    return (hello.features & kSendsUnencrypted) != 0 ? "tcp-isolated (no encryption)" : "tls (encryption)";
+  };
+  if (((mine.features ^ theirs.features) & kSendsUnencrypted) == 0) return;
+  throw Error(ErrorKind::kDenied,
+              fmt::format("'{}' uses the network {}, this side {}: set the same TORCHSPAN_NETWORK "
+                          "(TlsOptions::network) on all workers",
+                          peer, network(theirs), network(mine)));
 }
 
 }  // namespace torchspan::net

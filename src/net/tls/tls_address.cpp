@@ -99,6 +99,17 @@ std::vector<Address> look_up(const TlsPlace& place) {
                           failed != 0 ? ::gai_strerror(failed) : "it has no internet address", place.host));
 }
 
+std::string loopback_hint(const TlsPlace& place, const Address& address) {
+  const std::string text = tcp_text(address.socket);
+  const bool is_loopback = text.starts_with("tcp:127.") || text.starts_with("tcp:[::1]");
+  if (!is_loopback || place.host == "localhost" || numeric_address(place)) return {};
+  const std::string numbers = text.substr(4, text.rfind(':') - 4);
+  return fmt::format(
+      "; here, '{}' is {}, which only this host reaches: correct /etc/hosts (getent hosts '{}'), "
+      "or use the IP address of that host",
+      place.host, numbers, place.host);
+}
+
 std::string with_port(const TlsPlace& place, std::uint16_t port) {
   return place.text.substr(0, place.text.rfind(':') + 1) + std::to_string(port);
 }

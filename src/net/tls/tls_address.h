@@ -26,6 +26,10 @@ std::optional<Address> numeric_address(const TlsPlace& place);
 /// slow. Throws kDisconnected if it finds none.
 std::vector<Address> look_up(const TlsPlace& place);
 
+/// What is wrong if the host's name means this host only, although it is to name another one: text to append to
+/// an error. Empty for other addresses, and for hosts that are not names.
+std::string loopback_hint(const TlsPlace& place, const Address& address);
+
 /// The text of `place` with another port.
 std::string with_port(const TlsPlace& place, std::uint16_t port);
 

@@ -18,11 +18,15 @@ ChannelToken draw_channel_token() {
 
 }  // namespace
 
-TlsAdmission::TlsAdmission(std::uint32_t most_lanes, TlsLanes& lanes, TlsLinks& links, TlsDialer& dialer)
-    : most_lanes_(static_cast<std::uint8_t>(most_lanes)), lanes_(lanes), links_(links), dialer_(dialer) {}
+TlsAdmission::TlsAdmission(const TlsOptions& tls, TlsLanes& lanes, TlsLinks& links, TlsDialer& dialer)
+    : most_lanes_(static_cast<std::uint8_t>(tls.lanes)),
+      features_(tls.network == TcpNetwork::kIsolated ? kSendsUnencrypted : 0),
+      lanes_(lanes),
+      links_(links),
+      dialer_(dialer) {}
 
 LaneHello TlsAdmission::greeting_of(const TlsLane& lane) const {
-  LaneHello hello;
+  LaneHello hello{.features = features_};
   if (lane.role() == Role::kListener) return hello;
   hello.lanes = most_lanes_;
   hello.lane = lane.number();
@@ -36,11 +40,10 @@ void TlsAdmission::meet(TlsLane& lane, const LaneHello& hello) {
 }
 
 void TlsAdmission::accept_first(TlsLane& lane, const LaneHello& hello) {
-  LaneHello answer;
-  answer.lanes = std::min(hello.lanes, most_lanes_);
+  LaneHello answer{.lanes = std::min(hello.lanes, most_lanes_), .features = features_};
   answer.token = draw_channel_token();
   lane.say(answer);
-  check_version(hello, lane.peer());
+  check_agreement(answer, hello, lane.peer());
   links_.open(lane, links_.add_accepted(lane, answer));
 }
 
@@ -51,17 +54,15 @@ void TlsAdmission::accept_further(TlsLane& lane, const LaneHello& hello) {
     throw Error(ErrorKind::kDisconnected,
                 fmt::format("'{}' asked to join a channel that does not exist (any more)", lane.peer()));
   }
-  LaneHello answer;
-  answer.lane = hello.lane;
-  answer.token = hello.token;
+  const LaneHello answer{.lane = hello.lane, .features = features_, .token = hello.token};
   lane.say(answer);
+  check_agreement(answer, hello, lane.peer());
   link->lanes.push_back(lane.token());
   join(lane, link, hello.lane);
 }
 
 void TlsAdmission::take_answer(TlsLane& lane, const LaneHello& hello) {
   const auto link = lane.link;
-  check_version(hello, lane.peer());
   if (hello.lane != lane.number() || (!lane.first() && hello.token != link->shared_token)) {
     throw Error(ErrorKind::kInvalid, fmt::format("'{}' answered for another connection", lane.peer()));
   }
@@ -74,7 +75,7 @@ void TlsAdmission::take_answer(TlsLane& lane, const LaneHello& hello) {
 
 void TlsAdmission::join(TlsLane& lane, const std::shared_ptr<TlsLink>& link, std::uint8_t number) {
   lanes_.end_handshake(lane);
-  lane.join(link, number, link->channel()->add_lane(lane.session()));
+  lane.join(link, number);
 }
 
 }  // namespace torchspan::net

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "net/api/tls.h"
 #include "net/tls/hello.h"
 #include "net/tls/tls_dialer.h"
 #include "net/tls/tls_lanes.h"
@@ -12,10 +13,9 @@ namespace torchspan::net {
 /// further lane joins one. For the driver.
 class TlsAdmission {
  public:
-  /// `most_lanes`: TlsOptions::lanes, of this side.
-  TlsAdmission(std::uint32_t most_lanes, TlsLanes& lanes, TlsLinks& links, TlsDialer& dialer);
+  TlsAdmission(const TlsOptions& tls, TlsLanes& lanes, TlsLinks& links, TlsDialer& dialer);
 
-  /// What this side says first, if it dialed.
+  /// What this side says, apart from the listener's answer.
   LaneHello greeting_of(const TlsLane& lane) const;
   /// The peer's greeting arrived: puts the lane into its channel. Throws why the lane ends instead.
   void meet(TlsLane& lane, const LaneHello& hello);
@@ -28,6 +28,7 @@ class TlsAdmission {
   void join(TlsLane& lane, const std::shared_ptr<TlsLink>& link, std::uint8_t number);
 
   const std::uint8_t most_lanes_;
+  const std::uint64_t features_;
   TlsLanes& lanes_;
   TlsLinks& links_;
   TlsDialer& dialer_;

@@ -179,6 +179,7 @@ void TlsChannel::uncork() {
   MutexLock lock(mutex_);
   corked_ = false;
   flush_locked(released);
+  if (!ended_ && unsent_.load(std::memory_order_relaxed) != 0) request_queue_->post_review(options_.token);
 }
 
 void TlsChannel::flush_locked(Released& released) {

@@ -51,8 +51,8 @@ class TlsChannel final : public Channel {
   /// Sends queued bytes as far as the sockets have room.
   void flush();
   /// Between these calls, small messages are queued and sent together.
-  void cork();
-  void uncork();
+  void cork() override;
+  void uncork() override;
   /// Sends a heartbeat unless bytes were sent since the last call or are queued.
   void beat();
   State state() const;

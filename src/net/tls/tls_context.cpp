@@ -3,20 +3,18 @@
 #include <arpa/inet.h>
 #include <array>
 #include <fmt/format.h>
-#include <openssl/core_names.h>
 #include <openssl/err.h>
-#include <openssl/kdf.h>
 #include <openssl/x509v3.h>
 #include <string_view>
 
-#include "net/tls/tls_session.h"
+#include "net/tls/key_derivation.h"
+#include "net/tls/tls_handshake.h"
 
 namespace torchspan::net {
 namespace {
 
 constexpr std::string_view kKeyLabel = "torchspan tls 1.3 external psk, version 1";
 constexpr std::string_view kIdentity = "torchspan";
-constexpr std::size_t kKeyBytes = 32;
 constexpr long kMostCertificateBytes = 32 << 10;
 /// The first suite has the hash to which the pre-shared key is bound; the second one is for processors
 /// without AES instructions.
@@ -25,25 +23,6 @@ constexpr std::array<unsigned char, 2> kFirstCipher = {0x13, 0x01};
 
 [[noreturn]] void throw_openssl(const std::string& what) {
   throw Error(ErrorKind::kUnsupported, fmt::format("OpenSSL {}: {}", what, tls_reason()));
-}
-
-std::array<unsigned char, kKeyBytes> derive_key(const Secret& secret) {
-  const std::unique_ptr<EVP_KDF, Release<EVP_KDF_free>> algorithm(EVP_KDF_fetch(nullptr, "HKDF", nullptr));
-  const std::unique_ptr<EVP_KDF_CTX, Release<EVP_KDF_CTX_free>> context(EVP_KDF_CTX_new(algorithm.get()));
-  char hash[] = "SHA256";
-  const BytesView bytes = secret.bytes();
-  const OSSL_PARAM parameters[] = {
-      OSSL_PARAM_construct_utf8_string(OSSL_KDF_PARAM_DIGEST, hash, 0),
-      OSSL_PARAM_construct_octet_string(OSSL_KDF_PARAM_KEY, const_cast<std::byte*>(bytes.data()),
-                                        bytes.size()),
-      OSSL_PARAM_construct_octet_string(OSSL_KDF_PARAM_INFO, const_cast<char*>(kKeyLabel.data()),
-                                        kKeyLabel.size()),
-      OSSL_PARAM_construct_end()};
-  std::array<unsigned char, kKeyBytes> key;
-  if (context == nullptr || EVP_KDF_derive(context.get(), key.data(), key.size(), parameters) != 1) {
-    throw_openssl("cannot derive a key with HKDF-SHA-256");
-  }
-  return key;
 }
 
 /// Copies the key in the SSL_CTX's application data: OpenSSL changes the key object of a connection that
@@ -73,10 +52,10 @@ std::unique_ptr<BIO_METHOD, Release<BIO_meth_free>> make_method() {
       BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "torchspan"));
   if (method == nullptr) throw_openssl("has no room for a BIO");
   BIO_meth_set_read(method.get(), [](BIO* bio, char* to, int size) {
-    return static_cast<TlsSession*>(BIO_get_data(bio))->pull(bio, to, size);
+    return static_cast<TlsHandshake*>(BIO_get_data(bio))->pull(bio, to, size);
   });
   BIO_meth_set_write(method.get(), [](BIO* bio, const char* from, int size) {
-    return static_cast<TlsSession*>(BIO_get_data(bio))->push(from, size);
+    return static_cast<TlsHandshake*>(BIO_get_data(bio))->push(from, size);
   });
   BIO_meth_set_ctrl(method.get(),
                     [](BIO*, int command, long, void*) -> long { return command == BIO_CTRL_FLUSH; });
@@ -94,6 +73,7 @@ std::string tls_reason() {
 TlsContext::TlsContext(const Secret& secret, const TlsOptions& options)
     : by_certificate_(!options.certificate_file.empty()),
       check_names_(options.check_names),
+      network_(options.network),
       method_(make_method()),
       dialer_(make_context(Role::kDialer)),
       listener_(make_context(Role::kListener)) {
@@ -139,7 +119,8 @@ TlsContext::ContextPtr TlsContext::make_context(Role role) {
 }
 
 TlsContext::SessionPtr TlsContext::make_key(const Secret& secret, SSL_CTX* context) const {
-  const auto key = derive_key(secret);
+  KeySecret key;
+  derive_key(secret.bytes(), kKeyLabel, key);
   const SslPtr any(SSL_new(context));
   const SSL_CIPHER* cipher = any ? SSL_CIPHER_find(any.get(), kFirstCipher.data()) : nullptr;
   SessionPtr session(SSL_SESSION_new());

@@ -5,6 +5,7 @@
 
 #include "net/api/tls.h"
 #include "net/handshake.h"
+#include "net/tls/socket_buffers.h"
 
 namespace torchspan::net {
 
@@ -28,9 +29,12 @@ class TlsContext {
 
   /// A connection without a BIO. `host` is checked against the peer's certificate if the options ask for it.
   SslPtr make_connection(Role role, const std::string& host) const;
-  /// A BIO that calls TlsSession; see there.
+  /// A BIO that calls TlsHandshake; see there.
   BIO_METHOD* method() const { return method_.get(); }
   bool by_certificate() const { return by_certificate_; }
+  /// Whether connections are encrypted after the handshake.
+  TcpNetwork network() const { return network_; }
+  const SocketBuffers& buffers() const { return buffers_; }
 
  private:
   using ContextPtr = std::unique_ptr<SSL_CTX, Release<SSL_CTX_free>>;
@@ -44,6 +48,8 @@ class TlsContext {
 
   const bool by_certificate_;
   const bool check_names_;
+  const TcpNetwork network_;
+  const SocketBuffers buffers_;
   MethodPtr method_;
   ContextPtr dialer_;
   ContextPtr listener_;

@@ -7,6 +7,16 @@ namespace torchspan::net {
 TlsDialer::TlsDialer(const DriverContext& driver, std::shared_ptr<const TlsContext> context, TlsLanes& lanes)
     : driver_(driver), context_(std::move(context)), lanes_(lanes) {}
 
+template <class Dialing>
+auto TlsDialer::explained(const TlsLink& link, const Dialing& dialing) const {
+  const Address& address = link.addresses.at(link.address);
+  try {
+    return dialing(address);
+  } catch (const Error& error) {
+    throw Error(error.kind(), error.message() + loopback_hint(link.place, address));
+  }
+}
+
 void TlsDialer::dial_first(TlsLane& lane) {
   try {
     start(lane);
@@ -45,7 +55,7 @@ bool TlsDialer::redial(TlsLane& lane) {
 
 void TlsDialer::start(TlsLane& lane) {
   const TlsLink& link = *lane.link;
-  Dialed dialed = dial(link.addresses.at(link.address));
+  Dialed dialed = explained(link, [](const Address& address) { return dial(address); });
   auto session = std::make_shared<TlsSession>(
       context_, std::move(dialed.socket),
       TlsSession::Start{.role = Role::kDialer, .peer = lane.peer(), .host = link.place.host});
@@ -54,7 +64,7 @@ void TlsDialer::start(TlsLane& lane) {
 }
 
 void TlsDialer::finish(TlsLane& lane) const {
-  finish_dial(lane.session()->socket(), lane.link->addresses.at(lane.link->address));
+  explained(*lane.link, [&](const Address& address) { finish_dial(lane.session()->socket(), address); });
   lane.connected();
 }
 

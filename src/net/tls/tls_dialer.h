@@ -26,6 +26,9 @@ class TlsDialer {
 
  private:
   void start(TlsLane& lane);
+  /// Calls `dialing`; its errors say if the lane's host is this one by mistake.
+  template <class Dialing>
+  auto explained(const TlsLink& link, const Dialing& dialing) const;
 
   const DriverContext driver_;
   const std::shared_ptr<const TlsContext> context_;

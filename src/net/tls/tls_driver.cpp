@@ -10,7 +10,7 @@ TlsDriver::TlsDriver(const DriverContext& driver, const TlsOptions& tls,
       lanes_(driver, listener_),
       links_(driver, tls, lanes_, std::move(request_queue)),
       dialer_(driver, context_, lanes_),
-      admission_(tls.lanes, lanes_, links_, dialer_) {}
+      admission_(tls, lanes_, links_, dialer_) {}
 
 void TlsDriver::carry_out(TlsRequestQueue::Requests requests) {
   for (auto& socket : requests.listeners) listener_.add(std::move(socket));

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <openssl/err.h>
 #include <openssl/ssl.h>
+#include <openssl/x509_vfy.h>
 
 #include "net/tls/tls_context.h"
 
@@ -54,17 +55,24 @@ Cause cause_of(int reason) {
   }
 }
 
+constexpr const char* kSecretCure = "give both the same secret file (TORCHSPAN_SECRET_FILE)";
+constexpr const char* kCertificateCure =
+    "give both a certificate of one authority (TlsOptions) that is valid now: compare the clocks of the "
+    "hosts "
+    "(date -u) with its dates (openssl x509 -noout -dates -in FILE)";
+
 }  // namespace
 
-Error handshake_failure(const std::string& peer, bool by_certificate) {
-  const char* cure = by_certificate ? "give both a certificate of one authority (TlsOptions)"
-                                    : "give both the same secret file (TORCHSPAN_SECRET_FILE)";
-  const std::string detail = tls_reason();
+Error handshake_failure(const std::string& peer, bool by_certificate, long certificate_result) {
+  std::string detail = tls_reason();
+  const char* cure = by_certificate ? kCertificateCure : kSecretCure;
   switch (cause_of(ERR_GET_REASON(ERR_peek_error()))) {
     case Cause::kTheyDenied:
       return Error(ErrorKind::kDenied,
                    fmt::format("'{}' refused this side's proof ({}); {}", peer, detail, cure));
     case Cause::kWeDenied:
+      if (certificate_result != X509_V_OK)
+        detail += std::string(": ") + X509_verify_cert_error_string(certificate_result);
       return Error(ErrorKind::kDenied, fmt::format("'{}' did not prove that it belongs to this job ({}); {}",
                                                    peer, detail, cure));
     case Cause::kVersion:

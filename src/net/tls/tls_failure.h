@@ -5,8 +5,8 @@
 
 namespace torchspan::net {
 
-/// The error of a failed TLS handshake, from OpenSSL's error queue: kDenied (one side did not prove itself),
-/// kUnsupported (no TLS 1.3) or kInvalid (no TLS at all).
-Error handshake_failure(const std::string& peer, bool by_certificate);
+/// The error of a failed TLS handshake, from OpenSSL's error queue and the result of the peer's certificate:
+/// kDenied (one side did not prove itself), kUnsupported (no TLS 1.3) or kInvalid (no TLS at all).
+Error handshake_failure(const std::string& peer, bool by_certificate, long certificate_result);
 
 }  // namespace torchspan::net

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstring>
 #include <fmt/format.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 
 #include "net/socket_limits.h"
 
@@ -11,6 +14,17 @@ namespace {
 
 /// Reads of one connection in a row, before those of other connections.
 constexpr int kTlsReadRounds = 16;
+
+/// The system of a peer acknowledges bytes that arrive within some tenths of a second, even if the peer is stopped.
+constexpr std::uint32_t kUnacknowledgedMilliseconds = 1000;
+
+/// Whether the peer's system has not acknowledged what was sent.
+bool is_stalled(int socket) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  return ::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_unacked != 0 &&
+         info.tcpi_last_ack_recv >= kUnacknowledgedMilliseconds;
+}
 
 }  // namespace
 
@@ -25,35 +39,17 @@ std::optional<LaneHello> TlsLane::meet(const LaneHello& mine) {
     stage_ = Stage::kHello;
     if (role_ == Role::kDialer) say(mine);
   }
-  while (hello_filled_ < hello_.size()) {
-    const iovec place{hello_.data() + hello_filled_, hello_.size() - hello_filled_};
-    const TlsSession::Got got = session_->read(std::span(&place, 1));
-    hello_filled_ += got.size;
-    if (got.ended || got.broken != 0) {
-      throw Error(ErrorKind::kDisconnected,
-                  fmt::format("'{}' disconnected during the handshake: see its log for the reason", peer_));
-    }
-    if (!got.more) return std::nullopt;
-  }
-  return decode_lane_hello(hello_, peer_);
+  return greeting_.hear(*session_, mine);
 }
 
-void TlsLane::say(const LaneHello& hello) {
-  Bytes bytes = encode(hello);
-  const iovec place{bytes.data(), bytes.size()};
-  // A new socket has room for a greeting. One without room does not belong to a valid peer.
-  if (session_->write(std::span(&place, 1)) != static_cast<ssize_t>(bytes.size())) {
-    throw Error(ErrorKind::kDisconnected, fmt::format("'{}' disconnected during the handshake", peer_));
-  }
-}
-
-void TlsLane::join(std::shared_ptr<TlsLink> whose, std::uint8_t number, std::size_t its_slot) {
+void TlsLane::join(std::shared_ptr<TlsLink> whose, std::uint8_t number) {
   link = std::move(whose);
   number_ = number;
-  slot = its_slot;
   stage_ = Stage::kOpen;
   session_->trust();
-  if (!first()) pieces_.emplace(link->assembly());
+  if (first()) return;
+  slot = link->channel()->add_lane(session_);
+  pieces_.emplace(link->assembly());
 }
 
 Error TlsLane::timed_out() const {
@@ -64,16 +60,14 @@ Error TlsLane::timed_out() const {
                                "here (getent hosts)?",
                                peer_));
     case Stage::kConnecting:
-      return Error(ErrorKind::kTimedOut,
-                   fmt::format("'{}' did not accept the connection in time: is that host up, and does a "
-                               "firewall let this port through?",
-                               peer_));
+      return Error(
+          ErrorKind::kTimedOut,
+          fmt::format("'{}' did not accept the connection in time: is that host up, does a firewall let "
+                      "this port through, and do packets come back (ping each host from the other)?",
+                      peer_));
     case Stage::kTls:
     case Stage::kHello:
-      return Error(ErrorKind::kTimedOut,
-                   fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or not "
-                               "a worker",
-                               peer_));
+      return handshake_timed_out();
     case Stage::kOpen:
       break;
   }
@@ -84,6 +78,23 @@ Error TlsLane::timed_out() const {
   }
   return Error(ErrorKind::kDisconnected,
                fmt::format("'{}' is gone: one of its connections ended without the others", peer_));
+}
+
+Error TlsLane::handshake_timed_out() const {
+  // A connection that is established carries small packets. Without an answer to larger ones, they get lost.
+  if (greeting_.heard_hello() || is_stalled(session_->socket())) {
+    return Error(
+        ErrorKind::kTimedOut,
+        fmt::format("the connection with '{}' passes small packets only: {} KiB did not arrive in time. "
+                    "A device between the hosts drops larger packets: lower the MTU of both hosts "
+                    "(ip link set dev DEVICE mtu 1280), or set net.ipv4.tcp_mtu_probing=1 there; if the "
+                    "hosts were cut off from each other just now, try again",
+                    peer_, kProbeBytes >> 10));
+  }
+  return Error(ErrorKind::kTimedOut,
+               fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or not "
+                           "a worker",
+                           peer_));
 }
 
 bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link && link->is_full()); }

@@ -11,6 +11,7 @@
 
 #include "net/tls/hello.h"
 #include "net/tls/pieces.h"
+#include "net/tls/tls_greeting.h"
 #include "net/tls/tls_link.h"
 #include "net/tls/tls_session.h"
 
@@ -23,7 +24,7 @@ class TlsLane {
   enum class Stage : std::uint8_t { kResolving, kConnecting, kTls, kHello, kOpen };
 
   TlsLane(std::uint64_t token, Role role, std::string peer, std::uint8_t number)
-      : token_(token), role_(role), peer_(std::move(peer)), number_(number) {}
+      : token_(token), role_(role), peer_(std::move(peer)), number_(number), greeting_(role, peer_) {}
 
   std::uint64_t token() const { return token_; }
   Role role() const { return role_; }
@@ -40,9 +41,9 @@ class TlsLane {
   /// Continues the TLS handshake and the greetings: a dialer sends its own, `mine`, first. Returns the peer's
   /// greeting once it has arrived.
   std::optional<LaneHello> meet(const LaneHello& mine);
-  void say(const LaneHello& hello);
-  /// The lane is open, as lane `number` of `link`.
-  void join(std::shared_ptr<TlsLink> link, std::uint8_t number, std::size_t slot);
+  void say(const LaneHello& hello) { greeting_.say(*session_, hello); }
+  /// The lane is open, as lane `number` of `link`; adds a further lane to the channel.
+  void join(std::shared_ptr<TlsLink> link, std::uint8_t number);
 
   /// Receives and delivers what is there, a few reads at most; `scratch` is memory to receive into. Returns
   /// false at the end of the stream.
@@ -64,6 +65,7 @@ class TlsLane {
   bool receive_frames(std::span<std::byte> scratch, Handler& handler);
   bool receive_pieces(Handler& handler);
   bool note(const TlsSession::Got& got);
+  Error handshake_timed_out() const;
 
   const std::uint64_t token_;
   const Role role_;
@@ -71,8 +73,7 @@ class TlsLane {
   std::uint8_t number_;
   Stage stage_ = Stage::kResolving;
   std::shared_ptr<TlsSession> session_;
-  std::array<std::byte, kLaneHelloBytes> hello_;
-  std::size_t hello_filled_ = 0;
+  TlsGreeting greeting_;
   std::optional<PieceReader> pieces_;
 };
 

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 
+#include "net/tls/record_cipher.h"
+
 namespace torchspan::net {
 namespace {
 
-constexpr std::size_t kTlsScratchBytes = 64 << 10;
+/// Room for one record, so that none is copied twice.
+constexpr std::size_t kTlsScratchBytes = kMostRecordBytes;
 
 }  // namespace
 

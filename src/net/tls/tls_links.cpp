@@ -45,7 +45,7 @@ TlsLinks::LinkPtr TlsLinks::find_accepted(const ChannelToken& token) const {
 }
 
 void TlsLinks::open(TlsLane& first, const LinkPtr& link) {
-  first.join(link, 0, 0);
+  first.join(link, 0);
   link->open = true;
   link->heard = driver_.executor.now();
   lanes_.end_handshake(first);

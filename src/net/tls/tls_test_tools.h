@@ -3,6 +3,7 @@
 #include <functional>
 #include <gtest/gtest.h>
 #include <memory>
+#include <optional>
 #include <string>
 #include <sys/socket.h>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "net/stream/socket.h"
 #include "net/tls/hello.h"
 #include "net/tls/tls_address.h"
+#include "net/tls/tls_greeting.h"
 #include "net/tls/tls_session.h"
 
 /// For the tests of the TLS transport: a transport that the test drives, and peers made of bare parts.
@@ -61,6 +63,14 @@ class TlsTest : public ::testing::Test {
     ASSERT_EQ(::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
               static_cast<ssize_t>(bytes.size()));
   }
+  /// Passes on what is there, and adds it to `record`.
+  static void forward(const Descriptor& from, const Descriptor& to, Bytes* record) {
+    std::byte bytes[4096];
+    const ssize_t got = ::recv(from.get(), bytes, sizeof bytes, MSG_DONTWAIT);
+    if (got <= 0) return;
+    if (record != nullptr) record->insert(record->end(), bytes, bytes + got);
+    ASSERT_EQ(::send(to.get(), bytes, static_cast<std::size_t>(got), MSG_NOSIGNAL), got);
+  }
 
   const std::unique_ptr<Executor> executor_ = make_executor();
   TlsJournal journal_;
@@ -78,13 +88,21 @@ class BarePeer {
 
   TlsSession& session() { return *session_; }
   /// Runs one step of the handshake; returns true once it is done.
-  bool shake_hands() {
-    if (!done_ && session_->shake_hands()) {
-      done_ = true;
-      session_->trust();
-    }
-    return done_;
+  bool shake_hands() { return shaken_ = shaken_ || session_->shake_hands(); }
+  /// Sends a greeting, which the tested transport may reject.
+  void greet(const LaneHello& hello) {
+    greeting_.say(*session_, hello);
+    greeted_ = true;
+    if (answer_) session_->trust();
   }
+  /// Receives the available bytes of the peer's greeting; returns true once it has arrived.
+  bool hears_greeting() {
+    if (answer_) return true;
+    answer_ = greeting_.hear(*session_, {});
+    if (answer_ && greeted_) session_->trust();
+    return answer_.has_value();
+  }
+  const LaneHello& answer() const { return *answer_; }
   void say(BytesView bytes) {
     const iovec place{const_cast<std::byte*>(bytes.data()), bytes.size()};
     ASSERT_EQ(session_->write(std::span(&place, 1)), static_cast<ssize_t>(bytes.size()));
@@ -109,7 +127,11 @@ class BarePeer {
  private:
   const std::shared_ptr<const TlsContext> context_;
   std::unique_ptr<TlsSession> session_;
-  bool done_ = false;
+  /// As a listener's, it does not check what the peer says.
+  TlsGreeting greeting_{Role::kListener, "bare"};
+  std::optional<LaneHello> answer_;
+  bool shaken_ = false;
+  bool greeted_ = false;
   bool ended_ = false;
   Bytes heard_;
 };

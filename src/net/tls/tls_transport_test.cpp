@@ -36,9 +36,8 @@ class TlsTransportTest : public TlsTest {
     Descriptor socket(::accept4(listening_socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     auto peer = std::make_unique<BarePeer>(std::move(socket), Role::kListener);
     drive_until([&] { return peer->shake_hands(); });
-    drive_until([&] { return peer->receives(kLaneHelloBytes); });
-    peer->take(kLaneHelloBytes);
-    peer->say(encode(LaneHello{}));
+    drive_until([&] { return peer->hears_greeting(); });
+    peer->greet({});
     return peer;
   }
 };
@@ -124,16 +123,15 @@ TEST_F(TlsTransportTest, ReportsAnUnknownName) {
 TEST_F(TlsTransportTest, StripesLargeMessagesOverTheLanes) {
   BarePeer first(dial_raw(address_));
   drive_until([&] { return first.shake_hands(); });
-  first.say(encode(LaneHello{.lanes = 1}));
-  drive_until([&] { return first.receives(kLaneHelloBytes); });
-  LaneHello hello = decode_lane_hello(first.take(kLaneHelloBytes), "listener");
+  first.greet({.lanes = 1});
+  drive_until([&] { return first.hears_greeting(); });
+  LaneHello hello = first.answer();
   EXPECT_EQ(hello.lanes, 1);
   BarePeer lane(dial_raw(address_));
   drive_until([&] { return lane.shake_hands(); });
   hello.lane = 1;
-  lane.say(encode(hello));
-  drive_until([&] { return lane.receives(kLaneHelloBytes); });
-  lane.take(kLaneHelloBytes);
+  lane.greet(hello);
+  drive_until([&] { return lane.hears_greeting(); });
 
   const Bytes header(20, std::byte{'h'}), small(kWorthStriping - 1, std::byte{'s'});
   Bytes large(kPieceBytes * 4 + 100);
@@ -187,15 +185,15 @@ TEST_F(TlsTransportTest, EndsAChannelThatLostALane) {
   start(options);
   BarePeer first(dial_raw(address_));
   drive_until([&] { return first.shake_hands(); });
-  first.say(encode(LaneHello{.lanes = 1}));
-  drive_until([&] { return first.receives(kLaneHelloBytes); });
-  LaneHello hello = decode_lane_hello(first.take(kLaneHelloBytes), "listener");
+  first.greet({.lanes = 1});
+  drive_until([&] { return first.hears_greeting(); });
+  LaneHello hello = first.answer();
   hello.lane = 1;
   {
     BarePeer lane(dial_raw(address_));
     drive_until([&] { return lane.shake_hands(); });
-    lane.say(encode(hello));
-    drive_until([&] { return lane.receives(kLaneHelloBytes); });
+    lane.greet(hello);
+    drive_until([&] { return lane.hears_greeting(); });
   }
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
@@ -272,6 +270,109 @@ TEST_F(TlsTransportTest, ChecksNamesInCertificatesWhenAsked) {
         for (const Error& reason : journal_.closed) EXPECT_EQ(reason.kind(), ErrorKind::kDenied);
       }
     }
+  }
+}
+
+TEST_F(TlsTransportTest, SaysThatTheClocksOfTheHostsMayDifferIfACertificateIsNotValidNow) {
+  constexpr long kYear = 365L * 24 * 3600;
+  const TemporaryFolder folder;
+  const TestAuthority authority(folder.path(), "authority");
+  authority.issue("now", "IP:127.0.0.1");
+  authority.issue("past", "IP:127.0.0.1", -3 * kYear, -2 * kYear);
+  authority.issue("future", "IP:127.0.0.1", 2 * kYear, 3 * kYear);
+  const auto options = [&](const std::string& when) {
+    return TlsOptions{.certificate_file = authority.certificate_file(when),
+                      .key_file = authority.key_file(when),
+                      .authority_file = authority.authority_file()};
+  };
+  for (const char* when : {"past", "future"}) {
+    for (const bool wrong_dialer : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << when << (wrong_dialer ? ", dialer" : ", listener"));
+      journal_ = {};
+      transport_ = make_tls_transport(*executor_, journal_, {}, options(wrong_dialer ? "now" : when));
+      TlsJournal theirs;
+      const auto dialer = make_tls_transport(*executor_, theirs, {}, options(wrong_dialer ? when : "now"));
+      dialer->connect(transport_->listen("tls:127.0.0.1:0"), Deadline::never());
+      drive_until([&] {
+        dialer->poll();
+        return !journal_.refused.empty() && !theirs.closed.empty();
+      });
+      for (const Error& error : {journal_.refused.at(0), theirs.closed.at(0)}) {
+        EXPECT_EQ(error.kind(), ErrorKind::kDenied) << error.message();
+        EXPECT_THAT(error.message(), AllOf(HasSubstr("date -u"), HasSubstr("-dates")));
+      }
+      const Error& judge = wrong_dialer ? journal_.refused.at(0) : theirs.closed.at(0);
+      EXPECT_THAT(judge.message(),
+                  HasSubstr(when == std::string("past") ? "has expired" : "is not yet valid"));
+    }
+  }
+}
+
+TEST_F(TlsTransportTest, SaysIfTheNameOfAnotherHostMeansThisOne) {
+  const TlsPlace name = parse_tls_address("tls:node7:80");
+  const auto at = [](const char* text) { return *numeric_address(parse_tls_address(text)); };
+  for (const char* loopback : {"tls:127.0.1.1:80", "tls:[::1]:80"}) {
+    EXPECT_THAT(loopback_hint(name, at(loopback)), AllOf(HasSubstr("'node7'"), HasSubstr("/etc/hosts")));
+    EXPECT_EQ(loopback_hint(parse_tls_address(loopback), at(loopback)), "");
+    EXPECT_EQ(loopback_hint(parse_tls_address("tls:localhost:80"), at(loopback)), "");
+  }
+  EXPECT_EQ(loopback_hint(name, at("tls:10.0.0.7:80")), "");
+  EXPECT_THAT(loopback_hint(name, at("tls:127.0.1.1:80")), HasSubstr("127.0.1.1, which"));
+}
+
+TEST_F(TlsTransportTest, RejectsAPeerThatEncryptsOtherwiseInBothDirections) {
+  for (const TcpNetwork mine : {TcpNetwork::kEncrypted, TcpNetwork::kIsolated}) {
+    const bool encrypts = mine == TcpNetwork::kEncrypted;
+    SCOPED_TRACE(encrypts ? "the listener encrypts" : "the dialer encrypts");
+    journal_ = {};
+    start({}, {.network = mine});
+    TlsJournal theirs;
+    TransportOptions options;
+    options.secret = test_secret();
+    const auto dialer = make_tls_transport(
+        *executor_, theirs, options, {.network = encrypts ? TcpNetwork::kIsolated : TcpNetwork::kEncrypted});
+    dialer->connect(address_, Deadline::never())->send(Bytes(8), {});
+    drive_until([&] {
+      dialer->poll();
+      return !journal_.refused.empty() && !theirs.closed.empty();
+    });
+    for (const Error& error : {journal_.refused.at(0), theirs.closed.at(0)}) {
+      EXPECT_EQ(error.kind(), ErrorKind::kDenied);
+      EXPECT_THAT(error.message(), AllOf(HasSubstr("tcp-isolated (no encryption)"),
+                                         HasSubstr("tls (encryption)"), HasSubstr("TORCHSPAN_NETWORK")));
+    }
+    EXPECT_TRUE(journal_.accepted.empty());
+    EXPECT_TRUE(journal_.received.empty());
+  }
+}
+
+TEST_F(TlsTransportTest, ShowsItsMessagesOnTheNetworkOnlyIfThatIsDeclaredIsolated) {
+  const std::string text = "what an observer of the network looks for";
+  const Bytes header(reinterpret_cast<const std::byte*>(text.data()),
+                     reinterpret_cast<const std::byte*>(text.data()) + text.size());
+  for (const TcpNetwork network : {TcpNetwork::kEncrypted, TcpNetwork::kIsolated}) {
+    journal_ = {};
+    start({}, {.network = network});
+    ListeningSocket between(*numeric_address(parse_tls_address("tls:127.0.0.1:0")));
+    TlsJournal theirs;
+    TransportOptions options;
+    options.secret = test_secret();
+    const auto dialer = make_tls_transport(*executor_, theirs, options, {.network = network, .lanes = 0});
+    dialer->connect(with_port(parse_tls_address(address_), between.address().port), Deadline::never())
+        ->send(header, {});
+    dialer->poll();
+    Descriptor near(::accept4(between.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    const Descriptor far = dial_raw(address_);
+    Bytes seen;
+    drive_until([&] {
+      dialer->poll();
+      forward(near, far, &seen);
+      forward(far, near, nullptr);
+      return !journal_.received.empty();
+    });
+    EXPECT_EQ(journal_.received.at(0).header, header);
+    const bool visible = std::search(seen.begin(), seen.end(), header.begin(), header.end()) != seen.end();
+    EXPECT_EQ(visible, network == TcpNetwork::kIsolated);
   }
 }
 

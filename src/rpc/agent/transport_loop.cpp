@@ -1,5 +1,7 @@
 #include "rpc/agent/transport_loop.h"
 
+#include <algorithm>
+#include <span>
 #include <utility>
 
 #include <torchspan/detail/rpc/extension.h>
@@ -9,6 +11,29 @@ namespace {
 
 /// How long the thread pauses for callers that poll, before it checks again.
 constexpr Duration kAside = std::chrono::microseconds(200);
+/// How many replies of inline calls wait for each other, to be sent together.
+constexpr std::size_t kRepliesTogether = 16;
+
+/// Corks the channels of calls.
+class CorkedReplies {
+ public:
+  explicit CorkedReplies(std::span<const InlineCall> calls) {
+    if (calls.size() == 1) return;
+    for (const InlineCall& call : calls) {
+      const auto& channel = call.call->channel;
+      if (!channel || std::ranges::find(channels_, channel) != channels_.end()) continue;
+      channel->cork();
+      channels_.push_back(channel);
+    }
+  }
+  ~CorkedReplies() {
+    for (const auto& channel : channels_) channel->uncork();
+  }
+  CorkedReplies(const CorkedReplies&) = delete;
+
+ private:
+  std::vector<std::shared_ptr<net::Channel>> channels_;
+};
 
 }  // namespace
 
@@ -60,8 +85,17 @@ bool TransportLoop::poll_once() {
     busy = transport_->poll();
     calls.swap(inline_calls_);
   }
-  for (const InlineCall& call : calls) server_.run_here(call);
+  run_here(calls);
   return busy;
+}
+
+void TransportLoop::run_here(const InlineCalls& calls) {
+  for (std::span<const InlineCall> left = calls; !left.empty();) {
+    const auto together = left.first(std::min(left.size(), kRepliesTogether));
+    left = left.subspan(together.size());
+    const CorkedReplies corked(together);
+    for (const InlineCall& call : together) server_.run_here(call);
+  }
 }
 
 void TransportLoop::rest_in_transport() {

@@ -73,6 +73,7 @@ class TransportLoop final : public Driver {
   void run_timers_only();
   /// Polls once and runs the inline calls that arrived. Returns false if nothing arrived.
   bool poll_once();
+  void run_here(const InlineCalls& calls);
   /// Sleeps in the transport until a message arrives or a timer or deadline is due.
   void rest_in_transport();
   Deadline next_due() const { return earlier(calls_.next_deadline(), timers_.next()); }

@@ -35,6 +35,9 @@ class Channel {
   /// Sends what is queued, then closes. poll() reports on_closed once, when the peer has acknowledged or
   /// after TransportOptions::linger; incoming messages may still arrive before that.
   virtual void close() = 0;
+  /// From cork() to uncork(), small messages may be collected and are then sent together.
+  virtual void cork() {}
+  virtual void uncork() {}
   /// The peer's address in messages, e.g. "unix:/run/…/worker1" or "tcp:127.0.0.1:29500".
   virtual std::string peer() const = 0;
 };
