@@ -94,7 +94,8 @@ TEST_P(CollectivePointToPoint, PassesTensorsOfAllDtypesAndSizesBetweenAllPairs) 
   });
 }
 
-// peer: c10d `test_send_recv_with_tag`, `testSendRecvAnySource`: tags are the same; no receive from any source
+// peer: c10d `test_send_recv_with_tag`: same
+// peer: c10d `testSendRecvAnySource`: differs: no receive from any source
 TEST_P(CollectivePointToPoint, MatchesTagsInAnyOrderAndKeepsTheOrderWithinATag) {
   const auto seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);

@@ -42,7 +42,7 @@ void expect_all_close(const Tensors& got, const Tensors& wanted) {
   }
 }
 
-// peer: averagers `periodic_model_averager`, `periodic_model_averager_param_group`: same, in steps after the warmup
+// peer: ddp `periodic_model_averager`, `periodic_model_averager_param_group`: same, in steps after the warmup
 TEST(ModelAverager, AveragesAfterEachPeriod) {
   constexpr int kSize = 3, kSteps = 9;
   on_ranks(kSize, [&](const Rank& self) {
@@ -67,7 +67,7 @@ TEST(ModelAverager, AveragesAfterEachPeriod) {
   });
 }
 
-// peer: averagers `3_level_hierarchical_model_averager`, `hierarchical_model_averager_warmup_steps`,
+// peer: ddp `3_level_hierarchical_model_averager`, `hierarchical_model_averager_warmup_steps`,
 //   `1_level_hierarchical_model_averager_equivalent_to_periodic_model_averager`: same with two levels
 TEST(ModelAverager, TakesTheLongestPeriodThatIsDue) {
   on_ranks(4, [](const Rank& self) {
@@ -217,7 +217,7 @@ class DiLoCoOracle {
   std::vector<std::pair<int, at::Tensor>> changes_;
 };
 
-// peer: torchft `diloco_healthy`, `streaming_diloco`: against one process instead of recorded numbers
+// peer: ddp `diloco_healthy`, `streaming_diloco`: same, against one process instead of recorded numbers
 TEST(DiLoCo, TrainsAsTheSameRuleInOneProcess) {
   struct Case {
     DiLoCoOptions options;

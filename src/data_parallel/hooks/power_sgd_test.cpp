@@ -38,7 +38,7 @@ at::Tensor entry(const PowerSgd& power, const std::string& name) {
   return {};
 }
 
-// peer: ddp `ddp_hook_parity_powerSGD`
+// peer: ddp `ddp_hook_parity_powerSGD`: same
 TEST(PowerSgd, OfFullRankAveragesToTheDtypesPrecision) {
   on_ranks(3, [](const Rank& self) {
     const Tensors parameters = some_parameters();
@@ -151,7 +151,7 @@ TEST(PowerSgd, SendsFewerBytesAndLeavesSmallGradientsWhole) {
   });
 }
 
-// peer: ddp `ddp_hook_pickling_powerSGD`
+// peer: ddp `ddp_hook_pickling_powerSGD`: same
 TEST(PowerSgd, ResumesToTheBit) {
   constexpr int kSize = 2;
   PerRank<Tensors> whole(kSize), resumed(kSize);
@@ -210,7 +210,7 @@ TEST(PowerSgd, OfGradientsThatAreZeroIsZero) {
   });
 }
 
-// peer: ddp `invalid_powerSGD_state`
+// peer: ddp `invalid_powerSGD_state`: same
 TEST(PowerSgd, RejectsOptionsAndStatesWithoutAMeaning) {
   EXPECT_THAT(error_text([] { PowerSgd({.rank = 0}); }), HasSubstr("PowerSgdOptions::rank is 0"));
   EXPECT_THAT(error_text([] { PowerSgd({.start_iteration = -1}); }), HasSubstr("start_iteration is -1"));
