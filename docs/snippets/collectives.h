@@ -4,3 +4,5 @@
 #include <torchspan/torchspan.h>
 
 namespace ts = torchspan;
+
+extern const ts::collective::Group& group;

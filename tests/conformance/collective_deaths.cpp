@@ -25,12 +25,23 @@ void dies_between_calls(const GroupOptions& options) {
   });
 }
 
+std::string folder_of_run() { return std::getenv("TORCHSPAN_RUNTIME_DIR"); }
+
+/// The end of a survivor must not be the death that the other one sees first.
+void wait_for_other_survivor(const Group& group, Executor& executor) {
+  const auto seen = [](int rank) { return folder_of_run() + "/seen" + std::to_string(rank); };
+  std::ofstream(seen(group.rank())) << "now";
+  const Deadline deadline = executor.deadline_in(seconds(30));
+  while (!std::filesystem::exists(seen(2 - group.rank())) && !deadline.passed(executor.now())) {
+    executor.sleep(milliseconds(5));
+  }
+}
+
 /// Is killed from outside, at a random time, while large and small tensors are being sent.
 void dies_at_any_time(const GroupOptions& options) {
   with_group(options, [](Group& group, Executor& executor) {
-    const std::string folder = std::getenv("TORCHSPAN_RUNTIME_DIR");
     at::Tensor bucket = group.allocate({1 << 20}, at::kFloat), mine = at::ones({1 << 20});
-    if (group.rank() == kVictim) std::ofstream(folder + "/ready") << "now";
+    if (group.rank() == kVictim) std::ofstream(folder_of_run() + "/ready") << "now";
     expect_error(ErrorKind::kDisconnected, {"worker1 (rank 1, pid"}, [&] {
       while (true) {
         group.all_reduce(bucket, kMax).wait();
@@ -38,19 +49,13 @@ void dies_at_any_time(const GroupOptions& options) {
         for (int i = 0; i < 20; ++i) group.all_reduce(bucket[i], kMax).wait();
       }
     });
-    // The end of a survivor must not be the death that the other one sees first.
-    const auto seen = [&](int rank) { return folder + "/seen" + std::to_string(rank); };
-    std::ofstream(seen(group.rank())) << "now";
-    const Deadline deadline = executor.deadline_in(seconds(30));
-    while (!std::filesystem::exists(seen(2 - group.rank())) && !deadline.passed(executor.now())) {
-      executor.sleep(milliseconds(5));
-    }
+    wait_for_other_survivor(group, executor);
   });
 }
 
 /// Dies while the others wait for its messages, or send to it.
 void dies_between_messages(const GroupOptions& options) {
-  with_group(options, [](Group& group, Executor&) {
+  with_group(options, [](Group& group, Executor& executor) {
     if (group.rank() == kVictim) {
       for (const int peer : {0, 2}) group.send(at::ones({100}), peer).wait();
       kill(getpid(), SIGKILL);
@@ -63,6 +68,7 @@ void dies_between_messages(const GroupOptions& options) {
       }
     });
     expect_error(ErrorKind::kDisconnected, {"worker1"}, [&] { group.barrier(); });
+    wait_for_other_survivor(group, executor);
   });
 }
 

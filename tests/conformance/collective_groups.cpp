@@ -229,6 +229,32 @@ TEST_P(CollectiveGroups, DoesNotCollapseWhenRanksTakeTurnsOnACore) {
   });
 }
 
+/// Up to four ranks of each host exchange slices of a large tensor; the smallest host says how many.
+TEST(CollectiveHosts, SlicesForSeveralRanksOfAHostGiveTheResultsOfOneProcess) {
+  if (mpi_place()) return;
+  struct Placement {
+    int ranks, hosts;
+  };
+  for (const Placement& placement : {Placement{8, 2}, Placement{7, 3}, Placement{11, 2}, Placement{3, 3}}) {
+    SCOPED_TRACE(::testing::Message() << placement.ranks << " ranks on " << placement.hosts << " hosts");
+    CollectiveWorld world(placement.ranks, placement.hosts);
+    world.run(
+        [&](Group& group) {
+          for (const std::int64_t length : {1000L, 70001L, 300007L, 1300003L}) {
+            for (const ReduceOp reduction : {kSum, kMax}) {
+              const auto inputs = random_inputs(placement.ranks, {length}, at::kLong, length);
+              const at::Tensor wanted = reduce_alone(inputs, reduction), mine = inputs[group.rank()].clone();
+              EXPECT_TRUE(same_bits(group.all_reduce(mine, reduction).wait(), wanted)) << length;
+              const int root = static_cast<int>(length) % placement.ranks;
+              const at::Tensor again = group.reduce(inputs[group.rank()].clone(), root, reduction).wait();
+              EXPECT_TRUE(same_bits(again, group.rank() == root ? wanted : inputs[group.rank()])) << length;
+            }
+          }
+        },
+        {.backend = BackendKind::kHierarchical});
+  }
+}
+
 #if !defined(TORCHSPAN_GLOO)
 TEST(CollectivesWithoutGloo, SayWhatToDo) {
   CollectiveWorld world(2);

@@ -70,7 +70,7 @@ class CollectivePointToPoint : public CollectiveSuite {
 };
 INSTANTIATE_TEST_SUITE_P(Backends, CollectivePointToPoint, ::testing::ValuesIn(rows_with_others()), row_name);
 
-// peer: c10d `testSendRecv`, `test_send_recv_complex`, `testSendRecvAll`: same
+// peer: c10d `testSend`, `testRecv`, `testSendRecv`, `test_send_recv_complex`: same
 TEST_P(CollectivePointToPoint, PassesTensorsOfAllDtypesAndSizesBetweenAllPairs) {
   run([&](Group& group) {
     for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kLong, at::kBool, at::kComplexFloat}) {
@@ -94,8 +94,8 @@ TEST_P(CollectivePointToPoint, PassesTensorsOfAllDtypesAndSizesBetweenAllPairs) 
   });
 }
 
-// peer: c10d `test_send_recv_with_tag`: same
-// peer: c10d `testSendRecvAnySource`: differs: no receive from any source
+// peer: c10d `test_send_recv_with_tag`, `testSendRecvAnySource`: differs: tags are the same, but there is no `recv` from
+//   any rank
 TEST_P(CollectivePointToPoint, MatchesTagsInAnyOrderAndKeepsTheOrderWithinATag) {
   const auto seed = std::random_device()();
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
@@ -241,7 +241,7 @@ TEST_P(CollectivePointToPoint, GroupsThatAreMadeFromABackendSayThatTheyHaveNone)
   });
 }
 
-// peer: c10d `testSendRecv` with other sizes: better: Gloo ends the process
+// peer: c10d sends and receives of different sizes: better: both calls are named
 TEST_P(CollectivePointToPoint, NamesBothCallsIfDtypeOrShapeDiffers) {
   struct Pair {
     at::Tensor sent, received;
