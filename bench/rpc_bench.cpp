@@ -61,7 +61,7 @@ struct Part {
 
   Part() {
     trial.side = variable("TORCHSPAN_TEST_SCENARIO");
-    trial.way = variable("TORCHSPAN_BENCH_WAY") == "hosts" ? Way::kHosts : Way::kLocal;
+    trial.way = static_cast<Way>(std::stoi(variable("TORCHSPAN_BENCH_WAY")));
     trial.size = std::stoi(variable("WORLD_SIZE"));
   }
 };
@@ -121,7 +121,7 @@ Samples run(const Trial& trial, const Arguments& arguments) {
   std::map<std::string, std::string> variables{
       {"TORCHSPAN_BENCH_PARENT", std::to_string(getpid())},
       {"TORCHSPAN_BENCH_FILTER", arguments.filter},
-      {"TORCHSPAN_BENCH_WAY", trial.way == Way::kHosts ? "hosts" : "local"},
+      {"TORCHSPAN_BENCH_WAY", std::to_string(static_cast<int>(trial.way))},
       {"TORCHSPAN_BENCH_WORKER", "0"},
       {"TORCHSPAN_BENCH_LONGER", std::to_string(arguments.longer)},
       {"TP_SOCKET_IFNAME", "lo"}};

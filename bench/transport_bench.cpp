@@ -1,8 +1,11 @@
 // Section transport: messages between two processes of this host, over the transport between hosts, without calls
 // and tensors: encrypted (tls) and not (plain). The peer is a plain TCP socket with blocking calls; the limits are
 // encrypting and decrypting on one core, and copying. TORCHSPAN_BENCH_ROUNDS=1 gives quick, rough figures.
+//   --link RATE   between two simulated hosts (network namespaces; root only) whose link has this rate in both
+//                 directions, in tc's words, such as 100mbit
 #include <arpa/inet.h>
 #include <cstring>
+#include <fcntl.h>
 #include <memory>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -15,6 +18,7 @@
 #include "bench/encryption.h"
 #include "bench/harness.h"
 #include "net/api/tls.h"
+#include "tests/support/hosts.h"
 
 namespace torchspan::bench {
 namespace {
@@ -26,12 +30,44 @@ struct Size {
   std::size_t bytes;
   int repeats;
 };
-const std::vector<Size> kSizes = {{"64KiB", 64 << 10, 200},
-                                  {"1MiB", 1 << 20, 60},
-                                  {"16MiB", 16 << 20, 10},
-                                  {"64MiB", 64 << 20, 4},
-                                  {"256MiB", 256 << 20, 1}};
+const std::vector<Size> kLoopbackSizes = {{"64KiB", 64 << 10, 200},
+                                          {"1MiB", 1 << 20, 60},
+                                          {"16MiB", 16 << 20, 10},
+                                          {"64MiB", 64 << 20, 4},
+                                          {"256MiB", 256 << 20, 1}};
+const std::vector<Size> kLinkSizes = {{"64KiB", 64 << 10, 10}, {"1MiB", 1 << 20, 3}, {"16MiB", 16 << 20, 1}};
 constexpr int kInFlight = 64;
+
+/// Where the two processes are: on this host, or on two simulated ones.
+class Places {
+ public:
+  Places() = default;
+  explicit Places(const std::string& rate)
+      : network_(std::make_unique<testing::TestNetwork>()), server_host_(testing::TestNetwork::kFar) {
+    if (!network_->trouble().empty()) throw std::runtime_error("no two hosts: " + network_->trouble());
+    const std::string shape = " root tbf rate " + rate + " burst 256kb latency 50ms";
+    if (!network_->near.run("tc qdisc add dev near" + shape) ||
+        !network_->far.run("tc qdisc add dev far" + shape))
+      throw std::runtime_error("tc cannot give the link the rate " + rate);
+  }
+
+  const std::string& server_host() const { return server_host_; }
+  void enter_caller() const { enter(network_ ? &network_->near : nullptr); }
+  void enter_server() const { enter(network_ ? &network_->far : nullptr); }
+  const std::vector<Size>& sizes() const { return network_ ? kLinkSizes : kLoopbackSizes; }
+
+ private:
+  static void enter(const testing::TestHost* host) {
+    if (host == nullptr) return;
+    const int space =
+        ::open(("/proc/" + std::to_string(host->pid()) + "/ns/net").c_str(), O_RDONLY | O_CLOEXEC);
+    if (space < 0 || ::setns(space, CLONE_NEWNET) != 0) throw std::runtime_error("cannot enter the host");
+    ::close(space);
+  }
+
+  std::unique_ptr<testing::TestNetwork> network_;
+  std::string server_host_ = "127.0.0.1";
+};
 
 void require(bool good, const char* what) {
   if (!good) throw std::runtime_error(what);
@@ -41,13 +77,14 @@ void require(bool good, const char* what) {
 class Server {
  public:
   template <class Serve>
-  explicit Server(const Serve& serve) {
+  Server(const Places& places, const Serve& serve) {
     int ends[2];
     require(::pipe(ends) == 0, "no pipe");
     pid_ = ::fork();
     if (pid_ == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-      serve(ends[1]);
+      places.enter_server();
+      serve(ends[1], places.server_host());
       ::_exit(1);
     }
     ::close(ends[1]);
@@ -92,11 +129,11 @@ class Answering final : public net::Handler {
   void on_closed(const std::shared_ptr<net::Channel>&, const Error&) override { ::_exit(0); }
 };
 
-void answer(int pipe, TcpNetwork network) {
+void answer(int pipe, const std::string& host, TcpNetwork network) {
   const auto executor = make_executor();
   Answering handler;
   const auto transport = net::make_tls_transport(*executor, handler, options(), tls_options(network));
-  Server::announce(pipe, transport->listen("tls:127.0.0.1:0"));
+  Server::announce(pipe, transport->listen("tls:" + host + ":0"));
   for (;;) {
     if (!transport->poll()) transport->wait(Deadline::never());
   }
@@ -105,8 +142,8 @@ void answer(int pipe, TcpNetwork network) {
 /// The other end of answer().
 class Connected final : public net::Handler {
  public:
-  Connected(Executor& executor, TcpNetwork network)
-      : server_([network](int pipe) { answer(pipe, network); }),
+  Connected(Executor& executor, const Places& places, TcpNetwork network)
+      : server_(places, [network](int pipe, const std::string& host) { answer(pipe, host, network); }),
         transport_(net::make_tls_transport(executor, *this, options(), tls_options(network))),
         channel_(transport_->connect(server_.address(), Deadline::never())) {}
 
@@ -148,11 +185,11 @@ void set_no_delay(int socket) {
 }
 
 /// Receives a size and as many bytes, and answers with one byte, for ever.
-void answer_plainly(int pipe) {
+void answer_plainly(int pipe, const std::string& host) {
   const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in place{};
   place.sin_family = AF_INET;
-  place.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  place.sin_addr.s_addr = ::inet_addr(host.c_str());
   socklen_t length = sizeof place;
   auto* const raw = reinterpret_cast<sockaddr*>(&place);
   require(::bind(listener, raw, length) == 0 && ::listen(listener, 1) == 0 &&
@@ -161,7 +198,7 @@ void answer_plainly(int pipe) {
   Server::announce(pipe, std::to_string(ntohs(place.sin_port)));
   const int socket = ::accept(listener, nullptr, nullptr);
   set_no_delay(socket);
-  const Buffer memory = allocate_buffer(kSizes.back().bytes);
+  const Buffer memory = allocate_buffer(kLoopbackSizes.back().bytes);
   std::uint64_t size = 0;
   auto* const number = reinterpret_cast<std::byte*>(&size);
   while (move_all(socket, number, sizeof size, false) && move_all(socket, memory.data, size, false) &&
@@ -171,10 +208,11 @@ void answer_plainly(int pipe) {
 
 class PlainSocket {
  public:
-  PlainSocket() : server_(answer_plainly), socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
+  explicit PlainSocket(const Places& places)
+      : server_(places, answer_plainly), socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
     sockaddr_in place{};
     place.sin_family = AF_INET;
-    place.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    place.sin_addr.s_addr = ::inet_addr(places.server_host().c_str());
     place.sin_port = htons(static_cast<std::uint16_t>(std::stoi(server_.address())));
     require(::connect(socket_, reinterpret_cast<sockaddr*>(&place), sizeof place) == 0, "cannot connect");
     set_no_delay(socket_);
@@ -198,46 +236,53 @@ class PlainSocket {
   const int socket_;
 };
 
-void add_small(Bench& bench, const PlainSocket& plain, Connected& tls, Connected& isolated) {
+struct Connections {
+  const PlainSocket& plain;
+  Connected& tls;
+  Connected& isolated;
+};
+
+void add_small(Bench& bench, const Connections& to) {
   const std::string suffix = "in_flight_64";
-  bench.add("tcp/" + suffix, 100, [&plain] {
+  bench.add("tcp/" + suffix, 100, [&plain = to.plain] {
     std::byte bytes[64] = {};
     plain.exchange(kInFlight, bytes, sizeof bytes);
   });
-  for (const auto& [name, connected] : {std::pair("/tls", &tls), std::pair("/plain", &isolated)}) {
+  for (const auto& [name, connected] : {std::pair("/tls", &to.tls), std::pair("/plain", &to.isolated)}) {
     bench.add("transport/" + suffix + name, 100,
               [connected = connected] { connected->exchange(kInFlight, Bytes(64), {}); },
               {.peer = "tcp/" + suffix});
   }
 }
 
-void add_bulk(Bench& bench, const PlainSocket& plain, Connected& tls, Connected& isolated) {
-  for (const Size& size : kSizes) {
+void add_bulk(Bench& bench, const std::vector<Size>& sizes, const Connections& to) {
+  for (const Size& size : sizes) {
     const Buffer memory = allocate_buffer(size.bytes);
     std::memset(memory.data, 1, memory.size);
     const std::string limit = "limit/encryption/" + size.name;
     bench.add(limit, size.repeats, [work = std::make_shared<Encryption>(size.bytes)] { work->once(); });
     bench.add("tcp/one_way/" + size.name, size.repeats,
-              [memory, &plain] { plain.exchange(1, memory.data, memory.size); });
-    for (const auto& [name, connected] : {std::pair("/tls", &tls), std::pair("/plain", &isolated)}) {
+              [memory, &plain = to.plain] { plain.exchange(1, memory.data, memory.size); });
+    for (const auto& [name, connected] : {std::pair("/tls", &to.tls), std::pair("/plain", &to.isolated)}) {
       bench.add("transport/one_way/" + size.name + name, size.repeats,
                 [memory, connected = connected] {
                   const Segment segment{memory.data, memory.size, memory.owner};
                   connected->exchange(1, {}, std::span(&segment, 1));
                 },
-                {.limit = connected == &tls ? limit : "", .peer = "tcp/one_way/" + size.name});
+                {.limit = connected == &to.tls ? limit : "", .peer = "tcp/one_way/" + size.name});
     }
   }
 }
 
-void conduct() {
-  // The servers are forked before this process has threads.
-  const PlainSocket plain;
+void conduct(const Places& places) {
+  places.enter_caller();
+  const PlainSocket plain(places);
   const auto executor = make_executor();
-  Connected tls(*executor, TcpNetwork::kEncrypted), isolated(*executor, TcpNetwork::kIsolated);
+  Connected tls(*executor, places, TcpNetwork::kEncrypted),
+      isolated(*executor, places, TcpNetwork::kIsolated);
   Bench bench(*executor);
-  add_small(bench, plain, tls, isolated);
-  add_bulk(bench, plain, tls, isolated);
+  add_small(bench, {plain, tls, isolated});
+  add_bulk(bench, places.sizes(), {plain, tls, isolated});
   bench.run(rounds_or(7));
   print_section(bench.metrics());
 }
@@ -245,4 +290,17 @@ void conduct() {
 }  // namespace
 }  // namespace torchspan::bench
 
-int main() { torchspan::bench::conduct(); }
+int main(int count, char** values) {
+  using namespace torchspan::bench;
+  const bool linked = count == 3 && std::string(values[1]) == "--link";
+  if (count != 1 && !linked) {
+    std::fprintf(stderr, "usage: bench_transport [--link RATE]\n");
+    return 2;
+  }
+  try {
+    conduct(linked ? Places(values[2]) : Places());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_transport: %s\n", error.what());
+    return 1;
+  }
+}

@@ -37,7 +37,7 @@ std::string name_of(int rank) { return "worker" + std::to_string(rank); }
 
 std::shared_ptr<peer::TensorPipeAgent> start_agent(const WorkerPlace& place) {
   using Names = c10::optional<std::vector<std::string>>;
-  const bool tcp = place.way == Way::kHosts;
+  const bool tcp = place.way != Way::kLocal;
   const peer::TensorPipeRpcBackendOptions options(
       peer::kDefaultNumWorkerThreads, tcp ? Names({"uv"}) : c10::nullopt,
       tcp ? Names({"basic"}) : c10::nullopt, kCallSeconds, peer::kDefaultInitMethod);

@@ -12,6 +12,7 @@
 
 #include <torchspan/detail/core/buffer.h>
 
+#include "bench/encryption.h"
 #include "bench/rpc/rows.h"
 
 namespace torchspan::bench {
@@ -112,14 +113,28 @@ Limit copying(const std::string& name, std::size_t bytes, int repeats) {
           }};
 }
 
+/// Encrypts and decrypts `bytes` as a connection does, without sending them, and reports half of the time: two
+/// processes do one each at the same time.
+Limit encryption(const std::string& name, std::size_t bytes, int repeats) {
+  return {"limit/encryption/" + name, [=](const Meter& meter) {
+            Encryption work(bytes);
+            auto samples = meter.times(repeats, [&] { work.once(); });
+            for (double& sample : samples) sample /= 2;
+            return samples;
+          }};
+}
+
 }  // namespace
 
 std::vector<Limit> rpc_limits() {
   constexpr std::size_t kMiB = std::size_t{1} << 20;
-  return {{"limit/ring_ping", ring_ping},  {"limit/socket_ping", socket_ping},
-          copying("4KiB", 4096, 1000),     copying("64KiB", 65536, 1000),
-          copying("1MiB", kMiB, 500),      copying("16MiB", 16 * kMiB, 50),
-          copying("64MiB", 64 * kMiB, 20), copying("256MiB", 256 * kMiB, 8)};
+  return {{"limit/ring_ping", ring_ping},    {"limit/socket_ping", socket_ping},
+          copying("4KiB", 4096, 1000),       copying("64KiB", 65536, 1000),
+          copying("1MiB", kMiB, 500),        copying("16MiB", 16 * kMiB, 50),
+          copying("64MiB", 64 * kMiB, 20),   copying("256MiB", 256 * kMiB, 8),
+          encryption("4KiB", 4096, 1000),    encryption("64KiB", 65536, 500),
+          encryption("1MiB", kMiB, 200),     encryption("16MiB", 16 * kMiB, 20),
+          encryption("64MiB", 64 * kMiB, 8), encryption("256MiB", 256 * kMiB, 4)};
 }
 
 }  // namespace torchspan::bench

@@ -56,7 +56,9 @@ std::vector<Row> bulk_rows(Way way, const std::string& suffix) {
                           both ? side.echo(touched(x, mark)) : side.one_way(touched(x, mark));
                         });
                       },
-                      "limit/memcpy/" + std::string(size.name), both ? 2.0 : 1.0});
+                      way == Way::kHosts ? "limit/encryption/" + std::string(size.name)
+                                         : "limit/memcpy/" + std::string(size.name),
+                      both ? 2.0 : 1.0});
     }
   }
   return rows;
@@ -84,6 +86,8 @@ std::vector<Row> rpc_rows() {
            "limit/ring_ping"}});
   append(small_rows(Way::kHosts, "/tls"));
   append(bulk_rows(Way::kHosts, "/tls"));
+  append(small_rows(Way::kPlain, "/plain"));
+  append(bulk_rows(Way::kPlain, "/plain"));
   append({{"rpc/idle_cpu", Way::kLocal, 2,
            [](Side& side, const Meter& meter) {
              side.small_call(1);

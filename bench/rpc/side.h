@@ -12,6 +12,7 @@ namespace torchspan::bench {
 enum class Way : std::uint8_t {
   kLocal,  ///< what the library selects on one host
   kHosts,  ///< between hosts: TLS here, plain TCP at the peer
+  kPlain,  ///< between hosts of an isolated network: plain TCP on both sides
 };
 
 /// The place of one process in a measurement.

@@ -58,10 +58,10 @@ class LocalSession final : public Joined {
   Session session_;
 };
 
-/// Does what a session does, but with TLS although both workers are on one host.
+/// Does what a session does, but with TLS or plain TCP although both workers are on one host.
 class TlsService final : public Joined {
  public:
-  TlsService()
+  explicit TlsService(net::TcpNetwork network)
       : environment_(rendezvous::read_environment(rendezvous::process_environment())),
         executor_(make_executor()),
         runtime_(*executor_, environment_.name, LogLevel::kWarning) {
@@ -78,7 +78,7 @@ class TlsService final : public Joined {
         [&](net::Handler& handler) {
           net::TransportOptions transport;
           transport.secret = secret;
-          return net::make_tls_transport(*executor_, handler, transport);
+          return net::make_tls_transport(*executor_, handler, transport, {.network = network});
         },
         std::move(extensions));
     service_->start(rendezvous::Membership::join(runtime_, rendezvous::stream_transports(*executor_, secret),
@@ -151,7 +151,8 @@ std::unique_ptr<Side> join_torchspan(const WorkerPlace& place) {
   if (place.way == Way::kLocal) {
     joined = std::make_unique<LocalSession>(place);
   } else {
-    joined = std::make_unique<TlsService>();
+    joined = std::make_unique<TlsService>(place.way == Way::kPlain ? net::TcpNetwork::kIsolated
+                                                                   : net::TcpNetwork::kEncrypted);
   }
   return std::make_unique<TorchSpanSide>(std::move(joined));
 }

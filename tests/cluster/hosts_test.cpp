@@ -1,5 +1,7 @@
 // Worlds over several hosts, which are network namespaces connected by a virtual cable. Workers of one host
 // share memory; between hosts they use TLS.
+#include <tuple>
+
 #include <ATen/ATen.h>
 
 #include <torchspan/collective/group.h>
@@ -158,6 +160,45 @@ TEST_F(Hosts, WorkersConnectOverUcxWhenTheNetworkIsDeclaredIsolated) {
   }
   world.process(0).wait(world.executor(), seconds(60));
   if (world.process(0).output().find("built without UCX") != std::string::npos) GTEST_SKIP() << "no UCX";
+  expect_all_end_well(world);
+}
+
+TEST_F(Hosts, WorkersConnectWithoutEncryptionWhenAllDeclareTheNetworkIsolated) {
+  ProcessWorld world(4);
+  for (int rank = 0; rank < 4; ++rank) {
+    start(world, rank, rank < 2 ? network_.near : network_.far, "meet",
+          {{"TORCHSPAN_NETWORK", "tcp-isolated"}});
+  }
+  expect_all_end_well(world);
+}
+
+TEST_F(Hosts, AWorkerThatDoesNotEncryptIsRejectedByAWorldThatDoes) {
+  ProcessWorld world(2);
+  std::map<std::string, std::string> alone{
+      {"LOCAL_WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}, {"TORCHSPAN_JOIN_TIMEOUT", "10"}};
+  Process& first = start(world, 0, network_.near, "meet", alone);
+  alone["TORCHSPAN_NETWORK"] = "tcp-isolated";
+  Process& other = start(world, 1, network_.far, "meet", alone);
+  for (Process* process : {&other, &first}) {
+    ASSERT_TRUE(process->wait(world.executor(), seconds(60))) << process->output();
+    EXPECT_NE(process->exit_code(), 0);
+    EXPECT_THAT(process->output(), ::testing::AllOf(::testing::HasSubstr("tcp-isolated (no encryption)"),
+                                                    ::testing::HasSubstr("tls (encryption)"),
+                                                    ::testing::HasSubstr("TORCHSPAN_NETWORK")));
+  }
+}
+
+TEST_F(Hosts, WorkersConnectWhereOnlyIpv6Works) {
+  for (const auto& [host, device, number] :
+       {std::tuple(&network_.near, "near", "1"), std::tuple(&network_.far, "far", "2")}) {
+    ASSERT_TRUE(host->run(std::string("ip -4 addr flush dev ") + device));
+    if (!host->run(std::string("ip -6 addr add fd77::") + number + "/64 dev " + device + " nodad"))
+      GTEST_SKIP() << "this system has no IPv6";
+  }
+  ProcessWorld world(4);
+  for (int rank = 0; rank < 4; ++rank) {
+    start(world, rank, rank < 2 ? network_.near : network_.far, "meet", {{"MASTER_ADDR", "fd77::1"}});
+  }
   expect_all_end_well(world);
 }
 

@@ -219,6 +219,23 @@ TEST_F(TwoHosts, BothReportAPulledCableWithinSixSecondsDuringBulk) {
   pull_cable_and_listen(true);
 }
 
+TEST_F(TwoHosts, StayConnectedWhileASlowLinkIsFullForLongerThanASilenceMayLast) {
+  if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
+  if (!run("tc qdisc add dev near root tbf rate 20mbit burst 20kb latency 400ms"))
+    GTEST_SKIP() << "this system has no queueing discipline tbf";
+  const auto executor = make_executor();
+  Listening near;
+  const auto transport = make_transport(*executor, near);
+  const auto channel = transport->connect(address_, Deadline::never());
+  const Buffer bulk = allocate_buffer(4 << 20);
+  const Segment segment{bulk.data, bulk.size, bulk.owner};
+  const TimePoint start = executor->now();
+  for (int i = 0; i < 5; ++i) channel->send(Bytes(8), std::span(&segment, 1));
+  EXPECT_TRUE(drive_until(*executor, *transport, [&] { return near.messages == 5 || !near.closed.empty(); }));
+  EXPECT_TRUE(near.closed.empty()) << near.closed.at(0).what();
+  EXPECT_GT(executor->now() - start, TlsOptions().dead_after) << "the link is not slow";
+}
+
 TEST_F(TwoHosts, AreToldIfOnlySmallPacketsReachThePeer) {
   if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
   if (!lose_packets_above(1200, false)) GTEST_SKIP() << "this system has no queueing discipline tbf";
