@@ -56,6 +56,7 @@ void Step::sum_tied_gradients() {
 void Step::run(const Action& action) {
   const TimePoint start = local_.executor().now();
   local_.event_queue->set_state(step_id().step, true, true, describe(action), start);
+  record_.begin(action);
   // The table's stages are the plan's layer ranges.
   switch (action.kind) {
     case ActionKind::kForward:
@@ -168,13 +169,15 @@ void Step::wait() {
   const Future<void> arrival = local_.event_queue->arrival();
   if (arrival.done()) return;
   local_.event_queue->set_state(step_id().step, true, false, "", local_.executor().now());
+  const std::string waiting_for = actions_.any_left() ? passes_.waiting_for()
+                                  : tied_.complete()  ? "the other workers to end their parts"
+                                                      : "the gradients of tied parameters";
+  record_.begin_wait(waiting_for);
   try {
     arrival.wait(watch_.patience());
+    record_.end_wait();
   } catch (const Error& error) {
     if (arrival.done() || error.kind() != ErrorKind::kTimedOut) throw;
-    const std::string waiting_for = actions_.any_left() ? passes_.waiting_for()
-                                    : tied_.complete()  ? "the other workers to end their parts"
-                                                        : "the gradients of tied parameters";
     if (const auto stall = watch_.look(step_id().step, waiting_for)) throw *stall;
   }
 }
