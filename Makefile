@@ -19,6 +19,8 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
+# Many tests wait for other processes most of the time.
+TEST_JOBS ?= $(shell expr $(JOBS) + 1)
 WORKERS ?= 3
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 600
@@ -50,7 +52,7 @@ test:
 	@tools/install-deps build
 	@$(call configure,dev)
 	@ninja -C build/dev -j $(JOBS)
-	@ctest --test-dir build/dev -j $(JOBS) --test-output-size-failed 100000000 --no-tests=error $(ARGS) \
+	@ctest --test-dir build/dev -j $(TEST_JOBS) --test-output-size-failed 100000000 --no-tests=error $(ARGS) \
 	  || { tools/show-failures build/dev; false; }
 
 check:

@@ -24,6 +24,10 @@ add_compile_options(-Wall -Wextra -Wno-unused-parameter -fno-omit-frame-pointer)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # gcc 12 reports these inside its own and LibTorch's inlined headers.
   add_compile_options(-Wno-maybe-uninitialized -Wno-dangling-pointer -fpch-preprocess)
+  if(CMAKE_BUILD_TYPE STREQUAL "Release")
+    # With its optimizer also of appends to a std::vector<std::byte> and of std::string's operator+.
+    add_compile_options(-Wno-stringop-overflow -Wno-restrict)
+  endif()
   if(TORCHSPAN_UNITY)
     # In a unity build no source is the main file, so gcc warns about its unnamed namespaces as if it were a header.
     add_compile_options(-Wno-subobject-linkage)

@@ -43,13 +43,13 @@ void check_rank(const char* what, int rank, int size) {
         fmt::format("{} is {}, but the ranks of this group are 0 to {}", what, rank, size - 1));
 }
 
-std::uint64_t bytes_of(const at::Tensor& tensor) {
+std::uint64_t logged_bytes(const at::Tensor& tensor) {
   return tensor.is_sparse() ? 0 : static_cast<std::uint64_t>(tensor.nbytes());
 }
 
-std::uint64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+std::uint64_t logged_bytes(const std::vector<at::Tensor>& tensors) {
   std::uint64_t bytes = 0;
-  for (const at::Tensor& tensor : tensors) bytes += bytes_of(tensor);
+  for (const at::Tensor& tensor : tensors) bytes += logged_bytes(tensor);
   return bytes;
 }
 
@@ -109,7 +109,7 @@ Group Group::split(int color, int key) const {
 
 Future<at::Tensor> Group::all_reduce(at::Tensor tensor, ReduceOp reduction) const {
   check_tensor(*backend_, "all_reduce", tensor, /*sparse_too=*/true);
-  const std::uint64_t bytes = bytes_of(tensor);
+  const std::uint64_t bytes = logged_bytes(tensor);
   return logged(log_, "all_reduce", bytes,
                 [&] { return backend_->all_reduce(std::move(tensor), reduction); });
 }
@@ -120,21 +120,21 @@ Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, ReduceOp reduction) 
         fmt::format("reduce_scatter splits the first dimension into {} equal parts, but {}", size(),
                     tensor.dim() == 0 ? "the tensor has no dimension"
                                       : fmt::format("it is {}: pad it", tensor.size(0))));
-  const std::uint64_t bytes = bytes_of(tensor);
+  const std::uint64_t bytes = logged_bytes(tensor);
   return logged(log_, "reduce_scatter", bytes,
                 [&] { return backend_->reduce_scatter(std::move(tensor), reduction); });
 }
 
 Future<std::vector<at::Tensor>> Group::all_gather(at::Tensor tensor) const {
   check_tensor(*backend_, "all_gather", tensor);
-  const std::uint64_t bytes = bytes_of(tensor);
+  const std::uint64_t bytes = logged_bytes(tensor);
   return logged(log_, "all_gather", bytes, [&] { return backend_->all_gather(std::move(tensor)); });
 }
 
 Future<at::Tensor> Group::broadcast(at::Tensor tensor, int root) const {
   check_tensor(*backend_, "broadcast", tensor);
   check_rank("root", root, size());
-  const std::uint64_t bytes = bytes_of(tensor);
+  const std::uint64_t bytes = logged_bytes(tensor);
   return logged(log_, "broadcast", bytes, [&] { return backend_->broadcast(std::move(tensor), root); });
 }
 
@@ -147,7 +147,7 @@ Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts)
           fmt::format("the parts of all_to_all have dtypes {} and {}; they must have the same",
                       c10::toString(parts[0].scalar_type()), c10::toString(part.scalar_type())));
   }
-  const std::uint64_t bytes = bytes_of(parts);
+  const std::uint64_t bytes = logged_bytes(parts);
   return logged(log_, "all_to_all", bytes, [&] { return backend_->all_to_all(std::move(parts)); });
 }
 

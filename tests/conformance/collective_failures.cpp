@@ -1,6 +1,5 @@
 // All ranks of a group learn of every failure in it, with the name of the failing rank.
 #include <atomic>
-
 #include <gmock/gmock.h>
 
 #include <ATen/ATen.h>

@@ -42,48 +42,56 @@ def rank_of(job, rank):
     return found[0]
 
 
-def torchrun(options, work, command, expected):
-    # torchrun of PyTorch 1.13 fails under Python 3.11 unless exactly one stream is redirected.
-    launcher = ["torchrun", "--no_python", "--nproc_per_node=2", "--max_restarts=3", "--standalone", "--redirects=1",
-                "--tee=1", f"--log_dir={work}/logs"]
-    job = make_job(options, work, "torchrun", launcher, command)
+def passes(job, check):
+    """Runs check(); reports what is lost, and ends every process of the job."""
     try:
-        job.start()
-        kill_a_worker(job)
-        survive.require(job.wait() == 0, "torchrun failed")
-        survive.require("resumed after step" in job.output.read_text(), "the workers started from the beginning")
-        survive.compare(expected, survive.read_newest(job.checkpoint))
-        job.expect_no_process()
+        check()
     except survive.Lost as lost:
         survive.report(lost, job)
         return False
     finally:
         job.kill_all()
-    print("  torchrun: restarted the workers after SIGKILL to rank 1; the result is equal", flush=True)
     return True
+
+
+def finish_resumed(job, expected, launcher):
+    """Waits for a job that was started from a checkpoint; its result is the undisturbed one."""
+    survive.require(job.wait() == 0, f"{launcher} failed")
+    survive.require("resumed after step" in job.output.read_text(), "the workers started from the beginning")
+    survive.compare(expected, survive.read_newest(job.checkpoint))
+    job.expect_no_process()
+
+
+def torchrun(options, work, command, expected):
+    # torchrun of PyTorch 1.13 fails under Python 3.11 unless exactly one stream is redirected.
+    launcher = ["torchrun", "--no_python", "--nproc_per_node=2", "--max_restarts=3", "--standalone", "--redirects=1",
+                "--tee=1", f"--log_dir={work}/logs"]
+    job = make_job(options, work, "torchrun", launcher, command)
+
+    def check():
+        job.start()
+        kill_a_worker(job)
+        finish_resumed(job, expected, "torchrun")
+        print("  torchrun: restarted the workers after SIGKILL to rank 1; the result is equal", flush=True)
+
+    return passes(job, check)
 
 
 def mpirun(options, work, command, expected):
     launcher = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", "-x", "TORCHSPAN_SECRET_FILE"]
     job = make_job(options, work, "mpirun", launcher, command)
-    try:
+
+    def check():
         job.start()
         kill_a_worker(job)
         survive.require(job.wait() != 0, "mpirun succeeded although a rank was killed")
         job.expect_no_process()
         job.output.write_bytes(b"")
         job.start()
-        survive.require(job.wait() == 0, "the second mpirun failed")
-        survive.require("resumed after step" in job.output.read_text(), "the second job started from the beginning")
-        survive.compare(expected, survive.read_newest(job.checkpoint))
-        job.expect_no_process()
-    except survive.Lost as lost:
-        survive.report(lost, job)
-        return False
-    finally:
-        job.kill_all()
-    print("  mpirun: ended after SIGKILL to rank 1; the next one resumed, and the result is equal", flush=True)
-    return True
+        finish_resumed(job, expected, "the second mpirun")
+        print("  mpirun: ended after SIGKILL to rank 1; the next one resumed, and the result is equal", flush=True)
+
+    return passes(job, check)
 
 
 def main():

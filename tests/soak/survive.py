@@ -389,6 +389,10 @@ def survive_disks(workers, command, options):
     if os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("setpriv"):
         print("  disks: skipped, because mounting needs root, unshare and setpriv")
         return True
+    # Containers may forbid mount namespaces; in a chroot, / is no mount point.
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
+        print("  disks: skipped, because 'unshare -m true' fails here")
+        return True
     with tempfile.TemporaryDirectory(prefix="survive-") as folder:
         try:
             fail_disks(Path(folder), workers, command, options)

@@ -107,23 +107,13 @@ void check_for_several_hosts(const JobOptions& job) {
                   option));
 }
 
-/// Returns the text of -n, or the number of workers of a pod of the Kubernetes Trainer, if the job has one pod.
+/// Returns the text of -n, or the number of workers of a pod of the Kubernetes Trainer.
 std::string workers_text(const RunOptions& options, const Environment& environment) {
   if (!options.workers.empty()) return options.workers;
-  const auto value_of = [&](const char* name) {
-    const auto found = environment.find(name);
-    return found == environment.end() ? std::string() : found->second;
-  };
-  const std::string workers = value_of("PET_NPROC_PER_NODE"), pods = value_of("PET_NNODES");
-  if (workers.empty()) {
-    throw_invalid(
-        "-n,--workers is required: the number of workers, or MIN:MAX; PET_NPROC_PER_NODE is not set either");
-  }
-  if (pods.empty() || pods == "1") return workers;
-  throw_invalid(fmt::format(
-      "-n is not given, and PET_NNODES is {}: PET_NPROC_PER_NODE gives the workers only if the job has one "
-      "pod; give -n, and say which pod this is",
-      pods));
+  const auto workers = environment.find("PET_NPROC_PER_NODE");
+  if (workers != environment.end() && !workers->second.empty()) return workers->second;
+  throw_invalid(
+      "-n,--workers is required: the number of workers, or MIN:MAX; PET_NPROC_PER_NODE is not set either");
 }
 
 }  // namespace

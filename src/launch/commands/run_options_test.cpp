@@ -54,7 +54,7 @@ TEST(RunOptions, TakeTheNumberOfWorkersFromAPodOfTheKubernetesTrainer) {
   EXPECT_THROW(read_run_options(options, {}), Error);
   EXPECT_THROW(read_run_options(options, {{"PET_NPROC_PER_NODE", "auto"}}), Error);
   EXPECT_THROW(read_run_options(options, {{"PET_NPROC_PER_NODE", "3"}, {"PET_NNODES", "2"}}), Error)
-      << "each pod would run a job of three workers";
+      << "each pod would run a job of three workers: the other pods are not known";
   options.workers = "2";
   EXPECT_EQ(read_run_options(options, {{"PET_NPROC_PER_NODE", "3"}}).workers, 2);
 }

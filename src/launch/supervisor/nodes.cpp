@@ -1,7 +1,9 @@
 #include "launch/supervisor/nodes.h"
 
+#include <algorithm>
 #include <charconv>
 #include <fmt/format.h>
+#include <optional>
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/net/secret.h>
@@ -41,25 +43,51 @@ void read_rdzv(const std::string& text, NodePlace& place) {
   }
 }
 
+std::string value_of(const Environment& environment, const char* name) {
+  const auto found = environment.find(name);
+  return found == environment.end() ? std::string() : found->second;
+}
+
 /// Throws if the workers could not read the job's secret.
 void check_secret(const Environment& environment) {
-  const auto value = [&](const char* name) {
-    const auto found = environment.find(name);
-    return found == environment.end() ? std::string() : found->second;
-  };
-  if (!value("TORCHSPAN_CERTIFICATE_FILE").empty()) return;
-  const std::string named = value("TORCHSPAN_SECRET_FILE");
+  if (!value_of(environment, "TORCHSPAN_CERTIFICATE_FILE").empty()) return;
+  const std::string named = value_of(environment, "TORCHSPAN_SECRET_FILE");
   try {
-    net::Secret::from_file(named.empty() ? value("HOME") + "/.torchspan/secret" : named);
+    net::Secret::from_file(named.empty() ? value_of(environment, "HOME") + "/.torchspan/secret" : named);
   } catch (const Error& error) {
     throw_invalid(
         fmt::format("--nnodes needs the job's secret, the same file on every host: {}", error.message()));
   }
 }
 
+/// The options, with those that are absent from a pod's variables; nullopt if the job has one pod or none.
+std::optional<NodeOptions> complete_from_pod(NodeOptions options, const Environment& environment) {
+  const std::string pods = value_of(environment, "PET_NNODES");
+  if (!options.nodes.empty() || pods.empty() || pods == "1") return std::nullopt;
+  options.nodes = pods;
+  if (options.node_rank.empty()) options.node_rank = value_of(environment, "PET_NODE_RANK");
+  const std::string host = value_of(environment, "PET_MASTER_ADDR");
+  const std::string port = value_of(environment, "PET_MASTER_PORT");
+  if (options.rdzv.empty() && !host.empty()) {
+    const bool bare_ipv6 = std::count(host.begin(), host.end(), ':') > 1 && !host.starts_with('[');
+    options.rdzv = (bare_ipv6 ? "[" + host + "]" : host) + (port.empty() ? "" : ":" + port);
+  }
+  return options;
+}
+
 }  // namespace
 
 NodePlace read_node_options(const NodeOptions& options, const Environment& environment) {
+  if (const auto completed = complete_from_pod(options, environment)) {
+    try {
+      return read_node_options(*completed, environment);
+    } catch (const Error& error) {
+      throw_invalid(fmt::format(
+          "{}; the Kubernetes Trainer's PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT give "
+          "what these options do not: --nnodes 1 starts a job of this pod alone",
+          error.message()));
+    }
+  }
   NodePlace place;
   place.port_range = options.port_range;
   if (!options.nodes.empty()) place.count = read_count(options.nodes, "--nnodes", 1, kMostNodes);

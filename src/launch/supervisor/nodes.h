@@ -29,7 +29,7 @@ struct NodeOptions {
 };
 
 /// Throws kInvalid that names the wrong option. `environment` names the file of the job's secret, which must
-/// exist if there are several hosts.
+/// exist if there are several hosts; without --nnodes, it also gives the place of a pod (PET_NNODES, …).
 NodePlace read_node_options(const NodeOptions& options, const rendezvous::Environment& environment);
 
 /// Replaces the variables of a worker that differ when a job has several hosts. `base`: the launcher's own

@@ -37,6 +37,35 @@ TEST_F(Nodes, OneHostNeedsNoOptions) {
   EXPECT_FALSE(read({.nodes = "1", .node_rank = "0"}).several());
 }
 
+TEST_F(Nodes, ReadsThePlaceOfAPodOfTheKubernetesTrainer) {
+  Environment pod = environment();
+  pod.merge(Environment{{"PET_NNODES", "3"},
+                        {"PET_NODE_RANK", "2"},
+                        {"PET_MASTER_ADDR", "train-node-0-0.train"},
+                        {"PET_MASTER_PORT", "29511"}});
+  const NodePlace place = read_node_options({}, pod);
+  EXPECT_EQ(place.count, 3);
+  EXPECT_EQ(place.node_rank, 2);
+  EXPECT_EQ(place.rdzv_host, "train-node-0-0.train");
+  EXPECT_EQ(place.rdzv_port, 29511);
+  EXPECT_EQ(read_node_options({.rdzv = "10.0.0.1:5"}, pod).rdzv_host, "10.0.0.1") << "options come first";
+  EXPECT_FALSE(read_node_options({.nodes = "1"}, pod).several());
+  pod["PET_MASTER_ADDR"] = "fd00::1";
+  EXPECT_EQ(read_node_options({}, pod).rdzv_host, "fd00::1");
+  pod["PET_NNODES"] = "1";
+  EXPECT_FALSE(read_node_options({}, pod).several());
+  for (const auto& [name, value] : {std::pair("PET_NNODES", "2:4"), std::pair("PET_NODE_RANK", "3"),
+                                    std::pair("PET_MASTER_ADDR", ""), std::pair("PET_MASTER_PORT", "x")}) {
+    Environment wrong = environment();
+    wrong.merge(Environment{{name, value}});
+    wrong.merge(Environment{
+        {"PET_NNODES", "3"}, {"PET_NODE_RANK", "2"}, {"PET_MASTER_ADDR", "a"}, {"PET_MASTER_PORT", "29511"}});
+    const Error error = error_of([&] { read_node_options({}, wrong); });
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+    EXPECT_THAT(error.message(), HasSubstr(name)) << value;
+  }
+}
+
 TEST_F(Nodes, ReadsAddresses) {
   const auto place = [&](const std::string& rdzv) {
     return read({.nodes = "2", .node_rank = "1", .rdzv = rdzv});
