@@ -1,4 +1,8 @@
 #pragma once
+#include <chrono>
+#include <mutex>
+#include <thread>
+
 #include "docs/snippets/modules.h"
 
 extern std::uint64_t steps;

@@ -367,13 +367,13 @@ Future<at::Tensor> Group::recv(at::Tensor tensor, int from, int tag) const {
 std::vector<Bytes> Group::all_gather_bytes(BytesView mine, Duration timeout) const {
   if (!log_) return backend_->all_gather_bytes(mine, timeout);
   const OperationLog::Blocking operation(*log_, "all_gather_bytes", mine.size());
-  return backend_->all_gather_bytes(mine, timeout);
+  return operation.run([&] { return backend_->all_gather_bytes(mine, timeout); });
 }
 
 void Group::barrier(Duration timeout) const {
   if (!log_) return backend_->barrier(timeout);
   const OperationLog::Blocking operation(*log_, "barrier", 0);
-  backend_->barrier(timeout);
+  operation.run([&] { backend_->barrier(timeout); });
 }
 
 at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {

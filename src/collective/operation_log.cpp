@@ -1,31 +1,37 @@
 #include "collective/operation_log.h"
 
+#include "core/api/group_number.h"
+#include "core/api/timeout_notice.h"
+
 namespace torchspan::collective {
-namespace {
-
-std::int32_t hash_ranks(const std::vector<int>& ranks) {
-  std::uint32_t hash = 2166136261u;  // FNV-1a
-  for (const int rank : ranks) hash = (hash ^ static_cast<std::uint32_t>(rank)) * 16777619u;
-  return static_cast<std::int32_t>(hash >> 1);
-}
-
-}  // namespace
 
 OperationLog::OperationLog(const std::shared_ptr<Runtime>& runtime, const std::vector<int>& ranks)
     : owned_(runtime),
       borrowed_(runtime.use_count() == 0 ? runtime : std::shared_ptr<Runtime>()),
-      group_(hash_ranks(ranks)) {}
+      group_(group_number(ranks)) {}
 
 std::shared_ptr<OperationLog> OperationLog::of_part(const std::vector<int>& ranks) const {
   return std::make_shared<OperationLog>(borrowed_ ? borrowed_ : owned_.lock(), ranks);
 }
 
 OperationLog::Blocking::Blocking(OperationLog& log, const char* call, std::uint64_t bytes)
-    : runtime_(log.runtime()) {
-  const std::uint64_t number = log.next_.fetch_add(1, std::memory_order_relaxed);
+    : call_(call),
+      number_(log.next_.fetch_add(1, std::memory_order_relaxed)),
+      group_(log.group_),
+      runtime_(log.runtime()) {
   if (!runtime_) return;
+  began_ = runtime_->executor.now();
   scope_.emplace(runtime_->spans, SpanKind::kCollective, call,
-                 SpanLink{.id = number, .part = log.group_, .bytes = bytes});
+                 SpanLink{.id = number_, .part = group_, .bytes = bytes});
+}
+
+void OperationLog::Blocking::note(const Error& error) const {
+  if (!runtime_ || error.kind() != ErrorKind::kTimedOut) return;
+  report_timeout({.kind = "collective",
+                  .name = call_,
+                  .seconds = to_seconds(runtime_->executor.now() - began_),
+                  .id = number_,
+                  .part = group_});
 }
 
 OperationLog::Operation OperationLog::begin(const char* call, std::uint64_t bytes) {

@@ -35,8 +35,25 @@ class OperationLog {
    public:
     Blocking(OperationLog& log, const char* call, std::uint64_t bytes);
 
+    /// Returns what `work` returns; reports it to the launcher if it times out.
+    template <class F>
+    auto run(F work) const {
+      try {
+        return work();
+      } catch (const Error& error) {
+        note(error);
+        throw;
+      }
+    }
+
    private:
+    void note(const Error& error) const;
+
+    const char* const call_;
+    const std::uint64_t number_;
+    const std::int32_t group_;
     std::shared_ptr<Runtime> runtime_;
+    TimePoint began_;
     std::optional<SpanScope> scope_;
   };
 

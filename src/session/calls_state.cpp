@@ -4,7 +4,7 @@
 
 namespace torchspan {
 
-std::string encode_calls(const DebugInfo& info) {
+std::string encode_calls(const DebugInfo& info, const std::vector<autograd::RunningPass>& passes) {
   using nlohmann::json;
   json pending = json::array(), serving = json::array();
   for (const DebugInfo::Pending& call : info.pending) {
@@ -17,8 +17,13 @@ std::string encode_calls(const DebugInfo& info) {
     serving.push_back(
         {{"call", call.call}, {"from", call.from}, {"seconds", to_seconds(call.age)}, {"begun", call.begun}});
   }
-  return json{{"pending", pending},         {"serving", serving},      {"threads", info.pool_threads},
-              {"queued", info.pool_queued}, {"sent", info.calls_sent}, {"handled", info.calls_handled}}
+  json running = json::array();
+  for (const autograd::RunningPass& pass : passes) {
+    running.push_back({{"id", pass.id}, {"busy", pass.busy}, {"waits", pass.waits}});
+  }
+  return json{{"pending", pending},           {"serving", serving},         {"passes", running},
+              {"threads", info.pool_threads}, {"queued", info.pool_queued}, {"sent", info.calls_sent},
+              {"handled", info.calls_handled}}
       .dump(-1, ' ', false, json::error_handler_t::replace);
 }
 

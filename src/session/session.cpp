@@ -12,6 +12,7 @@
 #include <torchspan/optim/extension.h>
 #include <torchspan/session.h>
 
+#include "autograd/api/running_passes.h"
 #include "core/api/observation.h"
 #include "rendezvous/api/files.h"
 #include "session/calls_state.h"
@@ -234,8 +235,11 @@ class Session::Impl {
         identify(runtime_.executor, options.environment.name, worker.rank(), worker.world_size());
     identity.run = options.environment.job;
     identity.attempt = options.environment.restart_count;
-    observation_.emplace(runtime_owner_, options.observation, identity,
-                         [worker] { return encode_calls(worker.debug()); });
+    observation_.emplace(runtime_owner_, options.observation, identity, [worker](StateDetail detail) {
+      return encode_calls(worker.debug(), detail == StateDetail::kFull
+                                              ? autograd::running_passes(worker)
+                                              : std::vector<autograd::RunningPass>());
+    });
   }
 
   void leave() {

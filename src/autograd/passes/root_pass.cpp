@@ -7,6 +7,7 @@
 #include <torchspan/detail/core/spans.h>
 
 #include "autograd/passes/given_gradients.h"
+#include "core/api/timeout_notice.h"
 
 namespace torchspan::autograd {
 namespace {
@@ -87,6 +88,7 @@ void RootPass::run(const std::vector<at::Tensor>& roots, const BackwardOptions& 
 
 void RootPass::wait(PassState& pass, const BackwardOptions& options) {
   Executor& executor = worker_.runtime().executor;
+  const TimePoint began = executor.now();
   const Deadline deadline = executor.deadline_in(options.timeout);
   const Future<void> over = pass.ending().over();
   StallSurvey before;
@@ -106,6 +108,12 @@ void RootPass::wait(PassState& pass, const BackwardOptions& options) {
     if (!late && !stalled) continue;
     const char* why = stalled ? now.stall_advice()
                               : "backward() did not end within BackwardOptions::timeout; it waited for:";
+    report_timeout(
+        {.kind = "autograd",
+         .name = "backward",
+         .detail = now.waiting.substr(std::min(now.waiting.find_first_not_of(" \n"), now.waiting.size())),
+         .seconds = to_seconds(executor.now() - began),
+         .id = pass.id()});
     pass.ending().fail_here(Error(ErrorKind::kTimedOut, why + now.waiting + (stalled ? "" : now.at_work)));
   }
 }

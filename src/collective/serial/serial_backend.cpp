@@ -14,11 +14,16 @@
 #include "collective/single.h"
 #include "collective/splits.h"
 #include "collective/tensors.h"
+#include "core/api/group_number.h"
+#include "core/api/timeout_notice.h"
 
 namespace torchspan::collective {
 namespace {
 
 std::string comma(ReduceOp reduction) { return ", " + to_string(reduction); }
+
+constexpr const char* kBarrierLine = "barrier()";
+constexpr const char* kBytesLine = "all_gather_bytes()";
 
 }  // namespace
 
@@ -150,6 +155,14 @@ void SerialBackend::run() {
 
 void SerialBackend::run_one(Job& job) {
   const at::NoGradGuard no_grad;
+  // Barriers and gathers of bytes block their callers, whom the group lists and reports.
+  const bool listed_by_caller = job.call.text == kBarrierLine || job.call.text == kBytesLine;
+  const TimePoint began = runtime_->executor.now();
+  std::optional<SpanScope> running;
+  if (!listed_by_caller) {
+    running.emplace(runtime_->spans, SpanKind::kWait, job.call.text,
+                    SpanLink{.id = job.number, .part = group_number(options_.ranks)});
+  }
   try {
     throw_if_broken("");
     // Engines that announce failures see the end of a rank in the order of calls.
@@ -164,7 +177,15 @@ void SerialBackend::run_one(Job& job) {
     // A rank that leaves the world ends its connections; the other ranks report it as disconnected.
     const bool leaves = options_.world && options_.world->ended();
     if (collectives_->announces() && !leaves) collectives_->fail_call(*failure());
-    fail(job, *failure());
+    const Error cause = *failure();
+    if (cause.kind() == ErrorKind::kTimedOut && !listed_by_caller) {
+      report_timeout({.kind = "wait",
+                      .name = job.call.text,
+                      .seconds = to_seconds(runtime_->executor.now() - began),
+                      .id = job.number,
+                      .part = group_number(options_.ranks)});
+    }
+    fail(job, cause);
   }
 }
 
@@ -382,10 +403,9 @@ Future<std::vector<at::Tensor>> SerialBackend::exchange(CallLine line, std::vect
 
 std::vector<Bytes> SerialBackend::all_gather_bytes(BytesView mine, Duration timeout) {
   const auto bytes = std::make_shared<Bytes>(mine.begin(), mine.end());
-  return wait_for(
-      timeout,
-      submit<std::vector<Bytes>>({"all_gather_bytes()"}, [this, bytes] { return gathers_.bytes(*bytes); }),
-      "all_gather_bytes()");
+  return wait_for(timeout,
+                  submit<std::vector<Bytes>>({kBytesLine}, [this, bytes] { return gathers_.bytes(*bytes); }),
+                  kBytesLine);
 }
 
 void SerialBackend::barrier(Duration timeout) {
@@ -394,7 +414,7 @@ void SerialBackend::barrier(Duration timeout) {
     at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
     collectives_->all_gather(mine, empty_bytes({size(), 1}));
   };
-  wait_for(timeout, submit<void>({"barrier()"}, body), "barrier()");
+  wait_for(timeout, submit<void>({kBarrierLine}, body), kBarrierLine);
 }
 
 at::Tensor SerialBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {

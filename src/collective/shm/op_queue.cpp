@@ -6,6 +6,8 @@
 #include <fmt/ranges.h>
 
 #include "collective/group_host.h"
+#include "core/api/group_number.h"
+#include "core/api/timeout_notice.h"
 
 namespace torchspan::collective::shm {
 namespace {
@@ -18,6 +20,17 @@ constexpr Duration kPollInterval = std::chrono::microseconds(200);
 constexpr Duration kPollingTime = std::chrono::milliseconds(5);
 /// Interval at which a waiting thread checks the other ranks' connections.
 constexpr Duration kWatch = std::chrono::milliseconds(200);
+
+/// Barriers and gathers of bytes block their callers, whom the group lists and reports.
+bool is_listed_by_caller(const Call& call) {
+  return call.verb == Verb::kBarrier || call.verb == Verb::kExchange;
+}
+
+std::int32_t number_of(const GroupMemory& memory) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < memory.size(); ++rank) ranks.push_back(memory.peer(rank).world_rank);
+  return group_number(ranks);
+}
 
 }  // namespace
 
@@ -293,6 +306,7 @@ bool OpQueue::await(const Operation& operation, CountTarget target, const std::a
            ended_.load(std::memory_order_relaxed) ||
            (done != nullptr && done->load(std::memory_order_relaxed));
   };
+  std::optional<SpanScope> stalled;
   while (true) {
     const Deadline watch = executor_.deadline_in(kWatch);
     switch (signals_.wait(target, earlier(watch, earlier(limit, deadline)), interrupted)) {
@@ -305,6 +319,10 @@ bool OpQueue::await(const Operation& operation, CountTarget target, const std::a
     }
     if (stopping_.load()) return false;
     if (ended_.load()) return true;
+    if (!stalled && watch.passed(executor_.now()) && !is_listed_by_caller(operation.call)) {
+      stalled.emplace(runtime_->spans, SpanKind::kWait, describe(operation.call),
+                      SpanLink{.id = operation.call.sequence + 1, .part = number_of(*memory_)});
+    }
     rank_gone_.store(false);
     break_if_rank_gone(operation, target);
     if (limit.passed(executor_.now())) {
@@ -370,6 +388,14 @@ void OpQueue::break_for_timeout(const Operation& operation, CountTarget target, 
     late.push_back(signals_.reached_by(rank, posted)
                        ? fmt::format("{}, which called it, but makes no progress", memory_->peer(rank).text)
                        : fmt::format("{}, which made {} calls so far", memory_->peer(rank).text, calls));
+  }
+  if (!is_listed_by_caller(operation.call)) {
+    report_timeout({.kind = "wait",
+                    .name = describe(operation.call),
+                    .detail = fmt::format("{}", fmt::join(late, "; ")),
+                    .seconds = to_seconds(waited),
+                    .id = operation.call.sequence + 1,
+                    .part = number_of(*memory_)});
   }
   signals_.break_group(
       Error(ErrorKind::kTimedOut,

@@ -10,12 +10,18 @@
 
 namespace torchspan {
 
+/// How much of a worker's state is described.
+enum class StateDetail {
+  kBrief,  ///< operations that have begun and not ended, and calls: takes microseconds
+  kFull,   ///< also the last operations of each group that ended, passes, threads, memory and counters
+};
+
 /// Writes and serves what the options of one worker ask for, on one thread, which sleeps while there is nothing to
 /// do. The destructor completes the files.
 class Observation {
  public:
   /// Describes what core does not know of a worker's state, as JSON. Called on the observing thread.
-  using DescribeCalls = std::function<std::string()>;
+  using DescribeCalls = std::function<std::string(StateDetail)>;
 
   /// Throws Error{kInvalid} if a file, a folder or the port cannot be used.
   Observation(std::shared_ptr<Runtime> runtime, const ObservationOptions& options,

@@ -66,9 +66,12 @@ class Observation::Impl {
     const std::string path = fmt::format("{}/observe.{}", folder, identity_.rank);
     try {
       const auto answer = [this](const std::string& request) {
-        if (request != "/state") return TextReply{.status = 404, .body = "see /state\n"};
-        const std::string calls = describe_calls_ ? describe_calls_() : "null";
-        return TextReply{.type = "application/json", .body = describe_worker(*runtime_, identity_, calls)};
+        const bool brief = request == "/activity";
+        if (!brief && request != "/state") return TextReply{.status = 404, .body = "see /state, /activity\n"};
+        const StateDetail detail = brief ? StateDetail::kBrief : StateDetail::kFull;
+        const std::string calls = describe_calls_ ? describe_calls_(detail) : "null";
+        return TextReply{.type = "application/json",
+                         .body = describe_worker(*runtime_, identity_, calls, detail)};
       };
       state_.emplace(runtime_->executor, *poller_, listen_on_path(path), std::uint64_t{1} << 50, answer);
       socket_path_ = path;

@@ -76,7 +76,7 @@ class ObservedWorker : public ::testing::Test {
  protected:
   std::unique_ptr<Observation> observe(const ObservationOptions& options) {
     return std::make_unique<Observation>(runtime_, options, identify(*executor_, "worker1", 1, 2),
-                                         [] { return R"({"pending":[]})"; });
+                                         [](StateDetail) { return R"({"pending":[]})"; });
   }
   const std::unique_ptr<Executor> executor_ = make_executor();
   const std::shared_ptr<Runtime> runtime_ = std::make_shared<Runtime>(*executor_, "worker1", LogLevel::kOff);

@@ -3,6 +3,7 @@
 #include <array>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "core/observation/process_figures.h"
@@ -38,32 +39,67 @@ json describe_threads() {
   return threads;
 }
 
-}  // namespace
+std::string_view state_kind(SpanKind kind) {
+  const auto number = static_cast<std::size_t>(kind);
+  return number < kStateKinds.size() ? kStateKinds[number] : "other";
+}
 
-std::string describe_worker(Runtime& runtime, const TraceIdentity& identity, const std::string& calls) {
-  const TimePoint now = runtime.executor.now();
+json describe_open(Runtime& runtime, TimePoint now) {
   json open = json::array();
   for (const OpenOperation& operation : runtime.spans.open()) {
-    const auto kind = static_cast<std::size_t>(operation.kind);
-    open.push_back({{"kind", kind < kStateKinds.size() ? kStateKinds[kind] : "other"},
+    open.push_back({{"kind", state_kind(operation.kind)},
                     {"name", operation.name},
                     {"seconds", to_seconds(now - operation.begin)},
                     {"id", operation.link.id},
                     {"peer", operation.link.peer},
                     {"part", operation.link.part}});
   }
-  const json state = {{"worker", identity.name},
-                      {"rank", identity.rank},
-                      {"world", identity.world_size},
-                      {"host", identity.host},
-                      {"process", identity.process},
-                      {"seconds", to_seconds(now.time_since_epoch() - Duration(identity.began))},
-                      {"resident_bytes", resident_bytes()},
-                      {"processor_seconds", processor_seconds()},
-                      {"open", open},
-                      {"threads", describe_threads()},
-                      {"counters", runtime.metrics.snapshot()},
-                      {"calls", json::parse(calls, nullptr, false)}};
+  return open;
+}
+
+/// The last operation of each group that this worker has ended, as far as its rings still hold one.
+json describe_ended(Runtime& runtime, TimePoint now) {
+  SpanRecorder::Cursor cursor;
+  std::vector<StoredSpan> spans;
+  runtime.spans.read(cursor, spans);
+  std::map<std::int32_t, const StoredSpan*> last;  // by group
+  for (const StoredSpan& span : spans) {
+    if (span.kind != SpanKind::kCollective) continue;
+    const StoredSpan*& place = last[span.link.part];
+    if (place == nullptr || place->link.id <= span.link.id) place = &span;
+  }
+  const std::vector<std::string> names = runtime.spans.names_from(0);
+  json ended = json::array();
+  for (const auto& [group, span] : last) {
+    ended.push_back({{"kind", state_kind(span->kind)},
+                     {"name", names.at(span->name)},
+                     {"seconds", to_seconds(now - TimePoint(Duration(span->end)))},
+                     {"id", span->link.id},
+                     {"part", group}});
+  }
+  return ended;
+}
+
+}  // namespace
+
+std::string describe_worker(Runtime& runtime, const TraceIdentity& identity, const std::string& calls,
+                            StateDetail detail) {
+  const TimePoint now = runtime.executor.now();
+  json state = {{"worker", identity.name},
+                {"rank", identity.rank},
+                {"world", identity.world_size},
+                {"host", identity.host},
+                {"process", identity.process},
+                {"seconds", to_seconds(now.time_since_epoch() - Duration(identity.began))},
+                {"open", describe_open(runtime, now)},
+                {"calls", json::parse(calls, nullptr, false)}};
+  if (detail == StateDetail::kFull) {
+    state["resident_bytes"] = resident_bytes();
+    state["processor_seconds"] = processor_seconds();
+    state["ended"] = describe_ended(runtime, now);
+    state["threads"] = describe_threads();
+    state["counters"] = runtime.metrics.snapshot();
+  }
   return state.dump(-1, ' ', false, json::error_handler_t::replace) + "\n";
 }
 

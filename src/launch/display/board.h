@@ -6,6 +6,8 @@
 
 #include <torchspan/core/progress.h>
 
+#include "launch/watch/activity.h"
+
 namespace torchspan::launch {
 
 /// kStopped: ended because the launcher asked it to.
@@ -14,24 +16,45 @@ enum class WorkerState { kRunning, kDone, kFailed, kStopping, kStopped };
 /// "0-2,5": ranks as ranges; `ranks` ascending.
 std::string format_ranks(const std::vector<int>& ranks);
 
-/// Formats the state of the whole job as one line. For one thread at a time.
+/// Formats the state of the whole job: as one line, or as a block with a line for each rank. For one thread at a time.
 class Board {
  public:
-  explicit Board(int workers) : states_(static_cast<std::size_t>(workers), WorkerState::kRunning) {}
+  /// `first_rank` is the rank of this host's first worker in the job; reports and states are numbered from 0.
+  explicit Board(int workers, int first_rank = 0)
+      : first_rank_(first_rank), states_(static_cast<std::size_t>(workers), WorkerState::kRunning) {}
 
   void set_report(int rank, ProgressReport report) { reports_[rank] = std::move(report); }
   void set_state(int rank, WorkerState state) { states_.at(static_cast<std::size_t>(rank)) = state; }
+  /// Replaces what is known of the workers; they are numbered by their ranks in the job.
+  void set_activities(std::vector<Activity> activities);
   bool has_reports() const { return !reports_.empty(); }
+  bool has_activities() const { return !activities_.empty(); }
   /// Returns "epoch 2/5  step 17/469  loss 0.5120  5,120 images/s  1m03s left | running 0-2", cut to `width`
   /// characters. The numbers are those of the lowest rank that reports; a rank behind it is named.
   std::string line(std::size_t width = 1000) const;
+  /// Returns the numbers in a first line of at most `width` characters, then what each rank does, stragglers marked
+  /// with '*'. Of more ranks than fit into `most` lines, those with problems are shown. Without activities, returns
+  /// line().
+  std::vector<std::string> block(std::size_t width, std::size_t most, bool colours) const;
 
  private:
+  /// The line of one rank.
+  struct RankLine {
+    int severity = 0;  ///< 0: nothing special; shown first if not all fit
+    std::string text;
+    const char* colour = "";  ///< SGR parameters
+  };
+
+  RankLine line_of(const Activity& activity) const;
+  std::string rest_of(const std::vector<bool>& shown) const;
   std::string states() const;
   std::string slowest_ranks() const;
 
+  const int first_rank_;
   std::vector<WorkerState> states_;
   std::map<int, ProgressReport> reports_;
+  std::vector<Activity> activities_;
+  WaitShares shares_;
 };
 
 }  // namespace torchspan::launch

@@ -1,5 +1,6 @@
 #include "launch/display/display.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdlib>
@@ -12,11 +13,59 @@
 namespace torchspan::launch {
 namespace {
 
-constexpr std::string_view kClearLine = "\r\x1b[2K";
+// Most terminals show what lies between these two at once; the others ignore them.
+constexpr std::string_view kHold = "\x1b[?2026h", kShow = "\x1b[?2026l";
+constexpr std::string_view kClearBelow = "\x1b[J", kClearRight = "\x1b[K";
+constexpr std::string_view kNoWrap = "\x1b[?7l", kWrap = "\x1b[?7h";
 
 bool is_terminal(int descriptor) {
   const char* kind = std::getenv("TERM");
   return isatty(descriptor) == 1 && (kind == nullptr || std::string_view(kind) != "dumb");
+}
+
+bool is_set(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr && *value != '\0';
+}
+
+/// Whether the terminal wraps long lines anew when its width changes: not xterm itself, the Linux console and screen.
+bool rewraps_lines() {
+  const char* kind = std::getenv("TERM");
+  const std::string_view terminal = kind == nullptr ? "" : kind;
+  if (is_set("XTERM_VERSION") || terminal == "linux") return false;
+  return !terminal.starts_with("screen") || is_set("TMUX");
+}
+
+/// Calls `visit(text, visible)` for the sequences and the characters of a line.
+template <class F>
+void for_each_part(std::string_view line, F visit) {
+  while (!line.empty()) {
+    std::size_t length = 1;
+    const bool sequence = line.starts_with("\x1b[");
+    if (sequence) {
+      length = std::min(line.find_first_of("mKJHABCDhl", 2), line.size() - 1) + 1;
+    } else {
+      while (length < line.size() && (static_cast<unsigned char>(line[length]) & 0xC0) == 0x80) ++length;
+    }
+    visit(line.substr(0, length), !sequence);
+    line.remove_prefix(length);
+  }
+}
+
+/// Keeps the first `columns` characters and all sequences.
+std::string cut_line(std::string_view line, std::size_t columns) {
+  std::string text;
+  std::size_t visible = 0;
+  for_each_part(line, [&](std::string_view part, bool is_visible) {
+    if (!is_visible || visible++ < columns) text += part;
+  });
+  return text;
+}
+
+std::size_t visible_length(std::string_view line) {
+  std::size_t visible = 0;
+  for_each_part(line, [&](std::string_view, bool is_visible) { visible += is_visible ? 1 : 0; });
+  return visible;
 }
 
 }  // namespace
@@ -25,9 +74,8 @@ DisplayOptions DisplayOptions::from_process() {
   DisplayOptions options;
   options.output_terminal = is_terminal(options.output);
   options.errors_terminal = is_terminal(options.errors);
-  const char* no_colour = std::getenv("NO_COLOR");
-  options.colours =
-      options.output_terminal && options.errors_terminal && (no_colour == nullptr || *no_colour == '\0');
+  options.colours = options.output_terminal && options.errors_terminal && !is_set("NO_COLOR");
+  options.rewraps = rewraps_lines();
   return options;
 }
 
@@ -51,7 +99,9 @@ void Display::say(std::string_view text) {
 }
 
 void Display::print(int descriptor, bool terminal, std::string text) {
-  if (terminal && !live_.empty()) text = std::string(kClearLine) + text + live_;
+  if (terminal && !live_.empty()) {
+    text = fmt::format("{}{}{}{}{}{}", kHold, to_block(), kClearBelow, text, draw_block(), kShow);
+  }
   if (!write_all(descriptor, text) && errno != EPIPE) note_loss(descriptor, errno);
 }
 
@@ -71,15 +121,44 @@ std::string Display::losses() const {
                      std::strerror(loss_reason_));
 }
 
-std::size_t Display::width() const {
+Display::Size Display::size() const {
   winsize size{};
-  return ioctl(options_.errors, TIOCGWINSZ, &size) == 0 && size.ws_col > 1 ? size.ws_col : options_.width;
+  if (ioctl(options_.errors, TIOCGWINSZ, &size) != 0) return {options_.width, options_.height};
+  return {size.ws_col > 1 ? size.ws_col : options_.width, size.ws_row > 0 ? size.ws_row : options_.height};
 }
 
-void Display::set_live(std::string line) {
-  if (!is_live() || line == live_) return;
-  live_ = std::move(line);
-  write_all(options_.errors, std::string(kClearLine) + live_);
+void Display::set_live(std::vector<std::string> lines) {
+  if (!is_live()) return;
+  const Size now = size();
+  lines.resize(std::min(lines.size(), std::max<std::size_t>(now.rows, 2) - 1));
+  if (lines == live_ && (lines.empty() || now.columns == drawn_width_)) return;
+  const std::string start = to_block();
+  live_ = std::move(lines);
+  write_all(options_.errors, fmt::format("{}{}{}{}", kHold, start, draw_block(), kShow));
+}
+
+std::string Display::to_block() const {
+  if (live_.empty()) return "";
+  std::size_t above = live_.size() - 1;
+  const std::size_t columns = width();
+  if (options_.rewraps && columns < drawn_width_) {
+    above = 0;
+    for (std::size_t i = 0; i + 1 < live_.size(); ++i) {
+      const std::size_t length = std::min(visible_length(live_[i]), drawn_width_ - 1);
+      above += std::max<std::size_t>(1, (length + columns - 1) / columns);
+    }
+  }
+  return above == 0 ? "\r" : fmt::format("\r\x1b[{}A", above);
+}
+
+std::string Display::draw_block() {
+  drawn_width_ = width();
+  std::string text(kNoWrap);
+  for (std::size_t i = 0; i < live_.size(); ++i) {
+    // The last column stays empty: clearing to the right of a full line would remove its last character.
+    text += fmt::format("{}{}{}", i == 0 ? "" : "\r\n", cut_line(live_[i], drawn_width_ - 1), kClearRight);
+  }
+  return fmt::format("{}{}\r{}", text, kClearBelow, kWrap);
 }
 
 bool Display::write_all(int descriptor, std::string_view text) {

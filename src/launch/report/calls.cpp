@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "launch/report/steps.h"
 
@@ -17,6 +18,31 @@ struct Pair {
   std::map<std::string, std::int64_t> by_function;
 };
 
+/// Handlers that take turns end at equal distances; those of callers that do not know of each other come closer.
+std::optional<SerializedHandlers> find_serialized(int rank, const std::string& name,
+                                                  const std::vector<Interval>& handlers) {
+  constexpr std::size_t kLeastHandlers = 20;
+  constexpr double kLeastAtATime = 1.5, kLeastDistance = 0.8;
+  if (handlers.size() < kLeastHandlers) return std::nullopt;
+  std::vector<std::int64_t> ends, distances;
+  std::int64_t sum = 0;
+  for (const Interval& handler : handlers) {
+    ends.push_back(handler.end);
+    sum += handler.length();
+  }
+  std::sort(ends.begin(), ends.end());
+  for (std::size_t i = 1; i < ends.size(); ++i) distances.push_back(ends[i] - ends[i - 1]);
+  SerializedHandlers found{.rank = rank, .name = name};
+  found.busy = union_length(handlers);
+  if (found.busy == 0) return std::nullopt;
+  found.at_a_time = static_cast<double>(sum) / static_cast<double>(found.busy);
+  found.interval = found.busy / std::ssize(handlers);
+  found.closest = percentile(distances, 0.1);
+  const bool take_turns =
+      static_cast<double>(found.closest) >= kLeastDistance * static_cast<double>(found.interval);
+  return found.at_a_time >= kLeastAtATime && take_turns ? std::optional(found) : std::nullopt;
+}
+
 }  // namespace
 
 std::int64_t percentile(std::vector<std::int64_t>& values, double share) {
@@ -30,6 +56,7 @@ std::int64_t percentile(std::vector<std::int64_t>& values, double share) {
 Calls examine_calls(const TraceSet& set) {
   std::map<std::string, Durations> functions;
   std::map<std::pair<int, int>, Pair> pairs;
+  std::map<std::pair<int, std::string>, std::vector<Interval>> handlers;  // by rank and function
   Calls result;
   for (const WorkerTrace& worker : set.workers) {
     for (const StoredSpan& span : worker.contents.spans) {
@@ -48,6 +75,7 @@ Calls examine_calls(const TraceSet& set) {
         pair.by_function[name] += length;
       } else {
         functions[name].served.push_back(length);
+        handlers[{worker.rank(), name}].push_back({span.begin, span.end});
         pairs[{peer, worker.rank()}].served.push_back({span.begin, span.end});
       }
     }
@@ -69,6 +97,13 @@ Calls examine_calls(const TraceSet& set) {
     result.callers.push_back({ranks.first, ranks.second, union_length(std::move(pair.calls)),
                               union_length(std::move(pair.served)), longest->first});
   }
+  for (const auto& [where, intervals] : handlers) {
+    if (auto found = find_serialized(where.first, where.second, intervals)) {
+      result.serialized.push_back(std::move(*found));
+    }
+  }
+  std::stable_sort(result.serialized.begin(), result.serialized.end(),
+                   [](const auto& a, const auto& b) { return a.busy > b.busy; });
   std::stable_sort(result.functions.begin(), result.functions.end(),
                    [](const auto& a, const auto& b) { return a.total > b.total; });
   std::stable_sort(result.callers.begin(), result.callers.end(),

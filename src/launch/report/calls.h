@@ -34,10 +34,21 @@ struct CallerFigures {
   std::string longest;  ///< the function with the largest sum
 };
 
+/// Handlers of one function that run at the same time on one worker, and yet end one after another.
+struct SerializedHandlers {
+  int rank = 0;
+  std::string name;
+  double at_a_time = 0;       ///< handlers that run, averaged over the time in which one runs
+  std::int64_t interval = 0;  ///< between two ends, while handlers run
+  std::int64_t closest = 0;   ///< distance of two ends that 90 % of them exceed
+  std::int64_t busy = 0;      ///< time in which at least one runs
+};
+
 struct Calls {
   std::vector<FunctionFigures> functions;                 ///< largest total first
   std::map<std::pair<int, int>, TrafficFigures> traffic;  ///< by sender and receiver
   std::vector<CallerFigures> callers;                     ///< largest waiting time first
+  std::vector<SerializedHandlers> serialized;             ///< largest busy time first
 };
 
 Calls examine_calls(const TraceSet& set);

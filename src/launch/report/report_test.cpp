@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <unistd.h>
 
 #include "launch/report/report_data.h"
@@ -117,6 +118,39 @@ TEST(RunFigures, ComparePipelinesWithTheirSimulation) {
   EXPECT_FALSE(parse_action("1X2"));
   EXPECT_FALSE(parse_action("1F2x"));
   EXPECT_FALSE(parse_action("99999999999F0"));
+}
+
+/// Three callers keep a function busy whose handlers take 5 ms with a lock, one after another, or 15 ms without it.
+TraceSet concurrent_handlers(bool locked) {
+  ExampleTrace callee(0, 4);
+  std::mt19937 random(5);
+  std::int64_t free = 0;
+  std::array<std::int64_t, 3> next{};
+  std::uint64_t id = 1;
+  for (int i = 0; i < 30; ++i) {
+    for (int caller = 1; caller <= 3; ++caller) {
+      std::int64_t& begin = next.at(static_cast<std::size_t>(caller) - 1);
+      const std::int64_t alone = begin + 14 * kMs + static_cast<std::int64_t>(random() % (2 * kMs));
+      const std::int64_t end = locked ? std::max(free, begin) + 5 * kMs : alone;
+      callee.span(SpanKind::kHandler, "update", begin, end, {.id = id++, .peer = caller});
+      free = begin = end;
+    }
+  }
+  return align_traces({callee.contents()});
+}
+
+TEST(RunFigures, FindHandlersThatWaitForEachOther) {
+  const TraceSet locked = concurrent_handlers(true);
+  const RunFigures figures = examine_run(locked);
+  ASSERT_EQ(figures.calls.serialized.size(), 1u);
+  const SerializedHandlers& found = figures.calls.serialized[0];
+  EXPECT_EQ(found.rank, 0);
+  EXPECT_NEAR(found.at_a_time, 3, 0.1);
+  EXPECT_EQ(found.interval, 5 * kMs);
+  EXPECT_THAT(
+      judge_run(locked, figures).at(0).text,
+      HasSubstr("Handlers of 'update' on rank 0 run 3.0 at a time, but end one after another, every 5.0 ms"));
+  EXPECT_TRUE(examine_run(concurrent_handlers(false)).calls.serialized.empty());
 }
 
 TEST(RunFigures, FindNothingInAnEmptyTrace) {

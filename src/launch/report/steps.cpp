@@ -4,6 +4,8 @@
 #include <limits>
 #include <map>
 
+#include "launch/report/pipeline_steps.h"
+
 namespace torchspan::launch {
 namespace {
 
@@ -75,7 +77,7 @@ StepMap pipeline_steps(const TraceSet& set) {
   StepMap steps;
   for (std::size_t w = 0; w < set.workers.size(); ++w) {
     for (const StoredSpan& span : set.workers[w].contents.spans) {
-      if (span.kind != SpanKind::kPipeline) continue;
+      if (span.kind != SpanKind::kPipeline || !parse_action(set.workers[w].name_of(span))) continue;
       widen(steps, set.workers.size(), w, span.link.id, {span.begin, span.end});
     }
   }

@@ -148,7 +148,21 @@ void judge_pipeline(const RunFigures& figures, std::vector<RunFinding>& findings
   findings.push_back({pipeline.idle, text + ".", advice});
 }
 
+/// The share is the time that the handlers spend in waiting for each other.
+void judge_serialized_handlers(const TraceSet& set, const RunFigures& figures,
+                               std::vector<RunFinding>& findings) {
+  for (const SerializedHandlers& handlers : figures.calls.serialized) {
+    findings.push_back(
+        {ratio(handlers.busy, set.length) * (1 - 1 / handlers.at_a_time),
+         fmt::format("Handlers of '{}' on rank {} run {:.1f} at a time, but end one after another, every {}.",
+                     handlers.name, handlers.rank, handlers.at_a_time,
+                     format_time(static_cast<double>(handlers.interval))),
+         "They take turns: look for a lock that they hold, or for a processor that they share."});
+  }
+}
+
 void judge_calls(const TraceSet& set, const RunFigures& figures, std::vector<RunFinding>& findings) {
+  judge_serialized_handlers(set, figures, findings);
   for (const CallerFigures& pair : figures.calls.callers) {
     if (pair.caller == pair.callee) continue;
     const double share = ratio(pair.waiting, set.length);

@@ -35,7 +35,7 @@ Attempt::Attempt(const AttemptContext& context, JobSetting setting)
     : context_(context),
       setting_(std::move(setting)),
       began_(context.executor.now()),
-      view_(context.display, setting_.workers, began_),
+      view_(context.display, Board(setting_.workers, setting_.rank_of(0)), began_),
       replacements_(context.options.restarts, context.replacements_used),
       reporters_(static_cast<std::size_t>(setting_.workers), false) {}
 
@@ -49,10 +49,11 @@ bool Attempt::all_ended() const {
   return endings_.size() == workers_.all().size() && !replacements_.waiting();
 }
 
-bool Attempt::over() const { return all_ended() && workers_.silent(); }
+bool Attempt::over() const { return all_ended() && workers_.silent() && !watch_.is_examining(); }
 
 void Attempt::handle(const Poller::Event& event) {
   const auto source = static_cast<Source>(event.token >> 32);
+  if (source == Source::kState) return watch_.handle(event);
   Worker& worker = workers_.at(static_cast<std::uint32_t>(event.token));
   if (source == Source::kEnd) on_end(worker);
   if (source == Source::kOutput) worker.read_output();
@@ -93,6 +94,8 @@ void Attempt::on_end(Worker& worker) {
 void Attempt::on_progress(const Worker& worker, std::string_view line) {
   if (auto report = decode_progress(line)) {
     view_.set_report(worker.rank(), std::move(*report));
+  } else if (const auto notice = decode_timeout(line)) {
+    watch_.on_timeout(setting_.rank_of(worker.rank()), *notice);
   } else if (const auto signal = decode_preemption(line)) {
     reporters_.at(static_cast<std::size_t>(worker.rank())) = true;
     // The launcher's own SIGTERM is reported, too.
@@ -230,7 +233,8 @@ void Attempt::end_leftovers(TimePoint now) {
 }
 
 void Attempt::advance(TimePoint now) {
-  if (until_.settle.passed(now)) settle(now);
+  watch_.advance(now);
+  if (until_.settle.passed(now) && !watch_.is_examining()) settle(now);
   if (all_ended()) {
     if (until_.drain.passed(now)) end_leftovers(now);
   } else if (until_.kill.passed(now)) {
@@ -242,16 +246,19 @@ void Attempt::advance(TimePoint now) {
 
 Deadline Attempt::next_deadline() const {
   const Deadline end = all_ended() ? until_.drain : until_.kill;
-  return earlier(earlier(earlier(until_.settle, end), replacements_.next()), view_.next());
+  const Deadline settle = watch_.is_examining() ? Deadline::never() : until_.settle;
+  return earlier(earlier(earlier(settle, end), earlier(replacements_.next(), watch_.next())), view_.next());
 }
 
-void Attempt::finish() {
+std::vector<Incident> Attempt::finish() {
   // Processes that outlive a worker may still hold its progress pipe, so its end was not waited for.
   for (const auto& worker : workers_.all()) {
     worker->read_progress([&](std::string_view line) { on_progress(*worker, line); });
   }
+  watch_.finish();
   view_.finish();
   note_blames(endings_, workers_);
+  return watch_.incidents();
 }
 
 }  // namespace torchspan::launch

@@ -6,6 +6,7 @@
 
 #include "launch/display/progress_view.h"
 #include "launch/supervisor/endings.h"
+#include "launch/supervisor/job_watch.h"
 #include "launch/supervisor/replacements.h"
 #include "launch/supervisor/worker_set.h"
 
@@ -42,8 +43,8 @@ class Attempt {
   /// Returns the signal that a worker has reported to have received, once; 0 if there is none.
   int take_reported_signal();
 
-  /// Shows the last state of the workers' progress, and completes endings().
-  void finish();
+  /// Shows the last state of the workers' progress, completes endings(), and returns the operations that timed out.
+  std::vector<Incident> finish();
   /// How the workers ended, in the order in which this was seen.
   const std::vector<Ending>& endings() const { return endings_; }
   /// All processes, which endings() names by their ids.
@@ -63,6 +64,7 @@ class Attempt {
   const JobSetting setting_;
   const TimePoint began_;
   ProgressView view_;
+  JobWatch watch_{context_, setting_, view_};
   WorkerSet workers_{context_, setting_};
   Replacements replacements_;
   std::vector<Ending> endings_;

@@ -27,6 +27,7 @@ struct AttemptReport {
   FailureDetails details = {};
   std::optional<WorkerError> error = {};    ///< of the first failure, complete
   std::optional<Error> start_failure = {};  ///< it could not be started
+  std::vector<Incident> incidents = {};     ///< operations that timed out
 
   bool failed() const { return start_failure || failure_code(endings) != 0; }
 };
@@ -62,6 +63,17 @@ AttemptResult result_of(const AttemptReport& report) {
   result.code = ending.code;
   result.signal = ending.signal;
   return result;
+}
+
+/// Returns the time-outs with their first suspects; empty if there was none.
+std::string describe_incidents(const std::vector<Incident>& incidents) {
+  std::string text;
+  for (const Incident& incident : incidents) {
+    text += fmt::format("  {}\n", incident.headline());
+    if (!incident.suspect.empty()) text += fmt::format("    first suspect: {}\n", incident.suspect);
+    if (!incident.page.empty()) text += fmt::format("    all workers: {}\n", incident.page);
+  }
+  return text.empty() ? "" : "torchspan: operations that timed out\n" + text;
 }
 
 class Job {
@@ -185,7 +197,7 @@ AttemptReport Job::run_attempt(int workers) {
   }
   report.started = attempt.started();
   replacements_used_ = attempt.replacements_used();
-  attempt.finish();
+  report.incidents = attempt.finish();
   report.endings = attempt.endings();
   if (const auto index = first_failure(report.endings)) {
     const Ending& first = report.endings[*index];
@@ -310,6 +322,7 @@ int Job::finish(const AttemptReport& last) {
   } else {
     display_.say(summarize(last.endings, last.details, interruption_));
   }
+  if (code != 0) display_.say(describe_incidents(last.incidents));
   if (!reason_.empty()) display_.say(fmt::format("torchspan: not started again: {}\n", reason_));
   if (last.failed() && interruption_.signal == 0) write_error_file(last);
   const std::string lost = display_.losses();

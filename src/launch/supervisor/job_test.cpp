@@ -15,6 +15,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "launch/display/terminal_screen.h"
 #include "launch/supervisor/job_fixture.h"
 
 namespace torchspan::launch::job_test {
@@ -183,7 +184,7 @@ TEST_F(Jobs, ShowWorkersTheyStoppedAsStopped) {
   EXPECT_THAT(errors(), HasSubstr("step 3/4 | failed 1, stopped 0,2\n"));
 }
 
-TEST_F(Jobs, DrawOneLiveLineOnATerminal) {
+TEST_F(Jobs, DrawALiveBlockOnATerminal) {
   JobOptions mine =
       options(1,
               "exec 9>/proc/self/fd/$TORCHSPAN_PROGRESS_FD; echo torchspan-progress 1 step=3/4 >&9; "
@@ -193,8 +194,11 @@ TEST_F(Jobs, DrawOneLiveLineOnATerminal) {
                   .output_terminal = true,
                   .errors_terminal = true};
   EXPECT_EQ(run(mine), 0);
-  EXPECT_THAT(errors(), HasSubstr("\r\x1b[2Kstep 3/4 | running 0"));
-  EXPECT_THAT(errors(), HasSubstr("\r\x1b[2K[worker0] hello\nstep 3/4 | running 0"));
+  EXPECT_THAT(errors(), AllOf(HasSubstr("\x1b[?7lstep 3/4 | running 0\x1b[K"),
+                              HasSubstr("\x1b[J[worker0] hello\n\x1b[?7lstep 3/4 | running 0\x1b[K")));
+  TerminalScreen screen(80, 24, true);
+  screen.write(errors());
+  EXPECT_EQ(screen.lines(), (std::vector<std::string>{"[worker0] hello", "torchspan: step 3/4 | done 0"}));
 }
 
 TEST_F(Jobs, EndEvenIfAWorkerLeavesAProcessBehind) {

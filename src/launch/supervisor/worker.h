@@ -12,8 +12,8 @@
 
 namespace torchspan::launch {
 
-/// The stream of a worker that a Poller watches, or its end.
-enum class Source : std::uint64_t { kEnd, kOutput, kErrors, kProgress, kSignal };
+/// What a Poller watches: a stream of a worker, its end, its answer to a question; or the launcher's signals.
+enum class Source : std::uint64_t { kEnd, kOutput, kErrors, kProgress, kSignal, kState };
 
 /// The number by which a Poller's event names the source and the worker's index in its WorkerSet.
 constexpr std::uint64_t token_of(Source source, std::uint32_t index) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "launch/display/board.h"
+#include "launch/watch/group_members.h"
 
 namespace torchspan::launch {
 namespace {
@@ -50,6 +51,8 @@ class Suspects {
     for (const WorkerReport& worker : workers_) check_process(worker);
     find_cycle();
     check_operations();
+    check_pipelines();
+    for (const WorkerReport& worker : workers_) check_backward(worker);
     for (const WorkerReport& worker : workers_) check_sink(worker);
     return std::move(texts_);
   }
@@ -123,50 +126,132 @@ class Suspects {
     return false;
   }
 
-  /// Operations in which all ranks take part: who is in which one.
+  /// The operation that a worker waits for in a group, and the workers that do.
+  using Position = std::pair<std::uint64_t, std::string>;  ///< number and name
+  struct Gathering {
+    std::map<Position, std::vector<int>> positions;
+    double seconds = 0;
+    int group = -1;
+  };
+
+  /// Operations in which all ranks of a group take part, and which ranks are in which one.
   void check_operations() {
-    std::map<std::pair<std::string, int>, std::map<std::uint64_t, std::vector<int>>> operations;
-    std::map<std::pair<std::string, int>, double> ages;
+    std::map<std::pair<std::string, int>, Gathering> gatherings;
     for (const WorkerReport& worker : workers_) {
+      std::map<std::pair<std::string, int>, const WorkerReport::Operation*> oldest;
       for (const WorkerReport::Operation& operation : worker.open) {
-        if (operation.kind != "wait" && operation.kind != "collective") continue;
-        const std::pair key(operation.name, operation.part);
-        operations[key][operation.id].push_back(worker.rank);
-        ages[key] = std::max(ages[key], operation.seconds);
+        if (operation.kind != "collective" && operation.kind != "wait") continue;
+        // A rank of a group waits in one operation at a time; other waits are told apart by their names.
+        const std::string key = operation.part >= 0 ? operation.kind : operation.name;
+        const WorkerReport::Operation*& first = oldest[{key, operation.part}];
+        if (first == nullptr || operation.id < first->id) first = &operation;
+      }
+      for (const auto& [key, operation] : oldest) {
+        Gathering& gathering = gatherings[key];
+        gathering.positions[{operation->id, operation->name}].push_back(worker.rank);
+        gathering.seconds = std::max(gathering.seconds, operation->seconds);
+        gathering.group = operation->part;
       }
     }
-    for (const auto& [key, numbers] : operations) {
-      if (ages[key] >= least_) check_operation(key.first, numbers, ages[key]);
+    for (const auto& [key, gathering] : gatherings) {
+      if (gathering.seconds >= least_) check_gathering(gathering);
     }
   }
 
-  void check_operation(const std::string& name, const std::map<std::uint64_t, std::vector<int>>& numbers,
-                       double age) {
+  void check_gathering(const Gathering& gathering) {
     std::set<int> inside;
     std::string text;
-    for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
-      std::vector<int> ranks = number->second;
+    for (auto at = gathering.positions.rbegin(); at != gathering.positions.rend(); ++at) {
+      std::vector<int> ranks = at->second;
       inside.insert(ranks.begin(), ranks.end());
       std::sort(ranks.begin(), ranks.end());
       text += fmt::format("{}rank{} {} {} in '{}' number {}", text.empty() ? "" : "; ",
                           ranks.size() == 1 ? "" : "s", format_ranks(ranks), ranks.size() == 1 ? "is" : "are",
-                          name, number->first);
+                          at->first.second, at->first.first);
     }
-    text += fmt::format(", for {}", age_of(age));
+    text += fmt::format(", for {}", age_of(gathering.seconds));
     bool missing = false;
+    const std::set<int> members = members_of_group(gathering.group, workers_);
     for (const WorkerReport& worker : workers_) {
-      if (inside.contains(worker.rank)) continue;
+      if (inside.contains(worker.rank) || !members.contains(worker.rank)) continue;
       missing = true;
       blamed_.insert(worker.name);
-      text += fmt::format("; rank {} is not in it: {}", worker.rank,
-                          worker.answers ? occupation(worker) : "it does not answer");
+      text += fmt::format("; rank {} is not in it: {}{}", worker.rank,
+                          worker.answers ? occupation(worker) : "it does not answer",
+                          last_operation(worker, gathering.group));
     }
-    if (numbers.size() > 1) {
-      text += "; the numbers differ: the rank with the smaller one is behind, or it left out an operation";
-    } else if (!missing) {
-      text += "; all ranks are in it: its transfer hangs, or it is long";
+    texts_.push_back(text + judgement_of(gathering, missing));
+  }
+
+  static std::string last_operation(const WorkerReport& worker, int group) {
+    for (const WorkerReport::Operation& operation : worker.ended) {
+      if (operation.part != group || operation.kind != "collective") continue;
+      return fmt::format(" (its last one of this group was '{}' number {}, {} ago)", operation.name,
+                         operation.id, age_of(operation.seconds));
     }
-    texts_.push_back(text);
+    return "";
+  }
+
+  static std::string judgement_of(const Gathering& gathering, bool missing) {
+    const auto& [first, last] =
+        std::pair(gathering.positions.begin()->first, gathering.positions.rbegin()->first);
+    if (first.first != last.first) {
+      return "; the numbers differ: the rank with the smaller one is behind, or it left out an operation";
+    }
+    if (first.second != last.second) {
+      return "; the ranks call different operations: all ranks of a group must call the same ones in the "
+             "same order";
+    }
+    return missing ? "" : "; all ranks are in it: its transfer hangs, or it is long";
+  }
+
+  static const WorkerReport::Operation* pipeline_operation(const WorkerReport& worker) {
+    const auto last = std::find_if(worker.open.rbegin(), worker.open.rend(),
+                                   [](const auto& operation) { return operation.kind == "pipeline"; });
+    return last == worker.open.rend() ? nullptr : &*last;
+  }
+
+  /// Workers that wait in a pipeline's step: names the ones that run an action, or none of the step.
+  void check_pipelines() {
+    std::string waits, works;
+    for (const WorkerReport& worker : workers_) {
+      const WorkerReport::Operation* operation = pipeline_operation(worker);
+      const bool is_waiting = operation != nullptr && (operation->name.starts_with("wait for ") ||
+                                                       operation->name.starts_with("step of pipeline "));
+      if (is_waiting && operation->seconds >= least_) {
+        waits += fmt::format("; rank {} is in '{}' of step {} for {}", worker.rank, operation->name,
+                             operation->id, age_of(operation->seconds));
+      } else if (!is_waiting) {
+        works += fmt::format("; rank {}: {}", worker.rank,
+                             worker.answers ? occupation(worker) : "it does not answer");
+      }
+    }
+    if (waits.empty()) return;
+    texts_.push_back("a pipeline does not go on" + (works.empty() ? "; no worker runs an action" : works) +
+                     waits);
+  }
+
+  /// A backward pass that lasts: names what its workers wait for.
+  void check_backward(const WorkerReport& root) {
+    const auto open = std::find_if(root.open.begin(), root.open.end(), [&](const auto& operation) {
+      return operation.kind == "autograd" && operation.name == "backward" && operation.seconds >= least_;
+    });
+    if (open == root.open.end()) return;
+    std::string text;
+    for (const WorkerReport& worker : workers_) {
+      for (const WorkerReport::Pass& pass : worker.passes) {
+        if (pass.id != open->id) continue;
+        if (pass.busy) text += fmt::format("; rank {} computes gradients", worker.rank);
+        if (!pass.waits.empty())
+          text += fmt::format("; rank {} waits for {}", worker.rank, pass.waits.front());
+        if (pass.waits.size() > 1) text += fmt::format(" and {} more", pass.waits.size() - 1);
+      }
+    }
+    if (text.empty()) return;
+    texts_.push_back(
+        fmt::format("the backward pass of rank {} has lasted {}{}; a FAST pass needs a gradient for every "
+                    "tensor that was sent",
+                    root.rank, age_of(open->seconds), text));
   }
 
   /// A worker that others wait for and that waits for none.
@@ -212,6 +297,10 @@ void format_worker(const WorkerReport& worker, std::string& text) {
     text += fmt::format("  {:<10} {:>9}  {}  number {}\n", operation.kind, age_of(operation.seconds),
                         operation.name, operation.id);
   }
+  for (const WorkerReport::Operation& operation : worker.ended) {
+    text += fmt::format("  {:<10} {:>9}  {}  number {}\n", "ended", age_of(operation.seconds) + " ago",
+                        operation.name, operation.id);
+  }
   constexpr std::size_t kMostCalls = 12;
   const auto calls = [&](const char* kind, const char* word, const std::vector<WorkerReport::Call>& list) {
     for (std::size_t i = 0; i < std::min(list.size(), kMostCalls); ++i) {
@@ -225,6 +314,12 @@ void format_worker(const WorkerReport& worker, std::string& text) {
   calls("serves", "from", worker.serving);
   if (worker.open.empty() && worker.pending.empty() && worker.serving.empty()) {
     text += "  in its own code, outside all calls and operations\n";
+  }
+  for (const WorkerReport::Pass& pass : worker.passes) {
+    text += fmt::format("  {:<10} {:>9}  id {:#x}\n", "pass", pass.busy ? "busy" : "waits", pass.id);
+    for (std::size_t i = 0; i < std::min(pass.waits.size(), kMostCalls); ++i) {
+      text += fmt::format("  {:<10} {:>9}  {}\n", "", "for", pass.waits[i]);
+    }
   }
   std::string threads;
   for (const auto& [state, number] : worker.threads) threads += fmt::format(" {} {}", number, state);

@@ -5,6 +5,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/group_number.h"
+
 namespace torchspan::launch::diagnosis_test {
 namespace {
 
@@ -57,6 +59,35 @@ TEST(Diagnosis, SaysThatNumbersDiffer) {
                     HasSubstr("rank 1 is in 'barrier' number 11"), HasSubstr("the numbers differ")));
 }
 
+TEST(Diagnosis, SaysThatRanksCallDifferentOperations) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1)};
+  const int group = group_number(std::vector<int>{0, 1});
+  workers[0].open = {{"collective", "all_reduce", 9, 12, group}};
+  workers[1].open = {{"collective", "barrier", 8, 12, group}};
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("rank 0 is in 'all_reduce' number 12"),
+                    HasSubstr("rank 1 is in 'barrier' number 12"), HasSubstr("different operations")));
+}
+
+TEST(Diagnosis, LooksOnlyAtTheRanksOfAGroupAndAtTheFirstOfSeveralOperationsInFlight) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2), worker(3)};
+  const int group = group_number(std::vector<int>{0, 2});
+  workers[0].open = {{"collective", "all_reduce", 9, 12, group}, {"collective", "all_reduce", 8, 13, group}};
+  workers[2].ended = {{"collective", "all_reduce", 10, 11, group}};
+  auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("rank 0 is in 'all_reduce' number 12, for 9.0 s; rank 2 is not in it"),
+                    HasSubstr("its last one of this group was 'all_reduce' number 11, 10.0 s ago"),
+                    Not(HasSubstr("rank 1")), Not(HasSubstr("rank 3"))));
+  workers[2].open = {{"collective", "all_reduce", 2, 12, group}};
+  suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0], HasSubstr("all ranks are in it"));
+}
+
 TEST(Diagnosis, FindsCallsThatWaitForEachOther) {  // hang_cycle
   std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2)};
   workers[0].pending = {{"f", "worker1", "train.cpp:41", 12}, {"x", "worker0", "", 12}};
@@ -83,6 +114,35 @@ TEST(Diagnosis, BlamesTheBusyWorkerThatOthersWaitFor) {
   suspects = find_suspects(workers);
   ASSERT_EQ(suspects.size(), 1u);
   EXPECT_THAT(suspects[0], HasSubstr("does not serve such a call"));
+}
+
+TEST(Diagnosis, NamesTheCellThatAPipelineWaitsFor) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1)};
+  workers[0].open = {{"pipeline", "wait for gradients of micro-batch 2 at layer 0", 12, 9}};
+  workers[1].open = {{"pipeline", "1F2", 12.5, 9, 2}};
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("rank 1: it has been in '1F2' for 12.5 s"),
+                    HasSubstr("rank 0 is in 'wait for gradients of micro-batch 2 at layer 0' of step 9")));
+  workers[1].open[0].name = "wait for activations";
+  EXPECT_THAT(find_suspects(workers).front(), HasSubstr("no worker runs an action"));
+}
+
+TEST(Diagnosis, NamesTheTensorsWithoutGradientOfABackwardPass) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1)};
+  workers[0].open = {{"autograd", "backward", 12, 9}};
+  workers[0].passes = {{9, false, {}}};
+  workers[1].passes = {
+      {8, false, {"of another pass"}},
+      {9, false, {"the gradient of the result of 'f', sent to worker0 at train.cpp:3", "x"}}};
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("the backward pass of rank 0 has lasted 12.0 s"),
+                    HasSubstr("rank 1 waits for the gradient of the result of 'f', sent to worker0 at "
+                              "train.cpp:3 and 1 more"),
+                    Not(HasSubstr("another pass"))));
 }
 
 TEST(Diagnosis, IgnoresShortWaits) {

@@ -26,8 +26,9 @@ TEST(JobSockets, AskEveryWorkerAndMarkThoseThatDoNotAnswer) {
   const auto executor = make_executor();
   const auto runtime = std::make_shared<Runtime>(*executor, "worker0", LogLevel::kOff);
   {
-    const Observation observation(runtime, {.socket_folder = folder}, identify(*executor, "worker0", 0, 2),
-                                  [] { return R"({"pending":[{"call":"f","to":"worker1","seconds":3}]})"; });
+    const Observation observation(
+        runtime, {.socket_folder = folder}, identify(*executor, "worker0", 0, 2),
+        [](StateDetail) { return R"({"pending":[{"call":"f","to":"worker1","seconds":3}]})"; });
     // A worker that accepts and does not answer, as a stopped one.
     const Descriptor silent(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     sockaddr_un address{};

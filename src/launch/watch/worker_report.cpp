@@ -38,6 +38,29 @@ std::vector<WorkerReport::Call> decode_calls(const json& calls, const char* peer
   return decoded;
 }
 
+std::vector<WorkerReport::Pass> decode_passes(const json& passes) {
+  std::vector<WorkerReport::Pass> decoded;
+  for (const json& pass : passes) {
+    if (!pass.is_object()) continue;
+    decoded.push_back({field<std::uint64_t>(pass, "id"), field<bool>(pass, "busy"), {}});
+    for (const json& line : list(pass, "waits")) {
+      if (line.is_string()) decoded.back().waits.push_back(line.get<std::string>());
+    }
+  }
+  return decoded;
+}
+
+std::vector<WorkerReport::Operation> decode_operations(const json& operations) {
+  std::vector<WorkerReport::Operation> decoded;
+  for (const json& operation : operations) {
+    if (!operation.is_object()) continue;
+    decoded.push_back({field<std::string>(operation, "kind"), field<std::string>(operation, "name"),
+                       field<double>(operation, "seconds"), field<std::uint64_t>(operation, "id"),
+                       field<int>(operation, "part", -1)});
+  }
+  return decoded;
+}
+
 }  // namespace
 
 WorkerReport decode_worker_report(std::string_view text) {
@@ -51,12 +74,9 @@ WorkerReport decode_worker_report(std::string_view text) {
   report.seconds = field<double>(state, "seconds");
   report.processor_seconds = field<double>(state, "processor_seconds");
   report.resident_bytes = field<std::uint64_t>(state, "resident_bytes");
-  for (const json& operation : list(state, "open")) {
-    if (!operation.is_object()) continue;
-    report.open.push_back({field<std::string>(operation, "kind"), field<std::string>(operation, "name"),
-                           field<double>(operation, "seconds"), field<std::uint64_t>(operation, "id"),
-                           field<int>(operation, "part", -1)});
-  }
+  report.world = field<int>(state, "world");
+  report.open = decode_operations(list(state, "open"));
+  report.ended = decode_operations(list(state, "ended"));
   for (const json& thread : list(state, "threads")) {
     const std::string name = thread.is_object() ? field<std::string>(thread, "state") : "";
     if (!name.empty()) ++report.threads[name[0]];
@@ -65,6 +85,7 @@ WorkerReport decode_worker_report(std::string_view text) {
   if (calls == state.end() || !calls->is_object()) return report;
   report.pending = decode_calls(list(*calls, "pending"), "to");
   report.serving = decode_calls(list(*calls, "serving"), "from");
+  report.passes = decode_passes(list(*calls, "passes"));
   report.calls_sent = field<std::uint64_t>(*calls, "sent");
   return report;
 }

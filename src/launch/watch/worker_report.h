@@ -22,8 +22,15 @@ struct WorkerReport {
     double seconds = 0;
     bool begun = true;  ///< served calls: the handler runs
   };
+  /// The worker's part in a backward pass.
+  struct Pass {
+    std::uint64_t id = 0;
+    bool busy = false;               ///< it runs nodes of the graph
+    std::vector<std::string> waits;  ///< tensors that it sent and that have no gradient yet
+  };
 
   int rank = 0;
+  int world = 0;  ///< workers of the job; 0: unknown
   std::string name;
   std::string host;
   std::int64_t process = 0;
@@ -33,8 +40,10 @@ struct WorkerReport {
   double processor_seconds = 0;
   std::uint64_t resident_bytes = 0;
   std::uint64_t calls_sent = 0;
-  std::vector<Operation> open;  ///< oldest first
+  std::vector<Operation> open;   ///< oldest first
+  std::vector<Operation> ended;  ///< the last one of each group; `seconds` since its end
   std::vector<Call> pending, serving;
+  std::vector<Pass> passes;
   std::map<char, int> threads;  ///< number by state
 };
 

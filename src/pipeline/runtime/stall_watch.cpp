@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <fmt/format.h>
 
+#include "core/api/timeout_notice.h"
+
 namespace torchspan::pipeline {
 
 Duration StallWatch::patience() const {
@@ -24,7 +26,16 @@ void StallWatch::ask(std::uint64_t step) {
 std::optional<Error> StallWatch::look(std::uint64_t step, const std::string& waiting_for) {
   const double limit = to_seconds(local_.options.stall_timeout);
   const double waited = to_seconds(local_.executor().now() - since_);
+  const auto report = [&](const std::string& peer) {
+    report_timeout({.kind = "pipeline",
+                    .name = fmt::format("step of pipeline {}", local_.options.name),
+                    .peer = peer,
+                    .detail = waiting_for,
+                    .seconds = waited,
+                    .id = step});
+  };
   const auto stalled = [&](const std::string& name, const std::string& what) {
+    report(name);
     return Error(ErrorKind::kTimedOut,
                  fmt::format("step {} of pipeline '{}' stalled: worker '{}' {}; worker '{}' "
                              "waits for {}. Raise PipelineOptions::stall_timeout to wait longer",
@@ -59,6 +70,7 @@ std::optional<Error> StallWatch::look(std::uint64_t step, const std::string& wai
     return question.answer.done() && question.answer.wait().busy;
   });
   if (waited > limit && all_answered && !asked_.empty() && !any_busy) {
+    report("");
     return Error(ErrorKind::kTimedOut,
                  fmt::format("step {} of pipeline '{}' stalled: no worker has an action to run; worker "
                              "'{}' waits for {}",

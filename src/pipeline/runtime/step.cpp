@@ -57,6 +57,7 @@ void Step::finish_exchange() {
 void Step::run(const Action& action) {
   const TimePoint start = local_.executor().now();
   local_.event_queue->set_state(step_id().step, true, true, describe(action), start);
+  record_.begin(action);
   // The table's stages are the plan's layer ranges.
   switch (action.kind) {
     case ActionKind::kForward:
@@ -171,14 +172,16 @@ void Step::wait() {
   const Future<void> arrival = local_.event_queue->arrival();
   if (arrival.done()) return;
   local_.event_queue->set_state(step_id().step, true, false, "", local_.executor().now());
+  const char* const missing = exchange_.waiting_for();
+  const std::string waiting_for = actions_.any_left()  ? passes_.waiting_for()
+                                  : missing == nullptr ? "the other workers to end their parts"
+                                                       : missing;
+  record_.begin_wait(waiting_for);
   try {
     arrival.wait(watch_.patience());
+    record_.end_wait();
   } catch (const Error& error) {
     if (arrival.done() || error.kind() != ErrorKind::kTimedOut) throw;
-    const char* const missing = exchange_.waiting_for();
-    const std::string waiting_for = actions_.any_left()  ? passes_.waiting_for()
-                                    : missing == nullptr ? "the other workers to end their parts"
-                                                         : missing;
     if (const auto stall = watch_.look(step_id().step, waiting_for)) throw *stall;
   }
 }

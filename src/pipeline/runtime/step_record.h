@@ -1,5 +1,7 @@
 #pragma once
 #include <algorithm>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "pipeline/runtime/local_pipeline.h"
@@ -14,13 +16,26 @@ class StepRecord {
 
   void pass_began() { peak_ = std::max(peak_, ++live_); }
   void pass_ended() { --live_; }
-  /// Records an action that ends now, here and in the worker's spans.
+  /// An action begins; the worker's spans show it until add().
+  void begin(const schedule::Action& action) {
+    shown_.emplace(local_.worker.runtime().spans, SpanKind::kPipeline, schedule::to_string(action),
+                   SpanLink{.id = id_.step, .part = action.micro_batch});
+    awaited_.clear();
+  }
+  /// A wait begins, or goes on if it is for the same; the worker's spans show it until end_wait() or begin().
+  void begin_wait(const std::string& awaited) {
+    if (shown_ && awaited == awaited_) return;
+    shown_.emplace(local_.worker.runtime().spans, SpanKind::kPipeline, "wait for " + awaited,
+                   SpanLink{.id = id_.step});
+    awaited_ = awaited;
+  }
+  void end_wait() { shown_.reset(); }
+  /// Records an action that ends now.
   void add(const schedule::Action& action, TimePoint begin) {
     const TimePoint end = local_.executor().now();
     ran_.push_back({action.kind, action.stage, action.micro_batch, (begin - start_).count(),
                     (end - start_).count(), live_});
-    local_.worker.runtime().spans.record(SpanKind::kPipeline, schedule::to_string(action), begin,
-                                         SpanLink{.id = id_.step, .part = action.micro_batch});
+    shown_.reset();
   }
   PartDone part(double loss) const { return {id_, local_.me, loss, peak_, ran_}; }
 
@@ -31,6 +46,8 @@ class StepRecord {
   int live_ = 0;  ///< passes between their forward and their end
   int peak_ = 0;
   std::vector<RanAction> ran_;
+  std::optional<SpanScope> shown_;
+  std::string awaited_;
 };
 
 }  // namespace torchspan::pipeline

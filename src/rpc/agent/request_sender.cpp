@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include "core/api/timeout_notice.h"
 #include "rpc/agent/stopped_peers.h"
 
 namespace torchspan::rpc {
@@ -249,6 +250,13 @@ void RequestSender::cancel(std::uint64_t id) {
 
 void RequestSender::fail_expired() {
   for (PendingCall& call : state_.calls.take_expired(state_.runtime.executor.now())) {
+    if (call.user_values) {
+      report_timeout({.kind = "call",
+                      .name = call.name,
+                      .peer = state_.peers.name(call.peer),
+                      .site = site_text(call.site),
+                      .seconds = to_seconds(state_.runtime.executor.now() - call.started)});
+    }
     Error error(ErrorKind::kTimedOut, "no reply came before the deadline; the remote work may still happen");
     call.completion->fail(annotate(call, std::make_exception_ptr(error)));
   }

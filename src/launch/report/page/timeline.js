@@ -52,7 +52,7 @@ const timeline = (() => {
     if (kind === 4 && /^(forward|backward)$/.test(row.names[row.track.names[i]])) return row.names[row.track.names[i]] === 'forward' ? '#56b4e9' : '#009e73';
     if (kind !== 5) return colors[kind] || '#999999';
     const letter = /^\d+([FBIW])/.exec(row.names[row.track.names[i]]);
-    return letter ? actions['FBIW'.indexOf(letter[1])][1] : colors[5];
+    return letter ? actions['FBIW'.indexOf(letter[1])][1] : colors[6];  // a wait in a step
   }
 
   function drawRow(pen, width, row, y) {
@@ -202,7 +202,7 @@ const timeline = (() => {
     const used = new Set(data.timeline.workers.flatMap((worker) => worker.tracks.flatMap((track) => [...new Set(track.kinds)])));
     const entries = [...used].sort((a, b) => a - b).filter((kind) => kind !== 5).map((kind) => [kinds[kind] || 'other', colors[kind] || '#999999']);
     if (data.reductions.buckets && data.reductions.buckets.length) entries.push(['forward', '#56b4e9'], ['backward', '#009e73']);
-    if (used.has(5)) entries.push(...(data.pipeline ? [...new Set(data.pipeline.measured.rows.flat().map((action) => action[3]))].sort().map((kind) => actions[kind]) : []));
+    if (used.has(5)) entries.push(...(data.pipeline ? [...new Set(data.pipeline.measured.rows.flat().map((action) => action[3]))].sort().map((kind) => actions[kind]) : []), ...(used.has(6) ? [] : [['wait', colors[6]]]));
     detail = make('p', { id: 'detail', 'aria-live': 'polite' });
     canvas = make('canvas', { tabindex: 0, role: 'img', 'aria-label': 'Spans of all workers over time. The tables below have the same figures.', onkeydown: keys, onpointerdown: drag,
       onpointermove: (event) => { const place = event.buttons ? null : find(event); showTip(event, place && describe(place.row, place.i).join('\n')); }, onpointerleave: (event) => showTip(event, '') });

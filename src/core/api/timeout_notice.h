@@ -1,0 +1,32 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include <torchspan/core/time.h>
+
+namespace torchspan {
+
+/// An operation that ended because its time limit passed. Kinds are those of open operations in a worker's state.
+struct TimeoutNotice {
+  std::string kind = {};    ///< "call", "collective", "autograd", "pipeline"
+  std::string name = {};    ///< function or operation
+  std::string peer = {};    ///< worker that was called; empty: none
+  std::string site = {};    ///< "train.cpp:41"; empty: unknown
+  std::string detail = {};  ///< what it waited for; may be empty
+  double seconds = 0;       ///< how long it had lasted
+  std::uint64_t id = 0;     ///< number of the operation in its group, pass id, step id
+  int part = -1;            ///< group of a collective operation
+};
+
+/// Encodes the line that a worker sends to `torchspan run`, with its newline, in at most 4096 bytes.
+std::string encode_timeout(const TimeoutNotice& notice);
+/// Decodes such a line, with or without its newline; nullopt for any other line.
+std::optional<TimeoutNotice> decode_timeout(std::string_view line);
+
+/// Sends the notice to `torchspan run`, which then examines the whole job; does nothing without it, and for
+/// operations that lasted less than a second, which a program may expect to time out. Never blocks. Thread-safe.
+void report_timeout(const TimeoutNotice& notice);
+
+}  // namespace torchspan

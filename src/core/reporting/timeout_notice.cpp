@@ -1,0 +1,85 @@
+#include "core/api/timeout_notice.h"
+
+#include <charconv>
+#include <cstdlib>
+#include <fcntl.h>
+#include <nlohmann/json.hpp>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace torchspan {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::string_view kTimeoutPrefix = "torchspan-timeout 1 ";
+constexpr double kLeastSeconds = 1;
+
+/// The descriptor of the launcher's pipe, or -1. A process that a worker started may have another file there.
+int pipe_to_launcher() {
+  const char* text = std::getenv("TORCHSPAN_PROGRESS_FD");
+  if (text == nullptr) return -1;
+  const std::string_view number = text;
+  int descriptor = -1;
+  const auto result = std::from_chars(number.data(), number.data() + number.size(), descriptor);
+  struct stat status {};
+  const bool is_pipe = result.ec == std::errc() && result.ptr == number.data() + number.size() &&
+                       descriptor > 2 && fstat(descriptor, &status) == 0 && S_ISFIFO(status.st_mode);
+  return is_pipe ? descriptor : -1;
+}
+
+std::string timeout_text(const json& object, const char* name) {
+  const auto found = object.find(name);
+  return found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
+}
+
+/// A whole number; `otherwise` for anything else.
+template <class T>
+T timeout_number(const json& object, const char* name, T otherwise) {
+  const auto found = object.find(name);
+  return found != object.end() && found->is_number_integer() ? found->get<T>() : otherwise;
+}
+
+}  // namespace
+
+std::string encode_timeout(const TimeoutNotice& notice) {
+  // A byte takes at most six characters of JSON, and the whole line must fit into one write to a pipe.
+  constexpr std::size_t kLongestName = 100, kLongestDetail = 180;
+  const json fields = {{"kind", notice.kind.substr(0, 20)},
+                       {"name", notice.name.substr(0, kLongestName)},
+                       {"peer", notice.peer.substr(0, kLongestName)},
+                       {"site", notice.site.substr(0, kLongestName)},
+                       {"detail", notice.detail.substr(0, kLongestDetail)},
+                       {"seconds", notice.seconds},
+                       {"id", notice.id},
+                       {"part", notice.part}};
+  return std::string(kTimeoutPrefix) + fields.dump(-1, ' ', true, json::error_handler_t::replace) + "\n";
+}
+
+std::optional<TimeoutNotice> decode_timeout(std::string_view line) {
+  if (!line.starts_with(kTimeoutPrefix)) return std::nullopt;
+  const json fields = json::parse(line.substr(kTimeoutPrefix.size()), nullptr, false);
+  if (!fields.is_object()) return std::nullopt;
+  TimeoutNotice notice;
+  notice.kind = timeout_text(fields, "kind");
+  notice.name = timeout_text(fields, "name");
+  notice.peer = timeout_text(fields, "peer");
+  notice.site = timeout_text(fields, "site");
+  notice.detail = timeout_text(fields, "detail");
+  const auto seconds = fields.find("seconds");
+  if (seconds != fields.end() && seconds->is_number()) notice.seconds = seconds->get<double>();
+  notice.id = timeout_number<std::uint64_t>(fields, "id", 0);
+  notice.part = timeout_number<int>(fields, "part", -1);
+  return notice;
+}
+
+void report_timeout(const TimeoutNotice& notice) {
+  if (notice.seconds < kLeastSeconds) return;
+  const int descriptor = pipe_to_launcher();
+  if (descriptor < 0) return;
+  fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
+  const std::string line = encode_timeout(notice);
+  [[maybe_unused]] const auto written = write(descriptor, line.data(), line.size());
+}
+
+}  // namespace torchspan

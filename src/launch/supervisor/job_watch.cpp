@@ -1,0 +1,131 @@
+#include "launch/supervisor/job_watch.h"
+
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+#include <utility>
+
+#include "launch/watch/activity.h"
+
+namespace torchspan::launch {
+namespace {
+
+constexpr Duration kSample = std::chrono::milliseconds(500);
+constexpr Duration kSampleLimit = std::chrono::milliseconds(400);
+/// How long workers have to answer for a page.
+constexpr Duration kPageLimit = std::chrono::seconds(2);
+/// How long an incident collects the notices of other workers: all ranks of a group time out at almost the same time.
+constexpr Duration kCollect = std::chrono::milliseconds(100);
+constexpr Duration kBetweenPages = std::chrono::seconds(30);
+constexpr std::size_t kMostPages = 5;
+
+std::string variable_of(const Environment& environment, const char* name) {
+  const auto found = environment.find(name);
+  return found == environment.end() ? "" : found->second;
+}
+
+/// Creates a file that only this user can read. Returns false and sets errno if that fails.
+bool write_private(const std::string& path, const std::string& text) {
+  const Descriptor file(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+  return file && write(file.get(), text.data(), text.size()) == std::ssize(text);
+}
+
+}  // namespace
+
+JobWatch::JobWatch(const AttemptContext& context, const JobSetting& setting, ProgressView& view)
+    : context_(context),
+      setting_(setting),
+      view_(view),
+      questions_(context.poller, token_of(Source::kState, 0)) {
+  if (view_.is_live()) next_round_ = context_.executor.deadline_in(kSample);
+}
+
+void JobWatch::on_timeout(int rank, const TimeoutNotice& notice) {
+  const TimePoint now = context_.executor.now();
+  if (wanted_ || examining_) {
+    incidents_.back().notices.emplace_back(rank, notice);
+    return;
+  }
+  if (incidents_.size() >= kMostPages || (!incidents_.empty() && now - examined_at_ < kBetweenPages)) {
+    return add_to_last_page(rank, notice);
+  }
+  incidents_.push_back({{{rank, notice}}, "", ""});
+  wanted_ = true;
+  next_round_ = Deadline(now);
+  round_end_ = Deadline(now);  // a sample for the live block would tell less
+}
+
+void JobWatch::begin_round(TimePoint now) {
+  next_round_ = view_.is_live() ? Deadline(now + kSample) : Deadline::never();
+  examining_ = std::exchange(wanted_, false);
+  const bool any = questions_.ask(setting_.runtime_folder, examining_ ? "/state" : "/activity") > 0;
+  if (!any && !examining_) return;
+  asking_ = true;
+  round_end_ = Deadline(now + (examining_ ? kPageLimit : kSampleLimit));
+  notices_end_ = examining_ ? Deadline(now + kCollect) : Deadline::never();
+}
+
+void JobWatch::end_round(TimePoint now) {
+  asking_ = false;
+  round_end_ = notices_end_ = Deadline::never();
+  std::vector<WorkerReport> workers = questions_.reports();
+  for (WorkerReport& worker : workers) {
+    if (!worker.answers) worker.name = fmt::format("{}{}", context_.options.name_prefix, worker.rank);
+  }
+  if (view_.is_live()) view_.set_activities(find_activities(workers));
+  if (!std::exchange(examining_, false)) return;
+  examined_at_ = now;
+  write_page(std::move(workers));
+}
+
+void JobWatch::add_to_last_page(int rank, const TimeoutNotice& notice) {
+  constexpr std::size_t kMostNotices = 200;
+  Incident& incident = incidents_.back();
+  if (incident.page.empty() || incident.notices.size() >= kMostNotices) return;
+  incident.notices.emplace_back(rank, notice);
+  const std::string line = fmt::format("later: {}\n", describe_notice(rank, notice));
+  const Descriptor file(open(incident.page.c_str(), O_WRONLY | O_APPEND | O_NOFOLLOW | O_CLOEXEC));
+  [[maybe_unused]] const auto written = write(file.get(), line.data(), line.size());
+}
+
+void JobWatch::advance(TimePoint now) {
+  if (asking_) {
+    const bool complete = !questions_.waiting() && (!examining_ || notices_end_.passed(now));
+    if (complete || round_end_.passed(now)) end_round(now);
+  }
+  if (!asking_ && next_round_.passed(now)) begin_round(now);
+}
+
+void JobWatch::finish() {
+  if (wanted_) begin_round(context_.executor.now());
+  if (examining_) end_round(context_.executor.now());
+}
+
+Deadline JobWatch::next() const {
+  if (!asking_) return next_round_;
+  return questions_.waiting() || !examining_ ? round_end_ : notices_end_;
+}
+
+/// Writes the page beside the logs, else to the folder for temporary files: the job's folder ends with the job.
+void JobWatch::write_page(std::vector<WorkerReport> workers) {
+  Incident& incident = incidents_.back();
+  const std::string page = describe_incident(incident, context_.options.name_prefix, std::move(workers));
+  std::string folder = context_.options.log_folder;
+  if (folder.empty()) folder = variable_of(context_.options.environment, "TMPDIR");
+  if (folder.empty()) folder = "/tmp";
+  incident.page = fmt::format("{}/torchspan-stacks-{}-{}-{}.txt", folder, setting_.run_id,
+                              setting_.restart_count, incidents_.size());
+  if (!write_private(incident.page, page)) {
+    context_.display.say(
+        fmt::format("torchspan: '{}' cannot be written: {}\n", incident.page, std::strerror(errno)));
+    incident.page.clear();
+  }
+  context_.display.say(
+      fmt::format("torchspan: {}{}{}\n", incident.headline(),
+                  incident.suspect.empty() ? "" : fmt::format("; probable cause: {}", incident.suspect),
+                  incident.page.empty() ? "" : fmt::format("; all workers: {}", incident.page)));
+}
+
+}  // namespace torchspan::launch
