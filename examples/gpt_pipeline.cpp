@@ -3,7 +3,7 @@
 //   tools/fetch-data fortunes.txt
 //   torchspan run -n 4 gpt_pipeline --replicas 2
 // The output layer has a copy of the embedding's matrix on the last stage, tied to the first. With --checkpoint, it
-// resumes from the newest state, also with another number of workers or replicas.
+// resumes from the newest state, also with other numbers of replicas and of stages (one stage cannot resume several).
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>

@@ -282,13 +282,16 @@ struct DyingLayerImpl : torch::nn::Module {
 TORCH_MODULE(DyingLayer);
 
 /// Trains until a worker dies or stops; the exit code says whether the error named it.
-void be_struck(int signal) {
+void be_struck(int signal, int replicas = 1) {
   Session session(WorkerOptions::from_env());
   session.runtime().log.set_level(LogLevel::kOff);
   const int victim = std::atoi(std::getenv("TEST_VICTIM"));
   Layers layers;
-  for (int stage = 0; stage < 3; ++stage) layers.add<DyingLayer>(stage == victim, signal);
-  PipelineOptions options{.balance = {1, 1, 1}, .micro_batches = 4};
+  const int stages = static_cast<int>(session.world_size()) / replicas;
+  for (int stage = 0; stage < stages; ++stage)
+    layers.add<DyingLayer>(session.rank() == victim && stage == victim % stages, signal);
+  PipelineOptions options{.replicas = replicas, .micro_batches = 4};
+  options.balance.assign(static_cast<std::size_t>(stages), 1);
   options.checkpoint = ActivationCheckpoint::kNever;
   Pipeline pipe(session.worker(), layers, options);
   const at::Tensor x = at::ones({8, 1}, at::kDouble);
@@ -308,12 +311,13 @@ void be_struck(int signal) {
 }
 void be_killed() { be_struck(SIGKILL); }
 void be_stopped() { be_struck(SIGSTOP); }
+void be_killed_in_a_replica() { be_struck(SIGKILL, 2); }
 
 class Struck : public ::testing::TestWithParam<int> {
  protected:
   /// Starts a world and returns once its victim has died or stopped.
-  void strike(ProcessWorld& world, const std::string& scenario) {
-    for (int rank = 0; rank < 3; ++rank) {
+  void strike(ProcessWorld& world, const std::string& scenario, int ranks = 3) {
+    for (int rank = 0; rank < ranks; ++rank) {
       world.start(rank, scenario,
                   {{"TEST_VICTIM", std::to_string(GetParam())}, {"TORCHSPAN_RUNTIME_DIR", world.folder()}});
     }
@@ -323,9 +327,9 @@ class Struck : public ::testing::TestWithParam<int> {
       world.executor().sleep(std::chrono::milliseconds(1));
     }
   }
-  void expect_survivors_named_it(ProcessWorld& world, Duration limit) {
+  void expect_survivors_named_it(ProcessWorld& world, Duration limit, int ranks = 3) {
     const TimePoint begin = world.executor().now();
-    for (int rank = 0; rank < 3; ++rank) {
+    for (int rank = 0; rank < ranks; ++rank) {
       if (rank == GetParam()) continue;
       testing::Process& survivor = world.process(static_cast<std::size_t>(rank));
       EXPECT_TRUE(survivor.wait(world.executor(), limit)) << "rank " << rank << " hangs";
@@ -339,6 +343,12 @@ TEST_P(Struck, AKilledWorkerEndsTheStepWithinASecond) {
   ProcessWorld world(3);
   strike(world, "be_killed");
   expect_survivors_named_it(world, seconds(1));
+}
+
+TEST_P(Struck, AKilledWorkerOfAReplicaEndsTheStepOfAllReplicas) {
+  ProcessWorld world(4);
+  strike(world, "be_killed_in_a_replica", 4);
+  expect_survivors_named_it(world, seconds(2), 4);
 }
 
 TEST_P(Struck, AStoppedWorkerEndsTheStepForTheOthers) {
@@ -417,5 +427,6 @@ int main(int argc, char** argv) {
                                            {"do_something", do_something},
                                            {"be_paused", be_paused},
                                            {"be_killed", be_killed},
+                                           {"be_killed_in_a_replica", be_killed_in_a_replica},
                                            {"be_stopped", be_stopped}});
 }
