@@ -86,9 +86,10 @@ survive:
 long:
 	@tools/install-deps build
 	@$(call configure,dev)
-	@ninja -C build/dev -j $(JOBS) pipeline_test autograd_test rpc_test cluster_autograd_test
+	@ninja -C build/dev -j $(JOBS) pipeline_test autograd_test rpc_test sharded_test cluster_autograd_test
 	@TORCHSPAN_CASES=$(CASES) build/dev/bin/pipeline_test --gtest_filter='Oracle.*'
 	@TORCHSPAN_CASES=$$(( $(CASES) * 4 )) build/dev/bin/autograd_test --gtest_filter='RandomPrograms.*'
+	@TORCHSPAN_CASES=$(CASES) build/dev/bin/sharded_test --gtest_filter='RandomModels.*'
 	@TORCHSPAN_PASSES=$$(( $(CASES) * 20 )) build/dev/bin/cluster_autograd_test --gtest_filter='*ManyPasses'
 	@TORCHSPAN_CASES=$$(( $(CASES) * 200 )) build/dev/bin/rpc_test --gtest_filter='RRefProtocol.*'
 

@@ -53,27 +53,35 @@ void ShardedModel::divide(torch::nn::Module& module) {
     failure = error.message();
   }
   agree_on_units(group_, listed, options_, failure);
-  std::set<std::int64_t> chunks;
-  for (ListedUnit& unit : listed) {
-    std::vector<Unit::Part> parts;
-    for (const auto& parameters : unit.parts) {
-      std::int64_t chunk = FlatParameters::needed_chunk(parameters, group_.size());
-      // No two parts of equal length: ranks that run different units get an error instead of other parameters.
-      while (!chunks.insert(chunk).second) ++chunk;
-      Unit::Part part{std::make_unique<FlatParameters>(parameters, group_, pool_, chunk), nullptr};
-      if (options_.initial_sync) part.parameters->broadcast();
-      part.parameters->keep_changes();
-      part.parameters->free();
-      if (part.parameters->trained()) part.gradients = std::make_unique<GradientShards>(*part.parameters);
-      parts.push_back(std::move(part));
+  try {
+    std::set<std::int64_t> chunks;
+    for (const ListedUnit& unit : listed) add(unit, chunks);
+    if (!options_.initial_sync) return;
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& buffer : module.buffers()) {
+      if (buffer.defined()) group_.broadcast(buffer.variable_data(), 0).wait();
     }
-    units_.push_back(std::make_shared<Unit>(unit.name, std::move(parts), weak_from_this()));
-    if (unit.module != nullptr) unit.module->unit = units_.back();
+  } catch (...) {
+    fail("the parameters could not be divided: " + describe(std::current_exception()).text);
+    throw;
   }
-  const at::NoGradGuard no_grad;
-  for (at::Tensor& buffer : module.buffers()) {
-    if (options_.initial_sync && buffer.defined()) group_.broadcast(buffer.variable_data(), 0).wait();
+}
+
+void ShardedModel::add(const ListedUnit& unit, std::set<std::int64_t>& chunks) {
+  std::vector<Unit::Part> parts;
+  for (const auto& parameters : unit.parts) {
+    std::int64_t chunk = FlatParameters::needed_chunk(parameters, group_.size());
+    // No two parts of equal length: ranks that run different units get an error instead of other parameters.
+    while (!chunks.insert(chunk).second) ++chunk;
+    Unit::Part part{std::make_unique<FlatParameters>(parameters, group_, pool_, chunk), nullptr};
+    if (options_.initial_sync) part.parameters->broadcast();
+    part.parameters->keep_changes();
+    part.parameters->free();
+    if (part.parameters->trained()) part.gradients = std::make_unique<GradientShards>(*part.parameters);
+    parts.push_back(std::move(part));
   }
+  units_.push_back(std::make_shared<Unit>(unit.name, std::move(parts), weak_from_this()));
+  if (unit.module != nullptr) unit.module->unit = units_.back();
 }
 
 void ShardedModel::begin_forward() {
@@ -220,8 +228,8 @@ void ShardedModel::fail(const std::string& reason) noexcept {
     const int rank = group_.ranks()[static_cast<std::size_t>(group_.rank())];
     group_.abort(
         Error(ErrorKind::kCancelled,
-              fmt::format("rank {} failed, and a FullyShardedDataParallel cannot continue after that; wrap "
-                          "the module again from a checkpoint: {}",
+              fmt::format("rank {} failed, and a FullyShardedDataParallel cannot continue after that; build "
+                          "the module again and restore a checkpoint: {}",
                           rank, reason)));
     for (const auto& unit : units_) unit->reset();
   } catch (...) {  // the caller reports the failure itself

@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "engine/api/grad_field_sink.h"
 #include "sharded/units/buffer_pool.h"
 #include "sharded/units/unit.h"
+#include "sharded/units/unit_list.h"
 #include "sharded/units/unit_nodes.h"
 
 namespace torchspan::sharded {
@@ -56,6 +58,7 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
     std::vector<std::pair<RecordPtr, engine::NodePtr>> open;  ///< without gradients so far
     bool reduces = false;
   };
+  void add(const ListedUnit& unit, std::set<std::int64_t>& chunks);
   Pass& pass_of(engine::GradientSink& sink);
   void finish(const std::shared_ptr<engine::PassEnd>& end);
   void reduce(GradientShards& gradients, const std::vector<at::Tensor>& whole);
