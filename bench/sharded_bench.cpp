@@ -9,6 +9,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <torch/nn/modules/linear.h>
 
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
