@@ -56,11 +56,13 @@ TEST_P(CollectiveRooted, ScattersFromEveryRootInPlace) {
 TEST_P(CollectiveRooted, ReducesToEveryRoot) {
   run([&](Group& group) {
     for (int root = 0; root < ranks(); ++root) {
-      for (const ReduceOp reduction : {kSum, kAvg, kMax, kProduct}) {
-        for (const std::int64_t length : {0L, 1L, 4001L, 300007L}) {
-          const auto inputs = random_inputs(ranks(), {length}, at::kDouble, root + 3);
+      for (const std::int64_t length : {0L, 1L, 4001L, 200007L}) {
+        const bool large = length == 200007;
+        const auto inputs = random_inputs(ranks(), {length}, at::kDouble, root + 3);
+        for (const ReduceOp reduction : {kSum, kAvg, kMax, kProduct}) {
+          if (large && reduction != (root % 2 == 0 ? kSum : kMax)) continue;
           at::Tensor mine = inputs[group.rank()].clone();
-          if (length == 300007) mine = group.allocate({length}, at::kDouble).copy_(mine);
+          if (large) mine = group.allocate({length}, at::kDouble).copy_(mine);
           at::Tensor other = at::stack({mine, mine}, 1).select(1, root % 2);  // strided
           EXPECT_TRUE(group.reduce(mine, root, reduction).wait().is_same(mine));
           EXPECT_TRUE(group.reduce(other, root, reduction).wait().is_same(other));

@@ -109,18 +109,25 @@ TEST_F(SimulatedGroups, SumsOfManyRanksHaveTheBitsOfOneProcess) {
   for (const int ranks : {9, 16, 19}) {
     SCOPED_TRACE(::testing::Message() << ranks << " ranks");
     SimulatedWorld world(static_cast<std::uint64_t>(ranks), ranks, {.jitter = microseconds(100)});
-    run(world, seconds(60), [&](Group& group, Membership&) {
-      std::uint64_t seed = 1;
-      for (const std::int64_t length : {0, 1, 5, 700, 4001, 20001, 400003}) {
-        for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
-          const auto inputs = random_inputs(ranks, {length}, dtype, seed++);
-          const at::Tensor mine = inputs[group.rank()].clone();
-          EXPECT_TRUE(same_bits(group.all_reduce(mine).wait(), reduce_alone(inputs, kSum))) << length;
-        }
+    struct Sum {
+      std::vector<at::Tensor> inputs;
+      at::Tensor wanted;
+    };
+    std::vector<Sum> sums;
+    for (const std::int64_t length : {0, 1, 5, 700, 4001, 20001, 200003}) {
+      for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
+        auto inputs = random_inputs(ranks, {length}, dtype, sums.size());
+        at::Tensor wanted = reduce_alone(inputs, kSum);
+        sums.push_back({std::move(inputs), std::move(wanted)});
       }
-      const auto inputs = random_inputs(ranks, {3}, at::kLong, seed);
-      const auto all = group.all_gather(inputs[group.rank()]).wait();
-      for (int from = 0; from < ranks; ++from) EXPECT_TRUE(same_bits(all[from], inputs[from]));
+    }
+    run(world, seconds(60), [&](Group& group, Membership&) {
+      for (const Sum& sum : sums) {
+        const at::Tensor mine = sum.inputs[group.rank()].clone();
+        EXPECT_TRUE(same_bits(group.all_reduce(mine).wait(), sum.wanted)) << mine.numel();
+      }
+      const auto all = group.all_gather(sums[4].inputs[group.rank()]).wait();
+      for (int from = 0; from < ranks; ++from) EXPECT_TRUE(same_bits(all[from], sums[4].inputs[from]));
     });
   }
 }

@@ -49,11 +49,12 @@ MessageOperationPtr MessageQueue::take_receive(std::uint32_t tag) {
 }
 
 void MessageQueue::begin_receiving(const MessageOperationPtr& operation, std::uint64_t number) {
-  operation->number = number;
-  operation->accepted = true;
   if (!receiving_.emplace(number, operation).second) {
+    waiting_.push_back(operation);  // fails with the group
     throw Error(ErrorKind::kInvalid, fmt::format("it offers message {} twice", number));
   }
+  operation->number = number;
+  operation->accepted = true;
 }
 
 MessageOperationPtr MessageQueue::find(const Numbered& operations, std::uint64_t number) {
