@@ -47,6 +47,8 @@ struct Options : TrainingOptions {
 
 void add_options(CLI::App& app, Options& options) {
   add_training_options(app, options);
+  add_checkpoint_options(app, options);
+  devices::add_option(app, options.device);
   app.add_option("--lr", options.lr, "learning rate")->capture_default_str();
   app.add_option("--momentum", options.momentum)->capture_default_str();
   app.add_option("--threads", options.threads, "LibTorch threads in each process")

@@ -42,17 +42,6 @@ void add_options(CLI::App& app, Options& options) {
                  "for a demonstration: the first process of rank 1 kills itself in this step");
 }
 
-double accuracy(const Dataset& data, ConvNet& network) {
-  const torch::NoGradGuard no_grad;
-  network->eval();
-  std::int64_t correct = 0;
-  for (const torch::Tensor& positions : batches_in_order(data.size(), 500)) {
-    const Batch batch = data.batch(positions);
-    correct += network->forward(batch.images).argmax(1).eq(batch.labels).sum().item<std::int64_t>();
-  }
-  return static_cast<double>(correct) / static_cast<double>(data.size());
-}
-
 /// A rank that died in the last moment is an error of shutdown(), but the training is complete.
 void shut_down(ts::Session& session) {
   try {

@@ -40,6 +40,8 @@ struct Options : TrainingOptions {
 
 void add_options(CLI::App& app, Options& options) {
   add_training_options(app, options);
+  add_checkpoint_options(app, options);
+  devices::add_option(app, options.device);
   app.add_option("--lr", options.lr, "learning rate [0.05 for sgd, 0.01 for adagrad]");
   app.add_option("--optimizer", options.optimizer)
       ->check(CLI::IsMember({"sgd", "adagrad"}))

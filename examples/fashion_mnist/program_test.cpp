@@ -23,6 +23,7 @@ struct Outcome {
 };
 
 constexpr const char *kModelParallel = "fashion_mnist_model_parallel", *kDataParallel = "fashion_mnist_ddp";
+constexpr const char* kLessTraffic = "fashion_mnist_less_traffic";
 constexpr const char* kElastic = "fashion_mnist_elastic";
 
 class Program : public ::testing::Test {
@@ -33,8 +34,7 @@ class Program : public ::testing::Test {
     const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
     const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
     for (std::string& word : command) {
-      if (word == "torchspan" || word == kModelParallel || word == kDataParallel || word == kElastic)
-        word = binaries + "/" + word;
+      if (word == "torchspan" || word.starts_with("fashion_mnist_")) word = binaries + "/" + word;
     }
     command.insert(command.end(), arguments.begin(), arguments.end());
     torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");
@@ -215,6 +215,23 @@ TEST_F(Program, TrainsDataParallelWithoutTheComparison) {
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
   EXPECT_GE(accuracy_in(outcome.output), 90) << outcome.output;
   EXPECT_THAT(outcome.output, Not(HasSubstr("one process")));
+}
+
+TEST_F(Program, TrainsWithLessTraffic) {
+  const Outcome outcome =
+      run_workers(2,
+                  {"--data", folder_.path(), "--batch", "31", "--epochs", "8", "--lr", "0.02", "--start",
+                   "30", "--outer-period", "11", "--outer-momentum", "0.4"},
+                  kLessTraffic);
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+  const std::vector<double> accuracies = numbers_in(outcome.output, "test accuracy ([0-9.]+) %");
+  const std::vector<double> sent = numbers_in(outcome.output, "([0-9.]+) MB sent");
+  ASSERT_EQ(accuracies.size(), 4U) << outcome.output;
+  ASSERT_EQ(sent.size(), 4U) << outcome.output;
+  for (std::size_t method = 0; method < 4; ++method) {
+    EXPECT_GE(accuracies[method], 80) << outcome.output;
+    if (method > 0) EXPECT_LT(sent[method], 0.7 * sent[0]) << outcome.output;
+  }
 }
 
 TEST_F(Program, ReportsInvalidOptionsOfDataParallelTraining) {

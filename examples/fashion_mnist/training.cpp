@@ -5,7 +5,8 @@
 #include <fmt/format.h>
 #include <utility>
 
-#include "devices/devices.h"
+#include <ATen/core/ivalue.h>
+#include <torch/types.h>
 
 namespace fashion_mnist {
 
@@ -22,7 +23,10 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
   app.add_option("--limit", options.limit, "maximum number of images of each split; 0: all")
       ->check(CLI::Range(std::int64_t{0}, kMost))
       ->capture_default_str();
-  devices::add_option(app, options.device);
+}
+
+void add_checkpoint_options(CLI::App& app, TrainingOptions& options) {
+  constexpr std::int64_t kOne = 1, kMost = 1'000'000'000;
   app.add_option("--checkpoint", options.checkpoint,
                  "folder: save the state regularly, and resume from the newest state there");
   app.add_option("--checkpoint-every", options.checkpoint_every, "steps from one saved state to the next")
@@ -33,6 +37,17 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
 Dataset load(const TrainingOptions& options, Split split) {
   const Dataset all = load(options.data, split);
   return options.limit == 0 ? all : all.first(options.limit);
+}
+
+double accuracy(const Dataset& data, ConvNet network) {
+  const torch::NoGradGuard no_grad;
+  network->eval();
+  std::int64_t correct = 0;
+  for (const torch::Tensor& positions : batches_in_order(data.size(), 500)) {
+    const Batch batch = data.batch(positions);
+    correct += network->forward(batch.images).argmax(1).eq(batch.labels).sum().item<std::int64_t>();
+  }
+  return static_cast<double>(correct) / static_cast<double>(data.size());
 }
 
 Meter::Meter(torchspan::Session& session, const TrainingOptions& options, std::int64_t images,

@@ -6,6 +6,7 @@
 #include <torchspan/session.h>
 
 #include "fashion_mnist/dataset.h"
+#include "fashion_mnist/model.h"
 
 namespace CLI {
 class App;
@@ -30,11 +31,16 @@ struct TrainingOptions {
   }
 };
 
-/// --data, --epochs, --batch, --seed, --limit, --device, --checkpoint and --checkpoint-every.
+/// --data, --epochs, --batch, --seed and --limit.
 void add_training_options(CLI::App& app, TrainingOptions& options);
+/// --checkpoint and --checkpoint-every.
+void add_checkpoint_options(CLI::App& app, TrainingOptions& options);
 
 /// Loads the split's images, at most TrainingOptions::limit of them. Throws what load() throws.
 Dataset load(const TrainingOptions& options, Split split);
+
+/// The share of images that `network`, then in evaluation mode, classifies right.
+double accuracy(const Dataset& data, ConvNet network);
 
 /// Shows the progress line and counts images per second, from its construction to finish().
 class Meter {

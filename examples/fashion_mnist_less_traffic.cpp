@@ -1,0 +1,171 @@
+// Trains the same network on Fashion-MNIST four times, and prints what each way sent and how good it got:
+//   torchspan run -n 2 fashion_mnist_less_traffic
+// The ways: gradients averaged at each step (DistributedDataParallel), compressed by PowerSGD, parameters averaged
+// every few steps (local SGD), and an outer optimizer for the change of many steps (DiLoCo).
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <exception>
+#include <fmt/format.h>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/Parallel.h>
+#include <torch/types.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/torchspan.h>
+
+#include "fashion_mnist/dataset.h"
+#include "fashion_mnist/model.h"
+#include "fashion_mnist/training.h"
+
+namespace ts = torchspan;
+namespace dp = torchspan::data_parallel;
+using namespace fashion_mnist;
+
+namespace {
+
+struct Options : TrainingOptions {
+  double lr = 0.05;
+  dp::PowerSgdOptions power{.rank = 2, .start_iteration = 50};
+  std::int64_t period = 8;
+  dp::DiLoCoOptions diloco{.period = 32};
+};
+
+void add_options(CLI::App& app, Options& options) {
+  add_training_options(app, options);
+  app.add_option("--lr", options.lr, "learning rate")->capture_default_str();
+  app.add_option("--rank", options.power.rank, "PowerSGD: columns of the factors")->capture_default_str();
+  app.add_option("--start", options.power.start_iteration,
+                 "PowerSGD and local SGD: steps that send whole gradients first")
+      ->capture_default_str();
+  app.add_option("--period", options.period, "local SGD: steps between two averages")->capture_default_str();
+  app.add_option("--outer-period", options.diloco.period, "DiLoCo: steps between two outer steps")
+      ->capture_default_str();
+  app.add_option("--outer-lr", options.diloco.outer_lr, "DiLoCo")->capture_default_str();
+  app.add_option("--outer-momentum", options.diloco.outer_momentum, "DiLoCo; less for a short training")
+      ->capture_default_str();
+}
+
+/// One training: the replica of this rank, and what it has sent.
+struct Training {
+  const Options& options;
+  ts::collective::Group group;
+  ConvNet network{options.seed};
+  std::uint64_t sent = 0;
+
+  std::uint64_t size() const {
+    std::uint64_t bytes = 0;
+    for (const auto& parameter : network->parameters()) bytes += parameter.nbytes();
+    return bytes;
+  }
+  dp::CommHook counted(dp::CommHook hook) {
+    return
+        [this, hook = std::move(hook)](const dp::GradientBucket& bucket, const ts::collective::Group& ranks) {
+          sent += bucket.buffer.nbytes();
+          return hook(bucket, ranks);
+        };
+  }
+};
+
+using Forward = std::function<torch::Tensor(torch::Tensor)>;
+
+/// Trains the replica; calls `after_step` after each step of its optimizer.
+void train(ts::Session& session, const Dataset& data, Training& training, const std::string& name,
+           const Forward& forward, const std::function<void()>& after_step) {
+  const Options& options = training.options;
+  ts::optim::Optimizer optimizer(*training.network, ts::optim::SGD{.lr = options.lr, .momentum = 0.9});
+  Meter meter(session, options, data.size(), name);
+  for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
+    const auto order = options.seed + static_cast<std::uint64_t>(epoch);
+    for (const torch::Tensor& positions : shuffled_batches(data.size(), options.batch, order)) {
+      const auto part = static_cast<std::size_t>(training.group.rank());
+      const Batch mine = data.batch(positions.tensor_split(training.group.size())[part]);
+      optimizer.zero_grad();
+      // Of a short last batch, some ranks have more images than others, or none.
+      const double weight = training.group.size() / static_cast<double>(positions.numel());
+      const torch::Tensor sum = torch::nll_loss(forward(mine.images), mine.labels, {}, at::Reduction::Sum);
+      (sum * weight).backward();
+      optimizer.step();
+      after_step();
+      if (session.rank() == 0)
+        meter.step(epoch, sum.item<double>() / static_cast<double>(mine.size()), positions.numel());
+    }
+  }
+  if (session.rank() == 0) meter.finish();
+}
+
+using Method = std::function<void(Training&)>;
+
+std::vector<std::pair<std::string, Method>> methods(ts::Session& session, const Dataset& data) {
+  const auto run = [&session, &data](Training& training, const std::string& name, dp::CommHook hook,
+                                     const std::function<void()>& after_step) {
+    ts::DistributedDataParallel model(training.network, training.group);
+    model.register_comm_hook(std::move(hook), name);
+    train(
+        session, data, training, name, [&](torch::Tensor images) { return model(std::move(images)); },
+        after_step);
+  };
+  return {{"every gradient",
+           [=](Training& training) { run(training, "ddp", training.counted(dp::all_reduce_hook()), [] {}); }},
+          {"PowerSGD",
+           [=](Training& training) {
+             const dp::PowerSgd power(training.options.power);
+             run(training, "power_sgd", power.hook(), [] {});
+             training.sent = power.traffic().sent;
+           }},
+          {"local SGD",
+           [=](Training& training) {
+             const std::int64_t start = training.options.power.start_iteration;
+             std::int64_t step = 0;
+             dp::ModelAverager averager(training.network->parameters(), training.group,
+                                        training.options.period, start);
+             run(training, "local_sgd", dp::post_local_sgd_hook(start), [&] {
+               if (++step <= start) training.sent += training.size();
+               if (averager.step()) training.sent += training.size();
+             });
+             dp::ModelAverager(training.network->parameters(), training.group, 1).step();
+           }},
+          {"DiLoCo", [&session, &data](Training& training) {
+             dp::DiLoCo diloco(training.network->parameters(), training.group, training.options.diloco);
+             const auto forward = [&](const torch::Tensor& images) {
+               return training.network->forward(images);
+             };
+             train(session, data, training, "diloco", forward, [&] {
+               if (diloco.step()) training.sent += training.size();
+             });
+           }}};
+}
+
+void run(const Options& options) {
+  const Dataset train_data = load(options, Split::kTrain), test_data = load(options, Split::kTest);
+  ts::Session session(ts::WorkerOptions::from_env());
+  for (const auto& [name, method] : methods(session, train_data)) {
+    Training training{options, session.group()};
+    method(training);
+    if (session.rank() != 0) continue;
+    fmt::print("{:<15} test accuracy {:.2f} %, {:.1f} MB sent by each rank\n", name,
+               100 * accuracy(test_data, training.network), static_cast<double>(training.sent) / 1e6);
+    std::fflush(stdout);
+  }
+  session.shutdown();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("Trains a small network on Fashion-MNIST in four ways that send more or less.");
+  Options options;
+  add_options(app, options);
+  CLI11_PARSE(app, argc, argv);
+  at::set_num_threads(1);
+  try {
+    run(options);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "fashion_mnist_less_traffic: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}
