@@ -10,7 +10,8 @@ using ::testing::ElementsAre;
 TEST(ReplicaGrid, SplitsTheOwnersOfAllStages) {
   const auto split = owners_by_replica({"a", "b", "a", "c", "d", "c"}, 2, 3);
   EXPECT_THAT(split, ElementsAre(ElementsAre("a", "b", "a"), ElementsAre("c", "d", "c")));
-  EXPECT_THAT(owners_by_replica({"a", "b"}, 1, 5), ElementsAre(ElementsAre("a", "b")));  // the plan refuses it
+  EXPECT_THAT(owners_by_replica({"a", "b"}, 1, 5),
+              ElementsAre(ElementsAre("a", "b")));  // the plan refuses it
 }
 
 TEST(ReplicaGrid, ListsWorkersByReplicaAndByStage) {
