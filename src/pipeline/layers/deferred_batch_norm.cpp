@@ -110,7 +110,7 @@ void DeferredBatchNormImpl::set_gathered(const std::vector<std::vector<at::Tenso
   gathered_.clear();
   for (const auto& replica : by_replica) {
     for (std::size_t i = 0; i + 2 < replica.size(); i += 3) {
-      const auto is_row = [this](const at::Tensor& tensor, std::int64_t size) {
+      const auto is_row = [](const at::Tensor& tensor, std::int64_t size) {
         return tensor.defined() && tensor.dim() == 1 && tensor.size(0) == size &&
                tensor.scalar_type() == at::kDouble;
       };
