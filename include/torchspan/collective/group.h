@@ -43,7 +43,8 @@ enum class BackendKind : std::uint8_t {
 
 /// Where traffic may go.
 enum class Network : std::uint8_t {
-  kEncrypted,     ///< between hosts over authenticated, encrypted connections only
+  kEncrypted,     ///< between hosts over the workers' connections only: authenticated, and encrypted unless
+                  ///< TORCHSPAN_NETWORK=tcp-isolated
   kThisHostOnly,  ///< groups over several hosts are rejected with kUnsupported
   kIsolated,      ///< also in the clear (Gloo, Open MPI): no one else can reach the network, you assert
 };
