@@ -8,6 +8,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/net/secret.h>
 
+#include "launch/supervisor/variables.h"
+
 namespace torchspan::launch {
 namespace {
 
@@ -41,11 +43,6 @@ void read_rdzv(const std::string& text, NodePlace& place) {
     throw_invalid(
         fmt::format("--rdzv {}: expected HOST or HOST:PORT, an address of the host with node rank 0", text));
   }
-}
-
-std::string value_of(const Environment& environment, const char* name) {
-  const auto found = environment.find(name);
-  return found == environment.end() ? std::string() : found->second;
 }
 
 /// Throws if the workers could not read the job's secret.

@@ -18,6 +18,7 @@
 #include <torchspan/detail/net/secret.h>
 
 #include "launch/supervisor/processes.h"
+#include "launch/supervisor/variables.h"
 
 namespace torchspan::launch {
 namespace {
@@ -27,11 +28,6 @@ constexpr std::size_t kLongestParent = 38;
 constexpr std::string_view kFolderPrefix = "torchspan.";
 constexpr int kFirstPort = 20000;
 constexpr int kLastPort = 32000;
-
-std::string value_of(const Environment& environment, const std::string& name) {
-  const auto found = environment.find(name);
-  return found == environment.end() ? "" : found->second;
-}
 
 bool is_folder(const std::string& path) {
   struct stat about {};
