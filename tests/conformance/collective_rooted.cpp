@@ -61,15 +61,17 @@ TEST_P(CollectiveRooted, ReducesToEveryRoot) {
         const auto inputs = random_inputs(ranks(), {length}, at::kDouble, root + 3);
         for (const ReduceOp reduction : {kSum, kAvg, kMax, kProduct}) {
           if (large && reduction != (root % 2 == 0 ? kSum : kMax)) continue;
-          at::Tensor mine = inputs[group.rank()].clone();
+          at::Tensor mine = inputs[group.rank()].clone(), own = mine.clone();
           if (large) mine = group.allocate({length}, at::kDouble).copy_(mine);
           at::Tensor other = at::stack({mine, mine}, 1).select(1, root % 2);  // strided
           EXPECT_TRUE(group.reduce(mine, root, reduction).wait().is_same(mine));
           EXPECT_TRUE(group.reduce(other, root, reduction).wait().is_same(other));
+          group.reduce(own, root, reduction).wait();
           const at::Tensor wanted =
               group.rank() == root ? reduce_alone(inputs, reduction) : inputs[group.rank()];
           EXPECT_TRUE(is_right(mine, wanted)) << length << " to rank " << root;
           EXPECT_TRUE(same_bits(mine, other));
+          EXPECT_TRUE(same_bits(mine, own));
           if (group.rank() != root) EXPECT_TRUE(same_bits(mine, wanted)) << "only the root's tensor changes";
         }
       }
