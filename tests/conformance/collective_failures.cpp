@@ -157,6 +157,7 @@ TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledAndReportedToThe
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
          const Group group = make_group_of_suite(self.runtime, self.membership, options());
          group.all_reduce(at::ones({2})).wait();
+         group.barrier();  // on devices, wait() returns before the other ranks have their results
          if (self.rank == 1) {
            const auto pending = group.all_reduce(at::ones({1 << 18}));
            self.membership.leave(in(seconds(60)));
@@ -170,7 +171,10 @@ TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledAndReportedToThe
            EXPECT_THAT(text, AllOf(HasSubstr("disconnected"), HasSubstr("worker1")));
            // The end of a rank that this error has reached is a second cause for the others.
            ++told;
-           while (told < ranks() - 1) world_.executor().sleep(milliseconds(1));
+           const Deadline all_told = in(seconds(30));
+           while (told < ranks() - 1 && !all_told.passed(world_.executor().now())) {
+             world_.executor().sleep(milliseconds(1));
+           }
          }
        })) {
     EXPECT_FALSE(failure) << describe(failure).text;
