@@ -9,6 +9,7 @@
 #include <random>
 #include <unistd.h>
 
+#include "launch/report/browser.h"
 #include "launch/report/report_data.h"
 #include "launch/report/report_page.h"
 #include "launch/report/verdict.h"
@@ -202,35 +203,8 @@ TEST(ReportPage, DrawsTheLongestSpansOnly) {
   EXPECT_EQ(data["timeline"]["shortest"], 41);
 }
 
-/// What a browser makes of a page: its elements after the script ran, and its console's messages.
-struct Browsed {
-  std::string page, console;
-};
-
-Browsed browse(const std::string& page) {
-  std::string name = (std::filesystem::temp_directory_path() / "torchspan_pageXXXXXX").string();
-  const std::string folder = mkdtemp(name.data());
-  std::ofstream(folder + "/run.html") << page;
-  const std::string command = "HOME=" + folder +
-                              " timeout 60 chromium --headless --no-sandbox --disable-gpu --dump-dom "
-                              "--enable-logging=stderr --user-data-dir=" +
-                              folder +
-                              "/profile --window-size=1280,2000 "
-                              "file://" +
-                              folder + "/run.html >" + folder + "/page 2>" + folder + "/console";
-  Browsed result;
-  EXPECT_EQ(std::system(command.c_str()), 0);
-  const auto read = [&](const char* file) {
-    std::ifstream stream(folder + file);
-    return std::string{std::istreambuf_iterator<char>(stream), {}};
-  };
-  result = {read("/page"), read("/console")};
-  std::filesystem::remove_all(folder);
-  return result;
-}
-
 TEST(ReportPage, ShowsTheFiguresInABrowser) {
-  if (std::system("command -v chromium >/dev/null") != 0) GTEST_SKIP() << "there is no chromium";
+  if (!has_browser()) GTEST_SKIP() << "there is no chromium";
   const TraceSet set = late_rank(50);
   const RunFigures figures = examine_run(set);
   const Browsed late = browse(make_report_page(encode_report(set, figures, 1000)));

@@ -15,7 +15,7 @@ namespace {
 constexpr Duration kSample = std::chrono::milliseconds(500);
 constexpr Duration kSampleLimit = std::chrono::milliseconds(400);
 /// How long workers have to answer for a page.
-constexpr Duration kPageLimit = std::chrono::seconds(2);
+constexpr Duration kPageLimit = std::chrono::seconds(5);
 /// How long an incident collects the notices of other workers: all ranks of a group time out at almost the same time.
 constexpr Duration kCollect = std::chrono::milliseconds(100);
 constexpr Duration kBetweenPages = std::chrono::seconds(30);
