@@ -226,6 +226,7 @@ TEST(PowerSgd, RejectsOptionsAndStatesWithoutAMeaning) {
     power.load_state({{"error.p0", at::zeros({4, 6})}});
     Reducer reducer(named(parameters), self.group);
     reducer.register_comm_hook(power.hook(), "power_sgd");
+    self.group.barrier();  // the other rank has its reducer, too, before this one fails
     EXPECT_THAT(error_text([&] { step(reducer, loss_of(parameters, self.rank, 0)); }),
                 AllOf(HasSubstr("'p0'"), HasSubstr("[4, 6]")));
   });
