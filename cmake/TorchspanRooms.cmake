@@ -54,9 +54,10 @@ function(torchspan_program target)
   target_link_libraries(${target} PRIVATE torchspan_${PROGRAM_ROOM} ${private})
 endfunction()
 
-# torchspan_test(name [TORCH] SOURCES file… [LINK lib…]): one GoogleTest executable, one ctest entry.
+# torchspan_test(name [TORCH] SOURCES file… [LINK lib…] [SHARDS n]): one GoogleTest executable, and one ctest entry, or n
+# of them, each with a part of the tests.
 function(torchspan_test name)
-  cmake_parse_arguments(TEST "TORCH" "TIMEOUT;LABEL" "SOURCES;LINK;DEPENDS" ${ARGN})
+  cmake_parse_arguments(TEST "TORCH" "TIMEOUT;LABEL;SHARDS" "SOURCES;LINK;DEPENDS" ${ARGN})
   add_executable(${name} ${TEST_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR})
   target_link_libraries(${name} PRIVATE ${TEST_LINK} GTest::gmock_main GTest::gtest)
@@ -77,9 +78,21 @@ function(torchspan_test name)
   if(TORCHSPAN_SANITIZE)
     set(sanitized ";UCX_MEM_EVENTS=n")
   endif()
-  add_test(NAME ${name} COMMAND ${name})
-  set_tests_properties(${name} PROPERTIES TIMEOUT ${TEST_TIMEOUT} LABELS ${TEST_LABEL}
-                       ENVIRONMENT "OMP_NUM_THREADS=1;TORCHSPAN_BIN_DIR=${PROJECT_BINARY_DIR}/bin${sanitized}")
+  set(environment "OMP_NUM_THREADS=1;TORCHSPAN_BIN_DIR=${PROJECT_BINARY_DIR}/bin${sanitized}")
+  # COST: tests that may take long start first.
+  if(NOT TEST_SHARDS)
+    add_test(NAME ${name} COMMAND ${name})
+    set_tests_properties(${name} PROPERTIES TIMEOUT ${TEST_TIMEOUT} LABELS ${TEST_LABEL} COST ${TEST_TIMEOUT}
+                         ENVIRONMENT "${environment}")
+    return()
+  endif()
+  math(EXPR last "${TEST_SHARDS} - 1")
+  foreach(shard RANGE ${last})
+    set(test ${name}_shard_${shard})
+    add_test(NAME ${test} COMMAND ${name})
+    set_tests_properties(${test} PROPERTIES TIMEOUT ${TEST_TIMEOUT} LABELS ${TEST_LABEL} COST ${TEST_TIMEOUT}
+                         ENVIRONMENT "${environment};GTEST_TOTAL_SHARDS=${TEST_SHARDS};GTEST_SHARD_INDEX=${shard}")
+  endforeach()
 endfunction()
 
 # Builds <room>_test for every room that has *_test.cpp files.

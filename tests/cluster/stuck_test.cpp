@@ -82,7 +82,8 @@ void stopped_process() {
   Worker& worker = session.worker();
   worker.barrier();
   if (worker.rank() == 1) raise(SIGSTOP);
-  worker.with({.timeout = kLimit}).rpc_sync(1, kLeaf, 1);
+  // Until it stops, rank 1 answers.
+  for (;;) worker.with({.timeout = kLimit}).rpc_sync(1, kLeaf, 1);
 }
 
 /// Rank 1 computes ten times as long as rank 0 in every step.
