@@ -188,7 +188,7 @@ TEST_F(SimulatedGroups, MessagesAndTimeOfAnAllReduceGrowWithTheLogarithmOfTheRan
     EXPECT_LE(medium.messages, 3 * steps(ranks));
     EXPECT_LE(small.time, microseconds(20) * (2 * static_cast<int>(steps(ranks)) + 2));
     EXPECT_LE(medium.time, microseconds(20) * (3 * static_cast<int>(steps(ranks)) + 2));
-    const auto chunks = std::ceil((4 << 20) / ranks / double(64 << 10));
+    const auto chunks = std::ceil(double(4 << 20) / ranks / double(64 << 10));
     EXPECT_LE(large.messages, 2 * chunks * (ranks - 1) + steps(ranks));
   }
 }
