@@ -69,11 +69,10 @@ class RangedOptimizerSource final : public checkpoint::StateSource {
     for (const auto& item : optimizer_.state_view()) {
       const EntryName name(item.key());
       const auto range = ranges_.find(name.parameter);
-      if (name.parameter.empty()) {
-        writer.add(item.key(), item.value());
-      } else if (range == ranges_.end() || range->second.count() == 0) {
-        continue;  // other ranks save it
-      } else if (is_ranged(name, item.value(), range->second)) {
+      const bool of_parameter = !name.parameter.empty();
+      // Other ranks save what this one has no part of.
+      if (of_parameter && (range == ranges_.end() || range->second.count() == 0)) continue;
+      if (of_parameter && is_ranged(name, item.value(), range->second)) {
         save_range(writer, item.key(), item.value(), range->second);
       } else {
         writer.add(item.key(), item.value());
