@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <fmt/format.h>
 #include <fstream>
 #include <map>
@@ -17,7 +16,6 @@
 #include <vector>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -30,6 +28,7 @@
 #include "char_transformer/model.h"
 #include "char_transformer/text.h"
 #include "devices/devices.h"
+#include "programs/run_program.h"
 
 namespace ts = torchspan;
 using namespace char_transformer;
@@ -260,16 +259,8 @@ void run(Options options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Trains a small character transformer whose blocks are spread over worker processes.");
-  Options options;
-  add_options(app, options);
-  CLI11_PARSE(app, argc, argv);
-  at::set_num_threads(1);
-  try {
-    run(options);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "char_transformer_pipeline: %s\n", error.what());
-    return 1;
-  }
-  return 0;
+  return programs::run_program<Options>(
+      "char_transformer_pipeline",
+      "Trains a small character transformer whose blocks are spread over worker processes.", argc, argv,
+      add_options, run);
 }

@@ -9,7 +9,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <fmt/format.h>
 #include <iterator>
 #include <optional>
@@ -31,6 +30,7 @@
 #include "fashion_mnist/dataset.h"
 #include "fashion_mnist/model.h"
 #include "fashion_mnist/training.h"
+#include "programs/run_program.h"
 
 namespace ts = torchspan;
 using namespace fashion_mnist;
@@ -303,6 +303,7 @@ void train_together(ts::Session& session, const Job& job) {
 }
 
 void run(const Options& options) {
+  at::set_num_threads(options.threads);
   // Detects wrong options and wrong data before it waits for the other workers.
   const auto worker_options = ts::WorkerOptions::from_env();
   check(options, worker_options.environment.world_size);
@@ -319,16 +320,8 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Trains a small network on Fashion-MNIST, a part of each batch in each worker process.");
-  Options options;
-  add_options(app, options);
-  CLI11_PARSE(app, argc, argv);
-  at::set_num_threads(options.threads);
-  try {
-    run(options);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "fashion_mnist_ddp: %s\n", error.what());
-    return 1;
-  }
-  return 0;
+  return programs::run_program<Options>(
+      "fashion_mnist_ddp",
+      "Trains a small network on Fashion-MNIST, a part of each batch in each worker process.", argc, argv,
+      add_options, run);
 }

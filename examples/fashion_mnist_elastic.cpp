@@ -5,13 +5,11 @@
 #include <CLI/CLI.hpp>
 #include <csignal>
 #include <cstdio>
-#include <exception>
 #include <fmt/format.h>
 #include <unistd.h>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <torchspan/core/error.h>
@@ -21,6 +19,7 @@
 #include "fashion_mnist/dataset.h"
 #include "fashion_mnist/model.h"
 #include "fashion_mnist/training.h"
+#include "programs/run_program.h"
 
 namespace ts = torchspan;
 using namespace fashion_mnist;
@@ -90,16 +89,8 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Trains a small network on Fashion-MNIST on several ranks, and goes on when ranks die.");
-  Options options;
-  add_options(app, options);
-  CLI11_PARSE(app, argc, argv);
-  at::set_num_threads(1);
-  try {
-    run(options);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "fashion_mnist_elastic: %s\n", error.what());
-    return 1;
-  }
-  return 0;
+  return programs::run_program<Options>(
+      "fashion_mnist_elastic",
+      "Trains a small network on Fashion-MNIST on several ranks, and goes on when ranks die.", argc, argv,
+      add_options, run);
 }

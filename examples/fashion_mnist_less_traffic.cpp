@@ -4,14 +4,12 @@
 // every few steps (local SGD), and an outer optimizer for the change of many steps (DiLoCo).
 #include <CLI/CLI.hpp>
 #include <cstdio>
-#include <exception>
 #include <fmt/format.h>
 #include <functional>
 #include <string>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <torchspan/core/error.h>
@@ -20,6 +18,7 @@
 #include "fashion_mnist/dataset.h"
 #include "fashion_mnist/model.h"
 #include "fashion_mnist/training.h"
+#include "programs/run_program.h"
 
 namespace ts = torchspan;
 namespace dp = torchspan::data_parallel;
@@ -156,16 +155,8 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Trains a small network on Fashion-MNIST in four ways that send more or less.");
-  Options options;
-  add_options(app, options);
-  CLI11_PARSE(app, argc, argv);
-  at::set_num_threads(1);
-  try {
-    run(options);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "fashion_mnist_less_traffic: %s\n", error.what());
-    return 1;
-  }
-  return 0;
+  return programs::run_program<Options>(
+      "fashion_mnist_less_traffic",
+      "Trains a small network on Fashion-MNIST in four ways that send more or less.", argc, argv, add_options,
+      run);
 }

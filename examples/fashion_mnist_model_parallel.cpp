@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <fmt/format.h>
 #include <fstream>
 #include <optional>
@@ -15,7 +14,6 @@
 #include <string>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <torchspan/torchspan.h>
@@ -24,6 +22,7 @@
 #include "fashion_mnist/dataset.h"
 #include "fashion_mnist/model.h"
 #include "fashion_mnist/training.h"
+#include "programs/run_program.h"
 
 namespace ts = torchspan;
 using namespace fashion_mnist;
@@ -208,16 +207,8 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Trains a small network on Fashion-MNIST, its two halves in two worker processes.");
-  Options options;
-  add_options(app, options);
-  CLI11_PARSE(app, argc, argv);
-  at::set_num_threads(1);  // the workers share the cores
-  try {
-    run(options);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "fashion_mnist_model_parallel: %s\n", error.what());
-    return 1;
-  }
-  return 0;
+  return programs::run_program<Options>(
+      "fashion_mnist_model_parallel",
+      "Trains a small network on Fashion-MNIST, its two halves in two worker processes.", argc, argv,
+      add_options, run);
 }

@@ -7,12 +7,10 @@
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
-#include <exception>
 #include <fmt/format.h>
 #include <optional>
 #include <string>
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -25,6 +23,7 @@
 #include "char_transformer/gpt_options.h"
 #include "char_transformer/model.h"
 #include "char_transformer/text.h"
+#include "programs/run_program.h"
 
 namespace ts = torchspan;
 using namespace char_transformer;
@@ -135,16 +134,7 @@ void run(GptOptions options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Trains a small GPT with pipeline and data parallelism, and writes a text.");
-  GptOptions options;
-  add_options(app, options);
-  CLI11_PARSE(app, argc, argv);
-  at::set_num_threads(1);
-  try {
-    run(options);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "gpt_pipeline: %s\n", error.what());
-    return 1;
-  }
-  return 0;
+  return programs::run_program<GptOptions>(
+      "gpt_pipeline", "Trains a small GPT with pipeline and data parallelism, and writes a text.", argc, argv,
+      add_options, run);
 }
