@@ -7,6 +7,7 @@
 #include <fstream>
 #include <pty.h>
 #include <sys/ioctl.h>
+#include <thread>
 
 #include <ATen/ATen.h>
 
@@ -43,7 +44,13 @@ Future<std::int64_t> never(Worker& worker) {
 constexpr Function<never> kNever{"never"};
 /// Waits for its caller.
 std::int64_t call_back(Worker& worker, std::int64_t caller) {
-  return worker.with({.timeout = kLimit - seconds(1)}).rpc_sync(static_cast<int>(caller), kNever);
+  try {
+    return worker.with({.timeout = kLimit - seconds(1)}).rpc_sync(static_cast<int>(caller), kNever);
+  } catch (const Error&) {
+    // If it failed at once, its caller could stop waiting before the launcher has asked both what they wait for.
+    std::this_thread::sleep_for(seconds(5));
+    throw;
+  }
 }
 constexpr Function<call_back> kCallBack{"call_back"};
 
@@ -71,13 +78,7 @@ void mutual_calls() {
   Worker& worker = session.worker();
   worker.barrier();
   if (worker.rank() == 0) {
-    try {
-      worker.with({.timeout = kLimit}).rpc_sync(1, kCallBack, 0);
-    } catch (const Error&) {
-      // On a busy machine this process could end before the launcher has asked it for its state.
-      session.runtime().executor.sleep(kLimit);
-      throw;
-    }
+    worker.with({.timeout = kLimit + seconds(7)}).rpc_sync(1, kCallBack, 0);
   } else {
     session.runtime().executor.sleep(kForever);
   }

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <numeric>
 #include <unistd.h>
 #include <utility>
 
@@ -111,7 +112,9 @@ Deadline JobWatch::next() const {
 /// Writes the page beside the logs, else to the folder for temporary files: the job's folder ends with the job.
 void JobWatch::write_page(std::vector<WorkerReport> workers) {
   Incident& incident = incidents_.back();
-  const std::string page = describe_incident(incident, context_.options.name_prefix, std::move(workers));
+  std::vector<int> ranks(static_cast<std::size_t>(setting_.workers));
+  std::iota(ranks.begin(), ranks.end(), setting_.rank_of(0));
+  const std::string page = describe_incident(incident, context_.options.name_prefix, std::move(workers), ranks);
   std::string folder = context_.options.log_folder;
   if (folder.empty()) folder = variable_of(context_.options.environment, "TMPDIR");
   if (folder.empty()) folder = "/tmp";

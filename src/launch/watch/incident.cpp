@@ -54,13 +54,19 @@ void add_timed_out(const Incident& incident, const std::string& prefix, std::vec
 }
 
 std::string describe_incident(Incident& incident, const std::string& prefix,
-                              std::vector<WorkerReport> workers) {
+                              std::vector<WorkerReport> workers, const std::vector<int>& ranks) {
   add_timed_out(incident, prefix, workers);
   std::string text;
   for (const auto& [rank, notice] : incident.notices) text += describe_notice(rank, notice) + "\n";
   const std::vector<std::string> suspects = find_suspects(workers);
   if (!suspects.empty()) incident.suspect = suspects.front();
-  return text + "\n" + format_diagnosis(workers);
+  text += "\n" + format_diagnosis(workers);
+  for (const int rank : ranks) {
+    if (std::ranges::find(workers, rank, &WorkerReport::rank) != workers.end()) continue;
+    text += fmt::format("\nrank {}  {}{}\n  no process to ask: it has ended, or has not joined yet\n", rank,
+                        prefix, rank);
+  }
+  return text;
 }
 
 }  // namespace torchspan::launch

@@ -25,8 +25,9 @@ std::string describe_notice(int rank, const TimeoutNotice& notice);
 /// a time-out worked then, even if its process has ended since; workers without a state are named `prefix` and rank. Pure.
 void add_timed_out(const Incident& incident, const std::string& prefix, std::vector<WorkerReport>& workers);
 
-/// Returns the page of an incident: what timed out, then the suspects and all workers. Sets the incident's suspect.
+/// Returns the page of an incident: what timed out, then the suspects and all workers; of those in `ranks` that have no
+/// report it says so. Sets the incident's suspect.
 std::string describe_incident(Incident& incident, const std::string& prefix,
-                              std::vector<WorkerReport> workers);
+                              std::vector<WorkerReport> workers, const std::vector<int>& ranks = {});
 
 }  // namespace torchspan::launch

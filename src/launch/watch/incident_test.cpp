@@ -40,6 +40,16 @@ TEST(Incident, NamesTheRankThatWasMissingInACollectiveThatHasEnded) {
   EXPECT_THAT(page, HasSubstr("1. " + incident.suspect));
 }
 
+TEST(Incident, ListsRanksThatCouldNotBeAsked) {
+  auto all = workers(3);
+  all.erase(all.begin());
+  Incident incident;
+  incident.notices.emplace_back(2, TimeoutNotice{.kind = "wait", .name = "barrier", .seconds = 3});
+  const std::string page = describe_incident(incident, "worker", all, {0, 1, 2});
+  EXPECT_THAT(page, HasSubstr("rank 0  worker0\n  no process to ask"));
+  EXPECT_THAT(page, ::testing::Not(HasSubstr("rank 1  worker1\n  no process")));
+}
+
 TEST(Incident, ShowsCallsThatWaitedForEachOther) {
   auto all = workers(2);
   all[1].pending = {{"g", "worker0", "", 6}};
