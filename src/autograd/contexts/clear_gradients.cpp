@@ -40,7 +40,8 @@ void ask(std::map<std::uint32_t, Future<ClearedPart>>& asked, const Worker& me, 
 }
 
 /// The answer of `rank`; nullopt if that worker is gone, with its gradients.
-std::optional<ClearedPart> answer_of(const Worker& me, std::uint32_t rank, const Future<ClearedPart>& answer) {
+std::optional<ClearedPart> answer_of(const Worker& me, std::uint32_t rank,
+                                     const Future<ClearedPart>& answer) {
   try {
     return answer.wait();
   } catch (const Error& error) {
