@@ -111,6 +111,10 @@ if(NOT TARGET libtorch::torch)
     target_link_libraries(libtorch::c10_cuda INTERFACE libtorch::c10)
     target_link_libraries(libtorch::torch_cuda INTERFACE libtorch::c10_cuda libtorch::torch_cpu)
     if(TORCHSPAN_HAS_CUDA)
+      # pip installs CUDA's libraries beside torch. Without this, GNU ld may check against other releases in the system.
+      file(GLOB folders ${TORCHSPAN_LIBTORCH_PREFIX}/../nvidia/*/lib)
+      list(TRANSFORM folders PREPEND -Wl,-rpath-link,)
+      target_link_options(libtorch::torch_cuda INTERFACE ${folders})
       # The library registers its kernels when it is loaded; nothing refers to it by name.
       target_link_libraries(
         libtorch::torch INTERFACE

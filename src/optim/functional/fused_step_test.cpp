@@ -37,6 +37,18 @@ at::Tensor descent(const Options& options, const Values& at, const at::Tensor& g
   return options.weight_decay == 0 ? signed_gradient : signed_gradient + at.p * options.weight_decay;
 }
 
+template <class T>
+at::Tensor root_as(const at::Tensor& squares) {
+  at::Tensor roots = squares.clone();
+  T* const values = roots.data_ptr<T>();
+  for (std::int64_t i = 0; i < roots.numel(); ++i) values[i] = std::sqrt(values[i]);
+  return roots;
+}
+/// The root as IEEE 754 rounds it: at::sqrt differs in LibTorch builds with MKL.
+at::Tensor root_of(const at::Tensor& squares) {
+  return squares.scalar_type() == at::kFloat ? root_as<float>(squares) : root_as<double>(squares);
+}
+
 struct SgdCase {
   static SGD random_options(Random& random) {
     SGD options{.lr = uniform(random, 1e-3, 0.3), .momentum = sometimes(random, 0.99)};
@@ -72,7 +84,7 @@ void adam_formula(const Options& options, Values& at, const at::Tensor& g, int s
   at.a = at.a * options.beta1 + g * (1 - options.beta1);
   at.b = at.b * options.beta2 + g * (1 - options.beta2) * g;
   at.c = at::maximum(at.c, at.b);
-  const at::Tensor root = (options.amsgrad ? at.c : at.b).sqrt();
+  const at::Tensor root = root_of(options.amsgrad ? at.c : at.b);
   const at::Tensor scale = root / std::sqrt(1 - std::pow(options.beta2, step)) + options.eps;
   at.p = at.p + at.a * -(options.lr / (1 - std::pow(options.beta1, step))) / scale;
 }
@@ -103,7 +115,7 @@ struct AdagradCase {
   static void formula(const Adagrad& options, Values& at, const at::Tensor& gradient, int step) {
     const at::Tensor g = descent(options, at, gradient);
     at.a = at.a + g * g;
-    at.p = at.p + g * -(options.lr / (1 + (step - 1) * options.lr_decay)) / (at.a.sqrt() + options.eps);
+    at.p = at.p + g * -(options.lr / (1 + (step - 1) * options.lr_decay)) / (root_of(at.a) + options.eps);
   }
 };
 
@@ -121,7 +133,7 @@ struct RmspropCase {
     const at::Tensor g = descent(options, at, gradient);
     at.a = at.a * options.alpha + g * (1 - options.alpha) * g;
     at.b = at.b * options.alpha + g * (1 - options.alpha);
-    const at::Tensor scale = (options.centered ? at.a - at.b * at.b : at.a).sqrt() + options.eps;
+    const at::Tensor scale = root_of(options.centered ? at.a - at.b * at.b : at.a) + options.eps;
     if (options.momentum == 0) {
       at.p = at.p + g * -options.lr / scale;
     } else {
