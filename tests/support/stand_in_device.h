@@ -19,6 +19,10 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 #include <torch/version.h>
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 7)
+#define TORCHSPAN_STAND_IN_IS_ACCELERATOR
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#endif
 
 #include "tests/support/stand_in_streams.h"
 
@@ -82,7 +86,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete static_cast<DeviceEvent*>(event);
   }
-#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 7)
+#ifdef TORCHSPAN_STAND_IN_IS_ACCELERATOR
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) StandInStreams::get().synchronize(*static_cast<DeviceEvent*>(event));
   }
@@ -415,6 +419,17 @@ inline void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   CpuKernel(op, *stack).run();
 }
 
+#ifdef TORCHSPAN_STAND_IN_IS_ACCELERATOR
+/// LibTorch's engine asks the accelerator of the process for streams: the registered backend, else CUDA.
+class Hooks final : public at::PrivateUse1HooksInterface {
+ public:
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return Guard().deviceCount(); }
+};
+#endif
+
 /// Registers devices and operators, once for each program.
 class Registration {
  public:
@@ -422,6 +437,10 @@ class Registration {
       : guard_(Guard::static_type, new Guard()),
         all_(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__),
         aten_(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__) {
+#ifdef TORCHSPAN_STAND_IN_IS_ACCELERATOR
+    c10::register_privateuse1_backend("privateuseone");
+    at::RegisterPrivateUse1HooksInterface(&hooks_);
+#endif
     all_.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
     aten_.impl("empty.memory_format", &empty);
     aten_.impl("empty_strided", &empty_strided);
@@ -433,7 +452,10 @@ class Registration {
  private:
   c10::impl::DeviceGuardImplRegistrar guard_;
   torch::Library all_, aten_;
+#ifdef TORCHSPAN_STAND_IN_IS_ACCELERATOR
+  Hooks hooks_;
+#endif
 };
-inline const Registration kRegistration;
+inline Registration kRegistration;
 
 }  // namespace torchspan::testing::stand_in_detail
