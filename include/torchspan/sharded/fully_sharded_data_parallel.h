@@ -24,6 +24,11 @@ struct FullyShardedOptions {
   bool reshard_after_forward = true;
   bool prefetch = true;      ///< gathers the next unit while one computes
   bool initial_sync = true;  ///< rank 0's parameters and buffers; false: those of each rank must be equal
+  /// Gradients of parameters of at least this size are reduced alone, as soon as backward has computed them, from the
+  /// last such parameter of a unit to the first; those of smaller ones together.
+  std::size_t alone_bytes = std::size_t{1} << 20;
+  /// Gradients that are reduced while backward goes on. If there are more, backward waits.
+  std::size_t overlap_bytes = std::size_t{16} << 20;
 };
 
 struct FullyShardedStats {

@@ -12,35 +12,40 @@
 
 namespace torchspan::sharded {
 
-std::int64_t FlatParameters::needed_chunk(const std::vector<NamedParameter>& parameters, int ranks) {
-  std::int64_t count = 0;
-  for (const NamedParameter& parameter : parameters) count += parameter.tensor.numel();
-  return std::max<std::int64_t>((count + ranks - 1) / ranks, 1);
-}
-
-FlatParameters::FlatParameters(const std::vector<NamedParameter>& parameters, const collective::Group& group,
-                               std::shared_ptr<BufferPool> pool, std::int64_t chunk)
-    : group_(group), pool_(std::move(pool)), chunk_(chunk) {
+FlatParameters::FlatParameters(const std::vector<NamedParameter>& parameters, FlatLayout layout,
+                               const collective::Group& group, std::shared_ptr<BufferPool> pool)
+    : layout_(std::move(layout)), group_(group), pool_(std::move(pool)) {
   const at::NoGradGuard no_grad;
   const at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
-  part_ = at::zeros({chunk_}, options);
-  full_ = at::empty({size()}, options);
-  set_memory(pool_->take(size(), options));
+  part_ = at::zeros({layout_.part_size()}, options);
+  full_ = at::empty({layout_.size()}, options);
+  set_memory(pool_->take(layout_.size(), options));
   full_.zero_();
-  const std::int64_t from = chunk_ * group_.rank(), to = from + chunk_;
-  std::int64_t offset = 0;
-  for (const auto& [name, tensor] : parameters) {
-    const std::int64_t count = tensor.numel();
-    const std::int64_t begin = std::clamp(from, offset, offset + count);
-    const std::int64_t end = std::clamp(to, offset, offset + count);
-    Entry entry{name, tensor, {tensor.sizes().vec(), begin - offset, end - offset}, offset, {}, {}};
-    entry.full = full_.narrow(0, offset, count).view(tensor.sizes()).variable_data();
-    entry.part = part_.narrow(0, begin < end ? begin - from : 0, end - begin).variable_data();
-    entry.full.copy_(tensor);
-    tensor.set_data(entry.full);
-    entries_.push_back(std::move(entry));
-    offset += count;
-  }
+  for (const NamedParameter& parameter : parameters) add(parameter);
+}
+
+void FlatParameters::add(const NamedParameter& parameter) {
+  const auto& [name, tensor] = parameter;
+  const std::size_t index = entries_.size();
+  const Segment& segment = layout_.segments()[layout_.segment_of(index)];
+  const std::int64_t count = tensor.numel(), offset = layout_.offset(index) - segment.begin;
+  const std::int64_t from = segment.chunk * group_.rank(), to = from + segment.chunk;
+  const std::int64_t begin = std::clamp(from, offset, offset + count);
+  const std::int64_t end = std::clamp(to, offset, offset + count);
+  Entry entry{name, tensor, {tensor.sizes().vec(), begin - offset, end - offset}, {}, {}};
+  entry.full = full_.narrow(0, layout_.offset(index), count).view(tensor.sizes()).variable_data();
+  entry.part = part_.narrow(0, segment.part + (begin < end ? begin - from : 0), end - begin).variable_data();
+  entry.full.copy_(tensor);
+  tensor.set_data(entry.full);
+  entries_.push_back(std::move(entry));
+}
+
+at::Tensor FlatParameters::in_memory(const Segment& segment) const {
+  return memory_.narrow(0, segment.begin + segment.chunk * group_.rank(), segment.chunk);
+}
+
+at::Tensor FlatParameters::in_part(const Segment& segment) const {
+  return part_.narrow(0, segment.part, segment.chunk);
 }
 
 void FlatParameters::set_memory(at::Tensor memory) {
@@ -58,11 +63,11 @@ void FlatParameters::broadcast() {
 
 void FlatParameters::keep_changes() {
   const at::NoGradGuard no_grad;
-  part_.copy_(memory_.narrow(0, chunk_ * group_.rank(), chunk_));
+  for (const Segment& segment : layout_.segments()) in_part(segment).copy_(in_memory(segment));
 }
 
 void FlatParameters::free() {
-  if (gather_.running()) end_gather();
+  if (!gathers_.empty()) end_gather();
   if (!gathered_) return;
   const at::NoGradGuard no_grad;
   for (const Entry& entry : entries_) entry.tensor.set_data(entry.part);
@@ -87,18 +92,23 @@ void FlatParameters::check_unchanged() const {
   }
 }
 
+/// The shared segment first: its length is that of no other unit, so a rank that gathers another one fails here.
 void FlatParameters::begin_gather() {
-  if (gathered_ || gather_.running()) return;
+  if (gathered_ || !gathers_.empty()) return;
   check_unchanged();
   const at::NoGradGuard no_grad;
-  memory_ = pool_->take(size(), part_.options());
-  memory_.narrow(0, chunk_ * group_.rank(), chunk_).copy_(part_);
-  gather_ = PartGather(group_, memory_, chunk_);
+  memory_ = pool_->take(layout_.size(), part_.options());
+  const std::vector<Segment>& segments = layout_.segments();
+  for (auto segment = segments.rbegin(); segment != segments.rend(); ++segment) {
+    in_memory(*segment).copy_(in_part(*segment));
+    gathers_.emplace_back(group_, memory_.narrow(0, segment->begin, segment->chunk * group_.size()),
+                          segment->chunk);
+  }
 }
 
 void FlatParameters::end_gather() {
-  if (!gather_.running()) return;
-  gather_.wait();
+  if (gathers_.empty()) return;
+  for (PartGather& gather : std::exchange(gathers_, {})) gather.wait();
   const at::NoGradGuard no_grad;
   set_memory(memory_);
   for (const Entry& entry : entries_) entry.tensor.set_data(entry.full);

@@ -12,6 +12,7 @@
 #include "sharded/state/flat_ranges.h"
 #include "sharded/state/part_gather.h"
 #include "sharded/units/buffer_pool.h"
+#include "sharded/units/flat_layout.h"
 
 namespace torchspan::sharded {
 
@@ -28,17 +29,15 @@ class FlatParameters {
   struct Entry {
     std::string name;
     at::Tensor tensor;
-    FlatRange range;          ///< elements of the parameter on this rank
-    std::int64_t offset = 0;  ///< of the parameter in the flat tensor
-    at::Tensor full, part;    ///< what the parameter is set to
+    FlatRange range;        ///< elements of the parameter on this rank
+    at::Tensor full, part;  ///< what the parameter is set to
   };
 
-  /// Takes the values of the parameters. `chunk`: elements of a rank's part; at least needed_chunk().
-  FlatParameters(const std::vector<NamedParameter>& parameters, const collective::Group& group,
-                 std::shared_ptr<BufferPool> pool, std::int64_t chunk);
+  /// Takes the values of the parameters.
+  FlatParameters(const std::vector<NamedParameter>& parameters, FlatLayout layout,
+                 const collective::Group& group, std::shared_ptr<BufferPool> pool);
   FlatParameters(const FlatParameters&) = delete;
   FlatParameters& operator=(const FlatParameters&) = delete;
-  static std::int64_t needed_chunk(const std::vector<NamedParameter>& parameters, int ranks);
 
   /// Collective: replaces the values with rank 0's.
   void broadcast();
@@ -53,25 +52,27 @@ class FlatParameters {
   bool is_gathered() const { return gathered_; }
 
   const std::vector<Entry>& entries() const { return entries_; }
+  const FlatLayout& layout() const { return layout_; }
   bool trained() const { return entries_[0].tensor.requires_grad(); }
-  std::int64_t chunk() const { return chunk_; }
-  std::int64_t size() const { return chunk_ * group_.size(); }
   const collective::Group& group() const { return group_; }
-  BufferPool& pool() const { return *pool_; }
   const at::Tensor& part() const { return part_; }
 
  private:
+  void add(const NamedParameter& parameter);
   void check_unchanged() const;
   void set_memory(at::Tensor memory);
+  /// This rank's chunk of a segment, in the flat tensor and in the part.
+  at::Tensor in_memory(const Segment& segment) const;
+  at::Tensor in_part(const Segment& segment) const;
 
+  const FlatLayout layout_;
   const collective::Group group_;
   const std::shared_ptr<BufferPool> pool_;
-  const std::int64_t chunk_;
   std::vector<Entry> entries_;
-  at::Tensor part_;    ///< this rank's part, of `chunk_` elements
+  at::Tensor part_;    ///< this rank's chunks of all segments
   at::Tensor full_;    ///< one storage for good, whose memory comes and goes: graphs may hold views of it
   at::Tensor memory_;  ///< of full_ while gathered or gathering
-  PartGather gather_;
+  std::vector<PartGather> gathers_;
   bool gathered_ = true;
 };
 

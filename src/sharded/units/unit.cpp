@@ -59,22 +59,22 @@ std::vector<at::Tensor> Unit::trained() const {
   return tensors;
 }
 
-void Unit::add_node(engine::NodePtr node) {
-  nodes_.push_back(std::move(node));
+void Unit::add_nodes(GradientNodes nodes) {
+  nodes_.push_back(std::move(nodes));
   set_edges();
 }
 
-void Unit::remove_node(const torch::autograd::Node& node) {
-  std::erase_if(nodes_, [&](const engine::NodePtr& one) { return one.get() == &node; });
+void Unit::remove_nodes(const torch::autograd::Node& all) {
+  std::erase_if(nodes_, [&](const GradientNodes& one) { return one.all.get() == &all; });
   set_edges();
 }
 
 /// An operation of an older node's forward needs the parameters to have any node when its backward runs.
 void Unit::set_edges() const {
-  std::uint32_t input = 0;
+  std::size_t next = 0;
   for (const at::Tensor& tensor : trained()) {
     torch::autograd::Edge edge;
-    if (!nodes_.empty()) edge = torch::autograd::Edge(nodes_.back(), input++);
+    if (!nodes_.empty()) edge = torch::autograd::Edge(nodes_.back().parameters[next++], 0);
     torch::autograd::impl::set_gradient_edge(tensor, std::move(edge));
   }
 }

@@ -12,6 +12,12 @@ namespace torchspan::sharded {
 
 class ShardedModel;
 
+/// The nodes of one forward that receive the gradients of a unit's trained parameters.
+struct GradientNodes {
+  engine::NodePtr all;  ///< runs when all gradients of a pass have arrived; null: none are trained
+  std::vector<engine::NodePtr> parameters;  ///< one for each trained parameter, followed by `all`
+};
+
 /// Parameters that are gathered and freed together. Counts its users; use it on the training thread, or on the thread
 /// that runs backward.
 class Unit {
@@ -45,9 +51,9 @@ class Unit {
   /// Number of gathers so far.
   std::uint64_t gathers() const { return gathers_; }
 
-  /// Gradients of the parameters go to `node` until remove_node(), input i for the i-th trained parameter.
-  void add_node(engine::NodePtr node);
-  void remove_node(const torch::autograd::Node& node);
+  /// Gradients of the parameters go to `nodes` until remove_nodes(nodes.all).
+  void add_nodes(GradientNodes nodes);
+  void remove_nodes(const torch::autograd::Node& all);
   std::vector<at::Tensor> trained() const;
   /// After a failure: no users, no nodes, no unfinished gradients.
   void reset();
@@ -60,7 +66,7 @@ class Unit {
   const std::weak_ptr<ShardedModel> model_;
   std::size_t users_ = 0;
   std::uint64_t gathers_ = 0;
-  std::vector<engine::NodePtr> nodes_;
+  std::vector<GradientNodes> nodes_;
 };
 
 }  // namespace torchspan::sharded
