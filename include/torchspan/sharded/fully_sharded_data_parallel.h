@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -17,6 +18,17 @@
 namespace torchspan {
 namespace sharded {
 
+/// dtypes of a training step, as PyTorch's MixedPrecisionPolicy of fully_shard(). Optimizer, checkpoints and parameters
+/// outside of units keep the dtype of the module; only floating-point tensors are cast.
+struct MixedPrecision {
+  std::optional<at::ScalarType> param_dtype = std::nullopt;  ///< of gathered parameters; none: the module's
+  std::optional<at::ScalarType> reduce_dtype =
+      std::nullopt;  ///< of reductions of gradients; none: the module's
+  std::optional<at::ScalarType> output_dtype =
+      std::nullopt;                 ///< of the whole module's outputs; none: as computed
+  bool cast_forward_inputs = true;  ///< to param_dtype: inputs of units and of the whole module
+};
+
 /// Options of FullyShardedDataParallel. Must be equal on all ranks.
 struct FullyShardedOptions {
   /// Frees a unit's parameters after its forward. False: they stay gathered until its backward, which saves a gather
@@ -29,6 +41,7 @@ struct FullyShardedOptions {
   std::size_t alone_bytes = std::size_t{1} << 20;
   /// Gradients that are reduced while backward goes on. If there are more, backward waits.
   std::size_t overlap_bytes = std::size_t{16} << 20;
+  MixedPrecision precision = {};
 };
 
 struct FullyShardedStats {
@@ -53,6 +66,7 @@ class WrappedUnits {
   const std::shared_ptr<Unit>& begin_forward();
   bool set_synchronize(bool synchronize);
   double clip_grad_norm(double max_norm, double norm_type);
+  bool on_any_rank(bool finding);
   void with_full_parameters(const std::function<void()>& body);
   checkpoint::SourcePtr module_source();
   checkpoint::SourcePtr optimizer_source(optim::Optimizer& optimizer);
@@ -82,8 +96,15 @@ class FullyShardedDataParallel {
   /// An exception on one rank fails the others' operations with its reason and breaks the group.
   template <class... Inputs>
   auto forward(Inputs&&... inputs) {
-    return sharded::run_unit(wrapped_->begin_forward(),
-                             [&] { return module_->forward(std::forward<Inputs>(inputs)...); });
+    const auto& root = wrapped_->begin_forward();
+    return sharded::run_unit(root, [&] {
+      if constexpr (sharded::RunsWith<Module, sharded::CastOf<Inputs>...>) {
+        const auto dtype = sharded::input_dtype(root);
+        return module_->forward(sharded::cast_input<sharded::CastFrom<Inputs>>(inputs, dtype)...);
+      } else {
+        return module_->forward(std::forward<Inputs>(inputs)...);
+      }
+    });
   }
   template <class... Inputs>
   auto operator()(Inputs&&... inputs) {
@@ -110,6 +131,9 @@ class FullyShardedDataParallel {
   double clip_grad_norm(double max_norm, double norm_type = 2) {
     return wrapped_->clip_grad_norm(max_norm, norm_type);
   }
+  /// Whether `finding` is true on any rank. Collective; for GradScalerOptions::agree, because each rank has other
+  /// parts of the gradients.
+  bool on_any_rank(bool finding) { return wrapped_->on_any_rank(finding); }
   /// Collective: runs `body` while all parameters are whole, for example to save them on one rank. Each rank keeps
   /// the changes of its parts.
   template <class Body>

@@ -18,9 +18,11 @@ bool divides_first(at::ScalarType dtype) { return dtype == at::kHalf || dtype ==
 
 }  // namespace
 
-GradientShards::GradientShards(FlatParameters& parameters, std::shared_ptr<ReductionQueue> queue)
+GradientShards::GradientShards(FlatParameters& parameters, std::shared_ptr<ReductionQueue> queue,
+                               at::ScalarType dtype)
     : parameters_(parameters),
       queue_(std::move(queue)),
+      options_(parameters.part().options().dtype(dtype)),
       used_(parameters.entries().size()),
       summed_(parameters.entries().size()),
       sums_(parameters.layout().segments().size()),
@@ -43,23 +45,21 @@ void GradientShards::add(std::size_t entry, const at::Tensor& gradient) {
   const std::size_t index = layout.segment_of(entry);
   const Segment& segment = layout.segments()[index];
   at::Tensor& sum = sums_[index];
-  if (!sum.defined())
-    sum = at::zeros({segment.chunk * parameters_.group().size()}, parameters_.part().options());
+  if (!sum.defined()) sum = at::zeros({segment.chunk * parameters_.group().size()}, options_);
   sum.narrow(0, layout.offset(entry) - segment.begin, gradient.numel()).view(gradient.sizes()).add_(gradient);
 }
 
 at::Tensor GradientShards::whole(const Segment& segment, at::Tensor sum,
                                  std::vector<at::Tensor> gradients) const {
   const std::int64_t size = segment.chunk * parameters_.group().size();
-  const at::TensorOptions options = parameters_.part().options();
   const bool is_new = !sum.defined();
   gradients.resize(segment.parameters.size());
   if (is_new && gradients.size() == 1 && gradients[0].defined()) {
     const at::Tensor& only = gradients[0];
-    const bool fits = only.numel() == size && only.is_contiguous() && only.dtype() == options.dtype();
+    const bool fits = only.numel() == size && only.is_contiguous() && only.dtype() == options_.dtype();
     if (fits && !divides_first(only.scalar_type())) return only.detach().view({size});
   }
-  if (is_new) sum = at::empty({size}, options);
+  if (is_new) sum = at::empty({size}, options_);
   std::int64_t end = 0;
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     const FlatParameters::Entry& entry = parameters_.entries()[segment.parameters[i]];
@@ -112,7 +112,9 @@ void GradientShards::keep(std::size_t segment, const at::Tensor& part, const at:
   if (average.defined()) {
     average.add_(part);
   } else {
-    average = part.data_ptr() == sent.data_ptr() ? part.clone() : part;
+    // In the parameters' dtype, and never in the memory of a gradient that others may have.
+    average = part.to(parameters_.part().scalar_type(), /*non_blocking=*/false,
+                      /*copy=*/part.data_ptr() == sent.data_ptr());
   }
 }
 

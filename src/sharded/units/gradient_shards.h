@@ -16,7 +16,8 @@ namespace torchspan::sharded {
 /// reduced separately.
 class GradientShards {
  public:
-  GradientShards(FlatParameters& parameters, std::shared_ptr<ReductionQueue> queue);
+  /// `dtype`: of sums and reductions.
+  GradientShards(FlatParameters& parameters, std::shared_ptr<ReductionQueue> queue, at::ScalarType dtype);
   GradientShards(const GradientShards&) = delete;
   GradientShards& operator=(const GradientShards&) = delete;
 
@@ -44,6 +45,7 @@ class GradientShards {
 
   FlatParameters& parameters_;
   const std::shared_ptr<ReductionQueue> queue_;
+  const at::TensorOptions options_;   ///< of sums and reductions
   std::vector<std::uint8_t> used_;    ///< by entry: in reductions since the last commit
   std::vector<std::uint8_t> summed_;  ///< by entry: in sums_
   std::vector<at::Tensor> sums_;      ///< by segment: whole gradients that were not reduced; undefined: none

@@ -17,6 +17,26 @@
 namespace torchspan::sharded {
 namespace {
 
+std::string name_of(const std::optional<at::ScalarType>& dtype) {
+  return dtype ? c10::toString(*dtype) : "that of the module";
+}
+
+/// What is wrong with the options; empty: nothing.
+std::string trouble_of(const FullyShardedOptions& options) {
+  const MixedPrecision& precision = options.precision;
+  for (const auto& dtype : {precision.param_dtype, precision.reduce_dtype, precision.output_dtype}) {
+    if (dtype && !at::isFloatingType(*dtype))
+      return fmt::format("the mixed precision policy has {}; give floating-point dtypes",
+                         c10::toString(*dtype));
+  }
+  return "";
+}
+
+/// The dtype of floating-point tensors; others keep theirs.
+at::ScalarType cast_of(at::ScalarType dtype, const std::optional<at::ScalarType>& wanted) {
+  return wanted && at::isFloatingType(dtype) ? *wanted : dtype;
+}
+
 /// Collective: throws on all ranks if their modules or options differ, or if one rank has failed.
 void agree_on_units(const collective::Group& group, const std::vector<ListedUnit>& units,
                     const FullyShardedOptions& options, const std::string& failure) {
@@ -34,7 +54,11 @@ void agree_on_units(const collective::Group& group, const std::vector<ListedUnit
                    {"prefetch", options.prefetch ? "true" : "false"},
                    {"initial_sync", options.initial_sync ? "true" : "false"},
                    {"alone_bytes", std::to_string(options.alone_bytes)},
-                   {"overlap_bytes", std::to_string(options.overlap_bytes)}};
+                   {"overlap_bytes", std::to_string(options.overlap_bytes)},
+                   {"param_dtype", name_of(options.precision.param_dtype)},
+                   {"reduce_dtype", name_of(options.precision.reduce_dtype)},
+                   {"output_dtype", name_of(options.precision.output_dtype)},
+                   {"cast_forward_inputs", options.precision.cast_forward_inputs ? "true" : "false"}};
   data_parallel::agree(group, mine, "parameters");
 }
 
@@ -49,7 +73,7 @@ ShardedModel::ShardedModel(collective::Group group, FullyShardedOptions options)
 
 void ShardedModel::divide(torch::nn::Module& module) {
   std::vector<ListedUnit> listed;
-  std::string failure;
+  std::string failure = trouble_of(options_);
   try {
     listed = units_of(module);
   } catch (const Error& error) {
@@ -77,15 +101,18 @@ void ShardedModel::add(const ListedUnit& unit, std::set<std::int64_t>& lengths) 
   for (const auto& parameters : unit.parts) {
     std::vector<std::int64_t> counts;
     for (const NamedParameter& parameter : parameters) counts.push_back(parameter.tensor.numel());
-    const std::size_t alone = options_.alone_bytes / parameters[0].tensor.dtype().itemsize();
+    const at::ScalarType dtype = parameters[0].tensor.scalar_type();
+    const std::size_t alone = options_.alone_bytes / c10::elementSize(dtype);
     FlatLayout layout(counts, group_.size(), std::max<std::int64_t>(static_cast<std::int64_t>(alone), 1),
                       lengths);
-    Unit::Part part{std::make_unique<FlatParameters>(parameters, std::move(layout), group_, pool_), nullptr};
-    if (options_.initial_sync) part.parameters->broadcast();
-    part.parameters->keep_changes();
-    part.parameters->free();
-    if (part.parameters->trained())
-      part.gradients = std::make_unique<GradientShards>(*part.parameters, reductions_);
+    FlatParameters::Terms terms{group_, pool_, cast_of(dtype, options_.precision.param_dtype)};
+    Unit::Part part{std::make_unique<FlatParameters>(parameters, std::move(layout), std::move(terms)),
+                    nullptr};
+    part.parameters->divide(options_.initial_sync ? &group_ : nullptr);
+    if (part.parameters->trained()) {
+      part.gradients = std::make_unique<GradientShards>(*part.parameters, reductions_,
+                                                        cast_of(dtype, options_.precision.reduce_dtype));
+    }
     parts.push_back(std::move(part));
   }
   units_.push_back(std::make_shared<Unit>(unit.name, std::move(parts), weak_from_this()));

@@ -40,6 +40,17 @@ void Unit::acquire() {
   ++users_;
 }
 
+void Unit::acquire_whole() {
+  if (!is_gathered()) ++gathers_;
+  for (const Part& part : parts_) part.parameters->begin_whole();
+  ++users_;
+}
+
+void Unit::release_whole() {
+  for (const Part& part : parts_) part.parameters->end_whole();
+  release();
+}
+
 void Unit::release(bool keep) {
   if (users_ > 0) --users_;
   if (!keep) free_if_idle();

@@ -43,6 +43,9 @@ class Unit {
   void prefetch();
   /// Collective: returns when the parameters are whole.
   void acquire();
+  /// Collective: as acquire() and release(), but the parameters have their own dtype, and changes of them are kept.
+  void acquire_whole();
+  void release_whole();
   /// Ends what one acquire() began; the last one frees the parameters unless `keep`.
   void release(bool keep = false);
   /// Frees the parameters unless they are in use.

@@ -35,6 +35,12 @@ class UnitForward::Impl {
   }
 
   std::vector<at::Tensor> finish(std::vector<at::Tensor> outputs) {
+    const auto dtype = model_->options().precision.output_dtype;
+    if (dtype && unit_ == model_->root()) {
+      for (at::Tensor& output : outputs) {
+        if (output.defined() && output.is_floating_point()) output = output.to(*dtype);
+      }
+    }
     if (record_) outputs = mark_unit_outputs(std::move(outputs), record_, gradients_);
     if (gradients_.all) unit_->remove_nodes(*gradients_.all);
     unit_->release(/*keep=*/record_ != nullptr && !model_->options().reshard_after_forward);
@@ -60,6 +66,11 @@ std::vector<at::Tensor> UnitForward::finish(std::vector<at::Tensor> outputs) {
   return impl_->finish(std::move(outputs));
 }
 void UnitForward::failed() noexcept { impl_->failed(); }
+
+std::optional<at::ScalarType> input_dtype(const std::shared_ptr<Unit>& unit) {
+  const MixedPrecision& precision = unit->model()->options().precision;
+  return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
+}
 
 void refuse_clone(const UnitModule& module) {
   if (!module.unit) return;

@@ -4,6 +4,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
@@ -88,18 +89,21 @@ double WrappedUnits::clip_grad_norm(double max_norm, double norm_type) {
   return clip_over_ranks(model_->group(), gradients, {max_norm, norm_type});
 }
 
+bool WrappedUnits::on_any_rank(bool finding) {
+  const at::Tensor found = at::full({1}, finding ? 1 : 0, at::kInt);
+  model_->group().all_reduce(found, collective::kMax).wait();
+  return found.item<int>() != 0;
+}
+
 void WrappedUnits::with_full_parameters(const std::function<void()>& body) {
-  for (const auto& unit : model_->units()) unit->acquire();
+  for (const auto& unit : model_->units()) unit->acquire_whole();
   try {
     body();
   } catch (...) {
     model_->fail("the body of with_full_parameters() threw: " + describe(std::current_exception()).text);
     throw;
   }
-  for (const auto& unit : model_->units()) {
-    for (const Unit::Part& part : unit->parts()) part.parameters->keep_changes();
-    unit->release();
-  }
+  for (const auto& unit : model_->units()) unit->release_whole();
 }
 
 checkpoint::SourcePtr WrappedUnits::module_source() {
