@@ -42,6 +42,9 @@ struct FullyShardedOptions {
   /// Gradients that are reduced while backward goes on. If there are more, backward waits.
   std::size_t overlap_bytes = std::size_t{16} << 20;
   MixedPrecision precision = {};
+  /// Hybrid sharding: this many adjacent ranks, such as those of a host, divide one copy of the model, and the copies
+  /// average their gradients. Must divide the number of ranks; 0: all ranks have one copy.
+  int shard_ranks = 0;
 };
 
 struct FullyShardedStats {

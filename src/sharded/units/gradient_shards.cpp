@@ -18,11 +18,10 @@ bool divides_first(at::ScalarType dtype) { return dtype == at::kHalf || dtype ==
 
 }  // namespace
 
-GradientShards::GradientShards(FlatParameters& parameters, std::shared_ptr<ReductionQueue> queue,
-                               at::ScalarType dtype)
+GradientShards::GradientShards(FlatParameters& parameters, Terms terms)
     : parameters_(parameters),
-      queue_(std::move(queue)),
-      options_(parameters.part().options().dtype(dtype)),
+      terms_(std::move(terms)),
+      options_(parameters.part().options().dtype(terms_.dtype)),
       used_(parameters.entries().size()),
       summed_(parameters.entries().size()),
       sums_(parameters.layout().segments().size()),
@@ -96,7 +95,7 @@ void GradientShards::reduce(std::size_t index, std::vector<at::Tensor> gradients
   Future<at::Tensor> running = group.reduce_scatter(
       sent.view(rows), divides_first(sent.scalar_type()) ? collective::kSum : collective::kAvg);
   const std::size_t bytes = sent.nbytes();
-  queue_->push(bytes, [this, index, sent = std::move(sent), running = std::move(running)] {
+  terms_.queue->push(bytes, [this, index, sent = std::move(sent), running = std::move(running)] {
     keep(index, running.wait().view({-1}), sent);
   });
 }
@@ -106,15 +105,19 @@ void GradientShards::reduce_all() {
   owes_ = false;
 }
 
-void GradientShards::keep(std::size_t segment, const at::Tensor& part, const at::Tensor& sent) {
+void GradientShards::keep(std::size_t segment, at::Tensor part, const at::Tensor& sent) {
   const at::NoGradGuard no_grad;
+  if (part.data_ptr() == sent.data_ptr()) part = part.clone();  // a gradient that others may have
+  if (terms_.replicas) {
+    const bool divides = divides_first(part.scalar_type());
+    if (divides) part.mul_(1.0 / terms_.replicas->size());
+    part = terms_.replicas->all_reduce(part, divides ? collective::kSum : collective::kAvg).wait();
+  }
   at::Tensor& average = averages_[segment];
   if (average.defined()) {
     average.add_(part);
   } else {
-    // In the parameters' dtype, and never in the memory of a gradient that others may have.
-    average = part.to(parameters_.part().scalar_type(), /*non_blocking=*/false,
-                      /*copy=*/part.data_ptr() == sent.data_ptr());
+    average = part.to(parameters_.part().scalar_type());
   }
 }
 

@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -16,8 +17,13 @@ namespace torchspan::sharded {
 /// reduced separately.
 class GradientShards {
  public:
-  /// `dtype`: of sums and reductions.
-  GradientShards(FlatParameters& parameters, std::shared_ptr<ReductionQueue> queue, at::ScalarType dtype);
+  struct Terms {
+    std::shared_ptr<ReductionQueue> queue;
+    at::ScalarType dtype;                       ///< of sums and reductions
+    std::optional<collective::Group> replicas;  ///< ranks with the same part of other copies of the model
+  };
+
+  GradientShards(FlatParameters& parameters, Terms terms);
   GradientShards(const GradientShards&) = delete;
   GradientShards& operator=(const GradientShards&) = delete;
 
@@ -41,10 +47,10 @@ class GradientShards {
 
  private:
   at::Tensor whole(const Segment& segment, at::Tensor sum, std::vector<at::Tensor> gradients) const;
-  void keep(std::size_t segment, const at::Tensor& part, const at::Tensor& sent);
+  void keep(std::size_t segment, at::Tensor part, const at::Tensor& sent);
 
   FlatParameters& parameters_;
-  const std::shared_ptr<ReductionQueue> queue_;
+  const Terms terms_;
   const at::TensorOptions options_;   ///< of sums and reductions
   std::vector<std::uint8_t> used_;    ///< by entry: in reductions since the last commit
   std::vector<std::uint8_t> summed_;  ///< by entry: in sums_

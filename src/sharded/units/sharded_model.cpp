@@ -58,14 +58,15 @@ void agree_on_units(const collective::Group& group, const std::vector<ListedUnit
                    {"param_dtype", name_of(options.precision.param_dtype)},
                    {"reduce_dtype", name_of(options.precision.reduce_dtype)},
                    {"output_dtype", name_of(options.precision.output_dtype)},
+                   {"shard_ranks", std::to_string(options.shard_ranks)},
                    {"cast_forward_inputs", options.precision.cast_forward_inputs ? "true" : "false"}};
   data_parallel::agree(group, mine, "parameters");
 }
 
 }  // namespace
 
-ShardedModel::ShardedModel(collective::Group group, FullyShardedOptions options)
-    : group_(group.split(0, group.rank())),
+ShardedModel::ShardedModel(const collective::Group& group, FullyShardedOptions options)
+    : groups_(group),
       options_(options),
       pool_(std::make_shared<BufferPool>()),
       reductions_(std::make_shared<ReductionQueue>(options.overlap_bytes, pool_)),
@@ -74,19 +75,21 @@ ShardedModel::ShardedModel(collective::Group group, FullyShardedOptions options)
 void ShardedModel::divide(torch::nn::Module& module) {
   std::vector<ListedUnit> listed;
   std::string failure = trouble_of(options_);
+  if (failure.empty()) failure = groups_.trouble(options_.shard_ranks);
   try {
     listed = units_of(module);
   } catch (const Error& error) {
     failure = error.message();
   }
-  agree_on_units(group_, listed, options_, failure);
+  agree_on_units(groups_.all(), listed, options_, failure);
   try {
+    groups_.split(options_.shard_ranks);
     std::set<std::int64_t> lengths;
     for (const ListedUnit& unit : listed) add(unit, lengths);
     if (!options_.initial_sync) return;
     const at::NoGradGuard no_grad;
     for (const at::Tensor& buffer : module.buffers()) {
-      if (buffer.defined()) group_.broadcast(buffer.variable_data(), 0).wait();
+      if (buffer.defined()) groups_.all().broadcast(buffer.variable_data(), 0).wait();
     }
   } catch (...) {
     fail("the parameters could not be divided: " + describe(std::current_exception()).text);
@@ -103,15 +106,17 @@ void ShardedModel::add(const ListedUnit& unit, std::set<std::int64_t>& lengths) 
     for (const NamedParameter& parameter : parameters) counts.push_back(parameter.tensor.numel());
     const at::ScalarType dtype = parameters[0].tensor.scalar_type();
     const std::size_t alone = options_.alone_bytes / c10::elementSize(dtype);
-    FlatLayout layout(counts, group_.size(), std::max<std::int64_t>(static_cast<std::int64_t>(alone), 1),
-                      lengths);
-    FlatParameters::Terms terms{group_, pool_, cast_of(dtype, options_.precision.param_dtype)};
+    FlatLayout layout(counts, groups_.copy().size(),
+                      std::max<std::int64_t>(static_cast<std::int64_t>(alone), 1), lengths);
+    FlatParameters::Terms terms{groups_.copy(), pool_, cast_of(dtype, options_.precision.param_dtype)};
     Unit::Part part{std::make_unique<FlatParameters>(parameters, std::move(layout), std::move(terms)),
                     nullptr};
-    part.parameters->divide(options_.initial_sync ? &group_ : nullptr);
+    part.parameters->divide(options_.initial_sync ? &groups_.all() : nullptr);
     if (part.parameters->trained()) {
-      part.gradients = std::make_unique<GradientShards>(*part.parameters, reductions_,
-                                                        cast_of(dtype, options_.precision.reduce_dtype));
+      part.gradients = std::make_unique<GradientShards>(
+          *part.parameters,
+          GradientShards::Terms{reductions_, cast_of(dtype, options_.precision.reduce_dtype),
+                                groups_.replicas()});
     }
     parts.push_back(std::move(part));
   }
@@ -267,7 +272,7 @@ void ShardedModel::commit() {
   if (used.empty()) return;
   const at::Tensor all = at::empty({static_cast<std::int64_t>(used.size())}, at::kInt);
   std::copy(used.begin(), used.end(), all.data_ptr<std::int32_t>());
-  group_.all_reduce(all, collective::kMax).wait();
+  groups_.all().all_reduce(all, collective::kMax).wait();
   const std::int32_t* next = all.data_ptr<std::int32_t>();
   for (const auto& unit : units_) {
     for (const Unit::Part& part : unit->parts()) {
@@ -282,8 +287,9 @@ void ShardedModel::fail(const std::string& reason) noexcept {
   in_forward_ = false;
   forwards_.clear();
   try {
-    const int rank = group_.ranks()[static_cast<std::size_t>(group_.rank())];
-    group_.abort(
+    const collective::Group& all = groups_.all();
+    const int rank = all.ranks()[static_cast<std::size_t>(all.rank())];
+    groups_.abort(
         Error(ErrorKind::kCancelled,
               fmt::format("rank {} failed, and a FullyShardedDataParallel cannot continue after that; build "
                           "the module again and restore a checkpoint: {}",

@@ -17,6 +17,7 @@
 #include "sharded/units/buffer_pool.h"
 #include "sharded/units/gradient_stream.h"
 #include "sharded/units/reduction_queue.h"
+#include "sharded/units/shard_groups.h"
 #include "sharded/units/unit.h"
 #include "sharded/units/unit_list.h"
 #include "sharded/units/unit_nodes.h"
@@ -27,7 +28,7 @@ namespace torchspan::sharded {
 /// thread that runs backward.
 class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
  public:
-  ShardedModel(collective::Group group, FullyShardedOptions options);
+  ShardedModel(const collective::Group& group, FullyShardedOptions options);
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
 
@@ -50,7 +51,7 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   /// Breaks the group with a failure of this rank.
   void fail(const std::string& reason) noexcept;
 
-  const collective::Group& group() const { return group_; }
+  const ShardGroups& groups() const { return groups_; }
   const FullyShardedOptions& options() const { return options_; }
   const std::shared_ptr<engine::NativeEnginePasses>& passes() const { return passes_; }
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
@@ -78,7 +79,7 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   void finish(const std::shared_ptr<engine::PassEnd>& end);
   void commit();
 
-  const collective::Group group_;
+  ShardGroups groups_;
   const FullyShardedOptions options_;
   const std::shared_ptr<BufferPool> pool_;
   const std::shared_ptr<ReductionQueue> reductions_;

@@ -40,6 +40,7 @@ class UnitsSource final : public checkpoint::StateSource {
   }
 
   void save(checkpoint::StateWriter& writer) const override {
+    if (!model_->groups().is_first_copy()) return;
     for_each_entry(*model_, [&](const Entry& entry) {
       if (entry.range.count() > 0) save_range(writer, entry.name, entry.part, entry.range);
     });
@@ -60,6 +61,17 @@ class UnitsSource final : public checkpoint::StateSource {
   const std::shared_ptr<ShardedModel> model_;
   std::set<const c10::TensorImpl*> seen_;
   std::vector<std::pair<std::string, at::Tensor>> buffers_;
+};
+
+/// The state of a copy of the model that the ranks of another copy save.
+class LoadedSource final : public checkpoint::StateSource {
+ public:
+  explicit LoadedSource(checkpoint::SourcePtr source) : source_(std::move(source)) {}
+  void save(checkpoint::StateWriter&) const override {}
+  void load(const checkpoint::StateReader& reader) override { source_->load(reader); }
+
+ private:
+  const checkpoint::SourcePtr source_;
 };
 
 }  // namespace
@@ -86,12 +98,12 @@ double WrappedUnits::clip_grad_norm(double max_norm, double norm_type) {
   for_each_entry(*model_, [&](const Entry& entry) {
     if (entry.tensor.mutable_grad().defined()) gradients.push_back(entry.tensor.mutable_grad());
   });
-  return clip_over_ranks(model_->group(), gradients, {max_norm, norm_type});
+  return clip_over_ranks(model_->groups().copy(), gradients, {max_norm, norm_type});
 }
 
 bool WrappedUnits::on_any_rank(bool finding) {
   const at::Tensor found = at::full({1}, finding ? 1 : 0, at::kInt);
-  model_->group().all_reduce(found, collective::kMax).wait();
+  model_->groups().all().all_reduce(found, collective::kMax).wait();
   return found.item<int>() != 0;
 }
 
@@ -113,7 +125,9 @@ checkpoint::SourcePtr WrappedUnits::module_source() {
 checkpoint::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer) {
   std::map<std::string, FlatRange> ranges;
   for_each_entry(*model_, [&](const Entry& entry) { ranges.emplace(entry.name, entry.range); });
-  return ranged_optimizer_source(optimizer, std::move(ranges));
+  auto source = ranged_optimizer_source(optimizer, std::move(ranges));
+  if (model_->groups().is_first_copy()) return source;
+  return std::make_unique<LoadedSource>(std::move(source));
 }
 
 FullyShardedStats WrappedUnits::stats() const {
