@@ -2,7 +2,6 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -13,39 +12,12 @@
 
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/collective/group.h>
+#include <torchspan/sharded/fully_sharded_options.h>
 #include <torchspan/sharded/sharded_module.h>
+#include <torchspan/sharded/unit_builder.h>
 
 namespace torchspan {
 namespace sharded {
-
-/// dtypes of a training step, as PyTorch's MixedPrecisionPolicy of fully_shard(). Optimizer, checkpoints and parameters
-/// outside of units keep the dtype of the module; only floating-point tensors are cast.
-struct MixedPrecision {
-  std::optional<at::ScalarType> param_dtype = std::nullopt;  ///< of gathered parameters; none: the module's
-  std::optional<at::ScalarType> reduce_dtype =
-      std::nullopt;  ///< of reductions of gradients; none: the module's
-  std::optional<at::ScalarType> output_dtype =
-      std::nullopt;                 ///< of the whole module's outputs; none: as computed
-  bool cast_forward_inputs = true;  ///< to param_dtype: inputs of units and of the whole module
-};
-
-/// Options of FullyShardedDataParallel. Must be equal on all ranks.
-struct FullyShardedOptions {
-  /// Frees a unit's parameters after its forward. False: they stay gathered until its backward, which saves a gather
-  /// and costs memory (ZeRO stage 2).
-  bool reshard_after_forward = true;
-  bool prefetch = true;      ///< gathers the next unit while one computes
-  bool initial_sync = true;  ///< rank 0's parameters and buffers; false: those of each rank must be equal
-  /// Gradients of parameters of at least this size are reduced alone, as soon as backward has computed them, from the
-  /// last such parameter of a unit to the first; those of smaller ones together.
-  std::size_t alone_bytes = std::size_t{1} << 20;
-  /// Gradients that are reduced while backward goes on. If there are more, backward waits.
-  std::size_t overlap_bytes = std::size_t{16} << 20;
-  MixedPrecision precision = {};
-  /// Hybrid sharding: this many adjacent ranks, such as those of a host, divide one copy of the model, and the copies
-  /// average their gradients. Must divide the number of ranks; 0: all ranks have one copy.
-  int shard_ranks = 0;
-};
 
 struct FullyShardedStats {
   std::vector<std::string> units;  ///< names; "" is the root, whose parameters are in no other unit
@@ -54,13 +26,12 @@ struct FullyShardedStats {
   std::uint64_t gathers = 0;   ///< of units
 };
 
-class ShardedModel;
-
 /// The untyped half of FullyShardedDataParallel.
 class WrappedUnits {
  public:
   WrappedUnits(std::shared_ptr<torch::nn::Module> module, collective::Group group,
                FullyShardedOptions options);
+  WrappedUnits(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<ShardedModel> model);
   ~WrappedUnits();
   WrappedUnits(const WrappedUnits&) = delete;
   WrappedUnits& operator=(const WrappedUnits&) = delete;
@@ -94,6 +65,10 @@ class FullyShardedDataParallel {
   FullyShardedDataParallel(Module module, collective::Group group, sharded::FullyShardedOptions options = {})
       : module_(std::move(module)),
         wrapped_(std::make_unique<sharded::WrappedUnits>(pointer(module_), std::move(group), options)) {}
+  /// The same with the group and options of a builder, which has divided units of the module.
+  FullyShardedDataParallel(Module module, const UnitBuilder& builder)
+      : module_(std::move(module)),
+        wrapped_(std::make_unique<sharded::WrappedUnits>(pointer(module_), builder.model())) {}
 
   /// Runs the module's forward. Collective, also under NoGradGuard: all ranks run the same units in the same order.
   /// An exception on one rank fails the others' operations with its reason and breaks the group.

@@ -107,6 +107,15 @@ void FlatParameters::free() {
   pool_->give(std::move(memory));
 }
 
+bool FlatParameters::set_name(const at::Tensor& parameter, const std::string& name) {
+  for (Entry& entry : entries_) {
+    if (!entry.tensor.is_same(parameter)) continue;
+    entry.name = name;
+    return true;
+  }
+  return false;
+}
+
 void FlatParameters::check_unchanged() const {
   for (const Entry& entry : entries_) {
     const bool same =

@@ -59,6 +59,8 @@ class FlatParameters {
   void begin_whole();
   void end_whole();
 
+  /// Names a parameter; returns whether it is one of these.
+  bool set_name(const at::Tensor& parameter, const std::string& name);
   const std::vector<Entry>& entries() const { return entries_; }
   const FlatLayout& layout() const { return layout_; }
   bool trained() const { return entries_[0].tensor.requires_grad(); }

@@ -72,20 +72,36 @@ ShardedModel::ShardedModel(const collective::Group& group, FullyShardedOptions o
       reductions_(std::make_shared<ReductionQueue>(options.overlap_bytes, pool_)),
       passes_(std::make_shared<engine::NativeEnginePasses>()) {}
 
-void ShardedModel::divide(torch::nn::Module& module) {
+std::vector<ListedUnit> ShardedModel::listed_by_all(torch::nn::Module& module, bool complete) {
   std::vector<ListedUnit> listed;
   std::string failure = trouble_of(options_);
   if (failure.empty()) failure = groups_.trouble(options_.shard_ranks);
   try {
-    listed = units_of(module);
+    listed = units_of(module, built_);
+    if (complete) check_built(listed, built_);
   } catch (const Error& error) {
     failure = error.message();
   }
   agree_on_units(groups_.all(), listed, options_, failure);
+  if (lengths_.empty()) groups_.split(options_.shard_ranks);
+  return listed;
+}
+
+void ShardedModel::divide_unit(torch::nn::Module& unit) {
+  std::vector<ListedUnit> listed = listed_by_all(unit, /*complete=*/false);
+  for (std::size_t i = 1; i < listed.size(); ++i) {  // the root has no parameters
+    if (!listed[i].divided) built_.push_back(divided(listed[i]));
+  }
+}
+
+void ShardedModel::divide(torch::nn::Module& module) {
+  const std::vector<ListedUnit> listed = listed_by_all(module, /*complete=*/true);
   try {
-    groups_.split(options_.shard_ranks);
-    std::set<std::int64_t> lengths;
-    for (const ListedUnit& unit : listed) add(unit, lengths);
+    for (const ListedUnit& unit : listed) {
+      units_.push_back(unit.divided ? unit.divided : divided(unit));
+      units_.back()->set_name(unit.name);
+    }
+    built_.clear();
     if (!options_.initial_sync) return;
     const at::NoGradGuard no_grad;
     for (const at::Tensor& buffer : module.buffers()) {
@@ -99,7 +115,7 @@ void ShardedModel::divide(torch::nn::Module& module) {
 
 /// No two units have shared segments of equal length: ranks that run different units get an error instead of other
 /// parameters.
-void ShardedModel::add(const ListedUnit& unit, std::set<std::int64_t>& lengths) {
+std::shared_ptr<Unit> ShardedModel::divided(const ListedUnit& unit) {
   std::vector<Unit::Part> parts;
   for (const auto& parameters : unit.parts) {
     std::vector<std::int64_t> counts;
@@ -107,7 +123,7 @@ void ShardedModel::add(const ListedUnit& unit, std::set<std::int64_t>& lengths) 
     const at::ScalarType dtype = parameters[0].tensor.scalar_type();
     const std::size_t alone = options_.alone_bytes / c10::elementSize(dtype);
     FlatLayout layout(counts, groups_.copy().size(),
-                      std::max<std::int64_t>(static_cast<std::int64_t>(alone), 1), lengths);
+                      std::max<std::int64_t>(static_cast<std::int64_t>(alone), 1), lengths_);
     FlatParameters::Terms terms{groups_.copy(), pool_, cast_of(dtype, options_.precision.param_dtype)};
     Unit::Part part{std::make_unique<FlatParameters>(parameters, std::move(layout), std::move(terms)),
                     nullptr};
@@ -120,8 +136,9 @@ void ShardedModel::add(const ListedUnit& unit, std::set<std::int64_t>& lengths) 
     }
     parts.push_back(std::move(part));
   }
-  units_.push_back(std::make_shared<Unit>(unit.name, std::move(parts), weak_from_this()));
-  if (unit.module != nullptr) unit.module->unit = units_.back();
+  auto made = std::make_shared<Unit>(unit.name, std::move(parts), weak_from_this());
+  if (unit.module != nullptr) unit.module->unit = made;
+  return made;
 }
 
 void ShardedModel::begin_forward() {

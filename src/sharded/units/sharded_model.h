@@ -32,8 +32,10 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
 
-  /// Collective, once: divides the module's parameters.
+  /// Collective, once: divides the parameters of the module that divide_unit() has not divided.
   void divide(torch::nn::Module& module);
+  /// Collective: divides the parameters of a unit and of those in it, before divide() of a module that contains it.
+  void divide_unit(torch::nn::Module& unit);
 
   /// A forward of the whole module begins.
   void begin_forward();
@@ -56,6 +58,7 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   const std::shared_ptr<engine::NativeEnginePasses>& passes() const { return passes_; }
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
   const std::shared_ptr<Unit>& root() const { return units_[0]; }
+  bool is_root(const std::shared_ptr<Unit>& unit) const { return !units_.empty() && units_[0] == unit; }
   BufferPool& pool() const { return *pool_; }
   bool synchronizes() const { return synchronize_; }
   bool set_synchronize(bool synchronize) { return std::exchange(synchronize_, synchronize); }
@@ -71,7 +74,9 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
     std::vector<Open> open;  ///< forwards whose gradients are not complete
     bool reduces = false;
   };
-  void add(const ListedUnit& unit, std::set<std::int64_t>& chunks);
+  /// Lists the units of a module, and makes the groups if it is the first; throws on all ranks if one fails.
+  std::vector<ListedUnit> listed_by_all(torch::nn::Module& module, bool complete);
+  std::shared_ptr<Unit> divided(const ListedUnit& unit);
   Pass& pass_of(engine::GradientSink& sink);
   Open& open_of(const UnitGradients& node);
   /// Whether LibTorch runs the pass that came to the unit, not an inner one that computes a part of it again.
@@ -84,7 +89,9 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   const std::shared_ptr<BufferPool> pool_;
   const std::shared_ptr<ReductionQueue> reductions_;
   const std::shared_ptr<engine::NativeEnginePasses> passes_;
+  std::vector<std::shared_ptr<Unit>> built_;                ///< by divide_unit()
   std::vector<std::shared_ptr<Unit>> units_;                ///< the root first
+  std::set<std::int64_t> lengths_;                          ///< of shared segments, which all differ
   std::vector<std::shared_ptr<Unit>> sequence_, previous_;  ///< units of this forward and of the last one
   std::map<std::shared_ptr<engine::PassEnd>, Pass> running_;
   std::vector<RecordPtr> forwards_;  ///< that run now, the outermost first

@@ -16,6 +16,11 @@ std::string Unit::describe() const {
   return name_.empty() ? "the root unit" : fmt::format("unit '{}'", name_);
 }
 
+bool Unit::name_parameter(const at::Tensor& parameter, const std::string& name) {
+  return std::any_of(parts_.begin(), parts_.end(),
+                     [&](const Part& part) { return part.parameters->set_name(parameter, name); });
+}
+
 std::shared_ptr<ShardedModel> Unit::model() const {
   if (auto model = model_.lock()) return model;
   throw Error(ErrorKind::kInvalid,

@@ -33,6 +33,9 @@ class Unit {
   Unit& operator=(const Unit&) = delete;
 
   const std::string& name() const { return name_; }
+  void set_name(std::string name) { name_ = std::move(name); }
+  /// Sets the name of a parameter; returns whether the unit has it.
+  bool name_parameter(const at::Tensor& parameter, const std::string& name);
   /// "unit 'blocks.3'" or "the root unit".
   std::string describe() const;
   std::vector<Part>& parts() { return parts_; }
@@ -64,7 +67,7 @@ class Unit {
  private:
   void set_edges() const;
 
-  const std::string name_;
+  std::string name_;
   std::vector<Part> parts_;
   const std::weak_ptr<ShardedModel> model_;
   std::size_t users_ = 0;

@@ -36,7 +36,7 @@ class UnitForward::Impl {
 
   std::vector<at::Tensor> finish(std::vector<at::Tensor> outputs) {
     const auto dtype = model_->options().precision.output_dtype;
-    if (dtype && unit_ == model_->root()) {
+    if (dtype && model_->is_root(unit_)) {
       for (at::Tensor& output : outputs) {
         if (output.defined() && output.is_floating_point()) output = output.to(*dtype);
       }

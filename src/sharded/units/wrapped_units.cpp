@@ -84,6 +84,17 @@ WrappedUnits::WrappedUnits(std::shared_ptr<torch::nn::Module> module, collective
   model_->divide(*module_);
 }
 
+WrappedUnits::WrappedUnits(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<ShardedModel> model)
+    : module_(std::move(module)), model_(std::move(model)) {
+  if (!module_) throw Error(ErrorKind::kInvalid, "the module is null");
+  if (!model_->units().empty()) {
+    throw Error(
+        ErrorKind::kInvalid,
+        "the UnitBuilder has been given to a FullyShardedDataParallel already; make one for each model");
+  }
+  model_->divide(*module_);
+}
+
 WrappedUnits::~WrappedUnits() = default;
 
 const std::shared_ptr<Unit>& WrappedUnits::begin_forward() {
