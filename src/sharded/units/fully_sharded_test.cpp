@@ -128,7 +128,7 @@ TEST(FullySharded, ParametersAreWholeOnlyInsideTheirUnit) {
   });
 }
 
-// peer: fsdp test_fully_shard_training_memory: same: two gathered units and a unit's gradients
+// peer: fsdp test_fully_shard_training_memory: same: two gathered units and the gradients of the largest parameter
 TEST(FullySharded, GathersAtMostTwoUnitsAndTheGradientsOfOne) {
   for (const bool prefetch : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
@@ -143,6 +143,22 @@ TEST(FullySharded, GathersAtMostTwoUnitsAndTheGradientsOfOne) {
       EXPECT_EQ(model.stats().gathers, 3 * 4 * 2U);
     });
   }
+}
+
+TEST(FullySharded, FrozenUnitsAreFreedWhenTheirBackwardEnds) {
+  on_ranks(2, [&](const Rank& self) {
+    Net net;
+    for (auto& block : net->blocks) {
+      for (auto& parameter : block->parameters()) parameter.requires_grad_(false);
+    }
+    FullyShardedDataParallel<Net> model(net, self.group, {.overlap_bytes = 0});
+    for (int step = 0; step < 2; ++step)
+      model(input(self.rank, step).requires_grad_()).pow(2).sum().backward();
+    const std::size_t unit = sizeof(double) * (kWidth * kWidth + 2 * kWidth + 8);
+    const std::size_t root = sizeof(double) * (2 * kWidth + 8);
+    EXPECT_LE(model.stats().peak_bytes, 2 * unit + root);
+    EXPECT_TRUE(net->head.grad().defined());
+  });
 }
 
 /// Some ranks use both weights, others one or none of them.

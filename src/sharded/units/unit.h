@@ -14,7 +14,7 @@ class ShardedModel;
 
 /// The nodes of one forward that receive the gradients of a unit's trained parameters.
 struct GradientNodes {
-  engine::NodePtr all;  ///< runs when all gradients of a pass have arrived; null: none are trained
+  engine::NodePtr all;  ///< runs when all gradients of a pass have arrived; null: no backward follows
   std::vector<engine::NodePtr> parameters;  ///< one for each trained parameter, followed by `all`
 };
 

@@ -65,7 +65,6 @@ torch::autograd::variable_list ParameterGradient::apply(torch::autograd::variabl
 
 GradientNodes make_gradient_nodes(const RecordPtr& record) {
   const std::vector<at::Tensor> trained = record->unit->trained();
-  if (trained.empty()) return {};
   const auto all = engine::make_node<UnitGradients>(record);
   GradientNodes nodes{all, {}};
   for (std::size_t i = 0; i < trained.size(); ++i) {
