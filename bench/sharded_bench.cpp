@@ -165,7 +165,8 @@ void conduct(const std::string& only) {
   }
   double ddp = 0;
   for (const char* kind : {"ddp", "zero", "kept", "fully"}) {
-    if (!std::string("sharded/memory").starts_with(only)) continue;
+    const std::string name = std::string("sharded/memory/") + kind;
+    if (!name.starts_with(only) && !only.starts_with(name)) continue;
     auto figures = measure(kind, 4);
     if (figures.empty()) continue;
     if (std::string(kind) == "ddp") ddp = figures["peak"];

@@ -12,34 +12,26 @@
 
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/collective/group.h>
+#include <torchspan/sharded/fully_sharded_options.h>
 #include <torchspan/sharded/sharded_module.h>
+#include <torchspan/sharded/unit_builder.h>
 
 namespace torchspan {
 namespace sharded {
 
-/// Options of FullyShardedDataParallel. Must be equal on all ranks.
-struct FullyShardedOptions {
-  /// Frees a unit's parameters after its forward. False: they stay gathered until its backward, which saves a gather
-  /// and costs memory (ZeRO stage 2).
-  bool reshard_after_forward = true;
-  bool prefetch = true;      ///< gathers the next unit while one computes
-  bool initial_sync = true;  ///< rank 0's parameters and buffers; false: those of each rank must be equal
-};
-
 struct FullyShardedStats {
   std::vector<std::string> units;  ///< names; "" is the root, whose parameters are in no other unit
   std::size_t part_bytes = 0;      ///< of this rank's parts of the parameters
-  std::size_t peak_bytes = 0;  ///< largest memory of gathered units and of gradients before their reduction
-  std::uint64_t gathers = 0;   ///< of units
+  std::size_t peak_bytes = 0;      ///< largest memory of gathered units and of gradients in reductions
+  std::uint64_t gathers = 0;       ///< of units
 };
-
-class ShardedModel;
 
 /// The untyped half of FullyShardedDataParallel.
 class WrappedUnits {
  public:
   WrappedUnits(std::shared_ptr<torch::nn::Module> module, collective::Group group,
                FullyShardedOptions options);
+  WrappedUnits(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<ShardedModel> model);
   ~WrappedUnits();
   WrappedUnits(const WrappedUnits&) = delete;
   WrappedUnits& operator=(const WrappedUnits&) = delete;
@@ -48,6 +40,7 @@ class WrappedUnits {
   const std::shared_ptr<Unit>& begin_forward();
   bool set_synchronize(bool synchronize);
   double clip_grad_norm(double max_norm, double norm_type);
+  bool on_any_rank(bool finding);
   void with_full_parameters(const std::function<void()>& body);
   checkpoint::SourcePtr module_source();
   checkpoint::SourcePtr optimizer_source(optim::Optimizer& optimizer);
@@ -72,13 +65,24 @@ class FullyShardedDataParallel {
   FullyShardedDataParallel(Module module, collective::Group group, sharded::FullyShardedOptions options = {})
       : module_(std::move(module)),
         wrapped_(std::make_unique<sharded::WrappedUnits>(pointer(module_), std::move(group), options)) {}
+  /// The same with the group and options of a builder, which has divided units of the module.
+  FullyShardedDataParallel(Module module, const UnitBuilder& builder)
+      : module_(std::move(module)),
+        wrapped_(std::make_unique<sharded::WrappedUnits>(pointer(module_), builder.model())) {}
 
   /// Runs the module's forward. Collective, also under NoGradGuard: all ranks run the same units in the same order.
   /// An exception on one rank fails the others' operations with its reason and breaks the group.
   template <class... Inputs>
   auto forward(Inputs&&... inputs) {
-    return sharded::run_unit(wrapped_->begin_forward(),
-                             [&] { return module_->forward(std::forward<Inputs>(inputs)...); });
+    const auto& root = wrapped_->begin_forward();
+    return sharded::run_unit(root, [&] {
+      if constexpr (sharded::RunsWith<Module, sharded::CastOf<Inputs>...>) {
+        const auto dtype = sharded::input_dtype(root);
+        return module_->forward(sharded::cast_input<sharded::CastFrom<Inputs>>(inputs, dtype)...);
+      } else {
+        return module_->forward(std::forward<Inputs>(inputs)...);
+      }
+    });
   }
   template <class... Inputs>
   auto operator()(Inputs&&... inputs) {
@@ -105,6 +109,9 @@ class FullyShardedDataParallel {
   double clip_grad_norm(double max_norm, double norm_type = 2) {
     return wrapped_->clip_grad_norm(max_norm, norm_type);
   }
+  /// Whether `finding` is true on any rank. Collective; for GradScalerOptions::agree, because each rank has other
+  /// parts of the gradients.
+  bool on_any_rank(bool finding) { return wrapped_->on_any_rank(finding); }
   /// Collective: runs `body` while all parameters are whole, for example to save them on one rank. Each rank keeps
   /// the changes of its parts.
   template <class Body>

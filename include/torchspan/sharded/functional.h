@@ -33,4 +33,11 @@ at::Tensor gather_parts(const at::Tensor& part, const collective::Group& group, 
 /// whole -> this rank's part, split evenly along `dim`. Backward: the concatenated gradients.
 at::Tensor own_part(const at::Tensor& whole, const collective::Group& group, std::int64_t dim = -1);
 
+/// The mean cross entropy of scores whose classes are divided among the ranks, such as the outputs of a
+/// ColumnParallelLinear: `part`, of shape [..., this rank's classes], has the classes after those of lower ranks.
+/// `targets`, of shape [...], has class numbers, the same on all ranks. Never gathers the scores. Float32 at least.
+/// Throws Error{kInvalid} for a number without a class.
+at::Tensor vocabulary_parallel_cross_entropy(const at::Tensor& part, const at::Tensor& targets,
+                                             const collective::Group& group);
+
 }  // namespace torchspan::functional

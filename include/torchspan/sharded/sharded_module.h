@@ -35,8 +35,10 @@ class ShardedImpl<Base, Result (Owner::*)(Inputs...)> : public Base, public shar
 
   std::decay_t<Result> forward(Inputs... inputs) {
     if (!unit) return Base::forward(std::forward<Inputs>(inputs)...);
-    return sharded::run_unit(
-        unit, [&]() -> std::decay_t<Result> { return Base::forward(std::forward<Inputs>(inputs)...); });
+    return sharded::run_unit(unit, [&]() -> std::decay_t<Result> {
+      const auto dtype = sharded::input_dtype(unit);
+      return Base::forward(sharded::cast_input<Inputs>(inputs, dtype)...);
+    });
   }
   /// A divided unit cannot be cloned: Error{kUnsupported}.
   std::shared_ptr<torch::nn::Module> clone(const sharded::CloneDevice& device = {}) const override {

@@ -17,6 +17,9 @@
 #include <torchspan/collective/group.h>
 
 namespace torchspan {
+namespace optim {
+class Optimizer;
+}
 
 /// This rank's part of a parameter: rows or columns from `first` on, along dimension `dim`.
 struct ParameterPart {
@@ -130,5 +133,8 @@ TORCH_MODULE(SequenceParallelLayerNorm);
 /// For CheckpointManager::add_source(): the parameters and buffers of a module with such layers under the names and
 /// shapes of the whole module, so that any number of ranks, or a program without parts, restores them.
 std::unique_ptr<checkpoint::StateSource> tensor_parallel_source(std::shared_ptr<torch::nn::Module> module);
+/// The same for the state of an optimizer made as optim::Optimizer(module, spec), which must outlive the source.
+std::unique_ptr<checkpoint::StateSource> tensor_parallel_optimizer_source(optim::Optimizer& optimizer,
+                                                                          const torch::nn::Module& module);
 
 }  // namespace torchspan

@@ -10,6 +10,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "sharded/state/entry_name.h"
+
 namespace torchspan::sharded {
 namespace {
 
@@ -45,20 +47,6 @@ void append_boxes(std::vector<AdjacentBox>& boxes, const Sizes& shape, Sizes off
 at::Tensor box_in(const at::Tensor& flat, const AdjacentBox& box, const FlatRange& range) {
   return flat.narrow(0, box.begin - range.begin, box.count).view(box.size);
 }
-
-constexpr std::string_view kParameter = ".parameter.";
-
-/// "weight" and "exp_avg" of "group.0.parameter.weight.exp_avg"; empty names if it is no such entry.
-struct EntryName {
-  explicit EntryName(const std::string& key) {
-    const std::size_t mark = key.find(kParameter), dot = key.rfind('.');
-    if (!key.starts_with("group.") || mark == std::string::npos || dot < mark + kParameter.size()) return;
-    parameter = key.substr(mark + kParameter.size(), dot - mark - kParameter.size());
-    entry = key.substr(dot + 1);
-    owner = key.substr(0, dot);
-  }
-  std::string parameter, entry, owner;
-};
 
 class RangedOptimizerSource final : public checkpoint::StateSource {
  public:

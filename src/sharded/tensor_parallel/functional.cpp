@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 #include <functional>
+#include <memory>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
@@ -103,6 +104,37 @@ at::Tensor exchanged(const at::Tensor& tensor, const Group& group, std::int64_t 
   return at::cat(group.all_to_all(std::move(parts)).wait(), concat_dim);
 }
 
+/// The classes [first, end) of `all` are on this rank.
+struct ClassRange {
+  ClassRange(std::int64_t count, const Group& group) {
+    int rank = 0;
+    for (const at::Tensor& its : group.all_gather(at::full({1}, count, at::kLong)).wait()) {
+      if (rank++ == group.rank()) first = all;
+      all += its.item<std::int64_t>();
+    }
+    end = first + count;
+  }
+  std::int64_t first = 0, end = 0, all = 0;
+};
+
+void check_targets(const at::Tensor& part, const at::Tensor& targets, std::int64_t classes,
+                   const Group& group) {
+  if (part.dim() == 0 || part.size(-1) == 0 || part.sizes().slice(0, part.dim() - 1) != targets.sizes()) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("vocabulary_parallel_cross_entropy on rank {}: scores of shape [{}] and targets of shape "
+                    "[{}]; scores have one more dimension, with at least one class",
+                    group.rank(), fmt::join(part.sizes().vec(), ", "),
+                    fmt::join(targets.sizes().vec(), ", ")));
+  }
+  if (targets.numel() == 0) return;
+  const auto least = targets.min().item<std::int64_t>(), most = targets.max().item<std::int64_t>();
+  if (least >= 0 && most < classes) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("vocabulary_parallel_cross_entropy on rank {}: target {} of {} classes",
+                          group.rank(), least < 0 ? least : most, classes));
+}
+
 }  // namespace
 
 at::Tensor all_reduce(const at::Tensor& tensor, const Group& group) {
@@ -160,6 +192,36 @@ at::Tensor own_part(const at::Tensor& whole, const Group& group, std::int64_t di
   return recorded(
       "own_part", whole, [&](const at::Tensor& one) { return part_of(one, group, at); },
       [group, at](const at::Tensor& gradient) { return concatenated(gradient, group, at); });
+}
+
+at::Tensor vocabulary_parallel_cross_entropy(const at::Tensor& part, const at::Tensor& targets,
+                                             const Group& group) {
+  const ClassRange range(part.dim() == 0 ? 0 : part.size(-1), group);
+  check_targets(part, targets, range.all, group);
+  const auto gradient_of_scores = std::make_shared<at::Tensor>();
+  const auto forward = [&](const at::Tensor& scores) {
+    const bool narrow = scores.scalar_type() == at::kHalf || scores.scalar_type() == at::kBFloat16;
+    at::Tensor shifted = narrow ? scores.to(at::kFloat) : scores;
+    const at::Tensor largest = shifted.amax(-1).contiguous();
+    group.all_reduce(largest, collective::kMax).wait();
+    shifted = shifted - largest.unsqueeze(-1);
+    const at::Tensor here = targets.ge(range.first).logical_and(targets.lt(range.end));
+    const at::Tensor place = at::where(here, targets - range.first, at::zeros_like(targets)).unsqueeze(-1);
+    const at::Tensor ours = here.to(shifted.scalar_type());
+    at::Tensor probabilities = shifted.exp();
+    // The sum of exponentials, and the score of the target, which one rank has.
+    const at::Tensor sums =
+        at::stack({probabilities.sum(-1), shifted.gather(-1, place).squeeze(-1) * ours}).contiguous();
+    group.all_reduce(sums).wait();
+    probabilities.div_(sums[0].unsqueeze(-1));
+    probabilities.scatter_add_(-1, place, -ours.unsqueeze(-1));
+    *gradient_of_scores = probabilities.div_(static_cast<double>(targets.numel())).to(scores.scalar_type());
+    return (sums[0].log() - sums[1]).mean();
+  };
+  return recorded("vocabulary_parallel_cross_entropy", part, forward,
+                  [gradient_of_scores](const at::Tensor& gradient) {
+                    return *gradient_of_scores * gradient.to(gradient_of_scores->scalar_type());
+                  });
 }
 
 }  // namespace torchspan::functional

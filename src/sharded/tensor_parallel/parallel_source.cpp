@@ -5,24 +5,42 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 
+#include <torchspan/optim/optimizer.h>
 #include <torchspan/sharded/tensor_parallel.h>
+
+#include "sharded/state/entry_name.h"
 
 namespace torchspan {
 namespace {
 
+/// The parts of parameters in a module, by the parameters' names.
+using PartsByName = std::map<std::string, ParameterPart>;
+
+PartsByName parts_of_module(const torch::nn::Module& module) {
+  PartsByName parts;
+  for (const auto& child : module.named_modules("", /*include_self=*/false)) {
+    const auto* parallel = dynamic_cast<const TensorParallelModule*>(child.value().get());
+    if (parallel == nullptr) continue;
+    for (ParameterPart& part : parallel->parts())
+      parts.emplace(child.key() + "." + part.name, std::move(part));
+  }
+  if (const auto* parallel = dynamic_cast<const TensorParallelModule*>(&module)) {
+    for (ParameterPart& part : parallel->parts()) parts.emplace(part.name, std::move(part));
+  }
+  return parts;
+}
+
+std::vector<std::int64_t> offset_of(const ParameterPart& part) {
+  std::vector<std::int64_t> offset(part.shape.size(), 0);
+  offset[static_cast<std::size_t>(part.dim)] = part.first;
+  return offset;
+}
+
 /// Parameters and buffers of a module, some of which are parts of larger ones.
 class ParallelSource final : public checkpoint::StateSource {
  public:
-  explicit ParallelSource(std::shared_ptr<torch::nn::Module> module) : module_(std::move(module)) {
-    for (const auto& child : module_->named_modules("", /*include_self=*/true)) {
-      const auto* parallel = dynamic_cast<const TensorParallelModule*>(child.value().get());
-      if (parallel == nullptr) continue;
-      for (ParameterPart& part : parallel->parts()) {
-        const std::string name = child.key().empty() ? part.name : child.key() + "." + part.name;
-        parts_.emplace(name, std::move(part));
-      }
-    }
-  }
+  explicit ParallelSource(std::shared_ptr<torch::nn::Module> module)
+      : module_(std::move(module)), parts_(parts_of_module(*module_)) {}
 
   void save(checkpoint::StateWriter& writer) const override {
     for (const auto& [name, tensor] : tensors()) {
@@ -61,19 +79,61 @@ class ParallelSource final : public checkpoint::StateSource {
     for (const auto& one : module_->named_buffers()) tensors.emplace_back(one.key(), one.value());
     return tensors;
   }
-  static std::vector<std::int64_t> offset_of(const ParameterPart& part) {
-    std::vector<std::int64_t> offset(part.shape.size(), 0);
-    offset[static_cast<std::size_t>(part.dim)] = part.first;
-    return offset;
-  }
   const std::shared_ptr<torch::nn::Module> module_;
-  std::map<std::string, ParameterPart> parts_;
+  const PartsByName parts_;
+};
+
+/// The state of an optimizer of such a module. Entries with the shape of a part are parts themselves.
+class ParallelOptimizerSource final : public checkpoint::StateSource {
+ public:
+  ParallelOptimizerSource(optim::Optimizer& optimizer, const torch::nn::Module& module)
+      : optimizer_(optimizer), parts_(parts_of_module(module)) {
+    for (const auto& one : module.named_parameters()) sizes_.emplace(one.key(), one.value().sizes().vec());
+  }
+
+  void save(checkpoint::StateWriter& writer) const override {
+    for (const auto& item : optimizer_.state_view()) {
+      const std::string parameter = sharded::EntryName(item.key()).parameter;
+      const auto part = parts_.find(parameter);
+      if (part != parts_.end() && item.value().sizes() == at::IntArrayRef(sizes_.at(parameter))) {
+        writer.add_shard(item.key(), item.value(), part->second.shape, offset_of(part->second));
+      } else {
+        writer.add(item.key(), item.value());
+      }
+    }
+  }
+
+  void load(const checkpoint::StateReader& reader) override {
+    optim::StateDict state;
+    for (const std::string& key : reader.names()) {
+      const std::string parameter = sharded::EntryName(key).parameter;
+      const auto part = parts_.find(parameter);
+      if (part == parts_.end() || reader.shape(key) != part->second.shape) {
+        state.insert(key, reader.read(key));
+        continue;
+      }
+      const at::Tensor mine = at::empty(sizes_.at(parameter), reader.dtype_of(reader.full_name(key)));
+      reader.read_shard_into(key, mine, offset_of(part->second));
+      state.insert(key, mine);
+    }
+    optimizer_.load_state_dict(state);
+  }
+
+ private:
+  optim::Optimizer& optimizer_;
+  const PartsByName parts_;
+  std::map<std::string, std::vector<std::int64_t>> sizes_;  ///< of this rank's parameters
 };
 
 }  // namespace
 
 std::unique_ptr<checkpoint::StateSource> tensor_parallel_source(std::shared_ptr<torch::nn::Module> module) {
   return std::make_unique<ParallelSource>(std::move(module));
+}
+
+std::unique_ptr<checkpoint::StateSource> tensor_parallel_optimizer_source(optim::Optimizer& optimizer,
+                                                                          const torch::nn::Module& module) {
+  return std::make_unique<ParallelOptimizerSource>(optimizer, module);
 }
 
 }  // namespace torchspan

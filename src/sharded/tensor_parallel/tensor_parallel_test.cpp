@@ -5,8 +5,11 @@
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
+#include <torchspan/checkpoint/sources.h>
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
+#include <torchspan/optim.h>
+#include <torchspan/optim/adam.h>
 #include <torchspan/sharded/functional.h>
 #include <torchspan/sharded/tensor_parallel.h>
 
@@ -359,6 +362,75 @@ TEST(TensorParallel, AnyNumberOfRanksAndAPlainModuleRestoreACheckpoint) {
     EXPECT_THAT(error_text([&] { tensor_parallel_source(other.ptr())->load(*of_four); }),
                 AllOf(HasSubstr("up.weight"), HasSubstr("[8, 3]"), HasSubstr("[4, 3]")));
   });
+}
+
+TEST(TensorParallel, AnyNumberOfRanksAndAPlainOptimizerRestoreItsState) {
+  const auto gradients_of = [](auto& net, int step) { net(numbers({5, 3}, step)).pow(2).mean().backward(); };
+  Mlp whole;
+  optim::Optimizer reference(*whole, optim::Adam({.lr = 0.01}));
+  std::unique_ptr<MemoryState> module_state, state;
+  int step = 0;
+  for (const int ranks : {4, 2, 1}) {
+    std::vector<checkpoint::StateWriter> modules(static_cast<std::size_t>(ranks)), writers(modules.size());
+    on_ranks(ranks, [&](const Rank& self) {
+      Mlp start;
+      ParallelMlp parallel(start->up, start->down, self.group);
+      optim::Optimizer adam(*parallel, optim::Adam({.lr = 0.01}));
+      const auto of_module = tensor_parallel_source(parallel.ptr());
+      const auto of_optimizer = tensor_parallel_optimizer_source(adam, *parallel);
+      if (state) {
+        of_module->load(*module_state);
+        of_optimizer->load(*state);
+      }
+      gradients_of(parallel, step);
+      adam.step();
+      of_module->save(modules[static_cast<std::size_t>(self.rank)]);
+      of_optimizer->save(writers[static_cast<std::size_t>(self.rank)]);
+      self.group.barrier();
+    });
+    module_state = std::make_unique<MemoryState>(modules);
+    state = std::make_unique<MemoryState>(writers);
+    reference.zero_grad();
+    gradients_of(whole, step++);
+    reference.step();
+    for (const auto& entry : reference.state_view())
+      EXPECT_TRUE(at::allclose(state->read(entry.key()), entry.value(), 1e-10, 1e-12)) << entry.key();
+  }
+  Mlp plain;
+  optim::Optimizer loaded(*plain, optim::Adam({.lr = 0.5}));
+  checkpoint::optimizer_source(loaded)->load(*state);
+  EXPECT_EQ(loaded.lr(), 0.01);
+}
+
+TEST(Functional, CrossEntropyOfDividedClassesIsThatOfAllClasses) {
+  for (const int ranks : {1, 2, 3}) {
+    on_ranks(ranks, [&](const Rank& self) {
+      for (const double scale : {1.0, 1000.0}) {
+        const at::Tensor all = numbers({2, 4, 8}, 1) * scale;
+        const at::Tensor targets = at::tensor({0, 7, 3, 3, 5, 2, 6, 1}, at::kLong).reshape({2, 4});
+        at::Tensor whole = all.clone().requires_grad_();
+        const at::Tensor wanted = nn::functional::cross_entropy(whole.reshape({8, 8}), targets.reshape({8}));
+        (wanted * 3).backward();
+        // Uneven parts on 3 ranks.
+        const std::int64_t first = 8 * self.rank / ranks, count = 8 * (self.rank + 1) / ranks - first;
+        at::Tensor part = all.narrow(2, first, count).clone().requires_grad_();
+        const at::Tensor got = functional::vocabulary_parallel_cross_entropy(part, targets, self.group);
+        expect_close(got.detach(), wanted.detach(), "loss");
+        (got * 3).backward();
+        expect_close(part.grad(), whole.grad().narrow(2, first, count), "gradient");
+      }
+      EXPECT_THAT(error_text([&] {
+                    functional::vocabulary_parallel_cross_entropy(
+                        at::zeros({1, 2}), at::full({1}, 2 * ranks, at::kLong), self.group);
+                  }),
+                  HasSubstr("classes"));
+      EXPECT_THAT(error_text([&] {
+                    functional::vocabulary_parallel_cross_entropy(at::zeros({1, 2}),
+                                                                  at::zeros({2}, at::kLong), self.group);
+                  }),
+                  HasSubstr("shape [2]"));
+    });
+  }
 }
 
 }  // namespace

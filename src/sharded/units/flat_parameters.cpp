@@ -12,35 +12,47 @@
 
 namespace torchspan::sharded {
 
-std::int64_t FlatParameters::needed_chunk(const std::vector<NamedParameter>& parameters, int ranks) {
-  std::int64_t count = 0;
-  for (const NamedParameter& parameter : parameters) count += parameter.tensor.numel();
-  return std::max<std::int64_t>((count + ranks - 1) / ranks, 1);
-}
-
-FlatParameters::FlatParameters(const std::vector<NamedParameter>& parameters, const collective::Group& group,
-                               std::shared_ptr<BufferPool> pool, std::int64_t chunk)
-    : group_(group), pool_(std::move(pool)), chunk_(chunk) {
+FlatParameters::FlatParameters(const std::vector<NamedParameter>& parameters, FlatLayout layout, Terms terms)
+    : layout_(std::move(layout)), group_(std::move(terms.group)), pool_(std::move(terms.pool)) {
   const at::NoGradGuard no_grad;
   const at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
-  part_ = at::zeros({chunk_}, options);
-  full_ = at::empty({size()}, options);
-  set_memory(pool_->take(size(), options));
-  full_.zero_();
-  const std::int64_t from = chunk_ * group_.rank(), to = from + chunk_;
-  std::int64_t offset = 0;
-  for (const auto& [name, tensor] : parameters) {
-    const std::int64_t count = tensor.numel();
-    const std::int64_t begin = std::clamp(from, offset, offset + count);
-    const std::int64_t end = std::clamp(to, offset, offset + count);
-    Entry entry{name, tensor, {tensor.sizes().vec(), begin - offset, end - offset}, offset, {}, {}};
-    entry.full = full_.narrow(0, offset, count).view(tensor.sizes()).variable_data();
-    entry.part = part_.narrow(0, begin < end ? begin - from : 0, end - begin).variable_data();
-    entry.full.copy_(tensor);
-    tensor.set_data(entry.full);
-    entries_.push_back(std::move(entry));
-    offset += count;
-  }
+  part_ = at::zeros({layout_.part_size()}, options);
+  full_ = at::empty({layout_.size()}, options.dtype(terms.compute));
+  whole_ = pool_->take(layout_.size(), options);
+  whole_.zero_();
+  for (const NamedParameter& parameter : parameters) add(parameter);
+  set_memory({});
+}
+
+void FlatParameters::add(const NamedParameter& parameter) {
+  const auto& [name, tensor] = parameter;
+  const std::size_t index = entries_.size();
+  const Segment& segment = layout_.segments()[layout_.segment_of(index)];
+  const std::int64_t count = tensor.numel(), offset = layout_.offset(index) - segment.begin;
+  const std::int64_t from = segment.chunk * group_.rank(), to = from + segment.chunk;
+  const std::int64_t begin = std::clamp(from, offset, offset + count);
+  const std::int64_t end = std::clamp(to, offset, offset + count);
+  Entry entry{name, tensor, {tensor.sizes().vec(), begin - offset, end - offset}, {}, {}};
+  entry.full = full_.narrow(0, layout_.offset(index), count).view(tensor.sizes()).variable_data();
+  entry.part = part_.narrow(0, segment.part + (begin < end ? begin - from : 0), end - begin).variable_data();
+  whole_.narrow(0, layout_.offset(index), count).view(tensor.sizes()).copy_(tensor);
+  tensor.set_data(entry.part);
+  entries_.push_back(std::move(entry));
+}
+
+void FlatParameters::divide(const collective::Group* from) {
+  const at::NoGradGuard no_grad;
+  if (from != nullptr) from->broadcast(whole_, 0).wait();
+  keep(whole_);
+  pool_->give(std::exchange(whole_, {}));
+}
+
+at::Tensor FlatParameters::own_chunk(const at::Tensor& flat, const Segment& segment) const {
+  return flat.narrow(0, segment.begin + segment.chunk * group_.rank(), segment.chunk);
+}
+
+at::Tensor FlatParameters::in_part(const Segment& segment) const {
+  return part_.narrow(0, segment.part, segment.chunk);
 }
 
 void FlatParameters::set_memory(at::Tensor memory) {
@@ -51,25 +63,57 @@ void FlatParameters::set_memory(at::Tensor memory) {
   memory_ = std::move(memory);
 }
 
-void FlatParameters::broadcast() {
-  const at::NoGradGuard no_grad;
-  group_.broadcast(memory_, 0).wait();
+void FlatParameters::keep(const at::Tensor& flat) {
+  for (const Segment& segment : layout_.segments()) in_part(segment).copy_(own_chunk(flat, segment));
 }
 
-void FlatParameters::keep_changes() {
+void FlatParameters::begin_whole() {
+  if (!converts()) {
+    begin_gather();
+    return end_gather();
+  }
+  if (!gathers_.empty()) end_gather();
+  if (!gathered_) check_unchanged();
   const at::NoGradGuard no_grad;
-  part_.copy_(memory_.narrow(0, chunk_ * group_.rank(), chunk_));
+  whole_ = pool_->take(layout_.size(), part_.options());
+  for (PartGather& gather : gather_into(whole_)) gather.wait();
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    const at::Tensor& full = entries_[i].full;
+    entries_[i].tensor.set_data(
+        whole_.narrow(0, layout_.offset(i), full.numel()).view(full.sizes()).variable_data());
+  }
+}
+
+void FlatParameters::end_whole() {
+  const at::NoGradGuard no_grad;
+  if (!converts()) return keep(memory_);
+  keep(whole_);
+  if (gathered_) full_.copy_(whole_);
+  for (const Entry& entry : entries_) entry.tensor.set_data(gathered_ ? entry.full : entry.part);
+  pool_->give(std::exchange(whole_, {}));
 }
 
 void FlatParameters::free() {
-  if (gather_.running()) end_gather();
-  if (!gathered_) return;
+  if (!gathers_.empty()) end_gather();
   const at::NoGradGuard no_grad;
-  for (const Entry& entry : entries_) entry.tensor.set_data(entry.part);
+  if (gathered_ || whole_.defined()) {
+    for (const Entry& entry : entries_) entry.tensor.set_data(entry.part);
+  }
+  if (whole_.defined()) pool_->give(std::exchange(whole_, {}));
+  if (!gathered_) return;
   gathered_ = false;
   at::Tensor memory = memory_;
   set_memory({});
   pool_->give(std::move(memory));
+}
+
+bool FlatParameters::set_name(const at::Tensor& parameter, const std::string& name) {
+  for (Entry& entry : entries_) {
+    if (!entry.tensor.is_same(parameter)) continue;
+    entry.name = name;
+    return true;
+  }
+  return false;
 }
 
 void FlatParameters::check_unchanged() const {
@@ -87,18 +131,35 @@ void FlatParameters::check_unchanged() const {
   }
 }
 
+/// The shared segment first: its length is that of no other unit, so a rank that gathers another one fails here.
+std::vector<PartGather> FlatParameters::gather_into(const at::Tensor& flat) const {
+  std::vector<PartGather> gathers;
+  const std::vector<Segment>& segments = layout_.segments();
+  for (auto segment = segments.rbegin(); segment != segments.rend(); ++segment) {
+    own_chunk(flat, *segment).copy_(in_part(*segment));
+    gathers.emplace_back(group_, flat.narrow(0, segment->begin, segment->chunk * group_.size()),
+                         segment->chunk);
+  }
+  return gathers;
+}
+
 void FlatParameters::begin_gather() {
-  if (gathered_ || gather_.running()) return;
+  if (whole_.defined()) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("a forward inside of with_full_parameters() needs parameter '{}' in the dtype of "
+                            "the mixed precision policy; run the forward before or after",
+                            entries_[0].name));
+  }
+  if (gathered_ || !gathers_.empty()) return;
   check_unchanged();
   const at::NoGradGuard no_grad;
-  memory_ = pool_->take(size(), part_.options());
-  memory_.narrow(0, chunk_ * group_.rank(), chunk_).copy_(part_);
-  gather_ = PartGather(group_, memory_, chunk_);
+  memory_ = pool_->take(layout_.size(), full_.options());
+  gathers_ = gather_into(memory_);
 }
 
 void FlatParameters::end_gather() {
-  if (!gather_.running()) return;
-  gather_.wait();
+  if (gathers_.empty()) return;
+  for (PartGather& gather : std::exchange(gathers_, {})) gather.wait();
   const at::NoGradGuard no_grad;
   set_memory(memory_);
   for (const Entry& entry : entries_) entry.tensor.set_data(entry.full);

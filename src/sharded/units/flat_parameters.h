@@ -12,6 +12,7 @@
 #include "sharded/state/flat_ranges.h"
 #include "sharded/state/part_gather.h"
 #include "sharded/units/buffer_pool.h"
+#include "sharded/units/flat_layout.h"
 
 namespace torchspan::sharded {
 
@@ -22,57 +23,73 @@ struct NamedParameter {
 
 /// Parameters of one unit that share a dtype and whether they are trained, as one flat tensor of which each rank
 /// keeps an equal part. Outside of a gather, each parameter is the part of it that this rank keeps, a tensor of one
-/// dimension. Gathered, it is the whole parameter. The parameters remain the same at::Tensor objects.
+/// dimension. Gathered, it is the whole parameter, in the dtype of computations. The parameters remain the same
+/// at::Tensor objects.
 class FlatParameters {
  public:
   struct Entry {
     std::string name;
     at::Tensor tensor;
-    FlatRange range;          ///< elements of the parameter on this rank
-    std::int64_t offset = 0;  ///< of the parameter in the flat tensor
-    at::Tensor full, part;    ///< what the parameter is set to
+    FlatRange range;        ///< elements of the parameter on this rank
+    at::Tensor full, part;  ///< what the parameter is set to
   };
 
-  /// Takes the values of the parameters. `chunk`: elements of a rank's part; at least needed_chunk().
-  FlatParameters(const std::vector<NamedParameter>& parameters, const collective::Group& group,
-                 std::shared_ptr<BufferPool> pool, std::int64_t chunk);
+  struct Terms {
+    collective::Group group;
+    std::shared_ptr<BufferPool> pool;
+    at::ScalarType compute;  ///< of gathered parameters
+  };
+
+  /// Takes the values of the parameters, which become parts. divide() must follow.
+  FlatParameters(const std::vector<NamedParameter>& parameters, FlatLayout layout, Terms terms);
   FlatParameters(const FlatParameters&) = delete;
   FlatParameters& operator=(const FlatParameters&) = delete;
-  static std::int64_t needed_chunk(const std::vector<NamedParameter>& parameters, int ranks);
 
-  /// Collective: replaces the values with rank 0's.
-  void broadcast();
+  /// Keeps this rank's part of the values: of those of the group's rank 0 (collective), or of this rank's if null.
+  void divide(const collective::Group* from);
   /// Frees the other ranks' parts; afterwards the parameters are parts.
   void free();
   /// Issues the operations of a gather unless it is gathered. Throws Error{kInvalid} that names a parameter whose
   /// memory, shape or dtype was changed.
   void begin_gather();
   void end_gather();
-  /// Writes this rank's part of the gathered parameters to the part that stays.
-  void keep_changes();
   bool is_gathered() const { return gathered_; }
+  /// Collective: the parameters are whole in their own dtype until end_whole(), which keeps the changes of this rank's
+  /// part. Parameters that are computed with in another dtype must not be gathered in between.
+  void begin_whole();
+  void end_whole();
 
+  /// Names a parameter; returns whether it is one of these.
+  bool set_name(const at::Tensor& parameter, const std::string& name);
   const std::vector<Entry>& entries() const { return entries_; }
+  const FlatLayout& layout() const { return layout_; }
   bool trained() const { return entries_[0].tensor.requires_grad(); }
-  std::int64_t chunk() const { return chunk_; }
-  std::int64_t size() const { return chunk_ * group_.size(); }
   const collective::Group& group() const { return group_; }
-  BufferPool& pool() const { return *pool_; }
   const at::Tensor& part() const { return part_; }
 
  private:
+  void add(const NamedParameter& parameter);
+  bool converts() const { return full_.scalar_type() != part_.scalar_type(); }
   void check_unchanged() const;
   void set_memory(at::Tensor memory);
+  /// Issues a gather of all parts into `flat`.
+  std::vector<PartGather> gather_into(const at::Tensor& flat) const;
+  /// Writes this rank's part of `flat` to the part that stays.
+  void keep(const at::Tensor& flat);
+  /// This rank's chunk of a segment, in a flat tensor and in the part.
+  at::Tensor own_chunk(const at::Tensor& flat, const Segment& segment) const;
+  at::Tensor in_part(const Segment& segment) const;
 
+  const FlatLayout layout_;
   const collective::Group group_;
   const std::shared_ptr<BufferPool> pool_;
-  const std::int64_t chunk_;
   std::vector<Entry> entries_;
-  at::Tensor part_;    ///< this rank's part, of `chunk_` elements
+  at::Tensor part_;    ///< this rank's chunks of all segments
   at::Tensor full_;    ///< one storage for good, whose memory comes and goes: graphs may hold views of it
   at::Tensor memory_;  ///< of full_ while gathered or gathering
-  PartGather gather_;
-  bool gathered_ = true;
+  at::Tensor whole_;   ///< all values in the parameters' own dtype, before divide() and after begin_whole()
+  std::vector<PartGather> gathers_;
+  bool gathered_ = false;
 };
 
 }  // namespace torchspan::sharded

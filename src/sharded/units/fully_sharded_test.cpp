@@ -128,12 +128,12 @@ TEST(FullySharded, ParametersAreWholeOnlyInsideTheirUnit) {
   });
 }
 
-// peer: fsdp test_fully_shard_training_memory: same: two gathered units and a unit's gradients
+// peer: fsdp test_fully_shard_training_memory: same: two gathered units and the gradients of the largest parameter
 TEST(FullySharded, GathersAtMostTwoUnitsAndTheGradientsOfOne) {
   for (const bool prefetch : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       Net net;
-      FullyShardedDataParallel<Net> model(net, self.group, {.prefetch = prefetch});
+      FullyShardedDataParallel<Net> model(net, self.group, {.prefetch = prefetch, .overlap_bytes = 0});
       optim::Optimizer sgd(*net, optim::SGD({.lr = 0.05}));
       train(model, sgd, self.rank, 3);
       const std::size_t unit = sizeof(double) * (kWidth * kWidth + 2 * kWidth + 8);
@@ -142,6 +142,96 @@ TEST(FullySharded, GathersAtMostTwoUnitsAndTheGradientsOfOne) {
       // Forward and backward of each unit in each step; the units are gathered no more often with prefetching.
       EXPECT_EQ(model.stats().gathers, 3 * 4 * 2U);
     });
+  }
+}
+
+TEST(FullySharded, FrozenUnitsAreFreedWhenTheirBackwardEnds) {
+  on_ranks(2, [&](const Rank& self) {
+    Net net;
+    for (auto& block : net->blocks) {
+      for (auto& parameter : block->parameters()) parameter.requires_grad_(false);
+    }
+    FullyShardedDataParallel<Net> model(net, self.group, {.overlap_bytes = 0});
+    for (int step = 0; step < 2; ++step)
+      model(input(self.rank, step).requires_grad_()).pow(2).sum().backward();
+    const std::size_t unit = sizeof(double) * (kWidth * kWidth + 2 * kWidth + 8);
+    const std::size_t root = sizeof(double) * (2 * kWidth + 8);
+    EXPECT_LE(model.stats().peak_bytes, 2 * unit + root);
+    EXPECT_TRUE(net->head.grad().defined());
+  });
+}
+
+/// Some ranks use both weights, others one or none of them.
+struct PickImpl : torch::nn::Module {
+  PickImpl() {
+    first = register_parameter("first", values({kWidth, kWidth}, 1));
+    second = register_parameter("second", values({kWidth, kWidth}, 2));
+    bias = register_parameter("bias", values({kWidth}, 3));
+  }
+  at::Tensor forward(at::Tensor x, int mask) {
+    if ((mask & 1) != 0) x = at::tanh(at::matmul(x, first));
+    if ((mask & 2) != 0) x = at::tanh(at::matmul(x, second));
+    return x + bias;
+  }
+  at::Tensor first, second, bias;
+};
+TORCH_MODULE(Pick);
+
+struct PickTwiceImpl : torch::nn::Module {
+  PickTwiceImpl() {
+    outer = register_parameter("outer", values({kWidth, kWidth}, 4));
+    one = register_module("one", Sharded<Pick>());
+    other = register_module("other", Sharded<Pick>());
+  }
+  at::Tensor forward(at::Tensor x, int mask) {
+    if ((mask & 4) != 0) x = at::tanh(at::matmul(x, outer));
+    x = other->forward(one->forward(x, mask), 3 - (mask & 3));
+    if ((mask & 8) != 0) x = at::matmul(x, outer);
+    return x;
+  }
+  at::Tensor outer;
+  Sharded<Pick> one{nullptr}, other{nullptr};
+};
+TORCH_MODULE(PickTwice);
+
+TEST(FullySharded, LargeGradientsAreReducedAsSoonAsTheyAreKnown) {
+  constexpr std::size_t kLarge = sizeof(double) * kWidth * kWidth;
+  on_ranks(2, [&](const Rank& self) {
+    Sharded<Pick> net;
+    FullyShardedDataParallel<Sharded<Pick>> model(net, self.group,
+                                                  {.alone_bytes = kLarge, .overlap_bytes = 0});
+    model(input(self.rank, 0), 3).sum().backward();
+    // The gathered unit, and one gradient at a time. Chunks of 25 elements on 2 ranks have 13 elements.
+    const std::size_t unit = sizeof(double) * 2 * (13 + 13 + 4);
+    EXPECT_LE(model.stats().peak_bytes, unit + sizeof(double) * 2 * 13);
+    EXPECT_GT(model.stats().peak_bytes, unit);
+  });
+}
+
+TEST(FullySharded, RanksThatUseDifferentParametersOfAUnitReduceInOneOrder) {
+  constexpr int kSize = 4;
+  for (const std::size_t alone : {std::size_t{1}, std::size_t{1} << 20}) {
+    for (int round = 0; round < 16; ++round) {
+      const auto mask = [&](int rank) { return (round + 5 * rank) % 16; };
+      PickTwice alone_net;
+      for (int rank = 0; rank < kSize; ++rank)
+        (alone_net->forward(input(rank, round), mask(rank)).pow(2).sum() / kSize).backward();
+      on_ranks(kSize, [&](const Rank& self) {
+        PickTwice net;
+        FullyShardedDataParallel<PickTwice> model(net, self.group, {.alone_bytes = alone});
+        model(input(self.rank, round), mask(self.rank)).pow(2).sum().backward();
+        optim::Optimizer sgd(*net, optim::SGD({.lr = 1}));
+        sgd.step();
+        model.with_full_parameters([&] {
+          const auto before = alone_net->named_parameters();
+          for (const auto& item : net->named_parameters()) {
+            const at::Tensor& whole = before[item.key()];
+            const at::Tensor expected = whole.grad().defined() ? whole - whole.grad() : whole;
+            EXPECT_TRUE(at::allclose(item.value(), expected, 1e-10, 1e-12)) << item.key();
+          }
+        });
+      });
+    }
   }
 }
 
@@ -277,6 +367,7 @@ TEST(FullySharded, UnitsRefuseDoubleBackwardAndClones) {
     FullyShardedDataParallel<Net> model(net, self.group);
     EXPECT_THAT(error_text([&] { net->blocks[0]->clone(); }), HasSubstr("unit 'block0' cannot be cloned"));
     const at::Tensor loss = model(input(self.rank, 0)).sum();
+    self.group.barrier();
     EXPECT_THAT(error_text([&] { loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true); }),
                 HasSubstr("double backward (create_graph)"));
   });
@@ -297,6 +388,7 @@ TEST(FullySharded, ABackwardPastTheOutputsOfAUnitIsAnError) {
     Sharded<Leaking> net(1);
     FullyShardedDataParallel<Sharded<Leaking>> model(net, self.group);
     model(input(self.rank, 0));
+    self.group.barrier();  // the failure of one rank ends the forward of another
     EXPECT_ANY_THROW(net->hidden.sum().backward());
   });
 }

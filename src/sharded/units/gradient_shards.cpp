@@ -11,67 +11,128 @@
 #include <torchspan/core/error.h>
 
 namespace torchspan::sharded {
+namespace {
 
-void GradientShards::collect(const at::Tensor& flat, const std::vector<at::Tensor>& gradients) {
+/// Half overflows if it is summed before it is divided.
+bool divides_first(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kComplexHalf; }
+
+}  // namespace
+
+GradientShards::GradientShards(FlatParameters& parameters, Terms terms)
+    : parameters_(parameters),
+      terms_(std::move(terms)),
+      options_(parameters.part().options().dtype(terms_.dtype)),
+      used_(parameters.entries().size()),
+      summed_(parameters.entries().size()),
+      sums_(parameters.layout().segments().size()),
+      averages_(parameters.layout().segments().size()) {}
+
+void GradientShards::check_dense(std::size_t entry, const at::Tensor& gradient) const {
+  if (gradient.layout() != at::kStrided) {
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("parameter '{}' got a sparse gradient, which cannot be divided; make its embedding dense",
+                    parameters_.entries()[entry].name));
+  }
+}
+
+void GradientShards::add(std::size_t entry, const at::Tensor& gradient) {
+  const at::NoGradGuard no_grad;
+  check_dense(entry, gradient);
+  summed_[entry] = 1;
+  const FlatLayout& layout = parameters_.layout();
+  const std::size_t index = layout.segment_of(entry);
+  const Segment& segment = layout.segments()[index];
+  at::Tensor& sum = sums_[index];
+  if (!sum.defined()) sum = at::zeros({segment.chunk * parameters_.group().size()}, options_);
+  sum.narrow(0, layout.offset(entry) - segment.begin, gradient.numel()).view(gradient.sizes()).add_(gradient);
+}
+
+at::Tensor GradientShards::whole(const Segment& segment, at::Tensor sum,
+                                 std::vector<at::Tensor> gradients) const {
+  const std::int64_t size = segment.chunk * parameters_.group().size();
+  const bool is_new = !sum.defined();
+  gradients.resize(segment.parameters.size());
+  if (is_new && gradients.size() == 1 && gradients[0].defined()) {
+    const at::Tensor& only = gradients[0];
+    const bool fits = only.numel() == size && only.is_contiguous() && only.dtype() == options_.dtype();
+    if (fits && !divides_first(only.scalar_type())) return only.detach().view({size});
+  }
+  if (is_new) sum = at::empty({size}, options_);
+  std::int64_t end = 0;
   for (std::size_t i = 0; i < gradients.size(); ++i) {
-    const FlatParameters::Entry& entry = parameters_.entries()[i];
-    if (!gradients[i].defined()) continue;
-    if (gradients[i].layout() != at::kStrided) {
-      throw Error(
-          ErrorKind::kUnsupported,
-          fmt::format(
-              "parameter '{}' got a sparse gradient, which cannot be divided; make its embedding dense",
-              entry.name));
+    const FlatParameters::Entry& entry = parameters_.entries()[segment.parameters[i]];
+    const std::int64_t begin = parameters_.layout().offset(segment.parameters[i]) - segment.begin;
+    const at::Tensor target = sum.narrow(0, begin, entry.full.numel()).view(entry.full.sizes());
+    end = begin + entry.full.numel();
+    if (gradients[i].defined()) {
+      is_new ? target.copy_(gradients[i]) : target.add_(gradients[i]);
+      gradients[i].reset();
+    } else if (is_new) {
+      target.zero_();
     }
-    used_[i] = 1;
-    flat.narrow(0, entry.offset, entry.full.numel()).view(entry.full.sizes()).add_(gradients[i]);
   }
+  if (is_new) sum.narrow(0, end, size - end).zero_();
+  if (divides_first(sum.scalar_type())) sum.mul_(1.0 / parameters_.group().size());
+  return sum;
 }
 
-void GradientShards::add(const std::vector<at::Tensor>& gradients) {
+void GradientShards::reduce(std::size_t index, std::vector<at::Tensor> gradients) {
   const at::NoGradGuard no_grad;
-  if (!sum_.defined()) sum_ = at::zeros({parameters_.size()}, parameters_.part().options());
-  collect(sum_, gradients);
-}
-
-void GradientShards::reduce(const std::vector<at::Tensor>& gradients) {
-  const at::NoGradGuard no_grad;
-  wait();
+  const FlatLayout& layout = parameters_.layout();
+  const Segment& segment = layout.segments()[index];
   const collective::Group& group = parameters_.group();
-  sent_ = parameters_.pool().take(parameters_.size(), parameters_.part().options());
-  sum_.defined() ? static_cast<void>(sent_.copy_(sum_)) : static_cast<void>(sent_.zero_());
-  sum_ = at::Tensor();
-  collect(sent_, gradients);
-  const at::ScalarType dtype = sent_.scalar_type();
-  const bool divides_first = dtype == at::kHalf || dtype == at::kComplexHalf;
-  if (divides_first) sent_.mul_(1.0 / group.size());
+  // Here and not earlier: a commit of an inner pass, which may come before, forgets what is used.
+  for (std::size_t i = 0; i < segment.parameters.size(); ++i) {
+    const std::size_t entry = segment.parameters[i];
+    const bool has_new = i < gradients.size() && gradients[i].defined();
+    if (std::exchange(summed_[entry], 0) != 0 || has_new) used_[entry] = 1;
+  }
+  at::Tensor sent = whole(segment, std::exchange(sums_[index], {}), std::move(gradients));
   // As rows, because the rows' length differs between units: ranks that reduce different ones get an error.
-  running_ = group.reduce_scatter(sent_.view({group.size(), parameters_.chunk()}),
-                                  divides_first ? collective::kSum : collective::kAvg);
+  std::vector<std::int64_t> rows{group.size(), segment.chunk};
+  if (index != layout.shared()) rows.push_back(1);
+  Future<at::Tensor> running = group.reduce_scatter(
+      sent.view(rows), divides_first(sent.scalar_type()) ? collective::kSum : collective::kAvg);
+  const std::size_t bytes = sent.nbytes();
+  terms_.queue->push(bytes, [this, index, sent = std::move(sent), running = std::move(running)] {
+    keep(index, running.wait().view({-1}), sent);
+  });
 }
 
-void GradientShards::wait() {
-  if (!running_.valid()) return;
+void GradientShards::reduce_all() {
+  for (std::size_t segment = 0; segment < sums_.size(); ++segment) reduce(segment, {});
+  owes_ = false;
+}
+
+void GradientShards::keep(std::size_t segment, at::Tensor part, const at::Tensor& sent) {
   const at::NoGradGuard no_grad;
-  const at::Tensor part = std::exchange(running_, {}).wait().view({-1});
-  if (average_.defined()) {
-    average_.add_(part);
-  } else {
-    average_ = part.data_ptr() == sent_.data_ptr() ? part.clone() : part;
+  if (part.data_ptr() == sent.data_ptr()) part = part.clone();  // a gradient that others may have
+  if (terms_.replicas) {
+    const bool divides = divides_first(part.scalar_type());
+    if (divides) part.mul_(1.0 / terms_.replicas->size());
+    part = terms_.replicas->all_reduce(part, divides ? collective::kSum : collective::kAvg).wait();
   }
-  parameters_.pool().give(std::exchange(sent_, {}));
+  at::Tensor& average = averages_[segment];
+  if (average.defined()) {
+    average.add_(part);
+  } else {
+    average = part.to(parameters_.part().scalar_type());
+  }
 }
 
 void GradientShards::commit(const std::int32_t* used) {
   const at::NoGradGuard no_grad;
-  wait();
   std::fill(used_.begin(), used_.end(), 0);
-  const at::Tensor average = std::exchange(average_, {});
-  if (!average.defined()) return;
+  const FlatLayout& layout = parameters_.layout();
+  std::vector<at::Tensor> averages(averages_.size());
+  averages.swap(averages_);
   for (std::size_t i = 0; i < parameters_.entries().size(); ++i) {
-    if (used[i] == 0) continue;
+    const at::Tensor& average = averages[layout.segment_of(i)];
+    if (used[i] == 0 || !average.defined()) continue;
     const FlatParameters::Entry& entry = parameters_.entries()[i];
-    const std::int64_t start = entry.part.storage_offset() - parameters_.part().storage_offset();
+    const std::int64_t part = layout.segments()[layout.segment_of(i)].part;
+    const std::int64_t start = entry.part.storage_offset() - parameters_.part().storage_offset() - part;
     const at::Tensor mine = average.narrow(0, start, entry.part.numel());
     at::Tensor& field = entry.tensor.mutable_grad();
     if (field.defined()) {
@@ -84,10 +145,10 @@ void GradientShards::commit(const std::int32_t* used) {
 
 void GradientShards::drop() {
   std::fill(used_.begin(), used_.end(), 0);
-  sum_ = at::Tensor();
-  running_ = {};
-  average_ = at::Tensor();
-  sent_ = at::Tensor();  // not to the pool: the operation may still write to it
+  std::fill(summed_.begin(), summed_.end(), 0);
+  std::fill(sums_.begin(), sums_.end(), at::Tensor());
+  std::fill(averages_.begin(), averages_.end(), at::Tensor());
+  owes_ = false;
 }
 
 }  // namespace torchspan::sharded

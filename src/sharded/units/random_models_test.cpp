@@ -51,6 +51,11 @@ struct Case {
     adam = chance(2);
     options.reshard_after_forward = !chance(3);
     options.prefetch = !chance(3);
+    constexpr std::size_t kSizes[] = {0, 41, 200, std::size_t{1} << 20};  // bytes; a weight has 200
+    options.alone_bytes = kSizes[random() % 4];
+    options.overlap_bytes = kSizes[random() % 4];
+    constexpr int kShardRanks[][3] = {{0, 1, 1}, {0, 1, 2}, {0, 1, 3}, {1, 2, 4}};
+    if (chance(3)) options.shard_ranks = kShardRanks[size - 1][random() % 3];
     for (std::size_t i = 0, count = 1 + random() % 5; i < count; ++i) {
       LayerSpec spec;
       spec.kind = static_cast<int>(random() % (i > 0 ? 4 : 3));

@@ -17,6 +17,26 @@
 namespace torchspan::sharded {
 namespace {
 
+std::string name_of(const std::optional<at::ScalarType>& dtype) {
+  return dtype ? c10::toString(*dtype) : "that of the module";
+}
+
+/// What is wrong with the options; empty: nothing.
+std::string trouble_of(const FullyShardedOptions& options) {
+  const MixedPrecision& precision = options.precision;
+  for (const auto& dtype : {precision.param_dtype, precision.reduce_dtype, precision.output_dtype}) {
+    if (dtype && !at::isFloatingType(*dtype))
+      return fmt::format("the mixed precision policy has {}; give floating-point dtypes",
+                         c10::toString(*dtype));
+  }
+  return "";
+}
+
+/// The dtype of floating-point tensors; others keep theirs.
+at::ScalarType cast_of(at::ScalarType dtype, const std::optional<at::ScalarType>& wanted) {
+  return wanted && at::isFloatingType(dtype) ? *wanted : dtype;
+}
+
 /// Collective: throws on all ranks if their modules or options differ, or if one rank has failed.
 void agree_on_units(const collective::Group& group, const std::vector<ListedUnit>& units,
                     const FullyShardedOptions& options, const std::string& failure) {
@@ -32,34 +52,60 @@ void agree_on_units(const collective::Group& group, const std::vector<ListedUnit
   mine.settings = {{"the units", "[" + names + " ]"},
                    {"reshard_after_forward", options.reshard_after_forward ? "true" : "false"},
                    {"prefetch", options.prefetch ? "true" : "false"},
-                   {"initial_sync", options.initial_sync ? "true" : "false"}};
+                   {"initial_sync", options.initial_sync ? "true" : "false"},
+                   {"alone_bytes", std::to_string(options.alone_bytes)},
+                   {"overlap_bytes", std::to_string(options.overlap_bytes)},
+                   {"param_dtype", name_of(options.precision.param_dtype)},
+                   {"reduce_dtype", name_of(options.precision.reduce_dtype)},
+                   {"output_dtype", name_of(options.precision.output_dtype)},
+                   {"shard_ranks", std::to_string(options.shard_ranks)},
+                   {"cast_forward_inputs", options.precision.cast_forward_inputs ? "true" : "false"}};
   data_parallel::agree(group, mine, "parameters");
 }
 
 }  // namespace
 
-ShardedModel::ShardedModel(collective::Group group, FullyShardedOptions options)
-    : group_(group.split(0, group.rank())),
+ShardedModel::ShardedModel(const collective::Group& group, FullyShardedOptions options)
+    : groups_(group),
       options_(options),
       pool_(std::make_shared<BufferPool>()),
+      reductions_(std::make_shared<ReductionQueue>(options.overlap_bytes, pool_)),
       passes_(std::make_shared<engine::NativeEnginePasses>()) {}
 
-void ShardedModel::divide(torch::nn::Module& module) {
+std::vector<ListedUnit> ShardedModel::listed_by_all(torch::nn::Module& module, bool complete) {
   std::vector<ListedUnit> listed;
-  std::string failure;
+  std::string failure = trouble_of(options_);
+  if (failure.empty()) failure = groups_.trouble(options_.shard_ranks);
   try {
-    listed = units_of(module);
+    listed = units_of(module, built_);
+    if (complete) check_built(listed, built_);
   } catch (const Error& error) {
     failure = error.message();
   }
-  agree_on_units(group_, listed, options_, failure);
+  agree_on_units(groups_.all(), listed, options_, failure);
+  if (lengths_.empty()) groups_.split(options_.shard_ranks);
+  return listed;
+}
+
+void ShardedModel::divide_unit(torch::nn::Module& unit) {
+  std::vector<ListedUnit> listed = listed_by_all(unit, /*complete=*/false);
+  for (std::size_t i = 1; i < listed.size(); ++i) {  // the root has no parameters
+    if (!listed[i].divided) built_.push_back(divided(listed[i]));
+  }
+}
+
+void ShardedModel::divide(torch::nn::Module& module) {
+  const std::vector<ListedUnit> listed = listed_by_all(module, /*complete=*/true);
   try {
-    std::set<std::int64_t> chunks;
-    for (const ListedUnit& unit : listed) add(unit, chunks);
+    for (const ListedUnit& unit : listed) {
+      units_.push_back(unit.divided ? unit.divided : divided(unit));
+      units_.back()->set_name(unit.name);
+    }
+    built_.clear();
     if (!options_.initial_sync) return;
     const at::NoGradGuard no_grad;
     for (const at::Tensor& buffer : module.buffers()) {
-      if (buffer.defined()) group_.broadcast(buffer.variable_data(), 0).wait();
+      if (buffer.defined()) groups_.all().broadcast(buffer.variable_data(), 0).wait();
     }
   } catch (...) {
     fail("the parameters could not be divided: " + describe(std::current_exception()).text);
@@ -67,21 +113,32 @@ void ShardedModel::divide(torch::nn::Module& module) {
   }
 }
 
-void ShardedModel::add(const ListedUnit& unit, std::set<std::int64_t>& chunks) {
+/// No two units have shared segments of equal length: ranks that run different units get an error instead of other
+/// parameters.
+std::shared_ptr<Unit> ShardedModel::divided(const ListedUnit& unit) {
   std::vector<Unit::Part> parts;
   for (const auto& parameters : unit.parts) {
-    std::int64_t chunk = FlatParameters::needed_chunk(parameters, group_.size());
-    // No two parts of equal length: ranks that run different units get an error instead of other parameters.
-    while (!chunks.insert(chunk).second) ++chunk;
-    Unit::Part part{std::make_unique<FlatParameters>(parameters, group_, pool_, chunk), nullptr};
-    if (options_.initial_sync) part.parameters->broadcast();
-    part.parameters->keep_changes();
-    part.parameters->free();
-    if (part.parameters->trained()) part.gradients = std::make_unique<GradientShards>(*part.parameters);
+    std::vector<std::int64_t> counts;
+    for (const NamedParameter& parameter : parameters) counts.push_back(parameter.tensor.numel());
+    const at::ScalarType dtype = parameters[0].tensor.scalar_type();
+    const std::size_t alone = options_.alone_bytes / c10::elementSize(dtype);
+    FlatLayout layout(counts, groups_.copy().size(),
+                      std::max<std::int64_t>(static_cast<std::int64_t>(alone), 1), lengths_);
+    FlatParameters::Terms terms{groups_.copy(), pool_, cast_of(dtype, options_.precision.param_dtype)};
+    Unit::Part part{std::make_unique<FlatParameters>(parameters, std::move(layout), std::move(terms)),
+                    nullptr};
+    part.parameters->divide(options_.initial_sync ? &groups_.all() : nullptr);
+    if (part.parameters->trained()) {
+      part.gradients = std::make_unique<GradientShards>(
+          *part.parameters,
+          GradientShards::Terms{reductions_, cast_of(dtype, options_.precision.reduce_dtype),
+                                groups_.replicas()});
+    }
     parts.push_back(std::move(part));
   }
-  units_.push_back(std::make_shared<Unit>(unit.name, std::move(parts), weak_from_this()));
-  if (unit.module != nullptr) unit.module->unit = units_.back();
+  auto made = std::make_shared<Unit>(unit.name, std::move(parts), weak_from_this());
+  if (unit.module != nullptr) unit.module->unit = made;
+  return made;
 }
 
 void ShardedModel::begin_forward() {
@@ -91,6 +148,9 @@ void ShardedModel::begin_forward() {
 }
 
 std::shared_ptr<Unit> ShardedModel::begin_unit(const std::shared_ptr<Unit>& unit) {
+  for (const RecordPtr& outer : forwards_) {
+    if (outer) outer->contains_units = true;
+  }
   unit->acquire();
   if (!in_forward_) return nullptr;  // computed again during backward
   const std::size_t position = sequence_.size();
@@ -98,6 +158,11 @@ std::shared_ptr<Unit> ShardedModel::begin_unit(const std::shared_ptr<Unit>& unit
   const bool as_before = position + 1 < previous_.size() && previous_[position] == unit;
   if (options_.prefetch && as_before) previous_[position + 1]->prefetch();
   return position > 0 ? sequence_[position - 1] : nullptr;
+}
+
+void ShardedModel::leave_forward() {
+  if (!forwards_.empty()) forwards_.pop_back();
+  if (forwards_.empty()) in_forward_ = false;
 }
 
 ShardedModel::Pass& ShardedModel::pass_of(engine::GradientSink& sink) {
@@ -116,7 +181,7 @@ ShardedModel::Pass& ShardedModel::pass_of(engine::GradientSink& sink) {
 }
 
 void ShardedModel::enter_backward(engine::GradientSink& sink, const RecordPtr& record,
-                                  const engine::NodePtr& gradients) {
+                                  const GradientNodes& gradients) {
   if (record->entered == sink.end()) return;
   if (!sink.writes_grad_field()) {
     throw Error(
@@ -127,78 +192,92 @@ void ShardedModel::enter_backward(engine::GradientSink& sink, const RecordPtr& r
   Pass& pass = pass_of(sink);
   record->entered = sink.end();
   record->unit->acquire();
-  if (gradients) record->unit->add_node(gradients);
-  pass.open.emplace_back(record, gradients);
+  if (gradients.all) record->unit->add_nodes(gradients);
+  std::unique_ptr<GradientStream> stream;
+  if (record->synchronize)
+    stream = std::make_unique<GradientStream>(*record->unit, /*early=*/!record->contains_units);
+  pass.open.push_back({record, gradients.all, std::move(stream)});
   pass.reduces = pass.reduces || record->synchronize;
   if (options_.prefetch && record->before) record->before->prefetch();
 }
 
-void ShardedModel::gradients_ready(UnitGradients& node, const std::vector<at::Tensor>& gradients) {
-  const RecordPtr record = node.record;
-  Unit& unit = *record->unit;
+ShardedModel::Open& ShardedModel::open_of(const UnitGradients& node) {
+  const RecordPtr& record = node.record;
   if (c10::GradMode::is_enabled()) {
     throw Error(
         ErrorKind::kUnsupported,
         fmt::format("double backward (create_graph) through {} is not supported: its parameters are freed",
-                    unit.describe()));
+                    record->unit->describe()));
   }
-  const auto running = running_.find(record->entered);
-  const auto is_node = [&](const auto& open) { return open.second.get() == &node; };
-  if (running == running_.end() ||
-      std::none_of(running->second.open.begin(), running->second.open.end(), is_node)) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("backward reached {} not through a tensor that its forward returned, so its parameters "
-                    "were not gathered; return every tensor that the loss depends on",
-                    unit.describe()));
+  if (const auto running = running_.find(record->entered); running != running_.end()) {
+    for (Open& open : running->second.open) {
+      if (open.node.get() == &node) return open;
+    }
   }
-  // An inner pass, of a segment of the unit that is computed again, is followed by others or by the end of this one.
-  const bool is_whole = passes_->current()->end() == record->entered;
-  if (is_whole) {
-    std::erase_if(running->second.open, is_node);
-    unit.remove_node(node);
-    unit.release();
-  }
-  std::size_t next = 0;
-  for (const Unit::Part& part : unit.parts()) {
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("backward reached {} not through a tensor that its forward returned, so its parameters "
+                  "were not gathered; return every tensor that the loss depends on",
+                  record->unit->describe()));
+}
+
+bool ShardedModel::is_whole(const ForwardRecord& record) const {
+  return passes_->current()->end() == record.entered;
+}
+
+void ShardedModel::gradient_ready(const UnitGradients& node, std::size_t trained, at::Tensor gradient) {
+  const Open& open = open_of(node);
+  if (open.stream && is_whole(*node.record)) return open.stream->add(trained, std::move(gradient));
+  if (!gradient.defined()) return;
+  for (const Unit::Part& part : node.record->unit->parts()) {
     if (!part.gradients) continue;
     const std::size_t count = part.parameters->entries().size();
-    const std::vector<at::Tensor> mine(gradients.begin() + static_cast<std::ptrdiff_t>(next),
-                                       gradients.begin() + static_cast<std::ptrdiff_t>(next + count));
-    next += count;
-    is_whole && record->synchronize ? reduce(*part.gradients, mine) : part.gradients->add(mine);
+    if (trained < count) return part.gradients->add(trained, gradient);
+    trained -= count;
   }
 }
 
-/// One average runs at a time, which bounds the memory.
-void ShardedModel::reduce(GradientShards& gradients, const std::vector<at::Tensor>& whole) {
-  if (reducing_ != nullptr) std::exchange(reducing_, nullptr)->wait();
-  gradients.reduce(whole);
-  reducing_ = &gradients;
+/// An inner pass, of a segment of the unit that is computed again, is followed by others or by the end of this one.
+void ShardedModel::unit_ready(const UnitGradients& node) {
+  Open& open = open_of(node);
+  const RecordPtr record = node.record;
+  Unit& unit = *record->unit;
+  const bool whole = is_whole(*record);
+  const std::unique_ptr<GradientStream> stream = whole ? std::move(open.stream) : nullptr;
+  if (whole) {
+    std::erase_if(running_.at(record->entered).open,
+                  [&](const Open& one) { return one.node.get() == &node; });
+    unit.remove_nodes(node);
+    unit.release();
+  }
+  if (stream) return stream->finish();
+  for (const Unit::Part& part : unit.parts()) {
+    if (part.gradients) part.gradients->set_owes(true);
+  }
 }
 
 void ShardedModel::finish(const std::shared_ptr<engine::PassEnd>& end) {
   const auto running = running_.find(end);
   if (running == running_.end()) return;
   const Pass pass = std::exchange(running->second, {});
-  for (const auto& [record, node] : pass.open) {  // the pass needed no gradient of a parameter
-    if (node) record->unit->remove_node(*node);
-    record->unit->release();
+  for (const Open& open : pass.open) {  // the pass needed no gradient of a parameter
+    if (open.stream) open.stream->abandon();
+    if (open.node) open.record->unit->remove_nodes(*open.node);
+    open.record->unit->release();
   }
   for (const auto& unit : units_) unit->free_if_idle();
   if (!pass.reduces) return;
   for (const auto& unit : units_) {
     for (const Unit::Part& part : unit->parts()) {
-      if (part.gradients && part.gradients->has_sum())
-        reduce(*part.gradients, std::vector<at::Tensor>(part.parameters->entries().size()));
+      if (part.gradients && part.gradients->owes()) part.gradients->reduce_all();
     }
   }
+  reductions_->end_all();
   commit();
 }
 
 /// Collective: a parameter gets its average if a rank has a gradient of it.
 void ShardedModel::commit() {
-  reducing_ = nullptr;
   std::vector<std::int32_t> used;
   for (const auto& unit : units_) {
     for (const Unit::Part& part : unit->parts()) {
@@ -210,7 +289,7 @@ void ShardedModel::commit() {
   if (used.empty()) return;
   const at::Tensor all = at::empty({static_cast<std::int64_t>(used.size())}, at::kInt);
   std::copy(used.begin(), used.end(), all.data_ptr<std::int32_t>());
-  group_.all_reduce(all, collective::kMax).wait();
+  groups_.all().all_reduce(all, collective::kMax).wait();
   const std::int32_t* next = all.data_ptr<std::int32_t>();
   for (const auto& unit : units_) {
     for (const Unit::Part& part : unit->parts()) {
@@ -223,14 +302,16 @@ void ShardedModel::commit() {
 
 void ShardedModel::fail(const std::string& reason) noexcept {
   in_forward_ = false;
-  reducing_ = nullptr;
+  forwards_.clear();
   try {
-    const int rank = group_.ranks()[static_cast<std::size_t>(group_.rank())];
-    group_.abort(
+    const collective::Group& all = groups_.all();
+    const int rank = all.ranks()[static_cast<std::size_t>(all.rank())];
+    groups_.abort(
         Error(ErrorKind::kCancelled,
               fmt::format("rank {} failed, and a FullyShardedDataParallel cannot continue after that; build "
                           "the module again and restore a checkpoint: {}",
                           rank, reason)));
+    reductions_->clear();
     for (const auto& unit : units_) unit->reset();
   } catch (...) {  // the caller reports the failure itself
   }

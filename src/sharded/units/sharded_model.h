@@ -15,6 +15,9 @@
 
 #include "engine/api/grad_field_sink.h"
 #include "sharded/units/buffer_pool.h"
+#include "sharded/units/gradient_stream.h"
+#include "sharded/units/reduction_queue.h"
+#include "sharded/units/shard_groups.h"
 #include "sharded/units/unit.h"
 #include "sharded/units/unit_list.h"
 #include "sharded/units/unit_nodes.h"
@@ -25,53 +28,73 @@ namespace torchspan::sharded {
 /// thread that runs backward.
 class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
  public:
-  ShardedModel(collective::Group group, FullyShardedOptions options);
+  ShardedModel(const collective::Group& group, FullyShardedOptions options);
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
 
-  /// Collective, once: divides the module's parameters.
+  /// Collective, once: divides the parameters of the module that divide_unit() has not divided.
   void divide(torch::nn::Module& module);
+  /// Collective: divides the parameters of a unit and of those in it, before divide() of a module that contains it.
+  void divide_unit(torch::nn::Module& unit);
 
   /// A forward of the whole module begins.
   void begin_forward();
-  void end_forward() { in_forward_ = false; }
   /// The unit begins a forward: gathers it and prefetches the next one. Returns the unit before it.
   std::shared_ptr<Unit> begin_unit(const std::shared_ptr<Unit>& unit);
+  /// A unit's forward runs between these; a null record if no backward follows.
+  void enter_forward(const RecordPtr& record) { forwards_.push_back(record); }
+  void leave_forward();
   /// A backward pass comes through an output of the forward.
-  void enter_backward(engine::GradientSink& sink, const RecordPtr& record, const engine::NodePtr& gradients);
-  void gradients_ready(UnitGradients& node, const std::vector<at::Tensor>& gradients);
+  void enter_backward(engine::GradientSink& sink, const RecordPtr& record, const GradientNodes& gradients);
+  /// The gradient of a trained parameter of the node's unit.
+  void gradient_ready(const UnitGradients& node, std::size_t trained, at::Tensor gradient);
+  /// No more gradients come to the node's unit in this pass.
+  void unit_ready(const UnitGradients& node);
   /// Breaks the group with a failure of this rank.
   void fail(const std::string& reason) noexcept;
 
-  const collective::Group& group() const { return group_; }
+  const ShardGroups& groups() const { return groups_; }
   const FullyShardedOptions& options() const { return options_; }
   const std::shared_ptr<engine::NativeEnginePasses>& passes() const { return passes_; }
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
   const std::shared_ptr<Unit>& root() const { return units_[0]; }
+  bool is_root(const std::shared_ptr<Unit>& unit) const { return !units_.empty() && units_[0] == unit; }
   BufferPool& pool() const { return *pool_; }
   bool synchronizes() const { return synchronize_; }
   bool set_synchronize(bool synchronize) { return std::exchange(synchronize_, synchronize); }
 
  private:
   /// What one backward pass has come to.
+  struct Open {
+    RecordPtr record;
+    engine::NodePtr node;
+    std::unique_ptr<GradientStream> stream;  ///< null: gradients are not reduced
+  };
   struct Pass {
-    std::vector<std::pair<RecordPtr, engine::NodePtr>> open;  ///< without gradients so far
+    std::vector<Open> open;  ///< forwards whose gradients are not complete
     bool reduces = false;
   };
-  void add(const ListedUnit& unit, std::set<std::int64_t>& chunks);
+  /// Lists the units of a module, and makes the groups if it is the first; throws on all ranks if one fails.
+  std::vector<ListedUnit> listed_by_all(torch::nn::Module& module, bool complete);
+  std::shared_ptr<Unit> divided(const ListedUnit& unit);
   Pass& pass_of(engine::GradientSink& sink);
+  Open& open_of(const UnitGradients& node);
+  /// Whether LibTorch runs the pass that came to the unit, not an inner one that computes a part of it again.
+  bool is_whole(const ForwardRecord& record) const;
   void finish(const std::shared_ptr<engine::PassEnd>& end);
-  void reduce(GradientShards& gradients, const std::vector<at::Tensor>& whole);
   void commit();
 
-  const collective::Group group_;
+  ShardGroups groups_;
   const FullyShardedOptions options_;
   const std::shared_ptr<BufferPool> pool_;
+  const std::shared_ptr<ReductionQueue> reductions_;
   const std::shared_ptr<engine::NativeEnginePasses> passes_;
+  std::vector<std::shared_ptr<Unit>> built_;                ///< by divide_unit()
   std::vector<std::shared_ptr<Unit>> units_;                ///< the root first
+  std::set<std::int64_t> lengths_;                          ///< of shared segments, which all differ
   std::vector<std::shared_ptr<Unit>> sequence_, previous_;  ///< units of this forward and of the last one
   std::map<std::shared_ptr<engine::PassEnd>, Pass> running_;
-  GradientShards* reducing_ = nullptr;  ///< whose average is running
+  std::vector<RecordPtr> forwards_;  ///< that run now, the outermost first
   bool in_forward_ = false;
   bool synchronize_ = true;
 };

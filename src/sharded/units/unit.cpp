@@ -16,6 +16,11 @@ std::string Unit::describe() const {
   return name_.empty() ? "the root unit" : fmt::format("unit '{}'", name_);
 }
 
+bool Unit::name_parameter(const at::Tensor& parameter, const std::string& name) {
+  return std::any_of(parts_.begin(), parts_.end(),
+                     [&](const Part& part) { return part.parameters->set_name(parameter, name); });
+}
+
 std::shared_ptr<ShardedModel> Unit::model() const {
   if (auto model = model_.lock()) return model;
   throw Error(ErrorKind::kInvalid,
@@ -40,6 +45,17 @@ void Unit::acquire() {
   ++users_;
 }
 
+void Unit::acquire_whole() {
+  if (!is_gathered()) ++gathers_;
+  for (const Part& part : parts_) part.parameters->begin_whole();
+  ++users_;
+}
+
+void Unit::release_whole() {
+  for (const Part& part : parts_) part.parameters->end_whole();
+  release();
+}
+
 void Unit::release(bool keep) {
   if (users_ > 0) --users_;
   if (!keep) free_if_idle();
@@ -59,22 +75,22 @@ std::vector<at::Tensor> Unit::trained() const {
   return tensors;
 }
 
-void Unit::add_node(engine::NodePtr node) {
-  nodes_.push_back(std::move(node));
+void Unit::add_nodes(GradientNodes nodes) {
+  nodes_.push_back(std::move(nodes));
   set_edges();
 }
 
-void Unit::remove_node(const torch::autograd::Node& node) {
-  std::erase_if(nodes_, [&](const engine::NodePtr& one) { return one.get() == &node; });
+void Unit::remove_nodes(const torch::autograd::Node& all) {
+  std::erase_if(nodes_, [&](const GradientNodes& one) { return one.all.get() == &all; });
   set_edges();
 }
 
 /// An operation of an older node's forward needs the parameters to have any node when its backward runs.
 void Unit::set_edges() const {
-  std::uint32_t input = 0;
+  std::size_t next = 0;
   for (const at::Tensor& tensor : trained()) {
     torch::autograd::Edge edge;
-    if (!nodes_.empty()) edge = torch::autograd::Edge(nodes_.back(), input++);
+    if (!nodes_.empty()) edge = torch::autograd::Edge(nodes_.back().parameters[next++], 0);
     torch::autograd::impl::set_gradient_edge(tensor, std::move(edge));
   }
 }

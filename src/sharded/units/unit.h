@@ -12,6 +12,12 @@ namespace torchspan::sharded {
 
 class ShardedModel;
 
+/// The nodes of one forward that receive the gradients of a unit's trained parameters.
+struct GradientNodes {
+  engine::NodePtr all;  ///< runs when all gradients of a pass have arrived; null: no backward follows
+  std::vector<engine::NodePtr> parameters;  ///< one for each trained parameter, followed by `all`
+};
+
 /// Parameters that are gathered and freed together. Counts its users; use it on the training thread, or on the thread
 /// that runs backward.
 class Unit {
@@ -27,6 +33,9 @@ class Unit {
   Unit& operator=(const Unit&) = delete;
 
   const std::string& name() const { return name_; }
+  void set_name(std::string name) { name_ = std::move(name); }
+  /// Sets the name of a parameter; returns whether the unit has it.
+  bool name_parameter(const at::Tensor& parameter, const std::string& name);
   /// "unit 'blocks.3'" or "the root unit".
   std::string describe() const;
   std::vector<Part>& parts() { return parts_; }
@@ -37,6 +46,9 @@ class Unit {
   void prefetch();
   /// Collective: returns when the parameters are whole.
   void acquire();
+  /// Collective: as acquire() and release(), but the parameters have their own dtype, and changes of them are kept.
+  void acquire_whole();
+  void release_whole();
   /// Ends what one acquire() began; the last one frees the parameters unless `keep`.
   void release(bool keep = false);
   /// Frees the parameters unless they are in use.
@@ -45,9 +57,9 @@ class Unit {
   /// Number of gathers so far.
   std::uint64_t gathers() const { return gathers_; }
 
-  /// Gradients of the parameters go to `node` until remove_node(), input i for the i-th trained parameter.
-  void add_node(engine::NodePtr node);
-  void remove_node(const torch::autograd::Node& node);
+  /// Gradients of the parameters go to `nodes` until remove_nodes(nodes.all).
+  void add_nodes(GradientNodes nodes);
+  void remove_nodes(const torch::autograd::Node& all);
   std::vector<at::Tensor> trained() const;
   /// After a failure: no users, no nodes, no unfinished gradients.
   void reset();
@@ -55,12 +67,12 @@ class Unit {
  private:
   void set_edges() const;
 
-  const std::string name_;
+  std::string name_;
   std::vector<Part> parts_;
   const std::weak_ptr<ShardedModel> model_;
   std::size_t users_ = 0;
   std::uint64_t gathers_ = 0;
-  std::vector<engine::NodePtr> nodes_;
+  std::vector<GradientNodes> nodes_;
 };
 
 }  // namespace torchspan::sharded

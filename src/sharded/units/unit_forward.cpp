@@ -18,11 +18,16 @@ class UnitForward::Impl {
   explicit Impl(std::shared_ptr<Unit> unit) : unit_(std::move(unit)), model_(unit_->model()) {
     try {
       std::shared_ptr<Unit> before = model_->begin_unit(unit_);
-      if (!c10::GradMode::is_enabled()) return;
-      record_ = std::make_shared<ForwardRecord>(
-          ForwardRecord{unit_, model_, std::move(before), model_->synchronizes(), nullptr});
-      gradients_ = make_gradients_node(record_);
-      if (gradients_) unit_->add_node(gradients_);
+      if (c10::GradMode::is_enabled()) {
+        record_ = std::make_shared<ForwardRecord>();
+        record_->unit = unit_;
+        record_->model = model_;
+        record_->before = std::move(before);
+        record_->synchronize = model_->synchronizes();
+        gradients_ = make_gradient_nodes(record_);
+        if (gradients_.all) unit_->add_nodes(gradients_);
+      }
+      model_->enter_forward(record_);
     } catch (...) {
       failed();
       throw;
@@ -30,10 +35,16 @@ class UnitForward::Impl {
   }
 
   std::vector<at::Tensor> finish(std::vector<at::Tensor> outputs) {
+    const auto dtype = model_->options().precision.output_dtype;
+    if (dtype && model_->is_root(unit_)) {
+      for (at::Tensor& output : outputs) {
+        if (output.defined() && output.is_floating_point()) output = output.to(*dtype);
+      }
+    }
     if (record_) outputs = mark_unit_outputs(std::move(outputs), record_, gradients_);
-    if (gradients_) unit_->remove_node(*gradients_);
+    if (gradients_.all) unit_->remove_nodes(*gradients_.all);
     unit_->release(/*keep=*/record_ != nullptr && !model_->options().reshard_after_forward);
-    if (unit_ == model_->root()) model_->end_forward();
+    model_->leave_forward();
     return outputs;
   }
 
@@ -46,7 +57,7 @@ class UnitForward::Impl {
   const std::shared_ptr<Unit> unit_;
   const std::shared_ptr<ShardedModel> model_;
   RecordPtr record_;
-  engine::NodePtr gradients_;
+  GradientNodes gradients_;
 };
 
 UnitForward::UnitForward(std::shared_ptr<Unit> unit) : impl_(std::make_unique<Impl>(std::move(unit))) {}
@@ -55,6 +66,11 @@ std::vector<at::Tensor> UnitForward::finish(std::vector<at::Tensor> outputs) {
   return impl_->finish(std::move(outputs));
 }
 void UnitForward::failed() noexcept { impl_->failed(); }
+
+std::optional<at::ScalarType> input_dtype(const std::shared_ptr<Unit>& unit) {
+  const MixedPrecision& precision = unit->model()->options().precision;
+  return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
+}
 
 void refuse_clone(const UnitModule& module) {
   if (!module.unit) return;

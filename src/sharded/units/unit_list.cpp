@@ -1,5 +1,6 @@
 #include "sharded/units/unit_list.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 #include <map>
 #include <utility>
@@ -9,13 +10,15 @@
 
 #include <torchspan/core/error.h>
 
+#include "sharded/units/unit.h"
+
 namespace torchspan::sharded {
 namespace {
 
 /// Walks a module; finds the unit of each parameter.
 class Walk {
  public:
-  explicit Walk(torch::nn::Module& module) {
+  Walk(torch::nn::Module& module, const std::vector<std::shared_ptr<Unit>>& built) : built_(built) {
     units_.emplace_back();
     visit(module, "", 0);
   }
@@ -28,12 +31,13 @@ class Walk {
       const auto [place, is_new] = index_of_.emplace(found, units_.size());
       unit = place->second;
       if (is_new) {
-        if (found->unit) {
+        const bool is_built = std::find(built_.begin(), built_.end(), found->unit) != built_.end();
+        if (found->unit && !is_built) {
           throw Error(
               ErrorKind::kInvalid,
               fmt::format("unit '{}' is divided by a FullyShardedDataParallel already; wrap it once", name));
         }
-        units_.push_back({name, found, {}});
+        units_.push_back({name, found, found->unit, {}});
       }
     }
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
@@ -46,15 +50,22 @@ class Walk {
       visit(*child.value(), name.empty() ? child.key() : name + "." + child.key(), unit);
   }
 
+  const std::vector<std::shared_ptr<Unit>>& built_;
   std::vector<ListedUnit> units_;
   std::map<UnitModule*, std::size_t> index_of_;
   std::map<const c10::TensorImpl*, std::size_t> unit_of_;
 };
 
+/// Names a parameter of a divided unit; returns whether the unit is one and has it.
+bool name_built(const ListedUnit& unit, const std::string& name, const at::Tensor& tensor) {
+  return unit.divided && unit.divided->name_parameter(tensor, name);
+}
+
 }  // namespace
 
-std::vector<ListedUnit> units_of(torch::nn::Module& module) {
-  Walk walk(module);
+std::vector<ListedUnit> units_of(torch::nn::Module& module, const std::vector<std::shared_ptr<Unit>>& built) {
+  Walk walk(module, built);
+  std::vector<ListedUnit> units = walk.take();
   std::vector<std::map<std::pair<at::ScalarType, bool>, std::vector<NamedParameter>>> parts;
   std::map<const c10::TensorImpl*, bool> seen;
   at::Tensor first;
@@ -69,14 +80,32 @@ std::vector<ListedUnit> units_of(torch::nn::Module& module) {
                       item.key(), tensor.device().str(), first.device().str()));
     }
     const std::size_t unit = walk.unit_of(tensor);
+    if (name_built(units[unit], item.key(), tensor)) continue;
+    for (const auto& other : built) {
+      if (!other->name_parameter(tensor, item.key())) continue;
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("parameter '{}' is used by several units, but the UnitBuilder has divided it; "
+                              "build those units without it",
+                              item.key()));
+    }
     if (parts.size() <= unit) parts.resize(unit + 1);
     parts[unit][{tensor.scalar_type(), tensor.requires_grad()}].push_back({item.key(), tensor});
   }
-  std::vector<ListedUnit> units = walk.take();
   for (std::size_t unit = 0; unit < parts.size(); ++unit) {
     for (auto& [kind, parameters] : parts[unit]) units[unit].parts.push_back(std::move(parameters));
   }
   return units;
+}
+
+void check_built(const std::vector<ListedUnit>& units, const std::vector<std::shared_ptr<Unit>>& built) {
+  for (std::size_t i = 0; i < built.size(); ++i) {
+    const auto is_it = [&](const ListedUnit& unit) { return unit.divided == built[i]; };
+    if (std::any_of(units.begin(), units.end(), is_it)) continue;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the module does not contain unit {} of {} that the UnitBuilder has built; "
+                            "register each of them with register_module()",
+                            i + 1, built.size()));
+  }
 }
 
 }  // namespace torchspan::sharded

@@ -1,18 +1,32 @@
 #include "sharded/units/unit_nodes.h"
 
+#include <limits>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <torchspan/core/error.h>
+
 #include "sharded/units/sharded_model.h"
-#include "sharded/units/unit.h"
 
 namespace torchspan::sharded {
 namespace {
 
+/// Calls the model; a failure reaches the other ranks with its reason.
+template <class Call>
+void call_model(ShardedModel& model, const Call& call) {
+  try {
+    call(model);
+  } catch (...) {
+    model.fail("its backward pass failed: " + describe(std::current_exception()).text);
+    throw;
+  }
+}
+
 struct UnitOutputs final : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    gradients.resize(num_outputs());
     return std::move(gradients);
   }
   std::string name() const override { return "ShardedUnitOutputs"; }
@@ -20,39 +34,58 @@ struct UnitOutputs final : torch::autograd::Node {
 
 class UnitOutputsHook final : public engine::PassHook {
  public:
-  UnitOutputsHook(RecordPtr record, engine::NodePtr gradients)
+  UnitOutputsHook(RecordPtr record, GradientNodes gradients)
       : PassHook(record->model->passes()), record_(std::move(record)), gradients_(std::move(gradients)) {}
   void pass_arrives(engine::GradientSink& sink) override {
-    record_->model->enter_backward(sink, record_, gradients_);
+    call_model(*record_->model,
+               [&](ShardedModel& model) { model.enter_backward(sink, record_, gradients_); });
   }
 
  private:
   const RecordPtr record_;
-  const engine::NodePtr gradients_;  // the graph owns it anyway
+  const GradientNodes gradients_;  // the graph owns them anyway
 };
 
 }  // namespace
 
-torch::autograd::variable_list UnitGradients::apply(torch::autograd::variable_list&& gradients) {
-  record->model->gradients_ready(*this, gradients);
+torch::autograd::variable_list UnitGradients::apply(torch::autograd::variable_list&&) {
+  call_model(*record->model, [&](ShardedModel& model) { model.unit_ready(*this); });
   return {};
 }
 
-engine::NodePtr make_gradients_node(const RecordPtr& record) {
+/// The largest sequence number, as AccumulateGrad: runs before other nodes that are ready.
+ParameterGradient::ParameterGradient(std::size_t trained, engine::NodePtrTo<UnitGradients> all)
+    : Node(std::numeric_limits<std::uint64_t>::max()), trained(trained), all(std::move(all)) {}
+
+torch::autograd::variable_list ParameterGradient::apply(torch::autograd::variable_list&& gradients) {
+  call_model(*all->record->model,
+             [&](ShardedModel& model) { model.gradient_ready(*all, trained, std::move(gradients[0])); });
+  return {at::Tensor()};
+}
+
+GradientNodes make_gradient_nodes(const RecordPtr& record) {
   const std::vector<at::Tensor> trained = record->unit->trained();
-  if (trained.empty()) return {};
-  auto node = engine::make_node<UnitGradients>(record);
-  for (const at::Tensor& tensor : trained) node->add_input_metadata(tensor);
-  return node;
+  const auto all = engine::make_node<UnitGradients>(record);
+  GradientNodes nodes{all, {}};
+  for (std::size_t i = 0; i < trained.size(); ++i) {
+    auto node = engine::make_node<ParameterGradient>(i, all);
+    node->add_input_metadata(trained[i]);
+    node->add_next_edge(torch::autograd::Edge(all, all->add_input_metadata(trained[i])));
+    nodes.parameters.push_back(std::move(node));
+  }
+  return nodes;
 }
 
 std::vector<at::Tensor> mark_unit_outputs(std::vector<at::Tensor> outputs, const RecordPtr& record,
-                                          const engine::NodePtr& gradients) {
+                                          const GradientNodes& gradients) {
   for (at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad()) continue;
     auto node = engine::make_node<UnitOutputs>();
     node->add_pre_hook(std::make_unique<UnitOutputsHook>(record, gradients));
     node->add_next_edge(torch::autograd::impl::gradient_edge(output));
+    // A pass that uses none of the parameters on this rank, but on others, reaches the node, too.
+    if (gradients.all)
+      node->add_next_edge(torch::autograd::Edge(gradients.all, gradients.all->add_input_metadata(output)));
     at::Tensor stand_in = output.detach();
     torch::autograd::create_gradient_edge(stand_in, node);
     output = std::move(stand_in);

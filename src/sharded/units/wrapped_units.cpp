@@ -4,6 +4,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
@@ -39,6 +40,7 @@ class UnitsSource final : public checkpoint::StateSource {
   }
 
   void save(checkpoint::StateWriter& writer) const override {
+    if (!model_->groups().is_first_copy()) return;
     for_each_entry(*model_, [&](const Entry& entry) {
       if (entry.range.count() > 0) save_range(writer, entry.name, entry.part, entry.range);
     });
@@ -61,6 +63,17 @@ class UnitsSource final : public checkpoint::StateSource {
   std::vector<std::pair<std::string, at::Tensor>> buffers_;
 };
 
+/// The state of a copy of the model that the ranks of another copy save.
+class LoadedSource final : public checkpoint::StateSource {
+ public:
+  explicit LoadedSource(checkpoint::SourcePtr source) : source_(std::move(source)) {}
+  void save(checkpoint::StateWriter&) const override {}
+  void load(const checkpoint::StateReader& reader) override { source_->load(reader); }
+
+ private:
+  const checkpoint::SourcePtr source_;
+};
+
 }  // namespace
 
 /// Keeps the module for its buffers; the model knows the parameters.
@@ -68,6 +81,17 @@ WrappedUnits::WrappedUnits(std::shared_ptr<torch::nn::Module> module, collective
                            FullyShardedOptions options)
     : module_(std::move(module)), model_(std::make_shared<ShardedModel>(std::move(group), options)) {
   if (!module_) throw Error(ErrorKind::kInvalid, "the module is null");
+  model_->divide(*module_);
+}
+
+WrappedUnits::WrappedUnits(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<ShardedModel> model)
+    : module_(std::move(module)), model_(std::move(model)) {
+  if (!module_) throw Error(ErrorKind::kInvalid, "the module is null");
+  if (!model_->units().empty()) {
+    throw Error(
+        ErrorKind::kInvalid,
+        "the UnitBuilder has been given to a FullyShardedDataParallel already; make one for each model");
+  }
   model_->divide(*module_);
 }
 
@@ -85,21 +109,24 @@ double WrappedUnits::clip_grad_norm(double max_norm, double norm_type) {
   for_each_entry(*model_, [&](const Entry& entry) {
     if (entry.tensor.mutable_grad().defined()) gradients.push_back(entry.tensor.mutable_grad());
   });
-  return clip_over_ranks(model_->group(), gradients, {max_norm, norm_type});
+  return clip_over_ranks(model_->groups().copy(), gradients, {max_norm, norm_type});
+}
+
+bool WrappedUnits::on_any_rank(bool finding) {
+  const at::Tensor found = at::full({1}, finding ? 1 : 0, at::kInt);
+  model_->groups().all().all_reduce(found, collective::kMax).wait();
+  return found.item<int>() != 0;
 }
 
 void WrappedUnits::with_full_parameters(const std::function<void()>& body) {
-  for (const auto& unit : model_->units()) unit->acquire();
+  for (const auto& unit : model_->units()) unit->acquire_whole();
   try {
     body();
   } catch (...) {
     model_->fail("the body of with_full_parameters() threw: " + describe(std::current_exception()).text);
     throw;
   }
-  for (const auto& unit : model_->units()) {
-    for (const Unit::Part& part : unit->parts()) part.parameters->keep_changes();
-    unit->release();
-  }
+  for (const auto& unit : model_->units()) unit->release_whole();
 }
 
 checkpoint::SourcePtr WrappedUnits::module_source() {
@@ -109,7 +136,9 @@ checkpoint::SourcePtr WrappedUnits::module_source() {
 checkpoint::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer) {
   std::map<std::string, FlatRange> ranges;
   for_each_entry(*model_, [&](const Entry& entry) { ranges.emplace(entry.name, entry.range); });
-  return ranged_optimizer_source(optimizer, std::move(ranges));
+  auto source = ranged_optimizer_source(optimizer, std::move(ranges));
+  if (model_->groups().is_first_copy()) return source;
+  return std::make_unique<LoadedSource>(std::move(source));
 }
 
 FullyShardedStats WrappedUnits::stats() const {

@@ -1,5 +1,6 @@
 #pragma once
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/detail/data_parallel/output_tensors.h>
+#include <torchspan/detail/sharded/cast_input.h>
 
 namespace torchspan::sharded {
 
@@ -43,6 +45,9 @@ class UnitForward {
   class Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+/// The dtype to which a unit casts its inputs; nullopt: none.
+std::optional<at::ScalarType> input_dtype(const std::shared_ptr<Unit>& unit);
 
 /// Throws Error{kUnsupported} if the module is a unit of a FullyShardedDataParallel.
 void refuse_clone(const UnitModule& module);

@@ -1,0 +1,53 @@
+#include "sharded/units/gradient_stream.h"
+
+#include "sharded/units/gradient_shards.h"
+#include "sharded/units/unit.h"
+
+namespace torchspan::sharded {
+
+GradientStream::GradientStream(Unit& unit, bool early) : early_(early) {
+  for (const Unit::Part& part : unit.parts()) {
+    if (!part.gradients) continue;
+    const FlatLayout& layout = part.parameters->layout();
+    const std::size_t first = places_.size();
+    places_.resize(first + part.parameters->entries().size());
+    const auto add_step = [&](std::size_t index) {
+      const Segment& segment = layout.segments()[index];
+      for (std::size_t i = 0; i < segment.parameters.size(); ++i)
+        places_[first + segment.parameters[i]] = {steps_.size(), i, segment.parameters[i]};
+      steps_.push_back({part.gradients.get(), index, segment.parameters.size(),
+                        std::vector<at::Tensor>(segment.parameters.size())});
+    };
+    for (std::size_t index = layout.shared(); index-- > 0;) add_step(index);
+    add_step(layout.shared());
+    if (part.gradients->owes()) owed_.push_back(part.gradients.get());
+    part.gradients->set_owes(false);
+  }
+}
+
+void GradientStream::add(std::size_t trained, at::Tensor gradient) {
+  if (!gradient.defined()) return;
+  const Place& place = places_[trained];
+  Step& step = steps_[place.step];
+  step.gradients->check_dense(place.entry, gradient);
+  step.arrived[place.position] = std::move(gradient);
+  --step.missing;
+  while (early_ && next_ < steps_.size() && steps_[next_].missing == 0) reduce_next();
+}
+
+void GradientStream::reduce_next() {
+  Step& step = steps_[next_++];
+  step.gradients->reduce(step.segment, std::move(step.arrived));
+}
+
+void GradientStream::finish() {
+  while (next_ < steps_.size()) reduce_next();
+  if (early_) return;  // a sum may have grown after its segment was reduced
+  for (const Step& step : steps_) step.gradients->set_owes(false);
+}
+
+void GradientStream::abandon() {
+  for (GradientShards* gradients : owed_) gradients->set_owes(true);
+}
+
+}  // namespace torchspan::sharded

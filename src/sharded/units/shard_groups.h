@@ -1,0 +1,34 @@
+#pragma once
+#include <optional>
+#include <string>
+
+#include <torchspan/collective/group.h>
+
+namespace torchspan::sharded {
+
+/// The groups of a FullyShardedDataParallel: adjacent ranks divide a copy of the model, and the ranks that have the same
+/// part of different copies average its gradients.
+class ShardGroups {
+ public:
+  /// Collective: makes another group of the same ranks. One copy until split().
+  explicit ShardGroups(const collective::Group& group);
+  /// Why the ranks cannot be divided into parts of `shard_ranks`; empty: they can, or it is 0.
+  std::string trouble(int shard_ranks) const;
+  /// Collective: makes copies of `shard_ranks` ranks; 0: one copy.
+  void split(int shard_ranks);
+
+  const collective::Group& all() const { return all_; }
+  /// This rank's copy.
+  const collective::Group& copy() const { return copy_; }
+  /// The ranks with the same part; nullopt: one copy.
+  const std::optional<collective::Group>& replicas() const { return replicas_; }
+  bool is_first_copy() const { return !replicas_ || replicas_->rank() == 0; }
+  void abort(const Error& cause) const;
+
+ private:
+  const collective::Group all_;
+  collective::Group copy_;
+  std::optional<collective::Group> replicas_;
+};
+
+}  // namespace torchspan::sharded
