@@ -5,6 +5,7 @@
 // The devices register themselves in every program that includes this header.
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -439,7 +440,7 @@ class Registration {
         aten_(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__) {
 #ifdef TORCHSPAN_STAND_IN_IS_ACCELERATOR
     c10::register_privateuse1_backend("privateuseone");
-    at::RegisterPrivateUse1HooksInterface(&hooks_);
+    at::RegisterPrivateUse1HooksInterface(hooks_.get());
 #endif
     all_.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
     aten_.impl("empty.memory_format", &empty);
@@ -453,9 +454,9 @@ class Registration {
   c10::impl::DeviceGuardImplRegistrar guard_;
   torch::Library all_, aten_;
 #ifdef TORCHSPAN_STAND_IN_IS_ACCELERATOR
-  Hooks hooks_;
+  const std::unique_ptr<Hooks> hooks_ = std::make_unique<Hooks>();
 #endif
 };
-inline Registration kRegistration;
+inline const Registration kRegistration;
 
 }  // namespace torchspan::testing::stand_in_detail
