@@ -1,0 +1,328 @@
+// RecoveringTrainer across real processes under `torchspan run --max-replacements`: workers of a pipeline and of remote
+// modules are killed in a step, while their state is copied, saved or restored, and while the objects are created again.
+// The final parameters are those of a training without deaths, bit for bit.
+#include <fmt/format.h>
+#include <fstream>
+#include <random>
+#include <set>
+#include <sstream>
+
+#include <torch/torch.h>
+
+#include <torchspan/elastic.h>
+#include <torchspan/torchspan.h>
+
+#include "tests/support/cluster_main.h"
+#include "tests/support/environment.h"
+
+namespace torchspan {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::seconds;
+using testing::require;
+
+constexpr int kRanks = 4;
+constexpr std::int64_t kSteps = 60;
+constexpr std::int64_t kWidth = 160;  // of a state that takes a while to send
+
+std::string variable(const char* name) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? "" : text;
+}
+std::string path_of(const std::string& name) { return variable("TEST_FOLDER") + "/" + name; }
+
+/// Kills this process where TEST_DEATHS says: "1/0:step@20;2/0:load@0" kills rank 1 in its first process in step 20, and
+/// rank 2 in its first process when it restores its state.
+void die_if_asked(int rank, const std::string& where, std::int64_t number) {
+  const std::string life = variable("TORCHSPAN_REPLACEMENT_COUNT");
+  const std::string mine = fmt::format("{}/{}:{}@{};", rank, life, where, number);
+  if ((variable("TEST_DEATHS") + ";").find(mine) != std::string::npos) ::kill(getpid(), SIGKILL);
+}
+
+/// A part of the state whose process dies while it is copied or restored.
+struct Trap {
+  int rank;
+  std::int64_t number = 0, loads = 0;
+  optim::StateDict state_dict() const {
+    die_if_asked(rank, "copy", number);
+    optim::StateDict state;
+    state.insert("number", torch::tensor(number));
+    return state;
+  }
+  void load_state_dict(const optim::StateDict& state) {
+    die_if_asked(rank, "load", loads++);
+    number = state["number"].item<std::int64_t>();
+  }
+};
+
+struct WideImpl : torch::nn::Module {
+  explicit WideImpl(std::uint64_t seed) {
+    weight = register_parameter(
+        "weight", at::randn({kWidth, kWidth}, at::detail::createCPUGenerator(seed), at::kDouble) * 0.08);
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::tanh(at::matmul(x, weight)); }
+  at::Tensor weight;
+};
+TORCH_MODULE(Wide);
+
+at::Tensor input_of(std::int64_t step) {
+  return at::randn({8, kWidth}, at::detail::createCPUGenerator(static_cast<std::uint64_t>(step)),
+                   at::kDouble);
+}
+at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
+  return at::mse_loss(output, target);
+}
+
+RecoveryOptions recovery_options() {
+  RecoveryOptions options;
+  options.checkpoint.directory = path_of("checkpoints");
+  options.checkpoint.timeout = seconds(60);
+  options.steps_per_checkpoint = std::stoll(variable("TEST_SAVE"));
+  options.steps_per_copy = std::stoll(variable("TEST_COPY"));
+  options.replacement_limit = seconds(60);
+  return options;
+}
+
+void note_result(Session& session, const RecoveringTrainer& trainer, double sum) {
+  std::ofstream(path_of(fmt::format("sum{}", session.rank()))) << fmt::format("{:.17g}", sum);
+  std::ofstream(path_of(fmt::format("report{}", session.rank())))
+      << trainer.report().rebuilds << " " << trainer.report().from_copies << " "
+      << trainer.report().from_checkpoints;
+}
+
+/// What all attempts of a process share.
+struct Totals {
+  double sum = 0;
+  std::int64_t attempts = 0;
+};
+
+/// One attempt to train a pipeline.
+class PipelineObjects {
+ public:
+  PipelineObjects(Session& session, RecoveryState& state, Totals& totals)
+      : session_(session),
+        pipe_(session.worker(), layers(), {.balance = {1, 1, 1, 1}, .micro_batches = 4}),
+        optimizer_({optim::ParamGroup(pipe_.parameters(), optim::AdamW{.lr = 0.01},
+                                      checkpoint::parameter_names(pipe_))}),
+        trap_{session.rank()},
+        totals_(totals) {
+    state.add("pipe", pipe_);
+    state.add("optimizer", optimizer_);
+    state.add_per_rank("trap", trap_);
+    die_if_asked(session.rank(), "build", totals.attempts++);
+  }
+
+  void step(std::int64_t number) {
+    // The copy of the last step is still being sent.
+    if (number % 4 == 0) session_.runtime().executor.sleep(microseconds(number * 50));
+    die_if_asked(session_.rank(), "step", number);
+    require(number == trap_.number, "steps are done in order");
+    optimizer_.zero_grad();
+    pipe_.train_step(input_of(number), input_of(number + 1000), mean_square);
+    optimizer_.step();
+    trap_.number = number + 1;
+    totals_.sum = 0;
+    for (const at::Tensor& parameter : pipe_.parameters())
+      totals_.sum += parameter.detach().sum().item<double>();
+  }
+
+ private:
+  static pipeline::Layers layers() {
+    pipeline::Layers layers;
+    for (std::uint64_t seed = 1; seed <= kRanks; ++seed) layers.add<Wide>(seed);
+    return layers;
+  }
+
+  Session& session_;
+  pipeline::Pipeline pipe_;
+  optim::Optimizer optimizer_;
+  Trap trap_;
+  Totals& totals_;
+};
+
+void train_pipeline() {
+  Session session(WorkerOptions::from_env());
+  Totals totals;
+  RecoveringTrainer trainer(session, recovery_options());
+  trainer.run(kSteps, [&](RecoveryState& state) {
+    return std::make_unique<PipelineObjects>(session, state, totals);
+  });
+  note_result(session, trainer, totals.sum);
+  session.shutdown(seconds(30));
+}
+
+constexpr ModuleClass<Wide, std::uint64_t> kWide{"wide"};
+
+/// One attempt to train modules on workers 1 and 2 from worker 0.
+class RemoteObjects {
+ public:
+  RemoteObjects(Session& session, RecoveryState& state, double& sum)
+      : session_(session),
+        first_(session.worker(), 1, kWide, 1),
+        second_(session.worker(), 2, kWide, 2),
+        optimizer_(session, optim::SGD{.lr = 0.05, .momentum = 0.9}, {first_, second_}),
+        sum_(sum) {
+    state.add("first", first_);
+    state.add("second", second_);
+    state.add("optimizer", optimizer_);
+  }
+
+  void step(std::int64_t number) {
+    autograd::Context context(session_);
+    const at::Tensor loss =
+        mean_square(second_.forward(first_.forward(input_of(number))), input_of(number + 1000));
+    context.backward(loss);
+    optimizer_.step(context);
+    sum_ = second_.forward(first_.forward(input_of(0))).sum().item<double>();
+  }
+
+ private:
+  Session& session_;
+  RemoteModule<Wide, std::uint64_t> first_, second_;
+  optim::DistributedOptimizer optimizer_;
+  double& sum_;
+};
+
+/// A rank that only serves its modules.
+struct Server {
+  int rank;
+  /// It is ahead of worker 0, and waits for it when it saves.
+  void step(std::int64_t number) const { die_if_asked(rank, "step", number); }
+};
+
+void train_remotely() {
+  Session session(WorkerOptions::from_env(), FunctionTable().add(kWide));
+  double sum = 0;
+  RecoveringTrainer trainer(session, recovery_options());
+  if (session.rank() == 0) {
+    trainer.run(kSteps,
+                [&](RecoveryState& state) { return std::make_unique<RemoteObjects>(session, state, sum); });
+  } else {
+    trainer.run(kSteps, [&](RecoveryState&) { return std::make_unique<Server>(Server{session.rank()}); });
+  }
+  note_result(session, trainer, sum);
+  session.shutdown(seconds(30));
+}
+
+/// The program fails on one rank, where no rank has died.
+void fail() {
+  Session session(WorkerOptions::from_env());
+  struct Failing {
+    int rank;
+    void step(std::int64_t number) const {
+      if (rank == 1 && number == 5) throw std::runtime_error("the program of this rank failed");
+    }
+  };
+  RecoveringTrainer trainer(session, recovery_options());
+  trainer.run(kSteps, [&](RecoveryState&) { return std::make_unique<Failing>(Failing{session.rank()}); });
+}
+
+std::string text_of(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class Recovering : public ::testing::Test {
+ protected:
+  struct Outcome {
+    std::string sums;
+    std::vector<RecoveryReport> reports;  ///< of the last process of each rank
+    std::string output;
+    int exit_code = 0;
+  };
+  struct Intervals {
+    int save = 7, copy = 0;
+  };
+
+  Outcome run(const std::string& scenario, const std::string& deaths, Intervals intervals,
+              int replacements = 9) {
+    const testing::TemporaryFolder place;
+    const std::string self = std::filesystem::read_symlink("/proc/self/exe");
+    testing::Process launcher({self.substr(0, self.rfind('/')) + "/torchspan", "run", "-n",
+                               std::to_string(kRanks), "--max-replacements", std::to_string(replacements),
+                               "--restart-backoff", "10ms", "--give-up-after", "0", self},
+                              {{"TORCHSPAN_TEST_SCENARIO", scenario},
+                               {"TEST_FOLDER", place.path()},
+                               {"TEST_DEATHS", deaths},
+                               {"TEST_SAVE", std::to_string(intervals.save)},
+                               {"TEST_COPY", std::to_string(intervals.copy)},
+                               {"OMP_NUM_THREADS", "1"}},
+                              place.path() + "/output");
+    EXPECT_TRUE(launcher.wait(*executor_, seconds(120))) << deaths << "\n" << launcher.output();
+    Outcome outcome;
+    outcome.exit_code = launcher.exit_code();
+    outcome.output = launcher.output();
+    for (int rank = 0; rank < kRanks; ++rank) {
+      outcome.sums += text_of(fmt::format("{}/sum{}", place.path(), rank)) + " ";
+      std::istringstream numbers(text_of(fmt::format("{}/report{}", place.path(), rank)));
+      RecoveryReport& report = outcome.reports.emplace_back();
+      numbers >> report.rebuilds >> report.from_copies >> report.from_checkpoints;
+    }
+    return outcome;
+  }
+  Outcome survive(const std::string& scenario, const std::string& deaths, Intervals intervals) {
+    Outcome outcome = run(scenario, deaths, intervals);
+    EXPECT_EQ(outcome.exit_code, 0) << deaths << "\n" << outcome.output;
+    return outcome;
+  }
+  const std::unique_ptr<Executor> executor_ = make_executor();
+};
+
+TEST_F(Recovering, PipelinesGoOnFromMemoryAfterDeathsAtEveryMoment) {
+  const std::string expected = survive("train_pipeline", "", {.save = 7}).sums;
+  ASSERT_GT(expected.size(), 30u);
+  const auto seed = testing::number_from("TORCHSPAN_SEED", std::uint64_t{1});
+  SCOPED_TRACE("TORCHSPAN_SEED=" + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  const auto step = [&] { return 5 + random() % (kSteps - 6); };
+  // In a step; while the state is copied; while copies are sent (every fourth step), twice in one rank; while objects are
+  // created again; while the state is restored. Never two neighbors at once, which have the only copies of a part.
+  for (const std::string& deaths :
+       {fmt::format("1/0:step@{}", step()), std::string("2/0:copy@24"),
+        std::string("1/0:step@20;1/1:step@44"), std::string("3/0:step@16;1/0:build@1"),
+        std::string("1/0:step@30;3/0:load@0")}) {
+    const Outcome outcome = survive("train_pipeline", deaths, {.save = 1000, .copy = 4});
+    EXPECT_EQ(outcome.sums, expected) << deaths << "\n" << outcome.output;
+    EXPECT_GE(outcome.reports[0].rebuilds, 1) << deaths;
+    EXPECT_GE(outcome.reports[0].from_copies, 1) << deaths << "\n" << outcome.output;
+  }
+}
+
+TEST_F(Recovering, PipelinesGoOnFromTheNewestCheckpointWithoutCopiesOrIfTheyAreLost) {
+  const std::string expected = survive("train_pipeline", "", {.save = 7}).sums;
+  // While the state is saved; neighbors at nearly the same time.
+  Outcome outcome = survive("train_pipeline", "2/0:copy@21;1/0:step@40", {.save = 7});
+  EXPECT_EQ(outcome.sums, expected) << outcome.output;
+  EXPECT_EQ(outcome.reports[0].from_copies, 0);
+  EXPECT_GE(outcome.reports[0].from_checkpoints, 2) << outcome.output;
+  // Before the first checkpoint of a step: from the initial state.
+  outcome = survive("train_pipeline", "3/0:step@2", {.save = 7});
+  EXPECT_EQ(outcome.sums, expected) << outcome.output;
+  outcome = survive("train_pipeline", "1/0:step@33;2/0:step@33", {.save = 7, .copy = 4});
+  EXPECT_EQ(outcome.sums, expected) << outcome.output;
+  EXPECT_GE(outcome.reports[0].rebuilds, 1);
+}
+
+TEST_F(Recovering, RemoteModulesGoOnFromTheNewestCheckpoint) {
+  const std::string expected = survive("train_remotely", "", {.save = 7}).sums;
+  const Outcome outcome = survive("train_remotely", "1/0:step@14;2/0:step@35", {.save = 7});
+  EXPECT_EQ(outcome.sums, expected) << outcome.output;
+  EXPECT_GE(outcome.reports[0].rebuilds, 2);
+}
+
+TEST_F(Recovering, AProgramThatFailsEndsTheTrainingOnAllRanks) {
+  const Outcome outcome = run("fail", "", {.save = 7, .copy = 3}, 0);
+  EXPECT_NE(outcome.exit_code, 0);
+  EXPECT_THAT(outcome.output, ::testing::HasSubstr("the program of this rank failed"));
+}
+
+}  // namespace
+}  // namespace torchspan
+
+int main(int argc, char** argv) {
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"train_pipeline", torchspan::train_pipeline},
+                                           {"train_remotely", torchspan::train_remotely},
+                                           {"fail", torchspan::fail}});
+}
