@@ -1,8 +1,8 @@
 // Trains a small GPT whose parameters, gradients and optimizer state are divided among the ranks, under a limit of
 // memory for each rank: a model that does not fit one rank trains on two.
 //   tools/fetch-data fortunes.txt
-//   torchspan run -n 1 gpt_sharded --memory 300      fails: it needs more memory
-//   torchspan run -n 2 gpt_sharded --memory 300
+//   torchspan run -n 1 gpt_sharded --memory 450      fails: it needs more memory
+//   torchspan run -n 2 gpt_sharded --memory 450
 // The blocks are built one at a time, each divided at once, so that no rank ever has the whole model.
 #include <CLI/CLI.hpp>
 #include <cmath>
