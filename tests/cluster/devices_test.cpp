@@ -5,6 +5,7 @@
 
 #include <torchspan/detail/device/autocast.h>
 #include <torchspan/detail/device/streams.h>
+#include <torchspan/pipeline/pipeline.h>
 #include <torchspan/torchspan.h>
 
 #include "tests/support/cluster_main.h"
@@ -88,6 +89,69 @@ void train() {
   require_order();
 }
 
+/// A stage of a pipeline; it does not move its input.
+struct StageImpl : torch::nn::Module {
+  StageImpl(c10::Device device, std::int64_t layer)
+      : weight(register_parameter("weight", start_of(layer).to(device))) {}
+  at::Tensor forward(const at::Tensor& x) { return at::matmul(x, weight).tanh(); }
+  at::Tensor weight;
+};
+TORCH_MODULE(Stage);
+
+at::Tensor pipeline_loss(const at::Tensor& output, const at::Tensor& target) {
+  return (output - target.to(output.device())).pow(2).mean();
+}
+
+/// The gradients of the stages after two batches of 4 rows in one process.
+std::vector<at::Tensor> stage_gradients_alone() {
+  std::vector<at::Tensor> stages{layer_on(c10::kCPU, 0), layer_on(c10::kCPU, 1), layer_on(c10::kCPU, 2)};
+  for (int step = 0; step < 2; ++step) {
+    at::Tensor x = start_of(100 + step);
+    for (const at::Tensor& stage : stages) x = at::matmul(x, stage).tanh();
+    pipeline_loss(x, start_of(200 + step)).backward();
+  }
+  return {stages[0].grad(), stages[1].grad(), stages[2].grad()};
+}
+
+/// Three stages: two on a device of worker 0, one on another device, of worker 1.
+void train_pipeline(const pipeline::PipelineOptions& options, Session& session) {
+  const c10::Device here = test_device(static_cast<int>(session.rank()) % test_device_count());
+  pipeline::Layers layers;
+  for (std::int64_t layer = 0; layer < 3; ++layer) layers.add<Stage>(here, layer);
+  pipeline::Pipeline pipe(session.worker(), layers, options);
+  for (int step = 0; step < 2; ++step) {
+    pipe.train_step(start_of(100 + step).to(here), start_of(200 + step), pipeline_loss);
+  }
+  const std::vector<at::Tensor> expected = stage_gradients_alone();
+  for (int layer = 0; layer < 3; ++layer) {
+    const auto stage = pipe.module(layer);
+    if (!stage) continue;
+    const at::Tensor gradient = stage->parameters()[0].grad();
+    require(gradient.device() == here, "the gradient is on " + gradient.device().str());
+    require(at::allclose(gradient.cpu(), expected[static_cast<std::size_t>(layer)], 1e-12, 1e-12),
+            "the gradient of stage " + std::to_string(layer) + " differs");
+  }
+}
+
+void train_pipelines() {
+  StandInStreams::get().reset(/*polls=*/10);
+  Session session(WorkerOptions::from_env());
+  using pipeline::ActivationCheckpoint;
+  using pipeline::Schedule;
+  for (const auto checkpoint : {ActivationCheckpoint::kNever, ActivationCheckpoint::kAlways}) {
+    for (const auto schedule : {Schedule::k1F1B, Schedule::kArrival, Schedule::kZBH1}) {
+      pipeline::PipelineOptions options;
+      options.balance = {2, 1};
+      options.micro_batches = 4;
+      options.checkpoint = checkpoint;
+      options.schedule = schedule;
+      train_pipeline(options, session);
+    }
+  }
+  session.shutdown();
+  require_order();
+}
+
 void compute_under_autocast() {
   Session session(WorkerOptions::from_env(), FunctionTable().add(kForward));
   if (session.rank() == 0) {
@@ -118,6 +182,12 @@ TEST(ClusterDevices, ThreeProcessesWithDevicesTrainAsOneWithout) {
   expect_all_end_well(world);
 }
 
+TEST(ClusterDevices, PipelinesWithStagesOnDevicesComputeTheGradientsOfOneProcess) {
+  ProcessWorld world(2);
+  world.start_all("train_pipelines");
+  expect_all_end_well(world);
+}
+
 TEST(ClusterDevices, ASessionRefusesAMapOfADeviceThatItLacks) {
   WorkerOptions options;
   options.device_maps["worker1"] = {{stand_in(4), stand_in(0)}};
@@ -134,7 +204,8 @@ TEST(ClusterDevices, ASessionRefusesAMapOfADeviceThatItLacks) {
 }  // namespace torchspan
 
 int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv,
-      {{"train", torchspan::train}, {"compute_under_autocast", torchspan::compute_under_autocast}});
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"train", torchspan::train},
+                                           {"train_pipelines", torchspan::train_pipelines},
+                                           {"compute_under_autocast", torchspan::compute_under_autocast}});
 }

@@ -6,8 +6,10 @@
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include "pipeline/runtime/kept_buffers.h"
+#include "pipeline/runtime/moved.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -38,6 +40,33 @@ class InPlaceWatch {
  private:
   std::vector<std::pair<at::Tensor, std::uint32_t>> versions_;
 };
+
+/// The device with streams that has all parameters of a layer range; nullopt if there is none.
+std::optional<c10::Device> device_of_layers(const LocalPipeline& local, const LayerRange& range) {
+  std::optional<c10::Device> device;
+  for (int order = range.first; order <= range.last && device::has_streams(); ++order) {
+    const LayerUse& use = local.uses[static_cast<std::size_t>(order)];
+    const auto& module = local.layers[static_cast<std::size_t>(use.layer)].module;
+    if (!module) continue;
+    for (const at::Tensor& parameter : module->parameters()) {
+      const bool same = !device || *device == parameter.device();
+      if (!same || !device::has_streams(parameter.device())) return std::nullopt;
+      device = parameter.device();
+    }
+  }
+  return device;
+}
+
+/// Moves what links carry to the device of the layers: from another worker it arrives on the CPU.
+void move_linked_inputs(std::map<int, Activation>& inputs, std::optional<c10::Device> device) {
+  if (!device) return;
+  for (auto& [link, activation] : inputs) {
+    if (link == kOutside) continue;
+    for (c10::IValue& member : activation.batch.members) {
+      if (is_defined_tensor(member)) member = moved(member.toTensor(), *device);
+    }
+  }
+}
 
 /// Disables autocast's cache of cast weights: casts made without a graph would hide the weights from a later
 /// forward, and casts of a repeated forward would outlive the optimizer's step.
@@ -91,6 +120,7 @@ std::map<int, Activation> LayerRangePass::activation_of(LayerRangeOutputs& outpu
 
 std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> loss) {
   loss_ = std::move(loss);
+  move_linked_inputs(inputs_, device_of_layers(local_, runner_.range()));
   bool learns = runner_.any_layer_learns();
   for (const auto& [link, activation] : inputs_) learns = learns || activation.wants_any();
   needs_backward_ = mode_.gradients && learns;

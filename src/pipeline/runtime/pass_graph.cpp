@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "pipeline/runtime/moved.h"
+
 namespace torchspan::pipeline {
 /// The node that all inputs lead to: keeps their gradients.
 class PassGraph::InputNode final : public torch::autograd::Node {
@@ -64,7 +66,9 @@ PassGraph::Roots PassGraph::take_roots(std::map<int, std::vector<at::Tensor>>& g
     if (found == gradients.end() || exit.member >= found->second.size()) continue;
     if (!found->second[exit.member].defined()) continue;
     roots.edges.push_back(exit.edge);
-    roots.gradients.push_back(std::move(found->second[exit.member]));
+    // From another worker it arrives on the CPU.
+    roots.gradients.push_back(moved(std::move(found->second[exit.member]),
+                                    exit.edge.function->input_metadata(exit.edge.input_nr).device()));
   }
   if (loss_edge_.is_valid()) {
     roots.edges.push_back(loss_edge_);

@@ -1,0 +1,18 @@
+#pragma once
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <torchspan/detail/device/copies.h>
+
+namespace torchspan::pipeline {
+
+/// Returns the tensor on `device`, for use on this thread's current stream. A copy to a device with streams runs
+/// beside the work that this stream already has; the host waits for the copy only.
+inline at::Tensor moved(at::Tensor tensor, c10::Device device) {
+  if (tensor.device() == device) return tensor;
+  if (!tensor.is_cpu() || !device::has_streams(device)) return tensor.to(device);
+  return device::CopyStreams().to_device(tensor, device);
+}
+
+}  // namespace torchspan::pipeline
