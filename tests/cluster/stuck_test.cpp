@@ -7,7 +7,6 @@
 #include <fstream>
 #include <pty.h>
 #include <sys/ioctl.h>
-#include <thread>
 
 #include <ATen/ATen.h>
 
@@ -48,7 +47,7 @@ std::int64_t call_back(Worker& worker, std::int64_t caller) {
     return worker.with({.timeout = kLimit - seconds(1)}).rpc_sync(static_cast<int>(caller), kNever);
   } catch (const Error&) {
     // If it failed at once, its caller could stop waiting before the launcher has asked both what they wait for.
-    std::this_thread::sleep_for(seconds(5));
+    make_executor()->sleep(seconds(5));
     throw;
   }
 }

@@ -40,7 +40,8 @@ void ask(std::map<std::uint32_t, Future<ClearedPart>>& asked, const Worker& me, 
 }
 
 /// The answer of `rank`; nullopt if that worker is gone, with its gradients.
-std::optional<ClearedPart> heard(const Worker& me, std::uint32_t rank, const Future<ClearedPart>& answer) {
+std::optional<ClearedPart> answer_of(const Worker& me, std::uint32_t rank,
+                                     const Future<ClearedPart>& answer) {
   try {
     return answer.wait();
   } catch (const Error& error) {
@@ -77,7 +78,7 @@ void ContextView::clear_gradients(Duration timeout) const {
       if (rank != worker_.endpoint()->self().rank) ask(asked, worker_, rank, id(), deadline);
     }
     for (const auto& [rank, answer] : asked) {
-      const std::optional<ClearedPart> part = heard(worker_, rank, answer);
+      const std::optional<ClearedPart> part = answer_of(worker_, rank, answer);
       if (!part) continue;
       check(*part, worker_.endpoint()->name_of(rank));
       for (const std::uint32_t peer : part->peers) {

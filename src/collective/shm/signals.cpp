@@ -103,7 +103,7 @@ Signals::Outcome Signals::spin(CountTarget target, Deadline deadline,
 
 void Signals::wait_on_futex(CountTarget target, Deadline deadline) {
   WaitWord& wait_word = of(rank_).wait_word;
-  const std::uint32_t heard = wait_word.futex_word.load(std::memory_order_seq_cst);
+  const std::uint32_t seen = wait_word.futex_word.load(std::memory_order_seq_cst);
   wait_word.target.store(target.target, std::memory_order_relaxed);
   wait_word.count.store(target.count, std::memory_order_relaxed);
   wait_word.asleep.store(1, std::memory_order_release);
@@ -112,7 +112,7 @@ void Signals::wait_on_futex(CountTarget target, Deadline deadline) {
     const Duration left = std::min(deadline.left(executor_.now()), kMaxFutexWait);
     const timespec time{static_cast<time_t>(left.count() / 1'000'000'000),
                         static_cast<long>(left.count() % 1'000'000'000)};
-    syscall(SYS_futex, &wait_word.futex_word, FUTEX_WAIT, heard, &time, nullptr, 0);
+    syscall(SYS_futex, &wait_word.futex_word, FUTEX_WAIT, seen, &time, nullptr, 0);
   }
   wait_word.asleep.store(0, std::memory_order_seq_cst);
 }

@@ -13,6 +13,7 @@
 #include "launch/commands/trace_command.h"
 #include "launch/commands/watch_command.h"
 #include "launch/supervisor/job.h"
+#include "launch/version.h"
 
 namespace torchspan::launch {
 namespace {
@@ -88,7 +89,7 @@ void describe_schedule(CommandLine& line) {
 void describe_all(CommandLine& line) {
   line.app.require_subcommand(1);
   describe_run(line);
-  line.version = line.app.add_subcommand("version", "Print the version");
+  line.version = line.app.add_subcommand("version", "Print the version, and what this build uses");
   line.doctor = line.app.add_subcommand("doctor", "Look for what slows or breaks jobs on this machine");
   describe_schedule(line);
   line.trace = line.app.add_subcommand(
@@ -188,7 +189,7 @@ int run_command_line(Executor& executor, std::vector<std::string> arguments, con
     line.app.parse(std::move(arguments));
     if (line.run->parsed()) return run_workers(executor, line, environment, display);
     if (line.version->parsed()) {
-      out.print_output("", "torchspan " TORCHSPAN_VERSION);
+      print_lines(out, describe_version());
     } else if (line.schedule->parsed()) {
       print_lines(out, show_schedule(line.shown));
     } else if (line.trace->parsed()) {

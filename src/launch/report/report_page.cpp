@@ -4,6 +4,8 @@
 #include <map>
 #include <random>
 
+#include "launch/version.h"
+
 namespace torchspan::launch {
 namespace {
 
@@ -18,11 +20,12 @@ std::string random_nonce() {
 std::string make_report_page(std::string_view data) {
   const ReportAssets assets = report_assets();
   const std::string nonce = random_nonce();
+  const std::string torchspan_version = version();
   const std::map<std::string_view, std::string_view> values = {{"NONCE", nonce},
                                                                {"STYLE", assets.style},
                                                                {"SCRIPT", assets.script},
                                                                {"DATA", data},
-                                                               {"VERSION", TORCHSPAN_VERSION}};
+                                                               {"VERSION", torchspan_version}};
   // Values are not searched for further marks.
   std::string page;
   std::string_view rest = assets.page;

@@ -114,7 +114,8 @@ void JobWatch::write_page(std::vector<WorkerReport> workers) {
   Incident& incident = incidents_.back();
   std::vector<int> ranks(static_cast<std::size_t>(setting_.workers));
   std::iota(ranks.begin(), ranks.end(), setting_.rank_of(0));
-  const std::string page = describe_incident(incident, context_.options.name_prefix, std::move(workers), ranks);
+  const std::string page =
+      describe_incident(incident, context_.options.name_prefix, std::move(workers), ranks);
   std::string folder = context_.options.log_folder;
   if (folder.empty()) folder = variable_of(context_.options.environment, "TMPDIR");
   if (folder.empty()) folder = "/tmp";
