@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <array>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <limits>
 #include <set>
 
 #include <torch/csrc/autograd/grad_mode.h>
@@ -15,6 +17,7 @@
 #include "pipeline/runtime/cache_state.h"
 #include "pipeline/runtime/clip_gradients.h"
 #include "pipeline/runtime/handshake.h"
+#include "pipeline/runtime/overlapped_steps.h"
 #include "pipeline/runtime/step.h"
 #include "pipeline/runtime/step_failures.h"
 
@@ -23,12 +26,17 @@ namespace torchspan::pipeline {
 class Pipeline::Impl {
  public:
   Impl(const Worker& worker, const Layers& layers, PipelineOptions options)
-      : local_(make_local(worker, layers, std::move(options))), tables_(local_) {
+      : local_(make_local(worker, layers, std::move(options))),
+        tables_(local_),
+        overlapped_(local_, parameters()) {
     tables_.check();
   }
-  ~Impl() { abandon("the pipeline was destroyed before its backward()"); }
+  ~Impl();
 
   double train(const Batch& input, const Batch& target, const Loss* loss, const StepOptions& options);
+  double train_overlapped(const Batch& input, const Batch& target, const Loss* loss,
+                          const StepOptions& options);
+  double end_overlapped();
   Batch infer(const Batch& input, Cache* cache);
   Batch forward(const Batch& input);
   void backward(std::vector<at::Tensor> gradients);
@@ -64,9 +72,30 @@ class Pipeline::Impl {
   std::int64_t next_cache_ = 0;
   Cache::State* cache_ = nullptr;  ///< of the call to infer() that runs
   std::unique_ptr<Step> step_;     ///< also between forward() and backward()
+  std::array<Loss, 2> losses_;     ///< of overlapping steps, which refer to them; by step modulo 2
+  OverlappedSteps overlapped_;
   Batch output_;
   StepReport report_;
 };
+
+namespace {
+
+/// Tells the workers of a step that it will not end.
+void post_abandoned(const LocalPipeline& local, std::uint64_t step, const char* why) {
+  local.post_to_everyone(StepFailed{
+      {local.id, step},
+      Error(ErrorKind::kCancelled, fmt::format("step {} of pipeline '{}' was abandoned on worker '{}': {}",
+                                               step, local.options.name, local.worker.name(), why))
+          .with_worker(local.worker.name())});
+}
+
+}  // namespace
+
+Pipeline::Impl::~Impl() {
+  abandon("the pipeline was destroyed before its backward()");
+  if (const auto step = overlapped_.in_flight())
+    post_abandoned(local_, *step, "the pipeline was destroyed before finish()");
+}
 
 /// Forgets the cache of a call at its end.
 struct CacheScope {
@@ -94,6 +123,12 @@ auto Pipeline::Impl::guarded(const Body& body) {
 template <class Body>
 auto Pipeline::Impl::in_step(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
                              const StepOptions& options, const Body& body) {
+  if (overlapped_.in_flight()) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("step {} of pipeline '{}' is in flight (PipelineOptions::staleness is 1): call "
+                            "finish() on all workers before infer() or forward()",
+                            *overlapped_.in_flight(), local_.options.name));
+  }
   abandon("its worker began another step without calling backward()");
   ++next_step_;
   return guarded([&] {
@@ -153,11 +188,18 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
   StallWatch watch(local_);
   for (;;) {
     const Future<void> arrival = local_.event_queue->arrival();
-    std::deque<StepEvent> events = local_.event_queue->take(step);
+    std::deque<StepEvent> events = local_.event_queue->take(overlapped_.in_flight().value_or(step), step);
     std::optional<StepBegin> begin;
-    for (const StepEvent& event : events) {
-      throw_failure(local_, step, event);
-      if (const auto* found = std::get_if<StepBegin>(&event)) begin = *found;
+    try {
+      for (const StepEvent& event : events) {
+        throw_failure(local_, step, event);
+        const auto* found = std::get_if<StepBegin>(&event);
+        if (found != nullptr && found->id.step == step) begin = *found;
+      }
+    } catch (...) {
+      // The step before, if it is in flight, must see the failure, too.
+      local_.event_queue->put_back(std::move(events));
+      throw;
     }
     // The step takes the events that arrived with it or before it.
     local_.event_queue->put_back(std::move(events));
@@ -217,11 +259,7 @@ void Pipeline::Impl::end_step(bool succeeded) {
 /// Abandons a forward() whose backward() was not called, so that the other workers do not wait in it.
 void Pipeline::Impl::abandon(const char* why) {
   if (!step_) return;
-  local_.post_to_everyone(StepFailed{
-      {local_.id, step_->id()},
-      Error(ErrorKind::kCancelled, fmt::format("step {} of pipeline '{}' was abandoned on worker '{}': {}",
-                                               step_->id(), local_.options.name, local_.worker.name(), why))
-          .with_worker(local_.worker.name())});
+  post_abandoned(local_, step_->id(), why);
   end_step(false);
 }
 
@@ -233,6 +271,41 @@ double Pipeline::Impl::train(const Batch& input, const Batch& target, const Loss
     step.close();
     return step.loss();
   });
+}
+
+double Pipeline::Impl::train_overlapped(const Batch& input, const Batch& target, const Loss* loss,
+                                        const StepOptions& options) {
+  abandon("its worker began another step without calling backward()");
+  const StepKind kind = torch::autograd::GradMode::is_enabled() ? StepKind::kTrain : StepKind::kLoss;
+  overlapped_.begin(next_step_++, [&] {
+    if (options.before_first_backward.valid()) {
+      throw Error(ErrorKind::kInvalid,
+                  "StepOptions::before_first_backward cannot be combined with PipelineOptions::staleness 1");
+    }
+    Loss& kept = losses_[(next_step_ - 1) % losses_.size()];
+    kept = *loss;
+    return prepare(kind, input, target, &kept, options);
+  });
+  return end_overlapped();
+}
+
+double Pipeline::Impl::end_overlapped() {
+  std::optional<OverlappedSteps::Ended> ended;
+  const auto set_idle = [this] {
+    if (next_step_ == 0) return;
+    local_.event_queue->set_state(next_step_ - 1, false, false, fmt::format("step {}", next_step_ - 1),
+                                  local_.executor().now());
+  };
+  try {
+    ended = overlapped_.end();
+  } catch (...) {
+    set_idle();
+    throw;
+  }
+  set_idle();
+  if (!ended) return std::numeric_limits<double>::quiet_NaN();
+  report_ = std::move(ended->report);
+  return ended->loss;
 }
 
 Batch Pipeline::Impl::infer(const Batch& input, Cache* cache) {
@@ -302,8 +375,10 @@ Pipeline::~Pipeline() = default;
 
 double Pipeline::train_step(const Batch& input, const Batch& target, const Loss& loss,
                             const StepOptions& options) {
+  if (impl_->local().options.staleness > 0) return impl_->train_overlapped(input, target, &loss, options);
   return impl_->train(input, target, &loss, options);
 }
+double Pipeline::finish() { return impl_->end_overlapped(); }
 Batch Pipeline::infer(const Batch& input) { return impl_->infer(input, nullptr); }
 Batch Pipeline::infer(const Batch& input, Cache& cache) { return impl_->infer(input, &cache); }
 Batch Pipeline::forward(const Batch& input) { return impl_->forward(input); }

@@ -52,6 +52,11 @@ struct PipelineOptions {
   /// schedule.h, one from a CSV file, or another. A stage of it is a layer range of the plan.
   std::function<schedule::Table(const schedule::Placement&)> custom_schedule = {};
   ActivationCheckpoint checkpoint = ActivationCheckpoint::kExceptLast;
+  /// 0: a step ends on all workers before train_step() returns. 1: steps overlap, without a bubble between them:
+  /// train_step() begins its batch and ends that of the call before, whose gradients were computed with the parameters
+  /// of one optimizer step earlier (Narayanan et al., PipeDream-2BW, 2021). Needs a second copy of the parameters. Not
+  /// with kArrival or DeferredBatchNorm.
+  int staleness = 0;
   /// Maximum number of micro-batches between their first forward and their last backward, which bounds
   /// memory; 0: what the schedule needs (kArrival: twice the number of workers). For kArrival and k1F1B.
   int max_in_flight = 0;
@@ -121,7 +126,8 @@ class Pipeline {
   /// Runs forward, loss and backward of one batch; gradients accumulate in `.grad`. Only the worker of the
   /// first use reads `input`, only that of the last use reads `target`; elsewhere they may be empty.
   /// Tensors are split along the first dimension. Returns the loss, the mean over the batch's rows, on
-  /// every worker. With gradients disabled on the first worker it computes only the loss.
+  /// every worker. With gradients disabled on the first worker it computes only the loss. With staleness 1, gradients
+  /// and loss are those of the call before, and the first call returns NaN.
   double train_step(const Batch& input, const Batch& target, const Loss& loss,
                     const StepOptions& options = {});
   /// For a loss of two tensors.
@@ -130,6 +136,10 @@ class Pipeline {
   double train_step(const Batch& input, const Batch& target, F loss, const StepOptions& options = {}) {
     return train_step(input, target, loss_of(std::move(loss)), options);
   }
+
+  /// With staleness 1: ends the last batch as the next train_step() would, without beginning another one; returns its
+  /// loss, or NaN if none is in flight. Before infer(), forward() and checkpoints. Called on all workers.
+  double finish();
 
   /// Runs the forward without gradients. Returns the whole output on the worker of the last use and an
   /// empty batch elsewhere.

@@ -5,9 +5,6 @@
 #include <utility>
 
 namespace torchspan::pipeline {
-namespace {
-
-/// The step that an event belongs to; nullopt: any step.
 std::optional<std::uint64_t> step_of(const StepEvent& event) {
   return std::visit(
       [](const auto& held) -> std::optional<std::uint64_t> {
@@ -20,8 +17,6 @@ std::optional<std::uint64_t> step_of(const StepEvent& event) {
       event);
 }
 
-}  // namespace
-
 void EventQueue::put(StepEvent event) {
   std::optional<Promise<void>> waiting;
   {
@@ -32,7 +27,7 @@ void EventQueue::put(StepEvent event) {
   if (waiting) waiting->set_value();
 }
 
-std::deque<StepEvent> EventQueue::take(std::uint64_t step) {
+std::deque<StepEvent> EventQueue::take(std::uint64_t first, std::uint64_t last) {
   std::deque<StepEvent> here, dropped;  // destroyed after the lock is released
   {
     MutexLock lock(mutex_);
@@ -41,7 +36,8 @@ std::deque<StepEvent> EventQueue::take(std::uint64_t step) {
     events_.clear();
     for (StepEvent& event : all) {
       const auto of = step_of(event);
-      std::deque<StepEvent>& place = !of || *of == step ? here : *of > step ? later_ : dropped;
+      const bool wanted = !of || (*of >= first && *of <= last);
+      std::deque<StepEvent>& place = wanted ? here : *of > last ? later_ : dropped;
       place.push_back(std::move(event));
     }
   }

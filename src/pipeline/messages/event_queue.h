@@ -31,6 +31,9 @@ using StepEvent =
     std::variant<StepBegin, Activations, Gradients, StepFailed, PartDone, StepClosed, Credit, TiedGradient,
                  ReplicaGradients, ReplicaStatistics, ReplicaDone, Departure, NotSent>;
 
+/// The step that an event belongs to; nullopt: any step.
+std::optional<std::uint64_t> step_of(const StepEvent& event);
+
 /// The events of one pipeline on one worker: receiving threads put them in, the training thread takes them
 /// out. Thread-safe; never blocks.
 class EventQueue {
@@ -42,7 +45,9 @@ class EventQueue {
   void put(StepEvent event);
   /// Returns the events of a step, and departures, in order of arrival. Drops events of earlier steps and
   /// keeps those of later steps.
-  std::deque<StepEvent> take(std::uint64_t step);
+  std::deque<StepEvent> take(std::uint64_t step) { return take(step, step); }
+  /// The same for the steps from `first` to `last`, in order of arrival.
+  std::deque<StepEvent> take(std::uint64_t first, std::uint64_t last);
   /// Returns events to the queue; the next take() sees them first.
   void put_back(std::deque<StepEvent> events);
   /// Completes when an event arrives, or at once if one arrived since the last take().

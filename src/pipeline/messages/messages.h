@@ -139,6 +139,7 @@ struct ReplicaGradients {
   std::int32_t bucket = 0;
   std::int32_t replica = 0;           ///< of the sender
   std::int64_t rows = 0;              ///< of the sender's batch, which weigh its gradients
+  double gradient_scale = 1;          ///< of the sender's step; the same in all replicas
   std::vector<at::Tensor> gradients;  ///< by parameter of the bucket; may be undefined
 };
 
@@ -234,7 +235,8 @@ template <>
 struct Wire<pipeline::ReplicaGradients>
     : WireStruct<pipeline::ReplicaGradients, "pipeline.ReplicaGradients", &pipeline::ReplicaGradients::id,
                  &pipeline::ReplicaGradients::bucket, &pipeline::ReplicaGradients::replica,
-                 &pipeline::ReplicaGradients::rows, &pipeline::ReplicaGradients::gradients> {};
+                 &pipeline::ReplicaGradients::rows, &pipeline::ReplicaGradients::gradient_scale,
+                 &pipeline::ReplicaGradients::gradients> {};
 template <>
 struct Wire<pipeline::ReplicaStatistics>
     : WireStruct<pipeline::ReplicaStatistics, "pipeline.ReplicaStatistics", &pipeline::ReplicaStatistics::id,

@@ -1,5 +1,6 @@
 #include "pipeline/policies/ready_actions.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace torchspan::pipeline {
@@ -63,6 +64,25 @@ void ReadyActions::became_ready(Action action) {
   } else {
     early_.push_back(action);
   }
+}
+
+std::optional<Action> ReadyActions::next() {
+  return held_ ? std::exchange(held_, std::nullopt) : policy_->next();
+}
+
+std::optional<Action> ReadyActions::next_within(int live) {
+  if (!held_) held_ = policy_->next();
+  if (held_ && held_->kind == ActionKind::kForward && live >= most_live()) return std::nullopt;
+  return std::exchange(held_, std::nullopt);
+}
+
+int ReadyActions::most_live() const {
+  int live = 0, most = 0;
+  for (const Action& action : row(false)) {
+    if (action.kind == ActionKind::kForward) most = std::max(most, ++live);
+    if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kWeightGradient) --live;
+  }
+  return most;
 }
 
 std::optional<Action> ReadyActions::next_backward() const {

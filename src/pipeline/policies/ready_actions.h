@@ -21,7 +21,9 @@ class ReadyActions {
   /// A kBackward stands for the kInputGradient of a micro-batch whose backward the table splits.
   void became_ready(schedule::Action action);
   /// The action to run now; nullopt: none may run yet. Call ended() after it.
-  std::optional<schedule::Action> next() { return policy_->next(); }
+  std::optional<schedule::Action> next();
+  /// The same if after it the worker holds at most the passes that the table needs; it holds `live` now. Needs a table.
+  std::optional<schedule::Action> next_within(int live);
   void ended() { --left_; }
   bool any_left() const { return left_ > 0; }
   /// The next backward, if it is known and may run in this part.
@@ -32,6 +34,8 @@ class ReadyActions {
  private:
   /// This worker's row of the table; of a StepKind::kForward, that of one part.
   std::vector<schedule::Action> row(bool backwards) const;
+  /// Most passes that this worker holds at once if it follows the table.
+  int most_live() const;
   void begin(bool backwards);
 
   const LocalPipeline& local_;
@@ -39,8 +43,9 @@ class ReadyActions {
   const int micro_batches_;
   const schedule::Table* const table_;
   std::unique_ptr<Policy> policy_;
-  int left_ = 0;                      ///< actions of this part that have not ended
-  std::set<schedule::Action> split_;  ///< the table's kInputGradients on this worker
+  std::optional<schedule::Action> held_;  ///< the next one, which next_within() did not allow
+  int left_ = 0;                          ///< actions of this part that have not ended
+  std::set<schedule::Action> split_;      ///< the table's kInputGradients on this worker
   bool backwards_allowed_ = false;
   std::vector<schedule::Action> early_;  ///< backwards that became ready before begin_backwards()
 };

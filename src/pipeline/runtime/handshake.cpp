@@ -12,6 +12,7 @@
 #include "pipeline/layers/random.h"
 #include "pipeline/plan/replica_grid.h"
 #include "pipeline/policies/tables.h"
+#include "pipeline/runtime/parameter_versions.h"
 #include "pipeline/runtime/replica_values.h"
 #include "pipeline/runtime/shared_tensors.h"
 #include "pipeline/runtime/ties.h"
@@ -70,6 +71,10 @@ void check(const PipelineOptions& options) {
   if (options.max_in_flight < 0)
     refuse(fmt::format("max_in_flight is {}; it must be 0 (what the schedule needs) or more",
                        options.max_in_flight));
+  if (options.staleness < 0 || options.staleness > 1)
+    refuse(fmt::format("staleness is {}; it must be 0 or 1", options.staleness));
+  if (options.staleness > 0 && options.schedule == Schedule::kArrival)
+    refuse("staleness 1 needs a schedule that bounds the activations of a worker; kArrival does not");
   if (options.stall_timeout <= Duration::zero()) refuse("stall_timeout must be more than zero");
   if ((options.schedule == Schedule::kCustom) != (options.custom_schedule != nullptr))
     refuse("custom_schedule must be set if schedule is kCustom, and only then");
@@ -95,11 +100,12 @@ std::string fingerprint(const PlanRequest& request, const Layers& layers, const 
   }
   return text + fmt::format(
                     "balance {}\nowners {}\nreplicas {}\nmicro_batches {}\nschedule {}\ncheckpoint "
-                    "{}\nmax_in_flight "
+                    "{}\nstaleness {}\nmax_in_flight "
                     "{}\nseed {}\n",
                     request.balance, request.workers, options.replicas, options.micro_batches,
                     static_cast<int>(options.schedule), static_cast<int>(options.checkpoint),
-                    options.max_in_flight, options.seed ? std::to_string(*options.seed) : "none");
+                    options.staleness, options.max_in_flight,
+                    options.seed ? std::to_string(*options.seed) : "none");
 }
 
 /// The first lines in which two fingerprints differ.
@@ -184,7 +190,8 @@ std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipe
 
 /// Waits until all workers have an event queue and their layers, so that no message arrives too early.
 void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
-  const std::string failure = build_own_layers(layers, seed, local);
+  std::string failure = build_own_layers(layers, seed, local);
+  if (failure.empty() && local.options.staleness > 0) failure = why_not_versioned(local);
   const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(local) : '-' + failure;
   std::vector<std::string> reports;
   for (const auto& [name, text] : gather(local.worker, mine, local.grid.all_names())) {
@@ -271,6 +278,10 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   local.ranks = grid.ranks[static_cast<std::size_t>(grid.mine)];
   local.grid = std::move(grid);
   local.uses = layers.uses();
+  for (const LayerRange& range : local.plan.layer_ranges) {
+    const std::string layer = local.plan.describe(range.first);
+    local.wait_names.push_back({"wait for activations at " + layer, "wait for gradients at " + layer});
+  }
   local.declared_ties = layers.ties();
   auto opened = worker.extension<PipelineExtension>().router()->open(
       local.options.name, fmt::format("{}", fmt::join(distinct(local.options.workers), "\n")), agreed.number,

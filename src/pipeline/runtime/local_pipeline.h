@@ -32,6 +32,12 @@ struct Tie {
   std::vector<at::Tensor> copies;  ///< of this worker
 };
 
+/// Names of the spans in which a worker waits at a layer range.
+struct WaitNames {
+  std::string activations;
+  std::string gradients;
+};
+
 /// One worker's part of a pipeline: the plan, and the layers that this worker owns. Constant after creation.
 struct LocalPipeline {
   Worker worker;
@@ -46,6 +52,7 @@ struct LocalPipeline {
   std::vector<std::vector<TiedParameter>> declared_ties = {};
   std::vector<Tie> ties = {};                       ///< by declared tie
   std::vector<ReplicaBucket> replica_buckets = {};  ///< empty with one replica
+  std::vector<WaitNames> wait_names = {};           ///< by layer range
   std::uint64_t id = 0;
   std::shared_ptr<EventQueue> event_queue = {};
 

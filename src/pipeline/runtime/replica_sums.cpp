@@ -30,6 +30,7 @@ ReplicaSums::ReplicaSums(const LocalPipeline& local, const StepBegin& begin)
       id_(begin.id),
       micro_batches_(static_cast<int>(begin.rows.size())),
       rows_(std::accumulate(begin.rows.begin(), begin.rows.end(), std::int64_t{0})),
+      gradient_scale_(begin.gradient_scale),
       exchanges_(local.replica_buckets.size()),
       left_(exchanges_.size()) {
   for (std::size_t bucket = 0; bucket < exchanges_.size(); ++bucket)
@@ -74,8 +75,9 @@ void ReplicaSums::send(std::size_t bucket) {
   for (const at::Tensor& parameter : owned.parameters)
     mine.gradients.push_back(std::exchange(parameter.mutable_grad(), at::Tensor()));
   if (owned.owner == local_.grid.mine) return add_part(bucket, owned.owner, std::move(mine));
-  local_.post_to_replica(owned.owner, ReplicaGradients{id_, static_cast<std::int32_t>(bucket),
-                                                       local_.grid.mine, rows_, std::move(mine.gradients)});
+  local_.post_to_replica(owned.owner,
+                         ReplicaGradients{id_, static_cast<std::int32_t>(bucket), local_.grid.mine, rows_,
+                                          gradient_scale_, std::move(mine.gradients)});
 }
 
 bool ReplicaSums::fits(const ReplicaGradients& event) const {
@@ -105,6 +107,15 @@ void ReplicaSums::accept(ReplicaGradients& event) {
                             "replica {}",
                             event.bucket, event.replica, local_.grid.mine));
   }
+  if (event.gradient_scale != gradient_scale_) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format(
+            "StepOptions::gradient_scale is {} in replica {} and {} in replica {} of pipeline '{}', step {}; "
+            "pass the same one in all replicas",
+            gradient_scale_, local_.grid.mine, event.gradient_scale, event.replica, local_.options.name,
+            id_.step));
+  }
   const auto bucket = static_cast<std::size_t>(event.bucket);
   if (local_.replica_buckets[bucket].owner == local_.grid.mine)
     return add_part(bucket, event.replica, {event.rows, std::move(event.gradients)});
@@ -132,7 +143,7 @@ void ReplicaSums::add_part(std::size_t bucket, int replica, Part part) {
   for (int other = 0; other < local_.grid.count(); ++other) {
     if (other == local_.grid.mine) continue;
     local_.post_to_replica(other, ReplicaGradients{id_, static_cast<std::int32_t>(bucket), local_.grid.mine,
-                                                   rows_, exchange.sums});
+                                                   rows_, gradient_scale_, exchange.sums});
   }
 }
 

@@ -53,6 +53,7 @@ class ReplicaSums {
   const StepId id_;
   const int micro_batches_;
   std::int64_t rows_ = 0;
+  const double gradient_scale_;
   std::vector<Exchange> exchanges_;  ///< by bucket
   std::size_t left_ = 0;             ///< buckets without sums
   bool begun_ = false;

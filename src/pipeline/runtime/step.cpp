@@ -1,149 +1,82 @@
 #include "pipeline/runtime/step.h"
 
+#include <cstring>
 #include <fmt/format.h>
 #include <utility>
 
-#include "pipeline/layers/micro_batches.h"
 #include "pipeline/runtime/step_failures.h"
 
 namespace torchspan::pipeline {
 
-using schedule::Action;
-using schedule::ActionKind;
-
 Step::Step(const LocalPipeline& local, StepWork work)
     : local_(local),
-      work_(std::move(work)),
-      split_(work_.begin.rows),
+      state_(local, std::move(work)),
+      runner_(local, state_),
       watch_(local),
       constants_(local),
-      actions_(local, work_.begin, work_.table),
-      cache_(work_.cache != nullptr ? work_.cache->tensors() : CacheTensors()),
-      passes_(local, work_.begin, actions_, work_.cache != nullptr ? &cache_ : nullptr),
-      input_(local, work_.begin, std::move(work_.input)),
-      output_(split_.micro_batches()),
-      record_(local, work_.begin),
-      closing_(local, work_.begin),
-      exchange_(local, work_.begin) {
+      closing_(local, state_.work.begin) {
   if (!local_.owns_layer_range(0)) return;
-  for (int i = 0; i < split_.micro_batches(); ++i) passes_.deliver(kOutside, i, input_.micro_batch(i));
+  for (int i = 0; i < state_.split.micro_batches(); ++i)
+    state_.passes.deliver(kOutside, i, state_.input.micro_batch(i));
 }
 
 void Step::run_part(bool backwards) {
-  if (backwards) actions_.begin_backwards();
-  const bool learns = backwards || work_.begin.kind == StepKind::kTrain;
-  if (learns) exchange_.begin();
-  while (actions_.any_left()) {
+  if (backwards) state_.actions.begin_backwards();
+  const bool learns = backwards || state_.work.begin.kind == StepKind::kTrain;
+  if (learns) state_.exchange.begin();
+  while (state_.actions.any_left()) {
     take_events();
-    if (const auto action = actions_.next()) {
+    if (const auto action = state_.actions.next()) {
       run(*action);
-    } else if (!recompute_ahead()) {
+    } else if (!runner_.recompute_ahead() && !run_next_step()) {
       wait();
     }
   }
   constants_.check();
-  if (!backwards) exchange_.forwards_ended();
-  if (learns) exchange_.backwards_ended();
+  if (!backwards) state_.exchange.forwards_ended();
+  if (learns) state_.exchange.backwards_ended();
   finish_exchange();
 }
 
 void Step::finish_exchange() {
-  while (!exchange_.advance()) {
+  while (!state_.exchange.advance()) {
     take_events();
-    if (!exchange_.advance()) wait();
+    if (!state_.exchange.advance() && !run_next_step()) wait();
   }
 }
 
-void Step::run(const Action& action) {
-  const TimePoint start = local_.executor().now();
-  local_.event_queue->set_state(step_id().step, true, true, describe(action), start);
-  record_.begin(action);
-  // The table's stages are the plan's layer ranges.
-  switch (action.kind) {
-    case ActionKind::kForward:
-      run_forward(action.stage, action.micro_batch);
-      break;
-    case ActionKind::kBackward:
-    case ActionKind::kInputGradient:
-      run_backward(action);
-      break;
-    case ActionKind::kWeightGradient:
-      run_weight_gradient(action.stage, action.micro_batch);
-      break;
-  }
-  actions_.ended();
-  record_.add(action, start);
+void Step::run_to_end(NextStep* next) {
+  next_ = next;
+  run_part(false);
+  close();
+}
+
+void Step::run(const schedule::Action& action) {
+  const bool back =
+      action.kind == schedule::ActionKind::kBackward || action.kind == schedule::ActionKind::kInputGradient;
+  if (back && !std::exchange(backwards_begun_, true)) hold_first_backward();
+  runner_.run(action);
   watch_.progress();
 }
 
-void Step::run_forward(int range, int micro_batch) {
-  LayerRangePass& pass = passes_.at(range, micro_batch);
-  const bool with_loss = range == local_.last_layer_range() && work_.loss != nullptr;
-  const double share = split_.share(micro_batch);
-  std::optional<MicroBatchLoss> loss;
-  if (with_loss) {
-    loss =
-        MicroBatchLoss{work_.loss, slice(work_.target, split_.first(micro_batch), split_.rows(micro_batch)),
-                       share * work_.begin.gradient_scale};
-  }
-  record_.pass_began();
-  std::map<int, Activation> activation = pass.forward(std::move(loss));
-  if (with_loss) loss_ += share * pass.loss();
-  for (auto& [link, load] : activation) {
-    if (link != kOutside) {
-      passes_.deliver(link, micro_batch, std::move(load));
-    } else if (!with_loss) {
-      output_.put(micro_batch, std::move(load));
-    }
-  }
-  if (has_backwards(work_.begin.kind)) {
-    passes_.check_backward(range, micro_batch);
-  } else {
-    end_without_backward(range, micro_batch);
-  }
+void Step::run_early(const schedule::Action& action) {
+  if (state_.work.begin.kind == StepKind::kTrain) state_.exchange.begin();
+  run(action);
 }
 
-void Step::end_without_backward(int range, int micro_batch) {
-  passes_.erase(range, micro_batch);
-  record_.pass_ended();
-  if (range != local_.last_layer_range() || work_.table != nullptr) return;
-  if (local_.owns_layer_range(0)) return actions_.credit();
-  local_.post_to(local_.first_worker(), Credit{step_id(), micro_batch});
-}
-
-void Step::run_backward(const Action& action) {
-  const auto [kind, range, micro_batch] = action;
-  if (!std::exchange(backwards_begun_, true)) hold_first_backward();
-  std::map<int, std::vector<at::Tensor>> back;
-  if (kind == ActionKind::kBackward) {
-    back = passes_.at(range, micro_batch).backward();
-    passes_.erase(range, micro_batch);
-    record_.pass_ended();
-    exchange_.backward_ended(range);
-  } else {
-    back = passes_.at(range, micro_batch).backward_inputs();
-    actions_.became_ready({ActionKind::kWeightGradient, range, micro_batch});
-  }
-  for (auto& [link, gradients] : back) {
-    if (link == kOutside) {
-      input_.put_gradients(micro_batch, std::move(gradients));
-    } else {
-      passes_.deliver_gradients(link, micro_batch, std::move(gradients));
-    }
-  }
-}
-
-void Step::run_weight_gradient(int range, int micro_batch) {
-  passes_.at(range, micro_batch).backward_weights();
-  passes_.erase(range, micro_batch);
-  record_.pass_ended();
-  exchange_.backward_ended(range);
+/// Runs an action of the next step. Returns false if there is none.
+bool Step::run_next_step() {
+  if (next_ == nullptr || !next_->run_one(state_.record.live())) return false;
+  watch_.progress();
+  return true;
 }
 
 /// See StepOptions::before_first_backward.
 void Step::hold_first_backward() {
-  const Future<void>& go = work_.before_first_backward;
+  const Future<void>& go = state_.work.before_first_backward;
   if (!go.valid() || !local_.owns_layer_range(0)) return;
+  local_.event_queue->set_state(state_.work.begin.id.step, true, true,
+                                "the wait for StepOptions::before_first_backward", local_.executor().now());
   while (!go.done()) {
     take_events();
     try {
@@ -156,66 +89,69 @@ void Step::hold_first_backward() {
   go.wait();
 }
 
-/// Repeats the forward of the next backward while nothing else can run. Returns false if there is none.
-bool Step::recompute_ahead() {
-  const auto next = actions_.next_backward();
-  if (!next) return false;
-  LayerRangePass* const pass = passes_.find(next->stage, next->micro_batch);
-  if (pass == nullptr || !pass->can_recompute()) return false;
-  local_.event_queue->set_state(step_id().step, true, true, "the repeated forward before " + describe(*next),
-                                local_.executor().now());
-  pass->recompute();
-  return true;
+Awaited Step::awaited() const {
+  if (state_.actions.any_left()) return state_.passes.awaited();
+  const char* const missing = state_.exchange.waiting_for();
+  return {missing == nullptr ? "wait for the other workers to end their parts" : missing};
 }
 
 void Step::wait() {
   const Future<void> arrival = local_.event_queue->arrival();
   if (arrival.done()) return;
-  local_.event_queue->set_state(step_id().step, true, false, "", local_.executor().now());
-  const char* const missing = exchange_.waiting_for();
-  const std::string waiting_for = actions_.any_left()  ? passes_.waiting_for()
-                                  : missing == nullptr ? "the other workers to end their parts"
-                                                       : missing;
-  record_.begin_wait(waiting_for);
+  local_.event_queue->set_state(state_.work.begin.id.step, true, false, "", local_.executor().now());
+  const Awaited awaited = this->awaited();
+  state_.record.begin_wait(awaited);
   try {
     arrival.wait(watch_.patience());
-    record_.end_wait();
+    state_.record.end_wait();
   } catch (const Error& error) {
     if (arrival.done() || error.kind() != ErrorKind::kTimedOut) throw;
-    if (const auto stall = watch_.look(step_id().step, waiting_for)) throw *stall;
+    const std::string waiting_for = state_.actions.any_left()
+                                        ? state_.passes.waiting_for()
+                                        : std::string(awaited.name.substr(std::strlen("wait for ")));
+    if (const auto stall = watch_.look(state_.work.begin.id.step, waiting_for)) throw *stall;
   }
 }
 
 void Step::take_events() {
-  std::deque<StepEvent> events = local_.event_queue->take(step_id().step);
+  const std::uint64_t step = state_.work.begin.id.step;
+  std::deque<StepEvent> events = local_.event_queue->take(step, next_ == nullptr ? step : step + 1);
   while (!events.empty()) {
     StepEvent event = std::move(events.front());
     events.pop_front();
-    throw_failure(local_, step_id().step, event);
-    watch_.progress();
-    std::visit(
-        [&](auto& held) {
-          using T = std::remove_cvref_t<decltype(held)>;
-          if constexpr (std::is_same_v<T, Credit>) {
-            actions_.credit();
-          } else if constexpr (std::is_same_v<T, PartDone> || std::is_same_v<T, ReplicaDone>) {
-            closing_.add(held);
-          } else if constexpr (std::is_same_v<T, StepClosed>) {
-            closing_.set(std::move(held));
-          } else if constexpr (requires { exchange_.accept(held); }) {
-            exchange_.accept(held);
-          } else if constexpr (requires { passes_.accept(held); }) {
-            passes_.accept(held);
-          }
-        },
-        event);
+    if (step_of(event) == step + 1) {
+      next_->accept(event);
+      continue;
+    }
+    accept(event);
     // Events after the end of a part belong to the next part.
     if (std::holds_alternative<StepClosed>(event)) return local_.event_queue->put_back(std::move(events));
   }
 }
 
+void Step::accept(StepEvent& event) {
+  throw_failure(local_, state_.work.begin.id.step, event);
+  watch_.progress();
+  std::visit(
+      [&](auto& held) {
+        using T = std::remove_cvref_t<decltype(held)>;
+        if constexpr (std::is_same_v<T, Credit>) {
+          state_.actions.credit();
+        } else if constexpr (std::is_same_v<T, PartDone> || std::is_same_v<T, ReplicaDone>) {
+          closing_.add(held);
+        } else if constexpr (std::is_same_v<T, StepClosed>) {
+          closing_.set(std::move(held));
+        } else if constexpr (requires { state_.exchange.accept(held); }) {
+          state_.exchange.accept(held);
+        } else if constexpr (requires { state_.passes.accept(held); }) {
+          state_.passes.accept(held);
+        }
+      },
+      event);
+}
+
 void Step::meet() {
-  const PartDone mine = record_.part(loss_);
+  const PartDone mine = state_.record.part(state_.loss);
   const bool first = local_.me == local_.first_worker();
   if (first) {
     closing_.add(mine);
@@ -224,7 +160,7 @@ void Step::meet() {
   }
   while (!closing_.complete()) {
     take_events();
-    if (!closing_.complete()) wait();
+    if (!closing_.complete() && !run_next_step()) wait();
   }
   if (first) local_.post_to_all(closing_.result());
   closing_.reset();
@@ -232,33 +168,26 @@ void Step::meet() {
 
 void Step::close() {
   // Before the other workers may leave the step: a failure here must end it on all of them.
-  input_.backward();
+  state_.input.backward();
   meet();
-  loss_ = closing_.result().loss;
+  state_.loss = closing_.result().loss;
 }
 
 void Step::commit_cache() {
-  if (work_.cache != nullptr) work_.cache->commit(std::move(cache_), work_.begin.rows);
+  if (state_.work.cache != nullptr)
+    state_.work.cache->commit(std::move(state_.cache), state_.work.begin.rows);
 }
 
 void Step::put_output_gradients(const std::vector<at::Tensor>& gradients) {
   const int last = local_.last_layer_range();
   if (!local_.owns_layer_range(last)) return;
-  auto by_micro_batch = output_.split(gradients);
-  for (int micro_batch = 0; micro_batch < split_.micro_batches(); ++micro_batch) {
-    if (!output_.wants_gradients(micro_batch)) continue;
-    passes_.at(last, micro_batch)
+  auto by_micro_batch = state_.output.split(gradients);
+  for (int micro_batch = 0; micro_batch < state_.split.micro_batches(); ++micro_batch) {
+    if (!state_.output.wants_gradients(micro_batch)) continue;
+    state_.passes.at(last, micro_batch)
         .put_gradients(kOutside, std::move(by_micro_batch[static_cast<std::size_t>(micro_batch)]));
-    passes_.check_backward(last, micro_batch);
+    state_.passes.check_backward(last, micro_batch);
   }
-}
-
-std::string Step::describe(const Action& action) const {
-  const LayerRange& range = local_.plan.layer_ranges[static_cast<std::size_t>(action.stage)];
-  constexpr const char* kNames[] = {"forward", "backward", "input gradient", "weight gradient"};
-  return fmt::format("the {} of micro-batch {} through {}{}", kNames[static_cast<int>(action.kind)],
-                     action.micro_batch, local_.plan.describe(range.first),
-                     range.last == range.first ? "" : " and the layers after it");
 }
 
 }  // namespace torchspan::pipeline

@@ -1,11 +1,14 @@
 #include "pipeline/runtime/step_exchange.h"
 
+#include <utility>
+
 namespace torchspan::pipeline {
 
 StepExchange::StepExchange(const LocalPipeline& local, const StepBegin& begin)
     : statistics_(local, begin.id), sums_(local, begin), tied_(local, begin.id) {}
 
 void StepExchange::begin() {
+  if (std::exchange(begun_, true)) return;
   sums_.begin();
   tied_.begin();
 }
@@ -28,9 +31,9 @@ bool StepExchange::advance() {
 }
 
 const char* StepExchange::waiting_for() const {
-  if (tying_) return "the gradients of tied parameters";
-  if (!sums_.complete()) return "the gradients of the other replicas";
-  return statistics_.complete() ? nullptr : "the batch statistics of the other replicas";
+  if (tying_) return "wait for the gradients of tied parameters";
+  if (!sums_.complete()) return "wait for the gradients of the other replicas";
+  return statistics_.complete() ? nullptr : "wait for the batch statistics of the other replicas";
 }
 
 }  // namespace torchspan::pipeline

@@ -13,7 +13,7 @@ class StepExchange {
  public:
   StepExchange(const LocalPipeline& local, const StepBegin& begin);
 
-  /// Sets the gradients of earlier steps aside; before the first backward.
+  /// Sets the gradients of earlier steps aside, once; before the first backward.
   void begin();
   /// A micro-batch's last backward through a layer range has ended.
   void backward_ended(int range) { sums_.backward_ended(range); }
@@ -26,13 +26,14 @@ class StepExchange {
   void accept(ReplicaStatistics& event) { statistics_.accept(event); }
   /// Does what the events so far allow. Returns whether everything that was begun is complete.
   bool advance();
-  /// What is missing, for an error.
+  /// What is missing, as in Awaited::name; null: nothing.
   const char* waiting_for() const;
 
  private:
   StatisticsExchange statistics_;
   ReplicaSums sums_;  ///< destroyed after `tied_`, whose gradients it sets aside as well
   TiedGradients tied_;
+  bool begun_ = false;
   bool tying_ = false;  ///< waits for gradients of tied parameters
 };
 

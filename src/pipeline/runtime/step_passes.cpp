@@ -98,6 +98,13 @@ void StepPasses::accept(Gradients& event) {
   deliver_gradients(event.link, event.micro_batch, std::move(event.gradients));
 }
 
+Awaited StepPasses::awaited() const {
+  if (passes_.empty()) return {"wait for activations"};
+  const auto& [key, oldest] = *passes_.begin();
+  const WaitNames& names = local_.wait_names[static_cast<std::size_t>(key.first)];
+  return {oldest->forward_done() ? names.gradients : names.activations, key.second};
+}
+
 std::string StepPasses::waiting_for() const {
   if (passes_.empty()) return "activations";
   const auto& [key, oldest] = *passes_.begin();

@@ -7,6 +7,7 @@
 
 #include "pipeline/policies/ready_actions.h"
 #include "pipeline/runtime/layer_range_pass.h"
+#include "pipeline/runtime/step_record.h"
 
 namespace torchspan::pipeline {
 
@@ -32,7 +33,9 @@ class StepPasses {
   void accept(Gradients& event);
   /// Reports the backward of a pass if it is ready.
   void check_backward(int range, int micro_batch);
-  /// What the oldest pass lacks, for an error.
+  /// What the oldest pass lacks.
+  Awaited awaited() const;
+  /// The same as a text, for an error.
   std::string waiting_for() const;
 
  private:
