@@ -3,6 +3,8 @@
 // stdout and a table to stderr.
 //   --rounds N   number of rounds (5)
 //   --no-peer    do not run PyTorch
+//   --delay MS --rate MBIT --loss PERCENT   measures schedules on two simulated hosts (root only) with such a link, and the
+//                share of a step in which a worker is idle; a process in user space is the link
 // In every round, each measurement starts its processes.
 #include <cstdio>
 #include <filesystem>
@@ -20,6 +22,8 @@
 #include <torchspan/session.h>
 
 #include "bench/harness.h"
+#include "bench/slow_link.h"
+#include "session/session_on_host.h"
 #include "tests/support/processes.h"
 
 namespace torchspan::bench {
@@ -231,7 +235,9 @@ std::vector<Case> cases() {
 
 void run_rank(const std::string& name) {
   at::set_num_threads(1);
-  Session session(WorkerOptions::from_env());
+  const char* const host = std::getenv("BENCH_HOST");  // hosts are simulated on one kernel
+  Session session = host == nullptr ? Session(WorkerOptions::from_env())
+                                    : make_session_on_host(host, WorkerOptions::from_env());
   Samples samples;
   for (const Case& one : cases()) {
     if (one.name != name) continue;
@@ -248,16 +254,12 @@ void run_rank(const std::string& name) {
   session.shutdown();
 }
 
-/// The median of each kind of sample; empty if the processes failed or the peer is not in this PyTorch. `script`
-/// is a peer's; empty for TorchSpan.
-std::map<std::string, double> measure(const std::string& name, int workers, const std::string& script) {
-  ProcessWorld world(workers);
-  for (int rank = 0; rank < workers; ++rank) {
-    std::vector<std::string> through;
-    if (!script.empty()) through = {kPython, script, std::to_string(kMicroBatches), std::to_string(kSteps)};
-    world.start(rank, name, {}, through);
-  }
-  std::map<std::string, double> middles;
+using Middles = std::map<std::string, double>;
+
+/// Waits for the processes; returns the median of each kind of sample, or none if one of them failed.
+Middles finish(ProcessWorld& world, const std::string& name) {
+  const int workers = static_cast<int>(world.size());
+  Middles middles;
   for (int rank = 0; rank < workers; ++rank) {
     Process& process = world.process(static_cast<std::size_t>(rank));
     const bool ended = process.wait(world.executor(), std::chrono::minutes(3));
@@ -275,6 +277,32 @@ std::map<std::string, double> measure(const std::string& name, int workers, cons
     middles[side] = values[values.size() / 2];
   }
   return middles;
+}
+
+/// The median of each kind of sample; empty if the processes failed or the peer is not in this PyTorch. `script`
+/// is a peer's; empty for TorchSpan.
+Middles measure(const std::string& name, int workers, const std::string& script) {
+  ProcessWorld world(workers);
+  for (int rank = 0; rank < workers; ++rank) {
+    std::vector<std::string> through;
+    if (!script.empty()) through = {kPython, script, std::to_string(kMicroBatches), std::to_string(kSteps)};
+    world.start(rank, name, {}, through);
+  }
+  return finish(world, name);
+}
+
+/// The same on two hosts, with one worker each.
+Middles measure_on_hosts(const testing::SlowNetwork& network, const std::string& name) {
+  ProcessWorld world(2);
+  for (int rank = 0; rank < 2; ++rank) {
+    world.start(rank, name,
+                {{"MASTER_ADDR", testing::SlowNetwork::kNear},
+                 {"LOCAL_WORLD_SIZE", "1"},
+                 {"LOCAL_RANK", "0"},
+                 {"BENCH_HOST", rank == 0 ? "near" : "far"}},
+                (rank == 0 ? network.near : network.far).through());
+  }
+  return finish(world, name);
 }
 
 double middle(std::vector<double> values) {
@@ -344,6 +372,44 @@ void conduct(int count, bool peer) {
   print_section(metrics(rounds));
 }
 
+/// Schedules on two hosts: the time of a step against that of its plan, whose transfers take no time, and the share of
+/// the step in which a worker runs no action.
+void conduct_on_hosts(int count, const testing::LinkQuality& link) {
+  const testing::SlowNetwork network(link);
+  if (!network.trouble().empty()) throw std::runtime_error("no two hosts: " + network.trouble());
+  nlohmann::json list = nlohmann::json::array();
+  for (const Case& one : cases()) {
+    if (!one.name.starts_with("makespan/") || stages_per_worker(one.schedule) != 1) continue;
+    std::vector<double> steps, plans;
+    for (int round = 0; round < count; ++round) {
+      Middles middles = measure_on_hosts(network, one.name);
+      if (middles.empty()) continue;
+      steps.push_back(middles["step"]);
+      plans.push_back(middles["plan"]);
+    }
+    if (steps.empty()) continue;
+    const double passes = splits_backwards(one.schedule) ? 3 : 2;
+    const double busy = passes * kMicroBatches * static_cast<double>(one.microseconds);
+    const double step = middle(steps), plan = middle(plans);
+    const std::string name = "pipeline/" + one.name + "/p2m8/hosts";
+    list.push_back({{"name", name},
+                    {"unit", "us"},
+                    {"value", step},
+                    {"rounds", steps},
+                    {"peer", one.name + "/plan"},
+                    {"peer_value", plan},
+                    {"ratio", step / plan}});
+    list.push_back({{"name", name + "/idle"},
+                    {"unit", "share"},
+                    {"value", 1 - busy / step},
+                    {"peer", one.name + "/plan/idle"},
+                    {"peer_value", 1 - busy / plan}});
+    std::fprintf(stderr, "%-28s %10.1f us, plan %10.1f us; idle %4.1f %%, plan %4.1f %%\n", one.name.c_str(),
+                 step, plan, 100 * (1 - busy / step), 100 * (1 - busy / plan));
+  }
+  print_section(list);
+}
+
 }  // namespace
 }  // namespace torchspan::bench
 
@@ -355,17 +421,25 @@ int main(int argc, char** argv) {
     }
     int rounds = torchspan::bench::rounds_or(5);
     bool peer = true;
+    std::optional<torchspan::testing::LinkQuality> link;
     for (int i = 1; i < argc; ++i) {
       const std::string word = argv[i];
       if (word == "--no-peer") {
         peer = false;
       } else if (word == "--rounds" && i + 1 < argc) {
         rounds = std::stoi(argv[++i]);
+      } else if (i + 1 < argc && torchspan::bench::read_link_option(word, argv[i + 1], link)) {
+        ++i;
       } else {
-        throw std::invalid_argument("pipeline: '" + word + "' is not an option: --rounds N, --no-peer");
+        throw std::invalid_argument("pipeline: '" + word + "' is not an option: --rounds N, --no-peer, " +
+                                    torchspan::bench::kSlowLinkOptions);
       }
     }
-    torchspan::bench::conduct(rounds, peer);
+    if (link) {
+      torchspan::bench::conduct_on_hosts(rounds, *link);
+    } else {
+      torchspan::bench::conduct(rounds, peer);
+    }
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

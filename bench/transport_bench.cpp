@@ -3,6 +3,7 @@
 // encrypting and decrypting on one core, and copying. TORCHSPAN_BENCH_ROUNDS=1 gives quick, rough figures.
 //   --link RATE   between two simulated hosts (network namespaces; root only) whose link has this rate in both
 //                 directions, in tc's words, such as 100mbit
+//   --delay MS --rate MBIT --loss PERCENT   likewise; a process in user space is the link (tests/support/slow_network.h)
 #include <arpa/inet.h>
 #include <cstring>
 #include <fcntl.h>
@@ -17,6 +18,7 @@
 
 #include "bench/encryption.h"
 #include "bench/harness.h"
+#include "bench/slow_link.h"
 #include "net/api/tls.h"
 #include "tests/support/hosts.h"
 
@@ -44,19 +46,30 @@ class Places {
   Places() = default;
   explicit Places(const std::string& rate)
       : network_(std::make_unique<testing::TestNetwork>()), server_host_(testing::TestNetwork::kFar) {
-    if (!network_->trouble().empty()) throw std::runtime_error("no two hosts: " + network_->trouble());
+    use(*network_);
     const std::string shape = " root tbf rate " + rate + " burst 256kb latency 50ms";
     if (!network_->near.run("tc qdisc add dev near" + shape) ||
         !network_->far.run("tc qdisc add dev far" + shape))
       throw std::runtime_error("tc cannot give the link the rate " + rate);
   }
+  explicit Places(const testing::LinkQuality& link)
+      : slow_network_(std::make_unique<testing::SlowNetwork>(link)),
+        server_host_(testing::SlowNetwork::kFar) {
+    use(*slow_network_);
+  }
 
   const std::string& server_host() const { return server_host_; }
-  void enter_caller() const { enter(network_ ? &network_->near : nullptr); }
-  void enter_server() const { enter(network_ ? &network_->far : nullptr); }
-  const std::vector<Size>& sizes() const { return network_ ? kLinkSizes : kLoopbackSizes; }
+  void enter_caller() const { enter(near_); }
+  void enter_server() const { enter(far_); }
+  const std::vector<Size>& sizes() const { return near_ != nullptr ? kLinkSizes : kLoopbackSizes; }
 
  private:
+  template <class Network>
+  void use(const Network& network) {
+    if (!network.trouble().empty()) throw std::runtime_error("no two hosts: " + network.trouble());
+    near_ = &network.near;
+    far_ = &network.far;
+  }
   static void enter(const testing::TestHost* host) {
     if (host == nullptr) return;
     const int space =
@@ -66,6 +79,9 @@ class Places {
   }
 
   std::unique_ptr<testing::TestNetwork> network_;
+  std::unique_ptr<testing::SlowNetwork> slow_network_;
+  const testing::TestHost* near_ = nullptr;
+  const testing::TestHost* far_ = nullptr;
   std::string server_host_ = "127.0.0.1";
 };
 
@@ -291,14 +307,20 @@ void conduct(const Places& places) {
 }  // namespace torchspan::bench
 
 int main(int count, char** values) {
+  using namespace torchspan;
   using namespace torchspan::bench;
-  const bool linked = count == 3 && std::string(values[1]) == "--link";
-  if (count != 1 && !linked) {
-    std::fprintf(stderr, "usage: bench_transport [--link RATE]\n");
-    return 2;
-  }
   try {
-    conduct(linked ? Places(values[2]) : Places());
+    std::optional<testing::LinkQuality> link;
+    std::string rate;
+    for (int i = 1; i < count; i += 2) {
+      const std::string option = values[i];
+      if (i + 1 < count && option == "--link") {
+        rate = values[i + 1];
+      } else if (i + 1 >= count || !read_link_option(option, values[i + 1], link)) {
+        throw std::invalid_argument("'" + option + "': the options are --link RATE, or " + kSlowLinkOptions);
+      }
+    }
+    conduct(link ? Places(*link) : rate.empty() ? Places() : Places(rate));
   } catch (const std::exception& error) {
     std::fprintf(stderr, "bench_transport: %s\n", error.what());
     return 1;

@@ -1,3 +1,5 @@
+#include "tests/conformance/transport_hosts.h"
+
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
@@ -11,9 +13,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "core/api/descriptor.h"
-#include "net/api/tls.h"
-
 /// Two hosts whose connection fails, most often silently. The hosts are two processes in separate network namespaces,
 /// connected by a pair of virtual Ethernet devices; everything ends with the processes.
 namespace torchspan::net::transport_hosts {
@@ -24,59 +23,7 @@ constexpr const char* kFar = "10.77.0.2";
 /// Begins a line of the far host about a connection that it refused.
 const std::string kRefused = "refused: ";
 
-class Listening : public Handler {
- public:
-  void on_accepted(const std::shared_ptr<Channel>& channel) override { peer = channel; }
-  void on_message(const std::shared_ptr<Channel>& channel, Message message) override {
-    ++messages;
-    if (echo) channel->send(message.header, {});
-  }
-  void on_closed(const std::shared_ptr<Channel>&, const Error& reason) override { closed.push_back(reason); }
-
-  void on_refused(const std::string&, const Error& reason) override { refused(reason); }
-
-  bool echo = false;
-  std::function<void(const Error&)> refused = [](const Error&) {};
-  std::size_t messages = 0;
-  std::shared_ptr<Channel> peer;
-  std::vector<Error> closed;
-};
-
-/// One end of a pipe pair: lines to and from the other process.
-class Wire {
- public:
-  Wire(int in, int out) : in_(in), out_(out) {}
-  void write_line(const std::string& line) const {
-    const std::string text = line + "\n";
-    if (::write(out_.get(), text.data(), text.size()) != static_cast<ssize_t>(text.size())) std::abort();
-  }
-  std::string read_line() const {
-    std::string line;
-    for (char c; ::read(in_.get(), &c, 1) == 1 && c != '\n';) line += c;
-    return line;
-  }
-
- private:
-  Descriptor in_, out_;
-};
-
 bool run(const std::string& command) { return std::system((command + " >/dev/null 2>&1").c_str()) == 0; }
-
-std::unique_ptr<Transport> make_transport(Executor& executor, Handler& handler,
-                                          TransportOptions options = {}) {
-  options.secret = Secret::from_bytes(Bytes(32, std::byte{'k'}));
-  return make_tls_transport(executor, handler, std::move(options));
-}
-
-bool drive_until(Executor& executor, Transport& transport, const std::function<bool()>& happened) {
-  const Deadline deadline = executor.deadline_in(std::chrono::seconds(30));
-  while (!happened()) {
-    if (deadline.passed(executor.now())) return false;
-    if (!transport.poll())
-      transport.wait(earlier(deadline, executor.deadline_in(std::chrono::milliseconds(50))));
-  }
-  return true;
-}
 
 /// The far host: echoes, reports when and why its channel ended, and serves one more.
 [[noreturn]] void be_far_host(const Wire& wire) {

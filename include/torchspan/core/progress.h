@@ -9,6 +9,8 @@
 
 namespace torchspan {
 
+class SpanRecorder;
+
 /// A program's progress. Zero and empty fields are not shown.
 struct ProgressReport {
   std::int64_t epoch = 0;  ///< counted from 1
@@ -51,14 +53,17 @@ struct ProgressOptions {
 
 /// Shows a program's progress and estimates the remaining time: sends it to `torchspan run` if that started
 /// the program, else redraws one line on a terminal, else prints a line every ten seconds. Never blocks:
-/// reports that the launcher does not read in time are dropped. Not thread-safe.
+/// reports that the launcher does not read in time are dropped. In a trace, the time between two reports is a step.
+/// Not thread-safe.
 class Progress {
  public:
   /// For a Session or a Worker, which must outlive it.
   template <class Source>
-  requires requires(Source& source) { source.runtime().executor; }
+  requires requires(Source& source) { source.runtime().spans; }
   explicit Progress(Source& source, ProgressOptions options = ProgressOptions::from_process())
-      : Progress(source.runtime().executor, options) {}
+      : Progress(source.runtime().executor, options) {
+    spans_ = &source.runtime().spans;
+  }
   explicit Progress(Executor& executor, ProgressOptions options = ProgressOptions::from_process());
   /// Calls finish().
   ~Progress();
@@ -74,6 +79,7 @@ class Progress {
  private:
   void show(const ProgressReport& report);
   bool due() const;
+  void record_step(const ProgressReport& report, TimePoint now);
 
   Executor& executor_;
   const ProgressOptions options_;
@@ -81,6 +87,8 @@ class Progress {
   std::optional<ProgressReport> pending_;  ///< last report, until it is shown
   std::optional<TimePoint> shown_at_;
   bool line_open_ = false;
+  SpanRecorder* spans_ = nullptr;  ///< where steps are recorded, if the run is traced
+  std::optional<TimePoint> reported_at_;
   std::optional<TimePoint> began_at_;
   double began_fraction_ = 0;
 };

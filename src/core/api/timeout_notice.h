@@ -8,9 +8,10 @@
 
 namespace torchspan {
 
-/// An operation that ended because its time limit passed. Kinds are those of open operations in a worker's state.
+/// An operation that ended because its time limit passed. Kinds are those of open operations in a worker's state, and
+/// "handler": the handler of `name`, called by `peer`, had made the call of the notice before.
 struct TimeoutNotice {
-  std::string kind = {};    ///< "call", "collective", "autograd", "pipeline"
+  std::string kind = {};    ///< "call", "handler", "collective", "wait", "autograd", "pipeline"
   std::string name = {};    ///< function or operation
   std::string peer = {};    ///< worker that was called; empty: none
   std::string site = {};    ///< "train.cpp:41"; empty: unknown

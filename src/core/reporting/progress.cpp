@@ -9,6 +9,7 @@
 #include <utility>
 
 #include <torchspan/core/progress.h>
+#include <torchspan/detail/core/spans.h>
 
 namespace torchspan {
 namespace {
@@ -202,8 +203,19 @@ bool Progress::due() const {
   return executor_.now() - *shown_at_ >= (live ? options_.draw_every : options_.print_every);
 }
 
+/// Steps of all epochs have different numbers, as long as the epochs have equally many.
+void Progress::record_step(const ProgressReport& report, TimePoint now) {
+  const auto before = std::exchange(reported_at_, now);
+  if (!before || spans_ == nullptr || !spans_->is_traced()) return;
+  const std::int64_t earlier =
+      std::max<std::int64_t>(report.epoch - 1, 0) * std::max<std::int64_t>(report.steps, 0);
+  spans_->record(SpanKind::kUser, "progress", *before,
+                 static_cast<std::uint64_t>(std::max<std::int64_t>(earlier + report.step, 0)));
+}
+
 void Progress::report(ProgressReport report) {
   const TimePoint now = executor_.now();
+  record_step(report, now);
   const double fraction = fraction_done(report).value_or(0);
   if (!began_at_) {
     began_at_ = now;

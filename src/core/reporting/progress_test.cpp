@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/progress.h>
+#include <torchspan/detail/core/runtime.h>
 
 #include "core/api/sim_executor.h"
 
@@ -153,6 +154,41 @@ TEST(Progress, ReportsTheRemainingTimeToTheLauncher) {
     EXPECT_EQ(decoded->step, 4);
     ASSERT_TRUE(decoded->seconds_left);
     EXPECT_NEAR(*decoded->seconds_left, 3.0, 1e-9);
+  });
+}
+
+/// Something that has a runtime, as a Session does.
+struct Traced {
+  explicit Traced(Executor& executor) : services(executor, "test") {}
+  Runtime& runtime() { return services; }
+  Runtime services;
+};
+
+TEST(Progress, RecordsTheTimeBetweenReportsAsAStepIfTheRunIsTraced) {
+  simulate([](SimExecutor& executor) {
+    const Pipe pipe;
+    for (const bool traced : {false, true}) {
+      Traced source(executor);
+      if (traced) source.services.spans.set_traced(100);
+      Progress progress(source, {.launcher_descriptor = pipe.write_end()});
+      ProgressReport report{.epoch = 1, .epochs = 2, .step = 0, .steps = 2};
+      const TimePoint began = executor.now();
+      progress.report(report);  // nothing is known about the time before
+      for (report.epoch = 1; report.epoch <= 2; ++report.epoch) {
+        for (report.step = 1; report.step <= 2; ++report.step) {
+          executor.sleep(std::chrono::milliseconds(10));
+          progress.report(report);
+        }
+      }
+      const auto spans = source.services.spans.snapshot();
+      ASSERT_EQ(spans.size(), traced ? 4u : 0u);
+      for (std::size_t i = 0; i < spans.size(); ++i) {
+        EXPECT_EQ(spans[i].name, "progress");
+        EXPECT_EQ(spans[i].id, i + 1);
+        EXPECT_EQ(spans[i].begin, began + static_cast<int>(i) * std::chrono::milliseconds(10));
+        EXPECT_EQ(spans[i].end - spans[i].begin, std::chrono::milliseconds(10));
+      }
+    }
   });
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <fmt/format.h>
 #include <fstream>
+#include <optional>
 #include <sstream>
 #include <unistd.h>
 
@@ -43,6 +44,8 @@ void describe_report_options(CLI::App& command, ReportOptions& options) {
   command.add_option("folder", options.folder, "Folder with the workers' *.trace files")->required();
   command.add_option("-o,--out", options.out, "File to write: an HTML page that any browser opens")
       ->required();
+  command.add_option("--compare", options.earlier,
+                     "Folder with the traces of an earlier run, with which the page compares this one");
   command.add_option("--max-spans", options.most_spans, "Draw at most this many spans, the longest ones")
       ->check(CLI::Range(std::size_t{1}, std::size_t{10'000'000}));
 }
@@ -50,7 +53,13 @@ void describe_report_options(CLI::App& command, ReportOptions& options) {
 std::string make_report(const ReportOptions& options) {
   const TraceSet set = read_traces(options.folder);
   const RunFigures figures = examine_run(set);
-  write_whole_file(options.out, make_report_page(encode_report(set, figures, options.most_spans)));
+  std::optional<RunComparison> comparison;
+  if (!options.earlier.empty()) {
+    const TraceSet earlier = read_traces(options.earlier);
+    comparison = compare_runs(earlier, examine_run(earlier), set, figures);
+  }
+  write_whole_file(options.out, make_report_page(encode_report(set, figures, options.most_spans,
+                                                               comparison ? &*comparison : nullptr)));
   std::string text =
       fmt::format("{}: {} worker{}, {}\n", options.out, set.workers.size(),
                   set.workers.size() == 1 ? "" : "s", format_time(static_cast<double>(set.length)));
@@ -59,6 +68,7 @@ std::string make_report(const ReportOptions& options) {
     if (!finding.advice.empty()) text += fmt::format("       {}\n", finding.advice);
   }
   for (const std::string& note : set.notes) text += fmt::format("note: {}\n", note);
+  if (comparison) text += describe_comparison(*comparison);
   return text;
 }
 

@@ -19,6 +19,7 @@ struct TraceOptions {
 struct ReportOptions {
   std::string folder;
   std::string out;                   ///< file
+  std::string earlier;               ///< folder of the run to compare with; empty: none
   std::size_t most_spans = 120'000;  ///< in the timeline
 };
 

@@ -192,9 +192,23 @@ json encode_memory(const TraceSet& set) {
   return list;
 }
 
+json encode_comparison(const RunComparison* comparison) {
+  if (comparison == nullptr) return nullptr;
+  json figures = json::array();
+  for (const ComparedFigure& figure : comparison->figures) {
+    figures.push_back({{"name", figure.name},
+                       {"before", figure.text(figure.before)},
+                       {"after", figure.text(figure.after)},
+                       {"change", figure.change()},
+                       {"clear", figure.is_clear ? json(*figure.is_clear) : json(nullptr)}});
+  }
+  return {{"run", comparison->run}, {"figures", figures}, {"notes", comparison->notes}};
+}
+
 }  // namespace
 
-std::string encode_report(const TraceSet& set, const RunFigures& figures, std::size_t most_spans) {
+std::string encode_report(const TraceSet& set, const RunFigures& figures, std::size_t most_spans,
+                          const RunComparison* comparison) {
   json findings = json::array();
   for (const RunFinding& finding : judge_run(set, figures)) {
     findings.push_back({{"share", finding.share}, {"text", finding.text}, {"advice", finding.advice}});
@@ -205,6 +219,7 @@ std::string encode_report(const TraceSet& set, const RunFigures& figures, std::s
                        {"notes", set.notes},
                        {"workers", encode_workers(set)},
                        {"findings", findings},
+                       {"comparison", encode_comparison(comparison)},
                        {"timeline", encode_timeline(set, most_spans)},
                        {"steps", encode_steps(figures.steps)},
                        {"reductions", encode_reductions(figures.reductions)},

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
 #include "launch/report/browser.h"
 #include "launch/report/report_data.h"
@@ -42,8 +43,8 @@ void add_pipeline(ExampleTrace& first, ExampleTrace& second) {
   action(second, "1B0", 20);
 }
 
-TEST(ReportPage, ShowsWhatTheTraceSays) {
-  if (!has_browser()) GTEST_SKIP() << "there is no chromium";
+/// A run with calls, a pipeline, steps, a curve and memory.
+TraceSet run_of_everything() {
   ExampleTrace first(0), second(1);
   add_calls(first, second);
   add_pipeline(first, second);
@@ -53,7 +54,12 @@ TEST(ReportPage, ShowsWhatTheTraceSays) {
     first.contents().scalars.push_back({"loss", step, 1.0 / step, TimePoint(Duration(step * 1000 * kMs))});
     first.contents().counters.push_back({step * 1000 * kMs, {{"process.resident_bytes", 64u << 20}}});
   }
-  const TraceSet set = align_traces({first.contents(), second.contents()});
+  return align_traces({first.contents(), second.contents()});
+}
+
+TEST(ReportPage, ShowsWhatTheTraceSays) {
+  if (!has_browser()) GTEST_SKIP() << "there is no chromium";
+  const TraceSet set = run_of_everything();
   const Browsed shown = browse(make_report_page(encode_report(set, examine_run(set), 10000)));
   EXPECT_THAT(shown.console, Not(HasSubstr("CONSOLE")));
   // Functions: calls, p50, p99, longest, sum; p50 and p99 of the handlers.
@@ -69,6 +75,107 @@ TEST(ReportPage, ShowsWhatTheTraceSays) {
   const auto slowest = shown.page.find("Slowest steps");
   ASSERT_NE(slowest, std::string::npos);
   EXPECT_LT(shown.page.find("700.0 ms", slowest), shown.page.find("100.0 ms", slowest)) << "slowest first";
+}
+
+/// Presses keys on the timeline and looks at what they change; and whether every control has a name and can be reached
+/// with the tabulator key.
+constexpr const char* kPressKeys = R"(
+const canvas = document.querySelector('#timeline canvas'), detail = document.getElementById('detail');
+const press = (key, more) => canvas.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true, cancelable: true, ...more }));
+const drawn = () => canvas.toDataURL(), result = { unused: press('x'), browsers: press('+', { ctrlKey: true }) };
+canvas.focus();
+result.focus = document.activeElement === canvas;
+result.details = ['n', 'n', 'p', 'Escape'].map((key) => (press(key), detail.textContent));
+press('0');
+const all = drawn();
+result.changes = {};
+for (const key of ['+', '-', 'ArrowRight', 'ArrowLeft', 'd', 'a', 'w', 's']) {
+  press('0');
+  press('+');  // at its edges, the whole view does not move
+  const before = drawn();
+  result.changes[key] = !press(key) && drawn() !== before;
+}
+press('0');
+result.restored = drawn() === all;
+const controls = [...document.querySelectorAll('a, button, canvas[tabindex]')];
+result.controls = controls.length;
+result.unreachable = controls.filter((one) => one.tabIndex < 0 || !(one.getAttribute('aria-label') || one.textContent).trim()).length;
+canvas.blur();
+[...document.querySelectorAll('#steps button')][0].click();
+result.shown = document.activeElement === canvas && drawn() !== all;
+probe(result);
+)";
+
+TEST(ReportPage, IsUsableByKeyboard) {
+  if (!has_browser()) GTEST_SKIP() << "there is no chromium";
+  const TraceSet set = run_of_everything();
+  const Browsed shown =
+      browse(with_script(make_report_page(encode_report(set, examine_run(set), 10000)), kPressKeys));
+  EXPECT_THAT(shown.console, Not(HasSubstr("CONSOLE")));
+  const auto result = nlohmann::json::parse(probed(shown), nullptr, false);
+  ASSERT_TRUE(result.is_object()) << probed(shown);
+  EXPECT_EQ(result["focus"], true);
+  EXPECT_EQ(result["unused"], true) << "keys without a meaning are left to the browser";
+  EXPECT_EQ(result["browsers"], true) << "Ctrl + zooms the page";
+  const auto details = result["details"].get<std::vector<std::string>>();
+  ASSERT_EQ(details.size(), 4u);
+  EXPECT_THAT(details[0], HasSubstr("id "));
+  EXPECT_NE(details[1], details[0]) << "N selects the next span";
+  EXPECT_EQ(details[2], details[0]) << "P selects the previous span";
+  EXPECT_EQ(details[3], "") << "Escape selects none";
+  for (const auto& [key, changed] : result["changes"].items()) EXPECT_EQ(changed, true) << key;
+  EXPECT_EQ(result["changes"].size(), 8u);
+  EXPECT_EQ(result["restored"], true) << "0 shows everything";
+  EXPECT_GT(result["controls"], 10);
+  EXPECT_EQ(result["unreachable"], 0);
+  EXPECT_EQ(result["shown"], true) << "a button of the slowest steps shows its step in the timeline";
+}
+
+/// The smallest contrast of a text with its background, by the formula of WCAG 2, and what the timeline is drawn on.
+constexpr const char* kLookAtColors = R"(
+const parse = (color) => (color.match(/[\d.]+/g) || [0, 0, 0, 0]).map(Number);
+const blend = (top, below) => [0, 1, 2].map((i) => top[i] * (top[3] ?? 1) + below[i] * (1 - (top[3] ?? 1)));
+function background(node) {
+  if (!node) return [255, 255, 255];
+  const color = parse(getComputedStyle(node).backgroundColor);
+  return (color[3] ?? 1) === 1 ? color : blend(color, background(node.parentElement));
+}
+const channel = (value) => (value / 255 <= 0.03928 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+const luminance = (color) => 0.2126 * channel(color[0]) + 0.7152 * channel(color[1]) + 0.0722 * channel(color[2]);
+function contrast(node) {
+  const below = background(node), text = luminance(blend(parse(getComputedStyle(node).color), below)), back = luminance(below);
+  return (Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05);
+}
+const texts = [...document.querySelectorAll('body *')].filter((node) => node.offsetParent && [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim()));
+const worst = texts.reduce((least, node) => (contrast(node) < contrast(least) ? node : least));
+const canvas = document.querySelector('#timeline canvas');
+probe({ dark: matchMedia('(prefers-color-scheme: dark)').matches, texts: texts.length, contrast: contrast(worst), where: worst.textContent.slice(0, 60),
+  page: luminance(background(document.body)), timeline: luminance(canvas.getContext('2d').getImageData(2, 2, 1, 1).data) });
+)";
+
+TEST(ReportPage, IsReadableInLightAndDarkColors) {
+  if (!has_browser()) GTEST_SKIP() << "there is no chromium";
+  const TraceSet set = run_of_everything();
+  const std::string page =
+      with_script(make_report_page(encode_report(set, examine_run(set), 10000)), kLookAtColors);
+  for (const ColorScheme scheme : {ColorScheme::kLight, ColorScheme::kDark}) {
+    const bool is_dark = scheme == ColorScheme::kDark;
+    SCOPED_TRACE(is_dark ? "dark" : "light");
+    const Browsed shown = browse(page, scheme);
+    EXPECT_THAT(shown.console, Not(HasSubstr("CONSOLE")));
+    const auto result = nlohmann::json::parse(probed(shown), nullptr, false);
+    ASSERT_TRUE(result.is_object()) << probed(shown);
+    ASSERT_EQ(result["dark"], is_dark) << "the browser does not follow --blink-settings";
+    EXPECT_GT(result["texts"], 50);
+    EXPECT_GE(result["contrast"], 4.5) << "of '" << result["where"] << "'; WCAG 2, level AA";
+    for (const char* part : {"page", "timeline"}) {
+      if (is_dark) {
+        EXPECT_LT(result[part], 0.05) << part;
+      } else {
+        EXPECT_GT(result[part], 0.8) << part;
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -72,6 +72,27 @@ TEST(RunFigures, FindTheLateRankAndItsBucket) {
   EXPECT_THAT(findings[0].advice, HasSubstr("rank 1 spends 9.6 ms outside forward, backward and reduction"));
 }
 
+/// Two workers report their progress; the second one reports every other step.
+TEST(RunFigures, TakeStepsFromReportsOfProgressIfThereIsNothingBetter) {
+  ExampleTrace first(0), second(1);
+  for (std::int64_t step = 2; step <= 9; ++step)
+    first.span(SpanKind::kUser, "progress", (step - 1) * 10 * kMs, step * 10 * kMs,
+               {.id = static_cast<std::uint64_t>(step)});
+  for (std::int64_t step = 4; step <= 8; step += 2)
+    second.span(SpanKind::kUser, "progress", (step - 2) * 10 * kMs, step * 10 * kMs,
+                {.id = static_cast<std::uint64_t>(step)});
+  const TraceSet set = align_traces({first.contents(), second.contents()});
+  const TrainingSteps steps = find_steps(set);
+  EXPECT_EQ(steps.source, "reports of progress");
+  ASSERT_EQ(steps.steps.size(), 8u);
+  EXPECT_EQ(steps.steps[0].number, 2u);
+  EXPECT_EQ(steps.steps[0].by_worker[0].length(), 10 * kMs);
+  EXPECT_EQ(steps.steps[0].by_worker[1].length(), 0);
+  EXPECT_EQ(steps.steps[2].by_worker[1].length(), 20 * kMs);
+  first.span(SpanKind::kUser, "step", kMs, 2 * kMs, {.id = 1});
+  EXPECT_EQ(find_steps(align_traces({first.contents()})).source, "spans named step");
+}
+
 TEST(RunFigures, SumCallsByFunction) {
   ExampleTrace caller(0), callee(1);
   for (int i = 1; i <= 100; ++i) {

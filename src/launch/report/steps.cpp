@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <string_view>
 
 #include "launch/report/pipeline_steps.h"
 
@@ -34,12 +35,13 @@ TrainingSteps finish(StepMap steps, std::string source) {
   return result;
 }
 
-StepMap named_steps(const TraceSet& set) {
+/// Steps from the program's spans of that name. Several spans of a worker with one number are one step.
+StepMap named_steps(const TraceSet& set, std::string_view name) {
   StepMap steps;
   for (std::size_t w = 0; w < set.workers.size(); ++w) {
     std::uint64_t count = 0;
     for (const StoredSpan& span : set.workers[w].contents.spans) {
-      if (span.kind != SpanKind::kUser || set.workers[w].name_of(span) != "step") continue;
+      if (span.kind != SpanKind::kUser || set.workers[w].name_of(span) != name) continue;
       const std::uint64_t number = span.link.id != 0 ? span.link.id : count;
       ++count;
       widen(steps, set.workers.size(), w, number, {span.begin, span.end});
@@ -87,9 +89,10 @@ StepMap pipeline_steps(const TraceSet& set) {
 }  // namespace
 
 TrainingSteps find_steps(const TraceSet& set) {
-  TrainingSteps steps = finish(named_steps(set), "spans named step");
+  TrainingSteps steps = finish(named_steps(set, "step"), "spans named step");
   if (steps.steps.empty()) steps = finish(reduction_steps(set), "reductions");
   if (steps.steps.empty()) steps = finish(pipeline_steps(set), "pipeline steps");
+  if (steps.steps.empty()) steps = finish(named_steps(set, "progress"), "reports of progress");
   return steps;
 }
 

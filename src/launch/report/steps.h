@@ -22,12 +22,13 @@ struct TrainingStep {
 };
 
 struct TrainingSteps {
-  std::string source;  ///< "spans named step", "reductions", "pipeline steps"; empty: no steps
+  std::string
+      source;  ///< "spans named step", "reductions", "pipeline steps", "reports of progress"; empty: no steps
   std::vector<TrainingStep> steps;
 };
 
 /// Finds the steps of a run: spans named "step" if the program has any, else reductions of
-/// DistributedDataParallel, else steps of a pipeline.
+/// DistributedDataParallel, else steps of a pipeline, else the times between reports of Progress.
 TrainingSteps find_steps(const TraceSet& set);
 
 /// Total length of a set of intervals that may overlap.

@@ -1,7 +1,9 @@
 #include "launch/watch/incident.h"
 
 #include <algorithm>
+#include <charconv>
 #include <fmt/format.h>
+#include <string_view>
 
 #include "launch/watch/diagnosis.h"
 
@@ -19,10 +21,69 @@ void add_notice(const TimeoutNotice& notice, WorkerReport& worker) {
   if (!listed) worker.open.push_back({notice.kind, notice.name, notice.seconds, notice.id, notice.part});
 }
 
+void add_call(WorkerReport::Call call, std::vector<WorkerReport::Call>& calls) {
+  const bool listed = std::any_of(calls.begin(), calls.end(), [&](const WorkerReport::Call& one) {
+    return one.name == call.name && one.peer == call.peer;
+  });
+  if (!listed) calls.push_back(std::move(call));
+}
+
+/// Returns the report of `rank`; inserts one without an answer if there is none.
+WorkerReport& report_of(int rank, const std::string& prefix, std::vector<WorkerReport>& workers) {
+  auto found = std::ranges::lower_bound(workers, rank, {}, &WorkerReport::rank);
+  if (found == workers.end() || found->rank != rank) {
+    found = workers.insert(found, WorkerReport());
+    found->rank = rank;
+    found->answers = false;
+  }
+  if (!found->answers) found->name = fmt::format("{}{}", prefix, rank);
+  return *found;
+}
+
+/// The process worked when the operation timed out, even if it has ended since.
+void count_as_alive(WorkerReport& worker) {
+  worker.answers = true;
+  if (worker.process_state == 'X' || worker.process_state == 'Z') worker.process_state = '?';
+}
+
+/// Returns the index of the worker with that name, which may have no report yet; nullopt if the name has another prefix.
+std::optional<std::size_t> find_worker(std::string_view name, const std::string& prefix,
+                                       std::vector<WorkerReport>& workers) {
+  auto found = std::ranges::find(workers, name, &WorkerReport::name);
+  if (found == workers.end()) {
+    int rank = -1;
+    if (!name.starts_with(prefix)) return std::nullopt;
+    name.remove_prefix(prefix.size());
+    const auto [end, trouble] = std::from_chars(name.data(), name.data() + name.size(), rank);
+    if (trouble != std::errc() || end != name.data() + name.size() || rank < 0) return std::nullopt;
+    static_cast<void>(report_of(rank, prefix, workers));
+    found = std::ranges::find(workers, rank, &WorkerReport::rank);
+  }
+  return static_cast<std::size_t>(found - workers.begin());
+}
+
+/// Adds a call whose handler on `rank` made another call, which timed out. As a consequence, it may have ended too.
+void add_handler(int rank, const TimeoutNotice& notice, const std::string& prefix,
+                 std::vector<WorkerReport>& workers) {
+  const auto at = find_worker(notice.peer, prefix, workers);
+  WorkerReport& callee = report_of(rank, prefix, workers);
+  add_call({notice.name, notice.peer, "", notice.seconds, true}, callee.serving);
+  if (!at) return;
+  WorkerReport& caller = workers[*at];
+  // A process that does not answer although it has not ended may be the cause.
+  const bool ended = caller.process == 0 || caller.process_state == 'X' || caller.process_state == 'Z';
+  if (!caller.answers && ended) count_as_alive(caller);
+  add_call({notice.name, callee.name, "", notice.seconds, true}, caller.pending);
+}
+
 }  // namespace
 
 std::string describe_notice(int rank, const TimeoutNotice& notice) {
   std::string text = fmt::format("rank {}: ", rank);
+  if (notice.kind == "handler") {
+    return text + fmt::format("a call timed out that the handler of '{}' made, {:.1f} s after {} called it",
+                              notice.name, notice.seconds, notice.peer);
+  }
   if (notice.kind == "call") {
     text += fmt::format("the call '{}' to {}", notice.name, notice.peer);
   } else {
@@ -39,17 +100,12 @@ std::string Incident::headline() const {
 
 void add_timed_out(const Incident& incident, const std::string& prefix, std::vector<WorkerReport>& workers) {
   for (const auto& [rank, notice] : incident.notices) {
-    auto worker = std::find_if(workers.begin(), workers.end(),
-                               [rank = rank](const WorkerReport& one) { return one.rank >= rank; });
-    if (worker == workers.end() || worker->rank != rank) {
-      worker = workers.insert(worker, WorkerReport());
-      worker->rank = rank;
-      worker->answers = false;
-    }
-    if (!worker->answers) worker->name = fmt::format("{}{}", prefix, rank);
-    worker->answers = true;
-    if (worker->process_state == 'X' || worker->process_state == 'Z') worker->process_state = '?';
-    add_notice(notice, *worker);
+    WorkerReport& worker = report_of(rank, prefix, workers);
+    count_as_alive(worker);
+    if (notice.kind != "handler") add_notice(notice, worker);
+  }
+  for (const auto& [rank, notice] : incident.notices) {
+    if (notice.kind == "handler") add_handler(rank, notice, prefix, workers);
   }
 }
 

@@ -62,6 +62,76 @@ TEST(Incident, ShowsCallsThatWaitedForEachOther) {
               AllOf(HasSubstr("wait for each other"), HasSubstr("'f' on worker1 at train.cpp:41")));
 }
 
+/// Rank 1 reports that a call to rank 0 timed out, which its handler of worker0's call made.
+Incident time_out_in_a_handler() {
+  Incident incident;
+  incident.notices.emplace_back(
+      1, TimeoutNotice{.kind = "call", .name = "g", .peer = "worker0", .site = "train.cpp:7", .seconds = 5});
+  incident.notices.emplace_back(
+      1, TimeoutNotice{.kind = "handler", .name = "f", .peer = "worker0", .seconds = 6});
+  return incident;
+}
+
+TEST(Incident, ShowsTheCallInWhoseHandlerACallTimedOutThoughBothHaveEnded) {
+  auto all = workers(2);
+  Incident incident = time_out_in_a_handler();
+  const std::string page = describe_incident(incident, "worker", all);
+  EXPECT_EQ(incident.headline(), "rank 1: the call 'g' to worker0 at train.cpp:7 timed out after 5.0 s");
+  EXPECT_THAT(
+      page,
+      HasSubstr("\nrank 1: a call timed out that the handler of 'f' made, 6.0 s after worker0 called it\n"));
+  EXPECT_THAT(incident.suspect, AllOf(HasSubstr("wait for each other"),
+                                      HasSubstr("rank 0 has waited for 'f' on worker1 for 6.0 s"),
+                                      HasSubstr("rank 1 has waited for 'g' on worker0 at train.cpp:7")));
+  EXPECT_THAT(page, HasSubstr("'f' from worker0"));
+}
+
+TEST(Incident, ShowsTheCallOfACallerThatHasEnded) {
+  for (const bool has_report : {true, false}) {
+    SCOPED_TRACE(has_report);
+    auto all = workers(2);
+    all[0].process_state = 'X';
+    all[0].answers = false;
+    if (!has_report) all.erase(all.begin());
+    Incident incident = time_out_in_a_handler();
+    const std::string page = describe_incident(incident, "worker", all, {0, 1});
+    EXPECT_THAT(incident.suspect, HasSubstr("rank 0 has waited for 'f' on worker1"));
+    EXPECT_THAT(page, ::testing::Not(HasSubstr("has died")));
+  }
+}
+
+TEST(Incident, KeepsACallerThatDoesNotAnswerAsTheSuspect) {
+  auto all = workers(2);
+  all[0].process = 100;
+  all[0].process_state = 'T';
+  all[0].answers = false;
+  Incident incident = time_out_in_a_handler();
+  describe_incident(incident, "worker", all);
+  EXPECT_THAT(incident.suspect, HasSubstr("is stopped by a signal"));
+}
+
+TEST(Incident, ListsTheCallOfAHandlerOnceIfItsWorkersStillHaveIt) {
+  auto all = workers(2);
+  all[0].pending = {{"f", "worker1", "train.cpp:41", 6}};
+  all[1].serving = {{"f", "worker0", "", 6, true}};
+  Incident incident = time_out_in_a_handler();
+  add_timed_out(incident, "worker", all);
+  EXPECT_EQ(all[0].pending.size(), 1u);
+  EXPECT_EQ(all[1].serving.size(), 1u);
+}
+
+TEST(Incident, LeavesOutACallerWhoseRankIsUnknown) {
+  auto all = workers(2);
+  Incident incident = time_out_in_a_handler();
+  for (const char* name : {"trainer", "worker", "worker-1", "worker1x"}) {
+    incident.notices[1].second.peer = name;
+    auto changed = all;
+    add_timed_out(incident, "worker", changed);
+    EXPECT_EQ(changed.size(), 2u) << name;
+    EXPECT_EQ(changed[1].serving.size(), 1u) << name;
+  }
+}
+
 TEST(Incident, ListsAnOperationOnceIfItsWorkerStillHasIt) {
   auto all = workers(2);
   all[0].open = {{"pipeline", "wait for activations", 4, 9}};

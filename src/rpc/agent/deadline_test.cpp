@@ -1,9 +1,16 @@
+#include <array>
+#include <cstdlib>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <map>
+#include <sstream>
+#include <unistd.h>
 
 #include <torchspan/core/future.h>
 #include <torchspan/rpc/worker.h>
 
+#include "core/api/timeout_notice.h"
 #include "tests/support/cluster.h"
 #include "tests/support/errors.h"
 
@@ -58,6 +65,8 @@ void work(Worker& worker, const RRef<Board>& board) {
 }
 /// Waits for work() on the board's owner.
 void delegate(Worker& worker, const RRef<Board>& board);
+/// Calls work() on the board's owner and does not wait for it.
+void leave_behind(Worker& worker, const RRef<Board>& board);
 void nap(Worker& worker, std::int64_t ms) { worker.runtime().executor.sleep(milliseconds(ms)); }
 std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 
@@ -69,6 +78,7 @@ constexpr Function<left_in_continuation_ms> kLeftInContinuation{"left_in_continu
 constexpr Function<caller_name> kCallerName{"caller_name"};
 constexpr Function<work> kWork{"work"};
 constexpr Function<delegate> kDelegate{"delegate"};
+constexpr Function<leave_behind> kLeaveBehind{"leave_behind"};
 constexpr Function<nap> kNap{"nap"};
 constexpr Function<add> kAdd{"add"};
 constexpr Class<Board> kBoard{"Board"};
@@ -95,10 +105,14 @@ Future<std::int64_t> left_in_continuation_ms(Worker& worker) {
   });
 }
 void delegate(Worker&, const RRef<Board>& board) { board.rpc_sync(kWork); }
+void leave_behind(Worker& worker, const RRef<Board>& board) {
+  static_cast<void>(worker.with({.timeout = seconds(2), .detached = true}).call_on(board, kWork));
+}
 
 void on_first(ClusterOptions options, const std::function<void(Worker&, SimCluster&)>& body) {
   options.functions.add(kLeft, kLeftNext, kLeftNextDetached, kLeftNextCoroutine, kLeftInContinuation,
-                        kCallerName, kWork, kDelegate, kNap, kAdd, kBoard, kBegun, kStopped, kEnded);
+                        kCallerName, kWork, kDelegate, kLeaveBehind, kNap, kAdd, kBoard, kBegun, kStopped,
+                        kEnded);
   const bool graceful = options.graceful;
   SimCluster world(std::move(options));
   world.run([&](Worker& worker) {
@@ -150,6 +164,71 @@ TEST(Deadlines, StopTheHandlerThatOutlivesThem) {
     expect_soon(worker, board, kStopped, 1);
     EXPECT_EQ(board.rpc_sync(kEnded), 0);
   });
+}
+
+/// The pipe to a launcher, to which the workers of this process report what times out. Make it before the workers.
+class NoticePipe {
+ public:
+  NoticePipe() {
+    if (pipe2(ends_.data(), O_CLOEXEC | O_NONBLOCK) != 0) throw std::runtime_error("no pipe");
+    setenv("TORCHSPAN_PROGRESS_FD", std::to_string(ends_[1]).c_str(), 1);
+  }
+  ~NoticePipe() {
+    unsetenv("TORCHSPAN_PROGRESS_FD");
+    for (const int end : ends_) close(end);
+  }
+  NoticePipe(const NoticePipe&) = delete;
+
+  std::vector<TimeoutNotice> read_all() const {
+    std::vector<TimeoutNotice> notices;
+    std::array<char, 65536> bytes;
+    const ssize_t size = read(ends_[0], bytes.data(), bytes.size());
+    std::istringstream lines(std::string(bytes.data(), static_cast<std::size_t>(std::max<ssize_t>(size, 0))));
+    for (std::string line; std::getline(lines, line);) {
+      if (auto notice = decode_timeout(line)) notices.push_back(std::move(*notice));
+    }
+    return notices;
+  }
+
+ private:
+  std::array<int, 2> ends_{-1, -1};
+};
+
+/// The call of delegate() ends before, or together with, the call whose handler makes it: both inherit one deadline.
+TEST(Deadlines, AreReportedForACallAndForTheCallOfItsHandlerWhichNamesTheHandler) {
+  const NoticePipe launcher;
+  on_first({.workers = 3}, [](Worker& worker, SimCluster&) {
+    auto board = worker.remote(2, kBoard);
+    board.creation().wait();
+    EXPECT_EQ(kind_of([&] { worker.with({.timeout = seconds(3)}).rpc_sync(1, kDelegate, board); }),
+              ErrorKind::kTimedOut);
+    expect_soon(worker, board, kStopped, 1);
+  });
+  std::map<std::string, TimeoutNotice> notices;
+  for (TimeoutNotice& notice : launcher.read_all())
+    notices[notice.kind + " " + notice.name] = std::move(notice);
+  ASSERT_EQ(notices.size(), 3u);
+  EXPECT_EQ(notices.at("call delegate").peer, "worker1");
+  EXPECT_EQ(notices.at("call work").peer, "worker2");
+  const TimeoutNotice& handler = notices.at("handler delegate");
+  EXPECT_EQ(handler.peer, "worker0");
+  EXPECT_GT(handler.seconds, 2.9);
+  EXPECT_LT(handler.seconds, 3.1);
+}
+
+/// No call of the caller waits for a handler that has returned.
+TEST(Deadlines, AreReportedWithoutAHandlerThatHasReturned) {
+  const NoticePipe launcher;
+  on_first({.workers = 3}, [](Worker& worker, SimCluster&) {
+    auto board = worker.remote(2, kBoard);
+    board.creation().wait();
+    worker.rpc_sync(1, kLeaveBehind, board);
+    expect_soon(worker, board, kStopped, 1);
+  });
+  const auto notices = launcher.read_all();
+  ASSERT_EQ(notices.size(), 1u);
+  EXPECT_EQ(notices[0].kind, "call");
+  EXPECT_EQ(notices[0].name, "work");
 }
 
 TEST(Deadlines, RefuseNegativeTimeouts) {

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include <torchspan/detail/rpc/environment.h>
+
 #include "core/api/timeout_notice.h"
 #include "rpc/agent/stopped_peers.h"
 
@@ -84,6 +86,7 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
   call.started = now;
   call.site = request.site;
   call.user_values = request.user_values;
+  call.handler = Environment::served();
   call.streams = device::Streams::current_side();
   const std::uint64_t id = state_.calls.next_id();
   const CallInfo info{request.type, request.name, to, id, false, request.site, request.no_grad};
@@ -229,6 +232,11 @@ void RequestSender::watch_stop(std::uint64_t id, const std::array<std::stop_toke
 void RequestSender::cancel(std::uint64_t id) {
   auto call = state_.calls.take(id);
   if (!call) return;
+  // A handler's deadline stops the handler's calls, which may have the same deadline.
+  if (call->deadline.passed(state_.runtime.executor.now())) {
+    report_expired(*call);
+    return fail_expired(*call);
+  }
   if (call->peer == state_.self.rank) {
     if (auto served = state_.serving.find(nullptr, id)) served->request_stop();
   } else {
@@ -249,17 +257,31 @@ void RequestSender::cancel(std::uint64_t id) {
 }
 
 void RequestSender::fail_expired() {
-  for (PendingCall& call : state_.calls.take_expired(state_.runtime.executor.now())) {
-    if (call.user_values) {
-      report_timeout({.kind = "call",
-                      .name = call.name,
-                      .peer = state_.peers.name(call.peer),
-                      .site = site_text(call.site),
-                      .seconds = to_seconds(state_.runtime.executor.now() - call.started)});
-    }
-    Error error(ErrorKind::kTimedOut, "no reply came before the deadline; the remote work may still happen");
-    call.completion->fail(annotate(call, std::make_exception_ptr(error)));
-  }
+  const CallTable::Calls expired = state_.calls.take_expired(state_.runtime.executor.now());
+  for (const PendingCall& call : expired) report_expired(call);
+  for (const PendingCall& call : expired) fail_expired(call);
+}
+
+void RequestSender::report_expired(const PendingCall& call) const {
+  if (!call.user_values) return;
+  const TimePoint now = state_.runtime.executor.now();
+  report_timeout({.kind = "call",
+                  .name = call.name,
+                  .peer = state_.peers.name(call.peer),
+                  .site = site_text(call.site),
+                  .seconds = to_seconds(now - call.started)});
+  const IncomingPtr handler = call.handler.lock();
+  if (!handler || state_.serving.find(handler->channel.get(), handler->info.call) != handler) return;
+  report_timeout({.kind = "handler",
+                  .name = handler->name,
+                  .peer = state_.peers.name(handler->peer),
+                  .seconds = to_seconds(now - handler->arrived)});
+}
+
+void RequestSender::fail_expired(const PendingCall& call) const {
+  const Error error(ErrorKind::kTimedOut,
+                    "no reply came before the deadline; the remote work may still happen");
+  call.completion->fail(annotate(call, std::make_exception_ptr(error)));
 }
 
 void RequestSender::fail(CallTable::Calls calls, const Error& reason) {

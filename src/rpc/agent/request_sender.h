@@ -54,6 +54,10 @@ class RequestSender {
   /// Cancels the call when one of the tokens is stopped.
   void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
   void cancel(std::uint64_t id);
+  /// Reports the time-out of a call to the launcher, and the handler that made the call, which may end because of it.
+  /// Call it before any call that timed out at the same moment fails.
+  void report_expired(const PendingCall& call) const;
+  void fail_expired(const PendingCall& call) const;
   bool await_death_report(std::uint64_t id, PendingCall& call, const std::exception_ptr& error);
 
   AgentState& state_;

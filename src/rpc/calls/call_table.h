@@ -25,6 +25,8 @@ namespace torchspan::rpc {
 /// Runs on the thread that stops a call's token.
 using StopHook = std::stop_callback<std::function<void()>>;
 
+struct IncomingCall;
+
 /// A request that waits for its reply.
 struct PendingCall {
   std::shared_ptr<Completion> completion;
@@ -36,7 +38,8 @@ struct PendingCall {
   TimePoint started;
   SourceLocation site;
   bool user_values = false;
-  device::Streams streams;  ///< the caller's, without default streams
+  std::weak_ptr<IncomingCall> handler;  ///< the served request whose handler made it
+  device::Streams streams;              ///< the caller's, without default streams
   std::array<std::unique_ptr<StopHook>, 2> stop_hooks;
 };
 

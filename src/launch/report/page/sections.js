@@ -21,6 +21,15 @@ function showSummary() {
   node.append(make('ul', { class: 'notes' }, ...notes.map(([text, warn]) => make('li', warn ? { class: 'warn' } : {}, text))));
 }
 
+function showComparison() {
+  const compared = data.comparison;
+  if (!compared) return;
+  const node = section('comparison', 'Compared with an earlier run', compared.run ? `Run ${compared.run}. Medians of steps differ clearly if their notches do not overlap.` : '');
+  const verdict = (figure) => (figure.clear === null ? '–' : figure.clear ? 'clear' : 'within the variation of the steps');
+  if (compared.figures.length) node.append(table(['figure', 'before', 'now', 'change', 'difference'], compared.figures.map((figure) => [figure.name, figure.before, figure.after, figure.change, verdict(figure)])));
+  node.append(make('ul', { class: 'notes' }, ...compared.notes.map((note) => make('li', { class: 'warn' }, note))));
+}
+
 function showRanks() {
   const workers = data.reductions.workers;
   if (!workers || !workers.some((worker) => worker.rounds)) return;
@@ -126,6 +135,7 @@ function showWorkers() {
 
 document.getElementById('about').textContent = [data.run && `run ${data.run}`, new Date(data.began).toLocaleString(), `${data.workers.length} worker${data.workers.length === 1 ? '' : 's'} on ${[...new Set(data.workers.map((worker) => worker.host))].join(', ')}`].filter(Boolean).join('  ·  ');
 showSummary();
+showComparison();
 timeline.show();
 showRanks();
 showSteps();
