@@ -8,10 +8,12 @@
 #include <regex>
 
 #include <ATen/ATen.h>
+#include <torch/optim/adamw.h>
 
 #include <torchspan/core/error.h>
 
 #include "char_transformer/model.h"
+#include "tests/support/pipeline_world.h"
 #include "tests/support/processes.h"
 
 namespace char_transformer::gpt_test {
@@ -105,6 +107,56 @@ TEST_F(Gpt, ReportsInvalidOptions) {
   EXPECT_THAT(run(2, {{"--blocks", "1"}}).output, HasSubstr("2 stages cannot share 1 blocks"));
   EXPECT_THAT(run(2, {{"--replicas", "2"}, {"--batch", "1"}}).output,
               HasSubstr("--batch 1 has no row for each of 2 replicas"));
+}
+
+/// The parameters of a GPT in double after some steps on a grid, by layer and name.
+std::map<std::string, at::Tensor> train_in_double(int workers, int replicas, int micro_batches) {
+  namespace ts = torchspan;
+  const ModelOptions model{
+      .vocabulary = 11, .width = 8, .blocks = 3, .heads = 2, .context = 6, .tied = true, .copies = true};
+  std::vector<std::map<std::string, at::Tensor>> by_rank(static_cast<std::size_t>(workers));
+  ts::testing::on_workers(workers, 1, [&](ts::Worker& worker) {
+    ts::pipeline::Pipeline pipe(worker, layers(model),
+                                {.balance = balance(model, workers / replicas),
+                                 .replicas = replicas,
+                                 .micro_batches = micro_batches,
+                                 .schedule = ts::pipeline::Schedule::kZBH1,
+                                 .checkpoint = ts::pipeline::ActivationCheckpoint::kNever,
+                                 .seed = 3});
+    auto& mine = by_rank[static_cast<std::size_t>(worker.rank())];
+    for (int layer = 0; layer < static_cast<int>(pipe.plan().layers.size()); ++layer) {
+      const auto module = pipe.module(layer);
+      if (!module) continue;
+      module->to(at::kDouble);
+      for (const auto& item : module->named_parameters())
+        mine[std::to_string(layer) + "." + item.key()] = item.value();
+    }
+    torch::optim::AdamW optimizer(pipe.parameters(), torch::optim::AdamWOptions(0.003));
+    for (std::uint64_t step = 0; step < 10; ++step) {
+      const at::Tensor text = at::randint(11, {8, 7}, at::detail::createCPUGenerator(step), at::kLong);
+      const at::Tensor part = text.tensor_split(replicas)[static_cast<std::size_t>(pipe.replica())];
+      optimizer.zero_grad();
+      pipe.train_step(part.narrow(1, 0, 6), part.narrow(1, 1, 6), loss);
+      pipe.clip_grad_norm(1.0);
+      optimizer.step();
+    }
+  });
+  std::map<std::string, at::Tensor> all;
+  for (const auto& mine : by_rank) all.insert(mine.begin(), mine.end());
+  return all;
+}
+
+// In float, the weights of two grids differ more: the gradient of the keys' biases is zero up to rounding, which AdamW
+// scales to steps of up to the learning rate. They do not change the outputs.
+TEST(GptWeights, AreEqualInDoubleOnAGridAndInOneProcess) {
+  const auto alone = train_in_double(1, 1, 4);
+  for (const auto& [workers, replicas] : {std::pair{4, 2}, std::pair{2, 1}, std::pair{2, 2}}) {
+    SCOPED_TRACE(std::to_string(workers) + " workers, " + std::to_string(replicas) + " replicas");
+    const auto grid = train_in_double(workers, replicas, 4 / replicas);
+    ASSERT_EQ(grid.size(), alone.size());
+    for (const auto& [name, parameter] : alone)
+      EXPECT_LE((grid.at(name) - parameter).abs().max().item<double>(), 1e-10) << name;
+  }
 }
 
 TEST(Block, ContinuesWithACacheAsIfItSawTheWholeText) {
