@@ -72,7 +72,9 @@ TEST_P(CollectiveRooted, ReducesToEveryRoot) {
           EXPECT_TRUE(is_right(mine, wanted)) << length << " to rank " << root;
           EXPECT_TRUE(same_bits(mine, other));
           EXPECT_TRUE(same_bits(mine, own));
-          if (group.rank() != root) EXPECT_TRUE(same_bits(mine, wanted)) << "only the root's tensor changes";
+          if (group.rank() != root) {
+            EXPECT_TRUE(same_bits(mine, wanted)) << "only the root's tensor changes";
+          }
         }
       }
     }

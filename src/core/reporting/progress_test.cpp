@@ -171,7 +171,9 @@ TEST(Progress, RecordsTheTimeBetweenReportsAsAStepIfTheRunIsTraced) {
       Traced source(executor);
       if (traced) source.services.spans.set_traced(100);
       Progress progress(source, {.launcher_descriptor = pipe.write_end()});
-      ProgressReport report{.epoch = 1, .epochs = 2, .step = 0, .steps = 2};
+      ProgressReport report;
+      report.epoch = 1;
+      report.epochs = report.steps = 2;
       const TimePoint began = executor.now();
       progress.report(report);  // nothing is known about the time before
       for (report.epoch = 1; report.epoch <= 2; ++report.epoch) {

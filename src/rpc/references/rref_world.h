@@ -75,7 +75,7 @@ class RRefWorld {
     bool known = false;   ///< to the owner
     bool living = true;   ///< in flight or held
     bool orphan = false;  ///< not protected any more
-    std::weak_ptr<Object> held;
+    std::weak_ptr<Object> held = {};
   };
   struct Value {
     GlobalId id;
@@ -83,7 +83,7 @@ class RRefWorld {
     bool came = false;      ///< its creation counted
     bool given_up = false;  ///< by its creator
     bool failed = false;    ///< the owner knows that it never arrives
-    std::weak_ptr<int> payload;
+    std::weak_ptr<int> payload = {};
     int made = 0;
   };
   struct Worker {
