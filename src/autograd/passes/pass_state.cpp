@@ -6,6 +6,20 @@
 #include "autograd/extension_impl.h"
 
 namespace torchspan::autograd {
+namespace {
+
+/// Counts a message of gradients as on its way to the graph.
+class Delivering {
+ public:
+  explicit Delivering(std::atomic<int>& count) : count_(count) { ++count_; }
+  ~Delivering() { --count_; }
+  Delivering(const Delivering&) = delete;
+
+ private:
+  std::atomic<int>& count_;
+};
+
+}  // namespace
 
 PassState::PassState(const Worker& worker, std::shared_ptr<ContextState> context, PassKey key)
     : PassOwner(worker.endpoint()->host()),
@@ -48,6 +62,7 @@ void PassState::prepare(const std::vector<at::Tensor>& roots) {
 
 void PassState::receive(PropagateGradients message, std::uint32_t peer) {
   const auto send = graph_.find_send(message.message, peer);
+  const Delivering delivering(delivering_);
   ++received_;
   engine::Delivery delivery;
   if (key_.mode == PassMode::kFast) {
@@ -114,9 +129,12 @@ void PassState::finish() {
 }
 
 PartReport PassState::report() const {
+  // In this order: a message that is counted here has reached the graph, or is seen on its way to it.
+  const std::uint64_t received = received_;
+  const bool delivering = delivering_ > 0;
   const engine::PassReport graph = graph_.report();
-  PartReport mine{worker_.name(), false,     graph.driven, graph.executed,
-                  sent_,          received_, {},           outbox_->waiting()};
+  PartReport mine{worker_.name(), false, delivering || graph.driven, graph.executed, sent_,
+                  received,       {},    outbox_->waiting()};
   const Worker me = worker_.require();
   for (const MessageInfo& message : waits_for(graph)) {
     mine.waiting.push_back({message.id, message.call, message.site, message.reply,

@@ -70,6 +70,8 @@ class PassState final : public PassOwner {
   MarkExchange marking_;
   std::atomic<bool> had_gradients_{false};
   std::atomic<std::uint64_t> sent_{0}, received_{0};
+  std::atomic<int> delivering_{
+      0};  ///< messages that are counted in received_ and may not have reached the graph yet
 };
 
 }  // namespace torchspan::autograd

@@ -69,7 +69,7 @@ void JobWatch::begin_round(TimePoint now) {
 }
 
 void JobWatch::end_round(TimePoint now) {
-  asking_ = false;
+  asking_ = read_last_ = false;
   round_end_ = notices_end_ = Deadline::never();
   std::vector<WorkerReport> workers = questions_.reports();
   for (WorkerReport& worker : workers) {
@@ -94,7 +94,12 @@ void JobWatch::add_to_last_page(int rank, const TimeoutNotice& notice) {
 void JobWatch::advance(TimePoint now) {
   if (asking_) {
     const bool complete = !questions_.waiting() && (!examining_ || notices_end_.passed(now));
-    if (complete || round_end_.passed(now)) end_round(now);
+    if (complete || round_end_.passed(now)) {
+      // What a worker reported before it answered or died is in its pipe: handle that first, or a worker that ended
+      // because of its own time-out looks like the cause.
+      if (examining_ && !std::exchange(read_last_, true)) return;
+      end_round(now);
+    }
   }
   if (!asking_ && next_round_.passed(now)) begin_round(now);
 }

@@ -43,6 +43,7 @@ class JobWatch {
   bool wanted_ = false;     ///< the last incident has no page yet, and nobody was asked for it
   bool examining_ = false;  ///< the workers were asked for the last incident
   bool asking_ = false;
+  bool read_last_ = false;  ///< the round ends after one more look at the poller
   TimePoint examined_at_{};
   Deadline next_round_, round_end_, notices_end_;
 };

@@ -48,8 +48,10 @@ class Suspects {
   }
 
   std::vector<std::string> find() {
-    for (const WorkerReport& worker : workers_) check_process(worker);
+    for (const WorkerReport& worker : workers_) check_stopped(worker);
+    // A worker of a cycle may have ended since, because of the time-out.
     find_cycle();
+    for (const WorkerReport& worker : workers_) check_gone(worker);
     check_operations();
     check_pipelines();
     for (const WorkerReport& worker : workers_) check_backward(worker);
@@ -58,14 +60,23 @@ class Suspects {
   }
 
  private:
-  void check_process(const WorkerReport& worker) {
+  void check_stopped(const WorkerReport& worker) {
     const std::string who = describe_worker_of(worker);
     if (worker.process_state == 'T') {
       texts_.push_back(
           fmt::format("{} is stopped by a signal; to continue it: kill -CONT {}", who, worker.process));
     } else if (worker.process_state == 't') {
       texts_.push_back(fmt::format("{} is stopped by a debugger", who));
-    } else if (worker.process_state == 'Z' || worker.process_state == 'X') {
+    } else {
+      return;
+    }
+    blamed_.insert(worker.name);
+  }
+
+  void check_gone(const WorkerReport& worker) {
+    const std::string who = describe_worker_of(worker);
+    if (worker.process_state == 'T' || worker.process_state == 't') return;
+    if (worker.process_state == 'Z' || worker.process_state == 'X') {
       texts_.push_back(fmt::format("{} has died", who));
     } else if (!worker.answers) {
       texts_.push_back(
@@ -73,8 +84,7 @@ class Suspects {
                       "the process hangs; its threads: gdb -p {} -batch -ex 'thread apply all bt'",
                       who, worker.process_state, worker.process));
     }
-    if (worker.process_state == 'T' || worker.process_state == 't' || !worker.answers)
-      blamed_.insert(worker.name);
+    if (!worker.answers) blamed_.insert(worker.name);
   }
 
   /// The oldest call from one worker to another that has waited long enough.

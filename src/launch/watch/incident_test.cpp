@@ -132,6 +132,18 @@ TEST(Incident, LeavesOutACallerWhoseRankIsUnknown) {
   }
 }
 
+TEST(Incident, PrefersCallsThatWaitForEachOtherToAWorkerThatDoesNotAnswerAnyMore) {
+  auto all = workers(2);
+  all[1].answers = false;
+  all[1].process_state = 'R';
+  all[1].pending = {{"g", "worker0", "", 6}};
+  Incident incident;
+  incident.notices.emplace_back(
+      0, TimeoutNotice{.kind = "call", .name = "f", .peer = "worker1", .site = "train.cpp:41", .seconds = 5});
+  describe_incident(incident, "worker", all);
+  EXPECT_THAT(incident.suspect, HasSubstr("wait for each other"));
+}
+
 TEST(Incident, ListsAnOperationOnceIfItsWorkerStillHasIt) {
   auto all = workers(2);
   all[0].open = {{"pipeline", "wait for activations", 4, 9}};
