@@ -49,10 +49,10 @@ class Suspects {
 
   std::vector<std::string> find() {
     for (const WorkerReport& worker : workers_) check_stopped(worker);
-    // A worker of a cycle may have ended since, because of the time-out.
     find_cycle();
-    for (const WorkerReport& worker : workers_) check_gone(worker);
     check_operations();
+    // After a time-out, a worker of a cycle or an operation may have ended because of it.
+    for (const WorkerReport& worker : workers_) check_gone(worker);
     check_pipelines();
     for (const WorkerReport& worker : workers_) check_backward(worker);
     for (const WorkerReport& worker : workers_) check_sink(worker);
