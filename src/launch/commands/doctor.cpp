@@ -22,7 +22,7 @@ std::string format_limit(std::uint64_t value) {
   return value == kUnlimited ? "unlimited" : std::to_string(value);
 }
 
-std::string format_bytes(std::uint64_t bytes) {
+std::string format_memory(std::uint64_t bytes) {
   if (bytes >= kGibibyte)
     return fmt::format("{:.1f} GiB", static_cast<double>(bytes) / static_cast<double>(kGibibyte));
   return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / static_cast<double>(kMebibyte));
@@ -133,7 +133,7 @@ Machine examine_machine() {
 
 std::vector<Finding> judge(const Machine& machine) {
   std::vector<Finding> findings = {judge_cores(machine),
-                                   {Verdict::kGood, "memory", format_bytes(machine.memory), ""},
+                                   {Verdict::kGood, "memory", format_memory(machine.memory), ""},
                                    judge_blas(machine),
                                    judge_open_files(machine),
                                    judge_processes(machine)};
