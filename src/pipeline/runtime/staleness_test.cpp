@@ -80,7 +80,7 @@ class DelayedTraining {
     if (stashed_.empty()) return std::nan("");
     at::Tensor x = data_of_all(shape_, step, 1);
     for (int layer = 0; layer + 1 < shape_.stages; ++layer) {
-      const auto place = static_cast<std::size_t>(2 * layer);
+      const auto place = 2 * static_cast<std::size_t>(layer);
       x = at::tanh(at::matmul(x, stashed_[place]) + stashed_[place + 1]);
     }
     x = at::matmul(x, (shape_.tied ? stashed_.front() : stashed_.back()).t());
