@@ -1,90 +1,57 @@
 // Runs gpt_pipeline as users do, on a text that repeats.
 #include <cmath>
-#include <cstdlib>
-#include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>
-#include <regex>
 
 #include <ATen/ATen.h>
 #include <torch/optim/adamw.h>
 
 #include <torchspan/core/error.h>
 
+#include "char_transformer/example_program.h"
 #include "char_transformer/model.h"
 #include "tests/support/pipeline_world.h"
-#include "tests/support/processes.h"
 
 namespace char_transformer::gpt_test {
 namespace {
 
 using ::testing::HasSubstr;
 
-struct Outcome {
-  int exit_code;
-  std::string output;
-};
-
-class Gpt : public ::testing::Test {
+class Gpt : public ExampleProgram {
  protected:
-  void SetUp() override {
-    std::ofstream file(folder_.path() + "/text");
-    for (int i = 0; i < 60; ++i) file << "the whale, the white whale; call me " << i % 10 << "\n";
-  }
-  Outcome run(int workers, const std::map<std::string, std::string>& arguments) {
-    const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
-    const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
-    std::vector<std::string> command = {binaries + "/torchspan", "run", "-n", std::to_string(workers),
-                                        binaries + "/gpt_pipeline"};
-    std::map<std::string, std::string> all = {{"--text", folder_.path() + "/text"},
-                                              {"--width", "16"},
-                                              {"--heads", "2"},
-                                              {"--context", "16"},
-                                              {"--batch", "8"},
-                                              {"--steps", "40"},
-                                              {"--prompt", "call"},
-                                              {"--sample", "40"},
-                                              {"--micro-batches", "2"}};
-    for (const auto& [name, value] : arguments) all[name] = value;
-    for (const auto& [name, value] : all) {
-      command.push_back(name);
-      if (!value.empty()) command.push_back(value);
-    }
-    torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");
-    EXPECT_TRUE(process.wait(*executor_, std::chrono::seconds(120))) << process.output();
-    return {process.exit_code(), process.output()};
-  }
-  static double loss_of_run(const Outcome& outcome) {
-    EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
-    std::smatch match;
-    const bool found = std::regex_search(outcome.output, match, std::regex("not trained on: ([0-9.]+)"));
-    return found ? std::stod(match[1]) : std::nan("");
-  }
-
-  torchspan::testing::TemporaryFolder folder_;
-  const std::unique_ptr<torchspan::Executor> executor_ = torchspan::make_executor();
+  Gpt()
+      : ExampleProgram("gpt_pipeline",
+                       {{"--width", "16"},
+                        {"--heads", "2"},
+                        {"--context", "16"},
+                        {"--batch", "8"},
+                        {"--steps", "40"},
+                        {"--prompt", "call"},
+                        {"--sample", "40"},
+                        {"--micro-batches", "2"}},
+                       "the whale, the white whale; call me ") {}
 };
 
 TEST_F(Gpt, LearnsTheSameOnAnyGridOfStagesAndReplicas) {
   // Dropout depends on the micro-batch, so the grids split the batch in the same four parts.
   const Outcome alone = run(1, {{"--micro-batches", "4"}});
-  EXPECT_LT(loss_of_run(alone), 2.2) << "evenly guessed: 2.9\n" << alone.output;
+  EXPECT_LT(loss_of(alone), 2.2) << "evenly guessed: 2.9\n" << alone.output;
   EXPECT_THAT(alone.output, HasSubstr("] call"));
-  EXPECT_NEAR(loss_of_run(run(2, {{"--replicas", "2"}})), loss_of_run(alone), 0.01);
+  EXPECT_NEAR(loss_of(run(2, {{"--replicas", "2"}})), loss_of(alone), 0.01);
   const Outcome grid = run(4, {{"--replicas", "2"}});
-  EXPECT_NEAR(loss_of_run(grid), loss_of_run(alone), 0.01);
+  EXPECT_NEAR(loss_of(grid), loss_of(alone), 0.01);
   EXPECT_THAT(grid.output, HasSubstr("2 replicas of"));
   EXPECT_THAT(grid.output, HasSubstr("] call"));
 }
 
 TEST_F(Gpt, ResumesWithAnotherGrid) {
   const std::string state = folder_.path() + "/state";
-  const double whole = loss_of_run(run(2, {{"--replicas", "2"}, {"--dropout", "0"}}));
-  loss_of_run(run(4, {{"--replicas", "2"}, {"--dropout", "0"}, {"--steps", "20"}, {"--checkpoint", state}}));
+  const double whole = loss_of(run(2, {{"--replicas", "2"}, {"--dropout", "0"}}));
+  loss_of(run(4, {{"--replicas", "2"}, {"--dropout", "0"}, {"--steps", "20"}, {"--checkpoint", state}}));
   const Outcome resumed = run(2, {{"--dropout", "0"}, {"--checkpoint", state}});
   EXPECT_THAT(resumed.output, HasSubstr("resumed after step 20"));
-  EXPECT_NEAR(loss_of_run(resumed), whole, 1e-2);
+  EXPECT_NEAR(loss_of(resumed), whole, 1e-2);
 }
 
 TEST_F(Gpt, WritesTheSameWithACacheAtEachStage) {

@@ -1,6 +1,4 @@
 // Runs the example as users do, on a text that repeats.
-#include <cstdlib>
-#include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <regex>
@@ -9,52 +7,36 @@
 
 #include <torchspan/core/error.h>
 
+#include "char_transformer/example_program.h"
 #include "char_transformer/text.h"
-#include "tests/support/processes.h"
 
 namespace char_transformer::program_test {
 namespace {
 
 using ::testing::HasSubstr;
 
-struct Outcome {
-  int exit_code;
-  std::string output;
-};
-
-class Program : public ::testing::Test {
+class Program : public ExampleProgram {
  protected:
-  void SetUp() override {
-    std::ofstream file(text());
-    for (int i = 0; i < 60; ++i) file << "the whale — the white whale; call me " << i % 10 << "\n";
-  }
-  std::string text() const { return folder_.path() + "/text"; }
+  Program()
+      : ExampleProgram("char_transformer_pipeline",
+                       {{"--width", "16"},
+                        {"--heads", "2"},
+                        {"--context", "16"},
+                        {"--batch", "8"},
+                        {"--prompt", "call"},
+                        {"--sample", "10"}},
+                       "the whale — the white whale; call me ") {}
 
-  Outcome run(int workers, std::vector<std::string> arguments) {
-    const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
-    const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
-    std::vector<std::string> command = {binaries + "/torchspan", "run", "-n", std::to_string(workers),
-                                        binaries + "/char_transformer_pipeline"};
-    std::map<std::string, std::string> all = {{"--text", text()},  {"--width", "16"}, {"--heads", "2"},
-                                              {"--context", "16"}, {"--batch", "8"},  {"--prompt", "call"},
-                                              {"--sample", "10"}};
-    for (std::size_t i = 0; i + 1 < arguments.size(); i += 2) all[arguments[i]] = arguments[i + 1];
-    for (const auto& [name, value] : all) {
-      command.push_back(name);
-      if (!value.empty()) command.push_back(value);
-    }
-    torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");
-    EXPECT_TRUE(process.wait(*executor_, std::chrono::seconds(120))) << process.output();
-    return {process.exit_code(), process.output()};
+  Outcome run(int workers, const std::vector<std::string>& arguments) const {
+    Arguments pairs;
+    for (std::size_t i = 0; i + 1 < arguments.size(); i += 2) pairs[arguments[i]] = arguments[i + 1];
+    return ExampleProgram::run(workers, pairs);
   }
   static double loss_in(const std::string& output) {
     std::smatch match;
     return std::regex_search(output, match, std::regex("not trained on: ([0-9.]+)")) ? std::stod(match[1])
                                                                                      : -1;
   }
-
-  torchspan::testing::TemporaryFolder folder_;
-  const std::unique_ptr<torchspan::Executor> executor_ = torchspan::make_executor();
 };
 
 TEST_F(Program, LearnsTheSameOnOneTwoAndThreeWorkers) {
