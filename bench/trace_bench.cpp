@@ -75,6 +75,7 @@ class Pair {
     traced.environment.master_port =
         static_cast<std::uint16_t>(std::stoi(std::getenv("TORCHSPAN_BENCH_PORT")));
     traced.observation.trace_folder = std::getenv("TORCHSPAN_BENCH_TRACE");
+    traced.observation.most_trace_spans = 20'000'000;  // all are written, in the last turn too
     return traced;
   }
 
@@ -82,7 +83,7 @@ class Pair {
 };
 
 void measure_calls(Pair& pair, Samples& samples) {
-  constexpr int kTimes = 4000;  // some ticks of the thread that writes the trace fall into each turn
+  constexpr int kTimes = 50'000;  // several ticks of the thread that writes the trace fall into each turn
   if (pair.sessions()[0]->rank() == 0) {
     pair.measure(
         "trace/small_call", rounds_or(15), kTimes,

@@ -1,5 +1,6 @@
 #include "core/api/observation.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -26,7 +27,8 @@ class Observation::Impl {
       : runtime_(std::move(runtime)),
         identity_(identity),
         describe_calls_(std::move(describe_calls)),
-        poller_(runtime_->executor.make_poller()) {
+        poller_(runtime_->executor.make_poller()),
+        collected_at_(runtime_->executor.now() - kInterval) {
     if (!options.trace_folder.empty()) {
       trace_.emplace(*runtime_, options.trace_folder, identity, options.most_trace_spans);
     }
@@ -49,6 +51,7 @@ class Observation::Impl {
 
  private:
   static constexpr Duration kInterval = std::chrono::milliseconds(100);
+  static constexpr Duration kShortest = std::chrono::milliseconds(5);
 
   void serve_metrics(std::uint16_t port) {
     metrics_.emplace(*runtime_, identity_);
@@ -83,7 +86,7 @@ class Observation::Impl {
   bool ticks() const { return trace_ || scalars_ || metrics_; }
 
   Deadline next_deadline() const {
-    Deadline next = ticks() ? runtime_->executor.deadline_in(kInterval) : Deadline::never();
+    Deadline next = ticks() ? runtime_->executor.deadline_in(interval_) : Deadline::never();
     if (exposer_) next = earlier(next, exposer_->next_deadline());
     if (state_) next = earlier(next, state_->next_deadline());
     return next;
@@ -111,9 +114,20 @@ class Observation::Impl {
   void tick() {
     if (exposer_) exposer_->advance();
     if (state_) state_->advance();
-    if (trace_) trace_->write_new();
+    if (trace_) write_trace();
+    const TimePoint now = runtime_->executor.now();
+    if (now - collected_at_ < kInterval) return;
+    collected_at_ = now;
     if (scalars_) scalars_->write_new();
     if (metrics_) metrics_->collect();
+  }
+
+  /// Many spans are written in small parts: threads that poll stop polling when this one takes their core for longer than
+  /// a millisecond, and small calls then take twice as long.
+  void write_trace() {
+    constexpr std::int64_t kAtOnce = 2000;
+    const auto count = std::max(static_cast<std::int64_t>(trace_->write_new()), std::int64_t{1});
+    interval_ = std::clamp(interval_ * kAtOnce / count, kShortest, kInterval);
   }
 
   /// A failure of the observation must not end the program that it observes.
@@ -137,6 +151,8 @@ class Observation::Impl {
   std::optional<TextServer> exposer_, state_;
   std::uint16_t metrics_port_ = 0;
   std::string socket_path_;
+  Duration interval_ = kInterval;  ///< until the trace is written again
+  TimePoint collected_at_;
   std::atomic<bool> stopping_{false};
   Thread thread_;
 };

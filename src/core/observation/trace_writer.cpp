@@ -63,9 +63,10 @@ TraceWriter::TraceWriter(Runtime& runtime, const std::string& folder, const Trac
   append(encoder.take());
 }
 
-void TraceWriter::encode_new(TraceEncoder& encoder) {
+std::size_t TraceWriter::encode_new(TraceEncoder& encoder) {
   std::vector<StoredSpan> spans;
   runtime_.spans.read(spans_, spans);
+  const std::size_t count = spans.size();
   const std::vector<std::string> names = runtime_.spans.names_from(next_name_);
   const std::vector<std::string> threads = runtime_.spans.threads_from(next_thread_);
   encoder.names(static_cast<std::uint32_t>(next_name_), names);
@@ -85,12 +86,13 @@ void TraceWriter::encode_new(TraceEncoder& encoder) {
     encoder.lost(lost);
     reported_lost_ = lost;
   }
+  return count;
 }
 
-void TraceWriter::write_new() {
-  if (!file_) return;
+std::size_t TraceWriter::write_new() {
+  if (!file_) return 0;
   TraceEncoder encoder;
-  encode_new(encoder);
+  const std::size_t count = encode_new(encoder);
   if (const TimePoint now = runtime_.executor.now(); now - counted_at_ >= std::chrono::seconds(1)) {
     counted_at_ = now;
     CounterSample sample{now.time_since_epoch().count(), runtime_.metrics.snapshot()};
@@ -98,11 +100,12 @@ void TraceWriter::write_new() {
     encoder.counters(sample);
   }
   append(encoder.take());
+  return count;
 }
 
 void TraceWriter::end() {
   counted_at_ -= std::chrono::hours(1);
-  write_new();
+  static_cast<void>(write_new());
   TraceEncoder encoder;
   encoder.end();
   append(encoder.take());

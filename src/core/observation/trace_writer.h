@@ -16,13 +16,14 @@ class TraceWriter {
   TraceWriter(Runtime& runtime, const std::string& folder, const TraceIdentity& identity,
               std::uint64_t most_spans);
 
-  /// Appends what was recorded since the last call. When the disk refuses it, logs this once and writes no more.
-  void write_new();
+  /// Appends what was recorded since the last call, and returns how many spans that were. When the disk refuses it, logs
+  /// this once and writes no more.
+  std::size_t write_new();
   /// Appends what is missing and marks the file as complete.
   void end();
 
  private:
-  void encode_new(TraceEncoder& encoder);
+  std::size_t encode_new(TraceEncoder& encoder);
   void append(const Bytes& bytes);
 
   Runtime& runtime_;

@@ -46,7 +46,8 @@ TEST(TraceWriter, WritesAllThatWasRecorded) {
     }
     runtime.spans.record(SpanKind::kCall, "a \"name\"\n\xff", executor.now() - 7ns,
                          {.id = 9, .peer = 0, .bytes = 1ull << 40});
-    writer.write_new();
+    EXPECT_EQ(writer.write_new(), 2u);
+    EXPECT_EQ(writer.write_new(), 0u);
     runtime.scalars.add("loss", 0.25, 17, executor.now());
     runtime.clock_samples.add({0, TimePoint(1ns), TimePoint(2ns), TimePoint(3ns), TimePoint(4ns)});
     runtime.spans.record(SpanKind::kCall, "later", executor.now(), 10);
@@ -88,7 +89,7 @@ TEST(TraceWriter, CountsTheSpansAboveItsLimit) {
   Runtime runtime(*executor, "worker1");
   TraceWriter writer(runtime, folder.path, worker(*executor), 10);
   for (int i = 0; i < 7; ++i) runtime.spans.record(SpanKind::kUser, "x", executor->now());
-  writer.write_new();
+  EXPECT_EQ(writer.write_new(), 7u);
   for (int i = 0; i < 7; ++i) runtime.spans.record(SpanKind::kUser, "x", executor->now());
   writer.end();
   const TraceContents trace = decode_trace(read_file(folder.path));

@@ -1,6 +1,8 @@
 #include "core/api/crc32c.h"
 
 #include <array>
+#include <cstring>
+#include <nmmintrin.h>
 
 namespace torchspan {
 namespace {
@@ -17,13 +19,30 @@ constexpr std::array<std::uint32_t, 256> make_crc_table() {
 
 constexpr auto kCrcTable = make_crc_table();
 
+std::uint32_t add_by_table(std::uint32_t crc, BytesView bytes) {
+  for (const std::byte byte : bytes)
+    crc = (crc >> 8) ^ kCrcTable[(crc ^ static_cast<std::uint8_t>(byte)) & 0xff];
+  return crc;
+}
+
+/// The processor's own instruction, which takes eight bytes at a time.
+__attribute__((target("sse4.2"))) std::uint32_t add_by_instruction(std::uint32_t crc, BytesView bytes) {
+  std::uint64_t wide = crc;
+  while (bytes.size() >= sizeof(std::uint64_t)) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, bytes.data(), sizeof(word));
+    wide = _mm_crc32_u64(wide, word);
+    bytes = bytes.subspan(sizeof(word));
+  }
+  crc = static_cast<std::uint32_t>(wide);
+  for (const std::byte byte : bytes) crc = _mm_crc32_u8(crc, static_cast<std::uint8_t>(byte));
+  return crc;
+}
+
 }  // namespace
 
 std::uint32_t crc32c(BytesView bytes) {
-  std::uint32_t crc = ~0u;
-  for (const std::byte byte : bytes)
-    crc = (crc >> 8) ^ kCrcTable[(crc ^ static_cast<std::uint8_t>(byte)) & 0xff];
-  return ~crc;
+  return ~(__builtin_cpu_supports("sse4.2") ? add_by_instruction(~0u, bytes) : add_by_table(~0u, bytes));
 }
 
 }  // namespace torchspan

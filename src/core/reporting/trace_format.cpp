@@ -1,6 +1,8 @@
 #include "core/api/trace_format.h"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <limits>
 
 #include <torchspan/core/error.h>
@@ -57,6 +59,27 @@ TraceIdentity get_identity(ByteReader& reader) {
   identity.began = reader.get<std::int64_t>();
   identity.unix_began = reader.get<std::int64_t>();
   return identity;
+}
+
+/// All at once: a traced run writes several spans for each small call.
+std::array<std::byte, kSpanBytes> encode_span(const StoredSpan& span) {
+  std::array<std::byte, kSpanBytes> bytes;
+  std::byte* next = bytes.data();
+  const auto put = [&next](const auto& field) {
+    std::memcpy(next, &field, sizeof(field));
+    next += sizeof(field);
+  };
+  put(span.begin);
+  put(span.end);
+  put(span.link.id);
+  put(span.link.bytes);
+  put(span.link.peer);
+  put(span.link.part);
+  put(span.name);
+  put(span.thread);
+  put(static_cast<std::uint8_t>(span.kind));
+  put(static_cast<std::uint8_t>(span.nested ? 1 : 0));
+  return bytes;
 }
 
 void get_spans(ByteReader& reader, std::vector<StoredSpan>& spans) {
@@ -197,18 +220,7 @@ void TraceEncoder::spans(const std::vector<StoredSpan>& spans) {
   if (spans.empty()) return;
   ByteWriter block;
   block.put(static_cast<std::uint32_t>(spans.size()));
-  for (const StoredSpan& span : spans) {
-    block.put(span.begin);
-    block.put(span.end);
-    block.put(span.link.id);
-    block.put(span.link.bytes);
-    block.put(span.link.peer);
-    block.put(span.link.part);
-    block.put(span.name);
-    block.put(span.thread);
-    block.put(static_cast<std::uint8_t>(span.kind));
-    block.put(span.nested);
-  }
+  for (const StoredSpan& span : spans) block.put_bytes(encode_span(span));
   add(kSpansBlock, std::move(block));
 }
 
