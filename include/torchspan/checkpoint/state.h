@@ -25,7 +25,8 @@ struct StateTensor {
   at::Tensor tensor;
   std::vector<std::int64_t> shape;   ///< of the whole tensor
   std::vector<std::int64_t> offset;  ///< of the shard in it
-  /// Distinguishes replicas from different tensors of the same name; 0: not checked.
+  /// Equal for replicas, whose sizes may then differ; distinguishes them from other tensors of the same name. 0: not
+  /// checked.
   std::uint64_t fingerprint = 0;
 };
 

@@ -32,16 +32,29 @@ std::string key_of(const ListedPart& part) {
 struct Gathered {
   const ListedPart* first = nullptr;
   std::size_t rank = 0;
-  std::map<Box, std::uint64_t> boxes;  ///< with their fingerprints
+  std::set<Box> boxes;
 };
+
+/// Whether two ranks have the same state by what they say, whatever its bytes are: archives of LibTorch contain addresses,
+/// so that even their lengths differ between processes.
+bool are_declared_replicas(const ListedPart& a, const ListedPart& b) {
+  return a.fingerprint != 0 && a.fingerprint == b.fingerprint;
+}
 
 void check_same_tensor(const Gathered& known, const ListedPart& part, const std::string& first_writer,
                        const std::string& writer) {
-  if (known.first->type == part.type && known.first->shape == part.shape) return;
+  const ListedPart& first = *known.first;
+  if (first.fingerprint != part.fingerprint) {
+    throw_invalid(
+        fmt::format("{} and {} save different states as '{}', which are no replicas; register "
+                    "it with add_per_rank(), or under different names",
+                    first_writer, writer, part.name));
+  }
+  if (first.type == part.type && first.shape == part.shape) return;
   throw_invalid(
       fmt::format("{} saves '{}' with shape {} and dtype {}, but {} with shape {} and dtype {}; use "
                   "different names, or add_per_rank() if each rank has its own",
-                  first_writer, part.name, describe(known.first->shape), to_string(known.first->type), writer,
+                  first_writer, part.name, describe(first.shape), to_string(first.type), writer,
                   describe(part.shape), to_string(part.type)));
 }
 
@@ -96,21 +109,13 @@ std::vector<std::vector<std::size_t>> choose_parts(const std::vector<Listing>& l
         known.first = &part;
         known.rank = rank;
       }
+      if (known.first != &part && are_declared_replicas(*known.first, part)) continue;
       check_same_tensor(known, part, names[known.rank], names[rank]);
-      const auto [place, is_new] = known.boxes.emplace(part.box, part.fingerprint);
-      if (is_new) {
-        chosen[rank].push_back(i);
-      } else if (place->second != part.fingerprint) {
-        throw_invalid(
-            fmt::format("{} and {} save different states as '{}', which are no replicas; register "
-                        "it with add_per_rank(), or under different names",
-                        names[known.rank], names[rank], part.name));
-      }
+      if (known.boxes.insert(part.box).second) chosen[rank].push_back(i);
     }
   }
   for (const auto& [name, known] : tensors) {
-    std::vector<Box> boxes;
-    for (const auto& [box, fingerprint] : known.boxes) boxes.push_back(box);
+    const std::vector<Box> boxes(known.boxes.begin(), known.boxes.end());
     if (const std::string fault = coverage_fault(whole_box(known.first->shape), boxes); !fault.empty())
       throw_invalid(fmt::format("the shards of '{}' do not make up the tensor: {}", name, fault));
   }

@@ -288,6 +288,22 @@ TEST(SavePlan, NamesTheRanksThatDisagree) {
   ListedPart marked = whole;
   marked.fingerprint = 3;
   EXPECT_THAT(refusal({{whole}, {marked}}), HasSubstr("which are no replicas"));
+  ListedPart longer = other;
+  longer.fingerprint = 4;
+  EXPECT_THAT(refusal({{marked}, {longer}}), HasSubstr("which are no replicas"));
+}
+
+// LibTorch names the parameters of an optimizer's archive by their addresses, whose lengths differ between processes.
+TEST(SavePlan, WritesTheFirstOfReplicasWhoseBytesDiffer) {
+  ListedPart archive{"optimizer.archive", ElementType::kU8, {100}, whole_box({100}), 7};
+  ListedPart longer = archive;
+  longer.shape = {228};
+  longer.box = whole_box({228});
+  const Plan plan = make_plan({{archive}, {longer}, {archive}}, {"rank 0", "rank 1", "rank 2"});
+  ASSERT_EQ(plan.shares.size(), 1u);
+  EXPECT_EQ(plan.shares[0].rank, 0u);
+  ASSERT_EQ(plan.shares[0].entries.size(), 1u);
+  EXPECT_EQ(plan.shares[0].entries[0].shape, Sizes{100});
 }
 
 }  // namespace torchspan::checkpoint::save_round_test
