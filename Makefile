@@ -10,12 +10,13 @@
 #   make survive [KILLS=50]         kill training jobs at random moments; their results must be those without kills
 #   make long [CASES=5000]          run the randomized tests with many more cases (programs: four times CASES)
 #   make package                    build Debian packages of the command, the libraries and the documents
+#   make tarball                    pack the committed sources in build/torchspan-VERSION.tar.gz, always the same bytes
 #   make docs                       build the documents and the API reference as a site in build/docs/site
 #   make format | clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench fuzz soak survive long package docs format clean help
+.PHONY: demo test check bench fuzz soak survive long package tarball docs format clean help
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
@@ -99,6 +100,13 @@ package:
 	@ninja -C build/package -j $(JOBS)
 	@cd build/package && cpack
 	@echo "build/package/packages"
+
+# Times and owners come from the commit, so two tarballs of one commit are equal.
+tarball:
+	@mkdir -p build
+	@version=$$(sed -n 's/^project(torchspan VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt); \
+	  git -c tar.umask=0022 archive --format=tar --prefix=torchspan-$$version/ HEAD | gzip -9n >build/torchspan-$$version.tar.gz; \
+	  echo "build/torchspan-$$version.tar.gz"
 
 docs:
 	@tools/install-deps docs
