@@ -18,6 +18,7 @@
 #include "pipeline/runtime/clip_gradients.h"
 #include "pipeline/runtime/handshake.h"
 #include "pipeline/runtime/overlapped_steps.h"
+#include "pipeline/runtime/replica_begins.h"
 #include "pipeline/runtime/step.h"
 #include "pipeline/runtime/step_failures.h"
 
@@ -50,6 +51,10 @@ class Pipeline::Impl {
 
   const LocalPipeline& local() const { return local_; }
   const StepReport& last_step() const { return report_; }
+  std::optional<std::uint64_t> in_flight() const { return overlapped_.in_flight(); }
+  std::uint64_t training_steps() const { return training_steps_; }
+  void set_training_steps(std::uint64_t steps) { training_steps_ = steps; }
+  double clip(double max_norm, double norm_type);
 
  private:
   template <class Body>
@@ -57,6 +62,7 @@ class Pipeline::Impl {
                const StepOptions& options, const Body& body);
   template <class Body>
   auto guarded(const Body& body);
+  std::uint64_t next_random_step(StepKind kind);
   StepWork prepare(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
                    const StepOptions& options);
   StepBegin begin_first(StepKind kind, const Batch& input, const StepOptions& options);
@@ -69,6 +75,10 @@ class Pipeline::Impl {
   LocalPipeline local_;
   Tables tables_;
   std::uint64_t next_step_ = 0;
+  std::uint64_t training_steps_ =
+      0;  ///< that have succeeded, also in earlier pipelines whose state this one has
+  std::uint64_t other_steps_ = 0;  ///< without gradients, on the first worker
+  bool carries_ = false;           ///< `.grad` has gradients of steps with no_sync
   std::int64_t next_cache_ = 0;
   Cache::State* cache_ = nullptr;  ///< of the call to infer() that runs
   std::unique_ptr<Step> step_;     ///< also between forward() and backward()
@@ -79,6 +89,9 @@ class Pipeline::Impl {
 };
 
 namespace {
+
+/// Of the steps without gradients in seed_of_use().
+constexpr std::uint64_t kFirstOtherStep = std::uint64_t{1} << 63;
 
 /// Tells the workers of a step that it will not end.
 void post_abandoned(const LocalPipeline& local, std::uint64_t step, const char* why) {
@@ -146,6 +159,7 @@ StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch&
   check_presence(local_, next_step_ - 1);
   StepWork work;
   work.begin = is_first() ? begin_first(kind, input, options) : await_begin(kind);
+  work.begin.carries = carries_;
   if (is_first()) work.input = input;
   if (is_last() && loss != nullptr) {
     work.loss = loss;
@@ -174,13 +188,22 @@ StepBegin Pipeline::Impl::begin_first(StepKind kind, const Batch& input, const S
   begin.kind = kind;
   begin.rows = split_rows(count_rows(input, "input"), local_.options.micro_batches);
   begin.gradient_scale = options.gradient_scale;
+  begin.random_step = next_random_step(kind);
+  begin.no_sync = options.no_sync && local_.grid.count() > 1;
   if (cache_ != nullptr) {
     cache_->check_rows(begin.rows);
     begin.cache = cache_->number();
   }
   begin.arrived = local_.executor().now();
   local_.post_to_all(begin);
+  announce_to_replicas(local_, begin);
   return begin;
+}
+
+/// Steps without gradients have numbers of their own, so that an evaluation does not change the training.
+std::uint64_t Pipeline::Impl::next_random_step(StepKind kind) {
+  if (!has_backwards(kind)) return kFirstOtherStep + other_steps_++;
+  return training_steps_ + (overlapped_.trains() ? 1 : 0);
 }
 
 StepBegin Pipeline::Impl::await_begin(StepKind kind) {
@@ -236,6 +259,10 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
 
 void Pipeline::Impl::end_step(bool succeeded) {
   if (succeeded) {
+    if (has_backwards(step_->begin().kind)) {
+      carries_ = step_->begin().no_sync;
+      ++training_steps_;
+    }
     report_ = step_->report();
     Log& log = local_.worker.runtime().log;
     if (log.enabled(LogLevel::kDebug)) {
@@ -259,7 +286,7 @@ void Pipeline::Impl::end_step(bool succeeded) {
 /// Abandons a forward() whose backward() was not called, so that the other workers do not wait in it.
 void Pipeline::Impl::abandon(const char* why) {
   if (!step_) return;
-  post_abandoned(local_, step_->id(), why);
+  post_abandoned(local_, step_->begin().id.step, why);
   end_step(false);
 }
 
@@ -278,9 +305,11 @@ double Pipeline::Impl::train_overlapped(const Batch& input, const Batch& target,
   abandon("its worker began another step without calling backward()");
   const StepKind kind = torch::autograd::GradMode::is_enabled() ? StepKind::kTrain : StepKind::kLoss;
   overlapped_.begin(next_step_++, [&] {
-    if (options.before_first_backward.valid()) {
-      throw Error(ErrorKind::kInvalid,
-                  "StepOptions::before_first_backward cannot be combined with PipelineOptions::staleness 1");
+    if (options.before_first_backward.valid() || options.no_sync) {
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("StepOptions::{} cannot be combined with PipelineOptions::staleness 1: leave it out",
+                      options.no_sync ? "no_sync" : "before_first_backward"));
     }
     Loss& kept = losses_[(next_step_ - 1) % losses_.size()];
     kept = *loss;
@@ -304,6 +333,7 @@ double Pipeline::Impl::end_overlapped() {
   }
   set_idle();
   if (!ended) return std::numeric_limits<double>::quiet_NaN();
+  if (ended->trained) ++training_steps_;
   report_ = std::move(ended->report);
   return ended->loss;
 }
@@ -369,6 +399,17 @@ std::vector<at::Tensor> Pipeline::Impl::parameters() const {
   return all;
 }
 
+double Pipeline::Impl::clip(double max_norm, double norm_type) {
+  if (carries_) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("clip_grad_norm: the replicas of pipeline '{}' have not exchanged the gradients of "
+                    "steps with StepOptions::no_sync; clip after a step without it",
+                    local_.options.name));
+  }
+  return clip_gradients(local_, parameters(), max_norm, norm_type);
+}
+
 Pipeline::Pipeline(const Worker& worker, const Layers& layers, PipelineOptions options)
     : impl_(std::make_unique<Impl>(worker, layers, std::move(options))) {}
 Pipeline::~Pipeline() = default;
@@ -386,7 +427,7 @@ void Pipeline::backward(const std::vector<at::Tensor>& gradients) { impl_->backw
 void Pipeline::train(bool on) { impl_->train_mode(on); }
 std::vector<at::Tensor> Pipeline::parameters() const { return impl_->parameters(); }
 double Pipeline::clip_grad_norm(double max_norm, double norm_type) {
-  return clip_gradients(impl_->local(), impl_->parameters(), max_norm, norm_type);
+  return impl_->clip(max_norm, norm_type);
 }
 std::shared_ptr<torch::nn::Module> Pipeline::module(int layer) const {
   return impl_->local().layers.at(static_cast<std::size_t>(layer)).module;
@@ -395,5 +436,8 @@ const Plan& Pipeline::plan() const { return impl_->local().plan; }
 int Pipeline::replica() const { return impl_->local().grid.mine; }
 const std::vector<std::vector<TiedParameter>>& Pipeline::ties() const { return impl_->local().declared_ties; }
 const StepReport& Pipeline::last_step() const { return impl_->last_step(); }
+bool Pipeline::in_flight() const { return impl_->in_flight().has_value(); }
+std::uint64_t Pipeline::training_steps() const { return impl_->training_steps(); }
+void Pipeline::set_training_steps(std::uint64_t steps) { impl_->set_training_steps(steps); }
 
 }  // namespace torchspan::pipeline

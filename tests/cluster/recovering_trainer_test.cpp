@@ -1,6 +1,8 @@
 // RecoveringTrainer across real processes under `torchspan run --max-replacements`: workers of a pipeline and of remote
-// modules are killed in a step, while their state is copied, saved or restored, and while the objects are created again.
-// The final parameters are those of a training without deaths, bit for bit.
+// modules are killed or stopped in a step, while their state is copied, saved or restored, and while the objects are
+// created again. The final parameters are those of a training without deaths and stops, bit for bit.
+#include <csignal>
+#include <filesystem>
 #include <fmt/format.h>
 #include <fstream>
 #include <random>
@@ -33,11 +35,14 @@ std::string variable(const char* name) {
 std::string path_of(const std::string& name) { return variable("TEST_FOLDER") + "/" + name; }
 
 /// Kills this process where TEST_DEATHS says: "1/0:step@20;2/0:load@0" kills rank 1 in its first process in step 20, and
-/// rank 2 in its first process when it restores its state.
+/// rank 2 in its first process when it restores its state. TEST_STOP names a place where the process stops, once.
 void die_if_asked(int rank, const std::string& where, std::int64_t number) {
   const std::string life = variable("TORCHSPAN_REPLACEMENT_COUNT");
   const std::string mine = fmt::format("{}/{}:{}@{};", rank, life, where, number);
   if ((variable("TEST_DEATHS") + ";").find(mine) != std::string::npos) ::kill(getpid(), SIGKILL);
+  if (variable("TEST_STOP") + ";" != mine || std::filesystem::exists(path_of("stopped"))) return;
+  std::ofstream(path_of("stopped")) << getpid();
+  ::raise(SIGSTOP);
 }
 
 /// A part of the state whose process dies while it is copied or restored.
@@ -77,10 +82,10 @@ at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
 RecoveryOptions recovery_options() {
   RecoveryOptions options;
   options.checkpoint.directory = path_of("checkpoints");
-  options.checkpoint.timeout = seconds(60);
+  options.checkpoint.timeout = seconds(std::stoll(variable("TEST_TIMEOUT")));
   options.steps_per_checkpoint = std::stoll(variable("TEST_SAVE"));
   options.steps_per_copy = std::stoll(variable("TEST_COPY"));
-  options.replacement_limit = seconds(60);
+  options.replacement_limit = seconds(std::stoll(variable("TEST_LIMIT")));
   return options;
 }
 
@@ -102,7 +107,7 @@ class PipelineObjects {
  public:
   PipelineObjects(Session& session, RecoveryState& state, Totals& totals)
       : session_(session),
-        pipe_(session.worker(), layers(), {.balance = {1, 1, 1, 1}, .micro_batches = 4}),
+        pipe_(session.worker(), layers(), {.balance = {2, 2, 2, 2}, .micro_batches = 4, .seed = 3}),
         optimizer_({optim::ParamGroup(pipe_.parameters(), optim::AdamW{.lr = 0.01},
                                       checkpoint::parameter_names(pipe_))}),
         trap_{session.rank()},
@@ -130,7 +135,10 @@ class PipelineObjects {
  private:
   static pipeline::Layers layers() {
     pipeline::Layers layers;
-    for (std::uint64_t seed = 1; seed <= kRanks; ++seed) layers.add<Wide>(seed);
+    for (std::uint64_t seed = 1; seed <= kRanks; ++seed) {
+      layers.add<Wide>(seed);
+      layers.add_function("dropout", [](const at::Tensor& x) { return at::dropout(x, 0.1, true); });
+    }
     return layers;
   }
 
@@ -223,6 +231,14 @@ std::string text_of(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
+/// A process that stops, and the signal that it gets when the others have noticed.
+struct Stop {
+  std::string where = {};
+  int signal = SIGCONT;
+  int timeout = 60;  ///< s; limit of each wait for a late rank
+  int limit = 60;    ///< s; of the wait for a replacement
+};
+
 class Recovering : public ::testing::Test {
  protected:
   struct Outcome {
@@ -236,7 +252,7 @@ class Recovering : public ::testing::Test {
   };
 
   Outcome run(const std::string& scenario, const std::string& deaths, Intervals intervals,
-              int replacements = 9) {
+              int replacements = 9, const Stop& stop = {}) {
     const testing::TemporaryFolder place;
     const std::string self = std::filesystem::read_symlink("/proc/self/exe");
     testing::Process launcher({self.substr(0, self.rfind('/')) + "/torchspan", "run", "-n",
@@ -247,8 +263,13 @@ class Recovering : public ::testing::Test {
                                {"TEST_DEATHS", deaths},
                                {"TEST_SAVE", std::to_string(intervals.save)},
                                {"TEST_COPY", std::to_string(intervals.copy)},
+                               {"TEST_STOP", stop.where},
+                               {"TEST_TIMEOUT", std::to_string(stop.timeout)},
+                               {"TEST_LIMIT", std::to_string(stop.limit)},
+                               {"TORCHSPAN_STOPPED_LIMIT", "1"},
                                {"OMP_NUM_THREADS", "1"}},
                               place.path() + "/output");
+    if (!stop.where.empty() && stop.signal != 0) send_when_noticed(launcher, place.path(), stop.signal);
     EXPECT_TRUE(launcher.wait(*executor_, seconds(120))) << deaths << "\n" << launcher.output();
     Outcome outcome;
     outcome.exit_code = launcher.exit_code();
@@ -261,8 +282,20 @@ class Recovering : public ::testing::Test {
     }
     return outcome;
   }
-  Outcome survive(const std::string& scenario, const std::string& deaths, Intervals intervals) {
-    Outcome outcome = run(scenario, deaths, intervals);
+  /// Sends a signal to the stopped process once the trainer of another one has said that it waits for it.
+  void send_when_noticed(testing::Process& launcher, const std::string& place, int signal) {
+    const Deadline deadline = executor_->deadline_in(seconds(60));
+    const auto noticed = [&] {
+      return launcher.output().find("training waits: 'worker") != std::string::npos &&
+             launcher.output().find("is stopped by a signal") != std::string::npos;
+    };
+    while (!noticed() && !deadline.passed(executor_->now())) executor_->sleep(microseconds(20000));
+    ASSERT_TRUE(noticed()) << launcher.output();
+    ::kill(std::stoi(text_of(place + "/stopped")), signal);
+  }
+  Outcome survive(const std::string& scenario, const std::string& deaths, Intervals intervals,
+                  const Stop& stop = {}) {
+    Outcome outcome = run(scenario, deaths, intervals, 9, stop);
     EXPECT_EQ(outcome.exit_code, 0) << deaths << "\n" << outcome.output;
     return outcome;
   }
@@ -309,6 +342,53 @@ TEST_F(Recovering, RemoteModulesGoOnFromTheNewestCheckpoint) {
   const Outcome outcome = survive("train_remotely", "1/0:step@14;2/0:step@35", {.save = 7});
   EXPECT_EQ(outcome.sums, expected) << outcome.output;
   EXPECT_GE(outcome.reports[0].rebuilds, 2);
+}
+
+TEST_F(Recovering, PipelinesWaitForAStoppedProcessAndGoOnWithIt) {
+  const std::string expected = survive("train_pipeline", "", {.save = 7}).sums;
+  // In a step; while the state is saved; when it comes back from memory after another rank's death.
+  struct Case {
+    std::string deaths;
+    Stop stop;
+    Intervals intervals;
+  };
+  for (const Case& one :
+       {Case{"", {.where = "1/0:step@20"}, {.save = 1000, .copy = 4}},
+        Case{"", {.where = "2/0:copy@21", .timeout = 5}, {.save = 7}},
+        Case{"1/0:step@30", {.where = "3/0:load@0", .timeout = 5}, {.save = 1000, .copy = 4}}}) {
+    SCOPED_TRACE(one.stop.where);
+    const Outcome outcome = survive("train_pipeline", one.deaths, one.intervals, one.stop);
+    EXPECT_EQ(outcome.sums, expected) << outcome.output;
+    for (const RecoveryReport& report : outcome.reports) EXPECT_LE(report.rebuilds, 3) << outcome.output;
+    EXPECT_GE(outcome.reports[0].rebuilds, 1);
+    EXPECT_GE(outcome.reports[static_cast<std::size_t>(one.stop.where[0] - '0')].rebuilds, 1)
+        << "the stopped process went on" << outcome.output;
+  }
+}
+
+TEST_F(Recovering, PipelinesGoOnWithTheReplacementOfAStoppedProcessThatIsKilled) {
+  const std::string expected = survive("train_pipeline", "", {.save = 7}).sums;
+  const Outcome outcome =
+      survive("train_pipeline", "", {.save = 1000, .copy = 4}, {.where = "2/0:step@20", .signal = SIGKILL});
+  EXPECT_EQ(outcome.sums, expected) << outcome.output;
+  EXPECT_GE(outcome.reports[0].from_copies, 1) << outcome.output;
+}
+
+TEST_F(Recovering, RemoteModulesWaitForAStoppedProcess) {
+  const std::string expected = survive("train_remotely", "", {.save = 7}).sums;
+  const Outcome outcome = survive("train_remotely", "", {.save = 7}, {.where = "1/0:step@14", .timeout = 5});
+  EXPECT_EQ(outcome.sums, expected) << outcome.output;
+}
+
+TEST_F(Recovering, AProcessThatStaysStoppedEndsTheTrainingWithItsNameAndAdvice) {
+  const Outcome outcome = run("train_pipeline", "", {.save = 7, .copy = 4}, 9,
+                              {.where = "2/0:step@20", .signal = 0, .timeout = 5, .limit = 3});
+  EXPECT_NE(outcome.exit_code, 0);
+  EXPECT_THAT(outcome.output,
+              ::testing::AllOf(
+                  ::testing::HasSubstr("RecoveryOptions::replacement_limit (3 s)"),
+                  ::testing::HasSubstr("'worker2' (rank 2, process "),
+                  ::testing::HasSubstr("is stopped by a signal or a debugger; continue it (kill -CONT")));
 }
 
 TEST_F(Recovering, AProgramThatFailsEndsTheTrainingOnAllRanks) {

@@ -4,8 +4,9 @@
 Three example programs run under `torchspan run --max-restarts` with checkpoints: the model-parallel demo, data
 parallelism and a pipeline. Random workers and the launcher get signals while the workers meet, restore, train
 and save. A killed launcher is started again. At the end of every round the last checkpoint must equal, bit for
-bit, that of a training without disturbances, and no process, file or folder may be left. With root rights, the
-disk also becomes full, read-only or unreadable while a job saves.
+bit, that of a training without disturbances, and no process, file or folder may be left. With 50 signals or more, every
+kind of moment, every rank and the launcher must have been hit. With root rights, the disk also becomes full, read-only
+or unreadable while a job saves.
 """
 import argparse
 import json
@@ -23,6 +24,7 @@ from pathlib import Path
 
 MARK = "SURVIVE_JOB"
 LIMIT = 180  # seconds that a job may take without a kill, on a busy machine
+ENOUGH = 50  # signals after which every kind of moment and every process must have been hit
 
 
 class Lost(Exception):
@@ -64,7 +66,7 @@ def programs(data):
         "demo": (3, ["fashion_mnist_model_parallel", *images]),
         "ddp": (2, ["fashion_mnist_ddp", *images, "--no-compare"]),
         "pipeline": (2, ["char_transformer_pipeline", "--text", str(data / "text"), "--width", "16", "--heads", "2",
-                         "--context", "16", "--batch", "8", "--prompt", "call", "--sample", "5", "--dropout", "0",
+                         "--context", "16", "--batch", "8", "--prompt", "call", "--sample", "5", "--dropout", "0.1",
                          "--steps", "120", "--checkpoint-every", "5"]),
     }
 
@@ -221,15 +223,25 @@ def wait_until(job, condition, seconds=15):
 
 
 class Moments:
-    """Waits for a random moment in the life of a job."""
+    """Waits for a random moment in the life of a job. Counts what the signals hit."""
+
+    KINDS = ("meeting", "restoring", "saving", "training")
 
     def __init__(self, chance):
         self.chance = chance
         self.seen = set()
         self.counts = {}
 
+    def count(self, what):
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def expect_all(self, workers):
+        wanted = [*self.KINDS, "the launcher", *(f"rank {rank}" for rank in range(workers))]
+        missing = [what for what in wanted if what not in self.counts]
+        require(not missing, f"no signal has hit: {', '.join(missing)}; repeat with another seed or more signals")
+
     def wait(self, job):
-        kind = self.chance.choice(("meeting", "restoring", "saving", "saving", "training"))
+        kind = self.chance.choice((*self.KINDS, "saving"))
         if kind == "meeting":
             reached = wait_until(job, lambda: set(job.workers().values()) - self.seen)
             time.sleep(self.chance.uniform(0, 1.0))
@@ -242,13 +254,11 @@ class Moments:
             reached = wait_until(job, lambda: len(job.workers()) > 0)
             time.sleep(self.chance.uniform(0, 3.0))
         self.seen |= set(job.workers().values())
-        if reached:
-            self.counts[kind] = self.counts.get(kind, 0) + 1
-        return kind
+        return kind if reached else "late"
 
 
 def strike(job, chance):
-    """Sends a signal to a random process; returns its description, or None if there was no process."""
+    """Sends a signal to a random process; returns the process and the signal, or None if there was no process."""
     workers = job.workers()
     targets = [*sorted(workers), "launcher"]
     target = chance.choice(targets)
@@ -257,7 +267,7 @@ def strike(job, chance):
         job.launcher.wait()
         job.expect_no_process()
         job.start()
-        return "SIGKILL to the launcher"
+        return "the launcher", "SIGKILL"
     kind = chance.choice((signal.SIGKILL,) * 6 + (signal.SIGSEGV, signal.SIGABRT, signal.SIGSTOP))
     try:
         os.kill(workers[target], kind)
@@ -266,7 +276,7 @@ def strike(job, chance):
             os.kill(workers[target], signal.SIGCONT)
     except ProcessLookupError:
         return None
-    return f"{kind.name} to rank {target}"
+    return f"rank {target}", kind.name
 
 
 # --- Rounds
@@ -280,10 +290,14 @@ def disturbed_round(job, chance, moments, kills):
         kind = moments.wait(job)
         if job.ended():
             break
-        text = strike(job, chance)
-        if text is not None:
-            done += 1
-            print(f"    {kind}: {text}", flush=True)
+        struck = strike(job, chance)
+        if struck is None:
+            continue
+        process, name = struck
+        moments.count(kind)
+        moments.count(process)
+        done += 1
+        print(f"    {kind}: {name} to {process}", flush=True)
     code = job.wait()
     require(code == 0, f"the job ended with code {code}")
     return done
@@ -318,6 +332,12 @@ def survive(name, workers, command, options, chance):
                 job.kill_all()
             shutil.rmtree(job.checkpoint)
             rounds += 1
+        try:
+            if done >= ENOUGH:
+                moments.expect_all(workers)
+        except Lost as lost:
+            print(f"FAILED: {lost}", flush=True)
+            return False
         print(f"  {name}: {done} signals in {rounds} rounds, {moments.counts}: every result is equal", flush=True)
         return True
 
@@ -362,7 +382,9 @@ def fail_disks(work, workers, command, options):
     job = Job(options.bin, work, workers, command, checkpoint, restarts=1)
     full = in_namespace(f"mount -t tmpfs -o size={size * 3 // 2048}k none {checkpoint}")
     expect_error(job, full, "No space left on device")
-    print("  disks: full: the error names it", flush=True)
+    require("resumed after step" in job.output.read_text(errors="replace"),
+            "the checkpoint from before the disk was full is lost")
+    print("  disks: full: the error names it, and the checkpoint before it is used", flush=True)
     shutil.copytree(first, checkpoint / first.name)
     mounted = in_namespace(f"mount --bind {checkpoint} {checkpoint}; mount -o remount,bind,ro {checkpoint}")
     expect_error(job, mounted, "Read-only file system")

@@ -19,7 +19,8 @@ struct RecoveryOptions {
   /// Copies the state of each rank into the memory of the next rank every so many steps; 0: never. A rank then has
   /// twice its own state in memory and twice that of the rank before it.
   std::int64_t steps_per_copy = 0;
-  /// How long the ranks wait for a replacement of a dead rank before run() throws.
+  /// How long the ranks wait for a replacement of a dead rank, or for a stopped process of this host to continue,
+  /// before run() throws.
   Duration replacement_limit = std::chrono::minutes(10);
 
   /// Throws Error{kInvalid} that names the wrong field.
@@ -60,8 +61,9 @@ class RecoveryState {
 };
 
 /// Trains a model that is divided over ranks (a pipeline, remote modules) and goes on in the same processes when ranks
-/// die: creates the program's objects again together with the replacement, restores the newest state that all ranks
-/// have, from memory or from a checkpoint, and repeats the steps since then. Rank 0 must live. Use it from one thread.
+/// die or are stopped for a while: creates the program's objects again together with the replacement, restores the newest
+/// state that all ranks have, from memory or from a checkpoint, and repeats the steps since then. Rank 0 must live. Use it
+/// from one thread.
 class RecoveringTrainer {
  public:
   /// Not collective. `session` must outlive this object. Throws Error{kInvalid} that names a wrong option.
@@ -76,8 +78,8 @@ class RecoveringTrainer {
 
   /// Trains until `steps` steps are done. `make(RecoveryState&)` creates the objects, registers their state, and returns
   /// a pointer to an object with step(std::int64_t number) that owns them. It runs again after each death; all ranks
-  /// call run(). Throws what `make` or a step throws unless a rank died; kDisconnected if rank 0 died, kTimedOut if a
-  /// replacement does not come.
+  /// call run(). Throws what `make` or a step throws unless a rank died or is stopped; kDisconnected if rank 0 died,
+  /// kTimedOut if a replacement does not come or a process stays stopped.
   template <class Make>
   void run(std::int64_t steps, Make make) {
     run_steps(steps, [&make](RecoveryState& state) -> Step {

@@ -71,17 +71,23 @@ struct PipelineOptions {
   std::string name = "pipeline";  ///< in errors; unique among pipelines of one set of workers
 };
 
-/// Options of one step.
+/// Options of one step. Only those of the worker of the first layer range have an effect.
 struct StepOptions {
-  /// Factor of the loss before its backward; 1/k accumulates the mean over k steps.
+  /// Factor of the loss before its backward; 1/k accumulates the mean over k steps. The same in all replicas.
   double gradient_scale = 1;
   /// On the worker of the first layer range: its first backward waits for this future, so that one
   /// controller can let all forwards finish first.
   Future<void> before_first_backward = {};
+  /// With replicas: each one keeps its own gradients, multiplied by its rows over the mean rows of the replicas, in
+  /// `.grad`; the next step without no_sync exchanges them as well. Accumulates k batches with one exchange. The same
+  /// in all replicas; not with staleness 1.
+  bool no_sync = false;
 };
 
 /// Seed of LibTorch's generator for one use of a layer under PipelineOptions::seed; use it to reproduce the
-/// numbers in one process. Steps and orders count from 0; the loss has the order after the last use.
+/// numbers in one process. `step` is Pipeline::training_steps() before the call, one more if a batch is in flight;
+/// without gradients, 2^63 plus the number of such calls before. Orders count from 0; the loss has the one after the last
+/// use.
 std::uint64_t seed_of_use(std::uint64_t seed, std::uint64_t step, int order, int micro_batch);
 /// Seed for building layer number `layer`, counted from 0.
 std::uint64_t seed_of_layer(std::uint64_t seed, int layer);
@@ -99,7 +105,7 @@ Loss loss_of(F function) {
 
 /// Report of one step, over all workers of this replica.
 struct StepReport {
-  std::uint64_t step = 0;
+  std::uint64_t step = 0;  ///< counts the pipeline's steps of all kinds from its creation
   int micro_batches = 0;
   /// Planned schedule; empty for Schedule::kArrival.
   schedule::Table table;
@@ -140,6 +146,8 @@ class Pipeline {
   /// With staleness 1: ends the last batch as the next train_step() would, without beginning another one; returns its
   /// loss, or NaN if none is in flight. Before infer(), forward() and checkpoints. Called on all workers.
   double finish();
+  /// With staleness 1: whether a batch has begun and not ended. It cannot be part of a checkpoint.
+  bool in_flight() const;
 
   /// Runs the forward without gradients. Returns the whole output on the worker of the last use and an
   /// empty batch elsewhere.
@@ -176,6 +184,10 @@ class Pipeline {
   const std::vector<std::vector<TiedParameter>>& ties() const;
   /// Report of the last successful step.
   const StepReport& last_step() const;
+  /// The number of training steps that have succeeded, from which the next one draws its random numbers (seed_of_use()).
+  std::uint64_t training_steps() const;
+  /// Continues the count of an earlier pipeline, as restoring a checkpoint does. Called on all workers.
+  void set_training_steps(std::uint64_t steps);
 
   class Impl;
 

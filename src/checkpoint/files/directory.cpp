@@ -161,13 +161,17 @@ void Directory::move_to_trash(const std::string& name) const {
   disk_.remove(trash);
 }
 
+std::vector<std::string> Directory::leftovers() const {
+  std::vector<std::string> names = disk_.list(path_);
+  std::erase_if(names, [](const std::string& name) {
+    const bool partial = name.starts_with(kStepPrefix) && name.find(kPartialMark) != std::string::npos;
+    return !partial && !name.starts_with(kTrashPrefix);
+  });
+  return names;
+}
+
 void Directory::delete_leftovers() const {
-  for (const std::string& name : disk_.list(path_)) {
-    if (name.starts_with(kTrashPrefix) ||
-        (name.starts_with(kStepPrefix) && name.find(kPartialMark) != std::string::npos)) {
-      disk_.remove(path_of(name));
-    }
-  }
+  for (const std::string& name : leftovers()) disk_.remove(path_of(name));
 }
 
 Manifest open_manifest(const Disk& disk, const std::string& folder) {

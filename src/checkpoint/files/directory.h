@@ -44,7 +44,9 @@ class Directory {
   /// Deletes what `retention` does not keep. `newest`, the newest verified checkpoint, stays. Folders with a
   /// damaged manifest do not count; they stay while an older checkpoint stays.
   void delete_old(const Retention& retention, const std::string& newest) const;
-  /// Deletes partial folders and trash that earlier processes left.
+  /// Names of partial folders and trash: those of a save that runs now, and those that earlier processes left.
+  std::vector<std::string> leftovers() const;
+  /// Deletes them. Only the process that has the directory's lock may.
   void delete_leftovers() const;
 
  private:

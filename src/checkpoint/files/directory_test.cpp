@@ -210,7 +210,9 @@ TEST(CheckpointDirectory, DeletesWhatInterruptedProcessesLeft) {
   disk.make_folder(directory.path_of(Directory::partial_name(2, 3)) + "/inner");
   disk.make_folder(directory.path_of("trash-step-00000000"));
   disk.make_folder(directory.path_of("notes"));
+  EXPECT_THAT(directory.leftovers(), ElementsAre(Directory::partial_name(2, 3), "trash-step-00000000"));
   directory.delete_leftovers();
+  EXPECT_THAT(directory.leftovers(), IsEmpty());
   EXPECT_THAT(disk.list(folder.path()), ElementsAre("latest", "notes", "step-00000001"));
 }
 

@@ -101,6 +101,7 @@ class CheckpointManager::Impl {
     const std::optional<Error> previous = finish();
     if (previous) runtime_.log.warning(previous->message());
     checkpoint::RestoreRound round(*ranks_, directory_, runtime_.log);
+    if (ranks_->commits()) delete_dead_leftovers();
     return round.run([this](const std::string& folder, const checkpoint::Manifest& manifest) {
       checkpoint::FolderReader reader(folder, manifest);
       reader.set_read_on_owner([this](const std::string& from, const std::string& name, const auto& value) {
@@ -170,6 +171,19 @@ class CheckpointManager::Impl {
     if (!warning.empty()) runtime_.log.warning(warning);
     directory_.delete_leftovers();
     prepared_ = true;
+  }
+
+  /// Every process that writes here holds the lock, so what is left while nobody holds it belongs to dead ones.
+  void delete_dead_leftovers() const {
+    try {
+      if (prepared_ || directory_.leftovers().empty()) return;
+      checkpoint::DirectoryLock lock;
+      const std::string holder = checkpoint::describe_holder(ranks_->names().at(ranks_->index()));
+      // A warning says that this file system has no locks.
+      if (lock.take(options_.directory, holder).empty()) directory_.delete_leftovers();
+    } catch (const Error& error) {  // another process writes, or this one must not: restoring needs neither
+      runtime_.log.debug(fmt::format("leftovers of earlier saves stay: {}", error.message()));
+    }
   }
 
   std::uint64_t next_token() {

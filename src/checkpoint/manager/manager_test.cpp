@@ -196,6 +196,50 @@ TEST(CheckpointManager, RefusesADirectoryToWhichAnotherOneWrites) {
   EXPECT_EQ(make()->restore(), 2);
 }
 
+TEST(CheckpointManager, DeletesWhatDeadProcessesLeftWhenItRestores) {
+  const TemporaryFolder folder;
+  std::int64_t number = 7;
+  {
+    CheckpointManager writer({.directory = folder.path()});
+    writer.add("number", number);
+    writer.save(3);
+    writer.wait();
+  }
+  const std::string partial = folder.path() + "/step-00000004.partial-0123456789abcdef";
+  const std::string trash = folder.path() + "/trash-step-00000001";
+  for (const std::string& path : {partial, trash, folder.path() + "/notes"})
+    std::filesystem::create_directories(path + "/inner");
+  CheckpointManager reader({.directory = folder.path()});
+  reader.add("number", number);
+  EXPECT_EQ(reader.restore(), 3);
+  EXPECT_FALSE(std::filesystem::exists(partial));
+  EXPECT_FALSE(std::filesystem::exists(trash));
+  EXPECT_TRUE(std::filesystem::exists(folder.path() + "/notes"));
+  // Restoring does not keep the lock.
+  CheckpointManager next({.directory = folder.path()});
+  next.add("number", number);
+  next.save(5);
+  next.wait();
+}
+
+TEST(CheckpointManager, LeavesTheFoldersOfALivingWriterWhenItRestores) {
+  const TemporaryFolder folder;
+  std::int64_t number = 7;
+  CheckpointManager writer({.directory = folder.path()});
+  writer.add("number", number);
+  writer.save(3);
+  writer.wait();
+  const std::string partial = folder.path() + "/step-00000004.partial-0123456789abcdef";
+  std::filesystem::create_directories(partial);  // of its next save
+  CheckpointManager reader({.directory = folder.path()});
+  reader.add("number", number);
+  EXPECT_EQ(reader.restore(), 3);
+  EXPECT_TRUE(std::filesystem::exists(partial));
+  EXPECT_EQ(writer.restore(), 3);
+  EXPECT_TRUE(std::filesystem::exists(partial))
+      << "a manager deletes such folders once, before its first save";
+}
+
 TEST(CheckpointManager, WarnsOfTensorsThatItDoesNotRestore) {
   const TemporaryFolder folder;
   torch::nn::Linear model(3, 4);

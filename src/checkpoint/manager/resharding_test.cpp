@@ -144,6 +144,103 @@ TEST(Resharding, ContinuesReplicasOfAPipelineWhoseStateItHoldsOnce) {
   on_workers(6, 3, [&](Worker& worker) { train_pipeline(worker, folder.path(), {1, 3, 1}, 5, 7, true, 2); });
 }
 
+/// The first layer's weights and the losses of a training.
+struct Trained {
+  std::vector<double> losses;
+  at::Tensor weight;
+};
+
+/// Trains a pipeline with dropout from its newest checkpoint, if the folder has one, to `last` steps. Saves after every
+/// third step and then evaluates. Without a folder it does not stop in between.
+void train_with_dropout(Worker& worker, const std::string& folder, const std::vector<int>& balance,
+                        std::int64_t last, Trained& trained) {
+  pipeline::Layers layers;
+  for (std::uint64_t layer = 0; layer < kLayers; ++layer) {
+    layers.add<Dense>(layer);
+    layers.add<torch::nn::Dropout>(0.3);
+  }
+  pipeline::Pipeline pipe(worker, layers, {.balance = balance, .micro_batches = 2, .seed = 11});
+  optim::Optimizer optimizer(
+      {optim::ParamGroup(pipe.parameters(), optim::Adam{.lr = 0.01}, parameter_names(pipe))});
+  CheckpointManager manager(worker, {.directory = folder});
+  manager.add("pipe", pipe);
+  manager.add("optimizer", optimizer);
+  for (std::int64_t step = manager.restore_or(0); step < last; ++step) {
+    const at::Tensor rows = numbers({6, kWidth}, 100 + static_cast<std::uint64_t>(step));
+    optimizer.zero_grad();
+    const double loss = pipe.train_step(rows, rows, mean_square);
+    if (worker.rank() == 0) trained.losses.push_back(loss);
+    optimizer.step();
+    if ((step + 1) % 3 != 0) continue;
+    manager.save(step + 1);
+    pipe.eval();
+    pipe.infer(rows);
+    pipe.train();
+  }
+  manager.wait();
+  if (const auto module = pipe.module(0)) trained.weight = module->parameters()[0].detach().clone();
+}
+
+TEST(Resharding, ContinuesDropoutWithASeedAsWithoutAnInterruption) {
+  const TemporaryFolder straight, interrupted, resharded;
+  Trained expected, same, other;
+  const std::vector<int> two{5, 5}, three{2, 3, 5};
+  on_workers(2, 1, [&](Worker& worker) { train_with_dropout(worker, straight.path(), two, 9, expected); });
+  ASSERT_EQ(expected.losses.size(), 9u);
+  for (const std::int64_t last : {3, 6, 9})
+    on_workers(2, 1,
+               [&](Worker& worker) { train_with_dropout(worker, interrupted.path(), two, last, same); });
+  EXPECT_EQ(same.losses, expected.losses) << "bit for bit";
+  EXPECT_TRUE(at::equal(same.weight, expected.weight));
+  on_workers(2, 1, [&](Worker& worker) { train_with_dropout(worker, resharded.path(), two, 3, other); });
+  on_workers(3, 1, [&](Worker& worker) { train_with_dropout(worker, resharded.path(), three, 6, other); });
+  on_workers(1, 1, [&](Worker& worker) { train_with_dropout(worker, resharded.path(), {10}, 9, other); });
+  ASSERT_EQ(other.losses.size(), 9u);
+  for (std::size_t step = 0; step < 9; ++step) EXPECT_NEAR(other.losses[step], expected.losses[step], 1e-12);
+  EXPECT_TRUE(at::allclose(other.weight, expected.weight, 1e-10, 1e-12));
+}
+
+TEST(Resharding, LoadsPipelinesOfCheckpointsThatLackTheirNumberOfSteps) {
+  const TemporaryFolder folder;
+  on_workers(1, 1, [&](Worker& worker) {
+    Dense saved(3);
+    CheckpointManager manager(worker, {.directory = folder.path()});
+    manager.add("pipe.layers.0", saved);  // as earlier releases saved a pipeline
+    manager.save(4);
+    manager.wait();
+    pipeline::Layers layers;
+    layers.add<Dense>(4u);
+    pipeline::Pipeline pipe(worker, layers, {.balance = {1}, .seed = 1});
+    pipe.set_training_steps(2);
+    CheckpointManager later(worker, {.directory = folder.path(), .name = "later"});
+    later.add("pipe", pipe);
+    EXPECT_EQ(later.restore(), 4);
+    EXPECT_TRUE(at::equal(pipe.module(0)->parameters()[0], saved->weight));
+    EXPECT_EQ(pipe.training_steps(), 2u);
+  });
+}
+
+TEST(Resharding, RefusesAPipelineWithABatchInFlight) {
+  const TemporaryFolder folder;
+  on_workers(2, 1, [&](Worker& worker) {
+    pipeline::Layers layers;
+    layers.add<Dense>(1u);
+    layers.add<Dense>(2u);
+    pipeline::Pipeline pipe(worker, layers, {.balance = {1, 1}, .staleness = 1});
+    CheckpointManager manager(worker, {.directory = folder.path()});
+    manager.add("pipe", pipe);
+    manager.save(1);
+    manager.wait();
+    const at::Tensor rows = numbers({6, kWidth}, 1);
+    pipe.train_step(rows, rows, mean_square);
+    const auto refusal = AllOf(HasSubstr("in flight"), HasSubstr("call finish() on all workers"));
+    EXPECT_THAT(invalid_text([&] { manager.save(2); }), refusal);
+    EXPECT_THAT(invalid_text([&] { manager.restore(); }), refusal);
+    pipe.finish();
+    EXPECT_EQ(manager.restore(), 1);
+  });
+}
+
 /// A table of which each rank owns some consecutive rows.
 class ShardedTable final : public StateSource {
  public:

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <fmt/format.h>
+#include <optional>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -37,6 +38,19 @@ class ModuleSource final : public StateSource {
   const std::shared_ptr<torch::nn::Module> module_;
 };
 
+constexpr const char* kTrainingSteps = "training_steps";
+
+/// Nullopt for the checkpoints of earlier releases.
+std::optional<std::int64_t> training_steps_in(const StateReader& reader) {
+  std::optional<Value> value;
+  try {
+    value = reader.value(kTrainingSteps);
+  } catch (const Error&) {  // there is no such value
+    return std::nullopt;
+  }
+  return detail::value_as<std::int64_t>(*value);
+}
+
 std::string layer_prefix(int layer) { return fmt::format("layers.{}", layer); }
 
 /// The parameters and buffers of this worker's layers. The first name of a tied parameter is that of the first copy.
@@ -64,6 +78,7 @@ class PipelineSource final : public StateSource {
   explicit PipelineSource(pipeline::Pipeline& pipeline) : pipeline_(pipeline) {}
 
   void save(StateWriter& writer) const override {
+    require_no_batch("saved");
     std::vector<ModuleTensor> once;
     for (ModuleTensor& entry : pipeline_tensors(pipeline_)) {
       const bool known = std::any_of(once.begin(), once.end(), [&](const ModuleTensor& other) {
@@ -72,12 +87,25 @@ class PipelineSource final : public StateSource {
       if (!known) once.push_back(std::move(entry));
     }
     save_module_tensors(writer, once);
+    writer.add_value(kTrainingSteps, static_cast<std::int64_t>(pipeline_.training_steps()));
   }
   void load(const StateReader& reader) override {
+    require_no_batch("restored");
+    const std::optional<std::int64_t> steps = training_steps_in(reader);
     load_module_tensors(reader, pipeline_tensors(pipeline_), {.allow_unexpected = true});
+    if (steps) pipeline_.set_training_steps(static_cast<std::uint64_t>(*steps));
   }
 
  private:
+  /// The gradients of a batch in flight belong to the parameters with which it began, which nothing else has.
+  void require_no_batch(const char* what) const {
+    if (!pipeline_.in_flight()) return;
+    throw_invalid(fmt::format(
+        "a batch of the pipeline is in flight (PipelineOptions::staleness is 1), so the pipeline cannot be "
+        "{}: call finish() on all workers and apply its gradients first",
+        what));
+  }
+
   pipeline::Pipeline& pipeline_;
 };
 

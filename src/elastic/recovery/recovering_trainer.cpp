@@ -10,11 +10,12 @@
 #include <torchspan/elastic/recovering_trainer.h>
 
 #include "elastic/recovery/peer_copies.h"
+#include "elastic/recovery/rank_processes.h"
 
 namespace torchspan {
 namespace {
 
-/// Between two attempts while a dead rank has no replacement yet.
+/// Between two attempts while a rank is missing.
 constexpr Duration kNextAttempt = std::chrono::milliseconds(50);
 
 const RecoveryOptions& checked_recovery(const RecoveryOptions& options) {
@@ -63,19 +64,20 @@ class RecoveringTrainer::Impl {
     Deadline patience = patience_from_now();
     for (;;) {
       const std::int64_t before = furthest_;
-      await_replacements(patience);
+      await_missing(patience);
       try {
         return attempt(steps, make);
       } catch (...) {
         const Error error = to_error(std::current_exception());
-        const bool death = is_death(error);
+        const bool missed = std::exchange(missed_, false) || misses_rank(error);
+        if (group_failed_with(ErrorKind::kTimedOut)) late_after_ = furthest_;
         group_.reset();
-        if (!death) throw;
+        if (!missed) throw;
         if (furthest_ > before) patience = patience_from_now();
         check_hope(error.message(), patience);
         if (!interrupted_)
           worker_.runtime().log.warning(
-              fmt::format("training begins again after a death: {}", error.message()));
+              fmt::format("training begins again, because a rank is missing: {}", error.message()));
         interrupted_ = true;
       }
       executor().sleep(kNextAttempt);
@@ -86,27 +88,48 @@ class RecoveringTrainer::Impl {
   Executor& executor() const { return worker_.runtime().executor; }
   Deadline patience_from_now() const { return executor().deadline_in(options_.replacement_limit); }
 
-  /// The first worker that has died or left and was not replaced.
-  std::optional<WorkerInfo> missing() const {
+  /// Which worker training cannot go on without: one that has died or left and was not replaced, or one that is stopped.
+  std::optional<std::string> missing() const {
+    const auto stopped = processes_.stopped();
     for (const WorkerInfo& one : worker_.workers()) {
-      const bool self = static_cast<int>(one.rank) == worker_.rank();
-      if (!self && !worker_.endpoint()->is_present(one.rank)) return one;
+      const int rank = static_cast<int>(one.rank);
+      if (rank == worker_.rank()) continue;
+      if (!worker_.endpoint()->is_present(one.rank))
+        return fmt::format("'{}' (rank {}) has died or left", one.name, rank);
+      if (stopped && stopped->rank == rank) {
+        return fmt::format(
+            "'{}' (rank {}, process {}) is stopped by a signal or a debugger; continue it (kill -CONT {}), "
+            "or end it "
+            "(kill -KILL {}) so that a replacement takes its place",
+            one.name, rank, stopped->pid, stopped->pid, stopped->pid);
+      }
     }
     return std::nullopt;
   }
 
-  void await_replacements(Deadline patience) const {
-    while (const auto one = missing()) {
-      check_hope(fmt::format("{} (rank {}) has died or left", one->name, one->rank), patience);
+  void await_missing(Deadline patience) const {
+    std::string known;
+    while (const auto why = missing()) {
+      check_hope(*why, patience);
+      if (known != *why) worker_.runtime().log.warning(fmt::format("training waits: {}", *why));
+      known = *why;
       executor().sleep(kNextAttempt);
     }
   }
 
-  /// Whether an error is due to the death of a rank, and not to the program.
-  bool is_death(const Error& error) const {
-    if (error.kind() == ErrorKind::kDisconnected) return !worker_.endpoint()->is_stopping();
+  bool group_failed_with(ErrorKind kind) const {
     const auto failure = group_ ? group_->backend()->failure() : std::nullopt;
-    return (failure && failure->kind() == ErrorKind::kDisconnected) || missing().has_value();
+    return failure && failure->kind() == kind;
+  }
+
+  /// Whether an error is due to a rank that has died, is stopped or was late once, and not to the program.
+  bool misses_rank(const Error& error) const {
+    if (error.kind() == ErrorKind::kDisconnected) return !worker_.endpoint()->is_stopping();
+    if (group_failed_with(ErrorKind::kDisconnected)) return true;
+    // The late rank itself, which continues after a stop, gets this error, too.
+    if (group_failed_with(ErrorKind::kTimedOut) && furthest_ > late_after_) return true;
+    if (!group_ && interrupted_ && error.kind() == ErrorKind::kTimedOut) return true;
+    return missing().has_value();
   }
 
   /// Throws if it is of no use to try again.
@@ -123,8 +146,8 @@ class RecoveringTrainer::Impl {
     if (!patience.passed(executor().now())) return;
     throw Error(
         ErrorKind::kTimedOut,
-        fmt::format("training could not go on within RecoveryOptions::replacement_limit ({:.0f} s) after a "
-                    "death; start a replacement (torchspan run --max-replacements), or restart the job: {}",
+        fmt::format("training could not go on within RecoveryOptions::replacement_limit ({:.0f} s) without a "
+                    "rank; replace it (torchspan run --max-replacements), or restart the job: {}",
                     to_seconds(options_.replacement_limit), why))
         .with_worker(worker_.name());
   }
@@ -134,12 +157,30 @@ class RecoveringTrainer::Impl {
     if (const auto failure = group_->backend()->failure()) throw Error(*failure);
   }
 
+  /// Runs a part of an attempt. If it fails, the other ranks may wait for this one: the kind of the error that they get
+  /// says whether they can go on with a replacement.
+  template <class Body>
+  auto in_group(const Body& body) {
+    try {
+      return body();
+    } catch (...) {
+      const Error error = to_error(std::current_exception());
+      missed_ = misses_rank(error);
+      group_->abort(Error(missed_ ? ErrorKind::kDisconnected : ErrorKind::kCancelled,
+                          fmt::format("rank {} stopped training: {}", worker_.rank(), error.message())));
+      throw;
+    }
+  }
+
   void attempt(std::int64_t steps, const MakeStep& make) {
     group_.emplace(make_group_({.timeout = options_.checkpoint.timeout}));
     ++round_;
+    // Ranks that left an earlier attempt at different places would wait for each other under names of that attempt.
+    CheckpointOptions options = options_.checkpoint;
+    options.name += in_group([&] { return fmt::format(".{}", processes_.meet(*group_, round_)); });
     Step step;  // owns the objects, which outlive what refers to them
     std::optional<elastic::PeerCopies> copies;
-    CheckpointManager manager(worker_, options_.checkpoint);
+    CheckpointManager manager(worker_, options);
     if (options_.steps_per_copy > 0 && group_->size() > 1) {
       copies.emplace(*group_, memory_, executor());
       if (options_.checkpoint.rng) copies->add("rng", checkpoint::rng_source());
@@ -150,17 +191,14 @@ class RecoveringTrainer::Impl {
         copies->add(name, std::move(source));
       };
     RecoveryState state(manager, copy);
-    try {
+    in_group([&] {
       step = make(state);
       check_group();
       train(steps, step, manager, copies);
-    } catch (...) {
-      // The other ranks may wait for this one. The kind says whether they can go on with a replacement.
-      const Error error = to_error(std::current_exception());
-      group_->abort(Error(is_death(error) ? ErrorKind::kDisconnected : ErrorKind::kCancelled,
-                          fmt::format("rank {} stopped training: {}", worker_.rank(), error.message())));
-      throw;
-    }
+      // A death until here is handled like one during training.
+      worker_.endpoint()->all_gather_bytes("recovered." + options.name, {}, {},
+                                           executor().deadline_in(options.timeout));
+    });
   }
 
   void train(std::int64_t steps, const Step& step, CheckpointManager& manager,
@@ -181,7 +219,6 @@ class RecoveringTrainer::Impl {
     if (copies) copies->finish();
     manager.wait();
     check_group();
-    worker_.barrier();  // a death until here is handled like one during training
   }
 
   /// Returns the step whose state all ranks have now; nullopt if there is none.
@@ -207,11 +244,14 @@ class RecoveringTrainer::Impl {
   const MakeGroup make_group_;
   const RecoveryOptions options_;
   elastic::CopyMemory memory_;
+  elastic::RankProcesses processes_;
   std::optional<collective::Group> group_;
   std::uint64_t round_ = 0;
-  std::int64_t furthest_ = -1;  ///< step that training has reached
+  std::int64_t furthest_ = -1;    ///< step that training has reached
+  std::int64_t late_after_ = -2;  ///< the same when a rank was late last
   RecoveryReport report_;
-  bool interrupted_ = false;  ///< by a death, and no attempt has restored the state since
+  bool interrupted_ = false;  ///< and no attempt has restored the state since
+  bool missed_ = false;       ///< whether the attempt failed because of a rank that is missing
 };
 
 RecoveringTrainer::RecoveringTrainer(const Worker& worker, MakeGroup make_group, RecoveryOptions options)

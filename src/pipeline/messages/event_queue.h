@@ -29,7 +29,7 @@ struct NotSent {
 
 using StepEvent =
     std::variant<StepBegin, Activations, Gradients, StepFailed, PartDone, StepClosed, Credit, TiedGradient,
-                 ReplicaGradients, ReplicaStatistics, ReplicaDone, Departure, NotSent>;
+                 ReplicaGradients, ReplicaStatistics, ReplicaDone, ReplicaBegin, Departure, NotSent>;
 
 /// The step that an event belongs to; nullopt: any step.
 std::optional<std::uint64_t> step_of(const StepEvent& event);

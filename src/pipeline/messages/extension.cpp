@@ -35,6 +35,7 @@ void PipelineExtension::attach(rpc::Registrar& registrar) {
   queue_messages<ReplicaGradients>(registrar, router_);
   queue_messages<ReplicaStatistics>(registrar, router_);
   queue_messages<ReplicaDone>(registrar, router_);
+  queue_messages<ReplicaBegin>(registrar, router_);
   registrar.handle<AskState>(rpc::RunOn::kReceiver,
                              [router = router_](const rpc::CallInfo&, const AskState& ask) {
                                return router->find(ask.id.pipeline)->state(router->now());

@@ -37,8 +37,11 @@ struct StepBegin {
   StepKind kind = StepKind::kTrain;
   std::vector<std::int64_t> rows;  ///< by micro-batch
   double gradient_scale = 1;
-  std::int64_t cache = -1;  ///< number of the Cache of infer(); -1: none
-  TimePoint arrived = {};   ///< on this worker; not sent
+  std::int64_t cache = -1;        ///< number of the Cache of infer(); -1: none
+  std::uint64_t random_step = 0;  ///< the step in seed_of_use()
+  bool no_sync = false;           ///< StepOptions::no_sync
+  TimePoint arrived = {};         ///< on this worker; not sent
+  bool carries = false;           ///< `.grad` has gradients of steps with no_sync; not sent
 };
 
 /// The activations of one micro-batch that a link carries forward.
@@ -139,7 +142,6 @@ struct ReplicaGradients {
   std::int32_t bucket = 0;
   std::int32_t replica = 0;           ///< of the sender
   std::int64_t rows = 0;              ///< of the sender's batch, which weigh its gradients
-  double gradient_scale = 1;          ///< of the sender's step; the same in all replicas
   std::vector<at::Tensor> gradients;  ///< by parameter of the bucket; may be undefined
 };
 
@@ -161,9 +163,21 @@ struct ReplicaDone {
   StepId id;
   std::int32_t replica = 0;  ///< of the sender
   std::int32_t part = 0;     ///< 1: the backwards of a StepKind::kForward
-  StepKind kind = StepKind::kTrain;
   std::int64_t rows = 0;
   double loss = 0;  ///< of the replica's batch
+};
+
+/// A replica begins a step; from its first worker to all workers of the other replicas, which compare it with theirs.
+struct ReplicaBegin {
+  static constexpr wire::MessageType kType{0x030D};
+  static constexpr std::string_view kName = "pipeline.replica_begin";
+  using Reply = Unit;
+  StepId id;
+  std::int32_t replica = 0;  ///< of the sender
+  StepKind kind = StepKind::kTrain;
+  std::int64_t rows = 0;  ///< of the replica's batch
+  double gradient_scale = 1;
+  bool no_sync = false;
 };
 
 /// What a worker of the pipeline does now.
@@ -194,7 +208,8 @@ template <>
 struct Wire<pipeline::StepBegin>
     : WireStruct<pipeline::StepBegin, "pipeline.StepBegin", &pipeline::StepBegin::id,
                  &pipeline::StepBegin::kind, &pipeline::StepBegin::rows, &pipeline::StepBegin::gradient_scale,
-                 &pipeline::StepBegin::cache> {};
+                 &pipeline::StepBegin::cache, &pipeline::StepBegin::random_step,
+                 &pipeline::StepBegin::no_sync> {};
 template <>
 struct Wire<pipeline::Activations>
     : WireStruct<pipeline::Activations, "pipeline.Activations", &pipeline::Activations::id,
@@ -235,8 +250,7 @@ template <>
 struct Wire<pipeline::ReplicaGradients>
     : WireStruct<pipeline::ReplicaGradients, "pipeline.ReplicaGradients", &pipeline::ReplicaGradients::id,
                  &pipeline::ReplicaGradients::bucket, &pipeline::ReplicaGradients::replica,
-                 &pipeline::ReplicaGradients::rows, &pipeline::ReplicaGradients::gradient_scale,
-                 &pipeline::ReplicaGradients::gradients> {};
+                 &pipeline::ReplicaGradients::rows, &pipeline::ReplicaGradients::gradients> {};
 template <>
 struct Wire<pipeline::ReplicaStatistics>
     : WireStruct<pipeline::ReplicaStatistics, "pipeline.ReplicaStatistics", &pipeline::ReplicaStatistics::id,
@@ -244,8 +258,14 @@ struct Wire<pipeline::ReplicaStatistics>
 template <>
 struct Wire<pipeline::ReplicaDone>
     : WireStruct<pipeline::ReplicaDone, "pipeline.ReplicaDone", &pipeline::ReplicaDone::id,
-                 &pipeline::ReplicaDone::replica, &pipeline::ReplicaDone::part, &pipeline::ReplicaDone::kind,
-                 &pipeline::ReplicaDone::rows, &pipeline::ReplicaDone::loss> {};
+                 &pipeline::ReplicaDone::replica, &pipeline::ReplicaDone::part, &pipeline::ReplicaDone::rows,
+                 &pipeline::ReplicaDone::loss> {};
+template <>
+struct Wire<pipeline::ReplicaBegin>
+    : WireStruct<pipeline::ReplicaBegin, "pipeline.ReplicaBegin", &pipeline::ReplicaBegin::id,
+                 &pipeline::ReplicaBegin::replica, &pipeline::ReplicaBegin::kind,
+                 &pipeline::ReplicaBegin::rows, &pipeline::ReplicaBegin::gradient_scale,
+                 &pipeline::ReplicaBegin::no_sync> {};
 template <>
 struct Wire<pipeline::WorkerState>
     : WireStruct<pipeline::WorkerState, "pipeline.WorkerState", &pipeline::WorkerState::step,

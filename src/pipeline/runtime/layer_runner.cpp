@@ -28,7 +28,8 @@ void LayerRunner::fail_range(const char* phase) const {
 SeededScope LayerRunner::seeded_scope(int order) const {
   const auto& seed = local_.options.seed;
   const int micro_batch = local_.grid.mine * local_.options.micro_batches + micro_batch_;
-  return SeededScope(seed ? std::optional(seed_of_use(*seed, mode_.step, order, micro_batch)) : std::nullopt);
+  return SeededScope(seed ? std::optional(seed_of_use(*seed, mode_.random_step, order, micro_batch))
+                          : std::nullopt);
 }
 
 Batch LayerRunner::run_use(int order, const Batch& input, std::map<std::string, at::Tensor> pops,

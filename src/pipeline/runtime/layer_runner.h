@@ -32,6 +32,7 @@ struct RunMode {
   bool gradients = false;         ///< a backward will come
   bool recompute = false;         ///< keeps only the inputs and recomputes the forward for the backward
   CacheTensors* cache = nullptr;  ///< what layers keep between steps; null: nothing
+  std::uint64_t random_step = 0;  ///< in seed_of_use()
 };
 
 /// Runs the layers of one layer range on one micro-batch. Errors name the layer and the micro-batch. Used by

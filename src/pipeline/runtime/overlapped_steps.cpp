@@ -68,7 +68,7 @@ OverlappedSteps::Ended OverlappedSteps::run_older() {
   if (newer_) filler.emplace(*this);
   const VersionScope scope(versions_, older_->version);
   older_->step->run_to_end(filler ? &*filler : nullptr);
-  return {older_->step->report(), older_->step->loss()};
+  return {older_->step->report(), older_->step->loss(), trains()};
 }
 
 std::optional<OverlappedSteps::Ended> OverlappedSteps::end() {

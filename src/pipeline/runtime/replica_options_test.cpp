@@ -33,5 +33,33 @@ TEST(ReplicaOptions, GradientScalesThatDifferFailOnAllWorkersAndLeaveGradients) 
     EXPECT_THAT(text, AllOf(HasSubstr("gradient_scale"), HasSubstr("0.25"), HasSubstr("replica 2")));
 }
 
+TEST(ReplicaOptions, DifferentFunctionsEndTheStepBeforeItIsComputed) {
+  constexpr int kMicroBatches = 40;
+  std::vector<int> forwards(4);
+  on_workers(4, 1, [&](Worker& worker) {
+    Layers layers;
+    for (int stage = 0; stage < 2; ++stage) {
+      layers.add_function("slow", [&forwards, &worker](const at::Tensor& x) {
+        ++forwards[worker.rank()];
+        worker.runtime().executor.sleep(std::chrono::milliseconds(100));
+        return x * 2;
+      });
+    }
+    Pipeline pipe(worker, layers, {.balance = {1, 1}, .replicas = 2, .micro_batches = kMicroBatches});
+    const at::Tensor rows = seeded({kMicroBatches, kWidth}, 3);
+    const auto call = [&](bool trains) {
+      const torch::AutoGradMode mode(trains);
+      pipe.train_step(rows, rows, mean_square);
+    };
+    for (const auto& different : std::vector<std::function<void()>>{
+             [&] { pipe.replica() == 0 ? void(pipe.infer(rows)) : call(true); },
+             [&] { call(pipe.replica() == 0); },
+             [&] { pipe.replica() == 0 ? call(true) : void(pipe.forward(rows)); }}) {
+      EXPECT_THAT(error_text(different), HasSubstr("call different functions in step"));
+    }
+  });
+  for (const int count : forwards) EXPECT_LT(count, kMicroBatches) << "in three steps";
+}
+
 }  // namespace
 }  // namespace torchspan::pipeline::testing::replica_options_test

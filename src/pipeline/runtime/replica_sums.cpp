@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <fmt/format.h>
-#include <numeric>
 #include <utility>
 
 #include <ATen/TensorOperators.h>
@@ -25,12 +24,13 @@ void add_share(at::Tensor& sum, const at::Tensor& gradient, double weight) {
 
 }  // namespace
 
-ReplicaSums::ReplicaSums(const LocalPipeline& local, const StepBegin& begin)
+ReplicaSums::ReplicaSums(const LocalPipeline& local, const StepBegin& begin, const ReplicaBegins& begins)
     : local_(local),
       id_(begin.id),
       micro_batches_(static_cast<int>(begin.rows.size())),
-      rows_(std::accumulate(begin.rows.begin(), begin.rows.end(), std::int64_t{0})),
-      gradient_scale_(begin.gradient_scale),
+      no_sync_(begin.no_sync),
+      carries_(begin.carries),
+      begins_(begins),
       exchanges_(local.replica_buckets.size()),
       left_(exchanges_.size()) {
   for (std::size_t bucket = 0; bucket < exchanges_.size(); ++bucket)
@@ -69,15 +69,35 @@ void ReplicaSums::ties_ended() {
   }
 }
 
+/// The gradient of this step. With those of steps with no_sync, if there are any: they are means over all replicas
+/// already, so they count equally in every replica, whatever its rows in this step are.
+at::Tensor ReplicaSums::gradient_to_send(std::size_t bucket, std::size_t parameter) const {
+  const torch::autograd::AutoGradMode no_grad(false);
+  at::Tensor& field = local_.replica_buckets[bucket].parameters[parameter].mutable_grad();
+  at::Tensor gradient = std::exchange(field, at::Tensor());
+  const at::Tensor& before = exchanges_[bucket].before[parameter];
+  if (!carries_ || !before.defined()) return gradient;
+  return sum_of_gradients(gradient, before * (1 / begins_.own_weight()));
+}
+
 void ReplicaSums::send(std::size_t bucket) {
+  if (no_sync_) {
+    --left_;
+    return;
+  }
+  if (carries_ && !begins_.complete()) return waiting_.push_back(bucket);
   const ReplicaBucket& owned = local_.replica_buckets[bucket];
-  Part mine{rows_, {}};
-  for (const at::Tensor& parameter : owned.parameters)
-    mine.gradients.push_back(std::exchange(parameter.mutable_grad(), at::Tensor()));
+  Part mine{begins_.own_rows(), {}};
+  for (std::size_t i = 0; i < owned.parameters.size(); ++i)
+    mine.gradients.push_back(gradient_to_send(bucket, i));
   if (owned.owner == local_.grid.mine) return add_part(bucket, owned.owner, std::move(mine));
   local_.post_to_replica(owned.owner,
-                         ReplicaGradients{id_, static_cast<std::int32_t>(bucket), local_.grid.mine, rows_,
-                                          gradient_scale_, std::move(mine.gradients)});
+                         ReplicaGradients{id_, static_cast<std::int32_t>(bucket), local_.grid.mine, mine.rows,
+                                          std::move(mine.gradients)});
+}
+
+void ReplicaSums::rows_known() {
+  for (const std::size_t bucket : std::exchange(waiting_, {})) send(bucket);
 }
 
 bool ReplicaSums::fits(const ReplicaGradients& event) const {
@@ -107,15 +127,6 @@ void ReplicaSums::accept(ReplicaGradients& event) {
                             "replica {}",
                             event.bucket, event.replica, local_.grid.mine));
   }
-  if (event.gradient_scale != gradient_scale_) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format(
-            "StepOptions::gradient_scale is {} in replica {} and {} in replica {} of pipeline '{}', step {}; "
-            "pass the same one in all replicas",
-            gradient_scale_, local_.grid.mine, event.gradient_scale, event.replica, local_.options.name,
-            id_.step));
-  }
   const auto bucket = static_cast<std::size_t>(event.bucket);
   if (local_.replica_buckets[bucket].owner == local_.grid.mine)
     return add_part(bucket, event.replica, {event.rows, std::move(event.gradients)});
@@ -143,17 +154,27 @@ void ReplicaSums::add_part(std::size_t bucket, int replica, Part part) {
   for (int other = 0; other < local_.grid.count(); ++other) {
     if (other == local_.grid.mine) continue;
     local_.post_to_replica(other, ReplicaGradients{id_, static_cast<std::int32_t>(bucket), local_.grid.mine,
-                                                   rows_, gradient_scale_, exchange.sums});
+                                                   begins_.own_rows(), exchange.sums});
   }
 }
 
 void ReplicaSums::finish() {
   if (!std::exchange(begun_, false)) return;
+  const torch::autograd::AutoGradMode no_grad(false);
   for (std::size_t bucket = 0; bucket < exchanges_.size(); ++bucket) {
     Exchange& exchange = exchanges_[bucket];
-    for (std::size_t i = 0; i < exchange.before.size(); ++i)
-      put_gradient(local_.replica_buckets[bucket].parameters[i], std::move(exchange.before[i]),
-                   std::move(exchange.sums[i]));
+    for (std::size_t i = 0; i < exchange.before.size(); ++i) {
+      const at::Tensor& parameter = local_.replica_buckets[bucket].parameters[i];
+      at::Tensor added;
+      if (!no_sync_) {
+        added = std::move(exchange.sums[i]);
+      } else if (parameter.grad().defined()) {
+        added = parameter.grad() * begins_.own_weight();
+      }
+      // The sums contain what they were sent with.
+      at::Tensor before = carries_ && !no_sync_ ? at::Tensor() : std::move(exchange.before[i]);
+      put_gradient(parameter, std::move(before), std::move(added));
+    }
     exchange = Exchange();
   }
 }

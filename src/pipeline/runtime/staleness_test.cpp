@@ -341,6 +341,51 @@ TEST(Staleness, RefusesWhatItCannotKeepApart) {
   });
 }
 
+/// Two parameters in one block of memory.
+struct HalvesImpl : torch::nn::Module {
+  HalvesImpl() {
+    const at::Tensor block = seeded({2, kWidth}, 9);
+    upper = register_parameter("upper", block.narrow(0, 0, 1));
+    lower = register_parameter("lower", block.narrow(0, 1, 1));
+  }
+  at::Tensor forward(const at::Tensor& x) { return x * upper + lower; }
+  at::Tensor upper, lower;
+};
+TORCH_MODULE(Halves);
+
+TEST(Staleness, RefusesParametersThatShareMemory) {
+  on_workers(2, 1, [](Worker& worker) {
+    Layers layers;
+    layers.add<Dense>(1u);
+    layers.add<Halves>();
+    EXPECT_THAT(error_text([&] {
+                  Pipeline(worker, layers, {.balance = {1, 1}, .staleness = 1});
+                }),
+                AllOf(HasSubstr("parameter 'upper' of layer 1"), HasSubstr("parameter 'lower' of layer 1"),
+                      HasSubstr("worker 'worker1' share memory")));
+    Pipeline allowed(worker, layers, {.balance = {1, 1}});
+  });
+}
+
+TEST(Staleness, RefusesOptionsOfStepsThatDoNotOverlap) {
+  on_workers(2, 1, [](Worker& worker) {
+    Pipeline pipe(worker, model_of({2}), overlapping({}, {2}));
+    const at::Tensor rows = seeded({4, kWidth}, 1);
+    StepOptions waits;
+    waits.before_first_backward = make_ready_future<void>();
+    for (const auto& [options, name] :
+         {std::pair{waits, "before_first_backward"}, std::pair{StepOptions{.no_sync = true}, "no_sync"}}) {
+      const std::string text = error_text([&, &given = options] {
+        pipe.train_step(rows, rows, mean_square, given);
+        pipe.finish();
+      });
+      EXPECT_THAT(text, HasSubstr("StepOptions::" + std::string(name) + " cannot be combined"));
+    }
+    pipe.train_step(rows, rows, mean_square);
+    EXPECT_FALSE(std::isnan(pipe.finish()));
+  });
+}
+
 TEST(Staleness, ReturnsTheLossAloneWithoutGradients) {
   on_workers(2, 1, [](Worker& worker) {
     const Case shape{2};

@@ -170,6 +170,7 @@ void Step::close() {
   // Before the other workers may leave the step: a failure here must end it on all of them.
   state_.input.backward();
   meet();
+  state_.exchange.commit();
   state_.loss = closing_.result().loss;
 }
 

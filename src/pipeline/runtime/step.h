@@ -27,7 +27,7 @@ class Step {
  public:
   Step(const LocalPipeline& local, StepWork work);
 
-  std::uint64_t id() const { return state_.work.begin.id.step; }
+  const StepBegin& begin() const { return state_.work.begin; }
   /// Runs this worker's forwards (or, if `backwards`, backwards) of a StepKind::kForward, or its part of any
   /// other step. Throws the error that ends the step.
   void run_part(bool backwards);

@@ -25,9 +25,7 @@ void add_weight_inputs(const std::vector<schedule::ActionSpan>& spans, schedule:
 }  // namespace
 
 StepClosing::StepClosing(const LocalPipeline& local, const StepBegin& begin)
-    : local_(local),
-      kind_(begin.kind),
-      rows_(std::accumulate(begin.rows.begin(), begin.rows.end(), std::int64_t{0})) {
+    : local_(local), rows_(std::accumulate(begin.rows.begin(), begin.rows.end(), std::int64_t{0})) {
   result_.id = begin.id;
   result_.peaks.resize(local.ranks.size());
   result_.actions.resize(local.ranks.size());
@@ -41,7 +39,7 @@ void StepClosing::add(const PartDone& part) {
   result_.peaks[worker] = part.peak;
   result_.actions[worker] = part.actions;
   if (parts_ < static_cast<int>(local_.ranks.size())) return;
-  const ReplicaDone mine{result_.id, local_.grid.mine, part_, kind_, rows_, result_.loss};
+  const ReplicaDone mine{result_.id, local_.grid.mine, part_, rows_, result_.loss};
   dones_[{part_, mine.replica}] = mine;
   for (int other = 0; other < local_.grid.count(); ++other) {
     if (other != local_.grid.mine) local_.post_to_replica(other, mine);
@@ -57,15 +55,6 @@ void StepClosing::add(const ReplicaDone& done) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("the end of replica {} does not belong to this worker, of replica {}",
                             done.replica, local_.grid.mine));
-  }
-  if (done.kind != kind_) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("the replicas of pipeline '{}' call different functions in step {}, or with and "
-                    "without gradients: worker '{}' of replica {} and worker '{}' of replica {}; call "
-                    "the same one on all",
-                    local_.options.name, result_.id.step, local_.worker.name(), local_.grid.mine,
-                    local_.grid.names_of(local_.me)[static_cast<std::size_t>(done.replica)], done.replica));
   }
   dones_[{done.part, done.replica}] = done;
   average_losses();

@@ -16,7 +16,7 @@ class StepClosing {
 
   /// First worker: adds the part of a worker. After the last one, sends the replica's part to the other replicas.
   void add(const PartDone& part);
-  /// First worker: adds the part of another replica. Throws Error{kInvalid} if it runs a different kind of step.
+  /// First worker: adds the part of another replica. Throws Error{kInvalid} for an event that no replica sends.
   void add(const ReplicaDone& done);
   /// Other workers: takes the result.
   void set(StepClosed result);
@@ -34,7 +34,6 @@ class StepClosing {
   void average_losses();
 
   const LocalPipeline& local_;
-  const StepKind kind_;
   std::int64_t rows_ = 0;
   StepClosed result_;
   int part_ = 0;   ///< that ends now

@@ -1,6 +1,7 @@
 #pragma once
 #include <string>
 
+#include "pipeline/runtime/replica_begins.h"
 #include "pipeline/runtime/replica_sums.h"
 #include "pipeline/runtime/statistics_exchange.h"
 #include "pipeline/runtime/tied_gradients.h"
@@ -24,12 +25,16 @@ class StepExchange {
   void accept(TiedGradient& event) { tied_.accept(event); }
   void accept(ReplicaGradients& event) { sums_.accept(event); }
   void accept(ReplicaStatistics& event) { statistics_.accept(event); }
+  void accept(const ReplicaBegin& event);
   /// Does what the events so far allow. Returns whether everything that was begun is complete.
   bool advance();
+  /// Puts the gradients of the step into `.grad`. Once all workers have run their parts: until then, the step may fail.
+  void commit() { sums_.finish(); }
   /// What is missing, as in Awaited::name; null: nothing.
   const char* waiting_for() const;
 
  private:
+  ReplicaBegins begins_;
   StatisticsExchange statistics_;
   ReplicaSums sums_;  ///< destroyed after `tied_`, whose gradients it sets aside as well
   TiedGradients tied_;

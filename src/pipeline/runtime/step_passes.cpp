@@ -11,6 +11,7 @@ StepPasses::StepPasses(const LocalPipeline& local, const StepBegin& begin, Ready
     : local_(local),
       id_(begin.id),
       micro_batches_(static_cast<int>(begin.rows.size())),
+      random_step_(begin.random_step),
       has_backwards_(has_backwards(begin.kind)),
       actions_(actions),
       cache_(cache) {}
@@ -22,8 +23,8 @@ LayerRangePass& StepPasses::at(int range, int micro_batch) {
     const bool last = micro_batch == micro_batches_ - 1;
     const bool recompute = has_backwards_ && (checkpoint == ActivationCheckpoint::kAlways ||
                                               (checkpoint == ActivationCheckpoint::kExceptLast && !last));
-    slot = std::make_unique<LayerRangePass>(local_, range, micro_batch,
-                                            RunMode{id_.step, has_backwards_, recompute, cache_});
+    slot = std::make_unique<LayerRangePass>(
+        local_, range, micro_batch, RunMode{id_.step, has_backwards_, recompute, cache_, random_step_});
   }
   return *slot;
 }

@@ -47,6 +47,7 @@ class StepPasses {
   const LocalPipeline& local_;
   const StepId id_;
   const int micro_batches_;
+  const std::uint64_t random_step_;
   const bool has_backwards_;
   ReadyActions& actions_;
   CacheTensors* const cache_;

@@ -335,12 +335,10 @@ std::vector<Bytes> RpcAgent::all_gather_bytes(const std::string& tag, const Byte
   if (asked.empty()) {
     for (const WorkerInfo& worker : state_.peers.members()) asked.push_back(static_cast<int>(worker.rank));
   }
-  // Only the participants wait for each other: the tag names them, so that each set counts its own rounds.
+  // Only the participants wait for each other; each set of them counts its own rounds.
   const std::set<int> sorted(asked.begin(), asked.end());
   const std::vector<int> ranks(sorted.begin(), sorted.end());
-  std::string group = tag;
-  for (const int rank : ranks) group += fmt::format(".{}", rank);
-  const std::vector<Bytes> gathered = membership->all_gather_bytes(group, mine, ranks, deadline);
+  const std::vector<Bytes> gathered = membership->all_gather_bytes(tag, mine, ranks, deadline);
   std::vector<Bytes> result;
   for (const int rank : asked)
     result.push_back(

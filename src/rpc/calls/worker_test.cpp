@@ -291,6 +291,18 @@ TEST(Worker, GathersAndSynchronizesOverSubsets) {
   });
 }
 
+TEST(Worker, GathersInWorldsOfManyRanks) {
+  constexpr int kMany = 48;
+  SimCluster world(cluster(kMany, 2));
+  world.run([](Worker& worker) {
+    worker.barrier();
+    const auto all = worker.all_gather_bytes({std::byte(worker.rank())});
+    ASSERT_EQ(all.size(), static_cast<std::size_t>(kMany));
+    for (int rank = 0; rank < kMany; ++rank)
+      EXPECT_EQ(all[static_cast<std::size_t>(rank)], Bytes{std::byte(rank)});
+  });
+}
+
 TEST(Worker, FailsTheCallsToAWorkerThatDiesAndServesTheOthers) {
   ClusterOptions options = cluster(3, 4);
   options.graceful = false;
