@@ -1,5 +1,7 @@
 #include <cstdlib>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>
 #include <set>
@@ -268,11 +270,19 @@ RandomCase make_case(std::uint64_t seed) {
   // One row has no variance.
   const int least = norms ? 2 * made.options.micro_batches : 1;
   for (int step = 0; step < 2; ++step) made.rows.push_back(least + pick(12));
+  if (made.options.checkpoint != ActivationCheckpoint::kNever && pick(2) == 0) {
+    for (int layer = 0; layer < distinct; ++layer) {
+      if (pick(2) == 0) made.options.checkpoint_layers.push_back(layer);
+    }
+  }
   for (const Operation& operation : made.model.operations) made.text += describe(operation) + " ";
   made.text += fmt::format(
-      "| {} workers, {} stages, {} micro-batches, schedule {}, checkpoint {}, in flight {}, rows {} {}",
+      "| {} workers, {} stages, {} micro-batches, schedule {}, checkpoint {} of layers {}, in flight {}, "
+      "rows {} "
+      "{}",
       made.workers, stages, made.options.micro_batches, static_cast<int>(made.options.schedule),
-      static_cast<int>(made.options.checkpoint), made.options.max_in_flight, made.rows[0], made.rows[1]);
+      static_cast<int>(made.options.checkpoint), made.options.checkpoint_layers, made.options.max_in_flight,
+      made.rows[0], made.rows[1]);
   return made;
 }
 
@@ -468,6 +478,42 @@ TEST(Oracle, RandomModelsTrainLikeOneProcess) {
     if (::testing::Test::HasFailure()) return;
   }
   EXPECT_GT(gradients, static_cast<std::size_t>(cases)) << "the cases compared too little";
+}
+
+/// Names of tensors that differ in any bit.
+std::vector<std::string> differing(const Outcome& ours, const Outcome& expected) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : expected.gradients) {
+    const at::Tensor& mine = ours.gradients.at(name);
+    if (value.defined() != mine.defined() || (value.defined() && !value.equal(mine))) names.push_back(name);
+  }
+  for (const auto& [name, value] : expected.buffers) {
+    if (!value.equal(ours.buffers.at(name))) names.push_back(name);
+  }
+  return names;
+}
+
+TEST(Oracle, WhichLayersRecomputeChangesNoBit) {
+  const long cases = torchspan::testing::number_from("TORCHSPAN_CASES", 120);
+  const long first = torchspan::testing::number_from("TORCHSPAN_SEED", 1000);
+  int compared = 0;
+  for (long seed = first; seed < first + cases; ++seed) {
+    RandomCase random = make_case(static_cast<std::uint64_t>(seed));
+    // Sums in order of arrival may differ from run to run.
+    if (random.options.checkpoint_layers.empty() || random.options.schedule == Schedule::kArrival) continue;
+    SCOPED_TRACE(fmt::format("TORCHSPAN_SEED={} TORCHSPAN_CASES=1: {}", seed, random.text));
+    const Outcome some = run_in_pipeline(random, static_cast<std::uint64_t>(seed));
+    random.options.checkpoint_layers.clear();
+    const Outcome all = run_in_pipeline(random, static_cast<std::uint64_t>(seed));
+    random.options.checkpoint = ActivationCheckpoint::kNever;
+    const Outcome none = run_in_pipeline(random, static_cast<std::uint64_t>(seed));
+    EXPECT_THAT(differing(some, none), ::testing::IsEmpty());
+    EXPECT_THAT(differing(all, none), ::testing::IsEmpty());
+    EXPECT_EQ(some.losses, none.losses);
+    ++compared;
+    if (::testing::Test::HasFailure()) return;
+  }
+  EXPECT_GT(compared, cases / 10) << "few cases had layers to recompute";
 }
 
 }  // namespace

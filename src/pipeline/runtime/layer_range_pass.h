@@ -13,6 +13,7 @@
 #include "pipeline/layers/random.h"
 #include "pipeline/runtime/layer_runner.h"
 #include "pipeline/runtime/pass_graph.h"
+#include "pipeline/runtime/repeated_uses.h"
 
 namespace torchspan::pipeline {
 
@@ -36,9 +37,13 @@ class LayerRangePass {
   /// Whether the forward is done and all gradients that its outputs want have arrived.
   bool has_gradients() const { return forward_done_ && missing_gradients_ == 0; }
 
-  bool can_recompute() const { return forward_done_ && mode_.recompute && needs_backward_ && !recomputed_; }
+  bool can_recompute() const {
+    return forward_done_ && needs_backward_ && !recomputed_ && (repeats_range() || repeated_uses_.any());
+  }
   /// Repeats the forward and records its graph, before backward().
   void recompute();
+  /// Whether the backward returns a gradient of any input.
+  bool any_input_wants() const;
   /// Accumulates the parameters' gradients; returns those of the inputs, by link, for links that want any.
   std::map<int, std::vector<at::Tensor>> backward();
   /// The same in two parts. This one returns the gradients of the inputs, and keeps what the second part needs; if
@@ -48,11 +53,14 @@ class LayerRangePass {
   void backward_weights();
 
  private:
+  /// The thread at the forward, for its repetition.
   struct ThreadState {
     at::ThreadLocalState torch;
     device::Autocast autocast = device::Autocast::of_thread();  // `torch` lacks its dtypes
+    std::optional<RandomState> random = {};                     // of a whole range without a seed
   };
-  bool any_input_wants() const;
+  /// Whether the forward of the whole layer range is repeated, and not that of some layers.
+  bool repeats_range() const { return mode_.recompute && local_.options.checkpoint_layers.empty(); }
   void run_graph(const char* phase, const std::function<void()>& part);
   std::map<int, Activation> activation_of(LayerRangeOutputs& outputs) const;
 
@@ -69,8 +77,8 @@ class LayerRangePass {
   std::optional<MicroBatchLoss> loss_;
   std::map<int, Activation> inputs_;                  ///< by link
   std::map<int, std::vector<at::Tensor>> gradients_;  ///< of the outputs, by link
-  std::optional<RandomState> random_;                 ///< at the forward, for its repetition
-  std::optional<ThreadState> thread_state_;           ///< at the forward, for its repetition
+  std::optional<ThreadState> thread_state_;
+  RepeatedUses repeated_uses_;
 };
 
 }  // namespace torchspan::pipeline
