@@ -108,9 +108,9 @@ void OffloadedTensor::prefetch() {
   if (state.back.defined()) return;
   state.back = state.copies->take_pending(&state);
   if (state.back.defined()) return;
+  // The host has waited for the copy of a tensor that is no longer pending.
   const at::NoGradGuard no_grad;
   const c10::Stream in = state.copies->in(state.device);
-  state.stored->hold_back(in);
   StreamsScope scope;
   scope.enter(in);
   state.back =

@@ -67,6 +67,7 @@ TEST_F(Offloads, ReturnTheValuesInAnyOrder) {
 }
 
 TEST_F(Offloads, FreeTheDevicesMemory) {
+  device_.reset(/*polls=*/1000);
   Offloader offloader;
   std::vector<OffloadedTensor> away;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;
@@ -78,6 +79,7 @@ TEST_F(Offloads, FreeTheDevicesMemory) {
     for (const auto& each : memory) alive += each.use_count() > 0 ? 1 : 0;
     EXPECT_LE(alive, 2) << "after tensor " << i;
   }
+  EXPECT_GE(device_.host_waits(), 2u) << "the allocator reuses memory when its copy is known to be complete";
 }
 
 TEST_F(Offloads, DoNotWaitOnTheHostForTensorsThatComeBackSoon) {
@@ -119,6 +121,21 @@ TEST_F(Offloads, WaitForTheirCopiesWhenTheyAreDropped) {
   EXPECT_TRUE(at::equal((away[2].take() + 0).cpu(), at::full({3, 5}, 2.0, at::kDouble)));
   away.clear();
   EXPECT_TRUE(at::equal(taken.cpu(), at::full({3, 5}, 1.0, at::kDouble)));
+}
+
+TEST_F(Offloads, WaitForTheirWayBackWhenTheyAreDropped) {
+  Offloader offloader;
+  std::vector<OffloadedTensor> away;
+  for (int i = 0; i < 3; ++i) away.push_back(offloader.offload(on_device(i)));
+  away[0].prefetch();
+  away.clear();
+}
+
+TEST_F(Offloads, AreNotMistakenForDroppedOnes) {
+  Offloader offloader;
+  { const OffloadedTensor dropped = offloader.offload(on_device(1)); }
+  OffloadedTensor next = offloader.offload(on_device(2));
+  EXPECT_TRUE(at::equal((next.take() + 0).cpu(), at::full({3, 5}, 2.0, at::kDouble)));
 }
 
 }  // namespace
