@@ -274,5 +274,21 @@ TEST(PipelineCheckpointLayers, RefuseLayersThatDoNotExistAndAPolicyWithoutEffect
   });
 }
 
+TEST(PipelineOffload, IsRefusedWithAdviceWhereItHasNoEffect) {
+  Layers layers;
+  layers.add<Dense>(1u);
+  layers.add<Dense>(2u);
+  PipelineOptions options;
+  options.offload = true;
+  EXPECT_THAT(error_with(options, layers),
+              AllOf(HasSubstr("PipelineOptions::offload copies activations from a GPU"),
+                    HasSubstr("is on device cpu: remove offload")));
+  options.checkpoint_layers = {1};
+  EXPECT_THAT(error_with(options, layers), HasSubstr("remove checkpoint_layers or offload"));
+  options.checkpoint_layers.clear();
+  options.checkpoint = ActivationCheckpoint::kNever;
+  EXPECT_THAT(error_with(options, layers), HasSubstr("set checkpoint, or remove offload"));
+}
+
 }  // namespace
 }  // namespace torchspan::pipeline::testing::checkpoint_layers_test

@@ -5,6 +5,9 @@
 #include <fmt/ranges.h>
 #include <map>
 
+#include <torch/nn/module.h>
+
+#include <torchspan/detail/device/streams.h>
 #include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/schedule/csv.h>
 #include <torchspan/wire.h>
@@ -73,6 +76,10 @@ void check(const PipelineOptions& options, std::size_t layers) {
   }
   if (!options.checkpoint_layers.empty() && options.checkpoint == ActivationCheckpoint::kNever)
     refuse("checkpoint_layers has no effect with ActivationCheckpoint::kNever; set checkpoint, or remove it");
+  if (options.offload && options.checkpoint == ActivationCheckpoint::kNever)
+    refuse("offload copies what checkpointed micro-batches keep; set checkpoint, or remove offload");
+  if (options.offload && !options.checkpoint_layers.empty())
+    refuse("offload copies the inputs of whole layer ranges; remove checkpoint_layers or offload");
   if (options.micro_batches < 1)
     refuse(fmt::format("micro_batches is {}; it must be 1 or more", options.micro_batches));
   if (options.max_in_flight < 0)
@@ -107,11 +114,11 @@ std::string fingerprint(const PlanRequest& request, const Layers& layers, const 
   }
   return text + fmt::format(
                     "balance {}\nowners {}\nreplicas {}\nmicro_batches {}\nschedule {}\ncheckpoint "
-                    "{}\ncheckpoint_layers {}\nstaleness {}\nmax_in_flight "
+                    "{}\ncheckpoint_layers {}\noffload {}\nstaleness {}\nmax_in_flight "
                     "{}\nseed {}\n",
                     request.balance, request.workers, options.replicas, options.micro_batches,
                     static_cast<int>(options.schedule), static_cast<int>(options.checkpoint),
-                    options.checkpoint_layers, options.staleness, options.max_in_flight,
+                    options.checkpoint_layers, options.offload, options.staleness, options.max_in_flight,
                     options.seed ? std::to_string(*options.seed) : "none");
 }
 
@@ -195,10 +202,27 @@ std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipe
   return "";
 }
 
+/// Returns why the layers of this worker cannot offload, or an empty text.
+std::string why_not_offloaded(const LocalPipeline& local) {
+  for (std::size_t layer = 0; layer < local.layers.size(); ++layer) {
+    if (!local.layers[layer].module) continue;
+    for (const at::Tensor& parameter : local.layers[layer].module->parameters()) {
+      if (device::has_streams(parameter.device())) continue;
+      return fmt::format(
+          "PipelineOptions::offload copies activations from a GPU to host memory, but layer '{}' of worker "
+          "'{}' is on "
+          "device {}: remove offload, or construct the layer on a GPU",
+          local.plan.layers[layer], local.worker.name(), parameter.device().str());
+    }
+  }
+  return "";
+}
+
 /// Waits until all workers have an event queue and their layers, so that no message arrives too early.
 void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
   std::string failure = build_own_layers(layers, seed, local);
   if (failure.empty() && local.options.staleness > 0) failure = why_not_versioned(local);
+  if (failure.empty() && local.options.offload) failure = why_not_offloaded(local);
   const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(local) : '-' + failure;
   std::vector<std::string> reports;
   for (const auto& [name, text] : gather(local.worker, mine, local.grid.all_names())) {

@@ -78,8 +78,8 @@ class NoAutocastCache {
 
 LayerRangePass::LayerRangePass(const LocalPipeline& local, int range, int micro_batch, RunMode mode)
     : local_(local), mode_(mode), runner_(local, range, micro_batch, mode), repeated_uses_(local) {
-  if (range == 0) ++missing_inputs_;
-  for (const Link& link : local.plan.links) missing_inputs_ += link.to == range ? 1 : 0;
+  if (range == 0) ++missing_.inputs;
+  for (const Link& link : local.plan.links) missing_.inputs += link.to == range ? 1 : 0;
 }
 
 void LayerRangePass::put_input(int link, Activation activation) {
@@ -87,7 +87,7 @@ void LayerRangePass::put_input(int link, Activation activation) {
     throw Error(ErrorKind::kInvalid, fmt::format("micro-batch {} reached layer range {} twice by link {}",
                                                  runner_.micro_batch(), runner_.range_index(), link));
   }
-  --missing_inputs_;
+  --missing_.inputs;
 }
 
 std::map<int, Activation> LayerRangePass::activation_of(LayerRangeOutputs& outputs) const {
@@ -150,10 +150,12 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
   if (outputs.loss.defined()) loss_value_ = outputs.loss.detach().item<double>();
   std::map<int, Activation> activation = activation_of(outputs);
   for (const auto& [link, load] : activation) {
-    if (load.wants_any() && !(link == kOutside && loss_)) ++missing_gradients_;
+    if (load.wants_any() && !(link == kOutside && loss_)) ++missing_.gradients;
   }
   if (!repeats_range()) {
     for (auto& [link, load] : inputs_) load.batch = Batch();  // wants_gradient stays, for the backward
+  } else if (mode_.offloader != nullptr && needs_backward_) {
+    offloaded_.put(*mode_.offloader, inputs_);
   }
   forward_done_ = true;
   return activation;
@@ -165,10 +167,11 @@ void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) 
                 fmt::format("gradients of micro-batch {} arrived twice at layer range {} by link {}",
                             runner_.micro_batch(), runner_.range_index(), link));
   }
-  --missing_gradients_;
+  --missing_.gradients;
 }
 
 void LayerRangePass::recompute() {
+  offloaded_.restore(inputs_);
   KeptBuffers buffers(local_, runner_.range());
   device::AutocastScope autocast;
   const at::ThreadLocalStateGuard state(thread_state_->torch);

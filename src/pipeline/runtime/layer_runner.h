@@ -6,6 +6,7 @@
 
 #include <torchspan/pipeline/pipeline.h>
 
+#include "device/api/offload.h"
 #include "pipeline/layers/random.h"
 #include "pipeline/runtime/activation.h"
 #include "pipeline/runtime/cache_state.h"
@@ -46,6 +47,8 @@ struct RunMode {
   bool gradients = false;         ///< a backward will come
   bool recompute = false;         ///< keeps only inputs and recomputes the forward for the backward
   CacheTensors* cache = nullptr;  ///< what layers keep between steps; null: nothing
+  device::Offloader* offloader =
+      nullptr;  ///< of the inputs until `recompute`; null: they stay where they are
 };
 
 /// Runs the layers of one layer range on one micro-batch. Errors name the layer and the micro-batch. Used by
