@@ -2,4 +2,11 @@
 #include <chrono>
 #include <fstream>
 
+#include <torchspan/pipeline/pipeline.h>
+
 using namespace std::chrono_literals;
+
+extern torchspan::Worker& worker;
+extern torchspan::pipeline::Layers layers;
+extern at::Tensor x, y;
+at::Tensor loss(const at::Tensor& output, const at::Tensor& target);

@@ -81,8 +81,9 @@ Table looped_breadth_first(Shape shape);
 
 /// Costs of one stage: time of its actions, and memory per micro-batch (any unit): `activation` from the
 /// start of its forward to the end of its kBackward or kInputGradient, `weight_input` from then to the end of
-/// its kWeightGradient; a micro-batch without backward holds none. kBackward takes input_gradient +
-/// weight_gradient. Data sent to another rank arrives `transfer` later; the sending rank continues meanwhile.
+/// its kWeightGradient, and `recomputation` besides while its kBackward or kInputGradient runs; a micro-batch
+/// without backward holds none. kBackward takes input_gradient + weight_gradient. Data sent to another rank
+/// arrives `transfer` later; the sending rank continues meanwhile.
 struct Costs {
   Duration forward{1};
   Duration input_gradient{1};
@@ -90,7 +91,8 @@ struct Costs {
   Duration transfer{0};
   double activation = 1;
   std::optional<double> weight_input =
-      std::nullopt;  ///< unset: `activation`, nothing is freed between I and W
+      std::nullopt;          ///< unset: `activation`, nothing is freed between I and W
+  double recomputation = 0;  ///< of a forward that is repeated for its backward (activation checkpointing)
 };
 
 /// 1F1B with split backwards: rank r keeps up to r weight gradients and runs them where 1F1B is idle. All

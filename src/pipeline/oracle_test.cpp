@@ -1,5 +1,6 @@
 #include <cstdlib>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gtest/gtest.h>
 #include <map>
 #include <set>
@@ -268,11 +269,19 @@ RandomCase make_case(std::uint64_t seed) {
   // One row has no variance.
   const int least = norms ? 2 * made.options.micro_batches : 1;
   for (int step = 0; step < 2; ++step) made.rows.push_back(least + pick(12));
+  if (made.options.checkpoint != ActivationCheckpoint::kNever && pick(2) == 0) {
+    for (int layer = 0; layer < distinct; ++layer) {
+      if (pick(2) == 0) made.options.checkpoint_layers.push_back(layer);
+    }
+  }
   for (const Operation& operation : made.model.operations) made.text += describe(operation) + " ";
   made.text += fmt::format(
-      "| {} workers, {} stages, {} micro-batches, schedule {}, checkpoint {}, in flight {}, rows {} {}",
+      "| {} workers, {} stages, {} micro-batches, schedule {}, checkpoint {} of layers {}, in flight {}, "
+      "rows {} "
+      "{}",
       made.workers, stages, made.options.micro_batches, static_cast<int>(made.options.schedule),
-      static_cast<int>(made.options.checkpoint), made.options.max_in_flight, made.rows[0], made.rows[1]);
+      static_cast<int>(made.options.checkpoint), made.options.checkpoint_layers, made.options.max_in_flight,
+      made.rows[0], made.rows[1]);
   return made;
 }
 
@@ -413,6 +422,8 @@ void add_outcome(Pipeline& pipe, Outcome& outcome) {
   }
 }
 
+}  // namespace
+
 Outcome run_in_pipeline(const RandomCase& random, std::uint64_t seed) {
   Outcome outcome;
   torchspan::testing::on_workers(random.workers, seed, [&](Worker& worker) {
@@ -425,6 +436,8 @@ Outcome run_in_pipeline(const RandomCase& random, std::uint64_t seed) {
   });
   return outcome;
 }
+
+namespace {
 
 bool alike(const at::Tensor& a, const at::Tensor& b) {
   if (a.defined() != b.defined()) return false;

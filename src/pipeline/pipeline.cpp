@@ -31,6 +31,7 @@ class Pipeline::Impl {
         tables_(local_),
         overlapped_(local_, parameters()) {
     tables_.check();
+    if (local_.options.offload) offloader_.emplace();
   }
   ~Impl();
 
@@ -81,8 +82,9 @@ class Pipeline::Impl {
   bool carries_ = false;           ///< `.grad` has gradients of steps with no_sync
   std::int64_t next_cache_ = 0;
   Cache::State* cache_ = nullptr;  ///< of the call to infer() that runs
-  std::unique_ptr<Step> step_;     ///< also between forward() and backward()
-  std::array<Loss, 2> losses_;     ///< of overlapping steps, which refer to them; by step modulo 2
+  std::optional<device::Offloader> offloader_;
+  std::unique_ptr<Step> step_;  ///< also between forward() and backward()
+  std::array<Loss, 2> losses_;  ///< of overlapping steps, which refer to them; by step modulo 2
   OverlappedSteps overlapped_;
   Batch output_;
   StepReport report_;
@@ -178,6 +180,7 @@ StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch&
   }
   work.before_first_backward = options.before_first_backward;
   work.cache = cache_;
+  work.offloader = offloader_ ? &*offloader_ : nullptr;
   work.table = tables_.find(work.begin.kind, static_cast<int>(work.begin.rows.size()));
   return work;
 }

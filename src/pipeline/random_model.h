@@ -101,6 +101,8 @@ struct Outcome {
 };
 /// Runs the model without a pipeline: micro-batch by micro-batch, in one process.
 Outcome run_plain_model(const RandomCase& random);
+/// Runs it as a pipeline on simulated workers; `seed` is that of the simulation.
+Outcome run_in_pipeline(const RandomCase& random, std::uint64_t seed);
 at::Tensor input_of(const RandomCase& random, std::size_t step);
 at::Tensor target_of(const RandomCase& random, std::size_t step);
 at::Tensor loss_between(const at::Tensor& output, const at::Tensor& target);

@@ -7,13 +7,6 @@
 #include <torchspan/core/error.h>
 
 namespace torchspan::schedule {
-namespace {
-
-/// Sums of shares such as 1/3 may exceed the limit by this much.
-constexpr double kRounding = 1e-9;
-
-}  // namespace
-
 double MemoryClaims::most(const Costs& costs) { return std::max(costs.activation, weight_input(costs)); }
 
 MemoryClaims::MemoryClaims(const Table& table, const std::vector<Costs>& costs, double limit)
@@ -22,20 +15,24 @@ MemoryClaims::MemoryClaims(const Table& table, const std::vector<Costs>& costs, 
       is_limited_(std::isfinite(limit)),
       ranks_(table.actions.size()) {
   if (!is_limited_) return;
+  rounding_ = 1e-9 * std::max(1.0, limit);
   std::vector<Claim> whole(ranks_.size());
+  std::vector<double> repeated(ranks_.size(), 0);  // one forward at a time
   for (int stage = 0; stage < table.stages(); ++stage) {
     whole[rank_of(stage)].missing += most(costs_of(stage));
     ++whole[rank_of(stage)].unfinished;
+    repeated[rank_of(stage)] = std::max(repeated[rank_of(stage)], costs_of(stage).recomputation);
   }
   for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (whole[rank].missing > limit + kRounding) {
+    const double needed = whole[rank].missing + repeated[rank];
+    if (needed > limit + rounding_) {
       throw Error(
           ErrorKind::kInvalid,
           fmt::format("zero_bubble: memory_limit is {}; one micro-batch needs {} on rank {}. Raise the "
                       "limit, or use more micro-batches",
-                      limit, whole[rank].missing, rank));
+                      limit, needed, rank));
     }
-    ranks_[rank].free = limit;
+    ranks_[rank].free = limit - repeated[rank];
     ranks_[rank].claims.assign(static_cast<std::size_t>(table.micro_batches), whole[rank]);
   }
 }
@@ -46,11 +43,11 @@ bool MemoryClaims::admits(const Action& forward) const {
   const double size = most(costs_of(forward.stage));
   const auto mine = static_cast<std::size_t>(forward.micro_batch);
   double free = rank.free - size;
-  if (free < -kRounding) return false;
+  if (free < -rounding_) return false;
   for (std::size_t i = rank.oldest; i < rank.claims.size(); ++i) {
     const Claim& claim = rank.claims[i];
     const double missing = claim.missing - (i == mine ? size : 0);
-    if (missing > free + kRounding) return false;
+    if (missing > free + rounding_) return false;
     free += claim.held + (i == mine ? size : 0);
     // Forwards start in order, so micro-batches from here on are not in memory and find the whole limit free.
     if (i > mine && claim.held == 0) break;

@@ -40,6 +40,7 @@ class MemoryClaims {
   std::vector<int> rank_of_stage_;
   const std::vector<Costs>& costs_;
   bool is_limited_;
+  double rounding_ = 0;  ///< sums of shares such as 1/3 may exceed the limit by this much
   std::vector<Rank> ranks_;
 };
 

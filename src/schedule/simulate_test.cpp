@@ -129,6 +129,23 @@ TEST(Simulate, ForwardsOnlyHoldNothingAndFillLikeAPipeline) {
   }
 }
 
+TEST(Simulate, ARepeatedForwardNeedsItsMemoryDuringItsBackwardOnly) {
+  const std::vector<Costs> costs = {{.activation = 1, .recomputation = 5}};
+  const Table gpipe_table = gpipe(looped({.ranks = 2, .micro_batches = 4}));
+  const Timeline whole = simulate(gpipe_table, costs);
+  // The four inputs, and in the first backward one graph.
+  EXPECT_THAT(whole.peak_live, ::testing::Each(9));
+  for (const auto& live : whole.live) EXPECT_EQ(*std::max_element(live.begin(), live.end()), 4);
+  const Timeline last = simulate(gpipe(looped({.ranks = 1, .micro_batches = 1})), costs);
+  EXPECT_THAT(last.peak_live, ::testing::Each(6));
+  // After the input gradient a part of the graph stays for the weight gradient.
+  const Timeline split = simulate(zero_bubble_h1({.ranks = 1, .micro_batches = 1}),
+                                  {{.activation = 1, .weight_input = 2, .recomputation = 5}});
+  EXPECT_EQ(split.peak_live, std::vector<double>{6});
+  EXPECT_EQ(split.live, (std::vector<std::vector<double>>{{1, 2, 0}}));
+  EXPECT_THROW(simulate(gpipe_table, {{.recomputation = -1}}), Error);
+}
+
 TEST(Simulate, CostsAreTheStagesAndATransferIsPaidBetweenRanksOnly) {
   // Stages 0 and 1 on rank 0, stage 2 on rank 1.
   const Table table = gpipe({.rank_of_stage = {0, 0, 1}, .micro_batches = 1});

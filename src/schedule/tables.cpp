@@ -98,7 +98,9 @@ void check(const std::vector<Costs>& costs, std::size_t stages, const std::strin
   for (std::size_t stage = 0; stage < costs.size(); ++stage) {
     const Costs& cost = costs[stage];
     const Duration least = std::min({cost.forward, cost.input_gradient, cost.weight_gradient, cost.transfer});
-    if (least < Duration::zero() || !(cost.activation >= 0) || !(cost.weight_input.value_or(0) >= 0)) {
+    const bool memory_fits =
+        cost.activation >= 0 && cost.weight_input.value_or(0) >= 0 && cost.recomputation >= 0;
+    if (least < Duration::zero() || !memory_fits) {
       throw Error(ErrorKind::kInvalid, fmt::format("{}: costs[{}] has a negative entry", function, stage));
     }
   }

@@ -35,9 +35,11 @@ double memory_of_micro_batch(const Table& table, const std::vector<Costs>& costs
 std::set<double> limits_to_try(const Table& table, const std::vector<Costs>& costs, double limit) {
   std::set<double> limits = {limit};
   const double one = memory_of_micro_batch(table, costs);
+  double repeated = 0;  // a forward at a time
+  for (const Costs& cost : costs) repeated = std::max(repeated, cost.recomputation);
   const int ranks = table.ranks();
   for (const int kept : {ranks, ranks + ranks / 2, 2 * ranks - 1, 2 * ranks + 1}) {
-    if (kept * one < limit) limits.insert(kept * one);
+    if (kept * one + repeated < limit) limits.insert(kept * one + repeated);
   }
   return limits;
 }

@@ -1,5 +1,7 @@
 // Device maps, streams and autocast over real processes: layers on devices of two workers train as in one
 // process, and the devices see no access that nothing orders.
+#include <algorithm>
+
 #include <c10/core/StreamGuard.h>
 #include <torch/torch.h>
 
@@ -146,6 +148,122 @@ void train_pipelines() {
       options.checkpoint = checkpoint;
       options.schedule = schedule;
       train_pipeline(options, session);
+      if (checkpoint == ActivationCheckpoint::kNever) continue;
+      options.checkpoint_layers = {1};
+      train_pipeline(options, session);
+    }
+  }
+  session.shutdown();
+  require_order();
+}
+
+/// Inputs of a stage that are in the memory of its device.
+class AliveInputs {
+ public:
+  void add(const at::Tensor& x) { memory_.push_back(x.storage().getWeakStorageImpl()); }
+  int count() const {
+    return static_cast<int>(
+        std::count_if(memory_.begin(), memory_.end(), [](const auto& each) { return each.use_count() > 0; }));
+  }
+
+ private:
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> memory_;
+};
+
+/// A stage that counts the inputs that are alive when a forward begins, and fails in one of them.
+struct CountingStageImpl : torch::nn::Module {
+  CountingStageImpl(c10::Device device, std::int64_t layer, AliveInputs* inputs, int* most,
+                    int* forwards_left)
+      : alive(inputs),
+        most_alive(most),
+        left(forwards_left),
+        weight(register_parameter("weight", start_of(layer).to(device))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    if (--*left == 0) throw std::runtime_error("the stage fails");
+    if (!torch::GradMode::is_enabled()) {
+      alive->add(x);
+      *most_alive = std::max(*most_alive, alive->count());
+    }
+    return at::matmul(x, weight).tanh();
+  }
+  AliveInputs* alive;
+  int* most_alive;
+  int* left;
+  at::Tensor weight;
+};
+TORCH_MODULE(CountingStage);
+
+/// 16 rows, so that there are 8 micro-batches.
+at::Tensor rows_of(std::int64_t seed) {
+  return at::cat({start_of(seed), start_of(seed + 1), start_of(seed + 2), start_of(seed + 3)});
+}
+
+/// Two stages of one layer range each on two workers, and one more on the second. Under GPipe all forwards run before
+/// the first backward.
+void offload_in_pipeline(Session& session, pipeline::PipelineOptions options) {
+  const c10::Device here = test_device(static_cast<int>(session.rank()) % test_device_count());
+  AliveInputs inputs;
+  int most = 0, left = -1;
+  pipeline::Layers layers;
+  for (std::int64_t layer = 0; layer < 3; ++layer)
+    layers.add<CountingStage>(here, layer, &inputs, &most, &left);
+  options.workers = {"worker0", "worker1", "worker1"};
+  options.balance = {1, 1, 1};
+  options.micro_batches = 8;
+  options.checkpoint = pipeline::ActivationCheckpoint::kAlways;
+  pipeline::Pipeline pipe(session.worker(), layers, options);
+  std::vector<at::Tensor> plain{layer_on(c10::kCPU, 0), layer_on(c10::kCPU, 1), layer_on(c10::kCPU, 2)};
+  const auto compare = [&](const char* when) {
+    for (int layer = 0; layer < 3; ++layer) {
+      const auto stage = pipe.module(layer);
+      if (!stage) continue;
+      require(at::allclose(stage->parameters()[0].grad().cpu(), plain[static_cast<std::size_t>(layer)].grad(),
+                           1e-12, 1e-12),
+              std::string("the gradient of stage ") + std::to_string(layer) + " differs " + when);
+    }
+  };
+  const auto step = [&](std::int64_t seed) {
+    pipe.train_step(rows_of(seed).to(here), rows_of(seed + 50), pipeline_loss);
+  };
+  const auto step_alone = [&](std::int64_t seed) {
+    at::Tensor x = rows_of(seed);
+    for (const at::Tensor& weight : plain) x = at::matmul(x, weight).tanh();
+    pipeline_loss(x, rows_of(seed + 50)).backward();
+  };
+  step(100);
+  step_alone(100);
+  compare("after a step");
+  if (options.schedule == pipeline::Schedule::kGPipe && session.rank() == 1) {
+    // Two layer ranges: each may hold the input of a running forward and two whose copies go on; without offload 16.
+    require(options.offload ? most <= 6 : most >= 15, "the device held " + std::to_string(most) + " inputs");
+  }
+  // A failure between forwards and backwards drops what was offloaded; the next step is as before.
+  left = session.rank() == 1 ? 21 : -1;
+  bool failed = false;
+  try {
+    step(200);
+  } catch (const Error&) {
+    failed = true;
+  }
+  require(failed, "the step succeeded although a stage failed");
+  left = -1;
+  for (const at::Tensor& parameter : pipe.parameters()) parameter.mutable_grad() = at::Tensor();
+  for (at::Tensor& parameter : plain) parameter.mutable_grad() = at::Tensor();
+  step(300);
+  step_alone(300);
+  compare("after a failed step");
+}
+
+void offload_activations() {
+  StandInStreams::get().reset(/*polls=*/10);
+  Session session(WorkerOptions::from_env());
+  using pipeline::Schedule;
+  for (const bool offload : {true, false}) {
+    for (const auto schedule : {Schedule::kGPipe, Schedule::k1F1B, Schedule::kArrival}) {
+      pipeline::PipelineOptions options;
+      options.schedule = schedule;
+      options.offload = offload;
+      offload_in_pipeline(session, options);
     }
   }
   session.shutdown();
@@ -188,6 +306,12 @@ TEST(ClusterDevices, PipelinesWithStagesOnDevicesComputeTheGradientsOfOneProcess
   expect_all_end_well(world);
 }
 
+TEST(ClusterDevices, OffloadedActivationsLeaveTheDevicesAndComeBack) {
+  ProcessWorld world(2);
+  world.start_all("offload_activations");
+  expect_all_end_well(world);
+}
+
 TEST(ClusterDevices, ASessionRefusesAMapOfADeviceThatItLacks) {
   WorkerOptions options;
   options.device_maps["worker1"] = {{stand_in(4), stand_in(0)}};
@@ -207,5 +331,6 @@ int main(int argc, char** argv) {
   return torchspan::testing::cluster_main(argc, argv,
                                           {{"train", torchspan::train},
                                            {"train_pipelines", torchspan::train_pipelines},
+                                           {"offload_activations", torchspan::offload_activations},
                                            {"compute_under_autocast", torchspan::compute_under_autocast}});
 }

@@ -52,6 +52,12 @@ struct PipelineOptions {
   /// schedule.h, one from a CSV file, or another. A stage of it is a layer range of the plan.
   std::function<schedule::Table(const schedule::Placement&)> custom_schedule = {};
   ActivationCheckpoint checkpoint = ActivationCheckpoint::kExceptLast;
+  /// Layers (numbers in the order of Layers::add) that recompute under `checkpoint`: each use keeps its input, and the
+  /// graphs of all other layers are kept. Empty: all layers, a layer range at a time, which keeps the least.
+  std::vector<int> checkpoint_layers = {};
+  /// Copies the inputs that checkpointed micro-batches keep to host memory after the forward, and back before the
+  /// backward. Needs layers on GPUs, on all workers, and `checkpoint`; not with checkpoint_layers.
+  bool offload = false;
   /// 0: a step ends on all workers before train_step() returns. 1: steps overlap, without a bubble between them:
   /// train_step() begins its batch and ends that of the call before, whose gradients were computed with the parameters
   /// of one optimizer step earlier (Narayanan et al., PipeDream-2BW, 2021). Needs a second copy of the parameters. Not

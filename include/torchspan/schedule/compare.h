@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <limits>
 #include <string>
 #include <vector>
@@ -43,7 +44,10 @@ Comparison compare(const CompareOptions& options);
 /// entry per stage.
 std::vector<Costs> divide_costs(const std::vector<Costs>& by_rank, const std::vector<int>& rank_of_stage);
 
-/// Costs as JSON, for `torchspan schedule best --costs-file`: milliseconds by stage.
-std::string costs_json(const std::vector<Costs>& costs);
+/// The unit of Costs::activation and the other memory of a list of costs.
+enum class MemoryUnit : std::uint8_t { kAny, kBytes };
+
+/// Costs as JSON, for `torchspan schedule best --costs-file`: milliseconds and memory by stage.
+std::string costs_json(const std::vector<Costs>& costs, MemoryUnit unit = MemoryUnit::kAny);
 
 }  // namespace torchspan::schedule

@@ -66,8 +66,10 @@ void describe_schedule(CommandLine& line) {
       .add_option("--chunks", shown.chunks,
                   "Parts of each stage: the model then passes the ranks that many times")
       ->check(CLI::Range(1, 16));
-  command.add_option("--memory", shown.memory,
-                     "Most activations of a micro-batch on a rank, for best and zero-bubble");
+  command.add_option(
+      "--memory", shown.memory,
+      "Most memory of a rank, for best and zero-bubble: activations of a micro-batch, or with a "
+      "costs file in bytes 4GiB and the like");
   command.add_option("--forward", shown.forward,
                      "Milliseconds of a micro-batch's forward through all of a stage");
   command.add_option("--backward", shown.backward, "The same for its backward");

@@ -155,6 +155,8 @@ TEST_F(CommandLineTest, RejectsUnknownArgumentsOfSchedule) {
       {{"schedule", "zero-bubble", "--stages", "2", "--micro-batches", "3", "--memory", "0.5"},
        "memory_limit is 0.5; one micro-batch needs 1"},
       {{"schedule", "best", "--stages", "2", "--micro-batches", "3", "--memory", "-1"}, "--memory -1"},
+      {{"schedule", "best", "--stages", "2", "--micro-batches", "3", "--memory", "1GiB"},
+       "--memory 1GiB: the costs do not say how many bytes"},
       {{"schedule", "best", "--stages", "2", "--micro-batches", "3", "--chunks", "2"}, "remove --chunks"},
       {{"schedule", "best", "--stages", "2", "--micro-batches", "3", "--costs", "1,2"},
        "--costs has 2 numbers; expected FORWARD,INPUT_GRADIENT,WEIGHT_GRADIENT"},
@@ -238,6 +240,16 @@ TEST_F(CommandLineTest, RanksSchedulesByCostsAndMemory) {
                                             ContainsRegex("zb-h2 .* 7 7 7 7  more than --memory\n"),
                                             HasSubstr("\nzbv: a step of 8 micro-batches takes 51 ms")));
   }
+}
+
+TEST_F(CommandLineTest, RanksSchedulesByMemoryInBytes) {
+  const ScratchFile costs(
+      R"({"memory": "bytes", "stages": [{"forward": 2, "backward": 4, "activation": 1572864}]})");
+  EXPECT_THAT(output_of({"schedule", "best", "--stages", "4", "--micro-batches", "8", "--memory", "6MiB",
+                         "--costs-file", costs.path()}),
+              AllOf(ContainsRegex("1f1b .* 6 MiB, 4.5 MiB, 3 MiB, 1.5 MiB\n"),
+                    ContainsRegex("gpipe .* 12 MiB, 12 MiB, 12 MiB, 12 MiB  more than --memory\n"),
+                    HasSubstr("peak (bytes")));
 }
 
 TEST_F(CommandLineTest, WritesAndReadsThePeersFiles) {

@@ -21,6 +21,7 @@ namespace torchspan::launch {
 namespace {
 
 using schedule::Costs;
+using schedule::MemoryUnit;
 using schedule::Shape;
 using schedule::Table;
 
@@ -88,21 +89,13 @@ void check_counts(const ScheduleOptions& options) {
   if (options.micro_batches == 0) throw_invalid("--micro-batches is required");
 }
 
-std::vector<Costs> checked_costs(const ScheduleOptions& options, int ranks) {
-  auto costs = costs_by_rank(options);
-  if (costs.size() != 1 && costs.size() != static_cast<std::size_t>(ranks)) {
+CostsByRank checked_costs(const ScheduleOptions& options, int ranks) {
+  CostsByRank all = costs_by_rank(options);
+  if (all.costs.size() != 1 && all.costs.size() != static_cast<std::size_t>(ranks)) {
     throw_invalid(
-        fmt::format("--costs-file has {} stages; expected {}, or one for all", costs.size(), ranks));
+        fmt::format("--costs-file has {} stages; expected {}, or one for all", all.costs.size(), ranks));
   }
-  return costs;
-}
-
-double memory_limit(const ScheduleOptions& options) {
-  if (!(options.memory >= 0)) {
-    throw_invalid(
-        fmt::format("--memory {}: expected activations of a micro-batch, or 0 for no limit", options.memory));
-  }
-  return options.memory == 0 ? std::numeric_limits<double>::infinity() : options.memory;
+  return all;
 }
 
 std::string in_milliseconds(Duration time) {
@@ -111,14 +104,14 @@ std::string in_milliseconds(Duration time) {
 }
 
 /// The lines below the grid: the length of a step, and each rank's idle time and memory.
-std::string figures(const Table& table, const schedule::Timeline& timeline) {
+std::string figures(const Table& table, const schedule::Timeline& timeline, MemoryUnit unit) {
   const auto& waiting = timeline.peak_weight_inputs;
   const bool is_split = std::any_of(waiting.begin(), waiting.end(), [](double peak) { return peak > 0; });
   std::string rows;
   for (std::size_t rank = 0; rank < timeline.idle.size(); ++rank) {
-    rows += fmt::format("{:<6}{:<14}{:.4g}", rank, in_milliseconds(timeline.idle[rank]),
-                        timeline.peak_live[rank]);
-    if (is_split) rows += fmt::format(" ({:.4g})", waiting[rank]);
+    rows += fmt::format("{:<6}{:<14}{}", rank, in_milliseconds(timeline.idle[rank]),
+                        memory_text(timeline.peak_live[rank], unit));
+    if (is_split) rows += fmt::format(" ({})", memory_text(waiting[rank], unit));
     rows += '\n';
   }
   std::string text = fmt::format(
@@ -129,7 +122,8 @@ std::string figures(const Table& table, const schedule::Timeline& timeline) {
         fmt::format("repeated without a barrier: {} per step; the ranks are idle for {:.1f} % of it\n",
                     in_milliseconds(schedule::step_period(timeline)), 100 * schedule::bubble_share(timeline));
   }
-  text += "rank  idle          peak (activations of a micro-batch on a rank";
+  text += fmt::format("rank  idle          peak ({}",
+                      unit == MemoryUnit::kBytes ? "bytes" : "activations of a micro-batch on a rank");
   return text + (is_split ? "; in brackets: kept for weight gradients)\n" : ")\n") + rows;
 }
 
@@ -140,16 +134,22 @@ void write_file(const char* option, const std::string& file, const std::string& 
   if (!out) throw_invalid(fmt::format("{} {}: {}", option, file, std::strerror(errno)));
 }
 
+/// What show() needs besides the timeline.
+struct Shown {
+  schedule::Sheet sheet;
+  MemoryUnit unit = MemoryUnit::kAny;
+};
+
 /// The grid and figures of a schedule; writes the files that the options ask for.
 std::string show(const ScheduleOptions& options, const Table& table, const schedule::Timeline& timeline,
-                 const schedule::Sheet& sheet) {
-  std::string text = schedule::draw_text(timeline) + figures(table, timeline);
+                 const Shown& shown) {
+  std::string text = schedule::draw_text(timeline) + figures(table, timeline, shown.unit);
   if (!options.file.empty()) {
     write_file("--out", options.file, schedule::draw_svg({timeline}));
     text += "drawn in " + options.file + "\n";
   }
   if (!options.csv_out.empty()) {
-    write_file("--csv-out", options.csv_out, schedule::to_csv(sheet));
+    write_file("--csv-out", options.csv_out, schedule::to_csv(shown.sheet));
     text += "written to " + options.csv_out + "\n";
   }
   return text;
@@ -162,23 +162,25 @@ std::string show_csv(const ScheduleOptions& options) {
   }
   const schedule::Sheet sheet = schedule::parse_csv(read_file("--csv", options.csv_in));
   const Table table = schedule::to_table(sheet, options.csv_in);
-  const auto costs = schedule::divide_costs(checked_costs(options, table.ranks()), table.rank_of_stage);
-  return show(options, table, schedule::simulate(table, costs), sheet);
+  const CostsByRank by_rank = checked_costs(options, table.ranks());
+  const auto costs = schedule::divide_costs(by_rank.costs, table.rank_of_stage);
+  return show(options, table, schedule::simulate(table, costs), {sheet, by_rank.unit});
 }
 
 /// Peaks by rank; their range if there are many.
-std::string peaks(const std::vector<double>& peaks) {
+std::string peaks(const std::vector<double>& peaks, MemoryUnit unit) {
   constexpr std::size_t kMost = 16;
   if (peaks.size() > kMost) {
     const auto [least, most] = std::minmax_element(peaks.begin(), peaks.end());
-    return fmt::format("{:.4g} to {:.4g}", *least, *most);
+    return fmt::format("{} to {}", memory_text(*least, unit), memory_text(*most, unit));
   }
   std::string text;
-  for (const double peak : peaks) text += fmt::format("{}{:.4g}", text.empty() ? "" : " ", peak);
+  const char* const separator = unit == MemoryUnit::kBytes ? ", " : " ";
+  for (const double peak : peaks) text += (text.empty() ? "" : separator) + memory_text(peak, unit);
   return text;
 }
 
-std::string ranking(const std::vector<schedule::Candidate>& candidates) {
+std::string ranking(const std::vector<schedule::Candidate>& candidates, MemoryUnit unit) {
   std::string text = fmt::format("{:<16}{:<8}{:<14}{:<9}{:<14}{:<9}{}\n", "schedule", "chunks", "step",
                                  "idle", "repeated", "idle", "peak by rank");
   for (const auto& candidate : candidates) {
@@ -188,21 +190,24 @@ std::string ranking(const std::vector<schedule::Candidate>& candidates) {
                         fmt::format("{:.1f} %", 100 * schedule::idle_share(timeline)),
                         in_milliseconds(schedule::step_period(timeline)),
                         fmt::format("{:.1f} %", 100 * schedule::bubble_share(timeline)),
-                        peaks(timeline.peak_live), candidate.fits ? "" : "  more than --memory");
+                        peaks(timeline.peak_live, unit), candidate.fits ? "" : "  more than --memory");
   }
   return text;
 }
 
 std::string show_best(const ScheduleOptions& options) {
   if (options.chunks != 0) throw_invalid("best compares one and two chunks per stage; remove --chunks");
-  const schedule::Comparison comparison = schedule::compare({.ranks = options.stages,
-                                                             .micro_batches = options.micro_batches,
-                                                             .costs = checked_costs(options, options.stages),
-                                                             .memory_limit = memory_limit(options)});
-  std::string text = ranking(comparison.candidates);
+  const CostsByRank by_rank = checked_costs(options, options.stages);
+  const schedule::Comparison comparison =
+      schedule::compare({.ranks = options.stages,
+                         .micro_batches = options.micro_batches,
+                         .costs = by_rank.costs,
+                         .memory_limit = memory_limit(options, by_rank.unit)});
+  std::string text = ranking(comparison.candidates, by_rank.unit);
   for (const std::string& why : comparison.undefined) text += "left out: " + why + "\n";
   const auto& best = comparison.candidates.front();
-  return text + "\n" + show(options, best.table, best.timeline, schedule::to_sheet(best.table));
+  return text + "\n" +
+         show(options, best.table, best.timeline, {schedule::to_sheet(best.table), by_rank.unit});
 }
 
 }  // namespace
@@ -214,14 +219,15 @@ std::string show_schedule(const ScheduleOptions& options) {
   check_counts(options);
   if (options.name == "best") return show_best(options);
   const NamedSchedule& known = find_schedule(options);
+  const CostsByRank by_rank = checked_costs(options, options.stages);
   const Request request{{.ranks = options.stages,
                          .micro_batches = options.micro_batches,
                          .stages_per_rank = options.chunks == 0 ? known.chunks : options.chunks},
-                        checked_costs(options, options.stages),
-                        memory_limit(options)};
+                        by_rank.costs,
+                        memory_limit(options, by_rank.unit)};
   const Table table = known.make(request);
   const auto costs = schedule::divide_costs(request.costs, table.rank_of_stage);
-  return show(options, table, schedule::simulate(table, costs), schedule::to_sheet(table));
+  return show(options, table, schedule::simulate(table, costs), {schedule::to_sheet(table), by_rank.unit});
 }
 
 }  // namespace torchspan::launch

@@ -15,10 +15,12 @@ struct ScheduleOptions {
   std::vector<double> costs;  ///< forward, input gradient, weight gradient; replaces forward and backward
   std::string costs_file;     ///< JSON with costs by stage; replaces all others
   double weight_input = 1;    ///< memory between input and weight gradient, in activations
-  double memory = 0;          ///< most activations of a micro-batch on a rank; 0: unlimited
-  std::string file;           ///< file for the drawing as SVG; empty for none
-  std::string csv_in;         ///< file to read the schedule from instead of making it; empty for none
-  std::string csv_out;        ///< file for the schedule in PyTorch's CSV format; empty for none
+  /// Most memory of a rank: activations of a micro-batch, the unit of the costs file, or bytes ("4GiB"); empty or 0:
+  /// unlimited.
+  std::string memory;
+  std::string file;     ///< file for the drawing as SVG; empty for none
+  std::string csv_in;   ///< file to read the schedule from instead of making it; empty for none
+  std::string csv_out;  ///< file for the schedule in PyTorch's CSV format; empty for none
 };
 
 /// The names of the schedules that can be requested, separated by commas.

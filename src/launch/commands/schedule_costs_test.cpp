@@ -23,10 +23,11 @@ std::string error_of(const std::string& text) {
 }
 
 TEST(ScheduleCosts, AFileGivesWholeOrSplitBackwardsByStage) {
-  const auto costs = parse_costs(
+  const auto [costs, unit] = parse_costs(
       R"({"stages": [{"forward": 1.5, "backward": 3}, {"forward": 1, "input_gradient": 2, "weight_gradient": 0.5,
                       "transfer": 0.25, "activation": 8, "weight_input": 4}]})");
   ASSERT_EQ(costs.size(), 2u);
+  EXPECT_EQ(unit, schedule::MemoryUnit::kAny);
   EXPECT_EQ(costs[0].forward, 1500us);
   EXPECT_EQ(costs[0].input_gradient, 1500us);
   EXPECT_EQ(costs[0].weight_gradient, 1500us);
@@ -44,8 +45,10 @@ TEST(ScheduleCosts, ReadsWhatAProgramWrites) {
                                                .weight_gradient = 1ns,
                                                .transfer = 5us,
                                                .activation = 0.75},
-                                              {.forward = 0ns, .activation = 1e6, .weight_input = 0.125}};
-  const auto back = parse_costs(schedule::costs_json(costs));
+                                              {.forward = 0ns, .activation = 1e6, .weight_input = 0.125},
+                                              {.forward = 1ns, .recomputation = 7}};
+  const auto [back, unit] = parse_costs(schedule::costs_json(costs, schedule::MemoryUnit::kBytes));
+  EXPECT_EQ(unit, schedule::MemoryUnit::kBytes);
   ASSERT_EQ(back.size(), costs.size());
   for (std::size_t stage = 0; stage < costs.size(); ++stage) {
     EXPECT_EQ(back[stage].forward, costs[stage].forward);
@@ -54,6 +57,7 @@ TEST(ScheduleCosts, ReadsWhatAProgramWrites) {
     EXPECT_EQ(back[stage].transfer, costs[stage].transfer);
     EXPECT_EQ(back[stage].activation, costs[stage].activation);
     EXPECT_EQ(back[stage].weight_input, costs[stage].weight_input);
+    EXPECT_EQ(back[stage].recomputation, costs[stage].recomputation);
   }
 }
 
@@ -61,6 +65,8 @@ TEST(ScheduleCosts, NamesTheWrongEntryOfAFile) {
   EXPECT_THAT(error_of("{"), HasSubstr("not JSON"));
   EXPECT_THAT(error_of("[]"), HasSubstr("expected {\"stages\""));
   EXPECT_THAT(error_of(R"({"stages": []})"), HasSubstr("expected {\"stages\""));
+  EXPECT_THAT(error_of(R"({"memory": "MiB", "stages": [{"forward": 1, "backward": 1}]})"),
+              HasSubstr("memory is \"MiB\"; the only unit is \"bytes\""));
   EXPECT_THAT(error_of(R"({"stages": [1]})"), HasSubstr("stages[0] is not an object"));
   EXPECT_THAT(error_of(R"({"stages": [{"backward": 1}]})"), HasSubstr("stages[0] has no forward"));
   EXPECT_THAT(error_of(R"({"stages": [{"forward": 1, "input_gradient": 1}]})"),
@@ -74,6 +80,42 @@ TEST(ScheduleCosts, NamesTheWrongEntryOfAFile) {
   EXPECT_THAT(error_of(R"({"stages": [{"forward": 1, "backward": 2, "activation": -1}]})"),
               HasSubstr("activation of stages[0] is -1; expected"));
   EXPECT_THAT(error_of(R"({"stages": [{"forwards": 1}]})"), HasSubstr("unknown key 'forwards'"));
+}
+
+double limit_of(const std::string& memory, schedule::MemoryUnit unit) {
+  ScheduleOptions options;
+  options.memory = memory;
+  return memory_limit(options, unit);
+}
+
+TEST(ScheduleCosts, AMemoryLimitIsInTheUnitOfTheCosts) {
+  using enum schedule::MemoryUnit;
+  for (const auto unit : {kAny, kBytes}) {
+    EXPECT_EQ(limit_of("2.5", unit), 2.5);
+    EXPECT_EQ(limit_of("", unit), std::numeric_limits<double>::infinity());
+    EXPECT_EQ(limit_of("0", unit), std::numeric_limits<double>::infinity());
+    for (const char* wrong : {"-1", "nan", "GiB", "1 GiB", "1GIB", "4x", "-1GiB"}) {
+      EXPECT_THROW(limit_of(wrong, unit), Error) << wrong;
+    }
+  }
+  EXPECT_EQ(limit_of("1.5GiB", kBytes), 1.5 * 1024 * 1024 * 1024);
+  EXPECT_EQ(limit_of("3MB", kBytes), 3e6);
+  EXPECT_EQ(limit_of("100B", kBytes), 100);
+  try {
+    limit_of("4GiB", kAny);
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("--memory 4GiB: the costs do not say how many bytes"));
+    EXPECT_THAT(error.message(), HasSubstr("measure_costs"));
+  }
+}
+
+TEST(ScheduleCosts, PrintsBytesInTheLargestUnit) {
+  using enum schedule::MemoryUnit;
+  EXPECT_EQ(memory_text(4, kAny), "4");
+  EXPECT_EQ(memory_text(1023, kBytes), "1023 B");
+  EXPECT_EQ(memory_text(1536, kBytes), "1.5 KiB");
+  EXPECT_EQ(memory_text(3.25 * 1024 * 1024 * 1024, kBytes), "3.25 GiB");
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include <torchspan/pipeline/balance.h>
 
 #include "pipeline/layers/random.h"
+#include "pipeline/plan/kept_state.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -105,32 +106,6 @@ void drive(Executor& executor, const LayerUse& use, const BuiltLayer& layer, boo
   }
   probe.batch = detached(output, false);
 }
-
-/// Restores the gradients and buffers of existing modules at the end of a scope.
-class KeptState {
- public:
-  explicit KeptState(const std::vector<BuiltLayer>& layers) {
-    for (const BuiltLayer& layer : layers) {
-      if (!layer.module) continue;
-      for (const at::Tensor& parameter : layer.module->parameters()) {
-        gradients_.emplace_back(parameter, parameter.grad());
-        parameter.mutable_grad() = at::Tensor();
-      }
-      for (const at::Tensor& buffer : layer.module->buffers())
-        buffers_.emplace_back(buffer, buffer.detach().clone());
-    }
-  }
-  ~KeptState() {
-    const torch::autograd::AutoGradMode mode(false);
-    for (auto& [parameter, gradient] : gradients_) parameter.mutable_grad() = gradient;
-    for (auto& [buffer, value] : buffers_) buffer.copy_(value);
-  }
-  KeptState(const KeptState&) = delete;
-  KeptState& operator=(const KeptState&) = delete;
-
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_, buffers_;
-};
 
 std::vector<double> costs_of(const std::vector<LayerCost>& layers,
                              const std::function<double(const LayerCost&)>& cost) {

@@ -70,6 +70,7 @@ void ActionRunner::end_without_backward(int range, int micro_batch) {
 
 void ActionRunner::run_backward(const Action& action) {
   const auto [kind, range, micro_batch] = action;
+  prefetch_next();
   std::map<int, std::vector<at::Tensor>> back;
   if (kind == ActionKind::kBackward) {
     back = state_.passes.at(range, micro_batch).backward();
@@ -87,6 +88,14 @@ void ActionRunner::run_backward(const Action& action) {
       state_.passes.deliver_gradients(link, micro_batch, std::move(gradients));
     }
   }
+}
+
+/// Brings the inputs of the next backward to the device while this one runs.
+void ActionRunner::prefetch_next() {
+  if (state_.work.offloader == nullptr) return;
+  const auto next = state_.actions.next_backward();
+  if (!next) return;
+  if (LayerRangePass* const pass = state_.passes.find(next->stage, next->micro_batch)) pass->prefetch();
 }
 
 void ActionRunner::run_weight_gradient(int range, int micro_batch) {

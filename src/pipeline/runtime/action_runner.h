@@ -20,6 +20,7 @@ class ActionRunner {
   /// Runs a whole backward, or its part for inputs.
   void run_backward(const schedule::Action& action);
   void run_weight_gradient(int range, int micro_batch);
+  void prefetch_next();
   std::string describe(const schedule::Action& action) const;
 
   const LocalPipeline& local_;

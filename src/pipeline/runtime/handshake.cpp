@@ -5,6 +5,9 @@
 #include <fmt/ranges.h>
 #include <map>
 
+#include <torch/nn/module.h>
+
+#include <torchspan/detail/device/streams.h>
 #include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/schedule/csv.h>
 #include <torchspan/wire.h>
@@ -62,10 +65,21 @@ void fill_in(const Worker& worker, std::size_t layers, PipelineOptions& options)
   }
 }
 
-void check(const PipelineOptions& options) {
+void check(const PipelineOptions& options, std::size_t layers) {
   const auto refuse = [](const std::string& why) {
     throw Error(ErrorKind::kInvalid, "PipelineOptions::" + why);
   };
+  for (const int layer : options.checkpoint_layers) {
+    if (layer >= 0 && static_cast<std::size_t>(layer) < layers) continue;
+    refuse(fmt::format("checkpoint_layers contains {}; the model has layers 0 to {}", layer,
+                       static_cast<std::int64_t>(layers) - 1));
+  }
+  if (!options.checkpoint_layers.empty() && options.checkpoint == ActivationCheckpoint::kNever)
+    refuse("checkpoint_layers has no effect with ActivationCheckpoint::kNever; set checkpoint, or remove it");
+  if (options.offload && options.checkpoint == ActivationCheckpoint::kNever)
+    refuse("offload copies what checkpointed micro-batches keep; set checkpoint, or remove offload");
+  if (options.offload && !options.checkpoint_layers.empty())
+    refuse("offload copies the inputs of whole layer ranges; remove checkpoint_layers or offload");
   if (options.micro_batches < 1)
     refuse(fmt::format("micro_batches is {}; it must be 1 or more", options.micro_batches));
   if (options.max_in_flight < 0)
@@ -100,11 +114,11 @@ std::string fingerprint(const PlanRequest& request, const Layers& layers, const 
   }
   return text + fmt::format(
                     "balance {}\nowners {}\nreplicas {}\nmicro_batches {}\nschedule {}\ncheckpoint "
-                    "{}\nstaleness {}\nmax_in_flight "
+                    "{}\ncheckpoint_layers {}\noffload {}\nstaleness {}\nmax_in_flight "
                     "{}\nseed {}\n",
                     request.balance, request.workers, options.replicas, options.micro_batches,
                     static_cast<int>(options.schedule), static_cast<int>(options.checkpoint),
-                    options.staleness, options.max_in_flight,
+                    options.checkpoint_layers, options.offload, options.staleness, options.max_in_flight,
                     options.seed ? std::to_string(*options.seed) : "none");
 }
 
@@ -188,10 +202,27 @@ std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipe
   return "";
 }
 
+/// Returns why the layers of this worker cannot offload, or an empty text.
+std::string why_not_offloaded(const LocalPipeline& local) {
+  for (std::size_t layer = 0; layer < local.layers.size(); ++layer) {
+    if (!local.layers[layer].module) continue;
+    for (const at::Tensor& parameter : local.layers[layer].module->parameters()) {
+      if (device::has_streams(parameter.device())) continue;
+      return fmt::format(
+          "PipelineOptions::offload copies activations from a GPU to host memory, but layer '{}' of worker "
+          "'{}' is on "
+          "device {}: remove offload, or construct the layer on a GPU",
+          local.plan.layers[layer], local.worker.name(), parameter.device().str());
+    }
+  }
+  return "";
+}
+
 /// Waits until all workers have an event queue and their layers, so that no message arrives too early.
 void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
   std::string failure = build_own_layers(layers, seed, local);
   if (failure.empty() && local.options.staleness > 0) failure = why_not_versioned(local);
+  if (failure.empty() && local.options.offload) failure = why_not_offloaded(local);
   const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(local) : '-' + failure;
   std::vector<std::string> reports;
   for (const auto& [name, text] : gather(local.worker, mine, local.grid.all_names())) {
@@ -262,12 +293,24 @@ ReplicaGrid make_grid(const Worker& worker, const std::vector<std::vector<std::s
 
 }  // namespace
 
+LocalPipeline make_unconnected(const Worker& worker, const Layers& layers, PipelineOptions options) {
+  fill_in(worker, layers.specs().size(), options);
+  check(options, layers.specs().size());
+  PlanRequest request = plan_request(layers, options);
+  request.workers = owners_by_replica(options.workers, options.replicas, options.balance.size()).front();
+  Plan plan = make_plan(request);
+  LocalPipeline local{worker, std::move(options), std::move(plan)};
+  local.uses = layers.uses();
+  local.layers.resize(layers.specs().size());
+  return local;
+}
+
 LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options) {
   fill_in(worker, layers.specs().size(), options);
   PlanRequest request = plan_request(layers, options);
   // First, because what follows may throw on one worker only.
   const Agreement agreed = agree(worker, fingerprint(request, layers, options), options);
-  check(options);
+  check(options, layers.specs().size());
   const auto owners = owners_by_replica(options.workers, options.replicas, options.balance.size());
   ReplicaGrid grid = make_grid(worker, owners);
   request.workers = owners[static_cast<std::size_t>(grid.mine)];

@@ -11,4 +11,7 @@ namespace torchspan::pipeline {
 /// Error{kInvalid} on all workers if their pipelines differ.
 LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOptions options);
 
+/// The plan and options of replica 0, without layers, and without asking the other workers.
+LocalPipeline make_unconnected(const Worker& worker, const Layers& layers, PipelineOptions options);
+
 }  // namespace torchspan::pipeline

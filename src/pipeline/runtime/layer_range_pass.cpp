@@ -16,30 +16,23 @@ namespace {
 
 bool can_have_gradient(const at::Tensor& tensor) { return tensor.is_floating_point() || tensor.is_complex(); }
 
-/// Detects layers that change an input in place which the repeated forward needs unchanged.
-class InPlaceWatch {
- public:
-  explicit InPlaceWatch(const std::map<int, Activation>& inputs) {
-    for (const auto& [link, activation] : inputs) {
-      for (const c10::IValue& member : activation.batch.members) {
-        if (is_defined_tensor(member))
-          versions_.emplace_back(member.toTensor(), member.toTensor()._version());
-      }
+/// Watches the inputs of a range whose forward is repeated.
+InPlaceWatch watch_inputs(const std::map<int, Activation>& inputs) {
+  InPlaceWatch watch;
+  for (const auto& [link, activation] : inputs) {
+    for (const c10::IValue& member : activation.batch.members) {
+      if (is_defined_tensor(member)) watch.add(member.toTensor());
     }
   }
-  void check() const {
-    for (const auto& [tensor, version] : versions_) {
-      if (static_cast<std::uint32_t>(tensor._version()) == version) continue;
-      throw Error(
-          ErrorKind::kInvalid,
-          "a layer changed the input of a checkpointed layer range in place, so its forward cannot be "
-          "recomputed: make the operation out of place, or use ActivationCheckpoint::kNever");
-    }
-  }
+  return watch;
+}
 
- private:
-  std::vector<std::pair<at::Tensor, std::uint32_t>> versions_;
-};
+void check_unchanged(const InPlaceWatch& watch) {
+  if (!watch.changed()) return;
+  throw Error(ErrorKind::kInvalid,
+              "a layer changed the input of a checkpointed layer range in place, so its forward cannot be "
+              "recomputed: make the operation out of place, or use ActivationCheckpoint::kNever");
+}
 
 /// The device with streams that has all parameters of a layer range; nullopt if there is none.
 std::optional<c10::Device> device_of_layers(const LocalPipeline& local, const LayerRange& range) {
@@ -84,9 +77,9 @@ class NoAutocastCache {
 }  // namespace
 
 LayerRangePass::LayerRangePass(const LocalPipeline& local, int range, int micro_batch, RunMode mode)
-    : local_(local), mode_(mode), runner_(local, range, micro_batch, mode) {
-  if (range == 0) ++missing_inputs_;
-  for (const Link& link : local.plan.links) missing_inputs_ += link.to == range ? 1 : 0;
+    : local_(local), mode_(mode), runner_(local, range, micro_batch, mode), repeated_uses_(local) {
+  if (range == 0) ++missing_.inputs;
+  for (const Link& link : local.plan.links) missing_.inputs += link.to == range ? 1 : 0;
 }
 
 void LayerRangePass::put_input(int link, Activation activation) {
@@ -94,7 +87,7 @@ void LayerRangePass::put_input(int link, Activation activation) {
     throw Error(ErrorKind::kInvalid, fmt::format("micro-batch {} reached layer range {} twice by link {}",
                                                  runner_.micro_batch(), runner_.range_index(), link));
   }
-  --missing_inputs_;
+  --missing_.inputs;
 }
 
 std::map<int, Activation> LayerRangePass::activation_of(LayerRangeOutputs& outputs) const {
@@ -107,7 +100,7 @@ std::map<int, Activation> LayerRangePass::activation_of(LayerRangeOutputs& outpu
       bool wants = false;
       if (is_defined_tensor(member)) {
         const at::Tensor& tensor = member.toTensor();
-        wants = needs_backward_ && (mode_.recompute ? can_have_gradient(tensor) : tensor.requires_grad());
+        wants = needs_backward_ && (repeats_range() ? can_have_gradient(tensor) : tensor.requires_grad());
         activation.batch.members.push_back(tensor.detach());
       } else {
         activation.batch.members.push_back(std::move(member));
@@ -126,37 +119,43 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
   needs_backward_ = mode_.gradients && learns;
   // A graph may begin at the user's own tensors, which are not among the layers' parameters. Where nothing
   // else learns, recording the graph finds them; it costs nothing if there are none.
-  const bool records = mode_.gradients && (!mode_.recompute || !learns);
+  const bool records = mode_.gradients && (!repeats_range() || !learns);
   std::optional<InPlaceWatch> watch;
   if (mode_.recompute && mode_.gradients) {
-    if (!local_.options.seed) random_ = RandomState::capture();
     thread_state_ = ThreadState{};
-    watch.emplace(inputs_);
+    if (repeats_range()) {
+      if (!local_.options.seed) thread_state_->random = RandomState::capture();
+      watch = watch_inputs(inputs_);
+    }
   }
   LayerRangeOutputs outputs;
   {
     const torch::autograd::AutoGradMode mode(records);
     std::optional<NoAutocastCache> uncached;
     if (!records || mode_.recompute) uncached.emplace();
-    outputs = runner_.run(graph_.attach_inputs(inputs_, mode_.gradients), loss_, false);
+    const bool selects = mode_.recompute && mode_.gradients && !repeats_range();
+    outputs = runner_.run(graph_.attach_inputs(inputs_, mode_.gradients), loss_, false,
+                          selects ? &repeated_uses_ : nullptr);
   }
   if (records) {
     graph_.keep_edges(outputs, loss_ ? loss_->weight : 0);
     needs_backward_ = needs_backward_ || graph_.has_edges();
   }
-  if (mode_.recompute) graph_.drop_edges();
+  if (repeats_range()) graph_.drop_edges();
   try {
-    if (watch && needs_backward_) watch->check();
+    if (watch && needs_backward_) check_unchanged(*watch);
   } catch (...) {
     runner_.fail_range("forward");
   }
   if (outputs.loss.defined()) loss_value_ = outputs.loss.detach().item<double>();
   std::map<int, Activation> activation = activation_of(outputs);
   for (const auto& [link, load] : activation) {
-    if (load.wants_any() && !(link == kOutside && loss_)) ++missing_gradients_;
+    if (load.wants_any() && !(link == kOutside && loss_)) ++missing_.gradients;
   }
-  if (!mode_.recompute) {
+  if (!repeats_range()) {
     for (auto& [link, load] : inputs_) load.batch = Batch();  // wants_gradient stays, for the backward
+  } else if (mode_.offloader != nullptr && needs_backward_) {
+    offloaded_.put(*mode_.offloader, inputs_);
   }
   forward_done_ = true;
   return activation;
@@ -168,10 +167,11 @@ void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) 
                 fmt::format("gradients of micro-batch {} arrived twice at layer range {} by link {}",
                             runner_.micro_batch(), runner_.range_index(), link));
   }
-  --missing_gradients_;
+  --missing_.gradients;
 }
 
 void LayerRangePass::recompute() {
+  offloaded_.restore(inputs_);
   KeptBuffers buffers(local_, runner_.range());
   device::AutocastScope autocast;
   const at::ThreadLocalStateGuard state(thread_state_->torch);
@@ -179,9 +179,13 @@ void LayerRangePass::recompute() {
   const torch::autograd::AutoGradMode mode(true);
   const NoAutocastCache uncached;
   const RandomScope outer;
-  if (random_) random_->restore();
-  graph_.keep_edges(runner_.run(graph_.attach_inputs(inputs_, mode_.gradients), loss_, true),
-                    loss_ ? loss_->weight : 0);
+  if (repeats_range()) {
+    if (thread_state_->random) thread_state_->random->restore();
+    graph_.keep_edges(runner_.run(graph_.attach_inputs(inputs_, mode_.gradients), loss_, true),
+                      loss_ ? loss_->weight : 0);
+  } else {
+    repeated_uses_.repeat(runner_);
+  }
   for (auto& [link, activation] : inputs_) activation.batch = Batch();
   recomputed_ = true;
   buffers.restore();

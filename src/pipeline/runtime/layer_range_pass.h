@@ -12,7 +12,9 @@
 
 #include "pipeline/layers/random.h"
 #include "pipeline/runtime/layer_runner.h"
+#include "pipeline/runtime/offloaded_inputs.h"
 #include "pipeline/runtime/pass_graph.h"
+#include "pipeline/runtime/repeated_uses.h"
 
 namespace torchspan::pipeline {
 
@@ -23,7 +25,7 @@ class LayerRangePass {
   LayerRangePass(const LocalPipeline& local, int range, int micro_batch, RunMode mode);
 
   void put_input(int link, Activation activation);
-  bool has_inputs() const { return missing_inputs_ == 0; }
+  bool has_inputs() const { return missing_.inputs == 0; }
 
   /// Runs the layers. Returns the outputs by link; kOutside is the output of the last layer range. Throws an
   /// Error that names the layer and the micro-batch.
@@ -34,11 +36,17 @@ class LayerRangePass {
 
   void put_gradients(int link, std::vector<at::Tensor> gradients);
   /// Whether the forward is done and all gradients that its outputs want have arrived.
-  bool has_gradients() const { return forward_done_ && missing_gradients_ == 0; }
+  bool has_gradients() const { return forward_done_ && missing_.gradients == 0; }
 
-  bool can_recompute() const { return forward_done_ && mode_.recompute && needs_backward_ && !recomputed_; }
+  bool can_recompute() const {
+    return forward_done_ && needs_backward_ && !recomputed_ && (repeats_range() || repeated_uses_.any());
+  }
   /// Repeats the forward and records its graph, before backward().
   void recompute();
+  /// Begins to bring offloaded inputs back, before recompute().
+  void prefetch() { offloaded_.prefetch(); }
+  /// Whether the backward returns a gradient of any input.
+  bool any_input_wants() const;
   /// Accumulates the parameters' gradients; returns those of the inputs, by link, for links that want any.
   std::map<int, std::vector<at::Tensor>> backward();
   /// The same in two parts. This one returns the gradients of the inputs, and keeps what the second part needs; if
@@ -48,11 +56,19 @@ class LayerRangePass {
   void backward_weights();
 
  private:
+  /// Numbers of links whose data has not arrived.
+  struct Missing {
+    int inputs = 0;
+    int gradients = 0;
+  };
+  /// The thread at the forward, for its repetition.
   struct ThreadState {
     at::ThreadLocalState torch;
     device::Autocast autocast = device::Autocast::of_thread();  // `torch` lacks its dtypes
+    std::optional<RandomState> random = {};                     // of a whole range without a seed
   };
-  bool any_input_wants() const;
+  /// Whether the forward of the whole layer range is repeated, and not that of some layers.
+  bool repeats_range() const { return mode_.recompute && local_.options.checkpoint_layers.empty(); }
   void run_graph(const char* phase, const std::function<void()>& part);
   std::map<int, Activation> activation_of(LayerRangeOutputs& outputs) const;
 
@@ -60,8 +76,7 @@ class LayerRangePass {
   const RunMode mode_;
   const LayerRunner runner_;
   PassGraph graph_;
-  int missing_inputs_ = 0;
-  int missing_gradients_ = 0;
+  Missing missing_;
   bool forward_done_ = false;
   bool recomputed_ = false;
   bool needs_backward_ = false;
@@ -69,8 +84,9 @@ class LayerRangePass {
   std::optional<MicroBatchLoss> loss_;
   std::map<int, Activation> inputs_;                  ///< by link
   std::map<int, std::vector<at::Tensor>> gradients_;  ///< of the outputs, by link
-  std::optional<RandomState> random_;                 ///< at the forward, for its repetition
-  std::optional<ThreadState> thread_state_;           ///< at the forward, for its repetition
+  std::optional<ThreadState> thread_state_;
+  RepeatedUses repeated_uses_;
+  OffloadedInputs offloaded_;
 };
 
 }  // namespace torchspan::pipeline

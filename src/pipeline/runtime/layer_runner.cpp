@@ -1,10 +1,13 @@
 #include "pipeline/runtime/layer_runner.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 
 #include <torch/nn/module.h>
 
 #include <torchspan/pipeline/deferred_batch_norm.h>
+
+#include "pipeline/runtime/repeated_uses.h"
 
 namespace torchspan::pipeline {
 
@@ -23,6 +26,14 @@ void LayerRunner::fail_range(const char* phase) const {
   fail(name, phase);
 }
 
+void LayerRunner::fail_use(int order, const char* phase, const char* text) const {
+  try {
+    throw Error(ErrorKind::kInvalid, text);
+  } catch (...) {
+    fail(local_.plan.describe(order), phase);
+  }
+}
+
 /// The random numbers of one use; the loss has the order after the last use. Micro-batches are counted over all
 /// replicas.
 SeededScope LayerRunner::seeded_scope(int order) const {
@@ -32,8 +43,7 @@ SeededScope LayerRunner::seeded_scope(int order) const {
                           : std::nullopt);
 }
 
-Batch LayerRunner::run_use(int order, const Batch& input, std::map<std::string, at::Tensor> pops,
-                           std::map<std::string, at::Tensor>& stashed, bool repeated) const {
+UseOutput LayerRunner::run_use(int order, const UseInput& input, bool repeated) const {
   const LayerUse& use = local_.uses[static_cast<std::size_t>(order)];
   const BuiltLayer& layer = local_.layers[static_cast<std::size_t>(use.layer)];
   try {
@@ -43,18 +53,18 @@ Batch LayerRunner::run_use(int order, const Batch& input, std::map<std::string, 
           statistics->begin_use(order, repeated);
       }
     }
-    Skips skips(std::move(pops), use.stashes);
+    Skips skips(input.pops, use.stashes);
     LayerCache cache;
     if (mode_.cache != nullptr) cache = LayerCache((*mode_.cache)[{order, micro_batch_}]);
-    Batch output;
+    UseOutput output;
     {
       const SeededScope random = seeded_scope(order);
-      output = use.call(layer.object.get(), input, {skips, cache});
+      output.batch = use.call(layer.object.get(), input.batch, {skips, cache});
     }
     if (const std::string unused_keys = skips.unused_keys(); !unused_keys.empty()) {
       throw Error(ErrorKind::kInvalid, "skips: " + unused_keys);
     }
-    stashed = std::move(skips.stashed());
+    output.stashed = std::move(skips.stashed());
     return output;
   } catch (...) {
     fail(local_.plan.describe(order), repeated ? "repeated forward" : "forward");
@@ -76,7 +86,8 @@ at::Tensor LayerRunner::run_loss(const MicroBatchLoss& loss, const Batch& output
 }
 
 LayerRangeOutputs LayerRunner::run(const std::map<int, Activation>& inputs,
-                                   const std::optional<MicroBatchLoss>& loss, bool repeated) const {
+                                   const std::optional<MicroBatchLoss>& loss, bool repeated,
+                                   RepeatedUses* selected) const {
   const Plan& plan = local_.plan;
   LayerRangeOutputs outputs;
   std::map<std::pair<int, std::string>, at::Tensor> aside;  // by the order that pops it, and the name
@@ -87,11 +98,15 @@ LayerRangeOutputs LayerRunner::run(const std::map<int, Activation>& inputs,
   }
   Batch batch = inputs.at(range_ == 0 ? kOutside : range_ - 1).batch;
   for (int order = range().first; order <= range().last; ++order) {
-    std::map<std::string, at::Tensor> pops, stashed;
+    UseInput input{std::move(batch), {}};
     for (const std::string& name : local_.uses[static_cast<std::size_t>(order)].pops) {
-      pops.emplace(name, std::move(aside[{order, name}]));
+      input.pops.emplace(name, std::move(aside[{order, name}]));
     }
-    batch = run_use(order, batch, std::move(pops), stashed, repeated);
+    UseOutput output = selected != nullptr && selected->selects(order)
+                           ? selected->run(*this, order, std::move(input))
+                           : run_use(order, input, repeated);
+    batch = std::move(output.batch);
+    std::map<std::string, at::Tensor>& stashed = output.stashed;
     for (const LocalSkip& skip : plan.local_skips) {
       if (skip.stashed_by == order) aside[{skip.popped_by, skip.name}] = stashed.at(skip.name);
     }
@@ -108,14 +123,18 @@ LayerRangeOutputs LayerRunner::run(const std::map<int, Activation>& inputs,
 
 bool LayerRunner::any_layer_learns() const {
   for (int order = range().first; order <= range().last; ++order) {
-    const LayerUse& use = local_.uses[static_cast<std::size_t>(order)];
-    const auto& module = local_.layers[static_cast<std::size_t>(use.layer)].module;
-    if (!module) continue;
-    for (const at::Tensor& parameter : module->parameters()) {
-      if (parameter.requires_grad()) return true;
-    }
+    if (layer_learns(order)) return true;
   }
   return false;
+}
+
+bool LayerRunner::layer_learns(int order) const {
+  const LayerUse& use = local_.uses[static_cast<std::size_t>(order)];
+  const auto& module = local_.layers[static_cast<std::size_t>(use.layer)].module;
+  if (!module) return false;
+  const std::vector<at::Tensor> parameters = module->parameters();
+  return std::any_of(parameters.begin(), parameters.end(),
+                     [](const at::Tensor& parameter) { return parameter.requires_grad(); });
 }
 
 }  // namespace torchspan::pipeline

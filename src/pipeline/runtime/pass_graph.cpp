@@ -17,6 +17,7 @@ class PassGraph::InputNode final : public torch::autograd::Node {
     return {};
   }
   std::string name() const override { return "torchspan::pipeline::Received"; }
+  void drop() { gradients_.clear(); }
   at::Tensor gradient(std::uint32_t input) const {
     return input < gradients_.size() ? gradients_[input] : at::Tensor();
   }
@@ -57,6 +58,12 @@ void PassGraph::keep_edges(const LayerRangeOutputs& outputs, double loss_weight)
 void PassGraph::drop_edges() {
   exits_.clear();
   loss_edge_ = {};
+}
+
+/// Nodes that wait for the second part of a backward own the input node.
+void PassGraph::drop_inputs() {
+  static_cast<InputNode*>(input_node_.get())->drop();
+  input_node_ = {};
 }
 
 PassGraph::Roots PassGraph::take_roots(std::map<int, std::vector<at::Tensor>>& gradients) const {

@@ -27,7 +27,7 @@ class PassGraph {
   bool has_edges() const { return !exits_.empty() || loss_edge_.is_valid(); }
   void drop_edges();
   /// Frees the inputs' gradients.
-  void drop_inputs() { input_node_ = {}; }
+  void drop_inputs();
   /// Runs the backward from the edges with gradients, which are by link and member.
   void backward(std::map<int, std::vector<at::Tensor>>& gradients);
   /// The same in two parts: this one computes the gradients of the inputs, and afterwards drops the edges.

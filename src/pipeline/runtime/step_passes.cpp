@@ -7,14 +7,14 @@ namespace torchspan::pipeline {
 using schedule::ActionKind;
 
 StepPasses::StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions,
-                       CacheTensors* cache)
+                       const PassResources& resources)
     : local_(local),
       id_(begin.id),
       micro_batches_(static_cast<int>(begin.rows.size())),
       random_step_(begin.random_step),
       has_backwards_(has_backwards(begin.kind)),
       actions_(actions),
-      cache_(cache) {}
+      resources_(resources) {}
 
 LayerRangePass& StepPasses::at(int range, int micro_batch) {
   auto& slot = passes_[{range, micro_batch}];
@@ -24,7 +24,8 @@ LayerRangePass& StepPasses::at(int range, int micro_batch) {
     const bool recompute = has_backwards_ && (checkpoint == ActivationCheckpoint::kAlways ||
                                               (checkpoint == ActivationCheckpoint::kExceptLast && !last));
     slot = std::make_unique<LayerRangePass>(
-        local_, range, micro_batch, RunMode{id_.step, has_backwards_, recompute, cache_, random_step_});
+        local_, range, micro_batch,
+        RunMode{id_.step, has_backwards_, recompute, resources_.cache, random_step_, resources_.offloader});
   }
   return *slot;
 }

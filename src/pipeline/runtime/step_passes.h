@@ -11,12 +11,19 @@
 
 namespace torchspan::pipeline {
 
+/// What the passes of a step use besides the pipeline; see RunMode.
+struct PassResources {
+  CacheTensors* cache = nullptr;
+  device::Offloader* offloader = nullptr;
+};
+
 /// The passes of one step on this worker. Routes activations and gradients between them and to other workers,
 /// and reports the actions that become ready. Used by the training thread.
 class StepPasses {
  public:
-  /// `cache` holds the state of layers; null: none.
-  StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions, CacheTensors* cache);
+  /// `resources` are those of the mode of all passes.
+  StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions,
+             const PassResources& resources);
 
   /// The pass of a micro-batch through a layer range of this worker; created at its first use.
   LayerRangePass& at(int range, int micro_batch);
@@ -50,7 +57,7 @@ class StepPasses {
   const std::uint64_t random_step_;
   const bool has_backwards_;
   ReadyActions& actions_;
-  CacheTensors* const cache_;
+  const PassResources resources_;
   std::map<std::pair<int, int>, std::unique_ptr<LayerRangePass>> passes_;  ///< by layer range, micro-batch
 };
 

@@ -20,7 +20,8 @@ struct StepWork {
   Batch target;                            ///< on the worker of the last layer range, if there is a loss
   const Loss* loss = nullptr;
   Future<void> before_first_backward = {};
-  Cache::State* cache = nullptr;  ///< that the step continues; null: none
+  Cache::State* cache = nullptr;           ///< that the step continues; null: none
+  device::Offloader* offloader = nullptr;  ///< of activations; null: they stay where they are
 };
 
 /// The data of one step on one worker.
@@ -30,7 +31,7 @@ struct StepState {
         split(work.begin.rows),
         actions(local, work.begin, work.table),
         cache(work.cache != nullptr ? work.cache->tensors() : CacheTensors()),
-        passes(local, work.begin, actions, work.cache != nullptr ? &cache : nullptr),
+        passes(local, work.begin, actions, {work.cache != nullptr ? &cache : nullptr, work.offloader}),
         input(local, work.begin, std::move(work.input)),
         output(split.micro_batches()),
         record(local, work.begin),

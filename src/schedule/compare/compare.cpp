@@ -117,6 +117,7 @@ std::vector<Costs> divide_costs(const std::vector<Costs>& by_rank, const std::ve
     cost.weight_gradient /= parts;
     cost.activation /= parts;
     if (cost.weight_input) *cost.weight_input /= parts;
+    cost.recomputation /= parts;
     costs.push_back(cost);
   }
   return costs;

@@ -53,6 +53,19 @@ TEST(Compare, ExplainsWhatIsNotDefined) {
                                                 HasSubstr("dual_pipe_v: micro_batches is 7")));
 }
 
+TEST(Compare, ALimitInBytesCountsTheGraphOfARepeatedForward) {
+  // Inputs of 1 MiB, and a graph of 8 MiB while one micro-batch's backward runs.
+  constexpr double kMiB = 1024.0 * 1024;
+  const std::vector<Costs> costs = {
+      {.activation = kMiB, .weight_input = kMiB / 3, .recomputation = 8 * kMiB}};
+  const Comparison comparison =
+      compare({.ranks = 3, .micro_batches = 8, .costs = costs, .memory_limit = 11 * kMiB});
+  EXPECT_TRUE(candidate_of(comparison, "1f1b").fits);
+  EXPECT_FALSE(candidate_of(comparison, "gpipe").fits);
+  EXPECT_TRUE(candidate_of(comparison, "zero-bubble").fits);
+  EXPECT_THROW(compare({.ranks = 3, .micro_batches = 8, .costs = costs, .memory_limit = 8.5 * kMiB}), Error);
+}
+
 TEST(Compare, OneRankHasNothingToWaitFor) {
   const Comparison comparison = compare({.ranks = 1, .micro_batches = 3, .costs = unit_costs()});
   EXPECT_EQ(in_units(comparison.candidates.front().timeline.makespan), 9);
@@ -82,7 +95,8 @@ TEST(Compare, CostsAreDividedAmongTheStagesOfARank) {
                                        .weight_gradient = Duration{90},
                                        .transfer = Duration{7},
                                        .activation = 3,
-                                       .weight_input = 1.5},
+                                       .weight_input = 1.5,
+                                       .recomputation = 6},
                                       {.forward = Duration{5}}};
   const auto costs = divide_costs(by_rank, {0, 1, 0, 0});
   ASSERT_EQ(costs.size(), 4u);
@@ -93,6 +107,7 @@ TEST(Compare, CostsAreDividedAmongTheStagesOfARank) {
     EXPECT_EQ(costs[stage].transfer, Duration{7});
     EXPECT_EQ(costs[stage].activation, 1);
     EXPECT_EQ(costs[stage].weight_input, 0.5);
+    EXPECT_EQ(costs[stage].recomputation, 2);
   }
   EXPECT_EQ(costs[1].forward, Duration{5});
   EXPECT_EQ(costs[1].weight_input, std::nullopt);

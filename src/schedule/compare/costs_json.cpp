@@ -10,7 +10,7 @@ double in_milliseconds(Duration time) { return std::chrono::duration<double, std
 
 }  // namespace
 
-std::string costs_json(const std::vector<Costs>& costs) {
+std::string costs_json(const std::vector<Costs>& costs, MemoryUnit unit) {
   std::string stages;
   for (const Costs& cost : costs) {
     stages += fmt::format(
@@ -19,9 +19,11 @@ std::string costs_json(const std::vector<Costs>& costs) {
         stages.empty() ? "" : ",", in_milliseconds(cost.forward), in_milliseconds(cost.input_gradient),
         in_milliseconds(cost.weight_gradient), in_milliseconds(cost.transfer), cost.activation);
     if (cost.weight_input) stages += fmt::format(", \"weight_input\": {}", *cost.weight_input);
+    if (cost.recomputation > 0) stages += fmt::format(", \"recomputation\": {}", cost.recomputation);
     stages += "}";
   }
-  return "{\"stages\": [" + stages + "\n]}\n";
+  const std::string memory = unit == MemoryUnit::kBytes ? "\"memory\": \"bytes\", " : "";
+  return "{" + memory + "\"stages\": [" + stages + "\n]}\n";
 }
 
 }  // namespace torchspan::schedule

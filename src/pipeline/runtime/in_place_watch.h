@@ -1,0 +1,28 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+namespace torchspan::pipeline {
+
+/// Detects layers that change a tensor in place which a repeated forward needs unchanged.
+class InPlaceWatch {
+ public:
+  void add(const at::Tensor& tensor) { versions_.emplace_back(tensor, version_of(tensor)); }
+  bool changed() const {
+    return std::any_of(versions_.begin(), versions_.end(),
+                       [](const auto& watched) { return version_of(watched.first) != watched.second; });
+  }
+
+ private:
+  static std::uint32_t version_of(const at::Tensor& tensor) {
+    return static_cast<std::uint32_t>(tensor._version());
+  }
+  std::vector<std::pair<at::Tensor, std::uint32_t>> versions_;
+};
+
+}  // namespace torchspan::pipeline
