@@ -1,6 +1,7 @@
 #include "collective/shm/shm_backend.h"
 
 #include <algorithm>
+#include <cstring>
 #include <fmt/format.h>
 
 #include <ATen/Functions.h>
@@ -264,6 +265,36 @@ Future<at::Tensor> ShmBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduct
 
 Future<std::vector<at::Tensor>> ShmBackend::all_gather(at::Tensor tensor) {
   return gather_dense(*op_queue_, call_of(Verb::kAllGather), tensor);
+}
+
+/// Each rank's bytes go to their place in `output` at once, without staging those that are in shared memory. All ranks
+/// see all shapes, so all of them notice a difference, and none of them stops.
+Future<at::Tensor> ShmBackend::all_gather_into(at::Tensor output, at::Tensor tensor) {
+  const at::Tensor work = plain(tensor), target = plain(output);
+  auto operation = describe_tensor(call_of(Verb::kAllGather), work);
+  place(op_queue_->memory(), *operation);
+  const auto trouble = std::make_shared<std::string>();
+  operation->begin = [algorithms = &op_queue_->algorithms(), trouble, sizes = work.sizes().vec(),
+                      item = static_cast<std::size_t>(work.element_size()), to = piece_of(target).data,
+                      self = static_cast<std::size_t>(rank()), own = operation->pieces[0]] {
+    std::vector<FetchRange> wants;
+    for (std::size_t rank = 0; rank < algorithms->calls().size(); ++rank) {
+      const std::vector<std::int64_t> theirs = get_sizes(algorithms->calls()[rank], item);
+      if (trouble->empty() && theirs != sizes) *trouble = different_shapes(rank, theirs, sizes);
+      wants.emplace_back();
+      if (rank != self) wants.back().into = {{to + rank * own.size, own.size}};
+    }
+    if (!trouble->empty()) {
+      wants.assign(wants.size(), FetchRange());
+    } else if (own.size > 0 && to + self * own.size != own.data) {
+      std::memcpy(to + self * own.size, own.data, own.size);
+    }
+    return algorithms->fetch(std::move(wants), {own});
+  };
+  return submit<at::Tensor>(*op_queue_, std::move(operation), [work, target, output, trouble] {
+    if (!trouble->empty()) throw Error(ErrorKind::kInvalid, *trouble);
+    return put_back(target, output);
+  });
 }
 
 Future<std::vector<at::Tensor>> ShmBackend::coalesced(CoalescedCall coalesced, at::Tensor flat) {
