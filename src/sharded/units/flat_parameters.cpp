@@ -16,7 +16,7 @@ FlatParameters::FlatParameters(const std::vector<NamedParameter>& parameters, Fl
     : layout_(std::move(layout)), group_(std::move(terms.group)), pool_(std::move(terms.pool)) {
   const at::NoGradGuard no_grad;
   const at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
-  part_ = at::zeros({layout_.part_size()}, options);
+  part_ = shared_or_private(group_, layout_.part_size(), options).zero_();
   full_ = at::empty({layout_.size()}, options.dtype(terms.compute));
   whole_ = pool_->take(layout_.size(), options);
   whole_.zero_();
@@ -136,9 +136,10 @@ std::vector<PartGather> FlatParameters::gather_into(const at::Tensor& flat) cons
   std::vector<PartGather> gathers;
   const std::vector<Segment>& segments = layout_.segments();
   for (auto segment = segments.rbegin(); segment != segments.rend(); ++segment) {
-    own_chunk(flat, *segment).copy_(in_part(*segment));
+    at::Tensor part = in_part(*segment);
+    if (part.scalar_type() != flat.scalar_type()) part = own_chunk(flat, *segment).copy_(part);
     gathers.emplace_back(group_, flat.narrow(0, segment->begin, segment->chunk * group_.size()),
-                         segment->chunk);
+                         std::move(part));
   }
   return gathers;
 }

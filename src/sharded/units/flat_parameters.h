@@ -54,6 +54,8 @@ class FlatParameters {
   void begin_gather();
   void end_gather();
   bool is_gathered() const { return gathered_; }
+  /// Between begin_gather() and end_gather().
+  bool is_gathering() const { return !gathers_.empty(); }
   /// Collective: the parameters are whole in their own dtype until end_whole(), which keeps the changes of this rank's
   /// part. Parameters that are computed with in another dtype must not be gathered in between.
   void begin_whole();
@@ -84,7 +86,8 @@ class FlatParameters {
   const collective::Group group_;
   const std::shared_ptr<BufferPool> pool_;
   std::vector<Entry> entries_;
-  at::Tensor part_;    ///< this rank's chunks of all segments
+  at::Tensor
+      part_;  ///< this rank's chunks of all segments, in memory that the other ranks read if there is any
   at::Tensor full_;    ///< one storage for good, whose memory comes and goes: graphs may hold views of it
   at::Tensor memory_;  ///< of full_ while gathered or gathering
   at::Tensor whole_;   ///< all values in the parameters' own dtype, before divide() and after begin_whole()

@@ -189,7 +189,7 @@ TEST(ZeroRedundancy, StepsGroupsWithSeparateOptions) {
   });
 }
 
-// peer: zero test_ddp_zero_overlap*: differs: no overlap with the backward pass; every step is exact
+// peer: zero test_zero_join_cpu: same
 TEST(ZeroRedundancy, StepsForRanksThatHaveRunOutOfBatches) {
   on_ranks(3, [&](const Rank& self) {
     Net mine, replica;
