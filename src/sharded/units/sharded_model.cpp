@@ -162,7 +162,8 @@ std::shared_ptr<Unit> ShardedModel::begin_unit(const std::shared_ptr<Unit>& unit
 
 void ShardedModel::leave_forward() {
   if (!forwards_.empty()) forwards_.pop_back();
-  if (forwards_.empty()) in_forward_ = false;
+  if (!forwards_.empty() || !std::exchange(in_forward_, false)) return;
+  for (const auto& unit : units_) unit->drop_prefetch();
 }
 
 ShardedModel::Pass& ShardedModel::pass_of(engine::GradientSink& sink) {
@@ -191,11 +192,14 @@ void ShardedModel::enter_backward(engine::GradientSink& sink, const RecordPtr& r
   }
   Pass& pass = pass_of(sink);
   record->entered = sink.end();
+  for (const Open& open : pass.open) {
+    if (open.stream) open.stream->pass_point(groups_.all());
+  }
   record->unit->acquire();
   if (gradients.all) record->unit->add_nodes(gradients);
   std::unique_ptr<GradientStream> stream;
   if (record->synchronize)
-    stream = std::make_unique<GradientStream>(*record->unit, /*early=*/!record->contains_units);
+    stream = std::make_unique<GradientStream>(*record->unit, /*alone=*/!record->contains_units);
   pass.open.push_back({record, gradients.all, std::move(stream)});
   pass.reduces = pass.reduces || record->synchronize;
   if (options_.prefetch && record->before) record->before->prefetch();
