@@ -362,4 +362,27 @@ at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
       data, sizes, [block = std::move(block)](void*) {}, at::TensorOptions().dtype(dtype));
 }
 
+std::vector<std::byte*> ShmBackend::peer_memory_of(const at::Tensor& mine) {
+  const GroupMemory& memory = op_queue_->memory();
+  const auto place =
+      mine.is_contiguous() ? memory.place_of(mine.data_ptr(), mine.nbytes()) : std::optional<std::uint64_t>();
+  ByteWriter writer;
+  writer.put(static_cast<std::uint8_t>(place ? 1 : 0));
+  writer.put(place.value_or(0));
+  writer.put(static_cast<std::uint64_t>(mine.nbytes()));
+  std::vector<std::byte*> places;
+  int rank = 0;
+  for (const Bytes& answer : all_gather_bytes(writer.take(), Duration::zero())) {
+    ByteReader reader(answer);
+    const bool is_shared = reader.get<std::uint8_t>() != 0;
+    Call call;
+    call.place = reader.get<std::uint64_t>();
+    call.bytes = reader.get<std::uint64_t>();
+    reader.expect_end();
+    if (!is_shared || call.bytes != mine.nbytes()) return {};
+    places.push_back(memory.place(rank++, call));
+  }
+  return places;
+}
+
 }  // namespace torchspan::collective::shm

@@ -1,8 +1,10 @@
 // Parts of parameters in memory that the ranks share, and ranks that have none left.
+#include <functional>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/core/grad_mode.h>
 
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
@@ -69,7 +71,8 @@ void expect_close(const RandomNet& net, const RandomNet& wanted) {
 void train_fully_sharded(const Rank& self, const collective::Group& group, const RandomNet& wanted) {
   for (const std::size_t alone : {std::size_t{1}, std::size_t{1} << 20}) {
     RandomNet net = net_of();
-    FullyShardedDataParallel<RandomNet> model(net, group, {.alone_bytes = alone});
+    const std::size_t mapped = alone == 1 ? 1 : 0;
+    FullyShardedDataParallel<RandomNet> model(net, group, {.alone_bytes = alone, .mapped_bytes = mapped});
     optim::Optimizer sgd(*net, optim::SGD({.lr = 0.05}));
     train(model, self.rank, [&] {
       sgd.step();
@@ -106,9 +109,84 @@ TEST(ShardedMemory, ARankWithoutSharedMemoryKeepsItsPartsInItsOwn) {
   }
 }
 
-TEST(ShardedMemory, PartsInSharedMemoryAreGatheredWithoutStaging) {
+TEST(ShardedMemory, PartsAreCopiedOnceOrReadInPlace) {
   const RandomNet wanted = trained_alone();
   on_shared_memory_ranks(kSize, [&](const Rank& self) { train_fully_sharded(self, self.group, wanted); });
+}
+
+TEST(ShardedMemory, StatisticsSayWhetherPartsAreReadInPlace) {
+  on_shared_memory_ranks(kSize, [&](const Rank& self) {
+    const at::NoGradGuard no_grad;
+    for (const std::size_t mapped : {std::size_t{0}, std::size_t{1}, std::size_t{1} << 20}) {
+      FullyShardedDataParallel<RandomNet> model(net_of(), self.group, {.mapped_bytes = mapped});
+      model(values({3, kWidth}, 0), std::vector<std::size_t>{});
+      EXPECT_EQ(model.stats().mapped_bytes > 0, mapped == 1);
+    }
+  });
+}
+
+/// A layer that is late on some ranks.
+struct LateImpl : testing::DenseImpl {
+  using DenseImpl::DenseImpl;
+  at::Tensor forward(const at::Tensor& x) {
+    if (at_forward) at_forward();
+    return DenseImpl::forward(x);
+  }
+  std::function<void()> at_forward;
+};
+TORCH_MODULE(Late);
+
+TEST(ShardedMemory, PartsDoNotChangeWhileAnotherRankReadsThem) {
+  for (const bool reduces : {true, false}) {
+    on_shared_memory_ranks(kSize, [&](const Rank& self) {
+      Sharded<Late> net(3);
+      Late alone(3);
+      FullyShardedDataParallel<Sharded<Late>> model(net, self.group, {.mapped_bytes = 1});
+      if (self.rank == 1) {  // rank 0 has all elements of so small a unit
+        net->at_forward = [&] {
+          for (int i = 0; i < 20000; ++i) self.runtime.executor.yield();
+        };
+      }
+      const auto step_on = [&](int step) {
+        const at::AutoGradMode grad_mode(step % 2 == 1);
+        const at::Tensor x = values({3, kWidth}, step);
+        const at::Tensor y = model(x);
+        EXPECT_TRUE(at::equal(y, alone->forward(x))) << step;
+        if (step % 2 == 1) y.sum().backward();
+        const at::NoGradGuard no_grad;
+        for (const at::Tensor& part : net->parameters()) part.add_(1);
+        for (const at::Tensor& parameter : alone->parameters()) parameter.add_(1);
+      };
+      for (int step = 0; step < 8; ++step) {
+        if (reduces) {
+          step_on(step);
+        } else {
+          const auto local = model.no_sync();
+          step_on(step);
+        }
+      }
+    });
+  }
+}
+
+TEST(ShardedMemory, WholeParametersAreCopiesOfWhichEachRankKeepsItsPart) {
+  const auto body = [](const Rank& self) {
+    const at::NoGradGuard no_grad;
+    RandomNet net = net_of(), alone = net_of();
+    FullyShardedDataParallel<RandomNet> model(net, self.group, {.mapped_bytes = 1});
+    const at::Tensor x = values({3, kWidth}, 0);
+    model.with_full_parameters([&] {
+      if (self.rank == 0) {
+        EXPECT_TRUE(at::equal(model(x, std::vector<std::size_t>{}), alone->forward(x, {})));
+      }
+      for (const at::Tensor& parameter : net->parameters()) parameter.add_(1);
+    });
+    for (const at::Tensor& parameter : alone->parameters()) parameter.add_(1);
+    EXPECT_TRUE(at::equal(model(x, std::vector<std::size_t>{}), alone->forward(x, {})));
+    model.with_full_parameters([&] { expect_close(net, alone); });
+  };
+  on_ranks(kSize, body);
+  on_shared_memory_ranks(kSize, body);
 }
 
 TEST(ShardedMemory, WhenTheGroupHasNoneLeftEveryRankGetsTheError) {
