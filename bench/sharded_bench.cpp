@@ -85,10 +85,15 @@ Side make_side(const std::string& kind, std::int64_t width, const collective::Gr
       optimizer->step();
     };
   };
-  if (kind == "ddp" || kind == "zero") {
+  if (kind == "ddp") {
     auto model = std::make_shared<DistributedDataParallel<Net>>(net, group);
-    if (kind == "zero") return {step_of(model, std::make_shared<ZeroRedundancyOptimizer>(*model, adam))};
     return {step_of(model, std::make_shared<optim::Optimizer>(*net, adam))};
+  }
+  if (kind.starts_with("zero")) {
+    auto model = std::make_shared<DistributedDataParallel<Net>>(net, group);
+    const sharded::ZeroOptions options{.divide_gradients = kind == "zero_divided",
+                                       .overlap_forward = kind == "zero_overlap"};
+    return {step_of(model, std::make_shared<ZeroRedundancyOptimizer>(*model, adam, options))};
   }
   auto model = std::make_shared<FullyShardedDataParallel<Net>>(
       net, group, sharded::FullyShardedOptions{.reshard_after_forward = kind == "fully"});
@@ -114,7 +119,7 @@ void run_memory(Session& session, const std::string& kind) {
 void run_steps(Session& session) {
   std::map<std::string, Side> sides;
   std::map<std::string, std::vector<double>> samples;
-  for (const char* kind : {"ddp", "zero", "fully", "kept"})
+  for (const char* kind : {"ddp", "zero", "zero_divided", "zero_overlap", "fully", "kept"})
     sides[kind] = make_side(kind, kNarrow, session.group());
   for (int round = 0; round < 25; ++round) {
     for (auto& [kind, side] : sides) {
@@ -164,7 +169,7 @@ void conduct(const std::string& only) {
     for (const auto& [kind, value] : steps) add("sharded/step/" + kind, "us", value, steps.at("ddp"));
   }
   double ddp = 0;
-  for (const char* kind : {"ddp", "zero", "kept", "fully"}) {
+  for (const char* kind : {"ddp", "zero", "zero_divided", "kept", "fully"}) {
     const std::string name = std::string("sharded/memory/") + kind;
     if (!name.starts_with(only) && !only.starts_with(name)) continue;
     auto figures = measure(kind, 4);

@@ -7,6 +7,7 @@
 
 #include <torchspan/collective/group.h>
 
+#include "collective/api/gathers_in_place.h"
 #include "collective/coalesced.h"
 #include "collective/operation_log.h"
 #include "collective/point_to_point/point_to_point.h"
@@ -190,18 +191,20 @@ Future<at::Tensor> Group::all_gather_into_tensor(at::Tensor output, at::Tensor t
   check_tensor(*backend_, "all_gather_into_tensor", tensor);
   check_tensor(*backend_, "all_gather_into_tensor", output);
   check_output("all_gather_into_tensor", output, tensor, size());
+  const std::uint64_t bytes = logged_bytes(tensor);
+  if (auto* in_place = dynamic_cast<GathersInPlace*>(backend_.get())) {
+    return logged(log_, "all_gather_into_tensor", bytes,
+                  [&] { return in_place->all_gather_into(std::move(output), std::move(tensor)); });
+  }
   const auto stacked_into = [output,
                              sizes = tensor.sizes().vec()](const Future<std::vector<at::Tensor>>& done) {
     const std::vector<at::Tensor> all = done.wait();
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
-      check(all[rank].sizes() == at::IntArrayRef(sizes),
-            fmt::format("all_gather_into_tensor needs tensors of one shape, but that of rank {} is {} and "
-                        "this rank's {}: use all_gather()",
-                        rank, text_of(all[rank].sizes()), text_of(sizes)));
+      check(all[rank].sizes() == at::IntArrayRef(sizes), different_shapes(rank, all[rank].sizes(), sizes));
     }
     return put_back(at::stack(all).view(output.sizes()), output);
   };
-  return logged(log_, "all_gather_into_tensor", logged_bytes(tensor),
+  return logged(log_, "all_gather_into_tensor", bytes,
                 [&] { return backend_->all_gather(tensor).then(stacked_into); });
 }
 

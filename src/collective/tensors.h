@@ -1,4 +1,7 @@
 #pragma once
+#include <cstddef>
+#include <string>
+
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
@@ -10,5 +13,7 @@ at::Tensor plain(const at::Tensor& tensor);
 /// Copies a result to the caller's tensor, unless they share memory, and increments that tensor's version.
 /// Returns it. Autograd does not record this.
 at::Tensor put_back(const at::Tensor& worked_on, const at::Tensor& tensor);
+/// The error of an all_gather_into_tensor() whose tensor on `rank` has another shape than this rank's.
+std::string different_shapes(std::size_t rank, at::IntArrayRef theirs, at::IntArrayRef own);
 
 }  // namespace torchspan::collective

@@ -1,7 +1,5 @@
 // How all ranks behave when shared memory is full on one rank.
-#include <atomic>
 #include <gtest/gtest.h>
-#include <memory>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
@@ -9,63 +7,13 @@
 #include <torchspan/core/error.h>
 
 #include "data_parallel/toy_model.h"
+#include "tests/support/scarce_backend.h"
 
 namespace torchspan::data_parallel::memory_test {
 namespace {
 
 using namespace testing;
-
-/// Wraps a backend; after `left` allocations, further ones fail.
-class ScarceBackend final : public collective::Backend {
- public:
-  using Left = std::shared_ptr<std::atomic<int>>;
-  ScarceBackend(std::shared_ptr<collective::Backend> inner, Left left)
-      : inner_(std::move(inner)), left_(std::move(left)) {}
-
-  std::string name() const override { return inner_->name(); }
-  int rank() const override { return inner_->rank(); }
-  const std::vector<int>& ranks() const override { return inner_->ranks(); }
-  Runtime& runtime() const override { return inner_->runtime(); }
-  std::shared_ptr<Backend> split(int color, int key) override {
-    return std::make_shared<ScarceBackend>(inner_->split(color, key), left_);
-  }
-  Future<at::Tensor> all_reduce(at::Tensor tensor, collective::ReduceOp reduction) override {
-    return inner_->all_reduce(std::move(tensor), reduction);
-  }
-  Future<at::Tensor> reduce_scatter(at::Tensor tensor, collective::ReduceOp reduction) override {
-    return inner_->reduce_scatter(std::move(tensor), reduction);
-  }
-  Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override {
-    return inner_->all_gather(std::move(tensor));
-  }
-  Future<at::Tensor> broadcast(at::Tensor tensor, int root) override {
-    return inner_->broadcast(std::move(tensor), root);
-  }
-  Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override {
-    return inner_->all_to_all(std::move(parts));
-  }
-  std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override {
-    return inner_->all_gather_bytes(mine, timeout);
-  }
-  void barrier(Duration timeout) override { inner_->barrier(timeout); }
-  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override {
-    if (left_->fetch_sub(1) <= 0) throw Error(ErrorKind::kOverloaded, "the shared memory is full");
-    return inner_->allocate(sizes, dtype);
-  }
-  void abort(const Error& cause) override { inner_->abort(cause); }
-
- private:
-  const std::shared_ptr<collective::Backend> inner_;
-  const Left left_;
-};
-
-constexpr int kPlenty = 1 << 20;
-
-struct Scarce {
-  explicit Scarce(const Rank& self) : group(std::make_shared<ScarceBackend>(self.group.backend(), left)) {}
-  ScarceBackend::Left left = std::make_shared<std::atomic<int>>(kPlenty);
-  collective::Group group;
-};
+using torchspan::testing::Scarce;
 
 /// The order in which gradients arrive: the reverse of that of the first buckets.
 at::Tensor chain(const Tensors& parameters, int rank) {
@@ -80,7 +28,7 @@ TEST(ScarceMemory, WhenBucketsAreRebuiltKeepsTheFirstBucketsOnAllRanks) {
       on_ranks(
           3,
           [&](const Rank& self) {
-            Scarce scarce(self);
+            Scarce scarce(self.group);
             const Tensors parameters{leaf({10}), leaf({10}), leaf({10})};
             Reducer reducer(named(parameters), scarce.group,
                             {.bucket_cap_mb = 1e-6, .first_bucket_mb = 1e-6});
@@ -89,7 +37,7 @@ TEST(ScarceMemory, WhenBucketsAreRebuiltKeepsTheFirstBucketsOnAllRanks) {
             for (int i = 0; i < 4; ++i) {
               zero(parameters, i % 2 == 1);
               step(reducer, chain(parameters, self.rank));
-              *scarce.left = kPlenty;
+              *scarce.left = Scarce::kPlenty;
               EXPECT_EQ(reducer.stats().rebuilt, short_of == 0);
               EXPECT_EQ(reducer.stats().bucket_parameters == before, short_of > 0);
               Tensors copies;
@@ -107,13 +55,13 @@ TEST(ScarceMemory, WhenBucketsAreRebuiltKeepsTheFirstBucketsOnAllRanks) {
 
 TEST(ScarceMemory, AtTheStartIsReportedToAllRanks) {
   on_ranks(3, [](const Rank& self) {
-    Scarce scarce(self);
+    Scarce scarce(self.group);
     const Tensors parameters{leaf({10}), leaf({10})};
     if (self.rank == 2) *scarce.left = 1;
     const std::string text = error_text([&] { Reducer reducer(named(parameters), scarce.group); });
     EXPECT_NE(text.find("rank 2 cannot begin"), std::string::npos) << text;
     EXPECT_NE(text.find("the shared memory is full"), std::string::npos) << text;
-    *scarce.left = kPlenty;
+    *scarce.left = Scarce::kPlenty;
     Reducer reducer(named(parameters), scarce.group);
     step(reducer, loss_of(parameters, self.rank, 0));
     expect_close(parameters[0].grad(), expected(parameters, 3, 0)[0], 1e-6);

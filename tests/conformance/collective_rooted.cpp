@@ -84,16 +84,47 @@ TEST_P(CollectiveRooted, ReducesToEveryRoot) {
 // peer: c10d `test_all_gather_into_tensor_{cat,stack}_gloo`: same
 TEST_P(CollectiveRooted, GathersIntoOneTensor) {
   run([&](Group& group) {
-    for (const std::int64_t rows : {1L, 7L, 30001L}) {
+    for (const std::int64_t rows : {1L, 7L, 90001L}) {
       const auto inputs = random_inputs(ranks(), {rows, 3}, at::kFloat, rows);
       at::Tensor joined = at::zeros({rows * ranks(), 3}), stacked = at::zeros({ranks(), rows, 3});
       EXPECT_TRUE(group.all_gather_into_tensor(joined, inputs[group.rank()]).wait().is_same(joined));
       group.all_gather_into_tensor(stacked, inputs[group.rank()]).wait();
       EXPECT_TRUE(same_bits(joined, at::cat(inputs)));
       EXPECT_TRUE(same_bits(stacked, at::stack(inputs)));
+      at::Tensor strided = at::zeros({3, rows * ranks()}).t();
+      group.all_gather_into_tensor(strided, inputs[group.rank()]).wait();
+      EXPECT_TRUE(same_bits(strided.contiguous(), at::cat(inputs)));
+      // From this rank's part of the output, in memory of its own and in the group's.
+      for (const at::Tensor& whole :
+           {at::zeros({ranks(), rows, 3}), group.allocate({ranks(), rows, 3}, at::kFloat).zero_()}) {
+        whole[group.rank()].copy_(inputs[group.rank()]);
+        group.all_gather_into_tensor(whole, whole[group.rank()]).wait();
+        EXPECT_TRUE(same_bits(whole, at::stack(inputs)));
+        const at::Tensor other = at::zeros_like(whole);
+        group.all_gather_into_tensor(other, whole[group.rank()]).wait();
+        EXPECT_TRUE(same_bits(other, at::stack(inputs)));
+      }
     }
     EXPECT_THROW(group.all_gather_into_tensor(at::zeros({ranks() + 1, 2}), at::ones({2})), Error);
     EXPECT_THROW(group.all_gather_into_tensor(at::zeros({ranks(), 2}, at::kInt), at::ones({2})), Error);
+  });
+}
+
+TEST_P(CollectiveRooted, GathersOnlyTensorsOfOneShapeIntoOneTensor) {
+  if (ranks() == 1) return;
+  run([&](Group& group) {
+    for (const std::int64_t base : {2L, 30000L}) {
+      const std::int64_t rows = base + (group.rank() == 1 ? 1 : 0);
+      const at::Tensor output = at::zeros({rows * ranks(), 3});
+      try {
+        group.all_gather_into_tensor(output, at::ones({rows, 3})).wait();
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+        EXPECT_THAT(error.what(), HasSubstr("needs tensors of one shape"));
+      }
+      EXPECT_EQ(group.all_reduce(at::ones({1})).wait().item<int>(), ranks());
+    }
   });
 }
 

@@ -22,7 +22,8 @@ namespace sharded {
 struct FullyShardedStats {
   std::vector<std::string> units;  ///< names; "" is the root, whose parameters are in no other unit
   std::size_t part_bytes = 0;      ///< of this rank's parts of the parameters
-  std::size_t peak_bytes = 0;      ///< largest memory of gathered units and of gradients in reductions
+  std::size_t mapped_bytes = 0;    ///< of parameters that are read where the ranks keep them
+  std::size_t peak_bytes = 0;      ///< largest memory of copied units and of gradients in reductions
   std::uint64_t gathers = 0;       ///< of units
 };
 

@@ -30,6 +30,10 @@ struct FullyShardedOptions {
   std::size_t alone_bytes = std::size_t{1} << 20;
   /// Gradients that are reduced while backward goes on. If there are more, backward waits.
   std::size_t overlap_bytes = std::size_t{16} << 20;
+  /// Over shared memory, the parameters of a unit of at least this size are not copied when they are gathered: each rank
+  /// reads the others' parts where they are, and must not write to gathered parameters (SIGSEGV). 0: all are copied, as
+  /// those with another param_dtype are anyway.
+  std::size_t mapped_bytes = std::size_t{1} << 20;
   MixedPrecision precision = {};
   /// Hybrid sharding: this many adjacent ranks, such as those of a host, divide one copy of the model, and the copies
   /// average their gradients. Must divide the number of ranks; 0: all ranks have one copy.

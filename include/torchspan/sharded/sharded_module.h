@@ -26,7 +26,7 @@ using CloneDevice = std::decay_t<ArgumentOf<decltype(&torch::nn::Module::clone)>
 template <class Base, class Forward = decltype(&Base::forward)>
 class ShardedImpl;
 
-/// `Base` as a unit of a FullyShardedDataParallel: same constructors, names and forward, whose default arguments are
+/// `Base` as a unit of a FullyShardedDataParallel, or of a ZeroRedundancyOptimizer with overlap_forward: same constructors, names and forward, whose default arguments are
 /// lost. `Base` has exactly one forward, which is no template.
 template <class Base, class Owner, class Result, class... Inputs>
 class ShardedImpl<Base, Result (Owner::*)(Inputs...)> : public Base, public sharded::UnitModule {
@@ -34,7 +34,10 @@ class ShardedImpl<Base, Result (Owner::*)(Inputs...)> : public Base, public shar
   using Base::Base;
 
   std::decay_t<Result> forward(Inputs... inputs) {
-    if (!unit) return Base::forward(std::forward<Inputs>(inputs)...);
+    if (!unit) {
+      if (before_forward) before_forward();
+      return Base::forward(std::forward<Inputs>(inputs)...);
+    }
     return sharded::run_unit(unit, [&]() -> std::decay_t<Result> {
       const auto dtype = sharded::input_dtype(unit);
       return Base::forward(sharded::cast_input<Inputs>(inputs, dtype)...);

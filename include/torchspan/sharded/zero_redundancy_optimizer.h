@@ -7,6 +7,20 @@
 #include <torchspan/optim/optimizer.h>
 
 namespace torchspan {
+namespace sharded {
+
+/// Options of ZeroRedundancyOptimizer. Must be equal on all ranks.
+struct ZeroOptions {
+  /// Gives up the memory of the other ranks' parts of a bucket as soon as it is reduced, so that a rank keeps its part
+  /// of the gradients and few whole buckets (ZeRO stage 2). Costs page faults in each backward pass. Without effect on
+  /// devices and without DataParallelOptions::gradient_as_bucket_view.
+  bool divide_gradients = false;
+  /// step() returns while the other ranks' parts of the parameters arrive. The next forward of the wrapper waits for
+  /// them, that of a ts::Sharded module for its own; call synchronize() before you use parameters in another way.
+  bool overlap_forward = false;
+};
+
+}  // namespace sharded
 
 /// Optimizer of a DistributedDataParallel whose state is divided among the ranks: each rank keeps the state of its
 /// part of every bucket, steps that part, and gathers the others (Rajbhandari et al., ZeRO, SC 2020). Gradients are
@@ -18,16 +32,18 @@ class ZeroRedundancyOptimizer : public optim::LRTarget {
   /// communication hook and moves its parameters into flat buffers. Throws Error{kUnsupported} on all ranks for
   /// SparseAdam, optimizers that are not in this library, sparse gradients and parameters that are not contiguous.
   template <class Module>
-  ZeroRedundancyOptimizer(DistributedDataParallel<Module>& ddp, optim::OptimizerSpec spec)
-      : ZeroRedundancyOptimizer(ddp.wrapped(), std::move(spec)) {}
+  ZeroRedundancyOptimizer(DistributedDataParallel<Module>& ddp, optim::OptimizerSpec spec,
+                          sharded::ZeroOptions options = {})
+      : ZeroRedundancyOptimizer(ddp.wrapped(), std::move(spec), options) {}
   /// The same for some parameters, in groups with separate options.
   template <class Module>
-  ZeroRedundancyOptimizer(DistributedDataParallel<Module>& ddp, std::vector<optim::ParamGroup> groups)
-      : ZeroRedundancyOptimizer(ddp.wrapped(), std::move(groups)) {}
+  ZeroRedundancyOptimizer(DistributedDataParallel<Module>& ddp, std::vector<optim::ParamGroup> groups,
+                          sharded::ZeroOptions options = {})
+      : ZeroRedundancyOptimizer(ddp.wrapped(), std::move(groups), options) {}
   ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
-                          optim::OptimizerSpec spec);
+                          optim::OptimizerSpec spec, sharded::ZeroOptions options = {});
   ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
-                          std::vector<optim::ParamGroup> groups);
+                          std::vector<optim::ParamGroup> groups, sharded::ZeroOptions options = {});
   ~ZeroRedundancyOptimizer() override;
   ZeroRedundancyOptimizer(const ZeroRedundancyOptimizer&) = delete;
   ZeroRedundancyOptimizer& operator=(const ZeroRedundancyOptimizer&) = delete;
@@ -36,6 +52,11 @@ class ZeroRedundancyOptimizer : public optim::LRTarget {
   /// rank before the update throws on all and changes nothing. Without a reduction since the last step or
   /// zero_grad() it throws Error{kInvalid}.
   void step();
+  /// With overlap_forward: returns when all parameters have arrived. Throws what the gathers threw; the parameters are
+  /// then incomplete.
+  void synchronize();
+  /// With overlap_forward: number of buckets whose parameters may still arrive.
+  std::size_t arriving() const;
   /// Scales the averages to a total norm of at most `max_norm`; returns the norm before scaling. Collective.
   double clip_grad_norm(double max_norm, double norm_type = 2);
   /// Resets every `.grad` to undefined.
@@ -45,7 +66,8 @@ class ZeroRedundancyOptimizer : public optim::LRTarget {
   void set_lrs(const std::vector<double>& rates) override;
   void set_lr(double lr);
   /// This rank's part of the state, for CheckpointManager::add(), which saves it under the names of
-  /// optim::Optimizer: any number of ranks can restore it, with or without ZeRO.
+  /// optim::Optimizer: any number of ranks can restore it, with or without ZeRO. Saving and restoring throw
+  /// Error{kInvalid} while parameters arrive.
   checkpoint::SourcePtr state_source();
   /// Bytes of optimizer state on this rank.
   std::size_t state_bytes() const;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <fmt/format.h>
 #include <new>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "collective/shm/unix_sockets.h"
@@ -15,6 +16,9 @@ namespace {
 constexpr std::uint64_t kChunk = std::uint64_t{256} << 10;
 /// If ranks share a core, larger chunks save context switches, which cost more than cache misses.
 constexpr std::uint64_t kOversubscribedChunk = std::uint64_t{1} << 20;
+
+/// Smaller contributions stay mapped, which saves page faults.
+constexpr std::uint64_t kLeastUnmapped = std::uint64_t{1} << 20;
 
 [[noreturn]] void throw_outside() {
   throw Error(ErrorKind::kInvalid, "a member of the group sent an offset outside its shared memory");
@@ -148,6 +152,14 @@ std::byte* GroupMemory::place(int rank, const Call& call) const {
   const SharedMemory& memory = peer_memory_->memory(members_[static_cast<std::size_t>(rank)]);
   if (!memory.holds(call.place, call.bytes)) throw_outside();
   return memory.data() + call.place;
+}
+
+void GroupMemory::unmap(int rank, const Call& call) const {
+  if (rank == rank_ || call.bytes < kLeastUnmapped) return;
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto data = reinterpret_cast<std::uintptr_t>(place(rank, call));
+  const std::uintptr_t begin = (data + page - 1) / page * page, end = (data + call.bytes) / page * page;
+  ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 
 std::optional<std::uint64_t> GroupMemory::place_of(const void* data, std::size_t bytes) const {

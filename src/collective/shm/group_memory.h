@@ -37,6 +37,9 @@ class GroupMemory {
   }
   /// The address of a contribution in a rank's arena; throws kInvalid for an offset outside its memory.
   std::byte* place(int rank, const Call& call) const;
+  /// Unmaps a large contribution of another rank, which this rank has read: only what a rank has itself counts as its
+  /// memory. The next access maps it again.
+  void unmap(int rank, const Call& call) const;
   /// The offset of `data` in this rank's arena; nullopt if it is outside.
   std::optional<std::uint64_t> place_of(const void* data, std::size_t bytes) const;
 

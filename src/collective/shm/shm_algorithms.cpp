@@ -284,6 +284,7 @@ OpCoroutine ShmAlgorithms::fetch(std::vector<FetchRange> wants, std::vector<Piec
       take_wanted(want, 0, in_slot(rank), call.bytes);
     } else if (call.shared != 0) {
       take_wanted(want, 0, memory_.place(rank, call), call.bytes);
+      memory_.unmap(rank, call);
       shared = true;
     } else {
       count = std::max<std::uint64_t>(count, divide_up(call.bytes, step));

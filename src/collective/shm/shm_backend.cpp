@@ -1,6 +1,7 @@
 #include "collective/shm/shm_backend.h"
 
 #include <algorithm>
+#include <cstring>
 #include <fmt/format.h>
 
 #include <ATen/Functions.h>
@@ -266,6 +267,36 @@ Future<std::vector<at::Tensor>> ShmBackend::all_gather(at::Tensor tensor) {
   return gather_dense(*op_queue_, call_of(Verb::kAllGather), tensor);
 }
 
+/// Each rank's bytes go to their place in `output` at once, without staging those that are in shared memory. All ranks
+/// see all shapes, so all of them notice a difference, and none of them stops.
+Future<at::Tensor> ShmBackend::all_gather_into(at::Tensor output, at::Tensor tensor) {
+  const at::Tensor work = plain(tensor), target = plain(output);
+  auto operation = describe_tensor(call_of(Verb::kAllGather), work);
+  place(op_queue_->memory(), *operation);
+  const auto trouble = std::make_shared<std::string>();
+  operation->begin = [algorithms = &op_queue_->algorithms(), trouble, sizes = work.sizes().vec(),
+                      item = static_cast<std::size_t>(work.element_size()), to = piece_of(target).data,
+                      self = static_cast<std::size_t>(rank()), own = operation->pieces[0]] {
+    std::vector<FetchRange> wants;
+    for (std::size_t rank = 0; rank < algorithms->calls().size(); ++rank) {
+      const std::vector<std::int64_t> theirs = get_sizes(algorithms->calls()[rank], item);
+      if (trouble->empty() && theirs != sizes) *trouble = different_shapes(rank, theirs, sizes);
+      wants.emplace_back();
+      if (rank != self) wants.back().into = {{to + rank * own.size, own.size}};
+    }
+    if (!trouble->empty()) {
+      wants.assign(wants.size(), FetchRange());
+    } else if (own.size > 0 && to + self * own.size != own.data) {
+      std::memcpy(to + self * own.size, own.data, own.size);
+    }
+    return algorithms->fetch(std::move(wants), {own});
+  };
+  return submit<at::Tensor>(*op_queue_, std::move(operation), [work, target, output, trouble] {
+    if (!trouble->empty()) throw Error(ErrorKind::kInvalid, *trouble);
+    return put_back(target, output);
+  });
+}
+
 Future<std::vector<at::Tensor>> ShmBackend::coalesced(CoalescedCall coalesced, at::Tensor flat) {
   const bool gathers = coalesced.verb == CoalescedCall::Verb::kAllGather;
   const bool scatters = coalesced.verb == CoalescedCall::Verb::kReduceScatter;
@@ -329,6 +360,29 @@ at::Tensor ShmBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
   std::byte* const data = block.get();
   return at::from_blob(
       data, sizes, [block = std::move(block)](void*) {}, at::TensorOptions().dtype(dtype));
+}
+
+std::vector<std::byte*> ShmBackend::peer_memory_of(const at::Tensor& mine) {
+  const GroupMemory& memory = op_queue_->memory();
+  const auto place =
+      mine.is_contiguous() ? memory.place_of(mine.data_ptr(), mine.nbytes()) : std::optional<std::uint64_t>();
+  ByteWriter writer;
+  writer.put(static_cast<std::uint8_t>(place ? 1 : 0));
+  writer.put(place.value_or(0));
+  writer.put(static_cast<std::uint64_t>(mine.nbytes()));
+  std::vector<std::byte*> places;
+  int rank = 0;
+  for (const Bytes& answer : all_gather_bytes(writer.take(), Duration::zero())) {
+    ByteReader reader(answer);
+    const bool is_shared = reader.get<std::uint8_t>() != 0;
+    Call call;
+    call.place = reader.get<std::uint64_t>();
+    call.bytes = reader.get<std::uint64_t>();
+    reader.expect_end();
+    if (!is_shared || call.bytes != mine.nbytes()) return {};
+    places.push_back(memory.place(rank++, call));
+  }
+  return places;
 }
 
 }  // namespace torchspan::collective::shm

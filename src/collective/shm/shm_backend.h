@@ -4,6 +4,8 @@
 
 #include <torchspan/collective/backend.h>
 
+#include "collective/api/gathers_in_place.h"
+#include "collective/api/maps_peers.h"
 #include "collective/shm/op_queue.h"
 
 namespace torchspan::collective::shm {
@@ -12,7 +14,7 @@ namespace torchspan::collective::shm {
 /// sent with the call, and every rank reduces them; large ones go through staging buffers chunk by chunk. If
 /// tensors are in shared memory already, each part is reduced once and written to the tensors of all ranks.
 /// All paths sum in the order of ranks 0 to P-1.
-class ShmBackend final : public Backend {
+class ShmBackend final : public Backend, public GathersInPlace, public MapsPeers {
  public:
   /// Collective over `members` (peer memory ranks, by rank of the group); see GroupMemory::make().
   static std::shared_ptr<ShmBackend> make(std::shared_ptr<PeerMemory> peer_memory, std::vector<int> members,
@@ -26,6 +28,7 @@ class ShmBackend final : public Backend {
   Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;
   Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction) override;
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
+  Future<at::Tensor> all_gather_into(at::Tensor output, at::Tensor tensor) override;
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;
   Future<std::vector<at::Tensor>> all_to_all(std::vector<at::Tensor> parts) override;
   Future<std::vector<at::Tensor>> rooted_all_to_all(RootedCall call, std::vector<at::Tensor> parts) override;
@@ -34,6 +37,7 @@ class ShmBackend final : public Backend {
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout) override;
   void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
+  std::vector<std::byte*> peer_memory_of(const at::Tensor& mine) override;
   void abort(const Error& cause) override { op_queue_->abort(cause); }
   std::optional<Error> failure() override { return op_queue_->breakage(); }
 

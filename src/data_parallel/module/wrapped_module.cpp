@@ -69,7 +69,9 @@ class WrappedModule::Impl {
   const collective::Group& group() const { return reducer_.group(); }
 
   void begin_forward() {
-    in_forward_ = owes_buffers_ = owes_buffer_hook_ = false;
+    in_forward_ = false;
+    owes_ = {};
+    if (optimizer_hooks_.before_forward) optimizer_hooks_.before_forward();
     if (join_ && joining_.failure && at::GradMode::is_enabled()) std::rethrow_exception(joining_.failure);
     reducer_.begin_forward();
     next_ = {.synchronize = synchronize_};
@@ -78,8 +80,8 @@ class WrappedModule::Impl {
       apply(agree_on_next({.live = true, .synchronize = synchronize_}));
       next_.announce = [this] { return announce(); };
     }
-    in_forward_ = owes_buffer_hook_ = synchronize_;
-    owes_buffers_ = synchronize_ && options_.broadcast_buffers && !buffer_hook_;
+    in_forward_ = owes_.buffer_hook = synchronize_;
+    owes_.buffers = synchronize_ && options_.broadcast_buffers && !buffer_hook_;
     await_buffers();
     share_buffers();
     if (buffer_hook_ && synchronize_ && buffer_hook_time_ == BufferHookTime::kBeforeForward) {
@@ -138,6 +140,7 @@ class WrappedModule::Impl {
   }
 
   void synchronize_state(int root) {
+    if (optimizer_hooks_.before_broadcast) optimizer_hooks_.before_broadcast();
     reducer_.settle();
     await_buffers();
     std::vector<at::Tensor> tensors = buffers_;
@@ -178,8 +181,9 @@ class WrappedModule::Impl {
   struct Joining {
     std::exception_ptr failure;  ///< known to all ranks
     int last_live = 0;
-    std::function<void()> after_shadow;
   } joining_;
+  OptimizerHooks optimizer_hooks_;
+  const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   const Reducer& reducer() const { return reducer_; }
   Reducer& reducer() { return reducer_; }
   std::vector<Parameter> trained() const { return trained_of(parts_); }
@@ -200,7 +204,7 @@ class WrappedModule::Impl {
   std::size_t rank() const { return static_cast<std::size_t>(group().rank()); }
 
   void share_buffers() {
-    if (!std::exchange(owes_buffers_, false)) return;
+    if (!std::exchange(owes_.buffers, false)) return;
     try {
       broadcast_coalesced(group(), buffers_, next_.leader);
     } catch (const Error& error) {
@@ -209,7 +213,7 @@ class WrappedModule::Impl {
   }
 
   void call_buffer_hook() {
-    if (!std::exchange(owes_buffer_hook_, false) || parts_.buffers.empty()) return;
+    if (!std::exchange(owes_.buffer_hook, false) || parts_.buffers.empty()) return;
     rounds_before_hook_ = reducer_.rounds();
     std::vector<NamedBuffer> seen;
     for (const auto& [name, buffer] : parts_.buffers) seen.push_back({name, buffer.variable_data()});
@@ -300,7 +304,7 @@ class WrappedModule::Impl {
       if (error.kind() != ErrorKind::kRemoteFailure) throw;
       return;  // It failed on the ranks that have batches; these decide whether they continue.
     }
-    if (joining_.after_shadow) joining_.after_shadow();
+    if (optimizer_hooks_.after_shadow) optimizer_hooks_.after_shadow();
   }
 
   /// The other ranks receive it at their next forward or reduction.
@@ -323,7 +327,9 @@ class WrappedModule::Impl {
   std::uint64_t rounds_before_hook_ = 0;
   ForwardOptions next_;
   bool in_forward_ = false;  ///< of a forward that will be reduced
-  bool owes_buffers_ = false, owes_buffer_hook_ = false;
+  struct Owes {
+    bool buffers = false, buffer_hook = false;
+  } owes_;
   std::optional<JoinOptions> join_;
 };
 
@@ -350,11 +356,10 @@ void WrappedModule::join(const std::function<void()>& body, const JoinOptions& o
   impl_->join(body, options);
 }
 void WrappedModule::synchronize_state(int root) { impl_->synchronize_state(root); }
+const std::shared_ptr<torch::nn::Module>& WrappedModule::module() const { return impl_->module(); }
 const Reducer& WrappedModule::reducer() const { return impl_->reducer(); }
 std::vector<Parameter> WrappedModule::parameters() const { return impl_->trained(); }
 void WrappedModule::keep_buckets() { impl_->reducer().keep_buckets(); }
-void WrappedModule::set_after_shadow(std::function<void()> after) {
-  impl_->joining_.after_shadow = std::move(after);
-}
+void WrappedModule::set_optimizer_hooks(OptimizerHooks hooks) { impl_->optimizer_hooks_ = std::move(hooks); }
 
 }  // namespace torchspan::data_parallel

@@ -10,24 +10,29 @@
 
 namespace torchspan::sharded {
 
-/// An all-gather into one flat tensor of size() * chunk elements, in which rank r's part is at r * chunk. Large
-/// parts arrive in place, without a second copy of the tensor. Do not touch the tensor before wait() returns.
+/// An all-gather into one flat tensor of size() parts of equal length, in the order of ranks. Over shared memory each
+/// part is copied once, from shared_or_private() memory to its place; elsewhere large parts arrive in place. Touch
+/// neither tensor before wait() returns.
 class PartGather {
  public:
   PartGather() = default;
-  /// Issues the operations. This rank's part must be in place. `chunk` must be equal on all ranks, or all of them
-  /// fail.
-  PartGather(const collective::Group& group, at::Tensor flat, std::int64_t chunk);
+  /// Issues the operations. `part`: that of this rank, which may be in its place in `flat`. Its length must be equal on
+  /// all ranks, or all of them fail.
+  PartGather(const collective::Group& group, at::Tensor flat, at::Tensor part);
 
   bool running() const { return flat_.defined(); }
   /// Throws what the group throws.
   void wait();
 
  private:
-  at::Tensor flat_;
-  std::int64_t chunk_ = 0;
-  std::vector<Future<at::Tensor>> parts_;     ///< by rank; or
-  Future<std::vector<at::Tensor>> gathered_;  ///< all of them
+  at::Tensor flat_, part_;
+  std::vector<Future<at::Tensor>> parts_;     ///< one operation or one of each rank; or
+  Future<std::vector<at::Tensor>> gathered_;  ///< copies of all parts
 };
+
+/// Memory for parts: shared with the ranks of the group, which then read it without a copy in between, unless the
+/// tensors are on a device or there is no shared memory left. Uninitialized.
+at::Tensor shared_or_private(const collective::Group& group, std::int64_t count,
+                             const at::TensorOptions& options);
 
 }  // namespace torchspan::sharded

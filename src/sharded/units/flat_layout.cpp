@@ -5,15 +5,19 @@
 
 namespace torchspan::sharded {
 
-FlatLayout::FlatLayout(const std::vector<std::int64_t>& counts, int ranks, std::int64_t alone,
+FlatLayout::FlatLayout(const std::vector<std::int64_t>& counts, const Terms& terms,
                        std::set<std::int64_t>& lengths)
-    : ranks_(ranks), segment_of_(counts.size()), offsets_(counts.size()) {
+    : ranks_(terms.ranks), segment_of_(counts.size()), offsets_(counts.size()) {
+  const auto chunk_of = [&](std::int64_t count) {
+    const std::int64_t unit = ranks_ * terms.step;
+    return (count + unit - 1) / unit * terms.step;
+  };
   Segment shared;
   std::int64_t small = 0;
   for (std::size_t i = 0; i < counts.size(); ++i) {
-    if (counts[i] >= alone) {
+    if (counts[i] >= terms.alone) {
       Segment segment;
-      segment.chunk = (counts[i] + ranks_ - 1) / ranks_;
+      segment.chunk = chunk_of(counts[i]);
       segment.parameters = {i};
       append(std::move(segment));
       offsets_[i] = segments_.back().begin;
@@ -23,8 +27,8 @@ FlatLayout::FlatLayout(const std::vector<std::int64_t>& counts, int ranks, std::
       small += counts[i];
     }
   }
-  shared.chunk = std::max<std::int64_t>((small + ranks_ - 1) / ranks_, 1);
-  while (!lengths.insert(shared.chunk).second) ++shared.chunk;
+  shared.chunk = std::max(chunk_of(small), terms.step);
+  while (!lengths.insert(shared.chunk).second) shared.chunk += terms.step;
   append(std::move(shared));
   for (const std::size_t i : segments_.back().parameters) offsets_[i] += segments_.back().begin;
 }

@@ -17,10 +17,14 @@ struct Segment {
 /// Where parameters are in a flat tensor: large ones have a segment each, the others share the last one.
 class FlatLayout {
  public:
-  /// `counts`: elements of the parameters; those of at least `alone` have their own segment. The chunk of the shared
-  /// segment, which always exists, is not in `lengths`, to which it is added.
-  FlatLayout(const std::vector<std::int64_t>& counts, int ranks, std::int64_t alone,
-             std::set<std::int64_t>& lengths);
+  struct Terms {
+    int ranks;
+    std::int64_t alone;     ///< parameters of at least this many elements have their own segment
+    std::int64_t step = 1;  ///< of which the lengths of chunks are multiples
+  };
+  /// `counts`: elements of the parameters. The chunk of the shared segment, which always exists, is not in `lengths`, to
+  /// which it is added.
+  FlatLayout(const std::vector<std::int64_t>& counts, const Terms& terms, std::set<std::int64_t>& lengths);
 
   const std::vector<Segment>& segments() const { return segments_; }
   /// The segment of small parameters, perhaps of none.

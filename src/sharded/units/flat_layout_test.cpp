@@ -9,7 +9,7 @@ namespace {
 
 TEST(FlatLayout, LargeParametersHaveASegmentAndSmallOnesShareTheLast) {
   std::set<std::int64_t> lengths;
-  const FlatLayout layout({3, 100, 5, 101}, 4, 100, lengths);
+  const FlatLayout layout({3, 100, 5, 101}, {4, 100}, lengths);
   ASSERT_EQ(layout.segments().size(), 3U);
   EXPECT_EQ(layout.segments()[0].chunk, 25);
   EXPECT_EQ(layout.segments()[1].chunk, 26);
@@ -24,7 +24,7 @@ TEST(FlatLayout, SharedSegmentsOfUnitsDifferInLength) {
   std::set<std::int64_t> lengths;
   std::set<std::int64_t> shared;
   for (int unit = 0; unit < 5; ++unit) {
-    const FlatLayout layout({8, 8}, 2, 8, lengths);
+    const FlatLayout layout({8, 8}, {2, 8}, lengths);
     EXPECT_TRUE(shared.insert(layout.segments().back().chunk).second);
     EXPECT_EQ(layout.segments()[0].chunk, 4);
   }
@@ -39,13 +39,16 @@ TEST(FlatLayout, ParametersCoverTheirSegmentsWithoutOverlap) {
       counts.push_back(static_cast<std::int64_t>(random() % 40));
     const int ranks = 1 + static_cast<int>(random() % 5);
     std::set<std::int64_t> lengths;
-    const FlatLayout layout(counts, ranks, 1 + static_cast<std::int64_t>(random() % 30), lengths);
+    const std::int64_t alone = 1 + static_cast<std::int64_t>(random() % 30);
+    const std::int64_t step = 1 + static_cast<std::int64_t>(random() % 9);
+    const FlatLayout layout(counts, {ranks, alone, step}, lengths);
     std::int64_t begin = 0, part = 0;
     std::size_t parameters = 0;
     for (std::size_t s = 0; s < layout.segments().size(); ++s) {
       const Segment& segment = layout.segments()[s];
       EXPECT_EQ(segment.begin, begin);
       EXPECT_EQ(segment.part, part);
+      EXPECT_EQ(segment.chunk % step, 0);
       std::int64_t at = begin;
       for (const std::size_t i : segment.parameters) {
         EXPECT_EQ(layout.segment_of(i), s);

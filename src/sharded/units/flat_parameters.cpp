@@ -7,16 +7,20 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 
 #include <torchspan/core/error.h>
 
 namespace torchspan::sharded {
 
 FlatParameters::FlatParameters(const std::vector<NamedParameter>& parameters, FlatLayout layout, Terms terms)
-    : layout_(std::move(layout)), group_(std::move(terms.group)), pool_(std::move(terms.pool)) {
+    : layout_(std::move(layout)),
+      group_(std::move(terms.group)),
+      pool_(std::move(terms.pool)),
+      maps_(terms.maps) {
   const at::NoGradGuard no_grad;
   const at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
-  part_ = at::zeros({layout_.part_size()}, options);
+  part_ = shared_or_private(group_, layout_.part_size(), options).zero_();
   full_ = at::empty({layout_.size()}, options.dtype(terms.compute));
   whole_ = pool_->take(layout_.size(), options);
   whole_.zero_();
@@ -45,6 +49,8 @@ void FlatParameters::divide(const collective::Group* from) {
   if (from != nullptr) from->broadcast(whole_, 0).wait();
   keep(whole_);
   pool_->give(std::exchange(whole_, {}));
+  if (maps_) joined_ = JoinedParts::make(group_, part_, layout_);
+  if (joined_) set_memory(at::from_blob(joined_->data(), {layout_.size()}, full_.options()));
 }
 
 at::Tensor FlatParameters::own_chunk(const at::Tensor& flat, const Segment& segment) const {
@@ -68,11 +74,11 @@ void FlatParameters::keep(const at::Tensor& flat) {
 }
 
 void FlatParameters::begin_whole() {
-  if (!converts()) {
+  if (!converts() && !joined_) {
     begin_gather();
     return end_gather();
   }
-  if (!gathers_.empty()) end_gather();
+  end_gather();
   if (!gathered_) check_unchanged();
   const at::NoGradGuard no_grad;
   whole_ = pool_->take(layout_.size(), part_.options());
@@ -86,15 +92,15 @@ void FlatParameters::begin_whole() {
 
 void FlatParameters::end_whole() {
   const at::NoGradGuard no_grad;
-  if (!converts()) return keep(memory_);
+  if (!converts() && !joined_) return keep(memory_);
   keep(whole_);
-  if (gathered_) full_.copy_(whole_);
+  if (gathered_ && !joined_) full_.copy_(whole_);
   for (const Entry& entry : entries_) entry.tensor.set_data(gathered_ ? entry.full : entry.part);
   pool_->give(std::exchange(whole_, {}));
 }
 
 void FlatParameters::free() {
-  if (!gathers_.empty()) end_gather();
+  end_gather();
   const at::NoGradGuard no_grad;
   if (gathered_ || whole_.defined()) {
     for (const Entry& entry : entries_) entry.tensor.set_data(entry.part);
@@ -102,6 +108,7 @@ void FlatParameters::free() {
   if (whole_.defined()) pool_->give(std::exchange(whole_, {}));
   if (!gathered_) return;
   gathered_ = false;
+  if (joined_) return joined_->forget();
   at::Tensor memory = memory_;
   set_memory({});
   pool_->give(std::move(memory));
@@ -136,32 +143,40 @@ std::vector<PartGather> FlatParameters::gather_into(const at::Tensor& flat) cons
   std::vector<PartGather> gathers;
   const std::vector<Segment>& segments = layout_.segments();
   for (auto segment = segments.rbegin(); segment != segments.rend(); ++segment) {
-    own_chunk(flat, *segment).copy_(in_part(*segment));
+    at::Tensor part = in_part(*segment);
+    if (part.scalar_type() != flat.scalar_type()) part = own_chunk(flat, *segment).copy_(part);
     gathers.emplace_back(group_, flat.narrow(0, segment->begin, segment->chunk * group_.size()),
-                         segment->chunk);
+                         std::move(part));
   }
   return gathers;
 }
 
 void FlatParameters::begin_gather() {
+  if (whole_.defined() && !converts()) return;
   if (whole_.defined()) {
     throw Error(ErrorKind::kUnsupported,
                 fmt::format("a forward inside of with_full_parameters() needs parameter '{}' in the dtype of "
                             "the mixed precision policy; run the forward before or after",
                             entries_[0].name));
   }
-  if (gathered_ || !gathers_.empty()) return;
+  if (gathered_ || is_gathering()) return;
   check_unchanged();
   const at::NoGradGuard no_grad;
+  if (joined_) {  // no bytes, but a length that no other unit has
+    const at::Tensor none = at::empty({0, layout_.segments()[layout_.shared()].chunk}, part_.options());
+    others_ready_ = group_.all_reduce(none);
+    return;
+  }
   memory_ = pool_->take(layout_.size(), full_.options());
   gathers_ = gather_into(memory_);
 }
 
 void FlatParameters::end_gather() {
-  if (gathers_.empty()) return;
+  if (!is_gathering()) return;
+  if (others_ready_.valid()) std::exchange(others_ready_, {}).wait();
   for (PartGather& gather : std::exchange(gathers_, {})) gather.wait();
   const at::NoGradGuard no_grad;
-  set_memory(memory_);
+  if (!joined_) set_memory(memory_);
   for (const Entry& entry : entries_) entry.tensor.set_data(entry.full);
   gathered_ = true;
 }

@@ -13,6 +13,7 @@
 #include "sharded/state/part_gather.h"
 #include "sharded/units/buffer_pool.h"
 #include "sharded/units/flat_layout.h"
+#include "sharded/units/joined_parts.h"
 
 namespace torchspan::sharded {
 
@@ -38,6 +39,7 @@ class FlatParameters {
     collective::Group group;
     std::shared_ptr<BufferPool> pool;
     at::ScalarType compute;  ///< of gathered parameters
+    bool maps = false;       ///< ranks shall read each other's parts in place; needs a layout of pages
   };
 
   /// Takes the values of the parameters, which become parts. divide() must follow.
@@ -45,7 +47,7 @@ class FlatParameters {
   FlatParameters(const FlatParameters&) = delete;
   FlatParameters& operator=(const FlatParameters&) = delete;
 
-  /// Keeps this rank's part of the values: of those of the group's rank 0 (collective), or of this rank's if null.
+  /// Keeps this rank's part of the values: of those of the group's rank 0, or of this rank's if null. Collective.
   void divide(const collective::Group* from);
   /// Frees the other ranks' parts; afterwards the parameters are parts.
   void free();
@@ -54,6 +56,10 @@ class FlatParameters {
   void begin_gather();
   void end_gather();
   bool is_gathered() const { return gathered_; }
+  /// Between begin_gather() and end_gather().
+  bool is_gathering() const { return !gathers_.empty() || others_ready_.valid(); }
+  /// Null unless ranks read each other's parts in place.
+  const JoinedParts* joined() const { return joined_.get(); }
   /// Collective: the parameters are whole in their own dtype until end_whole(), which keeps the changes of this rank's
   /// part. Parameters that are computed with in another dtype must not be gathered in between.
   void begin_whole();
@@ -83,12 +89,17 @@ class FlatParameters {
   const FlatLayout layout_;
   const collective::Group group_;
   const std::shared_ptr<BufferPool> pool_;
+  const bool maps_;
   std::vector<Entry> entries_;
-  at::Tensor part_;    ///< this rank's chunks of all segments
+  at::Tensor
+      part_;  ///< this rank's chunks of all segments, in memory that the other ranks read if there is any
   at::Tensor full_;    ///< one storage for good, whose memory comes and goes: graphs may hold views of it
   at::Tensor memory_;  ///< of full_ while gathered or gathering
   at::Tensor whole_;   ///< all values in the parameters' own dtype, before divide() and after begin_whole()
+  std::unique_ptr<JoinedParts> joined_;  ///< the memory of full_; null: it is copied there
   std::vector<PartGather> gathers_;
+  Future<at::Tensor>
+      others_ready_;  ///< in place of gathers_: the other ranks do not write to their parts any more
   bool gathered_ = false;
 };
 

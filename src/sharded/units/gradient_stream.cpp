@@ -1,11 +1,17 @@
 #include "sharded/units/gradient_stream.h"
 
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+
 #include "sharded/units/gradient_shards.h"
 #include "sharded/units/unit.h"
 
 namespace torchspan::sharded {
 
-GradientStream::GradientStream(Unit& unit, bool early) : early_(early) {
+GradientStream::GradientStream(Unit& unit, bool alone) : alone_(alone) {
   for (const Unit::Part& part : unit.parts()) {
     if (!part.gradients) continue;
     const FlatLayout& layout = part.parameters->layout();
@@ -32,7 +38,7 @@ void GradientStream::add(std::size_t trained, at::Tensor gradient) {
   step.gradients->check_dense(place.entry, gradient);
   step.arrived[place.position] = std::move(gradient);
   --step.missing;
-  while (early_ && next_ < steps_.size() && steps_[next_].missing == 0) reduce_next();
+  while (alone_ && next_ < steps_.size() && steps_[next_].missing == 0) reduce_next();
 }
 
 void GradientStream::reduce_next() {
@@ -40,9 +46,29 @@ void GradientStream::reduce_next() {
   step.gradients->reduce(step.segment, std::move(step.arrived));
 }
 
+std::size_t GradientStream::complete() const {
+  std::size_t count = next_;
+  while (count < steps_.size() && steps_[count].missing == 0) ++count;
+  return count;
+}
+
+/// The answer is awaited one point later, when it has long arrived.
+void GradientStream::pass_point(const collective::Group& group) {
+  if (alone_ || next_ == steps_.size()) return;
+  const at::NoGradGuard no_grad;
+  if (all_complete_.valid()) {
+    const auto count = static_cast<std::size_t>(std::exchange(all_complete_, {}).wait().item<std::int64_t>());
+    while (next_ < count) reduce_next();
+  }
+  if (next_ == steps_.size()) return;
+  const at::Tensor mine = at::full({1}, static_cast<std::int64_t>(complete()), at::kLong);
+  all_complete_ = group.all_reduce(mine, collective::kMin);
+}
+
 void GradientStream::finish() {
+  const bool began = alone_ || next_ > 0;
   while (next_ < steps_.size()) reduce_next();
-  if (early_) return;  // a sum may have grown after its segment was reduced
+  if (began) return;  // a sum may have grown after its segment was reduced
   for (const Step& step : steps_) step.gradients->set_owes(false);
 }
 

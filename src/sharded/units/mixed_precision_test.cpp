@@ -177,6 +177,7 @@ TEST(MixedPrecision, WholeParametersKeepTheirPrecisionAndChanges) {
   });
 }
 
+// peer: fsdp test_gradient_scaler: same
 TEST(MixedPrecision, AScalerSkipsAStepOnAllRanksIfAGradientOfOneRankOverflows) {
   on_ranks(3, [&](const Rank& self) {
     Net net;

@@ -82,6 +82,7 @@ struct Case {
       }
       steps.push_back(std::move(step));
     }
+    options.mapped_bytes = chance(2) ? 1 : 0;
   }
 };
 
@@ -162,6 +163,8 @@ void check(const Case& one) {
 
 // peer: fsdp test_train_parity_with_activation_checkpointing: same
 // peer: fsdp test_multi_forward_module: same
+// peer: fsdp test_multi_forward_mixed_requires_grad: same
+// peer: fsdp test_raise_scalar_parameter: better: scalars are divided, too
 // peer: fsdp test_gradient_accumulation: same
 // peer: fsdp test_train_mixed_requires_grad_per_group, test_train_mixed_requires_grad_across_groups: same
 // peer: fsdp test_manual_reshard_with_reshard_after_forward_false: same

@@ -25,4 +25,8 @@ void ShardGroups::abort(const Error& cause) const {
   replicas_->abort(cause);
 }
 
+void ShardGroups::await_readers() const {
+  if (in_place_) copy_.barrier();
+}
+
 }  // namespace torchspan::sharded

@@ -1,6 +1,7 @@
 #pragma once
 #include <optional>
 #include <string>
+#include <utility>
 
 #include <torchspan/collective/group.h>
 
@@ -25,10 +26,16 @@ class ShardGroups {
   bool is_first_copy() const { return !replicas_ || replicas_->rank() == 0; }
   void abort(const Error& cause) const;
 
+  /// Sets whether ranks of a copy read each other's parts in place; returns the previous value.
+  bool set_in_place(bool in_place) { return std::exchange(in_place_, in_place); }
+  /// If they do, collective: returns when no rank reads another one's part any more, so that parts may change.
+  void await_readers() const;
+
  private:
   const collective::Group all_;
   collective::Group copy_;
   std::optional<collective::Group> replicas_;
+  bool in_place_ = false;
 };
 
 }  // namespace torchspan::sharded

@@ -55,6 +55,7 @@ void agree_on_units(const collective::Group& group, const std::vector<ListedUnit
                    {"initial_sync", options.initial_sync ? "true" : "false"},
                    {"alone_bytes", std::to_string(options.alone_bytes)},
                    {"overlap_bytes", std::to_string(options.overlap_bytes)},
+                   {"mapped_bytes", std::to_string(options.mapped_bytes)},
                    {"param_dtype", name_of(options.precision.param_dtype)},
                    {"reduce_dtype", name_of(options.precision.reduce_dtype)},
                    {"output_dtype", name_of(options.precision.output_dtype)},
@@ -119,15 +120,24 @@ std::shared_ptr<Unit> ShardedModel::divided(const ListedUnit& unit) {
   std::vector<Unit::Part> parts;
   for (const auto& parameters : unit.parts) {
     std::vector<std::int64_t> counts;
-    for (const NamedParameter& parameter : parameters) counts.push_back(parameter.tensor.numel());
+    std::size_t bytes = 0;
+    for (const NamedParameter& parameter : parameters) {
+      counts.push_back(parameter.tensor.numel());
+      bytes += parameter.tensor.nbytes();
+    }
     const at::ScalarType dtype = parameters[0].tensor.scalar_type();
-    const std::size_t alone = options_.alone_bytes / c10::elementSize(dtype);
-    FlatLayout layout(counts, groups_.copy().size(),
-                      std::max<std::int64_t>(static_cast<std::int64_t>(alone), 1), lengths_);
-    FlatParameters::Terms terms{groups_.copy(), pool_, cast_of(dtype, options_.precision.param_dtype)};
+    const at::ScalarType compute = cast_of(dtype, options_.precision.param_dtype);
+    const bool large = options_.mapped_bytes > 0 && bytes >= options_.mapped_bytes;
+    const std::int64_t page = large && compute == dtype ? JoinedParts::step(groups_.copy(), dtype) : 0;
+    const auto alone = static_cast<std::int64_t>(options_.alone_bytes / c10::elementSize(dtype));
+    FlatLayout layout(
+        counts, {groups_.copy().size(), std::max<std::int64_t>(alone, 1), std::max<std::int64_t>(page, 1)},
+        lengths_);
+    FlatParameters::Terms terms{groups_.copy(), pool_, compute, page > 0};
     Unit::Part part{std::make_unique<FlatParameters>(parameters, std::move(layout), std::move(terms)),
                     nullptr};
     part.parameters->divide(options_.initial_sync ? &groups_.all() : nullptr);
+    if (part.parameters->joined() != nullptr) groups_.set_in_place(true);
     if (part.parameters->trained()) {
       part.gradients = std::make_unique<GradientShards>(
           *part.parameters,
@@ -162,7 +172,11 @@ std::shared_ptr<Unit> ShardedModel::begin_unit(const std::shared_ptr<Unit>& unit
 
 void ShardedModel::leave_forward() {
   if (!forwards_.empty()) forwards_.pop_back();
-  if (forwards_.empty()) in_forward_ = false;
+  if (!forwards_.empty()) return;
+  if (std::exchange(in_forward_, false)) {
+    for (const auto& unit : units_) unit->drop_prefetch();
+  }
+  if (running_.empty()) groups_.await_readers();
 }
 
 ShardedModel::Pass& ShardedModel::pass_of(engine::GradientSink& sink) {
@@ -191,11 +205,14 @@ void ShardedModel::enter_backward(engine::GradientSink& sink, const RecordPtr& r
   }
   Pass& pass = pass_of(sink);
   record->entered = sink.end();
+  for (const Open& open : pass.open) {
+    if (open.stream) open.stream->pass_point(groups_.all());
+  }
   record->unit->acquire();
   if (gradients.all) record->unit->add_nodes(gradients);
   std::unique_ptr<GradientStream> stream;
   if (record->synchronize)
-    stream = std::make_unique<GradientStream>(*record->unit, /*early=*/!record->contains_units);
+    stream = std::make_unique<GradientStream>(*record->unit, /*alone=*/!record->contains_units);
   pass.open.push_back({record, gradients.all, std::move(stream)});
   pass.reduces = pass.reduces || record->synchronize;
   if (options_.prefetch && record->before) record->before->prefetch();
@@ -266,7 +283,7 @@ void ShardedModel::finish(const std::shared_ptr<engine::PassEnd>& end) {
     open.record->unit->release();
   }
   for (const auto& unit : units_) unit->free_if_idle();
-  if (!pass.reduces) return;
+  if (!pass.reduces) return groups_.await_readers();
   for (const auto& unit : units_) {
     for (const Unit::Part& part : unit->parts()) {
       if (part.gradients && part.gradients->owes()) part.gradients->reduce_all();
@@ -274,6 +291,7 @@ void ShardedModel::finish(const std::shared_ptr<engine::PassEnd>& end) {
   }
   reductions_->end_all();
   commit();
+  groups_.await_readers();
 }
 
 /// Collective: a parameter gets its average if a rank has a gradient of it.

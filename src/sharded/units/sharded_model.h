@@ -53,7 +53,7 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   /// Breaks the group with a failure of this rank.
   void fail(const std::string& reason) noexcept;
 
-  const ShardGroups& groups() const { return groups_; }
+  ShardGroups& groups() { return groups_; }
   const FullyShardedOptions& options() const { return options_; }
   const std::shared_ptr<engine::NativeEnginePasses>& passes() const { return passes_; }
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }

@@ -66,6 +66,13 @@ void Unit::free_if_idle() {
   for (const Part& part : parts_) part.parameters->free();
 }
 
+void Unit::drop_prefetch() {
+  if (users_ > 0) return;
+  for (const Part& part : parts_) {
+    if (part.parameters->is_gathering()) part.parameters->free();
+  }
+}
+
 std::vector<at::Tensor> Unit::trained() const {
   std::vector<at::Tensor> tensors;
   for (const Part& part : parts_) {

@@ -53,6 +53,8 @@ class Unit {
   void release(bool keep = false);
   /// Frees the parameters unless they are in use.
   void free_if_idle();
+  /// Ends a gather that prefetch() began and no user followed: the parameters may change now.
+  void drop_prefetch();
   bool is_gathered() const;
   /// Number of gathers so far.
   std::uint64_t gathers() const { return gathers_; }

@@ -52,7 +52,7 @@ TORCH_MODULE(Net);
 
 at::Tensor input(int rank, int step) { return values({3, kWidth}, rank + 0.4 * step); }
 
-// peer: fsdp test_rank0_broadcast_meta_device_init: same: values of rank 0, without the memory of the whole model
+// peer: fsdp test_rank0_broadcast_meta_device_init, test_meta_device_1d_init: same: values of rank 0, without the memory of the whole model
 TEST(UnitBuilder, ModelsBuiltByUnitsTrainAsOthers) {
   for (const int size : {1, 2, 3}) {
     Net wanted(static_cast<UnitBuilder*>(nullptr));

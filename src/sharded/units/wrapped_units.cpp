@@ -120,6 +120,7 @@ bool WrappedUnits::on_any_rank(bool finding) {
 
 void WrappedUnits::with_full_parameters(const std::function<void()>& body) {
   for (const auto& unit : model_->units()) unit->acquire_whole();
+  const bool in_place = model_->groups().set_in_place(false);  // all parameters are copies now
   try {
     body();
   } catch (...) {
@@ -127,6 +128,8 @@ void WrappedUnits::with_full_parameters(const std::function<void()>& body) {
     throw;
   }
   for (const auto& unit : model_->units()) unit->release_whole();
+  model_->groups().set_in_place(in_place);
+  model_->groups().await_readers();
 }
 
 checkpoint::SourcePtr WrappedUnits::module_source() {
@@ -146,7 +149,10 @@ FullyShardedStats WrappedUnits::stats() const {
   for (const auto& unit : model_->units()) {
     stats.units.push_back(unit->name());
     stats.gathers += unit->gathers();
-    for (const Unit::Part& part : unit->parts()) stats.part_bytes += part.parameters->part().nbytes();
+    for (const Unit::Part& part : unit->parts()) {
+      stats.part_bytes += part.parameters->part().nbytes();
+      if (part.parameters->joined() != nullptr) stats.mapped_bytes += part.parameters->joined()->bytes();
+    }
   }
   stats.peak_bytes = model_->pool().peak_bytes();
   return stats;

@@ -7,6 +7,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "sharded/zero/release_pages.h"
+
 namespace torchspan::sharded {
 
 Future<at::Tensor> GradientScatter::reduce(const data_parallel::GradientBucket& bucket,
@@ -46,6 +48,10 @@ Future<at::Tensor> GradientScatter::reduce(const data_parallel::GradientBucket& 
           "the gradients of the previous reduction were neither stepped nor cleared, and only parts of them "
           "are averages; call step() or zero_grad() of the ZeroRedundancyOptimizer before the next reduced "
           "backward pass, and accumulate under no_sync()");
+    }
+    if (self->divides_ && even > 0) {
+      release_pages(buffer.narrow(0, 0, begin));
+      release_pages(buffer.narrow(0, begin + chunk, even - begin - chunk));
     }
     return buffer;
   });

@@ -15,11 +15,12 @@
 namespace torchspan::sharded {
 
 /// A communication hook that reduce-scatters each bucket in place: afterwards this rank's part of a bucket holds
-/// averages, and the rest this rank's own gradients. Thread-safe.
+/// averages, and the rest this rank's own gradients, or nothing if they are divided. Thread-safe.
 class GradientScatter final : public std::enable_shared_from_this<GradientScatter> {
  public:
-  explicit GradientScatter(std::vector<BucketShards> layout)
-      : layout_(std::move(layout)), buffers_(layout_.size()) {}
+  /// `divides`: the rest of a bucket gives up its memory until the next backward pass writes to it.
+  GradientScatter(std::vector<BucketShards> layout, bool divides)
+      : layout_(std::move(layout)), divides_(divides), buffers_(layout_.size()) {}
   GradientScatter(const GradientScatter&) = delete;
   GradientScatter& operator=(const GradientScatter&) = delete;
 
@@ -37,6 +38,7 @@ class GradientScatter final : public std::enable_shared_from_this<GradientScatte
 
  private:
   const std::vector<BucketShards> layout_;
+  const bool divides_;
   mutable Mutex mutex_;
   std::vector<at::Tensor> buffers_ TORCHSPAN_GUARDED_BY(mutex_);  // by bucket
   bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <functional>
 #include <map>
 #include <unordered_map>
 #include <utility>
@@ -17,8 +18,9 @@
 #include "data_parallel/api/agreement.h"
 #include "sharded/state/flat_ranges.h"
 #include "sharded/state/gradient_norm.h"
-#include "sharded/state/part_gather.h"
+#include "sharded/zero/bucket_parameters.h"
 #include "sharded/zero/gradient_scatter.h"
+#include "sharded/zero/unit_waits.h"
 
 namespace torchspan {
 
@@ -28,7 +30,8 @@ using sharded::BucketShards;
 /// The optimizer's parts of one rank. Everything is laid out at construction.
 class ZeroRedundancyOptimizer::Impl {
  public:
-  Impl(std::shared_ptr<data_parallel::WrappedModule> wrapped, std::vector<optim::ParamGroup> groups);
+  Impl(std::shared_ptr<data_parallel::WrappedModule> wrapped, std::vector<optim::ParamGroup> groups,
+       sharded::ZeroOptions options);
   ~Impl();
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
@@ -39,6 +42,9 @@ class ZeroRedundancyOptimizer::Impl {
   void zero_grad();
   optim::Optimizer& optimizer() { return *optimizer_; }
   checkpoint::SourcePtr state_source() { return sharded::ranged_optimizer_source(*optimizer_, ranges_); }
+  sharded::BucketParameters& parameters() { return *parameters_; }
+  /// Waits for the parameters that no unit waits for.
+  void begin_forward();
 
  private:
   /// This rank's part of a parameter.
@@ -47,27 +53,24 @@ class ZeroRedundancyOptimizer::Impl {
     BucketShards::Piece place;
     at::Tensor values;
   };
-  struct Gather {
-    sharded::PartGather parts;
-    Future<at::Tensor> remainder;
-  };
   using GroupOf = std::vector<std::size_t>;  // by parameter; kNoGroup: none
   static constexpr std::size_t kNoGroup = static_cast<std::size_t>(-1);
 
   std::string refusal(const std::vector<optim::ParamGroup>& groups) const;
   std::size_t index_of(const at::Tensor& parameter) const;
-  void flatten();
   void make_optimizer(std::vector<optim::ParamGroup> groups);
   /// The averages of a piece, as a view of what step() uses.
   at::Tensor gradient_of(const Piece& piece, bool shadow) const;
   std::vector<bool> agree_on_used(bool shadow, const std::string& failure);
-  Gather gather(std::size_t bucket);
+  void make_waits();
 
   const std::shared_ptr<data_parallel::WrappedModule> wrapped_;
+  const sharded::ZeroOptions options_;
   const std::vector<Parameter> trained_;
   const collective::Group group_;
   std::shared_ptr<sharded::GradientScatter> scatter_;
-  std::vector<at::Tensor> flats_;  // by bucket
+  std::unique_ptr<sharded::BucketParameters> parameters_;
+  std::unique_ptr<sharded::UnitWaits> waits_;  // null: the forward of the whole module waits for everything
   std::vector<Piece> pieces_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> piece_of_;
   std::map<std::string, sharded::FlatRange> ranges_;
@@ -78,6 +81,32 @@ namespace {
 
 constexpr std::array<std::string_view, 8> kElementwise = {"SGD",      "Adam",    "AdamW", "Adagrad",
                                                           "Adadelta", "RMSprop", "Rprop", "Adamax"};
+
+/// Refuses to save or load while parameters arrive: those of the module are then of two steps.
+class SettledSource final : public checkpoint::StateSource {
+ public:
+  SettledSource(checkpoint::SourcePtr source, std::function<bool()> arriving)
+      : source_(std::move(source)), arriving_(std::move(arriving)) {}
+  void save(checkpoint::StateWriter& writer) const override {
+    check();
+    source_->save(writer);
+  }
+  void load(const checkpoint::StateReader& reader) override {
+    check();
+    source_->load(reader);
+  }
+
+ private:
+  void check() const {
+    if (!arriving_()) return;
+    throw Error(ErrorKind::kInvalid,
+                "the parameters of the last step() still arrive, because overlap_forward is set; call "
+                "synchronize() of the ZeroRedundancyOptimizer before state is saved or restored");
+  }
+
+  const checkpoint::SourcePtr source_;
+  const std::function<bool()> arriving_;
+};
 
 optim::ParamGroup group_of_all(const data_parallel::WrappedModule& wrapped, optim::OptimizerSpec spec) {
   std::vector<at::Tensor> tensors;
@@ -92,8 +121,9 @@ optim::ParamGroup group_of_all(const data_parallel::WrappedModule& wrapped, opti
 }  // namespace
 
 ZeroRedundancyOptimizer::Impl::Impl(std::shared_ptr<data_parallel::WrappedModule> wrapped,
-                                    std::vector<optim::ParamGroup> groups)
+                                    std::vector<optim::ParamGroup> groups, sharded::ZeroOptions options)
     : wrapped_(std::move(wrapped)),
+      options_(options),
       trained_(wrapped_->parameters()),
       group_(wrapped_->reducer().group().split(0, wrapped_->reducer().group().rank())) {
   const auto agree = [&](const std::string& failure) {
@@ -102,15 +132,18 @@ ZeroRedundancyOptimizer::Impl::Impl(std::shared_ptr<data_parallel::WrappedModule
     std::string kinds;
     for (const auto& group : groups)
       kinds += fmt::format(" {} of {}", group.spec.kind, group.parameters.size());
-    mine.settings = {{"the optimizer", "[" + kinds + " ]"}};
+    mine.settings = {{"the optimizer", "[" + kinds + " ]"},
+                     {"divide_gradients", options_.divide_gradients ? "true" : "false"},
+                     {"overlap_forward", options_.overlap_forward ? "true" : "false"}};
     data_parallel::agree(group_, mine);
   };
   agree(refusal(groups));
   scatter_ = std::make_shared<sharded::GradientScatter>(
-      sharded::shards_of(wrapped_->reducer().stats().bucket_parameters, trained_, group_.size()));
+      sharded::shards_of(wrapped_->reducer().stats().bucket_parameters, trained_, group_.size()),
+      options_.divide_gradients);
   std::string failure;
   try {
-    flatten();
+    parameters_ = std::make_unique<sharded::BucketParameters>(group_, scatter_->layout(), trained_);
     make_optimizer(groups);
   } catch (...) {
     failure = describe(std::current_exception()).text;
@@ -122,11 +155,32 @@ ZeroRedundancyOptimizer::Impl::Impl(std::shared_ptr<data_parallel::WrappedModule
       },
       "ZeroRedundancyOptimizer");
   wrapped_->keep_buckets();
+  if (options_.overlap_forward) make_waits();
 }
 
 ZeroRedundancyOptimizer::Impl::~Impl() {
-  if (scatter_) scatter_->close();
-  wrapped_->set_after_shadow({});
+  wrapped_->set_optimizer_hooks({});
+  waits_.reset();
+  scatter_->close();
+  try {
+    parameters_->wait_all();
+  } catch (...) {  // the next operation over these ranks fails, too
+  }
+}
+
+void ZeroRedundancyOptimizer::Impl::make_waits() {
+  sharded::UnitWaits::BucketOf bucket_of;
+  for (std::size_t bucket = 0; bucket < parameters_->size(); ++bucket) {
+    for (const BucketShards::Place& place : scatter_->layout()[bucket].places)
+      bucket_of.emplace(trained_[place.parameter].tensor.unsafeGetTensorImpl(), bucket);
+  }
+  waits_ = std::make_unique<sharded::UnitWaits>(*wrapped_->module(), bucket_of,
+                                                [this](std::size_t bucket) { parameters_->wait(bucket); });
+}
+
+void ZeroRedundancyOptimizer::Impl::begin_forward() {
+  if (!waits_) return parameters_->wait_all();
+  for (const std::size_t bucket : waits_->others()) parameters_->wait(bucket);
 }
 
 std::size_t ZeroRedundancyOptimizer::Impl::index_of(const at::Tensor& parameter) const {
@@ -169,22 +223,6 @@ std::string ZeroRedundancyOptimizer::Impl::refusal(const std::vector<optim::Para
   return {};
 }
 
-/// Moves the parameters into one flat tensor for each bucket.
-void ZeroRedundancyOptimizer::Impl::flatten() {
-  const at::NoGradGuard no_grad;
-  for (const BucketShards& bucket : scatter_->layout()) {
-    const at::Tensor& like = trained_[bucket.places[0].parameter].tensor;
-    at::Tensor flat = at::empty({bucket.count}, like.options().requires_grad(false));
-    for (const BucketShards::Place& place : bucket.places) {
-      const at::Tensor& parameter = trained_[place.parameter].tensor;
-      const at::Tensor view = flat.narrow(0, place.offset, place.count).view(parameter.sizes());
-      view.copy_(parameter);
-      parameter.set_data(view);
-    }
-    flats_.push_back(std::move(flat));
-  }
-}
-
 void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup> groups) {
   const at::NoGradGuard no_grad;
   struct Membership {
@@ -204,7 +242,8 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
     for (const BucketShards::Piece& place : scatter_->layout()[b].pieces(group_.rank())) {
       const auto& [group, name] = members[place.parameter];
       if (group == kNoGroup) continue;
-      const at::Tensor values = flats_[b].narrow(0, place.offset, place.end - place.begin).detach();
+      const at::Tensor values =
+          parameters_->flat(b).narrow(0, place.offset, place.end - place.begin).detach();
       piece_of_.emplace(values.unsafeGetTensorImpl(), pieces_.size());
       pieces_.push_back({b, place, values});
       groups[group].parameters.push_back(values);
@@ -257,16 +296,7 @@ std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_used(bool shadow, cons
   return used;
 }
 
-ZeroRedundancyOptimizer::Impl::Gather ZeroRedundancyOptimizer::Impl::gather(std::size_t bucket) {
-  const BucketShards& shards = scatter_->layout()[bucket];
-  const std::int64_t even = shards.ranks * shards.chunk;
-  Gather gather{sharded::PartGather(group_, flats_[bucket].narrow(0, 0, even), shards.chunk), {}};
-  if (shards.remainder() > 0)
-    gather.remainder =
-        group_.broadcast(flats_[bucket].narrow(0, even, shards.remainder()), group_.size() - 1);
-  return gather;
-}
-
+/// Steps the bucket of the first layers first, whose parameters the next forward needs first.
 void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
   if (!scatter_->has_gradients()) {
     throw Error(
@@ -274,6 +304,7 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
         "step() without averaged gradients: run a backward pass through the DistributedDataParallel, outside "
         "of no_sync(), after the last step() or zero_grad()");
   }
+  parameters_->wait_all();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
   std::string failure;
@@ -283,9 +314,8 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
     failure = error.message();
   }
   const std::vector<bool> used = agree_on_used(shadow, failure);
-  std::vector<Gather> gathers;
   try {
-    for (std::size_t bucket = 0; bucket < flats_.size(); ++bucket) {
+    for (std::size_t bucket = parameters_->size(); bucket-- > 0;) {
       optimizer_->step([&](const at::Tensor& values) {
         const auto found = piece_of_.find(values.unsafeGetTensorImpl());
         if (found == piece_of_.end()) return at::Tensor();
@@ -293,12 +323,9 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
         const bool now = piece.bucket == bucket && used[piece.place.parameter];
         return now ? gradients[found->second] : at::Tensor();
       });
-      gathers.push_back(gather(bucket));
+      parameters_->begin_gather(bucket);
     }
-    for (Gather& one : gathers) {
-      one.parts.wait();
-      if (one.remainder.valid()) one.remainder.wait();
-    }
+    if (!options_.overlap_forward) parameters_->wait_all();
   } catch (...) {  // other ranks wait for this rank's parts
     group_.abort(Error(
         ErrorKind::kCancelled,
@@ -329,21 +356,27 @@ void ZeroRedundancyOptimizer::Impl::zero_grad() {
 }
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
-                                                 optim::OptimizerSpec spec)
-    : ZeroRedundancyOptimizer(wrapped,
-                              std::vector<optim::ParamGroup>{group_of_all(*wrapped, std::move(spec))}) {}
+                                                 optim::OptimizerSpec spec, sharded::ZeroOptions options)
+    : ZeroRedundancyOptimizer(
+          wrapped, std::vector<optim::ParamGroup>{group_of_all(*wrapped, std::move(spec))}, options) {}
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
-                                                 std::vector<optim::ParamGroup> groups)
-    : impl_(std::make_shared<Impl>(wrapped, std::move(groups))) {
-  wrapped->set_after_shadow([weak = std::weak_ptr<Impl>(impl_)] {
-    if (const auto impl = weak.lock()) impl->step(/*shadow=*/true);
-  });
+                                                 std::vector<optim::ParamGroup> groups,
+                                                 sharded::ZeroOptions options)
+    : impl_(std::make_shared<Impl>(wrapped, std::move(groups), options)) {
+  const auto call = [weak = std::weak_ptr<Impl>(impl_)](const auto& what) {
+    if (const auto impl = weak.lock()) what(*impl);
+  };
+  wrapped->set_optimizer_hooks({[call] { call([](Impl& impl) { impl.begin_forward(); }); },
+                                [call] { call([](Impl& impl) { impl.parameters().wait_all(); }); },
+                                [call] { call([](Impl& impl) { impl.step(/*shadow=*/true); }); }});
 }
 
 ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
 
 void ZeroRedundancyOptimizer::step() { impl_->step(/*shadow=*/false); }
+void ZeroRedundancyOptimizer::synchronize() { impl_->parameters().wait_all(); }
+std::size_t ZeroRedundancyOptimizer::arriving() const { return impl_->parameters().arriving(); }
 double ZeroRedundancyOptimizer::clip_grad_norm(double max_norm, double norm_type) {
   return impl_->clip(max_norm, norm_type);
 }
@@ -351,7 +384,12 @@ void ZeroRedundancyOptimizer::zero_grad() { impl_->zero_grad(); }
 std::vector<double> ZeroRedundancyOptimizer::lrs() const { return impl_->optimizer().lrs(); }
 void ZeroRedundancyOptimizer::set_lrs(const std::vector<double>& rates) { impl_->optimizer().set_lrs(rates); }
 void ZeroRedundancyOptimizer::set_lr(double lr) { impl_->optimizer().set_lr(lr); }
-checkpoint::SourcePtr ZeroRedundancyOptimizer::state_source() { return impl_->state_source(); }
+checkpoint::SourcePtr ZeroRedundancyOptimizer::state_source() {
+  return std::make_unique<SettledSource>(impl_->state_source(), [weak = std::weak_ptr<Impl>(impl_)] {
+    const auto impl = weak.lock();
+    return impl && impl->parameters().arriving() > 0;
+  });
+}
 
 std::size_t ZeroRedundancyOptimizer::state_bytes() const {
   std::size_t bytes = 0;

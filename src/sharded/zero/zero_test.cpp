@@ -85,7 +85,7 @@ data_parallel::DataParallelOptions with_small_buckets(bool view = true) {
   return {.bucket_cap_mb_list = {0.0002}, .find_unused_parameters = true, .gradient_as_bucket_view = view};
 }
 
-// peer: zero test_step: same
+// peer: zero test_step, test_step_without_closure: same
 // peer: zero test_step_with_kwargs: same: options are those of the spec
 TEST(ZeroRedundancy, StepsEveryElementwiseOptimizerAsReplicasDo) {
   for (const int size : {1, 2, 3}) {
@@ -162,6 +162,7 @@ TEST(ZeroRedundancy, AccumulatesWithoutSynchronizationClipsAndChangesRates) {
   }
 }
 
+// peer: zero test_multiple_param_groups: same
 TEST(ZeroRedundancy, StepsGroupsWithSeparateOptions) {
   on_ranks(2, [&](const Rank& self) {
     Net mine, replica;
@@ -189,7 +190,7 @@ TEST(ZeroRedundancy, StepsGroupsWithSeparateOptions) {
   });
 }
 
-// peer: zero test_ddp_zero_overlap*: differs: no overlap with the backward pass; every step is exact
+// peer: zero test_zero_join_cpu: same
 TEST(ZeroRedundancy, StepsForRanksThatHaveRunOutOfBatches) {
   on_ranks(3, [&](const Rank& self) {
     Net mine, replica;
@@ -215,6 +216,7 @@ TEST(ZeroRedundancy, StepsForRanksThatHaveRunOutOfBatches) {
   });
 }
 
+// peer: zero test_same_dense_param_type: better: dtypes may differ
 // peer: zero test_constructor: better: also names what cannot be divided, on all ranks
 TEST(ZeroRedundancy, RefusesWhatCannotBeDivided) {
   on_ranks(2, [&](const Rank& self) {
@@ -240,6 +242,7 @@ TEST(ZeroRedundancy, RefusesWhatCannotBeDivided) {
   });
 }
 
+// peer: zero test_zero_grad: same
 TEST(ZeroRedundancy, RefusesToAddToGradientsThatArePartlyAverages) {
   on_ranks(2, [&](const Rank& self) {
     Net net;
@@ -323,7 +326,7 @@ std::vector<checkpoint::StateWriter> train_and_save(int size, const MemoryState*
   return writers;
 }
 
-// peer: zero test_state_dict, test_load_state_dict, test_consolidate_state_dict: same
+// peer: zero test_state_dict, test_load_state_dict, test_consolidate_state_dict, test_collect_shards: same
 TEST(ZeroRedundancy, AnyNumberOfRanksAndOnePlainOptimizerRestoreTheState) {
   Net alone;
   optim::Optimizer optimizer(*alone, optim::Adam({.lr = 0.01}));

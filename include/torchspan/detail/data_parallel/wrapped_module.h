@@ -17,6 +17,15 @@ class Module;
 
 namespace torchspan::data_parallel {
 
+/// What an optimizer does that steps and gathers the parameters of a WrappedModule. Empty functions: nothing.
+struct OptimizerHooks {
+  std::function<void()> before_forward;    ///< of the module, also without gradients
+  std::function<void()> before_broadcast;  ///< of the parameters
+  /// In join(), on a rank without batches: after each reduction that it takes part in, because the other ranks step
+  /// then.
+  std::function<void()> after_shadow;
+};
+
 /// Type-independent part of DistributedDataParallel: keeps parameters and buffers in sync with the other
 /// ranks and prepares forwards for their reduction. Use it from the training thread.
 class WrappedModule {
@@ -44,14 +53,13 @@ class WrappedModule {
   /// Broadcasts parameters and buffers from `root`. Collective.
   void synchronize_state(int root);
 
+  const std::shared_ptr<torch::nn::Module>& module() const;
   const Reducer& reducer() const;
   /// The parameters that the reducer averages, in the module's order.
   std::vector<Parameter> parameters() const;
   /// As Reducer::keep_buckets().
   void keep_buckets();
-  /// In join(), a rank without batches calls `after` after each reduction that it takes part in, because the
-  /// other ranks step then. Empty: nothing.
-  void set_after_shadow(std::function<void()> after);
+  void set_optimizer_hooks(OptimizerHooks hooks);
 
  private:
   class Impl;

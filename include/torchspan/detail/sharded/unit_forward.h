@@ -1,4 +1,5 @@
 #pragma once
+#include <functional>
 #include <memory>
 #include <optional>
 #include <type_traits>
@@ -24,7 +25,8 @@ class UnitModule {
   UnitModule(const UnitModule&) = delete;
   UnitModule& operator=(const UnitModule&) = delete;
 
-  std::shared_ptr<Unit> unit;  ///< null: not wrapped
+  std::shared_ptr<Unit> unit;            ///< null: not wrapped
+  std::function<void()> before_forward;  ///< called if `unit` is null; empty: nothing
 };
 
 /// One forward of a unit: its parameters are gathered while it lives. Use it on the training thread.

@@ -1,0 +1,52 @@
+#pragma once
+#include <cstddef>
+#include <exception>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/collective/group.h>
+#include <torchspan/core/future.h>
+#include <torchspan/data_parallel/options.h>
+
+#include "sharded/state/part_gather.h"
+#include "sharded/zero/shard_layout.h"
+
+namespace torchspan::sharded {
+
+/// The parameters of a reducer's buckets, each bucket in one flat tensor, and the gathers that bring the other ranks'
+/// parts. Use it from the training thread.
+class BucketParameters {
+ public:
+  /// Moves the parameters into the flat tensors.
+  BucketParameters(collective::Group group, std::vector<BucketShards> layout,
+                   const std::vector<data_parallel::Parameter>& parameters);
+  BucketParameters(const BucketParameters&) = delete;
+  BucketParameters& operator=(const BucketParameters&) = delete;
+
+  std::size_t size() const { return flats_.size(); }
+  const at::Tensor& flat(std::size_t bucket) const { return flats_[bucket]; }
+  /// Collective: begins to replace the other ranks' parts of a bucket by theirs.
+  void begin_gather(std::size_t bucket);
+  /// Returns when the bucket's parameters are whole. After a gather has failed, always throws its failure.
+  void wait(std::size_t bucket);
+  void wait_all();
+  /// Number of buckets with a gather that was not waited for.
+  std::size_t arriving() const;
+
+ private:
+  struct Gather {
+    PartGather parts;
+    Future<at::Tensor> remainder;
+  };
+
+  const collective::Group group_;
+  const std::vector<BucketShards> layout_;
+  std::vector<at::Tensor> flats_;
+  std::vector<std::optional<Gather>> gathers_;  ///< by bucket
+  std::exception_ptr failure_;
+};
+
+}  // namespace torchspan::sharded
