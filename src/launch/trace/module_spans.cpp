@@ -65,14 +65,36 @@ class BackwardSpans {
 
 bool is_node(const StoredSpan& span) { return span.kind == kOperatorSpan && span.link.part >= 0; }
 
+using SpansOfThreads = std::map<std::uint32_t, std::vector<StoredSpan>>;
+
+/// A node that LibTorch's engine runs lasts as long as the operator in which the engine records what it does for the
+/// node, such as the sum of a gradient over a batch.
+void extend_nodes(std::vector<StoredSpan>& spans, const std::vector<bool>& evaluations) {
+  StoredSpan evaluation;
+  for (StoredSpan& span : spans) {
+    if (evaluations[span.name]) evaluation = span;
+    if (!is_node(span) || span.begin < evaluation.begin || span.end > evaluation.end) continue;
+    span.begin = evaluation.begin;
+    span.end = evaluation.end;
+  }
+  std::erase_if(spans, [&](const StoredSpan& span) { return evaluations[span.name]; });
+}
+
 /// The uses of parameters and the autograd nodes of each thread, by time.
-std::map<std::uint32_t, std::vector<const StoredSpan*>> by_thread(const TraceContents& trace) {
-  std::map<std::uint32_t, std::vector<const StoredSpan*>> threads;
+SpansOfThreads by_thread(const TraceContents& trace) {
+  std::vector<bool> evaluations;
+  for (const std::string& name : trace.names) {
+    evaluations.push_back(name.starts_with("autograd::engine::evaluate_function: "));
+  }
+  SpansOfThreads threads;
   for (const StoredSpan& span : trace.spans) {
-    if (span.kind == kModuleSpan || is_node(span)) threads[span.thread].push_back(&span);
+    if (span.kind == kModuleSpan || is_node(span) || evaluations[span.name])
+      threads[span.thread].push_back(span);
   }
   for (auto& [thread, spans] : threads) {
-    std::ranges::stable_sort(spans, {}, &StoredSpan::begin);
+    std::ranges::stable_sort(spans, {},
+                             [](const StoredSpan& span) { return std::pair(span.begin, -span.end); });
+    extend_nodes(spans, evaluations);
   }
   return threads;
 }
@@ -83,8 +105,8 @@ void make_module_spans(TraceContents& trace) {
   const auto threads = by_thread(trace);
   ModuleCalls calls;
   for (const auto& [thread, spans] : threads) {
-    for (const StoredSpan* span : spans) {
-      is_node(*span) ? calls.end_forward(thread) : calls.add_use(*span, trace.names[span->name]);
+    for (const StoredSpan& span : spans) {
+      is_node(span) ? calls.end_forward(thread) : calls.add_use(span, trace.names[span.name]);
     }
   }
   std::vector<StoredSpan> added;
@@ -101,8 +123,8 @@ void make_module_spans(TraceContents& trace) {
   for (const auto& [thread, spans] : threads) {
     std::vector<BackwardSpans::Backward> ended;
     BackwardSpans backwards(calls, ended);
-    for (const StoredSpan* span : spans) {
-      is_node(*span) ? backwards.add_node(*span) : backwards.end();
+    for (const StoredSpan& span : spans) {
+      is_node(span) ? backwards.add_node(span) : backwards.end();
     }
     backwards.end();
     for (const auto& backward : ended) add("backward ", backward.call, thread, backward.begin, backward.end);

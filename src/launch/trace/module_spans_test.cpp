@@ -137,6 +137,22 @@ TEST(ModuleSpans, LeavesOutNodesOfNoModule) {
   EXPECT_THAT(none.contents().spans, IsEmpty());
 }
 
+TEST(ModuleSpans, EncloseWhatTheEngineDoesForANode) {
+  ExampleTrace trace(0, 1);
+  trace.span(kModuleSpan, "a", 0, 10, {.id = 5, .peer = 0, .part = 1, .bytes = 2});
+  trace.span(kOperatorSpan, "node", 110, 150, {.id = 6, .part = 1});
+  trace.span(kOperatorSpan, "autograd::engine::evaluate_function: node", 100, 190);
+  trace.span(kOperatorSpan, "node", 210, 250, {.id = 5, .part = 1});
+  trace.span(kOperatorSpan, "autograd::engine::evaluate_function: node", 210, 290);
+  trace.span(kOperatorSpan, "autograd::engine::evaluate_function: loss", 300, 310);
+  make_module_spans(trace.contents());
+  const StoredSpan& backward = trace.contents().spans.back();
+  EXPECT_EQ(trace.contents().names[backward.name], "backward a");
+  EXPECT_EQ(backward.begin, 100);
+  EXPECT_EQ(backward.end, 290);
+  EXPECT_EQ(trace.contents().spans.size(), 7u) << "two spans of the module, and what the engine ran";
+}
+
 /// A module whose operators and inner modules run in order, each once.
 struct RandomModule {
   std::string name;
