@@ -8,3 +8,4 @@
 extern std::uint64_t steps;
 Batch next_batch();
 double train(const Batch& batch);
+extern Encoder encoder;

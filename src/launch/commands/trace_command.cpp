@@ -16,12 +16,16 @@
 #include "launch/report/report_page.h"
 #include "launch/report/verdict.h"
 #include "launch/trace/chrome_json.h"
+#include "launch/trace/profiles.h"
 #include "launch/trace/trace_set.h"
 
 namespace torchspan::launch {
 
 void describe_trace_options(CLI::App& command, TraceOptions& options) {
-  command.add_option("folder", options.folder, "Folder with the workers' *.trace files")->required();
+  command
+      .add_option("folder", options.folder,
+                  "Folder with the workers' *.trace files, and profiles of LibTorch (*.json)")
+      ->required();
   command.add_option("-o,--out", options.out, "File to write: JSON that ui.perfetto.dev opens")->required();
   command
       .add_option("--max-spans", options.most_spans,
@@ -73,14 +77,19 @@ std::string make_report(const ReportOptions& options) {
 }
 
 std::string merge_traces(const TraceOptions& options) {
-  const TraceSet set = read_traces(options.folder);
+  TraceSet set = read_traces(options.folder);
+  attach_profiles(read_profiles(options.folder), set);
   std::ostringstream json;
   const ChromeJsonReport report = write_chrome_json(set, json, options.most_spans);
   write_whole_file(options.out, json.str());
   std::string text =
-      fmt::format("{}: {} spans of {} worker{}, {} arrows, {:.3f} s; open it at https://ui.perfetto.dev\n",
-                  options.out, report.spans, set.workers.size(), set.workers.size() == 1 ? "" : "s",
-                  report.arrows, static_cast<double>(set.length) / 1e9);
+      fmt::format("{}: {} spans{} of {} worker{}, {} arrows, {:.3f} s; open it at https://ui.perfetto.dev\n",
+                  options.out, report.spans,
+                  report.profiler_events == 0
+                      ? std::string()
+                      : fmt::format(" and {} events of LibTorch's profiler", report.profiler_events),
+                  set.workers.size(), set.workers.size() == 1 ? "" : "s", report.arrows,
+                  static_cast<double>(set.length) / 1e9);
   if (report.left_out > 0) {
     text += fmt::format("note: {} spans shorter than {:.1f} us are left out (--max-spans)\n", report.left_out,
                         static_cast<double>(report.shortest) / 1e3);

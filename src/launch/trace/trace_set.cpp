@@ -11,7 +11,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "launch/trace/clock_fit.h"
+#include "launch/trace/module_spans.h"
 
 namespace torchspan::launch {
 namespace {
@@ -120,7 +120,7 @@ std::map<std::string, ClockLine> fit_clocks(const std::vector<TraceContents>& tr
 
 /// Moves all times of a trace to the reference clock.
 WorkerTrace convert(TraceContents contents, const ClockLine& line, bool other_host) {
-  WorkerTrace worker{std::move(contents), 0, other_host};
+  WorkerTrace worker{std::move(contents), 0, other_host, line, {}};
   if (!other_host) return worker;
   const auto time = [&](TimePoint at) {
     return TimePoint(Duration(line.to_reference(at.time_since_epoch().count())));
@@ -145,20 +145,36 @@ void rebase(TraceSet& set) {
     }
   }
   const TraceIdentity& reference = set.workers.front().contents.identity;
-  set.base = first == std::numeric_limits<std::int64_t>::max() ? reference.began : first;
-  set.unix_base = reference.unix_began + (set.base - reference.began);
+  set.unix_base = reference.unix_began - reference.began;
+  move_base(set, first == std::numeric_limits<std::int64_t>::max() ? reference.began : first);
   set.length = std::max<std::int64_t>(last - set.base, 0);
-  for (WorkerTrace& worker : set.workers) {
-    for (StoredSpan& span : worker.contents.spans) {
-      span.begin -= set.base;
-      span.end -= set.base;
-    }
-    for (Scalar& scalar : worker.contents.scalars) scalar.at -= Duration(set.base);
-    for (CounterSample& sample : worker.contents.counters) sample.at -= set.base;
-  }
 }
 
 }  // namespace
+
+void move_base(TraceSet& set, std::int64_t by) {
+  set.base += by;
+  set.unix_base += by;
+  set.length -= by;
+  for (WorkerTrace& worker : set.workers) {
+    for (StoredSpan& span : worker.contents.spans) {
+      span.begin -= by;
+      span.end -= by;
+    }
+    for (Scalar& scalar : worker.contents.scalars) scalar.at -= Duration(by);
+    for (CounterSample& sample : worker.contents.counters) sample.at -= by;
+    for (ProfilerTrace& profile : worker.profiles) {
+      for (ProfilerEvent& event : profile.events) {
+        event.begin -= by;
+        event.end -= by;
+      }
+      for (ProfilerArrow& arrow : profile.arrows) {
+        arrow.from.at -= by;
+        arrow.to.at -= by;
+      }
+    }
+  }
+}
 
 TraceSet align_traces(std::vector<TraceContents> traces) {
   if (traces.empty()) throw_invalid("there is no trace");
@@ -174,6 +190,7 @@ TraceSet align_traces(std::vector<TraceContents> traces) {
   const std::string reference = traces.front().identity.clock;
   for (TraceContents& trace : traces) {
     note_losses(trace, set.notes);
+    make_module_spans(trace);
     const std::string clock = trace.identity.clock;
     set.workers.push_back(convert(std::move(trace), lines.at(clock), clock != reference));
   }

@@ -4,6 +4,8 @@
 #include <vector>
 
 #include "core/api/trace_format.h"
+#include "launch/trace/clock_fit.h"
+#include "launch/trace/profiler_file.h"
 
 namespace torchspan::launch {
 
@@ -12,6 +14,8 @@ struct WorkerTrace {
   TraceContents contents;
   double clock_error = 0;  ///< bound in nanoseconds; 0 on the reference's host
   bool other_host = false;
+  ClockLine clock;                      ///< against the reference's, if this is another host
+  std::vector<ProfilerTrace> profiles;  ///< of LibTorch's profiler; see attach_profiles()
 
   int rank() const { return contents.identity.rank; }
   const std::string& name_of(const StoredSpan& span) const { return contents.names[span.name]; }
@@ -30,6 +34,9 @@ struct TraceSet {
 /// replaced processes are left out, with a note. Throws Error{kInvalid} if there is none, or if a worker's clock
 /// cannot be compared with the reference's.
 TraceSet align_traces(std::vector<TraceContents> traces);
+
+/// Moves the base, by which all times of the set change. `by` is negative for an earlier base.
+void move_base(TraceSet& set, std::int64_t by);
 
 /// Reads all *.trace files of `folder` and aligns them. Throws Error{kInvalid} that names the file.
 TraceSet read_traces(const std::string& folder);
