@@ -213,7 +213,6 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
   const std::uint64_t step = next_step_ - 1;
   StallWatch watch(local_);
   for (;;) {
-    const Future<void> arrival = local_.event_queue->arrival();
     std::deque<StepEvent> events = local_.event_queue->take(overlapped_.in_flight().value_or(step), step);
     std::optional<StepBegin> begin;
     try {
@@ -251,12 +250,8 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
       }
       return *begin;
     }
-    try {
-      arrival.wait(watch.patience());
-    } catch (const Error& error) {
-      if (arrival.done() || error.kind() != ErrorKind::kTimedOut) throw;
-      if (const auto stall = watch.look(step, "the step to begin")) throw *stall;
-    }
+    if (local_.event_queue->wait(watch.patience())) continue;
+    if (const auto stall = watch.look(step, "the step to begin")) throw *stall;
   }
 }
 

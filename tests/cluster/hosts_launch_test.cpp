@@ -1,6 +1,9 @@
 // One job that two launchers start on two hosts, which are network namespaces connected by a virtual cable.
+#include <csignal>
 #include <filesystem>
+#include <fstream>
 #include <gmock/gmock.h>
+#include <unistd.h>
 
 #include <ATen/ATen.h>
 
@@ -32,6 +35,37 @@ void sum_of_all() {
   session.shutdown(seconds(30));
 }
 
+bool is_first_attempt() { return std::getenv("TORCHSPAN_RESTART_COUNT") == std::string("0"); }
+
+/// In the first attempt, one worker dies while the others wait for it. The next one has to succeed.
+void sum_after_a_death() {
+  if (is_first_attempt()) {
+    Session session = join_on_host();
+    const collective::Group group = session.group({.timeout = seconds(60)});
+    group.barrier();
+    if (std::to_string(session.rank()) == std::getenv("TEST_VICTIM")) kill(getpid(), SIGKILL);
+    while (true) group.barrier();
+  }
+  sum_of_all();
+}
+
+/// Leaves its process id in a file, and waits until something ends it.
+void wait_forever() {
+  Session session = join_on_host();
+  std::ofstream(std::getenv("TEST_FOLDER") + std::string("/pid") + std::to_string(session.rank()))
+      << getpid() << "\n";
+  while (true) session.runtime().executor.sleep(seconds(1));
+}
+
+/// A zombie has ended; its parent was a launcher that was killed.
+bool is_running(pid_t process) {
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  std::string stat;
+  std::getline(file, stat);
+  const auto name_end = stat.rfind(") ");
+  return name_end != std::string::npos && stat.at(name_end + 2) != 'Z';
+}
+
 class HostsLaunch : public testing::Hosts {
  protected:
   void SetUp() override {
@@ -39,7 +73,8 @@ class HostsLaunch : public testing::Hosts {
     net::Secret::random().write_file(folder_.path() + "/secret");
   }
   /// The launcher of one host, as its user would start it.
-  std::unique_ptr<Process> launch(int node, std::vector<std::string> options) const {
+  std::unique_ptr<Process> launch(int node, std::vector<std::string> options,
+                                  const std::string& scenario = "sum_of_all") const {
     const testing::TestHost& host = node == 0 ? network_.near : network_.far;
     const auto self = std::filesystem::read_symlink("/proc/self/exe");
     std::vector<std::string> command = host.through();
@@ -50,7 +85,8 @@ class HostsLaunch : public testing::Hosts {
     for (std::string& option : options) command.push_back(std::move(option));
     command.push_back(self.string());
     const std::map<std::string, std::string> variables{{"TORCHSPAN_SECRET_FILE", folder_.path() + "/secret"},
-                                                       {"TORCHSPAN_TEST_SCENARIO", "sum_of_all"},
+                                                       {"TORCHSPAN_TEST_SCENARIO", scenario},
+                                                       {"TEST_FOLDER", folder_.path()},
                                                        {"TEST_HOST", node == 0 ? "near" : "far"}};
     return std::make_unique<Process>(command, variables, folder_.path() + "/output" + std::to_string(node));
   }
@@ -69,6 +105,64 @@ TEST_F(HostsLaunch, StartsOneJobOnBothHosts) {
   }
 }
 
+TEST_F(HostsLaunch, RestartsTheWorkersOfBothHostsAfterADeathOnEither) {
+  const auto executor = make_executor();
+  const std::string rdzv = std::string(testing::TestNetwork::kNear) + ":29652";
+  for (const std::string victim : {"1", "2"}) {
+    SCOPED_TRACE(victim);
+    std::vector<std::unique_ptr<Process>> hosts;
+    for (const int node : {0, 1}) {
+      hosts.push_back(launch(node,
+                             {"--rdzv", rdzv, "--port-range", "29660-29699", "--max-restarts", "1",
+                              "--restart-backoff", "100ms", "--env", "TEST_VICTIM=" + victim},
+                             "sum_after_a_death"));
+    }
+    for (const auto& host : hosts) {
+      ASSERT_TRUE(host->wait(*executor, seconds(90))) << host->output();
+      EXPECT_EQ(host->exit_code(), 0) << host->output();
+      EXPECT_THAT(host->output(), HasSubstr("worker" + victim + " (rank " + victim));
+      EXPECT_THAT(host->output(), HasSubstr("was killed by SIGKILL"));
+      EXPECT_THAT(host->output(), HasSubstr("attempt 2 succeeded"));
+    }
+  }
+}
+
+TEST_F(HostsLaunch, EndsOnBothHostsWhenALauncherDies) {
+  const auto executor = make_executor();
+  const std::string rdzv = std::string(testing::TestNetwork::kNear) + ":29653";
+  for (const std::size_t victim : {0, 1}) {
+    SCOPED_TRACE(victim);
+    std::vector<std::unique_ptr<Process>> hosts;
+    for (const int node : {0, 1}) {
+      hosts.push_back(launch(node, {"--rdzv", rdzv, "--max-restarts", "3"}, "wait_forever"));
+    }
+    std::vector<pid_t> workers;
+    const Deadline started = executor->deadline_in(seconds(60));
+    for (int rank = 0; rank < 4;) {
+      pid_t worker = 0;
+      if (std::ifstream(folder_.path() + "/pid" + std::to_string(rank)) >> worker) {
+        std::filesystem::remove(folder_.path() + "/pid" + std::to_string(rank++));
+        workers.push_back(worker);
+      }
+      ASSERT_FALSE(started.passed(executor->now())) << hosts[0]->output() << hosts[1]->output();
+      executor->sleep(std::chrono::milliseconds(10));
+    }
+    hosts[victim]->kill(SIGKILL);
+    const TimePoint killed = executor->now();
+    Process& other = *hosts[1 - victim];
+    ASSERT_TRUE(other.wait(*executor, seconds(30))) << other.output();
+    EXPECT_LT(executor->now() - killed, seconds(15));
+    EXPECT_NE(other.exit_code(), 0);
+    EXPECT_THAT(other.output(), HasSubstr("launcher" + std::to_string(victim)));
+    const Deadline gone = executor->deadline_in(seconds(10));
+    for (const pid_t worker : workers) {
+      while (is_running(worker) && !gone.passed(executor->now()))
+        executor->sleep(std::chrono::milliseconds(10));
+      EXPECT_FALSE(is_running(worker)) << "process " << worker << " is left";
+    }
+  }
+}
+
 TEST_F(HostsLaunch, EndsWithAnErrorIfTheOtherHostNeverStarts) {
   const auto executor = make_executor();
   const auto near = launch(0, {"--rdzv", std::string(testing::TestNetwork::kNear) + ":29651", "--env",
@@ -82,5 +176,8 @@ TEST_F(HostsLaunch, EndsWithAnErrorIfTheOtherHostNeverStarts) {
 }  // namespace torchspan
 
 int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv, {{"sum_of_all", torchspan::sum_of_all}});
+  return torchspan::testing::cluster_main(argc, argv,
+                                          {{"sum_of_all", torchspan::sum_of_all},
+                                           {"sum_after_a_death", torchspan::sum_after_a_death},
+                                           {"wait_forever", torchspan::wait_forever}});
 }

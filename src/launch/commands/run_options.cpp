@@ -15,8 +15,8 @@ namespace {
 void describe_restarts(CLI::App& run, RunOptions& options) {
   run.add_option(
          "--max-restarts", options.job.restarts.most,
-         "Restart all workers up to this many times after a failure; exit codes 126 and 127 (the program "
-         "cannot be run) and interruptions are not restarted")
+         "Restart all workers, with --nnodes those of all hosts, up to this many times after a failure; exit "
+         "codes 126 and 127 (the program cannot be run) and interruptions are not restarted")
       ->check(CLI::Range(0, 1000));
   run.add_option(
          "--max-replacements", options.job.restarts.most_replacements,
@@ -55,8 +55,10 @@ void describe_nodes(CLI::App& run, NodeOptions& options) {
                  "Number of hosts of the job: run the same command on each, with its --node-rank; -n is the "
                  "number of workers on each host");
   run.add_option("--node-rank,--node_rank", options.node_rank, "Number of this host, from 0");
-  run.add_option("--rdzv,--rdzv-endpoint,--rdzv_endpoint", options.rdzv,
-                 "HOST:PORT on host 0, where the workers meet; port 29500 by default");
+  run.add_option(
+      "--rdzv,--rdzv-endpoint,--rdzv_endpoint", options.rdzv,
+      "HOST:PORT on host 0, where the workers meet, or with --max-restarts the launchers; port 29500 by "
+      "default");
   run.add_option("--rdzv-id,--rdzv_id", options.rdzv_id,
                  "Name of the job, equal on all hosts; by default that of --rdzv");
   run.add_option("--port-range", options.port_range,
@@ -93,17 +95,16 @@ void check_error_file(const std::string& path) {
       fmt::format("--error-file {}: there is no folder '{}'; create it first", path, folder.string()));
 }
 
-/// The launchers of several hosts do not talk to each other: each starts its workers once.
+/// On several hosts, all workers start and end together, and there are as many on each.
 void check_for_several_hosts(const JobOptions& job) {
-  const char* option = job.restarts.most != 0                ? "--max-restarts"
-                       : job.restarts.most_replacements != 0 ? "--max-replacements"
-                       : job.least_workers != job.workers    ? "-n MIN:MAX"
-                       : job.master_port != 0                ? "--master-port"
-                                                             : nullptr;
+  const char* option = job.restarts.most_replacements != 0 ? "--max-replacements"
+                       : job.least_workers != job.workers  ? "-n MIN:MAX"
+                       : job.master_port != 0              ? "--master-port"
+                                                           : nullptr;
   if (option == nullptr) return;
   throw_invalid(
-      fmt::format("{} does not work with --nnodes: each host's launcher starts its workers once, and "
-                  "--rdzv names the port; let the batch system start the job again",
+      fmt::format("{} does not work with --nnodes: --max-restarts starts the same number of workers again on "
+                  "all hosts, and --rdzv names the port",
                   option));
 }
 

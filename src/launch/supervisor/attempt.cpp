@@ -71,7 +71,7 @@ void Attempt::on_end(Worker& worker) {
   // A worker that is preempted without handling the signal ends by it; with SIGTERM, any end is an answer.
   const bool preempted = preempted_by_ == SIGTERM || (preempted_by_ != 0 && status->signal == preempted_by_);
   const bool asked = stopping_ || preempted;
-  endings_.push_back({.rank = worker.rank(),
+  endings_.push_back({.rank = setting_.rank_of(worker.rank()),
                       .name = worker.name(),
                       .pid = worker.child().pid(),
                       .code = status->code,
@@ -208,7 +208,7 @@ void Attempt::settle(TimePoint now) {
     }
     context_.display.say(fmt::format(
         "torchspan: {} (rank {}, pid {}) has left the job, but its process still runs {:.1f} s later\n",
-        leaving->name(), leaving->rank(), leaving->child().pid(), to_seconds(grace)));
+        leaving->name(), setting_.rank_of(leaving->rank()), leaving->child().pid(), to_seconds(grace)));
   }
   const auto against = plan_replacements(now);
   if (!against) {

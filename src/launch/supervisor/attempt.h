@@ -26,6 +26,8 @@ class Attempt {
   /// Replacements that this attempt and earlier ones have used.
   int replacements_used() const { return replacements_.used(); }
 
+  /// Whether it stops the workers, because of a failure or stop().
+  bool stopping() const { return stopping_; }
   /// Whether all workers have ended and their output has been read.
   bool over() const;
   void handle(const Poller::Event& event);

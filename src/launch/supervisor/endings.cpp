@@ -11,11 +11,6 @@
 namespace torchspan::launch {
 namespace {
 
-bool is_crash(int signal) {
-  constexpr std::array kCrashes = {SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE};
-  return std::find(kCrashes.begin(), kCrashes.end(), signal) != kCrashes.end();
-}
-
 std::string hint(const Ending& ending) {
   if (ending.signal == SIGKILL && !ending.asked) {
     return " (by a user, or by the system for lack of memory: see 'dmesg')";
@@ -68,6 +63,11 @@ std::string describe_others(const std::vector<Ending>& endings, std::optional<st
 bool Ending::stopped() const {
   constexpr std::array kOurs = {SIGTERM, SIGINT, SIGHUP, SIGKILL, SIGUSR1, SIGUSR2};
   return asked && std::find(kOurs.begin(), kOurs.end(), signal) != kOurs.end();
+}
+
+bool is_crash(int signal) {
+  constexpr std::array kCrashes = {SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+  return std::find(kCrashes.begin(), kCrashes.end(), signal) != kCrashes.end();
 }
 
 std::string signal_name(int signal) {

@@ -12,7 +12,7 @@ namespace torchspan::launch {
 
 /// How a worker's process ended.
 struct Ending {
-  int rank = 0;
+  int rank = 0;  ///< in the job
   std::string name;
   long pid = 0;
   int code = 0;         ///< exit code, if no signal ended it
@@ -30,6 +30,8 @@ struct Ending {
   bool stopped() const;
 };
 
+/// Whether a signal ends a process by a crash, which the death of a peer does not cause: SIGKILL, SIGSEGV, ….
+bool is_crash(int signal);
 /// Returns "SIGKILL"; "signal 64" for a signal without a name.
 std::string signal_name(int signal);
 /// Returns "exited with code 3", "was killed by SIGKILL (…)".

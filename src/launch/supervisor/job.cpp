@@ -1,5 +1,6 @@
 #include "launch/supervisor/job.h"
 
+#include <algorithm>
 #include <array>
 #include <csignal>
 #include <filesystem>
@@ -12,6 +13,7 @@
 
 #include "launch/supervisor/attempt.h"
 #include "launch/supervisor/guard.h"
+#include "launch/supervisor/job_nodes.h"
 #include "launch/supervisor/processes.h"
 #include "launch/supervisor/signals.h"
 #include "launch/supervisor/worker_error.h"
@@ -28,8 +30,12 @@ struct AttemptReport {
   std::optional<WorkerError> error = {};    ///< of the first failure, complete
   std::optional<Error> start_failure = {};  ///< it could not be started
   std::vector<Incident> incidents = {};     ///< operations that timed out
+  /// The failure that ended the attempt on all hosts of a job whose launchers agree; here or on another one.
+  std::optional<JobNodes::Failure> on_nodes = {};
 
-  bool failed() const { return start_failure || failure_code(endings) != 0; }
+  bool failed() const { return start_failure || on_nodes || failure_code(endings) != 0; }
+  /// Whether a signal ended the job before workers were started.
+  bool never_begun() const { return started == 0 && !failed(); }
 };
 
 std::string random_id() {
@@ -37,20 +43,25 @@ std::string random_id() {
   return fmt::format("{:08x}{:08x}", random(), random());
 }
 
-/// "worker1 (rank 1, pid 17) exited with code 3".
-std::string brief(const AttemptReport& report) {
-  if (report.start_failure) return report.start_failure->message();
-  const auto first = first_failure(report.endings);
+/// "worker1 (rank 1, pid 17) exited with code 3"; empty if no worker has failed.
+std::string brief(const std::vector<Ending>& endings) {
+  const auto first = first_failure(endings);
   if (!first) return "";
-  const Ending& ending = report.endings[*first];
+  const Ending& ending = endings[*first];
   return fmt::format("{} (rank {}, pid {}) {}", ending.name, ending.rank, ending.pid,
                      describe_failure(ending));
+}
+
+std::string brief(const AttemptReport& report) {
+  if (report.on_nodes) return report.on_nodes->text;
+  return report.start_failure ? report.start_failure->message() : brief(report.endings);
 }
 
 std::string count_of(int workers) { return fmt::format("{} worker{}", workers, workers == 1 ? "" : "s"); }
 
 /// Returns what the restart policy needs to know of a failed attempt.
 AttemptResult result_of(const AttemptReport& report) {
+  if (report.on_nodes) return report.on_nodes->result;
   AttemptResult result{.workers = report.workers, .started = report.started};
   if (report.start_failure) {
     result.code = 1;
@@ -76,6 +87,39 @@ std::string describe_incidents(const std::vector<Incident>& incidents) {
   return text.empty() ? "" : "torchspan: operations that timed out\n" + text;
 }
 
+/// Returns the paragraphs of the earlier attempts; of many, the first and the last ones.
+std::string describe_history(const std::vector<std::string>& history) {
+  constexpr std::size_t kMost = 10;
+  std::string text;
+  for (std::size_t i = 0; i < history.size(); ++i) {
+    const bool shown = i == 0 || i + kMost > history.size();
+    if (shown) text += history[i];
+    if (i == 1 && !shown) text += fmt::format(" … {} attempts are left out\n", history.size() - kMost);
+  }
+  return text.empty() ? "" : "torchspan: earlier attempts\n" + text;
+}
+
+/// Prints what ended the job on all hosts. Returns the exit code: `own`, or that of the other host's failure.
+int say_failure_on_nodes(Display& display, const JobNodes::Failure& failure, int own) {
+  display.say(fmt::format("{}  first failure on all hosts: {}\n",
+                          own == 0 ? "torchspan: the job failed\n" : "", failure.text));
+  if (own != 0) return own;
+  const AttemptResult& result = failure.result;
+  const int code = result.signal != 0 ? 128 + result.signal : std::max(result.code, 1);
+  display.say(fmt::format("  exit code: {}\n", code));
+  return code;
+}
+
+/// Writes the job's error file, if a worker of this host has failed.
+void write_error_file(const std::string& path, const AttemptReport& report, Display& display) {
+  const auto first = first_failure(report.endings);
+  if (path.empty() || !first) return;
+  const std::string problem =
+      write_text(path, encode_job_error(report.error, report.endings[*first], report.details));
+  if (problem.empty()) return;
+  display.say(fmt::format("torchspan: the error file '{}' cannot be written: {}\n", path, problem));
+}
+
 class Job {
  public:
   Job(Executor& executor, JobOptions options)
@@ -97,13 +141,16 @@ class Job {
   void say_threads(const JobSetting& setting);
   AttemptReport try_attempt(int workers);
   AttemptReport run_attempt(int workers);
+  AttemptReport run_workers(const JobSetting& setting);
   void watch(Attempt& attempt);
   void on_signal(int signal, Attempt* attempt);
+  bool meet_nodes(JobSetting& setting);
+  void follow_nodes(Attempt& attempt);
+  void end_on_nodes(AttemptReport& report);
+  int wait_for_nodes();
   void wait_before_restart(Duration delay);
   std::optional<NextAttempt> plan_next(const AttemptReport& report);
   std::string describe_attempt(const AttemptReport& report) const;
-  void write_error_file(const AttemptReport& report);
-  std::string describe_history() const;
   int finish(const AttemptReport& last);
   int finish_between();
 
@@ -120,6 +167,7 @@ class Job {
   std::vector<AttemptResult> failed_attempts_;
   std::vector<std::string> history_;  ///< a paragraph for each attempt that was followed by another
   std::string reason_;                ///< why the last one was not
+  std::unique_ptr<JobNodes> nodes_;   ///< null: each launcher of the job acts alone
 };
 
 JobSetting Job::make_setting(const JobFolder& folder, int workers) const {
@@ -161,10 +209,13 @@ int Job::run() {
   program_ = find_program(options_.command.at(0), options_.environment);
   prepare_logs();
   poller_->add(signals_.get(), token_of(Source::kSignal, 0), false);
+  if (options_.nodes.several() && options_.restarts.most > 0) {
+    nodes_ = std::make_unique<JobNodes>(executor_, options_, *poller_);
+  }
   for (int workers = options_.workers;;) {
     const AttemptReport report = try_attempt(workers);
     const auto next = plan_next(report);
-    if (!next) return finish(report);
+    if (!next) return report.never_begun() ? finish_between() : finish(report);
     workers = next->workers;
     wait_before_restart(next->delay);
     if (interruption_.signal != 0) return finish_between();
@@ -182,9 +233,18 @@ AttemptReport Job::try_attempt(int workers) {
 }
 
 AttemptReport Job::run_attempt(int workers) {
-  AttemptReport report{.workers = workers};
   const JobFolder folder(options_.environment);
-  const JobSetting setting = make_setting(folder, workers);
+  JobSetting setting = make_setting(folder, workers);
+  if (nodes_ && !meet_nodes(setting)) return {.workers = workers};
+  AttemptReport report = run_workers(setting);
+  kill_processes_of(executor_, run_id_);
+  if (nodes_) end_on_nodes(report);
+  return report;
+}
+
+/// Starts the workers and waits for their ends; none is left when it returns.
+AttemptReport Job::run_workers(const JobSetting& setting) {
+  AttemptReport report{.workers = setting.workers};
   if (failed_attempts_.empty()) say_threads(setting);
   const AttemptContext context{
       executor_, options_, display_, *poller_, program_, guard_.registrations(), replacements_used_};
@@ -202,11 +262,62 @@ AttemptReport Job::run_attempt(int workers) {
   if (const auto index = first_failure(report.endings)) {
     const Ending& first = report.endings[*index];
     report.details.last_lines = attempt.workers().find(first.pid)->last_lines();
-    report.error = read_worker_error(error_file_of(setting, first.rank, first.incarnation));
+    report.error =
+        read_worker_error(error_file_of(setting, setting.local_rank_of(first.rank), first.incarnation));
     if (report.error) report.details.error = shorten_message(report.error->message);
   }
-  kill_processes_of(executor_, run_id_);
   return report;
+}
+
+/// Waits until the launchers of all hosts are ready for the attempt, and sets the port of its store. Returns false if a
+/// signal ends the job first.
+bool Job::meet_nodes(JobSetting& setting) {
+  const Environment worker = worker_environment(options_.environment, setting, 0);
+  const auto range = worker.find("TORCHSPAN_PORT_RANGE");
+  const bool serves = options_.nodes.node_rank == 0;
+  nodes_->ready(setting.restart_count,
+                serves ? choose_store_port(range == worker.end() ? "" : range->second) : std::uint16_t{0});
+  while (interruption_.signal == 0 && !nodes_->may_start()) wait_for_nodes();
+  if (interruption_.signal != 0) return false;
+  setting.nodes.rdzv_port = nodes_->store_port();
+  nodes_->running();
+  return true;
+}
+
+/// Waits for news of the other hosts or a signal, while no worker runs. Returns the signal to this launcher, or 0.
+int Job::wait_for_nodes() {
+  std::array<Poller::Event, 4> events;
+  const int signal = poller_->wait(events, Deadline::never()) > 0 ? signals_.take() : 0;
+  on_signal(signal, nullptr);
+  on_signal(nodes_->take_signal(), nullptr);
+  return signal;
+}
+
+/// Does what the launchers of the other hosts announce, and announces a failure of this host.
+void Job::follow_nodes(Attempt& attempt) {
+  on_signal(nodes_->take_signal(), &attempt);
+  const auto first = first_failure(attempt.endings());
+  if (first && attempt.stopping()) {
+    nodes_->fail(
+        result_of({.workers = options_.workers, .started = attempt.started(), .endings = attempt.endings()}),
+        brief(attempt.endings()));
+  }
+  const std::string failure = nodes_->take_failure();
+  if (failure.empty() || attempt.stopping()) return;
+  display_.say(fmt::format("torchspan: {}; stopping the workers of this host\n", failure));
+  attempt.stop(SIGTERM);
+}
+
+/// Waits until no worker of the attempt is left on any host, or a launcher is gone, or for a second signal.
+void Job::end_on_nodes(AttemptReport& report) {
+  if (report.failed()) nodes_->fail(result_of(report), brief(report));
+  nodes_->end();
+  while (!nodes_->all_ended()) {
+    const bool interrupted = interruption_.signal != 0;
+    if (wait_for_nodes() != 0 && interrupted) break;
+  }
+  on_signal(nodes_->take_signal(), nullptr);
+  report.on_nodes = nodes_->failure();
 }
 
 /// Runs the attempt until it is over.
@@ -224,9 +335,11 @@ void Job::watch(Attempt& attempt) {
     if (const int reported = attempt.take_reported_signal(); reported != 0) {
       on_signal(reported == SIGTERM ? SIGTERM : options_.preemption.signal, &attempt);
     }
+    if (nodes_) follow_nodes(attempt);
     attempt.advance(executor_.now());
     if (display_.broken() && interruption_.signal == 0) {
       interruption_.signal = SIGPIPE;
+      if (nodes_) nodes_->announce_signal(SIGTERM);
       attempt.stop(SIGTERM);
     }
   }
@@ -234,6 +347,7 @@ void Job::watch(Attempt& attempt) {
 
 void Job::on_signal(int signal, Attempt* attempt) {
   if (signal == 0) return;
+  if (nodes_) nodes_->announce_signal(signal);
   const Reaction reaction = react(interruption_, signal, options_.preemption.signal);
   if (attempt == nullptr || reaction == Reaction::kNone) return;
   if (reaction == Reaction::kKill) return attempt->kill_workers();
@@ -252,6 +366,7 @@ void Job::wait_before_restart(Duration delay) {
   std::array<Poller::Event, 4> events;
   while (interruption_.signal == 0 && !end.passed(executor_.now())) {
     if (poller_->wait(events, end) > 0) on_signal(signals_.take(), nullptr);
+    if (nodes_) on_signal(nodes_->take_signal(), nullptr);
   }
 }
 
@@ -260,6 +375,11 @@ std::optional<NextAttempt> Job::plan_next(const AttemptReport& report) {
   if (interruption_.signal != 0 || !report.failed()) return std::nullopt;
   const bool first = failed_attempts_.empty();
   failed_attempts_.push_back(result_of(report));
+  if (nodes_ && nodes_->lost()) {
+    if (first && report.start_failure) throw *report.start_failure;
+    reason_ = "the launchers of all hosts must run for another attempt";
+    return std::nullopt;
+  }
   const int least = options_.least_workers > 0 ? options_.least_workers : options_.workers;
   const NextAttempt next = next_attempt(options_.restarts, {least, options_.workers}, failed_attempts_);
   const bool unusable = report.start_failure && report.start_failure->kind() == ErrorKind::kInvalid;
@@ -279,36 +399,16 @@ std::optional<NextAttempt> Job::plan_next(const AttemptReport& report) {
 std::string Job::describe_attempt(const AttemptReport& report) const {
   const auto head = fmt::format(" attempt {}, {}\n", failed_attempts_.size(), count_of(report.workers));
   if (report.start_failure) return fmt::format("{}  {}\n", head, report.start_failure->message());
-  return head + describe_first_failure(report.endings, report.details) +
+  const std::string on_all =
+      report.on_nodes ? fmt::format("  first failure on all hosts: {}\n", report.on_nodes->text) : "";
+  return head + on_all + describe_first_failure(report.endings, report.details) +
          describe_replacements(report.endings);
-}
-
-void Job::write_error_file(const AttemptReport& report) {
-  const auto first = first_failure(report.endings);
-  if (options_.error_file.empty() || !first) return;
-  const std::string problem =
-      write_text(options_.error_file, encode_job_error(report.error, report.endings[*first], report.details));
-  if (problem.empty()) return;
-  display_.say(
-      fmt::format("torchspan: the error file '{}' cannot be written: {}\n", options_.error_file, problem));
-}
-
-/// Returns the paragraphs of the earlier attempts; of many, the first and the last ones.
-std::string Job::describe_history() const {
-  constexpr std::size_t kMost = 10;
-  std::string text;
-  for (std::size_t i = 0; i < history_.size(); ++i) {
-    const bool shown = i == 0 || i + kMost > history_.size();
-    if (shown) text += history_[i];
-    if (i == 1 && !shown) text += fmt::format(" … {} attempts are left out\n", history_.size() - kMost);
-  }
-  return text.empty() ? "" : "torchspan: earlier attempts\n" + text;
 }
 
 /// Prints the summary and returns the exit code.
 int Job::finish(const AttemptReport& last) {
   int code = exit_code(last.endings, interruption_);
-  display_.say(describe_history());
+  display_.say(describe_history(history_));
   if (const std::string replaced = describe_replacements(last.endings); !replaced.empty()) {
     display_.say("torchspan: workers that were started again\n" + replaced);
   }
@@ -321,10 +421,12 @@ int Job::finish(const AttemptReport& last) {
         fmt::format("torchspan: the job failed\n  {}\n  exit code: 1\n", last.start_failure->message()));
   } else {
     display_.say(summarize(last.endings, last.details, interruption_));
+    if (last.on_nodes && interruption_.signal == 0)
+      code = say_failure_on_nodes(display_, *last.on_nodes, code);
   }
   if (code != 0) display_.say(describe_incidents(last.incidents));
   if (!reason_.empty()) display_.say(fmt::format("torchspan: not started again: {}\n", reason_));
-  if (last.failed() && interruption_.signal == 0) write_error_file(last);
+  if (last.failed() && interruption_.signal == 0) write_error_file(options_.error_file, last, display_);
   const std::string lost = display_.losses();
   if (lost.empty()) return code;
   display_.say("torchspan: " + lost + "\n");
@@ -335,7 +437,7 @@ int Job::finish(const AttemptReport& last) {
 int Job::finish_between() {
   const int code = interruption_.preemption && interruption_.clean_code != 0 ? interruption_.clean_code
                                                                              : 128 + interruption_.signal;
-  display_.say(describe_history());
+  display_.say(describe_history(history_));
   display_.say(fmt::format("torchspan: the job was {} by {} before attempt {}\n  exit code: {}\n",
                            interruption_.preemption ? "preempted" : "interrupted",
                            signal_name(interruption_.signal), failed_attempts_.size() + 1, code));

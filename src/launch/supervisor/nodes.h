@@ -11,7 +11,7 @@ struct NodePlace {
   int count = 1;      ///< hosts of the job
   int node_rank = 0;  ///< of this host; the workers of host 0 have the first ranks
   std::string rdzv_host = {};
-  std::uint16_t rdzv_port = 0;  ///< rank 0 serves the store there
+  std::uint16_t rdzv_port = 0;  ///< rank 0 serves the store there; with restarts, launcher 0 serves its own
   std::string job_id = {};      ///< equal on all hosts
   std::string port_range = {};  ///< TORCHSPAN_PORT_RANGE for the workers; empty: theirs
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <arpa/inet.h>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
@@ -45,13 +46,14 @@ void check_program(const std::string& path) {
   }
 }
 
-bool is_free(std::uint16_t port) {
+/// Whether a socket could listen at a port of an IPv4 address.
+bool is_free(std::uint16_t port, in_addr_t host = INADDR_LOOPBACK) {
   const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const int yes = 1;
   setsockopt(probe, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_addr.s_addr = htonl(host);
   address.sin_port = htons(port);
   const bool free = bind(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
   close(probe);
@@ -163,6 +165,27 @@ std::uint16_t choose_port(std::uint16_t wanted) {
   }
   throw_invalid(fmt::format("no free port was found between {} and {}; choose one with --master-port",
                             kFirstPort, kLastPort));
+}
+
+std::uint16_t choose_store_port(const std::string& range) {
+  int first = kFirstPort, last = kLastPort;
+  if (!range.empty()) {
+    const char* const end = range.data() + range.size();
+    const auto begin = std::from_chars(range.data(), end, first);
+    const char* const second = begin.ptr != end && *begin.ptr == '-' ? begin.ptr + 1 : range.data();
+    const bool good = begin.ec == std::errc() && std::from_chars(second, end, last).ec == std::errc();
+    if (!good || first < 1 || last > 65535 || first > last) {
+      throw_invalid(fmt::format("--port-range {}: expected two ports from 1 to 65535, FIRST-LAST", range));
+    }
+  }
+  std::random_device random;
+  const int start = range.empty() ? std::uniform_int_distribution<int>(first, last)(random) : last;
+  for (int i = 0; i <= last - first; ++i) {
+    const int port = start - i >= first ? start - i : start - i + (last - first + 1);
+    if (is_free(static_cast<std::uint16_t>(port), INADDR_ANY)) return static_cast<std::uint16_t>(port);
+  }
+  throw_invalid(fmt::format("no port from {} to {} is free for the workers' store; give another --port-range",
+                            first, last));
 }
 
 int usable_cores() {

@@ -30,6 +30,8 @@ struct JobSetting {
 
   /// The rank in the job of a worker of this host.
   int rank_of(int local_rank) const { return nodes.first_rank(workers) + local_rank; }
+  /// The rank on this host of one of its workers.
+  int local_rank_of(int rank) const { return rank - nodes.first_rank(workers); }
 };
 
 /// Returns the path of the file in which a process of a rank leaves its error. `incarnation` counts the processes
@@ -49,6 +51,10 @@ int chosen_threads(const Environment& base, const JobSetting& setting);
 /// Returns the path of a program: itself if it contains a slash, else found in PATH. Throws kInvalid if the
 /// file does not exist or cannot be executed.
 std::string find_program(const std::string& name, const Environment& environment);
+
+/// Returns a free port of this host for the store of workers on several hosts: the last free one of a range
+/// "FIRST-LAST", of which workers take the first ones, or any if the range is empty. Throws kInvalid if none is free.
+std::uint16_t choose_store_port(const std::string& range);
 
 /// Returns `wanted` if it is free on the loopback interface, else throws kInvalid; for 0 returns a free port
 /// below the system's range for outgoing connections, so that no connection takes it before rank 0 listens.

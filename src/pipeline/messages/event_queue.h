@@ -50,14 +50,17 @@ class EventQueue {
   std::deque<StepEvent> take(std::uint64_t first, std::uint64_t last);
   /// Returns events to the queue; the next take() sees them first.
   void put_back(std::deque<StepEvent> events);
-  /// Completes when an event arrives, or at once if one arrived since the last take().
-  Future<void> arrival();
+  /// Waits until an event arrives, or returns at once if one arrived since the last take(). Returns false if none
+  /// arrived within `limit`. Throws kCancelled if the worker has ended.
+  bool wait(Duration limit);
 
   /// Sets the answer to AskState. Called by the training thread.
   void set_state(std::uint64_t step, bool in_step, bool busy, std::string doing, TimePoint since);
   WorkerState state(TimePoint now) const;
 
  private:
+  Future<void> arrival();
+
   const std::string name_;
   const std::weak_ptr<FutureHost> host_;
   mutable Mutex mutex_;

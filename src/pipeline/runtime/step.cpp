@@ -82,8 +82,7 @@ void Step::hold_first_backward() {
     try {
       go.wait(watch_.patience());
     } catch (const Error& error) {
-      if (!go.done() && error.kind() == ErrorKind::kTimedOut) continue;
-      throw;
+      if (!go.done() && error.kind() != ErrorKind::kTimedOut) throw;
     }
   }
   go.wait();
@@ -96,21 +95,14 @@ Awaited Step::awaited() const {
 }
 
 void Step::wait() {
-  const Future<void> arrival = local_.event_queue->arrival();
-  if (arrival.done()) return;
   local_.event_queue->set_state(state_.work.begin.id.step, true, false, "", local_.executor().now());
   const Awaited awaited = this->awaited();
   state_.record.begin_wait(awaited);
-  try {
-    arrival.wait(watch_.patience());
-    state_.record.end_wait();
-  } catch (const Error& error) {
-    if (arrival.done() || error.kind() != ErrorKind::kTimedOut) throw;
-    const std::string waiting_for = state_.actions.any_left()
-                                        ? state_.passes.waiting_for()
-                                        : std::string(awaited.name.substr(std::strlen("wait for ")));
-    if (const auto stall = watch_.look(state_.work.begin.id.step, waiting_for)) throw *stall;
-  }
+  if (local_.event_queue->wait(watch_.patience())) return state_.record.end_wait();
+  const std::string waiting_for = state_.actions.any_left()
+                                      ? state_.passes.waiting_for()
+                                      : std::string(awaited.name.substr(std::strlen("wait for ")));
+  if (const auto stall = watch_.look(state_.work.begin.id.step, waiting_for)) throw *stall;
 }
 
 void Step::take_events() {

@@ -73,10 +73,26 @@ void report_failure(const LocalPipeline& local, std::uint64_t step, const Error&
   }
 }
 
+namespace {
+
+/// Why a worker is gone, which a request to it reports at once.
+Error reason_of_absence(const LocalPipeline& local, std::uint64_t step, std::uint32_t rank) {
+  try {
+    const Deadline until = local.executor().deadline_in(kReportLimit);
+    static_cast<void>(
+        local.worker.request(static_cast<int>(rank), AskState{{local.id, step}}, until).wait(until));
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kDisconnected) return error;
+  }
+  return {ErrorKind::kDisconnected, "it died or left before the step"};
+}
+
+}  // namespace
+
 void check_presence(const LocalPipeline& local, std::uint64_t step) {
   for (const std::uint32_t rank : local.grid.all_ranks()) {
     if (local.worker.endpoint()->is_present(rank)) continue;
-    throw_gone(local, step, rank, Error(ErrorKind::kDisconnected, "it died or left before the step"));
+    throw_gone(local, step, rank, reason_of_absence(local, step, rank));
   }
 }
 

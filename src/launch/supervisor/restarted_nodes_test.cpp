@@ -1,0 +1,236 @@
+#include <gmock/gmock.h>
+#include <map>
+#include <set>
+
+#include <torchspan/detail/net/secret.h>
+
+#include "launch/supervisor/job_fixture.h"
+#include "tests/support/processes.h"
+
+namespace torchspan::launch::restarted_nodes_test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AnyOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+/// Two launchers of one job, on loopback, with two workers each.
+class RestartedNodes : public Jobs {
+ protected:
+  static constexpr int kNodes = 2;
+
+  RestartedNodes() : port_(static_cast<std::uint16_t>(testing::free_port())) {
+    net::Secret::random().write_file(folder_ + "/secret");
+    EXPECT_EQ(pipe(alive_.data()), 0);
+  }
+  ~RestartedNodes() override {
+    for (const pid_t launcher : launchers_) {
+      if (launcher > 0) code_of_killed(launcher);
+    }
+    close(alive_[0]);
+  }
+
+  JobOptions node(int rank, const std::string& script, int restarts = 3) {
+    JobOptions job = options(2, script);
+    job.nodes = {
+        .count = kNodes, .node_rank = rank, .rdzv_host = "127.0.0.1", .rdzv_port = port_, .job_id = "job"};
+    job.restarts = {.most = restarts, .backoff = milliseconds(10), .give_up_after = 0};
+    job.environment["TORCHSPAN_SECRET_FILE"] = folder_ + "/secret";
+    job.environment["ALIVE"] = std::to_string(alive_[1]);
+    job.display = {.output = outputs_[rank].descriptor(), .errors = messages_[rank].descriptor()};
+    return job;
+  }
+  void start(const JobOptions& job) {
+    const pid_t launcher = fork();
+    if (launcher == 0) {
+      close(alive_[0]);
+      _exit(run_or_fail(job));
+    }
+    launchers_[static_cast<std::size_t>(job.nodes.node_rank)] = launcher;
+  }
+  void start_both(const std::string& script, int restarts = 3) {
+    for (int rank = 0; rank < kNodes; ++rank) start(node(rank, script, restarts));
+    close_own_end();
+  }
+  void close_own_end() { close(std::exchange(alive_[1], -1)); }
+  /// Waits for a launcher's end and returns its exit code; -1 after a signal, -2 if it still runs after a minute.
+  int code(int rank) {
+    pid_t& launcher = launchers_[static_cast<std::size_t>(rank)];
+    const Deadline until = executor_->deadline_in(seconds(60));
+    for (int status = 0; !until.passed(executor_->now()); executor_->sleep(milliseconds(5))) {
+      if (waitpid(launcher, &status, WNOHANG) != launcher) continue;
+      launcher = 0;
+      return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    }
+    return -2;
+  }
+  std::string errors_of(int rank) const { return messages_[rank].text(); }
+  /// The lines that workers wrote into a file, sorted.
+  std::vector<std::string> lines(const std::string& name) const {
+    std::vector<std::string> all = lines_of(file(name));
+    std::sort(all.begin(), all.end());
+    return all;
+  }
+  void wait_for_lines_of(const std::string& name, std::size_t count) const {
+    const Deadline until = executor_->deadline_in(seconds(60));
+    while (lines(name).size() < count) {
+      ASSERT_FALSE(until.passed(executor_->now())) << errors_of(0) << errors_of(1);
+      executor_->sleep(milliseconds(5));
+    }
+  }
+
+  const std::uint16_t port_;
+  std::array<Captured, kNodes> outputs_, messages_;
+  std::array<pid_t, kNodes> launchers_ = {};
+
+ private:
+  static int run_or_fail(const JobOptions& job) {
+    try {
+      return run_job(*make_executor(), job);
+    } catch (const Error& error) {
+      const std::string text = std::string("thrown: ") + error.what() + "\n";
+      return write(job.display.errors, text.data(), text.size()) > 0 ? 2 : 3;
+    }
+  }
+  static void code_of_killed(pid_t launcher) {
+    kill(launcher, SIGKILL);
+    waitpid(launcher, nullptr, 0);
+  }
+};
+
+/// The worker of $VICTIM fails in the first attempt, in which the others would run for a minute.
+const std::string kFailOnce = R"(
+  echo "$TORCHSPAN_RESTART_COUNT $RANK of $WORLD_SIZE" >> $FOLDER/ran
+  echo "$TORCHSPAN_RESTART_COUNT $MASTER_ADDR $MASTER_PORT" >> $FOLDER/stores
+  if [ $TORCHSPAN_RESTART_COUNT = 0 ]; then
+    if [ $RANK = $VICTIM ]; then
+      while [ $(wc -l < $FOLDER/stores) -lt 4 ]; do sleep 0.01; done
+      exit 7
+    fi
+    exec sleep 60
+  fi)";
+
+TEST_F(RestartedNodes, AFailureOnEitherHostRestartsTheWorkersOfBoth) {
+  for (const int victim : {0, 3}) {
+    SCOPED_TRACE(victim);
+    for (const char* name : {"/ran", "/stores"}) std::filesystem::remove(folder_ + name);
+    for (int rank = 0; rank < kNodes; ++rank) {
+      JobOptions job = node(rank, kFailOnce);
+      job.environment["VICTIM"] = std::to_string(victim);
+      start(job);
+    }
+    for (int rank = 0; rank < kNodes; ++rank) {
+      EXPECT_EQ(code(rank), 0) << errors_of(rank);
+      EXPECT_THAT(errors_of(rank), HasSubstr("attempt 1 failed: host " + std::to_string(victim / 2)));
+      EXPECT_THAT(errors_of(rank),
+                  HasSubstr("worker" + std::to_string(victim) + " (rank " + std::to_string(victim)));
+      EXPECT_THAT(errors_of(rank), HasSubstr("exited with code 7"));
+      EXPECT_THAT(errors_of(rank), HasSubstr("attempt 2 succeeded"));
+    }
+    EXPECT_THAT(lines("ran"), ElementsAre("0 0 of 4", "0 1 of 4", "0 2 of 4", "0 3 of 4", "1 0 of 4",
+                                          "1 1 of 4", "1 2 of 4", "1 3 of 4"));
+    const auto stores = lines("stores");
+    EXPECT_EQ(std::set(stores.begin(), stores.end()).size(), 2u) << "one store in each attempt";
+    EXPECT_THAT(stores[0], Not(HasSubstr(std::to_string(port_)))) << "there the launchers meet";
+  }
+}
+
+TEST_F(RestartedNodes, AHostThatHasSucceededStartsAgainToo) {
+  start_both(R"(
+    echo "$TORCHSPAN_RESTART_COUNT $RANK" >> $FOLDER/ran
+    if [ $TORCHSPAN_RESTART_COUNT = 0 -a $RANK = 1 ]; then sleep 1; exit 7; fi)");
+  for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 0) << errors_of(rank);
+  EXPECT_THAT(lines("ran"), ElementsAre("0 0", "0 1", "0 2", "0 3", "1 0", "1 1", "1 2", "1 3"));
+}
+
+TEST_F(RestartedNodes, BothEndWithTheFailureWhenNoRestartIsLeft) {
+  start_both(R"(
+    echo $RANK >> $FOLDER/ran
+    if [ $RANK = 2 ]; then exit 7; fi
+    exec sleep 60)",
+             1);
+  for (int rank = 0; rank < kNodes; ++rank) {
+    EXPECT_EQ(code(rank), 7) << errors_of(rank);
+    EXPECT_THAT(errors_of(rank), HasSubstr("host 1"));
+    EXPECT_THAT(errors_of(rank), HasSubstr("worker2 (rank 2"));
+    EXPECT_THAT(errors_of(rank), HasSubstr("no restart is left (--max-restarts 1)"));
+  }
+  EXPECT_THAT(lines("ran").size(), 8);
+}
+
+TEST_F(RestartedNodes, NeitherStartsAProgramAgainThatCannotBeRun) {
+  start_both("if [ $RANK = 3 ]; then exit 127; fi; exec sleep 60");
+  for (int rank = 0; rank < kNodes; ++rank) {
+    EXPECT_EQ(code(rank), 127) << errors_of(rank);
+    EXPECT_THAT(errors_of(rank), HasSubstr("so it is not started again"));
+  }
+}
+
+TEST_F(RestartedNodes, TheDeathOfALauncherEndsTheJobAndLeavesNoProcess) {
+  for (const int victim : {0, 1}) {
+    SCOPED_TRACE(victim);
+    std::filesystem::remove(folder_ + "/ran");
+    if (alive_[1] < 0) ASSERT_EQ(pipe(alive_.data()), 0);
+    start_both("echo $RANK >> $FOLDER/ran; sleep 60 & wait");
+    wait_for_lines_of("ran", 4);
+    kill(launchers_[static_cast<std::size_t>(victim)], SIGKILL);
+    const TimePoint killed = executor_->now();
+    EXPECT_EQ(code(victim), -1);
+    EXPECT_EQ(code(1 - victim), 1) << errors_of(1 - victim);
+    EXPECT_LT(executor_->now() - killed, seconds(15));
+    EXPECT_THAT(errors_of(1 - victim), HasSubstr("launcher" + std::to_string(victim)));
+    EXPECT_THAT(errors_of(1 - victim), HasSubstr("not started again"));
+    EXPECT_TRUE(all_gone()) << "a process of a worker is left";
+    close(alive_[0]);
+  }
+  ASSERT_EQ(pipe(alive_.data()), 0);
+  close_own_end();
+}
+
+TEST_F(RestartedNodes, ASignalToOneLauncherIsOneToAll) {
+  start_both("trap 'echo $RANK >> $FOLDER/saved; exit 0' TERM; echo $RANK >> $FOLDER/ran; sleep 60 & wait");
+  wait_for_lines_of("ran", 4);
+  kill(launchers_[1], SIGTERM);
+  for (int rank = 0; rank < kNodes; ++rank) {
+    EXPECT_EQ(code(rank), 0) << errors_of(rank);
+    EXPECT_THAT(errors_of(rank), HasSubstr("the job was preempted by SIGTERM"));
+  }
+  EXPECT_THAT(lines("saved"), ElementsAre("0", "1", "2", "3"));
+}
+
+TEST_F(RestartedNodes, SayWhichHostDoesNotStart) {
+  for (const int present : {0, 1}) {
+    JobOptions job = node(present, "exit 0");
+    job.environment["TORCHSPAN_JOIN_TIMEOUT"] = "1";
+    start(job);
+    EXPECT_EQ(code(present), 2) << errors_of(present);
+    EXPECT_THAT(errors_of(present),
+                present == 0 ? HasSubstr("did not join within 1 s: 1") : HasSubstr("host 0"));
+  }
+}
+
+TEST_F(RestartedNodes, ALauncherThatWaitsForTheOthersHandlesSignals) {
+  JobOptions job = node(0, "exit 0");
+  start(job);
+  while (leftovers() == 0)
+    executor_->sleep(milliseconds(5));  // the job's folder, which it makes before it waits
+  kill(launchers_[0], SIGINT);
+  EXPECT_EQ(code(0), 130) << errors_of(0);
+  EXPECT_THAT(errors_of(0), HasSubstr("before attempt 1"));
+}
+
+TEST_F(RestartedNodes, RejectDifferentOptions) {
+  start(node(0, "exit 0", 3));
+  start(node(1, "exit 0", 4));
+  for (int rank = 0; rank < kNodes; ++rank) {
+    EXPECT_EQ(code(rank), 2) << errors_of(rank);
+    EXPECT_THAT(errors_of(rank), HasSubstr("--max-restarts 3"));
+    EXPECT_THAT(errors_of(rank), HasSubstr("--max-restarts 4"));
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::launch::restarted_nodes_test

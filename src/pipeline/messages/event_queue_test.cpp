@@ -1,0 +1,67 @@
+#include "pipeline/messages/event_queue.h"
+
+#include <gtest/gtest.h>
+#include <memory>
+
+namespace torchspan::pipeline::event_queue_test {
+namespace {
+
+using std::chrono::milliseconds;
+
+/// A host on which an event arrives when a wait without result has ended.
+class LateHost final : public FutureHost {
+ public:
+  Executor& executor() override {
+    if (std::exchange(waited, false)) event_queue.lock()->put(Departure{});
+    return *executor_;
+  }
+  void post(UniqueFunction<void()> job) override { job(); }
+  void wait(Parker&, const std::atomic<bool>&, Deadline) override { waited = arrives_late; }
+
+  bool arrives_late = false;
+  bool waited = false;
+  std::weak_ptr<EventQueue> event_queue;
+
+ private:
+  const std::unique_ptr<Executor> executor_ = make_executor();
+};
+
+class EventQueues : public ::testing::Test {
+ protected:
+  EventQueues() { host_->event_queue = queue_; }
+
+  const std::shared_ptr<LateHost> host_ = std::make_shared<LateHost>();
+  const std::shared_ptr<EventQueue> queue_ = std::make_shared<EventQueue>("pipeline", host_);
+};
+
+TEST_F(EventQueues, AWaitWithoutEventsEndsAtItsLimit) {
+  EXPECT_FALSE(queue_->wait(milliseconds(1)));
+  EXPECT_TRUE(queue_->take(0).empty());
+}
+
+TEST_F(EventQueues, AWaitReturnsAtOnceIfAnEventHasArrived) {
+  queue_->put(Departure{});
+  EXPECT_TRUE(queue_->wait(milliseconds(1)));
+  EXPECT_EQ(queue_->take(0).size(), 1u);
+  EXPECT_FALSE(queue_->wait(milliseconds(1)));
+}
+
+/// Steps used to end with the error of the wait, if a worker was declared dead at this moment.
+TEST_F(EventQueues, AnEventThatArrivesWhileAWaitEndsIsAnEvent) {
+  host_->arrives_late = true;
+  EXPECT_TRUE(queue_->wait(milliseconds(1)));
+  EXPECT_EQ(queue_->take(0).size(), 1u);
+}
+
+TEST_F(EventQueues, AWaitFailsIfItsWorkerIsGone) {
+  EventQueue orphan("pipeline", {});
+  try {
+    orphan.wait(milliseconds(1));
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::pipeline::event_queue_test
