@@ -36,7 +36,7 @@ const json* member(const json& object, const char* name) {
   return found == object.end() ? nullptr : &*found;
 }
 
-std::string text_of(const json& object, const char* name) {
+std::string string_of(const json& object, const char* name) {
   const json* value = member(object, name);
   return value != nullptr && value->is_string() ? value->get<std::string>() : "";
 }
@@ -64,13 +64,13 @@ std::optional<std::int64_t> nanoseconds_of(const json& object, const char* name)
 /// Whether `torchspan trace` wrote the document.
 bool is_merged(const json& document) {
   const json* other = member(document, "otherData");
-  return other != nullptr && other->is_object() && text_of(*other, "tool") == "torchspan trace";
+  return other != nullptr && other->is_object() && string_of(*other, "tool") == "torchspan trace";
 }
 
 class ProfilerFile {
  public:
   void add(const json& event) {
-    const std::string phase = text_of(event, "ph");
+    const std::string phase = string_of(event, "ph");
     if (phase == "M") return add_metadata(event);
     const auto begin = nanoseconds_of(event, "ts");
     if (phase == "X") {
@@ -109,20 +109,20 @@ class ProfilerFile {
   void add_metadata(const json& event) {
     const json* arguments = member(event, "args");
     if (arguments == nullptr || !arguments->is_object()) return;
-    const std::string what = text_of(event, "name");
+    const std::string what = string_of(event, "name");
     const std::string process = key_of(event, "pid");
-    if (what == "thread_name") thread_names_[{process, key_of(event, "tid")}] = text_of(*arguments, "name");
-    if (what == "process_labels") labels_[process] = text_of(*arguments, "labels");
+    if (what == "thread_name") thread_names_[{process, key_of(event, "tid")}] = string_of(*arguments, "name");
+    if (what == "process_labels") labels_[process] = string_of(*arguments, "labels");
   }
 
   void add_event(const json& event, std::optional<std::int64_t> begin, std::optional<std::int64_t> length) {
-    const std::string name = text_of(event, "name");
+    const std::string name = string_of(event, "name");
     if (!begin || !length || *length < 0 || name.empty() || member(event, "tid") == nullptr) {
       ++trace_.unusable;
       return;
     }
     ProfilerEvent added{
-        *begin, *begin + *length, name_(name), category_(text_of(event, "cat")), row_of(event), ""};
+        *begin, *begin + *length, name_(name), category_(string_of(event, "cat")), row_of(event), ""};
     if (const json* arguments = member(event, "args"); arguments != nullptr && arguments->is_object()) {
       const std::string text = arguments->dump(-1, ' ', true, kReplace);
       added.arguments = text.substr(1, text.size() - 2);
@@ -134,7 +134,7 @@ class ProfilerFile {
   }
 
   void add_arrow(const json& event, bool starts, std::int64_t at) {
-    auto& [from, to] = arrows_[text_of(event, "cat") + '\n' + key_of(event, "id")];
+    auto& [from, to] = arrows_[string_of(event, "cat") + '\n' + key_of(event, "id")];
     (starts ? from : to) = ProfilerArrow::End{row_of(event), at};
   }
 
