@@ -346,7 +346,7 @@ TEST_F(Recovering, RemoteModulesGoOnFromTheNewestCheckpoint) {
 
 TEST_F(Recovering, PipelinesWaitForAStoppedProcessAndGoOnWithIt) {
   const std::string expected = survive("train_pipeline", "", {.save = 7}).sums;
-  // In a step; while the state is saved; when it comes back from memory after another rank's death.
+  // In a step; while the state is saved; rank 0, which has the store; while the state comes back after a death.
   struct Case {
     std::string deaths;
     Stop stop;
@@ -355,6 +355,7 @@ TEST_F(Recovering, PipelinesWaitForAStoppedProcessAndGoOnWithIt) {
   for (const Case& one :
        {Case{"", {.where = "1/0:step@20"}, {.save = 1000, .copy = 4}},
         Case{"", {.where = "2/0:copy@21", .timeout = 5}, {.save = 7}},
+        Case{"", {.where = "0/0:step@20", .timeout = 5}, {.save = 7, .copy = 4}},
         Case{"1/0:step@30", {.where = "3/0:load@0", .timeout = 5}, {.save = 1000, .copy = 4}}}) {
     SCOPED_TRACE(one.stop.where);
     const Outcome outcome = survive("train_pipeline", one.deaths, one.intervals, one.stop);

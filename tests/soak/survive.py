@@ -129,6 +129,18 @@ def processes_of(mark):
     return found
 
 
+def children_of(pid):
+    """Environment by process id, of the children of a process: faster than a search through all processes."""
+    found = {}
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                found[int(child)] = environment_of(child)
+    except OSError:  # the process has ended
+        pass
+    return found
+
+
 def shared_memory():
     """Shared memory with a name, except that of simulated devices, which other tests may create meanwhile."""
     return [path for path in Path("/dev/shm").iterdir()
@@ -165,7 +177,7 @@ class Job:
 
     def workers(self):
         """Process id by rank."""
-        return {int(env[b"RANK"]): pid for pid, env in processes_of(self.mark).items() if b"RANK" in env}
+        return {int(env[b"RANK"]): pid for pid, env in children_of(self.launcher.pid).items() if b"RANK" in env}
 
     def ended(self):
         return self.launcher.poll() is not None
@@ -240,13 +252,25 @@ class Moments:
         missing = [what for what in wanted if what not in self.counts]
         require(not missing, f"no signal has hit: {', '.join(missing)}; repeat with another seed or more signals")
 
+    def await_restore(self, job):
+        """Kills a worker once there is a checkpoint, and waits until a process of the next attempt reads it."""
+        if not wait_until(job, lambda: committed(job.checkpoint), LIMIT):
+            return False
+        former = set(job.workers().values())
+        try:
+            os.kill(self.chance.choice(sorted(former)), signal.SIGKILL)
+        except (IndexError, ProcessLookupError):
+            return False
+        return wait_until(job, lambda: any(is_restoring(pid, job.checkpoint)
+                                           for pid in set(job.workers().values()) - former))
+
     def wait(self, job):
         kind = self.chance.choice((*self.KINDS, "saving"))
         if kind == "meeting":
             reached = wait_until(job, lambda: set(job.workers().values()) - self.seen)
             time.sleep(self.chance.uniform(0, 1.0))
         elif kind == "restoring":
-            reached = wait_until(job, lambda: any(is_restoring(pid, job.checkpoint) for pid in job.workers().values()))
+            reached = self.await_restore(job)
         elif kind == "saving":
             reached = wait_until(job, lambda: any(job.checkpoint.glob("*.partial-*")))
             time.sleep(self.chance.choice((0, 0, self.chance.uniform(0, 0.005))))
