@@ -179,5 +179,8 @@ TEST(RandomModels, TrainAsInOneProcess) {
   }
 }
 
+// A parameter of the root is used by a layer that is computed again, after its segment was reduced.
+TEST(RandomModels, ASumThatGrowsAfterItsReductionIsReducedAgain) { check(Case(928)); }
+
 }  // namespace
 }  // namespace torchspan::sharded::random_models_test

@@ -290,12 +290,11 @@ void ShardedModel::finish(const std::shared_ptr<engine::PassEnd>& end) {
     }
   }
   reductions_->end_all();
-  commit();
-  groups_.await_readers();
+  if (!commit()) groups_.await_readers();  // it waits for all ranks itself
 }
 
 /// Collective: a parameter gets its average if a rank has a gradient of it.
-void ShardedModel::commit() {
+bool ShardedModel::commit() {
   std::vector<std::int32_t> used;
   for (const auto& unit : units_) {
     for (const Unit::Part& part : unit->parts()) {
@@ -304,7 +303,7 @@ void ShardedModel::commit() {
         used.push_back(part.gradients->used(i) ? 1 : 0);
     }
   }
-  if (used.empty()) return;
+  if (used.empty()) return false;
   const at::Tensor all = at::empty({static_cast<std::int64_t>(used.size())}, at::kInt);
   std::copy(used.begin(), used.end(), all.data_ptr<std::int32_t>());
   groups_.all().all_reduce(all, collective::kMax).wait();
@@ -316,6 +315,7 @@ void ShardedModel::commit() {
       next += part.parameters->entries().size();
     }
   }
+  return true;
 }
 
 void ShardedModel::fail(const std::string& reason) noexcept {

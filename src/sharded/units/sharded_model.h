@@ -82,7 +82,8 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   /// Whether LibTorch runs the pass that came to the unit, not an inner one that computes a part of it again.
   bool is_whole(const ForwardRecord& record) const;
   void finish(const std::shared_ptr<engine::PassEnd>& end);
-  void commit();
+  /// Collective; returns whether it sent anything.
+  bool commit();
 
   ShardGroups groups_;
   const FullyShardedOptions options_;

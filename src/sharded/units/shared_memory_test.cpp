@@ -125,14 +125,16 @@ TEST(ShardedMemory, StatisticsSayWhetherPartsAreReadInPlace) {
   });
 }
 
-/// A layer that is late on some ranks.
+/// A layer that is late on some ranks, when its parameters are gathered.
 struct LateImpl : testing::DenseImpl {
   using DenseImpl::DenseImpl;
   at::Tensor forward(const at::Tensor& x) {
-    if (at_forward) at_forward();
-    return DenseImpl::forward(x);
+    if (late) late();
+    const at::Tensor y = DenseImpl::forward(x);
+    if (late && y.requires_grad()) y.register_hook([this](const at::Tensor&) { late(); });
+    return y;
   }
-  std::function<void()> at_forward;
+  std::function<void()> late;
 };
 TORCH_MODULE(Late);
 
@@ -143,16 +145,21 @@ TEST(ShardedMemory, PartsDoNotChangeWhileAnotherRankReadsThem) {
       Late alone(3);
       FullyShardedDataParallel<Sharded<Late>> model(net, self.group, {.mapped_bytes = 1});
       if (self.rank == 1) {  // rank 0 has all elements of so small a unit
-        net->at_forward = [&] {
+        net->late = [&] {
           for (int i = 0; i < 20000; ++i) self.runtime.executor.yield();
         };
       }
       const auto step_on = [&](int step) {
         const at::AutoGradMode grad_mode(step % 2 == 1);
-        const at::Tensor x = values({3, kWidth}, step);
-        const at::Tensor y = model(x);
-        EXPECT_TRUE(at::equal(y, alone->forward(x))) << step;
-        if (step % 2 == 1) y.sum().backward();
+        const at::Tensor x = values({3, kWidth}, step).set_requires_grad(true),
+                         same = x.detach().clone().set_requires_grad(true);
+        const at::Tensor y = model(x), wanted = alone->forward(same);
+        EXPECT_TRUE(at::equal(y, wanted)) << step;
+        if (step % 2 == 1) {
+          y.sum().backward();
+          wanted.sum().backward();
+          EXPECT_TRUE(at::equal(x.grad(), same.grad())) << step;
+        }
         const at::NoGradGuard no_grad;
         for (const at::Tensor& part : net->parameters()) part.add_(1);
         for (const at::Tensor& parameter : alone->parameters()) parameter.add_(1);
@@ -167,6 +174,21 @@ TEST(ShardedMemory, PartsDoNotChangeWhileAnotherRankReadsThem) {
       }
     });
   }
+}
+
+TEST(ShardedMemory, RanksThatReadDifferentUnitsInPlaceGetAnError) {
+  on_shared_memory_ranks(kSize, [&](const Rank& self) {
+    const at::NoGradGuard no_grad;
+    LayerSpec dense;
+    dense.unit = true;
+    FullyShardedDataParallel<RandomNet> model(RandomNet(std::vector<LayerSpec>{dense, dense}), self.group,
+                                              {.mapped_bytes = 1});
+    const std::vector<std::size_t> skipped{static_cast<std::size_t>(self.rank)};
+    EXPECT_THAT(error_of([&] {
+                  model(values({3, kWidth}, 0), skipped);
+                }).what(),
+                HasSubstr("must call the same operations"));
+  });
 }
 
 TEST(ShardedMemory, WholeParametersAreCopiesOfWhichEachRankKeepsItsPart) {
