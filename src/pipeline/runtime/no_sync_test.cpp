@@ -43,11 +43,11 @@ PipelineOptions options_of(const Grid& grid) {
 std::int64_t rows_of(const Grid& grid, int replica, int step) {
   return grid.even ? 4 : 1 + (step * 3 + replica * 5) % 7;
 }
-at::Tensor rows_for(const Grid& grid, int replica, int step, int what) {
+at::Tensor rows_for(const Grid& grid, int replica, int step, std::uint64_t what) {
   return seeded({rows_of(grid, replica, step), kWidth},
-                static_cast<std::uint64_t>(what + 10 * step + replica));
+                what + 10 * static_cast<std::uint64_t>(step) + static_cast<std::uint64_t>(replica));
 }
-at::Tensor rows_for_all(const Grid& grid, int step, int what) {
+at::Tensor rows_for_all(const Grid& grid, int step, std::uint64_t what) {
   std::vector<at::Tensor> all;
   for (int replica = 0; replica < grid.replicas; ++replica)
     all.push_back(rows_for(grid, replica, step, what));
