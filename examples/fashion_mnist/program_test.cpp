@@ -25,6 +25,7 @@ struct Outcome {
 constexpr const char *kModelParallel = "fashion_mnist_model_parallel", *kDataParallel = "fashion_mnist_ddp";
 constexpr const char* kLessTraffic = "fashion_mnist_less_traffic";
 constexpr const char* kElastic = "fashion_mnist_elastic";
+constexpr const char* kServed = "fashion_mnist_server";
 
 class Program : public ::testing::Test {
  protected:
@@ -83,6 +84,26 @@ TEST_F(Program, GoesOnWhenARankDiesAndTakesInItsReplacement) {
                                     HasSubstr("800 steps, 40 epochs")));
   EXPECT_EQ(numbers_in(outcome.output, "step [0-9]+: ([0-9]) ranks").back(), 3) << outcome.output;
   EXPECT_GE(accuracy_in(outcome.output), 90) << outcome.output;
+}
+
+TEST_F(Program, ServesEveryCallWhileItTrains) {
+  for (const int workers : {1, 4}) {
+    SCOPED_TRACE(workers);
+    const Outcome outcome = run_workers(
+        workers, {"--data", folder_.path(), "--batch", "16", "--epochs", "10", "--publish-every", "15"},
+        kServed);
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+    const auto versions = numbers_in(outcome.output, "version +([0-9]+): ");
+    const auto shares = numbers_in(outcome.output, "p99 [0-9.]+ ms, accuracy ([0-9.]+) %");
+    ASSERT_EQ(versions.size(), shares.size()) << outcome.output;
+    ASSERT_GE(versions.size(), 2u) << outcome.output;
+    EXPECT_EQ(versions.front(), 0) << outcome.output;
+    EXPECT_EQ(versions.back(), 14) << "200 steps\n" << outcome.output;
+    EXPECT_LT(shares.front(), 50) << outcome.output;
+    EXPECT_GE(shares.back(), 90) << outcome.output;
+    EXPECT_THAT(outcome.output,
+                HasSubstr(workers == 1 ? "worker0 answers one client" : "worker1 answers 2 clients"));
+  }
 }
 
 TEST_F(Program, GivesTheSameResultAloneAsAcrossThreeWorkers) {

@@ -139,6 +139,16 @@ json encode_calls(const Calls& calls) {
   return {{"functions", functions}, {"traffic", traffic}};
 }
 
+json encode_modules(const std::vector<ModuleFigures>& modules) {
+  json encoded = json::array();
+  const auto times = [](const ModuleTimes& of) { return json::array({of.count, of.p50, of.total}); };
+  for (const ModuleFigures& module : modules) {
+    encoded.push_back(
+        {{"name", module.name}, {"forward", times(module.forward)}, {"backward", times(module.backward)}});
+  }
+  return encoded;
+}
+
 json encode_grid(const schedule::Timeline& timeline) {
   json rows = json::array();
   for (const auto& spans : timeline.spans) {
@@ -224,6 +234,7 @@ std::string encode_report(const TraceSet& set, const RunFigures& figures, std::s
                        {"steps", encode_steps(figures.steps)},
                        {"reductions", encode_reductions(figures.reductions)},
                        {"calls", encode_calls(figures.calls)},
+                       {"modules", encode_modules(figures.modules)},
                        {"pipeline", encode_pipeline(figures.pipeline)},
                        {"curves", encode_curves(set)},
                        {"memory", encode_memory(set)}};

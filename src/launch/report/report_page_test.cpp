@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include "core/api/operator_spans.h"
 #include "launch/report/browser.h"
 #include "launch/report/report_data.h"
 #include "launch/report/verdict.h"
@@ -43,11 +44,22 @@ void add_pipeline(ExampleTrace& first, ExampleTrace& second) {
   action(second, "1B0", 20);
 }
 
-/// A run with calls, a pipeline, steps, a curve and memory.
+/// Forwards of 1, 2 and 3 ms with an autograd node each, which runs 4 ms.
+void add_modules(ExampleTrace& trace) {
+  for (std::uint64_t i = 1; i <= 3; ++i) {
+    const std::int64_t at = static_cast<std::int64_t>(6000 + 20 * i) * kMs,
+                       length = static_cast<std::int64_t>(i) * kMs;
+    trace.span(kModuleSpan, "net.head", at, at + length, {.id = i, .peer = 0, .part = 1, .bytes = 1});
+    trace.span(kOperatorSpan, "node", at + 10 * kMs, at + 14 * kMs, {.id = i, .part = 1});
+  }
+}
+
+/// A run with calls, a pipeline, modules, steps, a curve and memory.
 TraceSet run_of_everything() {
   ExampleTrace first(0), second(1);
   add_calls(first, second);
   add_pipeline(first, second);
+  add_modules(second);
   for (int step = 1; step <= 5; ++step) {
     first.span(SpanKind::kUser, "step", step * 1000 * kMs, (step * 1000 + (step == 3 ? 700 : 100)) * kMs,
                {.id = static_cast<std::uint64_t>(step)});
@@ -66,6 +78,8 @@ TEST(ReportPage, ShowsWhatTheTraceSays) {
   EXPECT_THAT(shown.page,
               HasSubstr("<td>100</td><td>50.0 ms</td><td>99.0 ms</td><td>100.0 ms</td><td>5.05 s</td>"
                         "<td>25.0 ms</td><td>49.5 ms</td>"));
+  EXPECT_THAT(shown.page, HasSubstr("net.head</td><td>3</td><td>2.0 ms</td><td>6.0 ms</td>"
+                                    "<td>3</td><td>4.0 ms</td><td>12.0 ms</td>"));
   EXPECT_THAT(shown.page, AllOf(HasSubstr("9.8 KiB in 100"), HasSubstr("19.5 KiB in 100"))) << "traffic";
   EXPECT_THAT(shown.page, AllOf(HasSubstr("workers are idle 50.0 % of the time"),
                                 HasSubstr("Measured: 40.0 ms, 50.0 % idle"),

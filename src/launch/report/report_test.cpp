@@ -9,6 +9,7 @@
 #include <random>
 #include <unistd.h>
 
+#include "core/api/operator_spans.h"
 #include "launch/report/browser.h"
 #include "launch/report/report_data.h"
 #include "launch/report/report_page.h"
@@ -113,6 +114,30 @@ TEST(RunFigures, SumCallsByFunction) {
   EXPECT_EQ(calls.traffic.at({1, 0}).bytes, 1000u);
   ASSERT_EQ(calls.callers.size(), 1u);
   EXPECT_EQ(calls.callers[0].waiting, 5050);
+}
+
+TEST(RunFigures, SumModulesOfAllRanks) {
+  ExampleTrace first(0), second(1);
+  const auto forward = [](ExampleTrace& trace, const char* module, std::int64_t begin, std::int64_t length,
+                          std::uint64_t node) {
+    trace.span(kModuleSpan, module, begin, begin + length, {.id = node, .peer = 0, .part = 1, .bytes = 1});
+  };
+  forward(first, "net.a", 0, 10, 1);
+  forward(first, "net.b", 100, 30, 2);
+  forward(second, "net.b", 0, 50, 1);
+  second.span(kOperatorSpan, "node", 200, 207, {.id = 1, .part = 1});
+  const auto modules = examine_run(align_traces({first.contents(), second.contents()})).modules;
+  ASSERT_EQ(modules.size(), 3u);
+  EXPECT_EQ(modules[0].name, "net");
+  EXPECT_EQ(modules[0].forward.total, 130 + 50) << "from its first operator to its last";
+  EXPECT_EQ(modules[0].backward.total, 7);
+  EXPECT_EQ(modules[1].name, "net.b");
+  EXPECT_EQ(modules[1].forward.count, 2u);
+  EXPECT_EQ(modules[1].forward.total, 80);
+  EXPECT_EQ(modules[1].forward.p50, 30);
+  EXPECT_EQ(modules[1].backward.count, 1u);
+  EXPECT_EQ(modules[2].name, "net.a");
+  EXPECT_EQ(modules[2].backward.count, 0u);
 }
 
 TEST(RunFigures, ComparePipelinesWithTheirSimulation) {

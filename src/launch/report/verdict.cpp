@@ -202,6 +202,7 @@ RunFigures examine_run(const TraceSet& set) {
   figures.reductions = examine_reductions(set, figures.steps);
   figures.calls = examine_calls(set);
   figures.pipeline = examine_pipeline(set);
+  figures.modules = examine_modules(set);
   return figures;
 }
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "launch/report/calls.h"
+#include "launch/report/modules.h"
 #include "launch/report/pipeline_steps.h"
 #include "launch/report/reductions.h"
 #include "launch/report/steps.h"
@@ -16,6 +17,7 @@ struct RunFigures {
   Reductions reductions;
   Calls calls;
   std::optional<PipelineFigures> pipeline;
+  std::vector<ModuleFigures> modules;
 };
 
 RunFigures examine_run(const TraceSet& set);

@@ -119,8 +119,14 @@ void JobWatch::write_page(std::vector<WorkerReport> workers) {
   Incident& incident = incidents_.back();
   std::vector<int> ranks(static_cast<std::size_t>(setting_.workers));
   std::iota(ranks.begin(), ranks.end(), setting_.rank_of(0));
-  const std::string page =
-      describe_incident(incident, context_.options.name_prefix, std::move(workers), ranks);
+  std::string page = describe_incident(incident, context_.options.name_prefix, std::move(workers), ranks);
+  if (setting_.nodes.several()) {
+    page += fmt::format(
+        "\nranks {} to {} run on this host (node rank {} of {}). For the others, see the pages of the other "
+        "hosts' "
+        "launchers, or run 'torchspan stacks' there while the job runs.\n",
+        ranks.front(), ranks.back(), setting_.nodes.node_rank, setting_.nodes.count);
+  }
   std::string folder = context_.options.log_folder;
   if (folder.empty()) folder = variable_of(context_.options.environment, "TMPDIR");
   if (folder.empty()) folder = "/tmp";

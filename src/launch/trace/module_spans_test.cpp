@@ -87,13 +87,16 @@ TEST(ModuleSpans, EnclosesModulesInsideOthers) {
 TEST(ModuleSpans, BeginsANewCallWhenTheFirstParameterIsUsedAgain) {
   ModuleProgram program;
   for (int call = 0; call < 2; ++call) {
-    program.use("cell", 0);
-    program.use("cell", 1);
-    program.use("out");
+    program.use("net.a", 0);
+    program.use("net.a", 1);
+    program.use("net.b");
   }
+  program.use("net.b");
   EXPECT_THAT(program.shown(),
-              ElementsAre(Shown("forward cell", 1000, 1110), Shown("forward out", 1200, 1210),
-                          Shown("forward cell", 1300, 1410), Shown("forward out", 1500, 1510)));
+              ElementsAre(Shown("forward net", 1000, 1210), Shown("forward net.a", 1000, 1110),
+                          Shown("forward net.b", 1200, 1210), Shown("forward net", 1300, 1610),
+                          Shown("forward net.a", 1300, 1410), Shown("forward net.b", 1500, 1510),
+                          Shown("forward net.b", 1600, 1610)));
 }
 
 TEST(ModuleSpans, BeginsANewCallAfterABackwardOnItsThread) {

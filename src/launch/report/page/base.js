@@ -3,7 +3,7 @@
 const data = JSON.parse(document.getElementById('data').textContent);
 const kinds = ['call', 'handler', 'autograd', 'optimizer', 'bucket', 'pipeline', 'wait', 'user', 'collective', 'checkpoint', 'module', 'operator'];
 // Okabe and Ito (2008), which people with color vision deficiencies can tell apart.
-const colors = ['#0072b2', '#56b4e9', '#009e73', '#cc79a7', '#e69f00', '#f0e442', '#d55e00', '#999999', '#f0e442', '#7a5195', '#117733', '#bbbbbb'];
+const colors = ['#0072b2', '#56b4e9', '#009e73', '#cc79a7', '#e69f00', '#f0e442', '#d55e00', '#999999', '#f0e442', '#7a5195', '#44aa99', '#bbbbbb'];
 const actions = { 0: ['forward', '#56b4e9'], 1: ['backward', '#e69f00'], 2: ['input gradient', '#f0e442'], 3: ['weight gradient', '#009e73'] };
 
 function make(tag, attributes, ...children) {

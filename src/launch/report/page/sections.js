@@ -80,6 +80,14 @@ function showPipeline() {
   node.append(legend([...used].sort().map((kind) => actions[kind])));
 }
 
+function showModules() {
+  if (!data.modules.length) return;
+  const node = section('modules', 'Modules', 'Forwards and backwards of the modules that the program named, on all ranks. The times of a module contain those of the modules inside it.');
+  const times = ([calls, p50, total]) => (calls ? [count(calls), time(p50), time(total)] : ['–', '–', '–']);
+  node.append(table(['module', 'forwards', 'p50', 'sum', 'backwards', 'p50', 'sum'], data.modules.slice(0, 60).map((module) => [module.name, ...times(module.forward), ...times(module.backward)]), true));
+  if (data.modules.length > 60) node.append(make('p', { class: 'soft' }, `${data.modules.length - 60} more modules with smaller sums are not listed.`));
+}
+
 function showFunctions() {
   const functions = data.calls.functions;
   if (!functions.length) return;
@@ -141,6 +149,7 @@ showRanks();
 showSteps();
 showBuckets();
 showPipeline();
+showModules();
 showFunctions();
 showTraffic();
 showCurves();

@@ -1,0 +1,86 @@
+#pragma once
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/pimpl.h>
+
+#include <torchspan/optim.h>
+#include <torchspan/rpc/rref.h>
+#include <torchspan/rpc/worker.h>
+
+namespace cart_pole {
+
+/// What one actor saw in a round of T time steps with K carts.
+struct Rollout {
+  at::Tensor states;   ///< float [T + 1, K, 4]
+  at::Tensor actions;  ///< int64 [T, K]
+  at::Tensor failed;   ///< bool [T, K]: the episode ended with this step, and the reward with it
+  at::Tensor over;     ///< bool [T, K]: failed, or complete
+
+  /// The mean number of steps of the carts' first episodes; those that last longer than the round count as T.
+  double episode_length() const;
+};
+
+/// Puts the carts of all actors side by side.
+Rollout join(const std::vector<Rollout>& rollouts);
+
+/// The learning curve: lines with the length of an episode after each tenth of the rounds.
+std::string draw_curve(const std::vector<double>& lengths);
+
+struct AgentOptions {
+  std::int64_t actors = 1;
+  std::uint64_t seed = 1;
+  double lr = 0.003;
+  double discount = 0.99;
+  std::int64_t passes = 10;  ///< over the data of a round
+};
+
+/// A policy and an estimate of its future reward, on the worker that learns. Actors call it at every time step; it answers
+/// when all have called, from one forward for all of them.
+class AgentImpl : public torch::nn::Module {
+ public:
+  explicit AgentImpl(AgentOptions options);
+
+  /// Draws an action, int64 [K], for each state, float [K, 4], of an actor, and completes the promise when every actor
+  /// has called. Thread-safe.
+  void select(std::int64_t actor, const at::Tensor& states, torchspan::Promise<at::Tensor> actions);
+  /// Improves the policy with the data of a round (Schulman et al., "Proximal policy optimization algorithms", 2017).
+  /// Returns the loss of the last pass.
+  double learn(const Rollout& rollout);
+
+ private:
+  struct Waiting {
+    at::Tensor states;
+    torchspan::Promise<at::Tensor> actions;
+  };
+  /// Float [n, 2] log-probabilities of the actions and float [n] values of float [n, 4] states.
+  std::pair<at::Tensor, at::Tensor> judge(const at::Tensor& states);
+  void answer(std::vector<std::optional<Waiting>> waiting);
+
+  const AgentOptions options_;
+  at::Generator random_;
+  torch::nn::Sequential policy_{nullptr}, value_{nullptr};
+  std::optional<torchspan::optim::Optimizer> optimizer_;
+  std::mutex mutex_;
+  std::vector<std::optional<Waiting>> waiting_;  ///< by actor; guarded by mutex_
+};
+TORCH_MODULE(Agent);
+
+/// AgentImpl::select() for actors on other workers.
+torchspan::Future<at::Tensor> select_actions(torchspan::Worker& worker, const torchspan::RRef<Agent>& agent,
+                                             std::int64_t actor, const at::Tensor& states);
+inline constexpr torchspan::Function<select_actions> kSelectActions{"select_actions"};
+
+}  // namespace cart_pole
+
+template <>
+struct torchspan::Wire<cart_pole::Rollout>
+    : torchspan::WireStruct<cart_pole::Rollout, "Rollout", &cart_pole::Rollout::states,
+                            &cart_pole::Rollout::actions, &cart_pole::Rollout::failed,
+                            &cart_pole::Rollout::over> {};
