@@ -204,7 +204,8 @@ TEST(PipelineCheckpointLayers, NameALayerWhoseInputChanges) {
   options.checkpoint_layers = {1};
   EXPECT_THAT(error_with(options, layers),
               AllOf(HasSubstr("the input of this checkpointed layer was changed in place"),
-                    HasSubstr("layer 'adder'"), HasSubstr("leave the layer out of")));
+                    HasSubstr("failed in the forward of micro-batch 0 through layer 'adder'"),
+                    HasSubstr("leave the layer out of")));
   // A later layer changes the input of a recomputed one, whose output is a view of it.
   Layers later;
   later.add<Dense>(1u);
