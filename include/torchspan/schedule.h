@@ -81,8 +81,8 @@ Table looped_breadth_first(Shape shape);
 
 /// Costs of one stage: time of its actions, and memory per micro-batch (any unit): `activation` from the
 /// start of its forward to the end of its kBackward or kInputGradient, `weight_input` from then to the end of
-/// its kWeightGradient, and `recomputation` besides while its kBackward or kInputGradient runs; a micro-batch
-/// without backward holds none. kBackward takes input_gradient + weight_gradient. Data sent to another rank
+/// its kWeightGradient, and `recomputation` besides while its kBackward or kInputGradient runs, or its
+/// kWeightGradient if input_gradient is 0; a micro-batch without backward holds none. kBackward takes input_gradient + weight_gradient. Data sent to another rank
 /// arrives `transfer` later; the sending rank continues meanwhile.
 struct Costs {
   Duration forward{1};

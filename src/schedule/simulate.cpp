@@ -78,8 +78,11 @@ class Simulation {
     double waiting = weight_inputs.empty() ? 0 : weight_inputs.back();
     const Costs& costs = costs_of(action.stage);
     const double weight_input = costs.weight_input.value_or(costs.activation);
-    if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kInputGradient)
-      timeline_.peak_live[rank] = std::max(timeline_.peak_live[rank], held + costs.recomputation);
+    // A stage without input gradients, such as the first, repeats its forward for the weight gradients.
+    const bool late = costs.input_gradient == Duration::zero();
+    const bool repeats = action.kind == ActionKind::kBackward ||
+                         action.kind == (late ? ActionKind::kWeightGradient : ActionKind::kInputGradient);
+    if (repeats) timeline_.peak_live[rank] = std::max(timeline_.peak_live[rank], held + costs.recomputation);
     switch (action.kind) {
       case ActionKind::kForward:
         if (goes_back_[static_cast<std::size_t>(action.micro_batch)]) held += costs.activation;

@@ -143,6 +143,11 @@ TEST(Simulate, ARepeatedForwardNeedsItsMemoryDuringItsBackwardOnly) {
                                   {{.activation = 1, .weight_input = 2, .recomputation = 5}});
   EXPECT_EQ(split.peak_live, std::vector<double>{6});
   EXPECT_EQ(split.live, (std::vector<std::vector<double>>{{1, 2, 0}}));
+  // A stage that runs its whole backward as weight gradient repeats its forward there.
+  const Timeline late =
+      simulate(zero_bubble_h1({.ranks = 1, .micro_batches = 1}),
+               {{.input_gradient = Duration{0}, .activation = 1, .weight_input = 2, .recomputation = 5}});
+  EXPECT_EQ(late.peak_live, std::vector<double>{7});
   EXPECT_THROW(simulate(gpipe_table, {{.recomputation = -1}}), Error);
 }
 

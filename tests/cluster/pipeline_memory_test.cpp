@@ -151,8 +151,11 @@ void compare_peaks() {
     compare_peak(session, with(schedule, ActivationCheckpoint::kNever), 2);
   for (const Schedule schedule : {Schedule::kInterleaved, Schedule::kZBV})
     compare_peak(session, with(schedule, ActivationCheckpoint::kNever), 4);
-  for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B})
+  for (const Schedule schedule : {Schedule::kGPipe, Schedule::k1F1B, Schedule::kZBH1})
     compare_peak(session, with(schedule, ActivationCheckpoint::kAlways), 2);
+  PipelineOptions some = with(Schedule::k1F1B, ActivationCheckpoint::kAlways);
+  some.checkpoint_layers = {1, 2, 7, 8};  // half of the blocks
+  compare_peak(session, some, 2);
   session.shutdown();
 }
 

@@ -19,6 +19,7 @@ struct LayerCost {
   double backward_seconds = 0;
   double parameter_bytes = 0;
   double activation_bytes = 0;  ///< of its outputs for the sample
+  double kept_bytes = 0;        ///< of what it computes and a graph keeps until the backward
 };
 
 struct ProfileOptions {
@@ -29,7 +30,8 @@ struct ProfileOptions {
 
 /// Builds every layer locally, once, and runs `sample`, one micro-batch, forward and backward through every
 /// use. Existing modules keep their parameters, gradients, buffers and modes, and LibTorch's generator its
-/// state. Throws Error{kInvalid} that names the layer to which the sample does not fit.
+/// state. Throws Error{kInvalid} that names the layer to which the sample does not fit, or while LibTorch's profiler runs
+/// on this thread.
 std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const Batch& sample,
                                const ProfileOptions& options = {});
 

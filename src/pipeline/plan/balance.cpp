@@ -9,12 +9,15 @@
 #include <sstream>
 
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/pipeline/balance.h>
 
 #include "pipeline/layers/random.h"
+#include "pipeline/plan/allocation_watch.h"
 #include "pipeline/plan/kept_state.h"
 
 namespace torchspan::pipeline {
@@ -57,7 +60,8 @@ Cuts find_cuts(const std::vector<double>& sums, int parts, const Combine& combin
 /// The data that passes from layer to layer while they run in order.
 struct Probe {
   Batch batch;
-  std::map<std::pair<std::string, std::string>, at::Tensor> stashed;
+  std::map<std::pair<std::string, std::string>, at::Tensor> stashed = {};
+  bool linked = false;  ///< one graph of all layers, and not one of each
 };
 
 double tensor_bytes(const Batch& batch) {
@@ -80,15 +84,25 @@ Batch detached(const Batch& batch, bool learns) {
   return copy;
 }
 
-/// Runs one use forward and backward, and adds its times to `cost`.
-void drive(Executor& executor, const LayerUse& use, const BuiltLayer& layer, bool first, Probe& probe,
-           LayerCost& cost) {
+/// Runs one use forward on what the use before it returned.
+Batch run_forward(const LayerUse& use, const BuiltLayer& layer, bool first, Probe& probe) {
   std::map<std::string, at::Tensor> pops;
   for (const std::string& name : use.pops) pops.emplace(name, probe.stashed[{use.space, name}]);
   Skips skips(std::move(pops), use.stashes);
-  const Batch input = detached(probe.batch, !first);
+  const Batch input = probe.linked ? probe.batch : detached(probe.batch, !first);
+  Batch output = use.call(layer.object.get(), input, skips);
+  for (auto& [name, value] : skips.stashed()) {
+    probe.stashed[{use.space, name}] = value.defined() && !probe.linked ? value.detach() : value;
+  }
+  probe.batch = probe.linked ? output : detached(output, false);
+  return output;
+}
+
+/// Runs one use forward and backward, and adds its times to `cost`.
+void drive(Executor& executor, const LayerUse& use, const BuiltLayer& layer, bool first, Probe& probe,
+           LayerCost& cost) {
   const TimePoint begin = executor.now();
-  const Batch output = use.call(layer.object.get(), input, skips);
+  const Batch output = run_forward(use, layer, first, probe);
   const TimePoint middle = executor.now();
   std::vector<at::Tensor> roots, gradients;
   for (const c10::IValue& member : output.members) {
@@ -101,10 +115,28 @@ void drive(Executor& executor, const LayerUse& use, const BuiltLayer& layer, boo
   cost.forward_seconds += to_seconds(middle - begin);
   cost.backward_seconds += to_seconds(executor.now() - ready);
   cost.activation_bytes += tensor_bytes(output);
-  for (auto& [name, value] : skips.stashed()) {
-    probe.stashed[{use.space, name}] = value.defined() ? value.detach() : value;
+}
+
+/// Runs all uses forward, and counts by layer what their graphs then keep. A later layer may keep what an earlier one
+/// computed.
+void measure_kept_bytes(const Layers& layers, const std::vector<BuiltLayer>& built, const Batch& sample,
+                        std::vector<LayerCost>& costs) {
+  AllocationWatch watch;
+  torch::autograd::edge_list graphs;
+  {
+    Probe probe{.batch = sample, .linked = true};
+    for (const LayerUse& use : layers.uses()) {
+      watch.begin(use.layer);
+      const bool first = &use == &layers.uses().front();
+      const Batch output = run_forward(use, built[static_cast<std::size_t>(use.layer)], first, probe);
+      for (const c10::IValue& member : output.members) {
+        if (member.isTensor() && member.toTensor().defined() && member.toTensor().requires_grad())
+          graphs.push_back(torch::autograd::impl::gradient_edge(member.toTensor()));
+      }
+    }
   }
-  probe.batch = detached(output, false);
+  for (std::size_t layer = 0; layer < costs.size(); ++layer)
+    costs[layer].kept_bytes = static_cast<double>(watch.alive(static_cast<int>(layer)));
 }
 
 std::vector<double> costs_of(const std::vector<LayerCost>& layers,
@@ -181,7 +213,7 @@ std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const B
   const torch::autograd::AutoGradMode mode(true);
   std::vector<LayerCost> best(built.size());
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
-    Probe probe{sample, {}};
+    Probe probe{.batch = sample};
     std::vector<LayerCost> costs(built.size());
     bool first = true;
     for (const LayerUse& use : layers.uses()) {
@@ -200,6 +232,7 @@ std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const B
       best[layer].backward_seconds = std::min(best[layer].backward_seconds, costs[layer].backward_seconds);
     }
   }
+  measure_kept_bytes(layers, built, sample, best);
   for (std::size_t layer = 0; layer < built.size(); ++layer) {
     if (!built[layer].module) continue;
     for (const at::Tensor& parameter : built[layer].module->parameters()) {

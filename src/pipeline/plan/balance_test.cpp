@@ -159,6 +159,22 @@ TEST(Profile, CountsAllUsesOfALayer) {
 
 // peer: pipe balance_by_time, balance_by_time_loop_resets_input, balance_by_time_tuple: same: on a
 //   simulated clock
+TEST(Profile, CountsWhatGraphsKeepByTheLayerThatComputedIt) {
+  simulated([](Executor& executor) {
+    Layers layers;
+    layers.add<torch::nn::Linear>(4, 8);  // its output is kept by the next layer
+    layers.add_function("gelu", [](const at::Tensor& x) { return at::gelu(x); });
+    layers.add_function("plus one", [](const at::Tensor& x) { return x + 1; });  // keeps nothing
+    layers.add<torch::nn::Linear>(8, 2);
+    const auto costs = profile(executor, layers, at::ones({10, 4}));
+    ASSERT_EQ(costs.size(), 4u);
+    EXPECT_EQ(costs[0].kept_bytes, 10 * 8 * 4);
+    EXPECT_EQ(costs[1].kept_bytes, 0);
+    EXPECT_EQ(costs[2].kept_bytes, 10 * 8 * 4);
+    EXPECT_EQ(costs[3].kept_bytes, 0);
+  });
+}
+
 TEST(Profile, BalancesByTime) {
   on_workers(1, 1, [](Worker& worker) {
     Executor* executor = &worker.runtime().executor;
@@ -283,7 +299,7 @@ TEST(Profile, RunsEveryRepeatOnTheSameInput) {
     });
     const at::Tensor sample = at::ones({2, 2}).set_requires_grad(true);
     profile(executor, layers, sample);
-    EXPECT_THAT(seen, ElementsAre(4, 4, 4));
+    EXPECT_THAT(seen, ElementsAre(4, 4, 4, 4)) << "three for the time, one for the memory";
     EXPECT_FALSE(sample.grad().defined());
   });
 }

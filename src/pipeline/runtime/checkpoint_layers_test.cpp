@@ -139,6 +139,50 @@ TEST(PipelineCheckpointLayers, DrawTheNumbersOfTheGeneratorOnceWithoutASeed) {
   }
 }
 
+/// The weights of three layers after four overlapping steps, each with an update.
+std::vector<at::Tensor> trained_with_overlap(ActivationCheckpoint checkpoint,
+                                             const std::vector<int>& selection) {
+  std::vector<at::Tensor> weights(3);
+  on_workers(2, 1, [&](Worker& worker) {
+    Layers layers;
+    for (std::uint64_t layer = 0; layer < 3; ++layer) layers.add<Dense>(layer + 1);
+    PipelineOptions options;
+    options.balance = {2, 1};
+    options.micro_batches = 3;
+    options.staleness = 1;
+    options.checkpoint = checkpoint;
+    options.checkpoint_layers = selection;
+    Pipeline pipe(worker, layers, options);
+    const auto update = [&pipe] {
+      const torch::NoGradGuard no_grad;
+      for (const at::Tensor& parameter : pipe.parameters()) {
+        if (parameter.grad().defined()) parameter.sub_(parameter.grad(), 0.5);
+        parameter.mutable_grad() = at::Tensor();
+      }
+    };
+    for (std::uint64_t step = 0; step < 4; ++step) {
+      pipe.train_step(seeded({9, kWidth}, 10 + step), seeded({9, kWidth}, 20 + step), mean_square);
+      update();
+    }
+    pipe.finish();
+    update();
+    for (std::size_t layer = 0; layer < 3; ++layer) {
+      if (const auto module = pipe.module(static_cast<int>(layer)))
+        weights[layer] = module->parameters()[0].detach().clone();
+    }
+  });
+  return weights;
+}
+
+TEST(PipelineCheckpointLayers, RecomputeWithTheParametersOfTheirStep) {
+  const auto expected = trained_with_overlap(ActivationCheckpoint::kNever, {});
+  for (const std::vector<int>& selection : {std::vector{0}, {1}, {2}, {0, 2}, {0, 1, 2}}) {
+    const auto weights = trained_with_overlap(ActivationCheckpoint::kAlways, selection);
+    for (std::size_t layer = 0; layer < 3; ++layer)
+      EXPECT_TRUE(weights[layer].equal(expected[layer])) << "layer " << layer;
+  }
+}
+
 TEST(PipelineCheckpointLayers, RecomputeTheSelectedLayersOnly) {
   PipelineOptions options;
   options.seed = 5;
@@ -204,7 +248,8 @@ TEST(PipelineCheckpointLayers, NameALayerWhoseInputChanges) {
   options.checkpoint_layers = {1};
   EXPECT_THAT(error_with(options, layers),
               AllOf(HasSubstr("the input of this checkpointed layer was changed in place"),
-                    HasSubstr("layer 'adder'"), HasSubstr("leave the layer out of")));
+                    HasSubstr("failed in the forward of micro-batch 0 through layer 'adder'"),
+                    HasSubstr("leave the layer out of")));
   // A later layer changes the input of a recomputed one, whose output is a view of it.
   Layers later;
   later.add<Dense>(1u);

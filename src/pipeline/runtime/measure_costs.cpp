@@ -149,7 +149,7 @@ class NoStatistics {
   const std::vector<BuiltLayer>& layers_;
 };
 
-/// Gradients exist in every step but the first.
+/// Gradients exist in every step but the first, so that the time of a backward includes their sums.
 void make_gradients(const std::vector<BuiltLayer>& layers) {
   for (const BuiltLayer& layer : layers) {
     if (!layer.module) continue;
