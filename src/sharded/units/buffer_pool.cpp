@@ -39,6 +39,13 @@ void BufferPool::give(at::Tensor buffer) {
   trim(dropped);
 }
 
+void BufferPool::clear() {
+  std::vector<at::Tensor> dropped;
+  MutexLock lock(mutex_);
+  most_taken_ = taken_;
+  trim(dropped);
+}
+
 void BufferPool::trim(std::vector<at::Tensor>& dropped) {
   while (!spare_.empty() && taken_ + spare_bytes_ > most_taken_) {
     spare_bytes_ -= spare_.front().nbytes();

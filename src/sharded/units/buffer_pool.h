@@ -17,6 +17,8 @@ class BufferPool {
   /// A tensor of `count` elements with any content.
   at::Tensor take(std::int64_t count, const at::TensorOptions& options);
   void give(at::Tensor buffer);
+  /// Frees what is not taken, and forgets how much was in use.
+  void clear();
   /// Counts memory from elsewhere as taken, until drop().
   void count(std::size_t bytes);
   void drop(std::size_t bytes);

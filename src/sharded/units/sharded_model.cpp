@@ -103,6 +103,7 @@ void ShardedModel::divide(torch::nn::Module& module) {
       units_.back()->set_name(unit.name);
     }
     built_.clear();
+    pool_->clear();  // of what dividing took
     if (!options_.initial_sync) return;
     const at::NoGradGuard no_grad;
     for (const at::Tensor& buffer : module.buffers()) {
