@@ -154,7 +154,7 @@ void expect_named_losses(ProcessWorld& world, const std::function<void()>& cut) 
 
 class PipelineOverHosts : public testing::Hosts {};
 
-// peer: pipelining (documented) stages on several hosts
+// peer: pipelining (documented) stages on several hosts: same
 TEST_F(PipelineOverHosts, TrainsLikeThePlainModel) {
   ProcessWorld world(kWorkers);
   start_all(world, network_.near, network_.far, "train");
