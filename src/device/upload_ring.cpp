@@ -6,21 +6,10 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/TensorImpl.h>
+
+#include "device/dense_bytes.h"
 
 namespace torchspan::device {
-namespace {
-
-/// The memory of a dense tensor as bytes.
-at::Tensor bytes_of_dense(const at::Tensor& tensor) {
-  at::Tensor bytes = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(tensor.storage()), tensor.key_set(), c10::scalarTypeToTypeMeta(at::kByte));
-  const std::int64_t count = static_cast<std::int64_t>(tensor.nbytes()), one = 1;
-  bytes.unsafeGetTensorImpl()->set_sizes_and_strides({&count, 1}, {&one, 1});
-  return bytes;
-}
-
-}  // namespace
 
 UploadRing::UploadRing(c10::Device device, std::size_t chunk)
     : device_(device), chunk_(chunk), halves_{make_half(), make_half()} {}

@@ -1,5 +1,5 @@
 // Tensors between devices of real processes through memory that both map: values, a peer that dies in each phase,
-// a peer that leaves while its process lives, and a peer that lies.
+// a peer that leaves while its process lives, and processes that cannot share memory; large tensors in parts.
 #include <filesystem>
 
 #include <ATen/ATen.h>
@@ -30,10 +30,11 @@ constexpr Function<twice> kTwice{"twice"};
 constexpr Function<sent> kSent{"sent"};
 constexpr Function<die> kDie{"die"};
 
-/// Maps memory of a device as told, or dies first.
+/// Maps memory of a device, or dies first, or refuses to.
 class FragileRuntime final : public device::DeviceRuntime {
  public:
-  explicit FragileRuntime(std::string dies_in) : dies_in_(std::move(dies_in)) {}
+  FragileRuntime(std::string dies_in, std::string refusal)
+      : dies_in_(std::move(dies_in)), refusal_(std::move(refusal)) {}
   c10::DeviceType type() const override { return inner_->type(); }
   void* native_stream(const c10::Stream& stream) const override { return inner_->native_stream(stream); }
   std::string identity(c10::Device device) const override { return inner_->identity(device); }
@@ -47,6 +48,7 @@ class FragileRuntime final : public device::DeviceRuntime {
   std::shared_ptr<std::byte> open_memory(c10::Device device, BytesView handle,
                                          std::size_t bytes) const override {
     die_in("open");
+    if (!refusal_.empty()) throw Error(ErrorKind::kUnsupported, refusal_);
     auto memory = inner_->open_memory(device, handle, bytes);
     die_in("opened");
     return memory;
@@ -56,7 +58,7 @@ class FragileRuntime final : public device::DeviceRuntime {
   void die_in(const std::string& phase) const {
     if (phase == dies_in_) ::kill(getpid(), SIGKILL);
   }
-  const std::string dies_in_;
+  const std::string dies_in_, refusal_;
   const std::shared_ptr<const device::DeviceRuntime> inner_ = test_runtime();
 };
 
@@ -78,7 +80,8 @@ class DeviceWorker {
     options.rank = static_cast<std::uint32_t>(environment_.rank);
     options.listen = "unix:" + variable("TORCHSPAN_RUNTIME_DIR") + "/" + environment_.name;
     options.default_timeout = std::chrono::seconds(20);
-    options.device_runtime = std::make_shared<FragileRuntime>(variable("TEST_DIES_IN"));
+    options.device_runtime =
+        std::make_shared<FragileRuntime>(variable("TEST_DIES_IN"), variable("TEST_REFUSES"));
     options.device_staging_bytes = 1 << 20;
     if (environment_.rank == 0)
       options.device_maps["worker1"] = DeviceMap({{test_device(0), test_device(1 % test_device_count())}});
@@ -114,11 +117,11 @@ class DeviceWorker {
     }
     require(sent(worker()) > 0, "a tensor went through device memory");
   }
-  void check_call(double value) {
-    const at::Tensor x = at::full({kElements}, value, at::kDouble).to(test_device(0));
+  void check_call(double value, std::int64_t elements = kElements) {
+    const at::Tensor x = at::full({elements}, value, at::kDouble).to(test_device(0));
     const at::Tensor y = worker().rpc_sync(1, kTwice, x);
     require(y.device() == test_device(0), "the result is on " + y.device().str());
-    require(at::equal(y.cpu(), at::full({kElements}, 2 * value, at::kDouble)),
+    require(at::equal(y.cpu(), at::full({elements}, 2 * value, at::kDouble)),
             "the values are twice as large");
   }
 
@@ -180,6 +183,44 @@ void exchange() {
   require(owns_areas(0), "the memory is freed with the worker");
 }
 
+/// Tensors that are larger than the shared memory, and of which the host copies the parts while others are sent.
+void exchange_large() {
+  StandInStreams::get().reset(/*polls=*/10);
+  DeviceWorker self;
+  if (self.worker().rank() == 0) {
+    for (int i = 0; i < 3; ++i) self.check_call(i, 40 * kElements + i);
+    std::vector<Future<at::Tensor>> all;
+    for (int i = 0; i < 6; ++i) {
+      const at::Tensor x = at::full({(32 + i) * kElements}, i, at::kDouble).to(test_device(0));
+      all.push_back(self.worker().rpc_async(1, kTwice, x));
+      x.fill_(-1);
+    }
+    for (int i = 0; i < 6; ++i) {
+      require(at::equal(all[static_cast<std::size_t>(i)].wait().cpu(),
+                        at::full({(32 + i) * kElements}, 2.0 * i, at::kDouble)),
+              "the values of the moment of the call");
+    }
+    const auto counters = self.worker().runtime().metrics.snapshot();
+    require(counters.at("rpc.tensor_parts.sent") == 9, "all arguments were sent in parts");
+    require(counters.at("rpc.tensor_parts.received") == 8 * 3 + 2, "all results came in parts");
+  }
+  self.shutdown();
+  require_no_race();
+}
+
+/// Two processes that cannot map each other's memory, as in containers of which each has its own processes.
+void exchange_without_shared_memory() {
+  DeviceWorker self;
+  if (self.worker().rank() == 0) {
+    for (int i = 0; i < 50; ++i) {
+      self.check_call(i);
+      self.executor().sleep(std::chrono::milliseconds(5));
+    }
+    require(sent(self.worker()) == 0, "no tensor goes through memory that the peer cannot map");
+  }
+  self.shutdown();
+}
+
 /// Calls until the other worker is dead, which an error says; then its memory is freed.
 void outlive() {
   DeviceWorker self;
@@ -234,6 +275,41 @@ TEST(ClusterDeviceMemory, TwoProcessesExchangeTensors) {
   expect_all_end_well(world);
 }
 
+TEST(ClusterDeviceMemory, LargerTensorsGoInParts) {
+  ProcessWorld world(2);
+  world.start_all("exchange_large");
+  expect_all_end_well(world);
+}
+
+std::size_t count_of(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+/// Containers without a shared process namespace: the driver refuses the handle of the other process.
+TEST(ClusterDeviceMemory, ProcessesThatCannotShareMemoryWarnOnceAndUseHostMemory) {
+  ProcessWorld world(2);
+  const std::string reason = "device memory of process 17 cannot be mapped here: invalid device context";
+  for (const int rank : {0, 1})
+    world.start(rank, "exchange_without_shared_memory", {{"TEST_REFUSES", reason}});
+  expect_all_end_well(world);
+  const std::string sender = world.process(0).output(), receiver = world.process(1).output();
+  const std::string devices = test_device(0).str() + " of worker 'worker0' (rank 0)";
+  EXPECT_EQ(
+      count_of(sender, "tensors on " + devices + " travel to worker 'worker1' (rank 1) through host memory"),
+      1)
+      << sender;
+  EXPECT_EQ(count_of(sender, reason), 1) << sender;
+  EXPECT_THAT(sender, ::testing::HasSubstr("run them in one container"));
+  EXPECT_THAT(sender, ::testing::HasSubstr("WorkerOptions::device_staging_bytes"));
+  const std::string back = test_device(1 % test_device_count()).str() + " of worker 'worker1' (rank 1)";
+  EXPECT_EQ(
+      count_of(receiver, "tensors on " + back + " travel to worker 'worker0' (rank 0) through host memory"),
+      1)
+      << receiver;
+}
+
 class ClusterDeviceMemoryDeath : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(In, ClusterDeviceMemoryDeath,
                          ::testing::Values("open", "opened", "allocate", "call"),
@@ -263,9 +339,12 @@ TEST(ClusterDeviceMemory, TheMemoryOfAWorkerThatLeftIsKeptUntilItsProcessEnds) {
 }  // namespace torchspan
 
 int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"exchange", torchspan::exchange},
-                                           {"outlive", torchspan::outlive},
-                                           {"die_early", torchspan::die_early},
-                                           {"keep_for_the_living", torchspan::keep_for_the_living}});
+  return torchspan::testing::cluster_main(
+      argc, argv,
+      {{"exchange", torchspan::exchange},
+       {"exchange_large", torchspan::exchange_large},
+       {"exchange_without_shared_memory", torchspan::exchange_without_shared_memory},
+       {"outlive", torchspan::outlive},
+       {"die_early", torchspan::die_early},
+       {"keep_for_the_living", torchspan::keep_for_the_living}});
 }

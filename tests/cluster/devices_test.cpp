@@ -270,6 +270,98 @@ void offload_activations() {
   require_order();
 }
 
+/// A stage whose worker may have others on another device.
+struct MovingStageImpl : StageImpl {
+  using StageImpl::StageImpl;
+  at::Tensor forward(const at::Tensor& x) { return StageImpl::forward(x.to(weight.device())); }
+};
+TORCH_MODULE(MovingStage);
+
+/// A pipeline of three layers, two of them on worker 0 of each replica.
+struct SharedWeights {
+  std::vector<std::size_t> weight_of;  ///< by layer; layers with the same weight are tied
+  int replicas = 1;
+  bool apart = false;  ///< layer 1 is on another device of its worker
+};
+
+at::Tensor input_of(int step, int replica) { return start_of(100 + step + 10 * replica); }
+at::Tensor target_of(int step, int replica) { return start_of(200 + step + 10 * replica); }
+
+/// The gradients of the layers after two batches in one process.
+std::vector<at::Tensor> shared_gradients_alone(const SharedWeights& shape) {
+  std::vector<at::Tensor> weights, gradients, inputs, targets;
+  for (std::int64_t layer = 0; layer < 3; ++layer) weights.push_back(layer_on(c10::kCPU, layer));
+  for (int step = 0; step < 2; ++step) {
+    for (int replica = 0; replica < shape.replicas; ++replica) {
+      at::Tensor x = input_of(step, replica);
+      for (const std::size_t weight : shape.weight_of) x = at::matmul(x, weights[weight]).tanh();
+      (pipeline_loss(x, target_of(step, replica)) / shape.replicas).backward();
+    }
+  }
+  for (const std::size_t weight : shape.weight_of) gradients.push_back(weights[weight].grad());
+  return gradients;
+}
+
+void train_shared(const SharedWeights& shape, const pipeline::PipelineOptions& options, Session& session) {
+  const auto device_of = [&](bool other) {
+    return test_device((static_cast<int>(session.rank()) + (other ? 1 : 0)) % test_device_count());
+  };
+  pipeline::Layers layers;
+  std::vector<std::vector<pipeline::TiedParameter>> ties(3);
+  for (std::size_t layer = 0; layer < 3; ++layer) {
+    const c10::Device device = device_of(shape.apart && layer == 1);
+    const auto number = static_cast<std::int64_t>(layer);
+    auto& tie = ties[shape.weight_of[layer]];
+    if (shape.apart) {
+      tie.emplace_back(layers.add<MovingStage>(device, number), "weight");
+    } else {
+      tie.emplace_back(layers.add<Stage>(device, number), "weight");
+    }
+  }
+  for (const auto& tie : ties) {
+    if (tie.size() > 1) layers.tie(tie);
+  }
+  pipeline::Pipeline pipe(session.worker(), layers, options);
+  for (int step = 0; step < 2; ++step) {
+    pipe.train_step(input_of(step, pipe.replica()).to(device_of(false)), target_of(step, pipe.replica()),
+                    pipeline_loss);
+  }
+  const std::vector<at::Tensor> expected = shared_gradients_alone(shape);
+  for (std::size_t layer = 0; layer < 3; ++layer) {
+    const auto stage = pipe.module(static_cast<int>(layer));
+    if (!stage) continue;
+    const at::Tensor gradient = stage->parameters()[0].grad();
+    require(gradient.device() == device_of(shape.apart && layer == 1),
+            "the gradient is on " + gradient.device().str());
+    require(at::allclose(gradient.cpu(), expected[layer], 1e-12, 1e-12),
+            "the gradient of layer " + std::to_string(layer) + " differs");
+  }
+}
+
+void train_all_shared(const std::vector<SharedWeights>& shapes) {
+  StandInStreams::get().reset(/*polls=*/10);
+  Session session(WorkerOptions::from_env());
+  using pipeline::ActivationCheckpoint;
+  using pipeline::Schedule;
+  for (const SharedWeights& shape : shapes) {
+    for (const auto schedule : {Schedule::k1F1B, Schedule::kZBH1}) {
+      pipeline::PipelineOptions options;
+      options.balance = {2, 1};
+      options.micro_batches = 4;
+      options.replicas = shape.replicas;
+      options.checkpoint =
+          schedule == Schedule::kZBH1 ? ActivationCheckpoint::kNever : ActivationCheckpoint::kAlways;
+      options.schedule = schedule;
+      train_shared(shape, options, session);
+    }
+  }
+  session.shutdown();
+  require_order();
+}
+
+void train_tied() { train_all_shared({{{0, 1, 0}}, {{0, 0, 0}, 1, true}, {{0, 0, 2}, 1, true}}); }
+void train_replicas() { train_all_shared({{{0, 1, 2}, 2}, {{0, 1, 0}, 2}}); }
+
 void compute_under_autocast() {
   Session session(WorkerOptions::from_env(), FunctionTable().add(kForward));
   if (session.rank() == 0) {
@@ -312,6 +404,18 @@ TEST(ClusterDevices, OffloadedActivationsLeaveTheDevicesAndComeBack) {
   expect_all_end_well(world);
 }
 
+TEST(ClusterDevices, TiedParametersOnDevicesHaveTheGradientsOfOneProcess) {
+  ProcessWorld world(2);
+  world.start_all("train_tied");
+  expect_all_end_well(world);
+}
+
+TEST(ClusterDevices, ReplicasOnDevicesHaveTheGradientsOfOneProcess) {
+  ProcessWorld world(4);
+  world.start_all("train_replicas");
+  expect_all_end_well(world);
+}
+
 TEST(ClusterDevices, ASessionRefusesAMapOfADeviceThatItLacks) {
   WorkerOptions options;
   options.device_maps["worker1"] = {{stand_in(4), stand_in(0)}};
@@ -332,5 +436,7 @@ int main(int argc, char** argv) {
                                           {{"train", torchspan::train},
                                            {"train_pipelines", torchspan::train_pipelines},
                                            {"offload_activations", torchspan::offload_activations},
+                                           {"train_tied", torchspan::train_tied},
+                                           {"train_replicas", torchspan::train_replicas},
                                            {"compute_under_autocast", torchspan::compute_under_autocast}});
 }

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "pipeline/runtime/gradient_fields.h"
+#include "pipeline/runtime/moved.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -128,7 +129,12 @@ void ReplicaSums::accept(ReplicaGradients& event) {
                             event.bucket, event.replica, local_.grid.mine));
   }
   const auto bucket = static_cast<std::size_t>(event.bucket);
-  if (local_.replica_buckets[bucket].owner == local_.grid.mine)
+  const ReplicaBucket& owned = local_.replica_buckets[bucket];
+  for (std::size_t i = 0; i < event.gradients.size(); ++i) {
+    at::Tensor& gradient = event.gradients[i];  // from another worker it arrives on the CPU
+    if (gradient.defined()) gradient = moved(std::move(gradient), owned.parameters[i].device());
+  }
+  if (owned.owner == local_.grid.mine)
     return add_part(bucket, event.replica, {event.rows, std::move(event.gradients)});
   exchanges_[bucket].sums = std::move(event.gradients);
   exchanges_[bucket].done = true;

@@ -9,8 +9,17 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "pipeline/runtime/gradient_fields.h"
+#include "pipeline/runtime/moved.h"
 
 namespace torchspan::pipeline {
+namespace {
+
+/// A gradient, or nothing, on the device of a copy of its parameter.
+at::Tensor moved_to(const at::Tensor& copy, at::Tensor gradient) {
+  return gradient.defined() ? moved(std::move(gradient), copy.device()) : gradient;
+}
+
+}  // namespace
 
 TiedGradients::TiedGradients(const LocalPipeline& local, StepId id)
     : local_(local), id_(id), exchanges_(local.ties.size()) {}
@@ -39,8 +48,10 @@ void TiedGradients::send() {
     const Tie& local_tie = local_.ties[tie];
     if (local_tie.copies.empty()) continue;
     at::Tensor mine;
-    for (const at::Tensor& copy : local_tie.copies)
-      mine = sum_of_gradients(mine, std::exchange(copy.mutable_grad(), at::Tensor()));
+    for (const at::Tensor& copy : local_tie.copies) {
+      at::Tensor gradient = std::exchange(copy.mutable_grad(), at::Tensor());
+      mine = sum_of_gradients(mine, moved_to(local_tie.copies.front(), std::move(gradient)));
+    }
     const int first = local_tie.workers.front();
     if (first == local_.me) {
       add_part(tie, local_.me, std::move(mine));
@@ -66,8 +77,9 @@ void TiedGradients::accept(TiedGradient& event) {
                             "this worker",
                             event.tie, event.worker));
   }
-  if (workers.front() == local_.me) return add_part(tie, event.worker, std::move(event.gradient));
-  exchanges_[tie].sum = std::move(event.gradient);
+  at::Tensor gradient = moved_to(local_.ties[tie].copies.front(), std::move(event.gradient));
+  if (workers.front() == local_.me) return add_part(tie, event.worker, std::move(gradient));
+  exchanges_[tie].sum = std::move(gradient);
   exchanges_[tie].done = true;
 }
 
@@ -98,8 +110,8 @@ void TiedGradients::finish() {
   const torch::autograd::AutoGradMode no_grad(false);
   begun_ = false;
   for (std::size_t tie = 0; tie < exchanges_.size(); ++tie) {
-    const at::Tensor& sum = exchanges_[tie].sum;
     for (std::size_t copy = 0; copy < local_.ties[tie].copies.size(); ++copy) {
+      const at::Tensor sum = moved_to(local_.ties[tie].copies[copy], exchanges_[tie].sum);
       at::Tensor before = std::move(exchanges_[tie].before[copy]);
       // An optimizer may change `.grad` in place.
       const bool becomes_field = sum.defined() && !before.defined();

@@ -147,6 +147,7 @@ void RpcAgent::member_departed(const Peer& member, const Error& reason) {
     if (call->peer == rank) call->request_stop();
   }
   state_.references->departed(member.id());
+  sender_.departed(member.id());
   if (state_.device_memory) state_.device_memory->departed(member.id(), member.process);
   for (const auto& callback : departure_callbacks_) callback(rank, reason);
   if (open_world_) state_.peers.forget(rank);

@@ -16,6 +16,7 @@ MessageReceiver::MessageReceiver(AgentState& state, TransportLoop& loop, Request
           state, loop,
           [this](const auto& channel, net::Message message) { on_message(channel, std::move(message)); },
           [this](const auto& channel, const Error& error) { break_channel(channel, error); }),
+      received_parts_(state.runtime.metrics.counter("rpc.tensor_parts.received")),
       refusals_(state.runtime.log, state.runtime.executor) {}
 
 void MessageReceiver::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
@@ -42,9 +43,9 @@ void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>&
   call->channel = channel;
   call->message = {std::move(message)};
   call->frame = wire::decode_frame(call->message.header);
-  if (const auto* blob = call->frame.blob(kDeviceMemoryBlob))
-    call->message.on_device = insert_device_memory(peer, blob->bytes, call->message.segments);
   const wire::FrameHeader& header = call->frame.header;
+  if (header.type == TensorPart::kType) return receive_part(*call);
+  insert_tensors(*call);
   if ((header.flags & wire::kFlagReply) != 0) return receive_reply(peer, call->message, call->frame);
   if (header.type == Hello::kType) return;
   const TimePoint now = state_.runtime.executor.now();
@@ -57,12 +58,36 @@ void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>&
   server_.receive(std::move(call));
 }
 
-std::vector<wire::DeviceSegment> MessageReceiver::insert_device_memory(PeerId peer, BytesView blob,
-                                                                       std::vector<Buffer>& segments) {
-  if (!state_.device_memory)
-    throw Error(ErrorKind::kInvalid,
-                "a message has tensors in device memory, which this worker never mapped");
-  return state_.device_memory->insert(peer, blob, segments);
+void MessageReceiver::receive_part(const IncomingCall& part) {
+  wire::Payload payload;
+  payload.value.assign(part.frame.value.begin(), part.frame.value.end());
+  try {
+    parts_.receive(part.channel.get(), wire::from_payload<TensorPart>(payload), part.message.segments);
+  } catch (const Error& error) {
+    throw with_sender(part, error);
+  }
+  received_parts_.add(part.message.segments.size());
+}
+
+Error MessageReceiver::with_sender(const IncomingCall& call, const Error& error) const {
+  return Error(error.kind(), fmt::format("worker '{}' (rank {}) sent a tensor in parts: {}",
+                                         state_.peers.name(call.peer), call.peer, error.message()));
+}
+
+void MessageReceiver::insert_tensors(IncomingCall& call) {
+  ReceivedMessage& message = call.message;
+  if (const auto* blob = call.frame.blob(kDeviceMemoryBlob)) {
+    if (!state_.device_memory)
+      throw Error(ErrorKind::kInvalid,
+                  "a message has tensors in device memory, which this worker never mapped");
+    message.on_device = state_.device_memory->insert(call.from(), blob->bytes, message.segments);
+  }
+  try {
+    if (const auto* blob = call.frame.blob(kTensorPartsBlob))
+      parts_.insert(call.channel.get(), blob->bytes, message.segments, message.on_device);
+  } catch (const Error& error) {
+    throw with_sender(call, error);
+  }
 }
 
 void MessageReceiver::receive_cancel(const IncomingCall& cancel) {
@@ -127,6 +152,7 @@ void MessageReceiver::complete(PendingCall& call, ReceivedMessage& message, cons
 }
 
 void MessageReceiver::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
+  parts_.closed(channel.get());
   const bool shut = state_.channels->is_shut(channel.get());
   const auto peer = state_.channels->closed(channel.get());
   if (shut) return;

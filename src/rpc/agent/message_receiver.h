@@ -10,6 +10,7 @@
 #include "rpc/agent/request_server.h"
 #include "rpc/agent/transport_loop.h"
 #include "rpc/agent/unknown_peers.h"
+#include "rpc/tensor_parts/incoming_parts.h"
 
 namespace torchspan::rpc {
 
@@ -35,8 +36,10 @@ class MessageReceiver final : public net::Handler {
 
  private:
   void dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel, net::Message message);
-  std::vector<wire::DeviceSegment> insert_device_memory(PeerId peer, BytesView blob,
-                                                        std::vector<Buffer>& segments);
+  void receive_part(const IncomingCall& part);
+  Error with_sender(const IncomingCall& call, const Error& error) const;
+  /// Completes the message's segments by those that came before the frame or are in shared memory.
+  void insert_tensors(IncomingCall& call);
   void receive_cancel(const IncomingCall& cancel);
   void receive_reply(PeerId peer, ReceivedMessage& message, const wire::FrameView& frame);
   void complete(PendingCall& call, ReceivedMessage& message, const wire::FrameView& frame,
@@ -49,6 +52,8 @@ class MessageReceiver final : public net::Handler {
   RequestSender& calls_;
   RequestServer& server_;
   UnknownPeers unknown_peers_;
+  IncomingParts parts_;
+  Counter& received_parts_;  ///< parts of tensors
   RateLimitedWarning refusals_;
   std::atomic<std::uint64_t> late_replies_{0};
 };

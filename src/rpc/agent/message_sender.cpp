@@ -38,7 +38,29 @@ bool detach_graph_tensors(std::span<at::Tensor> tensors) {
   return any;
 }
 
+/// Adds blobs that say which of the message's segments the peer has already: `is_split` says how each tensor that is
+/// no segment travels. Places of tensors in device memory do not count those in parts.
+void add_places(OutgoingMessage& out, const std::vector<bool>& is_split) {
+  SharedPlaces shared;
+  SplitPlaces split;
+  for (std::size_t i = 0; i < is_split.size(); ++i) {
+    const std::size_t segment = out.tensors.shared[i];
+    if (is_split[i]) {
+      split.all.push_back({static_cast<std::uint32_t>(segment), out.split[split.all.size()]->number()});
+    } else {
+      shared.all.push_back(out.lent[shared.all.size()]->place(segment - split.all.size()));
+    }
+  }
+  if (!shared.all.empty()) out.frame.blobs.push_back({kDeviceMemoryBlob, wire::to_payload(shared).value});
+  if (!split.all.empty()) out.frame.blobs.push_back({kTensorPartsBlob, wire::to_payload(split).value});
+}
+
 }  // namespace
+
+bool OutgoingMessage::ready() {
+  const bool sent = std::ranges::all_of(split, [](const SplitTensorPtr& tensor) { return tensor->done(); });
+  return tensors.copies.complete() && sent;
+}
 
 MessageSender::MessageSender(
     AgentState& state, TransportLoop& loop, std::function<void(net::Message)> deliver_here,
@@ -47,7 +69,9 @@ MessageSender::MessageSender(
       loop_(loop),
       deliver_here_(std::move(deliver_here)),
       break_channel_(std::move(break_channel)),
-      bytes_sent_(state.runtime.metrics.counter("rpc.bytes_sent")) {}
+      bytes_sent_(state.runtime.metrics.counter("rpc.bytes_sent")),
+      split_(state.runtime.metrics.counter("rpc.tensor_parts.sent")),
+      parts_(state.copies.events()) {}
 
 OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Payload& payload,
                                        bool user_values) {
@@ -80,30 +104,45 @@ OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Pa
   return out;
 }
 
-/// Arguments whose device on the peer is known, and results, may go through memory that the peer maps.
+/// Arguments whose device on the peer is known, and results, may go through memory that the peer maps. Other large
+/// tensors go in parts.
 void MessageSender::pack(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values,
                          OutgoingMessage& out) {
   wire::PackOptions options{.copies = &state_.copies};
   if (user_values && !info.reply) options.place = state_.devices.arguments(info.peer, state_.peers);
-  if (user_values && state_.device_memory && (info.reply || options.place)) {
-    options.share = [this, to, &out, place = options.place](const at::Tensor& tensor,
-                                                            device::PendingCopies& copies) {
-      const c10::Device there = place ? place(tensor.device()) : c10::Device(c10::kCPU);
-      if (place && there.is_cpu()) return at::Tensor();
-      LentTensorPtr lent = state_.device_memory->share(to, tensor, there);
-      if (!lent) return at::Tensor();
-      at::Tensor view = lent->view_like(tensor);
-      out.lent.push_back(std::move(lent));
-      state_.copies.share(tensor, view, copies);
+  std::vector<bool> is_split;
+  if (device::has_streams() && to != state_.id()) {
+    const bool lends = user_values && state_.device_memory && (info.reply || options.place);
+    options.share = [this, to, lends, &out, &is_split, place = options.place](const at::Tensor& tensor,
+                                                                              device::PendingCopies& copies) {
+      at::Tensor view = lends ? lend(to, tensor, place, out) : at::Tensor();
+      if (view.defined()) {
+        is_split.push_back(false);
+        state_.copies.share(tensor, view, copies);
+        return view;
+      }
+      SplitTensorPtr split = parts_.split(to, tensor, state_.instance);
+      if (!split) return view;
+      is_split.push_back(true);
+      view = split->captured();
+      out.split.push_back(std::move(split));
       return view;
     };
   }
   out.tensors = wire::pack(payload.tensors, std::move(options));
-  if (out.lent.empty()) return;
-  SharedPlaces places;
-  for (std::size_t i = 0; i < out.lent.size(); ++i)
-    places.all.push_back(out.lent[i]->place(out.tensors.shared[i]));
-  out.frame.blobs.push_back({kDeviceMemoryBlob, wire::to_payload(places).value});
+  if (!is_split.empty()) add_places(out, is_split);
+}
+
+/// Memory of the peer for a tensor; undefined if there is none.
+at::Tensor MessageSender::lend(PeerId to, const at::Tensor& tensor, const Devices::Place& place,
+                               OutgoingMessage& out) {
+  const c10::Device there = place ? place(tensor.device()) : c10::Device(c10::kCPU);
+  if (place && there.is_cpu()) return {};
+  LentTensorPtr lent = state_.device_memory->share(to, tensor, there);
+  if (!lent) return {};
+  at::Tensor view = lent->view_like(tensor);
+  out.lent.push_back(std::move(lent));
+  return view;
 }
 
 void MessageSender::undo(const CallInfo& info, const wire::Frame& frame) {
@@ -141,6 +180,11 @@ void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const wir
 
 /// The peer may return the memory before send() has returned.
 void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const OutgoingMessage& out) {
+  if (out.failure) std::rethrow_exception(out.failure);
+  for (const SplitTensorPtr& tensor : out.split) {
+    if (!tensor->sent_on(channel.get()))
+      throw Error(ErrorKind::kDisconnected, "the connection ended after parts of its tensors were sent");
+  }
   for (const LentTensorPtr& lent : out.lent) lent->lend();
   try {
     send(channel, out.frame, out.tensors);
@@ -148,10 +192,13 @@ void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const Out
     for (const LentTensorPtr& lent : out.lent) lent->take_back();
     throw;
   }
+  for (const SplitTensorPtr& tensor : out.split) tensor->message_sent();
 }
 
-void MessageSender::when_copied(OutgoingMessage out, UniqueFunction<void(OutgoingMessage&)> next) {
-  const auto copying = std::make_shared<Copying>(Copying{std::move(out), std::move(next)});
+void MessageSender::when_copied(OutgoingMessage out, std::shared_ptr<net::Channel> channel, Deadline deadline,
+                                UniqueFunction<void(OutgoingMessage&)> next) {
+  const auto copying =
+      std::make_shared<Copying>(Copying{std::move(out), std::move(channel), deadline, std::move(next)});
   {
     MutexLock lock(mutex_);
     if (drops_copying_) return;
@@ -160,18 +207,48 @@ void MessageSender::when_copied(OutgoingMessage out, UniqueFunction<void(Outgoin
   poll_copies(copying, kFirstCopyPause);
 }
 
-/// Timers outlive the loop, so they do not hold the message, which may hold the agent.
+/// Timers outlive the loop, so they do not hold the message, which may hold the agent. Sending a part may take longer
+/// than the loop may be kept, so the pool does it.
 void MessageSender::poll_copies(const CopyingPtr& copying, Duration pause) {
   loop_.at(state_.runtime.executor.deadline_in(pause), [this, weak = std::weak_ptr<Copying>(copying), pause] {
     CopyingPtr one = weak.lock();
     if (!one) return;
-    if (!one->out.tensors.copies.complete()) return poll_copies(one, std::min(pause * 2, kLastCopyPause));
-    {
-      MutexLock lock(mutex_);
-      copying_.erase(one);
+    const auto& split = one->out.split;
+    const bool late = !split.empty() && one->deadline.passed(state_.runtime.executor.now());
+    if (late || std::ranges::any_of(split, [](const auto& tensor) { return tensor->can_advance(); })) {
+      return state_.host->post(
+          [this, alive = state_.endpoint.lock(), one = std::move(one)] { send_parts(one); });
     }
-    state_.host->post([alive = state_.endpoint.lock(), one = std::move(one)] { one->next(one->out); });
+    if (!one->out.ready()) return poll_copies(one, std::min(pause * 2, kLastCopyPause));
+    finish(std::move(one));
   });
+}
+
+void MessageSender::send_parts(const CopyingPtr& copying) {
+  OutgoingMessage& out = copying->out;
+  try {
+    if (copying->deadline.passed(state_.runtime.executor.now()))
+      throw Error(ErrorKind::kTimedOut, "the deadline passed while parts of its tensors were sent");
+    for (const SplitTensorPtr& tensor : out.split) {
+      if (tensor->done()) continue;
+      const std::size_t before = tensor->sent();
+      tensor->advance(copying->channel);
+      bytes_sent_.add(tensor->sent() - before);
+      if (tensor->done()) split_.add();
+    }
+  } catch (...) {
+    out.failure = std::make_exception_ptr(to_error(std::current_exception()));
+  }
+  if (!out.failure && !out.ready()) return poll_copies(copying, kFirstCopyPause);
+  finish(copying);
+}
+
+void MessageSender::finish(CopyingPtr copying) {
+  {
+    MutexLock lock(mutex_);
+    copying_.erase(copying);
+  }
+  state_.host->post([alive = state_.endpoint.lock(), one = std::move(copying)] { one->next(one->out); });
 }
 
 void MessageSender::drop_copying() {

@@ -9,6 +9,7 @@
 
 #include "rpc/agent/agent_state.h"
 #include "rpc/agent/transport_loop.h"
+#include "rpc/tensor_parts/outgoing_parts.h"
 #include "wire/api/tensors.h"
 
 namespace torchspan::rpc {
@@ -19,8 +20,13 @@ inline constexpr const char* kNoGradBlob = "rpc.no_grad";
 /// A message to be sent: its frame, and the tensors that the frame describes.
 struct OutgoingMessage {
   wire::Frame frame;
-  std::vector<LentTensorPtr> lent = {};  ///< memory of some tensors, freed after the copies in `tensors`
+  std::vector<LentTensorPtr> lent = {};    ///< memory of some tensors, freed after the copies in `tensors`
+  std::vector<SplitTensorPtr> split = {};  ///< tensors that are sent in parts, before the frame
   wire::PackedTensors tensors = {};
+  std::exception_ptr failure = nullptr;  ///< an Error: why not all parts were sent
+
+  /// Whether the frame may be sent: its tensors are in host memory, or with the peer.
+  bool ready();
 };
 
 /// A reply that a call failed, or another small reply that must arrive.
@@ -44,24 +50,33 @@ class MessageSender {
   /// Sends to `channel`; null means this worker itself. Throws Error if the channel does not accept it.
   void send(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
             const wire::PackedTensors& tensors);
-  /// The same for a message that may have tensors in memory that the peer maps.
+  /// The same for a message that may have tensors in memory that the peer maps, or in parts.
   void send(const std::shared_ptr<net::Channel>& channel, const OutgoingMessage& out);
-  /// Calls `next` with the message on the pool when the copies of its tensors from devices are complete.
-  void when_copied(OutgoingMessage out, UniqueFunction<void(OutgoingMessage&)> next);
+  /// Calls `next` with the message on the pool when the copies of its tensors from devices are complete. Sends parts of
+  /// large tensors to `channel` meanwhile; if that fails, or after the deadline, send() throws the failure.
+  void when_copied(OutgoingMessage out, std::shared_ptr<net::Channel> channel, Deadline deadline,
+                   UniqueFunction<void(OutgoingMessage&)> next);
   /// Drops the messages for which when_copied() waits, and all later ones; after the loop has stopped.
   void drop_copying();
   /// Sends now, or as soon as the channel has room: a caller without a deadline waits until the reply
   /// arrives.
   void send_reply(SmallReply reply);
+  /// Frees what was kept for a peer.
+  void departed(PeerId peer) { parts_.departed(peer); }
 
  private:
   struct Copying {
     OutgoingMessage out;
+    std::shared_ptr<net::Channel> channel;
+    Deadline deadline;
     UniqueFunction<void(OutgoingMessage&)> next;
   };
   using CopyingPtr = std::shared_ptr<Copying>;
   void pack(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values, OutgoingMessage& out);
+  at::Tensor lend(PeerId to, const at::Tensor& tensor, const Devices::Place& place, OutgoingMessage& out);
   void poll_copies(const CopyingPtr& copying, Duration pause);
+  void send_parts(const CopyingPtr& copying);
+  void finish(CopyingPtr copying);
   void loop_back(const Bytes& header, const wire::PackedTensors& tensors);
   void warn_of_detached(const CallInfo& info);
 
@@ -70,6 +85,8 @@ class MessageSender {
   const std::function<void(net::Message)> deliver_here_;
   const std::function<void(const std::shared_ptr<net::Channel>&, const Error&)> break_channel_;
   Counter& bytes_sent_;  ///< frames and tensors, retries included
+  Counter& split_;       ///< tensors that were sent in parts
+  OutgoingParts parts_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<std::size_t> unsent_replies_{0};
   std::atomic<bool> warned_of_detached_{false};

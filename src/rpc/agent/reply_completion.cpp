@@ -38,10 +38,10 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
     }();
     out.frame.header.type = info.type;
     out.frame.header.flags |= wire::kFlagReply;
-    if (out.tensors.copies.complete()) return send(info, out);
-    sender_.when_copied(std::move(out), [self = shared_from_this(), info](OutgoingMessage& copied) {
-      self->try_to_send(info, copied);
-    });
+    if (out.ready()) return send(info, out);
+    sender_.when_copied(
+        std::move(out), call_->channel, call_->deadline,
+        [self = shared_from_this(), info](OutgoingMessage& copied) { self->try_to_send(info, copied); });
   } catch (...) {
     sent_.store(false);
     fail(std::current_exception());
@@ -61,7 +61,8 @@ void ReplyCompletion::send(const CallInfo& info, OutgoingMessage& out) {
   try {
     sender_.send(call_->channel, out);
   } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kOverloaded && !call_->user_values && out.tensors.segments.empty()) {
+    const bool small = out.tensors.segments.empty() && out.split.empty();
+    if (error.kind() == ErrorKind::kOverloaded && !call_->user_values && small) {
       // The caller reads kOverloaded as a request that was not served, so such a reply waits for room.
       sender_.send_reply({call_->channel, std::move(out.frame), call_->name, call_->deadline});
       return server_.answered(*call_);

@@ -110,16 +110,17 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
 
 void RequestSender::start_or_copy(std::uint64_t id, PendingCall& call, OutgoingMessage out,
                                   PeerChannels::Link link, std::optional<wire::Handle> creation) {
-  if (out.tensors.copies.complete())
-    return start_or_undo(id, call, out, std::move(link), creation.has_value());
+  if (out.ready()) return start_or_undo(id, call, out, std::move(link), creation.has_value());
   const Deadline deadline = call.deadline;
+  const std::shared_ptr<net::Channel> channel = link.channel;
+  if (!out.split.empty()) call.channel = channel.get();  // with which its parts are lost
   try {
     if (state_.calls.add(id, call)) loop_.wake_by(deadline);
   } catch (...) {
     undo(out, creation.has_value(), {});
     throw;
   }
-  sender_.when_copied(std::move(out), [this, id, link = std::move(link), creation](OutgoingMessage& copied) {
+  auto start_copied = [this, id, link = std::move(link), creation](OutgoingMessage& copied) {
     auto taken = state_.calls.take(id);
     if (!taken) return undo(copied, creation.has_value(), {});  // it has ended meanwhile
     try {
@@ -127,7 +128,8 @@ void RequestSender::start_or_copy(std::uint64_t id, PendingCall& call, OutgoingM
     } catch (...) {
       fail_unsent(id, *taken, creation);
     }
-  });
+  };
+  sender_.when_copied(std::move(out), channel, deadline, std::move(start_copied));
 }
 
 void RequestSender::undo(OutgoingMessage& out, bool creates, const CallInfo& info) {
