@@ -66,8 +66,8 @@ TEST_F(DownloadRings, TheDeviceFillsOneBufferWhileTheOtherIsSent) {
   const at::Tensor bytes = on_device(20);
   follow(ring);
   const std::size_t waits = device_.host_waits();
-  EXPECT_TRUE(ring.fill(bytes, 0, 4));
-  EXPECT_TRUE(ring.fill(bytes, 4, 4));
+  ASSERT_TRUE(ring.fill(bytes, 0, 4));
+  ASSERT_TRUE(ring.fill(bytes, 4, 4));
   EXPECT_FALSE(ring.fill(bytes, 8, 4)) << "both buffers are in use";
   EXPECT_FALSE(ring.take()) << "the device has not come to the copy";
   std::optional<Segment> first = ring.take();
@@ -75,7 +75,7 @@ TEST_F(DownloadRings, TheDeviceFillsOneBufferWhileTheOtherIsSent) {
   EXPECT_FALSE(ring.fill(bytes, 8, 4)) << "the first part is being sent";
   EXPECT_EQ(values(*first), (std::vector{0, 1, 2, 3}));
   first.reset();
-  EXPECT_TRUE(ring.fill(bytes, 8, 4)) << "while the second part waits";
+  ASSERT_TRUE(ring.fill(bytes, 8, 4)) << "while the second part waits";
   while (!ring.ready()) {
   }
   const std::optional<Segment> second = ring.take();
@@ -92,11 +92,11 @@ TEST_F(DownloadRings, DiscardedPartsLeaveNothingBehind) {
   DownloadRing ring(stand_in(0), 4);
   const at::Tensor bytes = on_device(20);
   follow(ring);
-  EXPECT_TRUE(ring.fill(bytes, 0, 4));
-  EXPECT_TRUE(ring.fill(bytes, 4, 4));
+  ASSERT_TRUE(ring.fill(bytes, 0, 4));
+  ASSERT_TRUE(ring.fill(bytes, 4, 4));
   ring.discard();
   EXPECT_FALSE(ring.ready());
-  EXPECT_TRUE(ring.fill(bytes, 16, 4));
+  ASSERT_TRUE(ring.fill(bytes, 16, 4));
   while (!ring.ready()) {
   }
   EXPECT_EQ(values(*ring.take()), (std::vector{16, 17, 18, 19}));
@@ -110,9 +110,9 @@ TEST_F(DownloadRings, BuffersOutliveTheirRing) {
     const at::Tensor bytes = on_device(8);
     follow(ring);
     keep_memory_for(bytes, ring.stream());
-    EXPECT_TRUE(ring.fill(bytes, 0, 4));
+    ASSERT_TRUE(ring.fill(bytes, 0, 4));
     part = ring.take();
-    EXPECT_TRUE(ring.fill(bytes, 4, 4));
+    ASSERT_TRUE(ring.fill(bytes, 4, 4));
   }
   ASSERT_TRUE(part);
   EXPECT_EQ(values(*part), (std::vector{0, 1, 2, 3}));
