@@ -42,6 +42,8 @@ void train(ts::Session& session, const char* checkpoints, std::int64_t steps) {
 
   const std::int64_t ranks = session.world_size(), rank = session.rank(), batch = 240;
   ts::Progress progress(session);
+  ts::ProgressReport report;
+  report.steps = steps;
   for (std::int64_t step = first; step < steps; ++step) {
     const std::int64_t begin = step * batch % points.arms.size(0);
     const auto mine = torch::arange(begin + rank, begin + batch, ranks);  // every rank takes other points
@@ -50,7 +52,9 @@ void train(ts::Session& session, const char* checkpoints, std::int64_t steps) {
                                                            points.arms.index_select(0, mine));
     loss.backward();  // averages the gradients of all ranks
     optimizer.step();
-    progress.report({.step = step + 1, .steps = steps, .loss = loss.item<double>()});
+    report.step = step + 1;
+    report.loss = loss.item<double>();
+    progress.report(report);
     if ((step + 1) % 500 == 0) manager.save(step + 1);
   }
   progress.finish();

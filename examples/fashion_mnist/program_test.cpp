@@ -251,7 +251,9 @@ TEST_F(Program, TrainsWithLessTraffic) {
   ASSERT_EQ(sent.size(), 4U) << outcome.output;
   for (std::size_t method = 0; method < 4; ++method) {
     EXPECT_GE(accuracies[method], 80) << outcome.output;
-    if (method > 0) EXPECT_LT(sent[method], 0.7 * sent[0]) << outcome.output;
+    if (method > 0) {
+      EXPECT_LT(sent[method], 0.7 * sent[0]) << outcome.output;
+    }
   }
 }
 

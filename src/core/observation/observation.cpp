@@ -51,7 +51,8 @@ class Observation::Impl {
 
  private:
   static constexpr Duration kInterval = std::chrono::milliseconds(100);
-  static constexpr Duration kShortest = std::chrono::milliseconds(5);
+  static constexpr Duration kShortest = std::chrono::milliseconds(5),
+                            kLongest = std::chrono::milliseconds(20);
 
   void serve_metrics(std::uint16_t port) {
     metrics_.emplace(*runtime_, identity_);
@@ -86,7 +87,8 @@ class Observation::Impl {
   bool ticks() const { return trace_ || scalars_ || metrics_; }
 
   Deadline next_deadline() const {
-    Deadline next = ticks() ? runtime_->executor.deadline_in(interval_) : Deadline::never();
+    Deadline next =
+        ticks() ? runtime_->executor.deadline_in(trace_ ? interval_ : kInterval) : Deadline::never();
     if (exposer_) next = earlier(next, exposer_->next_deadline());
     if (state_) next = earlier(next, state_->next_deadline());
     return next;
@@ -127,7 +129,7 @@ class Observation::Impl {
   void write_trace() {
     constexpr std::int64_t kAtOnce = 2000;
     const auto count = std::max(static_cast<std::int64_t>(trace_->write_new()), std::int64_t{1});
-    interval_ = std::clamp(interval_ * kAtOnce / count, kShortest, kInterval);
+    interval_ = std::clamp(interval_ * kAtOnce / count, kShortest, kLongest);
   }
 
   /// A failure of the observation must not end the program that it observes.
@@ -151,7 +153,7 @@ class Observation::Impl {
   std::optional<TextServer> exposer_, state_;
   std::uint16_t metrics_port_ = 0;
   std::string socket_path_;
-  Duration interval_ = kInterval;  ///< until the trace is written again
+  Duration interval_ = kLongest;  ///< until the trace is written again
   TimePoint collected_at_;
   std::atomic<bool> stopping_{false};
   Thread thread_;

@@ -173,7 +173,9 @@ TEST_F(RestartedNodes, TheDeathOfALauncherEndsTheJobAndLeavesNoProcess) {
   for (const int victim : {0, 1}) {
     SCOPED_TRACE(victim);
     std::filesystem::remove(folder_ + "/ran");
-    if (alive_[1] < 0) ASSERT_EQ(pipe(alive_.data()), 0);
+    if (alive_[1] < 0) {
+      ASSERT_EQ(pipe(alive_.data()), 0);
+    }
     start_both("echo $RANK >> $FOLDER/ran; sleep 60 & wait");
     wait_for_lines_of("ran", 4);
     kill(launchers_[static_cast<std::size_t>(victim)], SIGKILL);
