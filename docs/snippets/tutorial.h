@@ -11,6 +11,8 @@ Points make_points(std::int64_t count);
 torch::nn::Sequential make_network();
 double train_step(std::int64_t step);
 
+inline constexpr ts::ModuleClass<Encoder, std::int64_t> kEncoder{"Encoder"};
+
 extern ts::Session& session;
 extern Points points;
 extern torch::nn::Sequential network;
