@@ -11,7 +11,8 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
 }
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  const auto state = torchspan::launch::decode_node_state({reinterpret_cast<const std::byte*>(data), size});
+  using torchspan::launch::decode_node_state;
+  const auto state = decode_node_state({reinterpret_cast<const std::byte*>(data), size});
   if (state && !decode_node_state(encode_node_state(*state))) __builtin_trap();
   return 0;
 }
