@@ -1,12 +1,20 @@
-// Gradients of tensors on devices other than the CPU, which are stand-ins for GPUs
-// (tests/support/stand_in_device.h): they return to the devices of the tensors.
+// Gradients of tensors on devices other than the CPU, which are stand-ins for GPUs or GPUs
+// (tests/support/test_device.h): they return to the devices of the tensors.
 #include "tests/parity/autograd_world.h"
-#include "tests/support/stand_in_device.h"
+#include "tests/support/test_device.h"
 
 namespace torchspan::autograd_devices {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
+
+/// With one GPU, both devices are this one.
+c10::Device first() { return test_device(0); }
+c10::Device second() { return test_device_or_first(1); }
+DeviceMap swapped() {
+  if (first() == second()) return DeviceMap({{first(), first()}});
+  return DeviceMap({{first(), second()}, {second(), first()}});
+}
 
 /// Computes on the device of its arguments.
 at::Tensor multiply(const at::Tensor& a, const at::Tensor& b) {
@@ -47,6 +55,9 @@ ClusterOptions world(const std::vector<Maps>& maps, int workers = 2) {
 
 class AutogradDevices : public ::testing::TestWithParam<autograd::PassMode> {
  protected:
+  void SetUp() override {
+    if (const auto missing = TestDevices::missing(1); !missing.empty()) GTEST_SKIP() << missing;
+  }
   autograd::BackwardOptions options() const { return {.mode = GetParam()}; }
 };
 INSTANTIATE_TEST_SUITE_P(Modes, AutogradDevices,
@@ -63,10 +74,10 @@ void expect_gradient(const Context& context, const at::Tensor& leaf, const at::T
 
 // peer: dist_autograd_test.py gpu_simple
 TEST_P(AutogradDevices, DeviceMapsBackwardPass) {
-  const Maps maps{{"worker1", DeviceMap({{stand_in(0), stand_in(1)}, {stand_in(1), stand_in(0)}})}};
+  const Maps maps{{"worker1", swapped()}};
   on_first(world({maps}), [&](Worker& worker) {
     for (const Way way : kWays) {
-      for (const c10::Device& device : {stand_in(0), stand_in(1)}) {
+      for (const c10::Device& device : {first(), second()}) {
         Context context(worker);
         const at::Tensor a = Kind(false).make(1).detach(), b = Kind(false).make(2).detach();
         const at::Tensor t1 = a.to(device).requires_grad_(), t2 = b.to(device).requires_grad_();
@@ -87,10 +98,10 @@ TEST_P(AutogradDevices, GpuSimpleWithoutAMap) {
   on_first(world({}), [&](Worker& worker) {
     Context context(worker);
     const at::Tensor a = Kind(false).make(1).detach(), b = Kind(false).make(2).detach();
-    const at::Tensor t1 = a.to(stand_in(1)).requires_grad_(), t2 = b.to(stand_in(1)).requires_grad_();
+    const at::Tensor t1 = a.to(second()).requires_grad_(), t2 = b.to(second()).requires_grad_();
     const at::Tensor product = worker.rpc_sync("worker1", kMultiply, t1, t2);
     EXPECT_TRUE(product.is_cpu());
-    context.backward((product.to(stand_in(1)) + t1).sum(), options());
+    context.backward((product.to(second()) + t1).sum(), options());
     expect_gradient(context, t1, b + 1);
     expect_gradient(context, t2, a);
   });
@@ -98,12 +109,12 @@ TEST_P(AutogradDevices, GpuSimpleWithoutAMap) {
 
 /// Gradients need no map, so a map cannot disturb them.
 TEST_P(AutogradDevices, GradientsDoNotGoByTheMapsOfTheirSenders) {
-  const Maps here{{"worker1", DeviceMap({{stand_in(0), stand_in(1)}})}};
-  const Maps there{{"worker0", DeviceMap({{stand_in(0), stand_in(1)}})}};
+  const Maps here{{"worker1", DeviceMap({{first(), second()}})}};
+  const Maps there{{"worker0", DeviceMap({{first(), second()}})}};
   on_first(world({here, there}), [&](Worker& worker) {
     Context context(worker);
     const at::Tensor a = Kind(false).make(1).detach();
-    const at::Tensor t = a.to(stand_in(0)).requires_grad_();
+    const at::Tensor t = a.to(first()).requires_grad_();
     context.backward(worker.rpc_sync("worker1", kMultiply, t, t).sum(), options());
     expect_gradient(context, t, 2 * a);
   });
@@ -112,15 +123,15 @@ TEST_P(AutogradDevices, GradientsDoNotGoByTheMapsOfTheirSenders) {
 /// gpu_to_cpu_continuation and its _gpu_root: hops through the CPU between hops through devices.
 // peer: dist_autograd_test.py gpu_simple
 TEST_P(AutogradDevices, GpuToCpuContinuation) {
-  const Maps maps{{"worker1", DeviceMap({{stand_in(0), stand_in(0)}})}};
+  const Maps maps{{"worker1", DeviceMap({{first(), first()}})}};
   on_first(world({maps}), [&](Worker& worker) {
     for (const bool root_on_device : {false, true}) {
       Context context(worker);
       const at::Tensor a = Kind(false).make(1).detach(), b = Kind(false).make(2).detach();
-      const at::Tensor t1 = a.to(stand_in(0)).requires_grad_(), t2 = b.clone().requires_grad_();
+      const at::Tensor t1 = a.to(first()).requires_grad_(), t2 = b.clone().requires_grad_();
       const at::Tensor there = worker.rpc_sync("worker1", kMultiply, t1, t1);
       at::Tensor loss = worker.rpc_sync("worker1", kMultiply, there.cpu(), t2);
-      if (root_on_device) loss = worker.rpc_sync("worker1", kMultiply, loss.to(stand_in(0)), t1);
+      if (root_on_device) loss = worker.rpc_sync("worker1", kMultiply, loss.to(first()), t1);
       context.backward(loss.sum(), options());
       expect_gradient(context, t1, root_on_device ? 3 * a * a * b : 2 * a * b);
       expect_gradient(context, t2, root_on_device ? a * a * a : a * a);
@@ -132,12 +143,12 @@ TEST_P(AutogradDevices, GpuToCpuContinuation) {
 /// the other, compared with the same layers in one process.
 // peer: dist_autograd_test.py gpu_simple
 TEST_P(AutogradDevices, GradientsSynchronizations) {
-  const DeviceMap swap({{stand_in(0), stand_in(1)}, {stand_in(1), stand_in(0)}});
+  const DeviceMap swap = swapped();
   on_first(world({{{"worker1", swap}, {"worker2", swap}, {"worker3", swap}}}, 4), [&](Worker& worker) {
     constexpr int kLayers = 3;
     std::vector<RRef<at::Tensor>> layers;
     for (int i = 0; i < kLayers; ++i)
-      layers.push_back(worker.remote(1 + i, kLayerOn, stand_in((i + 1) % 2), std::int64_t{i}));
+      layers.push_back(worker.remote(1 + i, kLayerOn, test_device_or_first((i + 1) % 2), std::int64_t{i}));
     const auto compute = [](const Tensors& leaves) {
       at::Tensor x = leaves[kLayers];
       for (int i = 0; i < kLayers; ++i) x = at::matmul(x, leaves[i]).tanh();
@@ -150,11 +161,12 @@ TEST_P(AutogradDevices, GradientsSynchronizations) {
 
     for (int step = 0; step < 3; ++step) {
       Context context(worker);
-      const at::Tensor input = leaves[kLayers].detach().to(stand_in(0)).requires_grad_();
+      const at::Tensor input = leaves[kLayers].detach().to(first()).requires_grad_();
       at::Tensor x = input;
       // Layer i is on another device than the layer before it, so the result is moved here.
       for (int i = 0; i < kLayers; ++i)
-        x = worker.rpc_sync(1 + i, kForward, layers[static_cast<std::size_t>(i)], x.to(stand_in(i % 2)));
+        x = worker.rpc_sync(1 + i, kForward, layers[static_cast<std::size_t>(i)],
+                            x.to(test_device_or_first(i % 2)));
       context.backward(x.sum(), options());
       expect_gradient(context, input, wanted[kLayers]);
       for (int i = 0; i < kLayers; ++i) {

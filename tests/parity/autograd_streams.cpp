@@ -1,5 +1,5 @@
-// Training over workers with devices whose streams report every access that nothing orders: forward, backward,
-// optimizer step and next forward, on the streams of the caller and of handlers.
+// Training over workers with devices whose streams report every access that nothing orders, or on GPUs: forward,
+// backward, optimizer step and next forward, on the streams of the caller and of handlers.
 #include <c10/core/StreamGuard.h>
 
 #include <torchspan/detail/device/streams.h>
@@ -7,7 +7,7 @@
 #include <torchspan/optim/extension.h>
 
 #include "tests/parity/autograd_world.h"
-#include "tests/support/stand_in_device.h"
+#include "tests/support/test_device.h"
 
 namespace torchspan::autograd_streams {
 namespace {
@@ -20,7 +20,12 @@ using ::testing::IsEmpty;
 
 constexpr std::int64_t kWidth = 96;  // a layer has more bytes than are copied directly
 
-c10::Stream side_stream(c10::Device device = stand_in(0)) { return device::stream_from_pool(device); }
+/// Another stream than the default one, which is busy.
+c10::Stream side_stream(c10::Device device = test_device(0)) {
+  const c10::Stream stream = device::stream_from_pool(device);
+  keep_busy(stream);
+  return stream;
+}
 void order(const c10::Stream& earlier, const c10::Stream& later) {
   device::EventPool events;
   device::order_after(later, earlier, events);
@@ -30,8 +35,8 @@ at::Tensor weights(std::int64_t seed) {
   const auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
   return at::randn({kWidth, kWidth}, generator, at::kDouble).mul_(0.1);
 }
-/// All workers are in this process, and their default streams are the same: worker 0 has another device.
-c10::Device device_of(int rank) { return stand_in(rank == 0 ? 0 : 1); }
+/// All workers are in this process, and their default streams are the same: worker 0 has another device, if there are two.
+c10::Device device_of(int rank) { return test_device_or_first(rank == 0 ? 0 : 1); }
 at::Tensor layer(Worker& worker, std::int64_t seed) {
   return weights(seed).to(device_of(worker.rank())).requires_grad_();
 }
@@ -101,15 +106,14 @@ Tensors trained_alone(int steps) {
 
 class AutogradStreams : public ::testing::TestWithParam<Training> {
  protected:
-  void SetUp() override { device_.reset(/*polls=*/2); }
+  void SetUp() override { TestDevices::reset(/*polls=*/2); }
   void TearDown() override {
-    EXPECT_THAT(device_.take_races(), IsEmpty());
-    device_.reset();
+    EXPECT_THAT(TestDevices::take_races(), IsEmpty());
+    TestDevices::reset();
   }
   autograd::BackwardOptions options() const {
     return {.mode = GetParam().mode, .threads = GetParam().threads};
   }
-  StandInStreams& device_ = StandInStreams::get();
 };
 INSTANTIATE_TEST_SUITE_P(Ways, AutogradStreams,
                          ::testing::Values(Training{}, Training{.mode = autograd::PassMode::kFast},
@@ -139,7 +143,7 @@ TEST_P(AutogradStreams, TrainingIsOrderedFromStepToStep) {
     for (int step = 0; step < kSteps; ++step) {
       Context context(worker);
       if (GetParam().in_backward) optimizer.step_in_backward(context);
-      at::Tensor x = weights(10 + step).to(stand_in(0));
+      at::Tensor x = weights(10 + step).to(test_device(0));
       for (const auto& one : layers) x = worker.rpc_sync(one.owner().rank, kForward, one, x);
       x = compute(x, head);
       context.backward((x * x).sum(), options());
@@ -158,7 +162,7 @@ TEST_P(AutogradStreams, GradientsAreReadyForWhoeverReadsThem) {
     Context context(worker);
     {
       const c10::StreamGuard guard(side_stream());
-      const at::Tensor x = worker.rpc_sync(1, kForward, remote, weights(10).to(stand_in(0)));
+      const at::Tensor x = worker.rpc_sync(1, kForward, remote, weights(10).to(test_device(0)));
       context.backward(compute(x, head).sum(), options());
     }
     const c10::StreamGuard guard(side_stream());

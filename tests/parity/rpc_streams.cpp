@@ -1,13 +1,12 @@
-// Streams of devices in calls, over the stand-in devices, which report every access that nothing orders: results
-// and arguments are ready on the streams that use them, and no thread waits for a whole device.
+// Streams of devices in calls, over the stand-in devices, which report every access that nothing orders, or on GPUs:
+// results and arguments are ready on the streams that use them, and no thread waits for a whole device.
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 
 #include <torchspan/detail/device/streams.h>
 
 #include "tests/parity/rpc_world.h"
-#include "tests/support/stand_in_device.h"
-#include "tests/support/stand_in_runtime.h"
+#include "tests/support/test_device.h"
 
 namespace torchspan::rpc_streams {
 namespace {
@@ -17,8 +16,13 @@ using ::testing::IsEmpty;
 
 constexpr std::int64_t kSmall = 16, kLarge = 1 << 15;  // elements: copied directly, and by way of the device
 
-c10::Stream side_stream(int device = 0) { return device::stream_from_pool(stand_in(device)); }
-c10::Stream main_stream(int device = 0) { return device::default_stream(stand_in(device)); }
+/// Another stream than the default one, which is busy.
+c10::Stream side_stream() {
+  const c10::Stream stream = device::stream_from_pool(test_device(0));
+  keep_busy(stream);
+  return stream;
+}
+c10::Stream main_stream() { return device::default_stream(test_device(0)); }
 void order(const c10::Stream& earlier, const c10::Stream& later) {
   device::EventPool events;
   device::order_after(later, earlier, events);
@@ -31,7 +35,7 @@ at::Tensor through(Worker& worker, const at::Tensor& x);
 Task<at::Tensor> through_slowly(Worker& worker, const at::Tensor& x);
 /// Leaves another stream current, as a careless program does; returns the number of the one that it found.
 std::int64_t swap_stream() {
-  const c10::Stream here = device::current_stream(stand_in(0));
+  const c10::Stream here = device::current_stream(test_device(0));
   c10::impl::getDeviceGuardImpl(here.device_type())->exchangeStream(side_stream());
   return here.id();
 }
@@ -49,7 +53,7 @@ constexpr Function<add_in_place> kAddInPlace{"add_in_place"};
 int next_of(const Worker& worker) { return (worker.rank() + 1) % worker.world_size(); }
 
 at::Tensor through(Worker& worker, const at::Tensor& x) {
-  const c10::Stream here = device::current_stream(stand_in(0)), side = side_stream();
+  const c10::Stream here = device::current_stream(test_device(0)), side = side_stream();
   order(here, side);
   device::keep_memory_for(x, side);
   at::Tensor y;
@@ -63,7 +67,7 @@ at::Tensor through(Worker& worker, const at::Tensor& x) {
 }
 
 Task<at::Tensor> through_slowly(Worker& worker, const at::Tensor& x) {
-  const c10::Stream here = device::current_stream(stand_in(0)), side = side_stream();
+  const c10::Stream here = device::current_stream(test_device(0)), side = side_stream();
   order(here, side);
   device::keep_memory_for(x, side);
   at::Tensor y;
@@ -72,7 +76,7 @@ Task<at::Tensor> through_slowly(Worker& worker, const at::Tensor& x) {
     y = x + 0;
     for (int i = 0; i < 3; ++i) {
       y = (co_await worker.rpc_async(next_of(worker), kTwice, y)) + 1;
-      EXPECT_EQ(device::current_stream(stand_in(0)), side);
+      EXPECT_EQ(device::current_stream(test_device(0)), side);
     }
   }
   order(side, here);
@@ -87,27 +91,30 @@ class RpcStreams : public ::testing::TestWithParam<bool> {
   static ClusterOptions world(int workers = 2) {
     ClusterOptions options =
         world_of(workers, FunctionTable().add(kTwice, kThrough, kThroughSlowly, kSwapStream, kAddInPlace));
-    if (GetParam()) options.service.device_runtime = std::make_shared<StandInRuntime>();
+    if (GetParam()) options.service.device_runtime = test_runtime();
     options.adjust = [workers](int rank, WorkerPlan& plan) {
       for (int other = 0; other < workers; ++other) {
         if (other != rank)
-          plan.service.device_maps[SimCluster::name(other)] = DeviceMap({{stand_in(0), stand_in(0)}});
+          plan.service.device_maps[SimCluster::name(other)] = DeviceMap({{test_device(0), test_device(0)}});
       }
     };
     return options;
   }
-  void SetUp() override { device_.reset(); }
+  void SetUp() override {
+    // CUDA does not map memory into the process that exported it.
+    if (const auto missing = TestDevices::missing(1, GetParam()); !missing.empty()) GTEST_SKIP() << missing;
+    TestDevices::reset();
+  }
   void TearDown() override {
-    EXPECT_THAT(device_.take_races(), IsEmpty());
-    device_.reset();
+    EXPECT_THAT(TestDevices::take_races(), IsEmpty());
+    TestDevices::reset();
   }
   static at::Tensor on_device(double value, std::int64_t elements) {
-    return at::full({elements}, value, at::kDouble).to(stand_in(0));
+    return at::full({elements}, value, at::kDouble).to(test_device(0));
   }
   static void expect_all(const at::Tensor& tensor, double value) {
     EXPECT_TRUE(at::equal(tensor.cpu(), at::full(tensor.sizes(), value, at::kDouble))) << tensor.cpu()[0];
   }
-  StandInStreams& device_ = StandInStreams::get();
 };
 INSTANTIATE_TEST_SUITE_P(Through, RpcStreams, ::testing::Bool(), [](const auto& info) {
   return std::string(info.param ? "DeviceMemory" : "HostMemory");
@@ -150,7 +157,7 @@ TEST_P(RpcStreams, NestedCallsOnOtherStreamsAreOrdered) {
 
 TEST_P(RpcStreams, ArgumentsAreCapturedWhenTheCallIsMade) {
   for (const std::int64_t elements : {kSmall, kLarge}) {
-    device_.reset(/*polls=*/5);
+    TestDevices::reset(/*polls=*/5);
     on_first(world(), [&](Worker& worker) {
       for (const int to : {1, 0}) {
         at::Tensor x = on_device(3, elements);
@@ -163,22 +170,26 @@ TEST_P(RpcStreams, ArgumentsAreCapturedWhenTheCallIsMade) {
 }
 
 TEST_P(RpcStreams, CallsDoNotWaitForTheDevice) {
-  device_.reset(/*polls=*/5);
+  if (const auto missing = TestDevices::missing(1, /*needs_stand_ins=*/true); !missing.empty())
+    GTEST_SKIP() << missing;
+  TestDevices::reset(/*polls=*/5);
   ClusterOptions options = world();
   options.adjust = {};  // without device maps, results arrive on the CPU
   on_first(options, [&](Worker& worker) {
     const at::Tensor small = on_device(3, kSmall), large = on_device(3, kLarge);
-    const std::size_t before = device_.host_waits();
+    const std::size_t before = StandInStreams::get().host_waits();
     for (const at::Tensor& x : {small, large}) {
       const Future<at::Tensor> y = worker.rpc_async(1, kTwice, x.expand({2, x.size(0)}).t());
       EXPECT_TRUE(at::equal(y.wait(), at::full({x.size(0), 2}, 6.0, at::kDouble)));
     }
-    EXPECT_EQ(device_.host_waits(), before);
+    EXPECT_EQ(StandInStreams::get().host_waits(), before);
   });
 }
 
 TEST_P(RpcStreams, ACallWhoseTensorsAreNeverReadyEndsByItsDeadlineOrByAStop) {
-  device_.reset(/*polls=*/1 << 30);
+  if (const auto missing = TestDevices::missing(1, /*needs_stand_ins=*/true); !missing.empty())
+    GTEST_SKIP() << missing;
+  TestDevices::reset(/*polls=*/1 << 30);
   on_first(world(), [&](Worker& worker) {
     const at::Tensor x = on_device(3, kLarge);
     expect_error(ErrorKind::kTimedOut, "twice",
@@ -196,7 +207,9 @@ TEST_P(RpcStreams, ACallWhoseTensorsAreNeverReadyEndsByItsDeadlineOrByAStop) {
 }
 
 TEST_P(RpcStreams, AWorkerThatStopsDropsWhatItStillCopies) {
-  device_.reset(/*polls=*/1 << 30);
+  if (const auto missing = TestDevices::missing(1, /*needs_stand_ins=*/true); !missing.empty())
+    GTEST_SKIP() << missing;
+  TestDevices::reset(/*polls=*/1 << 30);
   ClusterOptions options = world();
   options.graceful = false;
   on_all(options, [&](Worker& worker) {
