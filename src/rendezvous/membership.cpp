@@ -119,7 +119,10 @@ net::TransportOptions store_options(const net::Secret& secret) {
 }
 
 net::TransportOptions options_of(const std::string& endpoint, const net::Secret& secret) {
-  return endpoint.find(kDirect) == std::string::npos ? store_options(secret) : direct_options(secret);
+  if (endpoint.find(kDirect) != std::string::npos) return direct_options(secret);
+  net::TransportOptions options = store_options(secret);
+  if (endpoint != "store") options.max_segments = 1;  // the store sends large messages in a segment
+  return options;
 }
 
 /// Where a member listens for direct connections: like the store, on loopback, in a simulation, or over TLS
@@ -190,26 +193,24 @@ class Membership::Impl {
 
   std::vector<Bytes> gather(const std::string& what, const std::string& tag, BytesView mine,
                             std::vector<int> ranks, const Wait& wait) {
-    const TimePoint began = runtime_.executor.now();
-    try {
-      check_ranks(ranks);
-      check_name(tag, "the tag");
-      if (mine.size() > kMostGatherBytes) {
-        throw Error(ErrorKind::kInvalid,
-                    fmt::format("{} bytes are more than the {} that a worker may contribute", mine.size(),
-                                kMostGatherBytes));
-      }
-      refuse_in_callbacks();
-      if (!client_) {
-        if (left_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
-        return {Bytes(mine.begin(), mine.end())};
-      }
+    return in_round(what, tag, mine, ranks, [&]() -> std::vector<Bytes> {
+      if (!client_) return {Bytes(mine.begin(), mine.end())};
       return client_->gather(tag, mine, std::move(ranks), wait);
-    } catch (const Error& error) {
-      throw Error(error)
-          .with_call(fmt::format("{} '{}'", what, tag))
-          .with_elapsed(runtime_.executor.now() - began);
-    }
+    });
+  }
+
+  CountSums sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
+                std::vector<int> ranks, const Wait& wait) {
+    return in_round("sum", tag, note, ranks, [&]() -> CountSums {
+      if (counts.empty() || counts.size() > kMostCounts) {
+        throw Error(ErrorKind::kInvalid,
+                    fmt::format("there are {} counts; expected 1 to {}", counts.size(), kMostCounts));
+      }
+      if (client_) return client_->sum(tag, std::move(counts), note, std::move(ranks), wait);
+      CountSums sums{.counts = std::move(counts), .notes = {}, .noted = note.empty() ? 0U : 1U};
+      if (!note.empty()) sums.notes.push_back({self_.rank, Bytes(note.begin(), note.end())});
+      return sums;
+    });
   }
 
   Listening listen(const std::string& use, net::Handler& handler) const {
@@ -243,14 +244,14 @@ class Membership::Impl {
 
   bool is_present(int rank) const {
     const Client::Known known =
-        open_ && rank >= 0 ? find(rank).value_or(Client::Known{{}, Client::Presence::kLeft}) : get(rank);
-    return known.presence == Client::Presence::kPresent;
+        open_ && rank >= 0 ? find(rank).value_or(Client::Known{{}, Presence::kLeft}) : get(rank);
+    return known.presence == Presence::kPresent;
   }
 
   Condition condition(int rank) const {
     const auto [member, presence, death] = get(rank);
-    if (presence == Client::Presence::kDied) return Condition::kDead;
-    if (presence == Client::Presence::kLeft) return Condition::kLeft;
+    if (presence == Presence::kDied) return Condition::kDead;
+    if (presence == Presence::kLeft) return Condition::kLeft;
     if (rank == self_.rank || member.host_id != self_.host_id) return Condition::kPresent;
     const auto stat = read_process_stat(member.pid);
     const bool same = stat && stat->start_ticks == member.start_ticks;
@@ -269,6 +270,9 @@ class Membership::Impl {
   }
 
   Member member(std::string_view name) const {
+    if (client_) {
+      if (auto found = client_->find_named(name)) return *std::move(found);
+    }
     std::vector<std::string> names;
     for (const Member& member : members()) {
       if (member.name == name) return member;
@@ -284,6 +288,29 @@ class Membership::Impl {
   int world_size() const { return client_ ? client_->world_size() : 1; }
 
  private:
+  /// Checks the parameters of a round, runs it, and adds its name and duration to its error.
+  template <class Round>
+  std::invoke_result_t<Round> in_round(const std::string& what, const std::string& tag, BytesView mine,
+                                       std::vector<int>& ranks, Round round) {
+    const TimePoint began = runtime_.executor.now();
+    try {
+      check_ranks(ranks);
+      check_name(tag, "the tag");
+      if (mine.size() > kMostGatherBytes) {
+        throw Error(ErrorKind::kInvalid,
+                    fmt::format("{} bytes are more than the {} that a worker may contribute", mine.size(),
+                                kMostGatherBytes));
+      }
+      refuse_in_callbacks();
+      if (!client_ && left_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
+      return round();
+    } catch (const Error& error) {
+      throw Error(error)
+          .with_call(fmt::format("{} '{}'", what, tag))
+          .with_elapsed(runtime_.executor.now() - began);
+    }
+  }
+
   void forget_callbacks() {
     std::vector<Callbacks> forgotten;  // destroyed without the lock
     {
@@ -304,12 +331,16 @@ class Membership::Impl {
       throw Error(ErrorKind::kInvalid,
                   "an open world has no fixed set of ranks: name the ranks that take part");
     }
+    std::vector<int> all = client_ ? client_->ranks() : std::vector<int>{self_.rank};
     if (ranks.empty()) {
-      for (const Member& member : members()) ranks.push_back(member.rank);
+      ranks = std::move(all);
+    } else {
+      std::sort(ranks.begin(), ranks.end());
+      ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+      for (const int rank : ranks) {
+        if (!std::binary_search(all.begin(), all.end(), rank)) get(rank);
+      }
     }
-    std::sort(ranks.begin(), ranks.end());
-    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-    for (const int rank : ranks) get(rank);
     if (!std::binary_search(ranks.begin(), ranks.end(), self_.rank)) {
       throw Error(
           ErrorKind::kInvalid,
@@ -377,6 +408,11 @@ std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesVie
 std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesView mine,
                                                 std::vector<int> ranks, Wait wait) {
   return impl_->gather("all_gather", tag, mine, std::move(ranks), wait);
+}
+
+CountSums Membership::sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
+                          std::vector<int> ranks, const Wait& wait) {
+  return impl_->sum(tag, std::move(counts), note, std::move(ranks), wait);
 }
 
 Membership::Listening Membership::listen(const std::string& use, net::Handler& handler) const {

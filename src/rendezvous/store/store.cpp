@@ -9,21 +9,6 @@
 namespace torchspan::rendezvous {
 namespace {
 
-/// The entries that only `left` has, shortened.
-std::string only_in(const Register& left, const Register& right) {
-  constexpr std::size_t kMost = 8;
-  const std::set<std::string> others(right.functions.begin(), right.functions.end());
-  std::vector<std::string> extra;
-  for (const auto& name : std::set<std::string>(left.functions.begin(), left.functions.end())) {
-    if (!others.contains(name)) extra.push_back(name);
-  }
-  if (extra.empty()) return "";
-  const std::size_t more = extra.size() > kMost ? extra.size() - kMost : 0;
-  extra.resize(extra.size() - more);
-  return fmt::format("; only {} has {}{}", describe(left.member), fmt::join(extra, ", "),
-                     more > 0 ? fmt::format(" and {} more", more) : "");
-}
-
 /// Why a connection ended, in terms of the worker and not of its socket.
 std::string text_of(const Error& reason) {
   if (reason.kind() != ErrorKind::kDisconnected) return reason.message();
@@ -36,12 +21,14 @@ std::string text_of(const Error& reason) {
 Store::Store(StoreOptions options, Connections connections)
     : options_(std::move(options)),
       connections_(std::move(connections)),
-      rounds_([this](int rank, Bytes message) {
-        if (const auto& connection = workers_.at(rank).connection) {
-          connections_.send(*connection, std::move(message));
-        }
+      rounds_([this](int rank, const SharedBytes& message) {
+        Worker& worker = workers_.at(rank);
+        if (!worker.connection) return;
+        catch_up(worker);  // an error of a round names a worker whose end is known
+        connections_.send(*worker.connection, message);
       }),
       heartbeats_(options_.heartbeats),
+      announcements_(options_.announcements),
       phase_(is_open() ? Phase::kRunning : Phase::kGathering) {
   messages_.on<Register>([this](ConnectionId connection, TimePoint now, Register message) {
     on_register(connection, std::move(message), now);
@@ -111,8 +98,7 @@ void Store::gather(ConnectionId connection, Register message, TimePoint now) {
   }
   gather_until_ = earlier(gather_until_, deadline_after(now, message.timeout));
   message.member.incarnation = 0;
-  ranks_[connection] = rank;
-  workers_[rank] = {std::move(message), connection};
+  enter(connection, std::move(message));
   if (static_cast<int>(workers_.size()) == options_.world_size) welcome_all();
 }
 
@@ -130,25 +116,44 @@ void Store::admit(ConnectionId connection, Register message) {
   const auto former = workers_.find(member.rank);
   member.incarnation = former == workers_.end() ? 0 : former->second.member().incarnation + 1;
   const Member copy = member;
-  ranks_[connection] = copy.rank;
-  workers_[copy.rank] = {std::move(message), connection};
+  enter(connection, std::move(message));
   rounds_.on_join(copy);
-  notify_others(copy.rank, Joined{copy});
-  connections_.send(connection, encode_message(make_welcome()));
+  announce(Arrived{{copy}});
+  workers_.at(copy.rank).told = announcements_.end();
+  connections_.send(connection, share_message(make_welcome()));
+}
+
+/// The worker takes its rank, perhaps after another one.
+void Store::enter(ConnectionId connection, Register message) {
+  const int rank = message.member.rank;
+  Worker& worker = workers_[rank];
+  if (const auto name = names_.find(worker.member().name); name != names_.end() && name->second == rank)
+    names_.erase(name);
+  functions_.add(message);
+  message.functions = {};
+  names_[message.member.name] = rank;
+  ranks_[connection] = rank;
+  worker = {std::move(message), connection};
+}
+
+/// The worker left or died.
+void Store::leave(Worker& worker) {
+  ranks_.erase(*worker.connection);
+  heartbeats_.forget(*worker.connection);
+  functions_.remove(worker.registration);
+  worker.connection.reset();
 }
 
 const Store::Worker* Store::holder_of(const std::string& name) const {
-  const auto found = std::find_if(workers_.begin(), workers_.end(),
-                                  [&](const auto& one) { return one.second.member().name == name; });
-  return found == workers_.end() ? nullptr : &found->second;
+  const auto found = names_.find(name);
+  return found == names_.end() ? nullptr : &workers_.at(found->second);
 }
 
-int Store::rank_for(const Member& member) const {
+int Store::rank_for(const Member& member) {
   if (member.rank != kAnyRank) return member.rank;
   if (const Worker* former = holder_of(member.name)) return former->member().rank;
-  int rank = 1;
-  while (workers_.contains(rank)) ++rank;
-  return rank;
+  while (workers_.contains(unused_rank_)) ++unused_rank_;
+  return unused_rank_;
 }
 
 std::optional<Error> Store::rejection_reason(const Register& message) const {
@@ -209,7 +214,8 @@ std::optional<Error> Store::retry_reason(const Register& message) const {
 
 std::optional<Error> Store::admission_error(const Register& message) const {
   const auto reason = is_open() ? reason_in_an_open_world(message) : reason_in_a_complete_world(message);
-  return reason ? reason : difference_of_functions(message);
+  if (reason) return reason;
+  return functions_.difference(message, [this](int rank) { return describe(workers_.at(rank).member()); });
 }
 
 std::optional<Error> Store::reason_in_an_open_world(const Register& message) const {
@@ -255,26 +261,11 @@ std::optional<Error> Store::reason_in_a_complete_world(const Register& message) 
                   known ? fmt::format("; its rank is {}", describe(same->second.member())) : ""));
 }
 
-std::optional<Error> Store::difference_of_functions(const Register& message) const {
-  for (const auto& [rank, worker] : workers_) {
-    const Register& other = worker.registration;
-    if (!worker.connection || other.member.functions_digest == message.member.functions_digest ||
-        (!other.require_same_functions && !message.require_same_functions)) {
-      continue;
-    }
-    return Error(ErrorKind::kInvalid,
-                 fmt::format("the workers' function tables differ{}{}; start the same program everywhere, or "
-                             "allow the difference with require_same_functions = false",
-                             only_in(other, message), only_in(message, other)));
-  }
-  return std::nullopt;
-}
-
 std::optional<Error> Store::reason_to_fail(const Register& message) const {
   const Member& member = message.member;
-  std::vector<const Member*> there;
-  for (const auto& [rank, worker] : workers_) there.push_back(&worker.member());
   if (message.world_size != options_.world_size || member.rank >= options_.world_size) {
+    std::vector<const Member*> there;
+    for (const auto& [rank, worker] : workers_) there.push_back(&worker.member());
     return Error(
         ErrorKind::kInvalid,
         fmt::format("the workers disagree about the size of the world: {} says WORLD_SIZE is {}, rank 0 "
@@ -292,13 +283,13 @@ std::optional<Error> Store::reason_to_fail(const Register& message) const {
         fmt::format("two workers are named '{}': {} and {}; give each its own TORCHSPAN_NAME, or none",
                     member.name, describe(other->member()), describe(member)));
   }
-  return difference_of_functions(message);
+  return functions_.difference(message, [this](int rank) { return describe(workers_.at(rank).member()); });
 }
 
 void Store::refuse(ConnectionId connection, const Error& reason, bool passing) {
   heartbeats_.forget(connection);
   refused_.insert(connection);
-  connections_.send(connection, encode_message(Refused{reason.kind(), reason.message(), passing}));
+  connections_.send(connection, share_message(Refused{reason.kind(), reason.message(), passing}));
 }
 
 void Store::fail(const Error& reason) {
@@ -316,43 +307,56 @@ Welcome Store::make_welcome() const {
   Welcome welcome;
   for (const auto& [rank, worker] : workers_) {
     welcome.members.push_back(worker.member());
-    if (!worker.connection) welcome.gone.push_back({rank, worker.died, worker.cause});
+    if (worker.connection) continue;
+    if (!welcome.gone.empty() && welcome.gone.back().died == worker.died &&
+        welcome.gone.back().how == worker.how) {
+      welcome.gone.back().ranks.push_back(rank);
+    } else {
+      welcome.gone.push_back({{rank}, worker.died, worker.how});
+    }
   }
   return welcome;
 }
 
 void Store::welcome_all() {
   phase_ = Phase::kRunning;
-  const Bytes message = encode_message(make_welcome());
+  const SharedBytes message = share_message(make_welcome());
   for (const auto& [rank, worker] : workers_) {
     rounds_.on_join(worker.member());
     connections_.send(*worker.connection, message);
   }
 }
 
-template <class Message>
-void Store::notify_others(int rank, const Message& message) {
-  const Bytes bytes = encode_message(message);
-  for (const auto& [other, worker] : workers_) {
-    if (other != rank && worker.connection) connections_.send(*worker.connection, bytes);
+void Store::announce(Changes::Change change) {
+  announcements_.add(std::move(change));
+  if (!announcements_.batches()) catch_up_all(TimePoint{});
+}
+
+void Store::catch_up(Worker& worker) {
+  if (const SharedBytes changes = announcements_.take_since(worker.told)) {
+    connections_.send(*worker.connection, changes);
   }
+}
+
+void Store::catch_up_all(TimePoint now) {
+  for (auto& [rank, worker] : workers_) {
+    if (worker.connection) catch_up(worker);
+  }
+  announcements_.all_sent(now, ranks_.size());
 }
 
 void Store::on_leave(ConnectionId connection) {
   const int rank = rank_of(connection);
-  connections_.send(connection, encode_message(Farewell{}));
+  connections_.send(connection, share_message(Farewell{}));
   Worker& worker = workers_.at(rank);
-  worker.connection.reset();
-  ranks_.erase(connection);
-  heartbeats_.forget(connection);
-  notify_others(rank, Left{rank});
+  leave(worker);
+  announce(Gone{{rank}});
   rounds_.on_gone(rank, describe(worker.member()) + " left the world");
 }
 
 void Store::on_give_up(ConnectionId connection, const std::string& why) {
-  const int rank = rank_of(connection);
-  end_of(rank, fmt::format("{} {}", describe(workers_.at(rank).member()), why));
-  connections_.send(connection, encode_message(Farewell{}));
+  end_of(rank_of(connection), " " + why);
+  connections_.send(connection, share_message(Farewell{}));
 }
 
 void Store::on_closed(ConnectionId connection, const Error& reason) {
@@ -367,24 +371,21 @@ void Store::report_end(ConnectionId connection, const std::string& cause) {
   const auto found = ranks_.find(connection);
   if (found == ranks_.end()) return;
   const int rank = found->second;
-  const std::string name = describe(workers_.at(rank).member());
-  if (phase_ == Phase::kRunning) return end_of(rank, fmt::format("{} died: {}", name, cause));
-  ranks_.erase(found);
-  workers_.at(rank).connection.reset();
+  if (phase_ == Phase::kRunning) return end_of(rank, " died: " + cause);
+  Worker& worker = workers_.at(rank);
+  leave(worker);
   informed_.insert(rank);
-  fail(
-      Error(ErrorKind::kDisconnected, fmt::format("{} died while the world was gathering: {}", name, cause)));
+  fail(Error(ErrorKind::kDisconnected,
+             fmt::format("{} died while the world was gathering: {}", describe(worker.member()), cause)));
 }
 
-void Store::end_of(int rank, const std::string& cause) {
+void Store::end_of(int rank, const std::string& how) {
   Worker& worker = workers_.at(rank);
-  ranks_.erase(*worker.connection);
-  heartbeats_.forget(*worker.connection);
-  worker.connection.reset();
+  leave(worker);
   worker.died = true;
-  worker.cause = cause;
-  notify_others(rank, Died{rank, cause});
-  rounds_.on_gone(rank, cause);
+  worker.how = how;
+  announce(Gone{{rank}, true, how});
+  rounds_.on_gone(rank, describe(worker.member()) + how);
 }
 
 Error Store::missing_workers() const {
@@ -418,19 +419,20 @@ void Store::tick(TimePoint now) {
   const Heartbeats::Due due = heartbeats_.tick(now);
   const Duration dead_after = heartbeats_.options().dead_after;
   for (const ConnectionId connection : due.ask)
-    connections_.send(connection, encode_message(Ping{dead_after, now}));
+    connections_.send(connection, share_message(Ping{dead_after, now}));
   for (const ConnectionId connection : due.dead) {
     const std::string cause = silence_text(dead_after);
     silent_.insert(connection);
-    connections_.send(connection, encode_message(DeclaredDead{cause}));
+    connections_.send(connection, share_message(DeclaredDead{cause}));
     connections_.close(connection);
     report_end(connection, cause);
   }
+  if (announcements_.due(now)) catch_up_all(now);
 }
 
 Deadline Store::next_deadline() const {
   const Deadline next = phase_ == Phase::kGathering ? gather_until_ : rounds_.next_deadline();
-  return earlier(next, heartbeats_.next_deadline());
+  return earlier(next, earlier(heartbeats_.next_deadline(), announcements_.next_deadline()));
 }
 
 bool Store::is_finished() const {
