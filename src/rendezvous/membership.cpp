@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 #include <fstream>
 #include <random>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <torchspan/detail/rendezvous/membership.h>
@@ -64,6 +65,21 @@ void check_options(const MembershipOptions& options) {
                     "and a dead_after of at least two heartbeats",
                     to_seconds(options.heartbeat), to_seconds(options.dead_after)));
   }
+}
+
+/// Rank 0 has a connection to every worker, so it fails at once if its limit of descriptors forbids that.
+void check_descriptors(const MembershipOptions& options) {
+  constexpr rlim_t kOthers = 32;  // files, libraries, and connections of this process
+  rlimit limit{};
+  const auto wanted = static_cast<rlim_t>(options.world_size) + kOthers;
+  if (options.store_address.starts_with("sim:") || ::getrlimit(RLIMIT_NOFILE, &limit) != 0 ||
+      limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= wanted) {
+    return;
+  }
+  throw Error(ErrorKind::kOverloaded,
+              fmt::format("rank 0 serves {} workers and needs at least {} file descriptors, but its limit is {} "
+                          "(of at most {}): start it after 'ulimit -n {}'",
+                          options.world_size, wanted, limit.rlim_cur, limit.rlim_max, 2 * wanted));
 }
 
 Member make_self(const MembershipOptions& options) {
@@ -164,6 +180,7 @@ class Membership::Impl {
         self_(make_self(options)) {
     if (options.world_size == 1) return;
     if (options.rank == 0) {
+      check_descriptors(options);
       server_ = std::make_unique<StoreServer>(
           runtime, transports, options.store_listen.empty() ? options.store_address : options.store_listen,
           StoreOptions{

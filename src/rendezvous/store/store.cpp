@@ -118,8 +118,8 @@ void Store::admit(ConnectionId connection, Register message) {
   const Member copy = member;
   enter(connection, std::move(message));
   rounds_.on_join(copy);
+  workers_.at(copy.rank).told = announcements_.end() + 1;  // its welcome says that it joined
   announce(Arrived{{copy}});
-  workers_.at(copy.rank).told = announcements_.end();
   connections_.send(connection, share_message(make_welcome()));
 }
 
