@@ -25,9 +25,8 @@ TEST(Descriptors, RankZeroFailsAtOnceIfItsLimitAllowsNoConnectionToEveryWorker) 
   rlimit tight = before;
   tight.rlim_cur = 400;
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &tight), 0);
-  const Error error = testing::error_of([&] {
-    Membership::join(runtime, stream_transports(*executor, net::Secret::random()), options);
-  });
+  const Error error = testing::error_of(
+      [&] { Membership::join(runtime, stream_transports(*executor, net::Secret::random()), options); });
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
   EXPECT_EQ(error.kind(), ErrorKind::kOverloaded);
   EXPECT_THAT(error.what(), HasSubstr("rank 0 serves 500 workers and needs at least 532 file descriptors"));

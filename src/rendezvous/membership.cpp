@@ -76,10 +76,11 @@ void check_descriptors(const MembershipOptions& options) {
       limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= wanted) {
     return;
   }
-  throw Error(ErrorKind::kOverloaded,
-              fmt::format("rank 0 serves {} workers and needs at least {} file descriptors, but its limit is {} "
-                          "(of at most {}): start it after 'ulimit -n {}'",
-                          options.world_size, wanted, limit.rlim_cur, limit.rlim_max, 2 * wanted));
+  throw Error(
+      ErrorKind::kOverloaded,
+      fmt::format("rank 0 serves {} workers and needs at least {} file descriptors, but its limit is {} "
+                  "(of at most {}): start it after 'ulimit -n {}'",
+                  options.world_size, wanted, limit.rlim_cur, limit.rlim_max, 2 * wanted));
 }
 
 Member make_self(const MembershipOptions& options) {
@@ -302,7 +303,7 @@ class Membership::Impl {
   const Member& self() const { return self_; }
   bool open() const { return open_; }
   std::vector<Member> members() const { return client_ ? client_->members() : std::vector<Member>{self_}; }
-  int world_size() const { return client_ ? client_->world_size() : 1; }
+  int world_size() const { return client_ ? static_cast<int>(client_->ranks().size()) : 1; }
 
  private:
   /// Checks the parameters of a round, runs it, and adds its name and duration to its error.

@@ -50,7 +50,8 @@ Costs costs_of(int ranks, const std::vector<std::int64_t>& lengths) {
       membership->barrier("end", {}, world.in(seconds(60)));
       if (rank != 0) return Cost{};
       const Traffic::Counts counts = traffic.take();
-      return Cost{counts.direct_messages / ranks, counts.direct_bytes / ranks, counts.store_bytes / ranks, time};
+      return Cost{counts.direct_messages / ranks, counts.direct_bytes / ranks, counts.store_bytes / ranks,
+                  time};
     };
     {
       begin("making");

@@ -35,13 +35,15 @@ inline double log2_of(int workers) { return std::ceil(std::log2(workers)); }
 inline double microseconds_of(Duration time) { return 1e6 * to_seconds(time); }
 
 /// Prints a measurement and appends it to the file.
-inline void record(std::string_view what, int workers, const std::vector<std::pair<const char*, double>>& values) {
+inline void record(std::string_view what, int workers,
+                   const std::vector<std::pair<const char*, double>>& values) {
   std::string line = fmt::format(R"({{"what": "{}", "workers": {})", what, workers);
   for (const auto& [name, value] : values) line += fmt::format(R"(, "{}": {:.6g})", name, value);
   line += "}";
   std::puts(line.c_str());
   std::fflush(stdout);
-  if (const char* file = std::getenv("TORCHSPAN_SCALE_OUT")) std::ofstream(file, std::ios::app) << line << '\n';
+  if (const char* file = std::getenv("TORCHSPAN_SCALE_OUT"))
+    std::ofstream(file, std::ios::app) << line << '\n';
 }
 
 /// Messages on a simulated network since the last take(). For simulated threads of one network.

@@ -2,8 +2,8 @@
 // without their threads.
 #include <gtest/gtest.h>
 
-#include "rpc/references/rref_nodes.h"
 #include "tests/scale/measurements.h"
+#include "tests/support/reference_nodes.h"
 
 namespace torchspan::testing::scale::references_scale_test {
 namespace {

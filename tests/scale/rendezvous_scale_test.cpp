@@ -53,7 +53,8 @@ class PhasedWorld {
     options.heartbeat = hours(1);  // its cost is known: two messages per interval and worker
     options.dead_after = hours(3);
     options.host_id = "a-boot-id-has-36-characters-host" + std::to_string(1000 + rank / kPerHost);
-    options.address += "@tls:host" + std::to_string(rank / kPerHost) + ":" + std::to_string(30000 + rank % kPerHost);
+    options.address +=
+        "@tls:host" + std::to_string(rank / kPerHost) + ":" + std::to_string(30000 + rank % kPerHost);
     options.functions_digest = 7;
     options.instance += life << 32;
     return options;
@@ -116,7 +117,8 @@ class Observer {
   }
   void wait_for(int deaths, int joins) {
     while (deaths_ < deaths || joins_ < joins) {
-      if (!changed_->park(Deadline(TimePoint{} + hours(1)))) FAIL() << deaths_ << " deaths, " << joins_ << " joins";
+      if (!changed_->park(Deadline(TimePoint{} + hours(1))))
+        FAIL() << deaths_ << " deaths, " << joins_ << " joins";
     }
   }
 
@@ -126,7 +128,9 @@ class Observer {
 };
 
 /// An eighth of the workers, irregularly.
-bool is_victim(int rank) { return rank != 0 && (static_cast<std::uint32_t>(rank) * 2654435761U >> 16) % 8 == 0; }
+bool is_victim(int rank) {
+  return rank != 0 && (static_cast<std::uint32_t>(rank) * 2654435761U >> 16) % 8 == 0;
+}
 
 /// Joins, rounds, deaths and replacements, and the graceful end, as every worker sees them.
 void live(PhasedWorld& scene, int rank, int victims) {
@@ -140,7 +144,8 @@ void live(PhasedWorld& scene, int rank, int victims) {
   scene.end("barrier");
   scene.begin("gather");
   const std::string mine = fmt::format("{:<64}", rank);
-  const auto all = membership->all_gather_bytes("g", std::as_bytes(std::span(mine)), {}, world.in(seconds(60)));
+  const auto all =
+      membership->all_gather_bytes("g", std::as_bytes(std::span(mine)), {}, world.in(seconds(60)));
   EXPECT_EQ(all.size(), static_cast<std::size_t>(scene.size()));
   scene.end("gather");
   scene.begin("deaths");
@@ -231,7 +236,8 @@ class BareStore {
       : workers_(workers),
         executor_(make_executor()),
         store_({.world_size = workers, .job = "job"},
-               {.send = [this](ConnectionId, const SharedBytes& bytes) { sent_ += static_cast<double>(bytes->size()); },
+               {.send = [this](ConnectionId,
+                               const SharedBytes& bytes) { sent_ += static_cast<double>(bytes->size()); },
                 .close = [](ConnectionId) {}}) {}
 
   /// Runs `work` for every rank; returns the microseconds of processor time per rank, about.

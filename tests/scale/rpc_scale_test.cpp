@@ -1,6 +1,7 @@
 // What whole workers cost in large worlds: backward passes and the two ways to end a world.
 #include <atomic>
 #include <gtest/gtest.h>
+
 #include <torch/torch.h>
 
 #include <torchspan/autograd/context.h>

@@ -111,8 +111,7 @@ void Client::meet(Welcome message) {
         Known& known = found->second;
         known.presence = ended.died ? Presence::kDied : Presence::kLeft;
         if (ended.died) {
-          known.death =
-              std::make_shared<Error>(ErrorKind::kDisconnected, describe(known.member) + ended.how);
+          known.death = std::make_shared<Error>(ErrorKind::kDisconnected, describe(known.member) + ended.how);
         }
         gone.push_back(known);
       }
@@ -133,7 +132,8 @@ void Client::note(const Changes& changes) {
     for (const int rank : gone.ranks) {
       const auto known = find(rank);
       if (!known) continue;
-      note_end(rank, gone.died ? std::make_shared<Error>(ErrorKind::kDisconnected, describe(known->member) + gone.how)
+      note_end(rank, gone.died ? std::make_shared<Error>(ErrorKind::kDisconnected,
+                                                         describe(known->member) + gone.how)
                                : nullptr);
     }
   }
@@ -326,11 +326,11 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
     const bool rank0_left = found->second.presence == Presence::kLeft;
     const std::string server = describe(found->second.member);
     if (found->second.death) gone = *found->second.death;
-    if (!gone) gone.emplace(
-        ErrorKind::kDisconnected, declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, cause)
-                                  : rank0_left
-                                      ? fmt::format("the store closed, since {} left the world", server)
-                                      : fmt::format("{} died, and the store with it: {}", server, cause));
+    if (!gone)
+      gone.emplace(ErrorKind::kDisconnected,
+                   declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, cause)
+                   : rank0_left   ? fmt::format("the store closed, since {} left the world", server)
+                                  : fmt::format("{} died, and the store with it: {}", server, cause));
     store_gone_ = gone;
     cancel_slots(*gone);
   }
@@ -366,11 +366,6 @@ std::optional<Member> Client::find_named(std::string_view name) const {
   const auto found = std::find_if(known_.begin(), known_.end(),
                                   [&](const auto& one) { return one.second.member.name == name; });
   return found == known_.end() ? std::nullopt : std::optional(found->second.member);
-}
-
-int Client::world_size() const {
-  MutexLock lock(mutex_);
-  return static_cast<int>(known_.size());
 }
 
 void Client::end_with(const Bytes& last_lines, const Error& for_waiters, Deadline deadline) {

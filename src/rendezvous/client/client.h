@@ -41,13 +41,12 @@ class Client final : private net::Handler {
   /// Waits for the result and returns this worker's registration; throws the reason if the store refuses it.
   Member join();
   std::vector<Member> members() const;
-  int world_size() const;
   std::optional<Known> find(int rank) const;
   /// `ranks` must be ascending and contain this worker's rank.
   std::vector<Bytes> gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
                             const Membership::Wait& wait);
-  CountSums sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note, std::vector<int> ranks,
-                const Membership::Wait& wait);
+  CountSums sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
+                std::vector<int> ranks, const Membership::Wait& wait);
   void leave(Deadline deadline);
   void give_up(const std::string& why, Deadline deadline);
   /// The callbacks are destroyed when this worker's part ends: at the start of leave(), give_up() or

@@ -162,13 +162,12 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     for (Bytes bytes : {Bytes(2), Bytes(), Bytes()}) gathered.add(std::move(bytes));
     std::vector<Bytes> seeds;
     for (const Welcome& one : {welcome, with_gone}) {
-      seeds.push_back(testing::joined(
-          {word(Ping{std::chrono::seconds(5)}), word(one), word(news)}));
+      seeds.push_back(testing::joined({word(Ping{std::chrono::seconds(5)}), word(one), word(news)}));
       seeds.push_back(testing::joined(
           {word(one), word(Changes{{Gone{{0, 2}}}}), word(gathered), word(DeclaredDead{"silent"})}));
-      seeds.push_back(
-          testing::joined({word(one), word(RoundFailed{0, ErrorKind::kTimedOut, "late"}),
-                           word(Summed{0, {{7}, {{1, Bytes(1)}}, 1}}), word(Missing{0, {0, 1, 2}}), word(Farewell{})}));
+      seeds.push_back(testing::joined({word(one), word(RoundFailed{0, ErrorKind::kTimedOut, "late"}),
+                                       word(Summed{0, {{7}, {{1, Bytes(1)}}, 1}}),
+                                       word(Missing{0, {0, 1, 2}}), word(Farewell{})}));
     }
     seeds.push_back(word(Refused{ErrorKind::kInvalid, "no"}));
     Register entry;

@@ -30,7 +30,8 @@ std::int64_t get_signed(ByteReader& reader) { return unzigzag(get_number(reader)
 /// A count of elements of at least one byte each.
 std::size_t get_size(ByteReader& reader, std::size_t least_size = 1) {
   const std::uint64_t count = get_number(reader);
-  if (count > reader.left() / least_size) refuse(fmt::format("claims {} elements that it does not have", count));
+  if (count > reader.left() / least_size)
+    refuse(fmt::format("claims {} elements that it does not have", count));
   return static_cast<std::size_t>(count);
 }
 
@@ -56,7 +57,8 @@ std::string get_text(ByteReader& reader, std::string_view before) {
 
 template <class T>
 T get_limited(std::uint64_t number) {
-  if (number > std::numeric_limits<T>::max()) refuse(fmt::format("has {} where a smaller number belongs", number));
+  if (number > std::numeric_limits<T>::max())
+    refuse(fmt::format("has {} where a smaller number belongs", number));
   return static_cast<T>(number);
 }
 
@@ -110,10 +112,9 @@ Member get_member(ByteReader& reader, const Member& before) {
   member.host = (same & kHost) != 0 ? before.host : get_text(reader, "");
   member.host_id = (same & kHostId) != 0 ? before.host_id : get_text(reader, "");
   member.uid = (same & kUid) != 0 ? before.uid : get_signed(reader);
-  member.functions_digest =
-      (same & kFunctions) != 0 ? before.functions_digest : reader.get<std::uint64_t>();
-  member.incarnation = (same & kIncarnation) != 0 ? before.incarnation
-                                                  : get_limited<std::uint32_t>(get_number(reader));
+  member.functions_digest = (same & kFunctions) != 0 ? before.functions_digest : reader.get<std::uint64_t>();
+  member.incarnation =
+      (same & kIncarnation) != 0 ? before.incarnation : get_limited<std::uint32_t>(get_number(reader));
   return member;
 }
 

@@ -25,7 +25,8 @@ TEST(Compact, NumbersOf64BitsTakeUpToTenBytes) {
                                      std::uint64_t{1} << 63, std::numeric_limits<std::uint64_t>::max()}) {
     EXPECT_LE(round_trip(number, put_number, get_number), 10u);
   }
-  for (const std::vector<int>& bytes : {std::vector<int>(11, 0x80), std::vector<int>{0x80},
+  for (const std::vector<int>& bytes : {std::vector<int>(11, 0x80),
+                                        std::vector<int>{0x80},
                                         {0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x02}}) {
     Bytes raw;
     for (const int byte : bytes) raw.push_back(static_cast<std::byte>(byte));

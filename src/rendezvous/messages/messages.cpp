@@ -208,7 +208,8 @@ std::vector<Bytes> Gathered::all(std::size_t ranks) const {
   std::size_t sum = 0;
   for (const Run& run : runs) sum += run.ranks;
   if (sum != ranks) {
-    throw Error(ErrorKind::kInvalid, fmt::format("the store sent the bytes of {} ranks instead of {}", sum, ranks));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the store sent the bytes of {} ranks instead of {}", sum, ranks));
   }
   std::vector<Bytes> all;
   all.reserve(ranks);

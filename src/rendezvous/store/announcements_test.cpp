@@ -13,8 +13,7 @@ class BatchingStore : public StoreFixture {
  protected:
   void gather_batching_world(int size) {
     open_with(StoreOptions{size, "job"});
-    for (int rank = 0; rank < size; ++rank)
-      say(static_cast<ConnectionId>(rank), registration(rank, size));
+    for (int rank = 0; rank < size; ++rank) say(static_cast<ConnectionId>(rank), registration(rank, size));
     sent_.clear();
   }
 };

@@ -38,16 +38,17 @@ void FunctionTables::remove(const Register& registration) {
   if (found->second.holders.empty()) tables_.erase(found);
 }
 
-std::optional<Error> FunctionTables::difference(
-    const Register& message, const std::function<std::string(int rank)>& describe) const {
+std::optional<Error> FunctionTables::difference(const Register& message,
+                                                const std::function<std::string(int rank)>& describe) const {
   for (const auto& [digest, table] : tables_) {
     if (digest == message.member.functions_digest) continue;
     if (!message.require_same_functions && table.require_same == 0) continue;
-    return Error(ErrorKind::kInvalid,
-                 fmt::format("the workers' function tables differ{}{}; start the same program everywhere, or "
-                             "allow the difference with require_same_functions = false",
-                             only_in(describe(*table.holders.begin()), table.functions, message.functions),
-                             only_in(rendezvous::describe(message.member), message.functions, table.functions)));
+    return Error(
+        ErrorKind::kInvalid,
+        fmt::format("the workers' function tables differ{}{}; start the same program everywhere, or "
+                    "allow the difference with require_same_functions = false",
+                    only_in(describe(*table.holders.begin()), table.functions, message.functions),
+                    only_in(rendezvous::describe(message.member), message.functions, table.functions)));
   }
   return std::nullopt;
 }

@@ -46,7 +46,7 @@ class Heartbeats {
 
   const Options options_;
   std::unordered_map<std::uint64_t, Peer> peers_;
-  Times to_ask_;     ///< Peer::ask_at and connection
+  Times to_ask_;      ///< Peer::ask_at and connection
   Times unanswered_;  ///< Peer::asked_since and connection
 };
 

@@ -24,7 +24,8 @@ namespace {
 std::string list_ranks(const std::vector<int>& ranks) {
   constexpr std::size_t kMost = 24;
   if (ranks.size() <= kMost) return fmt::format("{}", ranks);
-  return fmt::format("[{} and {} more]", fmt::join(ranks.begin(), ranks.begin() + kMost, ", "), ranks.size() - kMost);
+  return fmt::format("[{} and {} more]", fmt::join(ranks.begin(), ranks.begin() + kMost, ", "),
+                     ranks.size() - kMost);
 }
 
 }  // namespace
@@ -142,7 +143,8 @@ Rounds::Place Rounds::begin(Key key, const Contribute& message) {
 }
 
 void Rounds::arrive(const Key& key, Round& round, int rank, Contribute message, TimePoint now) {
-  const bool again = !round.arrived.insert_or_assign(rank, Arrival{message.call, std::move(message.bytes)}).second;
+  const bool again =
+      !round.arrived.insert_or_assign(rank, Arrival{message.call, std::move(message.bytes)}).second;
   for (std::size_t i = 0; i < message.counts.size() && !again; ++i) round.counts[i] += message.counts[i];
   round.deadline = earlier(round.deadline, deadline_after(now, message.timeout));
   // Of a later arrival, all ranks are present: on_gone() would have ended the round.

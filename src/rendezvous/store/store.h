@@ -11,13 +11,11 @@
 
 #include "rendezvous/messages/messages.h"
 #include "rendezvous/store/announcements.h"
-#include "rendezvous/store/function_tables.h"
 #include "rendezvous/store/heartbeats.h"
+#include "rendezvous/store/roster.h"
 #include "rendezvous/store/rounds.h"
 
 namespace torchspan::rendezvous {
-
-using ConnectionId = std::uint64_t;
 
 struct StoreOptions {
   int world_size = 1;  ///< or kOpenWorld
@@ -55,14 +53,7 @@ class Store {
 
  private:
   enum class Phase { kGathering, kRunning, kFailed };
-  struct Worker {
-    Register registration;  ///< without its functions, which FunctionTables has
-    std::optional<ConnectionId> connection = {};  ///< none once it left or died
-    bool died = false;                            ///< else it left
-    std::string how = {};                         ///< it died; see Gone::how
-    std::uint64_t told = 0;                       ///< its place in the announcements
-    const Member& member() const { return registration.member; }
-  };
+  using Worker = Roster::Worker;
 
   void on_register(ConnectionId connection, Register message, TimePoint now);
   void on_leave(ConnectionId connection);
@@ -77,10 +68,6 @@ class Store {
   std::optional<Error> reason_in_a_complete_world(const Register& message) const;
   void gather(ConnectionId connection, Register message, TimePoint now);
   void admit(ConnectionId connection, Register message);
-  void enter(ConnectionId connection, Register message);
-  void leave(Worker& worker);
-  int rank_for(const Member& member);
-  const Worker* holder_of(const std::string& name) const;
   Welcome make_welcome() const;
   void report_end(ConnectionId connection, const std::string& cause);
   /// Of a running world; see Gone::how.
@@ -101,12 +88,8 @@ class Store {
   Rounds rounds_;
   Heartbeats heartbeats_;
   Announcements announcements_;
-  FunctionTables functions_;  ///< of the present workers
   Phase phase_;
-  std::map<int, Worker> workers_;      ///< the latest of every rank
-  std::map<std::string, int> names_;   ///< of workers_
-  int unused_rank_ = 1;                ///< lower ranks, except 0, have been used
-  std::map<ConnectionId, int> ranks_;                       ///< of the registered connections
+  Roster roster_;
   std::vector<std::pair<ConnectionId, Register>> waiting_;  ///< registered in an open world before rank 0
   std::set<ConnectionId> refused_;                          ///< got the reason, not closed yet
   std::set<ConnectionId> silent_;                           ///< declared dead, not closed yet

@@ -108,7 +108,8 @@ class StoreFixture : public ::testing::Test {
   }
   static void append(std::vector<Died>& list, const Changes::Change& change) {
     const auto* gone = std::get_if<Gone>(&change);
-    for (const int rank : gone && gone->died ? gone->ranks : std::vector<int>()) list.push_back({rank, gone->how});
+    for (const int rank : gone && gone->died ? gone->ranks : std::vector<int>())
+      list.push_back({rank, gone->how});
   }
   std::string refusal(ConnectionId connection) const {
     const auto all = heard<Refused>(connection);

@@ -83,8 +83,8 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     contribute.bytes = Bytes(3);
     Contribute counts = contribute;
     counts.counts = {1, 2};
-    const Bytes sum = encode_message(counts), come = encode_message(contribute), leave = encode_message(Leave{}),
-                pong = encode_message(Pong{});
+    const Bytes sum = encode_message(counts), come = encode_message(contribute),
+                leave = encode_message(Leave{}), pong = encode_message(Pong{});
     std::vector<Bytes> seeds;
     seeds.push_back(joined(
         {bytes_of({0}), from(0, entry(0, 3)), from(1, entry(1, 3)), from(2, entry(2, 3)), from(0, come)}));

@@ -36,13 +36,14 @@ StoreServer::StoreServer(Runtime& runtime, const TransportFactory& transports, c
                          StoreOptions options)
     : runtime_(runtime),
       refusals_(runtime.log, runtime.executor),
-      store_(with_clock_samples(std::move(options), runtime),
-             {.send = [this](ConnectionId connection, const SharedBytes& message) { send(connection, message); },
-              .close =
-                  [this](ConnectionId connection) {
-                    const auto found = channels_.find(connection);
-                    if (found != channels_.end()) found->second->close();
-                  }}),
+      store_(
+          with_clock_samples(std::move(options), runtime),
+          {.send = [this](ConnectionId connection, const SharedBytes& message) { send(connection, message); },
+           .close =
+               [this](ConnectionId connection) {
+                 const auto found = channels_.find(connection);
+                 if (found != channels_.end()) found->second->close();
+               }}),
       finished_(runtime.executor.make_parker()),
       transport_(listen(transports, *this, address)) {
   thread_ = runtime_.executor.spawn("torchspan store", [this] { serve(); });

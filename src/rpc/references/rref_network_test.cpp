@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "rpc/references/rref_nodes.h"
+#include "tests/support/reference_nodes.h"
 
 namespace torchspan::rpc::rref_network_test {
 namespace {

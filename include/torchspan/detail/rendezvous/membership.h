@@ -180,8 +180,8 @@ class Membership {
 
   /// Like barrier(), and returns the sums of all ranks' counts, of which each rank gives equally many, and the
   /// first notes. An empty note is none. The answer's size does not depend on the number of ranks.
-  CountSums sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note, std::vector<int> ranks,
-                const Wait& wait);
+  CountSums sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
+                std::vector<int> ranks, const Wait& wait);
 
   /// A transport that accepts connections of other members, and the address that they dial.
   struct Listening {
