@@ -99,7 +99,7 @@ TEST(PassScale, APassOverAllWorkersCostsEachTheSame) {
     SCOPED_TRACE(fmt::format("{} workers", workers));
     const Cost cost = cost_of_pass(workers, [](Worker& worker, const at::Tensor& x) {
       std::vector<Future<at::Tensor>> parts;
-      for (std::uint32_t rank = 1; rank < worker.world_size(); ++rank) {
+      for (std::uint32_t rank = 1; rank < static_cast<std::uint32_t>(worker.world_size()); ++rank) {
         parts.push_back(worker.rpc_async(rank, kTwice, x));
       }
       at::Tensor sum = x;

@@ -17,25 +17,25 @@ class RoundNumbers {
   /// Sets the round's number and the incarnations, which `incarnation_of(rank)` returns.
   template <class Incarnation>
   void number(Contribute& message, Incarnation incarnation_of) {
-    Ranks& ranks = ranks_[message.ranks];
-    if (ranks.holders != holders_) {
+    Numbers& numbers = numbers_[message.ranks];
+    if (numbers.holders != holders_) {
       std::vector<std::uint32_t> latest;
-      for (const int rank : message.ranks) latest.push_back(incarnation_of(rank));
-      if (latest != ranks.incarnations) ranks = {std::move(latest), {}, {}};
-      ranks.holders = holders_;
+      for (const int rank : message.ranks.list()) latest.push_back(incarnation_of(rank));
+      if (latest != numbers.incarnations) numbers = {std::move(latest), {}, {}};
+      numbers.holders = holders_;
     }
-    message.incarnations = ranks.incarnations;
-    message.round = (message.counts.empty() ? ranks.gathers : ranks.sums)[message.tag]++;
+    message.incarnations = numbers.incarnations;
+    message.round = (message.counts.empty() ? numbers.gathers : numbers.sums)[message.tag]++;
   }
 
  private:
-  struct Ranks {
+  struct Numbers {
     std::vector<std::uint32_t> incarnations;
     std::map<std::string, std::uint64_t> gathers, sums;  ///< by tag: the next round's number
     std::uint64_t holders = 0;                           ///< holders_ when the incarnations were looked up
   };
   std::uint64_t holders_ = 1;
-  std::map<std::vector<int>, Ranks> ranks_;
+  std::map<Ranks, Numbers> numbers_;
 };
 
 }  // namespace torchspan::rendezvous

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <iterator>
 #include <limits>
 
 namespace torchspan::rendezvous {
@@ -151,31 +152,60 @@ int checked_rank(std::int64_t rank) {
   return static_cast<int>(rank);
 }
 
-void put_ranks(ByteWriter& writer, std::span<const int> ranks) {
-  std::size_t runs = 0;
-  for (std::size_t at = 0; at < ranks.size(); at += run_of(ranks.subspan(at))) ++runs;
-  put_number(writer, runs);
+Ranks::Ranks(const std::vector<int>& list) {
+  const std::span<const int> ranks(list);
   for (std::size_t at = 0; at < ranks.size();) {
-    const std::size_t length = run_of(ranks.subspan(at));
-    put_number(writer, length);
-    put_signed(writer, ranks[at]);
-    if (length > 1) put_signed(writer, std::int64_t{ranks[at + 1]} - ranks[at]);
-    at += length;
+    const std::size_t count = run_of(ranks.subspan(at));
+    add({ranks[at], count > 1 ? ranks[at + 1] - ranks[at] : 0, count});
+    at += count;
   }
 }
 
-std::vector<int> get_ranks(ByteReader& reader) {
-  std::vector<int> ranks;
+Ranks::Ranks(std::initializer_list<int> list) : Ranks(std::vector<int>(list)) {}
+
+void Ranks::add(Run run) {
+  size_ += run.count;
+  runs_.push_back(run);
+}
+
+std::vector<int> Ranks::list() const {
+  std::vector<int> list;
+  list.reserve(size_);
+  for (const Run& run : runs_) {
+    for (std::size_t i = 0; i < run.count; ++i) list.push_back(run.first + run.step * static_cast<int>(i));
+  }
+  return list;
+}
+
+bool Ranks::contains(int rank) const {
+  const auto after = std::upper_bound(runs_.begin(), runs_.end(), rank,
+                                      [](int wanted, const Run& run) { return wanted < run.first; });
+  if (after == runs_.begin()) return false;
+  const Run& run = *std::prev(after);
+  const int distance = rank - run.first;
+  if (run.step <= 0) return distance == 0;
+  return distance % run.step == 0 && static_cast<std::size_t>(distance / run.step) < run.count;
+}
+
+void Ranks::encode(ByteWriter& writer) const {
+  put_number(writer, runs_.size());
+  for (const Run& run : runs_) {
+    put_number(writer, run.count);
+    put_signed(writer, run.first);
+    if (run.count > 1) put_signed(writer, run.step);
+  }
+}
+
+Ranks Ranks::decode(ByteReader& reader) {
+  Ranks ranks;
   for (std::size_t runs = get_size(reader, 2); runs > 0; --runs) {
-    const std::uint64_t length = get_number(reader);
-    if (length == 0 || length > kMaxWorkers - ranks.size()) refuse(fmt::format("lists {} ranks", length));
+    const std::uint64_t count = get_number(reader);
+    if (count == 0 || count > kMaxWorkers - ranks.size_) refuse(fmt::format("lists {} ranks", count));
     const int first = checked_rank(get_signed(reader));
-    const std::int64_t step = length > 1 ? get_signed(reader) : 0;
+    const std::int64_t step = count > 1 ? get_signed(reader) : 0;
     if (step < -kMaxWorkers || step > kMaxWorkers) refuse("names a rank that no world has");
-    checked_rank(first + step * static_cast<std::int64_t>(length - 1));
-    for (std::uint64_t i = 0; i < length; ++i) {
-      ranks.push_back(static_cast<int>(first + step * static_cast<std::int64_t>(i)));
-    }
+    checked_rank(first + step * static_cast<std::int64_t>(count - 1));
+    ranks.add({first, static_cast<int>(step), static_cast<std::size_t>(count)});
   }
   return ranks;
 }

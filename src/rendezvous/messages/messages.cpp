@@ -98,7 +98,7 @@ Member get_member(ByteReader& reader) {
 
 void put_gone(ByteWriter& writer, const Gone& gone) {
   writer.put(gone.died);
-  put_ranks(writer, gone.ranks);
+  Ranks(gone.ranks).encode(writer);
   if (gone.died) writer.put_string(gone.how);
 }
 
@@ -106,10 +106,11 @@ void put_gone(ByteWriter& writer, const Gone& gone) {
 Gone get_gone(ByteReader& reader, std::size_t& most) {
   Gone gone;
   gone.died = reader.get<bool>();
-  gone.ranks = get_ranks(reader);
+  const Ranks ranks = Ranks::decode(reader);
+  if (ranks.size() > most) throw Error(ErrorKind::kInvalid, "store message names too many ranks");
+  most -= ranks.size();
+  gone.ranks = ranks.list();
   if (gone.died) gone.how = reader.get_string();
-  if (gone.ranks.size() > most) throw Error(ErrorKind::kInvalid, "store message names too many ranks");
-  most -= gone.ranks.size();
   return gone;
 }
 
@@ -175,7 +176,7 @@ Refused Refused::decode(ByteReader& reader) {
 void Contribute::encode(ByteWriter& writer) const {
   writer.put(call);
   writer.put_string(tag);
-  put_ranks(writer, ranks);
+  ranks.encode(writer);
   writer.put(round);
   put_duration(writer, timeout);
   put_blob(writer, bytes);
@@ -187,7 +188,7 @@ Contribute Contribute::decode(ByteReader& reader) {
   Contribute message;
   message.call = reader.get<std::uint64_t>();
   message.tag = reader.get_string();
-  message.ranks = get_ranks(reader);
+  message.ranks = Ranks::decode(reader);
   message.round = reader.get<std::uint64_t>();
   message.timeout = get_duration(reader);
   message.bytes = get_blob(reader);
@@ -343,12 +344,12 @@ AskMissing AskMissing::decode(ByteReader& reader) { return {reader.get<std::uint
 
 void Missing::encode(ByteWriter& writer) const {
   writer.put(call);
-  put_ranks(writer, ranks);
+  Ranks(ranks).encode(writer);
 }
 
 Missing Missing::decode(ByteReader& reader) {
   const auto call = reader.get<std::uint64_t>();
-  return {call, get_ranks(reader)};
+  return {call, Ranks::decode(reader).list()};
 }
 
 void GiveUp::encode(ByteWriter& writer) const { writer.put_string(why); }

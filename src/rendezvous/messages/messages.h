@@ -76,7 +76,7 @@ struct Contribute {
   static constexpr std::uint16_t kType = 4;
   std::uint64_t call = 0;  ///< a number of the client; the answer repeats it
   std::string tag;
-  std::vector<int> ranks;  ///< ascending
+  Ranks ranks;  ///< ascending
   std::uint64_t round = 0;
   Duration timeout{0};  ///< Duration::max(): never
   Bytes bytes;

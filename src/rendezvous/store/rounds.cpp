@@ -50,7 +50,8 @@ std::string Rounds::validate(const Contribute& message) {
 
 /// In the world's size, so only for the first contribution of a round.
 std::string Rounds::validate_ranks(int rank, const Contribute& message) const {
-  const auto& ranks = message.ranks;
+  const std::vector<int> ranks = message.ranks.list();
+  if (message.ranks != ranks) return "its ranks are not in the shortest form";
   if (!std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>())) {
     return fmt::format("the ranks {} are not ascending", list_ranks(ranks));
   }
@@ -73,8 +74,9 @@ std::string Rounds::validate_ranks(int rank, const Contribute& message) const {
 }
 
 std::string Rounds::news_for(const Contribute& message) const {
-  for (std::size_t i = 0; i < message.ranks.size(); ++i) {
-    const Member& member = members_.at(message.ranks[i]);
+  const std::vector<int> ranks = message.ranks.list();
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const Member& member = members_.at(ranks[i]);
     if (message.incarnations[i] == member.incarnation) continue;
     return fmt::format("{} was replaced meanwhile; call again (its place is taken by {})",
                        former_names_.at(member.rank), describe(member));
@@ -88,9 +90,7 @@ void Rounds::on_join(Member member) {
     former_names_[rank] = former->second.name;
     on_gone(rank, describe(former->second) + " was replaced");
     gone_.erase(rank);
-    std::erase_if(rounds_, [&](const auto& entry) {
-      return std::binary_search(entry.first.ranks.begin(), entry.first.ranks.end(), rank);
-    });
+    std::erase_if(rounds_, [&](const auto& entry) { return entry.first.ranks.contains(rank); });
   }
   members_[rank] = std::move(member);
 }
@@ -106,7 +106,7 @@ void Rounds::contribute(int rank, Contribute message, TimePoint now) {
   auto place = rounds_.find(key);
   // A round exists only under ranks and incarnations that were valid and still are.
   if (place == rounds_.end() || place->second.incarnations != message.incarnations ||
-      !std::binary_search(key.ranks.begin(), key.ranks.end(), rank)) {
+      !key.ranks.contains(rank)) {
     message.ranks = std::move(key.ranks);
     if (const std::string problem = validate_ranks(rank, message); !problem.empty())
       return refuse(ErrorKind::kInvalid, problem);
@@ -136,7 +136,7 @@ Rounds::Place Rounds::begin(Key key, const Contribute& message) {
   Round& round = place->second;
   round.incarnations = message.incarnations;
   round.counts.resize(message.counts.size());
-  for (const int other : place->first.ranks) {
+  for (const int other : place->first.ranks.list()) {
     if (!gone_.contains(other)) round.expected.insert(round.expected.end(), other);
   }
   return place;
@@ -155,11 +155,11 @@ void Rounds::arrive(const Key& key, Round& round, int rank, Contribute message, 
   }
 }
 
-const Rounds::End* Rounds::first_gone(const std::vector<int>& ranks) const {
+const Rounds::End* Rounds::first_gone(const Ranks& ranks) const {
   const End* first = nullptr;
   for (const auto& [rank, end] : gone_) {
     if (first != nullptr && first->number < end.number) continue;
-    if (std::binary_search(ranks.begin(), ranks.end(), rank)) first = &end;
+    if (ranks.contains(rank)) first = &end;
   }
   return first;
 }
@@ -226,7 +226,7 @@ void Rounds::fail(Round& round, ErrorKind kind, std::string text) {
 void Rounds::on_gone(int rank, std::string cause) {
   gone_.emplace(rank, End{ends_++, cause});
   for (auto& [key, round] : rounds_) {
-    if (!std::binary_search(key.ranks.begin(), key.ranks.end(), rank)) continue;
+    if (!key.ranks.contains(rank)) continue;
     round.expected.erase(rank);
     round.arrived.erase(rank);
     if (!round.ended) fail(round, ErrorKind::kDisconnected, cause);
@@ -240,7 +240,7 @@ std::string Rounds::others_under_this_tag(const Key& key, const Round& round) co
     for (const auto& [rank, arrival] : other.arrived) {
       if (!round.expected.contains(rank)) continue;
       return fmt::format("; but {} waits under this tag for ranks {} instead of {}: all must name the same",
-                         names_of({rank}), list_ranks(other_key.ranks), list_ranks(key.ranks));
+                         names_of({rank}), list_ranks(other_key.ranks.list()), list_ranks(key.ranks.list()));
     }
   }
   return "";

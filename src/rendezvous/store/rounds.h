@@ -42,7 +42,7 @@ class Rounds {
     std::string tag;
     std::uint64_t round;
     bool sums;
-    std::vector<int> ranks;
+    Ranks ranks;
     friend auto operator<=>(const Key&, const Key&) = default;
   };
   struct Arrival {
@@ -76,7 +76,7 @@ class Rounds {
   std::string names_of(const std::vector<int>& ranks) const;
   std::string text_for(int rank, const Round& round) const;
   std::string others_under_this_tag(const Key& key, const Round& round) const;
-  const End* first_gone(const std::vector<int>& ranks) const;
+  const End* first_gone(const Ranks& ranks) const;
   void fail(Round& round, ErrorKind kind, std::string text);
   void complete(Round& round, bool sums);
   /// Answers all that arrived; `make` returns the message for a call.
