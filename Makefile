@@ -8,6 +8,7 @@
 #   make fuzz [FUZZ_SECONDS=60]     feed malformed bytes to the decoders
 #   make soak [SOAK_SECONDS=600]    make random calls while workers are killed and restarted
 #   make survive [KILLS=50]         kill training jobs at random moments; their results must be those without kills
+#   make scale [SIZES="64 256"]     measure worlds of thousands of simulated workers, write plots to build/scale
 #   make long [CASES=5000]          run the randomized tests with many more cases (programs: four times CASES)
 #   make package                    build Debian packages of the command, the libraries and the documents
 #   make tarball                    pack the committed sources in build/torchspan-VERSION.tar.gz, always the same bytes
@@ -16,7 +17,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench fuzz soak survive long package tarball docs format clean help
+.PHONY: demo test check bench fuzz soak survive scale long package tarball docs format clean help
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
@@ -27,6 +28,7 @@ FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 600
 KILLS ?= 50
 CASES ?= 5000
+SIZES ?= 64 256 1024 4096
 ARGS ?=
 # Empty: Debian's LibTorch; torch2: pip's.
 LIBTORCH ?=
@@ -71,6 +73,16 @@ fuzz:
 	@$(call configure,fuzz)
 	@ninja -C build/fuzz -j $(JOBS) fuzzers
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) tools/run-fuzz $(ARGS)
+
+scale:
+	@tools/install-deps build
+	@$(call configure,dev)
+	@ninja -C build/dev -j $(JOBS) scale_rendezvous_test scale_rpc_test
+	@mkdir -p build/scale && rm -f build/scale/measurements.jsonl
+	@for program in scale_rendezvous_test scale_rpc_test; do \
+	  TORCHSPAN_SCALE_WORKERS="$(SIZES)" TORCHSPAN_SCALE_OUT=build/scale/measurements.jsonl build/dev/bin/$$program; \
+	done
+	@tools/scale-report build/scale/measurements.jsonl build/scale | tee build/scale/table.md
 
 soak:
 	@tools/install-deps build

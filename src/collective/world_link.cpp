@@ -24,7 +24,8 @@ std::shared_ptr<WorldLink> WorldLink::make(std::shared_ptr<Runtime> runtime, Mem
                      if (!link) return;
                      link->note_gone(member, "it left the world");
                      for (const auto& listener : link->listeners()) listener->member_left(member);
-                   }});
+                   },
+               .owner = link});
   return link;
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 #include <fstream>
 #include <random>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <torchspan/detail/rendezvous/membership.h>
@@ -66,6 +67,22 @@ void check_options(const MembershipOptions& options) {
   }
 }
 
+/// Rank 0 has a connection to every worker, so it fails at once if its limit of descriptors forbids that.
+void check_descriptors(const MembershipOptions& options) {
+  constexpr rlim_t kOthers = 32;  // files, libraries, and connections of this process
+  rlimit limit{};
+  const auto wanted = static_cast<rlim_t>(options.world_size) + kOthers;
+  if (options.store_address.starts_with("sim:") || ::getrlimit(RLIMIT_NOFILE, &limit) != 0 ||
+      limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= wanted) {
+    return;
+  }
+  throw Error(
+      ErrorKind::kOverloaded,
+      fmt::format("rank 0 serves {} workers and needs at least {} file descriptors, but its limit is {} "
+                  "(of at most {}): start it after 'ulimit -n {}'",
+                  options.world_size, wanted, limit.rlim_cur, limit.rlim_max, 2 * wanted));
+}
+
 Member make_self(const MembershipOptions& options) {
   Member self;
   self.name = options.name;
@@ -119,7 +136,10 @@ net::TransportOptions store_options(const net::Secret& secret) {
 }
 
 net::TransportOptions options_of(const std::string& endpoint, const net::Secret& secret) {
-  return endpoint.find(kDirect) == std::string::npos ? store_options(secret) : direct_options(secret);
+  if (endpoint.find(kDirect) != std::string::npos) return direct_options(secret);
+  net::TransportOptions options = store_options(secret);
+  if (endpoint != "store") options.max_segments = 1;  // the store sends large messages in a segment
+  return options;
 }
 
 /// Where a member listens for direct connections: like the store, on loopback, in a simulation, or over TLS
@@ -161,6 +181,7 @@ class Membership::Impl {
         self_(make_self(options)) {
     if (options.world_size == 1) return;
     if (options.rank == 0) {
+      check_descriptors(options);
       server_ = std::make_unique<StoreServer>(
           runtime, transports, options.store_listen.empty() ? options.store_address : options.store_listen,
           StoreOptions{
@@ -190,26 +211,24 @@ class Membership::Impl {
 
   std::vector<Bytes> gather(const std::string& what, const std::string& tag, BytesView mine,
                             std::vector<int> ranks, const Wait& wait) {
-    const TimePoint began = runtime_.executor.now();
-    try {
-      check_ranks(ranks);
-      check_name(tag, "the tag");
-      if (mine.size() > kMostGatherBytes) {
-        throw Error(ErrorKind::kInvalid,
-                    fmt::format("{} bytes are more than the {} that a worker may contribute", mine.size(),
-                                kMostGatherBytes));
-      }
-      refuse_in_callbacks();
-      if (!client_) {
-        if (left_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
-        return {Bytes(mine.begin(), mine.end())};
-      }
+    return in_round(what, tag, mine, ranks, [&]() -> std::vector<Bytes> {
+      if (!client_) return {Bytes(mine.begin(), mine.end())};
       return client_->gather(tag, mine, std::move(ranks), wait);
-    } catch (const Error& error) {
-      throw Error(error)
-          .with_call(fmt::format("{} '{}'", what, tag))
-          .with_elapsed(runtime_.executor.now() - began);
-    }
+    });
+  }
+
+  CountSums sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
+                std::vector<int> ranks, const Wait& wait) {
+    return in_round("sum", tag, note, ranks, [&]() -> CountSums {
+      if (counts.empty() || counts.size() > kMostCounts) {
+        throw Error(ErrorKind::kInvalid,
+                    fmt::format("there are {} counts; expected 1 to {}", counts.size(), kMostCounts));
+      }
+      if (client_) return client_->sum(tag, std::move(counts), note, std::move(ranks), wait);
+      CountSums sums{.counts = std::move(counts), .notes = {}, .noted = note.empty() ? 0U : 1U};
+      if (!note.empty()) sums.notes.push_back({self_.rank, Bytes(note.begin(), note.end())});
+      return sums;
+    });
   }
 
   Listening listen(const std::string& use, net::Handler& handler) const {
@@ -243,14 +262,14 @@ class Membership::Impl {
 
   bool is_present(int rank) const {
     const Client::Known known =
-        open_ && rank >= 0 ? find(rank).value_or(Client::Known{{}, Client::Presence::kLeft}) : get(rank);
-    return known.presence == Client::Presence::kPresent;
+        open_ && rank >= 0 ? find(rank).value_or(Client::Known{{}, Presence::kLeft}) : get(rank);
+    return known.presence == Presence::kPresent;
   }
 
   Condition condition(int rank) const {
     const auto [member, presence, death] = get(rank);
-    if (presence == Client::Presence::kDied) return Condition::kDead;
-    if (presence == Client::Presence::kLeft) return Condition::kLeft;
+    if (presence == Presence::kDied) return Condition::kDead;
+    if (presence == Presence::kLeft) return Condition::kLeft;
     if (rank == self_.rank || member.host_id != self_.host_id) return Condition::kPresent;
     const auto stat = read_process_stat(member.pid);
     const bool same = stat && stat->start_ticks == member.start_ticks;
@@ -269,6 +288,9 @@ class Membership::Impl {
   }
 
   Member member(std::string_view name) const {
+    if (client_) {
+      if (auto found = client_->find_named(name)) return *std::move(found);
+    }
     std::vector<std::string> names;
     for (const Member& member : members()) {
       if (member.name == name) return member;
@@ -281,9 +303,32 @@ class Membership::Impl {
   const Member& self() const { return self_; }
   bool open() const { return open_; }
   std::vector<Member> members() const { return client_ ? client_->members() : std::vector<Member>{self_}; }
-  int world_size() const { return client_ ? client_->world_size() : 1; }
+  int world_size() const { return client_ ? static_cast<int>(client_->ranks().size()) : 1; }
 
  private:
+  /// Checks the parameters of a round, runs it, and adds its name and duration to its error.
+  template <class Round>
+  std::invoke_result_t<Round> in_round(const std::string& what, const std::string& tag, BytesView mine,
+                                       std::vector<int>& ranks, Round round) {
+    const TimePoint began = runtime_.executor.now();
+    try {
+      check_ranks(ranks);
+      check_name(tag, "the tag");
+      if (mine.size() > kMostGatherBytes) {
+        throw Error(ErrorKind::kInvalid,
+                    fmt::format("{} bytes are more than the {} that a worker may contribute", mine.size(),
+                                kMostGatherBytes));
+      }
+      refuse_in_callbacks();
+      if (!client_ && left_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
+      return round();
+    } catch (const Error& error) {
+      throw Error(error)
+          .with_call(fmt::format("{} '{}'", what, tag))
+          .with_elapsed(runtime_.executor.now() - began);
+    }
+  }
+
   void forget_callbacks() {
     std::vector<Callbacks> forgotten;  // destroyed without the lock
     {
@@ -304,12 +349,16 @@ class Membership::Impl {
       throw Error(ErrorKind::kInvalid,
                   "an open world has no fixed set of ranks: name the ranks that take part");
     }
+    std::vector<int> all = client_ ? client_->ranks() : std::vector<int>{self_.rank};
     if (ranks.empty()) {
-      for (const Member& member : members()) ranks.push_back(member.rank);
+      ranks = std::move(all);
+    } else {
+      std::sort(ranks.begin(), ranks.end());
+      ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+      for (const int rank : ranks) {
+        if (!std::binary_search(all.begin(), all.end(), rank)) get(rank);
+      }
     }
-    std::sort(ranks.begin(), ranks.end());
-    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-    for (const int rank : ranks) get(rank);
     if (!std::binary_search(ranks.begin(), ranks.end(), self_.rank)) {
       throw Error(
           ErrorKind::kInvalid,
@@ -377,6 +426,11 @@ std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesVie
 std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesView mine,
                                                 std::vector<int> ranks, Wait wait) {
   return impl_->gather("all_gather", tag, mine, std::move(ranks), wait);
+}
+
+CountSums Membership::sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
+                          std::vector<int> ranks, const Wait& wait) {
+  return impl_->sum(tag, std::move(counts), note, std::move(ranks), wait);
 }
 
 Membership::Listening Membership::listen(const std::string& use, net::Handler& handler) const {

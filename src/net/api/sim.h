@@ -15,6 +15,7 @@ struct SimMessage {
   std::string to;
   std::uint64_t number;  ///< 0, 1, 2 … in order of sending on this network
   BytesView header;
+  std::size_t size = 0;  ///< bytes of header and segments
 };
 using SimPredicate = std::function<bool(const SimMessage&)>;
 

@@ -40,7 +40,8 @@ Packet SimChannel::copy_message(BytesView header, std::span<const Segment> segme
 void SimChannel::send(BytesView header, std::span<const Segment> segments) {
   check_message(header, segments, limits_);
   Packet packet = copy_message(header, segments);
-  SimMessage message{"sim:" + start_.outward->from, "sim:" + start_.outward->to, 0, packet.header};
+  SimMessage message{"sim:" + start_.outward->from, "sim:" + start_.outward->to, 0, packet.header,
+                     packet.size()};
   {
     MutexLock lock(network_.mutex);
     check_room(packet.size());

@@ -11,6 +11,8 @@ namespace {
 constexpr Duration kFirstBackoff = std::chrono::milliseconds(20);
 constexpr Duration kLongestBackoff = std::chrono::milliseconds(500);
 constexpr Duration kDialTimeout = std::chrono::seconds(5);
+/// How many deaths of one cause are logged by name: all workers log them.
+constexpr std::size_t kMostWarnings = 8;
 
 std::string silence_of_the_store(Duration silence) {
   return silence_text(silence) + "; the other workers consider this one dead";
@@ -25,6 +27,7 @@ Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipO
       began_(runtime.executor.now()),
       join_until_(runtime.executor.deadline_in(options_.timeout)),
       backoff_(kFirstBackoff),
+      events_(runtime),
       verdict_(runtime.executor.make_parker()),
       farewell_(runtime.executor.make_parker()),
       transport_(transports(self_.name + ".membership", *this)) {
@@ -48,7 +51,10 @@ void Client::add_handlers() {
     decide(reason);
   });
   messages_.on<Gathered>([this](Gathered message) {
-    finish_slot(message.call, [&](Slot& slot) { slot.bytes = std::move(message.bytes); });
+    finish_slot(message.call, [&](Slot& slot) { slot.bytes = message.all(slot.ranks); });
+  });
+  messages_.on<Summed>([this](Summed message) {
+    finish_slot(message.call, [&](Slot& slot) { slot.sums = std::move(message.sums); });
   });
   messages_.on<RoundFailed>([this](RoundFailed message) {
     finish_slot(message.call, [&](Slot& slot) { slot.error.emplace(message.kind, message.text); });
@@ -67,10 +73,7 @@ void Client::add_handlers() {
     }
     farewell_->unpark();
   });
-  messages_.on<Left>([this](Left message) { note_end(message.rank, std::nullopt); });
-  messages_.on<Died>(
-      [this](Died message) { note_end(message.rank, Error(ErrorKind::kDisconnected, message.reason)); });
-  messages_.on<Joined>([this](Joined message) { note_arrival(std::move(message.member)); });
+  messages_.on<Changes>([this](const Changes& message) { note(message); });
   messages_.on<Ping>([this](Ping message) {
     const TimePoint now = runtime_.executor.now();
     patience_ = message.dead_after;
@@ -92,24 +95,56 @@ void Client::add_handlers() {
 }
 
 void Client::meet(Welcome message) {
-  MutexLock lock(mutex_);
-  if (decided_) return;
-  const bool named = std::any_of(message.members.begin(), message.members.end(),
-                                 [&](const Member& member) { return member.name == self_.name; });
-  if (!named) throw Error(ErrorKind::kInvalid, "the store's welcome is not for this worker");
-  for (Member& member : message.members) {
-    const int rank = member.rank;
-    known_[rank] = {std::move(member)};
+  std::vector<Known> gone;
+  {
+    MutexLock lock(mutex_);
+    if (decided_) return;
+    const bool named = std::any_of(message.members.begin(), message.members.end(),
+                                   [&](const Member& member) { return member.name == self_.name; });
+    if (!named) throw Error(ErrorKind::kInvalid, "the store's welcome is not for this worker");
+    for (Member& member : message.members) {
+      const int rank = member.rank;
+      known_[rank] = {std::move(member)};
+    }
+    for (const Gone& ended : message.gone) {
+      for (const int rank : ended.ranks) {
+        const auto found = known_.find(rank);
+        if (found == known_.end()) continue;
+        Known& known = found->second;
+        known.presence = ended.died ? Presence::kDied : Presence::kLeft;
+        if (ended.died) {
+          known.death = std::make_shared<Error>(ErrorKind::kDisconnected, describe(known.member) + ended.how);
+        }
+        gone.push_back(known);
+      }
+    }
+    decided_ = true;
   }
-  for (const Gone& gone : message.gone) {
-    const auto found = known_.find(gone.rank);
-    if (found == known_.end()) continue;
-    found->second.presence = gone.died ? Presence::kDied : Presence::kLeft;
-    if (gone.died) found->second.death = Error(ErrorKind::kDisconnected, gone.reason);
-    events_.push_back({found->second.member, found->second.presence, found->second.death});
-  }
-  decided_ = true;
+  for (const Known& one : gone) events_.add(one.member, one.presence, one.death);
   verdict_->unpark();
+}
+
+void Client::note(const Changes& changes) {
+  for (const Changes::Change& change : changes.list) {
+    if (const auto* arrived = std::get_if<Arrived>(&change)) {
+      for (const Member& member : arrived->members) note_arrival(member);
+      continue;
+    }
+    const auto& gone = std::get<Gone>(change);
+    const bool many = gone.ranks.size() > kMostWarnings;
+    std::size_t warned = 0;
+    for (const int rank : gone.ranks) {
+      const auto known = find(rank);
+      if (!known) continue;
+      note_end(rank,
+               gone.died
+                   ? std::make_shared<Error>(ErrorKind::kDisconnected, describe(known->member) + gone.how)
+                   : nullptr,
+               /*warns=*/++warned <= kMostWarnings);
+    }
+    if (gone.died && many)
+      runtime_.log.warning(fmt::format("{} more workers{}", gone.ranks.size() - kMostWarnings, gone.how));
+  }
 }
 
 void Client::run() {
@@ -118,7 +153,7 @@ void Client::run() {
     while (!stopping_ && transport_->poll()) {
     }
     if (silent_at_.passed(runtime_.executor.now())) on_silence();
-    notify_listeners();
+    events_.deliver();
     if (retry_at_.passed(runtime_.executor.now())) connect();
     transport_->wait(earlier(retry_at_, silent_at_));
   }
@@ -198,7 +233,9 @@ void Client::on_message(const std::shared_ptr<net::Channel>& channel, net::Messa
     if (channel_ != channel) return;
   }
   try {
-    messages_.dispatch(message.header);
+    const bool large = message.segments.size() == 1;
+    messages_.dispatch(large ? BytesView(message.segments[0].data, message.segments[0].size)
+                             : BytesView(message.header));
     if (patience_) silent_at_ = runtime_.executor.deadline_in(*patience_);
   } catch (const Error& error) {
     runtime_.log.error(fmt::format("the store at {} sent bytes that are not a message: {}", channel->peer(),
@@ -247,16 +284,7 @@ void Client::end_part(const Error& reason) {
     if (!store_gone_) store_gone_ = reason;
     cancel_slots(reason);
   }
-  forget_listeners();
-}
-
-void Client::forget_listeners() {
-  std::vector<std::shared_ptr<Listener>> forgotten;  // destroyed without the lock
-  {
-    MutexLock lock(mutex_);
-    listeners_destroyed_ = true;
-    forgotten.swap(listeners_);
-  }
+  events_.clear();
 }
 
 void Client::on_closed_before_welcome(const Error& reason) {
@@ -305,16 +333,17 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
     if (found == known_.end()) return;  // this worker was refused, so it was never a member
     const bool rank0_left = found->second.presence == Presence::kLeft;
     const std::string server = describe(found->second.member);
-    gone = found->second.death.value_or(Error(
-        ErrorKind::kDisconnected, declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, cause)
-                                  : rank0_left
-                                      ? fmt::format("the store closed, since {} left the world", server)
-                                      : fmt::format("{} died, and the store with it: {}", server, cause)));
+    if (found->second.death) gone = *found->second.death;
+    if (!gone)
+      gone.emplace(ErrorKind::kDisconnected,
+                   declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, cause)
+                   : rank0_left   ? fmt::format("the store closed, since {} left the world", server)
+                                  : fmt::format("{} died, and the store with it: {}", server, cause));
     store_gone_ = gone;
     cancel_slots(*gone);
   }
   if (options_.rank == 0) return;
-  note_end(0, gone);
+  note_end(0, std::make_shared<Error>(*gone));
   if (held_for_dead) note_own_death(*gone);
 }
 
@@ -332,9 +361,19 @@ std::vector<Member> Client::members() const {
   return members;
 }
 
-int Client::world_size() const {
+std::vector<int> Client::ranks() const {
   MutexLock lock(mutex_);
-  return static_cast<int>(known_.size());
+  std::vector<int> ranks;
+  ranks.reserve(known_.size());
+  for (const auto& [rank, known] : known_) ranks.push_back(rank);
+  return ranks;
+}
+
+std::optional<Member> Client::find_named(std::string_view name) const {
+  MutexLock lock(mutex_);
+  const auto found = std::find_if(known_.begin(), known_.end(),
+                                  [&](const auto& one) { return one.second.member.name == name; });
+  return found == known_.end() ? std::nullopt : std::optional(found->second.member);
 }
 
 void Client::end_with(const Bytes& last_lines, const Error& for_waiters, Deadline deadline) {
@@ -347,7 +386,7 @@ void Client::end_with(const Bytes& last_lines, const Error& for_waiters, Deadlin
     channel = channel_;
     left_ = channel == nullptr;
   }
-  forget_listeners();
+  events_.clear();
   try {
     if (channel) channel->send(last_lines, {});
   } catch (const Error&) {
@@ -374,84 +413,49 @@ void Client::give_up(const std::string& why, Deadline deadline) {
   end_with(encode_message(GiveUp{why}), Error(ErrorKind::kCancelled, "this worker was stopped"), deadline);
 }
 
-void Client::note_end(int rank, std::optional<Error> death) {
-  std::string cause;
+void Client::note_end(int rank, std::shared_ptr<const Error> death, bool warns) {
+  Known ended;
   {
     MutexLock lock(mutex_);
     const auto found = known_.find(rank);
     if (found == known_.end() || found->second.presence != Presence::kPresent) return;
     Known& known = found->second;
     known.presence = death ? Presence::kDied : Presence::kLeft;
-    if (death) cause = death->message();
-    known.death = death;
-    events_.push_back({known.member, known.presence, std::move(death)});
+    known.death = std::move(death);
+    ended = known;
   }
-  if (!cause.empty()) runtime_.log.warning(cause);
-  notify_listeners();
+  if (ended.death && warns) runtime_.log.warning(ended.death->message());
+  events_.add(ended.member, ended.presence, std::move(ended.death));
+  events_.deliver();
 }
 
 void Client::note_own_death(const Error& reason) {
+  Member member;
   {
     MutexLock lock(mutex_);
     const auto self = std::find_if(known_.begin(), known_.end(), [&](const auto& one) {
       return one.second.member.instance == self_.instance;
     });
     if (self == known_.end()) return;
-    events_.push_back({self->second.member, Presence::kDied, reason});
+    member = self->second.member;
   }
-  notify_listeners();
+  events_.add(member, Presence::kDied, std::make_shared<Error>(reason));
+  events_.deliver();
 }
 
-void Client::note_arrival(Member member) {
+void Client::note_arrival(const Member& member) {
   {
     MutexLock lock(mutex_);
-    events_.push_back({member, Presence::kPresent, std::nullopt});
-    const int rank = member.rank;
-    known_[rank] = {std::move(member)};
+    known_[member.rank] = {member};
+    rounds_.replaced();
   }
-  notify_listeners();
+  events_.add(member, Presence::kPresent, nullptr);
+  events_.deliver();
 }
 
 void Client::watch(Membership::Callbacks callbacks) {
-  const auto listener = std::make_shared<Listener>(Listener{std::move(callbacks)});
-  {
-    MutexLock lock(mutex_);
-    if (listeners_destroyed_) return;
-    listeners_.push_back(listener);
-  }
+  events_.watch(std::move(callbacks));
   transport_->wake();
-}
-
-void Client::notify(const Membership::Callbacks& callbacks, const Event& event) {
-  if (event.now == Presence::kPresent) {
-    if (callbacks.joined) callbacks.joined(event.member);
-  } else if (event.now == Presence::kDied) {
-    if (callbacks.died) callbacks.died(event.member, *event.death);
-  } else if (callbacks.left) {
-    callbacks.left(event.member);
-  }
-}
-
-void Client::notify_listeners() {
-  while (true) {
-    std::shared_ptr<Listener> listener;
-    std::optional<Event> event;
-    {
-      MutexLock lock(mutex_);
-      // The listener with the oldest event is next, so that all get one event before any gets a later one.
-      const auto behind = std::min_element(listeners_.begin(), listeners_.end(),
-                                           [](const auto& a, const auto& b) { return a->next < b->next; });
-      if (behind == listeners_.end() || (*behind)->next == events_.size()) return;
-      listener = *behind;
-      event = events_[listener->next++];
-    }
-    try {
-      notify(listener->callbacks, *event);
-    } catch (...) {
-      runtime_.log.error(
-          fmt::format("a membership callback threw: {}", torchspan::describe(std::current_exception()).text));
-    }
-  }
 }
 
 }  // namespace torchspan::rendezvous

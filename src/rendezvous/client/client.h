@@ -13,6 +13,8 @@
 #include <torchspan/detail/net/transport.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
+#include "rendezvous/client/member_events.h"
+#include "rendezvous/client/round_numbers.h"
 #include "rendezvous/messages/messages.h"
 
 namespace torchspan::rendezvous {
@@ -29,28 +31,30 @@ class Client final : private net::Handler {
   /// Closes the connection without a goodbye unless leave() ended it.
   ~Client() override;
 
-  enum class Presence : std::uint8_t { kPresent, kLeft, kDied };
   /// The latest holder of a rank.
   struct Known {
     Member member;
     Presence presence = Presence::kPresent;
-    std::optional<Error> death = {};
+    std::shared_ptr<const Error> death = {};
   };
 
   /// Waits for the result and returns this worker's registration; throws the reason if the store refuses it.
   Member join();
   std::vector<Member> members() const;
-  int world_size() const;
   std::optional<Known> find(int rank) const;
   /// `ranks` must be ascending and contain this worker's rank.
   std::vector<Bytes> gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
                             const Membership::Wait& wait);
+  CountSums sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
+                std::vector<int> ranks, const Membership::Wait& wait);
   void leave(Deadline deadline);
   void give_up(const std::string& why, Deadline deadline);
   /// The callbacks are destroyed when this worker's part ends: at the start of leave(), give_up() or
   /// end_part(), after the rounds of other threads were cancelled; at once if that has happened already. A
   /// worker that the others declared dead is notified of its own death, too, after all other events.
   void watch(Membership::Callbacks callbacks);
+  std::vector<int> ranks() const;
+  std::optional<Member> find_named(std::string_view name) const;
   /// Fails all current and later rounds, and destroys the listeners.
   void end_part(const Error& reason);
   bool is_callback_thread() const { return thread_.is_current(); }
@@ -59,27 +63,13 @@ class Client final : private net::Handler {
   /// A barrier or gather for which a thread waits.
   struct Slot {
     std::unique_ptr<Parker> parker;
+    std::size_t ranks = 0;
     bool done = false;
     std::vector<Bytes> bytes;
+    CountSums sums;
     std::optional<std::vector<int>> missing;  ///< from the store, not passed on yet
     std::optional<Error> error;
   };
-  /// An event of another worker; kept for listeners that are added later.
-  struct Event {
-    Member member;
-    Presence now;
-    std::optional<Error> death;
-  };
-  struct Listener {
-    Membership::Callbacks callbacks;
-    std::size_t next = 0;  ///< index into events_
-  };
-  /// Rounds of the same ranks under the same tag; counted until one of the workers is replaced.
-  struct RoundCounter {
-    std::vector<std::uint32_t> incarnations;
-    std::uint64_t next = 0;
-  };
-
   void add_handlers();
   void run();
   void connect();
@@ -92,22 +82,21 @@ class Client final : private net::Handler {
   void lose_store(const Error& reason, bool silent = false);
   void decide(std::optional<Error> refusal);
   void meet(Welcome message);
-  void note_arrival(Member member);
-  void note_end(int rank, std::optional<Error> death);
+  void note(const Changes& changes);
+  void note_arrival(const Member& member);
+  void note_end(int rank, std::shared_ptr<const Error> death, bool warns = true);
   /// The others declared this worker dead. In its own table it stays present.
   void note_own_death(const Error& reason);
   /// Waits until the slot is done or the time is over; reports missing ranks meanwhile.
-  std::vector<Bytes> wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait);
+  void wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait);
   void ask_missing(std::uint64_t call);
-  void number(Contribute& message) TORCHSPAN_REQUIRES(mutex_);
+  /// Takes part in a round; the message lacks the numbers and the timeout. The result is in the slot.
+  std::shared_ptr<Slot> take_part(Contribute message, const Membership::Wait& wait);
   void finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill);
   /// Sends the last message to the store, unless one was sent before, waits for its answer, and ends the
   /// thread.
   void end_with(const Bytes& last_lines, const Error& for_waiters, Deadline deadline);
   void cancel_slots(const Error& reason) TORCHSPAN_REQUIRES(mutex_);
-  void notify_listeners();
-  void forget_listeners();
-  static void notify(const Membership::Callbacks& callbacks, const Event& event);
   Error unreachable() const;
   void stop();
 
@@ -134,12 +123,10 @@ class Client final : private net::Handler {
   std::optional<Error> store_gone_ TORCHSPAN_GUARDED_BY(mutex_);
   bool leaving_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool left_ TORCHSPAN_GUARDED_BY(mutex_) = false;
-  std::map<std::pair<std::string, std::vector<int>>, RoundCounter> rounds_ TORCHSPAN_GUARDED_BY(mutex_);
+  RoundNumbers rounds_ TORCHSPAN_GUARDED_BY(mutex_);
   std::uint64_t next_call_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::map<std::uint64_t, std::shared_ptr<Slot>> slots_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<Event> events_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<std::shared_ptr<Listener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
-  bool listeners_destroyed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  MemberEvents events_;
 
   std::unique_ptr<Parker> verdict_;
   std::unique_ptr<Parker> farewell_;

@@ -76,9 +76,9 @@ void check_codecs(BytesView bytes) {
   check_codec<Contribute>(table);
   check_codec<Gathered>(table);
   check_codec<RoundFailed>(table);
-  check_codec<Left>(table);
-  check_codec<Died>(table);
-  check_codec<Joined>(table);
+  check_codec<Changes>(table);
+  check_codec<Summed>(table);
+  check_codec<Missing>(table);
   check_codec<Ping>(table);
   check_codec<DeclaredDead>(table);
   try {
@@ -152,17 +152,22 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
       welcome.members.push_back(member);
     }
     Welcome with_gone = welcome;
-    with_gone.gone = {{2, true, "it died"}, {0, false, ""}};
+    with_gone.gone = {{{2}, true, " died"}, {{0}, false, ""}};
     Member again = welcome.members[2];
     again.incarnation = 1;
+    Changes news;
+    news.add(Gone{{2}, true, " died: why"});
+    news.add(Arrived{{again}});
+    Gathered gathered{.call = 0, .runs = {}};
+    for (Bytes bytes : {Bytes(2), Bytes(), Bytes()}) gathered.add(std::move(bytes));
     std::vector<Bytes> seeds;
     for (const Welcome& one : {welcome, with_gone}) {
+      seeds.push_back(testing::joined({word(Ping{std::chrono::seconds(5)}), word(one), word(news)}));
       seeds.push_back(testing::joined(
-          {word(Ping{std::chrono::seconds(5)}), word(one), word(Died{2, "why"}), word(Joined{again})}));
-      seeds.push_back(testing::joined(
-          {word(one), word(Left{0}), word(Gathered{0, {Bytes(2), Bytes()}}), word(DeclaredDead{"silent"})}));
-      seeds.push_back(
-          testing::joined({word(one), word(RoundFailed{0, ErrorKind::kTimedOut, "late"}), word(Farewell{})}));
+          {word(one), word(Changes{{Gone{{0, 2}}}}), word(gathered), word(DeclaredDead{"silent"})}));
+      seeds.push_back(testing::joined({word(one), word(RoundFailed{0, ErrorKind::kTimedOut, "late"}),
+                                       word(Summed{0, {{7}, {{1, Bytes(1)}}, 1}}),
+                                       word(Missing{0, {0, 1, 2}}), word(Farewell{})}));
     }
     seeds.push_back(word(Refused{ErrorKind::kInvalid, "no"}));
     Register entry;

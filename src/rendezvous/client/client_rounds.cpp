@@ -31,20 +31,38 @@ void Client::finish_slot(std::uint64_t call, const std::function<void(Slot&)>& f
 
 std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
                                   const Membership::Wait& wait) {
-  const auto slot = std::make_shared<Slot>();
-  slot->parker = runtime_.executor.make_parker();
   Contribute message;
   message.tag = tag;
   message.ranks = std::move(ranks);
-  message.timeout = wait.until.left(runtime_.executor.now());
   message.bytes.assign(mine.begin(), mine.end());
+  return std::move(take_part(std::move(message), wait)->bytes);
+}
+
+CountSums Client::sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
+                      std::vector<int> ranks, const Membership::Wait& wait) {
+  Contribute message;
+  message.tag = tag;
+  message.ranks = std::move(ranks);
+  message.bytes.assign(note.begin(), note.end());
+  message.counts = std::move(counts);
+  return std::move(take_part(std::move(message), wait)->sums);
+}
+
+std::shared_ptr<Client::Slot> Client::take_part(Contribute message, const Membership::Wait& wait) {
+  const auto slot = std::make_shared<Slot>();
+  slot->parker = runtime_.executor.make_parker();
+  slot->ranks = message.ranks.size();
+  message.timeout = wait.until.left(runtime_.executor.now());
   std::shared_ptr<net::Channel> channel;
   {
     MutexLock lock(mutex_);
     if (leaving_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
     if (store_gone_) throw Error(*store_gone_);
     message.call = next_call_++;
-    number(message);
+    rounds_.number(message, [this](int rank) TORCHSPAN_REQUIRES(mutex_) {
+      const auto found = known_.find(rank);
+      return found == known_.end() ? 0 : found->second.member.incarnation;
+    });
     slots_[message.call] = slot;
     channel = channel_;
   }
@@ -61,14 +79,15 @@ std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::v
     }  // else on_store_gone() ends the wait with the reason
   }
   try {
-    return wait_for(message.call, *slot, wait);
+    wait_for(message.call, *slot, wait);
+    return slot;
   } catch (...) {
     forget();
     throw;
   }
 }
 
-std::vector<Bytes> Client::wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait) {
+void Client::wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait) {
   const Executor& executor = runtime_.executor;
   const Deadline until = with_grace(wait.until);
   const bool reports = wait.report && wait.every > Duration::zero();
@@ -80,7 +99,7 @@ std::vector<Bytes> Client::wait_for(std::uint64_t call, Slot& slot, const Member
       MutexLock lock(mutex_);
       if (slot.done) {
         if (slot.error) throw Error(*slot.error);
-        return std::move(slot.bytes);
+        return;
       }
       for (const int rank : std::exchange(slot.missing, std::nullopt).value_or(std::vector<int>())) {
         if (const auto known = known_.find(rank); known != known_.end())
@@ -108,16 +127,6 @@ void Client::ask_missing(std::uint64_t call) {
     runtime_.log.debug(
         fmt::format("the store could not be asked which ranks are missing: {}", error.message()));
   }
-}
-
-void Client::number(Contribute& message) {
-  for (const int rank : message.ranks) {
-    const auto found = known_.find(rank);
-    message.incarnations.push_back(found == known_.end() ? 0 : found->second.member.incarnation);
-  }
-  RoundCounter& counter = rounds_[{message.tag, message.ranks}];
-  if (counter.incarnations != message.incarnations) counter = {message.incarnations, 0};
-  message.round = counter.next++;
 }
 
 }  // namespace torchspan::rendezvous

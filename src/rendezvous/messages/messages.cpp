@@ -47,13 +47,7 @@ Duration get_duration(ByteReader& reader) {
   return duration == Duration::max() ? duration : std::min(duration, kLongestWait);
 }
 
-int get_rank(ByteReader& reader) {
-  const int rank = reader.get<std::int32_t>();
-  if (rank < 0 || rank >= kMaxWorkers) {
-    throw Error(ErrorKind::kInvalid, fmt::format("store message names rank {}", rank));
-  }
-  return rank;
-}
+int get_rank(ByteReader& reader) { return checked_rank(reader.get<std::int32_t>()); }
 
 /// A rank, or kAnyRank.
 int get_optional_rank(ByteReader& reader) {
@@ -85,12 +79,11 @@ void put_member(ByteWriter& writer, const Member& member) {
   writer.put(member.functions_digest);
   writer.put(member.incarnation);
 }
-constexpr std::size_t kLeastMemberBytes = 4 * 6 + 8 * 5;
 
-Member get_member(ByteReader& reader, int (*read_rank)(ByteReader&) = get_rank) {
+Member get_member(ByteReader& reader) {
   Member member;
   member.name = reader.get_string();
-  member.rank = read_rank(reader);
+  member.rank = get_optional_rank(reader);
   member.address = reader.get_string();
   member.instance = reader.get<std::uint64_t>();
   member.host = reader.get_string();
@@ -103,17 +96,21 @@ Member get_member(ByteReader& reader, int (*read_rank)(ByteReader&) = get_rank) 
   return member;
 }
 
-void put_departed(ByteWriter& writer, const Gone& gone) {
-  writer.put(std::int32_t{gone.rank});
+void put_gone(ByteWriter& writer, const Gone& gone) {
   writer.put(gone.died);
-  writer.put_string(gone.reason);
+  Ranks(gone.ranks).encode(writer);
+  if (gone.died) writer.put_string(gone.how);
 }
 
-Gone get_departed(ByteReader& reader) {
+/// `most`: how many ranks may still follow in the message; falls by those that are read.
+Gone get_gone(ByteReader& reader, std::size_t& most) {
   Gone gone;
-  gone.rank = get_rank(reader);
   gone.died = reader.get<bool>();
-  gone.reason = reader.get_string();
+  const Ranks ranks = Ranks::decode(reader);
+  if (ranks.size() > most) throw Error(ErrorKind::kInvalid, "store message names too many ranks");
+  most -= ranks.size();
+  gone.ranks = ranks.list();
+  if (gone.died) gone.how = reader.get_string();
   return gone;
 }
 
@@ -141,7 +138,7 @@ Register Register::decode(ByteReader& reader) {
     return message;
   }
   message.job = reader.get_string();
-  message.member = get_member(reader, get_optional_rank);
+  message.member = get_member(reader);
   message.world_size = reader.get<std::int32_t>();
   message.require_same_functions = reader.get<bool>();
   message.functions = get_list(reader, 4, [&] { return reader.get_string(); });
@@ -150,14 +147,15 @@ Register Register::decode(ByteReader& reader) {
 }
 
 void Welcome::encode(ByteWriter& writer) const {
-  put_list(writer, members, [&](const Member& member) { put_member(writer, member); });
-  put_list(writer, gone, [&](const Gone& one) { put_departed(writer, one); });
+  put_members(writer, members);
+  put_list(writer, gone, [&](const Gone& one) { put_gone(writer, one); });
 }
 
 Welcome Welcome::decode(ByteReader& reader) {
   Welcome message;
-  message.members = get_list(reader, kLeastMemberBytes, [&] { return get_member(reader); });
-  message.gone = get_list(reader, 4 + 1 + 4, [&] { return get_departed(reader); });
+  message.members = get_members(reader);
+  std::size_t most = kMaxWorkers;
+  message.gone = get_list(reader, 2, [&] { return get_gone(reader, most); });
   return message;
 }
 
@@ -178,34 +176,92 @@ Refused Refused::decode(ByteReader& reader) {
 void Contribute::encode(ByteWriter& writer) const {
   writer.put(call);
   writer.put_string(tag);
-  put_list(writer, ranks, [&](int rank) { writer.put(std::int32_t{rank}); });
+  ranks.encode(writer);
   writer.put(round);
   put_duration(writer, timeout);
   put_blob(writer, bytes);
-  put_list(writer, incarnations, [&](std::uint32_t one) { writer.put(one); });
+  put_repeated(writer, incarnations);
+  put_list(writer, counts, [&](std::uint64_t one) { writer.put(one); });
 }
 
 Contribute Contribute::decode(ByteReader& reader) {
   Contribute message;
   message.call = reader.get<std::uint64_t>();
   message.tag = reader.get_string();
-  message.ranks = get_list(reader, 4, [&] { return get_rank(reader); });
+  message.ranks = Ranks::decode(reader);
   message.round = reader.get<std::uint64_t>();
   message.timeout = get_duration(reader);
   message.bytes = get_blob(reader);
-  message.incarnations = get_list(reader, 4, [&] { return reader.get<std::uint32_t>(); });
+  message.incarnations = get_repeated(reader);
+  message.counts = get_list(reader, 8, [&] { return reader.get<std::uint64_t>(); });
   return message;
+}
+
+void Gathered::add(Bytes bytes) {
+  if (!runs.empty() && runs.back().bytes == bytes) {
+    ++runs.back().ranks;
+  } else {
+    runs.push_back({1, std::move(bytes)});
+  }
+}
+
+std::vector<Bytes> Gathered::all(std::size_t ranks) const {
+  std::size_t sum = 0;
+  for (const Run& run : runs) sum += run.ranks;
+  if (sum != ranks) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the store sent the bytes of {} ranks instead of {}", sum, ranks));
+  }
+  std::vector<Bytes> all;
+  all.reserve(ranks);
+  for (const Run& run : runs) all.insert(all.end(), run.ranks, run.bytes);
+  return all;
 }
 
 void Gathered::encode(ByteWriter& writer) const {
   writer.put(call);
-  put_list(writer, bytes, [&](const Bytes& part) { put_blob(writer, part); });
+  put_list(writer, runs, [&](const Run& run) {
+    put_number(writer, run.ranks);
+    put_number(writer, run.bytes.size());
+    writer.put_bytes(run.bytes);
+  });
 }
 
 Gathered Gathered::decode(ByteReader& reader) {
   Gathered message;
   message.call = reader.get<std::uint64_t>();
-  message.bytes = get_list(reader, 4, [&] { return get_blob(reader); });
+  message.runs = get_list(reader, 2, [&] {
+    Run run;
+    run.ranks = get_number(reader);
+    if (run.ranks == 0 || run.ranks > kMaxWorkers) {
+      throw Error(ErrorKind::kInvalid, fmt::format("store message has the bytes of {} ranks", run.ranks));
+    }
+    const BytesView bytes = reader.get_bytes(get_number(reader));
+    run.bytes.assign(bytes.begin(), bytes.end());
+    return run;
+  });
+  return message;
+}
+
+void Summed::encode(ByteWriter& writer) const {
+  writer.put(call);
+  put_list(writer, sums.counts, [&](std::uint64_t one) { writer.put(one); });
+  put_list(writer, sums.notes, [&](const CountSums::Note& note) {
+    writer.put(std::int32_t{note.rank});
+    put_blob(writer, note.bytes);
+  });
+  put_number(writer, sums.noted);
+}
+
+Summed Summed::decode(ByteReader& reader) {
+  Summed message;
+  message.call = reader.get<std::uint64_t>();
+  message.sums.counts = get_list(reader, 8, [&] { return reader.get<std::uint64_t>(); });
+  message.sums.notes = get_list(reader, 8, [&] {
+    const int rank = get_rank(reader);
+    return CountSums::Note{rank, get_blob(reader)};
+  });
+  message.sums.noted = get_number(reader);
   return message;
 }
 
@@ -223,23 +279,38 @@ RoundFailed RoundFailed::decode(ByteReader& reader) {
   return message;
 }
 
-void Left::encode(ByteWriter& writer) const { writer.put(std::int32_t{rank}); }
-
-Left Left::decode(ByteReader& reader) { return {get_rank(reader)}; }
-
-void Died::encode(ByteWriter& writer) const {
-  writer.put(std::int32_t{rank});
-  writer.put_string(reason);
+void Changes::add(const Change& change) {
+  if (const auto* arrived = std::get_if<Arrived>(&change)) {
+    auto* last = list.empty() ? nullptr : std::get_if<Arrived>(&list.back());
+    if (last == nullptr) last = &std::get<Arrived>(list.emplace_back(Arrived{}));
+    last->members.insert(last->members.end(), arrived->members.begin(), arrived->members.end());
+    return;
+  }
+  const auto& gone = std::get<Gone>(change);
+  auto* last = list.empty() ? nullptr : std::get_if<Gone>(&list.back());
+  if (last == nullptr || last->died != gone.died || last->how != gone.how) {
+    list.emplace_back(gone);
+  } else {
+    last->ranks.insert(last->ranks.end(), gone.ranks.begin(), gone.ranks.end());
+  }
 }
 
-Died Died::decode(ByteReader& reader) {
-  const int rank = get_rank(reader);
-  return {rank, reader.get_string()};
+void Changes::encode(ByteWriter& writer) const {
+  put_list(writer, list, [&](const Change& change) {
+    writer.put(std::holds_alternative<Gone>(change));
+    if (const auto* gone = std::get_if<Gone>(&change)) return put_gone(writer, *gone);
+    put_members(writer, std::get<Arrived>(change).members);
+  });
 }
 
-void Joined::encode(ByteWriter& writer) const { put_member(writer, member); }
-
-Joined Joined::decode(ByteReader& reader) { return {get_member(reader)}; }
+Changes Changes::decode(ByteReader& reader) {
+  Changes message;
+  std::size_t most = kMaxWorkers;
+  message.list = get_list(reader, 2, [&] {
+    return reader.get<bool>() ? Change(get_gone(reader, most)) : Change(Arrived{get_members(reader)});
+  });
+  return message;
+}
 
 void Ping::encode(ByteWriter& writer) const {
   put_duration(writer, dead_after);
@@ -273,12 +344,12 @@ AskMissing AskMissing::decode(ByteReader& reader) { return {reader.get<std::uint
 
 void Missing::encode(ByteWriter& writer) const {
   writer.put(call);
-  put_list(writer, ranks, [&](int rank) { writer.put(std::int32_t{rank}); });
+  Ranks(ranks).encode(writer);
 }
 
 Missing Missing::decode(ByteReader& reader) {
   const auto call = reader.get<std::uint64_t>();
-  return {call, get_list(reader, 4, [&] { return get_rank(reader); })};
+  return {call, Ranks::decode(reader).list()};
 }
 
 void GiveUp::encode(ByteWriter& writer) const { writer.put_string(why); }

@@ -1,22 +1,27 @@
 #pragma once
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include <torchspan/core/bytes.h>
 #include <torchspan/core/time.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
+#include "rendezvous/messages/compact.h"
+
 /// The messages between clients and the store. A message is encoded as u16 type, then its fields; it is one
 /// struct here and one handler in a MessageTable.
 namespace torchspan::rendezvous {
 
-inline constexpr std::uint32_t kStoreVersion = 4;
+inline constexpr std::uint32_t kStoreVersion = 5;
 inline constexpr std::size_t kMostGatherBytes = std::size_t{64} << 10;
-inline constexpr int kMaxWorkers = 1 << 20;
+inline constexpr std::size_t kMostCounts = 1024;
 
 /// When the wait that a message requests ends; Duration::max() means never.
 Deadline deadline_after(TimePoint now, Duration timeout);
@@ -37,18 +42,18 @@ struct Register {
   static Register decode(ByteReader& reader);
 };
 
-/// A worker that has left, or died for a reason.
+/// Workers that have left, or died in the same way.
 struct Gone {
-  int rank = 0;
+  std::vector<int> ranks;
   bool died = false;
-  std::string reason;
+  std::string how = {};  ///< of a death: the text after describe(worker), as in " died: its process ended …"
 };
 
 /// Store to a client: it has joined, because the world is complete or open. It finds itself by its name.
 struct Welcome {
   static constexpr std::uint16_t kType = 2;
   std::vector<Member> members;  ///< the latest member of every rank, by rank
-  std::vector<Gone> gone;       ///< those of them that left or died
+  std::vector<Gone> gone;       ///< those of them that left or died, by rank
 
   void encode(ByteWriter& writer) const;
   static Welcome decode(ByteReader& reader);
@@ -71,11 +76,13 @@ struct Contribute {
   static constexpr std::uint16_t kType = 4;
   std::uint64_t call = 0;  ///< a number of the client; the answer repeats it
   std::string tag;
-  std::vector<int> ranks;  ///< ascending
+  Ranks ranks;  ///< ascending
   std::uint64_t round = 0;
   Duration timeout{0};  ///< Duration::max(): never
   Bytes bytes;
   std::vector<std::uint32_t> incarnations = {};  ///< of `ranks`, as the client knows them
+  /// If not empty, the answer is the sum of all ranks' counts, a Summed, instead of all ranks' bytes.
+  std::vector<std::uint64_t> counts = {};
 
   void encode(ByteWriter& writer) const;
   static Contribute decode(ByteReader& reader);
@@ -84,9 +91,18 @@ struct Contribute {
 /// Store to the participants of a round: all ranks arrived.
 struct Gathered {
   static constexpr std::uint16_t kType = 5;
+  /// The bytes of consecutive ranks that contributed the same.
+  struct Run {
+    std::size_t ranks = 1;
+    Bytes bytes = {};
+  };
   std::uint64_t call = 0;
-  std::vector<Bytes> bytes;  ///< by ascending rank
+  std::vector<Run> runs;  ///< by ascending rank
 
+  /// Appends the bytes of the next rank.
+  void add(Bytes bytes);
+  /// The bytes of all ranks; throws kInvalid if they are not `ranks` many.
+  std::vector<Bytes> all(std::size_t ranks) const;
   void encode(ByteWriter& writer) const;
   static Gathered decode(ByteReader& reader);
 };
@@ -116,32 +132,22 @@ struct Farewell {
   static Farewell decode(ByteReader&) { return {}; }
 };
 
-/// Store to the others: `rank` said goodbye.
-struct Left {
-  static constexpr std::uint16_t kType = 9;
-  int rank = 0;
-
-  void encode(ByteWriter& writer) const;
-  static Left decode(ByteReader& reader);
+/// Workers that joined a running world, perhaps in place of others that left or died.
+struct Arrived {
+  std::vector<Member> members;
 };
 
-/// Store to the others: the connection of `rank` ended without a goodbye, or it was silent, or it gave up.
-struct Died {
-  static constexpr std::uint16_t kType = 10;
-  int rank = 0;
-  std::string reason;  ///< a sentence that begins with the worker
+/// Store to a client: what happened to other workers since the last Changes or the Welcome, in order. A worker
+/// is gone if it said goodbye, or died: its connection ended, or it was silent, or it gave up.
+struct Changes {
+  static constexpr std::uint16_t kType = 18;
+  using Change = std::variant<Arrived, Gone>;
+  std::vector<Change> list;
 
+  /// Appends a change; joins it to the last one if both are of the same kind.
+  void add(const Change& change);
   void encode(ByteWriter& writer) const;
-  static Died decode(ByteReader& reader);
-};
-
-/// Store to the others: a worker joined a running world, perhaps in place of one that left or died.
-struct Joined {
-  static constexpr std::uint16_t kType = 11;
-  Member member;
-
-  void encode(ByteWriter& writer) const;
-  static Joined decode(ByteReader& reader);
+  static Changes decode(ByteReader& reader);
 };
 
 /// Store to a client on another host: requests a heartbeat. A store that sends none for `dead_after` is dead.
@@ -194,6 +200,16 @@ struct Missing {
   static Missing decode(ByteReader& reader);
 };
 
+/// Store to the participants of a round with counts: all ranks arrived.
+struct Summed {
+  static constexpr std::uint16_t kType = 19;
+  std::uint64_t call = 0;
+  CountSums sums;
+
+  void encode(ByteWriter& writer) const;
+  static Summed decode(ByteReader& reader);
+};
+
 /// Client to store: it ends without a goodbye, with the reason; the answer is a Farewell.
 struct GiveUp {
   static constexpr std::uint16_t kType = 17;
@@ -203,6 +219,12 @@ struct GiveUp {
   static GiveUp decode(ByteReader& reader);
 };
 
+/// An encoded message, which several connections may send.
+using SharedBytes = std::shared_ptr<const Bytes>;
+
+/// Header of a message that is in the only segment.
+inline constexpr std::array<std::byte, 1> kInSegment{};
+
 template <class Message>
 Bytes encode_message(const Message& message) {
   Bytes bytes;
@@ -211,6 +233,11 @@ Bytes encode_message(const Message& message) {
   writer.put(Message::kType);
   message.encode(writer);
   return writer.take();
+}
+
+template <class Message>
+SharedBytes share_message(const Message& message) {
+  return std::make_shared<const Bytes>(encode_message(message));
 }
 
 /// Maps message types to handlers. Unknown types and malformed bytes throw Error{kInvalid}.

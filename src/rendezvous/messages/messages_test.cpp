@@ -43,17 +43,17 @@ std::vector<Bytes> examples() {
   return {
       encode_message(Register{
           kStoreVersion, "job", make_member(3), 4, true, {"f(int)", "g()"}, std::chrono::seconds(3)}),
-      encode_message(Welcome{{make_member(0), make_member(1)}, {{1, true, "killed"}}}),
+      encode_message(Welcome{{make_member(0), make_member(1)}, {{{1}, true, "killed"}}}),
       encode_message(Refused{ErrorKind::kDenied, "no"}),
       encode_message(
           Contribute{9, "tag", {0, 2, 3}, 5, std::chrono::seconds(1), bytes_of("mine"), {0, 7, 1}}),
-      encode_message(Gathered{9, {bytes_of("a"), {}, bytes_of("c")}}),
+      encode_message(Contribute{9, "tag", {0, 2, 4}, 5, std::chrono::seconds(1), {}, {0, 0, 0}, {7, 8}}),
+      encode_message(Gathered{9, {{1, bytes_of("a")}, {3, {}}, {1, bytes_of("c")}}}),
+      encode_message(Summed{9, {{1, 2}, {{3, bytes_of("note")}}, 5}}),
       encode_message(RoundFailed{9, ErrorKind::kTimedOut, "late"}),
       encode_message(Leave{}),
       encode_message(Farewell{}),
-      encode_message(Left{3}),
-      encode_message(Died{2, "killed"}),
-      encode_message(Joined{make_member(5)}),
+      encode_message(Changes{{Gone{{3}}, Gone{{1, 2, 4}, true, "killed"}, Arrived{{make_member(5)}}}}),
       encode_message(Ping{std::chrono::seconds(5)}),
       encode_message(Pong{}),
       encode_message(DeclaredDead{"silent"}),
@@ -74,9 +74,8 @@ MessageTable<> full_table() {
   table.on<RoundFailed>([](RoundFailed) {});
   table.on<Leave>([](Leave) {});
   table.on<Farewell>([](Farewell) {});
-  table.on<Left>([](Left) {});
-  table.on<Died>([](Died) {});
-  table.on<Joined>([](Joined) {});
+  table.on<Changes>([](const Changes&) {});
+  table.on<Summed>([](const Summed&) {});
   table.on<Ping>([](Ping) {});
   table.on<Pong>([](Pong) {});
   table.on<DeclaredDead>([](DeclaredDead) {});
@@ -118,19 +117,27 @@ TEST(StoreMessages, KeepRoundsAndTheirBytes) {
   EXPECT_EQ(contribute.timeout, Duration::max());
   EXPECT_EQ(contribute.bytes, bytes_of("mine"));
   EXPECT_EQ(contribute.incarnations, (std::vector<std::uint32_t>{0, 7, 1}));
-  const auto gathered = round_trip(Gathered{9, {bytes_of("a"), {}, bytes_of("c")}});
-  EXPECT_EQ(gathered.bytes, (std::vector<Bytes>{bytes_of("a"), {}, bytes_of("c")}));
+  Gathered answer{9, {}};
+  for (const char* text : {"a", "", "", "c"}) answer.add(bytes_of(text));
+  EXPECT_EQ(answer.runs.size(), 3u);
+  const auto gathered = round_trip(answer);
+  EXPECT_EQ(gathered.all(4), (std::vector<Bytes>{bytes_of("a"), {}, {}, bytes_of("c")}));
+  EXPECT_THROW(gathered.all(3), Error);
+  const auto summed = round_trip(Summed{9, {{1, 2}, {{3, bytes_of("note")}}, 5}}).sums;
+  EXPECT_EQ(summed.counts, (std::vector<std::uint64_t>{1, 2}));
+  ASSERT_EQ(summed.notes.size(), 1u);
+  EXPECT_EQ(summed.notes[0].rank, 3);
+  EXPECT_EQ(summed.notes[0].bytes, bytes_of("note"));
+  EXPECT_EQ(summed.noted, 5u);
   EXPECT_EQ(round_trip(RoundFailed{9, ErrorKind::kTimedOut, "late"}).kind, ErrorKind::kTimedOut);
-  EXPECT_EQ(round_trip(Died{2, "killed"}).reason, "killed");
 }
 
 TEST(StoreMessages, KeepDepartedAndJoinedWorkers) {
-  const auto welcome = round_trip(Welcome{{make_member(0), make_member(1)}, {{1, true, "killed"}}});
+  const auto welcome = round_trip(Welcome{{make_member(0), make_member(1)}, {{{1}, true, "killed"}}});
   ASSERT_EQ(welcome.gone.size(), 1u);
-  EXPECT_EQ(welcome.gone[0].rank, 1);
+  EXPECT_EQ(welcome.gone[0].ranks, std::vector<int>{1});
   EXPECT_TRUE(welcome.gone[0].died);
-  EXPECT_EQ(welcome.gone[0].reason, "killed");
-  EXPECT_EQ(round_trip(Joined{make_member(5)}).member.incarnation, 4u);
+  EXPECT_EQ(welcome.gone[0].how, "killed");
   const Ping ping = round_trip(Ping{std::chrono::seconds(5), TimePoint(Duration(7))});
   EXPECT_EQ(ping.dead_after, std::chrono::seconds(5));
   EXPECT_EQ(ping.sent, TimePoint(Duration(7)));
@@ -144,7 +151,7 @@ TEST(StoreMessages, KeepDepartedAndJoinedWorkers) {
 TEST(StoreMessages, AllowAMissingRankOnlyInARegistration) {
   Register request{kStoreVersion, "job", make_member(kAnyRank), kOpenWorld, true, {}, {}};
   EXPECT_EQ(round_trip(request).member.rank, kAnyRank);
-  EXPECT_THROW(full_table().dispatch(encode_message(Joined{make_member(kAnyRank)})), Error);
+  EXPECT_THROW(full_table().dispatch(encode_message(Changes{{Arrived{{make_member(kAnyRank)}}}})), Error);
   request.member.rank = kAnyRank - 1;
   EXPECT_THROW(full_table().dispatch(encode_message(request)), Error);
 }
@@ -167,8 +174,9 @@ TEST(StoreMessages, RefuseKindsRanksAndTypesThatDoNotExist) {
   kind.put(std::uint8_t{0});
   kind.put_string("");
   ByteWriter rank;
-  rank.put(Left::kType);
-  rank.put(std::int32_t{-1});
+  rank.put(Missing::kType);
+  rank.put(std::uint64_t{1});
+  rank.put_bytes(bytes_of("\x01\x01\x01"));  // one run of one rank, which is -1
   ByteWriter type;
   type.put(std::uint16_t{999});
   const auto table = full_table();

@@ -10,32 +10,51 @@ std::string silence_text(Duration silence) {
       to_seconds(silence));
 }
 
+void Heartbeats::watch(std::uint64_t connection, TimePoint now) {
+  forget(connection);
+  peers_[connection] = {now, std::nullopt};
+  to_ask_.emplace(now, connection);
+}
+
+void Heartbeats::forget(std::uint64_t connection) {
+  const auto found = peers_.find(connection);
+  if (found == peers_.end()) return;
+  to_ask_.erase({found->second.ask_at, connection});
+  if (found->second.asked_since) unanswered_.erase({*found->second.asked_since, connection});
+  peers_.erase(found);
+}
+
 void Heartbeats::heard(std::uint64_t connection) {
   const auto found = peers_.find(connection);
-  if (found != peers_.end()) found->second.asked_since.reset();
+  if (found == peers_.end() || !found->second.asked_since) return;
+  unanswered_.erase({*found->second.asked_since, connection});
+  found->second.asked_since.reset();
 }
 
 Heartbeats::Due Heartbeats::tick(TimePoint now) {
   Due due;
-  for (auto& [connection, peer] : peers_) {
-    if (peer.asked_since && now - *peer.asked_since >= options_.dead_after) {
-      due.dead.push_back(connection);
-    } else if (now >= peer.ask_at) {
-      due.ask.push_back(connection);
-      peer.ask_at = now + options_.interval;
-      if (!peer.asked_since) peer.asked_since = now;
-    }
+  while (!unanswered_.empty() && now - unanswered_.begin()->first >= options_.dead_after) {
+    due.dead.push_back(unanswered_.begin()->second);
+    forget(due.dead.back());
   }
-  for (const std::uint64_t connection : due.dead) peers_.erase(connection);
+  while (!to_ask_.empty() && to_ask_.begin()->first <= now) {
+    const std::uint64_t connection = to_ask_.begin()->second;
+    to_ask_.erase(to_ask_.begin());
+    due.ask.push_back(connection);
+    Peer& peer = peers_.at(connection);
+    peer.ask_at = now + options_.interval;
+    to_ask_.emplace(peer.ask_at, connection);
+    if (peer.asked_since) continue;
+    peer.asked_since = now;
+    unanswered_.emplace(now, connection);
+  }
   return due;
 }
 
 Deadline Heartbeats::next_deadline() const {
   Deadline next;
-  for (const auto& [connection, peer] : peers_) {
-    next = earlier(next, Deadline(peer.ask_at));
-    if (peer.asked_since) next = earlier(next, Deadline(*peer.asked_since + options_.dead_after));
-  }
+  if (!to_ask_.empty()) next = Deadline(to_ask_.begin()->first);
+  if (!unanswered_.empty()) next = earlier(next, Deadline(unanswered_.begin()->first + options_.dead_after));
   return next;
 }
 

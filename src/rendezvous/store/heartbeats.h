@@ -1,8 +1,10 @@
 #pragma once
 #include <cstdint>
-#include <map>
 #include <optional>
+#include <set>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <torchspan/core/time.h>
@@ -26,8 +28,8 @@ class Heartbeats {
   };
   explicit Heartbeats(Options options) : options_(options) {}
 
-  void watch(std::uint64_t connection, TimePoint now) { peers_[connection] = {now, std::nullopt}; }
-  void forget(std::uint64_t connection) { peers_.erase(connection); }
+  void watch(std::uint64_t connection, TimePoint now);
+  void forget(std::uint64_t connection);
   /// Any message counts.
   void heard(std::uint64_t connection);
   /// Which connections to ask now, and which are dead; removes the dead ones.
@@ -40,8 +42,12 @@ class Heartbeats {
     TimePoint ask_at;
     std::optional<TimePoint> asked_since;  ///< time of the first request without an answer
   };
+  using Times = std::set<std::pair<TimePoint, std::uint64_t>>;
+
   const Options options_;
-  std::map<std::uint64_t, Peer> peers_;
+  std::unordered_map<std::uint64_t, Peer> peers_;
+  Times to_ask_;      ///< Peer::ask_at and connection
+  Times unanswered_;  ///< Peer::asked_since and connection
 };
 
 }  // namespace torchspan::rendezvous

@@ -18,27 +18,48 @@ std::string list_members(const std::vector<const Member*>& members) {
   return text.empty() ? "none" : text;
 }
 
+namespace {
+
+/// "[0, 1, 2]", shortened after two dozen.
+std::string list_ranks(const std::vector<int>& ranks) {
+  constexpr std::size_t kMost = 24;
+  if (ranks.size() <= kMost) return fmt::format("{}", ranks);
+  return fmt::format("[{} and {} more]", fmt::join(ranks.begin(), ranks.begin() + kMost, ", "),
+                     ranks.size() - kMost);
+}
+
+}  // namespace
+
 std::string Rounds::names_of(const std::vector<int>& ranks) const {
   std::vector<const Member*> members;
   for (const int rank : ranks) members.push_back(&members_.at(rank));
   return list_members(members);
 }
 
-std::string Rounds::validate(int rank, const Contribute& message) const {
-  const auto& ranks = message.ranks;
+std::string Rounds::validate(const Contribute& message) {
   if (!is_name(message.tag)) return "its tag is not a name: 1 to 127 of the characters A-Z a-z 0-9 _ . : -";
   if (message.bytes.size() > kMostGatherBytes) {
     return fmt::format("{} bytes are more than the {} a worker may contribute", message.bytes.size(),
                        kMostGatherBytes);
   }
+  return message.counts.size() > kMostCounts
+             ? fmt::format("{} counts are more than the {} a worker may contribute", message.counts.size(),
+                           kMostCounts)
+             : "";
+}
+
+/// In the world's size, so only for the first contribution of a round.
+std::string Rounds::validate_ranks(int rank, const Contribute& message) const {
+  const std::vector<int> ranks = message.ranks.list();
+  if (message.ranks != ranks) return "its ranks are not in the shortest form";
   if (!std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>())) {
-    return fmt::format("the ranks {} are not ascending", ranks);
+    return fmt::format("the ranks {} are not ascending", list_ranks(ranks));
   }
   for (const int other : ranks) {
     if (!members_.contains(other)) return fmt::format("there is no rank {} in this world", other);
   }
   if (!std::binary_search(ranks.begin(), ranks.end(), rank)) {
-    return fmt::format("rank {} takes part without being one of its ranks {}", rank, ranks);
+    return fmt::format("rank {} takes part without being one of its ranks {}", rank, list_ranks(ranks));
   }
   if (message.incarnations.size() != ranks.size()) {
     return fmt::format("it names {} incarnations of {} ranks", message.incarnations.size(), ranks.size());
@@ -53,8 +74,9 @@ std::string Rounds::validate(int rank, const Contribute& message) const {
 }
 
 std::string Rounds::news_for(const Contribute& message) const {
-  for (std::size_t i = 0; i < message.ranks.size(); ++i) {
-    const Member& member = members_.at(message.ranks[i]);
+  const std::vector<int> ranks = message.ranks.list();
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const Member& member = members_.at(ranks[i]);
     if (message.incarnations[i] == member.incarnation) continue;
     return fmt::format("{} was replaced meanwhile; call again (its place is taken by {})",
                        former_names_.at(member.rank), describe(member));
@@ -68,50 +90,76 @@ void Rounds::on_join(Member member) {
     former_names_[rank] = former->second.name;
     on_gone(rank, describe(former->second) + " was replaced");
     gone_.erase(rank);
-    std::erase_if(rounds_, [&](const auto& entry) {
-      return std::binary_search(entry.first.ranks.begin(), entry.first.ranks.end(), rank);
-    });
+    std::erase_if(rounds_, [&](const auto& entry) { return entry.first.ranks.contains(rank); });
   }
   members_[rank] = std::move(member);
 }
 
 void Rounds::contribute(int rank, Contribute message, TimePoint now) {
-  if (const std::string problem = validate(rank, message); !problem.empty()) {
-    answer_(rank, encode_message(RoundFailed{message.call, ErrorKind::kInvalid, problem}));
-    return;
+  const auto refuse = [&](ErrorKind kind, const std::string& text) {
+    answer_(rank, share_message(RoundFailed{message.call, kind, text}));
+  };
+  if (const std::string problem = validate(message); !problem.empty())
+    return refuse(ErrorKind::kInvalid, problem);
+  const bool sums = !message.counts.empty();
+  Key key{message.tag, message.round, sums, std::move(message.ranks)};
+  auto place = rounds_.find(key);
+  // A round exists only under ranks and incarnations that were valid and still are.
+  if (place == rounds_.end() || place->second.incarnations != message.incarnations ||
+      !key.ranks.contains(rank)) {
+    message.ranks = std::move(key.ranks);
+    if (const std::string problem = validate_ranks(rank, message); !problem.empty())
+      return refuse(ErrorKind::kInvalid, problem);
+    if (const std::string news = news_for(message); !news.empty())
+      return refuse(ErrorKind::kDisconnected, news);
+    key.ranks = std::move(message.ranks);
+    place = begin(std::move(key), message);
   }
-  if (const std::string news = news_for(message); !news.empty()) {
-    answer_(rank, encode_message(RoundFailed{message.call, ErrorKind::kDisconnected, news}));
-    return;
-  }
-  const auto [place, fresh] = rounds_.try_emplace(Key{message.tag, message.ranks, message.round});
   Round& round = place->second;
-  if (fresh) {
-    for (const int other : message.ranks) {
-      if (!gone_.contains(other)) round.expected.insert(other);
-    }
+  if (sums && round.counts.size() != message.counts.size()) {
+    return refuse(ErrorKind::kInvalid,
+                  fmt::format("{} counts where other ranks have {}: all ranks must give equally many",
+                              message.counts.size(), round.counts.size()));
   }
   round.expected.erase(rank);
   if (round.ended) {
-    answer_(rank, encode_message(RoundFailed{message.call, round.kind, text_for(rank, round)}));
+    refuse(round.kind, text_for(rank, round));
   } else {
-    round.arrived[rank] = {message.call, std::move(message.bytes)};
-    round.deadline = earlier(round.deadline, deadline_after(now, message.timeout));
-    if (const End* gone = first_gone(message.ranks)) {
-      fail(round, ErrorKind::kDisconnected, gone->cause);
-    } else if (round.expected.empty()) {
-      complete(round);
-    }
+    arrive(place->first, round, rank, std::move(message), now);
   }
   erase_ended();
 }
 
-const Rounds::End* Rounds::first_gone(const std::vector<int>& ranks) const {
+Rounds::Place Rounds::begin(Key key, const Contribute& message) {
+  const auto [place, fresh] = rounds_.try_emplace(std::move(key));
+  if (!fresh) return place;
+  Round& round = place->second;
+  round.incarnations = message.incarnations;
+  round.counts.resize(message.counts.size());
+  for (const int other : place->first.ranks.list()) {
+    if (!gone_.contains(other)) round.expected.insert(round.expected.end(), other);
+  }
+  return place;
+}
+
+void Rounds::arrive(const Key& key, Round& round, int rank, Contribute message, TimePoint now) {
+  const bool again =
+      !round.arrived.insert_or_assign(rank, Arrival{message.call, std::move(message.bytes)}).second;
+  for (std::size_t i = 0; i < message.counts.size() && !again; ++i) round.counts[i] += message.counts[i];
+  round.deadline = earlier(round.deadline, deadline_after(now, message.timeout));
+  // Of a later arrival, all ranks are present: on_gone() would have ended the round.
+  if (const End* gone = round.arrived.size() == 1 ? first_gone(key.ranks) : nullptr) {
+    fail(round, ErrorKind::kDisconnected, gone->cause);
+  } else if (round.expected.empty()) {
+    complete(round, key.sums);
+  }
+}
+
+const Rounds::End* Rounds::first_gone(const Ranks& ranks) const {
   const End* first = nullptr;
-  for (const int rank : ranks) {
-    const auto gone = gone_.find(rank);
-    if (gone == gone_.end() || (first != nullptr && first->number < gone->second.number)) continue;
-    first = &gone->second;
+  for (const auto& [rank, end] : gone_) {
+    if (first != nullptr && first->number < end.number) continue;
+    if (ranks.contains(rank)) first = &end;
   }
   return first;
 }
@@ -120,7 +168,7 @@ void Rounds::report_missing(int rank, std::uint64_t call) const {
   for (const auto& [key, round] : rounds_) {
     const auto found = round.arrived.find(rank);
     if (round.ended || found == round.arrived.end() || found->second.call != call) continue;
-    answer_(rank, encode_message(Missing{call, {round.expected.begin(), round.expected.end()}}));
+    answer_(rank, share_message(Missing{call, {round.expected.begin(), round.expected.end()}}));
   }
 }
 
@@ -134,30 +182,51 @@ std::string Rounds::text_for(int rank, const Round& round) const {
                      round.there);
 }
 
-void Rounds::complete(Round& round) {
-  Gathered gathered;
-  for (auto& [rank, arrival] : round.arrived) gathered.bytes.push_back(std::move(arrival.bytes));
+/// Most ranks of one program have the same number for a call, so they share one message.
+template <class Make>
+void Rounds::answer_all(const Round& round, Make make) const {
+  std::map<std::uint64_t, SharedBytes> by_call;
   for (const auto& [rank, arrival] : round.arrived) {
-    gathered.call = arrival.call;
-    answer_(rank, encode_message(gathered));
+    SharedBytes& message = by_call[arrival.call];
+    if (!message) message = make(arrival.call);
+    answer_(rank, message);
   }
+}
+
+void Rounds::complete(Round& round, bool sums) {
   round.ended = true;
+  if (sums) {
+    Summed summed;
+    summed.sums.counts = round.counts;
+    for (auto& [rank, arrival] : round.arrived) {
+      if (arrival.bytes.empty() || ++summed.sums.noted > CountSums::kMostNotes) continue;
+      summed.sums.notes.push_back({rank, std::move(arrival.bytes)});
+    }
+    return answer_all(round, [&](std::uint64_t call) {
+      summed.call = call;
+      return share_message(summed);
+    });
+  }
+  Gathered gathered;
+  for (auto& [rank, arrival] : round.arrived) gathered.add(std::move(arrival.bytes));
+  answer_all(round, [&](std::uint64_t call) {
+    gathered.call = call;
+    return share_message(gathered);
+  });
 }
 
 void Rounds::fail(Round& round, ErrorKind kind, std::string text) {
   round.ended = true;
   round.kind = kind;
   round.text = std::move(text);
-  for (const auto& [rank, arrival] : round.arrived) {
-    answer_(rank, encode_message(RoundFailed{arrival.call, kind, round.text}));
-  }
+  answer_all(round, [&](std::uint64_t call) { return share_message(RoundFailed{call, kind, round.text}); });
   round.arrived.clear();
 }
 
 void Rounds::on_gone(int rank, std::string cause) {
   gone_.emplace(rank, End{ends_++, cause});
   for (auto& [key, round] : rounds_) {
-    if (!std::binary_search(key.ranks.begin(), key.ranks.end(), rank)) continue;
+    if (!key.ranks.contains(rank)) continue;
     round.expected.erase(rank);
     round.arrived.erase(rank);
     if (!round.ended) fail(round, ErrorKind::kDisconnected, cause);
@@ -171,7 +240,7 @@ std::string Rounds::others_under_this_tag(const Key& key, const Round& round) co
     for (const auto& [rank, arrival] : other.arrived) {
       if (!round.expected.contains(rank)) continue;
       return fmt::format("; but {} waits under this tag for ranks {} instead of {}: all must name the same",
-                         names_of({rank}), other_key.ranks, key.ranks);
+                         names_of({rank}), list_ranks(other_key.ranks.list()), list_ranks(key.ranks.list()));
     }
   }
   return "";

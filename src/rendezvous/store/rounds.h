@@ -20,7 +20,7 @@ std::string list_members(const std::vector<const Member*>& members);
 /// error. For one thread at a time.
 class Rounds {
  public:
-  using Answer = std::function<void(int rank, Bytes message)>;
+  using Answer = std::function<void(int rank, const SharedBytes& message)>;
   explicit Rounds(Answer answer) : answer_(std::move(answer)) {}
 
   /// A worker joined: a new one, or in place of one that left or died.
@@ -37,11 +37,12 @@ class Rounds {
   std::size_t size() const { return rounds_.size(); }
 
  private:
-  /// Rounds of different ranks under the same tag are different rounds.
+  /// Rounds of different ranks, and sums and gathers, under the same tag are different rounds.
   struct Key {
     std::string tag;
-    std::vector<int> ranks;
     std::uint64_t round;
+    bool sums;
+    Ranks ranks;
     friend auto operator<=>(const Key&, const Key&) = default;
   };
   struct Arrival {
@@ -49,6 +50,8 @@ class Rounds {
     Bytes bytes;
   };
   struct Round {
+    std::vector<std::uint32_t> incarnations;  ///< of the key's ranks; they are the latest
+    std::vector<std::uint64_t> counts;        ///< sums of what arrived
     std::map<int, Arrival> arrived;
     std::set<int> expected;  ///< participants that have not arrived and still may
     Deadline deadline;
@@ -63,14 +66,22 @@ class Rounds {
     std::string cause;
   };
 
-  std::string validate(int rank, const Contribute& message) const;
+  using Place = std::map<Key, Round>::iterator;
+
+  Place begin(Key key, const Contribute& message);
+  void arrive(const Key& key, Round& round, int rank, Contribute message, TimePoint now);
+  static std::string validate(const Contribute& message);
+  std::string validate_ranks(int rank, const Contribute& message) const;
   std::string news_for(const Contribute& message) const;
   std::string names_of(const std::vector<int>& ranks) const;
   std::string text_for(int rank, const Round& round) const;
   std::string others_under_this_tag(const Key& key, const Round& round) const;
-  const End* first_gone(const std::vector<int>& ranks) const;
+  const End* first_gone(const Ranks& ranks) const;
   void fail(Round& round, ErrorKind kind, std::string text);
-  void complete(Round& round);
+  void complete(Round& round, bool sums);
+  /// Answers all that arrived; `make` returns the message for a call.
+  template <class Make>
+  void answer_all(const Round& round, Make make) const;
   void erase_ended();
 
   const Answer answer_;

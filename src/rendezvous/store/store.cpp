@@ -9,21 +9,6 @@
 namespace torchspan::rendezvous {
 namespace {
 
-/// The entries that only `left` has, shortened.
-std::string only_in(const Register& left, const Register& right) {
-  constexpr std::size_t kMost = 8;
-  const std::set<std::string> others(right.functions.begin(), right.functions.end());
-  std::vector<std::string> extra;
-  for (const auto& name : std::set<std::string>(left.functions.begin(), left.functions.end())) {
-    if (!others.contains(name)) extra.push_back(name);
-  }
-  if (extra.empty()) return "";
-  const std::size_t more = extra.size() > kMost ? extra.size() - kMost : 0;
-  extra.resize(extra.size() - more);
-  return fmt::format("; only {} has {}{}", describe(left.member), fmt::join(extra, ", "),
-                     more > 0 ? fmt::format(" and {} more", more) : "");
-}
-
 /// Why a connection ended, in terms of the worker and not of its socket.
 std::string text_of(const Error& reason) {
   if (reason.kind() != ErrorKind::kDisconnected) return reason.message();
@@ -36,12 +21,14 @@ std::string text_of(const Error& reason) {
 Store::Store(StoreOptions options, Connections connections)
     : options_(std::move(options)),
       connections_(std::move(connections)),
-      rounds_([this](int rank, Bytes message) {
-        if (const auto& connection = workers_.at(rank).connection) {
-          connections_.send(*connection, std::move(message));
-        }
+      rounds_([this](int rank, const SharedBytes& message) {
+        Worker& worker = roster_.at(rank);
+        if (!worker.connection) return;
+        catch_up(worker);  // an error of a round names a worker whose end is known
+        connections_.send(*worker.connection, message);
       }),
       heartbeats_(options_.heartbeats),
+      announcements_(options_.announcements),
       phase_(is_open() ? Phase::kRunning : Phase::kGathering) {
   messages_.on<Register>([this](ConnectionId connection, TimePoint now, Register message) {
     on_register(connection, std::move(message), now);
@@ -56,9 +43,9 @@ Store::Store(StoreOptions options, Connections connections)
   messages_.on<GiveUp>(
       [this](ConnectionId connection, TimePoint, GiveUp message) { on_give_up(connection, message.why); });
   messages_.on<Pong>([this](ConnectionId connection, TimePoint now, Pong message) {
-    const auto found = ranks_.find(connection);
-    if (!options_.on_clock_sample || found == ranks_.end()) return;
-    options_.on_clock_sample({found->second, message.sent, message.received, message.answered, now});
+    const auto rank = roster_.rank_of(connection);
+    if (!options_.on_clock_sample || !rank) return;
+    options_.on_clock_sample({*rank, message.sent, message.received, message.answered, now});
   });
 }
 
@@ -69,17 +56,17 @@ void Store::on_message(ConnectionId connection, BytesView bytes, TimePoint now) 
 }
 
 int Store::rank_of(ConnectionId connection) const {
-  const auto found = ranks_.find(connection);
-  if (found == ranks_.end() || phase_ != Phase::kRunning) {
+  const auto rank = roster_.rank_of(connection);
+  if (!rank || phase_ != Phase::kRunning) {
     throw Error(ErrorKind::kInvalid, "a client sent a message before it was admitted to the world");
   }
-  return found->second;
+  return *rank;
 }
 
 void Store::on_register(ConnectionId connection, Register message, TimePoint now) {
   const bool waits =
       std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& one) { return one.first == connection; });
-  if (ranks_.contains(connection) || waits) throw Error(ErrorKind::kInvalid, "a client registered twice");
+  if (roster_.rank_of(connection) || waits) throw Error(ErrorKind::kInvalid, "a client registered twice");
   if (const auto reason = rejection_reason(message)) {
     refuse(connection, *reason);
     return;
@@ -87,11 +74,11 @@ void Store::on_register(ConnectionId connection, Register message, TimePoint now
   if (message.member.host_id != options_.host_id) heartbeats_.watch(connection, now);
   if (phase_ != Phase::kRunning) {
     gather(connection, std::move(message), now);
-  } else if (message.member.rank != 0 && !workers_.contains(0)) {
+  } else if (message.member.rank != 0 && !roster_.contains(0)) {
     waiting_.emplace_back(connection, std::move(message));
   } else {
     admit(connection, std::move(message));
-    if (!workers_.contains(0)) return;
+    if (!roster_.contains(0)) return;
     for (auto& [other, early] : std::exchange(waiting_, {})) admit(other, std::move(early));
   }
 }
@@ -111,9 +98,8 @@ void Store::gather(ConnectionId connection, Register message, TimePoint now) {
   }
   gather_until_ = earlier(gather_until_, deadline_after(now, message.timeout));
   message.member.incarnation = 0;
-  ranks_[connection] = rank;
-  workers_[rank] = {std::move(message), connection};
-  if (static_cast<int>(workers_.size()) == options_.world_size) welcome_all();
+  roster_.enter(connection, std::move(message));
+  if (static_cast<int>(roster_.all().size()) == options_.world_size) welcome_all();
 }
 
 void Store::admit(ConnectionId connection, Register message) {
@@ -126,29 +112,15 @@ void Store::admit(ConnectionId connection, Register message) {
     return;
   }
   Member& member = message.member;
-  member.rank = rank_for(member);
-  const auto former = workers_.find(member.rank);
-  member.incarnation = former == workers_.end() ? 0 : former->second.member().incarnation + 1;
+  member.rank = roster_.rank_for(member);
+  const Worker* former = roster_.find(member.rank);
+  member.incarnation = former == nullptr ? 0 : former->member().incarnation + 1;
   const Member copy = member;
-  ranks_[connection] = copy.rank;
-  workers_[copy.rank] = {std::move(message), connection};
+  Worker& worker = roster_.enter(connection, std::move(message));
   rounds_.on_join(copy);
-  notify_others(copy.rank, Joined{copy});
-  connections_.send(connection, encode_message(make_welcome()));
-}
-
-const Store::Worker* Store::holder_of(const std::string& name) const {
-  const auto found = std::find_if(workers_.begin(), workers_.end(),
-                                  [&](const auto& one) { return one.second.member().name == name; });
-  return found == workers_.end() ? nullptr : &found->second;
-}
-
-int Store::rank_for(const Member& member) const {
-  if (member.rank != kAnyRank) return member.rank;
-  if (const Worker* former = holder_of(member.name)) return former->member().rank;
-  int rank = 1;
-  while (workers_.contains(rank)) ++rank;
-  return rank;
+  worker.told = announcements_.end() + 1;  // its welcome says that it joined
+  announce(Arrived{{copy}});
+  connections_.send(connection, share_message(make_welcome()));
 }
 
 std::optional<Error> Store::rejection_reason(const Register& message) const {
@@ -190,33 +162,34 @@ std::optional<Error> Store::rejection_reason(const Register& message) const {
 
 std::optional<Error> Store::retry_reason(const Register& message) const {
   const auto left = [&](int rank) {
-    const auto found = workers_.find(rank);
-    return found != workers_.end() && !found->second.connection && !found->second.died;
+    const Worker* worker = roster_.find(rank);
+    return worker != nullptr && !worker->connection && !worker->died;
   };
   const int rank = message.member.rank;
   if (left(0)) {
     return Error(ErrorKind::kDisconnected,
                  fmt::format("{} has left, and the world ends with it: {} can no longer join; start the job "
                              "again",
-                             describe(workers_.at(0).member()), message.member.name));
+                             describe(roster_.at(0).member()), message.member.name));
   }
   // The members of a fixed world leave it together, so such a worker belongs to the next world.
   if (is_open() || !left(rank) || reason_in_a_complete_world(message)) return std::nullopt;
   return Error(ErrorKind::kDisconnected,
                fmt::format("{} has left, and this world is ending: {} can join the next one only",
-                           describe(workers_.at(rank).member()), message.member.name));
+                           describe(roster_.at(rank).member()), message.member.name));
 }
 
 std::optional<Error> Store::admission_error(const Register& message) const {
   const auto reason = is_open() ? reason_in_an_open_world(message) : reason_in_a_complete_world(message);
-  return reason ? reason : difference_of_functions(message);
+  if (reason) return reason;
+  return roster_.difference_of_functions(message);
 }
 
 std::optional<Error> Store::reason_in_an_open_world(const Register& message) const {
   const Member& member = message.member;
   const auto refusal = [](std::string text) { return Error(ErrorKind::kInvalid, std::move(text)); };
   constexpr const char* kIfDead = "if that worker is dead, the store detects it soon: try again";
-  const Worker* namesake = holder_of(member.name);
+  const Worker* namesake = roster_.find(member.name);
   if (namesake != nullptr && namesake->connection) {
     return refusal(fmt::format("the name '{}' is taken by {}; choose another, or {}", member.name,
                                describe(namesake->member()), kIfDead));
@@ -227,22 +200,22 @@ std::optional<Error> Store::reason_in_an_open_world(const Register& message) con
         "rank, with rank {}, or under another name",
         member.name, member.rank, namesake->member().rank, describe(namesake->member()), kAnyRank));
   }
-  const auto same_rank = workers_.find(member.rank);
-  if (same_rank != workers_.end() && same_rank->second.connection) {
+  const Worker* same_rank = roster_.find(member.rank);
+  if (same_rank != nullptr && same_rank->connection) {
     return refusal(fmt::format("rank {} is taken by {}; choose another or none (rank {}), or {}", member.rank,
-                               describe(same_rank->second.member()), kAnyRank, kIfDead));
+                               describe(same_rank->member()), kAnyRank, kIfDead));
   }
   if (namesake == nullptr && member.rank == kAnyRank &&
-      workers_.size() >= static_cast<std::size_t>(kMaxWorkers)) {
+      roster_.all().size() >= static_cast<std::size_t>(kMaxWorkers)) {
     return Error(ErrorKind::kOverloaded, fmt::format("all {} ranks of this world were used", kMaxWorkers));
   }
   return std::nullopt;
 }
 
 std::optional<Error> Store::reason_in_a_complete_world(const Register& message) const {
-  const auto same = workers_.find(message.member.rank);
-  const bool known = same != workers_.end();
-  if (known && !same->second.connection && same->second.member().name == message.member.name &&
+  const Worker* same = roster_.find(message.member.rank);
+  const bool known = same != nullptr;
+  if (known && !same->connection && same->member().name == message.member.name &&
       message.world_size == options_.world_size) {
     return std::nullopt;
   }
@@ -252,107 +225,105 @@ std::optional<Error> Store::reason_in_a_complete_world(const Register& message) 
                   "restarted takes its place again under the same rank, name and world size once its "
                   "predecessor is gone, and another job needs another MASTER_PORT",
                   options_.world_size, describe(message.member),
-                  known ? fmt::format("; its rank is {}", describe(same->second.member())) : ""));
-}
-
-std::optional<Error> Store::difference_of_functions(const Register& message) const {
-  for (const auto& [rank, worker] : workers_) {
-    const Register& other = worker.registration;
-    if (!worker.connection || other.member.functions_digest == message.member.functions_digest ||
-        (!other.require_same_functions && !message.require_same_functions)) {
-      continue;
-    }
-    return Error(ErrorKind::kInvalid,
-                 fmt::format("the workers' function tables differ{}{}; start the same program everywhere, or "
-                             "allow the difference with require_same_functions = false",
-                             only_in(other, message), only_in(message, other)));
-  }
-  return std::nullopt;
+                  known ? fmt::format("; its rank is {}", describe(same->member())) : ""));
 }
 
 std::optional<Error> Store::reason_to_fail(const Register& message) const {
   const Member& member = message.member;
-  std::vector<const Member*> there;
-  for (const auto& [rank, worker] : workers_) there.push_back(&worker.member());
   if (message.world_size != options_.world_size || member.rank >= options_.world_size) {
+    std::vector<const Member*> there;
+    for (const auto& [rank, worker] : roster_.all()) there.push_back(&worker.member());
     return Error(
         ErrorKind::kInvalid,
         fmt::format("the workers disagree about the size of the world: {} says WORLD_SIZE is {}, rank 0 "
                     "says {} (as do: {}); start all of them with the same WORLD_SIZE",
                     describe(member), message.world_size, options_.world_size, list_members(there)));
   }
-  if (const auto same = workers_.find(member.rank); same != workers_.end()) {
+  if (const Worker* same = roster_.find(member.rank)) {
     return Error(ErrorKind::kInvalid,
                  fmt::format("two workers have rank {}: {} and {}; give each its own RANK", member.rank,
-                             describe(same->second.member()), describe(member)));
+                             describe(same->member()), describe(member)));
   }
-  if (const Worker* other = holder_of(member.name)) {
+  if (const Worker* other = roster_.find(member.name)) {
     return Error(
         ErrorKind::kInvalid,
         fmt::format("two workers are named '{}': {} and {}; give each its own TORCHSPAN_NAME, or none",
                     member.name, describe(other->member()), describe(member)));
   }
-  return difference_of_functions(message);
+  return roster_.difference_of_functions(message);
 }
 
 void Store::refuse(ConnectionId connection, const Error& reason, bool passing) {
   heartbeats_.forget(connection);
   refused_.insert(connection);
-  connections_.send(connection, encode_message(Refused{reason.kind(), reason.message(), passing}));
+  connections_.send(connection, share_message(Refused{reason.kind(), reason.message(), passing}));
 }
 
 void Store::fail(const Error& reason) {
   phase_ = Phase::kFailed;
   failure_ = reason;
-  for (auto& [rank, worker] : workers_) {
+  for (auto& [rank, worker] : roster_.all()) {
     if (!worker.connection) continue;
     informed_.insert(rank);
     refuse(*worker.connection, reason);
   }
-  ranks_.clear();
 }
 
 Welcome Store::make_welcome() const {
   Welcome welcome;
-  for (const auto& [rank, worker] : workers_) {
+  for (const auto& [rank, worker] : roster_.all()) {
     welcome.members.push_back(worker.member());
-    if (!worker.connection) welcome.gone.push_back({rank, worker.died, worker.cause});
+    if (worker.connection) continue;
+    if (!welcome.gone.empty() && welcome.gone.back().died == worker.died &&
+        welcome.gone.back().how == worker.how) {
+      welcome.gone.back().ranks.push_back(rank);
+    } else {
+      welcome.gone.push_back({{rank}, worker.died, worker.how});
+    }
   }
   return welcome;
 }
 
 void Store::welcome_all() {
   phase_ = Phase::kRunning;
-  const Bytes message = encode_message(make_welcome());
-  for (const auto& [rank, worker] : workers_) {
+  const SharedBytes message = share_message(make_welcome());
+  for (const auto& [rank, worker] : roster_.all()) {
     rounds_.on_join(worker.member());
     connections_.send(*worker.connection, message);
   }
 }
 
-template <class Message>
-void Store::notify_others(int rank, const Message& message) {
-  const Bytes bytes = encode_message(message);
-  for (const auto& [other, worker] : workers_) {
-    if (other != rank && worker.connection) connections_.send(*worker.connection, bytes);
+void Store::announce(Changes::Change change) {
+  announcements_.add(std::move(change));
+  if (!announcements_.batches()) catch_up_all(TimePoint{});
+}
+
+void Store::catch_up(Worker& worker) {
+  if (const SharedBytes changes = announcements_.take_since(worker.told)) {
+    connections_.send(*worker.connection, changes);
   }
+}
+
+void Store::catch_up_all(TimePoint now) {
+  for (auto& [rank, worker] : roster_.all()) {
+    if (worker.connection) catch_up(worker);
+  }
+  announcements_.all_sent(now, roster_.present());
 }
 
 void Store::on_leave(ConnectionId connection) {
   const int rank = rank_of(connection);
-  connections_.send(connection, encode_message(Farewell{}));
-  Worker& worker = workers_.at(rank);
-  worker.connection.reset();
-  ranks_.erase(connection);
-  heartbeats_.forget(connection);
-  notify_others(rank, Left{rank});
+  connections_.send(connection, share_message(Farewell{}));
+  Worker& worker = roster_.at(rank);
+  heartbeats_.forget(*worker.connection);
+  roster_.leave(worker);
+  announce(Gone{{rank}});
   rounds_.on_gone(rank, describe(worker.member()) + " left the world");
 }
 
 void Store::on_give_up(ConnectionId connection, const std::string& why) {
-  const int rank = rank_of(connection);
-  end_of(rank, fmt::format("{} {}", describe(workers_.at(rank).member()), why));
-  connections_.send(connection, encode_message(Farewell{}));
+  end_of(rank_of(connection), " " + why);
+  connections_.send(connection, share_message(Farewell{}));
 }
 
 void Store::on_closed(ConnectionId connection, const Error& reason) {
@@ -364,36 +335,34 @@ void Store::on_closed(ConnectionId connection, const Error& reason) {
 
 void Store::report_end(ConnectionId connection, const std::string& cause) {
   std::erase_if(waiting_, [&](const auto& one) { return one.first == connection; });
-  const auto found = ranks_.find(connection);
-  if (found == ranks_.end()) return;
-  const int rank = found->second;
-  const std::string name = describe(workers_.at(rank).member());
-  if (phase_ == Phase::kRunning) return end_of(rank, fmt::format("{} died: {}", name, cause));
-  ranks_.erase(found);
-  workers_.at(rank).connection.reset();
+  const auto found = phase_ == Phase::kFailed ? std::nullopt : roster_.rank_of(connection);
+  if (!found) return;
+  const int rank = *found;
+  if (phase_ == Phase::kRunning) return end_of(rank, " died: " + cause);
+  Worker& worker = roster_.at(rank);
+  heartbeats_.forget(*worker.connection);
+  roster_.leave(worker);
   informed_.insert(rank);
-  fail(
-      Error(ErrorKind::kDisconnected, fmt::format("{} died while the world was gathering: {}", name, cause)));
+  fail(Error(ErrorKind::kDisconnected,
+             fmt::format("{} died while the world was gathering: {}", describe(worker.member()), cause)));
 }
 
-void Store::end_of(int rank, const std::string& cause) {
-  Worker& worker = workers_.at(rank);
-  ranks_.erase(*worker.connection);
+void Store::end_of(int rank, const std::string& how) {
+  Worker& worker = roster_.at(rank);
   heartbeats_.forget(*worker.connection);
-  worker.connection.reset();
+  roster_.leave(worker);
   worker.died = true;
-  worker.cause = cause;
-  notify_others(rank, Died{rank, cause});
-  rounds_.on_gone(rank, cause);
+  worker.how = how;
+  announce(Gone{{rank}, true, how});
+  rounds_.on_gone(rank, describe(worker.member()) + how);
 }
 
 Error Store::missing_workers() const {
   std::vector<std::string> missing;
   std::vector<const Member*> there;
   for (int rank = 0; rank < options_.world_size; ++rank) {
-    const auto found = workers_.find(rank);
-    if (found != workers_.end()) {
-      there.push_back(&found->second.member());
+    if (const Worker* worker = roster_.find(rank)) {
+      there.push_back(&worker->member());
     } else if (missing.size() < 16) {
       missing.push_back(std::to_string(rank));
     } else {
@@ -418,31 +387,32 @@ void Store::tick(TimePoint now) {
   const Heartbeats::Due due = heartbeats_.tick(now);
   const Duration dead_after = heartbeats_.options().dead_after;
   for (const ConnectionId connection : due.ask)
-    connections_.send(connection, encode_message(Ping{dead_after, now}));
+    connections_.send(connection, share_message(Ping{dead_after, now}));
   for (const ConnectionId connection : due.dead) {
     const std::string cause = silence_text(dead_after);
     silent_.insert(connection);
-    connections_.send(connection, encode_message(DeclaredDead{cause}));
+    connections_.send(connection, share_message(DeclaredDead{cause}));
     connections_.close(connection);
     report_end(connection, cause);
   }
+  if (announcements_.due(now)) catch_up_all(now);
 }
 
 Deadline Store::next_deadline() const {
   const Deadline next = phase_ == Phase::kGathering ? gather_until_ : rounds_.next_deadline();
-  return earlier(next, heartbeats_.next_deadline());
+  return earlier(next, earlier(heartbeats_.next_deadline(), announcements_.next_deadline()));
 }
 
 bool Store::is_finished() const {
   if (phase_ == Phase::kFailed) {
     return refused_.empty() && static_cast<int>(informed_.size()) >= options_.world_size;
   }
-  return ranks_.empty();
+  return roster_.present() == 0;
 }
 
 std::vector<const Member*> Store::present() const {
   std::vector<const Member*> members;
-  for (const auto& [rank, worker] : workers_) {
+  for (const auto& [rank, worker] : roster_.all()) {
     if (worker.connection) members.push_back(&worker.member());
   }
   return members;

@@ -10,12 +10,12 @@
 #include <torchspan/detail/core/clock_samples.h>
 
 #include "rendezvous/messages/messages.h"
+#include "rendezvous/store/announcements.h"
 #include "rendezvous/store/heartbeats.h"
+#include "rendezvous/store/roster.h"
 #include "rendezvous/store/rounds.h"
 
 namespace torchspan::rendezvous {
-
-using ConnectionId = std::uint64_t;
 
 struct StoreOptions {
   int world_size = 1;  ///< or kOpenWorld
@@ -24,6 +24,7 @@ struct StoreOptions {
   Heartbeats::Options heartbeats = {};
   /// Called with the times of each answered heartbeat; may be empty.
   std::function<void(const ClockSample&)> on_clock_sample = {};
+  Announcements::Options announcements = {};
 };
 
 /// The service of rank 0, as a table without I/O or clock: messages and ends of connections in, messages out.
@@ -34,7 +35,7 @@ class Store {
  public:
   /// How the table uses its connections; close() delivers what was sent before.
   struct Connections {
-    std::function<void(ConnectionId, Bytes)> send;
+    std::function<void(ConnectionId, SharedBytes)> send;
     std::function<void(ConnectionId)> close;
   };
   Store(StoreOptions options, Connections connections);
@@ -52,13 +53,7 @@ class Store {
 
  private:
   enum class Phase { kGathering, kRunning, kFailed };
-  struct Worker {
-    Register registration;
-    std::optional<ConnectionId> connection = {};  ///< none once it left or died
-    bool died = false;                            ///< else it left
-    std::string cause = {};                       ///< of its death: a sentence
-    const Member& member() const { return registration.member; }
-  };
+  using Worker = Roster::Worker;
 
   void on_register(ConnectionId connection, Register message, TimePoint now);
   void on_leave(ConnectionId connection);
@@ -71,20 +66,19 @@ class Store {
   std::optional<Error> admission_error(const Register& message) const;
   std::optional<Error> reason_in_an_open_world(const Register& message) const;
   std::optional<Error> reason_in_a_complete_world(const Register& message) const;
-  std::optional<Error> difference_of_functions(const Register& message) const;
   void gather(ConnectionId connection, Register message, TimePoint now);
   void admit(ConnectionId connection, Register message);
-  int rank_for(const Member& member) const;
-  const Worker* holder_of(const std::string& name) const;
   Welcome make_welcome() const;
   void report_end(ConnectionId connection, const std::string& cause);
-  /// Of a running world; the cause begins with the worker.
-  void end_of(int rank, const std::string& cause);
+  /// Of a running world; see Gone::how.
+  void end_of(int rank, const std::string& how);
   void fail(const Error& reason);
   void refuse(ConnectionId connection, const Error& reason, bool passing = false);
   void welcome_all();
-  template <class Message>
-  void notify_others(int rank, const Message& message);
+  void announce(Changes::Change change);
+  /// Sends the announcements that `worker` has not got.
+  void catch_up(Worker& worker);
+  void catch_up_all(TimePoint now);
   Error missing_workers() const;
   int rank_of(ConnectionId connection) const;
 
@@ -93,9 +87,9 @@ class Store {
   MessageTable<ConnectionId, TimePoint> messages_;
   Rounds rounds_;
   Heartbeats heartbeats_;
+  Announcements announcements_;
   Phase phase_;
-  std::map<int, Worker> workers_;                           ///< the latest of every rank
-  std::map<ConnectionId, int> ranks_;                       ///< of the registered connections
+  Roster roster_;
   std::vector<std::pair<ConnectionId, Register>> waiting_;  ///< registered in an open world before rank 0
   std::set<ConnectionId> refused_;                          ///< got the reason, not closed yet
   std::set<ConnectionId> silent_;                           ///< declared dead, not closed yet

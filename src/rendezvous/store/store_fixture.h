@@ -26,16 +26,33 @@ inline Register registration(int rank, int world_size) {
   return message;
 }
 
-/// A store, and the messages that it sent to each connection.
+/// One change of a Changes message.
+struct Joined {
+  Member member;
+};
+struct Left {
+  int rank = 0;
+};
+struct Died {
+  int rank = 0;
+  std::string how = {};
+};
+
+/// A store, and the messages that it sent to each connection. Unless open_with() is used, it announces
+/// each change by itself.
 class StoreFixture : public ::testing::Test {
  protected:
   void open(int world_size) { open(StoreOptions{world_size, "job"}); }
   void open(StoreOptions options) {
+    options.announcements.per_worker = Duration::zero();
+    open_with(std::move(options));
+  }
+  void open_with(StoreOptions options) {
     store_ = std::make_unique<Store>(
         std::move(options),
         Store::Connections{
             .send = [this](ConnectionId connection,
-                           Bytes bytes) { sent_[connection].push_back(std::move(bytes)); },
+                           const SharedBytes& bytes) { sent_[connection].push_back(*bytes); },
             .close = [this](ConnectionId connection) { closed_.push_back(connection); },
         });
   }
@@ -56,9 +73,21 @@ class StoreFixture : public ::testing::Test {
     }
     sent_.clear();
   }
-  /// The messages of one type that `connection` received.
+  /// The messages of one type that `connection` received, or the changes of one kind.
   template <class Message>
   std::vector<Message> heard(ConnectionId connection) const {
+    std::vector<Message> messages;
+    if constexpr (!requires { Message::kType; }) {
+      for (const Changes& changes : heard<Changes>(connection)) {
+        for (const Changes::Change& change : changes.list) append(messages, change);
+      }
+      return messages;
+    } else {
+      return heard_messages<Message>(connection);
+    }
+  }
+  template <class Message>
+  std::vector<Message> heard_messages(ConnectionId connection) const {
     std::vector<Message> messages;
     const auto found = sent_.find(connection);
     if (found == sent_.end()) return messages;
@@ -67,6 +96,20 @@ class StoreFixture : public ::testing::Test {
       if (reader.get<std::uint16_t>() == Message::kType) messages.push_back(Message::decode(reader));
     }
     return messages;
+  }
+  static void append(std::vector<Joined>& list, const Changes::Change& change) {
+    if (const auto* arrived = std::get_if<Arrived>(&change)) {
+      for (const Member& member : arrived->members) list.push_back({member});
+    }
+  }
+  static void append(std::vector<Left>& list, const Changes::Change& change) {
+    const auto* gone = std::get_if<Gone>(&change);
+    for (const int rank : gone && !gone->died ? gone->ranks : std::vector<int>()) list.push_back({rank});
+  }
+  static void append(std::vector<Died>& list, const Changes::Change& change) {
+    const auto* gone = std::get_if<Gone>(&change);
+    for (const int rank : gone && gone->died ? gone->ranks : std::vector<int>())
+      list.push_back({rank, gone->how});
   }
   std::string refusal(ConnectionId connection) const {
     const auto all = heard<Refused>(connection);

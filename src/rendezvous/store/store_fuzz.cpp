@@ -15,9 +15,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   client.on<Gathered>([](Gathered) {});
   client.on<RoundFailed>([](RoundFailed) {});
   client.on<Farewell>([](Farewell) {});
-  client.on<Left>([](Left) {});
-  client.on<Died>([](Died) {});
-  client.on<Joined>([](Joined) {});
+  client.on<Changes>([](const Changes&) {});
+  client.on<Summed>([](const Summed&) {});
+  client.on<Missing>([](const Missing&) {});
   client.on<Ping>([](Ping) {});
   client.on<DeclaredDead>([](DeclaredDead) {});
   const bool open = size > 0 && (data[0] & 2) != 0;
@@ -26,7 +26,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                .job = "",
                .heartbeats = {.interval = std::chrono::milliseconds(50),
                               .dead_after = std::chrono::milliseconds(200)}},
-              {.send = [&](ConnectionId, const Bytes& bytes) { client.dispatch(bytes); },
+              {.send = [&](ConnectionId, const SharedBytes& bytes) { client.dispatch(*bytes); },
                .close = [](ConnectionId) {}});
   TimePoint now{};
   // Some worlds are open, some span hosts, and some are complete from the start, so that the later messages
@@ -81,8 +81,10 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     contribute.incarnations = {0, 0, 0};
     contribute.timeout = std::chrono::seconds(1);
     contribute.bytes = Bytes(3);
-    const Bytes come = encode_message(contribute), leave = encode_message(Leave{}),
-                pong = encode_message(Pong{});
+    Contribute counts = contribute;
+    counts.counts = {1, 2};
+    const Bytes sum = encode_message(counts), come = encode_message(contribute),
+                leave = encode_message(Leave{}), pong = encode_message(Pong{});
     std::vector<Bytes> seeds;
     seeds.push_back(joined(
         {bytes_of({0}), from(0, entry(0, 3)), from(1, entry(1, 3)), from(2, entry(2, 3)), from(0, come)}));
@@ -90,6 +92,7 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     seeds.push_back(joined(
         {bytes_of({2}), from(1, entry(kAnyRank, kOpenWorld)), from(0, entry(0, kOpenWorld)), from(1, pong)}));
     seeds.push_back(joined({bytes_of({3}), from(1, leave), from(3, entry(1, kOpenWorld)), from(3, come)}));
+    seeds.push_back(joined({bytes_of({1}), from(0, sum), from(1, sum), from(2, sum), from(1, leave)}));
     seeds.push_back(joined({bytes_of({5}), from(251, pong), from(252, pong), from(3, entry(1, 3))}));
     return seeds;
   });

@@ -117,7 +117,7 @@ TEST_F(OpenStore, SendsNewWorkersTheDepartedOnesWithReasons) {
   EXPECT_EQ(welcome.members.size(), 4u);
   ASSERT_EQ(welcome.gone.size(), 2u);
   EXPECT_TRUE(welcome.gone[0].died);
-  EXPECT_THAT(welcome.gone[0].reason, HasSubstr("without a goodbye"));
+  EXPECT_THAT(welcome.gone[0].how, HasSubstr("without a goodbye"));
   EXPECT_FALSE(welcome.gone[1].died);
 }
 
@@ -290,8 +290,8 @@ TEST_F(StoreOfHosts, DeclaresSilentWorkersDeadOnceAndIgnoresThemAfterwards) {
   EXPECT_TRUE(heard<Died>(0).empty());
   store_->tick(kStart + seconds(9));
   ASSERT_EQ(heard<Died>(0).size(), 1u);
-  EXPECT_EQ(heard<Died>(0).at(0).reason,
-            "worker1 (rank 1, pid 101 on node) died: silent for 5.0 s (no heartbeat); its process is "
+  EXPECT_EQ(heard<Died>(0).at(0).how,
+            " died: silent for 5.0 s (no heartbeat); its process is "
             "stopped, or its host or the network "
             "is down");
   EXPECT_EQ(heard<DeclaredDead>(1).size(), 1u);
@@ -307,8 +307,8 @@ TEST_F(StoreOfHosts, DeclaresSilentWorkersDeadOnceAndIgnoresThemAfterwards) {
 
 TEST_F(StoreOfHosts, ReportsASilenceThatTheTransportNoticedFirst) {
   store_->on_closed(1, closed().with_elapsed(seconds(5)));
-  EXPECT_EQ(heard<Died>(0).at(0).reason,
-            "worker1 (rank 1, pid 101 on node) died: silent for 5.0 s (no heartbeat); its process is "
+  EXPECT_EQ(heard<Died>(0).at(0).how,
+            " died: silent for 5.0 s (no heartbeat); its process is "
             "stopped, or its "
             "host or the network is down");
 }

@@ -36,13 +36,14 @@ StoreServer::StoreServer(Runtime& runtime, const TransportFactory& transports, c
                          StoreOptions options)
     : runtime_(runtime),
       refusals_(runtime.log, runtime.executor),
-      store_(with_clock_samples(std::move(options), runtime),
-             {.send = [this](ConnectionId connection, const Bytes& message) { send(connection, message); },
-              .close =
-                  [this](ConnectionId connection) {
-                    const auto found = channels_.find(connection);
-                    if (found != channels_.end()) found->second->close();
-                  }}),
+      store_(
+          with_clock_samples(std::move(options), runtime),
+          {.send = [this](ConnectionId connection, const SharedBytes& message) { send(connection, message); },
+           .close =
+               [this](ConnectionId connection) {
+                 const auto found = channels_.find(connection);
+                 if (found != channels_.end()) found->second->close();
+               }}),
       finished_(runtime.executor.make_parker()),
       transport_(listen(transports, *this, address)) {
   thread_ = runtime_.executor.spawn("torchspan store", [this] { serve(); });
@@ -83,11 +84,18 @@ void StoreServer::serve() {
   left_behind_ = present.empty() ? "" : list_members(present);
 }
 
-void StoreServer::send(ConnectionId connection, const Bytes& message) {
+/// Large messages to many workers, such as the welcome, are one block of memory that all channels send.
+void StoreServer::send(ConnectionId connection, const SharedBytes& message) {
+  constexpr std::size_t kLarge = std::size_t{16} << 10;
   const auto found = channels_.find(connection);
   if (found == channels_.end()) return;
   try {
-    found->second->send(message, {});
+    if (message->size() < kLarge) {
+      found->second->send(*message, {});
+    } else {
+      const Segment segment{message->data(), message->size(), message};
+      found->second->send(kInSegment, {&segment, 1});
+    }
   } catch (const Error& error) {
     // A channel that cannot send will report its end; an overloaded one is closed.
     runtime_.log.debug(fmt::format("store cannot answer {}: {}", found->second->peer(), error.message()));

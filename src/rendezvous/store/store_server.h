@@ -28,7 +28,7 @@ class StoreServer final : private net::Handler {
 
  private:
   void serve();
-  void send(ConnectionId connection, const Bytes& message);
+  void send(ConnectionId connection, const SharedBytes& message);
   void on_accepted(const std::shared_ptr<net::Channel>& channel) override;
   void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
   void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;

@@ -175,7 +175,7 @@ TEST_F(StoreFixture, GathersBytesInTheOrderOfRanks) {
   for (ConnectionId connection : {0, 2}) {
     const auto gathered = heard<Gathered>(connection);
     ASSERT_EQ(gathered.size(), 1u);
-    EXPECT_EQ(gathered[0].bytes, (std::vector<Bytes>{{std::byte{7}}, {std::byte{2}}}));
+    EXPECT_EQ(gathered[0].all(2), (std::vector<Bytes>{{std::byte{7}}, {std::byte{2}}}));
   }
   EXPECT_TRUE(heard<Gathered>(1).empty());
 }
@@ -217,7 +217,7 @@ TEST_F(StoreFixture, ReportsAtOnceWhyAWorkerGaveUp) {
   EXPECT_EQ(heard<Farewell>(1).size(), 1u);
   for (ConnectionId connection : {0, 2}) {
     ASSERT_EQ(heard<Died>(connection).size(), 1u);
-    EXPECT_EQ(heard<Died>(connection)[0].reason, "worker1 (rank 1, pid 101 on node) left because of a cold");
+    EXPECT_EQ(heard<Died>(connection)[0].how, " left because of a cold");
   }
   store_->on_closed(1, closed());
   EXPECT_EQ(heard<Died>(0).size(), 1u);
@@ -288,6 +288,48 @@ TEST_F(StoreFixture, RejectsInvalidContributions) {
   }
 }
 
+TEST_F(StoreFixture, AddsUpCountsAndSendsTheFirstNotes) {
+  constexpr int kSize = 20;
+  gather_world(kSize);
+  std::vector<int> ranks;
+  for (int rank = 0; rank < kSize; ++rank) ranks.push_back(rank);
+  for (int rank = 0; rank < kSize; ++rank) {
+    EXPECT_TRUE(sent_.empty());
+    Contribute message{7, "t", ranks, 0, Duration::max(), {}};
+    if (rank != 1) message.bytes = {static_cast<std::byte>(rank)};
+    message.counts = {1, static_cast<std::uint64_t>(rank)};
+    say(static_cast<ConnectionId>(rank), message);
+  }
+  for (int rank = 0; rank < kSize; ++rank) {
+    const auto summed = heard<Summed>(static_cast<ConnectionId>(rank));
+    ASSERT_EQ(summed.size(), 1u);
+    EXPECT_EQ(summed[0].call, 7u);
+    EXPECT_EQ(summed[0].sums.counts, (std::vector<std::uint64_t>{20, 190}));
+    EXPECT_EQ(summed[0].sums.noted, 19u);
+    ASSERT_EQ(summed[0].sums.notes.size(), CountSums::kMostNotes);
+    EXPECT_EQ(summed[0].sums.notes[1].rank, 2);
+    EXPECT_EQ(summed[0].sums.notes[1].bytes, Bytes{std::byte{2}});
+  }
+}
+
+TEST_F(StoreFixture, RefusesCountsOfAnotherNumberAndKeepsTheRound) {
+  gather_world(2);
+  const auto counts = [](std::vector<std::uint64_t> numbers) {
+    Contribute message{0, "t", {0, 1}, 0, Duration::max(), {}};
+    message.counts = std::move(numbers);
+    return message;
+  };
+  say(0, counts({1, 2}));
+  say(1, counts({1}));
+  EXPECT_THAT(round_failure(1), AllOf(HasSubstr("1 counts"), HasSubstr("have 2")));
+  say(1, counts(std::vector<std::uint64_t>(kMostCounts + 1)));
+  EXPECT_EQ(heard<RoundFailed>(1).size(), 2u);
+  say(1, Contribute{0, "t", {0, 1}, 0, Duration::max(), {}});  // a gather is another round
+  EXPECT_TRUE(heard<Summed>(0).empty());
+  say(1, counts({3, 4}));
+  EXPECT_EQ(heard<Summed>(0).at(0).sums.counts, (std::vector<std::uint64_t>{4, 6}));
+}
+
 /// In any order of contributions, deaths, replacements, news of them, and deadlines, every participant of a
 /// round gets its result exactly once, and nothing is kept once all have ended.
 TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
@@ -297,9 +339,9 @@ TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
     const int size = 2 + static_cast<int>(random() % 4);
     std::map<int, std::map<std::uint64_t, int>> asked, answered;  // by rank, then call
     std::set<int> alive;
-    Rounds rounds([&](int rank, Bytes bytes) {
+    Rounds rounds([&](int rank, const SharedBytes& bytes) {
       EXPECT_TRUE(alive.contains(rank)) << "an answer to a dead worker";
-      ByteReader reader(bytes);
+      ByteReader reader(*bytes);
       const auto type = reader.get<std::uint16_t>();
       EXPECT_TRUE(type == Gathered::kType || type == RoundFailed::kType);
       ++answered[rank][reader.get<std::uint64_t>()];

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <map>
+#include <span>
 #include <utility>
 
 namespace torchspan::rpc {
@@ -10,33 +12,26 @@ namespace {
 constexpr Duration kQuietCheck = std::chrono::milliseconds(2);
 /// How many values a report of leaks names.
 constexpr std::size_t kLeakLines = 20;
+/// How many missing workers a warning names.
+constexpr std::size_t kMostNamed = 16;
 constexpr const char* kTag = "rpc.shutdown";
 /// Precedes a worker's name in texts for that worker itself; the store writes it too.
 constexpr std::string_view kThisWorker = "this worker, ";
 
-/// What a worker reports to the others in a round.
-struct Report {
-  Totals totals;
-  std::string news;  ///< its unfinished work; empty most of the time
-};
+/// The first byte of a busy worker's note, before its news: an empty note is that of an idle worker.
+constexpr std::byte kBusy{1};
 
-Bytes to_bytes(const Report& report) {
+Bytes note_of(bool busy, const std::string& news) {
+  if (!busy) return {};
   ByteWriter writer;
-  writer.put(report.totals.sent);
-  writer.put(report.totals.handled);
-  writer.put(report.totals.busy);
-  writer.put_string(report.news);
+  writer.put(kBusy);
+  writer.put_bytes(std::as_bytes(std::span(news)));
   return writer.take();
 }
 
-Report from_bytes(BytesView bytes) {
-  ByteReader reader(bytes);
-  Report report;
-  report.totals.sent = reader.get<std::uint64_t>();
-  report.totals.handled = reader.get<std::uint64_t>();
-  report.totals.busy = reader.get<bool>();
-  report.news = reader.get_string();
-  return report;
+std::string news_in(BytesView note) {
+  const BytesView news = note.subspan(std::min<std::size_t>(note.size(), 1));
+  return {reinterpret_cast<const char*>(news.data()), news.size()};
 }
 
 /// Returns why a worker leaves after a failed shutdown. If another worker left first, that is its reason.
@@ -149,20 +144,30 @@ bool GracefulShutdown::wait_until_quiet(Deadline deadline) {
   return true;
 }
 
-/// Runs one round: returns the reports of all workers, by rank. Warns of what it waits for.
-std::vector<Bytes> GracefulShutdown::exchange_totals(Deadline deadline) {
+/// Runs one round: returns the totals of all workers. Warns of what it waits for.
+Totals GracefulShutdown::exchange_totals(Deadline deadline) {
   const std::string work = totals().busy ? unfinished() : "";
   wait_.warn(work);
   const auto warn = [&](const std::vector<rendezvous::Member>& missing) {
     std::string names;
-    for (const rendezvous::Member& member : missing)
-      names += (names.empty() ? "" : ", ") + rendezvous::describe(member);
+    for (std::size_t i = 0; i < std::min(missing.size(), kMostNamed); ++i)
+      names += (names.empty() ? "" : ", ") + rendezvous::describe(missing[i]);
+    if (missing.size() > kMostNamed) names += fmt::format(" and {} more", missing.size() - kMostNamed);
     const bool serving = state_.calls.size() != 0 || state_.serving.awaited(runtime_.executor.now());
     wait_.warn_of_missing(names, serving, state_.handled.load());
   };
-  return membership_->all_gather_bytes(
-      kTag, to_bytes({totals(), wait_.news(work)}), {},
+  const Totals mine = totals();
+  const rendezvous::CountSums sums = membership_->sum(
+      kTag, {mine.sent, mine.handled}, note_of(mine.busy, wait_.news(work)), {},
       rendezvous::Membership::Wait{.until = deadline, .every = ShutdownWait::kEvery, .report = warn});
+  std::map<std::string, std::string> news;
+  const std::uint64_t busy_others = sums.noted - (mine.busy ? 1 : 0);
+  for (const auto& note : sums.notes) {
+    if (note.rank == static_cast<int>(state_.self.rank)) continue;
+    news[state_.peers.name(static_cast<std::uint32_t>(note.rank))] = news_in(note.bytes);
+  }
+  wait_.heard(std::move(news), busy_others);
+  return {sums.counts.at(0), sums.counts.at(1), sums.noted > 0};
 }
 
 /// Returns when no worker was busy in two consecutive rounds and nothing was sent or handled between them.
@@ -177,16 +182,7 @@ std::vector<RRefInfo> GracefulShutdown::agree_on_quiet(Deadline deadline, bool l
   for (;;) {
     wait_until_quiet(limit.until());
     if (list) held = state_.references->list_owners();
-    Totals sum;
-    std::uint32_t rank = 0;
-    for (const Bytes& bytes : exchange_totals(limit.until())) {
-      const Report one = from_bytes(bytes);
-      sum.sent += one.totals.sent;
-      sum.handled += one.totals.handled;
-      sum.busy = sum.busy || one.totals.busy;
-      if (rank != state_.self.rank) wait_.heard(state_.peers.name(rank), one.totals.busy, one.news);
-      ++rank;
-    }
+    const Totals sum = exchange_totals(limit.until());
     limit.heard(sum);
     state_.references->driver().leave(false);  // all workers are in shutdown
     if (!sum.busy && quiet_before && sum.sent == before.sent && sum.handled == before.handled) return held;

@@ -47,7 +47,7 @@ class GracefulShutdown {
   void leave_world_of_one(Deadline deadline);
   void wait_for_hook(const Future<void>& hook, Deadline deadline);
   bool wait_until_quiet(Deadline deadline);
-  std::vector<Bytes> exchange_totals(Deadline deadline);
+  Totals exchange_totals(Deadline deadline);
   std::vector<RRefInfo> agree_on_quiet(Deadline deadline, bool list);
   std::string describe_failure(const Error& failure) const;
   void report_leaks(const char* why);

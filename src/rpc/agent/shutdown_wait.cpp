@@ -1,5 +1,6 @@
 #include "rpc/agent/shutdown_wait.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 
 namespace torchspan::rpc {
@@ -11,14 +12,14 @@ std::string ShutdownWait::news(const std::string& unfinished) {
   return unfinished;
 }
 
-void ShutdownWait::heard(const std::string& worker, bool busy, const std::string& news) {
-  if (!busy) {
-    others_.erase(worker);
-  } else if (!news.empty()) {
-    others_[worker] = news;
-  } else {
-    others_.try_emplace(worker, "still has work");
+void ShutdownWait::heard(std::map<std::string, std::string> news, std::uint64_t busy) {
+  for (auto& [worker, work] : news) {
+    if (!work.empty()) continue;
+    const auto known = others_.find(worker);
+    work = known == others_.end() ? "still has work" : known->second;
   }
+  others_ = std::move(news);
+  more_ = busy - std::min<std::uint64_t>(busy, others_.size());
 }
 
 std::string ShutdownWait::work(const std::string& unfinished) const {
@@ -26,10 +27,12 @@ std::string ShutdownWait::work(const std::string& unfinished) const {
   std::string text = unfinished.empty() ? "" : "this worker " + unfinished;
   std::size_t named = 0;
   for (const auto& [worker, work] : others_) {
-    if (named++ == kMost)
-      return text + fmt::format("; and {} more workers have work", others_.size() - kMost);
+    if (named == kMost) break;
+    ++named;
     text += fmt::format("{}worker '{}' {}", text.empty() ? "" : "; ", worker, work);
   }
+  const std::uint64_t more = others_.size() - named + more_;
+  if (more > 0) text += fmt::format("; and {} more workers have work", more);
   return text;
 }
 

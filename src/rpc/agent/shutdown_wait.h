@@ -27,11 +27,11 @@ class ShutdownWait {
         patience_(kEvery) {}
 
   /// Returns this worker's unfinished work for its report to the others; empty most of the time, because
-  /// every worker receives the report.
+  /// every worker may receive the report.
   std::string news(const std::string& unfinished);
-  /// Records another worker's report. An empty `news` keeps the work reported before; a worker that is not
-  /// `busy` has nothing left to do.
-  void heard(const std::string& worker, bool busy, const std::string& news);
+  /// Records the reports of a round: the news of some of the `busy` other workers that have work left, by
+  /// name. Empty news keep the work reported before.
+  void heard(std::map<std::string, std::string> news, std::uint64_t busy);
   /// Logs a warning if the last one is old enough and some worker has work left.
   void warn(const std::string& unfinished);
   /// The same; calls `unfinished` only if a warning is due.
@@ -56,6 +56,7 @@ class ShutdownWait {
   Duration patience_;
   std::uint64_t handled_ = 0;
   std::map<std::string, std::string> others_;  ///< unfinished work by worker
+  std::uint64_t more_ = 0;                     ///< how many others have unfinished work, too
 };
 
 }  // namespace torchspan::rpc

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -42,6 +43,18 @@ inline constexpr int kOpenWorld = 0;
 
 /// Formats a worker for messages: "worker1 (rank 1, pid 4711 on node3)".
 std::string describe(const Member& member);
+
+/// What Membership::sum() returns.
+struct CountSums {
+  struct Note {
+    int rank = 0;
+    std::vector<std::byte> bytes;
+  };
+  std::vector<std::uint64_t> counts;
+  std::vector<Note> notes;  ///< of the lowest ranks that gave one, at most kMostNotes
+  std::uint64_t noted = 0;  ///< how many ranks gave one
+  static constexpr std::size_t kMostNotes = 16;
+};
 
 /// Makes the transport of one endpoint for `handler`: "store", "<worker>.membership", or
 /// "<worker>.direct.<use>" for Membership::listen().
@@ -90,6 +103,8 @@ class Membership {
     JoinCallback joined = {};
     DeathCallback died = {};
     DepartureCallback left = {};
+    /// If set, the callbacks are destroyed after the object has ended.
+    std::optional<std::weak_ptr<const void>> owner = {};
   };
 
   /// Limit of a collective round, and progress reports while it waits.
@@ -139,13 +154,13 @@ class Membership {
 
   /// Calls back once for each other worker that joined after this one, replacements included, on the
   /// membership thread with no lock held. Per rank, the end of incarnation n precedes the join of n+1.
-  /// Earlier events are delivered first, per callback; watch() also preserves the order across callbacks.
+  /// Earlier events of the latest holder of each rank are delivered first; watch() keeps their order.
   /// Callbacks must be short: they delay all other events.
   void on_join(JoinCallback callback);
   /// Calls back once for each worker that dies (its process ended, its connection broke without leave(), or
-  /// its host fell silent), including deaths before this worker joined unless the rank was taken again. If
-  /// rank 0 dies, or reports that it considers this worker dead, the store is lost and rank 0's death is
-  /// the last event. No callback starts after leave() or the destructor returned.
+  /// its host fell silent), including earlier deaths unless the rank was taken again. If rank 0 dies, or
+  /// reports that it considers this worker dead, the store is lost and rank 0's death is the last event. No
+  /// callback starts after leave() or the destructor returned.
   void on_death(DeathCallback callback);
   /// Calls back once for each other worker that left by leave(), including earlier ones.
   void on_departure(DepartureCallback callback);
@@ -162,6 +177,11 @@ class Membership {
                                       Deadline deadline);
   std::vector<Bytes> all_gather_bytes(const std::string& tag, BytesView mine, std::vector<int> ranks,
                                       Wait wait);
+
+  /// Like barrier(), and returns the sums of all ranks' counts, of which each rank gives equally many, and the
+  /// first notes. An empty note is none. The answer's size does not depend on the number of ranks.
+  CountSums sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
+                std::vector<int> ranks, const Wait& wait);
 
   /// A transport that accepts connections of other members, and the address that they dial.
   struct Listening {

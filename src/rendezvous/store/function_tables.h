@@ -1,0 +1,35 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "rendezvous/messages/messages.h"
+
+namespace torchspan::rendezvous {
+
+/// The function tables of the present workers: one copy of each distinct table, and how many workers have it.
+/// For one thread at a time.
+class FunctionTables {
+ public:
+  /// A worker with this registration came or is gone.
+  void add(const Register& registration);
+  void remove(const Register& registration);
+  /// Why a worker with this registration may not join the present ones; nullopt if it may. `describe` formats
+  /// the worker of a rank.
+  std::optional<Error> difference(const Register& message,
+                                  const std::function<std::string(int rank)>& describe) const;
+
+ private:
+  struct Table {
+    std::vector<std::string> functions;
+    std::set<int> holders;         ///< their ranks
+    std::size_t require_same = 0;  ///< how many holders require the same table of all
+  };
+  std::map<std::uint64_t, Table> tables_;  ///< by digest
+};
+
+}  // namespace torchspan::rendezvous
