@@ -41,7 +41,12 @@ void Client::stop() {
 }
 
 void Client::add_handlers() {
-  messages_.on<Welcome>([this](Welcome message) { meet(std::move(message)); });
+  messages_.on<Welcome>(
+      [this](Welcome message) {
+        store_.newer = message.versions.newest > options_.store.newest;
+        meet(std::move(message));
+      },
+      [this](ByteReader& reader) { return Welcome::decode(reader, options_.store); });
   messages_.on<Refused>([this](Refused message) {
     const Error reason(message.kind, message.text);
     if (message.passing) return lose_store(reason);  // and registers again
@@ -86,7 +91,7 @@ void Client::add_handlers() {
     }
   });
   messages_.on<DeclaredDead>([this](DeclaredDead message) {
-    declared_dead_ = true;
+    store_.declared_dead = true;
     lose_store(Error(ErrorKind::kTimedOut, message.reason));
   });
 }
@@ -126,8 +131,9 @@ void Client::run() {
 
 void Client::connect() {
   retry_at_ = Deadline::never();
-  declared_dead_ = false;
+  store_ = {};
   Register message;
+  message.versions = options_.store;
   message.job = options_.job;
   message.member = self_;
   message.world_size = options_.world_size;
@@ -198,7 +204,7 @@ void Client::on_message(const std::shared_ptr<net::Channel>& channel, net::Messa
     if (channel_ != channel) return;
   }
   try {
-    messages_.dispatch(message.header);
+    messages_.dispatch(message.header, store_.newer ? Sender::kNewer : Sender::kKnown);
     if (patience_) silent_at_ = runtime_.executor.deadline_in(*patience_);
   } catch (const Error& error) {
     runtime_.log.error(fmt::format("the store at {} sent bytes that are not a message: {}", channel->peer(),
@@ -237,7 +243,7 @@ void Client::lose_store(const Error& reason, bool silent) {
     farewell_->unpark();
   } else {
     // A connection that was silent before its end ended because of the silence.
-    on_store_gone(reason, silent || declared_dead_ || reason.elapsed() > Duration::zero());
+    on_store_gone(reason, silent || store_.declared_dead || reason.elapsed() > Duration::zero());
   }
 }
 
@@ -290,10 +296,11 @@ void Client::on_closed_before_welcome(const Error& reason) {
 
 void Client::on_store_gone(const Error& reason, bool held_for_dead) {
   const std::string cause =
-      declared_dead_ ? fmt::format(
-                           "its store declared this worker dead, which was {}; restart this worker to join "
-                           "again",
-                           reason.message())
+      store_.declared_dead
+          ? fmt::format(
+                "its store declared this worker dead, which was {}; restart this worker to join "
+                "again",
+                reason.message())
       : reason.elapsed() > Duration::zero() ? silence_of_the_store(reason.elapsed())
       : reason.kind() == ErrorKind::kDisconnected
           ? "its process ended, or the connection to it broke; see its own output for why"
@@ -305,11 +312,11 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
     if (found == known_.end()) return;  // this worker was refused, so it was never a member
     const bool rank0_left = found->second.presence == Presence::kLeft;
     const std::string server = describe(found->second.member);
-    gone = found->second.death.value_or(Error(
-        ErrorKind::kDisconnected, declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, cause)
-                                  : rank0_left
-                                      ? fmt::format("the store closed, since {} left the world", server)
-                                      : fmt::format("{} died, and the store with it: {}", server, cause)));
+    gone = found->second.death.value_or(
+        Error(ErrorKind::kDisconnected,
+              store_.declared_dead ? fmt::format("{} is lost to this worker: {}", server, cause)
+              : rank0_left         ? fmt::format("the store closed, since {} left the world", server)
+                                   : fmt::format("{} died, and the store with it: {}", server, cause)));
     store_gone_ = gone;
     cancel_slots(*gone);
   }

@@ -80,6 +80,12 @@ class Client final : private net::Handler {
     std::uint64_t next = 0;
   };
 
+  /// What the store has said of itself and of this worker.
+  struct StoreFacts {
+    bool newer = false;  ///< speaks a newer version of the protocol
+    bool declared_dead = false;
+  };
+
   void add_handlers();
   void run();
   void connect();
@@ -123,7 +129,7 @@ class Client final : private net::Handler {
   Duration backoff_;
   std::optional<Duration> patience_;  ///< limit for a silent store; none on the store's host
   Deadline silent_at_;
-  bool declared_dead_ = false;
+  StoreFacts store_;
 
   mutable Mutex mutex_;
   std::shared_ptr<net::Channel> channel_ TORCHSPAN_GUARDED_BY(mutex_);

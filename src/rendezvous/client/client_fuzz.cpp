@@ -165,6 +165,10 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
           testing::joined({word(one), word(RoundFailed{0, ErrorKind::kTimedOut, "late"}), word(Farewell{})}));
     }
     seeds.push_back(word(Refused{ErrorKind::kInvalid, "no"}));
+    Welcome of_newer = welcome;
+    of_newer.versions = {kStoreProtocol.newest, kStoreProtocol.newest + 1, 0};
+    seeds.push_back(testing::joined(
+        {word(of_newer), testing::bytes_of({3, 0, 0, 9, 1}), word(Joined{again}), word(Left{2})}));
     Register entry;
     entry.member = self();
     entry.functions = {"f()"};

@@ -55,6 +55,11 @@ int get_rank(ByteReader& reader) {
   return rank;
 }
 
+/// Skips what a newer version added to one of the messages that announce the sender's versions.
+void skip_if_newer(ByteReader& reader, const ProtocolRange& versions, const ProtocolRange& spoken) {
+  if (versions.newest > spoken.newest) reader.get_bytes(reader.left());
+}
+
 /// A rank, or kAnyRank.
 int get_optional_rank(ByteReader& reader) {
   ByteReader ahead = reader;
@@ -73,6 +78,8 @@ ErrorKind get_kind(ByteReader& reader) {
 }
 
 void put_member(ByteWriter& writer, const Member& member) {
+  const std::size_t at = writer.size();
+  writer.put(std::uint32_t{0});
   writer.put_string(member.name);
   writer.put(std::int32_t{member.rank});
   writer.put_string(member.address);
@@ -84,10 +91,14 @@ void put_member(ByteWriter& writer, const Member& member) {
   writer.put(member.start_ticks);
   writer.put(member.functions_digest);
   writer.put(member.incarnation);
+  put_range(writer, member.wire);
+  writer.patch(at, static_cast<std::uint32_t>(writer.size() - at - sizeof(std::uint32_t)));
 }
-constexpr std::size_t kLeastMemberBytes = 4 * 6 + 8 * 5;
+constexpr std::size_t kLeastMemberBytes = 4 * 7 + 8 * 5 + kRangeBytes;
 
-Member get_member(ByteReader& reader, int (*read_rank)(ByteReader&) = get_rank) {
+/// Ignores bytes after the known fields: a newer version may have added some.
+Member get_member(ByteReader& all, int (*read_rank)(ByteReader&) = get_rank) {
+  ByteReader reader(all.get_bytes(all.get_count(1)));
   Member member;
   member.name = reader.get_string();
   member.rank = read_rank(reader);
@@ -100,6 +111,7 @@ Member get_member(ByteReader& reader, int (*read_rank)(ByteReader&) = get_rank) 
   member.start_ticks = reader.get<std::uint64_t>();
   member.functions_digest = reader.get<std::uint64_t>();
   member.incarnation = reader.get<std::uint32_t>();
+  member.wire = get_range(reader);
   return member;
 }
 
@@ -124,7 +136,7 @@ Deadline deadline_after(TimePoint now, Duration timeout) {
 }
 
 void Register::encode(ByteWriter& writer) const {
-  writer.put(version);
+  put_range(writer, versions);
   writer.put_string(job);
   put_member(writer, member);
   writer.put(std::int32_t{world_size});
@@ -133,10 +145,10 @@ void Register::encode(ByteWriter& writer) const {
   put_duration(writer, timeout);
 }
 
-Register Register::decode(ByteReader& reader) {
+Register Register::decode(ByteReader& reader, const ProtocolRange& spoken) {
   Register message;
-  message.version = reader.get<std::uint32_t>();
-  if (message.version != kStoreVersion) {
+  message.versions = get_range(reader);
+  if (!common_protocol(message.versions, spoken)) {
     reader.get_bytes(reader.left());
     return message;
   }
@@ -146,18 +158,22 @@ Register Register::decode(ByteReader& reader) {
   message.require_same_functions = reader.get<bool>();
   message.functions = get_list(reader, 4, [&] { return reader.get_string(); });
   message.timeout = get_duration(reader);
+  skip_if_newer(reader, message.versions, spoken);
   return message;
 }
 
 void Welcome::encode(ByteWriter& writer) const {
   put_list(writer, members, [&](const Member& member) { put_member(writer, member); });
   put_list(writer, gone, [&](const Gone& one) { put_departed(writer, one); });
+  put_range(writer, versions);
 }
 
-Welcome Welcome::decode(ByteReader& reader) {
+Welcome Welcome::decode(ByteReader& reader, const ProtocolRange& spoken) {
   Welcome message;
   message.members = get_list(reader, kLeastMemberBytes, [&] { return get_member(reader); });
   message.gone = get_list(reader, 4 + 1 + 4, [&] { return get_departed(reader); });
+  message.versions = get_range(reader);
+  skip_if_newer(reader, message.versions, spoken);
   return message;
 }
 

@@ -24,6 +24,33 @@ std::string only_in(const Register& left, const Register& right) {
                      more > 0 ? fmt::format(" and {} more", more) : "");
 }
 
+/// Names both workers and the versions of their messages.
+Error wire_difference(const Register& one, const Register& other) {
+  return Error(
+      ErrorKind::kUnsupported,
+      fmt::format("{} speaks {} of the wire format, {} speaks {}: install the same release of TorchSpan on "
+                  "all hosts, or two neighboring ones",
+                  describe(one.member), describe_versions(one.member.wire), describe(other.member),
+                  describe_versions(other.member.wire)));
+}
+
+/// A function that both have with different signatures. An entry is the name, a space and the signature.
+std::optional<Error> changed_signature(const Register& one, const Register& other) {
+  const auto name_of = [](const std::string& entry) { return entry.substr(0, entry.find(' ')); };
+  std::map<std::string, std::string> entries;
+  for (const std::string& entry : one.functions) entries.emplace(name_of(entry), entry);
+  for (const std::string& entry : other.functions) {
+    const auto same = entries.find(name_of(entry));
+    if (same == entries.end() || same->second == entry) continue;
+    return Error(
+        ErrorKind::kInvalid,
+        fmt::format("the workers' functions named '{}' differ: {} has '{}', {} has '{}'; give the new "
+                    "signature a new name, and keep the old function until all workers are updated",
+                    same->first, describe(one.member), same->second, describe(other.member), entry));
+  }
+  return std::nullopt;
+}
+
 /// Why a connection ended, in terms of the worker and not of its socket.
 std::string text_of(const Error& reason) {
   if (reason.kind() != ErrorKind::kDisconnected) return reason.message();
@@ -43,9 +70,9 @@ Store::Store(StoreOptions options, Connections connections)
       }),
       heartbeats_(options_.heartbeats),
       phase_(is_open() ? Phase::kRunning : Phase::kGathering) {
-  messages_.on<Register>([this](ConnectionId connection, TimePoint now, Register message) {
-    on_register(connection, std::move(message), now);
-  });
+  messages_.on<Register>([this](ConnectionId connection, TimePoint now,
+                                Register message) { on_register(connection, std::move(message), now); },
+                         [this](ByteReader& reader) { return Register::decode(reader, options_.versions); });
   messages_.on<Contribute>([this](ConnectionId connection, TimePoint now, Contribute message) {
     rounds_.contribute(rank_of(connection), std::move(message), now);
   });
@@ -65,7 +92,10 @@ Store::Store(StoreOptions options, Connections connections)
 void Store::on_message(ConnectionId connection, BytesView bytes, TimePoint now) {
   if (silent_.contains(connection)) return;
   heartbeats_.heard(connection);
-  messages_.dispatch(connection, now, bytes);
+  const auto known = ranks_.find(connection);
+  const bool newer = known != ranks_.end() &&
+                     workers_.at(known->second).registration.versions.newest > options_.versions.newest;
+  messages_.dispatch(connection, now, bytes, newer ? Sender::kNewer : Sender::kKnown);
 }
 
 int Store::rank_of(ConnectionId connection) const {
@@ -81,6 +111,7 @@ void Store::on_register(ConnectionId connection, Register message, TimePoint now
       std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& one) { return one.first == connection; });
   if (ranks_.contains(connection) || waits) throw Error(ErrorKind::kInvalid, "a client registered twice");
   if (const auto reason = rejection_reason(message)) {
+    if (reason->kind() == ErrorKind::kUnsupported) rejection_ = reason->message();
     refuse(connection, *reason);
     return;
   }
@@ -152,12 +183,12 @@ int Store::rank_for(const Member& member) const {
 }
 
 std::optional<Error> Store::rejection_reason(const Register& message) const {
-  if (message.version != kStoreVersion) {
+  if (!common_protocol(message.versions, options_.versions)) {
     return Error(
         ErrorKind::kUnsupported,
-        fmt::format("this worker speaks version {} of the store's protocol, rank 0 speaks version {}: build "
-                    "all workers from one version of TorchSpan",
-                    message.version, kStoreVersion));
+        fmt::format("the worker that joins speaks {} of the store's protocol, rank 0 speaks {}: install "
+                    "the same release of TorchSpan on all hosts, or two neighboring ones",
+                    describe_versions(message.versions), describe_versions(options_.versions)));
   }
   if (message.job != options_.job) {
     return Error(
@@ -209,7 +240,7 @@ std::optional<Error> Store::retry_reason(const Register& message) const {
 
 std::optional<Error> Store::admission_error(const Register& message) const {
   const auto reason = is_open() ? reason_in_an_open_world(message) : reason_in_a_complete_world(message);
-  return reason ? reason : difference_of_functions(message);
+  return reason ? reason : difference_of_programs(message);
 }
 
 std::optional<Error> Store::reason_in_an_open_world(const Register& message) const {
@@ -255,16 +286,19 @@ std::optional<Error> Store::reason_in_a_complete_world(const Register& message) 
                   known ? fmt::format("; its rank is {}", describe(same->second.member())) : ""));
 }
 
-std::optional<Error> Store::difference_of_functions(const Register& message) const {
+std::optional<Error> Store::difference_of_programs(const Register& message) const {
   for (const auto& [rank, worker] : workers_) {
     const Register& other = worker.registration;
-    if (!worker.connection || other.member.functions_digest == message.member.functions_digest ||
-        (!other.require_same_functions && !message.require_same_functions)) {
+    if (!worker.connection) continue;
+    if (!common_protocol(other.member.wire, message.member.wire)) return wire_difference(other, message);
+    if (other.member.functions_digest == message.member.functions_digest) continue;
+    if (!other.require_same_functions && !message.require_same_functions) {
+      if (auto changed = changed_signature(other, message)) return changed;
       continue;
     }
     return Error(ErrorKind::kInvalid,
                  fmt::format("the workers' function tables differ{}{}; start the same program everywhere, or "
-                             "allow the difference with require_same_functions = false",
+                             "allow functions that only some have with require_same_functions = false",
                              only_in(other, message), only_in(message, other)));
   }
   return std::nullopt;
@@ -292,7 +326,7 @@ std::optional<Error> Store::reason_to_fail(const Register& message) const {
         fmt::format("two workers are named '{}': {} and {}; give each its own TORCHSPAN_NAME, or none",
                     member.name, describe(other->member()), describe(member)));
   }
-  return difference_of_functions(message);
+  return difference_of_programs(message);
 }
 
 void Store::refuse(ConnectionId connection, const Error& reason, bool passing) {
@@ -314,6 +348,7 @@ void Store::fail(const Error& reason) {
 
 Welcome Store::make_welcome() const {
   Welcome welcome;
+  welcome.versions = options_.versions;
   for (const auto& [rank, worker] : workers_) {
     welcome.members.push_back(worker.member());
     if (!worker.connection) welcome.gone.push_back({rank, worker.died, worker.cause});
@@ -404,8 +439,9 @@ Error Store::missing_workers() const {
       ErrorKind::kTimedOut,
       fmt::format("only {} of {} workers joined before the join timeout; missing: rank {}; there: {}; "
                   "start the missing ones (their own output may say why they did not join), or set "
-                  "WORLD_SIZE to the number you want",
-                  there.size(), options_.world_size, fmt::join(missing, ", "), list_members(there)));
+                  "WORLD_SIZE to the number you want{}",
+                  there.size(), options_.world_size, fmt::join(missing, ", "), list_members(there),
+                  rejection_.empty() ? "" : "; a worker was refused meanwhile: " + rejection_));
 }
 
 void Store::tick(TimePoint now) {

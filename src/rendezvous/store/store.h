@@ -24,6 +24,7 @@ struct StoreOptions {
   Heartbeats::Options heartbeats = {};
   /// Called with the times of each answered heartbeat; may be empty.
   std::function<void(const ClockSample&)> on_clock_sample = {};
+  ProtocolRange versions = kStoreProtocol;
 };
 
 /// The service of rank 0, as a table without I/O or clock: messages and ends of connections in, messages out.
@@ -71,7 +72,7 @@ class Store {
   std::optional<Error> admission_error(const Register& message) const;
   std::optional<Error> reason_in_an_open_world(const Register& message) const;
   std::optional<Error> reason_in_a_complete_world(const Register& message) const;
-  std::optional<Error> difference_of_functions(const Register& message) const;
+  std::optional<Error> difference_of_programs(const Register& message) const;
   void gather(ConnectionId connection, Register message, TimePoint now);
   void admit(ConnectionId connection, Register message);
   int rank_for(const Member& member) const;
@@ -102,6 +103,7 @@ class Store {
   std::set<int> informed_;  ///< ranks that got the reason why the world failed
   Deadline gather_until_;
   std::optional<Error> failure_;
+  std::string rejection_;  ///< why the last worker with an unknown rank was refused; empty: none was
 };
 
 }  // namespace torchspan::rendezvous
