@@ -70,6 +70,8 @@ struct WorkerOptions {
   static WorkerOptions from_env();
 };
 
+struct SessionDisguise;
+
 /// One worker, from joining the world to leaving it. Owns the executor, the connections, the Worker and the
 /// extensions for distributed autograd, optimizers and pipelines. Usually one per process; one process may
 /// hold several.
@@ -122,8 +124,8 @@ class Session {
 
  private:
   class Impl;
-  friend Session make_session_on_host(const std::string& host_mark, WorkerOptions options,
-                                      FunctionTable functions);
+  friend Session make_session(const SessionDisguise& disguise, WorkerOptions options, FunctionTable functions,
+                              std::vector<std::unique_ptr<rpc::Extension>> extensions);
   explicit Session(std::unique_ptr<Impl> impl);
 
   std::unique_ptr<Impl> impl_;

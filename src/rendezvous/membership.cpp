@@ -95,6 +95,7 @@ Member make_self(const MembershipOptions& options) {
   if (const auto stat = read_process_stat(self.pid)) self.start_ticks = stat->start_ticks;
   self.uid = geteuid();
   self.functions_digest = options.functions_digest;
+  self.wire = options.wire;
   return self;
 }
 
@@ -184,8 +185,11 @@ class Membership::Impl {
       check_descriptors(options);
       server_ = std::make_unique<StoreServer>(
           runtime, transports, options.store_listen.empty() ? options.store_address : options.store_listen,
-          StoreOptions{
-              options.world_size, options.job, self_.host_id, {options.heartbeat, options.dead_after}});
+          StoreOptions{.world_size = options.world_size,
+                       .job = options.job,
+                       .host_id = self_.host_id,
+                       .heartbeats = {options.heartbeat, options.dead_after},
+                       .versions = options.store});
     }
     client_ = std::make_unique<Client>(runtime, transports, std::move(options), self_);
     try {

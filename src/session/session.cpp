@@ -23,8 +23,11 @@ namespace torchspan {
 namespace {
 
 rendezvous::MembershipOptions join_options(const WorkerOptions& options, const FunctionTable& functions,
-                                           const std::string& host_mark) {
+                                           const SessionDisguise& disguise) {
   rendezvous::MembershipOptions join;
+  join.host_id = disguise.host_mark;
+  join.wire = disguise.wire;
+  join.store = disguise.store;
   join.name = options.environment.name;
   join.rank = options.environment.rank;
   join.world_size = options.environment.world_size;
@@ -34,7 +37,6 @@ rendezvous::MembershipOptions join_options(const WorkerOptions& options, const F
   join.functions = functions.descriptions();
   join.require_same_functions = options.require_same_functions;
   join.timeout = options.environment.join_timeout;
-  join.host_id = host_mark;
   join.dead_after = std::max(options.network.tls.dead_after, 2 * join.heartbeat);
   return join;
 }
@@ -166,9 +168,8 @@ void add_default(std::vector<std::unique_ptr<rpc::Extension>>& extensions) {
 
 class Session::Impl {
  public:
-  /// `host_mark` overrides the host that the worker reports; empty: this boot of this machine.
   Impl(const WorkerOptions& options, FunctionTable functions,
-       std::vector<std::unique_ptr<rpc::Extension>> extensions, const std::string& host_mark)
+       std::vector<std::unique_ptr<rpc::Extension>> extensions, const SessionDisguise& disguise)
       : runtime_owner_(make_runtime(options)),
         leave_timeout_(options.leave_timeout),
         error_file_(options.environment.error_file),
@@ -181,11 +182,11 @@ class Session::Impl {
     rpc::ServiceOptions service = service_options(options);
     rpc::WorkerService::MakeTransport make_transport;
     std::optional<Endpoint> endpoint;
-    rendezvous::MembershipOptions join = join_options(options, functions, host_mark);
+    rendezvous::MembershipOptions join = join_options(options, functions, disguise);
     if (options.environment.world_size != 1) {
       endpoint.emplace(runtime_, options,
                        options.secret.empty() ? rendezvous::load_secret(options.environment) : options.secret,
-                       host_mark);
+                       disguise.host_mark);
       service.listen = endpoint->listen();
       join.store_listen = endpoint->store_listen();
       make_transport = [&](net::Handler& handler) { return endpoint->make_transport(handler); };
@@ -260,13 +261,19 @@ class Session::Impl {
 
 Session::Session(WorkerOptions options, FunctionTable functions,
                  std::vector<std::unique_ptr<rpc::Extension>> extensions)
-    : impl_(std::make_unique<Impl>(options, std::move(functions), std::move(extensions), std::string())) {}
+    : impl_(std::make_unique<Impl>(options, std::move(functions), std::move(extensions), SessionDisguise())) {
+}
 Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Session::~Session() = default;
 
+Session make_session(const SessionDisguise& disguise, WorkerOptions options, FunctionTable functions,
+                     std::vector<std::unique_ptr<rpc::Extension>> extensions) {
+  return Session(
+      std::make_unique<Session::Impl>(options, std::move(functions), std::move(extensions), disguise));
+}
+
 Session make_session_on_host(const std::string& host_mark, WorkerOptions options, FunctionTable functions) {
-  return Session(std::make_unique<Session::Impl>(options, std::move(functions),
-                                                 std::vector<std::unique_ptr<rpc::Extension>>(), host_mark));
+  return make_session({.host_mark = host_mark}, std::move(options), std::move(functions), {});
 }
 
 Worker& Session::worker() { return impl_->service().worker(); }

@@ -98,24 +98,22 @@ Handle get_handle(ByteReader& reader) {
   return handle;
 }
 
-/// Throws unless this build supports the version and features in the header.
-void check_header(const RawHeader& raw) {
+/// Throws unless this worker can read the version and features in the header.
+void check_header(const RawHeader& raw, const ProtocolRange& spoken) {
   if (raw.magic != kFrameMagic) {
     throw_invalid("not a TorchSpan frame: the bytes do not begin with 'TSPN'");
   }
-  if (raw.version != kProtocolVersion) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("the frame speaks protocol version {}, this worker version {}; run the same TorchSpan "
-                    "release on every worker",
-                    raw.version, kProtocolVersion));
+  constexpr const char* kAdvice =
+      "install the same release of TorchSpan on all hosts, or two neighboring ones";
+  if (!spoken.speaks(raw.version)) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("the frame is of wire version {}, this worker speaks {}; {}", raw.version,
+                            describe_versions(spoken), kAdvice));
   }
-  if ((raw.features & ~kKnownFeatures) != 0) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("the frame uses features {:#x}, this worker supports {:#x}; run the same TorchSpan "
-                    "release on every worker",
-                    raw.features, kKnownFeatures));
+  if ((raw.features & ~spoken.features) != 0) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("the frame uses features {:#x}, this worker has {:#x}; {}", raw.features,
+                            spoken.features, kAdvice));
   }
 }
 
@@ -147,7 +145,7 @@ Bytes encode_frame(const Frame& frame) {
   return writer.take();
 }
 
-FrameView decode_frame(BytesView bytes) {
+FrameView decode_frame(BytesView bytes, const ProtocolRange& spoken) {
   if (bytes.size() < kFrameHeaderSize) {
     throw_invalid(
         fmt::format("{} bytes are shorter than a frame's header of {}", bytes.size(), kFrameHeaderSize));
@@ -155,7 +153,7 @@ FrameView decode_frame(BytesView bytes) {
   ByteReader reader(bytes);
   RawHeader raw;
   std::memcpy(&raw, reader.get_bytes(kFrameHeaderSize).data(), kFrameHeaderSize);
-  check_header(raw);
+  check_header(raw, spoken);
   FrameView frame;
   frame.header = {raw.version,  static_cast<MessageType>(raw.type),
                   raw.flags,    raw.features,

@@ -96,7 +96,23 @@ TEST(Frames, OfAnotherVersionAreUnsupportedAndNameBoth) {
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
     EXPECT_NE(error.message().find("version 7"), std::string::npos);
-    EXPECT_NE(error.message().find("version " + std::to_string(kProtocolVersion)), std::string::npos);
+    EXPECT_NE(error.message().find("version " + std::to_string(kWireProtocol.newest)), std::string::npos);
+  }
+}
+
+TEST(Frames, OfEveryVersionThatTheReaderSpeaksAreRead) {
+  Frame frame;
+  for (const std::uint16_t version : {1, 2, 3, 4}) {
+    frame.header.version = version;
+    frame.header.features = 0b01;
+    const Bytes bytes = encode_frame(frame);
+    const ProtocolRange spoken{2, 3, 0b11};
+    if (spoken.speaks(version)) {
+      EXPECT_EQ(decode_frame(bytes, spoken).header.version, version);
+      EXPECT_EQ(kind_of([&] { decode_frame(bytes, {2, 3, 0b10}); }), ErrorKind::kUnsupported);
+    } else {
+      EXPECT_EQ(kind_of([&] { decode_frame(bytes, spoken); }), ErrorKind::kUnsupported);
+    }
   }
 }
 

@@ -22,8 +22,11 @@ using Everything =
     std::tuple<std::map<std::string, std::vector<std::int32_t>>, std::vector<std::optional<std::string>>,
                std::variant<std::monostate, std::vector<bool>, c10::Device>, Duration, c10::Scalar, Error>;
 
+/// The versions and features of a release that is newer than this one.
+constexpr ProtocolRange kNewer{kWireProtocol.newest, kWireProtocol.newest + 1, 1u << 31};
+
 void fuzz_frame(BytesView bytes) {
-  const FrameView frame = decode_frame(bytes);
+  const FrameView frame = decode_frame(bytes, kNewer);
   if (const NamedBlobView* blob = frame.blob("trace")) static_cast<void>(blob->bytes.size());
 }
 
@@ -87,6 +90,9 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     frame.handles = {Handle{1, {0, 3}, {0, 4}, 5}};
     frame.value = Bytes(10);
     frame.tensor_metadata = Bytes(4);
+    seeds.push_back(joined({bytes_of({0}), encode_frame(frame)}));
+    frame.header.version = kNewer.newest;
+    frame.header.features = kNewer.features;
     seeds.push_back(joined({bytes_of({0}), encode_frame(frame)}));
     const at::Tensor dense = at::ones({2, 3});
     for (const at::Tensor& tensor : {dense, dense.t(), dense.to_sparse(), dense.expand({4, 2, 3}),

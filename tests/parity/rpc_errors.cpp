@@ -152,8 +152,10 @@ TEST(RpcConformance, FunctionNotOnCallee) {
     EXPECT_EQ(worker.rpc_sync("worker0", kOnlyOnTheCaller, 1, 2), 3);
     const Error error = error_of([&] { worker.rpc_sync("worker1", kOnlyOnTheCaller, 1, 2); });
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << error.what();
-    EXPECT_THAT(error.what(),
-                AllOf(HasSubstr("worker 'worker1' has no such function"), HasSubstr("only_on_the_caller")));
+    EXPECT_THAT(
+        error.what(),
+        AllOf(HasSubstr("worker 'worker1' does not have this function, which worker 'worker0' called"),
+              HasSubstr("only_on_the_caller")));
     expect_error(ErrorKind::kInvalid, "worker1",
                  [&] { worker.remote("worker1", kOnlyOnTheCaller, 1, 2).to_here(); });
     EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 1, 2), 3) << "the callee survives";

@@ -336,7 +336,7 @@ std::vector<Bytes> endless_messages() {
   entry.member.name = "worker1";
   entry.functions = {"f()"};
   const Bytes whole = rendezvous::encode_message(entry);
-  // After the type and the version: nothing else is read for another version. At least one byte is missing.
+  // After the type and the versions: nothing else is read without a common one. At least one byte is missing.
   for (std::size_t at = 6; at + 4 < whole.size(); ++at) {
     Bytes message = whole;
     std::memset(message.data() + at, 0xff, 4);

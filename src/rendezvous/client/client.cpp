@@ -44,7 +44,12 @@ void Client::stop() {
 }
 
 void Client::add_handlers() {
-  messages_.on<Welcome>([this](Welcome message) { meet(std::move(message)); });
+  messages_.on<Welcome>(
+      [this](Welcome message) {
+        store_.newer = message.versions.newest > options_.store.newest;
+        meet(std::move(message));
+      },
+      [this](ByteReader& reader) { return Welcome::decode(reader, options_.store); });
   messages_.on<Refused>([this](Refused message) {
     const Error reason(message.kind, message.text);
     if (message.passing) return lose_store(reason);  // and registers again
@@ -89,7 +94,7 @@ void Client::add_handlers() {
     }
   });
   messages_.on<DeclaredDead>([this](DeclaredDead message) {
-    declared_dead_ = true;
+    store_.declared_dead = true;
     lose_store(Error(ErrorKind::kTimedOut, message.reason));
   });
 }
@@ -161,8 +166,9 @@ void Client::run() {
 
 void Client::connect() {
   retry_at_ = Deadline::never();
-  declared_dead_ = false;
+  store_ = {};
   Register message;
+  message.versions = options_.store;
   message.job = options_.job;
   message.member = self_;
   message.world_size = options_.world_size;
@@ -234,8 +240,9 @@ void Client::on_message(const std::shared_ptr<net::Channel>& channel, net::Messa
   }
   try {
     const bool large = message.segments.size() == 1;
-    messages_.dispatch(large ? BytesView(message.segments[0].data, message.segments[0].size)
-                             : BytesView(message.header));
+    messages_.dispatch(
+        large ? BytesView(message.segments[0].data, message.segments[0].size) : BytesView(message.header),
+        store_.newer ? Sender::kNewer : Sender::kKnown);
     if (patience_) silent_at_ = runtime_.executor.deadline_in(*patience_);
   } catch (const Error& error) {
     runtime_.log.error(fmt::format("the store at {} sent bytes that are not a message: {}", channel->peer(),
@@ -274,7 +281,7 @@ void Client::lose_store(const Error& reason, bool silent) {
     farewell_->unpark();
   } else {
     // A connection that was silent before its end ended because of the silence.
-    on_store_gone(reason, silent || declared_dead_ || reason.elapsed() > Duration::zero());
+    on_store_gone(reason, silent || store_.declared_dead || reason.elapsed() > Duration::zero());
   }
 }
 
@@ -318,10 +325,11 @@ void Client::on_closed_before_welcome(const Error& reason) {
 
 void Client::on_store_gone(const Error& reason, bool held_for_dead) {
   const std::string cause =
-      declared_dead_ ? fmt::format(
-                           "its store declared this worker dead, which was {}; restart this worker to join "
-                           "again",
-                           reason.message())
+      store_.declared_dead
+          ? fmt::format(
+                "its store declared this worker dead, which was {}; restart this worker to join "
+                "again",
+                reason.message())
       : reason.elapsed() > Duration::zero() ? silence_of_the_store(reason.elapsed())
       : reason.kind() == ErrorKind::kDisconnected
           ? "its process ended, or the connection to it broke; see its own output for why"
@@ -336,9 +344,9 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
     if (found->second.death) gone = *found->second.death;
     if (!gone)
       gone.emplace(ErrorKind::kDisconnected,
-                   declared_dead_ ? fmt::format("{} is lost to this worker: {}", server, cause)
-                   : rank0_left   ? fmt::format("the store closed, since {} left the world", server)
-                                  : fmt::format("{} died, and the store with it: {}", server, cause));
+                   store_.declared_dead ? fmt::format("{} is lost to this worker: {}", server, cause)
+                   : rank0_left         ? fmt::format("the store closed, since {} left the world", server)
+                                        : fmt::format("{} died, and the store with it: {}", server, cause));
     store_gone_ = gone;
     cancel_slots(*gone);
   }

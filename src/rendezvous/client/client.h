@@ -70,6 +70,13 @@ class Client final : private net::Handler {
     std::optional<std::vector<int>> missing;  ///< from the store, not passed on yet
     std::optional<Error> error;
   };
+
+  /// What the store has said of itself and of this worker.
+  struct StoreFacts {
+    bool newer = false;  ///< speaks a newer version of the protocol
+    bool declared_dead = false;
+  };
+
   void add_handlers();
   void run();
   void connect();
@@ -112,7 +119,7 @@ class Client final : private net::Handler {
   Duration backoff_;
   std::optional<Duration> patience_;  ///< limit for a silent store; none on the store's host
   Deadline silent_at_;
-  bool declared_dead_ = false;
+  StoreFacts store_;
 
   mutable Mutex mutex_;
   std::shared_ptr<net::Channel> channel_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -170,6 +170,10 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
                                        word(Missing{0, {0, 1, 2}}), word(Farewell{})}));
     }
     seeds.push_back(word(Refused{ErrorKind::kInvalid, "no"}));
+    Welcome of_newer = welcome;
+    of_newer.versions = {kStoreProtocol.newest, kStoreProtocol.newest + 1, 0};
+    seeds.push_back(testing::joined(
+        {word(of_newer), testing::bytes_of({3, 0, 0, 9, 1}), word(Changes{{Arrived{{again}}, Gone{{2}}}})}));
     Register entry;
     entry.member = self();
     entry.functions = {"f()"};

@@ -12,8 +12,17 @@ namespace {
 /// gigabytes.
 constexpr std::size_t kMostShared = 255;
 
-/// Flags of a member: which fields are those of the member before.
-enum : std::uint8_t { kHost = 1, kHostId = 2, kUid = 4, kFunctions = 8, kIncarnation = 16, kKnownFlags = 31 };
+/// Flags of a member: which fields are those of the member before, and whether fields of a newer version follow.
+enum : std::uint8_t {
+  kHost = 1,
+  kHostId = 2,
+  kUid = 4,
+  kFunctions = 8,
+  kIncarnation = 16,
+  kWire = 32,
+  kAddedFields = 128,
+  kKnownFlags = 191
+};
 
 std::uint64_t zigzag(std::int64_t number) {
   return (static_cast<std::uint64_t>(number) << 1) ^ static_cast<std::uint64_t>(number >> 63);
@@ -81,6 +90,7 @@ void put_member(ByteWriter& writer, const Member& member, const Member& before) 
   if (member.uid == before.uid) same |= kUid;
   if (member.functions_digest == before.functions_digest) same |= kFunctions;
   if (member.incarnation == before.incarnation) same |= kIncarnation;
+  if (member.wire == before.wire) same |= kWire;
   writer.put(same);
   put_signed(writer, std::int64_t{member.rank} - before.rank - 1);
   put_text(writer, member.name, before.name);
@@ -93,6 +103,7 @@ void put_member(ByteWriter& writer, const Member& member, const Member& before) 
   if ((same & kUid) == 0) put_signed(writer, member.uid);
   if ((same & kFunctions) == 0) writer.put(member.functions_digest);
   if ((same & kIncarnation) == 0) put_number(writer, member.incarnation);
+  if ((same & kWire) == 0) put_range(writer, member.wire);
 }
 constexpr std::size_t kLeastMemberBytes = 1 + 1 + 2 + 2 + 8 + 1 + 1;
 
@@ -116,6 +127,8 @@ Member get_member(ByteReader& reader, const Member& before) {
   member.functions_digest = (same & kFunctions) != 0 ? before.functions_digest : reader.get<std::uint64_t>();
   member.incarnation =
       (same & kIncarnation) != 0 ? before.incarnation : get_limited<std::uint32_t>(get_number(reader));
+  member.wire = (same & kWire) != 0 ? before.wire : get_range(reader);
+  if ((same & kAddedFields) != 0) reader.get_bytes(get_size(reader));
   return member;
 }
 

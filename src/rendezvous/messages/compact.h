@@ -58,7 +58,8 @@ class Ranks {
 void put_repeated(ByteWriter& writer, std::span<const std::uint32_t> numbers);
 std::vector<std::uint32_t> get_repeated(ByteReader& reader);
 
-/// Members: of each, the fields in which it differs from the one before.
+/// Members: of each, the fields in which it differs from the one before. Fields that a newer version added are
+/// skipped.
 void put_members(ByteWriter& writer, std::span<const Member> members);
 std::vector<Member> get_members(ByteReader& reader);
 

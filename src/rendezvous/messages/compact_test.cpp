@@ -90,6 +90,7 @@ TEST(Compact, RandomRanksNumbersAndMembersSurvive) {
       member.start_ticks = random();
       member.functions_digest = random() % 2;
       member.incarnation = static_cast<std::uint32_t>(random() % 2);
+      if (random() % 4 == 0) member.wire = {1, 2, static_cast<std::uint32_t>(random())};
       members.push_back(member);
     }
     size_of(ranks);
@@ -112,8 +113,29 @@ TEST(Compact, RandomRanksNumbersAndMembersSurvive) {
       EXPECT_EQ(back[i].start_ticks, members[i].start_ticks);
       EXPECT_EQ(back[i].functions_digest, members[i].functions_digest);
       EXPECT_EQ(back[i].incarnation, members[i].incarnation);
+      EXPECT_EQ(back[i].wire, members[i].wire);
     }
   }
+}
+
+TEST(Compact, SkipsTheFieldsThatANewerVersionAddedToAMember) {
+  Member member;
+  member.rank = 3;
+  member.name = "worker3";
+  ByteWriter writer;
+  put_members(writer, std::span(&member, 1));
+  Bytes bytes = writer.take();
+  bytes.at(1) |= std::byte{128};  // the member's flags, after the count
+  bytes.push_back(std::byte{2});
+  bytes.insert(bytes.end(), 2, std::byte{0xEE});
+  ByteReader reader(bytes);
+  const auto back = get_members(reader);
+  EXPECT_TRUE(reader.at_end());
+  ASSERT_EQ(back.size(), 1u);
+  EXPECT_EQ(back[0].name, member.name);
+  bytes.pop_back();
+  ByteReader shortened(bytes);
+  EXPECT_THROW(get_members(shortened), Error);
 }
 
 TEST(Compact, RefusesListsThatFewBytesMakeLongerThanAnyWorld) {

@@ -49,6 +49,11 @@ Duration get_duration(ByteReader& reader) {
 
 int get_rank(ByteReader& reader) { return checked_rank(reader.get<std::int32_t>()); }
 
+/// Skips what a newer version added to one of the messages that announce the sender's versions.
+void skip_if_newer(ByteReader& reader, const ProtocolRange& versions, const ProtocolRange& spoken) {
+  if (versions.newest > spoken.newest) reader.get_bytes(reader.left());
+}
+
 /// A rank, or kAnyRank.
 int get_optional_rank(ByteReader& reader) {
   ByteReader ahead = reader;
@@ -67,6 +72,8 @@ ErrorKind get_kind(ByteReader& reader) {
 }
 
 void put_member(ByteWriter& writer, const Member& member) {
+  const std::size_t at = writer.size();
+  writer.put(std::uint32_t{0});
   writer.put_string(member.name);
   writer.put(std::int32_t{member.rank});
   writer.put_string(member.address);
@@ -78,9 +85,13 @@ void put_member(ByteWriter& writer, const Member& member) {
   writer.put(member.start_ticks);
   writer.put(member.functions_digest);
   writer.put(member.incarnation);
+  put_range(writer, member.wire);
+  writer.patch(at, static_cast<std::uint32_t>(writer.size() - at - sizeof(std::uint32_t)));
 }
 
-Member get_member(ByteReader& reader) {
+/// Ignores bytes after the known fields: a newer version may have added some.
+Member get_member(ByteReader& all) {
+  ByteReader reader(all.get_bytes(all.get_count(1)));
   Member member;
   member.name = reader.get_string();
   member.rank = get_optional_rank(reader);
@@ -93,6 +104,7 @@ Member get_member(ByteReader& reader) {
   member.start_ticks = reader.get<std::uint64_t>();
   member.functions_digest = reader.get<std::uint64_t>();
   member.incarnation = reader.get<std::uint32_t>();
+  member.wire = get_range(reader);
   return member;
 }
 
@@ -121,7 +133,7 @@ Deadline deadline_after(TimePoint now, Duration timeout) {
 }
 
 void Register::encode(ByteWriter& writer) const {
-  writer.put(version);
+  put_range(writer, versions);
   writer.put_string(job);
   put_member(writer, member);
   writer.put(std::int32_t{world_size});
@@ -130,10 +142,10 @@ void Register::encode(ByteWriter& writer) const {
   put_duration(writer, timeout);
 }
 
-Register Register::decode(ByteReader& reader) {
+Register Register::decode(ByteReader& reader, const ProtocolRange& spoken) {
   Register message;
-  message.version = reader.get<std::uint32_t>();
-  if (message.version != kStoreVersion) {
+  message.versions = get_range(reader);
+  if (!common_protocol(message.versions, spoken)) {
     reader.get_bytes(reader.left());
     return message;
   }
@@ -143,19 +155,23 @@ Register Register::decode(ByteReader& reader) {
   message.require_same_functions = reader.get<bool>();
   message.functions = get_list(reader, 4, [&] { return reader.get_string(); });
   message.timeout = get_duration(reader);
+  skip_if_newer(reader, message.versions, spoken);
   return message;
 }
 
 void Welcome::encode(ByteWriter& writer) const {
   put_members(writer, members);
   put_list(writer, gone, [&](const Gone& one) { put_gone(writer, one); });
+  put_range(writer, versions);
 }
 
-Welcome Welcome::decode(ByteReader& reader) {
+Welcome Welcome::decode(ByteReader& reader, const ProtocolRange& spoken) {
   Welcome message;
   message.members = get_members(reader);
   std::size_t most = kMaxWorkers;
   message.gone = get_list(reader, 2, [&] { return get_gone(reader, most); });
+  message.versions = get_range(reader);
+  skip_if_newer(reader, message.versions, spoken);
   return message;
 }
 

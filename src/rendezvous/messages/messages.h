@@ -16,21 +16,22 @@
 #include "rendezvous/messages/compact.h"
 
 /// The messages between clients and the store. A message is encoded as u16 type, then its fields; it is one
-/// struct here and one handler in a MessageTable.
+/// struct here and one handler in a MessageTable. A newer version may add fields at the end of a message or of a
+/// member, which is preceded by its size, and messages that need no answer; readers of the version before it skip
+/// both. Register, Welcome, Refused and Ping are exchanged before both sides know the other's version.
 namespace torchspan::rendezvous {
 
-inline constexpr std::uint32_t kStoreVersion = 5;
 inline constexpr std::size_t kMostGatherBytes = std::size_t{64} << 10;
 inline constexpr std::size_t kMostCounts = 1024;
 
 /// When the wait that a message requests ends; Duration::max() means never.
 Deadline deadline_after(TimePoint now, Duration timeout);
 
-/// Client to store, first message of a connection: this worker asks to join the world. If the version
-/// differs, the store reads nothing else.
+/// Client to store, first message of a connection: this worker asks to join the world. Without a common
+/// version, the store reads nothing else.
 struct Register {
   static constexpr std::uint16_t kType = 1;
-  std::uint32_t version = kStoreVersion;
+  ProtocolRange versions = kStoreProtocol;
   std::string job;
   Member member;
   int world_size = 0;
@@ -39,7 +40,7 @@ struct Register {
   Duration timeout{0};  ///< the rest of this worker's join timeout
 
   void encode(ByteWriter& writer) const;
-  static Register decode(ByteReader& reader);
+  static Register decode(ByteReader& reader, const ProtocolRange& spoken = kStoreProtocol);
 };
 
 /// Workers that have left, or died in the same way.
@@ -54,9 +55,10 @@ struct Welcome {
   static constexpr std::uint16_t kType = 2;
   std::vector<Member> members;  ///< the latest member of every rank, by rank
   std::vector<Gone> gone;       ///< those of them that left or died, by rank
+  ProtocolRange versions = kStoreProtocol;
 
   void encode(ByteWriter& writer) const;
-  static Welcome decode(ByteReader& reader);
+  static Welcome decode(ByteReader& reader, const ProtocolRange& spoken = kStoreProtocol);
 };
 
 /// Store to a client: it cannot join this world. `passing`: this world ends, and the next one may begin at
@@ -240,23 +242,32 @@ SharedBytes share_message(const Message& message) {
   return std::make_shared<const Bytes>(encode_message(message));
 }
 
-/// Maps message types to handlers. Unknown types and malformed bytes throw Error{kInvalid}.
+/// Who sent a message: a process that speaks no newer version than this one, or one that does.
+enum class Sender : std::uint8_t { kKnown, kNewer };
+
+/// Maps message types to handlers. Unknown types and malformed bytes throw Error{kInvalid}; unknown types and
+/// bytes after the known fields are ignored if the sender is newer.
 template <class... Context>
 class MessageTable {
  public:
   template <class Message>
   void on(std::function<void(Context..., Message)> handler) {
-    handlers_[Message::kType] = [handler = std::move(handler)](Context... context, ByteReader& reader) {
-      Message message = Message::decode(reader);
-      reader.expect_end();
+    on<Message>(std::move(handler), [](ByteReader& reader) { return Message::decode(reader); });
+  }
+  template <class Message>
+  void on(std::function<void(Context..., Message)> handler, std::function<Message(ByteReader&)> decode) {
+    handlers_[Message::kType] = [handler = std::move(handler), decode = std::move(decode)](
+                                    Context... context, ByteReader& reader, Sender sender) {
+      Message message = decode(reader);
+      if (sender == Sender::kKnown) reader.expect_end();
       handler(std::forward<Context>(context)..., std::move(message));
     };
   }
-  void dispatch(Context... context, BytesView bytes) const {
+  void dispatch(Context... context, BytesView bytes, Sender sender = Sender::kKnown) const {
     ByteReader reader(bytes);
     const auto found = handlers_.find(reader.get<std::uint16_t>());
-    if (found == handlers_.end()) throw_unknown(bytes);
-    found->second(std::forward<Context>(context)..., reader);
+    if (found != handlers_.end()) return found->second(std::forward<Context>(context)..., reader, sender);
+    if (sender == Sender::kKnown) throw_unknown(bytes);
   }
 
  private:
@@ -265,7 +276,7 @@ class MessageTable {
                 "store message of type " + std::to_string(ByteReader(bytes).get<std::uint16_t>()) +
                     " is not known here: do all workers run the same version of TorchSpan?");
   }
-  std::map<std::uint16_t, std::function<void(Context..., ByteReader&)>> handlers_;
+  std::map<std::uint16_t, std::function<void(Context..., ByteReader&, Sender)>> handlers_;
 };
 
 }  // namespace torchspan::rendezvous

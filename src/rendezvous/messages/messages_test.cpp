@@ -1,5 +1,6 @@
 #include "rendezvous/messages/messages.h"
 
+#include <algorithm>
 #include <gtest/gtest.h>
 #include <random>
 
@@ -19,6 +20,7 @@ Member make_member(int rank) {
   member.start_ticks = 5555;
   member.functions_digest = 99;
   member.incarnation = 4;
+  member.wire = {2, 3, 0x80000001};
   return member;
 }
 
@@ -42,7 +44,7 @@ Message round_trip(const Message& message) {
 std::vector<Bytes> examples() {
   return {
       encode_message(Register{
-          kStoreVersion, "job", make_member(3), 4, true, {"f(int)", "g()"}, std::chrono::seconds(3)}),
+          kStoreProtocol, "job", make_member(3), 4, true, {"f(int)", "g()"}, std::chrono::seconds(3)}),
       encode_message(Welcome{{make_member(0), make_member(1)}, {{{1}, true, "killed"}}}),
       encode_message(Refused{ErrorKind::kDenied, "no"}),
       encode_message(
@@ -88,7 +90,7 @@ MessageTable<> full_table() {
 TEST(StoreMessages, KeepEveryFieldOfARegistration) {
   const Member member = make_member(3);
   const auto back = round_trip(
-      Register{kStoreVersion, "job", member, 4, true, {"f(int)", "g()"}, std::chrono::milliseconds(1500)});
+      Register{kStoreProtocol, "job", member, 4, true, {"f(int)", "g()"}, std::chrono::milliseconds(1500)});
   EXPECT_EQ(back.job, "job");
   EXPECT_EQ(back.member.name, member.name);
   EXPECT_EQ(back.member.rank, 3);
@@ -101,6 +103,7 @@ TEST(StoreMessages, KeepEveryFieldOfARegistration) {
   EXPECT_EQ(back.member.start_ticks, 5555u);
   EXPECT_EQ(back.member.functions_digest, 99u);
   EXPECT_EQ(back.member.incarnation, 4u);
+  EXPECT_EQ(back.member.wire, member.wire);
   EXPECT_EQ(back.world_size, 4);
   EXPECT_TRUE(back.require_same_functions);
   EXPECT_EQ(back.functions, (std::vector<std::string>{"f(int)", "g()"}));
@@ -149,7 +152,7 @@ TEST(StoreMessages, KeepDepartedAndJoinedWorkers) {
 }
 
 TEST(StoreMessages, AllowAMissingRankOnlyInARegistration) {
-  Register request{kStoreVersion, "job", make_member(kAnyRank), kOpenWorld, true, {}, {}};
+  Register request{kStoreProtocol, "job", make_member(kAnyRank), kOpenWorld, true, {}, {}};
   EXPECT_EQ(round_trip(request).member.rank, kAnyRank);
   EXPECT_THROW(full_table().dispatch(encode_message(Changes{{Arrived{{make_member(kAnyRank)}}}})), Error);
   request.member.rank = kAnyRank - 1;
@@ -159,13 +162,62 @@ TEST(StoreMessages, AllowAMissingRankOnlyInARegistration) {
 TEST(StoreMessages, ReadOnlyTheVersionOfAnotherVersion) {
   ByteWriter writer;
   writer.put(Register::kType);
-  writer.put(std::uint32_t{kStoreVersion + 5});
+  const ProtocolRange later{kStoreProtocol.newest + 4, kStoreProtocol.newest + 5, 0};
+  put_range(writer, later);
   writer.put_string("whatever it says there");
   MessageTable<> table;
-  std::uint32_t version = 0;
-  table.on<Register>([&](Register message) { version = message.version; });
+  ProtocolRange versions;
+  table.on<Register>([&](Register message) { versions = message.versions; });
   table.dispatch(writer.bytes());
-  EXPECT_EQ(version, kStoreVersion + 5);
+  EXPECT_EQ(versions, later);
+}
+
+/// What the next version may add: fields at the end of a message, and of the member in a registration.
+Bytes with_added_fields(Bytes bytes) {
+  ByteReader type(bytes);
+  const std::string name = "worker";
+  const auto at = std::search(bytes.begin(), bytes.end(), name.begin(), name.end(),
+                              [](std::byte a, char b) { return static_cast<char>(a) == b; });
+  if (type.get<std::uint16_t>() == Register::kType && at != bytes.end()) {
+    // The sizes of the member and of its name precede the name.
+    const auto size_at = static_cast<std::size_t>(at - bytes.begin()) - 8;
+    ByteReader reader(BytesView(bytes).subspan(size_at));
+    const auto size = reader.get<std::uint32_t>();
+    bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(size_at + 4 + size), 3, std::byte{0xEE});
+    ByteWriter writer(std::move(bytes));
+    writer.patch(size_at, size + 3);
+    bytes = writer.take();
+  }
+  bytes.insert(bytes.end(), 5, std::byte{0xDD});
+  return bytes;
+}
+
+TEST(StoreMessages, OfANewerNeighborAreReadWithoutWhatItAdded) {
+  const auto table = full_table();
+  for (const Bytes& good : examples()) {
+    const Bytes longer = with_added_fields(good);
+    EXPECT_NO_THROW(table.dispatch(longer, Sender::kNewer));
+    EXPECT_THROW(table.dispatch(longer), Error) << "of a sender that is not newer";
+  }
+  ByteWriter unknown;
+  unknown.put(std::uint16_t{999});
+  EXPECT_NO_THROW(table.dispatch(unknown.bytes(), Sender::kNewer));
+}
+
+TEST(StoreMessages, ThatAnnounceANewerVersionMayBeLonger) {
+  const ProtocolRange newer{kStoreProtocol.newest, kStoreProtocol.newest + 1, 0};
+  const Register entry{newer, "job", make_member(3), 4, true, {"f(int)"}, std::chrono::seconds(3)};
+  Welcome welcome{{make_member(3)}, {}};
+  welcome.versions = newer;
+  MessageTable<> table;
+  Register registered;
+  Welcome welcomed;
+  table.on<Register>([&](Register message) { registered = std::move(message); });
+  table.on<Welcome>([&](Welcome message) { welcomed = std::move(message); });
+  table.dispatch(with_added_fields(encode_message(entry)));
+  table.dispatch(with_added_fields(encode_message(welcome)));
+  EXPECT_EQ(encode_message(registered), encode_message(entry));
+  EXPECT_EQ(encode_message(welcomed), encode_message(welcome));
 }
 
 TEST(StoreMessages, RefuseKindsRanksAndTypesThatDoNotExist) {

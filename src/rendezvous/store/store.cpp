@@ -30,9 +30,9 @@ Store::Store(StoreOptions options, Connections connections)
       heartbeats_(options_.heartbeats),
       announcements_(options_.announcements),
       phase_(is_open() ? Phase::kRunning : Phase::kGathering) {
-  messages_.on<Register>([this](ConnectionId connection, TimePoint now, Register message) {
-    on_register(connection, std::move(message), now);
-  });
+  messages_.on<Register>([this](ConnectionId connection, TimePoint now,
+                                Register message) { on_register(connection, std::move(message), now); },
+                         [this](ByteReader& reader) { return Register::decode(reader, options_.versions); });
   messages_.on<Contribute>([this](ConnectionId connection, TimePoint now, Contribute message) {
     rounds_.contribute(rank_of(connection), std::move(message), now);
   });
@@ -52,7 +52,9 @@ Store::Store(StoreOptions options, Connections connections)
 void Store::on_message(ConnectionId connection, BytesView bytes, TimePoint now) {
   if (silent_.contains(connection)) return;
   heartbeats_.heard(connection);
-  messages_.dispatch(connection, now, bytes);
+  const auto rank = roster_.rank_of(connection);
+  const bool newer = rank && roster_.at(*rank).registration.versions.newest > options_.versions.newest;
+  messages_.dispatch(connection, now, bytes, newer ? Sender::kNewer : Sender::kKnown);
 }
 
 int Store::rank_of(ConnectionId connection) const {
@@ -68,6 +70,7 @@ void Store::on_register(ConnectionId connection, Register message, TimePoint now
       std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& one) { return one.first == connection; });
   if (roster_.rank_of(connection) || waits) throw Error(ErrorKind::kInvalid, "a client registered twice");
   if (const auto reason = rejection_reason(message)) {
+    if (reason->kind() == ErrorKind::kUnsupported) rejection_ = reason->message();
     refuse(connection, *reason);
     return;
   }
@@ -124,12 +127,12 @@ void Store::admit(ConnectionId connection, Register message) {
 }
 
 std::optional<Error> Store::rejection_reason(const Register& message) const {
-  if (message.version != kStoreVersion) {
+  if (!common_protocol(message.versions, options_.versions)) {
     return Error(
         ErrorKind::kUnsupported,
-        fmt::format("this worker speaks version {} of the store's protocol, rank 0 speaks version {}: build "
-                    "all workers from one version of TorchSpan",
-                    message.version, kStoreVersion));
+        fmt::format("the worker that joins speaks {} of the store's protocol, rank 0 speaks {}: install "
+                    "the same release of TorchSpan on all hosts, or two neighboring ones",
+                    describe_versions(message.versions), describe_versions(options_.versions)));
   }
   if (message.job != options_.job) {
     return Error(
@@ -271,6 +274,7 @@ void Store::fail(const Error& reason) {
 
 Welcome Store::make_welcome() const {
   Welcome welcome;
+  welcome.versions = options_.versions;
   for (const auto& [rank, worker] : roster_.all()) {
     welcome.members.push_back(worker.member());
     if (worker.connection) continue;
@@ -373,8 +377,9 @@ Error Store::missing_workers() const {
       ErrorKind::kTimedOut,
       fmt::format("only {} of {} workers joined before the join timeout; missing: rank {}; there: {}; "
                   "start the missing ones (their own output may say why they did not join), or set "
-                  "WORLD_SIZE to the number you want",
-                  there.size(), options_.world_size, fmt::join(missing, ", "), list_members(there)));
+                  "WORLD_SIZE to the number you want{}",
+                  there.size(), options_.world_size, fmt::join(missing, ", "), list_members(there),
+                  rejection_.empty() ? "" : "; a worker was refused meanwhile: " + rejection_));
 }
 
 void Store::tick(TimePoint now) {

@@ -25,6 +25,7 @@ struct StoreOptions {
   /// Called with the times of each answered heartbeat; may be empty.
   std::function<void(const ClockSample&)> on_clock_sample = {};
   Announcements::Options announcements = {};
+  ProtocolRange versions = kStoreProtocol;
 };
 
 /// The service of rank 0, as a table without I/O or clock: messages and ends of connections in, messages out.
@@ -96,6 +97,7 @@ class Store {
   std::set<int> informed_;  ///< ranks that got the reason why the world failed
   Deadline gather_until_;
   std::optional<Error> failure_;
+  std::string rejection_;  ///< why the last worker with an unknown rank was refused; empty: none was
 };
 
 }  // namespace torchspan::rendezvous

@@ -93,6 +93,15 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
         {bytes_of({2}), from(1, entry(kAnyRank, kOpenWorld)), from(0, entry(0, kOpenWorld)), from(1, pong)}));
     seeds.push_back(joined({bytes_of({3}), from(1, leave), from(3, entry(1, kOpenWorld)), from(3, come)}));
     seeds.push_back(joined({bytes_of({1}), from(0, sum), from(1, sum), from(2, sum), from(1, leave)}));
+    // A newer neighbor: fields and a message that this release does not know.
+    Register newer;
+    newer.versions = {kStoreProtocol.newest, kStoreProtocol.newest + 1, 0};
+    newer.member.name = "worker1";
+    newer.member.rank = 1;
+    newer.world_size = kOpenWorld;
+    const Bytes longer = joined({encode_message(newer), bytes_of({1, 2, 3})});
+    seeds.push_back(joined({bytes_of({2}), from(0, entry(0, kOpenWorld)), from(1, longer),
+                            from(1, bytes_of({0, 9, 1})), from(1, joined({leave, bytes_of({4})}))}));
     seeds.push_back(joined({bytes_of({5}), from(251, pong), from(252, pong), from(3, entry(1, 3))}));
     return seeds;
   });

@@ -109,6 +109,78 @@ TEST_F(StoreFixture, AllowsDifferentFunctionsWhenBothDo) {
   EXPECT_EQ(heard<Welcome>(0).size(), 1u);
 }
 
+TEST_F(StoreFixture, RefusesASignatureThatChangedAlsoWhenDifferencesAreAllowed) {
+  open(2);
+  Register first = registration(0, 2), second = registration(1, 2);
+  second.member.functions_digest = 2;
+  first.require_same_functions = second.require_same_functions = false;
+  first.functions = {"f () -> int64", "g (int64) -> int64"};
+  second.functions = {"g (float64) -> int64", "h () -> int64"};
+  say(0, first);
+  say(1, second);
+  for (ConnectionId connection : {0, 1}) {
+    EXPECT_THAT(
+        refusal(connection),
+        AllOf(HasSubstr("'g'"), HasSubstr("worker0 (rank 0, pid 100 on node) has 'g (int64) -> int64'"),
+              HasSubstr("worker1 (rank 1, pid 101 on node) has 'g (float64) -> int64'"),
+              HasSubstr("give the new signature a new name")));
+  }
+}
+
+TEST_F(StoreFixture, FailsAWorldWhoseWorkersHaveNoWireVersionInCommon) {
+  open(3);
+  Register first = registration(0, 3), second = registration(1, 3), third = registration(2, 3);
+  first.member.wire = {1, 1, 0};
+  second.member.wire = {1, 2, 0};
+  third.member.wire = {2, 2, 0};
+  say(0, first);
+  say(1, second);
+  say(2, third);
+  for (ConnectionId connection : {0, 1, 2}) {
+    EXPECT_THAT(
+        refusal(connection),
+        AllOf(HasSubstr("worker0 (rank 0, pid 100 on node) speaks version 1 of the wire format"),
+              HasSubstr("worker2 (rank 2, pid 102 on node) speaks version 2"), HasSubstr("neighboring")));
+    EXPECT_EQ(heard<Refused>(connection).at(0).kind, ErrorKind::kUnsupported);
+  }
+}
+
+TEST_F(StoreFixture, ReadsWhatANeighborOfTheNextVersionAdds) {
+  StoreOptions options{2, "job"};
+  open(options);
+  const auto longer = [](Bytes bytes) {
+    bytes.insert(bytes.end(), 4, std::byte{0xEE});
+    return bytes;
+  };
+  Register first = registration(0, 2), second = registration(1, 2);
+  second.versions = {kStoreProtocol.newest, kStoreProtocol.newest + 1, 0};
+  say(0, first);
+  store_->on_message(1, longer(encode_message(second)), kStart);
+  ASSERT_EQ(heard<Welcome>(1).size(), 1u);
+  EXPECT_EQ(heard<Welcome>(1).at(0).versions, kStoreProtocol);
+  const Contribute contribute{1, "tag", {0, 1}, 0, Duration::max(), {}, {0, 0}};
+  say(0, contribute);
+  store_->on_message(1, longer(encode_message(contribute)), kStart);
+  EXPECT_EQ(heard<Gathered>(0).size(), 1u);
+  ByteWriter unknown;
+  unknown.put(std::uint16_t{999});
+  EXPECT_NO_THROW(store_->on_message(1, unknown.bytes(), kStart));
+  EXPECT_THROW(store_->on_message(0, unknown.bytes(), kStart), Error) << "worker0 is not newer";
+  EXPECT_THROW(store_->on_message(0, longer(encode_message(contribute)), kStart), Error);
+}
+
+TEST_F(StoreFixture, NamesARefusedVersionWhenTheWorldStaysIncomplete) {
+  open(2);
+  Register first = registration(0, 2), second = registration(1, 2);
+  second.versions = {5, 5, 0};
+  say(0, first);
+  say(1, second);
+  EXPECT_EQ(heard<Refused>(1).at(0).kind, ErrorKind::kUnsupported);
+  store_->tick(kStart + std::chrono::seconds(61));
+  EXPECT_THAT(refusal(0), AllOf(HasSubstr("missing: rank 1"), HasSubstr("a worker was refused meanwhile"),
+                                HasSubstr("speaks version 5"), HasSubstr("rank 0 speaks version 1")));
+}
+
 TEST_F(StoreFixture, RejectsUnknownPeersWithoutHarmToTheWorld) {
   open(2);
   say(0, registration(0, 2));
@@ -117,9 +189,10 @@ TEST_F(StoreFixture, RejectsUnknownPeersWithoutHarmToTheWorld) {
   say(7, unauthenticated_peer);
   EXPECT_THAT(refusal(7), AllOf(HasSubstr("'job'"), HasSubstr("'other job'"), HasSubstr("MASTER_PORT")));
   Register old = registration(1, 2);
-  old.version = 77;
+  old.versions = {76, 77, 0};
   say(8, old);
-  EXPECT_THAT(refusal(8), HasSubstr("version 77"));
+  EXPECT_THAT(refusal(8), AllOf(HasSubstr("versions 76 to 77"), HasSubstr("rank 0 speaks version 1"),
+                                HasSubstr("neighboring")));
   Register nameless = registration(1, 2);
   nameless.member.name = "a b";
   say(9, nameless);

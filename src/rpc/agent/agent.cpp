@@ -18,7 +18,8 @@ Peer to_peer(const rendezvous::Member& member) {
           member.address,
           member.instance,
           member.incarnation,
-          {member.pid, member.start_ticks}};
+          {member.pid, member.start_ticks},
+          member.wire};
 }
 
 }  // namespace
@@ -93,6 +94,7 @@ void RpcAgent::start(std::unique_ptr<rendezvous::Membership> membership) {
   state_.self = {self.name, static_cast<std::uint32_t>(self.rank)};
   state_.instance = self.instance;
   state_.incarnation = self.incarnation;
+  state_.wire = self.wire;
   open_world_ = membership_->open();
   state_.references->begin(state_.id());
   state_.peers.begin(to_peer(self));

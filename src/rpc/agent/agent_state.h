@@ -37,6 +37,7 @@ struct AgentState {
   WorkerInfo self;
   std::uint64_t instance = 0;
   std::uint32_t incarnation = 0;
+  ProtocolRange wire = kWireProtocol;  ///< what this worker announced
   std::vector<Interceptor*> interceptors;
 
   PeerTable peers;

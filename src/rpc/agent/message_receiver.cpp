@@ -42,7 +42,7 @@ void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>&
   call->incarnation = peer.incarnation;
   call->channel = channel;
   call->message = {std::move(message)};
-  call->frame = wire::decode_frame(call->message.header);
+  call->frame = wire::decode_frame(call->message.header, state_.wire);
   const wire::FrameHeader& header = call->frame.header;
   if (header.type == TensorPart::kType) return receive_part(*call);
   insert_tensors(*call);

@@ -76,14 +76,19 @@ MessageSender::MessageSender(
 OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Payload& payload,
                                        bool user_values) {
   OutgoingMessage out;
+  const Protocol protocol = state_.peers.protocol(to.rank);
+  out.frame.header.version = protocol.version;
   try {
     if (user_values && info.no_grad) {
       detach_all(payload.tensors);
       if (!info.reply) out.frame.blobs.push_back({kNoGradBlob, Bytes(1)});
     } else if (user_values) {
       for (Interceptor* interceptor : state_.interceptors) {
+        if (!protocol.has(interceptor->feature())) continue;
         Bytes header = interceptor->outgoing(info, payload.tensors);
-        if (!header.empty()) out.frame.blobs.push_back({std::string(interceptor->name()), std::move(header)});
+        if (header.empty()) continue;
+        out.frame.header.features |= interceptor->feature();
+        out.frame.blobs.push_back({std::string(interceptor->name()), std::move(header)});
       }
       if (detach_graph_tensors(payload.tensors)) warn_of_detached(info);
     }
@@ -113,15 +118,16 @@ void MessageSender::pack(const CallInfo& info, PeerId to, wire::Payload& payload
   std::vector<bool> is_split;
   if (device::has_streams() && to != state_.id()) {
     const bool lends = user_values && state_.device_memory && (info.reply || options.place);
-    options.share = [this, to, lends, &out, &is_split, place = options.place](const at::Tensor& tensor,
-                                                                              device::PendingCopies& copies) {
+    options.share = [this, to, lends, &out, &is_split, place = options.place,
+                     version = out.frame.header.version](const at::Tensor& tensor,
+                                                         device::PendingCopies& copies) {
       at::Tensor view = lends ? lend(to, tensor, place, out) : at::Tensor();
       if (view.defined()) {
         is_split.push_back(false);
         state_.copies.share(tensor, view, copies);
         return view;
       }
-      SplitTensorPtr split = parts_.split(to, tensor, state_.instance);
+      SplitTensorPtr split = parts_.split(to, tensor, {state_.instance, version});
       if (!split) return view;
       is_split.push_back(true);
       view = split->captured();

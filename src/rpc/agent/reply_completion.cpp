@@ -84,6 +84,7 @@ void ReplyCompletion::fail(std::exception_ptr cause) {
   frame.header.flags = wire::kFlagReply | wire::kFlagError;
   frame.header.call = call_->info.call;
   frame.header.instance = state_.instance;
+  frame.header.version = call_->frame.header.version;
   frame.value = wire::to_payload(to_error(cause)).value;
   if (auto encoded = encoded_type(cause)) frame.blobs.push_back({kErrorBlob, std::move(*encoded)});
   sender_.send_reply(std::move(failure));

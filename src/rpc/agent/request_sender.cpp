@@ -62,6 +62,7 @@ OutgoingMessage RequestSender::prepare(const CallInfo& info, PeerId peer, Reques
                                        const wire::Handle* creation) {
   OutgoingMessage out = sender_.prepare(info, peer, request.payload, request.user_values);
   out.frame.header.type = request.type;
+  out.frame.header.features |= request.feature;
   if (!request.deadline.is_never()) {
     out.frame.header.flags |= wire::kFlagHasDeadline;
     out.frame.header.remaining = request.deadline.left(state_.runtime.executor.now()).count();
@@ -96,6 +97,7 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
     check_may_start(request, now);
     // Fails here, before anything has to be undone.
     auto link = to == state_.self.rank ? PeerChannels::Link{nullptr, state_.id()} : state_.channels->to(to);
+    check_feature(request, to);
     if (creation != nullptr && creation->incarnation != link.peer.incarnation)
       throw Error(ErrorKind::kDisconnected, "another process took the worker's place meanwhile; call again");
     // What this worker itself does for the call comes after the caller's streams, which share its memory.
@@ -163,6 +165,17 @@ void RequestSender::check_may_start(const Request& request, TimePoint now) const
     throw Error(ErrorKind::kCancelled, "cancelled by its stop token before the call was made");
   if (request.deadline.passed(now))
     throw Error(ErrorKind::kTimedOut, "the deadline had passed before the call was made");
+}
+
+void RequestSender::check_feature(const Request& request, std::uint32_t to) const {
+  const Protocol protocol = request.feature == 0 ? Protocol() : state_.peers.protocol(to);
+  if (protocol.has(request.feature)) return;
+  throw Error(
+      ErrorKind::kUnsupported,
+      fmt::format(
+          "worker '{}' (rank {}) runs a release of TorchSpan, or with options, without the feature {:#x} "
+          "of the wire format that '{}' needs: update that worker",
+          state_.peers.name(to), to, request.feature, request.name));
 }
 
 bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMessage& out,
@@ -248,6 +261,7 @@ void RequestSender::cancel(std::uint64_t id) {
       frame.header.flags = wire::kFlagOneWay;
       frame.header.instance = state_.instance;
       frame.header.call = id;
+      frame.header.version = state_.peers.protocol(call->peer).version;
       sender_.send(state_.channels->to(call->peer).channel, frame, {});
     } catch (const Error&) {  // the broken connection then stops the handler
     }

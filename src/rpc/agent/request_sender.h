@@ -37,6 +37,7 @@ class RequestSender {
   void do_send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion,
                const wire::Handle* creation);
   void check_may_start(const Request& request, TimePoint now) const;
+  void check_feature(const Request& request, std::uint32_t to) const;
   /// Builds the frame of a request to `peer`.
   OutgoingMessage prepare(const CallInfo& info, PeerId peer, Request& request, const wire::Handle* creation);
   /// Sends the request, or keeps it in the table until its tensors have been copied from their devices.

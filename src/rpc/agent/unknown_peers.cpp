@@ -24,7 +24,7 @@ void UnknownPeers::receive(const std::shared_ptr<net::Channel>& channel, net::Me
       throw Error(ErrorKind::kOverloaded, "the peer sent too much before this worker learned that it joined");
     return waiting.messages.push_back(std::move(message));
   }
-  const wire::FrameView frame = wire::decode_frame(message.header);
+  const wire::FrameView frame = wire::decode_frame(message.header, state_.wire);
   if (frame.header.type != Hello::kType) {
     throw Error(ErrorKind::kInvalid, "the peer's first message is not a hello");
   }

@@ -50,10 +50,12 @@ void run_entry(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call, 
   wire::Decoder decoder(call->payload);
   const FunctionEntry* entry = agent->functions().find(wire::decode<std::uint64_t>(decoder));
   if (entry == nullptr) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("worker '{}' has no such function in its table; add the token there, "
-                            "and check that all workers run the same program",
-                            agent->self().name));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("worker '{}' does not have this function, which worker '{}' called; add the token to "
+                    "its FunctionTable, or call it only after all workers were updated to a program that "
+                    "has it",
+                    agent->self().name, agent->name_of(call->peer)));
   }
   agent->serving().name(*call, entry->name);
   const TimePoint begin = agent->runtime().executor.now();

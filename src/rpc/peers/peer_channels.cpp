@@ -12,9 +12,10 @@ constexpr Duration kDialLimit = std::chrono::seconds(5);
 PeerChannels::PeerChannels(net::Transport& transport, Executor& executor, PeerTable& peers, Peer self)
     : transport_(transport), executor_(executor), peers_(peers), self_(std::move(self)) {}
 
-Bytes PeerChannels::hello_frame() const {
+Bytes PeerChannels::hello_frame(const Protocol& protocol) const {
   wire::Payload payload = wire::to_payload(Hello{self_.info.name, self_.info.rank, self_.instance});
   wire::Frame frame;
+  frame.header.version = protocol.version;
   frame.header.type = Hello::kType;
   frame.header.flags = wire::kFlagOneWay;
   frame.header.instance = self_.instance;
@@ -28,8 +29,9 @@ PeerChannels::Link PeerChannels::to(std::uint32_t rank) {
   const Peer peer = peers_.present(rank);
   if (const auto found = current_.find(rank); found != current_.end() && found->second.peer == peer.id())
     return found->second;
+  const Protocol protocol = peers_.protocol(rank);
   Link link{transport_.connect(peer.address, executor_.deadline_in(kDialLimit)), peer.id()};
-  link.channel->send(hello_frame(), {});
+  link.channel->send(hello_frame(protocol), {});
   known_[link.channel.get()] = {peer.id(), ++counter_, link.channel};
   return current_[rank] = std::move(link);
 }

@@ -55,7 +55,7 @@ class PeerChannels {
     std::uint64_t number = 0;
     std::shared_ptr<net::Channel> channel;
   };
-  Bytes hello_frame() const;
+  Bytes hello_frame(const Protocol& protocol) const;
   void close_channels_of(std::optional<std::uint32_t> rank);
   void no_longer_current(const net::Channel* channel, std::uint32_t rank) TORCHSPAN_REQUIRES(mutex_);
 

@@ -10,7 +10,8 @@ void PeerTable::add(Peer peer) {
   const std::uint32_t rank = peer.info.rank;
   if (const auto before = entries_.find(rank); before != entries_.end()) release_name(before->second);
   ranks_[peer.info.name] = rank;
-  entries_[rank] = Entry{std::move(peer), std::nullopt, true};
+  const auto protocol = common_protocol(wire_, peer.wire);
+  entries_[rank] = Entry{std::move(peer), std::nullopt, true, protocol};
 }
 
 bool PeerTable::depart(const Peer& peer, const Error& reason) {
@@ -42,6 +43,7 @@ void PeerTable::begin(Peer self) {
     MutexLock lock(mutex_);
     entries_.clear();
     ranks_.clear();
+    wire_ = self.wire;
   }
   add(std::move(self));
 }
@@ -118,6 +120,20 @@ PeerTable::Entries::const_iterator PeerTable::find(const Destination& of) const 
     if (entry.member) known += fmt::format(" '{}' ({})", entry.peer.info.name, rank);
   }
   throw Error(ErrorKind::kInvalid, fmt::format("there is no {} in this world; there are{}", wanted, known));
+}
+
+Protocol PeerTable::protocol(std::uint32_t rank) const {
+  MutexLock lock(mutex_);
+  const auto found = entries_.find(rank);
+  if (found == entries_.end()) return {wire_.newest, 0};
+  if (found->second.protocol) return *found->second.protocol;
+  throw Error(
+      ErrorKind::kUnsupported,
+      fmt::format(
+          "worker '{}' (rank {}) speaks {} of the wire format, this worker speaks {}: install the same "
+          "release of TorchSpan on all hosts, or two neighboring ones",
+          found->second.peer.info.name, rank, describe_versions(found->second.peer.wire),
+          describe_versions(wire_)));
 }
 
 std::string PeerTable::name(std::uint32_t rank) const {

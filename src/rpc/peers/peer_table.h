@@ -7,6 +7,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/protocol.h>
 #include <torchspan/detail/rpc/message.h>
 
 #include "rpc/peers/peer_id.h"
@@ -26,6 +27,7 @@ struct Peer {
   std::uint64_t instance = 0;
   std::uint32_t incarnation = 0;
   ProcessId process = {};
+  ProtocolRange wire = kWireProtocol;
   PeerId id() const { return {info.rank, incarnation}; }
 };
 
@@ -59,6 +61,9 @@ class PeerTable {
   /// Returns the rank of a destination. If there is none, throws Error{kInvalid} that lists the members.
   std::uint32_t resolve(const Destination& to) const;
   WorkerInfo info(const Destination& of) const;
+  /// Returns the version and features of messages to the process that has, or had, the rank. Throws
+  /// Error{kUnsupported} that names both if there is no common version.
+  Protocol protocol(std::uint32_t rank) const;
   /// Returns the name of the process that has, or had, the rank.
   std::string name(std::uint32_t rank) const;
 
@@ -67,6 +72,7 @@ class PeerTable {
     Peer peer;
     std::optional<Error> departed;
     bool member = true;
+    std::optional<Protocol> protocol;  ///< common to both; the store admits no worker without one
   };
   using Entries = std::map<std::uint32_t, Entry>;
   Entries::const_iterator find(const Destination& of) const TORCHSPAN_REQUIRES(mutex_);
@@ -74,6 +80,7 @@ class PeerTable {
 
   mutable Mutex mutex_;
   Entries entries_ TORCHSPAN_GUARDED_BY(mutex_);
+  ProtocolRange wire_ TORCHSPAN_GUARDED_BY(mutex_);                                       ///< of this worker
   std::map<std::string, std::uint32_t, std::less<>> ranks_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of members
 };
 

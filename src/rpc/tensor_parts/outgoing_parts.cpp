@@ -4,9 +4,9 @@
 
 namespace torchspan::rpc {
 
-SplitTensorPtr OutgoingParts::split(PeerId to, const at::Tensor& tensor, std::uint64_t instance) {
+SplitTensorPtr OutgoingParts::split(PeerId to, const at::Tensor& tensor, PartSender sender) {
   if (tensor.nbytes() < 2 * part_) return nullptr;
-  SplitTensor::Way way{line_to(to, tensor.device()), instance, 0};
+  SplitTensor::Way way{line_to(to, tensor.device()), sender, 0};
   {
     MutexLock lock(mutex_);
     way.number = ++last_number_;

@@ -21,8 +21,8 @@ class OutgoingParts {
   explicit OutgoingParts(device::EventPoolPtr events, std::size_t part = device::DownloadRing::kPart)
       : events_(std::move(events)), part_(part) {}
 
-  /// Null if the tensor is small, or if many others to that peer are under way. `instance`: of this worker.
-  SplitTensorPtr split(PeerId to, const at::Tensor& tensor, std::uint64_t instance);
+  /// Null if the tensor is small, or if many others to that peer are under way.
+  SplitTensorPtr split(PeerId to, const at::Tensor& tensor, PartSender sender);
   /// Frees the buffers of the peer, when the last part is gone.
   void departed(PeerId peer);
 

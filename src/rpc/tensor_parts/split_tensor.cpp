@@ -104,7 +104,8 @@ void SplitTensor::send(std::span<const Segment> part) const {
   wire::Frame frame;
   frame.header.type = TensorPart::kType;
   frame.header.flags = wire::kFlagOneWay;
-  frame.header.instance = way_.instance;
+  frame.header.instance = way_.sender.instance;
+  frame.header.version = way_.sender.version;
   frame.value = wire::to_payload(TensorPart{way_.number, total_}).value;
   channel_->send(wire::encode_frame(frame), part);
 }

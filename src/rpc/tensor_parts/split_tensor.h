@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/protocol.h>
 #include <torchspan/detail/net/transport.h>
 
 #include "device/api/download_ring.h"
@@ -40,16 +41,22 @@ class PartLine {
   std::size_t alive_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
 };
 
+/// What the parts say of the worker that sends them.
+struct PartSender {
+  std::uint64_t instance = 0;
+  std::uint16_t version = kWireProtocol.newest;  ///< of the wire format, common to both workers
+};
+
 /// A large tensor of an outgoing message that goes to the peer in parts, before the message: the device copies a part
 /// to the host while another one is being sent. Its destructor tells the peer to forget the parts, unless the message
 /// was sent. One thread at a time may use it.
 class SplitTensor {
  public:
-  /// The way of one worker's tensors to a peer, and what their parts say of that worker.
+  /// The way of one worker's tensors to a peer.
   struct Way {
     std::shared_ptr<PartLine> line;
-    std::uint64_t instance = 0;  ///< of this worker
-    std::uint64_t number = 0;    ///< of the tensor, among those to the peer; it has entered the line
+    PartSender sender;
+    std::uint64_t number = 0;  ///< of the tensor, among those to the peer; it has entered the line
   };
   /// Copies the tensor on its device: its values after the work of this thread's current stream so far.
   SplitTensor(Way way, const at::Tensor& tensor, const device::EventPoolPtr& events);

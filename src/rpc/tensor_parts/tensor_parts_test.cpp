@@ -29,9 +29,10 @@ class SlowChannel final : public net::Channel {
 
   void send(BytesView header, std::span<const Segment> segments) override {
     if (broken) throw Error(ErrorKind::kDisconnected, "broken, as the test wants");
-    const wire::FrameView frame = wire::decode_frame(header);
+    const wire::FrameView frame = wire::decode_frame(header, {3, 3, 0});
     EXPECT_EQ(frame.header.type, TensorPart::kType);
     EXPECT_EQ(frame.header.instance, 7);
+    EXPECT_EQ(frame.header.version, 3);
     wire::Payload payload;
     payload.value.assign(frame.value.begin(), frame.value.end());
     std::vector<Buffer> arrived;
@@ -63,7 +64,9 @@ class TensorParts : public ::testing::Test {
     EXPECT_THAT(device_.take_races(), IsEmpty());
     device_.reset();
   }
-  SplitTensorPtr split(const at::Tensor& tensor, PeerId to = kPeer) { return sender_.split(to, tensor, 7); }
+  SplitTensorPtr split(const at::Tensor& tensor, PeerId to = kPeer) {
+    return sender_.split(to, tensor, {.instance = 7, .version = 3});
+  }
   static at::Tensor on_device(const at::Tensor& tensor) { return tensor.to(stand_in(0)); }
   static at::Tensor bytes(std::int64_t parts) {
     return on_device(at::arange(parts * static_cast<std::int64_t>(kPart), at::kByte));

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include <torchspan/detail/core/protocol.h>
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/net/transport.h>
 #include <torchspan/net.h>
@@ -26,6 +27,7 @@ struct Member {
   std::int64_t uid = 0;
   std::uint64_t functions_digest = 0;
   std::uint32_t incarnation = 0;  ///< number of processes that held this rank before; set by the store
+  ProtocolRange wire = {};        ///< of its messages to other workers (docs/wire.md)
 };
 
 /// State of a member; see Membership::condition().
@@ -77,8 +79,12 @@ struct MembershipOptions {
   std::string job;             ///< the store of another job rejects this worker, unaffected
   std::uint64_t instance = 0;  ///< 0: drawn from the system's random source
   std::uint64_t functions_digest = 0;
-  std::vector<std::string> functions;  ///< "name(signature)" behind the digest, to name a difference
+  std::vector<std::string> functions;  ///< "name signature", behind the digest
+  /// Refuses workers with other functions. If both sides allow differences, only a function that both have with
+  /// different signatures is refused.
   bool require_same_functions = true;
+  ProtocolRange wire = kWireProtocol;    ///< the worker announces it; without a common version it cannot join
+  ProtocolRange store = kStoreProtocol;  ///< of this worker's connection to the store, and of rank 0's store
   Duration timeout = std::chrono::seconds(60);
   /// Interval of the store's heartbeats to workers on other hosts; a worker is dead after `dead_after`
   /// without an answer. Rank 0's values apply to all. On rank 0's host the end of a connection is the
@@ -120,7 +126,7 @@ class Membership {
   /// Fixed world: returns when all `world_size` workers are in, or throws on every worker that came:
   /// kTimedOut naming missing and present workers; kInvalid for a duplicate name or rank, a different world
   /// size or function table (naming both sides), a bad name, a port in use; kDenied for another secret;
-  /// kDisconnected if a worker died. Later a worker with the rank and name of a dead or departed one may
+  /// kUnsupported for a release without a common protocol version; kDisconnected if a worker died. Later a worker with the rank and name of a dead or departed one may
   /// replace it. Workers may start in any order.
   /// Open world: rank 0 is in at once and must stay. Others join at any time, or wait for rank 0 until
   /// `timeout` (kTimedOut). A name or rank of a present member is rejected (kInvalid, naming it). The name of

@@ -21,6 +21,9 @@ class Interceptor {
   virtual ~Interceptor() = default;
   /// Name of the header on the wire; at most 255 bytes, the same on all workers.
   virtual std::string_view name() const = 0;
+  /// The bit of docs/wire.md without which a receiver must not get this header; 0: receivers may ignore it. Messages
+  /// to a worker without the feature bypass outgoing().
+  virtual std::uint32_t feature() const { return 0; }
   /// Called before a message is sent. May replace tensors. Returns the header; empty: none.
   virtual Bytes outgoing(const CallInfo& call, std::span<at::Tensor> tensors) = 0;
   /// Called if the message could not be sent: undoes outgoing().

@@ -24,7 +24,8 @@ namespace rpc {
 /// A message is a struct with a type number and a reply type that is sent by Wire<M>:
 ///   struct Ping { static constexpr auto kType = wire::MessageType{0x8001};
 ///                 static constexpr std::string_view kName = "ping"; using Reply = Unit; std::int64_t n; };
-/// It has one handler, registered by an extension (extension.h).
+/// It has one handler, registered by an extension (extension.h). A message that not all releases of a wire version
+/// know has `static constexpr std::uint32_t kFeature`, its bit of docs/wire.md: other workers do not get it.
 template <class M>
 concept Message = wire::Transferable<M> && requires {
   { M::kType } -> std::convertible_to<wire::MessageType>;
@@ -54,6 +55,8 @@ struct Request {
   bool user_values = false;        ///< interceptors see its tensors and the reply's
   bool no_grad = false;            ///< see CallOptions
   SourceLocation site;
+  std::uint32_t feature =
+      0;  ///< of the wire format; the send fails with kUnsupported if the receiver lacks it
 };
 
 /// Receives the outcome of a request: exactly one of the two is called, once, on a thread that holds no
@@ -95,6 +98,7 @@ Request make_request(const M& message) {
   request.type = M::kType;
   request.name = std::string(M::kName);
   request.payload = wire::to_payload(message);
+  if constexpr (requires { M::kFeature; }) request.feature = M::kFeature;
   return request;
 }
 }  // namespace rpc

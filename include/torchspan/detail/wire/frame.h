@@ -6,14 +6,12 @@
 
 #include <torchspan/core/bytes.h>
 #include <torchspan/detail/core/buffer.h>
+#include <torchspan/detail/core/protocol.h>
 
 namespace torchspan::wire {
 
 inline constexpr std::uint32_t kFrameMagic = 0x4E505354;  ///< the bytes "TSPN"
-inline constexpr std::uint16_t kProtocolVersion = 1;
 inline constexpr std::size_t kFrameHeaderSize = 64;
-/// Features that this build can read; a frame with any other is rejected. None exists yet.
-inline constexpr std::uint32_t kKnownFeatures = 0;
 
 /// Type of a frame. Numbers never change meaning; docs/wire.md lists the range of each component.
 enum class MessageType : std::uint16_t {};
@@ -29,7 +27,7 @@ enum FrameFlag : std::uint32_t {
 
 /// Fixed-size part of every message.
 struct FrameHeader {
-  std::uint16_t version = kProtocolVersion;
+  std::uint16_t version = kWireProtocol.newest;  ///< the newest one that both ends speak
   MessageType type{};
   std::uint32_t flags = 0;     ///< FrameFlag bits
   std::uint32_t features = 0;  ///< encodings used; the receiver must know them all
@@ -87,7 +85,7 @@ struct FrameView {
 };
 
 /// Decodes a frame without copying its parts. Throws Error{kInvalid} for malformed bytes, and
-/// Error{kUnsupported} for another protocol version (naming both) or unknown features.
-FrameView decode_frame(BytesView bytes);
+/// Error{kUnsupported} for a protocol version outside `spoken` (naming both) or features that it lacks.
+FrameView decode_frame(BytesView bytes, const ProtocolRange& spoken = kWireProtocol);
 
 }  // namespace torchspan::wire
