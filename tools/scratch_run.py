@@ -91,6 +91,16 @@ def complaints_about(block, code, output, limit):
     return [f"the output has no line like '{line.strip()}'" for line in missing_lines(block.output, output)]
 
 
+def compare_help(build, subcommands, findings):
+    """Each option that the static part knows must be in the command's help, so that the static part tells the truth."""
+    program = build / "bin" / "torchspan"
+    for name, options in subcommands.items() if program.is_file() else ():
+        shown = subprocess.run([program, name, "--help"], capture_output=True, text=True, timeout=60, check=False).stdout
+        for option in options:
+            if option.startswith("-") and not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", shown):
+                findings.add("tools/command_words.py", 1, f"'torchspan {name} --help' does not show '{option}'")
+
+
 def run_document(root, build, limit, document, blocks, findings):
     if not (build / "bin" / "torchspan").is_file():
         findings.add(document, 1, f"{build}/bin has no torchspan: build the targets of 'tools/check-commands --programs'")

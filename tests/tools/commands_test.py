@@ -23,6 +23,8 @@ void describe_schedule(CommandLine& line) {
   command.add_option("--stages", stages, "Stages");
 }
 """
+HELP = """[ "$2" != --help ] || echo "$1: -h,--help -n,--workers --max-restarts --quiet --stages"
+"""
 PRESETS = {"configurePresets": [{"name": "dev"}, {"name": "release"}], "buildPresets": [{"name": "dev"}],
            "testPresets": [{"name": "dev"}]}
 
@@ -121,7 +123,7 @@ class Words(unittest.TestCase):
 class Running(Tree):
     def setUp(self):
         super().setUp()
-        self.write("build/dev/bin/torchspan", "#!/bin/sh\necho torchspan \"$@\"\n")
+        self.write("build/dev/bin/torchspan", "#!/bin/sh\necho torchspan \"$@\"\n" + HELP)
         (self.root / "build/dev/bin/torchspan").chmod(0o755)
 
     def run_guide(self, text, *arguments):
@@ -162,6 +164,12 @@ class Running(Tree):
         (self.root / "build/dev/bin/torchspan").unlink()
         code, output = self.run_guide("```sh run\necho hello\n```\n")
         self.assertIn("has no torchspan", output)
+
+    def test_options_that_the_help_does_not_show_are_named(self):
+        self.write("src/launch/commands/command_line.cpp", COMMAND_LINE.replace("--quiet", "--quieter"))
+        code, output = self.run_guide("```sh run\necho hello\n```\n")
+        self.assertIn("'torchspan run --help' does not show '--quieter'", output)
+        self.assertEqual(code, 1)
 
     def test_the_programs_that_blocks_run_are_listed(self):
         self.guide("```sh run\ntorchspan run -n 2 ./pole\n```\n")
