@@ -25,8 +25,9 @@ class Messages(CheckTree):
         self.assert_reports("check-messages", ("docs/troubleshooting.md:6", "no source has the text 'there is no way from"))
 
     def test_a_part_does_not_reach_over_what_varies(self):
-        self.rows("there is no route from 'worker1' to 'worker2'")
-        self.assert_reports("check-messages", ("docs/troubleshooting.md:5", "no source has the text"))
+        self.rows("there is no route from 'worker1' to 'worker2'", "is older than , which is needed")
+        self.assert_reports("check-messages", ("docs/troubleshooting.md:5", "no source has the text"),
+                            ("docs/troubleshooting.md:6", "no source has the text"))
 
     def test_tests_and_comments_are_no_sources_of_messages(self):
         self.rows("only a test has this text", "a comment is no message of a program")
