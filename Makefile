@@ -2,7 +2,8 @@
 # installed or built twice.
 #   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST
 #   make test [ARGS="-R rpc"]       build everything and run every test; ARGS go to ctest
-#   make check                      arrows, house rules, classes, format, spelling, headers, code in documents, clang-tidy
+#   make check                      arrows, house rules, classes, format, spelling, headers, code and commands in documents,
+#                                   clang-tidy
 #   make bench [SECTION=rpc]        run all benchmarks or one, write build/bench/*.json and report.html; LIBTORCH=torch2
 #                                   uses pip's torch, ARGS=--quick measures one round
 #   make fuzz [FUZZ_SECONDS=60]     feed malformed bytes to the decoders
@@ -13,11 +14,12 @@
 #   make package                    build Debian packages of the command, the libraries and the documents
 #   make tarball                    pack the committed sources in build/torchspan-VERSION.tar.gz, always the same bytes
 #   make docs                       build the documents and the API reference as a site in build/docs/site
+#   make check-docs                 compile the code of the documents, run their commands, and build the site
 #   make format | clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: demo test check bench fuzz soak survive scale long package tarball docs format clean help
+.PHONY: demo test check bench fuzz soak survive scale long package tarball docs check-docs format clean help
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
@@ -122,6 +124,16 @@ tarball:
 
 docs:
 	@tools/install-deps docs
+	@mkdir -p build/docs
+	@tools/build-docs
+
+# 'make check' compiles the code and checks the commands without running them.
+check-docs:
+	@tools/install-deps build docs
+	@$(call configure,dev)
+	@ninja -C build/dev -j $(JOBS) $$(tools/check-commands --programs)
+	@tools/check-docs
+	@tools/check-commands --run
 	@mkdir -p build/docs
 	@tools/build-docs
 

@@ -39,6 +39,7 @@ void train(ts::Session& session, const char* checkpoints, std::int64_t steps) {
   manager.add("optimizer", optimizer);
   const std::int64_t first = manager.restore_or(0);
   if (first > 0 && session.rank() == 0) std::printf("resumed after step %ld\n", first);
+  std::fflush(stdout);  // standard output is a pipe to the launcher
 
   const std::int64_t ranks = session.world_size(), rank = session.rank(), batch = 240;
   ts::Progress progress(session);

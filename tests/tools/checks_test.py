@@ -130,6 +130,14 @@ class Arrows(Tree):
                             ("src/rpc/new.cpp:1", "there is no room 'attic'"),
                             ("src/net/README.md:1", "has no guide"))
 
+    def test_the_picture_of_the_rooms_has_the_arrows_of_the_table(self):
+        arrows = ("net-core", "rendezvous-net", "wire-core", "rpc-rendezvous", "rpc-wire", "session-rpc")
+        self.write("docs/images/rooms.svg", "".join(f'<path id="{arrow}" d="M0 0"/>' for arrow in arrows))
+        self.assert_clean("check-arrows")
+        self.write("docs/images/rooms.svg", "".join(f'<path id="{arrow}" d="M0 0"/>' for arrow in (*arrows[1:], "net-wire")))
+        self.assert_reports("check-arrows", ("docs/images/rooms.svg:1", "'net-core' is missing"),
+                            ("docs/images/rooms.svg:1", "'net-wire' is not in CMakeLists.txt"))
+
     def test_an_invalid_table_is_rejected(self):
         self.write("CMakeLists.txt", "torchspan_room(net ROOMS rpc)\ntorchspan_room(rpc)\n")
         code, output = self.run_tool("check-arrows")
