@@ -36,12 +36,14 @@ class BenchReport(unittest.TestCase):
         return done.returncode, done.stdout.splitlines(), done.stderr
 
     def test_ratios_that_changed_or_are_missing_are_printed_and_shown(self):
-        self.write("rpc", figure("rpc/call", 0.7), figure("rpc/echo", 0.9), figure("rpc/new", 5.0))
+        self.record.write_text(json.dumps({"rpc": {"rpc/add": 0.9, "rpc/call": 0.5, "rpc/echo": 0.8, "rpc/gone": 0.7}}))
+        self.write("rpc", figure("rpc/add", 0.6), figure("rpc/call", 0.7), figure("rpc/echo", 0.9), figure("rpc/new", 5.0))
         code, lines, _ = self.run_tool()
         self.assertEqual(code, 0)
-        self.assertEqual(lines[:-1], ["rpc/call: 0.7, recorded 0.5 (slower)", "rpc/gone: not measured, recorded 0.7"])
+        self.assertEqual(lines[:-1], ["rpc/call: 0.7, recorded 0.5 (slower)", "rpc/gone: not measured, recorded 0.7",
+                                      "rpc/add: 0.6, recorded 0.9 (faster)"])
         page = (self.results / "report.html").read_text()
-        for text in ("<li>rpc/call: 0.7, recorded 0.5 (slower)</li>", "3 figures, 3 ratios, 2 changed", "<svg",
+        for text in ("<li>rpc/call: 0.7, recorded 0.5 (slower)</li>", "4 figures, 4 ratios, 3 changed", "<svg",
                      '<tr class="flag"><td>rpc/call</td>', "<tr><td>rpc/echo</td>", "x86_64 &lt;2 cores&gt;",
                      "<a href='#rpc'>rpc</a>"):
             self.assertIn(text, page)
