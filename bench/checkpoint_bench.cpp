@@ -1,4 +1,4 @@
-// Saving, loading and the pause of training, against plain writes and copies of the same bytes.
+// Section checkpoint: saving, loading and the pause of training, against plain writes and copies of the same bytes.
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
@@ -51,7 +51,7 @@ std::string make_folder() {
 /// Adds the pause alone: waiting for the write is no part of it.
 void add_stall(nlohmann::json& metrics, Executor& executor, CheckpointManager& manager) {
   std::vector<double> stalls;
-  for (int round = 0; round < 6; ++round) {
+  for (int round = 0; round <= bench::rounds_or(5); ++round) {
     manager.wait();
     const TimePoint begin = executor.now();
     manager.save(round);
@@ -73,56 +73,65 @@ void add_stall(nlohmann::json& metrics, Executor& executor, CheckpointManager& m
                      {"ratio", stall / copy}});
 }
 
+void measure(const std::string& folder) {
+  torch::nn::ParameterDict model;
+  std::vector<at::Tensor> tensors, targets;
+  for (std::int64_t i = 0; i < kTensors; ++i) {
+    tensors.push_back(torch::randn({kFloats}));
+    model->insert("t" + std::to_string(100 + i), tensors.back());
+    targets.push_back(torch::zeros({kFloats}));
+  }
+  const auto executor = make_executor();
+  CheckpointManager saving(
+      {.directory = folder + "/save", .keep_last = 1, .asynchronous = false, .rng = false});
+  saving.add("model", model);
+  CheckpointManager stalling({.directory = folder + "/stall", .keep_last = 1, .rng = false});
+  stalling.add("model", model);
+  std::int64_t step = 0;
+  saving.save(++step);
+  const checkpoint::Disk disk;
+  const checkpoint::Directory directory(disk, folder + "/save");
+
+  bench::Bench bench(*executor);
+  bench.add("checkpoint/limit/write/1GiB", 1, [&] { write_plainly(folder + "/plain", tensors); });
+  bench.add("checkpoint/save/1GiB/write", 1, [&] { saving.save(++step); },
+            {.peer = "checkpoint/limit/write/1GiB"});
+  bench.add("checkpoint/limit/memcpy/1GiB", 2, [&] {
+    for (std::size_t i = 0; i < tensors.size(); ++i)
+      std::memcpy(targets[i].data_ptr(), tensors[i].data_ptr(), tensors[i].nbytes());
+  });
+  bench.add("checkpoint/load/1GiB/memcpy", 2,
+            [&] {
+              const std::string newest = directory.path_of(directory.committed().front().name);
+              const checkpoint::FolderReader reader(newest, checkpoint::open_manifest(disk, newest));
+              for (std::size_t i = 0; i < targets.size(); ++i)
+                reader.read_into("model.t" + std::to_string(100 + i), targets[i]);
+            },
+            {.peer = "checkpoint/limit/memcpy/1GiB"});
+  bench.add("checkpoint/verify/1GiB/memcpy", 2,
+            [&] {
+              const std::string newest = directory.path_of(directory.committed().front().name);
+              checkpoint::verify_data(newest, checkpoint::open_manifest(disk, newest));
+            },
+            {.peer = "checkpoint/limit/memcpy/1GiB"});
+  bench.run(bench::rounds_or(5));
+  auto metrics = bench.metrics();
+  add_stall(metrics, *executor, stalling);
+  bench::print_section(metrics);
+}
+
 }  // namespace
 
 int main() {
+  static_assert(kBytes == std::size_t{1} << 30);
   const std::string folder = make_folder();
-  {
-    torch::nn::ParameterDict model;
-    std::vector<at::Tensor> tensors, targets;
-    for (std::int64_t i = 0; i < kTensors; ++i) {
-      tensors.push_back(torch::randn({kFloats}));
-      model->insert("t" + std::to_string(100 + i), tensors.back());
-      targets.push_back(torch::zeros({kFloats}));
-    }
-    const auto executor = make_executor();
-    CheckpointManager saving(
-        {.directory = folder + "/save", .keep_last = 1, .asynchronous = false, .rng = false});
-    saving.add("model", model);
-    CheckpointManager stalling({.directory = folder + "/stall", .keep_last = 1, .rng = false});
-    stalling.add("model", model);
-    std::int64_t step = 0;
-    saving.save(++step);
-    const checkpoint::Disk disk;
-    const checkpoint::Directory directory(disk, folder + "/save");
-
-    bench::Bench bench(*executor);
-    bench.add("checkpoint/limit/write/1GiB", 1, [&] { write_plainly(folder + "/plain", tensors); });
-    bench.add("checkpoint/save/1GiB/write", 1, [&] { saving.save(++step); },
-              {.peer = "checkpoint/limit/write/1GiB"});
-    bench.add("checkpoint/limit/memcpy/1GiB", 2, [&] {
-      for (std::size_t i = 0; i < tensors.size(); ++i)
-        std::memcpy(targets[i].data_ptr(), tensors[i].data_ptr(), tensors[i].nbytes());
-    });
-    bench.add("checkpoint/load/1GiB/memcpy", 2,
-              [&] {
-                const std::string newest = directory.path_of(directory.committed().front().name);
-                const checkpoint::FolderReader reader(newest, checkpoint::open_manifest(disk, newest));
-                for (std::size_t i = 0; i < targets.size(); ++i)
-                  reader.read_into("model.t" + std::to_string(100 + i), targets[i]);
-              },
-              {.peer = "checkpoint/limit/memcpy/1GiB"});
-    bench.add("checkpoint/verify/1GiB/memcpy", 2,
-              [&] {
-                const std::string newest = directory.path_of(directory.committed().front().name);
-                checkpoint::verify_data(newest, checkpoint::open_manifest(disk, newest));
-              },
-              {.peer = "checkpoint/limit/memcpy/1GiB"});
-    bench.run(rounds_or(5));
-    auto metrics = bench.metrics();
-    add_stall(metrics, *executor, stalling);
-    bench::print_section(metrics);
+  int code = 0;
+  try {
+    measure(folder);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_checkpoint: %s\n", error.what());
+    code = 1;
   }
   std::filesystem::remove_all(folder);
-  static_assert(kBytes == std::size_t{1} << 30);
+  return code;
 }

@@ -29,6 +29,9 @@ inline int rounds_or(int usual) {
   return rounds == nullptr ? usual : std::max(1, std::atoi(rounds));
 }
 
+/// Whether this is a quick, rough run.
+inline bool is_quick() { return rounds_or(2) == 1; }
+
 /// What a figure is compared with: names of figures of the same run.
 struct Against {
   std::string limit = {};  ///< the physical limit of the machine
@@ -105,13 +108,14 @@ inline void end_with_parent() {
   if (parent != nullptr && std::to_string(getppid()) != parent) _exit(1);
 }
 
-/// Prints a section's file: the machine and the metrics.
+/// Prints a section's file: the machine, whether the run was a quick one, and the metrics.
 inline void print_section(const nlohmann::json& metrics) {
   utsname name{};
   uname(&name);
   const std::string machine = std::string(name.machine) + ", " +
                               std::to_string(sysconf(_SC_NPROCESSORS_ONLN)) + " cores, Linux " + name.release;
-  std::printf("%s\n", nlohmann::json{{"machine", machine}, {"metrics", metrics}}.dump(2).c_str());
+  const nlohmann::json section{{"machine", machine}, {"quick", is_quick()}, {"metrics", metrics}};
+  std::printf("%s\n", section.dump(2).c_str());
 }
 
 }  // namespace torchspan::bench

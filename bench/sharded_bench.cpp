@@ -109,8 +109,8 @@ void write_figures(const std::map<std::string, double>& figures) {
 void run_memory(Session& session, const std::string& kind) {
   const double before = status_mib("VmRSS");
   Side side = make_side(kind, kWide, session.group());
-  std::ofstream("/proc/self/clear_refs") << "5";  // the peak counts from here
-  for (int i = 0; i < 3; ++i) side.step();
+  std::ofstream("/proc/self/clear_refs") << "5";           // the peak counts from here
+  for (int i = 0; i < rounds_or(2) + 1; ++i) side.step();  // the first step allocates the state
   const double resting = status_mib("RssAnon") + status_mib("RssShmem"), peak = status_mib("VmHWM") - before;
   if (session.rank() == 0)
     write_figures({{"peak", peak}, {"resting", resting}, {"gathered", side.gathered_mib()}});
@@ -121,13 +121,14 @@ void run_steps(Session& session) {
   std::map<std::string, std::vector<double>> samples;
   for (const char* kind : {"ddp", "zero", "zero_divided", "zero_overlap", "fully", "kept"})
     sides[kind] = make_side(kind, kNarrow, session.group());
-  for (int round = 0; round < 25; ++round) {
+  constexpr int kWarmUp = 5, kUsual = 20, kQuick = 5;
+  for (int round = 0; round < kWarmUp + (is_quick() ? kQuick : kUsual); ++round) {
     for (auto& [kind, side] : sides) {
       session.group().barrier();
       const TimePoint began = session.runtime().executor.now();
       side.step();
       const auto took = session.runtime().executor.now() - began;
-      if (round >= 5) samples[kind].push_back(std::chrono::duration<double, std::micro>(took).count());
+      if (round >= kWarmUp) samples[kind].push_back(std::chrono::duration<double, std::micro>(took).count());
     }
   }
   std::map<std::string, double> figures;
@@ -189,7 +190,9 @@ int main(int argc, char** argv) {
     if (const char* scenario = std::getenv("TORCHSPAN_TEST_SCENARIO")) {
       torchspan::bench::run_rank(scenario);
     } else {
-      torchspan::bench::conduct(argc == 3 && std::string(argv[1]) == "--only" ? argv[2] : "");
+      const bool only = argc == 3 && std::string(argv[1]) == "--only";
+      if (argc > 1 && !only) throw std::invalid_argument("sharded: the option is --only NAME");
+      torchspan::bench::conduct(only ? argv[2] : "");
     }
     return 0;
   } catch (const std::exception& error) {

@@ -143,6 +143,7 @@ void add_pair(const Samples& samples, const std::string& name, nlohmann::json& m
   metrics.push_back({{"name", name + "/on_over_off"},
                      {"unit", "ratio"},
                      {"value", percentile(ratios, 0.5)},
+                     {"ratio", percentile(ratios, 0.5)},
                      {"rounds", ratios}});
 }
 

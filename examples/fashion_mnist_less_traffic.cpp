@@ -2,7 +2,6 @@
 //   torchspan run -n 2 fashion_mnist_less_traffic
 // The ways: gradients averaged at each step (DistributedDataParallel), compressed by PowerSGD, parameters averaged
 // every few steps (local SGD), and an outer optimizer for the change of many steps (DiLoCo).
-#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <fmt/format.h>
 #include <functional>
@@ -12,10 +11,10 @@
 #include <ATen/core/ivalue.h>
 #include <torch/types.h>
 
-#include <torchspan/core/error.h>
 #include <torchspan/torchspan.h>
 
 #include "fashion_mnist/dataset.h"
+#include "fashion_mnist/less_traffic_options.h"
 #include "fashion_mnist/model.h"
 #include "fashion_mnist/training.h"
 #include "programs/run_program.h"
@@ -26,31 +25,9 @@ using namespace fashion_mnist;
 
 namespace {
 
-struct Options : TrainingOptions {
-  double lr = 0.05;
-  dp::PowerSgdOptions power{.rank = 2, .start_iteration = 50};
-  std::int64_t period = 8;
-  dp::DiLoCoOptions diloco{.period = 32};
-};
-
-void add_options(CLI::App& app, Options& options) {
-  add_training_options(app, options);
-  app.add_option("--lr", options.lr, "learning rate")->capture_default_str();
-  app.add_option("--rank", options.power.rank, "PowerSGD: columns of the factors")->capture_default_str();
-  app.add_option("--start", options.power.start_iteration,
-                 "PowerSGD and local SGD: steps that send whole gradients first")
-      ->capture_default_str();
-  app.add_option("--period", options.period, "local SGD: steps between two averages")->capture_default_str();
-  app.add_option("--outer-period", options.diloco.period, "DiLoCo: steps between two outer steps")
-      ->capture_default_str();
-  app.add_option("--outer-lr", options.diloco.outer_lr, "DiLoCo")->capture_default_str();
-  app.add_option("--outer-momentum", options.diloco.outer_momentum, "DiLoCo; less for a short training")
-      ->capture_default_str();
-}
-
 /// One training: the replica of this rank, and what it has sent.
 struct Training {
-  const Options& options;
+  const LessTrafficOptions& options;
   ts::collective::Group group;
   ConvNet network{options.seed};
   std::uint64_t sent = 0;
@@ -74,7 +51,7 @@ using Forward = std::function<torch::Tensor(torch::Tensor)>;
 /// Trains the replica; calls `after_step` after each step of its optimizer.
 void train(ts::Session& session, const Dataset& data, Training& training, const std::string& name,
            const Forward& forward, const std::function<void()>& after_step) {
-  const Options& options = training.options;
+  const LessTrafficOptions& options = training.options;
   ts::optim::Optimizer optimizer(*training.network, ts::optim::SGD{.lr = options.lr, .momentum = 0.9});
   Meter meter(session, options, data.size(), name);
   for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
@@ -138,7 +115,7 @@ std::vector<std::pair<std::string, Method>> methods(ts::Session& session, const 
            }}};
 }
 
-void run(const Options& options) {
+void run(const LessTrafficOptions& options) {
   const Dataset train_data = load(options, Split::kTrain), test_data = load(options, Split::kTest);
   ts::Session session(ts::WorkerOptions::from_env());
   for (const auto& [name, method] : methods(session, train_data)) {
@@ -155,7 +132,7 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return programs::run_program<Options>(
+  return programs::run_program<LessTrafficOptions>(
       "fashion_mnist_less_traffic",
       "Trains a small network on Fashion-MNIST in four ways that send more or less.", argc, argv, add_options,
       run);

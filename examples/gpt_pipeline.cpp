@@ -5,7 +5,6 @@
 // The output layer has a copy of the embedding's matrix on the last stage, tied to the first. With --checkpoint, it
 // resumes from the newest state, also with other numbers of replicas and of stages (one stage cannot resume several).
 // All grids train the same weights, up to the rounding of sums: in double, they are equal to 1e-10 after ten steps.
-#include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
 #include <fmt/format.h>
@@ -16,7 +15,6 @@
 #include <torch/utils.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/progress.h>
 #include <torchspan/pipeline/pipeline.h>
 #include <torchspan/torchspan.h>
 
@@ -24,6 +22,7 @@
 #include "char_transformer/gpt_options.h"
 #include "char_transformer/model.h"
 #include "char_transformer/text.h"
+#include "char_transformer/training_progress.h"
 #include "programs/run_program.h"
 
 namespace ts = torchspan;
@@ -54,7 +53,7 @@ class Training {
   void run() {
     if (is_first()) fmt::print("{} replicas of\n{}", options_.replicas, ts::pipeline::to_text(pipe_.plan()));
     const std::int64_t first = restore();
-    ts::Progress progress(session_);
+    TrainingProgress progress(session_, options_, first);
     for (std::int64_t step = first; step < options_.steps; ++step) {
       optimizer_.zero_grad();
       const double loss = step_on(static_cast<std::uint64_t>(step), false);
@@ -63,9 +62,8 @@ class Training {
                         fmt::format("the loss is not a finite number in step {}: lower --lr", step));
       pipe_.clip_grad_norm(1.0);
       optimizer_.step();
-      if (manager_ && ((step + 1) % options_.checkpoint_every == 0 || step + 1 == options_.steps))
-        manager_->save(step + 1);
-      if (is_first()) report(progress, step + 1, step + 1 - first, loss);
+      if (options_.saves_after(step + 1)) manager_->save(step + 1);
+      progress.step(step + 1, loss);
     }
     progress.finish();
     if (manager_) manager_->wait();
@@ -76,16 +74,6 @@ class Training {
 
  private:
   bool is_first() const { return session_.rank() == 0; }
-  void report(ts::Progress& progress, std::int64_t steps, std::int64_t since_start, double loss) const {
-    ts::ProgressReport line;
-    line.step = steps;
-    line.steps = options_.steps;
-    line.loss = loss;
-    line.unit = "characters";
-    line.rate = static_cast<double>(since_start * options_.batch * options_.model.context) /
-                ts::to_seconds(progress.elapsed());
-    progress.report(line);
-  }
   /// Returns the number of steps that the restored state has made.
   std::int64_t restore() {
     if (options_.checkpoint.empty()) return 0;

@@ -4,12 +4,8 @@
 //   torchspan run -n 1 gpt_sharded --memory 450      fails: it needs more memory
 //   torchspan run -n 2 gpt_sharded --memory 450
 // The blocks are built one at a time, each divided at once, so that no rank ever has the whole model.
-#include <CLI/CLI.hpp>
-#include <cmath>
 #include <fmt/format.h>
-#include <fstream>
 #include <string>
-#include <sys/resource.h>
 #include <vector>
 
 #include <torch/types.h>
@@ -22,7 +18,9 @@
 #include <torchspan/sharded.h>
 #include <torchspan/torchspan.h>
 
+#include "char_transformer/memory.h"
 #include "char_transformer/model.h"
+#include "char_transformer/sharded_options.h"
 #include "char_transformer/text.h"
 #include "programs/run_program.h"
 
@@ -30,68 +28,6 @@ namespace ts = torchspan;
 using namespace char_transformer;
 
 namespace {
-
-struct ShardedOptions {
-  std::string text = "build/data/fortunes.txt";
-  ModelOptions model{.width = 512, .blocks = 8, .heads = 8, .dropout = 0};
-  std::int64_t steps = 20;
-  std::int64_t batch = 8;
-  double lr = 0.001;
-  std::int64_t memory = 0;
-  bool bfloat16 = false;
-};
-
-void add_options(CLI::App& app, ShardedOptions& options) {
-  const auto positive = CLI::Range(std::int64_t{1}, std::int64_t{1} << 20);
-  app.add_option("--text", options.text, "a UTF-8 file")->capture_default_str();
-  app.add_option("--steps", options.steps)->check(positive)->capture_default_str();
-  app.add_option("--batch", options.batch, "rows per step, of all ranks")
-      ->check(positive)
-      ->capture_default_str();
-  app.add_option("--context", options.model.context, "characters per row")
-      ->check(positive)
-      ->capture_default_str();
-  app.add_option("--width", options.model.width)->check(positive)->capture_default_str();
-  app.add_option("--blocks", options.model.blocks)->check(positive)->capture_default_str();
-  app.add_option("--heads", options.model.heads)->check(positive)->capture_default_str();
-  app.add_option("--lr", options.lr, "learning rate")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--seed", options.model.seed)->capture_default_str();
-  app.add_option("--memory", options.memory,
-                 "MiB that each rank may allocate in addition to what the start takes; 0: all")
-      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20))
-      ->capture_default_str();
-  app.add_flag("--bfloat16", options.bfloat16, "compute in bfloat16");
-}
-
-void check(const ShardedOptions& options, int world_size) {
-  const auto refuse = [](const std::string& why) { throw ts::Error(ts::ErrorKind::kInvalid, why); };
-  if (options.model.width % options.model.heads != 0)
-    refuse(
-        fmt::format("--width {} is not a multiple of --heads {}", options.model.width, options.model.heads));
-  if (options.batch % world_size != 0)
-    refuse(fmt::format("--batch {} is not a multiple of {} ranks", options.batch, world_size));
-}
-
-/// A number of /proc/self/status, in MiB.
-std::int64_t status_mib(const std::string& key) {
-  std::ifstream file("/proc/self/status");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with(key + ":")) return std::stoll(line.substr(key.size() + 1)) / 1024;
-  }
-  return 0;
-}
-
-/// Limits the private memory of this process; memory that ranks share does not count.
-void limit_memory(std::int64_t mib) {
-  if (mib == 0) return;
-  // OpenBLAS allocates a buffer of 128 MiB once, and retries without end if it cannot.
-  torch::mm(torch::ones({512, 512}), torch::ones({512, 512}));
-  const auto bytes = static_cast<rlim_t>(status_mib("VmData") + mib) << 20;
-  const rlimit limit{bytes, bytes};
-  if (setrlimit(RLIMIT_DATA, &limit) == 0) return;
-  throw ts::Error(ts::ErrorKind::kUnsupported,
-                  "this system does not limit the memory of a process; omit --memory");
-}
 
 /// The embedding, the blocks and the head are units.
 struct GptImpl : torch::nn::Module {
@@ -161,7 +97,7 @@ void train(ts::Session& session, const ShardedOptions& options, const Text& text
   const auto stats = model.stats();
   fmt::print("{} ranks: {} MiB of parameters on each, at most {} MiB gathered at a time\n",
              session.world_size(), stats.part_bytes >> 20, stats.peak_bytes >> 20);
-  fmt::print("largest memory of a rank: {} MiB\n", status_mib("VmHWM"));
+  fmt::print("largest memory of a rank: {} MiB\n", largest_memory());
   fmt::print("loss on text not trained on: {:.3f}\n", held_out.item<double>());
 }
 

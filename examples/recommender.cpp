@@ -4,39 +4,28 @@
 //   torchspan run -n 4 recommender
 // The last two workers hold the tables, and all others train. With fewer than three workers, a worker has several
 // roles.
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <exception>
 #include <fmt/format.h>
 #include <string>
 #include <vector>
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Parallel.h>
 
-#include <torchspan/core/progress.h>
 #include <torchspan/torchspan.h>
 
+#include "programs/run_program.h"
 #include "recommender/model.h"
+#include "recommender/options.h"
 #include "recommender/ratings.h"
+#include "recommender/report.h"
 
 namespace ts = torchspan;
 using namespace recommender;
 
 namespace {
-
-struct Options {
-  std::string data = kDefaultFile;
-  std::int64_t epochs = 5;
-  std::int64_t batch = 512;
-  std::int64_t seed = 1;
-  double lr = 0.02;
-};
 
 /// One trainer's part of the work: every `count`-th batch, beginning with batch `index`.
 struct Part {
@@ -44,73 +33,12 @@ struct Part {
   std::int64_t index = 0, count = 1;
 };
 
-struct Report {
-  std::int64_t ratings = 0;
-  double seconds = 0;
-};
-
 }  // namespace
 
 template <>
-struct ts::Wire<Options> : ts::WireStruct<Options, "Options", &Options::data, &Options::epochs,
-                                          &Options::batch, &Options::seed, &Options::lr> {};
-template <>
 struct ts::Wire<Part> : ts::WireStruct<Part, "Part", &Part::options, &Part::index, &Part::count> {};
-template <>
-struct ts::Wire<Report> : ts::WireStruct<Report, "Report", &Report::ratings, &Report::seconds> {};
 
 namespace {
-
-void add_options(CLI::App& app, Options& options) {
-  constexpr std::int64_t kOne = 1, kMost = 1'000'000'000;
-  app.add_option("--data", options.data, "CSV file of ratings")->capture_default_str();
-  app.add_option("--epochs", options.epochs)->check(CLI::Range(kOne, kMost))->capture_default_str();
-  app.add_option("--batch", options.batch, "ratings per step")
-      ->check(CLI::Range(kOne, kMost))
-      ->capture_default_str();
-  app.add_option("--seed", options.seed, "seed of the held-out ratings and of the order")
-      ->capture_default_str();
-  app.add_option("--lr", options.lr, "initial learning rate")
-      ->check(CLI::Range(1e-9, 1e3))
-      ->capture_default_str();
-}
-
-std::vector<at::Tensor> batches_of(const Ratings& ratings, const Options& options, std::int64_t epoch) {
-  const auto seed = static_cast<std::uint64_t>(options.seed + epoch);
-  return at::randperm(ratings.size(), at::detail::createCPUGenerator(seed), at::TensorOptions(at::kLong))
-      .split(options.batch);
-}
-
-/// Shows the progress on one of the trainers.
-class Display {
- public:
-  Display(ts::Worker& worker, const Part& part, std::int64_t steps)
-      : progress_(worker), shown_(part.index == 0) {
-    line_.epochs = part.options.epochs;
-    line_.steps = steps;
-    line_.unit = "ratings";
-    line_.text = part.count == 1 ? "" : "(one trainer of " + std::to_string(part.count) + ")";
-  }
-  void step(std::int64_t epoch, double loss, std::int64_t ratings) {
-    report_.ratings += ratings;
-    report_.seconds = ts::to_seconds(progress_.elapsed());
-    line_.step = epoch == line_.epoch ? line_.step + 1 : 1;
-    line_.epoch = epoch;
-    line_.loss = loss;
-    line_.rate = static_cast<double>(report_.ratings) / report_.seconds;
-    if (shown_) progress_.report(line_);
-  }
-  Report finish() {
-    if (shown_) progress_.finish();
-    return report_;
-  }
-
- private:
-  ts::Progress progress_;
-  ts::ProgressReport line_;
-  Report report_;
-  const bool shown_;
-};
 
 void check_finite(double value, const std::string& what) {
   if (!std::isfinite(value))
@@ -131,9 +59,11 @@ Report train(ts::Worker& worker, const Model& model, const Part& part) {
   const std::int64_t mine = std::max<std::int64_t>(1, (batches - part.index + part.count - 1) / part.count);
   ts::optim::LRScheduler schedule(
       optimizer, ts::optim::CosineAnnealingLR{.t_max = mine * options.epochs, .eta_min_factor = 0.02});
-  Display display(worker, part, mine);
+  const std::string others = part.count == 1 ? "" : fmt::format("(one trainer of {})", part.count);
+  Display display(worker, {.epochs = options.epochs, .steps = mine, .text = others}, part.index == 0);
   for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
-    const auto order = batches_of(ratings, options, epoch);
+    const auto seed = static_cast<std::uint64_t>(options.seed + epoch);
+    const auto order = shuffled_batches(ratings.size(), options.batch, seed);
     for (auto i = static_cast<std::size_t>(part.index); i < order.size();
          i += static_cast<std::size_t>(part.count)) {
       const Ratings batch = ratings.at(order[i]);
@@ -195,13 +125,7 @@ void lead(ts::Session& session, const Options& options, const Split& data) {
   }
   const double error = held_out_error(model, data.held_out);
   check_finite(error, "the error on held-out ratings");
-  const Priors priors;
-  fmt::print("root mean square error on {} held-out ratings\n", data.held_out.size());
-  fmt::print("  the mean of all ratings             {:.4f}\n",
-             root_mean_square(data.held_out.values - data.train.values.mean()));
-  fmt::print("  biases of students and lecturers    {:.4f}\n",
-             bias_only_error(data, priors.student, priors.lecturer));
-  fmt::print("  this model                          {:.4f}\n", error);
+  print_errors(data, error);
 }
 
 void run(const Options& options) {
@@ -218,16 +142,7 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Predicts ratings with embeddings on parameter servers and several trainers.");
-  Options options;
-  add_options(app, options);
-  CLI11_PARSE(app, argc, argv);
-  at::set_num_threads(1);  // the workers share the cores
-  try {
-    run(options);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "recommender: %s\n", error.what());
-    return 1;
-  }
-  return 0;
+  return programs::run_program<Options>(
+      "recommender", "Predicts ratings with embeddings on parameter servers and several trainers.", argc,
+      argv, add_options, run);
 }

@@ -91,17 +91,18 @@ torch::Tensor ClassifierImpl::compute(torch::Tensor features) {
   return torch::log_softmax(output_(torch::relu(hidden_(features))), 1);
 }
 
-ConvNetImpl::ConvNetImpl(std::uint64_t seed, c10::Device device)
+ConvNetImpl::ConvNetImpl(std::uint64_t seed, c10::Device device, c10::ScalarType type)
     : first_conv_(register_module("first_conv", convolution(1, kFirstChannels, true))),
       second_conv_(register_module("second_conv", convolution(kFirstChannels, kSecondChannels, true))),
       hidden_(register_module("hidden", torch::nn::Linear(kFeatureCount, kHidden))),
       output_(register_module("output", torch::nn::Linear(kHidden, kClasses))) {
   draw_parameters(*this, seed);
-  to(device);
+  to(device, type);
 }
 
 torch::Tensor ConvNetImpl::forward(const torch::Tensor& images) {
-  torch::Tensor features = torch::max_pool2d(torch::relu(first_conv_(images)), 2);
+  torch::Tensor features = images.to(first_conv_->weight.scalar_type());
+  features = torch::max_pool2d(torch::relu(first_conv_(features)), 2);
   features = torch::max_pool2d(torch::relu(second_conv_(features)), 2).flatten(1);
   return torch::log_softmax(output_(torch::relu(hidden_(features))), 1);
 }

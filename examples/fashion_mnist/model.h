@@ -81,7 +81,9 @@ TORCH_MODULE(Classifier);
 /// gradients do not depend on how a batch is split.
 class ConvNetImpl : public torch::nn::Module {
  public:
-  explicit ConvNetImpl(std::uint64_t seed, c10::Device device = c10::kCPU);
+  explicit ConvNetImpl(std::uint64_t seed, c10::Device device = c10::kCPU,
+                       c10::ScalarType type = c10::kFloat);
+  /// Computes in the type of the parameters.
   torch::Tensor forward(const torch::Tensor& images);
 
  private:

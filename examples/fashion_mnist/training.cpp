@@ -5,8 +5,7 @@
 #include <fmt/format.h>
 #include <utility>
 
-#include <ATen/core/ivalue.h>
-#include <torch/types.h>
+#include "fashion_mnist/evaluation.h"
 
 namespace fashion_mnist {
 
@@ -40,14 +39,8 @@ Dataset load(const TrainingOptions& options, Split split) {
 }
 
 double accuracy(const Dataset& data, ConvNet network) {
-  const torch::NoGradGuard no_grad;
   network->eval();
-  std::int64_t correct = 0;
-  for (const torch::Tensor& positions : batches_in_order(data.size(), 500)) {
-    const Batch batch = data.batch(positions);
-    correct += network->forward(batch.images).argmax(1).eq(batch.labels).sum().item<std::int64_t>();
-  }
-  return static_cast<double>(correct) / static_cast<double>(data.size());
+  return accuracy(data, [&](const at::Tensor& images) { return network->forward(images); });
 }
 
 Meter::Meter(torchspan::Session& session, const TrainingOptions& options, std::int64_t images,

@@ -147,6 +147,10 @@ Split split(const Ratings& ratings, std::uint64_t seed) {
   return {ratings.at(held_out.logical_not().nonzero().squeeze(1)), ratings.at(held_out.nonzero().squeeze(1))};
 }
 
+std::vector<at::Tensor> shuffled_batches(std::int64_t count, std::int64_t batch, std::uint64_t seed) {
+  return at::randperm(count, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kLong)).split(batch);
+}
+
 at::Tensor occurrences(const at::Tensor& things, std::int64_t count) {
   return at::bincount(things, {}, count).to(at::kFloat);
 }

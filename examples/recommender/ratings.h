@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
@@ -31,6 +32,9 @@ struct Split {
 };
 /// Holds out every tenth rating of an order drawn from `seed`. The same on all workers.
 Split split(const Ratings& ratings, std::uint64_t seed);
+
+/// Returns the positions 0 … count - 1 in batches of `batch` (the last may be smaller), shuffled by the seed.
+std::vector<at::Tensor> shuffled_batches(std::int64_t count, std::int64_t batch, std::uint64_t seed);
 
 /// Returns how often each of `count` items occurs, as float.
 at::Tensor occurrences(const at::Tensor& things, std::int64_t count);

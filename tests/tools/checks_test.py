@@ -214,6 +214,13 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
                             ("src/net/long.cpp:501", "[long-file]"), ("docs/where.md:1", "[machine-path]"),
                             ("src/net/README.md:41", "[long-guide]"), ("src/net/off_test.cpp:1", "[disabled-test]"))
 
+    def test_long_main_files_of_examples_are_named(self):
+        self.write("examples/train.cpp", "\n" * 150)
+        self.write("examples/train/data.cpp", "\n" * 151)
+        self.assert_clean("check-rules")
+        self.write("examples/train.cpp", "\n" * 151)
+        self.assert_reports("check-rules", ("examples/train.cpp:151", "[long-example] 151 lines"))
+
     def test_dead_links_are_named(self):
         self.write("docs/threads.md", "# Threads\n")
         self.write("docs/map.md", "[a](threads.md) [b](threads.md#core) [c](https://a.b/c) `[d](e)`\n\n[f](gone.md)\n")

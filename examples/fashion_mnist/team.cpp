@@ -1,0 +1,26 @@
+#include "fashion_mnist/team.h"
+
+#include <fmt/format.h>
+
+#include <ATen/ATen.h>
+
+namespace fashion_mnist {
+
+std::string Team::name() const {
+  return group == nullptr ? "one process" : fmt::format("{} rank{}", size, size == 1 ? "" : "s");
+}
+
+at::Tensor Team::part(const at::Tensor& positions) const {
+  return positions.tensor_split(size)[static_cast<std::size_t>(rank)];
+}
+
+double Team::sum(double mine) const {
+  if (group == nullptr) return mine;
+  return group->all_reduce(at::full({1}, mine, at::device(device).dtype(at::kDouble))).wait().item<double>();
+}
+
+void Team::wait_for_each_other() const {
+  if (group != nullptr) group->barrier();
+}
+
+}  // namespace fashion_mnist
