@@ -1,4 +1,5 @@
-# `cpack` (preset `package`): Debian packages of the components that cmake/TorchspanInstall.cmake installs.
+# `cpack` (presets `package`, `package-shared`): Debian packages of the components that cmake/TorchspanInstall.cmake
+# installs. With TORCHSPAN_SHARED, libtorchspan0.1 contains the library, and libtorchspan-dev links it.
 set(CPACK_GENERATOR DEB)
 set(CPACK_VERBATIM_VARIABLES ON)
 set(CPACK_PACKAGE_CONTACT "TorchSpan maintainers <torchspan@localhost>")
@@ -13,25 +14,50 @@ set(CPACK_DEB_COMPONENT_INSTALL ON)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_ENABLE_COMPONENT_DEPENDS OFF)
 set(CPACK_DEBIAN_PACKAGE_SECTION science)
+set(packages command:torchspan development:libtorchspan-dev documents:torchspan-doc)
 
 set(CPACK_DEBIAN_COMMAND_PACKAGE_NAME torchspan)
 set(CPACK_COMPONENT_COMMAND_DESCRIPTION "The torchspan command: starts and supervises jobs, draws pipeline schedules.")
 set(CPACK_DEBIAN_COMMAND_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_COMMAND_PACKAGE_RECOMMENDS "torchspan-doc")
 
-# What programs that link the static libraries need: the same that the build needed.
-set(depends "libtorch-dev, libssl-dev, libfmt-dev, libcli11-dev, nlohmann-json3-dev, libxxhash-dev")
-if(TORCHSPAN_MPI)
-  string(APPEND depends ", libopenmpi-dev")
-endif()
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_NAME libtorchspan-dev)
-set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION "Headers, static libraries, and files for CMake and pkg-config.")
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_SECTION libdevel)
-set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS ${depends})
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_RECOMMENDS "torchspan, torchspan-doc")
+if(TORCHSPAN_SHARED)
+  set(abi ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+  list(APPEND CPACK_COMPONENTS_ALL runtime)
+  list(APPEND packages runtime:libtorchspan${abi})
+  set(CPACK_DEBIAN_RUNTIME_PACKAGE_NAME libtorchspan${abi})
+  set(CPACK_COMPONENT_RUNTIME_DESCRIPTION "The shared library with ABI version ${abi}.")
+  set(CPACK_DEBIAN_RUNTIME_PACKAGE_SECTION libs)
+  set(CPACK_DEBIAN_RUNTIME_PACKAGE_SHLIBDEPS ON)
+  # What dpkg-shlibdeps reads when another package links the library, and a run of ldconfig.
+  set(CPACK_DEBIAN_RUNTIME_PACKAGE_GENERATE_SHLIBS ON)
+  set(CPACK_DEBIAN_RUNTIME_PACKAGE_GENERATE_SHLIBS_POLICY ">=")
+  set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION "Headers, and files for CMake and pkg-config.")
+  set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS "libtorchspan${abi} (= ${PROJECT_VERSION}), libtorch-dev")
+else()
+  # What programs that link the static libraries need.
+  set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION "Headers, static libraries, and files for CMake and pkg-config.")
+  set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS
+      "libtorch-dev, libssl-dev, libfmt-dev, nlohmann-json3-dev, libxxhash-dev")
+  if(TORCHSPAN_MPI)
+    string(APPEND CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS ", libopenmpi-dev")
+  endif()
+endif()
 
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_NAME torchspan-doc)
 set(CPACK_COMPONENT_DOCUMENTS_DESCRIPTION "README, guides, and design of TorchSpan.")
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_SECTION doc)
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_ARCHITECTURE all)
+
+# Debian's place for the license of each package.
+foreach(package ${packages})
+  string(REPLACE ":" ";" package ${package})
+  list(GET package 0 component)
+  list(GET package 1 name)
+  install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/doc/${name} RENAME copyright
+          COMPONENT ${component})
+endforeach()
 include(CPack)
