@@ -52,11 +52,34 @@ set(CPACK_COMPONENT_DOCUMENTS_DESCRIPTION "README, guides, and design of TorchSp
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_SECTION doc)
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_ARCHITECTURE all)
 
+# A list of what is linked. The static libraries have the dependencies of the shared one.
+if(TORCHSPAN_SBOM)
+  set(compiled_in libcli11-dev nlohmann-json3-dev)
+  if(TORCHSPAN_GLOO)
+    list(APPEND compiled_in libgloo-dev)
+  endif()
+  if(TORCHSPAN_HAS_UCX)
+    list(APPEND compiled_in libucx-dev)
+  endif()
+  set(sbom ${PROJECT_BINARY_DIR}/torchspan.spdx.json)
+  add_custom_command(
+    OUTPUT ${sbom}
+    COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/tools/sbom ${PROJECT_VERSION} $<TARGET_FILE:torchspan_cli>
+            $<TARGET_FILE:torchspan_shared> --headers ${compiled_in} --documented >${sbom}.part
+    COMMAND ${CMAKE_COMMAND} -E rename ${sbom}.part ${sbom}
+    DEPENDS torchspan_cli torchspan_shared ${PROJECT_SOURCE_DIR}/tools/sbom ${PROJECT_SOURCE_DIR}/docs/licenses.md
+    COMMENT "Listing what is linked")
+  add_custom_target(torchspan_sbom ALL DEPENDS ${sbom})
+endif()
+
 # Debian's place for the license of each package.
 foreach(package ${packages})
   string(REPLACE ":" ";" package ${package})
   list(GET package 0 component)
   list(GET package 1 name)
+  if(TORCHSPAN_SBOM AND NOT component STREQUAL "documents")
+    install(FILES ${sbom} DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/doc/${name} COMPONENT ${component})
+  endif()
   install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/doc/${name} RENAME copyright
           COMPONENT ${component})
 endforeach()
