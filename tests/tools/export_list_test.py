@@ -25,7 +25,7 @@ class [[nodiscard]] Worker {
   std::unique_ptr<Impl> impl_;
 };
 template <class T, class = void> struct Holder { T get() const; };
-template <class T> T Holder<T, void>::get() const { return T(); }
+template <class T, class U> T Holder<T, U>::get() const { return T(); }
 template <class T>
 requires (sizeof(T) > 0)
 T twice(T value) { return value + value; }

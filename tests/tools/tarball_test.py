@@ -28,7 +28,7 @@ class Tarball(unittest.TestCase):
         return path
 
     def tarball_of(self, checkout, **more):
-        printed = run("make", "-C", str(checkout), "tarball", **more).split()[-1]
+        printed = run("make", "tarball", cwd=checkout, **more).split()[-1]
         return checkout / printed
 
     def test_two_checkouts_give_the_same_bytes(self):
