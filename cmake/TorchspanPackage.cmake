@@ -52,6 +52,13 @@ set(CPACK_COMPONENT_DOCUMENTS_DESCRIPTION "README, guides, and design of TorchSp
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_SECTION doc)
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_ARCHITECTURE all)
 
+find_program(TORCHSPAN_DPKG_QUERY dpkg-query)
+mark_as_advanced(TORCHSPAN_DPKG_QUERY)
+if(TORCHSPAN_SBOM AND NOT TORCHSPAN_DPKG_QUERY)
+  message(STATUS "No list of what is linked: this is not a Debian system.")
+  set(TORCHSPAN_SBOM OFF)
+endif()
+
 # A list of what is linked. The static libraries have the dependencies of the shared one.
 if(TORCHSPAN_SBOM)
   set(compiled_in libcli11-dev nlohmann-json3-dev)

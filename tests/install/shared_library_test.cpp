@@ -60,7 +60,8 @@ class SharedLibrary : public ::testing::Test {
     return table;
   }
   static WorkerOptions options() {
-    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}) unsetenv(name);
+    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
+      unsetenv(name);
     return WorkerOptions::from_env();
   }
 
