@@ -99,7 +99,7 @@ long:
 
 PACKAGE := package$(if $(filter-out static,$(LAYOUT)),-$(LAYOUT))
 package:
-	@tools/install-deps build
+	@tools/install-deps build package
 	@$(call configure,$(PACKAGE))
 	@ninja -C build/$(PACKAGE) -j $(JOBS)
 	@cd build/$(PACKAGE) && cpack

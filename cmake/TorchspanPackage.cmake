@@ -52,6 +52,15 @@ set(CPACK_COMPONENT_DOCUMENTS_DESCRIPTION "README, guides, and design of TorchSp
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_SECTION doc)
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_ARCHITECTURE all)
 
+# Without them, cpack makes packages without dependencies.
+foreach(program dpkg-shlibdeps file)
+  find_program(found_program ${program} NO_CACHE)
+  if(TORCHSPAN_SBOM AND NOT found_program)
+    message(WARNING "cpack needs '${program}' to find the dependencies of packages: tools/install-deps package")
+  endif()
+  unset(found_program)
+endforeach()
+
 find_program(TORCHSPAN_DPKG_QUERY dpkg-query)
 mark_as_advanced(TORCHSPAN_DPKG_QUERY)
 if(TORCHSPAN_SBOM AND NOT TORCHSPAN_DPKG_QUERY)
