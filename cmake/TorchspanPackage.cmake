@@ -52,6 +52,13 @@ set(CPACK_COMPONENT_DOCUMENTS_DESCRIPTION "README, guides, and design of TorchSp
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_SECTION doc)
 set(CPACK_DEBIAN_DOCUMENTS_PACKAGE_ARCHITECTURE all)
 
+find_program(TORCHSPAN_DPKG_QUERY dpkg-query)
+mark_as_advanced(TORCHSPAN_DPKG_QUERY)
+if(TORCHSPAN_SBOM AND NOT TORCHSPAN_DPKG_QUERY)
+  message(STATUS "No list of what is linked: this is not a Debian system.")
+  set(TORCHSPAN_SBOM OFF)
+endif()
+
 # Without them, cpack makes packages without dependencies.
 foreach(program dpkg-shlibdeps file)
   find_program(found_program ${program} NO_CACHE)
@@ -60,13 +67,6 @@ foreach(program dpkg-shlibdeps file)
   endif()
   unset(found_program)
 endforeach()
-
-find_program(TORCHSPAN_DPKG_QUERY dpkg-query)
-mark_as_advanced(TORCHSPAN_DPKG_QUERY)
-if(TORCHSPAN_SBOM AND NOT TORCHSPAN_DPKG_QUERY)
-  message(STATUS "No list of what is linked: this is not a Debian system.")
-  set(TORCHSPAN_SBOM OFF)
-endif()
 
 # A list of what is linked. The static libraries have the dependencies of the shared one.
 if(TORCHSPAN_SBOM)
