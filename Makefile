@@ -11,7 +11,8 @@
 #   make survive [KILLS=50]         kill training jobs at random moments; their results must be those without kills
 #   make scale [SIZES="64 256"]     measure worlds of thousands of simulated workers, write plots to build/scale
 #   make long [CASES=5000]          run the randomized tests with many more cases (programs: four times CASES)
-#   make package                    build Debian packages of the command, the libraries and the documents
+#   make package [LAYOUT=shared]    build Debian packages of the command, the libraries (static ones, or the shared one) and
+#                                   the documents
 #   make tarball                    pack the committed sources in build/torchspan-VERSION.tar.gz, always the same bytes
 #   make docs                       build the documents and the API reference as a site in build/docs/site
 #   make check-docs                 compile the code of the documents, run their commands, and build the site
@@ -34,6 +35,8 @@ SIZES ?= 64 256 1024 4096
 ARGS ?=
 # Empty: Debian's LibTorch; torch2: pip's.
 LIBTORCH ?=
+# Of the Debian packages: static or shared.
+LAYOUT ?= static
 # Worker processes share the cores, so a thread pool in each would oversubscribe them.
 export OMP_NUM_THREADS ?= 1
 export NINJA_STATUS ?= [%f/%t] 
@@ -108,12 +111,13 @@ long:
 	@TORCHSPAN_PASSES=$$(( $(CASES) * 20 )) build/dev/bin/cluster_autograd_test --gtest_filter='*ManyPasses'
 	@TORCHSPAN_CASES=$$(( $(CASES) * 200 )) build/dev/bin/rpc_test --gtest_filter='RRefProtocol.*'
 
+PACKAGE := package$(if $(filter-out static,$(LAYOUT)),-$(LAYOUT))
 package:
-	@tools/install-deps build
-	@$(call configure,package)
-	@ninja -C build/package -j $(JOBS)
-	@cd build/package && cpack
-	@echo "build/package/packages"
+	@tools/install-deps build package
+	@$(call configure,$(PACKAGE))
+	@ninja -C build/$(PACKAGE) -j $(JOBS)
+	@cd build/$(PACKAGE) && cpack
+	@echo "build/$(PACKAGE)/packages"
 
 # Times and owners come from the commit, so two tarballs of one commit are equal.
 tarball:

@@ -1,18 +1,27 @@
-# `cmake --install`: the public headers, the rooms' libraries, the `torchspan` command, and what find_package(torchspan)
-# and pkg-config need. Programs link torchspan::torchspan, or single rooms (torchspan::rpc).
+# `cmake --install`: the public headers, the libraries, the `torchspan` command, and what find_package(torchspan) and
+# pkg-config need. Programs link torchspan::torchspan, or single rooms (torchspan::rpc).
 #
-# Components: `command`, `development`, `documents`. cmake/TorchspanPackage.cmake makes a package of each.
+# Components: `command`, `runtime` (libtorchspan.so.0.1, with TORCHSPAN_SHARED), `development`, `documents`.
+# cmake/TorchspanPackage.cmake makes a package of each.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/torchspan)
 
+# The command's own room has no public headers.
 get_property(rooms GLOBAL PROPERTY TORCHSPAN_ROOMS)
-foreach(room ${rooms})
-  set_target_properties(torchspan_${room} PROPERTIES EXPORT_NAME ${room})
-  install(TARGETS torchspan_${room} EXPORT torchspan ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT development)
-endforeach()
+list(REMOVE_ITEM rooms launch)
 set_target_properties(torchspan_torch PROPERTIES EXPORT_NAME torch_headers)
 install(TARGETS torchspan torchspan_torch EXPORT torchspan COMPONENT development)
+if(TORCHSPAN_SHARED)
+  install(TARGETS torchspan_shared EXPORT torchspan LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT runtime
+                                                            NAMELINK_COMPONENT development)
+else()
+  foreach(room ${rooms})
+    set_target_properties(torchspan_${room} PROPERTIES EXPORT_NAME ${room})
+    install(TARGETS torchspan_${room} EXPORT torchspan ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT development)
+  endforeach()
+  install(TARGETS torchspan_rooms EXPORT torchspan COMPONENT development)
+endif()
 if(TARGET torchspan_cli)
   install(TARGETS torchspan_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT command)
 endif()
@@ -21,6 +30,7 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/torchspan DESTINATION ${CMAKE_IN
 install(EXPORT torchspan NAMESPACE torchspan:: FILE torchspan-targets.cmake DESTINATION ${package_folder}
         COMPONENT development)
 
+set(config_rooms ${rooms})
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/torchspan-config.cmake.in
                               ${PROJECT_BINARY_DIR}/torchspan-config.cmake INSTALL_DESTINATION ${package_folder})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/torchspan-config-version.cmake
@@ -38,16 +48,21 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/docs DESTINATION ${CMAKE_INSTALL_DOCDIR}
 # pkg-config describes a build with a distribution's LibTorch. Wheels and zips have headers that only CMake can select
 # (TorchspanLibtorch.cmake), so there is no torchspan.pc for them.
 if(NOT TORCHSPAN_LIBTORCH_PREFIX)
-  # A static library precedes those that it uses, so the rooms come in the reverse order of their definition.
-  set(linked ${rooms})
-  list(REMOVE_ITEM linked launch)
-  list(REVERSE linked)
-  list(TRANSFORM linked PREPEND -ltorchspan_)
-  list(APPEND linked -ltorch -ltorch_cpu -lc10 -lfmt -lssl -lcrypto -lxxhash ${CMAKE_DL_LIBS} -lpthread)
-  if(TORCHSPAN_MPI)
-    list(APPEND linked ${MPI_CXX_LIBRARIES})
+  set(linked -ltorch -ltorch_cpu -lc10)
+  if(TORCHSPAN_SHARED)
+    list(PREPEND linked -ltorchspan)
+  else()
+    # A static library precedes those that it uses, so the rooms come in the reverse order of their definition.
+    set(archives ${rooms})
+    list(REVERSE archives)
+    list(TRANSFORM archives PREPEND -ltorchspan_)
+    list(PREPEND linked ${archives})
+    list(APPEND linked -lfmt -lssl -lcrypto -lxxhash ${CMAKE_DL_LIBS} -lpthread)
+    if(TORCHSPAN_MPI)
+      list(APPEND linked ${MPI_CXX_LIBRARIES})
+    endif()
+    list(TRANSFORM linked REPLACE "^([a-z]+)$" "-l\\1")
   endif()
-  list(TRANSFORM linked REPLACE "^([a-z]+)$" "-l\\1")
   list(JOIN linked " " pc_libraries)
   set(pc_torch_flags ${TORCHSPAN_LIBTORCH_INCLUDE})
   list(REMOVE_ITEM pc_torch_flags /usr/include)

@@ -1,26 +1,36 @@
 """Conan 2 recipe. Builds TorchSpan from its source tarball (`make tarball`), or from the checkout that contains it.
 
-    conan create packaging/conan --build=missing -c user.torchspan:libtorch=/path/to/libtorch
+    tar -xf torchspan-0.1.0.tar.gz && conan create torchspan-0.1.0/packaging/conan [-o torchspan/*:shared=True]
 
-LibTorch and OpenSSL come from the system, as programs on LibTorch use them; the option names another LibTorch (a folder of
-pip's torch or of a zip).
+LibTorch, OpenSSL, fmt, CLI11, JSON and xxHash come from the system: they must be those that LibTorch itself loads. Another
+LibTorch (the folder of pip's torch or of a zip): -c user.torchspan:libtorch=/path/to/libtorch
 """
 import os
+import re
 
 from conan import ConanFile
 from conan.errors import ConanInvalidConfiguration
 from conan.tools.cmake import CMake, CMakeToolchain, cmake_layout
-from conan.tools.files import copy
+from conan.tools.files import copy, load
+
+SOURCES = ("CMakeLists.txt", "CMakePresets.json", "LICENSE", "README.md", "CHANGELOG.md", "cmake/*", "docs/*", "include/*",
+           "src/*")
 
 
 class TorchspanRecipe(ConanFile):
     name = "torchspan"
-    version = "0.1.0"
     license = "Apache-2.0"
     description = "Training across processes for C++ programs on LibTorch"
     topics = ("machine-learning", "distributed", "libtorch", "rpc")
-    package_type = "static-library"
+    package_type = "library"
     settings = "os", "arch", "compiler", "build_type"
+    # gloo, mpi, ucx: backends whose headers come from the system (libgloo-dev, libopenmpi-dev, libucx-dev).
+    options = {name: [True, False] for name in ("shared", "gloo", "mpi", "ucx")}
+    default_options = {name: False for name in ("shared", "gloo", "mpi", "ucx")}
+
+    def set_version(self):
+        lists = load(self, os.path.join(self.recipe_folder, "..", "..", "CMakeLists.txt"))
+        self.version = re.search(r"project\(torchspan VERSION ([0-9.]+)", lists).group(1)
 
     def validate(self):
         if self.settings.os != "Linux" or self.settings.arch != "x86_64":
@@ -31,14 +41,17 @@ class TorchspanRecipe(ConanFile):
 
     def export_sources(self):
         root = os.path.join(self.recipe_folder, "..", "..")
-        for pattern in ("CMakeLists.txt", "CMakePresets.json", "LICENSE", "README.md", "CHANGELOG.md", "cmake/*", "docs/*",
-                        "include/*", "src/*"):
+        for pattern in SOURCES:
             copy(self, pattern, root, self.export_sources_folder)
 
     def generate(self):
         toolchain = CMakeToolchain(self)
+        # The project's presets are for its own builds.
+        toolchain.user_presets_path = False
         toolchain.cache_variables["TORCHSPAN_TESTS"] = False
         toolchain.cache_variables["TORCHSPAN_EXAMPLES"] = False
+        for option in ("shared", "gloo", "mpi", "ucx"):
+            toolchain.cache_variables[f"TORCHSPAN_{option.upper()}"] = bool(self.options.get_safe(option))
         libtorch = self.conf.get("user.torchspan:libtorch")
         if libtorch:
             toolchain.cache_variables["CMAKE_PREFIX_PATH"] = libtorch
@@ -51,6 +64,7 @@ class TorchspanRecipe(ConanFile):
 
     def package(self):
         CMake(self).install()
+        copy(self, "LICENSE", self.source_folder, os.path.join(self.package_folder, "licenses"))
 
     def package_info(self):
         # TorchSpan's own CMake package also brings LibTorch, so consumers use it instead of a generated one.

@@ -31,6 +31,14 @@ int main() {
         worker.rpc_sync("worker1", kForward, there, x).item<double>();  // 3 - 0.5 * (0 + 1 + 4)
     std::printf("after a step: %.2f\n", after);
     failed += after == 0.5 ? 0 : 1;
+    // An exception of the library is caught by its type.
+    try {
+      worker.rpc_sync("worker7", kWeight);
+      ++failed;
+    } catch (const ts::Error& error) {
+      std::printf("refused: %s\n", error.what());
+      failed += error.kind() == ts::ErrorKind::kInvalid ? 0 : 1;
+    }
   }
   session.shutdown();
   return failed;

@@ -69,12 +69,14 @@ class CommandLineTest : public ::testing::Test {
 
 TEST_F(CommandLineTest, PrintsItsVersionAndWhatItsBuildUses) {
   EXPECT_EQ(run({"version"}), 0);
-  EXPECT_THAT(output_.text(), ::testing::MatchesRegex(
-                                  "torchspan [0-9]+\\.[0-9]+\\.[0-9]+\n"
-                                  "LibTorch   ([0-9.]+.*|none)\n"
-                                  "compiler   [A-Za-z]+ [0-9.]+, .*\n"
-                                  "OpenSSL    3[0-9.]*\n"
-                                  "options    UCX (yes|no), Gloo (yes|no), MPI (yes|no), CUDA (yes|no)\n"));
+  EXPECT_THAT(
+      output_.text(),
+      ::testing::MatchesRegex("torchspan [0-9]+\\.[0-9]+\\.[0-9]+\n"
+                              "LibTorch   ([0-9.]+.*|none)\n"
+                              "compiler   [A-Za-z]+ [0-9.]+, .*\n"
+                              "OpenSSL    3[0-9.]*\n"
+                              "options    (static libraries|shared library), UCX (yes|no), Gloo (yes|no), "
+                              "MPI (yes|no), CUDA (yes|no)\n"));
 }
 
 TEST_F(CommandLineTest, ExaminesTheMachine) {
