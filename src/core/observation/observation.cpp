@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "core/observation/scalar_files.h"
-#include "core/observation/text_server.h"
+#include "core/api/text_server.h"
 #include "core/observation/trace_writer.h"
 #include "core/observation/worker_metrics.h"
 #include "core/observation/worker_state.h"

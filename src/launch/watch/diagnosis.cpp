@@ -8,6 +8,7 @@
 
 #include "launch/display/board.h"
 #include "launch/watch/group_members.h"
+#include "launch/watch/host_report.h"
 
 namespace torchspan::launch {
 namespace {
@@ -16,8 +17,18 @@ std::string age_of(double seconds) {
   return seconds < 60 ? fmt::format("{:.1f} s", seconds) : fmt::format("{:.0f} s", seconds);
 }
 
+/// " on host 1 (gpu07)"; empty if the job runs on one host.
+std::string on_host(const WorkerReport& worker) {
+  return worker.node < 0 ? "" : fmt::format(" on {}", name_of_host(worker.node, worker.host));
+}
+
 std::string describe_worker_of(const WorkerReport& worker) {
-  return fmt::format("rank {} ({}, pid {})", worker.rank, worker.name, worker.process);
+  return fmt::format("rank {} ({}, pid {}{})", worker.rank, worker.name, worker.process, on_host(worker));
+}
+
+/// What is known of a worker that does not answer.
+std::string describe_silence(const WorkerReport& worker) {
+  return worker.trouble.empty() ? "it does not answer" : fmt::format("nothing is known of it: {}", worker.trouble);
 }
 
 std::string site_of(const WorkerReport::Call& call) {
@@ -53,6 +64,7 @@ class Suspects {
     check_operations();
     // After a time-out, a worker of a cycle or an operation may have ended because of it.
     for (const WorkerReport& worker : workers_) check_gone(worker);
+    check_hosts();
     check_pipelines();
     for (const WorkerReport& worker : workers_) check_backward(worker);
     for (const WorkerReport& worker : workers_) check_sink(worker);
@@ -64,7 +76,8 @@ class Suspects {
     const std::string who = describe_worker_of(worker);
     if (worker.process_state == 'T') {
       texts_.push_back(
-          fmt::format("{} is stopped by a signal; to continue it: kill -CONT {}", who, worker.process));
+          fmt::format("{} is stopped by a signal; to continue it{}: kill -CONT {}", who,
+                      worker.node < 0 ? "" : " there", worker.process));
     } else if (worker.process_state == 't') {
       texts_.push_back(fmt::format("{} is stopped by a debugger", who));
     } else {
@@ -75,7 +88,7 @@ class Suspects {
 
   void check_gone(const WorkerReport& worker) {
     const std::string who = describe_worker_of(worker);
-    if (worker.process_state == 'T' || worker.process_state == 't') return;
+    if (worker.process_state == 'T' || worker.process_state == 't' || !worker.trouble.empty()) return;
     if (worker.process_state == 'Z' || worker.process_state == 'X') {
       texts_.push_back(fmt::format("{} has died", who));
     } else if (!worker.answers) {
@@ -85,6 +98,22 @@ class Suspects {
                       who, worker.process_state, worker.process));
     }
     if (!worker.answers) blamed_.insert(worker.name);
+  }
+
+  /// Hosts whose launchers did not answer.
+  void check_hosts() {
+    std::map<int, std::vector<int>> ranks;  // by node
+    std::map<int, const WorkerReport*> first;
+    for (const WorkerReport& worker : workers_) {
+      if (!worker.host_silent) continue;
+      ranks[worker.node].push_back(worker.rank);
+      first.emplace(worker.node, &worker);
+      blamed_.insert(worker.name);
+    }
+    for (const auto& [node, worker] : first) {
+      texts_.push_back(fmt::format("nothing is known of {} with rank{} {}: {}", name_of_host(node, worker->host),
+                                   ranks[node].size() == 1 ? "" : "s", format_ranks(ranks[node]), worker->trouble));
+    }
   }
 
   /// The oldest call from one worker to another that has waited long enough.
@@ -187,7 +216,7 @@ class Suspects {
       missing = true;
       blamed_.insert(worker.name);
       text += fmt::format("; rank {} is not in it: {}{}", worker.rank,
-                          worker.answers ? occupation(worker) : "it does not answer",
+                          worker.answers ? occupation(worker) : describe_silence(worker),
                           last_operation(worker, gathering.group));
     }
     texts_.push_back(text + judgement_of(gathering, missing));
@@ -233,7 +262,7 @@ class Suspects {
                              operation->id, age_of(operation->seconds));
       } else if (!is_waiting) {
         works += fmt::format("; rank {}: {}", worker.rank,
-                             worker.answers ? occupation(worker) : "it does not answer");
+                             worker.answers ? occupation(worker) : describe_silence(worker));
       }
     }
     if (waits.empty()) return;
@@ -297,8 +326,13 @@ class Suspects {
 };
 
 void format_worker(const WorkerReport& worker, std::string& text) {
-  text += fmt::format("\nrank {}  {}  pid {}  state {}\n", worker.rank, worker.name, worker.process,
-                      worker.process_state);
+  const std::string host = worker.node < 0 ? "" : "  " + name_of_host(worker.node, worker.host);
+  if (!worker.trouble.empty()) {
+    text += fmt::format("\nrank {}  {}{}\n  {}\n", worker.rank, worker.name, host, worker.trouble);
+    return;
+  }
+  text += fmt::format("\nrank {}  {}  pid {}  state {}{}\n", worker.rank, worker.name, worker.process,
+                      worker.process_state, host);
   if (!worker.answers) {
     text += "  no answer\n";
     return;

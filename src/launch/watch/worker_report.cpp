@@ -1,7 +1,9 @@
 #include "launch/watch/worker_report.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <type_traits>
+#include <utility>
 
 #include <torchspan/core/error.h>
 
@@ -17,8 +19,15 @@ T field(const json& object, const char* name, T otherwise = {}) {
   if (found == object.end()) return otherwise;
   if constexpr (std::is_same_v<T, std::string>) return found->is_string() ? found->get<T>() : otherwise;
   if constexpr (std::is_same_v<T, bool>) return found->is_boolean() ? found->get<T>() : otherwise;
-  if constexpr (std::is_arithmetic_v<T> && !std::is_same_v<T, bool>) {
-    return found->is_number() ? found->get<T>() : otherwise;
+  if constexpr (std::is_floating_point_v<T>) return found->is_number() ? found->get<T>() : otherwise;
+  if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
+    if (found->is_number_unsigned()) {
+      const auto number = found->get<std::uint64_t>();
+      return std::in_range<T>(number) ? static_cast<T>(number) : otherwise;
+    }
+    if (!found->is_number_integer()) return otherwise;
+    const auto number = found->get<std::int64_t>();
+    return std::in_range<T>(number) ? static_cast<T>(number) : otherwise;
   }
 }
 
@@ -74,7 +83,9 @@ WorkerReport decode_worker_report(std::string_view text) {
   report.seconds = field<double>(state, "seconds");
   report.processor_seconds = field<double>(state, "processor_seconds");
   report.resident_bytes = field<std::uint64_t>(state, "resident_bytes");
-  report.world = field<int>(state, "world");
+  constexpr int kMostWorkers = 1 << 20;
+  report.rank = std::clamp(report.rank, 0, kMostWorkers);
+  report.world = std::clamp(field<int>(state, "world"), 0, kMostWorkers);
   report.open = decode_operations(list(state, "open"));
   report.ended = decode_operations(list(state, "ended"));
   for (const json& thread : list(state, "threads")) {

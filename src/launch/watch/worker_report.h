@@ -33,6 +33,9 @@ struct WorkerReport {
   int world = 0;  ///< workers of the job; 0: unknown
   std::string name;
   std::string host;
+  int node = -1;              ///< node rank of its host; -1: the job runs on one host
+  std::string trouble = {};   ///< why nothing is known about it
+  bool host_silent = false;   ///< because the launcher of its host did not answer
   std::int64_t process = 0;
   char process_state = '?';  ///< of /proc: R, S, D, T (stopped), t (traced), Z
   bool answers = true;
