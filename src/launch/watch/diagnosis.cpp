@@ -41,14 +41,18 @@ std::string occupation(const WorkerReport& worker) {
     if (call.begun)
       return fmt::format("it has run '{}' for {} for {}", call.name, call.peer, age_of(call.seconds));
   }
-  if (!worker.open.empty()) {
-    const WorkerReport::Operation& last = worker.open.back();
-    return fmt::format("it has been in '{}' for {}", last.name, age_of(last.seconds));
+  const WorkerReport::Operation* future = nullptr;
+  for (auto operation = worker.open.rbegin(); operation != worker.open.rend(); ++operation) {
+    if (!is_future_wait(*operation)) {
+      return fmt::format("it has been in '{}' for {}", operation->name, age_of(operation->seconds));
+    }
+    future = &*operation;
   }
   if (!worker.pending.empty()) {
     const WorkerReport::Call& call = worker.pending.front();
     return fmt::format("it has waited for '{}' on {} for {}", call.name, call.peer, age_of(call.seconds));
   }
+  if (future != nullptr) return fmt::format("it has waited for a future for {}", age_of(future->seconds));
   return "it is in its own code, outside all calls and operations";
 }
 
@@ -68,6 +72,7 @@ class Suspects {
     check_pipelines();
     for (const WorkerReport& worker : workers_) check_backward(worker);
     for (const WorkerReport& worker : workers_) check_sink(worker);
+    if (texts_.empty()) check_futures();
     return std::move(texts_);
   }
 
@@ -179,7 +184,7 @@ class Suspects {
     for (const WorkerReport& worker : workers_) {
       std::map<std::pair<std::string, int>, const WorkerReport::Operation*> oldest;
       for (const WorkerReport::Operation& operation : worker.open) {
-        if (operation.kind != "collective" && operation.kind != "wait") continue;
+        if (!is_of_group(worker, operation)) continue;
         // A rank of a group waits in one operation at a time; other waits are told apart by their names.
         const std::string key = operation.part >= 0 ? operation.kind : operation.name;
         const WorkerReport::Operation*& first = oldest[{key, operation.part}];
@@ -293,6 +298,20 @@ class Suspects {
                     root.rank, age_of(open->seconds), text));
   }
 
+  /// Waits for futures that nothing explains.
+  void check_futures() {
+    for (const WorkerReport& worker : workers_) {
+      const auto wait = std::ranges::find_if(worker.open, [this](const WorkerReport::Operation& operation) {
+        return is_future_wait(operation) && operation.seconds >= least_;
+      });
+      if (wait == worker.open.end()) continue;
+      texts_.push_back(
+          fmt::format("rank {} has waited for a future for {}; no call or operation of the job that waits, too, "
+                      "explains it: the program sets this future",
+                      worker.rank, age_of(wait->seconds)));
+    }
+  }
+
   /// A worker that others wait for and that waits for none.
   void check_sink(const WorkerReport& worker) {
     if (blamed_.contains(worker.name)) return;
@@ -338,8 +357,8 @@ void format_worker(const WorkerReport& worker, std::string& text) {
     return;
   }
   for (const WorkerReport::Operation& operation : worker.open) {
-    text += fmt::format("  {:<10} {:>9}  {}  number {}\n", operation.kind, age_of(operation.seconds),
-                        operation.name, operation.id);
+    const std::string number = is_future_wait(operation) ? "" : fmt::format("  number {}", operation.id);
+    text += fmt::format("  {:<10} {:>9}  {}{}\n", operation.kind, age_of(operation.seconds), operation.name, number);
   }
   for (const WorkerReport::Operation& operation : worker.ended) {
     text += fmt::format("  {:<10} {:>9}  {}  number {}\n", "ended", age_of(operation.seconds) + " ago",

@@ -67,6 +67,10 @@ Json encode_worker(const WorkerReport& worker) {
       threads.push_back({{"state", std::string(1, state)}});
     }
   }
+  Json traffic = Json::array();
+  for (const auto& [from, bytes] : worker.received) {
+    if (traffic.size() < kMostEntries) traffic.push_back({{"from", from}, {"bytes", bytes}});
+  }
   return {{"rank", worker.rank},
           {"world", worker.world},
           {"worker", shorten(worker.name)},
@@ -79,10 +83,13 @@ Json encode_worker(const WorkerReport& worker) {
           {"open", encode_operations(worker.open)},
           {"ended", encode_operations(worker.ended)},
           {"threads", std::move(threads)},
+          {"traffic", std::move(traffic)},
           {"calls",
            {{"pending", encode_calls(worker.pending, "to")},
             {"serving", encode_calls(worker.serving, "from")},
             {"passes", encode_passes(worker.passes)},
+            {"queued", worker.queued},
+            {"references", {{"owned", worker.references}}},
             {"sent", worker.calls_sent}}}};
 }
 

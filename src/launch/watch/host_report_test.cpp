@@ -37,6 +37,9 @@ TEST(HostReport, SurvivesItsEncoding) {
   worker.processor_seconds = 3.25;
   worker.resident_bytes = std::numeric_limits<std::uint64_t>::max();
   worker.calls_sent = 9;
+  worker.queued = 4;
+  worker.references = 6;
+  worker.received = {{0, 1000}, {2, 5}};
   worker.open = {{"collective", "all_reduce", 3.5, 17, 123456}};
   worker.ended = {{"collective", "barrier", 4.5, 16, 123456}};
   worker.pending = {{"f", "worker0", "train.cpp:3", 2.5, true}};
@@ -68,6 +71,9 @@ TEST(HostReport, SurvivesItsEncoding) {
   EXPECT_EQ(there.processor_seconds, 3.25);
   EXPECT_EQ(there.resident_bytes, worker.resident_bytes);
   EXPECT_EQ(there.calls_sent, 9u);
+  EXPECT_EQ(there.queued, 4u);
+  EXPECT_EQ(there.references, 6u);
+  EXPECT_EQ(there.received, worker.received);
   ASSERT_EQ(there.open.size(), 1u);
   EXPECT_EQ(there.open[0].part, 123456);
   EXPECT_EQ(there.ended.at(0).id, 16u);

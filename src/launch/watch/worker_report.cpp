@@ -7,6 +7,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/listed_wait.h"
+
 namespace torchspan::launch {
 namespace {
 
@@ -72,6 +74,20 @@ std::vector<WorkerReport::Operation> decode_operations(const json& operations) {
 
 }  // namespace
 
+bool is_future_wait(const WorkerReport::Operation& operation) {
+  return operation.kind == "wait" && operation.name == kFutureWait;
+}
+
+bool is_of_group(const WorkerReport& worker, const WorkerReport::Operation& operation) {
+  if (operation.kind == "collective") return true;
+  if (operation.kind != "wait" || is_future_wait(operation)) return false;
+  const auto is_announced = [&](const WorkerReport::Operation& other) {
+    return other.kind == "wait" && other.part == operation.part && other.name != operation.name;
+  };
+  return operation.part < 0 || !operation.name.starts_with("all_gather(Byte [") ||
+         std::ranges::none_of(worker.open, is_announced);
+}
+
 WorkerReport decode_worker_report(std::string_view text) {
   const json state = json::parse(text, nullptr, false);
   if (!state.is_object() || !state.contains("rank")) throw_invalid("a worker's answer is not its state");
@@ -88,6 +104,10 @@ WorkerReport decode_worker_report(std::string_view text) {
   report.world = std::clamp(field<int>(state, "world"), 0, kMostWorkers);
   report.open = decode_operations(list(state, "open"));
   report.ended = decode_operations(list(state, "ended"));
+  for (const json& part : list(state, "traffic")) {
+    const int from = part.is_object() ? field<int>(part, "from", -1) : -1;
+    if (from >= 0 && from < kMostWorkers) report.received[from] = field<std::uint64_t>(part, "bytes");
+  }
   for (const json& thread : list(state, "threads")) {
     const std::string name = thread.is_object() ? field<std::string>(thread, "state") : "";
     if (!name.empty()) ++report.threads[name[0]];
@@ -98,6 +118,11 @@ WorkerReport decode_worker_report(std::string_view text) {
   report.serving = decode_calls(list(*calls, "serving"), "from");
   report.passes = decode_passes(list(*calls, "passes"));
   report.calls_sent = field<std::uint64_t>(*calls, "sent");
+  report.queued = field<std::uint64_t>(*calls, "queued");
+  const auto references = calls->find("references");
+  if (references != calls->end() && references->is_object()) {
+    report.references = field<std::uint64_t>(*references, "owned");
+  }
   return report;
 }
 
