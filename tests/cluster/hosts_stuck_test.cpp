@@ -76,9 +76,9 @@ class StuckOnTwoHosts : public testing::Hosts {
     const std::string rdzv = std::string(testing::TestNetwork::kNear) + ":" + std::to_string(port);
     for (const int node : {0, 1}) {
       std::vector<std::string> command = (node == 0 ? network_.near : network_.far).through();
-      for (const std::string& word :
-           {torchspan(), std::string("run"), std::string("--nnodes"), std::string("2"), std::string("--node-rank"),
-            std::to_string(node), std::string("-n"), std::string("2"), std::string("--rdzv"), rdzv}) {
+      for (const std::string& word : {torchspan(), std::string("run"), std::string("--nnodes"),
+                                      std::string("2"), std::string("--node-rank"), std::to_string(node),
+                                      std::string("-n"), std::string("2"), std::string("--rdzv"), rdzv}) {
         command.push_back(word);
       }
       command.insert(command.end(), options.begin(), options.end());
@@ -149,23 +149,25 @@ TEST_F(StuckOnTwoHosts, StacksNamesAStoppedRankOfTheOtherHostFirst) {
     kill(stopped, SIGSTOP);
     for (const int node : {0, 1}) {
       const std::string page = shown(node, {"stacks"});
-      EXPECT_THAT(page, ContainsRegex("\n1\\. rank 3 \\(worker3, pid " + std::to_string(stopped) +
-                                      " on host 1 \\(.*\\)\\) is stopped by a signal; to continue it there: kill "
-                                      "-CONT " +
-                                      std::to_string(stopped) + "\n"));
+      EXPECT_THAT(page,
+                  ContainsRegex("\n1\\. rank 3 \\(worker3, pid " + std::to_string(stopped) +
+                                " on host 1 \\(.*\\)\\) is stopped by a signal; to continue it there: kill "
+                                "-CONT " +
+                                std::to_string(stopped) + "\n"));
       for (const int rank : {0, 1, 2}) {
-        EXPECT_THAT(page, ContainsRegex("\nrank " + std::to_string(rank) + "  worker" + std::to_string(rank) + "  pid " +
-                                        std::to_string(process_of(rank)) + "  state . +host " +
+        EXPECT_THAT(page, ContainsRegex("\nrank " + std::to_string(rank) + "  worker" + std::to_string(rank) +
+                                        "  pid " + std::to_string(process_of(rank)) + "  state . +host " +
                                         std::to_string(rank / 2)));
       }
     }
-    EXPECT_THAT(shown(0, {"top", "--count", "1"}), ContainsRegex("   3  host 1 \\(.*\\) +worker3 +" +
-                                                                 std::to_string(stopped) + " +T "));
+    EXPECT_THAT(shown(0, {"top", "--count", "1"}),
+                ContainsRegex("   3  host 1 \\(.*\\) +worker3 +" + std::to_string(stopped) + " +T "));
     kill(stopped, SIGCONT);
     for (const auto& host : hosts_) host->kill(SIGINT);
     for (const auto& host : hosts_) end(*host);
     hosts_.clear();
-    for (int rank = 0; rank < 4; ++rank) std::filesystem::remove(folder_.path() + "/pid" + std::to_string(rank));
+    for (int rank = 0; rank < 4; ++rank)
+      std::filesystem::remove(folder_.path() + "/pid" + std::to_string(rank));
   }
 }
 

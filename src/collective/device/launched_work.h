@@ -16,8 +16,8 @@ class LaunchedWork {
  public:
   struct Launch {
     std::string call;
-    std::string text;           ///< the operation, as in "all_reduce(Float [4], sum)"
-    std::uint64_t number = 0;   ///< of the operation in its group
+    std::string text;          ///< the operation, as in "all_reduce(Float [4], sum)"
+    std::uint64_t number = 0;  ///< of the operation in its group
     TimePoint at;
     std::shared_ptr<EventGate> gate;
     std::shared_ptr<void> uses;  ///< released when the work is finished

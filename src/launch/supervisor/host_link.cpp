@@ -9,19 +9,9 @@ namespace torchspan::launch {
 namespace {
 
 constexpr int kPollsBetweenLooks = 64;
-/// Of other launchers, which ask one at a time.
-constexpr std::size_t kMostAsked = 1024;
 constexpr std::size_t kMostAnswer = std::size_t{64} << 20;
 /// How often a waiting thread looks whether it must stop.
 constexpr Duration kLinkLook = std::chrono::milliseconds(50);
-constexpr Duration kWhileDescribing = std::chrono::milliseconds(2);
-
-void send(net::Channel& channel, const HostMessage& header, const std::string& body) {
-  const auto text = std::make_shared<const std::string>(body);
-  const Segment segment{reinterpret_cast<const std::byte*>(text->data()), text->size(), text};
-  const std::size_t count = body.empty() ? 0 : 1;
-  channel.send(encode_host_message(header), std::span(&segment, count));
-}
 
 HostReport absent(int node, std::string trouble) {
   return {.node = node, .host = "", .trouble = std::move(trouble), .workers = {}};
@@ -29,17 +19,20 @@ HostReport absent(int node, std::string trouble) {
 
 HostReport read_answer(const HostMessage& header, const net::Message& message) {
   if (header.version != HostMessage::kVersion) {
-    return absent(0, fmt::format("its launcher speaks version {} of the launchers' questions, this one version {}: "
-                                 "run the same version of TorchSpan on all hosts",
-                                 header.version, HostMessage::kVersion));
+    return absent(
+        0, fmt::format("its launcher speaks version {} of the launchers' questions, this one version {}: "
+                       "run the same version of TorchSpan on all hosts",
+                       header.version, HostMessage::kVersion));
   }
   if (message.segments.size() == 1 && message.segments[0].size <= kMostAnswer) {
     const Buffer& body = message.segments[0];
     const std::string_view text(reinterpret_cast<const char*>(body.data), body.size);
     if (auto report = decode_host_report(text)) return std::move(*report);
   }
-  return absent(0, "its launcher answered with something else than the state of its workers: run the same version of "
-                   "TorchSpan on all hosts");
+  return absent(
+      0,
+      "its launcher answered with something else than the state of its workers: run the same version of "
+      "TorchSpan on all hosts");
 }
 
 std::string describe_end(const Error& reason) {
@@ -66,15 +59,13 @@ HostLink::HostLink(Executor& executor, int node, int nodes)
     : executor_(executor),
       node_(node),
       nodes_(nodes),
-      answering_parker_(executor.make_parker()),
-      addresses_(static_cast<std::size_t>(nodes)) {}
+      addresses_(static_cast<std::size_t>(nodes)),
+      answers_(executor, node) {}
 
 HostLink::~HostLink() {
-  stopping_ = changing_ = true;
+  stopping_ = true;
   if (transport_) transport_->wake();
-  answering_parker_->unpark();
   driver_.join();
-  answering_.join();
 }
 
 std::string HostLink::listen(const rendezvous::Membership& world) {
@@ -82,7 +73,6 @@ std::string HostLink::listen(const rendezvous::Membership& world) {
     rendezvous::Membership::Listening listening = world.listen("questions", *this);
     transport_ = std::move(listening.transport);
     driver_ = executor_.spawn("torchspan.link", [this] { drive(); });
-    answering_ = executor_.spawn("torchspan.answer", [this] { answer_questions(); });
     listening_ = true;
     return listening.address;
   } catch (const Error& error) {
@@ -102,19 +92,6 @@ void HostLink::set_trouble(std::string trouble) {
   trouble_ = std::move(trouble);
 }
 
-void HostLink::set_describe(Describe describe) {
-  changing_ = true;
-  {
-    MutexLock lock(mutex_);
-    describe_ = describe ? std::make_shared<const Describe>(std::move(describe)) : nullptr;
-  }
-  for (;; executor_.sleep(kWhileDescribing)) {
-    MutexLock lock(mutex_);
-    if (!describing_) break;
-  }
-  changing_ = false;
-}
-
 void HostLink::drive() {
   while (!stopping_) {
     for (int i = 0; i < kPollsBetweenLooks && !stopping_ && transport_->poll(); ++i) {
@@ -129,11 +106,7 @@ void HostLink::on_message(const std::shared_ptr<net::Channel>& channel, net::Mes
   if (header->kind == HostMessage::Kind::kAnswer) {
     return settle(header->id, *channel, read_answer(*header, message));
   }
-  {
-    MutexLock lock(mutex_);
-    if (asked_.size() < kMostAsked) asked_.push_back({channel, *header});
-  }
-  answering_parker_->unpark();
+  answers_.add(channel, *header);
 }
 
 void HostLink::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
@@ -165,50 +138,6 @@ void HostLink::settle(std::uint64_t id, const net::Channel& channel, HostReport 
   question.parker->unpark();
 }
 
-void HostLink::answer_questions() {
-  while (!stopping_) {
-    std::map<bool, std::string> reports;  // one answer for all who ask at the same time
-    for (const Asked& asked : take_questions()) {
-      HostMessage header = asked.message;
-      header.kind = HostMessage::Kind::kAnswer;
-      const bool known = header.version == HostMessage::kVersion;
-      header.version = HostMessage::kVersion;
-      if (known && !reports.contains(header.brief)) {
-        reports[header.brief] = encode_host_report(describe(header.brief));
-      }
-      try {
-        send(*asked.channel, header, known ? reports[header.brief] : "");
-      } catch (const Error&) {
-        asked.channel->close();  // the asking launcher has ended
-      }
-    }
-    MutexLock lock(mutex_);
-    if (!asked_.empty()) answering_parker_->unpark();
-  }
-}
-
-std::deque<HostLink::Asked> HostLink::take_questions() {
-  answering_parker_->park(Deadline::never());
-  MutexLock lock(mutex_);
-  return std::exchange(asked_, {});
-}
-
-HostReport HostLink::describe(bool brief) {
-  std::shared_ptr<const Describe> describe;
-  {
-    MutexLock lock(mutex_);
-    describe = describe_;
-    describing_ = describe != nullptr;
-  }
-  if (!describe) return absent(node_, "no workers run there at the moment");
-  HostReport report = (*describe)(brief, changing_);
-  describe.reset();
-  MutexLock lock(mutex_);
-  describing_ = false;
-  report.node = node_;
-  return report;
-}
-
 /// Asks one launcher. What prevents it is its answer.
 void HostLink::ask(Question& question, int node, const HostMessage& header, Deadline until) {
   const auto place = static_cast<std::size_t>(node);
@@ -217,13 +146,14 @@ void HostLink::ask(Question& question, int node, const HostMessage& header, Dead
   if (!trouble_.empty() || !listening_) {
     answer = absent(node, trouble_.empty() ? "the launchers have not met" : trouble_);
   } else if (address.empty()) {
-    answer = absent(node,
-                    "its launcher cannot be asked: it runs another version of TorchSpan, or found no free port for "
-                    "questions");
+    answer = absent(
+        node,
+        "its launcher cannot be asked: it runs another version of TorchSpan, or found no free port for "
+        "questions");
   } else {
     try {
       question.channels[place] = transport_->connect(address, until);
-      send(*question.channels[place], header, "");
+      send_to_host(*question.channels[place], header, "");
     } catch (const Error& error) {
       answer = absent(node, describe_end(error));
     }
@@ -261,9 +191,11 @@ std::vector<HostReport> HostLink::collect(bool brief, Deadline until, const std:
     if (question.channels[place]) question.channels[place]->close();
     if (node == node_) continue;
     const std::string late =
-        stopping ? "it was not asked to the end, because this launcher goes on"
-                 : fmt::format("its launcher did not answer within {:.1f} s: it is stopped, or its host cannot be reached",
-                               to_seconds(executor_.now() - began));
+        stopping
+            ? "it was not asked to the end, because this launcher goes on"
+            : fmt::format(
+                  "its launcher did not answer within {:.1f} s: it is stopped, or its host cannot be reached",
+                  to_seconds(executor_.now() - began));
     reports.push_back(question.answers[place] ? std::move(*question.answers[place]) : absent(node, late));
   }
   return reports;

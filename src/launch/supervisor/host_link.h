@@ -1,7 +1,5 @@
 #pragma once
 #include <atomic>
-#include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -12,7 +10,7 @@
 #include <torchspan/detail/net/transport.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
-#include "launch/supervisor/host_message.h"
+#include "launch/supervisor/host_answers.h"
 #include "launch/watch/host_report.h"
 
 namespace torchspan::launch {
@@ -21,9 +19,6 @@ namespace torchspan::launch {
 /// of its own that last for one question. Nothing else of the launcher waits for it. Thread-safe.
 class HostLink final : public net::Handler {
  public:
-  /// Describes this host's workers; `brief`: without them. Called on a thread of the link; ends soon when `stopping`.
-  using Describe = std::function<HostReport(bool brief, const std::atomic<bool>& stopping)>;
-
   /// `node`: of this host, of `nodes`.
   HostLink(Executor& executor, int node, int nodes);
   ~HostLink() override;
@@ -35,8 +30,8 @@ class HostLink final : public net::Handler {
   void set_addresses(std::vector<std::string> addresses);
   /// States why no other launcher can be asked.
   void set_trouble(std::string trouble);
-  /// Sets what describes this host's workers; empty while none run. Returns when no earlier one is running.
-  void set_describe(Describe describe);
+  /// Answers the others; HostAnswers::set_describe() sets with what.
+  HostAnswers& answers() { return answers_; }
 
   /// Asks all other launchers at once. Returns their answers by node rank; those that have not answered at `until`, or
   /// when `stopping` becomes true, have HostReport::trouble.
@@ -48,15 +43,8 @@ class HostLink final : public net::Handler {
 
  private:
   struct Question;
-  struct Asked {
-    std::shared_ptr<net::Channel> channel;
-    HostMessage message;
-  };
 
   void drive();
-  void answer_questions();
-  std::deque<Asked> take_questions();
-  HostReport describe(bool brief);
   void ask(Question& question, int node, const HostMessage& header, Deadline until)
       TORCHSPAN_REQUIRES(mutex_);
   void settle(std::uint64_t id, const net::Channel& channel, HostReport report);
@@ -64,20 +52,16 @@ class HostLink final : public net::Handler {
   Executor& executor_;
   const int node_;
   const int nodes_;
-  const std::unique_ptr<Parker> answering_parker_;
   std::atomic<bool> stopping_{false};
-  std::atomic<bool> changing_{false};  ///< ends a running description early
   Mutex mutex_;
-  std::shared_ptr<const Describe> describe_ TORCHSPAN_GUARDED_BY(mutex_);
-  bool describing_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< a description runs
   std::vector<std::string> addresses_ TORCHSPAN_GUARDED_BY(mutex_);
   std::string trouble_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::deque<Asked> asked_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<std::uint64_t, Question*> questions_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by id
   std::uint64_t last_id_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::unique_ptr<net::Transport> transport_;  ///< set once, by listen()
   std::atomic<bool> listening_{false};
-  Thread driver_, answering_;
+  Thread driver_;
+  HostAnswers answers_;  ///< ends first: it uses channels of the transport
 };
 
 }  // namespace torchspan::launch

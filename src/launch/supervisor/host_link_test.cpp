@@ -20,7 +20,9 @@ std::string address_of(int node) { return "sim:" + SimulatedHosts::questions_of(
 class Launcher {
  public:
   Launcher(SimulatedHosts& world, int node, int nodes)
-      : executor_(world.executor()), runtime_(executor_, "launcher", LogLevel::kOff), link(executor_, node, nodes) {
+      : executor_(world.executor()),
+        runtime_(executor_, "launcher", LogLevel::kOff),
+        link(executor_, node, nodes) {
     NodeMeeting meeting = world.meeting(node, nodes);
     membership_ = rendezvous::Membership::join(runtime_, meeting.transports, meeting.join);
     EXPECT_EQ(link.listen(*membership_), address_of(node));
@@ -43,7 +45,7 @@ class Launcher {
 };
 
 /// One worker, whose rank is ten times the node; none in a brief report.
-HostLink::Describe one_worker(int node) {
+HostAnswers::Describe one_worker(int node) {
   return [node](bool brief, const std::atomic<bool>&) {
     HostReport report{.node = node, .host = "far", .trouble = "", .workers = {}};
     if (!brief) report.workers.emplace_back().rank = 10 * node;
@@ -54,10 +56,11 @@ HostLink::Describe one_worker(int node) {
 class SimulatedLinks : public ::testing::TestWithParam<std::uint64_t> {
  protected:
   /// Host 0 runs `asks` when all hosts have met; the others answer until it returns.
-  void run(int hosts, const std::function<void(Launcher&)>& asks,
-           const std::function<void(int, Launcher&)>& begin = [](int node, Launcher& launcher) {
-             launcher.link.set_describe(one_worker(node));
-           }) {
+  void run(
+      int hosts, const std::function<void(Launcher&)>& asks,
+      const std::function<void(int, Launcher&)>& begin = [](int node, Launcher& launcher) {
+        launcher.link.answers().set_describe(one_worker(node));
+      }) {
     int met = 0;
     bool over = false;
     world_.run([&](int node) {
@@ -70,7 +73,7 @@ class SimulatedLinks : public ::testing::TestWithParam<std::uint64_t> {
         over = true;
       }
       while (!over) world_.executor().sleep(milliseconds(1));
-      launcher.link.set_describe({});
+      launcher.link.answers().set_describe({});
     });
   }
   void cut(int a, int b) {
@@ -104,14 +107,14 @@ TEST_P(SimulatedLinks, AskEachOtherAtTheSameTime) {
   int done = 0;
   world_.run([&](int node) {
     Launcher launcher(world_, node, 3);
-    launcher.link.set_describe(one_worker(node));
+    launcher.link.answers().set_describe(one_worker(node));
     world_.executor().sleep(seconds(1));
     const TimePoint began = world_.executor().now();
     for (const HostReport& report : launcher.collect()) EXPECT_THAT(report.trouble, IsEmpty());
     EXPECT_LT(since(began), seconds(1));
     ++done;
     while (done < 3) world_.executor().sleep(milliseconds(1));
-    launcher.link.set_describe({});
+    launcher.link.answers().set_describe({});
   });
 }
 
@@ -150,8 +153,8 @@ TEST_P(SimulatedLinks, NameALauncherThatEndsWhileItAnswers) {
         EXPECT_EQ(reports.at(1).workers.at(0).rank, 20);
       },
       [&](int node, Launcher& launcher) {
-        if (node != 1) return launcher.link.set_describe(one_worker(node));
-        launcher.link.set_describe([&](bool brief, const std::atomic<bool>& stopping) {
+        if (node != 1) return launcher.link.answers().set_describe(one_worker(node));
+        launcher.link.answers().set_describe([&](bool brief, const std::atomic<bool>& stopping) {
           world_.kill(1);
           return one_worker(1)(brief, stopping);
         });
@@ -167,12 +170,14 @@ TEST_P(SimulatedLinks, SayThatAHostRunsNoWorkersOrCannotBeAsked) {
         EXPECT_THAT(reports.at(0).trouble, HasSubstr("no workers run there at the moment"));
         EXPECT_THAT(reports.at(1).trouble, HasSubstr("another version of TorchSpan"));
         launcher.link.set_addresses({address_of(0), address_of(2), address_of(2)});
-        EXPECT_THAT(launcher.collect().at(0).trouble, HasSubstr("the launcher of host 2 answered at its address"));
+        EXPECT_THAT(launcher.collect().at(0).trouble,
+                    HasSubstr("the launcher of host 2 answered at its address"));
         launcher.link.set_trouble("it has not met the others");
-        for (const HostReport& report : launcher.collect()) EXPECT_EQ(report.trouble, "it has not met the others");
+        for (const HostReport& report : launcher.collect())
+          EXPECT_EQ(report.trouble, "it has not met the others");
       },
       [](int node, Launcher& launcher) {
-        if (node == 2) launcher.link.set_describe(one_worker(node));
+        if (node == 2) launcher.link.answers().set_describe(one_worker(node));
       });
 }
 
@@ -195,7 +200,7 @@ TEST_P(SimulatedLinks, EndADescriptionThatIsReplaced) {
       [&](Launcher& launcher) {
         Thread replaces = world_.executor().spawn("replaces", [&] {
           while (!running) world_.executor().sleep(milliseconds(1));
-          asked->link.set_describe(one_worker(1));
+          asked->link.answers().set_describe(one_worker(1));
           EXPECT_FALSE(running) << "set_describe() waits for the earlier description";
         });
         const auto reports = launcher.collect();
@@ -205,7 +210,7 @@ TEST_P(SimulatedLinks, EndADescriptionThatIsReplaced) {
       [&](int node, Launcher& launcher) {
         if (node == 0) return;
         asked = &launcher;
-        launcher.link.set_describe([&](bool brief, const std::atomic<bool>& stopping) {
+        launcher.link.answers().set_describe([&](bool brief, const std::atomic<bool>& stopping) {
           running = true;
           while (!stopping) world_.executor().sleep(milliseconds(1));
           running = false;
@@ -254,8 +259,8 @@ TEST_P(SimulatedLinks, SurviveALauncherThatBreaksTheProtocol) {
     hostile.version = 9;
     EXPECT_THAT(launcher.collect().at(0).trouble, HasSubstr("speaks version 9 of the launchers' questions"));
     // It also asks: with bytes that are no question, and in a version that is not known here.
-    for (const Bytes& question :
-         {Bytes(3, std::byte{1}), Bytes(100, std::byte{0xff}), encode_host_message({.version = 9, .id = 1})}) {
+    for (const Bytes& question : {Bytes(3, std::byte{1}), Bytes(100, std::byte{0xff}),
+                                  encode_host_message({.version = 9, .id = 1})}) {
       transport->connect(address_of(0), Deadline::never())->send(question, {});
     }
     world_.executor().sleep(seconds(1));

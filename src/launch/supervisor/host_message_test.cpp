@@ -9,7 +9,8 @@ using Kind = HostMessage::Kind;
 
 TEST(HostMessage, SurvivesItsEncoding) {
   for (const Kind kind : {Kind::kQuestion, Kind::kAnswer}) {
-    const auto decoded = decode_host_message(encode_host_message({.kind = kind, .id = 1234567890123, .brief = true}));
+    const auto decoded =
+        decode_host_message(encode_host_message({.kind = kind, .id = 1234567890123, .brief = true}));
     ASSERT_TRUE(decoded);
     EXPECT_EQ(decoded->version, HostMessage::kVersion);
     EXPECT_EQ(decoded->kind, kind);

@@ -44,13 +44,13 @@ HostWatch::HostWatch(const AttemptContext& context, const JobSetting& setting)
       host_(own_host_name()),
       server_poller_(context.executor.make_poller()) {
   server_ = context_.executor.spawn("torchspan.hosts", [this] { serve(); });
-  context_.link->set_describe(
+  context_.link->answers().set_describe(
       [this](bool brief, const std::atomic<bool>& stopping) { return describe(brief, stopping); });
 }
 
 HostWatch::~HostWatch() {
   stopping_ = true;
-  context_.link->set_describe({});
+  context_.link->answers().set_describe({});
   server_poller_->wake();
   server_.join();
   collector_.join();
@@ -79,7 +79,8 @@ void HostWatch::begin() {
 void HostWatch::collect() {
   Executor& executor = context_.executor;
   const Deadline notices_end = executor.deadline_in(kNoticesSpread);
-  std::vector<HostReport> others = context_.link->collect(false, executor.deadline_in(kHostsLimit), stopping_);
+  std::vector<HostReport> others =
+      context_.link->collect(false, executor.deadline_in(kHostsLimit), stopping_);
   while (!stopping_ && !notices_end.passed(executor.now())) executor.sleep(kBetweenTries);
   std::vector<HostReport> later = context_.link->collect(true, executor.deadline_in(kBriefLimit), stopping_);
   for (std::size_t i = 0; i < others.size(); ++i) {
@@ -163,12 +164,13 @@ void HostWatch::serve() {
   } catch (const Error&) {
     return;  // they show the workers of this host
   }
-  TextServer server(executor, *server_poller_, std::move(listener), 0, [this, &executor](const std::string& path) {
-    if (path != "/hosts") return TextReply{.status = 404, .body = "no such page\n"};
-    return TextReply{.type = "application/json",
-                     .body = encode_job_report(job_report(
-                         context_.link->collect(false, executor.deadline_in(kHostsLimit), stopping_)))};
-  });
+  TextServer server(
+      executor, *server_poller_, std::move(listener), 0, [this, &executor](const std::string& path) {
+        if (path != "/hosts") return TextReply{.status = 404, .body = "no such page\n"};
+        return TextReply{.type = "application/json",
+                         .body = encode_job_report(job_report(
+                             context_.link->collect(false, executor.deadline_in(kHostsLimit), stopping_)))};
+      });
   while (!stopping_) {
     std::array<Poller::Event, 16> events;
     const std::size_t count = server_poller_->wait(events, server.next_deadline());

@@ -248,9 +248,10 @@ AttemptReport Job::run_attempt(int workers) {
 AttemptReport Job::run_workers(const JobSetting& setting) {
   AttemptReport report{.workers = setting.workers};
   if (failed_attempts_.empty()) say_threads(setting);
-  const AttemptContext context{
-      executor_, options_, display_, *poller_, program_, guard_.registrations(), replacements_used_,
-      nodes_ ? &nodes_->link() : nullptr};
+  const AttemptContext context{executor_,          options_,
+                               display_,           *poller_,
+                               program_,           guard_.registrations(),
+                               replacements_used_, nodes_ ? &nodes_->link() : nullptr};
   Attempt attempt(context, setting);
   try {
     attempt.start();

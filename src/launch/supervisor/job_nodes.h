@@ -69,7 +69,7 @@ class JobNodes {
   const bool together_;
   HostLink link_;
   std::unique_ptr<NodeRounds> rounds_;  ///< null when the launchers have met and each acts alone
-  std::optional<Error> gone_;  ///< why there are no more rounds
+  std::optional<Error> gone_;           ///< why there are no more rounds
   std::uint16_t store_port_ = 0;
   bool different_ = false;  ///< the launchers' options differ
   bool all_ready_ = false;

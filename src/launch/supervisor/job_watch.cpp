@@ -98,7 +98,8 @@ void JobWatch::add_to_last_page(int rank, const TimeoutNotice& notice) {
 
 void JobWatch::advance(TimePoint now) {
   if (asking_) {
-    const bool complete = !questions_.waiting() && (!examining_ || (notices_end_.passed(now) && !hosts_wait()));
+    const bool complete =
+        !questions_.waiting() && (!examining_ || (notices_end_.passed(now) && !hosts_wait()));
     if (complete || round_end_.passed(now)) {
       // What a worker reported before it answered or died is in its pipe: handle that first, or a worker that ended
       // because of its own time-out looks like the cause.
@@ -151,7 +152,8 @@ void JobWatch::write_page(std::vector<WorkerReport> workers) {
   Incident& incident = incidents_.back();
   std::vector<int> ranks(static_cast<std::size_t>(setting_.workers));
   std::iota(ranks.begin(), ranks.end(), setting_.rank_of(0));
-  const std::string page = describe_incident(incident, context_.options.name_prefix, std::move(workers), ranks);
+  const std::string page =
+      describe_incident(incident, context_.options.name_prefix, std::move(workers), ranks);
   if (incident.page_host.empty() && !write_private(incident.page, page)) {
     context_.display.say(
         fmt::format("torchspan: '{}' cannot be written: {}\n", incident.page, std::strerror(errno)));

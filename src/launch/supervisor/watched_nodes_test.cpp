@@ -66,24 +66,29 @@ class WatchedNodes : public NodesOnLoopback {
 TEST_F(WatchedNodes, StartTheirWorkersWhenTheLaunchersHaveMet) {
   start_alone("echo $MASTER_PORT >> $FOLDER/stores; exit 0");
   for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 0) << errors_of(rank);
-  EXPECT_EQ(lines("stores"), std::vector<std::string>(4, std::to_string(port_))) << "where the launchers have met";
+  EXPECT_EQ(lines("stores"), std::vector<std::string>(4, std::to_string(port_)))
+      << "where the launchers have met";
 }
 
 TEST_F(WatchedNodes, EndEachByItself) {
-  start_alone("if [ $RANK = 3 ]; then exit 7; fi; if [ $RANK -lt 2 ]; then sleep 1; exit 0; fi; exec sleep 60");
+  start_alone(
+      "if [ $RANK = 3 ]; then exit 7; fi; if [ $RANK -lt 2 ]; then sleep 1; exit 0; fi; exec sleep 60");
   EXPECT_EQ(code(0), 0) << errors_of(0);
   EXPECT_EQ(code(1), 7) << errors_of(1);
 }
 
 TEST_F(WatchedNodes, WriteOnePageAboutTheWorkersOfBoth) {
   // All ranks but one time out at the same time.
-  start_alone("echo $RANK >> $FOLDER/ran; while [ $(wc -l < $FOLDER/ran) -lt 4 ]; do sleep 0.01; done; if [ $RANK != 3 ]; then " +
-              kNotice + "fi; sleep 1; exit 3");
+  start_alone(
+      "echo $RANK >> $FOLDER/ran; while [ $(wc -l < $FOLDER/ran) -lt 4 ]; do sleep 0.01; done; if [ $RANK != "
+      "3 ]; then " +
+      kNotice + "fi; sleep 1; exit 3");
   for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 3) << errors_of(rank);
   const auto all = pages();
   ASSERT_EQ(all.size(), 1u) << errors_of(0) << errors_of(1);
   for (const int rank : {0, 1, 2}) {
-    EXPECT_THAT(all[0], HasSubstr("rank " + std::to_string(rank) + ": 'barrier' number 9 timed out after 5.0 s\n"));
+    EXPECT_THAT(all[0],
+                HasSubstr("rank " + std::to_string(rank) + ": 'barrier' number 9 timed out after 5.0 s\n"));
   }
   EXPECT_THAT(all[0], AllOf(HasSubstr("\nrank 0  worker0"), HasSubstr("\nrank 3  worker3  host 1 (")));
   for (int rank = 0; rank < kNodes; ++rank) {
@@ -95,10 +100,12 @@ TEST_F(WatchedNodes, WriteOnePageAboutTheWorkersOfBoth) {
 }
 
 TEST_F(WatchedNodes, WriteAPageIfTheOtherLauncherIsStopped) {
-  start_both("if [ $RANK = 3 ]; then echo $RANK >> $FOLDER/ran; fi; if [ $RANK = 0 ]; then while [ ! -e $FOLDER/go ]; do sleep "
-             "0.01; done; " +
-                 kNotice + "exit 3; fi; exec sleep 60",
-             0);
+  start_both(
+      "if [ $RANK = 3 ]; then echo $RANK >> $FOLDER/ran; fi; if [ $RANK = 0 ]; then while [ ! -e $FOLDER/go "
+      "]; do sleep "
+      "0.01; done; " +
+          kNotice + "exit 3; fi; exec sleep 60",
+      0);
   wait_for_lines_of("ran", 1);
   kill(launchers_[1], SIGSTOP);
   std::ofstream(folder_ + "/go") << "go";
@@ -108,8 +115,10 @@ TEST_F(WatchedNodes, WriteAPageIfTheOtherLauncherIsStopped) {
   kill(launchers_[1], SIGCONT);
   const auto all = pages();
   ASSERT_EQ(all.size(), 1u) << errors_of(0);
-  EXPECT_THAT(all[0], AllOf(HasSubstr("nothing is known of host 1 with ranks 2,3: its launcher did not answer within"),
-                            HasSubstr("\nrank 3  worker3  host 1\n")));
+  EXPECT_THAT(
+      all[0],
+      AllOf(HasSubstr("nothing is known of host 1 with ranks 2,3: its launcher did not answer within"),
+            HasSubstr("\nrank 3  worker3  host 1\n")));
 }
 
 /// Workers that run until a file is there. Shells do not join a world; the launchers know them all the same.
@@ -135,7 +144,8 @@ TEST_F(WatchedNodes, AreShownByStacksOnEitherHost) {
 TEST_F(WatchedNodes, AreShownByStacksWithRestarts) {
   start_apart(kWaitForEnd, 1);
   wait_for_lines_of("ran", 4);
-  EXPECT_THAT(stacks(1), AllOf(HasSubstr("\nrank 0  worker0  host 0 ("), HasSubstr("\nrank 3  worker3  host 1 (")));
+  EXPECT_THAT(stacks(1),
+              AllOf(HasSubstr("\nrank 0  worker0  host 0 ("), HasSubstr("\nrank 3  worker3  host 1 (")));
   std::ofstream(folder_ + "/end") << "end";
   for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 0) << errors_of(rank);
 }

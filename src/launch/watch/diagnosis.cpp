@@ -28,7 +28,8 @@ std::string describe_worker_of(const WorkerReport& worker) {
 
 /// What is known of a worker that does not answer.
 std::string describe_silence(const WorkerReport& worker) {
-  return worker.trouble.empty() ? "it does not answer" : fmt::format("nothing is known of it: {}", worker.trouble);
+  return worker.trouble.empty() ? "it does not answer"
+                                : fmt::format("nothing is known of it: {}", worker.trouble);
 }
 
 std::string site_of(const WorkerReport::Call& call) {
@@ -80,9 +81,8 @@ class Suspects {
   void check_stopped(const WorkerReport& worker) {
     const std::string who = describe_worker_of(worker);
     if (worker.process_state == 'T') {
-      texts_.push_back(
-          fmt::format("{} is stopped by a signal; to continue it{}: kill -CONT {}", who,
-                      worker.node < 0 ? "" : " there", worker.process));
+      texts_.push_back(fmt::format("{} is stopped by a signal; to continue it{}: kill -CONT {}", who,
+                                   worker.node < 0 ? "" : " there", worker.process));
     } else if (worker.process_state == 't') {
       texts_.push_back(fmt::format("{} is stopped by a debugger", who));
     } else {
@@ -116,8 +116,9 @@ class Suspects {
       blamed_.insert(worker.name);
     }
     for (const auto& [node, worker] : first) {
-      texts_.push_back(fmt::format("nothing is known of {} with rank{} {}: {}", name_of_host(node, worker->host),
-                                   ranks[node].size() == 1 ? "" : "s", format_ranks(ranks[node]), worker->trouble));
+      texts_.push_back(fmt::format("nothing is known of {} with rank{} {}: {}",
+                                   name_of_host(node, worker->host), ranks[node].size() == 1 ? "" : "s",
+                                   format_ranks(ranks[node]), worker->trouble));
     }
   }
 
@@ -305,10 +306,10 @@ class Suspects {
         return is_future_wait(operation) && operation.seconds >= least_;
       });
       if (wait == worker.open.end()) continue;
-      texts_.push_back(
-          fmt::format("rank {} has waited for a future for {}; no call or operation of the job that waits, too, "
-                      "explains it: the program sets this future",
-                      worker.rank, age_of(wait->seconds)));
+      texts_.push_back(fmt::format(
+          "rank {} has waited for a future for {}; no call or operation of the job that waits, too, "
+          "explains it: the program sets this future",
+          worker.rank, age_of(wait->seconds)));
     }
   }
 
@@ -358,7 +359,8 @@ void format_worker(const WorkerReport& worker, std::string& text) {
   }
   for (const WorkerReport::Operation& operation : worker.open) {
     const std::string number = is_future_wait(operation) ? "" : fmt::format("  number {}", operation.id);
-    text += fmt::format("  {:<10} {:>9}  {}{}\n", operation.kind, age_of(operation.seconds), operation.name, number);
+    text += fmt::format("  {:<10} {:>9}  {}{}\n", operation.kind, age_of(operation.seconds), operation.name,
+                        number);
   }
   for (const WorkerReport::Operation& operation : worker.ended) {
     text += fmt::format("  {:<10} {:>9}  {}  number {}\n", "ended", age_of(operation.seconds) + " ago",

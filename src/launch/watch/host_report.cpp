@@ -53,9 +53,10 @@ Json encode_calls(const std::vector<WorkerReport::Call>& calls, const char* peer
 
 Json encode_passes(const std::vector<WorkerReport::Pass>& passes) {
   return encode_list(passes, kMostEntries, [](const WorkerReport::Pass& pass) {
-    return Json{{"id", pass.id},
-                {"busy", pass.busy},
-                {"waits", encode_list(pass.waits, kMostEntries, [](const auto& text) { return shorten(text); })}};
+    return Json{
+        {"id", pass.id},
+        {"busy", pass.busy},
+        {"waits", encode_list(pass.waits, kMostEntries, [](const auto& text) { return shorten(text); })}};
   });
 }
 
@@ -161,7 +162,8 @@ bool decode_notices(const Json& list, HostReport& report) {
 std::optional<HostReport> decode_host(const Json& object) {
   if (!object.is_object()) return std::nullopt;
   const auto node = number_in(object, "node", kMostNode);
-  const auto host = text_in(object, "host"), trouble = text_in(object, "trouble"), page = text_in(object, "page");
+  const auto host = text_in(object, "host"), trouble = text_in(object, "trouble"),
+             page = text_in(object, "page");
   const Json* workers = list_in(object, "workers");
   const Json* notices = list_in(object, "notices");
   const auto written = object.find("written");
@@ -184,7 +186,8 @@ WorkerReport absent_worker(int rank, const JobReport& job, const HostReport& hos
   worker.node = host.node;
   worker.host = host.host;
   worker.answers = false;
-  worker.trouble = host.trouble.empty() ? "no process to ask: it has ended, or has not joined yet" : host.trouble;
+  worker.trouble =
+      host.trouble.empty() ? "no process to ask: it has ended, or has not joined yet" : host.trouble;
   worker.host_silent = !host.trouble.empty();
   return worker;
 }
@@ -208,7 +211,8 @@ std::string encode_job_report(const JobReport& report) {
 std::optional<JobReport> decode_job_report(std::string_view text) {
   const Json object = Json::parse(text, nullptr, false);
   if (!object.is_object()) return std::nullopt;
-  const auto node = number_in(object, "node", kMostNode), workers = number_in(object, "workers", kMostReported);
+  const auto node = number_in(object, "node", kMostNode),
+             workers = number_in(object, "workers", kMostReported);
   const auto host = text_in(object, "host"), prefix = text_in(object, "prefix");
   const Json* others = list_in(object, "others");
   if (!node || !workers || *workers == 0 || !host || !prefix || others == nullptr) return std::nullopt;

@@ -23,7 +23,8 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     HostReport host{.node = 1, .host = "far", .trouble = "", .workers = {worker}};
     host.notices.emplace_back(2, torchspan::TimeoutNotice{.kind = "call", .name = "f"});
     const JobReport job{.node = 0, .host = "near", .workers = 2, .prefix = "worker", .others = {host}};
-    return std::vector<torchspan::Bytes>{bytes_of(encode_host_report(host)), bytes_of(encode_job_report(job))};
+    return std::vector<torchspan::Bytes>{bytes_of(encode_host_report(host)),
+                                         bytes_of(encode_job_report(job))};
   });
 }
 

@@ -48,13 +48,13 @@ TEST(HostReport, SurvivesItsEncoding) {
   worker.threads = {{'R', 1}, {'S', 3}};
   HostReport sent = make_host(1, {make_worker(2), worker});
   sent.notices.emplace_back(2, TimeoutNotice{.kind = "call", .name = "f", .peer = "worker0", .seconds = 5});
-  sent.page = "/tmp/page";
+  sent.page = "pages/1";
   sent.written = true;
   const auto got = decode_host_report(encode_host_report(sent));
   ASSERT_TRUE(got);
   EXPECT_EQ(got->node, 1);
   EXPECT_EQ(got->host, "far");
-  EXPECT_EQ(got->page, "/tmp/page");
+  EXPECT_EQ(got->page, "pages/1");
   EXPECT_TRUE(got->written);
   ASSERT_EQ(got->notices.size(), 1u);
   EXPECT_EQ(got->notices[0].first, 2);
@@ -111,7 +111,8 @@ TEST(HostReport, IsNothingElse) {
        {std::string("[]"), std::string("\xff"), changed("\"node\":1", "\"node\":-1"),
         changed("\"node\":1", "\"node\":99999999999"), changed("\"rank\":2", "\"rank\":\"2\""),
         changed("\"written\":false", "\"written\":0"), changed("\"answers\":true", "\"answers\":null"),
-        changed("\"process_state\":\"S\"", "\"process_state\":\"\""), changed("\"notices\":[]", "\"notices\":[{}]"),
+        changed("\"process_state\":\"S\"", "\"process_state\":\"\""),
+        changed("\"notices\":[]", "\"notices\":[{}]"),
         encode_host_report(make_host(1, {make_worker(2), make_worker(2)}))}) {
     EXPECT_FALSE(decode_host_report(text)) << text;
   }
@@ -160,11 +161,13 @@ TEST(MergedHosts, NameTheHostOfAStoppedWorkerFirst) {
   ASSERT_EQ(all.size(), 4u);
   const auto suspects = find_suspects(all);
   ASSERT_FALSE(suspects.empty());
-  EXPECT_EQ(suspects[0],
-            "rank 3 (worker3, pid 4711 on host 1 (far)) is stopped by a signal; to continue it there: kill -CONT "
-            "4711");
-  EXPECT_THAT(format_diagnosis(all), AllOf(HasSubstr("\nrank 0  worker0  pid 100  state S  host 0 (near)\n"),
-                                           HasSubstr("\nrank 3  worker3  pid 4711  state T  host 1 (far)\n")));
+  EXPECT_EQ(
+      suspects[0],
+      "rank 3 (worker3, pid 4711 on host 1 (far)) is stopped by a signal; to continue it there: kill -CONT "
+      "4711");
+  EXPECT_THAT(format_diagnosis(all),
+              AllOf(HasSubstr("\nrank 0  worker0  pid 100  state S  host 0 (near)\n"),
+                    HasSubstr("\nrank 3  worker3  pid 4711  state T  host 1 (far)\n")));
 }
 
 TEST(MergedHosts, NameAHostThatDidNotAnswerWithItsRanks) {
@@ -178,11 +181,14 @@ TEST(MergedHosts, NameAHostThatDidNotAnswerWithItsRanks) {
   ASSERT_EQ(all.size(), 4u);
   const auto suspects = find_suspects(all);
   ASSERT_EQ(suspects.size(), 2u);
-  EXPECT_THAT(suspects[0], AllOf(HasSubstr("ranks 0,1 are in 'all_reduce' number 17"),
-                                 HasSubstr("rank 2 is not in it: nothing is known of it: its launcher did not")));
-  EXPECT_EQ(suspects[1], "nothing is known of host 1 with ranks 2,3: its launcher did not answer within 3.0 s");
-  EXPECT_THAT(format_diagnosis(all), AllOf(HasSubstr("\nrank 2  worker2  host 1\n  its launcher did not answer"),
-                                           Not(HasSubstr("pid 0"))));
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("ranks 0,1 are in 'all_reduce' number 17"),
+                    HasSubstr("rank 2 is not in it: nothing is known of it: its launcher did not")));
+  EXPECT_EQ(suspects[1],
+            "nothing is known of host 1 with ranks 2,3: its launcher did not answer within 3.0 s");
+  EXPECT_THAT(
+      format_diagnosis(all),
+      AllOf(HasSubstr("\nrank 2  worker2  host 1\n  its launcher did not answer"), Not(HasSubstr("pid 0"))));
 }
 
 TEST(MergedHosts, SayWhichRanksHaveNoProcess) {
@@ -197,7 +203,8 @@ TEST(MergedHosts, SayWhichRanksHaveNoProcess) {
 TEST(MergedHosts, IgnoreRanksOfAHostThatItDoesNotHave) {
   WorkerReport forged = make_worker(0);
   forged.name = "forged";
-  const auto all = merge_hosts({make_worker(0), make_worker(1)}, two_hosts(make_host(1, {forged, make_worker(900000)})));
+  const auto all =
+      merge_hosts({make_worker(0), make_worker(1)}, two_hosts(make_host(1, {forged, make_worker(900000)})));
   ASSERT_EQ(all.size(), 4u);
   EXPECT_EQ(all[0].name, "worker0");
   EXPECT_EQ(all[3].rank, 3);

@@ -101,7 +101,8 @@ JobState ask_job(Executor& executor, const std::string& folder, Duration timeout
   const std::string socket = launcher_socket(folder);
   if (!std::filesystem::exists(socket, ignored)) return {ask_workers(executor, folder, timeout), ""};
   const auto job = ask_launcher(executor, socket);
-  constexpr const char* kSilent = "the launcher of this host does not answer, so the workers of other hosts are not shown";
+  constexpr const char* kSilent =
+      "the launcher of this host does not answer, so the workers of other hosts are not shown";
   std::vector<WorkerReport> mine;
   try {
     mine = ask_workers(executor, folder, timeout);

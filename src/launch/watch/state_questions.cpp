@@ -51,7 +51,8 @@ std::size_t StateQuestions::ask(const std::string& folder, const std::string& pa
     }
     entry.increment(failure);
   }
-  std::erase_if(questions_, [](const auto& entry) { return entry.second.request.over() && !entry.second.asked; });
+  std::erase_if(questions_,
+                [](const auto& entry) { return entry.second.request.over() && !entry.second.asked; });
   return questions_.size();
 }
 

@@ -9,6 +9,13 @@
 namespace torchspan::rendezvous {
 namespace {
 
+/// Whether the last holder of `rank` said goodbye.
+template <class Workers>
+bool has_left(const Workers& workers, int rank) {
+  const auto found = workers.find(rank);
+  return found != workers.end() && !found->second.connection && !found->second.died;
+}
+
 /// The entries that only `left` has, shortened.
 std::string only_in(const Register& left, const Register& right) {
   constexpr std::size_t kMost = 8;
@@ -81,7 +88,7 @@ void Store::on_register(ConnectionId connection, Register message, TimePoint now
       std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& one) { return one.first == connection; });
   if (ranks_.contains(connection) || waits) throw Error(ErrorKind::kInvalid, "a client registered twice");
   if (const auto reason = rejection_reason(message)) {
-    refuse(connection, *reason, /*passing=*/message.job != options_.job && has_left(0));
+    refuse(connection, *reason, /*passing=*/message.job != options_.job && has_left(workers_, 0));
     return;
   }
   if (message.member.host_id != options_.host_id) heartbeats_.watch(connection, now);
@@ -188,21 +195,16 @@ std::optional<Error> Store::rejection_reason(const Register& message) const {
   return std::nullopt;
 }
 
-bool Store::has_left(int rank) const {
-  const auto found = workers_.find(rank);
-  return found != workers_.end() && !found->second.connection && !found->second.died;
-}
-
 std::optional<Error> Store::retry_reason(const Register& message) const {
   const int rank = message.member.rank;
-  if (has_left(0)) {
+  if (has_left(workers_, 0)) {
     return Error(ErrorKind::kDisconnected,
                  fmt::format("{} has left, and the world ends with it: {} can no longer join; start the job "
                              "again",
                              describe(workers_.at(0).member()), message.member.name));
   }
   // The members of a fixed world leave it together, so such a worker belongs to the next world.
-  if (is_open() || !has_left(rank) || reason_in_a_complete_world(message)) return std::nullopt;
+  if (is_open() || !has_left(workers_, rank) || reason_in_a_complete_world(message)) return std::nullopt;
   return Error(ErrorKind::kDisconnected,
                fmt::format("{} has left, and this world is ending: {} can join the next one only",
                            describe(workers_.at(rank).member()), message.member.name));

@@ -65,7 +65,6 @@ class Store {
   void on_give_up(ConnectionId connection, const std::string& why);
   bool is_open() const { return options_.world_size == kOpenWorld; }
   std::optional<Error> rejection_reason(const Register& message) const;
-  bool has_left(int rank) const;
   std::optional<Error> reason_to_fail(const Register& message) const;
   /// Why the world, which ends soon, admits no more workers.
   std::optional<Error> retry_reason(const Register& message) const;
