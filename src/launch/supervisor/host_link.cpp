@@ -117,7 +117,8 @@ void HostLink::on_closed(const std::shared_ptr<net::Channel>& channel, const Err
       if (std::ranges::find(question->channels, channel) != question->channels.end()) id = number;
     }
   }
-  if (id != 0) settle(id, *channel, absent(0, describe_end(reason)));
+  // At the deadline of the question, collect() says so.
+  if (id != 0 && reason.kind() != ErrorKind::kTimedOut) settle(id, *channel, absent(0, describe_end(reason)));
 }
 
 /// Notes the answer that came on a channel, unless there is one.

@@ -14,9 +14,9 @@ namespace torchspan::launch {
 /// What the launcher of one host says about its workers, or why it says nothing.
 struct HostReport {
   int node = 0;                                             ///< node rank of the host
-  std::string host;                                         ///< its name; may be empty
-  std::string trouble;                                      ///< why it did not answer; empty: it did
-  std::vector<WorkerReport> workers;                        ///< by rank
+  std::string host = {};                                    ///< its name; may be empty
+  std::string trouble = {};                                 ///< why it did not answer; empty: it did
+  std::vector<WorkerReport> workers = {};                   ///< by rank
   std::vector<std::pair<int, TimeoutNotice>> notices = {};  ///< of its last incident, with the rank
   std::string page = {};  ///< path of the page that it writes for them; empty: it writes none
   bool written = false;   ///< the page is complete
@@ -25,10 +25,10 @@ struct HostReport {
 /// What the launcher of this host tells `torchspan stacks` and `torchspan top`.
 struct JobReport {
   int node = 0;
-  std::string host;
-  int workers = 1;     ///< on each host
-  std::string prefix;  ///< of the workers' names
-  std::vector<HostReport> others;
+  std::string host = {};
+  int workers = 1;          ///< on each host
+  std::string prefix = {};  ///< of the workers' names
+  std::vector<HostReport> others = {};
 };
 
 /// Leaves out what exceeds some limits, so that a report has at most some MiB.
