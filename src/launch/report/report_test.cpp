@@ -167,6 +167,30 @@ TEST(RunFigures, ComparePipelinesWithTheirSimulation) {
   EXPECT_FALSE(parse_action("99999999999F0"));
 }
 
+TEST(RunFigures, MeasurePipelineStepsWithABackwardIfThereAreAny) {
+  ExampleTrace trace(0);
+  const auto add = [&](const char* name, std::int64_t begin, std::int64_t end, std::uint64_t step) {
+    trace.span(SpanKind::kPipeline, name, begin * kMs, end * kMs, {.id = step, .part = 0});
+  };
+  for (std::uint64_t step = 10; step < 20; ++step) {
+    const auto begin = static_cast<std::int64_t>(100 * step);
+    add("0F0", begin, begin + 1, step);
+  }
+  auto set = align_traces({trace.contents()});
+  EXPECT_EQ(examine_pipeline(set)->steps, 10u) << "a program that only evaluates";
+  EXPECT_EQ(find_steps(set).steps.size(), 10u);
+  add("0F0", 0, 4, 1);
+  add("0B0", 4, 12, 1);
+  set = align_traces({trace.contents()});
+  const auto pipeline = examine_pipeline(set);
+  ASSERT_TRUE(pipeline);
+  EXPECT_EQ(pipeline->steps, 1u);
+  EXPECT_EQ(pipeline->left_out, 10u);
+  EXPECT_EQ(pipeline->measured.makespan, std::chrono::milliseconds(12));
+  ASSERT_EQ(find_steps(set).steps.size(), 1u);
+  EXPECT_EQ(find_steps(set).steps[0].number, 1u);
+}
+
 /// Three callers keep a function busy whose handlers take 5 ms with a lock, one after another, or 15 ms without it.
 TraceSet concurrent_handlers(bool locked) {
   ExampleTrace callee(0, 4);
