@@ -139,8 +139,6 @@ bool decode_workers(const Json& list, HostReport& report) {
   for (const Json& object : list) {
     auto worker = decode_worker(object);
     if (!worker) return false;
-    worker->node = report.node;
-    worker->host = report.host;
     report.workers.push_back(std::move(*worker));
   }
   std::ranges::sort(report.workers, {}, &WorkerReport::rank);
@@ -231,10 +229,6 @@ std::string name_of_host(int node, const std::string& host) {
 
 std::vector<WorkerReport> merge_hosts(std::vector<WorkerReport> mine, const JobReport& job) {
   HostReport here{.node = job.node, .host = job.host, .trouble = "", .workers = std::move(mine)};
-  for (WorkerReport& worker : here.workers) {
-    worker.node = job.node;
-    worker.host = job.host;
-  }
   std::vector<const HostReport*> hosts{&here};
   for (const HostReport& other : job.others) hosts.push_back(&other);
   std::vector<WorkerReport> all;
@@ -243,6 +237,8 @@ std::vector<WorkerReport> merge_hosts(std::vector<WorkerReport> mine, const JobR
     for (const WorkerReport& worker : host->workers) {
       if (worker.rank / job.workers != host->node || !reported.insert(worker.rank).second) continue;
       all.push_back(worker);
+      all.back().node = host->node;
+      all.back().host = host->host;
       if (!worker.answers) all.back().name = fmt::format("{}{}", job.prefix, worker.rank);
     }
   }
