@@ -1,5 +1,6 @@
 #pragma once
 #include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,7 @@ class SimulatedHosts {
     NodeMeeting meeting;
     meeting.transports = [this, node](const std::string& endpoint, net::Handler& handler) {
       const bool named = endpoint == "store" || endpoint == questions_of(node);
+      if (endpoint == questions_of(node)) asked_.insert(node);
       return network_.make_transport(named ? endpoint : name(node), handler, {});
     };
     meeting.join.name = meeting.join.host_id = name(node);
@@ -37,7 +39,7 @@ class SimulatedHosts {
   /// Ends a launcher's connections, as the end of its process would.
   void kill(int node) {
     network_.kill(name(node));
-    network_.kill(questions_of(node));
+    if (asked_.contains(node)) network_.kill(questions_of(node));
     if (node == 0) network_.kill("store");
   }
   /// Runs `body(node)` for every host, each as a thread, until all have ended.
@@ -55,6 +57,7 @@ class SimulatedHosts {
   const int count_;
   SimExecutor executor_;
   net::SimNetwork network_;
+  std::set<int> asked_;  ///< launchers that accept questions
 };
 
 }  // namespace torchspan::launch
