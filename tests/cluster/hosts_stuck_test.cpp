@@ -29,7 +29,7 @@ using testing::TemporaryFolder;
 constexpr Duration kForever = seconds(120);
 constexpr Duration kLimit = seconds(3);
 
-void leave_process_id(const Session& session) {
+void leave_process_id(Session& session) {
   const std::string path = std::getenv("TEST_FOLDER") + std::string("/pid") + std::to_string(session.rank());
   std::ofstream(path + ".new") << getpid() << "\n";
   std::filesystem::rename(path + ".new", path);
