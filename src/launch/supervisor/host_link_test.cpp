@@ -64,6 +64,7 @@ class SimulatedLinks : public ::testing::TestWithParam<std::uint64_t> {
     int met = 0;
     bool over = false;
     world_.run([&](int node) {
+      if (node >= hosts) return;
       Launcher launcher(world_, node, hosts);
       begin(node, launcher);
       ++met;
