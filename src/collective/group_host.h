@@ -5,6 +5,8 @@
 #include <torchspan/detail/core/pool.h>
 #include <torchspan/detail/core/runtime.h>
 
+#include "core/api/listed_wait.h"
+
 namespace torchspan::collective {
 
 /// Host of a group's futures: one thread on which they wait and continue. Separate from the backend, so that
@@ -13,13 +15,17 @@ class GroupHost : public FutureHost {
  public:
   explicit GroupHost(std::shared_ptr<Runtime> runtime)
       : runtime_(std::move(runtime)),
+        observed_(runtime_),
         executor_(runtime_->executor),
         pool_(std::make_shared<Pool>(executor_, PoolOptions{.name = "group", .threads = 1})) {}
 
   Executor& executor() override { return executor_; }
   void post(UniqueFunction<void()> job) override { pool_->post(std::move(job)); }
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override {
-    pool_->wait(parker, done, deadline);
+    const auto wait = [&](Deadline until) { pool_->wait(parker, done, until); };
+    // The group's own thread must not become the last owner of the runtime.
+    const std::shared_ptr<Runtime> runtime = pool_->is_pool_thread() ? nullptr : observed_.lock();
+    runtime ? wait_listed(runtime->spans, done, deadline, wait) : wait(deadline);
   }
 
   /// Ends the thread. A pool cannot be stopped by its own thread: if a continuation drops the last handle of
@@ -38,6 +44,7 @@ class GroupHost : public FutureHost {
 
  private:
   std::shared_ptr<Runtime> runtime_;
+  const std::weak_ptr<Runtime> observed_;  ///< for the spans of waiters
   Executor& executor_;
   const std::shared_ptr<Pool> pool_;
 };

@@ -21,9 +21,17 @@ std::string encode_calls(const DebugInfo& info, const std::vector<autograd::Runn
   for (const autograd::RunningPass& pass : passes) {
     running.push_back({{"id", pass.id}, {"busy", pass.busy}, {"waits", pass.waits}});
   }
-  return json{{"pending", pending},           {"serving", serving},         {"passes", running},
-              {"threads", info.pool_threads}, {"queued", info.pool_queued}, {"sent", info.calls_sent},
-              {"handled", info.calls_handled}}
+  return json{{"pending", pending},
+              {"serving", serving},
+              {"passes", running},
+              {"threads", info.pool_threads},
+              {"queued", info.pool_queued},
+              {"sent", info.calls_sent},
+              {"handled", info.calls_handled},
+              {"references",
+               {{"owned", info.references.owners},
+                {"shared", info.references.forks},
+                {"unconfirmed", info.references.pending_users}}}}
       .dump(-1, ' ', false, json::error_handler_t::replace);
 }
 

@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 
+#include "core/api/group_number.h"
 #include "tests/conformance/collective_devices.h"
 #include "tests/conformance/collective_world.h"
 
@@ -16,7 +17,9 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::Each;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 /// The fake NCCL's faults, which end with this object.
 class FakeNccl {
@@ -191,6 +194,75 @@ TEST(DeviceGroups, RefuseATensorOnAnotherDevice) {
                 group.all_reduce(at::ones({3}).to(stand_in(1))).wait();
               }),
               Each(AllOf(HasSubstr("privateuseone:1"), HasSubstr("cuda_ipc"))));
+}
+
+/// What a worker lists as waits of an operation on devices, without the announcement of its control group.
+std::vector<std::string> listed_waits(const Runtime& runtime) {
+  std::vector<std::string> listed;
+  for (const OpenOperation& operation : runtime.spans.open()) {
+    if (operation.kind != SpanKind::kWait || operation.name.starts_with("all_gather(Byte [")) continue;
+    listed.push_back(operation.name + " number " + std::to_string(operation.link.id));
+    EXPECT_EQ(operation.link.part, group_number(std::vector<int>{0, 1}));
+  }
+  return listed;
+}
+
+/// Waits until `runtime` lists an operation; returns what it lists then.
+std::vector<std::string> await_listed(CollectiveWorld& world, const Runtime& runtime) {
+  std::vector<std::string> listed;
+  const Deadline until = world.executor().deadline_in(seconds(30));
+  while ((listed = listed_waits(runtime)).empty() && !until.passed(world.executor().now())) {
+    world.executor().sleep(milliseconds(5));
+  }
+  return listed;
+}
+
+TEST(DeviceGroups, ListAnOperationThatWaitsForAnotherRank) {
+  for (const BackendKind kind : {BackendKind::kNccl, BackendKind::kCudaIpc}) {
+    CollectiveWorld world(2);
+    const auto failures = world.try_each([&](CollectiveWorld::Rank self) {
+      const Group group = make_with(self, on_device(kind), stand_in_services(kind));
+      group.all_reduce(ones_there(3)).wait();
+      self.membership.barrier("test.first", {}, world.executor().deadline_in(seconds(60)));
+      EXPECT_THAT(listed_waits(self.runtime), IsEmpty());
+      Future<at::Tensor> second;
+      if (self.rank == 0) {
+        second = group.all_reduce(ones_there(4));  // does not block
+        EXPECT_THAT(await_listed(world, self.runtime),
+                    ElementsAre(AllOf(HasSubstr("all_reduce(Float [4], sum)"), HasSubstr("number 2"))));
+      }
+      self.membership.barrier("test.listed", {}, world.executor().deadline_in(seconds(60)));
+      if (self.rank == 1) second = group.all_reduce(ones_there(4));
+      second.wait();
+      EXPECT_THAT(listed_waits(self.runtime), IsEmpty());
+      self.membership.barrier("test.end", {}, world.executor().deadline_in(seconds(60)));
+    });
+    for (const auto& failure : failures) EXPECT_FALSE(failure) << to_error(failure).what();
+  }
+}
+
+TEST(DeviceGroups, ListAnOperationThatTheDeviceDoesNotFinish) {
+  CollectiveWorld world(2);
+  const FakeNccl faults;
+  const auto failures = world.try_each([&](CollectiveWorld::Rank self) {
+    const Group group =
+        make_with(self, on_device(BackendKind::kNccl, seconds(4)), stand_in_services(BackendKind::kNccl));
+    group.all_reduce(ones_there(3)).wait();
+    self.membership.barrier("test.first", {}, world.executor().deadline_in(seconds(60)));
+    faults.set("stall", 1);
+    const auto stalled = group.all_reduce(ones_there(4));
+    EXPECT_THAT(await_listed(world, self.runtime),
+                ElementsAre(AllOf(HasSubstr("all_reduce(Float [4], sum)"), HasSubstr("number 2"))));
+    EXPECT_THROW(stalled.wait(), Error);
+    EXPECT_THROW(group.all_reduce(ones_there(5)).wait(), Error);
+    const Deadline until = world.executor().deadline_in(seconds(30));
+    while (!listed_waits(self.runtime).empty() && !until.passed(world.executor().now())) {
+      world.executor().sleep(milliseconds(5));
+    }
+    EXPECT_THAT(listed_waits(self.runtime), IsEmpty()) << "after the failure";
+    self.membership.barrier("test.end", {}, world.executor().deadline_in(seconds(60)));
+  });
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << to_error(failure).what();
 }
 
 TEST(DeviceGroups, AbortAnOperationThatNcclDoesNotEnd) {

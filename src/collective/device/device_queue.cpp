@@ -9,11 +9,17 @@
 
 #include <torchspan/detail/device/streams.h>
 
+#include "core/api/group_number.h"
+#include "core/api/timeout_notice.h"
+
 namespace torchspan::collective {
 namespace {
 
 /// Interval at which the thread looks after launched work.
 constexpr Duration kLook = std::chrono::milliseconds(5);
+/// How long an operation may wait for the other ranks, or run, before it is listed as open. The control group lists its
+/// announcement later.
+constexpr Duration kListedAfter = std::chrono::milliseconds(150);
 
 /// What a rank sends of a call: its line and its numbers.
 at::Tensor announcement_of(const CallLine& line, const std::vector<std::int64_t>& numbers,
@@ -240,20 +246,28 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
   }
   auto done = std::move(job->done);
   const std::string call = job->call();
+  const std::string text = job->operation->line.text;
+  const std::uint64_t number = job->number;
   const std::shared_ptr<Job> uses(std::move(job));
-  launched_.add({call, runtime_.executor.now(), gate, uses});
+  launched_.add({call, text, number, runtime_.executor.now(), gate, uses});
   done(gate, nullptr);
 }
 
 CallNumbers DeviceQueue::agree(Job& job) {
   std::vector<at::Tensor> all;
+  const Deadline listed_from = runtime_.executor.deadline_in(kListedAfter);
+  std::optional<SpanScope> listed;
   try {
     while (!job.agreement.done()) {
       try {
-        launched_.empty() ? job.agreement.wait() : job.agreement.wait(kLook * 20);
+        job.agreement.wait(kLook * 20);
       } catch (const Error& error) {
         if (error.kind() != ErrorKind::kTimedOut || job.agreement.done()) throw;
         watch();
+      }
+      if (!listed && listed_from.passed(runtime_.executor.now())) {
+        listed.emplace(runtime_.spans, SpanKind::kWait, job.operation->line.text,
+                       SpanLink{.id = job.number, .part = group_number(options_.ranks)});
       }
       failure_->throw_if_set();
     }
@@ -289,6 +303,8 @@ bool DeviceQueue::watch() {
   if (launched_.empty() && !failure_->get()) return false;
   try {
     launched_.release_finished();
+    const int group = group_number(options_.ranks);
+    launched_.list_late(runtime_.spans, runtime_.executor.now() - kListedAfter, group);
     if (launched_.empty()) return false;
     const auto* late = launched_.overdue(runtime_.executor.now() - options_.timeout);
     if (failure_->get()) {
@@ -301,6 +317,11 @@ bool DeviceQueue::watch() {
                lost && launched_.overdue(runtime_.executor.now() - kLeftLimit) != nullptr) {
       break_with(*lost);
     } else if (late != nullptr) {
+      report_timeout({.kind = "wait",
+                      .name = late->text,
+                      .seconds = to_seconds(options_.timeout),
+                      .id = late->number,
+                      .part = group});
       break_with(
           Error(ErrorKind::kTimedOut,
                 fmt::format("{} was launched on all ranks, but {} has not finished it on {} after {:.3g} "

@@ -12,8 +12,8 @@
 #include <unistd.h>
 #include <utility>
 
+#include "core/api/text_server.h"
 #include "core/observation/scalar_files.h"
-#include "core/observation/text_server.h"
 #include "core/observation/trace_writer.h"
 #include "core/observation/worker_metrics.h"
 #include "core/observation/worker_state.h"

@@ -140,6 +140,10 @@ TEST_F(ObservedWorker, DescribesWhatItDoes) {
   const TemporaryFolder folder;
   const auto observation = observe({.socket_folder = folder.path});
   const SpanScope scope(runtime_->spans, SpanKind::kWait, "wait for reduction", {.id = 17});
+  const TimePoint now = executor_->now();
+  runtime_->spans.record(SpanKind::kCall, "f", now, SpanLink{.peer = 0, .bytes = 1000});
+  runtime_->spans.record(SpanKind::kHandler, "g", now, SpanLink{.peer = 0, .bytes = 24});
+  runtime_->spans.record(SpanKind::kCollective, "barrier", now, SpanLink{.peer = 0, .bytes = 7});
   const std::string answer = get(dial(folder.path + "/observe.1"), "/state");
   const auto state = nlohmann::json::parse(answer.substr(answer.find("\r\n\r\n") + 4));
   EXPECT_EQ(state["worker"], "worker1");
@@ -150,6 +154,9 @@ TEST_F(ObservedWorker, DescribesWhatItDoes) {
   EXPECT_EQ(state["open"][0]["id"], 17);
   EXPECT_TRUE(state["calls"]["pending"].is_array());
   EXPECT_GE(state["threads"].size(), 2u);
+  ASSERT_EQ(state["traffic"].size(), 1u);
+  EXPECT_EQ(state["traffic"][0]["from"], 0);
+  EXPECT_EQ(state["traffic"][0]["bytes"], 1024);
   struct stat about {};
   ASSERT_EQ(stat((folder.path + "/observe.1").c_str(), &about), 0);
   EXPECT_EQ(about.st_mode & 0777, 0600u);

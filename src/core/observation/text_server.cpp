@@ -1,4 +1,4 @@
-#include "core/observation/text_server.h"
+#include "core/api/text_server.h"
 
 #include <arpa/inet.h>
 #include <array>

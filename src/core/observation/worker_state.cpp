@@ -57,11 +57,29 @@ json describe_open(Runtime& runtime, TimePoint now) {
   return open;
 }
 
-/// The last operation of each group that this worker has ended, as far as its rings still hold one.
-json describe_ended(Runtime& runtime, TimePoint now) {
+/// The spans that this worker's rings still hold.
+std::vector<StoredSpan> stored_spans(const Runtime& runtime) {
   SpanRecorder::Cursor cursor;
   std::vector<StoredSpan> spans;
   runtime.spans.read(cursor, spans);
+  return spans;
+}
+
+/// What calls and replies of the last second have brought from each rank, in bytes.
+json describe_traffic(const std::vector<StoredSpan>& spans, TimePoint now) {
+  const std::int64_t since = (now - std::chrono::seconds(1)).time_since_epoch().count();
+  std::map<std::int32_t, std::uint64_t> received;
+  for (const StoredSpan& span : spans) {
+    const bool call = span.kind == SpanKind::kCall || span.kind == SpanKind::kHandler;
+    if (call && span.end >= since && span.link.peer >= 0) received[span.link.peer] += span.link.bytes;
+  }
+  json traffic = json::array();
+  for (const auto& [peer, bytes] : received) traffic.push_back({{"from", peer}, {"bytes", bytes}});
+  return traffic;
+}
+
+/// The last operation of each group that this worker has ended, as far as its rings still hold one.
+json describe_ended(const Runtime& runtime, const std::vector<StoredSpan>& spans, TimePoint now) {
   std::map<std::int32_t, const StoredSpan*> last;  // by group
   for (const StoredSpan& span : spans) {
     if (span.kind != SpanKind::kCollective) continue;
@@ -96,7 +114,9 @@ std::string describe_worker(Runtime& runtime, const TraceIdentity& identity, con
   if (detail == StateDetail::kFull) {
     state["resident_bytes"] = resident_bytes();
     state["processor_seconds"] = processor_seconds();
-    state["ended"] = describe_ended(runtime, now);
+    const std::vector<StoredSpan> spans = stored_spans(runtime);
+    state["ended"] = describe_ended(runtime, spans, now);
+    state["traffic"] = describe_traffic(spans, now);
     state["threads"] = describe_threads();
     state["counters"] = runtime.metrics.snapshot();
   }

@@ -67,7 +67,10 @@ std::string make_report(const ReportOptions& options) {
   std::string text =
       fmt::format("{}: {} worker{}, {}\n", options.out, set.workers.size(),
                   set.workers.size() == 1 ? "" : "s", format_time(static_cast<double>(set.length)));
-  for (const RunFinding& finding : judge_run(set, figures)) {
+  const std::vector<RunFinding> findings = judge_run(set, figures);
+  if (findings.empty())
+    text += "No wait takes 5 % of the time of any rank: the run is limited by its computation.\n";
+  for (const RunFinding& finding : findings) {
     text += fmt::format("{:3.0f} %  {}\n", 100 * finding.share, finding.text);
     if (!finding.advice.empty()) text += fmt::format("       {}\n", finding.advice);
   }

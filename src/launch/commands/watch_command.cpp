@@ -35,7 +35,9 @@ void describe_top_options(CLI::App& command, WatchOptions& options) {
 std::string show_stacks(Executor& executor, const WatchOptions& options,
                         const rendezvous::Environment& environment) {
   const std::string folder = find_job(options.job, environment);
-  return fmt::format("job {}\n{}", folder, format_diagnosis(ask_workers(executor, folder, kAnswerLimit)));
+  const JobState job = ask_job(executor, folder, kAnswerLimit);
+  return fmt::format("job {}\n{}{}{}", folder, job.note, job.note.empty() ? "" : "\n",
+                     format_diagnosis(job.workers));
 }
 
 void show_top(Executor& executor, const WatchOptions& options, const rendezvous::Environment& environment,
@@ -47,14 +49,14 @@ void show_top(Executor& executor, const WatchOptions& options, const rendezvous:
   for (int shown = 0; (options.count == 0 || shown < options.count) && !out.broken(); ++shown) {
     if (shown > 0) executor.sleep(every);
     const TimePoint now = executor.now();
-    std::vector<WorkerReport> workers;
+    JobState job;
     try {
-      workers = ask_workers(executor, folder, kAnswerLimit);
+      job = ask_job(executor, folder, kAnswerLimit);
     } catch (const Error&) {
       if (shown == 0) throw;
       return;  // the job has ended
     }
-    std::istringstream lines(view.show(workers, now - asked));
+    std::istringstream lines(view.show(job.workers, now - asked) + job.note);
     asked = now;
     std::string clear = terminal ? "\x1b[H\x1b[2J" : "";
     for (std::string line; std::getline(lines, line); clear.clear()) out.print_output(clear, line);

@@ -102,10 +102,26 @@ std::optional<schedule::Action> parse_action(const std::string& text) {
   return action;
 }
 
+std::set<std::uint64_t> measured_pipeline_steps(const TraceSet& set) {
+  std::set<std::uint64_t> all, with_backward;
+  for (const WorkerTrace& worker : set.workers) {
+    for (const StoredSpan& span : worker.contents.spans) {
+      if (span.kind != SpanKind::kPipeline) continue;
+      const auto action = parse_action(worker.name_of(span));
+      if (!action) continue;
+      all.insert(span.link.id);
+      if (action->kind != schedule::ActionKind::kForward) with_backward.insert(span.link.id);
+    }
+  }
+  return with_backward.empty() ? all : with_backward;
+}
+
 std::optional<PipelineFigures> examine_pipeline(const TraceSet& set) {
   std::map<std::uint64_t, MeasuredStep> steps = collect_steps(set);
   if (steps.empty()) return std::nullopt;
   PipelineFigures figures;
+  const std::set<std::uint64_t> measured = measured_pipeline_steps(set);
+  figures.left_out = std::erase_if(steps, [&](const auto& step) { return !measured.contains(step.first); });
   std::vector<std::pair<std::int64_t, std::uint64_t>> lengths;
   std::int64_t busy = 0, all = 0;
   for (const auto& [id, step] : steps) {

@@ -165,6 +165,7 @@ json encode_grid(const schedule::Timeline& timeline) {
 json encode_pipeline(const std::optional<PipelineFigures>& pipeline) {
   if (!pipeline) return nullptr;
   return {{"steps", pipeline->steps},
+          {"left_out", pipeline->left_out},
           {"idle", pipeline->idle},
           {"shown", std::to_string(pipeline->shown)},
           {"ranks", pipeline->ranks},

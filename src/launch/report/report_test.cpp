@@ -167,6 +167,54 @@ TEST(RunFigures, ComparePipelinesWithTheirSimulation) {
   EXPECT_FALSE(parse_action("99999999999F0"));
 }
 
+TEST(RunFigures, MeasurePipelineStepsWithABackwardIfThereAreAny) {
+  ExampleTrace trace(0);
+  const auto add = [&](const char* name, std::int64_t begin, std::int64_t end, std::uint64_t step) {
+    trace.span(SpanKind::kPipeline, name, begin * kMs, end * kMs, {.id = step, .part = 0});
+  };
+  for (std::uint64_t step = 10; step < 20; ++step) {
+    const auto begin = static_cast<std::int64_t>(100 * step);
+    add("0F0", begin, begin + 1, step);
+  }
+  auto set = align_traces({trace.contents()});
+  EXPECT_EQ(examine_pipeline(set)->steps, 10u) << "a program that only evaluates";
+  EXPECT_EQ(find_steps(set).steps.size(), 10u);
+  add("0F0", 0, 4, 1);
+  add("0B0", 4, 12, 1);
+  set = align_traces({trace.contents()});
+  const auto pipeline = examine_pipeline(set);
+  ASSERT_TRUE(pipeline);
+  EXPECT_EQ(pipeline->steps, 1u);
+  EXPECT_EQ(pipeline->left_out, 10u);
+  EXPECT_EQ(pipeline->measured.makespan, std::chrono::milliseconds(12));
+  ASSERT_EQ(find_steps(set).steps.size(), 1u);
+  EXPECT_EQ(find_steps(set).steps[0].number, 1u);
+}
+
+TEST(Verdict, NamesTheRankThatStartsCollectiveOperationsLast) {
+  ExampleTrace first(0), second(1);
+  for (std::uint64_t i = 0; i < 10; ++i) {
+    // Rank 1 starts 40 ms after rank 0; the operation ends 20 ms later. Every 100 ms.
+    const auto begin = static_cast<std::int64_t>(i) * 100 * kMs;
+    first.span(SpanKind::kCollective, "all_gather", begin, begin + 60 * kMs, {.id = i, .part = 5});
+    second.span(SpanKind::kCollective, "all_gather", begin + 40 * kMs, begin + 60 * kMs,
+                {.id = i, .part = 5});
+  }
+  first.span(SpanKind::kUser, "rest", 0, 1000 * kMs, {});
+  const TraceSet set = align_traces({first.contents(), second.contents()});
+  const auto figures = examine_run(set);
+  ASSERT_EQ(figures.collectives.size(), 2u);
+  EXPECT_EQ(figures.collectives[0].under_way, 600 * kMs);
+  EXPECT_EQ(figures.collectives[0].later.at(1), 400 * kMs);
+  EXPECT_TRUE(figures.collectives[1].later.empty());
+  const auto findings = judge_run(set, figures);
+  ASSERT_EQ(findings.size(), 2u);
+  EXPECT_THAT(findings[0].text, HasSubstr("under way on rank 0 in 60 % of the run, mostly 'all_gather'"));
+  EXPECT_THAT(findings[1].text,
+              HasSubstr("In 40 % of the run, rank 0 has collective operations under way that rank 1 has "
+                        "not started"));
+}
+
 /// Three callers keep a function busy whose handlers take 5 ms with a lock, one after another, or 15 ms without it.
 TraceSet concurrent_handlers(bool locked) {
   ExampleTrace callee(0, 4);

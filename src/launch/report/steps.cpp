@@ -77,9 +77,11 @@ StepMap reduction_steps(const TraceSet& set) {
 
 StepMap pipeline_steps(const TraceSet& set) {
   StepMap steps;
+  const std::set<std::uint64_t> measured = measured_pipeline_steps(set);
   for (std::size_t w = 0; w < set.workers.size(); ++w) {
     for (const StoredSpan& span : set.workers[w].contents.spans) {
-      if (span.kind != SpanKind::kPipeline || !parse_action(set.workers[w].name_of(span))) continue;
+      if (span.kind != SpanKind::kPipeline || !measured.contains(span.link.id)) continue;
+      if (!parse_action(set.workers[w].name_of(span))) continue;
       widen(steps, set.workers.size(), w, span.link.id, {span.begin, span.end});
     }
   }

@@ -176,6 +176,32 @@ void judge_calls(const TraceSet& set, const RunFigures& figures, std::vector<Run
   }
 }
 
+/// Of a run without reductions, pipelines and calls that take time.
+void judge_collectives(const TraceSet& set, const RunFigures& figures, std::vector<RunFinding>& findings) {
+  const CollectiveFigures* most = nullptr;
+  for (const CollectiveFigures& rank : figures.collectives) {
+    if (most == nullptr || rank.under_way > most->under_way) most = &rank;
+    for (const auto& [last, time] : rank.later) {
+      const double share = ratio(time, set.length);
+      findings.push_back(
+          {share,
+           fmt::format(
+               "In {:.0f} % of the run, rank {} has collective operations under way that rank {} has not "
+               "started.",
+               100 * share, rank.rank, last),
+           fmt::format("Rank {} starts them last: it has more work before them, or shares its processor.",
+                       last)});
+    }
+  }
+  if (most == nullptr) return;
+  const double share = ratio(most->under_way, set.length);
+  findings.push_back(
+      {share,
+       fmt::format("Collective operations are under way on rank {} in {:.0f} % of the run, mostly '{}'.",
+                   most->rank, 100 * share, most->longest),
+       "Some of this time overlaps with computation: the timeline shows when."});
+}
+
 }  // namespace
 
 std::string format_time(double nanoseconds) {
@@ -203,6 +229,7 @@ RunFigures examine_run(const TraceSet& set) {
   figures.calls = examine_calls(set);
   figures.pipeline = examine_pipeline(set);
   figures.modules = examine_modules(set);
+  figures.collectives = examine_collectives(set);
   return figures;
 }
 
@@ -211,7 +238,10 @@ std::vector<RunFinding> judge_run(const TraceSet& set, const RunFigures& figures
   judge_reductions(figures, findings);
   judge_pipeline(figures, findings);
   if (!figures.pipeline) judge_calls(set, figures, findings);  // a pipeline's messages overlap its work
-  std::erase_if(findings, [](const RunFinding& finding) { return finding.share < kLeastShare; });
+  const auto is_small = [](const RunFinding& finding) { return finding.share < kLeastShare; };
+  std::erase_if(findings, is_small);
+  if (findings.empty() && !figures.pipeline) judge_collectives(set, figures, findings);
+  std::erase_if(findings, is_small);
   std::stable_sort(findings.begin(), findings.end(),
                    [](const RunFinding& a, const RunFinding& b) { return a.share > b.share; });
   return findings;

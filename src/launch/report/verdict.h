@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "launch/report/calls.h"
+#include "launch/report/collectives.h"
 #include "launch/report/modules.h"
 #include "launch/report/pipeline_steps.h"
 #include "launch/report/reductions.h"
@@ -18,6 +19,7 @@ struct RunFigures {
   Calls calls;
   std::optional<PipelineFigures> pipeline;
   std::vector<ModuleFigures> modules;
+  std::vector<CollectiveFigures> collectives;
 };
 
 RunFigures examine_run(const TraceSet& set);

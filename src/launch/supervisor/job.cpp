@@ -82,7 +82,7 @@ std::string describe_incidents(const std::vector<Incident>& incidents) {
   for (const Incident& incident : incidents) {
     text += fmt::format("  {}\n", incident.headline());
     if (!incident.suspect.empty()) text += fmt::format("    first suspect: {}\n", incident.suspect);
-    if (!incident.page.empty()) text += fmt::format("    all workers: {}\n", incident.page);
+    if (!incident.page.empty()) text += fmt::format("    all workers: {}\n", incident.place());
   }
   return text.empty() ? "" : "torchspan: operations that timed out\n" + text;
 }
@@ -148,6 +148,8 @@ class Job {
   void follow_nodes(Attempt& attempt);
   void end_on_nodes(AttemptReport& report);
   int wait_for_nodes();
+  /// Whether attempts start, fail and end on all hosts together.
+  bool together() const { return nodes_ && nodes_->together(); }
   void wait_before_restart(Duration delay);
   std::optional<NextAttempt> plan_next(const AttemptReport& report);
   std::string describe_attempt(const AttemptReport& report) const;
@@ -167,7 +169,7 @@ class Job {
   std::vector<AttemptResult> failed_attempts_;
   std::vector<std::string> history_;  ///< a paragraph for each attempt that was followed by another
   std::string reason_;                ///< why the last one was not
-  std::unique_ptr<JobNodes> nodes_;   ///< null: each launcher of the job acts alone
+  std::unique_ptr<JobNodes> nodes_;   ///< null: the job runs on this host
 };
 
 JobSetting Job::make_setting(const JobFolder& folder, int workers) const {
@@ -209,7 +211,7 @@ int Job::run() {
   program_ = find_program(options_.command.at(0), options_.environment);
   prepare_logs();
   poller_->add(signals_.get(), token_of(Source::kSignal, 0), false);
-  if (options_.nodes.several() && options_.restarts.most > 0) {
+  if (options_.nodes.several()) {
     nodes_ = std::make_unique<JobNodes>(executor_, options_, *poller_);
   }
   for (int workers = options_.workers;;) {
@@ -238,7 +240,7 @@ AttemptReport Job::run_attempt(int workers) {
   if (nodes_ && !meet_nodes(setting)) return {.workers = workers};
   AttemptReport report = run_workers(setting);
   kill_processes_of(executor_, run_id_);
-  if (nodes_) end_on_nodes(report);
+  if (together()) end_on_nodes(report);
   return report;
 }
 
@@ -246,8 +248,10 @@ AttemptReport Job::run_attempt(int workers) {
 AttemptReport Job::run_workers(const JobSetting& setting) {
   AttemptReport report{.workers = setting.workers};
   if (failed_attempts_.empty()) say_threads(setting);
-  const AttemptContext context{
-      executor_, options_, display_, *poller_, program_, guard_.registrations(), replacements_used_};
+  const AttemptContext context{executor_,          options_,
+                               display_,           *poller_,
+                               program_,           guard_.registrations(),
+                               replacements_used_, nodes_ ? &nodes_->link() : nullptr};
   Attempt attempt(context, setting);
   try {
     attempt.start();
@@ -274,13 +278,13 @@ AttemptReport Job::run_workers(const JobSetting& setting) {
 bool Job::meet_nodes(JobSetting& setting) {
   const Environment worker = worker_environment(options_.environment, setting, 0);
   const auto range = worker.find("TORCHSPAN_PORT_RANGE");
-  const bool serves = options_.nodes.node_rank == 0;
+  const bool serves = options_.nodes.node_rank == 0 && together();
   nodes_->ready(setting.restart_count,
                 serves ? choose_store_port(range == worker.end() ? "" : range->second) : std::uint16_t{0});
   while (interruption_.signal == 0 && !nodes_->may_start()) wait_for_nodes();
   if (interruption_.signal != 0) return false;
-  setting.nodes.rdzv_port = nodes_->store_port();
-  nodes_->running();
+  if (nodes_->store_port() != 0) setting.nodes.rdzv_port = nodes_->store_port();
+  if (together()) nodes_->running();
   return true;
 }
 
@@ -289,7 +293,7 @@ int Job::wait_for_nodes() {
   std::array<Poller::Event, 4> events;
   const int signal = poller_->wait(events, Deadline::never()) > 0 ? signals_.take() : 0;
   on_signal(signal, nullptr);
-  on_signal(nodes_->take_signal(), nullptr);
+  if (together()) on_signal(nodes_->take_signal(), nullptr);
   return signal;
 }
 
@@ -335,11 +339,11 @@ void Job::watch(Attempt& attempt) {
     if (const int reported = attempt.take_reported_signal(); reported != 0) {
       on_signal(reported == SIGTERM ? SIGTERM : options_.preemption.signal, &attempt);
     }
-    if (nodes_) follow_nodes(attempt);
+    if (together()) follow_nodes(attempt);
     attempt.advance(executor_.now());
     if (display_.broken() && interruption_.signal == 0) {
       interruption_.signal = SIGPIPE;
-      if (nodes_) nodes_->announce_signal(SIGTERM);
+      if (together()) nodes_->announce_signal(SIGTERM);
       attempt.stop(SIGTERM);
     }
   }
@@ -347,7 +351,7 @@ void Job::watch(Attempt& attempt) {
 
 void Job::on_signal(int signal, Attempt* attempt) {
   if (signal == 0) return;
-  if (nodes_) nodes_->announce_signal(signal);
+  if (together()) nodes_->announce_signal(signal);
   const Reaction reaction = react(interruption_, signal, options_.preemption.signal);
   if (attempt == nullptr || reaction == Reaction::kNone) return;
   if (reaction == Reaction::kKill) return attempt->kill_workers();
@@ -366,7 +370,7 @@ void Job::wait_before_restart(Duration delay) {
   std::array<Poller::Event, 4> events;
   while (interruption_.signal == 0 && !end.passed(executor_.now())) {
     if (poller_->wait(events, end) > 0) on_signal(signals_.take(), nullptr);
-    if (nodes_) on_signal(nodes_->take_signal(), nullptr);
+    if (together()) on_signal(nodes_->take_signal(), nullptr);
   }
 }
 
@@ -375,7 +379,7 @@ std::optional<NextAttempt> Job::plan_next(const AttemptReport& report) {
   if (interruption_.signal != 0 || !report.failed()) return std::nullopt;
   const bool first = failed_attempts_.empty();
   failed_attempts_.push_back(result_of(report));
-  if (nodes_ && nodes_->lost()) {
+  if (together() && nodes_->lost()) {
     if (first && report.start_failure) throw *report.start_failure;
     reason_ = "the launchers of all hosts must run for another attempt";
     return std::nullopt;

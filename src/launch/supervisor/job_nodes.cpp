@@ -3,10 +3,18 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include "launch/supervisor/variables.h"
 #include "rendezvous/api/files.h"
 
 namespace torchspan::launch {
 namespace {
+
+/// The ports at which the workers may listen, and so may this launcher.
+std::string ports_of(const JobOptions& job) {
+  if (!job.nodes.port_range.empty()) return job.nodes.port_range;
+  const std::string mine = value_of(job.extra, "TORCHSPAN_PORT_RANGE");
+  return mine.empty() ? value_of(job.environment, "TORCHSPAN_PORT_RANGE") : mine;
+}
 
 /// This launcher as a worker of the world of launchers.
 rendezvous::WorkerEnvironment identify(const JobOptions& job) {
@@ -65,14 +73,23 @@ NodeMeeting make_node_meeting(Executor& executor, const JobOptions& job) {
   tls.certificate_file = identity.certificate_file;
   tls.key_file = identity.key_file;
   tls.authority_file = identity.authority_file;
+  tls.ports = read_port_range(ports_of(job));
   meeting.transports = rendezvous::tls_transports(executor, secret, tls);
   return meeting;
 }
 
 JobNodes::JobNodes(Executor& executor, const JobOptions& job, Poller& poller)
     : node_(job.nodes.node_rank),
-      rounds_(executor, make_node_meeting(executor, job), [&poller] { poller.wake(); }) {
+      together_(job.restarts.most > 0),
+      link_(executor, job.nodes.node_rank, job.nodes.count) {
   mine_.options = list_options(job);
+  NodeMeeting meeting = make_node_meeting(executor, job);
+  meeting.joined = [this](const rendezvous::Membership& world) { return link_.listen(world); };
+  rounds_ = std::make_unique<NodeRounds>(executor, std::move(meeting), [&poller] { poller.wake(); });
+}
+
+void JobNodes::publish() {
+  if (rounds_) rounds_->publish(mine_);
 }
 
 std::string JobNodes::name_of(int node, const std::string& text) const {
@@ -87,17 +104,22 @@ void JobNodes::ready(int attempt, std::uint16_t store_port) {
   all_ready_ = all_ended_ = failure_taken_ = false;
   failure_elsewhere_.clear();
   failure_.reset();
-  rounds_.publish(mine_);
+  publish();
 }
 
 void JobNodes::look() {
-  for (const NodeStates& states : rounds_.take()) note(states);
-  if (!gone_) gone_ = rounds_.failure();
+  if (!rounds_) return;
+  for (const NodeStates& states : rounds_->take()) note(states);
+  if (!gone_) gone_ = rounds_->failure();
 }
 
 void JobNodes::note(const NodeStates& states) {
+  std::vector<std::string> addresses;
+  for (const NodeState& state : states) addresses.push_back(state.questions);
+  link_.set_addresses(std::move(addresses));
   if (const std::string difference = describe_difference(states); !difference.empty() && !gone_) {
     gone_ = Error(ErrorKind::kInvalid, difference);
+    different_ = true;
   }
   for (int node = 0; node < static_cast<int>(states.size()); ++node) {
     const NodeState& state = states[static_cast<std::size_t>(node)];
@@ -119,25 +141,40 @@ void JobNodes::note(const NodeStates& states) {
 
 bool JobNodes::may_start() {
   look();
+  if (!together_) return may_start_alone();
   if (gone_) throw Error(*gone_);
   return all_ready_;
 }
 
+/// Launcher 0 ends its store, at whose address the workers meet next. The other launchers wait for this end.
+bool JobNodes::may_start_alone() {
+  if (gone_ && (different_ || !all_ready_)) {
+    // Refused: the workers' store is there already, so this host joins a job that runs.
+    const bool refused = gone_->kind() == ErrorKind::kInvalid || gone_->kind() == ErrorKind::kUnsupported;
+    if (different_ || !refused) throw Error(*gone_);
+    link_.set_trouble("this launcher has not met the others: " + gone_->message());
+  } else if (!all_ready_ || (node_ != 0 && !gone_)) {
+    return false;
+  }
+  rounds_.reset();
+  return true;
+}
+
 void JobNodes::running() {
   mine_.phase = NodeState::Phase::kRunning;
-  rounds_.publish(mine_);
+  publish();
 }
 
 void JobNodes::fail(const AttemptResult& result, const std::string& text) {
   if (mine_.failure) return;
   mine_.failure = NodeState::Failure{result, text};
-  rounds_.publish(mine_);
+  publish();
 }
 
 void JobNodes::announce_signal(int signal) {
   mine_.signal = signal;
   signal_taken_ = true;  // this launcher handles its own
-  rounds_.publish(mine_);
+  publish();
 }
 
 int JobNodes::take_signal() {
@@ -154,7 +191,7 @@ std::string JobNodes::take_failure() {
 
 void JobNodes::end() {
   mine_.phase = NodeState::Phase::kEnded;
-  rounds_.publish(mine_);
+  publish();
 }
 
 bool JobNodes::all_ended() {

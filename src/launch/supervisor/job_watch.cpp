@@ -40,6 +40,7 @@ JobWatch::JobWatch(const AttemptContext& context, const JobSetting& setting, Pro
       setting_(setting),
       view_(view),
       questions_(context.poller, token_of(Source::kState, 0)) {
+  if (context_.link != nullptr) hosts_ = std::make_unique<HostWatch>(context_, setting_);
   if (view_.is_live()) next_round_ = context_.executor.deadline_in(kSample);
 }
 
@@ -47,12 +48,15 @@ void JobWatch::on_timeout(int rank, const TimeoutNotice& notice) {
   const TimePoint now = context_.executor.now();
   if (wanted_ || examining_) {
     incidents_.back().notices.emplace_back(rank, notice);
+    if (hosts_) hosts_->set_incident(incidents_.back(), false);
     return;
   }
   if (incidents_.size() >= kMostPages || (!incidents_.empty() && now - examined_at_ < kBetweenPages)) {
     return add_to_last_page(rank, notice);
   }
   incidents_.push_back({{{rank, notice}}, "", ""});
+  incidents_.back().page = page_path();
+  if (hosts_) hosts_->set_incident(incidents_.back(), false);
   wanted_ = true;
   next_round_ = Deadline(now);
   round_end_ = Deadline(now);  // a sample for the live block would tell less
@@ -63,6 +67,7 @@ void JobWatch::begin_round(TimePoint now) {
   examining_ = std::exchange(wanted_, false);
   const bool any = questions_.ask(setting_.runtime_folder, examining_ ? "/state" : "/activity") > 0;
   if (!any && !examining_) return;
+  if (examining_ && hosts_) hosts_->begin();
   asking_ = true;
   round_end_ = Deadline(now + (examining_ ? kPageLimit : kSampleLimit));
   notices_end_ = examining_ ? Deadline(now + kCollect) : Deadline::never();
@@ -78,13 +83,13 @@ void JobWatch::end_round(TimePoint now) {
   if (view_.is_live()) view_.set_activities(find_activities(workers));
   if (!std::exchange(examining_, false)) return;
   examined_at_ = now;
-  write_page(std::move(workers));
+  write_page(add_hosts(std::move(workers)));
 }
 
 void JobWatch::add_to_last_page(int rank, const TimeoutNotice& notice) {
   constexpr std::size_t kMostNotices = 200;
   Incident& incident = incidents_.back();
-  if (incident.page.empty() || incident.notices.size() >= kMostNotices) return;
+  if (incident.page.empty() || !incident.page_host.empty() || incident.notices.size() >= kMostNotices) return;
   incident.notices.emplace_back(rank, notice);
   const std::string line = fmt::format("later: {}\n", describe_notice(rank, notice));
   const Descriptor file(open(incident.page.c_str(), O_WRONLY | O_APPEND | O_NOFOLLOW | O_CLOEXEC));
@@ -93,7 +98,8 @@ void JobWatch::add_to_last_page(int rank, const TimeoutNotice& notice) {
 
 void JobWatch::advance(TimePoint now) {
   if (asking_) {
-    const bool complete = !questions_.waiting() && (!examining_ || notices_end_.passed(now));
+    const bool complete =
+        !questions_.waiting() && (!examining_ || (notices_end_.passed(now) && !hosts_wait()));
     if (complete || round_end_.passed(now)) {
       // What a worker reported before it answered or died is in its pipe: handle that first, or a worker that ended
       // because of its own time-out looks like the cause.
@@ -111,36 +117,53 @@ void JobWatch::finish() {
 
 Deadline JobWatch::next() const {
   if (!asking_) return next_round_;
-  return questions_.waiting() || !examining_ ? round_end_ : notices_end_;
+  return questions_.waiting() || !examining_ || hosts_wait() ? round_end_ : notices_end_;
 }
 
-/// Writes the page beside the logs, else to the folder for temporary files: the job's folder ends with the job.
+std::vector<WorkerReport> JobWatch::add_hosts(std::vector<WorkerReport> workers) {
+  if (!hosts_) return workers;
+  hosts_->set_workers(workers);
+  Incident& incident = incidents_.back();
+  const JobReport job = hosts_->take();
+  for (const HostReport& other : job.others) {
+    incident.notices.insert(incident.notices.end(), other.notices.begin(), other.notices.end());
+    // The first host whose launcher knew of the incident writes the page; of several, the one with the lowest number.
+    const bool writes = !other.page.empty() && (other.written || other.node < job.node);
+    if (!writes || !incident.page_host.empty()) continue;
+    incident.page = other.page;
+    incident.page_host = name_of_host(other.node, other.host);
+  }
+  Incident told = incident;
+  if (!incident.page_host.empty()) told.page.clear();
+  hosts_->set_incident(told, false);
+  return merge_hosts(std::move(workers), job);
+}
+
+/// Beside the logs, else in the folder for temporary files: the job's folder ends with the job.
+std::string JobWatch::page_path() const {
+  std::string folder = context_.options.log_folder;
+  if (folder.empty()) folder = variable_of(context_.options.environment, "TMPDIR");
+  if (folder.empty()) folder = "/tmp";
+  return fmt::format("{}/torchspan-stacks-{}-{}-{}.txt", folder, setting_.run_id, setting_.restart_count,
+                     incidents_.size());
+}
+
 void JobWatch::write_page(std::vector<WorkerReport> workers) {
   Incident& incident = incidents_.back();
   std::vector<int> ranks(static_cast<std::size_t>(setting_.workers));
   std::iota(ranks.begin(), ranks.end(), setting_.rank_of(0));
-  std::string page = describe_incident(incident, context_.options.name_prefix, std::move(workers), ranks);
-  if (setting_.nodes.several()) {
-    page += fmt::format(
-        "\nranks {} to {} run on this host (node rank {} of {}). For the others, see the pages of the other "
-        "hosts' "
-        "launchers, or run 'torchspan stacks' there while the job runs.\n",
-        ranks.front(), ranks.back(), setting_.nodes.node_rank, setting_.nodes.count);
-  }
-  std::string folder = context_.options.log_folder;
-  if (folder.empty()) folder = variable_of(context_.options.environment, "TMPDIR");
-  if (folder.empty()) folder = "/tmp";
-  incident.page = fmt::format("{}/torchspan-stacks-{}-{}-{}.txt", folder, setting_.run_id,
-                              setting_.restart_count, incidents_.size());
-  if (!write_private(incident.page, page)) {
+  const std::string page =
+      describe_incident(incident, context_.options.name_prefix, std::move(workers), ranks);
+  if (incident.page_host.empty() && !write_private(incident.page, page)) {
     context_.display.say(
         fmt::format("torchspan: '{}' cannot be written: {}\n", incident.page, std::strerror(errno)));
     incident.page.clear();
   }
+  if (hosts_ && incident.page_host.empty()) hosts_->set_incident(incident, true);
   context_.display.say(
       fmt::format("torchspan: {}{}{}\n", incident.headline(),
                   incident.suspect.empty() ? "" : fmt::format("; probable cause: {}", incident.suspect),
-                  incident.page.empty() ? "" : fmt::format("; all workers: {}", incident.page)));
+                  incident.page.empty() ? "" : fmt::format("; all workers: {}", incident.place())));
 }
 
 }  // namespace torchspan::launch

@@ -1,8 +1,10 @@
 #pragma once
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "launch/display/progress_view.h"
+#include "launch/supervisor/host_watch.h"
 #include "launch/supervisor/worker_set.h"
 #include "launch/watch/incident.h"
 #include "launch/watch/state_questions.h"
@@ -11,7 +13,8 @@ namespace torchspan::launch {
 
 /// Asks the workers of an attempt what they do: twice per second for the live block of a terminal, and after a time-out
 /// for the page of `torchspan stacks`. Writes at most five pages per attempt, and none within 30 seconds of another: later
-/// time-outs are added to the last page.
+/// time-outs are added to the last page. In a job on several hosts, a page covers the workers of all, and one host writes
+/// it.
 class JobWatch {
  public:
   /// `context` and `view` must outlive it.
@@ -32,13 +35,18 @@ class JobWatch {
  private:
   void begin_round(TimePoint now);
   void end_round(TimePoint now);
+  /// Adds the workers and the time-outs of the other hosts; returns all workers.
+  std::vector<WorkerReport> add_hosts(std::vector<WorkerReport> workers);
   void write_page(std::vector<WorkerReport> workers);
+  std::string page_path() const;
+  bool hosts_wait() const { return hosts_ && hosts_->is_waiting(); }
   void add_to_last_page(int rank, const TimeoutNotice& notice);
 
   const AttemptContext& context_;
   const JobSetting& setting_;
   ProgressView& view_;
   StateQuestions questions_;
+  std::unique_ptr<HostWatch> hosts_;  ///< null if the job runs on one host
   std::vector<Incident> incidents_;
   bool wanted_ = false;     ///< the last incident has no page yet, and nobody was asked for it
   bool examining_ = false;  ///< the workers were asked for the last incident

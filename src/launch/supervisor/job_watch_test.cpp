@@ -58,16 +58,6 @@ TEST_F(JobWatches, WriteThePageBesideTheLogs) {
   EXPECT_TRUE(pages(folder_).empty());
 }
 
-TEST_F(JobWatches, SayWhichRanksOfSeveralHostsThePageCovers) {
-  JobOptions mine = options(2, std::string(kNotice) + "exit 3");
-  mine.nodes = {.count = 3, .node_rank = 1, .rdzv_host = "127.0.0.1", .rdzv_port = 29500, .job_id = "job"};
-  EXPECT_EQ(run(mine), 3);
-  const auto all = pages(folder_);
-  ASSERT_EQ(all.size(), 1u) << errors();
-  EXPECT_THAT(all[0],
-              HasSubstr("ranks 2 to 3 run on this host (node rank 1 of 3). For the others, see the pages"));
-}
-
 TEST_F(JobWatches, SayThatThePageCannotBeWritten) {
   JobOptions mine = options(1, std::string(kNotice) + "exit 3");
   mine.log_folder = folder_ + "/logs";

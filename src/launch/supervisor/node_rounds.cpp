@@ -75,8 +75,10 @@ void NodeRounds::take_part() {
   const Deadline until = executor_.deadline_in(meeting_.join.timeout);
   const std::unique_ptr<Membership> world = join(until);
   await_all(*world, until);
-  while (const auto mine = next_state()) {
+  if (meeting_.joined) questions_ = meeting_.joined(*world);
+  while (auto mine = next_state()) {
     const Deadline next = executor_.deadline_in(meeting_.every);
+    mine->questions = questions_;
     exchange(*world, *mine);
     changed_();
     while (!stopping_ && !next.passed(executor_.now())) parker_->park(next);

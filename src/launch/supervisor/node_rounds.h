@@ -20,6 +20,8 @@ struct NodeMeeting {
       join;  ///< of an open world, whose ranks are the hosts; `timeout`: of the meeting
   int nodes = 2;
   Duration every = std::chrono::milliseconds(250);  ///< from one round to the next
+  /// Called on the thread of the rounds when this launcher has joined; returns NodeState::questions.
+  std::function<std::string(const rendezvous::Membership& world)> joined = {};
 };
 
 /// The states of all hosts' launchers, gathered in rounds: all launchers see the same rounds in the same order, so they
@@ -50,6 +52,7 @@ class NodeRounds {
   Executor& executor_;
   Runtime runtime_;
   const NodeMeeting meeting_;
+  std::string questions_;  ///< NodeState::questions; of the thread
   const std::function<void()> changed_;
   const std::unique_ptr<Parker> parker_;
   std::atomic<bool> stopping_{false};

@@ -5,8 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/api/sim_executor.h"
-#include "net/api/sim.h"
+#include "launch/supervisor/simulated_hosts.h"
 
 namespace torchspan::launch::node_rounds_test {
 namespace {
@@ -16,49 +15,6 @@ using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using Phase = NodeState::Phase;
-
-/// The hosts of a simulated job.
-class SimulatedHosts {
- public:
-  SimulatedHosts(std::uint64_t seed, int count)
-      : count_(count), executor_(seed), network_(executor_, {.jitter = milliseconds(20)}) {}
-
-  SimExecutor& executor() { return executor_; }
-  NodeMeeting meeting(int node, int nodes) {
-    NodeMeeting meeting;
-    meeting.transports = [this, node](const std::string& endpoint, net::Handler& handler) {
-      return network_.make_transport(endpoint == "store" ? endpoint : name(node), handler, {});
-    };
-    meeting.join.name = meeting.join.host_id = name(node);
-    meeting.join.rank = node;
-    meeting.join.world_size = rendezvous::kOpenWorld;
-    meeting.join.store_address = "sim:store";
-    meeting.join.job = "job";
-    meeting.join.timeout = seconds(10);
-    meeting.nodes = nodes;
-    return meeting;
-  }
-  /// Ends a launcher's connections, as the end of its process would.
-  void kill(int node) {
-    network_.kill(name(node));
-    if (node == 0) network_.kill("store");
-  }
-  /// Runs `body(node)` for every host, each as a thread, until all have ended.
-  void run(const std::function<void(int)>& body) {
-    executor_.run([&] {
-      std::vector<Thread> threads;
-      for (int node = 0; node < count_; ++node)
-        threads.push_back(executor_.spawn(name(node), [&body, node] { body(node); }));
-    });
-  }
-
- private:
-  static std::string name(int node) { return "launcher" + std::to_string(node); }
-
-  const int count_;
-  SimExecutor executor_;
-  net::SimNetwork network_;
-};
 
 /// One launcher of a simulated job.
 class Launcher {

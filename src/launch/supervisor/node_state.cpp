@@ -73,11 +73,9 @@ std::optional<NodeState::Failure> decode_failure(const Json& object) {
 }  // namespace
 
 Bytes encode_node_state(const NodeState& state) {
-  Json object = {{"attempt", state.attempt},
-                 {"phase", static_cast<int>(state.phase)},
-                 {"store_port", state.store_port},
-                 {"signal", state.signal},
-                 {"options", cut(state.options)}};
+  Json object = {{"attempt", state.attempt},       {"phase", static_cast<int>(state.phase)},
+                 {"store_port", state.store_port}, {"signal", state.signal},
+                 {"options", cut(state.options)},  {"questions", cut(state.questions)}};
   if (state.failure) {
     const AttemptResult& result = state.failure->result;
     object["failure"] = {
@@ -100,6 +98,8 @@ std::optional<NodeState> decode_node_state(BytesView bytes) {
   state.store_port = fields.number<std::uint16_t>("store_port", 0, 65535);
   state.signal = fields.number<int>("signal", 0, kMostNumber);
   state.options = fields.text("options");
+  if (object.contains("questions"))
+    state.questions = fields.text("questions");  // added later than the others
   if (!fields.good()) return std::nullopt;
   if (const auto failure = object.find("failure"); failure != object.end()) {
     state.failure = decode_failure(*failure);

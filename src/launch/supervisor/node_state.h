@@ -28,13 +28,14 @@ struct NodeState {
   std::uint16_t store_port = 0;  ///< of the workers' store; counts on host 0
   int signal = 0;                ///< that the launcher got, or 0; stays once it is set
   std::string options;           ///< those that must be equal on all hosts, as they are written
+  std::string questions = {};    ///< where its HostLink accepts questions; empty: nowhere
   std::optional<Failure> failure = {};
 };
 
 /// The states of all hosts in one round, by node rank.
 using NodeStates = std::vector<NodeState>;
 
-/// At most 8 KiB: shortens Failure::text.
+/// At most 32 KiB: shortens texts.
 Bytes encode_node_state(const NodeState& state);
 /// Returns nullopt for anything that encode_node_state() does not return. Pure; accepts any bytes.
 std::optional<NodeState> decode_node_state(BytesView bytes);

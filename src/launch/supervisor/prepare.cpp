@@ -167,17 +167,24 @@ std::uint16_t choose_port(std::uint16_t wanted) {
                             kFirstPort, kLastPort));
 }
 
-std::uint16_t choose_store_port(const std::string& range) {
-  int first = kFirstPort, last = kLastPort;
-  if (!range.empty()) {
-    const char* const end = range.data() + range.size();
-    const auto begin = std::from_chars(range.data(), end, first);
-    const char* const second = begin.ptr != end && *begin.ptr == '-' ? begin.ptr + 1 : range.data();
-    const bool good = begin.ec == std::errc() && std::from_chars(second, end, last).ec == std::errc();
-    if (!good || first < 1 || last > 65535 || first > last) {
-      throw_invalid(fmt::format("--port-range {}: expected two ports from 1 to 65535, FIRST-LAST", range));
-    }
+net::PortRange read_port_range(const std::string& range) {
+  net::PortRange ports;
+  if (range.empty()) return ports;
+  const char* const end = range.data() + range.size();
+  const auto first = std::from_chars(range.data(), end, ports.first);
+  ports.last = ports.first;
+  const bool one = first.ec == std::errc() && first.ptr == end;
+  const bool two = first.ec == std::errc() && first.ptr != end && *first.ptr == '-' &&
+                   std::from_chars(first.ptr + 1, end, ports.last).ptr == end && first.ptr + 1 != end;
+  if ((!one && !two) || ports.first == 0 || ports.last < ports.first) {
+    throw_invalid(fmt::format("--port-range {}: expected two ports from 1 to 65535, FIRST-LAST", range));
   }
+  return ports;
+}
+
+std::uint16_t choose_store_port(const std::string& range) {
+  const net::PortRange ports = read_port_range(range);
+  const int first = range.empty() ? kFirstPort : ports.first, last = range.empty() ? kLastPort : ports.last;
   std::random_device random;
   const int start = range.empty() ? std::uniform_int_distribution<int>(first, last)(random) : last;
   for (int i = 0; i <= last - first; ++i) {

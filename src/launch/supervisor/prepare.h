@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/net.h>
 #include <torchspan/rendezvous.h>
 
 #include "core/api/descriptor.h"
@@ -51,6 +52,9 @@ int chosen_threads(const Environment& base, const JobSetting& setting);
 /// Returns the path of a program: itself if it contains a slash, else found in PATH. Throws kInvalid if the
 /// file does not exist or cannot be executed.
 std::string find_program(const std::string& name, const Environment& environment);
+
+/// Returns the ports "FIRST-LAST" or "PORT"; none for an empty text. Throws kInvalid for any other text.
+net::PortRange read_port_range(const std::string& range);
 
 /// Returns a free port of this host for the store of workers on several hosts: the last free one of a range
 /// "FIRST-LAST", of which workers take the first ones, or any if the range is empty. Throws kInvalid if none is free.

@@ -8,6 +8,8 @@
 
 namespace torchspan::launch {
 
+class HostLink;
+
 /// What an attempt uses of its job. Outlives it.
 struct AttemptContext {
   Executor& executor;
@@ -17,6 +19,7 @@ struct AttemptContext {
   const std::string& program;  ///< path
   int guard = -1;              ///< Guard::registrations()
   int replacements_used = 0;   ///< by earlier attempts
+  HostLink* link = nullptr;    ///< to the launchers of the other hosts; null if there are none
 };
 
 /// All worker processes of an attempt in the order of their starts, replaced ones included: those stay zombies,

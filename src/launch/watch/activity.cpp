@@ -15,8 +15,8 @@ constexpr double kLeastCall = 0.05, kLeastOperation = 0.2;
 
 std::string seconds_text(double seconds) { return fmt::format("{:.1f} s", seconds); }
 
-bool blocks(const WorkerReport::Operation& operation) {
-  if (operation.kind == "wait") return true;
+bool blocks(const WorkerReport& worker, const WorkerReport::Operation& operation) {
+  if (operation.kind == "wait") return is_of_group(worker, operation);
   if (operation.kind != "collective") return false;
   return operation.name == "barrier" || operation.name == "all_gather_bytes" ||
          operation.seconds >= kLeastOperation;
@@ -39,13 +39,17 @@ class Activities {
     }
     if (!worker.answers) return {worker.rank, Activity::Kind::kSilent, "does not answer"};
     for (auto operation = worker.open.rbegin(); operation != worker.open.rend(); ++operation) {
-      if (blocks(*operation)) return in_operation(worker, *operation);
+      if (blocks(worker, *operation)) return in_operation(worker, *operation);
       if (operation->kind == "pipeline" && operation->name.starts_with("wait")) {
         return {worker.rank, Activity::Kind::kWaiting,
                 fmt::format("{}, {}", operation->name, seconds_text(operation->seconds))};
       }
     }
     if (const WorkerReport::Call* call = oldest_call(worker)) return in_call(worker, *call);
+    if (!worker.open.empty() && is_future_wait(worker.open.back())) {
+      return {worker.rank, Activity::Kind::kWaiting,
+              fmt::format("waits for a future, {}", seconds_text(worker.open.back().seconds))};
+    }
     return at_work(worker);
   }
 

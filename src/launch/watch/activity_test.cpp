@@ -25,6 +25,18 @@ std::vector<WorkerReport> workers(int world) {
   return all;
 }
 
+TEST(Activity, WaitsForAFutureIfNothingElseIsKnown) {
+  auto all = workers(2);
+  all[0].open = {{"user", "step", 4, 17}, {"wait", "wait for a future", 3, 0}};
+  all[1].open = {{"wait", "wait for a future", 3, 0}};
+  all[1].pending = {{"f", "worker0", "", 3}};
+  const auto activities = find_activities(all);
+  EXPECT_EQ(activities[0].kind, Kind::kWaiting);
+  EXPECT_EQ(activities[0].text, "waits for a future, 3.0 s");
+  EXPECT_THAT(activities[0].waits_for, IsEmpty());
+  EXPECT_EQ(activities[1].text, "waits for rank 0 in 'f', 3.0 s");
+}
+
 TEST(Activity, NamesTheRanksThatHaveNotReachedAnOperation) {
   auto all = workers(4);
   const int group = group_number(std::vector<int>{0, 1, 2, 3});

@@ -8,6 +8,7 @@
 
 #include "launch/display/board.h"
 #include "launch/watch/group_members.h"
+#include "launch/watch/host_report.h"
 
 namespace torchspan::launch {
 namespace {
@@ -16,8 +17,19 @@ std::string age_of(double seconds) {
   return seconds < 60 ? fmt::format("{:.1f} s", seconds) : fmt::format("{:.0f} s", seconds);
 }
 
+/// " on host 1 (gpu07)"; empty if the job runs on one host.
+std::string on_host(const WorkerReport& worker) {
+  return worker.node < 0 ? "" : fmt::format(" on {}", name_of_host(worker.node, worker.host));
+}
+
 std::string describe_worker_of(const WorkerReport& worker) {
-  return fmt::format("rank {} ({}, pid {})", worker.rank, worker.name, worker.process);
+  return fmt::format("rank {} ({}, pid {}{})", worker.rank, worker.name, worker.process, on_host(worker));
+}
+
+/// What is known of a worker that does not answer.
+std::string describe_silence(const WorkerReport& worker) {
+  return worker.trouble.empty() ? "it does not answer"
+                                : fmt::format("nothing is known of it: {}", worker.trouble);
 }
 
 std::string site_of(const WorkerReport::Call& call) {
@@ -30,14 +42,18 @@ std::string occupation(const WorkerReport& worker) {
     if (call.begun)
       return fmt::format("it has run '{}' for {} for {}", call.name, call.peer, age_of(call.seconds));
   }
-  if (!worker.open.empty()) {
-    const WorkerReport::Operation& last = worker.open.back();
-    return fmt::format("it has been in '{}' for {}", last.name, age_of(last.seconds));
+  const WorkerReport::Operation* future = nullptr;
+  for (auto operation = worker.open.rbegin(); operation != worker.open.rend(); ++operation) {
+    if (!is_future_wait(*operation)) {
+      return fmt::format("it has been in '{}' for {}", operation->name, age_of(operation->seconds));
+    }
+    future = &*operation;
   }
   if (!worker.pending.empty()) {
     const WorkerReport::Call& call = worker.pending.front();
     return fmt::format("it has waited for '{}' on {} for {}", call.name, call.peer, age_of(call.seconds));
   }
+  if (future != nullptr) return fmt::format("it has waited for a future for {}", age_of(future->seconds));
   return "it is in its own code, outside all calls and operations";
 }
 
@@ -53,9 +69,11 @@ class Suspects {
     check_operations();
     // After a time-out, a worker of a cycle or an operation may have ended because of it.
     for (const WorkerReport& worker : workers_) check_gone(worker);
+    check_hosts();
     check_pipelines();
     for (const WorkerReport& worker : workers_) check_backward(worker);
     for (const WorkerReport& worker : workers_) check_sink(worker);
+    if (texts_.empty()) check_futures();
     return std::move(texts_);
   }
 
@@ -63,8 +81,8 @@ class Suspects {
   void check_stopped(const WorkerReport& worker) {
     const std::string who = describe_worker_of(worker);
     if (worker.process_state == 'T') {
-      texts_.push_back(
-          fmt::format("{} is stopped by a signal; to continue it: kill -CONT {}", who, worker.process));
+      texts_.push_back(fmt::format("{} is stopped by a signal; to continue it{}: kill -CONT {}", who,
+                                   worker.node < 0 ? "" : " there", worker.process));
     } else if (worker.process_state == 't') {
       texts_.push_back(fmt::format("{} is stopped by a debugger", who));
     } else {
@@ -75,7 +93,7 @@ class Suspects {
 
   void check_gone(const WorkerReport& worker) {
     const std::string who = describe_worker_of(worker);
-    if (worker.process_state == 'T' || worker.process_state == 't') return;
+    if (worker.process_state == 'T' || worker.process_state == 't' || !worker.trouble.empty()) return;
     if (worker.process_state == 'Z' || worker.process_state == 'X') {
       texts_.push_back(fmt::format("{} has died", who));
     } else if (!worker.answers) {
@@ -85,6 +103,23 @@ class Suspects {
                       who, worker.process_state, worker.process));
     }
     if (!worker.answers) blamed_.insert(worker.name);
+  }
+
+  /// Hosts whose launchers did not answer.
+  void check_hosts() {
+    std::map<int, std::vector<int>> ranks;  // by node
+    std::map<int, const WorkerReport*> first;
+    for (const WorkerReport& worker : workers_) {
+      if (!worker.host_silent) continue;
+      ranks[worker.node].push_back(worker.rank);
+      first.emplace(worker.node, &worker);
+      blamed_.insert(worker.name);
+    }
+    for (const auto& [node, worker] : first) {
+      texts_.push_back(fmt::format("nothing is known of {} with rank{} {}: {}",
+                                   name_of_host(node, worker->host), ranks[node].size() == 1 ? "" : "s",
+                                   format_ranks(ranks[node]), worker->trouble));
+    }
   }
 
   /// The oldest call from one worker to another that has waited long enough.
@@ -150,7 +185,7 @@ class Suspects {
     for (const WorkerReport& worker : workers_) {
       std::map<std::pair<std::string, int>, const WorkerReport::Operation*> oldest;
       for (const WorkerReport::Operation& operation : worker.open) {
-        if (operation.kind != "collective" && operation.kind != "wait") continue;
+        if (!is_of_group(worker, operation)) continue;
         // A rank of a group waits in one operation at a time; other waits are told apart by their names.
         const std::string key = operation.part >= 0 ? operation.kind : operation.name;
         const WorkerReport::Operation*& first = oldest[{key, operation.part}];
@@ -187,7 +222,7 @@ class Suspects {
       missing = true;
       blamed_.insert(worker.name);
       text += fmt::format("; rank {} is not in it: {}{}", worker.rank,
-                          worker.answers ? occupation(worker) : "it does not answer",
+                          worker.answers ? occupation(worker) : describe_silence(worker),
                           last_operation(worker, gathering.group));
     }
     texts_.push_back(text + judgement_of(gathering, missing));
@@ -233,7 +268,7 @@ class Suspects {
                              operation->id, age_of(operation->seconds));
       } else if (!is_waiting) {
         works += fmt::format("; rank {}: {}", worker.rank,
-                             worker.answers ? occupation(worker) : "it does not answer");
+                             worker.answers ? occupation(worker) : describe_silence(worker));
       }
     }
     if (waits.empty()) return;
@@ -262,6 +297,20 @@ class Suspects {
         fmt::format("the backward pass of rank {} has lasted {}{}; a FAST pass needs a gradient for every "
                     "tensor that was sent",
                     root.rank, age_of(open->seconds), text));
+  }
+
+  /// Waits for futures that nothing explains.
+  void check_futures() {
+    for (const WorkerReport& worker : workers_) {
+      const auto wait = std::ranges::find_if(worker.open, [this](const WorkerReport::Operation& operation) {
+        return is_future_wait(operation) && operation.seconds >= least_;
+      });
+      if (wait == worker.open.end()) continue;
+      texts_.push_back(fmt::format(
+          "rank {} has waited for a future for {}; no call or operation of the job that waits, too, "
+          "explains it: the program sets this future",
+          worker.rank, age_of(wait->seconds)));
+    }
   }
 
   /// A worker that others wait for and that waits for none.
@@ -297,15 +346,21 @@ class Suspects {
 };
 
 void format_worker(const WorkerReport& worker, std::string& text) {
-  text += fmt::format("\nrank {}  {}  pid {}  state {}\n", worker.rank, worker.name, worker.process,
-                      worker.process_state);
+  const std::string host = worker.node < 0 ? "" : "  " + name_of_host(worker.node, worker.host);
+  if (!worker.trouble.empty()) {
+    text += fmt::format("\nrank {}  {}{}\n  {}\n", worker.rank, worker.name, host, worker.trouble);
+    return;
+  }
+  text += fmt::format("\nrank {}  {}  pid {}  state {}{}\n", worker.rank, worker.name, worker.process,
+                      worker.process_state, host);
   if (!worker.answers) {
     text += "  no answer\n";
     return;
   }
   for (const WorkerReport::Operation& operation : worker.open) {
-    text += fmt::format("  {:<10} {:>9}  {}  number {}\n", operation.kind, age_of(operation.seconds),
-                        operation.name, operation.id);
+    const std::string number = is_future_wait(operation) ? "" : fmt::format("  number {}", operation.id);
+    text += fmt::format("  {:<10} {:>9}  {}{}\n", operation.kind, age_of(operation.seconds), operation.name,
+                        number);
   }
   for (const WorkerReport::Operation& operation : worker.ended) {
     text += fmt::format("  {:<10} {:>9}  {}  number {}\n", "ended", age_of(operation.seconds) + " ago",

@@ -145,6 +145,45 @@ TEST(Diagnosis, NamesTheTensorsWithoutGradientOfABackwardPass) {
                     Not(HasSubstr("another pass"))));
 }
 
+TEST(Diagnosis, ShowsAWaitForAFutureOnlyIfNothingElseExplainsIt) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1)};
+  workers[0].open = {{"wait", "wait for a future", 12, 0}};
+  ASSERT_EQ(find_suspects(workers).size(), 1u);
+  EXPECT_THAT(find_suspects(workers)[0], HasSubstr("rank 0 has waited for a future for 12.0 s"));
+  EXPECT_THAT(format_diagnosis(workers), HasSubstr("  wait          12.0 s  wait for a future\n"));
+  workers[1].open = {{"wait", "wait for a future", 12, 0}};
+  EXPECT_EQ(find_suspects(workers).size(), 2u) << "no operation of all ranks";
+  workers[0].pending = {{"f", "worker1", "train.cpp:3", 12}};
+  ASSERT_EQ(find_suspects(workers).size(), 1u);
+  EXPECT_THAT(find_suspects(workers)[0], AllOf(HasSubstr("'f' on rank 1"), HasSubstr("train.cpp:3")));
+}
+
+TEST(Diagnosis, NamesWhatAMissingRankDoesBesidesItsWaitForAFuture) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1)};
+  workers[0].open = {{"collective", "barrier", 12, 3}};
+  workers[1].open = {{"user", "augment", 13, 0}, {"wait", "wait for a future", 12, 0}};
+  EXPECT_THAT(find_suspects(workers).at(0),
+              HasSubstr("rank 1 is not in it: it has been in 'augment' for 13.0 s"));
+  workers[1].open.erase(workers[1].open.begin());
+  EXPECT_THAT(find_suspects(workers).at(0),
+              HasSubstr("rank 1 is not in it: it has waited for a future for 12.0 s"));
+}
+
+TEST(Diagnosis, ComparesOperationsOnDevicesAndNotTheirAnnouncements) {
+  const int group = group_number(std::vector<int>{0, 1, 2});
+  std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2)};
+  for (WorkerReport& one : workers) one.world = 3;
+  workers[0].open = {{"wait", "all_reduce(Float [4], sum)", 3, 7, group},
+                     {"wait", "all_gather(Byte [104])", 2.9, 5, group}};
+  workers[2].open = {{"wait", "all_gather(Byte [104])", 2.8, 5, group},
+                     {"wait", "all_reduce(Float [4], sum)", 2.7, 7, group}};
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("ranks 0,2 are in 'all_reduce(Float [4], sum)' number 7"),
+                    HasSubstr("rank 1 is not in it"), Not(HasSubstr("Byte")), Not(HasSubstr("differ"))));
+}
+
 TEST(Diagnosis, IgnoresShortWaits) {
   std::vector<WorkerReport> workers = {worker(0), worker(1)};
   workers[0].pending = {{"f", "worker1", "", 0.5}};

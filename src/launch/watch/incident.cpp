@@ -43,6 +43,8 @@ WorkerReport& report_of(int rank, const std::string& prefix, std::vector<WorkerR
 /// The process worked when the operation timed out, even if it has ended since.
 void count_as_alive(WorkerReport& worker) {
   worker.answers = true;
+  worker.trouble.clear();
+  worker.host_silent = false;
   if (worker.process_state == 'X' || worker.process_state == 'Z') worker.process_state = '?';
 }
 
@@ -71,7 +73,8 @@ void add_handler(int rank, const TimeoutNotice& notice, const std::string& prefi
   if (!at) return;
   WorkerReport& caller = workers[*at];
   // A process that does not answer although it has not ended may be the cause.
-  const bool ended = caller.process == 0 || caller.process_state == 'X' || caller.process_state == 'Z';
+  const bool gone = caller.process == 0 && !caller.host_silent;
+  const bool ended = gone || caller.process_state == 'X' || caller.process_state == 'Z';
   if (!caller.answers && ended) count_as_alive(caller);
   add_call({notice.name, callee.name, "", notice.seconds, true}, caller.pending);
 }
@@ -96,6 +99,10 @@ std::string describe_notice(int rank, const TimeoutNotice& notice) {
 
 std::string Incident::headline() const {
   return notices.empty() ? "" : describe_notice(notices.front().first, notices.front().second);
+}
+
+std::string Incident::place() const {
+  return page.empty() || page_host.empty() ? page : fmt::format("{} on {}", page, page_host);
 }
 
 void add_timed_out(const Incident& incident, const std::string& prefix, std::vector<WorkerReport>& workers) {

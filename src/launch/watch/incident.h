@@ -13,9 +13,12 @@ struct Incident {
   std::vector<std::pair<int, TimeoutNotice>> notices;  ///< with the rank that reported it
   std::string page;                                    ///< path of the file with the page; empty: none
   std::string suspect;                                 ///< the most likely cause; may be empty
+  std::string page_host = {};                          ///< host of the page, if that is another one
 
   /// Returns "rank 0: 'all_reduce' number 17 timed out after 30.0 s", for the first one.
   std::string headline() const;
+  /// Returns the path of the page, with its host if that is another one; empty if there is no page.
+  std::string place() const;
 };
 
 /// Returns "rank 0: 'all_reduce' number 17 timed out after 30.0 s; it waited for …".

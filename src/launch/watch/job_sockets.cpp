@@ -6,12 +6,15 @@
 #include <fcntl.h>
 #include <filesystem>
 #include <fmt/format.h>
+#include <optional>
 #include <sys/file.h>
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
 
 #include "core/api/descriptor.h"
+#include "launch/watch/host_report.h"
+#include "launch/watch/local_request.h"
 #include "launch/watch/state_questions.h"
 
 namespace torchspan::launch {
@@ -43,6 +46,20 @@ std::vector<std::string> running_jobs(const rendezvous::Environment& environment
   return jobs;
 }
 
+/// Asks the launcher of this host for the workers of the other hosts; nullopt if it does not answer.
+std::optional<JobReport> ask_launcher(Executor& executor, const std::string& socket) {
+  constexpr Duration kLimit = std::chrono::seconds(6);  // it waits for the other hosts
+  LocalRequest request(socket, "/hosts");
+  const auto poller = executor.make_poller();
+  const Deadline until = executor.deadline_in(kLimit);
+  if (!request.over()) poller->add(request.descriptor(), 0, false);
+  while (!request.over() && !until.passed(executor.now())) {
+    std::array<Poller::Event, 1> events;
+    if (poller->wait(events, until) > 0) request.read();
+  }
+  return decode_job_report(request.body());
+}
+
 }  // namespace
 
 std::string find_job(const std::string& job, const rendezvous::Environment& environment) {
@@ -58,7 +75,9 @@ std::string find_job(const std::string& job, const rendezvous::Environment& envi
   throw_invalid(fmt::format("several jobs run here; name one of: {}", names));
 }
 
-std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& folder, Duration timeout) {
+std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& folder, Duration timeout,
+                                      const std::atomic<bool>* stopping) {
+  constexpr Duration kLook = std::chrono::milliseconds(50);
   const auto poller = executor.make_poller();
   StateQuestions questions(*poller, 0);
   if (questions.ask(folder, "/state") == 0) {
@@ -66,12 +85,33 @@ std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& fol
         "no worker of the job in '{}' can be asked: workers can be seen once they have joined", folder));
   }
   const Deadline until = executor.deadline_in(timeout);
-  while (questions.waiting() && !until.passed(executor.now())) {
+  while (questions.waiting() && !until.passed(executor.now()) && (stopping == nullptr || !*stopping)) {
     std::array<Poller::Event, 64> events;
-    const std::size_t count = poller->wait(events, until);
+    const Deadline next = stopping == nullptr ? until : earlier(until, executor.deadline_in(kLook));
+    const std::size_t count = poller->wait(events, next);
     for (std::size_t i = 0; i < count; ++i) questions.handle(events[i]);
   }
   return questions.reports();
+}
+
+std::string launcher_socket(const std::string& folder) { return folder + "/run/hosts"; }
+
+JobState ask_job(Executor& executor, const std::string& folder, Duration timeout) {
+  std::error_code ignored;
+  const std::string socket = launcher_socket(folder);
+  if (!std::filesystem::exists(socket, ignored)) return {ask_workers(executor, folder, timeout), ""};
+  const auto job = ask_launcher(executor, socket);
+  constexpr const char* kSilent =
+      "the launcher of this host does not answer, so the workers of other hosts are not shown";
+  std::vector<WorkerReport> mine;
+  try {
+    mine = ask_workers(executor, folder, timeout);
+  } catch (const Error& error) {
+    if (!job) throw Error(error.kind(), fmt::format("{}; {}", error.message(), kSilent));
+    if (error.kind() != ErrorKind::kInvalid) throw;  // else no worker of this host has joined
+  }
+  if (!job) return {std::move(mine), kSilent};
+  return {merge_hosts(std::move(mine), *job), ""};
 }
 
 }  // namespace torchspan::launch

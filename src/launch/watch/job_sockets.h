@@ -1,4 +1,5 @@
 #pragma once
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -13,8 +14,22 @@ namespace torchspan::launch {
 /// the only one. Throws Error{kInvalid} that lists the jobs.
 std::string find_job(const std::string& job, const rendezvous::Environment& environment);
 
-/// Asks all workers of a job for their state, by rank; those that do not answer within `timeout` are marked. Throws
-/// Error{kInvalid} if the job has no worker that can be asked.
-std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& folder, Duration timeout);
+/// Asks all workers of a job on this host for their state, by rank; those that do not answer within `timeout`, or before
+/// `stopping` becomes true, are marked. Throws Error{kInvalid} if there is no worker that can be asked.
+std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& folder, Duration timeout,
+                                      const std::atomic<bool>* stopping = nullptr);
+
+/// The path of the socket at which the launcher of a job on several hosts answers; `folder`: the job's.
+std::string launcher_socket(const std::string& folder);
+
+/// The workers of all hosts of a job, by rank.
+struct JobState {
+  std::vector<WorkerReport> workers;
+  std::string note;  ///< why workers of other hosts are missing; empty: none are
+};
+
+/// Asks the workers of this host, and the launcher of this host for those of the other hosts. Throws Error{kInvalid} if
+/// neither can be asked.
+JobState ask_job(Executor& executor, const std::string& folder, Duration timeout);
 
 }  // namespace torchspan::launch

@@ -6,7 +6,7 @@
 
 #include <torchspan/detail/core/executor.h>
 
-#include "core/api/descriptor.h"
+#include "launch/watch/local_request.h"
 #include "launch/watch/worker_report.h"
 
 namespace torchspan::launch {
@@ -33,15 +33,10 @@ class StateQuestions {
 
  private:
   struct Question {
-    Descriptor socket;
-    std::string answer = {};
-    std::int64_t process = 0;
-    bool over = false;   ///< nothing more is read
+    LocalRequest request;
     bool asked = false;  ///< by the last ask()
   };
 
-  static Question begin(const std::string& socket_path, const std::string& path);
-  static void read_answer(Question& question);
   static WorkerReport report_of(int rank, const Question& question);
 
   Poller& poller_;

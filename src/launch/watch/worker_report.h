@@ -33,6 +33,9 @@ struct WorkerReport {
   int world = 0;  ///< workers of the job; 0: unknown
   std::string name;
   std::string host;
+  int node = -1;             ///< node rank of its host; -1: the job runs on one host
+  std::string trouble = {};  ///< why nothing is known about it
+  bool host_silent = false;  ///< because the launcher of its host did not answer
   std::int64_t process = 0;
   char process_state = '?';  ///< of /proc: R, S, D, T (stopped), t (traced), Z
   bool answers = true;
@@ -40,12 +43,22 @@ struct WorkerReport {
   double processor_seconds = 0;
   std::uint64_t resident_bytes = 0;
   std::uint64_t calls_sent = 0;
+  std::uint64_t queued = 0;      ///< calls that wait for a thread
+  std::uint64_t references = 0;  ///< values here that other workers reference
+  std::map<int, std::uint64_t>
+      received;                  ///< bytes of calls and replies in the last second, by rank of the sender
   std::vector<Operation> open;   ///< oldest first
   std::vector<Operation> ended;  ///< the last one of each group; `seconds` since its end
   std::vector<Call> pending, serving;
   std::vector<Pass> passes;
   std::map<char, int> threads;  ///< number by state
 };
+
+/// Whether a thread waits for a future: nothing says which ranks it waits for.
+bool is_future_wait(const WorkerReport::Operation& operation);
+/// Whether all ranks of a group take part in the operation. The announcement of an operation on devices is left out if
+/// the worker lists the operation itself.
+bool is_of_group(const WorkerReport& worker, const WorkerReport::Operation& operation);
 
 /// Decodes a worker's answer. Unknown and missing fields are skipped; throws Error{kInvalid} for text that is not
 /// such an answer.

@@ -9,6 +9,12 @@
 namespace torchspan::rendezvous {
 namespace {
 
+/// Whether the last holder of `rank` said goodbye.
+bool has_left(const Roster& roster, int rank) {
+  const Roster::Worker* worker = roster.find(rank);
+  return worker != nullptr && !worker->connection && !worker->died;
+}
+
 /// Why a connection ended, in terms of the worker and not of its socket.
 std::string text_of(const Error& reason) {
   if (reason.kind() != ErrorKind::kDisconnected) return reason.message();
@@ -71,7 +77,7 @@ void Store::on_register(ConnectionId connection, Register message, TimePoint now
   if (roster_.rank_of(connection) || waits) throw Error(ErrorKind::kInvalid, "a client registered twice");
   if (const auto reason = rejection_reason(message)) {
     if (reason->kind() == ErrorKind::kUnsupported) rejection_ = reason->message();
-    refuse(connection, *reason);
+    refuse(connection, *reason, /*passing=*/message.job != options_.job && has_left(roster_, 0));
     return;
   }
   if (message.member.host_id != options_.host_id) heartbeats_.watch(connection, now);
@@ -164,19 +170,15 @@ std::optional<Error> Store::rejection_reason(const Register& message) const {
 }
 
 std::optional<Error> Store::retry_reason(const Register& message) const {
-  const auto left = [&](int rank) {
-    const Worker* worker = roster_.find(rank);
-    return worker != nullptr && !worker->connection && !worker->died;
-  };
   const int rank = message.member.rank;
-  if (left(0)) {
+  if (has_left(roster_, 0)) {
     return Error(ErrorKind::kDisconnected,
                  fmt::format("{} has left, and the world ends with it: {} can no longer join; start the job "
                              "again",
                              describe(roster_.at(0).member()), message.member.name));
   }
   // The members of a fixed world leave it together, so such a worker belongs to the next world.
-  if (is_open() || !left(rank) || reason_in_a_complete_world(message)) return std::nullopt;
+  if (is_open() || !has_left(roster_, rank) || reason_in_a_complete_world(message)) return std::nullopt;
   return Error(ErrorKind::kDisconnected,
                fmt::format("{} has left, and this world is ending: {} can join the next one only",
                            describe(roster_.at(rank).member()), message.member.name));

@@ -4,6 +4,8 @@
 
 #include <torchspan/detail/rpc/extension.h>
 
+#include "core/api/listed_wait.h"
+
 namespace torchspan::rpc {
 namespace {
 
@@ -45,7 +47,7 @@ void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline
       }
     }
   }
-  pool_.wait(parker, done, deadline);
+  wait_listed(runtime_->spans, done, deadline, [&](Deadline until) { pool_.wait(parker, done, until); });
 }
 
 UniqueFunction<void()> Host::bind(UniqueFunction<void()> continuation) {

@@ -95,11 +95,12 @@ function context(canvas, height) {
   return [pen, width];
 }
 
-// Round steps of an axis.
-function ticks(from, to, most) {
+// Round steps of an axis; `binary`: of bytes.
+function ticks(from, to, most, binary) {
   const rough = (to - from) / Math.max(most, 1);
   if (!(rough > 0)) return [from];
-  const power = 10 ** Math.floor(Math.log10(rough));
+  const unit = binary ? 1024 ** Math.max(0, Math.floor(Math.log2(rough) / 10)) : 1;
+  const power = unit * 10 ** Math.floor(Math.log10(rough / unit));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
   const list = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) list.push(at);

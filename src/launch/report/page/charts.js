@@ -19,7 +19,7 @@ function lineChart(node, lines, options) {
     const [pen, width] = context(canvas, height), [px, py] = place(width);
     pen.font = '12px system-ui, sans-serif';
     pen.textBaseline = 'middle';
-    for (const y of ticks(low, high, 4)) {
+    for (const y of ticks(low, high, 4, options.binary)) {
       pen.fillStyle = theme('--line');
       pen.fillRect(pad.left, py(y), width - pad.left - pad.right, 1);
       pen.fillStyle = theme('--soft');
@@ -27,7 +27,7 @@ function lineChart(node, lines, options) {
       pen.fillText(options.y(y), pad.left - 6, py(y));
     }
     pen.textAlign = 'center';
-    for (const x of ticks(left, right, (width - pad.left) / 90)) if (px(x) < width - 16) pen.fillText(options.x(x), px(x), height - 10);
+    for (const x of ticks(left, right, (width - pad.left) / 90)) if (px(x) + pen.measureText(options.x(x)).width / 2 <= width) pen.fillText(options.x(x), px(x), height - 10);
     for (const line of lines) {
       pen.strokeStyle = pen.fillStyle = line.color;
       pen.lineWidth = 1.75;

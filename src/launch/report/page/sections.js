@@ -68,7 +68,7 @@ function showBuckets() {
 function showPipeline() {
   const pipeline = data.pipeline;
   if (!pipeline) return;
-  const node = section('pipeline', 'Pipeline', `Step ${pipeline.shown}, which has the median length of ${count(pipeline.steps)} steps. Over all steps, workers are idle ${(100 * pipeline.idle).toFixed(1)} % of the time. Numbers are micro-batches; hatched time is idle.`);
+  const node = section('pipeline', 'Pipeline', `Step ${pipeline.shown}, which has the median length of ${count(pipeline.steps)} steps${pipeline.left_out ? ` with a backward; ${count(pipeline.left_out)} steps without one are left out` : ''}. Over these steps, workers are idle ${(100 * pipeline.idle).toFixed(1)} % of the time. Numbers are micro-batches; hatched time is idle.`);
   const pattern = svg('pattern', { id: 'idle', width: 6, height: 6, patternUnits: 'userSpaceOnUse', patternTransform: 'rotate(45)' }, svg('rect', { width: 6, height: 6, fill: 'var(--track)' }), svg('rect', { width: 1.5, height: 6, fill: 'var(--hatch)' }));
   node.append(svg('svg', { width: 0, height: 0 }, svg('defs', {}, pattern)));
   const length = Math.max(pipeline.measured.length, pipeline.simulated ? pipeline.simulated.length : 0);
@@ -132,7 +132,7 @@ function showMemory() {
   const lines = data.memory.filter((worker) => worker.points.length > 1).slice(0, 8).map((worker, i) => ({ name: `rank ${worker.rank}`, color: lineColors[i], points: worker.points }));
   if (!lines.length) return;
   const node = section('memory', 'Memory', 'Resident memory of each process.');
-  lineChart(node, lines, { label: 'Resident memory over time', x: (x) => time(x), y: bytes, zero: true });
+  lineChart(node, lines, { label: 'Resident memory over time', x: (x) => time(x), y: bytes, zero: true, binary: true });
 }
 
 function showWorkers() {

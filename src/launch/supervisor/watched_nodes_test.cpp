@@ -1,0 +1,188 @@
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+
+#include "launch/commands/watch_command.h"
+#include "launch/supervisor/nodes_fixture.h"
+#include "launch/watch/job_sockets.h"
+
+namespace torchspan::launch::watched_nodes_test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+/// Reports a time-out as a worker does. A shell can write to descriptors below 10 only.
+const std::string kNotice =
+    "exec 9>/proc/self/fd/$TORCHSPAN_PROGRESS_FD; "
+    R"(echo 'torchspan-timeout 1 {"kind":"collective","name":"barrier","id":9,"seconds":5}' >&9; )";
+
+/// Two launchers of one job without restarts, on loopback, with two workers each.
+class WatchedNodes : public NodesOnLoopback {
+ protected:
+  void start_alone(const std::string& script) { start_both(script, 0); }
+  std::vector<std::string> pages() const {
+    std::vector<std::string> all;
+    for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
+      const std::string name = entry.path().filename().string();
+      if (name.starts_with("torchspan-stacks-")) all.push_back(file(name));
+    }
+    return all;
+  }
+  /// The folder of the running job whose launcher is this one's child.
+  std::string job_folder(int node) const {
+    for (const auto& entry : std::filesystem::directory_iterator(folder_ + "/node" + std::to_string(node))) {
+      const std::string path = entry.path().string();
+      if (entry.path().filename().string().starts_with("torchspan.") &&
+          std::filesystem::exists(launcher_socket(path)))
+        return path;
+    }
+    return "";
+  }
+  /// As start_both(), with a folder for temporary files for each launcher.
+  void start_apart(const std::string& script, int restarts = 0) {
+    for (int rank = 0; rank < kNodes; ++rank) {
+      JobOptions job = node(rank, script, restarts);
+      job.environment["TMPDIR"] = folder_ + "/node" + std::to_string(rank);
+      std::filesystem::create_directory(job.environment["TMPDIR"]);
+      start(job);
+    }
+    close_own_end();
+    const Deadline until = executor_->deadline_in(seconds(60));
+    while (job_folder(0).empty() || job_folder(1).empty()) {
+      ASSERT_FALSE(until.passed(executor_->now())) << errors_of(0) << errors_of(1);
+      executor_->sleep(milliseconds(5));
+    }
+  }
+  std::string stacks(int node) const {
+    WatchOptions options;
+    options.job = job_folder(node);
+    return show_stacks(*executor_, options, {});
+  }
+};
+
+TEST_F(WatchedNodes, StartTheirWorkersWhenTheLaunchersHaveMet) {
+  start_alone("echo $MASTER_PORT >> $FOLDER/stores; exit 0");
+  for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 0) << errors_of(rank);
+  EXPECT_EQ(lines("stores"), std::vector<std::string>(4, std::to_string(port_)))
+      << "where the launchers have met";
+}
+
+TEST_F(WatchedNodes, EndEachByItself) {
+  start_alone(
+      "if [ $RANK = 3 ]; then exit 7; fi; if [ $RANK -lt 2 ]; then sleep 1; exit 0; fi; exec sleep 60");
+  EXPECT_EQ(code(0), 0) << errors_of(0);
+  EXPECT_EQ(code(1), 7) << errors_of(1);
+}
+
+TEST_F(WatchedNodes, WriteOnePageAboutTheWorkersOfBoth) {
+  // All ranks but one time out at the same time.
+  start_alone(
+      "echo $RANK >> $FOLDER/ran; while [ $(wc -l < $FOLDER/ran) -lt 4 ]; do sleep 0.01; done; if [ $RANK != "
+      "3 ]; then " +
+      kNotice + "fi; sleep 1; exit 3");
+  for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 3) << errors_of(rank);
+  const auto all = pages();
+  ASSERT_EQ(all.size(), 1u) << errors_of(0) << errors_of(1);
+  for (const int rank : {0, 1, 2}) {
+    EXPECT_THAT(all[0],
+                HasSubstr("rank " + std::to_string(rank) + ": 'barrier' number 9 timed out after 5.0 s\n"));
+  }
+  EXPECT_THAT(all[0], AllOf(HasSubstr("\nrank 0  worker0"), HasSubstr("\nrank 3  worker3  host 1 (")));
+  for (int rank = 0; rank < kNodes; ++rank) {
+    EXPECT_THAT(errors_of(rank), HasSubstr("    all workers: " + folder_));
+  }
+  EXPECT_NE(errors_of(0).find(".txt on host 1 (") == std::string::npos,
+            errors_of(1).find(".txt on host 0 (") == std::string::npos)
+      << "the other one names its host" << errors_of(0) << errors_of(1);
+}
+
+TEST_F(WatchedNodes, WriteAPageIfTheOtherLauncherIsStopped) {
+  start_both(
+      "if [ $RANK = 3 ]; then echo $RANK >> $FOLDER/ran; fi; if [ $RANK = 0 ]; then while [ ! -e $FOLDER/go "
+      "]; do sleep "
+      "0.01; done; " +
+          kNotice + "exit 3; fi; exec sleep 60",
+      0);
+  wait_for_lines_of("ran", 1);
+  kill(launchers_[1], SIGSTOP);
+  std::ofstream(folder_ + "/go") << "go";
+  const TimePoint began = executor_->now();
+  EXPECT_EQ(code(0), 3) << errors_of(0);
+  EXPECT_LT(executor_->now() - began, seconds(20)) << "the end of the job waits for the page only";
+  kill(launchers_[1], SIGCONT);
+  const auto all = pages();
+  ASSERT_EQ(all.size(), 1u) << errors_of(0);
+  EXPECT_THAT(
+      all[0],
+      AllOf(HasSubstr("nothing is known of host 1 with ranks 2,3: its launcher did not answer within"),
+            HasSubstr("\nrank 3  worker3  host 1\n")));
+}
+
+/// Workers that run until a file is there. Shells do not join a world; the launchers know them all the same.
+const std::string kWaitForEnd = "echo $RANK >> $FOLDER/ran; while [ ! -e $FOLDER/end ]; do sleep 0.05; done";
+
+TEST_F(WatchedNodes, AreShownByStacksOnEitherHost) {
+  start_apart(kWaitForEnd);
+  wait_for_lines_of("ran", 4);
+  for (int node = 0; node < kNodes; ++node) {
+    const std::string page = stacks(node);
+    for (int rank = 0; rank < 4; ++rank) {
+      EXPECT_THAT(page, HasSubstr(fmt::format("\nrank {0}  worker{0}  host {1} (", rank, rank / 2)));
+    }
+    EXPECT_THAT(page, Not(HasSubstr("nothing is known of host")));
+  }
+  kill(launchers_[1], SIGKILL);
+  EXPECT_EQ(code(1), -1);
+  EXPECT_THAT(stacks(0), HasSubstr("nothing is known of host 1 with ranks 2,3: its launcher has ended"));
+  std::ofstream(folder_ + "/end") << "end";
+  EXPECT_EQ(code(0), 0) << errors_of(0);
+}
+
+TEST_F(WatchedNodes, AreShownByStacksWithRestarts) {
+  start_apart(kWaitForEnd, 1);
+  wait_for_lines_of("ran", 4);
+  EXPECT_THAT(stacks(1),
+              AllOf(HasSubstr("\nrank 0  worker0  host 0 ("), HasSubstr("\nrank 3  worker3  host 1 (")));
+  std::ofstream(folder_ + "/end") << "end";
+  for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 0) << errors_of(rank);
+}
+
+TEST_F(WatchedNodes, SayThatTheOwnLauncherDoesNotAnswer) {
+  start_apart(kWaitForEnd);
+  wait_for_lines_of("ran", 4);
+  kill(launchers_[0], SIGSTOP);
+  try {
+    ADD_FAILURE() << stacks(0);  // shells do not join, so nothing is left to show
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("the launcher of this host does not answer"));
+  }
+  kill(launchers_[0], SIGCONT);
+  std::ofstream(folder_ + "/end") << "end";
+  for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 0) << errors_of(rank);
+}
+
+TEST_F(WatchedNodes, SayWhichHostDoesNotStart) {
+  for (const int present : {0, 1}) {
+    JobOptions job = node(present, "exit 0", 0);
+    job.environment["TORCHSPAN_JOIN_TIMEOUT"] = "1";
+    start(job);
+    EXPECT_EQ(code(present), 2) << errors_of(present);
+    EXPECT_THAT(errors_of(present),
+                present == 0 ? HasSubstr("did not join within 1 s: 1") : HasSubstr("host 0"));
+  }
+}
+
+TEST_F(WatchedNodes, RejectDifferentOptions) {
+  start(node(0, "exit 0", 0));
+  start(node(1, "exit 0", 4));
+  for (int rank = 0; rank < kNodes; ++rank) {
+    EXPECT_EQ(code(rank), 2) << errors_of(rank);
+    EXPECT_THAT(errors_of(rank), AllOf(HasSubstr("--max-restarts 0"), HasSubstr("--max-restarts 4")));
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::launch::watched_nodes_test

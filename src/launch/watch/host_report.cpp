@@ -1,0 +1,254 @@
+#include "launch/watch/host_report.h"
+
+#include <algorithm>
+#include <cctype>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::launch {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::size_t kMostEntries = 256;    ///< of each list of a worker
+constexpr std::size_t kMostReported = 4096;  ///< workers of a host
+constexpr std::size_t kMostNotices = 200;
+constexpr std::size_t kMostCharacters = 512;
+constexpr int kMostNode = 1 << 20;
+
+std::string shorten(const std::string& text) { return text.substr(0, kMostCharacters); }
+
+template <class List, class Encode>
+Json encode_list(const List& list, std::size_t most, const Encode& encode) {
+  Json encoded = Json::array();
+  for (const auto& entry : list) {
+    if (encoded.size() == most) break;
+    encoded.push_back(encode(entry));
+  }
+  return encoded;
+}
+
+Json encode_operations(const std::vector<WorkerReport::Operation>& operations) {
+  return encode_list(operations, kMostEntries, [](const WorkerReport::Operation& operation) {
+    return Json{{"kind", shorten(operation.kind)},
+                {"name", shorten(operation.name)},
+                {"seconds", operation.seconds},
+                {"id", operation.id},
+                {"part", operation.part}};
+  });
+}
+
+Json encode_calls(const std::vector<WorkerReport::Call>& calls, const char* peer) {
+  return encode_list(calls, kMostEntries, [peer](const WorkerReport::Call& call) {
+    return Json{{"call", shorten(call.name)},
+                {peer, shorten(call.peer)},
+                {"site", shorten(call.site)},
+                {"seconds", call.seconds},
+                {"begun", call.begun}};
+  });
+}
+
+Json encode_passes(const std::vector<WorkerReport::Pass>& passes) {
+  return encode_list(passes, kMostEntries, [](const WorkerReport::Pass& pass) {
+    return Json{
+        {"id", pass.id},
+        {"busy", pass.busy},
+        {"waits", encode_list(pass.waits, kMostEntries, [](const auto& text) { return shorten(text); })}};
+  });
+}
+
+/// As the worker itself answers, with what its launcher knows about the process.
+Json encode_worker(const WorkerReport& worker) {
+  Json threads = Json::array();
+  for (const auto& [state, count] : worker.threads) {
+    for (int i = 0; i < count && threads.size() < kMostEntries; ++i) {
+      threads.push_back({{"state", std::string(1, state)}});
+    }
+  }
+  Json traffic = Json::array();
+  for (const auto& [from, bytes] : worker.received) {
+    if (traffic.size() < kMostEntries) traffic.push_back({{"from", from}, {"bytes", bytes}});
+  }
+  return {{"rank", worker.rank},
+          {"world", worker.world},
+          {"worker", shorten(worker.name)},
+          {"process", worker.process},
+          {"process_state", std::string(1, worker.process_state)},
+          {"answers", worker.answers},
+          {"seconds", worker.seconds},
+          {"processor_seconds", worker.processor_seconds},
+          {"resident_bytes", worker.resident_bytes},
+          {"open", encode_operations(worker.open)},
+          {"ended", encode_operations(worker.ended)},
+          {"threads", std::move(threads)},
+          {"traffic", std::move(traffic)},
+          {"calls",
+           {{"pending", encode_calls(worker.pending, "to")},
+            {"serving", encode_calls(worker.serving, "from")},
+            {"passes", encode_passes(worker.passes)},
+            {"queued", worker.queued},
+            {"references", {{"owned", worker.references}}},
+            {"sent", worker.calls_sent}}}};
+}
+
+Json encode_host(const HostReport& report) {
+  return {{"node", report.node},
+          {"host", shorten(report.host)},
+          {"trouble", shorten(report.trouble)},
+          {"page", report.page},
+          {"written", report.written},
+          {"workers", encode_list(report.workers, kMostReported, encode_worker)},
+          {"notices", encode_list(report.notices, kMostNotices, [](const auto& notice) {
+             return Json{{"rank", notice.first}, {"line", encode_timeout(notice.second)}};
+           })}};
+}
+
+std::optional<int> number_in(const Json& object, const char* name, int most) {
+  const auto found = object.find(name);
+  if (found == object.end() || !found->is_number_unsigned()) return std::nullopt;
+  const auto number = found->get<std::uint64_t>();
+  return number <= static_cast<std::uint64_t>(most) ? std::optional(static_cast<int>(number)) : std::nullopt;
+}
+
+std::optional<std::string> text_in(const Json& object, const char* name) {
+  const auto found = object.find(name);
+  if (found == object.end() || !found->is_string()) return std::nullopt;
+  return found->get<std::string>();
+}
+
+const Json* list_in(const Json& object, const char* name) {
+  const auto found = object.find(name);
+  return found != object.end() && found->is_array() ? &*found : nullptr;
+}
+
+std::optional<WorkerReport> decode_worker(const Json& object) {
+  if (!object.is_object() || !number_in(object, "rank", kMostNode)) return std::nullopt;
+  const auto state = text_in(object, "process_state");
+  const auto answers = object.find("answers");
+  if (!state || state->size() != 1 || answers == object.end() || !answers->is_boolean()) return std::nullopt;
+  WorkerReport worker = decode_worker_report(object.dump(-1, ' ', false, Json::error_handler_t::replace));
+  worker.process_state = std::isalpha(static_cast<unsigned char>(state->front())) != 0 ? state->front() : '?';
+  worker.answers = answers->get<bool>();
+  return worker;
+}
+
+bool decode_workers(const Json& list, HostReport& report) {
+  for (const Json& object : list) {
+    auto worker = decode_worker(object);
+    if (!worker) return false;
+    report.workers.push_back(std::move(*worker));
+  }
+  std::ranges::sort(report.workers, {}, &WorkerReport::rank);
+  return std::ranges::adjacent_find(report.workers, {}, &WorkerReport::rank) == report.workers.end();
+}
+
+bool decode_notices(const Json& list, HostReport& report) {
+  for (const Json& object : list) {
+    if (!object.is_object()) return false;
+    const auto rank = number_in(object, "rank", kMostNode);
+    const auto line = text_in(object, "line");
+    const auto notice = line ? decode_timeout(*line) : std::nullopt;
+    if (!rank || !notice) return false;
+    report.notices.emplace_back(*rank, *notice);
+  }
+  return true;
+}
+
+std::optional<HostReport> decode_host(const Json& object) {
+  if (!object.is_object()) return std::nullopt;
+  const auto node = number_in(object, "node", kMostNode);
+  const auto host = text_in(object, "host"), trouble = text_in(object, "trouble"),
+             page = text_in(object, "page");
+  const Json* workers = list_in(object, "workers");
+  const Json* notices = list_in(object, "notices");
+  const auto written = object.find("written");
+  if (!node || !host || !trouble || !page || workers == nullptr || notices == nullptr) return std::nullopt;
+  if (written == object.end() || !written->is_boolean()) return std::nullopt;
+  if (workers->size() > kMostReported || notices->size() > kMostNotices) return std::nullopt;
+  HostReport report{.node = *node, .host = *host, .trouble = *trouble, .workers = {}, .page = *page};
+  report.written = written->get<bool>();
+  if (!decode_workers(*workers, report) || !decode_notices(*notices, report)) return std::nullopt;
+  return report;
+}
+
+std::string text_of(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
+
+/// A worker that could not be asked.
+WorkerReport absent_worker(int rank, const JobReport& job, const HostReport& host) {
+  WorkerReport worker;
+  worker.rank = rank;
+  worker.name = fmt::format("{}{}", job.prefix, rank);
+  worker.node = host.node;
+  worker.host = host.host;
+  worker.answers = false;
+  worker.trouble =
+      host.trouble.empty() ? "no process to ask: it has ended, or has not joined yet" : host.trouble;
+  worker.host_silent = !host.trouble.empty();
+  return worker;
+}
+
+}  // namespace
+
+std::string encode_host_report(const HostReport& report) { return text_of(encode_host(report)); }
+
+std::optional<HostReport> decode_host_report(std::string_view text) {
+  return decode_host(Json::parse(text, nullptr, false));
+}
+
+std::string encode_job_report(const JobReport& report) {
+  return text_of({{"node", report.node},
+                  {"host", shorten(report.host)},
+                  {"workers", report.workers},
+                  {"prefix", shorten(report.prefix)},
+                  {"others", encode_list(report.others, kMostNode, encode_host)}});
+}
+
+std::optional<JobReport> decode_job_report(std::string_view text) {
+  const Json object = Json::parse(text, nullptr, false);
+  if (!object.is_object()) return std::nullopt;
+  const auto node = number_in(object, "node", kMostNode),
+             workers = number_in(object, "workers", kMostReported);
+  const auto host = text_in(object, "host"), prefix = text_in(object, "prefix");
+  const Json* others = list_in(object, "others");
+  if (!node || !workers || *workers == 0 || !host || !prefix || others == nullptr) return std::nullopt;
+  JobReport report{.node = *node, .host = *host, .workers = *workers, .prefix = *prefix, .others = {}};
+  for (const Json& other : *others) {
+    auto decoded = decode_host(other);
+    if (!decoded) return std::nullopt;
+    report.others.push_back(std::move(*decoded));
+  }
+  return report;
+}
+
+std::string name_of_host(int node, const std::string& host) {
+  return host.empty() ? fmt::format("host {}", node) : fmt::format("host {} ({})", node, host);
+}
+
+std::vector<WorkerReport> merge_hosts(std::vector<WorkerReport> mine, const JobReport& job) {
+  HostReport here{.node = job.node, .host = job.host, .trouble = "", .workers = std::move(mine)};
+  std::vector<const HostReport*> hosts{&here};
+  for (const HostReport& other : job.others) hosts.push_back(&other);
+  std::vector<WorkerReport> all;
+  std::set<int> reported;
+  for (const HostReport* host : hosts) {
+    for (const WorkerReport& worker : host->workers) {
+      if (worker.rank / job.workers != host->node || !reported.insert(worker.rank).second) continue;
+      all.push_back(worker);
+      all.back().node = host->node;
+      all.back().host = host->host;
+      if (!worker.answers) all.back().name = fmt::format("{}{}", job.prefix, worker.rank);
+    }
+  }
+  for (const HostReport* host : hosts) {
+    for (int rank = host->node * job.workers; rank < (host->node + 1) * job.workers; ++rank) {
+      if (reported.insert(rank).second) all.push_back(absent_worker(rank, job, *host));
+    }
+  }
+  std::ranges::sort(all, {}, &WorkerReport::rank);
+  return all;
+}
+
+}  // namespace torchspan::launch
