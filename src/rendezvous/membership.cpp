@@ -192,23 +192,31 @@ class Membership::Impl {
                             std::vector<int> ranks, const Wait& wait) {
     const TimePoint began = runtime_.executor.now();
     try {
-      check_ranks(ranks);
-      check_name(tag, "the tag");
-      if (mine.size() > kMostGatherBytes) {
-        throw Error(ErrorKind::kInvalid,
-                    fmt::format("{} bytes are more than the {} that a worker may contribute", mine.size(),
-                                kMostGatherBytes));
-      }
+      check_round(tag, mine, ranks);
       refuse_in_callbacks();
-      if (!client_) {
-        if (left_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
-        return {Bytes(mine.begin(), mine.end())};
-      }
-      return client_->gather(tag, mine, std::move(ranks), wait);
+      if (!client_) return {Bytes(mine.begin(), mine.end())};
+      return client_->rounds().gather(client_->contribution(tag, mine, std::move(ranks), wait.until), wait);
     } catch (const Error& error) {
       throw Error(error)
           .with_call(fmt::format("{} '{}'", what, tag))
           .with_elapsed(runtime_.executor.now() - began);
+    }
+  }
+
+  void gather_async(const std::string& tag, BytesView mine, std::vector<int> ranks, Deadline deadline,
+                    GatherCallback done) {
+    const std::string call = fmt::format("all_gather '{}'", tag);
+    try {
+      check_round(tag, mine, ranks);
+      if (!client_) return done({Bytes(mine.begin(), mine.end())}, std::nullopt);
+      client_->rounds().gather_async(
+          client_->contribution(tag, mine, std::move(ranks), deadline),
+          [call, done = std::move(done)](std::vector<Bytes> all, std::optional<Error> failure) {
+            if (failure) failure = Error(*failure).with_call(call);
+            done(std::move(all), std::move(failure));
+          });
+    } catch (const Error& error) {
+      throw Error(error).with_call(call);
     }
   }
 
@@ -317,6 +325,17 @@ class Membership::Impl {
     }
   }
 
+  void check_round(const std::string& tag, BytesView mine, std::vector<int>& ranks) const {
+    check_ranks(ranks);
+    check_name(tag, "the tag");
+    if (mine.size() > kMostGatherBytes) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("{} bytes are more than the {} that a worker may contribute", mine.size(),
+                              kMostGatherBytes));
+    }
+    if (!client_ && left_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
+  }
+
   void refuse_in_callbacks() const {
     if (!client_ || !client_->is_callback_thread()) return;
     throw Error(ErrorKind::kInvalid,
@@ -377,6 +396,11 @@ std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesVie
 std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesView mine,
                                                 std::vector<int> ranks, Wait wait) {
   return impl_->gather("all_gather", tag, mine, std::move(ranks), wait);
+}
+
+void Membership::all_gather_bytes_async(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                                        Deadline deadline, GatherCallback done) {
+  impl_->gather_async(tag, mine, std::move(ranks), deadline, std::move(done));
 }
 
 Membership::Listening Membership::listen(const std::string& use, net::Handler& handler) const {

@@ -16,6 +16,8 @@ std::string silence_of_the_store(Duration silence) {
   return silence_text(silence) + "; the other workers consider this one dead";
 }
 
+Error has_left() { return {ErrorKind::kCancelled, "this worker has left the world"}; }
+
 }  // namespace
 
 Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipOptions options, Member self)
@@ -25,6 +27,7 @@ Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipO
       began_(runtime.executor.now()),
       join_until_(runtime.executor.deadline_in(options_.timeout)),
       backoff_(kFirstBackoff),
+      rounds_(runtime, options_.store_address, [this](const Bytes& message) { send_to_store(message); }),
       verdict_(runtime.executor.make_parker()),
       farewell_(runtime.executor.make_parker()),
       transport_(transports(self_.name + ".membership", *this)) {
@@ -47,19 +50,12 @@ void Client::add_handlers() {
     if (message.passing) return lose_store(reason);  // and registers again
     decide(reason);
   });
-  messages_.on<Gathered>([this](Gathered message) {
-    finish_slot(message.call, [&](Slot& slot) { slot.bytes = std::move(message.bytes); });
-  });
-  messages_.on<RoundFailed>([this](RoundFailed message) {
-    finish_slot(message.call, [&](Slot& slot) { slot.error.emplace(message.kind, message.text); });
-  });
-  messages_.on<Missing>([this](Missing message) {
-    MutexLock lock(mutex_);
-    const auto found = slots_.find(message.call);
-    if (found == slots_.end()) return;
-    found->second->missing = std::move(message.ranks);
-    found->second->parker->unpark();
-  });
+  messages_.on<Gathered>(
+      [this](Gathered message) { rounds_.complete(message.call, std::move(message.bytes)); });
+  messages_.on<RoundFailed>(
+      [this](RoundFailed message) { rounds_.fail(message.call, Error(message.kind, message.text)); });
+  messages_.on<Missing>(
+      [this](Missing message) { rounds_.set_missing(message.call, known_members(message.ranks)); });
   messages_.on<Farewell>([this](Farewell) {
     {
       MutexLock lock(mutex_);
@@ -74,13 +70,8 @@ void Client::add_handlers() {
   messages_.on<Ping>([this](Ping message) {
     const TimePoint now = runtime_.executor.now();
     patience_ = message.dead_after;
-    std::shared_ptr<net::Channel> channel;
-    {
-      MutexLock lock(mutex_);
-      channel = channel_;
-    }
     try {
-      if (channel) channel->send(encode_message(Pong{message.sent, now, runtime_.executor.now()}), {});
+      send_to_store(encode_message(Pong{message.sent, now, runtime_.executor.now()}));
     } catch (const Error& error) {
       runtime_.log.debug(fmt::format("no sign of life could be sent to the store: {}", error.message()));
     }
@@ -242,11 +233,13 @@ void Client::lose_store(const Error& reason, bool silent) {
 }
 
 void Client::end_part(const Error& reason) {
+  std::optional<Error> later;
   {
     MutexLock lock(mutex_);
     if (!store_gone_) store_gone_ = reason;
-    cancel_slots(reason);
+    later = leaving_ ? has_left() : *store_gone_;
   }
+  rounds_.cancel(reason, *later);
   forget_listeners();
 }
 
@@ -311,8 +304,8 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
                                       ? fmt::format("the store closed, since {} left the world", server)
                                       : fmt::format("{} died, and the store with it: {}", server, cause)));
     store_gone_ = gone;
-    cancel_slots(*gone);
   }
+  rounds_.cancel(*gone, *gone);
   if (options_.rank == 0) return;
   note_end(0, gone);
   if (held_for_dead) note_own_death(*gone);
@@ -332,6 +325,39 @@ std::vector<Member> Client::members() const {
   return members;
 }
 
+std::vector<Member> Client::known_members(const std::vector<int>& ranks) const {
+  std::vector<Member> members;
+  MutexLock lock(mutex_);
+  for (const int rank : ranks) {
+    if (const auto known = known_.find(rank); known != known_.end()) members.push_back(known->second.member);
+  }
+  return members;
+}
+
+Contribute Client::contribution(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                                Deadline deadline) const {
+  Contribute message;
+  message.tag = tag;
+  message.ranks = std::move(ranks);
+  message.timeout = deadline.left(runtime_.executor.now());
+  message.bytes.assign(mine.begin(), mine.end());
+  MutexLock lock(mutex_);
+  for (const int rank : message.ranks) {
+    const auto found = known_.find(rank);
+    message.incarnations.push_back(found == known_.end() ? 0 : found->second.member.incarnation);
+  }
+  return message;
+}
+
+void Client::send_to_store(const Bytes& message) {
+  std::shared_ptr<net::Channel> channel;
+  {
+    MutexLock lock(mutex_);
+    channel = channel_;
+  }
+  if (channel) channel->send(message, {});
+}
+
 int Client::world_size() const {
   MutexLock lock(mutex_);
   return static_cast<int>(known_.size());
@@ -343,10 +369,10 @@ void Client::end_with(const Bytes& last_lines, const Error& for_waiters, Deadlin
     MutexLock lock(mutex_);
     if (leaving_) return;
     leaving_ = true;
-    cancel_slots(for_waiters);
     channel = channel_;
     left_ = channel == nullptr;
   }
+  rounds_.cancel(for_waiters, has_left());
   forget_listeners();
   try {
     if (channel) channel->send(last_lines, {});

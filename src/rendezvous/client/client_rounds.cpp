@@ -1,6 +1,6 @@
-#include <fmt/format.h>
+#include "rendezvous/client/client_rounds.h"
 
-#include "rendezvous/client/client.h"
+#include <fmt/format.h>
 
 namespace torchspan::rendezvous {
 
@@ -9,66 +9,49 @@ Deadline with_grace(Deadline deadline) {
   return deadline.is_never() ? deadline : Deadline(deadline.at() + kVerdictGrace);
 }
 
-void Client::cancel_slots(const Error& reason) {
-  for (auto& [call, slot] : slots_) {
-    slot->done = true;
-    slot->error = reason;
-    slot->parker->unpark();
-  }
-  slots_.clear();
-}
+ClientRounds::ClientRounds(Runtime& runtime, std::string store_address, Send send)
+    : runtime_(runtime), store_address_(std::move(store_address)), send_(std::move(send)) {}
 
-void Client::finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill) {
-  MutexLock lock(mutex_);
-  const auto found = slots_.find(call);
-  if (found == slots_.end()) return;  // its caller has ended the wait
-  const auto slot = std::move(found->second);
-  slots_.erase(found);
-  fill(*slot);
-  slot->done = true;
-  slot->parker->unpark();
-}
-
-std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                                  const Membership::Wait& wait) {
+std::vector<Bytes> ClientRounds::gather(Contribute message, const Membership::Wait& wait) {
   const auto slot = std::make_shared<Slot>();
   slot->parker = runtime_.executor.make_parker();
-  Contribute message;
-  message.tag = tag;
-  message.ranks = std::move(ranks);
-  message.timeout = wait.until.left(runtime_.executor.now());
-  message.bytes.assign(mine.begin(), mine.end());
-  std::shared_ptr<net::Channel> channel;
-  {
-    MutexLock lock(mutex_);
-    if (leaving_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
-    if (store_gone_) throw Error(*store_gone_);
-    message.call = next_call_++;
-    number(message);
-    slots_[message.call] = slot;
-    channel = channel_;
-  }
-  const auto forget = [&] {
-    MutexLock lock(mutex_);
-    slots_.erase(message.call);
-  };
+  const std::uint64_t call = contribute(std::move(message), slot);
   try {
-    if (channel) channel->send(encode_message(message), {});
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kDisconnected) {
-      forget();
-      throw;
-    }  // else on_store_gone() ends the wait with the reason
-  }
-  try {
-    return wait_for(message.call, *slot, wait);
+    return wait_for(call, *slot, wait);
   } catch (...) {
-    forget();
+    forget(call);
     throw;
   }
 }
 
-std::vector<Bytes> Client::wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait) {
+void ClientRounds::gather_async(Contribute message, Membership::GatherCallback done) {
+  const auto slot = std::make_shared<Slot>();
+  slot->callback = std::move(done);
+  contribute(std::move(message), slot);
+}
+
+std::uint64_t ClientRounds::contribute(Contribute message, const std::shared_ptr<Slot>& slot) {
+  {
+    MutexLock lock(mutex_);
+    if (cancelled_) throw Error(*cancelled_);
+    message.call = next_call_++;
+    Counter& counter = counters_[{message.tag, message.ranks}];
+    if (counter.incarnations != message.incarnations) counter = {message.incarnations, 0};
+    message.round = counter.next++;
+    slots_[message.call] = slot;
+  }
+  try {
+    send_(encode_message(message));
+  } catch (const Error& error) {
+    // If the connection broke, cancel() ends the call with the reason.
+    if (error.kind() == ErrorKind::kDisconnected) return message.call;
+    forget(message.call);
+    throw;
+  }
+  return message.call;
+}
+
+std::vector<Bytes> ClientRounds::wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait) {
   const Executor& executor = runtime_.executor;
   const Deadline until = with_grace(wait.until);
   const bool reports = wait.report && wait.every > Duration::zero();
@@ -82,10 +65,7 @@ std::vector<Bytes> Client::wait_for(std::uint64_t call, Slot& slot, const Member
         if (slot.error) throw Error(*slot.error);
         return std::move(slot.bytes);
       }
-      for (const int rank : std::exchange(slot.missing, std::nullopt).value_or(std::vector<int>())) {
-        if (const auto known = known_.find(rank); known != known_.end())
-          missing.push_back(known->second.member);
-      }
+      missing = std::exchange(slot.missing, std::nullopt).value_or(std::vector<Member>());
     }
     if (!missing.empty()) wait.report(missing);
     if (until.passed(executor.now())) break;
@@ -93,31 +73,78 @@ std::vector<Bytes> Client::wait_for(std::uint64_t call, Slot& slot, const Member
     ask_at = executor.deadline_in(wait.every);
     ask_missing(call);
   }
-  throw Error(ErrorKind::kTimedOut, fmt::format("the store at {} does not answer", options_.store_address));
+  throw Error(ErrorKind::kTimedOut, fmt::format("the store at {} does not answer", store_address_));
 }
 
-void Client::ask_missing(std::uint64_t call) {
-  std::shared_ptr<net::Channel> channel;
-  {
-    MutexLock lock(mutex_);
-    channel = channel_;
-  }
+void ClientRounds::ask_missing(std::uint64_t call) {
   try {
-    if (channel) channel->send(encode_message(AskMissing{call}), {});
-  } catch (const Error& error) {  // on_store_gone() ends the wait, or the next turn repeats the request
+    send_(encode_message(AskMissing{call}));
+  } catch (const Error& error) {  // cancel() ends the wait, or the next turn repeats the request
     runtime_.log.debug(
         fmt::format("the store could not be asked which ranks are missing: {}", error.message()));
   }
 }
 
-void Client::number(Contribute& message) {
-  for (const int rank : message.ranks) {
-    const auto found = known_.find(rank);
-    message.incarnations.push_back(found == known_.end() ? 0 : found->second.member.incarnation);
+void ClientRounds::forget(std::uint64_t call) {
+  MutexLock lock(mutex_);
+  slots_.erase(call);
+}
+
+void ClientRounds::complete(std::uint64_t call, std::vector<Bytes> all) {
+  finish(call, [&](Slot& slot) { slot.bytes = std::move(all); });
+}
+
+void ClientRounds::fail(std::uint64_t call, const Error& reason) {
+  finish(call, [&](Slot& slot) { slot.error = reason; });
+}
+
+void ClientRounds::finish(std::uint64_t call, const std::function<void(Slot&)>& fill) {
+  std::shared_ptr<Slot> slot;
+  {
+    MutexLock lock(mutex_);
+    const auto found = slots_.find(call);
+    if (found == slots_.end()) return;
+    slot = std::move(found->second);
+    slots_.erase(found);
+    fill(*slot);
+    slot->done = true;
+    if (slot->parker) slot->parker->unpark();
   }
-  RoundCounter& counter = rounds_[{message.tag, message.ranks}];
-  if (counter.incarnations != message.incarnations) counter = {message.incarnations, 0};
-  message.round = counter.next++;
+  if (slot->callback) call_back(*slot);
+}
+
+void ClientRounds::call_back(Slot& slot) const {
+  try {
+    slot.callback(std::move(slot.bytes), std::move(slot.error));
+  } catch (...) {
+    runtime_.log.error(fmt::format("the callback of a gather threw: {}",
+                                   torchspan::describe(std::current_exception()).text));
+  }
+}
+
+void ClientRounds::set_missing(std::uint64_t call, std::vector<Member> missing) {
+  MutexLock lock(mutex_);
+  const auto found = slots_.find(call);
+  if (found == slots_.end() || !found->second->parker) return;
+  found->second->missing = std::move(missing);
+  found->second->parker->unpark();
+}
+
+void ClientRounds::cancel(const Error& reason, const Error& later) {
+  std::map<std::uint64_t, std::shared_ptr<Slot>> ended;
+  {
+    MutexLock lock(mutex_);
+    cancelled_ = later;
+    ended.swap(slots_);
+    for (const auto& [call, slot] : ended) {
+      slot->done = true;
+      slot->error = reason;
+      if (slot->parker) slot->parker->unpark();
+    }
+  }
+  for (const auto& [call, slot] : ended) {
+    if (slot->callback) call_back(*slot);
+  }
 }
 
 }  // namespace torchspan::rendezvous
