@@ -132,7 +132,6 @@ Group::Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& r
 }
 
 int Group::rank() const { return backend_->rank(); }
-int Group::size() const { return backend_->size(); }
 const std::vector<int>& Group::ranks() const { return backend_->ranks(); }
 
 Group Group::split(int color, int key) const {
@@ -334,10 +333,15 @@ Future<std::vector<at::Tensor>> all_gather_into_tensor_coalesced(const Group& gr
 
 namespace {
 
-void check_message(const Group& group, const char* call, const at::Tensor& tensor, int peer, int tag) {
+void check_message(const Group& group, const char* call, const at::Tensor& tensor, int tag) {
   check_tensor(*group.backend(), call, tensor);
-  check_rank(call == std::string_view("send") ? "the receiver" : "the sender", peer, group.size());
   check(tag >= 0, fmt::format("the tag of {} is {}; it must be 0 or more", call, tag));
+}
+
+void check_peer(const Group& group, const char* call, const char* what, int peer) {
+  check(peer >= 0 && peer < group.size(),
+        fmt::format("{} is {}, but the ranks of this group are 0 to {}{}", what, peer, group.size() - 1,
+                    call == std::string_view("recv") ? "; to receive from any rank, pass kAnySource" : ""));
   check(peer != group.rank(),
         fmt::format("{} with rank {} as the other rank, which is this one: copy the tensor instead", call,
                     peer));
@@ -356,15 +360,24 @@ void check_has_messages(const std::shared_ptr<PointToPoint>& messages, const Bac
 }  // namespace
 
 Future<at::Tensor> Group::send(at::Tensor tensor, int to, int tag) const {
-  check_message(*this, "send", tensor, to, tag);
+  check_message(*this, "send", tensor, tag);
+  check_peer(*this, "send", "the receiver", to);
   check_has_messages(messages_, *backend_, "send");
   return logged(log_, "send", logged_bytes(tensor), [&] { return messages_->send(tensor, to, tag); });
 }
 
 Future<at::Tensor> Group::recv(at::Tensor tensor, int from, int tag) const {
-  check_message(*this, "recv", tensor, from, tag);
+  check_message(*this, "recv", tensor, tag);
+  check_peer(*this, "recv", "the sender", from);
   check_has_messages(messages_, *backend_, "recv");
   return logged(log_, "recv", logged_bytes(tensor), [&] { return messages_->recv(tensor, from, tag); });
+}
+
+Future<ReceivedMessage> Group::recv(at::Tensor tensor, AnySource, int tag) const {
+  check_message(*this, "recv", tensor, tag);
+  check(size() > 1, "recv from any rank in a group of one rank, to which no other rank can send");
+  check_has_messages(messages_, *backend_, "recv");
+  return logged(log_, "recv", logged_bytes(tensor), [&] { return messages_->recv_from_any(tensor, tag); });
 }
 
 std::vector<Bytes> Group::all_gather_bytes(BytesView mine, Duration timeout) const {

@@ -217,7 +217,7 @@ class Membership::Impl {
                             std::vector<int> ranks, const Wait& wait) {
     return in_round(what, tag, mine, ranks, [&]() -> std::vector<Bytes> {
       if (!client_) return {Bytes(mine.begin(), mine.end())};
-      return client_->gather(tag, mine, std::move(ranks), wait);
+      return client_->rounds().gather(client_->contribution(tag, mine, std::move(ranks), wait.until), wait);
     });
   }
 
@@ -228,11 +228,32 @@ class Membership::Impl {
         throw Error(ErrorKind::kInvalid,
                     fmt::format("there are {} counts; expected 1 to {}", counts.size(), kMostCounts));
       }
-      if (client_) return client_->sum(tag, std::move(counts), note, std::move(ranks), wait);
+      if (client_) {
+        Contribute message = client_->contribution(tag, note, std::move(ranks), wait.until);
+        message.counts = std::move(counts);
+        return client_->rounds().sum(std::move(message), wait);
+      }
       CountSums sums{.counts = std::move(counts), .notes = {}, .noted = note.empty() ? 0U : 1U};
       if (!note.empty()) sums.notes.push_back({self_.rank, Bytes(note.begin(), note.end())});
       return sums;
     });
+  }
+
+  void gather_async(const std::string& tag, BytesView mine, std::vector<int> ranks, Deadline deadline,
+                    GatherCallback done) {
+    const std::string call = fmt::format("all_gather '{}'", tag);
+    try {
+      check_round(tag, mine, ranks);
+      if (!client_) return done({Bytes(mine.begin(), mine.end())}, std::nullopt);
+      client_->rounds().gather_async(
+          client_->contribution(tag, mine, std::move(ranks), deadline),
+          [call, done = std::move(done)](std::vector<Bytes> all, std::optional<Error> failure) {
+            if (failure) failure = Error(*failure).with_call(call);
+            done(std::move(all), std::move(failure));
+          });
+    } catch (const Error& error) {
+      throw Error(error).with_call(call);
+    }
   }
 
   Listening listen(const std::string& use, net::Handler& handler) const {
@@ -316,15 +337,8 @@ class Membership::Impl {
                                        std::vector<int>& ranks, Round round) {
     const TimePoint began = runtime_.executor.now();
     try {
-      check_ranks(ranks);
-      check_name(tag, "the tag");
-      if (mine.size() > kMostGatherBytes) {
-        throw Error(ErrorKind::kInvalid,
-                    fmt::format("{} bytes are more than the {} that a worker may contribute", mine.size(),
-                                kMostGatherBytes));
-      }
+      check_round(tag, mine, ranks);
       refuse_in_callbacks();
-      if (!client_ && left_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
       return round();
     } catch (const Error& error) {
       throw Error(error)
@@ -368,6 +382,17 @@ class Membership::Impl {
           ErrorKind::kInvalid,
           fmt::format("this worker (rank {}) is not among the ranks {} that take part", self_.rank, ranks));
     }
+  }
+
+  void check_round(const std::string& tag, BytesView mine, std::vector<int>& ranks) const {
+    check_ranks(ranks);
+    check_name(tag, "the tag");
+    if (mine.size() > kMostGatherBytes) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("{} bytes are more than the {} that a worker may contribute", mine.size(),
+                              kMostGatherBytes));
+    }
+    if (!client_ && left_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
   }
 
   void refuse_in_callbacks() const {
@@ -435,6 +460,11 @@ std::vector<Bytes> Membership::all_gather_bytes(const std::string& tag, BytesVie
 CountSums Membership::sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
                           std::vector<int> ranks, const Wait& wait) {
   return impl_->sum(tag, std::move(counts), note, std::move(ranks), wait);
+}
+
+void Membership::all_gather_bytes_async(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                                        Deadline deadline, GatherCallback done) {
+  impl_->gather_async(tag, mine, std::move(ranks), deadline, std::move(done));
 }
 
 Membership::Listening Membership::listen(const std::string& use, net::Handler& handler) const {

@@ -65,6 +65,18 @@ void missing_rank() {
   group.all_reduce(sum).wait();
 }
 
+/// Rank 0 waits for a message from any rank; no other rank sends one.
+void missing_message() {
+  Session session = Session(WorkerOptions::from_env());
+  const collective::Group group = session.group({.timeout = kLimit});
+  if (session.rank() == 0) {
+    group.recv(at::zeros({3}), collective::kAnySource, 4).wait();
+  } else {
+    const Span span(session, session.rank() == 1 ? "augment" : "evaluate");
+    session.runtime().executor.sleep(kForever);
+  }
+}
+
 /// Rank 0 waits for a handler that waits for rank 0. The handler's call times out first, which ends both.
 void mutual_calls() {
   Session session(WorkerOptions::from_env(), functions());
@@ -157,6 +169,19 @@ TEST_F(StuckJobs, NameTheRankThatIsMissingInACollective) {
                     HasSubstr("rank 1  worker1"), HasSubstr("rank 2  worker2")));
 }
 
+TEST_F(StuckJobs, NameWhatAllRanksDoFromWhichAMessageMayCome) {
+  const std::string output = run(3, "missing_message");
+  EXPECT_THAT(
+      output,
+      AllOf(HasSubstr("'recv(Float [3] from any rank, tag 4)' number 0 timed out after"),
+            HasSubstr("it waited for none of worker1"),
+            HasSubstr("first suspect: rank 0 has waited in 'recv(Float [3] from any rank, tag 4)'"),
+            HasSubstr("rank 1: it has been in 'augment'"), HasSubstr("rank 2: it has been in 'evaluate'")));
+  const auto all = pages();
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_THAT(all[0], HasSubstr("message"));
+}
+
 TEST_F(StuckJobs, NameCallsThatWaitForEachOther) {
   const std::string output = run(2, "mutual_calls");
   EXPECT_THAT(
@@ -217,6 +242,7 @@ TEST_F(StuckJobs, ShowTheStragglerOnATerminal) {
 int main(int argc, char** argv) {
   return torchspan::testing::cluster_main(argc, argv,
                                           {{"missing_rank", torchspan::missing_rank},
+                                           {"missing_message", torchspan::missing_message},
                                            {"mutual_calls", torchspan::mutual_calls},
                                            {"stopped_process", torchspan::stopped_process},
                                            {"slow_rank", torchspan::slow_rank}});

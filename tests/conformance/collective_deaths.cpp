@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include "tests/conformance/collective_every_operation.h"
 #include "tests/conformance/collective_process.h"
 
 namespace torchspan::testing::collective_deaths {
@@ -68,6 +69,44 @@ void dies_between_messages(const GroupOptions& options) {
       }
     });
     expect_error(ErrorKind::kDisconnected, {"worker1"}, [&] { group.barrier(); });
+    wait_for_other_survivor(group, executor);
+  });
+}
+
+/// Dies while the others wait for a message from any rank, which each of them could still send.
+void dies_while_others_receive(const GroupOptions& options) {
+  with_group(options, [](Group& group, Executor& executor) {
+    if (group.rank() == kVictim) {
+      for (const int peer : {0, 2}) group.send(at::ones({100}), peer).wait();
+      kill(getpid(), SIGKILL);
+    }
+    require(group.recv(at::zeros({100}), kAnySource).wait().source == kVictim, "the victim's message");
+    expect_error(ErrorKind::kDisconnected, {"worker1", "rank 1", "recv(Float [300000] from any rank, tag 0)"},
+                 [&] { static_cast<void>(group.recv(at::zeros({300000}), kAnySource).wait()); });
+    expect_error(ErrorKind::kDisconnected, {"worker1"},
+                 [&] { static_cast<void>(group.recv(at::zeros({1}), kAnySource).wait()); });
+    expect_error(ErrorKind::kDisconnected, {"worker1"}, [&] { group.barrier(); });
+    wait_for_other_survivor(group, executor);
+  });
+}
+
+/// Is killed from outside, at a random time, while it sends to receivers from any rank.
+void dies_at_any_time_between_messages(const GroupOptions& options) {
+  with_group(options, [](Group& group, Executor& executor) {
+    if (group.rank() == kVictim) std::ofstream(folder_of_run() + "/ready") << "now";
+    expect_error(ErrorKind::kDisconnected, {"worker1 (rank 1, pid"}, [&] {
+      for (;;) {
+        std::vector<Future<at::Tensor>> sent;
+        std::vector<Future<ReceivedMessage>> received;
+        for (int other = 0; other < 3; ++other) {
+          if (other == group.rank()) continue;
+          sent.push_back(group.send(at::ones({300000}), other));
+          received.push_back(group.recv(at::zeros({300000}), kAnySource));
+        }
+        for (const auto& message : received) static_cast<void>(message.wait());
+        for (const auto& message : sent) message.wait();
+      }
+    });
     wait_for_other_survivor(group, executor);
   });
 }
@@ -148,6 +187,16 @@ TEST(CollectiveDeaths, ARankThatDiedIsNamedByMessages) {
   expect_survivors("dies_between_messages_of_network");
 }
 
+TEST(CollectiveDeaths, ARankThatDiedIsNamedByReceivesFromAnyRank) {
+  expect_survivors("dies_while_others_receive");
+  expect_survivors("dies_while_others_receive_of_network");
+}
+
+TEST(CollectiveDeaths, ARankMayDieAtAnyTimeWhileItSendsToReceivesFromAnyRank) {
+  expect_survivors_at_any_time("dies_at_any_time_between_messages", 3);
+  expect_survivors_at_any_time("dies_at_any_time_between_messages_of_network", 3);
+}
+
 TEST(CollectiveDeaths, ARankMayDieWhileItSendsOverTheNetwork) {
   expect_survivors_at_any_time("dies_at_any_time_of_network", 3);
 }
@@ -215,11 +264,16 @@ int main(int argc, char** argv) {
       {"dies_at_any_time_of_cuda_ipc", [&] { dies_at_any_time(ipc); }},
       {"dies_between_messages", [] { dies_between_messages(shared_memory()); }},
       {"dies_between_messages_of_network", [&] { dies_between_messages(network); }},
+      {"dies_while_others_receive", [] { dies_while_others_receive(shared_memory()); }},
+      {"dies_while_others_receive_of_network", [&] { dies_while_others_receive(network); }},
+      {"dies_at_any_time_between_messages", [] { dies_at_any_time_between_messages(shared_memory()); }},
+      {"dies_at_any_time_between_messages_of_network", [&] { dies_at_any_time_between_messages(network); }},
       {"dies_between_calls", [] { dies_between_calls(shared_memory()); }},
       {"dies_between_calls_of_gloo", [&] { dies_between_calls(gloo); }},
       {"dies_at_any_time", [] { dies_at_any_time(shared_memory()); }},
       {"dies_at_any_time_of_gloo", [&] { dies_at_any_time(gloo); }},
       {"stops", stops}};
   scenarios.merge(phase_scenarios());
+  scenarios.merge(every_operation_scenarios());
   return cluster_main(argc, argv, scenarios);
 }

@@ -20,9 +20,8 @@ inline collective::GroupOptions shared_memory() {
   return {.backend = collective::BackendKind::kSharedMemory, .timeout = std::chrono::seconds(60)};
 }
 
-/// Joins the world that the environment describes, and makes a group of all ranks.
-inline void with_group(collective::GroupOptions options,
-                       const std::function<void(collective::Group&, Executor&)>& body) {
+/// Joins the world that the environment describes, on the host TEST_HOST if that is set.
+inline void with_world(const std::function<void(Runtime&, rendezvous::Membership&)>& body) {
   const auto executor = make_executor();
   const auto environment = rendezvous::read_environment(rendezvous::process_environment());
   Runtime runtime(*executor, environment.name);
@@ -33,10 +32,19 @@ inline void with_group(collective::GroupOptions options,
   join.store_address = environment.store_address();
   join.address = "unix:/none";
   join.job = environment.job;
+  if (const char* host = std::getenv("TEST_HOST")) join.host_id = host;
   const auto world = rendezvous::Membership::join(
       runtime, rendezvous::stream_transports(*executor, rendezvous::load_secret(environment)), join);
-  collective::Group group = make_group_of_suite(runtime, *world, std::move(options));
-  body(group, *executor);
+  body(runtime, *world);
+}
+
+/// The same with a group of all ranks.
+inline void with_group(const collective::GroupOptions& options,
+                       const std::function<void(collective::Group&, Executor&)>& body) {
+  with_world([&](Runtime& runtime, rendezvous::Membership& world) {
+    collective::Group group = make_group_of_suite(runtime, world, options);
+    body(group, runtime.executor);
+  });
 }
 
 /// The error that every surviving rank must see.

@@ -1,13 +1,11 @@
 // Groups over their own connections on the simulated network: every seed determines a whole run.
+#include "tests/conformance/collective_simulated.h"
+
 #include <cmath>
 #include <cstdio>
 #include <gmock/gmock.h>
 
 #include <ATen/ATen.h>
-
-#include "rendezvous/simulated_world.h"
-#include "tests/conformance/collective_oracle.h"
-#include "torchspan/collective/group.h"
 
 namespace torchspan::testing::collective_simulated {
 namespace {
@@ -20,24 +18,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::HasSubstr;
 
-class SimulatedGroups : public ::testing::Test {
- protected:
-  using Body = std::function<void(Group&, Membership&)>;
-
-  /// Runs `body` with a group of all ranks, on each.
-  void run(SimulatedWorld& world, Duration timeout, const Body& body) {
-    world.run([&](int rank) {
-      Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
-      const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
-      {
-        Group group =
-            Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = timeout});
-        body(group, *membership);
-      }
-      membership->leave(world.in(seconds(30)));
-    });
-  }
-};
+class SimulatedGroups : public SimulatedGroupsSuite {};
 
 /// One step of a random program, which all ranks derive from the same numbers.
 struct Step {
@@ -260,85 +241,6 @@ TEST_F(SimulatedGroups, ARankWhoseDataStopArrivingIsLate) {
       if (group.rank() == 0) world.network().unblock();
     });
     EXPECT_EQ(failed, 3);
-  }
-}
-
-/// What `from` sends to `to` as its message `number`.
-at::Tensor message_of(int from, int to, int number) {
-  const std::array<std::int64_t, 4> lengths{3, 9000, 0, 300000};
-  return at::full({lengths[static_cast<std::size_t>(from + to + number) % lengths.size()]},
-                  from * 10000 + to * 100 + number, at::kLong);
-}
-
-TEST_F(SimulatedGroups, MessagesBetweenAllPairsArriveInEveryOrderOfEvents) {
-  for (const int ranks : {2, 3, 5}) {
-    for (std::uint64_t seed = 1; seed <= 4; ++seed) {
-      SCOPED_TRACE(::testing::Message() << ranks << " ranks, seed " << seed);
-      SimulatedWorld world(seed, ranks, {.jitter = milliseconds(2)});
-      run(world, seconds(60), [&](Group& group, Membership&) {
-        const int rank = group.rank();
-        std::vector<Future<at::Tensor>> pending;
-        std::vector<std::pair<at::Tensor, at::Tensor>> received;
-        std::vector<Future<at::Tensor>> sums;  // each rank calls it at another time
-        for (int number = 0; number < 6; ++number) {
-          for (int step = 1; step < ranks; ++step) {
-            const int to = (rank + step) % ranks, from = (rank + ranks - step) % ranks;
-            pending.push_back(group.send(message_of(rank, to, number), to, number % 2));
-            const at::Tensor wanted = message_of(from, rank, number);
-            received.emplace_back(at::zeros_like(wanted), wanted);
-            pending.push_back(group.recv(received.back().first, from, number % 2));
-          }
-          if (number == rank % 3) sums.push_back(group.all_reduce(at::ones({10})));
-        }
-        for (const auto& future : pending) future.wait();
-        for (const auto& [tensor, wanted] : received) EXPECT_TRUE(same_bits(tensor, wanted));
-        for (const auto& sum : sums) EXPECT_EQ(sum.wait()[0].item<int>(), ranks);
-      });
-    }
-  }
-}
-
-TEST_F(SimulatedGroups, ADeathAtAnyTimeIsNamedByTheMessagesOfAllOtherRanks) {
-  for (std::uint64_t seed = 1; seed <= 12; ++seed) {
-    constexpr int kSize = 3;
-    SCOPED_TRACE(::testing::Message() << "seed " << seed);
-    SimulatedWorld world(seed, kSize, {.jitter = microseconds(50)});
-    std::atomic<int> named{0};
-    world.run([&](int rank) {
-      Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
-      const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
-      std::optional<Group> group =
-          Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(20)});
-      Thread killer;
-      if (rank == 1) {
-        killer = world.executor().spawn("killer", [&] {
-          world.executor().sleep(microseconds(300 * seed * seed));
-          world.kill(1);
-        });
-      }
-      const Error error = error_of([&] {
-        for (int number = 0;; ++number) {
-          std::vector<Future<at::Tensor>> pending;
-          for (int peer = 0; peer < kSize; ++peer) {
-            if (peer == rank) continue;
-            pending.push_back(group->send(message_of(rank, peer, number), peer));
-            pending.push_back(group->recv(at::zeros_like(message_of(peer, rank, number)), peer));
-          }
-          for (const auto& future : pending) future.wait();
-        }
-      });
-      if (rank != 1) {
-        EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
-        EXPECT_THAT(error.what(), HasSubstr("worker1"));
-        const Error later = error_of([&] { group->barrier(); });
-        EXPECT_EQ(later.kind(), ErrorKind::kDisconnected) << later.what();
-        ++named;
-        membership->barrier("test.named", {0, 2}, world.in(seconds(30)));
-      }
-      group.reset();
-      if (rank != 1) membership->leave(world.in(seconds(30)));
-    });
-    EXPECT_EQ(named, kSize - 1);
   }
 }
 

@@ -28,6 +28,8 @@ class CollectiveWorld {
         secret_(mpi_ ? net::Secret::from_file(mpi_->folder + "/secret") : net::Secret::random()),
         executor_(make_executor()) {}
 
+  /// Makes rank i claim to be on host `hosts[i]`.
+  void place(std::vector<int> hosts) { placement_ = std::move(hosts); }
   int size() const { return size_; }
   Executor& executor() { return *executor_; }
 
@@ -92,6 +94,8 @@ class CollectiveWorld {
     options.timeout = std::chrono::seconds(60);
     options.dead_after = std::chrono::seconds(60);
     if (hosts_ > 1) options.host_id = "host" + std::to_string(rank % hosts_);
+    if (!placement_.empty())
+      options.host_id = "host" + std::to_string(placement_.at(static_cast<std::size_t>(rank)));
     const auto membership =
         rendezvous::Membership::join(runtime,
                                      tls_ ? rendezvous::tls_transports(*executor_, secret_)
@@ -112,6 +116,7 @@ class CollectiveWorld {
 
   const int size_;
   const int hosts_;
+  std::vector<int> placement_ = {};  ///< host by rank; empty: in turn
   const bool tls_;
   const std::optional<MpiPlace> mpi_;
   TemporaryFolder folder_;

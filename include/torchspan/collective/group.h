@@ -81,6 +81,16 @@ struct GroupRuntime {
   std::shared_ptr<Runtime> runtime;
 };
 
+/// The source of Group::recv() from any rank.
+struct AnySource {};
+inline constexpr AnySource kAnySource{};
+
+/// A message that recv() from any rank received.
+struct ReceivedMessage {
+  at::Tensor tensor;  ///< the one that was passed to recv()
+  int source = 0;     ///< rank of this group that sent it
+};
+
 /// A fixed, ordered set of ranks with collective operations. Cheap to copy, thread-safe; dropping the last
 /// handle fails pending operations with kCancelled. All ranks issue the same operations in the same order;
 /// a mismatch (operation, dtype, shape, reduction, root) fails on all with kInvalid naming two ranks and
@@ -101,7 +111,7 @@ class Group {
         std::shared_ptr<PointToPoint> messages = nullptr);
 
   int rank() const;
-  int size() const;
+  int size() const { return backend_->size(); }
   /// Global ranks, by rank in this group.
   const std::vector<int>& ranks() const;
 
@@ -141,6 +151,10 @@ class Group {
   /// Overwrites `tensor` with one that rank `from` sends, of the same dtype and shape. A tensor on a device
   /// passes through the CPU, as in send(), which then blocks while it copies.
   Future<at::Tensor> recv(at::Tensor tensor, int from, int tag = 0) const;
+  /// The same from the rank whose message with this tag arrives first; `recv(tensor, kAnySource)`. Of several calls that
+  /// a message fits, also those for its sender only, it goes to the earliest. Fails with the group, so also if any
+  /// rank dies, and with kDisconnected if no other rank is left.
+  Future<ReceivedMessage> recv(at::Tensor tensor, AnySource from, int tag = 0) const;
   /// Returns all ranks' bytes, by rank. Blocks; meant for handshakes. If `timeout` (zero:
   /// GroupOptions::timeout) passes first, throws kTimedOut as every operation does.
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout = Duration::zero()) const;

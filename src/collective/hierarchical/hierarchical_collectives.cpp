@@ -14,6 +14,8 @@ constexpr std::int64_t kOverlapChunk = std::int64_t{4} << 20;
 /// Ranks of one host that exchange slices of a tensor, and the least size of a slice.
 constexpr std::size_t kMostExchangers = 4;
 constexpr std::int64_t kLeastSlice = std::int64_t{256} << 10;
+/// What one host contributes to a gather is padded to the size of the largest contribution up to this size.
+constexpr std::int64_t kPaddedBlock = std::int64_t{8} << 10;
 
 at::Tensor bytes_for(at::IntArrayRef sizes) { return at::empty(sizes, at::TensorOptions().dtype(at::kByte)); }
 
@@ -123,7 +125,21 @@ void HierarchicalCollectives::broadcast(at::Tensor tensor, int root) {
   if (!here) local_.broadcast(tensor, 0).wait();
 }
 
+/// Small blocks of different sizes are padded: gathers of one size take log2 P messages per host instead of P - 1.
 void HierarchicalCollectives::exchange_blocks(const std::vector<at::Tensor>& blocks) {
+  std::int64_t longest = 0;
+  for (const at::Tensor& block : blocks) longest = std::max(longest, block.numel());
+  if (longest <= kPaddedBlock) {
+    const at::Tensor& here = blocks[static_cast<std::size_t>(host_of(plan_.rank))];
+    const at::Tensor mine = at::zeros({longest}, at::TensorOptions().dtype(at::kByte));
+    mine.narrow(0, 0, here.numel()).copy_(here);
+    const at::Tensor all = bytes_for({static_cast<std::int64_t>(blocks.size()), longest});
+    leaders_->all_gather(mine, all);
+    for (std::size_t host = 0; host < blocks.size(); ++host) {
+      blocks[host].copy_(all[static_cast<std::int64_t>(host)].narrow(0, 0, blocks[host].numel()));
+    }
+    return;
+  }
   if (leaders_->all_gather_varied(blocks)) return;
   for (std::size_t host = 0; host < blocks.size(); ++host) {
     leaders_->broadcast(blocks[host], static_cast<int>(host));

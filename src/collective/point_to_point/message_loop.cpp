@@ -7,6 +7,9 @@
 #include <torchspan/detail/core/runtime.h>
 
 #include "collective/tensors.h"
+#include "core/api/group_number.h"
+#include "core/api/message_span.h"
+#include "core/api/timeout_notice.h"
 
 namespace torchspan::collective {
 namespace {
@@ -19,14 +22,17 @@ constexpr std::size_t kMostUnsentPieces = std::size_t{8} << 20;
 constexpr Duration kForPieces = std::chrono::microseconds(500);
 /// How often a failure of the group is looked for while messages are pending.
 constexpr Duration kBetweenGroupLooks = std::chrono::milliseconds(20);
+/// Operations that wait longer are listed, as far as they are among the first.
+constexpr Duration kListedAfter = std::chrono::milliseconds(200);
+constexpr int kMostListedMessages = 16;
 
 }  // namespace
 
 MessageLoop::MessageLoop(PairPlan plan, std::shared_ptr<Backend> backend)
     : plan_(std::move(plan)),
+      errors_(plan_),
       backend_(std::move(backend)),
       executor_(plan_.world->runtime()->executor),
-      queues_(plan_.ranks.size()),
       gone_(plan_.ranks.size()) {}
 
 MessageLoop::~MessageLoop() { stop(Error(ErrorKind::kCancelled, "the group was destroyed")); }
@@ -44,7 +50,7 @@ void MessageLoop::add(const MessageOperationPtr& operation) {
       if (connections_) connections_->wake();
     }
   }
-  if (failure) return fail(*operation, *failure);
+  if (failure) return operation->fail(*failure);
   if (begins) start();
 }
 
@@ -62,7 +68,7 @@ void MessageLoop::start() {
       MutexLock lock(mutex_);
       refused.swap(new_);
     }
-    for (const auto& operation : refused) fail(*operation, error);
+    for (const auto& operation : refused) operation->fail(error);
   }
 }
 
@@ -88,19 +94,13 @@ void MessageLoop::stop(const Error& error) {
     left.swap(new_);
     cause = cause_;
   }
-  for (MessageQueue& queue : queues_) {
-    for (auto& operation : queue.take_all()) left.push_back(std::move(operation));
-  }
-  for (const auto& operation : left) fail(*operation, cause->error);
+  for (auto& operation : queue_.take_all()) left.push_back(std::move(operation));
+  for (const auto& operation : left) operation->fail(cause->error);
 }
 
-void MessageLoop::fail(MessageOperation& operation, const Error& error) {
-  operation.promise->set_error(Error(error).with_call(operation.call()));
-}
-
-void MessageLoop::lost(int rank, const Error& cause) {
+void MessageLoop::lost(int rank, const Error& cause, Loss how) {
   MutexLock lock(mutex_);
-  lost_.push_back({rank, cause});
+  lost_.push_back({rank, cause, how});
   if (connections_) connections_->wake();
 }
 
@@ -113,10 +113,7 @@ Deadline MessageLoop::look() {
     operations.swap(new_);
     lost.swap(lost_);
   }
-  for (Lost& one : lost) {
-    if (!queue(one.rank).empty()) break_with(one.cause, Tell::kGroup);
-    gone_[static_cast<std::size_t>(one.rank)] = std::move(one.cause);
-  }
+  for (const Lost& one : lost) handle(one);
   for (const auto& operation : operations) begin(operation);
   Deadline next = check();
   if (!failed_ && send_more()) next = earlier(next, executor_.deadline_in(kForPieces));
@@ -130,67 +127,85 @@ Deadline MessageLoop::look() {
   return Deadline::never();
 }
 
+/// A rank that leaves, or was never connected, may have nothing to send to a recv() from any rank.
+void MessageLoop::handle(const Lost& lost) {
+  const bool breaks_receives = lost.how == Loss::kFailure && queue_.first_from_any();
+  if (queue_.needs(lost.rank) || breaks_receives) break_with(lost.cause, Tell::kGroup);
+  gone_[static_cast<std::size_t>(lost.rank)] = lost.cause;
+  queue_.drop_offers(lost.rank);
+}
+
+const Error* MessageLoop::gone(int rank) {
+  const auto place = static_cast<std::size_t>(rank);
+  std::optional<Error>& gone = gone_[place];
+  if (gone) return &*gone;
+  const auto how = plan_.world->gone(plan_.instances[place]);
+  if (!how) return nullptr;
+  gone = Error(ErrorKind::kDisconnected, fmt::format("{} is gone: {}", plan_.peers[place], *how));
+  queue_.drop_offers(rank);
+  return &*gone;
+}
+
 void MessageLoop::begin(const MessageOperationPtr& operation) {
+  if (operation->from_any) {
+    for (int rank = 0; rank < static_cast<int>(plan_.ranks.size()); ++rank) {
+      if (rank != plan_.rank && gone(rank) == nullptr) connections_->open(rank);
+    }
+    return receive(operation);
+  }
   const int peer = operation->peer;
-  MessageQueue& queue = this->queue(peer);
-  if (const auto& gone = gone_[static_cast<std::size_t>(peer)]) break_with(*gone, Tell::kGroup);
-  if (const auto how = plan_.world->gone(plan_.instances[static_cast<std::size_t>(peer)])) {
-    break_with(Error(ErrorKind::kDisconnected, fmt::format("{} is gone: {}", name(peer), *how)),
-               Tell::kGroup);
-  }
+  if (const Error* cause = gone(peer)) break_with(*cause, Tell::kGroup);
   connections_->open(peer);
-  if (!operation->sends) {
-    if (const auto offered = queue.add_receive(operation)) match(operation, *offered);
-    return;
-  }
-  const channels::Offer offer = queue.add_send(operation);
+  if (!operation->sends) return receive(operation);
+  const channels::Offer offer = queue_.add_send(operation);
   if (operation->bytes() > kWithOffer) return connections_->send(peer, offer);
   operation->moved = operation->bytes();
   connections_->send(peer, offer, Segment{operation->data(), operation->bytes(), operation});
 }
 
+void MessageLoop::receive(const MessageOperationPtr& operation) {
+  const auto offered = queue_.add_receive(operation);
+  if (!offered) return;
+  try {
+    match(operation, *offered);
+  } catch (const Error& error) {  // what it sent with the offer does not fit
+    break_with(errors_.invalid(offered->rank, error), Tell::kGroup);
+  }
+}
+
 void MessageLoop::received(int rank, const channels::Note& note, Buffer data) {
   if (failed_) return;
-  MessageQueue& queue = this->queue(rank);
   if (const auto* offer = std::get_if<channels::Offer>(&note)) {
-    const Offered offered{*offer, std::move(data)};
-    if (const auto operation = queue.take_receive(offer->tag)) return match(operation, offered);
-    queue.keep(offered);
+    const Offered offered{rank, *offer, std::move(data)};
+    if (const auto operation = queue_.take_receive(rank, offer->tag)) return match(operation, offered);
+    queue_.keep(offered);
   } else if (const auto* accept = std::get_if<channels::Accept>(&note)) {
-    queue.sending(accept->number)->accepted = true;
+    queue_.sending(rank, accept->number)->accepted = true;
   } else if (const auto* piece = std::get_if<channels::Data>(&note)) {
-    take_data(queue.receiving(piece->number), data);
+    take_data(queue_.receiving(rank, piece->number), data);
   } else if (const auto* done = std::get_if<channels::Done>(&note)) {
-    const auto operation = queue.sending(done->number);
+    const auto operation = queue_.sending(rank, done->number);
     if (operation->moved != operation->bytes())
       throw Error(ErrorKind::kInvalid, "it has not got all the data");
-    queue.finish(*operation);
-    operation->promise->set_value(operation->tensor);
+    queue_.finish(*operation);
+    operation->succeed();
   } else if (const auto* abort = std::get_if<channels::Abort>(&note)) {
     break_with(Error(abort->kind, abort->text), Tell::kNobody);
   } else if (const auto* end = std::get_if<channels::End>(&note)) {
-    lost(rank, Error(ErrorKind::kDisconnected, fmt::format("{} {}", name(rank), end->text)));
+    const std::string& name = plan_.peers[static_cast<std::size_t>(rank)];
+    lost(rank, Error(ErrorKind::kDisconnected, fmt::format("{} {}", name, end->text)), Loss::kAbsence);
   } else {
     throw Error(ErrorKind::kInvalid, "it belongs to another kind of connection");
   }
 }
 
 void MessageLoop::match(const MessageOperationPtr& operation, const Offered& offered) {
-  const int peer = operation->peer;
-  queue(peer).begin_receiving(operation, offered.offer.number);
+  queue_.begin_receiving(operation, offered.rank, offered.offer.number);
   if (offered.offer.text != operation->contents) {
-    return break_with(
-        Error(
-            ErrorKind::kInvalid,
-            fmt::format(
-                "{} called send({:.200} to rank {}, tag {}), and {} called {}: receive into a tensor of the "
-                "dtype and shape that is sent",
-                name(peer), offered.offer.text, plan_.rank, offered.offer.tag, name(plan_.rank),
-                operation->call())),
-        Tell::kGroup);
+    return break_with(errors_.mismatch(*operation, offered), Tell::kGroup);
   }
   if (operation->bytes() > kWithOffer) {
-    connections_->send(peer, channels::Accept{operation->number});
+    connections_->send(offered.rank, channels::Accept{operation->number});
   } else {
     take_data(operation, offered.data);
   }
@@ -210,49 +225,80 @@ void MessageLoop::take_data(const MessageOperationPtr& operation, const Buffer& 
 }
 
 void MessageLoop::complete(const MessageOperationPtr& operation) {
-  queue(operation->peer).finish(*operation);
+  queue_.finish(*operation);
   try {
     put_back(operation->work, operation->tensor);
   } catch (...) {
-    fail(*operation, to_error(std::current_exception()));
+    operation->fail(to_error(std::current_exception()));
     return break_with(to_error(std::current_exception()), Tell::kGroup);
   }
   connections_->send(operation->peer, channels::Done{operation->number});
-  operation->promise->set_value(operation->tensor);
+  operation->succeed();
 }
 
 Deadline MessageLoop::check() {
   if (failed_) return Deadline::never();
   const TimePoint now = executor_.now();
   Deadline next = Deadline::never();
-  for (const MessageQueue& queue : queues_) {
-    queue.visit([&](const MessageOperationPtr& operation) {
-      next = earlier(next, operation->deadline);
-      if (operation->deadline.passed(now)) break_with(late(*operation), Tell::kGroup);
-    });
-  }
+  MessageOperationPtr late;
+  queue_.visit([&](const MessageOperationPtr& operation) {
+    next = earlier(next, operation->deadline);
+    if (!late && operation->deadline.passed(now)) late = operation;
+  });
   if (next.is_never()) return next;
+  check_senders();
+  if (late) {
+    report_timeout({.kind = "message",
+                    .name = late->call(),
+                    .detail = errors_.awaited(*late, queue_, gone_),
+                    .seconds = to_seconds(now - late->began),
+                    .id = late->number,
+                    .part = group_number(plan_.ranks)});
+    break_with(errors_.late(*late, queue_, gone_), Tell::kGroup);
+  }
+  list_waiting(now);
   if (const auto cause = backend_->failure()) break_with(*cause, Tell::kNobody);
   return earlier(next, Deadline(now + kBetweenGroupLooks));
 }
 
+void MessageLoop::check_senders() {
+  const MessageOperationPtr waiting = queue_.first_from_any();
+  if (!waiting) return;
+  for (int rank = 0; rank < static_cast<int>(plan_.ranks.size()); ++rank) {
+    if (rank != plan_.rank && gone(rank) == nullptr) return;
+  }
+  break_with(errors_.no_sender(*waiting, gone_), Tell::kGroup);
+}
+
+void MessageLoop::list_waiting(TimePoint now) {
+  int listed = 0;
+  queue_.visit([&](const MessageOperationPtr& operation) {
+    if (now - operation->began < kListedAfter || ++listed > kMostListedMessages || operation->listed) return;
+    const int peer = operation->peer;
+    operation->listed = std::make_unique<SpanScope>(
+        plan_.world->runtime()->spans, kMessageSpan, operation->call(),
+        SpanLink{.id = operation->number,
+                 .peer = peer == kNoPeer ? -1 : plan_.ranks[static_cast<std::size_t>(peer)],
+                 .part = group_number(plan_.ranks),
+                 .bytes = operation->bytes()});
+  });
+}
+
 bool MessageLoop::send_more() {
   bool left = false;
-  for (const MessageQueue& queue : queues_) {
-    queue.visit([&](const MessageOperationPtr& operation) {
-      if (!operation->sends || !operation->accepted) return;
-      while (operation->moved < operation->bytes()) {
-        if (connections_->unsent_bytes(operation->peer) >= kMostUnsentPieces) {
-          left = true;
-          return;
-        }
-        const std::size_t size = std::min(kMessagePiece, operation->bytes() - operation->moved);
-        connections_->send(operation->peer, channels::Data{operation->number},
-                           Segment{operation->data() + operation->moved, size, operation});
-        operation->moved += size;
+  queue_.visit([&](const MessageOperationPtr& operation) {
+    if (!operation->sends || !operation->accepted) return;
+    while (operation->moved < operation->bytes()) {
+      if (connections_->unsent_bytes(operation->peer) >= kMostUnsentPieces) {
+        left = true;
+        return;
       }
-    });
-  }
+      const std::size_t size = std::min(kMessagePiece, operation->bytes() - operation->moved);
+      connections_->send(operation->peer, channels::Data{operation->number},
+                         Segment{operation->data() + operation->moved, size, operation});
+      operation->moved += size;
+    }
+  });
   return left;
 }
 
@@ -262,9 +308,7 @@ void MessageLoop::fail_all(const Cause& cause) {
     MutexLock lock(mutex_);
     pending.swap(new_);
   }
-  for (MessageQueue& queue : queues_) {
-    for (auto& operation : queue.take_all()) pending.push_back(std::move(operation));
-  }
+  for (auto& operation : queue_.take_all()) pending.push_back(std::move(operation));
   if (!std::exchange(failed_, true)) {
     if (cause.tell == Tell::kPeers) connections_->end(channels::End{"has left the world"});
     if (cause.tell == Tell::kGroup) {
@@ -273,23 +317,7 @@ void MessageLoop::fail_all(const Cause& cause) {
       for (int rank = 0; rank < static_cast<int>(plan_.ranks.size()); ++rank) connections_->send(rank, abort);
     }
   }
-  for (const auto& operation : pending) fail(*operation, cause.error);
-}
-
-Error MessageLoop::late(const MessageOperation& operation) const {
-  const std::string& peer = name(operation.peer);
-  std::string why;
-  if (operation.accepted) {
-    why = fmt::format("{} made the matching call, but {} of {} bytes arrived in time", peer, operation.moved,
-                      operation.bytes());
-  } else {
-    why = fmt::format("{} has not called {} rank {} with tag {}", peer,
-                      operation.sends ? "recv() from" : "send() to", plan_.rank, operation.tag);
-    const std::string offers = queues_[static_cast<std::size_t>(operation.peer)].unmatched();
-    if (!operation.sends && !offers.empty()) why += fmt::format("; it sends {}", offers);
-  }
-  return {ErrorKind::kTimedOut, fmt::format("{} of {} waited {:.3g} s: {}", operation.call(),
-                                            name(plan_.rank), to_seconds(plan_.timeout), why)};
+  for (const auto& operation : pending) operation->fail(cause.error);
 }
 
 }  // namespace torchspan::collective

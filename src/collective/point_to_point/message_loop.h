@@ -7,6 +7,7 @@
 
 #include <torchspan/collective/backend.h>
 
+#include "collective/point_to_point/message_errors.h"
 #include "collective/point_to_point/message_queue.h"
 #include "collective/point_to_point/pair_connections.h"
 
@@ -43,29 +44,34 @@ class MessageLoop final : private PairEvents {
   struct Lost {
     int rank;
     Error cause;
+    Loss how;
   };
 
   void start();
-  static void fail(MessageOperation& operation, const Error& error);
 
   // On the thread of the connections:
   void received(int rank, const channels::Note& note, Buffer data) override;
-  void lost(int rank, const Error& cause) override;
+  void lost(int rank, const Error& cause, Loss how) override;
   Deadline look() override;
+  void handle(const Lost& lost);
   void begin(const MessageOperationPtr& operation);
+  void receive(const MessageOperationPtr& operation);
+  /// Why a rank can send no more; null: it may.
+  const Error* gone(int rank);
   void match(const MessageOperationPtr& operation, const Offered& offered);
   void take_data(const MessageOperationPtr& operation, const Buffer& data);
   void complete(const MessageOperationPtr& operation);
-  /// Finds late ranks and failures of the group; returns when to look again.
+  /// Finds late and missing ranks, and failures of the group; returns when to look again.
   Deadline check();
+  void check_senders();
+  /// Lists operations that wait as open operations of this worker, for `torchspan stacks`.
+  void list_waiting(TimePoint now);
   /// Sends more of the accepted messages; true if some are left.
   bool send_more();
   void fail_all(const Cause& cause);
-  Error late(const MessageOperation& operation) const;
-  const std::string& name(int rank) const { return plan_.peers[static_cast<std::size_t>(rank)]; }
-  MessageQueue& queue(int rank) { return queues_[static_cast<std::size_t>(rank)]; }
 
   const PairPlan plan_;
+  const MessageErrors errors_;
   const std::shared_ptr<Backend> backend_;
   Executor& executor_;
   Mutex mutex_;
@@ -73,9 +79,9 @@ class MessageLoop final : private PairEvents {
   std::deque<MessageOperationPtr> new_ TORCHSPAN_GUARDED_BY(mutex_);
   std::deque<Lost> lost_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<Cause> cause_ TORCHSPAN_GUARDED_BY(mutex_);
-  bool failed_ = false;                     ///< of the connections' thread: it has handled cause_
-  std::vector<MessageQueue> queues_;        ///< of the same thread, by rank
-  std::vector<std::optional<Error>> gone_;  ///< the same: ranks that cannot be reached
+  bool failed_ = false;  ///< of the connections' thread: it has handled cause_
+  MessageQueue queue_;   ///< of the same thread
+  GoneRanks gone_;       ///< the same
   /// Set once, with the lock; read with the lock until the connections' thread has seen it.
   std::unique_ptr<PairConnections> connections_;
 };

@@ -7,6 +7,8 @@
 
 #include <torchspan/detail/core/runtime.h>
 
+#include "collective/point_to_point/message_errors.h"
+
 namespace torchspan::collective {
 namespace {
 
@@ -15,8 +17,6 @@ using channels::Note;
 
 /// How long the end waits for the peers to acknowledge it.
 constexpr Duration kPairLinger = std::chrono::seconds(3);
-/// How often a thread that waits for a peer looks whether it should stop.
-constexpr Duration kPairLook = std::chrono::milliseconds(200);
 
 Segment pair_probe() {
   static constexpr std::array<std::byte, channels::kProbeBytes> kZeros{};
@@ -46,6 +46,10 @@ PairConnections::PairConnections(PairPlan plan, PairEvents& events)
   });
   transport_ = std::move(listening.transport);
   address_ = std::move(listening.address);
+  {
+    MutexLock lock(meetings_->mutex);
+    meetings_->transport = transport_.get();
+  }
   thread_ = executor_.spawn("messages", [this] { run(); });
 }
 
@@ -54,12 +58,10 @@ PairConnections::~PairConnections() { stop(); }
 void PairConnections::stop() {
   if (!thread_.joinable()) return;
   stopping_.store(true);
-  std::vector<Thread> connecting;
   {
-    MutexLock lock(mutex_);
-    connecting.swap(connecting_);
+    MutexLock lock(meetings_->mutex);
+    meetings_->transport = nullptr;
   }
-  connecting.clear();
   end(channels::End{"has destroyed its group"});
   const Deadline until = executor_.deadline_in(kPairLinger);
   while (connected() && closed_->park(until)) {
@@ -74,51 +76,80 @@ void PairConnections::run() {
     while (transport_->poll() && !ending_.load()) {
     }
     if (ending_.load()) return;
+    connect_pending();
     transport_->wait(events_.look());
   }
 }
 
 void PairConnections::open(int rank) {
-  MutexLock lock(mutex_);
-  Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  if (peer.opened || stopping_.load()) return;
-  peer.opened = true;
-  connecting_.push_back(executor_.spawn("connect", [this, rank] { connect(rank); }));
+  {
+    MutexLock lock(mutex_);
+    Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    if (peer.opened || stopping_.load()) return;
+    peer.opened = true;
+  }
+  const int self = plan_.ranks[static_cast<std::size_t>(plan_.rank)];
+  const int other = plan_.ranks[static_cast<std::size_t>(rank)];
+  ByteWriter mine;
+  mine.put(nonce_);
+  mine.put_string(address_);
+  const auto done = [meetings = meetings_, rank](std::vector<Bytes> both, std::optional<Error> failure) {
+    MutexLock lock(meetings->mutex);
+    if (meetings->transport == nullptr) return;
+    meetings->pending.push_back({rank, std::move(both), std::move(failure)});
+    meetings->transport->wake();
+  };
+  try {
+    plan_.world->ask([&](rendezvous::Membership& world) {
+      // Operations have deadlines; another rank may ask for the connection at any time.
+      world.all_gather_bytes_async(fmt::format("torchspan.messages.{:x}", plan_.group), mine.bytes(),
+                                   {self, other}, Deadline::never(), done);
+    });
+  } catch (const Error& error) {
+    lost(rank, error, Loss::kAbsence);
+  }
 }
 
-void PairConnections::connect(int rank) {
-  const auto index = static_cast<std::size_t>(rank);
-  try {
-    const int self = plan_.ranks[static_cast<std::size_t>(plan_.rank)], other = plan_.ranks[index];
-    ByteWriter mine;
-    mine.put(nonce_);
-    mine.put_string(address_);
-    const rendezvous::Membership::Wait wait{.until = executor_.deadline_in(plan_.timeout),
-                                            .every = kPairLook,
-                                            .report = [&](const std::vector<rendezvous::Member>&) {
-                                              if (stopping_.load())
-                                                throw Error(ErrorKind::kCancelled, "the group was destroyed");
-                                            }};
-    const std::vector<Bytes> both = plan_.world->ask([&](rendezvous::Membership& world) {
-      return world.all_gather_bytes(fmt::format("torchspan.messages.{:x}", plan_.group), mine.bytes(),
-                                    {std::min(self, other), std::max(self, other)}, wait);
-    });
-    ByteReader theirs(both.at(other < self ? 0 : 1));
-    const auto nonce = theirs.get<std::uint64_t>();
-    const std::string address = theirs.get_string();
-    if (rank > plan_.rank) return;  // it dials
-    const Bytes hello = encode(Hello{nonce, static_cast<std::uint32_t>(plan_.rank)});
-    const Segment probe = pair_probe();
-    // Registered before the first event of the channel can arrive: the lock is held.
-    MutexLock lock(mutex_);
-    const auto channel = transport_->connect(address, wait.until);
-    peers_[index].channel = channel;
-    peers_[index].nonce = nonce;
-    channel->send(hello, std::span(&probe, 1));
-  } catch (const Error& error) {
-    events_.lost(rank, Error(error.kind(),
-                             fmt::format("no connection to {}: {}", plan_.peers[index], error.message())));
+void PairConnections::connect_pending() {
+  std::vector<Meeting> pending;
+  {
+    MutexLock lock(meetings_->mutex);
+    pending.swap(meetings_->pending);
   }
+  for (const Meeting& meeting : pending) {
+    try {
+      if (meeting.failure) throw Error(*meeting.failure);
+      connect(meeting);
+    } catch (const Error& error) {
+      lost(meeting.rank, error, Loss::kAbsence);
+    }
+  }
+}
+
+void PairConnections::connect(const Meeting& meeting) {
+  const auto index = static_cast<std::size_t>(meeting.rank);
+  const bool first = plan_.ranks[index] < plan_.ranks[static_cast<std::size_t>(plan_.rank)];
+  ByteReader theirs(meeting.both.at(first ? 0 : 1));
+  const auto nonce = theirs.get<std::uint64_t>();
+  const std::string address = theirs.get_string();
+  if (meeting.rank > plan_.rank) return;  // it dials
+  const Bytes hello = encode(Hello{nonce, static_cast<std::uint32_t>(plan_.rank)});
+  const Segment probe = pair_probe();
+  MutexLock lock(mutex_);  // end() closes the channels that it finds
+  if (stopping_.load()) return;
+  const auto channel = transport_->connect(address, executor_.deadline_in(plan_.timeout));
+  peers_[index].channel = channel;
+  peers_[index].nonce = nonce;
+  channel->send(hello, std::span(&probe, 1));
+}
+
+void PairConnections::lost(int rank, const Error& cause, Loss how) {
+  if (cause.kind() == ErrorKind::kCancelled)
+    return;  // the end of this worker's world is reported to the group
+  events_.lost(rank,
+               Error(cause.kind(), fmt::format("no connection to {}: {}",
+                                               plan_.peers[static_cast<std::size_t>(rank)], cause.message())),
+               how);
 }
 
 void PairConnections::send(int rank, const Note& note, std::optional<Segment> segment) {
@@ -208,10 +239,7 @@ void PairConnections::on_message(const std::shared_ptr<net::Channel>& channel, n
   } catch (const Error& error) {
     channel->close();
     if (!rank) return;
-    events_.lost(*rank, Error(ErrorKind::kInvalid,
-                              fmt::format("{} sent an invalid message to the group: {}; do all ranks run the "
-                                          "same version of TorchSpan?",
-                                          plan_.peers[static_cast<std::size_t>(*rank)], error.message())));
+    events_.lost(*rank, MessageErrors(plan_).invalid(*rank, error), Loss::kFailure);
   }
 }
 
@@ -250,9 +278,9 @@ void PairConnections::on_closed(const std::shared_ptr<net::Channel>& channel, co
   }
   closed_->unpark();
   if (expected) return;
-  events_.lost(*rank, Error(ErrorKind::kDisconnected,
-                            met ? fmt::format("{} is gone: {}", name, reason.message())
-                                : fmt::format("no connection to {}: {}", name, reason.message())));
+  if (!met) return lost(*rank, Error(ErrorKind::kDisconnected, reason.message()), Loss::kAbsence);
+  events_.lost(*rank, Error(ErrorKind::kDisconnected, fmt::format("{} is gone: {}", name, reason.message())),
+               Loss::kFailure);
 }
 
 }  // namespace torchspan::collective

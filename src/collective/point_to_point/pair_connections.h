@@ -1,5 +1,6 @@
 #pragma once
 #include <atomic>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -14,14 +15,20 @@
 
 namespace torchspan::collective {
 
-/// What PairConnections report, on their thread except for lost().
+/// How a rank was lost.
+enum class Loss : std::uint8_t {
+  kAbsence,  ///< it left, or no connection to it could be made
+  kFailure,  ///< the connection broke, or it sent an invalid message
+};
+
+/// What PairConnections report, on their thread.
 class PairEvents {
  public:
   virtual ~PairEvents() = default;
   /// `data` is empty if the message has none. Throws kInvalid for a message that the rank may not send.
   virtual void received(int rank, const channels::Note& note, Buffer data) = 0;
-  /// No connection to the rank can be made, or it has ended. On any thread.
-  virtual void lost(int rank, const Error& cause) = 0;
+  /// No connection to the rank can be made, or it has ended.
+  virtual void lost(int rank, const Error& cause, Loss how) = 0;
   /// Called after events and wake(), and at the time that it returned last.
   virtual Deadline look() = 0;
 };
@@ -38,14 +45,15 @@ struct PairPlan {
 };
 
 /// Connections between this rank and single other ranks of a group, each made when both ranks have asked for it, with
-/// the authentication and encryption of Membership::listen(). Of two ranks, the higher one dials. One thread receives.
+/// the authentication and encryption of Membership::listen(). Of two ranks, the higher one dials. One thread dials and
+/// receives.
 class PairConnections final : private net::Handler {
  public:
   /// Listens and starts the thread. `events` must outlive this object. Throws kCancelled if the world has ended.
   PairConnections(PairPlan plan, PairEvents& events);
   ~PairConnections() override;
 
-  /// Connects to a rank, which must do the same within the plan's timeout.
+  /// Connects to a rank as soon as it does the same. On the connections' thread.
   void open(int rank);
   /// Sends now, or when the rank is connected; drops the message if the rank is lost. Segments have `keep`.
   void send(int rank, const channels::Note& note, std::optional<Segment> segment = std::nullopt);
@@ -75,8 +83,24 @@ class PairConnections final : private net::Handler {
   void on_accepted(const std::shared_ptr<net::Channel>&) override {}
   void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
   void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
+  /// A rank and this one have asked for a connection, or never will.
+  struct Meeting {
+    int rank;
+    std::vector<Bytes> both;  ///< their nonces and addresses, by rank of the world
+    std::optional<Error> failure;
+  };
+  /// Passes meetings from the membership's thread to that of the connections, which may end first.
+  struct Meetings {
+    Mutex mutex;
+    net::Transport* transport TORCHSPAN_GUARDED_BY(mutex) =
+        nullptr;  ///< to wake; null: the connections have ended
+    std::vector<Meeting> pending TORCHSPAN_GUARDED_BY(mutex) = {};
+  };
+
   void run();
-  void connect(int rank);
+  void connect_pending();
+  void connect(const Meeting& meeting);
+  void lost(int rank, const Error& cause, Loss how);
   void meet(const std::shared_ptr<net::Channel>& channel, const channels::Hello& hello);
   void send_queued(int rank);
   std::optional<int> rank_of(const net::Channel& channel);
@@ -92,8 +116,8 @@ class PairConnections final : private net::Handler {
   std::atomic<bool> ending_{false};
   Mutex mutex_;
   std::vector<Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<Thread> connecting_ TORCHSPAN_GUARDED_BY(mutex_);
   std::unique_ptr<net::Transport> transport_;
+  const std::shared_ptr<Meetings> meetings_ = std::make_shared<Meetings>();
   Thread thread_;
 };
 

@@ -26,6 +26,32 @@ at::Tensor memory_for(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
 }
 
+at::Tensor& tensor_of(at::Tensor& received) { return received; }
+at::Tensor& tensor_of(ReceivedMessage& received) { return received.tensor; }
+
+/// Receives a tensor on a device through memory of the CPU. The copy to the device runs after the work that the caller has
+/// enqueued so far, and takers' work after the copy.
+template <class Received, class F>
+Future<Received> through_cpu(const std::shared_ptr<GroupHost>& host, const at::Tensor& tensor, F receive) {
+  const auto before = EventGate::record(device::current_stream(tensor.device()), {tensor});
+  const auto promise = std::make_shared<Promise<Received>>(host);
+  Future<Received> future = promise->future();
+  receive(at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type())))
+      .add_done_callback([promise, before, tensor](const Future<Received>& done) {
+        try {
+          Received received = done.wait();
+          before->pass();
+          put_back(tensor_of(received), tensor);
+          tensor_of(received) = tensor;
+          promise->set_value_behind(EventGate::record(device::current_stream(tensor.device()), {tensor}),
+                                    std::move(received));
+        } catch (...) {
+          promise->set_error(std::current_exception());
+        }
+      });
+  return future;
+}
+
 }  // namespace
 
 PointToPoint::PointToPoint(PairPlan plan, std::shared_ptr<Backend> backend)
@@ -65,55 +91,51 @@ std::shared_ptr<PointToPoint> PointToPoint::of_part(std::shared_ptr<Backend> par
   return make(std::move(plan), std::move(part));
 }
 
-Future<at::Tensor> PointToPoint::submit(MessageOperation operation) {
+void PointToPoint::submit(MessageOperation operation) {
   const auto shared = std::make_shared<MessageOperation>(std::move(operation));
+  Executor& executor = loop_.plan().world->runtime()->executor;
   shared->contents = contents_of(shared->tensor);
-  shared->deadline = loop_.plan().world->runtime()->executor.deadline_in(loop_.plan().timeout);
-  shared->promise = std::make_shared<Promise<at::Tensor>>(host_);
-  Future<at::Tensor> future = shared->promise->future();
+  shared->began = executor.now();
+  shared->deadline = executor.deadline_in(loop_.plan().timeout);
   loop_.add(shared);
-  return future;
 }
 
 Future<at::Tensor> PointToPoint::send(const at::Tensor& tensor, int peer, int tag) {
   const at::NoGradGuard no_grad;
-  MessageOperation operation;
-  operation.sends = true;
-  operation.peer = peer;
-  operation.tag = tag;
-  operation.tensor = tensor;
-  operation.work = plain(tensor.is_cpu() ? tensor : tensor.detach().to(at::kCPU));
-  return submit(std::move(operation));
+  const auto promise = std::make_shared<Promise<at::Tensor>>(host_);
+  submit({.sends = true,
+          .peer = peer,
+          .tag = tag,
+          .tensor = tensor,
+          .work = plain(tensor.is_cpu() ? tensor : tensor.detach().to(at::kCPU)),
+          .promise = promise});
+  return promise->future();
 }
 
 Future<at::Tensor> PointToPoint::recv(const at::Tensor& tensor, int peer, int tag) {
-  if (!tensor.is_cpu()) return recv_on_device(tensor, peer, tag);
+  if (!tensor.is_cpu()) {
+    return through_cpu<at::Tensor>(host_, tensor,
+                                   [&](const at::Tensor& staging) { return recv(staging, peer, tag); });
+  }
   const at::NoGradGuard no_grad;
-  MessageOperation operation;
-  operation.peer = peer;
-  operation.tag = tag;
-  operation.tensor = tensor;
-  operation.work = memory_for(tensor);
-  return submit(std::move(operation));
+  const auto promise = std::make_shared<Promise<at::Tensor>>(host_);
+  submit({.peer = peer, .tag = tag, .tensor = tensor, .work = memory_for(tensor), .promise = promise});
+  return promise->future();
 }
 
-/// The copy to the device runs after the work that the caller has enqueued so far, and takers' work after the copy.
-Future<at::Tensor> PointToPoint::recv_on_device(const at::Tensor& tensor, int peer, int tag) {
-  const auto before = EventGate::record(device::current_stream(tensor.device()), {tensor});
-  const at::Tensor staging = at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
-  const auto promise = std::make_shared<Promise<at::Tensor>>(host_);
-  Future<at::Tensor> future = promise->future();
-  recv(staging, peer, tag).add_done_callback([promise, before, tensor](const Future<at::Tensor>& received) {
-    try {
-      const at::Tensor data = received.wait();
-      before->pass();
-      put_back(data, tensor);
-      promise->set_value_behind(EventGate::record(device::current_stream(tensor.device()), {tensor}), tensor);
-    } catch (...) {
-      promise->set_error(std::current_exception());
-    }
-  });
-  return future;
+Future<ReceivedMessage> PointToPoint::recv_from_any(const at::Tensor& tensor, int tag) {
+  if (!tensor.is_cpu()) {
+    return through_cpu<ReceivedMessage>(
+        host_, tensor, [&](const at::Tensor& staging) { return recv_from_any(staging, tag); });
+  }
+  const at::NoGradGuard no_grad;
+  const auto promise = std::make_shared<Promise<ReceivedMessage>>(host_);
+  submit({.from_any = true,
+          .tag = tag,
+          .tensor = tensor,
+          .work = memory_for(tensor),
+          .promise_from_any = promise});
+  return promise->future();
 }
 
 void PointToPoint::member_died(const rendezvous::Member& member, const Error& reason) {

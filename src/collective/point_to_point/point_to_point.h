@@ -22,6 +22,7 @@ class PointToPoint final : public WorldListener {
   /// For dense tensors; `peer` is another rank of the group. Those on a device pass through the CPU.
   Future<at::Tensor> send(const at::Tensor& tensor, int peer, int tag);
   Future<at::Tensor> recv(const at::Tensor& tensor, int peer, int tag);
+  Future<ReceivedMessage> recv_from_any(const at::Tensor& tensor, int tag);
 
   void member_died(const rendezvous::Member& member, const Error& reason) override;
   void member_left(const rendezvous::Member&) override {}  // it ends its connections
@@ -30,8 +31,7 @@ class PointToPoint final : public WorldListener {
 
  private:
   PointToPoint(PairPlan plan, std::shared_ptr<Backend> backend);
-  Future<at::Tensor> submit(MessageOperation operation);
-  Future<at::Tensor> recv_on_device(const at::Tensor& tensor, int peer, int tag);
+  void submit(MessageOperation operation);
 
   std::atomic<std::uint64_t> splits_{0};
   std::shared_ptr<GroupHost> host_;

@@ -25,7 +25,7 @@ std::string_view name_of(Verb verb) {
     case Verb::kAllToAll:
       return "all_to_all";
     case Verb::kExchange:
-      return "exchange";
+      return "all_gather_bytes";
     case Verb::kBarrier:
       return "barrier";
     case Verb::kGather:

@@ -6,6 +6,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "core/api/message_span.h"
 #include "core/observation/process_figures.h"
 
 namespace torchspan {
@@ -40,6 +41,7 @@ json describe_threads() {
 }
 
 std::string_view state_kind(SpanKind kind) {
+  if (kind == kMessageSpan) return "message";
   const auto number = static_cast<std::size_t>(kind);
   return number < kStateKinds.size() ? kStateKinds[number] : "other";
 }

@@ -9,9 +9,9 @@
 namespace torchspan::launch {
 namespace {
 
-constexpr std::array<std::string_view, 12> kKindTitles = {
-    "calls", "handlers", "autograd",    "optimizer",   "buckets", "pipeline",
-    "waits", "user",     "collectives", "checkpoints", "modules", "operators"};
+constexpr std::array<std::string_view, 13> kKindTitles = {
+    "calls", "handlers",    "autograd",    "optimizer", "buckets",   "pipeline", "waits",
+    "user",  "collectives", "checkpoints", "modules",   "operators", "messages"};
 
 /// Indices of all spans: by beginning, longer ones first.
 std::vector<std::size_t> in_order(const std::vector<StoredSpan>& spans) {

@@ -94,10 +94,18 @@ class Activities {
     return activity;
   }
 
+  static Activity in_message(const WorkerReport& worker, const WorkerReport::Operation& message) {
+    Activity activity{worker.rank, Activity::Kind::kWaiting,
+                      fmt::format("waits in '{}', {}", message.name, seconds_text(message.seconds))};
+    if (message.peer >= 0) activity.waits_for.push_back(message.peer);
+    return activity;
+  }
+
   static Activity at_work(const WorkerReport& worker) {
     Activity activity{worker.rank, Activity::Kind::kComputing, "computes"};
     if (!worker.open.empty()) {
       const WorkerReport::Operation& last = worker.open.back();
+      if (last.kind == "message") return in_message(worker, last);
       activity.text = fmt::format("computes in '{}', {}", last.name, seconds_text(last.seconds));
     } else {
       for (const WorkerReport::Call& call : worker.serving) {

@@ -67,6 +67,18 @@ TEST(Activity, CountsOperationsThatDoNotBlockAsWaitsOnceTheyAreOld) {
   EXPECT_THAT(find_activities(all)[0].waits_for, ElementsAre(1));
 }
 
+TEST(Activity, ShowsTheMessageThatAWorkerWaitsFor) {
+  auto all = workers(3);
+  all[0].open = {{"message", "recv(Float [3] from rank 2, tag 0)", 3, 0, 1, 2}};
+  all[1].open = {{"message", "recv(Float [3] from any rank, tag 0)", 3, 0, 1}};
+  const auto activities = find_activities(all);
+  EXPECT_EQ(activities[0].kind, Kind::kWaiting);
+  EXPECT_EQ(activities[0].text, "waits in 'recv(Float [3] from rank 2, tag 0)', 3.0 s");
+  EXPECT_THAT(activities[0].waits_for, ElementsAre(2));
+  EXPECT_EQ(activities[1].kind, Kind::kWaiting);
+  EXPECT_THAT(activities[1].waits_for, IsEmpty()) << "any rank may send";
+}
+
 TEST(Activity, NamesTheCallThatAWorkerHasWaitedForLongest) {
   auto all = workers(3);
   all[0].pending = {

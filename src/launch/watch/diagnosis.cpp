@@ -9,6 +9,7 @@
 #include "launch/display/board.h"
 #include "launch/watch/group_members.h"
 #include "launch/watch/host_report.h"
+#include "launch/watch/message_waits.h"
 
 namespace torchspan::launch {
 namespace {
@@ -67,6 +68,7 @@ class Suspects {
     for (const WorkerReport& worker : workers_) check_stopped(worker);
     find_cycle();
     check_operations();
+    check_messages();
     // After a time-out, a worker of a cycle or an operation may have ended because of it.
     for (const WorkerReport& worker : workers_) check_gone(worker);
     check_hosts();
@@ -248,6 +250,13 @@ class Suspects {
              "same order";
     }
     return missing ? "" : "; all ranks are in it: its transfer hangs, or it is long";
+  }
+
+  void check_messages() {
+    const auto what = [](const WorkerReport& worker) {
+      return worker.answers ? occupation(worker) : "it does not answer";
+    };
+    for (std::string& text : find_message_waits(workers_, least_, what)) texts_.push_back(std::move(text));
   }
 
   static const WorkerReport::Operation* pipeline_operation(const WorkerReport& worker) {

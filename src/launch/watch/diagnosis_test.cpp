@@ -88,6 +88,33 @@ TEST(Diagnosis, LooksOnlyAtTheRanksOfAGroupAndAtTheFirstOfSeveralOperationsInFli
   EXPECT_THAT(suspects[0], HasSubstr("all ranks are in it"));
 }
 
+TEST(Diagnosis, SaysWhatTheSenderOfAMessageDoes) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2)};
+  const int group = group_number(std::vector<int>{0, 1, 2});
+  workers[0].open = {{"message", "recv(Float [3] from rank 2, tag 1)", 5, 0, group, 2},
+                     {"message", "recv(Float [4] from rank 1, tag 1)", 4, 0, group, 1}};
+  workers[2].open = {{"user", "augment", 6, 0}};
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("rank 0 has waited in 'recv(Float [3] from rank 2, tag 1)' for 5.0 s"),
+                    HasSubstr("rank 2: it has been in 'augment' for 6.0 s"), Not(HasSubstr("rank 1:"))));
+}
+
+TEST(Diagnosis, SaysWhatAllRanksDoFromWhichAMessageMayCome) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2), worker(3)};
+  const int group = group_number(std::vector<int>{0, 1, 2});
+  workers[1].open = {{"message", "recv(Float [3] from any rank, tag 0)", 5, 0, group}};
+  workers[0].open = {{"user", "augment", 6, 0}};
+  workers[2].answers = false;
+  const auto suspects = find_suspects(workers);
+  ASSERT_FALSE(suspects.empty());
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("rank 1 has waited in 'recv(Float [3] from any rank, tag 0)' for 5.0 s"),
+                    HasSubstr("rank 0: it has been in 'augment' for 6.0 s"),
+                    HasSubstr("rank 2: it does not answer"), Not(HasSubstr("rank 3"))));
+}
+
 TEST(Diagnosis, FindsCallsThatWaitForEachOther) {  // hang_cycle
   std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2)};
   workers[0].pending = {{"f", "worker1", "train.cpp:41", 12}, {"x", "worker0", "", 12}};

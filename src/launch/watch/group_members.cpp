@@ -32,7 +32,8 @@ std::vector<int> find_ranks(int number, int world) {
 
 bool is_seen_in(const WorkerReport& worker, int number) {
   const auto of_group = [number](const WorkerReport::Operation& operation) {
-    return (operation.kind == "collective" || operation.kind == "wait") && operation.part == number;
+    return (operation.kind == "collective" || operation.kind == "wait" || operation.kind == "message") &&
+           operation.part == number;
   };
   return std::any_of(worker.open.begin(), worker.open.end(), of_group) ||
          std::any_of(worker.ended.begin(), worker.ended.end(), of_group);

@@ -67,7 +67,7 @@ std::vector<WorkerReport::Operation> decode_operations(const json& operations) {
     if (!operation.is_object()) continue;
     decoded.push_back({field<std::string>(operation, "kind"), field<std::string>(operation, "name"),
                        field<double>(operation, "seconds"), field<std::uint64_t>(operation, "id"),
-                       field<int>(operation, "part", -1)});
+                       field<int>(operation, "part", -1), field<int>(operation, "peer", -1)});
   }
   return decoded;
 }

@@ -13,7 +13,8 @@ struct WorkerReport {
     std::string kind, name;
     double seconds = 0;
     std::uint64_t id = 0;  ///< sequence number of a reduction or a collective operation, pass id, …
-    int part = -1;         ///< group of a collective operation
+    int part = -1;         ///< group of a collective operation or a message
+    int peer = -1;         ///< of a message: the other rank, if it is known
   };
   struct Call {
     std::string name;

@@ -18,6 +18,8 @@ std::string silence_of_the_store(Duration silence) {
   return silence_text(silence) + "; the other workers consider this one dead";
 }
 
+Error has_left() { return {ErrorKind::kCancelled, "this worker has left the world"}; }
+
 }  // namespace
 
 Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipOptions options, Member self)
@@ -28,6 +30,9 @@ Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipO
       join_until_(runtime.executor.deadline_in(options_.timeout)),
       backoff_(kFirstBackoff),
       events_(runtime),
+      rounds_(
+          runtime, options_.store_address, [this](const Bytes& message) { send_to_store(message); },
+          [this](int rank) { return incarnation_of(rank); }),
       verdict_(runtime.executor.make_parker()),
       farewell_(runtime.executor.make_parker()),
       transport_(transports(self_.name + ".membership", *this)) {
@@ -55,22 +60,12 @@ void Client::add_handlers() {
     if (message.passing) return lose_store(reason);  // and registers again
     decide(reason);
   });
-  messages_.on<Gathered>([this](Gathered message) {
-    finish_slot(message.call, [&](Slot& slot) { slot.bytes = message.all(slot.ranks); });
-  });
-  messages_.on<Summed>([this](Summed message) {
-    finish_slot(message.call, [&](Slot& slot) { slot.sums = std::move(message.sums); });
-  });
-  messages_.on<RoundFailed>([this](RoundFailed message) {
-    finish_slot(message.call, [&](Slot& slot) { slot.error.emplace(message.kind, message.text); });
-  });
-  messages_.on<Missing>([this](Missing message) {
-    MutexLock lock(mutex_);
-    const auto found = slots_.find(message.call);
-    if (found == slots_.end()) return;
-    found->second->missing = std::move(message.ranks);
-    found->second->parker->unpark();
-  });
+  messages_.on<Gathered>([this](const Gathered& message) { rounds_.complete(message); });
+  messages_.on<Summed>([this](Summed message) { rounds_.complete(std::move(message)); });
+  messages_.on<RoundFailed>(
+      [this](RoundFailed message) { rounds_.fail(message.call, Error(message.kind, message.text)); });
+  messages_.on<Missing>(
+      [this](Missing message) { rounds_.set_missing(message.call, known_members(message.ranks)); });
   messages_.on<Farewell>([this](Farewell) {
     {
       MutexLock lock(mutex_);
@@ -82,13 +77,8 @@ void Client::add_handlers() {
   messages_.on<Ping>([this](Ping message) {
     const TimePoint now = runtime_.executor.now();
     patience_ = message.dead_after;
-    std::shared_ptr<net::Channel> channel;
-    {
-      MutexLock lock(mutex_);
-      channel = channel_;
-    }
     try {
-      if (channel) channel->send(encode_message(Pong{message.sent, now, runtime_.executor.now()}), {});
+      send_to_store(encode_message(Pong{message.sent, now, runtime_.executor.now()}));
     } catch (const Error& error) {
       runtime_.log.debug(fmt::format("no sign of life could be sent to the store: {}", error.message()));
     }
@@ -286,11 +276,13 @@ void Client::lose_store(const Error& reason, bool silent) {
 }
 
 void Client::end_part(const Error& reason) {
+  std::optional<Error> later;
   {
     MutexLock lock(mutex_);
     if (!store_gone_) store_gone_ = reason;
-    cancel_slots(reason);
+    later = leaving_ ? has_left() : *store_gone_;
   }
+  rounds_.cancel(reason, *later);
   events_.clear();
 }
 
@@ -348,8 +340,8 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
                    : rank0_left         ? fmt::format("the store closed, since {} left the world", server)
                                         : fmt::format("{} died, and the store with it: {}", server, cause));
     store_gone_ = gone;
-    cancel_slots(*gone);
   }
+  rounds_.cancel(*gone, *gone);
   if (options_.rank == 0) return;
   note_end(0, std::make_shared<Error>(*gone));
   if (held_for_dead) note_own_death(*gone);
@@ -367,6 +359,40 @@ std::vector<Member> Client::members() const {
   members.reserve(known_.size());
   for (const auto& [rank, known] : known_) members.push_back(known.member);
   return members;
+}
+
+std::vector<Member> Client::known_members(const std::vector<int>& ranks) const {
+  std::vector<Member> members;
+  MutexLock lock(mutex_);
+  for (const int rank : ranks) {
+    if (const auto known = known_.find(rank); known != known_.end()) members.push_back(known->second.member);
+  }
+  return members;
+}
+
+std::uint32_t Client::incarnation_of(int rank) const {
+  MutexLock lock(mutex_);
+  const auto found = known_.find(rank);
+  return found == known_.end() ? 0 : found->second.member.incarnation;
+}
+
+Contribute Client::contribution(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                                Deadline deadline) const {
+  Contribute message;
+  message.tag = tag;
+  message.ranks = std::move(ranks);
+  message.timeout = deadline.left(runtime_.executor.now());
+  message.bytes.assign(mine.begin(), mine.end());
+  return message;
+}
+
+void Client::send_to_store(const Bytes& message) {
+  std::shared_ptr<net::Channel> channel;
+  {
+    MutexLock lock(mutex_);
+    channel = channel_;
+  }
+  if (channel) channel->send(message, {});
 }
 
 std::vector<int> Client::ranks() const {
@@ -390,10 +416,10 @@ void Client::end_with(const Bytes& last_lines, const Error& for_waiters, Deadlin
     MutexLock lock(mutex_);
     if (leaving_) return;
     leaving_ = true;
-    cancel_slots(for_waiters);
     channel = channel_;
     left_ = channel == nullptr;
   }
+  rounds_.cancel(for_waiters, has_left());
   events_.clear();
   try {
     if (channel) channel->send(last_lines, {});
@@ -455,8 +481,8 @@ void Client::note_arrival(const Member& member) {
   {
     MutexLock lock(mutex_);
     known_[member.rank] = {member};
-    rounds_.replaced();
   }
+  rounds_.replaced();
   events_.add(member, Presence::kPresent, nullptr);
   events_.deliver();
 }

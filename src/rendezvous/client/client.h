@@ -13,15 +13,11 @@
 #include <torchspan/detail/net/transport.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
+#include "rendezvous/client/client_rounds.h"
 #include "rendezvous/client/member_events.h"
-#include "rendezvous/client/round_numbers.h"
 #include "rendezvous/messages/messages.h"
 
 namespace torchspan::rendezvous {
-
-/// The store decides about deadlines, so that all workers get the same result; clients wait a little longer
-/// for it.
-Deadline with_grace(Deadline deadline);
 
 /// One worker's end of its connection to the store: dials until rank 0 answers, registers, keeps a table of
 /// the other workers, and takes part in rounds. Only its thread drives the transport and runs the callbacks.
@@ -42,11 +38,11 @@ class Client final : private net::Handler {
   Member join();
   std::vector<Member> members() const;
   std::optional<Known> find(int rank) const;
-  /// `ranks` must be ascending and contain this worker's rank.
-  std::vector<Bytes> gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                            const Membership::Wait& wait);
-  CountSums sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
-                std::vector<int> ranks, const Membership::Wait& wait);
+  /// The message of a round that begins now: the tag, this worker's bytes, and the ranks, which must be ascending and
+  /// contain this worker's.
+  Contribute contribution(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                          Deadline deadline) const;
+  ClientRounds& rounds() { return rounds_; }
   void leave(Deadline deadline);
   void give_up(const std::string& why, Deadline deadline);
   /// The callbacks are destroyed when this worker's part ends: at the start of leave(), give_up() or
@@ -60,17 +56,6 @@ class Client final : private net::Handler {
   bool is_callback_thread() const { return thread_.is_current(); }
 
  private:
-  /// A barrier or gather for which a thread waits.
-  struct Slot {
-    std::unique_ptr<Parker> parker;
-    std::size_t ranks = 0;
-    bool done = false;
-    std::vector<Bytes> bytes;
-    CountSums sums;
-    std::optional<std::vector<int>> missing;  ///< from the store, not passed on yet
-    std::optional<Error> error;
-  };
-
   /// What the store has said of itself and of this worker.
   struct StoreFacts {
     bool newer = false;  ///< speaks a newer version of the protocol
@@ -94,16 +79,13 @@ class Client final : private net::Handler {
   void note_end(int rank, std::shared_ptr<const Error> death, bool warns = true);
   /// The others declared this worker dead. In its own table it stays present.
   void note_own_death(const Error& reason);
-  /// Waits until the slot is done or the time is over; reports missing ranks meanwhile.
-  void wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait);
-  void ask_missing(std::uint64_t call);
-  /// Takes part in a round; the message lacks the numbers and the timeout. The result is in the slot.
-  std::shared_ptr<Slot> take_part(Contribute message, const Membership::Wait& wait);
-  void finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill);
+  std::vector<Member> known_members(const std::vector<int>& ranks) const;
+  std::uint32_t incarnation_of(int rank) const;
+  /// Throws Error if the connection is closing.
+  void send_to_store(const Bytes& message);
   /// Sends the last message to the store, unless one was sent before, waits for its answer, and ends the
   /// thread.
   void end_with(const Bytes& last_lines, const Error& for_waiters, Deadline deadline);
-  void cancel_slots(const Error& reason) TORCHSPAN_REQUIRES(mutex_);
   Error unreachable() const;
   void stop();
 
@@ -130,11 +112,9 @@ class Client final : private net::Handler {
   std::optional<Error> store_gone_ TORCHSPAN_GUARDED_BY(mutex_);
   bool leaving_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool left_ TORCHSPAN_GUARDED_BY(mutex_) = false;
-  RoundNumbers rounds_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::uint64_t next_call_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  std::map<std::uint64_t, std::shared_ptr<Slot>> slots_ TORCHSPAN_GUARDED_BY(mutex_);
   MemberEvents events_;
 
+  ClientRounds rounds_;
   std::unique_ptr<Parker> verdict_;
   std::unique_ptr<Parker> farewell_;
   std::atomic<bool> stopping_{false};

@@ -119,20 +119,32 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   options.name = "worker1";
   options.rank = 1;
   options.world_size = 3;
-  Client client(runtime, silent_transport, options, self());
-  client.watch({.joined = [](const Member& member) { describe(member); },
-                .died = [](const Member& member, const Error&) { describe(member); },
-                .left = [](const Member& member) { describe(member); }});
-  done->park(Deadline::never());
-  for (const Member& member : client.members()) {
-    if (!client.find(member.rank)) std::abort();
+  std::atomic<int> called_back{0};
+  int begun = 0;
+  {
+    Client client(runtime, silent_transport, options, self());
+    client.watch({.joined = [](const Member& member) { describe(member); },
+                  .died = [](const Member& member, const Error&) { describe(member); },
+                  .left = [](const Member& member) { describe(member); }});
+    try {
+      client.rounds().gather_async(client.contribution("tag", {}, {0, 1, 2}, Deadline::never()),
+                                   [&](std::vector<Bytes>, std::optional<Error>) { ++called_back; });
+      ++begun;
+    } catch (const Error&) {  // the script has ended the connection
+    }
+    done->park(Deadline::never());
+    for (const Member& member : client.members()) {
+      if (!client.find(member.rank)) std::abort();
+    }
+    const Deadline passed = executor->deadline_in(Duration(0) - std::chrono::seconds(2));
+    try {
+      client.rounds().gather(client.contribution("tag", {}, {0, 1, 2}, passed), {.until = passed});
+      std::abort();
+    } catch (const Error&) {
+    }
+    client.end_part(Error(ErrorKind::kCancelled, "the run is over"));
   }
-  try {
-    client.gather("tag", {}, {0, 1, 2},
-                  {.until = executor->deadline_in(Duration(0) - std::chrono::seconds(2))});
-    std::abort();
-  } catch (const Error&) {
-  }
+  if (called_back != begun) std::abort();
   return 0;
 }
 

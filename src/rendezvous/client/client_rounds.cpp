@@ -1,6 +1,6 @@
-#include <fmt/format.h>
+#include "rendezvous/client/client_rounds.h"
 
-#include "rendezvous/client/client.h"
+#include <fmt/format.h>
 
 namespace torchspan::rendezvous {
 
@@ -9,85 +9,62 @@ Deadline with_grace(Deadline deadline) {
   return deadline.is_never() ? deadline : Deadline(deadline.at() + kVerdictGrace);
 }
 
-void Client::cancel_slots(const Error& reason) {
-  for (auto& [call, slot] : slots_) {
-    slot->done = true;
-    slot->error = reason;
-    slot->parker->unpark();
-  }
-  slots_.clear();
-}
+ClientRounds::ClientRounds(Runtime& runtime, std::string store_address, Send send,
+                           IncarnationOf incarnation_of)
+    : runtime_(runtime),
+      store_address_(std::move(store_address)),
+      send_(std::move(send)),
+      incarnation_of_(std::move(incarnation_of)) {}
 
-void Client::finish_slot(std::uint64_t call, const std::function<void(Slot&)>& fill) {
-  MutexLock lock(mutex_);
-  const auto found = slots_.find(call);
-  if (found == slots_.end()) return;  // its caller has ended the wait
-  const auto slot = std::move(found->second);
-  slots_.erase(found);
-  fill(*slot);
-  slot->done = true;
-  slot->parker->unpark();
-}
-
-std::vector<Bytes> Client::gather(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                                  const Membership::Wait& wait) {
-  Contribute message;
-  message.tag = tag;
-  message.ranks = std::move(ranks);
-  message.bytes.assign(mine.begin(), mine.end());
+std::vector<Bytes> ClientRounds::gather(Contribute message, const Membership::Wait& wait) {
   return std::move(take_part(std::move(message), wait)->bytes);
 }
 
-CountSums Client::sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
-                      std::vector<int> ranks, const Membership::Wait& wait) {
-  Contribute message;
-  message.tag = tag;
-  message.ranks = std::move(ranks);
-  message.bytes.assign(note.begin(), note.end());
-  message.counts = std::move(counts);
+CountSums ClientRounds::sum(Contribute message, const Membership::Wait& wait) {
   return std::move(take_part(std::move(message), wait)->sums);
 }
 
-std::shared_ptr<Client::Slot> Client::take_part(Contribute message, const Membership::Wait& wait) {
+std::shared_ptr<ClientRounds::Slot> ClientRounds::take_part(Contribute message,
+                                                            const Membership::Wait& wait) {
   const auto slot = std::make_shared<Slot>();
   slot->parker = runtime_.executor.make_parker();
-  slot->ranks = message.ranks.size();
-  message.timeout = wait.until.left(runtime_.executor.now());
-  std::shared_ptr<net::Channel> channel;
-  {
-    MutexLock lock(mutex_);
-    if (leaving_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
-    if (store_gone_) throw Error(*store_gone_);
-    message.call = next_call_++;
-    rounds_.number(message, [this](int rank) TORCHSPAN_REQUIRES(mutex_) {
-      const auto found = known_.find(rank);
-      return found == known_.end() ? 0 : found->second.member.incarnation;
-    });
-    slots_[message.call] = slot;
-    channel = channel_;
-  }
-  const auto forget = [&] {
-    MutexLock lock(mutex_);
-    slots_.erase(message.call);
-  };
+  const std::uint64_t call = contribute(std::move(message), slot);
   try {
-    if (channel) channel->send(encode_message(message), {});
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kDisconnected) {
-      forget();
-      throw;
-    }  // else on_store_gone() ends the wait with the reason
-  }
-  try {
-    wait_for(message.call, *slot, wait);
+    wait_for(call, *slot, wait);
     return slot;
   } catch (...) {
-    forget();
+    forget(call);
     throw;
   }
 }
 
-void Client::wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait) {
+void ClientRounds::gather_async(Contribute message, Membership::GatherCallback done) {
+  const auto slot = std::make_shared<Slot>();
+  slot->callback = std::move(done);
+  contribute(std::move(message), slot);
+}
+
+std::uint64_t ClientRounds::contribute(Contribute message, const std::shared_ptr<Slot>& slot) {
+  {
+    MutexLock lock(mutex_);
+    if (cancelled_) throw Error(*cancelled_);
+    message.call = next_call_++;
+    numbers_.number(message, incarnation_of_);
+    slot->ranks = message.ranks.size();
+    slots_[message.call] = slot;
+  }
+  try {
+    send_(encode_message(message));
+  } catch (const Error& error) {
+    // If the connection broke, cancel() ends the call with the reason.
+    if (error.kind() == ErrorKind::kDisconnected) return message.call;
+    forget(message.call);
+    throw;
+  }
+  return message.call;
+}
+
+void ClientRounds::wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait) {
   const Executor& executor = runtime_.executor;
   const Deadline until = with_grace(wait.until);
   const bool reports = wait.report && wait.every > Duration::zero();
@@ -101,10 +78,7 @@ void Client::wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wa
         if (slot.error) throw Error(*slot.error);
         return;
       }
-      for (const int rank : std::exchange(slot.missing, std::nullopt).value_or(std::vector<int>())) {
-        if (const auto known = known_.find(rank); known != known_.end())
-          missing.push_back(known->second.member);
-      }
+      missing = std::exchange(slot.missing, std::nullopt).value_or(std::vector<Member>());
     }
     if (!missing.empty()) wait.report(missing);
     if (until.passed(executor.now())) break;
@@ -112,20 +86,86 @@ void Client::wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wa
     ask_at = executor.deadline_in(wait.every);
     ask_missing(call);
   }
-  throw Error(ErrorKind::kTimedOut, fmt::format("the store at {} does not answer", options_.store_address));
+  throw Error(ErrorKind::kTimedOut, fmt::format("the store at {} does not answer", store_address_));
 }
 
-void Client::ask_missing(std::uint64_t call) {
-  std::shared_ptr<net::Channel> channel;
-  {
-    MutexLock lock(mutex_);
-    channel = channel_;
-  }
+void ClientRounds::ask_missing(std::uint64_t call) {
   try {
-    if (channel) channel->send(encode_message(AskMissing{call}), {});
-  } catch (const Error& error) {  // on_store_gone() ends the wait, or the next turn repeats the request
+    send_(encode_message(AskMissing{call}));
+  } catch (const Error& error) {  // cancel() ends the wait, or the next turn repeats the request
     runtime_.log.debug(
         fmt::format("the store could not be asked which ranks are missing: {}", error.message()));
+  }
+}
+
+void ClientRounds::forget(std::uint64_t call) {
+  MutexLock lock(mutex_);
+  slots_.erase(call);
+}
+
+void ClientRounds::replaced() {
+  MutexLock lock(mutex_);
+  numbers_.replaced();
+}
+
+void ClientRounds::complete(const Gathered& message) {
+  finish(message.call, [&](Slot& slot) { slot.bytes = message.all(slot.ranks); });
+}
+
+void ClientRounds::complete(Summed message) {
+  finish(message.call, [&](Slot& slot) { slot.sums = std::move(message.sums); });
+}
+
+void ClientRounds::fail(std::uint64_t call, const Error& reason) {
+  finish(call, [&](Slot& slot) { slot.error = reason; });
+}
+
+void ClientRounds::finish(std::uint64_t call, const std::function<void(Slot&)>& fill) {
+  std::shared_ptr<Slot> slot;
+  {
+    MutexLock lock(mutex_);
+    const auto found = slots_.find(call);
+    if (found == slots_.end()) return;
+    slot = found->second;
+    fill(*slot);  // if it throws, cancel() ends the call
+    slots_.erase(found);
+    slot->done = true;
+    if (slot->parker) slot->parker->unpark();
+  }
+  if (slot->callback) call_back(*slot);
+}
+
+void ClientRounds::call_back(Slot& slot) const {
+  try {
+    slot.callback(std::move(slot.bytes), std::move(slot.error));
+  } catch (...) {
+    runtime_.log.error(fmt::format("the callback of a gather threw: {}",
+                                   torchspan::describe(std::current_exception()).text));
+  }
+}
+
+void ClientRounds::set_missing(std::uint64_t call, std::vector<Member> missing) {
+  MutexLock lock(mutex_);
+  const auto found = slots_.find(call);
+  if (found == slots_.end() || !found->second->parker) return;
+  found->second->missing = std::move(missing);
+  found->second->parker->unpark();
+}
+
+void ClientRounds::cancel(const Error& reason, const Error& later) {
+  std::map<std::uint64_t, std::shared_ptr<Slot>> ended;
+  {
+    MutexLock lock(mutex_);
+    cancelled_ = later;
+    ended.swap(slots_);
+    for (const auto& [call, slot] : ended) {
+      slot->done = true;
+      slot->error = reason;
+      if (slot->parker) slot->parker->unpark();
+    }
+  }
+  for (const auto& [call, slot] : ended) {
+    if (slot->callback) call_back(*slot);
   }
 }
 

@@ -183,6 +183,13 @@ class Membership {
                                       Deadline deadline);
   std::vector<Bytes> all_gather_bytes(const std::string& tag, BytesView mine, std::vector<int> ranks,
                                       Wait wait);
+  /// The result of a round: all ranks' bytes in rank order, or the failure.
+  using GatherCallback = std::function<void(std::vector<Bytes> all, std::optional<Error> failure)>;
+  /// Like all_gather_bytes(), but returns at once, also inside callbacks, and calls `done` exactly once: on the
+  /// membership thread, or on the one that ends the membership; in a world of one before it returns. `done` must be
+  /// short and must not throw. Throws what all_gather_bytes() throws before it waits; then `done` is not called.
+  void all_gather_bytes_async(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                              Deadline deadline, GatherCallback done);
 
   /// Like barrier(), and returns the sums of all ranks' counts, of which each rank gives equally many, and the
   /// first notes. An empty note is none. The answer's size does not depend on the number of ranks.

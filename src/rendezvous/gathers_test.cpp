@@ -1,0 +1,117 @@
+// Gathers whose results callbacks get.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "rendezvous/simulated_world.h"
+
+namespace torchspan::rendezvous::gathers_test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class GathersOfSeed : public ::testing::TestWithParam<std::uint64_t> {};
+INSTANTIATE_TEST_SUITE_P(Seeds, GathersOfSeed, ::testing::Range<std::uint64_t>(1, 9));
+
+/// The result of a gather that calls back.
+struct CalledBack {
+  int times = 0;
+  std::vector<Bytes> all = {};
+  std::optional<Error> failure = {};
+};
+Membership::GatherCallback into(CalledBack& result) {
+  return [&result](std::vector<Bytes> all, std::optional<Error> failure) {
+    ++result.times;
+    result.all = std::move(all);
+    result.failure = std::move(failure);
+  };
+}
+
+TEST_P(GathersOfSeed, GathersThatCallBackMeetThoseThatWait) {
+  SimulatedWorld world(GetParam(), 4, {.jitter = milliseconds(1)});
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    const Bytes mine = {static_cast<std::byte>(rank)};
+    CalledBack first, second;
+    if (rank % 2 == 0) {
+      // A callback may begin the next round, and use the membership.
+      membership->all_gather_bytes_async(
+          "g", mine, {}, Deadline::never(), [&](std::vector<Bytes> all, std::optional<Error> failure) {
+            EXPECT_FALSE(failure);
+            EXPECT_EQ(membership->members().size(), 4U);
+            into(first)(std::move(all), std::move(failure));
+            membership->all_gather_bytes_async("g", mine, {}, world.in(seconds(10)), into(second));
+          });
+      while (second.times == 0) world.executor().sleep(milliseconds(1));
+    } else {
+      into(first)(membership->all_gather_bytes("g", mine, {}, world.in(seconds(10))), std::nullopt);
+      into(second)(membership->all_gather_bytes("g", mine, {}, world.in(seconds(10))), std::nullopt);
+    }
+    for (const CalledBack& result : {first, second}) {
+      EXPECT_EQ(result.times, 1);
+      ASSERT_EQ(result.all.size(), 4U);
+      for (int other = 0; other < 4; ++other) {
+        EXPECT_EQ(result.all[static_cast<std::size_t>(other)], Bytes{static_cast<std::byte>(other)});
+      }
+    }
+    membership->leave(world.in(seconds(10)));
+    EXPECT_EQ(first.times + second.times, 2);
+  });
+}
+
+TEST_P(GathersOfSeed, GathersThatCallBackEndOnceWithTheReason) {
+  SimulatedWorld world(GetParam(), 4);
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    membership->barrier("all", {}, world.in(seconds(10)));
+    if (rank == 3) return world.kill(rank);
+    CalledBack dead, late, left, ended;
+    const auto begin = [&](const std::string& tag, std::vector<int> ranks, Deadline deadline,
+                           CalledBack& into_this) {
+      membership->all_gather_bytes_async(tag, {}, std::move(ranks), deadline, into(into_this));
+    };
+    begin("dead", {rank, 3}, Deadline::never(), dead);
+    const int silent = (rank + 1) % 3;
+    begin("late" + std::to_string(rank), {rank, silent}, world.in(milliseconds(200)), late);
+    begin("left" + std::to_string(rank), {rank, silent}, Deadline::never(), left);
+    while (dead.times == 0 || late.times == 0) world.executor().sleep(milliseconds(1));
+    ASSERT_TRUE(dead.failure && late.failure);
+    EXPECT_EQ(dead.failure->kind(), ErrorKind::kDisconnected) << dead.failure->what();
+    EXPECT_THAT(dead.failure->what(), AllOf(HasSubstr("worker3"), HasSubstr("all_gather 'dead'")));
+    EXPECT_EQ(late.failure->kind(), ErrorKind::kTimedOut) << late.failure->what();
+    EXPECT_THAT(late.failure->what(), HasSubstr("worker" + std::to_string(silent)));
+    EXPECT_EQ(left.times, 0);
+    membership->barrier("end", {0, 1, 2}, world.in(seconds(10)));
+    membership->leave(world.in(seconds(10)));
+    EXPECT_EQ(dead.times + late.times, 2);
+    EXPECT_EQ(left.times, 1);
+    ASSERT_TRUE(left.failure);
+    EXPECT_TRUE(left.failure->kind() == ErrorKind::kCancelled ||
+                left.failure->kind() == ErrorKind::kDisconnected)
+        << left.failure->what();
+    const Error error = error_of([&] { begin("over", {rank, silent}, Deadline::never(), ended); });
+    EXPECT_EQ(error.kind(), ErrorKind::kCancelled) << error.what();
+    EXPECT_EQ(ended.times, 0);
+  });
+}
+
+TEST(Gathers, OfOneWorkerCallBackAtOnce) {
+  SimulatedWorld world(20, 1);
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    CalledBack result;
+    membership->all_gather_bytes_async("g", Bytes{std::byte{5}}, {0}, Deadline::never(), into(result));
+    EXPECT_EQ(result.times, 1);
+    EXPECT_EQ(result.all, (std::vector<Bytes>{{std::byte{5}}}));
+    const Error error = error_of(
+        [&] { membership->all_gather_bytes_async("g", Bytes(70000), {0}, Deadline::never(), into(result)); });
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << error.what();
+    EXPECT_EQ(result.times, 1);
+    membership->leave(Deadline::never());
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::rendezvous::gathers_test

@@ -1,0 +1,34 @@
+#pragma once
+#include <functional>
+#include <gtest/gtest.h>
+#include <string>
+
+#include <torchspan/collective/group.h>
+
+#include "rendezvous/simulated_world.h"
+#include "tests/conformance/collective_oracle.h"
+
+namespace torchspan::testing {
+
+/// Tests of groups over their own connections on the simulated network.
+class SimulatedGroupsSuite : public ::testing::Test {
+ protected:
+  using Body = std::function<void(collective::Group&, rendezvous::Membership&)>;
+
+  /// Runs `body` with a group of all ranks, on each.
+  void run(rendezvous::SimulatedWorld& world, Duration timeout, const Body& body) {
+    world.run([&](int rank) {
+      Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
+      const auto membership =
+          rendezvous::Membership::join(runtime, world.transports(rank), world.options(rank));
+      {
+        collective::Group group = collective::Group::make(
+            runtime, *membership, {.backend = collective::BackendKind::kNetwork, .timeout = timeout});
+        body(group, *membership);
+      }
+      membership->leave(world.in(std::chrono::seconds(30)));
+    });
+  }
+};
+
+}  // namespace torchspan::testing

@@ -1,0 +1,133 @@
+// Hierarchical groups of up to 64 hosts on the simulated network: messages between hosts and simulated time against the
+// number of hosts and of ranks on each. The ranks of a host, which would share memory, use simulated connections too.
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <gmock/gmock.h>
+#include <numeric>
+
+#include <ATen/ATen.h>
+
+#include "collective/channels/channel_collectives.h"
+#include "collective/hierarchical/hierarchical_collectives.h"
+#include "collective/serial/serial_backend.h"
+#include "collective/single.h"
+#include "tests/conformance/collective_simulated.h"
+
+namespace torchspan::testing::collective_simulated_hosts {
+namespace {
+
+using namespace collective;
+using rendezvous::Membership;
+using rendezvous::SimulatedWorld;
+using std::chrono::microseconds;
+using std::chrono::seconds;
+
+constexpr Duration kInsideAHost = microseconds(2), kBetweenHosts = microseconds(20);
+constexpr Duration kSimulatedLimit = seconds(60);
+
+/// The host of the worker that owns this endpoint, "sim:worker12.direct.…".
+int host_of(const std::string& endpoint, int ranks_per_host) {
+  constexpr std::size_t kPrefix = 10;  // "sim:worker"
+  return std::atoi(endpoint.c_str() + kPrefix) / ranks_per_host;
+}
+
+/// A group over all ranks, as make_group() makes it over several hosts.
+Group make_hierarchical(Runtime& runtime, Membership& world, int hosts, int ranks_per_host) {
+  const std::shared_ptr<Runtime> shared(std::shared_ptr<void>(), &runtime);
+  const std::shared_ptr<WorldLink> link = WorldLink::make(shared, world);
+  const int rank = world.self().rank, leader = rank / ranks_per_host * ranks_per_host;
+  HierarchyPlan plan{.ranks = {}, .hosts = {}, .rank = rank, .announces = true};
+  SerialOptions serial{.rank = rank, .timeout = kSimulatedLimit, .world = link};
+  for (int other = 0; other < hosts * ranks_per_host; ++other) {
+    plan.ranks.push_back(other);
+    plan.hosts.push_back(other / ranks_per_host);
+    serial.ranks.push_back(other);
+    serial.peers.push_back(describe(world.member(other)));
+    serial.instances.push_back(world.member(other).instance);
+  }
+  std::vector<int> here(static_cast<std::size_t>(ranks_per_host));
+  std::iota(here.begin(), here.end(), leader);
+  const Group local =
+      ranks_per_host == 1
+          ? Group(SingleBackend::make(rank, shared, link))
+          : Group::make(runtime, world,
+                        {.backend = BackendKind::kNetwork, .ranks = here, .timeout = kSimulatedLimit});
+  const ConnectLeaders connect = [link](const std::vector<int>& leaders) {
+    return channels::connect_channels(link, leaders, {.timeout = kSimulatedLimit, .lanes = 1});
+  };
+  return Group(SerialBackend::make(
+      shared, std::make_unique<HierarchicalCollectives>(std::move(plan), local, connect), std::move(serial)));
+}
+
+/// What one all-reduce costs, with the comparison of calls before it.
+struct Cost {
+  double messages = 0;  ///< that a host sends to others
+  Duration time{};
+};
+
+std::vector<Cost> costs_of(int hosts, int ranks_per_host, const std::vector<std::int64_t>& lengths) {
+  const int ranks = hosts * ranks_per_host;
+  SimulatedWorld world(5, ranks, {.latency = kInsideAHost});
+  const auto crosses = [=](const net::SimMessage& message) {
+    return host_of(message.from, ranks_per_host) != host_of(message.to, ranks_per_host);
+  };
+  std::atomic<bool> counting{false};
+  std::atomic<int> messages{0};
+  world.network().observe([&](const net::SimMessage& message) {
+    constexpr auto kPart = std::byte{2};
+    if (counting && !message.header.empty() && message.header[0] == kPart && crosses(message)) ++messages;
+  });
+  world.network().delay_if(crosses, kBetweenHosts - kInsideAHost);
+  std::vector<Cost> costs;
+  world.run([&](int rank) {
+    Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
+    const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+    {
+      const Group group = make_hierarchical(runtime, *membership, hosts, ranks_per_host);
+      for (const std::int64_t length : lengths) {
+        membership->barrier("test.before", {}, world.in(seconds(60)));
+        if (rank == 0) messages = 0, counting = true;
+        membership->barrier("test.begin", {}, world.in(seconds(60)));
+        const TimePoint began = world.executor().now();
+        at::Tensor mine = at::full({length}, rank, at::kInt);
+        group.all_reduce(mine).wait();
+        EXPECT_TRUE((mine == ranks * (ranks - 1) / 2).all().item<bool>());
+        const Duration time = world.executor().now() - began;
+        membership->barrier("test.end", {}, world.in(seconds(60)));
+        if (rank != 0) continue;
+        counting = false;
+        costs.push_back({static_cast<double>(messages) / hosts, time});
+      }
+    }
+    membership->leave(world.in(seconds(60)));
+  });
+  return costs;
+}
+
+TEST(SimulatedHosts, MessagesBetweenHostsGrowWithTheLogarithmOfTheHostsAndNotWithTheirRanks) {
+  const std::vector<std::int64_t> lengths{256, 20000};
+  for (const int hosts : {2, 8, 16, 64}) {
+    const auto alone = costs_of(hosts, 1, lengths), in_pairs = costs_of(hosts, 2, lengths);
+    ASSERT_EQ(alone.size(), lengths.size());
+    ASSERT_EQ(in_pairs.size(), lengths.size());
+    const int steps = static_cast<int>(std::ceil(std::log2(hosts)));
+    for (std::size_t i = 0; i < lengths.size(); ++i) {
+      std::printf(
+          "%d hosts, %ld KiB: 1 rank each %.1f messages per host, %.0f us; 2 ranks each %.1f, %.0f us\n",
+          hosts, static_cast<long>(lengths[i] * 4 / 1024), alone[i].messages, 1e6 * to_seconds(alone[i].time),
+          in_pairs[i].messages, 1e6 * to_seconds(in_pairs[i].time));
+      EXPECT_EQ(in_pairs[i].messages, alone[i].messages) << "only the first rank of each host sends";
+      // Inside a host: the comparison of calls and the operation, before and after the exchange.
+      EXPECT_LE(in_pairs[i].time, alone[i].time + 12 * kInsideAHost);
+      if (hosts <= 8) continue;  // every first rank sends to every other one
+      // As without hosts: one gather to compare the calls, and one for a small tensor, two for a larger one.
+      EXPECT_LE(alone[i].messages, (2 + i) * static_cast<unsigned>(steps));
+      EXPECT_LE(alone[i].time, kBetweenHosts * (static_cast<int>(2 + i) * steps + 2));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::testing::collective_simulated_hosts
