@@ -68,7 +68,7 @@ TEST_F(Program, TrainsBothPartsAsOneProcessWouldOnAnyNumberOfTrainers) {
   for (const int workers : {1, 2, 4, 5}) {
     SCOPED_TRACE(workers);
     const auto [code, output] =
-        run(workers, {"--double", "--batch", "100", "--epochs", "8", "--table-lr", "20", "--width", "8"});
+        run(workers, {"--double", "--batch", "100", "--epochs", "8", "--table-lr", "2", "--width", "8"});
     ASSERT_EQ(code, 0) << output;
     const int trainers = std::max(1, workers - 2);
     const std::string line = fmt::format("{} trainers? against one process: ", trainers);

@@ -66,6 +66,23 @@ torchspan::Future<Update> Federation::start(const Task& task, torchspan::Duratio
   return caller.rpc_async(rank, kTrainClient, sites_[rank], task);
 }
 
+std::string Federation::collect(const torchspan::Future<Update>& training, std::int64_t client,
+                                std::vector<Update>& updates) {
+  const int rank = rank_of(client);
+  try {
+    const Update update = training.wait();
+    if (update.images == 0) return fmt::format("client {} on worker{} is late", client, rank);
+    updates.push_back(update);
+    return {};
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kTimedOut)
+      return fmt::format("client {} on worker{} is late", client, rank);
+    if (error.kind() != ErrorKind::kDisconnected) throw;
+    sites_.erase(rank);
+    return fmt::format("client {} on worker{} is gone", client, rank);
+  }
+}
+
 Federation::Round Federation::run(std::int64_t number) {
   const at::Tensor drawn =
       at::randperm(options_.clients, at::detail::createCPUGenerator(seed_of(options_, number, -1)),
@@ -79,16 +96,12 @@ Federation::Round Federation::run(std::int64_t number) {
   Round round;
   std::vector<Update> updates;
   for (const auto& [client, training] : trainings) {
-    try {
-      updates.push_back(training.wait());
+    const std::string absence = collect(training, client, updates);
+    if (absence.empty()) {
       round.clients.push_back(client);
       round.images += updates.back().images;
-    } catch (const Error& error) {
-      const bool is_late = error.kind() == ErrorKind::kTimedOut;
-      if (!is_late && error.kind() != ErrorKind::kDisconnected) throw;
-      if (!is_late) sites_.erase(rank_of(client));
-      round.absences += fmt::format("{}client {} on worker{} is {}", round.absences.empty() ? "" : ", ",
-                                    client, rank_of(client), is_late ? "late" : "gone");
+    } else {
+      round.absences += (round.absences.empty() ? "" : ", ") + absence;
     }
   }
   if (!updates.empty()) parameters_ = average(updates);

@@ -39,6 +39,9 @@ class Federation {
  private:
   int rank_of(std::int64_t client) const;
   torchspan::Future<Update> start(const Task& task, torchspan::Duration timeout);
+  /// Adds the client's update; returns why there is none, or nothing.
+  std::string collect(const torchspan::Future<Update>& training, std::int64_t client,
+                      std::vector<Update>& updates);
   Task task_for(std::int64_t client, std::int64_t round) const;
 
   torchspan::Worker worker_;

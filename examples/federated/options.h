@@ -45,7 +45,7 @@ std::vector<at::Tensor> partition(const at::Tensor& labels, std::int64_t clients
 
 /// What a client returns.
 struct Update {
-  std::int64_t images = 0;
+  std::int64_t images = 0;            ///< 0: it stopped, because its caller no longer waits
   std::vector<std::int64_t> classes;  ///< of the images, ascending
   std::vector<at::Tensor> parameters;
 };

@@ -85,6 +85,7 @@ Update train_client(torchspan::Worker& worker, const torchspan::RRef<Site>& site
     }
     return !stop.stop_requested();
   });
+  if (stop.stop_requested()) return {};
   Update update{.images = data.size(), .classes = {}, .parameters = {}};
   const at::Tensor classes = std::get<0>(at::_unique(data.labels, /*sorted=*/true));
   for (std::int64_t i = 0; i < classes.numel(); ++i)
