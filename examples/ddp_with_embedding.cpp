@@ -92,8 +92,8 @@ void lead(ts::Session& session, const Roles& roles, const Options& options, cons
   Options all = options;
   all.shape = shape;
   const ts::RemoteModule table(session.worker(), roles.server, kTable, shape);
-  fmt::print("{} ratings; a table of {} x {} on {}, {} trainers\n", data.train.size(), shape.rows,
-             shape.width, table.owner_name(), roles.trainers.size());
+  fmt::print("{} ratings; a table of {} x {} on {}, {} {}\n", data.train.size(), shape.rows, shape.width,
+             table.owner_name(), roles.trainers.size(), roles.trainers.size() == 1 ? "trainer" : "trainers");
   std::vector<ts::Future<Report>> trainings;
   for (const int rank : roles.trainers) {
     trainings.push_back(

@@ -62,7 +62,8 @@ double largest_difference(const std::vector<double>& left, const std::vector<dou
 void lead(ts::Session& session, const Options& options, const Corpus& corpus) {
   const int world = session.world_size(), last = world - 1, lstm = std::max(0, world - 2);
   const RNNModel model(session.worker(), last, lstm, options.shape);
-  fmt::print("embedding and decoder on worker{}, LSTM on worker{}, training loop on worker0\n", last, lstm);
+  fmt::print("embedding and decoder on {}, LSTM on {}, training loop on {}\n",
+             session.worker().info(last).name, session.worker().info(lstm).name, session.worker().name());
   const std::vector<double> losses = train_on_workers(session, options, corpus, model);
   const RNNModel evaluated = model.for_evaluation();
   const double loss = held_out_loss(options, corpus, [&](const at::Tensor& characters, State& state) {

@@ -9,7 +9,7 @@
 
 #include <torchspan/collective.h>
 #include <torchspan/core/progress.h>
-#include <torchspan/detail/rpc/extension.h>
+#include <torchspan/session.h>
 
 #include "ddp_with_embedding/model.h"
 #include "recommender/ratings.h"

@@ -2,13 +2,12 @@
 
 #include <chrono>
 #include <fmt/format.h>
+#include <thread>
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/core/executor.h>
-#include <torchspan/detail/core/runtime.h>
 
 namespace federated {
 namespace {
@@ -71,15 +70,15 @@ std::string Federation::collect(const torchspan::Future<Update>& training, std::
   const int rank = rank_of(client);
   try {
     const Update update = training.wait();
-    if (update.images == 0) return fmt::format("client {} on worker{} is late", client, rank);
+    if (update.images == 0) return fmt::format("client {} on rank {} is late", client, rank);
     updates.push_back(update);
     return {};
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::kTimedOut)
-      return fmt::format("client {} on worker{} is late", client, rank);
+      return fmt::format("client {} on rank {} is late", client, rank);
     if (error.kind() != ErrorKind::kDisconnected) throw;
     sites_.erase(rank);
-    return fmt::format("client {} on worker{} is gone", client, rank);
+    return fmt::format("client {} on rank {} is gone", client, rank);
   }
 }
 
@@ -122,7 +121,7 @@ void serve(torchspan::Worker& worker) {
       return worker.barrier({worker.info(0).name, worker.name()});
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kInvalid) throw;
-      worker.runtime().executor.sleep(std::chrono::milliseconds(100));
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
     }
   }
 }

@@ -25,7 +25,7 @@ class Federation {
   struct Round {
     std::int64_t images = 0;
     std::vector<std::int64_t> clients;  ///< whose parameters are in the average
-    std::string absences;               ///< "client 3 on worker1 is late, …"; empty: none
+    std::string absences;               ///< "client 3 on rank 1 is late, …"; empty: none
   };
   /// Draws clients, sends them the parameters, and replaces these by the average of what comes back before the deadline.
   /// A site that died is created again in the next round. Throws what a client's training throws.

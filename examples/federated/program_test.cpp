@@ -87,8 +87,8 @@ TEST_F(Program, GoesOnWithoutClientsThatAreLateOrGoneAndTakesThemBack) {
                                    "--slow-rank", "2", "--deadline", "2", "--die-at", "3", "--no-compare"});
   ASSERT_EQ(code, 0) << output;
   EXPECT_EQ(accuracies_in(output).size(), 14U) << output;
-  EXPECT_THAT(output, AllOf(HasSubstr("client 1 on worker2 is late, client 4 on worker2 is late"),
-                            HasSubstr("client 0 on worker1 is gone"), Not(HasSubstr("worker3 is"))));
+  EXPECT_THAT(output, AllOf(HasSubstr("client 1 on rank 2 is late, client 4 on rank 2 is late"),
+                            HasSubstr("client 0 on rank 1 is gone"), Not(HasSubstr("rank 3 is"))));
   EXPECT_THAT(output, HasSubstr("round   3: "));
   // Without worker1 and worker2, three clients are left; the new process of worker1 brings its three back.
   EXPECT_THAT(output, ::testing::ContainsRegex("round   3: [^\n]* 3 clients; client 0"));

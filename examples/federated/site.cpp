@@ -4,6 +4,7 @@
 #include <cmath>
 #include <csignal>
 #include <fmt/format.h>
+#include <thread>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -11,8 +12,6 @@
 #include <torch/nn/functional/loss.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/core/executor.h>
-#include <torchspan/detail/core/runtime.h>
 
 namespace federated {
 
@@ -81,7 +80,7 @@ Update train_client(torchspan::Worker& worker, const torchspan::RRef<Site>& site
     if (task.is_slow) {
       const torchspan::BlockingScope blocking(worker);
       for (int i = 0; i < 100 && !stop.stop_requested(); ++i)
-        worker.runtime().executor.sleep(std::chrono::milliseconds(10));
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
     return !stop.stop_requested();
   });
