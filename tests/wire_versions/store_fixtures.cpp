@@ -45,7 +45,8 @@ Fixtures fixtures() {
   Fixtures all;
   add(all, "Register",
       Register{kVersions, "job", member(kAnyRank), 4, true, {"f (int64) -> int64"}, Duration(0x718293A4B5)});
-  add(all, "Welcome", Welcome{{member(0), member(1)}, {{{1}, true, " died: killed"}, {{0}, false, ""}}, kVersions});
+  add(all, "Welcome",
+      Welcome{{member(0), member(1)}, {{{1}, true, " died: killed"}, {{0}, false, ""}}, kVersions});
   add(all, "Refused", Refused{ErrorKind::kDenied, "no", true});
   add(all, "Contribute", Contribute{9, "tag", {0, 2}, 5, Duration(0x8192A3B4C5), some, {7, 8}, {11, 12}});
   add(all, "Gathered", Gathered{9, {{2, some}, {1, {}}}});
