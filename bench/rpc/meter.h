@@ -19,7 +19,7 @@ class Meter {
       : executor_(executor), worker_(worker), longer_(longer) {}
 
   /// Runs `once` a few times uncounted, then `most` times, or as many times as fit into half a second (in a quick run, a
-  /// tenth) but at least 4; all multiplied by `longer`. Returns the microseconds of each run, divided by `calls`.
+  /// tenth of one) but at least 4; all multiplied by `longer`. Returns the microseconds of each run, divided by `calls`.
   std::vector<double> times(int most, const std::function<void()>& once, int calls = 1) const;
   /// Returns the share of one processor, in percent, that the worker's process used while no calls arrived.
   double idle_cpu() const;
