@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <unistd.h>
 
+#include "bench/harness.h"
+
 namespace torchspan::bench {
 namespace {
 
@@ -26,7 +28,7 @@ double cpu_seconds(pid_t pid) {
 std::vector<double> Meter::times(int most, const std::function<void()>& once, int calls) const {
   std::vector<double> samples;
   for (int i = 0; i < std::max(2, most / 10); ++i) once();
-  const Deadline enough = executor_.deadline_in(longer_ * std::chrono::milliseconds(500));
+  const Deadline enough = executor_.deadline_in(longer_ * std::chrono::milliseconds(is_quick() ? 100 : 500));
   for (int i = 0; i < longer_ * most; ++i) {
     const TimePoint begin = executor_.now();
     once();
@@ -38,10 +40,10 @@ std::vector<double> Meter::times(int most, const std::function<void()>& once, in
 }
 
 double Meter::idle_cpu() const {
-  constexpr auto kWatched = std::chrono::seconds(3);
+  const auto watched = std::chrono::seconds(is_quick() ? 1 : 3);
   const double before = cpu_seconds(worker_);
-  executor_.sleep(kWatched);
-  return 100 * (cpu_seconds(worker_) - before) / static_cast<double>(kWatched.count());
+  executor_.sleep(watched);
+  return 100 * (cpu_seconds(worker_) - before) / static_cast<double>(watched.count());
 }
 
 }  // namespace torchspan::bench

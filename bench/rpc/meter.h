@@ -18,8 +18,8 @@ class Meter {
   explicit Meter(Executor& executor, pid_t worker = 0, int longer = 1)
       : executor_(executor), worker_(worker), longer_(longer) {}
 
-  /// Runs `once` a few times uncounted, then `most` times, or as many times as fit into half a second but at
-  /// least 4; all multiplied by `longer`. Returns the microseconds of each run, divided by `calls`.
+  /// Runs `once` a few times uncounted, then `most` times, or as many times as fit into half a second (in a quick run, a
+  /// tenth of one) but at least 4; all multiplied by `longer`. Returns the microseconds of each run, divided by `calls`.
   std::vector<double> times(int most, const std::function<void()>& once, int calls = 1) const;
   /// Returns the share of one processor, in percent, that the worker's process used while no calls arrived.
   double idle_cpu() const;
