@@ -123,9 +123,8 @@ std::string reason_of_imbalance(const PipelineFigures& pipeline) {
     most = std::max(most, busy);
   }
   if (most < 1.1 * mean) return "";
-  return fmt::format(
-      " Rank {} computes {} per step, {:.0f} % more than the mean: move layers to other ranks.",
-      pipeline.ranks[worst], format_time(most), 100 * (most / mean - 1));
+  return fmt::format("Rank {} computes {} per step, {:.0f} % more than the mean: move layers to other ranks.",
+                     pipeline.ranks[worst], format_time(most), 100 * (most / mean - 1));
 }
 
 void judge_pipeline(const RunFigures& figures, std::vector<RunFinding>& findings) {
@@ -144,7 +143,9 @@ void judge_pipeline(const RunFigures& figures, std::vector<RunFinding>& findings
             : "Most of it is the schedule's: use more micro-batches or compare schedules with 'torchspan "
               "schedule best'.";
   }
-  advice += reason_of_imbalance(pipeline);
+  const std::string imbalance = reason_of_imbalance(pipeline);
+  if (!advice.empty() && !imbalance.empty()) advice += " ";
+  advice += imbalance;
   findings.push_back({pipeline.idle, text + ".", advice});
 }
 
@@ -176,30 +177,35 @@ void judge_calls(const TraceSet& set, const RunFigures& figures, std::vector<Run
   }
 }
 
-/// Of a run without reductions, pipelines and calls that take time.
+/// Of a run without reductions, pipelines and calls that take time: the rank with the most operations, and the longest
+/// time of a rank for which another one starts them last.
 void judge_collectives(const TraceSet& set, const RunFigures& figures, std::vector<RunFinding>& findings) {
   const CollectiveFigures* most = nullptr;
+  const CollectiveFigures* early = nullptr;
+  std::pair<int, std::int64_t> late;  // rank and time
   for (const CollectiveFigures& rank : figures.collectives) {
     if (most == nullptr || rank.under_way > most->under_way) most = &rank;
     for (const auto& [last, time] : rank.later) {
-      const double share = ratio(time, set.length);
-      findings.push_back(
-          {share,
-           fmt::format(
-               "In {:.0f} % of the run, rank {} has collective operations under way that rank {} has not "
-               "started.",
-               100 * share, rank.rank, last),
-           fmt::format("Rank {} starts them last: it has more work before them, or shares its processor.",
-                       last)});
+      if (time <= late.second) continue;
+      late = {last, time};
+      early = &rank;
     }
   }
   if (most == nullptr) return;
-  const double share = ratio(most->under_way, set.length);
+  const double share = ratio(most->under_way, set.length), later = ratio(late.second, set.length);
   findings.push_back(
       {share,
        fmt::format("Collective operations are under way on rank {} in {:.0f} % of the run, mostly '{}'.",
                    most->rank, 100 * share, most->longest),
        "Some of this time overlaps with computation: the timeline shows when."});
+  if (early == nullptr) return;
+  findings.push_back(
+      {later,
+       fmt::format("In {:.0f} % of the run, rank {} has collective operations under way that rank {} has not "
+                   "started.",
+                   100 * later, early->rank, late.first),
+       fmt::format("Rank {} starts them last: it has more work before them, or shares its processor.",
+                   late.first)});
 }
 
 }  // namespace
