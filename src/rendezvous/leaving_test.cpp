@@ -166,30 +166,5 @@ TEST(Leaving, LeavingEndsOtherThreadsBarriers) {
   });
 }
 
-TEST(Leaving, ManyDeathsOfOneCauseAreEightWarningsAndANumber) {
-  constexpr int kSize = 24;
-  SimulatedWorld world(23, kSize);
-  ::testing::internal::CaptureStderr();
-  world.run([&](int rank) {
-    Runtime runtime(world.executor(), "worker" + std::to_string(rank),
-                    rank == 1 ? LogLevel::kWarning : LogLevel::kOff);
-    auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
-    world.executor().sleep(seconds(1));
-    if (rank == 2) world.kill(2);  // announced at once, so that the next ones wait for each other
-    if (rank >= 4) world.kill(rank);
-    world.executor().sleep(seconds(1));
-    if (rank != 2 && rank < 4) membership->leave(world.in(seconds(5)));
-  });
-  const std::string warnings = ::testing::internal::GetCapturedStderr();
-  const auto count = [&](const std::string& text) {
-    int found = 0;
-    for (auto at = warnings.find(text); at != std::string::npos; at = warnings.find(text, at + 1)) ++found;
-    return found;
-  };
-  EXPECT_GE(count(" died: its process ended without a goodbye"), 9);
-  EXPECT_LE(count(" died: its process ended without a goodbye"), 1 + 8 + 1) << warnings;
-  EXPECT_EQ(count(" more workers died: its process ended"), 1) << warnings;
-}
-
 }  // namespace
 }  // namespace torchspan::rendezvous::leaving_test
