@@ -11,8 +11,6 @@ namespace {
 constexpr Duration kFirstBackoff = std::chrono::milliseconds(20);
 constexpr Duration kLongestBackoff = std::chrono::milliseconds(500);
 constexpr Duration kDialTimeout = std::chrono::seconds(5);
-/// How many deaths of one cause are logged by name: all workers log them.
-constexpr std::size_t kMostWarnings = 8;
 
 std::string silence_of_the_store(Duration silence) {
   return silence_text(silence) + "; the other workers consider this one dead";
@@ -131,19 +129,13 @@ void Client::note(const Changes& changes) {
       continue;
     }
     const auto& gone = std::get<Gone>(change);
-    const bool many = gone.ranks.size() > kMostWarnings;
-    std::size_t warned = 0;
     for (const int rank : gone.ranks) {
       const auto known = find(rank);
       if (!known) continue;
-      note_end(rank,
-               gone.died
-                   ? std::make_shared<Error>(ErrorKind::kDisconnected, describe(known->member) + gone.how)
-                   : nullptr,
-               /*warns=*/++warned <= kMostWarnings);
+      note_end(rank, gone.died ? std::make_shared<Error>(ErrorKind::kDisconnected,
+                                                         describe(known->member) + gone.how)
+                               : nullptr);
     }
-    if (gone.died && many)
-      runtime_.log.warning(fmt::format("{} more workers{}", gone.ranks.size() - kMostWarnings, gone.how));
   }
 }
 
@@ -413,7 +405,7 @@ void Client::give_up(const std::string& why, Deadline deadline) {
   end_with(encode_message(GiveUp{why}), Error(ErrorKind::kCancelled, "this worker was stopped"), deadline);
 }
 
-void Client::note_end(int rank, std::shared_ptr<const Error> death, bool warns) {
+void Client::note_end(int rank, std::shared_ptr<const Error> death) {
   Known ended;
   {
     MutexLock lock(mutex_);
@@ -424,7 +416,7 @@ void Client::note_end(int rank, std::shared_ptr<const Error> death, bool warns) 
     known.death = std::move(death);
     ended = known;
   }
-  if (ended.death && warns) runtime_.log.warning(ended.death->message());
+  if (ended.death) runtime_.log.warning(ended.death->message());
   events_.add(ended.member, ended.presence, std::move(ended.death));
   events_.deliver();
 }

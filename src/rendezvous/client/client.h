@@ -84,7 +84,7 @@ class Client final : private net::Handler {
   void meet(Welcome message);
   void note(const Changes& changes);
   void note_arrival(const Member& member);
-  void note_end(int rank, std::shared_ptr<const Error> death, bool warns = true);
+  void note_end(int rank, std::shared_ptr<const Error> death);
   /// The others declared this worker dead. In its own table it stays present.
   void note_own_death(const Error& reason);
   /// Waits until the slot is done or the time is over; reports missing ranks meanwhile.
