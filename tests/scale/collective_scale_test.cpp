@@ -94,9 +94,9 @@ TEST(CollectiveScale, AnAllReduceOfAFewBytesTakesStepsThatGrowWithTheLogarithmOf
               {"store_bytes_per_rank", cost.store_bytes},
               {"microseconds", microseconds_of(cost.time)}});
     };
-    // Two connections to every other rank, and a probe in each.
-    EXPECT_LE(costs.making.messages, 2 * (ranks - 1));
-    EXPECT_LE(costs.making.store_bytes, 130 * ranks + 1000) << "the addresses of all ranks";
+    // Two connections to every other rank, or four on large machines, and a probe in each.
+    EXPECT_LE(costs.making.messages, 4 * (ranks - 1));
+    EXPECT_LE(costs.making.store_bytes, 250 * ranks + 1000) << "the addresses of all ranks";
     row("group", costs.making), row("all-reduce of 1 KiB", costs.reductions[0]);
     row("all-reduce of 78 KiB", costs.reductions[1]);
     const double steps = log2_of(ranks);
