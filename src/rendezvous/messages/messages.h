@@ -17,8 +17,8 @@
 
 /// The messages between clients and the store. A message is encoded as u16 type, then its fields; it is one
 /// struct here and one handler in a MessageTable. A newer version may add fields at the end of a message or of a
-/// member, which is preceded by its size, and messages that need no answer; readers of the version before it skip
-/// both. Register, Welcome, Refused and Ping are exchanged before both sides know the other's version.
+/// member, where their size precedes them, and messages that need no answer; readers of the version before it
+/// skip both. Register, Welcome, Refused and Ping are exchanged before both sides know the other's version.
 namespace torchspan::rendezvous {
 
 inline constexpr std::size_t kMostGatherBytes = std::size_t{64} << 10;
