@@ -1,5 +1,6 @@
 #include "checkpoint/files/manifest.h"
 #include "core/api/trace_format.h"
+#include "launch/supervisor/host_message.h"
 #include "launch/supervisor/node_state.h"
 #include "tests/wire_versions/fixtures.h"
 
@@ -67,6 +68,7 @@ launch::NodeState node_state() {
   state.store_port = 29501;
   state.signal = 15;
   state.options = "-n 4";
+  state.questions = "tls:node:29502";
   state.failure = launch::NodeState::Failure{
       {.workers = 4, .started = 5, .ran = Duration(6), .code = 7, .signal = 9}, "worker3 exited with code 1"};
   return state;
@@ -87,6 +89,14 @@ Fixtures fixtures() {
   all.push_back({"launchers", {launch::encode_node_state(node_state())}, [](const Parts& parts) {
                    const auto read = launch::decode_node_state(parts.at(0));
                    return read ? Parts{launch::encode_node_state(*read)} : Parts();
+                 }});
+  launch::HostMessage answer;
+  answer.kind = launch::HostMessage::Kind::kAnswer;
+  answer.id = 0x1122334455667788;
+  answer.brief = true;
+  all.push_back({"launchers_answer", {launch::encode_host_message(answer)}, [](const Parts& parts) {
+                   const auto read = launch::decode_host_message(parts.at(0));
+                   return read ? Parts{launch::encode_host_message(*read)} : Parts();
                  }});
   return all;
 }
