@@ -131,16 +131,13 @@ net::TransportOptions store_options(const net::Secret& secret) {
   options.secret = secret_for(secret, "torchspan store");
   options.max_header = kMostMessageBytes;
   options.max_message = kMostMessageBytes;
-  options.max_segments = 0;
+  options.max_segments = 1;  // of large messages from the store; limits hold for both directions
   options.max_unsent = 2 * kMostMessageBytes;
   return options;
 }
 
 net::TransportOptions options_of(const std::string& endpoint, const net::Secret& secret) {
-  if (endpoint.find(kDirect) != std::string::npos) return direct_options(secret);
-  net::TransportOptions options = store_options(secret);
-  if (endpoint != "store") options.max_segments = 1;  // the store sends large messages in a segment
-  return options;
+  return endpoint.find(kDirect) == std::string::npos ? store_options(secret) : direct_options(secret);
 }
 
 /// Where a member listens for direct connections: like the store, on loopback, in a simulation, or over TLS

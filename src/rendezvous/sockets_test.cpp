@@ -103,6 +103,12 @@ class Sockets : public ::testing::Test {
           EXPECT_EQ(all.at(static_cast<std::size_t>(other)), Bytes{static_cast<std::byte>(other)});
         }
       }
+      // The store sends large answers in another way.
+      const auto large = [](int of) { return Bytes(std::size_t{40} << 10, static_cast<std::byte>(of)); };
+      const auto all = membership->all_gather_bytes("large", large(rank), {}, in(seconds(30)));
+      for (int other = 0; other < count; ++other) {
+        EXPECT_EQ(all.at(static_cast<std::size_t>(other)), large(other));
+      }
       membership->leave(in(seconds(30)));
     });
   }
