@@ -18,7 +18,7 @@ void draw_parameters(torch::nn::Module& module, const Shape& shape, double most)
   if (shape.is_double) module.to(at::kDouble);
   const at::Generator random = at::detail::createCPUGenerator(shape.seed);
   const c10::NoGradGuard off;
-  for (at::Tensor parameter : module.parameters())
+  for (const at::Tensor& parameter : module.parameters())
     parameter.copy_(at::empty(parameter.sizes(), at::kDouble).uniform_(-most, most, random));
 }
 

@@ -66,7 +66,7 @@ void descend(ConvNet network, const Dataset& data, const Task& task, const std::
         loss.backward();
       }
       const c10::NoGradGuard off;
-      for (at::Tensor parameter : parameters) parameter.sub_(parameter.grad(), task.lr);
+      for (const at::Tensor& parameter : parameters) parameter.sub_(parameter.grad(), task.lr);
     }
   }
 }

@@ -52,18 +52,20 @@ Statistics ParameterServerImpl::statistics() const {
 
 void ParameterServerImpl::update(std::int64_t trainer, std::int64_t step, std::vector<at::Tensor> gradients,
                                  torchspan::Promise<Version> next) {
-  std::string problem;
-  {
-    const std::lock_guard lock(mutex_);
-    problem = mismatch(gradients, version_.parameters);
-    for (const Waiting& other : waiting_) {
-      if (other.trainer == trainer) problem = "it already waits for a step";
-    }
-    if (problem.empty()) waiting_.push_back({trainer, step, std::move(gradients), std::move(next)});
+  std::unique_lock lock(mutex_);
+  std::string problem = mismatch(gradients, version_.parameters);
+  for (const Waiting& other : waiting_) {
+    if (other.trainer == trainer) problem = "it already waits for a step";
   }
-  if (problem.empty()) return take_steps();
-  next.set_error(std::make_exception_ptr(torchspan::Error(
-      torchspan::ErrorKind::kInvalid, fmt::format("update of trainer {} rejected: {}", trainer, problem))));
+  if (!problem.empty()) {
+    lock.unlock();
+    next.set_error(std::make_exception_ptr(torchspan::Error(
+        torchspan::ErrorKind::kInvalid, fmt::format("update of trainer {} rejected: {}", trainer, problem))));
+    return;
+  }
+  waiting_.push_back({trainer, step, std::move(gradients), std::move(next)});
+  lock.unlock();
+  take_steps();
 }
 
 void ParameterServerImpl::leave() {

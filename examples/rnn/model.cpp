@@ -15,7 +15,7 @@ void draw_parameters(torch::nn::Module& module, const Shape& shape, std::uint64_
   const at::Generator random = at::detail::createCPUGenerator(shape.seed * 10 + part);
   const double most = 1 / std::sqrt(static_cast<double>(shape.width));
   const c10::NoGradGuard off;
-  for (at::Tensor parameter : module.parameters())
+  for (const at::Tensor& parameter : module.parameters())
     parameter.copy_(at::empty(parameter.sizes(), at::kDouble).uniform_(-most, most, random));
 }
 

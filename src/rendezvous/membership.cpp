@@ -214,7 +214,7 @@ class Membership::Impl {
                             std::vector<int> ranks, const Wait& wait) {
     return in_round(what, tag, mine, ranks, [&]() -> std::vector<Bytes> {
       if (!client_) return {Bytes(mine.begin(), mine.end())};
-      return client_->rounds().gather(client_->contribution(tag, mine, std::move(ranks), wait.until), wait);
+      return client_->rounds().gather(client_->contribution(tag, mine, ranks, wait.until), wait);
     });
   }
 
@@ -226,7 +226,7 @@ class Membership::Impl {
                     fmt::format("there are {} counts; expected 1 to {}", counts.size(), kMostCounts));
       }
       if (client_) {
-        Contribute message = client_->contribution(tag, note, std::move(ranks), wait.until);
+        Contribute message = client_->contribution(tag, note, ranks, wait.until);
         message.counts = std::move(counts);
         return client_->rounds().sum(std::move(message), wait);
       }
@@ -243,7 +243,7 @@ class Membership::Impl {
       check_round(tag, mine, ranks);
       if (!client_) return done({Bytes(mine.begin(), mine.end())}, std::nullopt);
       client_->rounds().gather_async(
-          client_->contribution(tag, mine, std::move(ranks), deadline),
+          client_->contribution(tag, mine, ranks, deadline),
           [call, done = std::move(done)](std::vector<Bytes> all, std::optional<Error> failure) {
             if (failure) failure = Error(*failure).with_call(call);
             done(std::move(all), std::move(failure));

@@ -47,7 +47,8 @@ void expect_results_of_one_process(const Group& group, std::int64_t length) {
   const int ranks = group.size(), rank = group.rank();
   const auto inputs = random_inputs(ranks, {length * ranks}, at::kLong, static_cast<std::uint64_t>(length));
   const auto part = [&](const at::Tensor& whole, int of) { return whole.narrow(0, of * length, length); };
-  const at::Tensor sum = reduce_alone(inputs, kSum), mine = inputs[rank];
+  const at::Tensor sum = reduce_alone(inputs, kSum);
+  const at::Tensor& mine = inputs[rank];
   EXPECT_TRUE(same_bits(group.all_reduce(mine.clone()).wait(), sum));
   EXPECT_TRUE(same_bits(group.reduce_scatter(mine.clone()).wait(), part(sum, rank)));
   const auto all = group.all_gather(mine).wait();

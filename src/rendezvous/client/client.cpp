@@ -376,11 +376,11 @@ std::uint32_t Client::incarnation_of(int rank) const {
   return found == known_.end() ? 0 : found->second.member.incarnation;
 }
 
-Contribute Client::contribution(const std::string& tag, BytesView mine, std::vector<int> ranks,
+Contribute Client::contribution(const std::string& tag, BytesView mine, const std::vector<int>& ranks,
                                 Deadline deadline) const {
   Contribute message;
   message.tag = tag;
-  message.ranks = std::move(ranks);
+  message.ranks = ranks;
   message.timeout = deadline.left(runtime_.executor.now());
   message.bytes.assign(mine.begin(), mine.end());
   return message;

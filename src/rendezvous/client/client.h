@@ -40,7 +40,7 @@ class Client final : private net::Handler {
   std::optional<Known> find(int rank) const;
   /// The message of a round that begins now: the tag, this worker's bytes, and the ranks, which must be ascending and
   /// contain this worker's.
-  Contribute contribution(const std::string& tag, BytesView mine, std::vector<int> ranks,
+  Contribute contribution(const std::string& tag, BytesView mine, const std::vector<int>& ranks,
                           Deadline deadline) const;
   ClientRounds& rounds() { return rounds_; }
   void leave(Deadline deadline);

@@ -64,7 +64,9 @@ MemberEvents::EventPtr MemberEvents::next_of(Listener& listener) {
 void MemberEvents::forget_past() {
   std::uint64_t all_had = end_;
   for (const ListenerPtr& listener : listeners_) all_had = std::min(all_had, listener->next);
-  std::erase_if(past_, [&](std::uint64_t number) { return number < all_had && events_.erase(number) == 1; });
+  std::erase_if(past_, [&](std::uint64_t number) TORCHSPAN_REQUIRES(mutex_) {
+    return number < all_had && events_.erase(number) == 1;
+  });
 }
 
 std::pair<MemberEvents::ListenerPtr, MemberEvents::EventPtr> MemberEvents::next(

@@ -173,9 +173,9 @@ TEST_F(OpenStore, RestartsRoundNumbersWhenARankIsReplaced) {
   say(1, visitor("a"));
   say(2, visitor("b"));
   const auto come = [&](ConnectionId connection, std::uint64_t round, std::vector<std::uint32_t> incarnations,
-                        std::vector<int> ranks = {0, 1, 2}) {
+                        const std::vector<int>& ranks = {0, 1, 2}) {
     sent_[connection].clear();
-    say(connection, Contribute{round, "t", std::move(ranks), round, Duration::max(), {}, incarnations});
+    say(connection, Contribute{round, "t", ranks, round, Duration::max(), {}, incarnations});
   };
   for (ConnectionId connection : {0, 1, 2}) come(connection, 0, {0, 0, 0});
   EXPECT_EQ(heard<Gathered>(2).size(), 1u);
