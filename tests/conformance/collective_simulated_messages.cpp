@@ -3,8 +3,10 @@
 #include <array>
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <gmock/gmock.h>
 #include <map>
+#include <numeric>
 #include <optional>
 
 #include <ATen/ATen.h>
@@ -59,47 +61,56 @@ TEST_F(SimulatedMessages, MessagesBetweenAllPairsArriveInEveryOrderOfEvents) {
   }
 }
 
+/// All ranks exchange messages until rank 1 is killed, at a time that depends on the seed. The others must get an error that
+/// names it. `exchange` never returns.
+void expect_that_a_death_is_named(int ranks, std::uint64_t seed,
+                                  const std::function<void(Group&)>& exchange) {
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  SimulatedWorld world(seed, ranks, {.jitter = microseconds(50)});
+  std::vector<int> others(static_cast<std::size_t>(ranks));
+  std::iota(others.begin(), others.end(), 0);
+  std::erase(others, 1);
+  std::atomic<int> named{0};
+  world.run([&](int rank) {
+    Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
+    const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+    std::optional<Group> group =
+        Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(20)});
+    Thread killer;
+    if (rank == 1) {
+      killer = world.executor().spawn("killer", [&] {
+        world.executor().sleep(microseconds(300 * seed * seed));
+        world.kill(1);
+      });
+    }
+    const Error error = error_of([&] { exchange(*group); });
+    if (rank != 1) {
+      EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
+      EXPECT_THAT(error.what(), HasSubstr("worker1")) << "rank " << rank;
+      const Error later = error_of([&] { group->barrier(); });
+      EXPECT_EQ(later.kind(), ErrorKind::kDisconnected) << later.what();
+      ++named;
+      membership->barrier("test.named", others, world.in(seconds(30)));
+    }
+    group.reset();
+    if (rank != 1) membership->leave(world.in(seconds(30)));
+  });
+  EXPECT_EQ(named, ranks - 1);
+}
+
 TEST_F(SimulatedMessages, ADeathAtAnyTimeIsNamedByTheMessagesOfAllOtherRanks) {
   for (std::uint64_t seed = 1; seed <= 12; ++seed) {
-    constexpr int kSize = 3;
-    SCOPED_TRACE(::testing::Message() << "seed " << seed);
-    SimulatedWorld world(seed, kSize, {.jitter = microseconds(50)});
-    std::atomic<int> named{0};
-    world.run([&](int rank) {
-      Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
-      const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
-      std::optional<Group> group =
-          Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(20)});
-      Thread killer;
-      if (rank == 1) {
-        killer = world.executor().spawn("killer", [&] {
-          world.executor().sleep(microseconds(300 * seed * seed));
-          world.kill(1);
-        });
-      }
-      const Error error = error_of([&] {
-        for (int number = 0;; ++number) {
-          std::vector<Future<at::Tensor>> pending;
-          for (int peer = 0; peer < kSize; ++peer) {
-            if (peer == rank) continue;
-            pending.push_back(group->send(message_of(rank, peer, number), peer));
-            pending.push_back(group->recv(at::zeros_like(message_of(peer, rank, number)), peer));
-          }
-          for (const auto& future : pending) future.wait();
+    expect_that_a_death_is_named(3, seed, [](Group& group) {
+      for (int number = 0;; ++number) {
+        std::vector<Future<at::Tensor>> pending;
+        for (int peer = 0; peer < group.size(); ++peer) {
+          if (peer == group.rank()) continue;
+          pending.push_back(group.send(message_of(group.rank(), peer, number), peer));
+          pending.push_back(group.recv(at::zeros_like(message_of(peer, group.rank(), number)), peer));
         }
-      });
-      if (rank != 1) {
-        EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
-        EXPECT_THAT(error.what(), HasSubstr("worker1"));
-        const Error later = error_of([&] { group->barrier(); });
-        EXPECT_EQ(later.kind(), ErrorKind::kDisconnected) << later.what();
-        ++named;
-        membership->barrier("test.named", {0, 2}, world.in(seconds(30)));
+        for (const auto& future : pending) future.wait();
       }
-      group.reset();
-      if (rank != 1) membership->leave(world.in(seconds(30)));
     });
-    EXPECT_EQ(named, kSize - 1);
   }
 }
 
@@ -184,43 +195,17 @@ TEST_F(SimulatedMessages, AReceiverFromAnyRankStarvesNoSender) {
 
 TEST_F(SimulatedMessages, ADeathAtAnyTimeFailsReceivesFromAnyRank) {
   for (std::uint64_t seed = 1; seed <= 12; ++seed) {
-    constexpr int kSize = 4;
-    SCOPED_TRACE(::testing::Message() << "seed " << seed);
-    SimulatedWorld world(seed, kSize, {.jitter = microseconds(50)});
-    std::atomic<int> named{0};
-    world.run([&](int rank) {
-      Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
-      const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
-      std::optional<Group> group =
-          Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(20)});
-      Thread killer;
-      if (rank == 1) {
-        killer = world.executor().spawn("killer", [&] {
-          world.executor().sleep(microseconds(300 * seed * seed));
-          world.kill(1);
-        });
-      }
-      const Error error = error_of([&] {
-        // Rank 0 receives from any rank for ever; rank 3 sends nothing, and waits for a message from any rank.
-        if (rank == 3) group->recv(at::zeros({3}), kAnySource, 1).wait();
-        for (;;) {
-          if (rank == 0) {
-            group->recv(at::zeros({20000}), kAnySource).wait();
-          } else {
-            group->send(at::zeros({20000}), 0).wait();
-          }
+    expect_that_a_death_is_named(4, seed, [](Group& group) {
+      // Rank 0 receives from any rank for ever; rank 3 sends nothing, and waits for a message from any rank.
+      if (group.rank() == 3) group.recv(at::zeros({3}), kAnySource, 1).wait();
+      for (;;) {
+        if (group.rank() == 0) {
+          group.recv(at::zeros({20000}), kAnySource).wait();
+        } else {
+          group.send(at::zeros({20000}), 0).wait();
         }
-      });
-      if (rank != 1) {
-        EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
-        EXPECT_THAT(error.what(), HasSubstr("worker1")) << "rank " << rank;
-        ++named;
-        membership->barrier("test.named", {0, 2, 3}, world.in(seconds(30)));
       }
-      group.reset();
-      if (rank != 1) membership->leave(world.in(seconds(30)));
     });
-    EXPECT_EQ(named, kSize - 1);
   }
 }
 
