@@ -234,7 +234,8 @@ void OpQueue::drive(const std::atomic<bool>* done, Deadline deadline) {
   while (!stopping_.load() && (done == nullptr || !done->load(std::memory_order_acquire))) {
     Operation* const operation = first();
     if (operation == nullptr) return;
-    if (const auto cause = breakage()) {
+    const auto cause = breakage();
+    if (cause && !is_in_slots(*operation)) {
       fail_all(*cause);
       return;
     }
@@ -265,13 +266,22 @@ bool OpQueue::advance(Operation& operation, CountTarget& target) {
     }
     target = {Count::kPosted, operation.call.sequence + 1};
     if (!signals_.reached(target)) return false;
-    compare_calls(operation);
     operation.begun = true;
+    compare_calls(operation);
     operation.script = operation.begin();
   }
   if (operation.script.resume()) return true;
   target = operation.script.target();
   return false;
+}
+
+bool OpQueue::is_in_slots(const Operation& operation) const {
+  if (operation.begun || !signals_.reached({Count::kPosted, operation.call.sequence + 1})) return false;
+  for (int rank = 0; rank < memory_->size(); ++rank) {
+    const Call& call = memory_->slot(rank, operation.call.sequence).call;
+    if (call.bytes != 0 && call.in_slot == 0) return false;
+  }
+  return true;
 }
 
 void OpQueue::compare_calls(const Operation& operation) {

@@ -177,7 +177,7 @@ TEST(Cache, EndsWithAnErrorThatNamesADeadWorker) {
   });
   for (const int rank : {0, 2}) {
     EXPECT_THAT(texts[static_cast<std::size_t>(rank)],
-                HasSubstr("worker 'worker1', which owns stage 1, is unreachable"));
+                HasSubstr("worker 'worker1' (rank 1), which owns stage 1, is unreachable"));
   }
 }
 

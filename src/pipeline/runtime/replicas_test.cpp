@@ -425,7 +425,8 @@ TEST(Replicas, NameADeadWorkerAndItsReplica) {
       if (rank == victim) continue;
       EXPECT_THAT(
           texts[static_cast<std::size_t>(rank)],
-          HasSubstr(fmt::format("worker 'worker{}', which owns stage {} of replica {}, is unreachable",
+          HasSubstr(fmt::format("worker 'worker{0}' (rank {0}), which owns stage {1} of replica {2}, is "
+                                "unreachable",
                                 victim, victim % 2, victim / 2)));
     }
   }

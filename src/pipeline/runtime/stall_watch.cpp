@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "core/api/timeout_notice.h"
+#include "pipeline/runtime/step_failures.h"
 
 namespace torchspan::pipeline {
 
@@ -14,11 +15,13 @@ Duration StallWatch::patience() const {
 
 void StallWatch::ask(std::uint64_t step) {
   asked_.clear();
-  for (const auto& replica : local_.grid.names) {
-    for (const std::string& name : replica) {
+  for (std::size_t replica = 0; replica < local_.grid.names.size(); ++replica) {
+    for (std::size_t worker = 0; worker < local_.grid.names[replica].size(); ++worker) {
+      const std::string& name = local_.grid.names[replica][worker];
       if (name == local_.worker.name()) continue;
       asked_.push_back(
-          {name, local_.worker.request(Destination(name), AskState{{local_.id, step}}, Deadline::never())});
+          {name, local_.grid.ranks[replica][worker],
+           local_.worker.request(Destination(name), AskState{{local_.id, step}}, Deadline::never())});
     }
   }
 }
@@ -50,6 +53,7 @@ std::optional<Error> StallWatch::look(std::uint64_t step, const std::string& wai
     }
     if (question.answer.error()) {
       const Error error = to_error(question.answer.error());
+      if (error.kind() == ErrorKind::kDisconnected) return gone(local_, step, question.rank, error);
       return Error(error.kind(), fmt::format("step {} of pipeline '{}' ends: {}", step, local_.options.name,
                                              error.message()))
           .with_worker(question.worker);

@@ -27,6 +27,7 @@ class StallWatch {
  private:
   struct Question {
     std::string worker;
+    std::uint32_t rank = 0;
     Future<WorkerState> answer;
   };
   void ask(std::uint64_t step);

@@ -25,8 +25,9 @@ std::optional<Place> find_worker(const LocalPipeline& local, std::uint32_t rank)
   return std::nullopt;
 }
 
-[[noreturn]] void throw_gone(const LocalPipeline& local, std::uint64_t step, std::uint32_t rank,
-                             const Error& reason) {
+}  // namespace
+
+Error gone(const LocalPipeline& local, std::uint64_t step, std::uint32_t rank, const Error& reason) {
   const Place place = *find_worker(local, rank);
   std::vector<int> stages;
   for (std::size_t stage = 0; stage < local.plan.worker_of_stage.size(); ++stage) {
@@ -36,21 +37,19 @@ std::optional<Place> find_worker(const LocalPipeline& local, std::uint32_t rank)
   const std::string& name = local.grid.names[place.replica][place.worker];
   const std::string replica =
       local.grid.count() > 1 ? fmt::format(" of replica {}", place.replica) : std::string();
-  throw Error(reason.kind(),
-              fmt::format("step {} of pipeline '{}' ends: worker '{}', which owns stage {}{}, is "
-                          "unreachable: {}",
-                          step, local.options.name, name, fmt::join(stages, ", "), replica, reason.message()))
+  return Error(reason.kind(), fmt::format("step {} of pipeline '{}' ends: worker '{}' (rank {}), which owns "
+                                          "stage {}{}, is unreachable: {}",
+                                          step, local.options.name, name, rank, fmt::join(stages, ", "),
+                                          replica, reason.message()))
       .with_worker(name);
 }
-
-}  // namespace
 
 void throw_failure(const LocalPipeline& local, std::uint64_t step, const StepEvent& event) {
   if (const auto* failed = std::get_if<StepFailed>(&event)) throw EndedElsewhere(failed->error);
   if (const auto* departure = std::get_if<Departure>(&event)) {
-    if (find_worker(local, departure->rank)) throw_gone(local, step, departure->rank, departure->error);
+    if (find_worker(local, departure->rank)) throw gone(local, step, departure->rank, departure->error);
   }
-  if (const auto* lost = std::get_if<NotSent>(&event)) throw_gone(local, step, lost->rank, lost->error);
+  if (const auto* lost = std::get_if<NotSent>(&event)) throw gone(local, step, lost->rank, lost->error);
 }
 
 void report_failure(const LocalPipeline& local, std::uint64_t step, const Error& error) {
@@ -92,7 +91,7 @@ Error reason_of_absence(const LocalPipeline& local, std::uint64_t step, std::uin
 void check_presence(const LocalPipeline& local, std::uint64_t step) {
   for (const std::uint32_t rank : local.grid.all_ranks()) {
     if (local.worker.endpoint()->is_present(rank)) continue;
-    throw_gone(local, step, rank, reason_of_absence(local, step, rank));
+    throw gone(local, step, rank, reason_of_absence(local, step, rank));
   }
 }
 

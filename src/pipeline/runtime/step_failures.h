@@ -12,6 +12,9 @@ class EndedElsewhere : public Error {
   explicit EndedElsewhere(const Error& error) : Error(error) {}
 };
 
+/// The error that ends the step because a worker of the pipeline died, left or cannot be reached.
+Error gone(const LocalPipeline& local, std::uint64_t step, std::uint32_t rank, const Error& reason);
+
 /// Throws if the event ends the step: EndedElsewhere for StepFailed, an Error for a worker of the pipeline
 /// that died, left or cannot be reached. Returns for other events and for workers of other pipelines.
 void throw_failure(const LocalPipeline& local, std::uint64_t step, const StepEvent& event);
