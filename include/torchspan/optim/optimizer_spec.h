@@ -102,7 +102,7 @@ class OptimizerTable {
 
 template <>
 struct torchspan::Wire<torchspan::optim::OptimizerSpec>
-    : torchspan::WireStruct<torchspan::optim::OptimizerSpec, "optim.Recipe",
+    : torchspan::WireStruct<torchspan::optim::OptimizerSpec, "optim.OptimizerSpec",
                             &torchspan::optim::OptimizerSpec::kind, &torchspan::optim::OptimizerSpec::type,
                             &torchspan::optim::OptimizerSpec::options, &torchspan::optim::OptimizerSpec::lr> {
 };

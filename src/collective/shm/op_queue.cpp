@@ -32,6 +32,17 @@ std::int32_t number_of(const GroupMemory& memory) {
   return group_number(ranks);
 }
 
+/// Whether all ranks have called the operation, and their data are in their slots. It can then end although the group broke
+/// afterwards: no rank writes to a slot of an unfinished call.
+bool is_in_slots(GroupMemory& memory, const Operation& operation) {
+  if (operation.begun || !memory.signals().reached({Count::kPosted, operation.call.sequence + 1})) return false;
+  for (int rank = 0; rank < memory.size(); ++rank) {
+    const Call& call = memory.slot(rank, operation.call.sequence).call;
+    if (call.bytes != 0 && call.in_slot == 0) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 /// A waiting thread takes the driver lock if it is free.
@@ -235,7 +246,7 @@ void OpQueue::drive(const std::atomic<bool>* done, Deadline deadline) {
     Operation* const operation = first();
     if (operation == nullptr) return;
     const auto cause = breakage();
-    if (cause && !is_in_slots(*operation)) {
+    if (cause && !is_in_slots(*memory_, *operation)) {
       fail_all(*cause);
       return;
     }
@@ -273,15 +284,6 @@ bool OpQueue::advance(Operation& operation, CountTarget& target) {
   if (operation.script.resume()) return true;
   target = operation.script.target();
   return false;
-}
-
-bool OpQueue::is_in_slots(const Operation& operation) const {
-  if (operation.begun || !signals_.reached({Count::kPosted, operation.call.sequence + 1})) return false;
-  for (int rank = 0; rank < memory_->size(); ++rank) {
-    const Call& call = memory_->slot(rank, operation.call.sequence).call;
-    if (call.bytes != 0 && call.in_slot == 0) return false;
-  }
-  return true;
 }
 
 void OpQueue::compare_calls(const Operation& operation) {

@@ -62,9 +62,6 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   bool await(const Operation& operation, CountTarget target, const std::atomic<bool>* done,
              Deadline deadline);
   void compare_calls(const Operation& operation);
-  /// Whether all ranks have called the operation, and their data are in their slots: then it can end although the group
-  /// broke afterwards, because no rank writes to a slot of an unfinished call.
-  bool is_in_slots(const Operation& operation) const;
   void finish_first();
   void fail_all(const Error& cause);
   void post_ready() TORCHSPAN_REQUIRES(mutex_);

@@ -225,7 +225,7 @@ struct Wire<pipeline::StepFailed> : WireStruct<pipeline::StepFailed, "pipeline.S
                                                &pipeline::StepFailed::id, &pipeline::StepFailed::error> {};
 template <>
 struct Wire<pipeline::RanAction>
-    : WireStruct<pipeline::RanAction, "pipeline.RanTask", &pipeline::RanAction::kind,
+    : WireStruct<pipeline::RanAction, "pipeline.RanAction", &pipeline::RanAction::kind,
                  &pipeline::RanAction::layer_range, &pipeline::RanAction::micro_batch,
                  &pipeline::RanAction::start, &pipeline::RanAction::end, &pipeline::RanAction::live> {};
 template <>
