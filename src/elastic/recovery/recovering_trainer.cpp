@@ -146,9 +146,10 @@ class RecoveringTrainer::Impl {
     if (!patience.passed(executor().now())) return;
     throw Error(
         ErrorKind::kTimedOut,
-        fmt::format("training could not go on within RecoveryOptions::replacement_limit ({:.0f} s) without a "
-                    "rank; replace it (torchspan run --max-replacements), or restart the job: {}",
-                    to_seconds(options_.replacement_limit), why))
+        fmt::format(
+            "training could not continue within RecoveryOptions::replacement_limit ({:.0f} s) without a "
+            "rank; replace it (torchspan run --max-replacements), or restart the job: {}",
+            to_seconds(options_.replacement_limit), why))
         .with_worker(worker_.name());
   }
 

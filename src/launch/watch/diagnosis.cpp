@@ -281,8 +281,7 @@ class Suspects {
       }
     }
     if (waits.empty()) return;
-    texts_.push_back("a pipeline does not go on" + (works.empty() ? "; no worker runs an action" : works) +
-                     waits);
+    texts_.push_back("a pipeline is stuck" + (works.empty() ? "; no worker runs an action" : works) + waits);
   }
 
   /// A backward pass that lasts: names what its workers wait for.
