@@ -27,7 +27,7 @@ struct RecoveryOptions {
   void validate() const;
 };
 
-/// From which step a training began or resumed, and how often.
+/// How often the objects of a training were created again, and where its state came from.
 struct RecoveryReport {
   int rebuilds = 0;          ///< how often the objects were created again in this process
   int from_copies = 0;       ///< how often the state came from memory

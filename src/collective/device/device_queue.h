@@ -70,7 +70,7 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   void member_died(const rendezvous::Member& member, const Error& reason) override;
   /// Later operations fail, and those that do not end soon; see kLeftLimit.
   void member_left(const rendezvous::Member&) override {}
-  /// The other ranks learn of it from the control group.
+  /// The control group reports it to the other ranks.
   void world_ended(const Error& reason) override { fail_pending(reason); }
   void world_closing() override { stop_thread(); }
 
@@ -86,7 +86,7 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   void run_one(std::unique_ptr<Job> job);
   CallNumbers agree(Job& job);
   void launch(Job& job);
-  /// Looks after launched work; true if there is any.
+  /// Monitors launched work; true if there is any.
   bool watch();
   void finish();
   void stop_thread();

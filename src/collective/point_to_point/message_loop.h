@@ -13,7 +13,7 @@
 
 namespace torchspan::collective {
 
-/// Moves the messages of one rank. A sender offers its tensor; a small one travels with the offer, a large one when the
+/// Moves the messages of one rank. A sender offers its tensor; a small one is sent with the offer, a large one when the
 /// receiver has called recv(). The send completes when the receiver has the data. A failure breaks the group, and a
 /// broken group fails the messages. One thread handles all messages; it starts with the first one.
 class MessageLoop final : private PairEvents {

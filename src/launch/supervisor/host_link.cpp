@@ -19,10 +19,10 @@ HostReport absent(int node, std::string trouble) {
 
 HostReport read_answer(const HostMessage& header, const net::Message& message) {
   if (header.version != HostMessage::kVersion) {
-    return absent(0,
-                  fmt::format("its launcher speaks version {} of the launchers' requests, this one version {}: "
-                              "run the same version of TorchSpan on all hosts",
-                              header.version, HostMessage::kVersion));
+    return absent(
+        0, fmt::format("its launcher speaks version {} of the launchers' requests, this one version {}: "
+                       "run the same version of TorchSpan on all hosts",
+                       header.version, HostMessage::kVersion));
   }
   if (message.segments.size() == 1 && message.segments[0].size <= kMostAnswer) {
     const Buffer& body = message.segments[0];
