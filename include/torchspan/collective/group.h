@@ -152,8 +152,8 @@ class Group {
   /// passes through the CPU, as in send(), which then blocks while it copies.
   Future<at::Tensor> recv(at::Tensor tensor, int from, int tag = 0) const;
   /// The same from the rank whose message with this tag arrives first; `recv(tensor, kAnySource)`. A message goes to
-  /// the earliest call that it fits, including calls for its sender only. Fails if the group fails, so also if any rank
-  /// dies, and with kDisconnected if no other rank is left.
+  /// the earliest call that it fits, including calls for its sender only. Fails if the group fails, for example if any
+  /// rank dies, and with kDisconnected if no other rank is left.
   Future<ReceivedMessage> recv(at::Tensor tensor, AnySource from, int tag = 0) const;
   /// Returns all ranks' bytes, by rank. Blocks; meant for handshakes. If `timeout` (zero:
   /// GroupOptions::timeout) passes first, throws kTimedOut as every operation does.
