@@ -20,7 +20,7 @@
 
 namespace torchspan::collective {
 
-/// Numbers that the ranks tell each other with a call, by rank.
+/// Numbers that the ranks exchange with a call, by rank.
 using CallNumbers = std::vector<std::vector<std::int64_t>>;
 
 struct DeviceQueueOptions {
@@ -46,7 +46,7 @@ struct DeviceOperation {
 
 /// Runs the operations of one rank in the order of their calls. A call goes to the other ranks through the
 /// control group first; the group's thread launches it on the group's stream when all ranks have made it.
-/// Therefore no kernel waits for a rank that has not come. Work that does not end in time, or whose rank died,
+/// Therefore no kernel waits for a rank that has not arrived. Work that does not end in time, or whose rank died,
 /// is aborted, and takers of its results get the failure.
 class DeviceQueue final : public WorldListener, public std::enable_shared_from_this<DeviceQueue> {
  public:

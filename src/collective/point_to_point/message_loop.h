@@ -18,7 +18,7 @@ namespace torchspan::collective {
 /// broken group fails the messages. One thread handles all messages; it starts with the first one.
 class MessageLoop final : private PairEvents {
  public:
-  /// Whom this rank tells that its messages have failed.
+  /// Which ranks this rank notifies that its messages have failed.
   enum class Tell : std::uint8_t {
     kNobody,  ///< the other ranks know
     kPeers,   ///< this rank ends, but the group may continue without it
