@@ -2,7 +2,7 @@
 # installed or built twice.
 #   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST
 #   make test [ARGS="-R rpc"]       build everything and run every test; ARGS go to ctest
-#   make check                      arrows, house rules, classes, format, spelling, headers, code and commands in documents,
+#   make check                      arrows, project rules, classes, format, spelling, headers, code and commands in documents,
 #                                   clang-tidy
 #   make bench [SECTION=rpc]        run all benchmarks or one, write build/bench/*.json and report.html; LIBTORCH=torch2
 #                                   uses pip's torch, ARGS=--quick measures one round

@@ -30,7 +30,7 @@ struct PortRange {
   std::uint16_t last = 0;
 };
 
-/// What protects the bytes between hosts after both sides have proved themselves in a TLS 1.3 handshake.
+/// What protects the bytes between hosts after both sides have authenticated each other in a TLS 1.3 handshake.
 enum class TcpNetwork : std::uint8_t {
   kEncrypted,  ///< encryption and authentication of every byte
   /// Nothing: you assert that only the job's hosts can read and change what this network carries. Workers
@@ -52,7 +52,7 @@ struct TlsOptions {
   PortRange ports = {};
 
   /// PEM files. If set, both sides must present a certificate signed by the authority, and
-  /// WorkerOptions::secret is not used; otherwise both sides prove the secret.
+  /// WorkerOptions::secret is not used; otherwise both sides authenticate with the secret.
   std::string certificate_file = {};
   std::string key_file = {};
   std::string authority_file = {};

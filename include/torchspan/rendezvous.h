@@ -44,7 +44,7 @@ struct WorkerEnvironment {
   /// TORCHSPAN_JOIN_TIMEOUT in seconds: how long the worker waits until all workers have joined.
   Duration join_timeout = std::chrono::seconds(60);
 
-  std::string listen_host;       ///< TORCHSPAN_LISTEN_HOST; empty: the address on the route to the master
+  std::string listen_host;       ///< TORCHSPAN_LISTEN_HOST; empty: the address on the route to rank 0
   std::string certificate_file;  ///< TORCHSPAN_CERTIFICATE_FILE; with the next two, replaces the secret
   std::string key_file;          ///< TORCHSPAN_KEY_FILE
   std::string authority_file;    ///< TORCHSPAN_AUTHORITY_FILE

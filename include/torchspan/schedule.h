@@ -81,9 +81,9 @@ Table looped_breadth_first(Shape shape);
 
 /// Costs of one stage: time of its actions, and memory per micro-batch (any unit): `activation` from the
 /// start of its forward to the end of its kBackward or kInputGradient, `weight_input` from then to the end of
-/// its kWeightGradient, and `recomputation` besides while its kBackward or kInputGradient runs, or its
-/// kWeightGradient if input_gradient is 0; a micro-batch without backward holds none. kBackward takes input_gradient + weight_gradient. Data sent to another rank
-/// arrives `transfer` later; the sending rank continues meanwhile.
+/// its kWeightGradient, and `recomputation` in addition while its kBackward or kInputGradient runs, or its
+/// kWeightGradient if input_gradient is 0; a micro-batch without backward holds none. kBackward takes input_gradient +
+/// weight_gradient. Data sent to another rank arrives `transfer` later; the sending rank continues meanwhile.
 struct Costs {
   Duration forward{1};
   Duration input_gradient{1};
@@ -136,7 +136,7 @@ struct Timeline {
   std::vector<double> peak_live;  ///< maximum activation held at once
   /// Activation that a rank holds after each of its spans; same shape as `spans`.
   std::vector<std::vector<double>> live;
-  /// The part of `live` that weight gradients wait with (Costs::weight_input), and its maximum by rank; empty
+  /// The part of `live` that is kept for weight gradients (Costs::weight_input), and its maximum by rank; empty
   /// if not known.
   std::vector<std::vector<double>> weight_inputs;
   std::vector<double> peak_weight_inputs;

@@ -58,7 +58,7 @@ struct WorkerOptions {
   /// through host memory.
   std::size_t device_staging_bytes = std::size_t{64} << 20;
   LogLevel log_level = LogLevel::kWarning;
-  bool require_same_functions = true;   ///< refuse workers with different function tables
+  bool require_same_functions = true;   ///< reject workers with different function tables
   ObservationOptions observation = {};  ///< trace, metrics, curves (docs/observability.md)
 
   /// Reads `environment` with rendezvous::read_environment() (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,

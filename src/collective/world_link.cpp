@@ -96,7 +96,7 @@ void WorldLink::close() {
       ErrorKind::kCancelled,
       fmt::format(
           "{} has left the world, which ended its groups: use groups, and objects made from them, before "
-          "shutdown() and while the session lives",
+          "shutdown() and while the session exists",
           describe(self_))));
   const auto parker = runtime_->executor.make_parker();
   for (;;) {

@@ -56,8 +56,8 @@ c10::Stream CopyStreams::stream(c10::Device device, int direction) {
   return streams_.emplace(key, stream_from_pool(device, /*high_priority=*/true)).first->second;
 }
 
-/// A large tensor is first copied on the device, which is fast, so that the current stream may go on while the
-/// copy travels to the host.
+/// A large tensor is first copied on the device, which is fast, so that the current stream may continue while the
+/// copy is sent to the host.
 at::Tensor CopyStreams::to_host(const at::Tensor& tensor, PendingCopies& copies) {
   const at::NoGradGuard no_grad;
   const c10::Stream here = current_stream(tensor.device());

@@ -32,7 +32,7 @@ void check(cudaError_t result, c10::Device device, const char* call) {
 /// The runtime carves small allocations out of blocks of this size, and a handle names a whole block.
 constexpr std::size_t kBlockBytes = std::size_t{2} << 20;
 
-/// The size of the allocation at `memory`, if the driver knows it. The runtime's interface cannot tell it.
+/// The size of the allocation at `memory`, if the driver can report it. The runtime's interface cannot.
 std::optional<std::size_t> allocation_size(void* memory) {
   using GetRange = int (*)(unsigned long long* base, std::size_t* size, unsigned long long address);
   const std::unique_ptr<void, int (*)(void*)> driver(dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD),

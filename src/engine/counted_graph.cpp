@@ -205,7 +205,7 @@ void CountedGraph::discard(Node& root) {
 }
 
 /// Adds without the lock: another thread that brings a gradient meanwhile finds the input empty and sets it.
-/// The gradient has been handed over: the stream on which the node uses it waits for it.
+/// The gradient has been delivered: the stream on which the node uses it waits for it.
 void CountedGraph::add_input(Guard& guard, std::uint32_t target, std::uint32_t input, at::Tensor gradient) {
   State& state = states_[target];
   state.reached = true;

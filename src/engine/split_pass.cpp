@@ -195,7 +195,7 @@ void SplitPass::Impl::run_second(std::uint32_t index) {
   distribute(index, run_edges(*entry.node, std::move(gradients), edges_of_part(entry, true), false), false);
 }
 
-/// The gradient has been handed over: the stream on which the node uses it waits for it.
+/// The gradient has been delivered: the stream on which the node uses it waits for it.
 void SplitPass::Impl::add(const SplitGraph::Target& target, at::Tensor gradient) {
   if (!gradient.defined()) return;
   const Node& node = *graph_->entries()[target.index].node;

@@ -22,7 +22,7 @@ namespace torchspan::net {
 /// Type 1 is a message. Type 2 is a goodbye, all its numbers zero: nothing follows it. If both sides share
 /// memory, a size in a message of type 1 may have kLent set: the frame then has the u64 number of a block in
 /// place of the segment's bytes, and the bytes are in that block. Only on channels with several lanes: type 3
-/// is a message whose segments' bytes travel over other lanes and are not in the frame; type 4 is a
+/// is a message whose segments' bytes are sent over other lanes and are not in the frame; type 4 is a
 /// heartbeat, all its numbers zero.
 enum class FrameType : std::uint8_t { kMessage = 1, kGoodbye = 2, kStriped = 3, kHeartbeat = 4 };
 
@@ -33,7 +33,7 @@ inline constexpr std::size_t kPrefixBytes = 16;
 inline constexpr std::uint64_t kLent = std::uint64_t{1} << 63;
 inline constexpr std::size_t kBlockNumberBytes = sizeof(std::uint64_t);
 
-/// Makes the Buffer of a segment that lies in a block of shared memory. Throws kInvalid for a block that does
+/// Makes the Buffer of a segment that is in a block of shared memory. Throws kInvalid for a block that does
 /// not exist, is too small, or is lent already; kOverloaded without memory.
 using BlockAdopter = std::function<Buffer(std::uint64_t block, std::size_t size)>;
 

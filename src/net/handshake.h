@@ -27,7 +27,7 @@ struct HandshakeOptions {
   Secret secret;                               ///< not empty
   std::string peer;                            ///< name of the peer in errors
   std::array<std::byte, kNonceBytes> nonce{};  ///< fresh random bytes, never used twice
-  std::uint16_t lowest = kProtocolLowest;      ///< protocol versions this side speaks
+  std::uint16_t lowest = kProtocolLowest;      ///< protocol versions that this side supports
   std::uint16_t highest = kProtocolHighest;
   std::uint64_t features = 0;  ///< a bit for each optional ability of this side
 };

@@ -147,7 +147,7 @@ TEST(Handshake, DeniesWhenAnyOneBitOfEitherSideIsFlipped) {
           carry(pair.dialer, pair.listener, of_dialer);
           carry(pair.listener, pair.dialer, !of_dialer);
         }
-        // A tampered length of a record leaves one side waiting; the transport's time-out would end that.
+        // A tampered length of a record leaves one side waiting; the transport's timeout would end that.
         if (!pair.dialer.done() || !pair.listener.done()) throw Error(ErrorKind::kDenied, "still waiting");
       });
       EXPECT_TRUE(error.kind() == ErrorKind::kDenied || error.kind() == ErrorKind::kInvalid ||

@@ -95,7 +95,7 @@ namespace {
 /// Of the steps without gradients in seed_of_use().
 constexpr std::uint64_t kFirstOtherStep = std::uint64_t{1} << 63;
 
-/// Tells the workers of a step that it will not end.
+/// Notifies the workers of a step that it will not end.
 void post_abandoned(const LocalPipeline& local, std::uint64_t step, const char* why) {
   local.post_to_everyone(StepFailed{
       {local.id, step},

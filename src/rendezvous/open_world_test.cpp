@@ -185,7 +185,7 @@ TEST(OpenWorlds, WaitForRankZeroUntilTheirTimeout) {
       options.timeout = seconds(2);
       const Error error = error_of([&] { world.join(1, options); });
       EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
-      EXPECT_THAT(error.what(), HasSubstr("rank 0 at sim:store never answered within 2 s"));
+      EXPECT_THAT(error.what(), HasSubstr("rank 0 at sim:store did not answer within 2 s"));
       return;
     }
     const auto membership = world.join(2, options);

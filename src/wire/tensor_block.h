@@ -66,7 +66,7 @@ class BufferQueue {
   std::size_t next_ = 0;
 };
 
-/// A tensor of that shape that lives in the next buffer. With a quantizer it is a quantized tensor.
+/// A tensor of that shape in the next buffer. With a quantizer it is a quantized tensor.
 at::Tensor adopt_block(const BlockShape& shape, BufferQueue& buffers, at::QuantizerPtr quantizer = {});
 
 /// A view of the next buffer, which is on a device and must not be empty.

@@ -297,16 +297,14 @@ TEST(ClusterDeviceMemory, ProcessesThatCannotShareMemoryWarnOnceAndUseHostMemory
   const std::string sender = world.process(0).output(), receiver = world.process(1).output();
   const std::string devices = test_device(0).str() + " of worker 'worker0' (rank 0)";
   EXPECT_EQ(
-      count_of(sender, "tensors on " + devices + " travel to worker 'worker1' (rank 1) through host memory"),
-      1)
+      count_of(sender, "tensors on " + devices + " go to worker 'worker1' (rank 1) through host memory"), 1)
       << sender;
   EXPECT_EQ(count_of(sender, reason), 1) << sender;
   EXPECT_THAT(sender, ::testing::HasSubstr("run them in one container"));
   EXPECT_THAT(sender, ::testing::HasSubstr("WorkerOptions::device_staging_bytes"));
   const std::string back = test_device(1 % test_device_count()).str() + " of worker 'worker1' (rank 1)";
-  EXPECT_EQ(
-      count_of(receiver, "tensors on " + back + " travel to worker 'worker0' (rank 0) through host memory"),
-      1)
+  EXPECT_EQ(count_of(receiver, "tensors on " + back + " go to worker 'worker0' (rank 0) through host memory"),
+            1)
       << receiver;
 }
 

@@ -310,7 +310,7 @@ TEST_P(CollectiveAnySource, NamesBothCallsIfDtypeOrShapeDiffers) {
 }
 
 TEST_P(CollectiveAnySource, ATimeoutNamesAllRanksAndWhatTheySendInstead) {
-  if (ranks() > 3) return;  // each row takes as long as the time-out
+  if (ranks() > 3) return;  // each row takes as long as the timeout
   GroupOptions options = this->options();
   options.timeout = seconds(2);
   std::atomic<bool> called{false}, failed{false};
@@ -326,7 +326,7 @@ TEST_P(CollectiveAnySource, ATimeoutNamesAllRanksAndWhatTheySendInstead) {
       }
     } else if (group.rank() == 1) {
       while (!called.load()) world_.executor().sleep(milliseconds(5));
-      world_.executor().sleep(milliseconds(300));  // its own time-out is later
+      world_.executor().sleep(milliseconds(300));  // its own timeout is later
       const auto pending = group.send(on_row(at::ones({5})), 0, 2);
       while (!failed.load()) world_.executor().sleep(milliseconds(5));
       pending.wait(seconds(60));

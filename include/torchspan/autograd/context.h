@@ -22,7 +22,7 @@ using engine::ParameterGradient;
 /// How a pass determines which of the tensors sent in its context take part in it.
 enum class PassMode : std::uint8_t {
   kSmart,  ///< detects unused sent tensors automatically
-  kFast,   ///< skips the check: you promise there are none. An unused one stalls the pass
+  kFast,   ///< skips the check: you assert that there are none. An unused one stalls the pass
 };
 
 struct BackwardOptions {

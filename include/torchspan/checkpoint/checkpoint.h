@@ -16,7 +16,7 @@ class Checkpoint {
  public:
   /// Checks the manifest and the sizes and headers of all files; Error{kInvalid} names what is damaged.
   explicit Checkpoint(std::string folder);
-  /// The newest checkpoint in a directory whose checksums are right. Throws Error{kInvalid} if there is none.
+  /// The newest checkpoint in a directory whose checksums match. Throws Error{kInvalid} if there is none.
   static Checkpoint newest(const std::string& directory);
   /// Folders of the checkpoints in a directory, newest first; not checked.
   static std::vector<std::string> list(const std::string& directory);

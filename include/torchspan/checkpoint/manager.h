@@ -59,8 +59,8 @@ class CheckpointManager {
   void add(std::string name, T& object) {
     add_source(std::move(name), checkpoint::source_of(object));
   }
-  /// Registers an object whose state differs between ranks, such as a data sampler. It can be restored by as
-  /// many ranks as saved it only.
+  /// Registers an object whose state differs between ranks, such as a data sampler. It can be restored only by as many
+  /// ranks as saved it.
   template <class T>
   void add_per_rank(const std::string& name, T& object) {
     add_source_per_rank(name, checkpoint::source_of(object));
@@ -75,7 +75,7 @@ class CheckpointManager {
   /// Returns when the last save() is a checkpoint; throws if it failed.
   void wait();
 
-  /// Restores the newest checkpoint whose checksums are right, and returns its step; nullopt if there is none.
+  /// Restores the newest checkpoint whose checksums match, and returns its step; nullopt if there is none.
   /// Logs a warning for each newer one that is damaged. Throws on all ranks if an object does not fit, or if
   /// all checkpoints are damaged.
   std::optional<std::int64_t> restore();

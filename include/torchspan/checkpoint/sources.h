@@ -47,8 +47,8 @@ SourcePtr pipeline_source(pipeline::Pipeline& pipeline);
 SourcePtr optimizer_source(optim::Optimizer& optimizer);
 /// The serialized optimizer, as one tensor of bytes, and its learning rates.
 SourcePtr torch_optimizer_source(torch::optim::Optimizer& optimizer);
-/// The number of steps of LibTorch's StepLR and other schedules whose rates depend on nothing else but their
-/// constructor's arguments and the optimizer, which must be registered, too.
+/// The number of steps of LibTorch's StepLR and other schedules whose rates depend only on their constructor's
+/// arguments and the optimizer, which must be registered, too.
 SourcePtr torch_schedule_source(torch::optim::LRScheduler& schedule);
 /// Written by the owners of the parameters, and sent to them on restoring.
 SourcePtr distributed_optimizer_source(optim::DistributedOptimizer& optimizer);
@@ -99,9 +99,10 @@ template <class T>
 T value_as(const Value& value);
 }  // namespace detail
 
-/// Selects the adapter: objects with a state_source() (ZeroRedundancyOptimizer), modules (holders, shared_ptr, DistributedDataParallel, RRefs), pipelines, optimizers, any
-/// object with state_dict() and load_state_dict(StateDict) (LRScheduler, GradScaler) or with save() and load()
-/// over archives (data samplers), torch::optim's schedules, tensors, numbers, flags and strings.
+/// Selects the adapter: objects with a state_source() (ZeroRedundancyOptimizer), modules (holders, shared_ptr,
+/// DistributedDataParallel, RRefs), pipelines, optimizers, any object with state_dict() and load_state_dict(StateDict)
+/// (LRScheduler, GradScaler) or with save() and load() over archives (data samplers), torch::optim's schedules,
+/// tensors, numbers, flags and strings.
 template <class T>
 SourcePtr source_of(T& object) {
   if constexpr (detail::ProvidesSource<T>) {

@@ -46,7 +46,7 @@ enum class Network : std::uint8_t {
   kEncrypted,     ///< between hosts over the workers' connections only: authenticated, and encrypted unless
                   ///< TORCHSPAN_NETWORK=tcp-isolated
   kThisHostOnly,  ///< groups over several hosts are rejected with kUnsupported
-  kIsolated,      ///< also in the clear (Gloo, Open MPI): no one else can reach the network, you assert
+  kIsolated,      ///< also in the clear (Gloo, Open MPI): you assert that no one else can reach the network
 };
 
 /// Makes this rank's part of a LibTorch process group; collective. `ranks`: the global ranks of a group or of a part
@@ -151,8 +151,8 @@ class Group {
   /// Overwrites `tensor` with one that rank `from` sends, of the same dtype and shape. A tensor on a device
   /// passes through the CPU, as in send(), which then blocks while it copies.
   Future<at::Tensor> recv(at::Tensor tensor, int from, int tag = 0) const;
-  /// The same from the rank whose message with this tag arrives first; `recv(tensor, kAnySource)`. Of several calls that
-  /// a message fits, also those for its sender only, it goes to the earliest. Fails with the group, so also if any
+  /// The same from the rank whose message with this tag arrives first; `recv(tensor, kAnySource)`. A message goes to
+  /// the earliest call that it fits, including calls for its sender only. Fails if the group fails, for example if any
   /// rank dies, and with kDisconnected if no other rank is left.
   Future<ReceivedMessage> recv(at::Tensor tensor, AnySource from, int tag = 0) const;
   /// Returns all ranks' bytes, by rank. Blocks; meant for handshakes. If `timeout` (zero:

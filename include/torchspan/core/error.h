@@ -9,11 +9,11 @@
 
 namespace torchspan {
 
-/// What a caller can do about a failure. The number travels on the wire and never changes meaning.
+/// What a caller can do about a failure. The number is sent on the wire and never changes meaning.
 enum class ErrorKind : std::uint8_t {
   kInvalid = 1,        ///< wrong call: fix the argument named in the message
   kRemoteFailure = 2,  ///< user code on another worker threw: see frames()
-  kDisconnected = 3,   ///< the other worker died or left: restart it or do without
+  kDisconnected = 3,   ///< the other worker died or left: restart it or continue without it
   kTimedOut = 4,       ///< the deadline passed; the work may still happen remotely
   kCancelled = 5,      ///< cancelled by a caller, or this worker is shutting down
   kOverloaded = 6,     ///< a bounded queue or pool is full: retry later

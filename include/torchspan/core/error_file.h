@@ -1,5 +1,5 @@
 #pragma once
-// The file in which a failed worker leaves its error for the launcher.
+// The file to which a failed worker writes its error for the launcher.
 #include <cstdint>
 #include <exception>
 #include <string>

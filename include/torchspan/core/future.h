@@ -65,8 +65,8 @@ class FutureStateBase {
   void wait(Deadline deadline);
   /// The deadline `timeout` from now, on the host's clock.
   Deadline deadline_in(Duration timeout) const;
-  /// Runs `continuation` once after completion: posted to the host or, if the host is gone, on the
-  /// completing thread (on this one if already complete). It must not throw.
+  /// Runs `continuation` once after completion: posted to the host or, if the host was destroyed, on the completing
+  /// thread (on this one if already complete). It must not throw.
   void on_done(UniqueFunction<void()> continuation);
   /// on_done() with `continuation` wrapped by FutureHost::bind() on this thread.
   void on_done_bound(UniqueFunction<void()> continuation);
@@ -184,8 +184,8 @@ class [[nodiscard]] Future {
   const std::weak_ptr<FutureHost>& host() const { return state_->host(); }
 
   /// Runs `callback(Future<T>)` on a pool thread after completion, successful or not. Its result or
-  /// exception completes the returned future. Runs on this thread only if the future is complete and its
-  /// worker is gone.
+  /// exception completes the returned future. Runs on this thread only if the future is complete and its worker has
+  /// stopped.
   template <class F>
   auto then(F callback) const -> Future<std::invoke_result_t<F&, Future<T>>>;
   /// The same for a callback without a result; an exception that it throws is lost.

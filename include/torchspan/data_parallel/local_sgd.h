@@ -25,7 +25,7 @@ struct AveragingLevel {
   std::int64_t period = 1;
 };
 
-/// Local SGD: averages the replicas' parameters now and then instead of their gradients at each step. With
+/// Local SGD: averages the replicas' parameters every few steps instead of their gradients at each step. With
 /// several levels, such as {ranks of a host, 2} and {all ranks, 8}, the longest period that is due decides.
 /// Lin et al., "Don't use large mini-batches, use local SGD", ICLR 2020. Call everything on one thread.
 class ModelAverager {
@@ -61,9 +61,9 @@ struct DiLoCoOptions {
   double keep = 0;         ///< share of the local value that stays when an average arrives, from 0 to 1
 };
 
-/// Distributed low-communication training: each rank trains alone with an optimizer of its own, and the average
-/// change of a period is the gradient of an outer Nesterov step. Douillard et al., "DiLoCo", 2023; fragments and
-/// delay: "Streaming DiLoCo", 2025. The inner optimizer's state stays local. Call everything on one thread.
+/// Distributed low-communication training: each rank trains alone with its own optimizer, and the average change of a
+/// period is the gradient of an outer Nesterov step. Douillard et al., "DiLoCo", 2023; fragments and delay: "Streaming
+/// DiLoCo", 2025. The inner optimizer's state stays local. Call everything on one thread.
 class DiLoCo {
  public:
   /// Collective: takes the parameters of the group's rank 0 everywhere. Throws Error{kInvalid} on all ranks if

@@ -29,7 +29,7 @@ struct PowerSgdOptions {
 /// ranks with the same type of CPU or GPU.
 class PowerSgd {
  public:
-  /// Throws Error{kInvalid} for an option without a meaning.
+  /// Throws Error{kInvalid} that names an invalid option.
   explicit PowerSgd(PowerSgdOptions options = {});
 
   /// For register_comm_hook(); shares this object's state. backward() waits for the sum of P of each bucket,
@@ -38,7 +38,7 @@ class PowerSgd {
 
   /// How many reductions have begun.
   std::int64_t iteration() const;
-  /// Bytes that this rank handed to the group, and those of the gradients, since construction.
+  /// Bytes that this rank passed to the group, and those of the gradients, since construction.
   struct Traffic {
     std::uint64_t sent = 0;
     std::uint64_t gradients = 0;
@@ -48,7 +48,7 @@ class PowerSgd {
   /// The iteration, and each parameter's factor and error, which differ between ranks: save them on each rank
   /// for an exact resumption. Call between steps.
   std::vector<std::pair<std::string, at::Tensor>> state() const;
-  /// Throws Error{kInvalid} that names an entry which is no part of a state.
+  /// Throws Error{kInvalid} that names an entry that does not belong to a state.
   void load_state(const std::vector<std::pair<std::string, at::Tensor>>& state);
 
  private:

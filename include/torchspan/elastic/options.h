@@ -28,7 +28,7 @@ struct ElasticOptions {
   ElasticPosition start = {};  ///< of the state that rank 0 begins with, such as that of a checkpoint
   int min_ranks = 1;           ///< with fewer ranks, training waits for replacements
   Duration too_few_limit = std::chrono::minutes(10);  ///< the longest such wait; run() then throws kTimedOut
-  /// How long ranks wait for a late one, such as a stopped process, before they go on without it. More than the
+  /// How long ranks wait for a late one, such as a stopped process, before they continue without it. More than the
   /// longest step takes. A rank that was left out joins again.
   Duration step_timeout = std::chrono::minutes(2);
   collective::GroupOptions group = {};  ///< backend, network and device

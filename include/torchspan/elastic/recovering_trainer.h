@@ -27,7 +27,7 @@ struct RecoveryOptions {
   void validate() const;
 };
 
-/// Where a training began, or began again.
+/// How often the objects of a training were created again, and where its state came from.
 struct RecoveryReport {
   int rebuilds = 0;          ///< how often the objects were created again in this process
   int from_copies = 0;       ///< how often the state came from memory
@@ -38,7 +38,7 @@ struct RecoveryReport {
 class RecoveryState {
  public:
   /// Registers an object whose state is restored and saved: a pipeline, an optimizer, a number (checkpoint/sources.h
-  /// lists the types). The object must live as long as what the function returns that registers it.
+  /// lists the types). It must exist as long as the object that the registering function returns.
   template <class T>
   void add(const std::string& name, T& object) {
     manager_.add(name, object);
@@ -60,10 +60,10 @@ class RecoveryState {
   const Copy copy_;
 };
 
-/// Trains a model that is divided over ranks (a pipeline, remote modules) and goes on in the same processes when ranks
-/// die or are stopped for a while: creates the program's objects again together with the replacement, restores the newest
-/// state that all ranks have, from memory or from a checkpoint, and repeats the steps since then. Rank 0 must live. Use it
-/// from one thread.
+/// Trains a model that is divided over ranks (a pipeline, remote modules) and continues in the same processes when
+/// ranks die or are stopped for a while: creates the program's objects again together with the replacement, restores
+/// the newest state that all ranks have, from memory or from a checkpoint, and repeats the steps since then. Rank 0
+/// cannot be replaced. Use it from one thread.
 class RecoveringTrainer {
  public:
   /// Not collective. `session` must outlive this object. Throws Error{kInvalid} that names a wrong option.

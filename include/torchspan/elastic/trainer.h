@@ -9,10 +9,10 @@
 
 namespace torchspan {
 
-/// Trains a module on all ranks, data-parallel, and goes on when ranks die. A step is committed on all ranks or on none:
-/// `body` computes the averaged gradients, the ranks vote, and `apply` runs once per committed step. After a death the
-/// remaining ranks repeat an uncommitted step without the dead rank. A worker that takes the place of a dead one gets
-/// the state between two steps. Rank 0 must live. Use it from one thread; one object per name and process.
+/// Trains a module on all ranks, data-parallel, and continues when ranks die. A step is committed on all ranks or on
+/// none: `body` computes the averaged gradients, the ranks vote, and `apply` runs once per committed step. After a
+/// death the remaining ranks repeat an uncommitted step without the dead rank. A worker that replaces a dead one gets
+/// the state between two steps. Rank 0 cannot be replaced. Use it from one thread; one object per name and process.
 template <class Module>
 class ElasticTrainer {
  public:
@@ -41,7 +41,8 @@ class ElasticTrainer {
   /// Trains until `steps` steps are committed. `body(model, step)` runs forward and backward; it may run again for the
   /// same step and changes nothing but gradients and buffers. `apply(step)` updates the parameters from `.grad`. Returns
   /// true once all ranks have the final state, false if the others had finished before this rank joined. Throws what
-  /// `body` or `apply` throws here, and the other ranks go on; kDisconnected if rank 0 died; kTimedOut below min_ranks.
+  /// `body` or `apply` throws here, and the other ranks continue; kDisconnected if rank 0 died; kTimedOut below
+  /// min_ranks.
   template <class Body, class Apply>
   bool run(std::int64_t steps, Body body, Apply apply) {
     return training_.run(steps, {.wrap =

@@ -52,7 +52,7 @@ void from_bytes(const std::string& bytes, torch::optim::OptimizerOptions& option
 /// Makes a class with torch::optim's interface a kind of optimizer, for OptimizerTable::add and for specs:
 ///   using TorchAdam = FromTorch<torch::optim::Adam, torch::optim::AdamOptions, "torch.Adam">;
 /// `T` is constructible from parameters and `O`. `O` serializes itself (OptimizerOptions::serialize) and is
-/// constructible from nothing or from a learning rate.
+/// default-constructible or constructible from a learning rate.
 template <class T, class O, FixedString kKind>
 struct FromTorch {
   static constexpr std::string_view kName = kKind.text;

@@ -59,9 +59,9 @@ struct PipelineOptions {
   /// backward. Needs layers on GPUs, on all workers, and `checkpoint`; not with checkpoint_layers.
   bool offload = false;
   /// 0: a step ends on all workers before train_step() returns. 1: steps overlap, without a bubble between them:
-  /// train_step() begins its batch and ends that of the call before, whose gradients were computed with the parameters
-  /// of one optimizer step earlier (Narayanan et al., PipeDream-2BW, 2021). Needs a second copy of the parameters. Not
-  /// with kArrival or DeferredBatchNorm.
+  /// train_step() begins its batch and ends that of the previous call, whose gradients were computed with the
+  /// parameters of one optimizer step earlier (Narayanan et al., PipeDream-2BW, 2021). Needs a second copy of the
+  /// parameters. Not with kArrival or DeferredBatchNorm.
   int staleness = 0;
   /// Maximum number of micro-batches between their first forward and their last backward, which bounds
   /// memory; 0: what the schedule needs (kArrival: twice the number of workers). For kArrival and k1F1B.
@@ -139,7 +139,7 @@ class Pipeline {
   /// first use reads `input`, only that of the last use reads `target`; elsewhere they may be empty.
   /// Tensors are split along the first dimension. Returns the loss, the mean over the batch's rows, on
   /// every worker. With gradients disabled on the first worker it computes only the loss. With staleness 1, gradients
-  /// and loss are those of the call before, and the first call returns NaN.
+  /// and loss are those of the previous call, and the first call returns NaN.
   double train_step(const Batch& input, const Batch& target, const Loss& loss,
                     const StepOptions& options = {});
   /// For a loss of two tensors.

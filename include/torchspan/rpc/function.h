@@ -97,8 +97,8 @@ struct Function {
       "a Function names a function, a member function, or a lambda without captures and `auto` parameters");
   constexpr explicit(false) Function(const char* name, Serve serve = Serve::kOnPool)
       : name(name), serve(serve) {}
-  /// Copies the token and records the call site. This is how the verbs of an RRef, whose other parameters
-  /// are the function's, learn where the program called them.
+  /// Copies the token and records the call site. This is how the verbs of an RRef, whose other parameters are the
+  /// function's, get the call site.
   constexpr explicit(false) Function(const Function& token, SourceLocation site = SourceLocation::current())
       : name(token.name), serve(token.serve), site(site) {}
   Function& operator=(const Function&) = delete;
@@ -302,9 +302,9 @@ class FunctionTable {
   /// Adds the methods of a module that every worker has: rpc_sync(to, "model.forward", {x}) runs the
   /// callee's module.
   FunctionTable& add_script(const std::string& name, const torch::jit::Module& module);
-  /// Lets exceptions of type E, which needs a Wire<E>, travel: the caller catches an E with the Error that
-  /// describes the failure nested in it (std::rethrow_if_nested). Types are tried in the order they were
-  /// added: add derived types first.
+  /// Sends exceptions of type E, which needs a Wire<E>, to the caller, which catches an E with the Error that describes
+  /// the failure nested in it (std::rethrow_if_nested). Types are tried in the order they were added: add derived types
+  /// first.
   template <class E>
   FunctionTable& add_error(std::string name) {
     errors_.add<E>(std::move(name));

@@ -12,7 +12,7 @@
 namespace torchspan {
 
 /// Creates RRefs to the parameters of a local module, in the order of its parameters(). The references are
-/// counted, so the parameters live as long as any worker references them. Use them as targets of an
+/// counted, so the parameters exist as long as any worker references them. Use them as targets of an
 /// optim::DistributedOptimizer or as arguments of functions that read or set parameters.
 template <class Module>
 std::vector<RRef<at::Tensor>> parameter_rrefs(const Worker& worker, const Module& module,

@@ -28,7 +28,7 @@ class RRefBase {
   explicit RRefBase(rpc::ReferencePtr state) : state_(std::move(state)) {}
 
   bool valid() const { return state_ != nullptr; }
-  /// Whether the value lives on this worker.
+  /// Whether the value is on this worker.
   bool is_owner() const { return held().is_owner(); }
   WorkerInfo owner() const;
   std::string owner_name() const { return owner().name; }
@@ -49,9 +49,9 @@ class RRefBase {
   rpc::ReferencePtr state_;
 };
 
-/// A reference to a T that lives on one worker and is usable from any. References are counted across
-/// workers: the value lives as long as any of them exists. A cheap handle; copy it and send it as an
-/// argument or result. Its verbs are defined in <torchspan/rpc/worker.h>.
+/// A reference to a T that is on one worker, usable from any. References are counted across workers: the value exists
+/// as long as any of them does. A cheap handle; copy it and send it as an argument or result. Its verbs are defined in
+/// <torchspan/rpc/worker.h>.
 template <class T>
 class RRef : public RRefBase {
  public:

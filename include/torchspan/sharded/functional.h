@@ -18,11 +18,11 @@ at::Tensor all_gather(const at::Tensor& tensor, const collective::Group& group, 
 /// This rank's part of the sum, which is split evenly along `dim`. Backward: all_gather().
 at::Tensor reduce_scatter(const at::Tensor& tensor, const collective::Group& group, std::int64_t dim = 0);
 /// Splits evenly along `split_dim`, sends part r to rank r, and concatenates what arrives along `concat_dim`.
-/// Backward: the way back.
+/// Backward: the reverse exchange.
 at::Tensor all_to_all(const at::Tensor& tensor, const collective::Group& group, std::int64_t split_dim,
                       std::int64_t concat_dim);
 
-/// For layers whose parts lie on the ranks of a group while all ranks compute one loss (Shoeybi et al.,
+/// For layers whose parts are on the ranks of a group while all ranks compute one loss (Shoeybi et al.,
 /// "Megatron-LM", 2019). A tensor is either whole, with the same values on all ranks, or this rank's part.
 /// whole -> whole, before ranks use it differently. Backward: the sum of the gradients.
 at::Tensor copy_to_ranks(const at::Tensor& whole, const collective::Group& group);

@@ -26,8 +26,9 @@ using CloneDevice = std::decay_t<ArgumentOf<decltype(&torch::nn::Module::clone)>
 template <class Base, class Forward = decltype(&Base::forward)>
 class ShardedImpl;
 
-/// `Base` as a unit of a FullyShardedDataParallel, or of a ZeroRedundancyOptimizer with overlap_forward: same constructors, names and forward, whose default arguments are
-/// lost. `Base` has exactly one forward, which is no template.
+/// `Base` as a unit of a FullyShardedDataParallel, or of a ZeroRedundancyOptimizer with overlap_forward: same
+/// constructors, names and forward, whose default arguments are lost. `Base` has exactly one forward, which is no
+/// template.
 template <class Base, class Owner, class Result, class... Inputs>
 class ShardedImpl<Base, Result (Owner::*)(Inputs...)> : public Base, public sharded::UnitModule {
  public:
@@ -57,7 +58,7 @@ class ShardedImpl<Base, Result (Owner::*)(Inputs...) const>
   using ShardedImpl<Base, Result (Owner::*)(Inputs...)>::ShardedImpl;
 };
 
-/// Holder of a module that is a unit: `ts::Sharded<Block>` replaces `Block` where a FullyShardedDataParallel shall
+/// Holder of a module that is a unit: `ts::Sharded<Block>` replaces `Block` where a FullyShardedDataParallel should
 /// gather the parameters of that layer separately. Units may contain units.
 template <class Holder>
 class Sharded : public torch::nn::ModuleHolder<ShardedImpl<typename Holder::ContainedType>> {

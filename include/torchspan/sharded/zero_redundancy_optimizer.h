@@ -11,7 +11,7 @@ namespace sharded {
 
 /// Options of ZeroRedundancyOptimizer. Must be equal on all ranks.
 struct ZeroOptions {
-  /// Gives up the memory of the other ranks' parts of a bucket as soon as it is reduced, so that a rank keeps its part
+  /// Releases the memory of the other ranks' parts of a bucket as soon as it is reduced, so that a rank keeps its part
   /// of the gradients and few whole buckets (ZeRO stage 2). Costs page faults in each backward pass. Without effect on
   /// devices and without DataParallelOptions::gradient_as_bucket_view.
   bool divide_gradients = false;

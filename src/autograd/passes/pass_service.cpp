@@ -105,7 +105,7 @@ void PassService::mark(std::uint32_t peer, MarkSends message, Answer<MarkSends> 
     if (marked) return;
   }
   const auto pool = worker_.host().lock();
-  if (!pool) return;  // the sender learns that this worker is gone
+  if (!pool) return;  // the sender is notified that this worker has stopped
   pool->post(
       [self = shared_from_this(), peer, message = std::move(message), answer = std::move(answer)]() mutable {
         self->mark_on_pool(peer, message, std::move(answer));

@@ -20,7 +20,7 @@ struct Box {
 Box whole_box(const Sizes& shape);
 /// Number of elements; nullopt if it exceeds 2^63 - 1 or a size is negative.
 std::optional<std::int64_t> element_count(const Sizes& shape);
-/// Whether the box lies within a tensor of this shape.
+/// Whether the box is within a tensor of this shape.
 bool fits(const Box& box, const Sizes& shape);
 /// The common part of two boxes of one tensor; nullopt if they share no element. A tensor without dimensions
 /// has one element.

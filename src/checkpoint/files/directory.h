@@ -26,7 +26,7 @@ struct Retention {
 
 /// A folder of checkpoints: "step-00000100", "step-00000100.2" if the step was saved again. While a
 /// checkpoint is written its folder has the suffix ".partial-<token>", and while it is deleted the prefix
-/// "trash-". The file "latest" has the name of the newest one, for people and scripts.
+/// "trash-". The file "latest" has the name of the newest one, for users and scripts.
 class Directory {
  public:
   Directory(const Disk& disk, std::string path) : disk_(disk), path_(std::move(path)) {}

@@ -83,7 +83,7 @@ class CheckpointManager::Impl {
     try {
       take_snapshot(writer, job);
     } catch (...) {
-      job.failure = to_error(std::current_exception());  // the other ranks must hear of it
+      job.failure = to_error(std::current_exception());  // it must reach the other ranks
     }
     if (options_.asynchronous) {
       writer_ = runtime_.executor.spawn("checkpoint writer", [this, job] { write(job); });
@@ -173,7 +173,7 @@ class CheckpointManager::Impl {
     prepared_ = true;
   }
 
-  /// Every process that writes here holds the lock, so what is left while nobody holds it belongs to dead ones.
+  /// Every process that writes here holds the lock, so what is left while no process holds it belongs to dead ones.
   void delete_dead_leftovers() const {
     try {
       if (prepared_ || directory_.leftovers().empty()) return;

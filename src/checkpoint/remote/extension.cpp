@@ -94,7 +94,7 @@ class CheckpointExtension::Impl {
     for (std::size_t i = 0; i < message.names.size(); ++i) {
       const auto place = places.find(message.names[i]);
       if (place == places.end())
-        throw_invalid(fmt::format("the tensor '{}' is gone since it was listed", message.names[i]));
+        throw_invalid(fmt::format("the tensor '{}' was listed and no longer exists", message.names[i]));
       const ListedPart& part = listing[place->second];
       taken->share.parts.push_back(place->second);
       taken->share.entries.push_back({message.keys[i], part.type, part.box.size});

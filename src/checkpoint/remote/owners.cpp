@@ -61,7 +61,7 @@ void Owners::release() noexcept {
     try {
       static_cast<void>(worker_.request(owner, DropSnapshot{id}, deadline()));
     } catch (const std::exception&) {
-      continue;  // the owner is gone, and its snapshot with it
+      continue;  // the owner died or left, and its snapshot is lost
     }
   }
   snapshots_.clear();

@@ -13,7 +13,7 @@ namespace {
 /// Limit of one connection attempt: an unreachable host does not hold up the group for its whole timeout.
 constexpr Duration kDialLimit = std::chrono::seconds(30);
 constexpr Duration kBetweenLooks = std::chrono::milliseconds(100);
-/// Unsent bytes for one rank and lane at which send() waits, and how long between looks.
+/// Unsent bytes for one rank and lane at which send() waits, and how long between checks.
 constexpr std::size_t kMostUnsent = std::size_t{4} << 20;
 constexpr Duration kForRoom = std::chrono::microseconds(500);
 constexpr int kMostLanes = 16;

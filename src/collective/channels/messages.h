@@ -42,7 +42,7 @@ struct Abort {
 struct End {
   std::string text;
 };
-/// A tensor that the sender wants to send.
+/// A tensor that the sender offers.
 struct Offer {
   std::uint64_t number = 0;
   std::uint32_t tag = 0;

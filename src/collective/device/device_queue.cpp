@@ -15,7 +15,7 @@
 namespace torchspan::collective {
 namespace {
 
-/// Interval at which the thread looks after launched work.
+/// Interval at which the thread checks launched work.
 constexpr Duration kLook = std::chrono::milliseconds(5);
 /// How long an operation may wait for the other ranks, or run, before it is listed as open. The control group lists its
 /// announcement later.

@@ -20,7 +20,7 @@
 
 namespace torchspan::collective {
 
-/// Numbers that the ranks tell each other with a call, by rank.
+/// Numbers that the ranks exchange with a call, by rank.
 using CallNumbers = std::vector<std::vector<std::int64_t>>;
 
 struct DeviceQueueOptions {
@@ -46,7 +46,7 @@ struct DeviceOperation {
 
 /// Runs the operations of one rank in the order of their calls. A call goes to the other ranks through the
 /// control group first; the group's thread launches it on the group's stream when all ranks have made it.
-/// Therefore no kernel waits for a rank that has not come. Work that does not end in time, or whose rank died,
+/// Therefore no kernel waits for a rank that has not arrived. Work that does not end in time, or whose rank died,
 /// is aborted, and takers of its results get the failure.
 class DeviceQueue final : public WorldListener, public std::enable_shared_from_this<DeviceQueue> {
  public:
@@ -70,7 +70,7 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   void member_died(const rendezvous::Member& member, const Error& reason) override;
   /// Later operations fail, and those that do not end soon; see kLeftLimit.
   void member_left(const rendezvous::Member&) override {}
-  /// The other ranks learn of it from the control group.
+  /// The control group reports it to the other ranks.
   void world_ended(const Error& reason) override { fail_pending(reason); }
   void world_closing() override { stop_thread(); }
 
@@ -86,7 +86,7 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   void run_one(std::unique_ptr<Job> job);
   CallNumbers agree(Job& job);
   void launch(Job& job);
-  /// Looks after launched work; true if there is any.
+  /// Monitors launched work; true if there is any.
   bool watch();
   void finish();
   void stop_thread();

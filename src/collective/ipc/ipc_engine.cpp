@@ -14,7 +14,7 @@
 namespace torchspan::collective::ipc {
 namespace {
 
-/// How long the thread yields, and then how long it sleeps, between two looks at its device.
+/// How long the thread yields, and then how long it sleeps, between two checks of its device.
 constexpr Duration kYielding = std::chrono::microseconds(200);
 constexpr Duration kSleep = std::chrono::microseconds(50);
 

@@ -14,10 +14,10 @@
 namespace torchspan::collective {
 namespace {
 
-/// Tensors up to this size travel with their offer.
+/// Tensors up to this size are sent with their offer.
 constexpr std::size_t kWithOffer = std::size_t{32} << 10;
 constexpr std::size_t kMessagePiece = std::size_t{1} << 20;
-/// Bytes for one rank that are handed to its connection at once.
+/// Bytes for one rank that are passed to its connection at once.
 constexpr std::size_t kMostUnsentPieces = std::size_t{8} << 20;
 constexpr Duration kForPieces = std::chrono::microseconds(500);
 /// How often a failure of the group is looked for while messages are pending.

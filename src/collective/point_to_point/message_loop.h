@@ -13,12 +13,12 @@
 
 namespace torchspan::collective {
 
-/// Moves the messages of one rank. A sender offers its tensor; a small one travels with the offer, a large one when the
+/// Moves the messages of one rank. A sender offers its tensor; a small one is sent with the offer, a large one when the
 /// receiver has called recv(). The send completes when the receiver has the data. A failure breaks the group, and a
 /// broken group fails the messages. One thread handles all messages; it starts with the first one.
 class MessageLoop final : private PairEvents {
  public:
-  /// Whom this rank tells that its messages have failed.
+  /// Which ranks this rank notifies that its messages have failed.
   enum class Tell : std::uint8_t {
     kNobody,  ///< the other ranks know
     kPeers,   ///< this rank ends, but the group may continue without it

@@ -155,7 +155,7 @@ void SerialBackend::run() {
 
 void SerialBackend::run_one(Job& job) {
   const at::NoGradGuard no_grad;
-  // Barriers and gathers of bytes block their callers, whom the group lists and reports.
+  // Barriers and gathers of bytes block their callers, which the group lists and reports.
   const bool listed_by_caller = job.call.text == kBarrierLine || job.call.text == kBytesLine;
   const TimePoint began = runtime_->executor.now();
   std::optional<SpanScope> running;

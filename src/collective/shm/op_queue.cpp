@@ -21,7 +21,7 @@ constexpr Duration kPollingTime = std::chrono::milliseconds(5);
 /// Interval at which a waiting thread checks the other ranks' connections.
 constexpr Duration kWatch = std::chrono::milliseconds(200);
 
-/// Barriers and gathers of bytes block their callers, whom the group lists and reports.
+/// Barriers and gathers of bytes block their callers, which the group lists and reports.
 bool is_listed_by_caller(const Call& call) {
   return call.verb == Verb::kBarrier || call.verb == Verb::kExchange;
 }

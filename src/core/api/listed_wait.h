@@ -10,7 +10,7 @@ namespace torchspan {
 inline constexpr std::string_view kFutureWait = "wait for a future";
 
 /// Calls `wait(deadline)`, which returns when `done` is true or at the deadline. After 0.2 s the wait is listed as an
-/// open operation and recorded as a span; a shorter one costs a look at the clock.
+/// open operation and recorded as a span; a shorter one only reads the clock.
 template <class Wait>
 void wait_listed(SpanRecorder& spans, const std::atomic<bool>& done, Deadline deadline, const Wait& wait) {
   constexpr Duration kListedAfter = std::chrono::milliseconds(200);

@@ -20,7 +20,7 @@ enum class StateDetail {
 /// do. The destructor completes the files.
 class Observation {
  public:
-  /// Describes what core does not know of a worker's state, as JSON. Called on the observing thread.
+  /// Describes the part of a worker's state that core has no access to, as JSON. Called on the observing thread.
   using DescribeCalls = std::function<std::string(StateDetail)>;
 
   /// Throws Error{kInvalid} if a file, a folder or the port cannot be used.

@@ -18,7 +18,7 @@ struct TextReply {
 };
 
 /// Answers GET requests on a listening socket: at most 16 connections at a time, heads of at most 4 KiB, 10 seconds
-/// each; a slow client delays nobody. Runs on the thread that owns the poller.
+/// each; a slow client does not delay others. Runs on the thread that owns the poller.
 class TextServer {
  public:
   using Answer = std::function<TextReply(const std::string& path)>;

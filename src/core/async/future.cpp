@@ -5,7 +5,7 @@
 namespace torchspan {
 namespace {
 
-/// How long a thread that waits for a device sleeps between two looks.
+/// How long a thread that waits for a device sleeps between two checks.
 constexpr Duration kGatePoll = std::chrono::microseconds(50);
 
 class CombinedGate final : public ValueGate {

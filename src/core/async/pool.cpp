@@ -132,7 +132,7 @@ bool Pool::rest(Worker& self, Deadline deadline) {
     const bool unparked = self.parker->park(deadline);
     MutexLock lock(mutex_);
     if (!self.idle) return true;
-    if (unparked) continue;  // by a wake-up that a time-out had already seen
+    if (unparked) continue;  // by a wake-up that a timeout had already seen
     self.idle = false;
     std::erase(idle_, &self);
     retire(self);  // it is not needed: wake_or_add_worker() wakes an idle thread before a job has to wait

@@ -65,7 +65,7 @@ class Observation::Impl {
     exposer_.emplace(runtime_->executor, *poller_, std::move(listener), std::uint64_t{1} << 40, answer);
   }
 
-  /// Without this socket the program still runs: it is a help for people.
+  /// The program runs without this socket, too: it only serves commands of users.
   void serve_state(const std::string& folder) {
     const std::string path = fmt::format("{}/observe.{}", folder, identity_.rank);
     try {

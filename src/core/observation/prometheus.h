@@ -33,7 +33,7 @@ class PrometheusText {
 /// "rpc.bytes_sent" as "torchspan_rpc_bytes_sent".
 std::string metric_name(std::string_view counter);
 
-/// Durations of calls and handlers, by function. The first 200 functions are told apart.
+/// Durations of calls and handlers, by function. The first 200 functions are counted separately.
 class CallHistograms {
  public:
   void add(const StoredSpan& span, const std::string& name);

@@ -61,7 +61,7 @@ Descriptor listen_on_path(const std::string& path) {
   path.copy(static_cast<char*>(address.sun_path), path.size());
   Descriptor listener = open_socket(AF_UNIX);
   unlink(path.c_str());
-  // Nobody can connect before listen().
+  // No client can connect before listen().
   if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
       chmod(path.c_str(), 0600) != 0 || listen(listener.get(), static_cast<int>(kMostConnections)) != 0) {
     throw_invalid(fmt::format("the socket '{}' cannot be created: {}", path, std::strerror(errno)));

@@ -21,7 +21,7 @@ constexpr const char* kSteps = "steps";
 std::string outer_name(std::size_t parameter) { return fmt::format("{}.outer", parameter); }
 std::string momentum_name(std::size_t parameter) { return fmt::format("{}.momentum", parameter); }
 
-/// Why the options have no meaning; empty if they have one.
+/// Why the options are invalid; empty if they are valid.
 std::string complaint(const DiLoCoOptions& options, std::size_t parameters) {
   if (options.period < 1) return fmt::format("period is {}; it must be at least 1", options.period);
   if (options.delay < 0 || options.delay >= options.period) {

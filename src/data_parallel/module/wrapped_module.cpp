@@ -115,7 +115,7 @@ class WrappedModule::Impl {
       }
       reducer_.refuse(next_, reason);
     } catch (...) {                           // the caller rethrows the exception of the forward
-      if (join_ && joining_.failure) return;  // all ranks know that one
+      if (join_ && joining_.failure) return;  // that one has reached all ranks
       group().abort(Error(ErrorKind::kCancelled,
                           fmt::format("rank {} could not report that {}", group().ranks()[rank()], reason)));
     }
@@ -271,7 +271,7 @@ class WrappedModule::Impl {
     }
   }
 
-  /// A reduction begins on this rank: ranks without batches learn that they take part.
+  /// A reduction begins on this rank: notifies ranks without batches that they take part.
   RoundTerms announce() {
     if (!join_) {
       throw Error(

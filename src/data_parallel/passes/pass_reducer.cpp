@@ -188,7 +188,7 @@ bool PassReducer::is_complete(std::size_t slot) {
     throw Error(
         ErrorKind::kInvalid,
         fmt::format(
-            "parameter '{}' got more gradients than in the first step, but static_graph promises that "
+            "parameter '{}' got more gradients than in the first step, but static_graph requires that "
             "every step is like the first; unset static_graph",
             parts_->slots.name(slot)));
   }
@@ -276,7 +276,7 @@ void PassReducer::work_over(const RoundPtr& round, const engine::PassStatus& sta
       "this backward pass left {} of {} parameters without a gradient, so nothing can be averaged: {}. {}",
       left.size(), parts_->slots.size(), parts_->hooks.describe_missing(left),
       parts_->options.static_graph
-          ? "static_graph promises that every step is like the first; unset it"
+          ? "static_graph requires that every step is like the first; unset it"
           : "If the loss does not depend on them in every step, set find_unused_parameters; if more backward "
             "passes over other outputs of this forward follow, set partial_backward");
   give_up(round, text);

@@ -59,7 +59,7 @@ Future<at::Tensor> StatusExchange::send(const RoundReport& report) {
   }
   try {
     return group_.all_reduce(status_, collective::kMax);
-  } catch (...) {  // a failed future, so that whatever waits for the round learns of it
+  } catch (...) {  // a failed future, so that it reaches whatever waits for the round
     return make_failed_future<at::Tensor>(std::current_exception());
   }
 }

@@ -40,9 +40,9 @@ class Offloader {
   Offloader(const Offloader&) = delete;
   Offloader& operator=(const Offloader&) = delete;
 
-  /// Copies the contents that `tensor` has after the present work of this thread's current stream. Nothing may change the
-  /// tensor afterwards. Its memory is free soon: at most two tensors wait for their copies; with a third one, the host
-  /// waits for the first of them.
+  /// Copies the contents that `tensor` has after the work of this thread's current stream so far. Nothing may change
+  /// the tensor afterwards. Its memory is free soon: at most two tensors wait for their copies; with a third one, the
+  /// host waits for the first of them.
   OffloadedTensor offload(at::Tensor tensor);
 
  private:

@@ -6,9 +6,9 @@
 
 namespace torchspan::elastic {
 
-/// Deals the samples of an epoch to the ranks of each step. The order follows from (seed, epoch) and the share from the
-/// position, the rank and the number of ranks, so that committed steps use every sample of an epoch exactly once, however
-/// the ranks change.
+/// Assigns the samples of an epoch to the ranks of each step. The order depends on (seed, epoch) and the share on the
+/// position, the rank and the number of ranks, so that committed steps use every sample of an epoch exactly once,
+/// however the ranks change.
 class SampleDealer {
  public:
   explicit SampleDealer(const ElasticOptions& options);

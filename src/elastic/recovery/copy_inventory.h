@@ -16,7 +16,7 @@ struct CopyId {
   friend auto operator<=>(const CopyId&, const CopyId&) = default;
 };
 
-/// What a rank has in memory when the ranks meet after a death.
+/// What a rank has in memory when the ranks synchronize after a death.
 struct CopyInventory {
   std::vector<CopyId> own;              ///< copies of its own state
   std::vector<CopyId> held;             ///< copies of the state of the rank before it

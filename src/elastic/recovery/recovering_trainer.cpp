@@ -88,7 +88,8 @@ class RecoveringTrainer::Impl {
   Executor& executor() const { return worker_.runtime().executor; }
   Deadline patience_from_now() const { return executor().deadline_in(options_.replacement_limit); }
 
-  /// Which worker training cannot go on without: one that has died or left and was not replaced, or one that is stopped.
+  /// Which worker training cannot continue without: one that has died or left and was not replaced, or one that is
+  /// stopped.
   std::optional<std::string> missing() const {
     const auto stopped = processes_.stopped();
     for (const WorkerInfo& one : worker_.workers()) {
@@ -146,9 +147,10 @@ class RecoveringTrainer::Impl {
     if (!patience.passed(executor().now())) return;
     throw Error(
         ErrorKind::kTimedOut,
-        fmt::format("training could not go on within RecoveryOptions::replacement_limit ({:.0f} s) without a "
-                    "rank; replace it (torchspan run --max-replacements), or restart the job: {}",
-                    to_seconds(options_.replacement_limit), why))
+        fmt::format(
+            "training could not continue within RecoveryOptions::replacement_limit ({:.0f} s) without a "
+            "rank; replace it (torchspan run --max-replacements), or restart the job: {}",
+            to_seconds(options_.replacement_limit), why))
         .with_worker(worker_.name());
   }
 
@@ -158,7 +160,7 @@ class RecoveringTrainer::Impl {
   }
 
   /// Runs a part of an attempt. If it fails, the other ranks may wait for this one: the kind of the error that they get
-  /// says whether they can go on with a replacement.
+  /// says whether they can continue with a replacement.
   template <class Body>
   auto in_group(const Body& body) {
     try {

@@ -216,7 +216,7 @@ class Training::Impl {
     leave_team();
   }
 
-  /// The old group lives until the outcome of its last step is known.
+  /// The old group is kept until the outcome of its last step is known.
   void leave_team() {
     if (team_) former_ = std::move(team_);
     team_.reset();

@@ -10,7 +10,7 @@
 
 namespace torchspan::engine {
 
-/// Differentiates `roots`, which live in this process, and accumulates the gradients of the leaves in `sink`;
+/// Differentiates `roots`, which are in this process, and accumulates the gradients of the leaves in `sink`;
 /// `.grad` stays as it is. `gradients` has one tensor for each root, or is empty, and then every root must have
 /// one element. Returns when the futures held by the sink have completed. Throws an Error whose call() names
 /// the node that failed.

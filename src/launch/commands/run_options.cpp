@@ -55,10 +55,9 @@ void describe_nodes(CLI::App& run, NodeOptions& options) {
                  "Number of hosts of the job: run the same command on each, with its --node-rank; -n is the "
                  "number of workers on each host");
   run.add_option("--node-rank,--node_rank", options.node_rank, "Number of this host, from 0");
-  run.add_option(
-      "--rdzv,--rdzv-endpoint,--rdzv_endpoint", options.rdzv,
-      "HOST:PORT on host 0, where the workers meet, or with --max-restarts the launchers; port 29500 by "
-      "default");
+  run.add_option("--rdzv,--rdzv-endpoint,--rdzv_endpoint", options.rdzv,
+                 "HOST:PORT on host 0, to which the workers, or with --max-restarts the launchers, connect; "
+                 "port 29500 by default");
   run.add_option("--rdzv-id,--rdzv_id", options.rdzv_id,
                  "Name of the job, equal on all hosts; by default that of --rdzv");
   run.add_option("--port-range", options.port_range,
@@ -138,8 +137,8 @@ Duration parse_duration(const std::string& text, const std::string& option) {
 void describe_run_options(CLI::App& run, RunOptions& options) {
   run.add_option(
       "-n,--workers,--nproc", options.workers,
-      "Number of workers, or MIN:MAX: starts with MAX; when no restart is left, goes on with one worker "
-      "less after each failure, down to MIN; default PET_NPROC_PER_NODE");
+      "Number of workers, or MIN:MAX: starts with MAX; when no restart is left, continues with one worker "
+      "fewer after each failure, down to MIN; default PET_NPROC_PER_NODE");
   run.add_option("--master-port", options.job.master_port, "Port of the workers' store; 0 is a free one");
   run.add_option(
       "--log-dir", options.job.log_folder,

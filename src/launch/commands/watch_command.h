@@ -22,7 +22,7 @@ struct WatchOptions {
 void describe_stacks_options(CLI::App& command, WatchOptions& options);
 void describe_top_options(CLI::App& command, WatchOptions& options);
 
-/// Returns who waits for whom in a running job. Throws Error{kInvalid} if there is no such job.
+/// Returns which workers wait for which others in a running job. Throws Error{kInvalid} if there is no such job.
 std::string show_stacks(Executor& executor, const WatchOptions& options,
                         const rendezvous::Environment& environment);
 

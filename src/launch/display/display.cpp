@@ -13,7 +13,7 @@
 namespace torchspan::launch {
 namespace {
 
-// Most terminals show what lies between these two at once; the others ignore them.
+// Most terminals show what is between these two at once; the others ignore them.
 constexpr std::string_view kHold = "\x1b[?2026h", kShow = "\x1b[?2026l";
 constexpr std::string_view kClearBelow = "\x1b[J", kClearRight = "\x1b[K";
 constexpr std::string_view kNoWrap = "\x1b[?7l", kWrap = "\x1b[?7h";

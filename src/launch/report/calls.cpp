@@ -18,7 +18,7 @@ struct Pair {
   std::map<std::string, std::int64_t> by_function;
 };
 
-/// Handlers that take turns end at equal distances; those of callers that do not know of each other come closer.
+/// Handlers that take turns end at equal distances; those of independent callers come closer.
 std::optional<SerializedHandlers> find_serialized(int rank, const std::string& name,
                                                   const std::vector<Interval>& handlers) {
   constexpr std::size_t kLeastHandlers = 20;

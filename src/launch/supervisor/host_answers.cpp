@@ -54,7 +54,7 @@ void HostAnswers::add(std::shared_ptr<net::Channel> channel, const HostMessage& 
 void HostAnswers::run() {
   while (!stopping_) {
     parker_->park(Deadline::never());
-    std::map<bool, std::string> reports;  // one answer for all who ask at the same time
+    std::map<bool, std::string> reports;  // one answer for all that ask at the same time
     for (const Asked& asked : take()) {
       HostMessage header = asked.message;
       header.kind = HostMessage::Kind::kAnswer;

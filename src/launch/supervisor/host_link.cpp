@@ -20,7 +20,7 @@ HostReport absent(int node, std::string trouble) {
 HostReport read_answer(const HostMessage& header, const net::Message& message) {
   if (header.version != HostMessage::kVersion) {
     return absent(
-        0, fmt::format("its launcher speaks version {} of the launchers' questions, this one version {}: "
+        0, fmt::format("its launcher speaks version {} of the launchers' requests, this one version {}: "
                        "run the same version of TorchSpan on all hosts",
                        header.version, HostMessage::kVersion));
   }
@@ -193,7 +193,7 @@ std::vector<HostReport> HostLink::collect(bool brief, Deadline until, const std:
     if (node == node_) continue;
     const std::string late =
         stopping
-            ? "it was not asked to the end, because this launcher goes on"
+            ? "the request to it was abandoned, because this launcher continues"
             : fmt::format(
                   "its launcher did not answer within {:.1f} s: it is stopped, or its host cannot be reached",
                   to_seconds(executor_.now() - began));

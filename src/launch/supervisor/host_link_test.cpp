@@ -258,7 +258,7 @@ TEST_P(SimulatedLinks, SurviveALauncherThatBreaksTheProtocol) {
     launcher.link.set_addresses({address_of(0), "sim:" + name});
     EXPECT_THAT(launcher.collect().at(0).trouble, HasSubstr("something else than the state of its workers"));
     hostile.version = 9;
-    EXPECT_THAT(launcher.collect().at(0).trouble, HasSubstr("speaks version 9 of the launchers' questions"));
+    EXPECT_THAT(launcher.collect().at(0).trouble, HasSubstr("speaks version 9 of the launchers' requests"));
     // It also asks: with bytes that are no question, and in a version that is not known here.
     for (const Bytes& question : {Bytes(3, std::byte{1}), Bytes(100, std::byte{0xff}),
                                   encode_host_message({.version = 9, .id = 1})}) {

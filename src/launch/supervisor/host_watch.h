@@ -30,13 +30,13 @@ class HostWatch {
   /// Returns their answers; those that are outstanding say so.
   JobReport take();
 
-  /// States what others learn of an incident: `page` is the path of the page that this host writes, or empty.
+  /// States what others are sent about an incident: `page` is the path of the page that this host writes, or empty.
   void set_incident(const Incident& incident, bool written);
   /// States the workers' answers of this moment; others get them instead of asking again.
   void set_workers(std::vector<WorkerReport> workers);
 
  private:
-  /// What is told to other launchers of an incident.
+  /// What other launchers are sent about an incident.
   struct Told {
     Incident incident;
     bool written = false;

@@ -76,7 +76,7 @@ AttemptResult result_of(const AttemptReport& report) {
   return result;
 }
 
-/// Returns the time-outs with their first suspects; empty if there was none.
+/// Returns the timeouts with their first suspects; empty if there was none.
 std::string describe_incidents(const std::vector<Incident>& incidents) {
   std::string text;
   for (const Incident& incident : incidents) {

@@ -146,7 +146,7 @@ bool JobNodes::may_start() {
   return all_ready_;
 }
 
-/// Launcher 0 ends its store, at whose address the workers meet next. The other launchers wait for this end.
+/// Launcher 0 ends its store, to whose address the workers connect next. The other launchers wait for this end.
 bool JobNodes::may_start_alone() {
   if (gone_ && (different_ || !all_ready_)) {
     // Refused: the workers' store is there already, so this host joins a job that runs.

@@ -9,12 +9,12 @@
 
 namespace torchspan::launch {
 
-/// How the launcher of a host meets those of the others. `job`: the job's options with several hosts.
+/// How the launcher of a host connects to those of the others. `job`: the job's options with several hosts.
 NodeMeeting make_node_meeting(Executor& executor, const JobOptions& job);
 
 /// This launcher's place among those of a job on several hosts. With restarts, the attempts start, fail and end on all
-/// hosts together. Without, the launchers meet once, so that they can ask each other; then each acts alone. Used by
-/// the launcher's thread, after each wait of the poller, which new rounds wake.
+/// hosts together. Without them, the launchers connect once, so that they can ask each other; then each acts alone.
+/// Used by the launcher's thread, after each wait of the poller, which new rounds wake.
 class JobNodes {
  public:
   /// The failure that ended an attempt on all hosts.
@@ -68,7 +68,7 @@ class JobNodes {
   const int node_;
   const bool together_;
   HostLink link_;
-  std::unique_ptr<NodeRounds> rounds_;  ///< null when the launchers have met and each acts alone
+  std::unique_ptr<NodeRounds> rounds_;  ///< null when the launchers have connected and each acts alone
   std::optional<Error> gone_;           ///< why there are no more rounds
   std::uint16_t store_port_ = 0;
   bool different_ = false;  ///< the launchers' options differ

@@ -59,7 +59,7 @@ void JobWatch::on_timeout(int rank, const TimeoutNotice& notice) {
   if (hosts_) hosts_->set_incident(incidents_.back(), false);
   wanted_ = true;
   next_round_ = Deadline(now);
-  round_end_ = Deadline(now);  // a sample for the live block would tell less
+  round_end_ = Deadline(now);  // a sample for the live block would contain less
 }
 
 void JobWatch::begin_round(TimePoint now) {
@@ -102,7 +102,7 @@ void JobWatch::advance(TimePoint now) {
         !questions_.waiting() && (!examining_ || (notices_end_.passed(now) && !hosts_wait()));
     if (complete || round_end_.passed(now)) {
       // What a worker reported before it answered or died is in its pipe: handle that first, or a worker that ended
-      // because of its own time-out looks like the cause.
+      // because of its own timeout looks like the cause.
       if (examining_ && !std::exchange(read_last_, true)) return;
       end_round(now);
     }

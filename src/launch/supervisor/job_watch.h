@@ -11,10 +11,10 @@
 
 namespace torchspan::launch {
 
-/// Asks the workers of an attempt what they do: twice per second for the live block of a terminal, and after a time-out
-/// for the page of `torchspan stacks`. Writes at most five pages per attempt, and none within 30 seconds of another: later
-/// time-outs are added to the last page. In a job on several hosts, a page covers the workers of all, and one host writes
-/// it.
+/// Asks the workers of an attempt what they do: twice per second for the live block of a terminal, and after a timeout
+/// for the page of `torchspan stacks`. Writes at most five pages per attempt, and none within 30 seconds of another:
+/// later timeouts are added to the last page. In a job on several hosts, a page covers the workers of all, and one
+/// host writes it.
 class JobWatch {
  public:
   /// `context` and `view` must outlive it.
@@ -35,7 +35,7 @@ class JobWatch {
  private:
   void begin_round(TimePoint now);
   void end_round(TimePoint now);
-  /// Adds the workers and the time-outs of the other hosts; returns all workers.
+  /// Adds the workers and the timeouts of the other hosts; returns all workers.
   std::vector<WorkerReport> add_hosts(std::vector<WorkerReport> workers);
   void write_page(std::vector<WorkerReport> workers);
   std::string page_path() const;
@@ -48,7 +48,7 @@ class JobWatch {
   StateQuestions questions_;
   std::unique_ptr<HostWatch> hosts_;  ///< null if the job runs on one host
   std::vector<Incident> incidents_;
-  bool wanted_ = false;     ///< the last incident has no page yet, and nobody was asked for it
+  bool wanted_ = false;     ///< the last incident has no page yet, and no worker was asked for it
   bool examining_ = false;  ///< the workers were asked for the last incident
   bool asking_ = false;
   bool read_last_ = false;  ///< the round ends after one more look at the poller

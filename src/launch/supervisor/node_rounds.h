@@ -13,7 +13,7 @@
 
 namespace torchspan::launch {
 
-/// How the launchers of a job's hosts meet.
+/// How the launchers of a job's hosts connect.
 struct NodeMeeting {
   rendezvous::TransportFactory transports;
   rendezvous::MembershipOptions
@@ -28,7 +28,7 @@ struct NodeMeeting {
 /// decide alike. A thread takes part in the rounds; the other functions do not block. Thread-safe.
 class NodeRounds {
  public:
-  /// Starts to meet the others. `changed` is called on the thread when take() or failure() has something new.
+  /// Starts to connect to the others. `changed` is called on the thread when take() or failure() has something new.
   NodeRounds(Executor& executor, NodeMeeting meeting, std::function<void()> changed);
   /// Leaves after a round with the last state, within some seconds.
   ~NodeRounds();

@@ -51,7 +51,7 @@ struct NextAttempt {
 
 /// Decides what follows the last of `attempts`, which has failed. Restarts with the same number of workers
 /// while restarts are left and the failure does not repeat at once, or with range.most again if the attempt ran for
-/// policy.healthy_after with fewer; then with one worker less, or as many as could be started, while there are more
+/// policy.healthy_after with fewer; then with one worker fewer, or as many as could be started, while there are more
 /// than range.least. Exit codes 126 and 127 end the job.
 NextAttempt next_attempt(const RestartPolicy& policy, WorkerRange range,
                          const std::vector<AttemptResult>& attempts);

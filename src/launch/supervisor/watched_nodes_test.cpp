@@ -14,7 +14,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-/// Reports a time-out as a worker does. A shell can write to descriptors below 10 only.
+/// Reports a timeout as a worker does. A shell can write to descriptors below 10 only.
 const std::string kNotice =
     "exec 9>/proc/self/fd/$TORCHSPAN_PROGRESS_FD; "
     R"(echo 'torchspan-timeout 1 {"kind":"collective","name":"barrier","id":9,"seconds":5}' >&9; )";

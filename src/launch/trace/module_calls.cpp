@@ -6,7 +6,7 @@
 namespace torchspan::launch {
 namespace {
 
-/// Whether `inner` is `outer` or lies inside it.
+/// Whether `inner` is `outer` or is inside it.
 bool encloses(std::string_view outer, std::string_view inner) {
   return inner.starts_with(outer) && (inner.size() == outer.size() || inner[outer.size()] == '.');
 }

@@ -69,7 +69,7 @@ class Suspects {
     find_cycle();
     check_operations();
     check_messages();
-    // After a time-out, a worker of a cycle or an operation may have ended because of it.
+    // After a timeout, a worker of a cycle or an operation may have ended because of it.
     for (const WorkerReport& worker : workers_) check_gone(worker);
     check_hosts();
     check_pipelines();
@@ -188,7 +188,7 @@ class Suspects {
       std::map<std::pair<std::string, int>, const WorkerReport::Operation*> oldest;
       for (const WorkerReport::Operation& operation : worker.open) {
         if (!is_of_group(worker, operation)) continue;
-        // A rank of a group waits in one operation at a time; other waits are told apart by their names.
+        // A rank of a group waits in one operation at a time; other waits are distinguished by their names.
         const std::string key = operation.part >= 0 ? operation.kind : operation.name;
         const WorkerReport::Operation*& first = oldest[{key, operation.part}];
         if (first == nullptr || operation.id < first->id) first = &operation;
@@ -281,8 +281,7 @@ class Suspects {
       }
     }
     if (waits.empty()) return;
-    texts_.push_back("a pipeline does not go on" + (works.empty() ? "; no worker runs an action" : works) +
-                     waits);
+    texts_.push_back("a pipeline is stuck" + (works.empty() ? "; no worker runs an action" : works) + waits);
   }
 
   /// A backward pass that lasts: names what its workers wait for.

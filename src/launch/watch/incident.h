@@ -8,7 +8,7 @@
 
 namespace torchspan::launch {
 
-/// A time-out of one or more operations of a job, as the workers reported it.
+/// A timeout of one or more operations of a job, as the workers reported it.
 struct Incident {
   std::vector<std::pair<int, TimeoutNotice>> notices;  ///< with the rank that reported it
   std::string page;                                    ///< path of the file with the page; empty: none
@@ -25,7 +25,8 @@ struct Incident {
 std::string describe_notice(int rank, const TimeoutNotice& notice);
 
 /// Adds the operations that timed out to the states of the workers, which no longer have them. A worker that reported
-/// a time-out worked then, even if its process has ended since; workers without a state are named `prefix` and rank. Pure.
+/// a timeout worked then, even if its process has ended since; workers without a state are named `prefix` and rank.
+/// Pure.
 void add_timed_out(const Incident& incident, const std::string& prefix, std::vector<WorkerReport>& workers);
 
 /// Returns the page of an incident: what timed out, then the suspects and all workers; of those in `ranks` that have no

@@ -103,7 +103,7 @@ Descriptor hold_private_directory(const std::string& path) {
     throw Error(
         ErrorKind::kDenied,
         fmt::format(
-            "directory '{0}' belongs to user {1} with mode {2:04o}, but worker sockets live only in a "
+            "directory '{0}' belongs to user {1} with mode {2:04o}, but worker sockets must be in a "
             "directory of this user ({3}) that is closed to others: chmod 700 '{0}', or use a new one "
             "from mkdir -m 700",
             name, about.st_uid, about.st_mode & 07777, ::geteuid()));

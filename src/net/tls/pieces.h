@@ -17,7 +17,7 @@ namespace torchspan::net {
 
 /// The layout of a striped message. Its frame (FrameType::kStriped) on the first lane holds the header and
 /// the segment sizes; the bytes of all segments together are cut into pieces of kPieceBytes, the last one
-/// shorter. Each piece travels over any further lane:
+/// shorter. Each piece is sent over any further lane:
 ///
 ///   piece   u64 message  u32 index  u32 0  bytes…      message: counts the striped messages from 0
 ///

@@ -109,7 +109,7 @@ TlsContext::ContextPtr TlsContext::make_context(Role role) {
       SSL_CTX_set_max_proto_version(context, TLS1_3_VERSION) != 1 ||
       SSL_CTX_set_ciphersuites(context, kCiphers) != 1 ||
       SSL_CTX_set1_groups_list(context, "X25519:P-256") != 1 || SSL_CTX_set_num_tickets(context, 0) != 1) {
-    throw_openssl("cannot speak TLS 1.3 here");
+    throw_openssl("cannot use TLS 1.3 here");
   }
   SSL_CTX_set_options(context, SSL_OP_NO_TICKET | SSL_OP_NO_COMPRESSION | SSL_OP_CIPHER_SERVER_PREFERENCE);
   SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);

@@ -6,7 +6,7 @@
 namespace torchspan::net {
 
 void TlsGreeting::say(TlsSession& session, const LaneHello& hello) const {
-  // The hello travels in a packet of its own, which arrives even if the probe does not.
+  // The hello is sent in a separate packet, which arrives even if the probe does not.
   for (Bytes& bytes : std::array{encode(hello), Bytes(probe_bytes(hello))}) {
     const iovec place{bytes.data(), bytes.size()};
     if (bytes.empty() || session.write(std::span(&place, 1)) == static_cast<ssize_t>(bytes.size())) continue;

@@ -17,7 +17,7 @@ inline bool is_defined_tensor(const c10::IValue& member) {
   return member.isTensor() && member.toTensor().defined();
 }
 
-/// The batch that a link carries, and which of its members want a gradient back.
+/// The batch that a link transfers, and which of its members need a gradient.
 struct Activation {
   Batch batch;
   std::vector<std::uint8_t> wants_gradient;  ///< by member

@@ -50,7 +50,7 @@ std::optional<c10::Device> device_of_layers(const LocalPipeline& local, const La
   return device;
 }
 
-/// Moves what links carry to the device of the layers: from another worker it arrives on the CPU.
+/// Copies what links transfer to the device of the layers: from another worker it arrives on the CPU.
 void move_linked_inputs(std::map<int, Activation>& inputs, std::optional<c10::Device> device) {
   if (!device) return;
   for (auto& [link, activation] : inputs) {

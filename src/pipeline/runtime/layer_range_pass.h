@@ -35,7 +35,7 @@ class LayerRangePass {
   double loss() const { return loss_value_; }
 
   void put_gradients(int link, std::vector<at::Tensor> gradients);
-  /// Whether the forward is done and all gradients that its outputs want have arrived.
+  /// Whether the forward is done and all gradients that its outputs need have arrived.
   bool has_gradients() const { return forward_done_ && missing_.gradients == 0; }
 
   bool can_recompute() const {
@@ -47,10 +47,10 @@ class LayerRangePass {
   void prefetch() { offloaded_.prefetch(); }
   /// Whether the backward returns a gradient of any input.
   bool any_input_wants() const;
-  /// Accumulates the parameters' gradients; returns those of the inputs, by link, for links that want any.
+  /// Accumulates the parameters' gradients; returns those of the inputs, by link, for links that need any.
   std::map<int, std::vector<at::Tensor>> backward();
   /// The same in two parts. This one returns the gradients of the inputs, and keeps what the second part needs; if
-  /// no input wants a gradient, it leaves everything to the second part.
+  /// no input needs a gradient, it leaves everything to the second part.
   std::map<int, std::vector<at::Tensor>> backward_inputs();
   /// The second part accumulates the parameters' gradients.
   void backward_weights();

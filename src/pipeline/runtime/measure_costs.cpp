@@ -93,7 +93,7 @@ class CostMeasurement {
     }
   }
 
-  /// A range whose inputs want no gradients runs its whole backward as weight gradient.
+  /// A range whose inputs need no gradients runs its whole backward as weight gradient.
   void run_backward(int range) {
     const bool splits = pass(range).any_input_wants();
     if (!splits) costs(range).weight_input = alive(range);

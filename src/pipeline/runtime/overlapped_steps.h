@@ -26,7 +26,7 @@ class OverlappedSteps {
   std::optional<std::uint64_t> in_flight() const { return older_ ? std::optional(older_->id) : std::nullopt; }
   /// Whether that step has backwards.
   bool trains() const { return older_ && older_->step && has_backwards(older_->step->begin().kind); }
-  /// Begins step `id` with the present parameters. A failure of `prepare` is kept, and reported to the other workers.
+  /// Begins step `id` with the current parameters. A failure of `prepare` is kept, and reported to the other workers.
   void begin(std::uint64_t id, const std::function<StepWork()>& prepare);
   /// Ends the older step, and runs actions of the one begun after it while it waits. Adds its gradients to `.grad` and
   /// returns its report and loss; nullopt: no step was in flight. Throws its failure, which drops both steps.

@@ -21,11 +21,11 @@ class ParameterVersions {
     std::vector<at::Tensor> values;
     std::vector<at::Tensor> gradients;
   };
-  /// The present values, which share their memory with the parameters, without gradients.
+  /// The current values, which share their memory with the parameters, without gradients.
   Version capture() const;
   /// Exchanges what the parameters hold with `version`. Graphs that saved parameters stay valid.
   void swap(Version& version) const;
-  /// Copies the present values to new memory, so that an optimizer does not change versions that share it.
+  /// Copies the current values to new memory, so that an optimizer does not change versions that share it.
   void renew(const Version& shared) const;
   /// Adds the gradients of a version to `.grad`.
   void add_gradients(Version& version) const;

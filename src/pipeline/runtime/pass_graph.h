@@ -15,11 +15,11 @@
 
 namespace torchspan::pipeline {
 
-/// The autograd graph of one pass, from the inputs that want gradients to the outputs and the loss. Holds
+/// The autograd graph of one pass, from the inputs that need gradients to the outputs and the loss. Holds
 /// edges, not outputs.
 class PassGraph {
  public:
-  /// Returns the inputs, detached from other graphs. Those that want gradients begin this graph if `records`;
+  /// Returns the inputs, detached from other graphs. Those that need gradients begin this graph if `records`;
   /// they are not leaves, so a layer may change them in place.
   std::map<int, Activation> attach_inputs(const std::map<int, Activation>& inputs, bool records);
   /// Keeps the edges of the outputs that require gradients; `loss_weight` is the gradient of the loss.
@@ -35,7 +35,7 @@ class PassGraph {
   bool is_between_parts() const { return two_parts_ != nullptr; }
   /// The second part accumulates the gradients of parameters.
   void backward_weights();
-  /// The gradients of the inputs, by link, for the links that want any.
+  /// The gradients of the inputs, by link, for the links that need any.
   std::map<int, std::vector<at::Tensor>> input_gradients(const std::map<int, Activation>& inputs) const;
 
  private:

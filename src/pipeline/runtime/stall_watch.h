@@ -13,7 +13,7 @@ class StallWatch {
  public:
   explicit StallWatch(const LocalPipeline& local) : local_(local), since_(local.executor().now()) {}
 
-  /// Restarts the time-out: an event arrived or an action ended.
+  /// Restarts the timeout: an event arrived or an action ended.
   void progress() {
     since_ = local_.executor().now();
     asked_.clear();

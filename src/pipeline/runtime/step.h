@@ -43,7 +43,7 @@ class Step {
   void accept(StepEvent& event);
   /// Waits until all workers have run their part.
   void meet();
-  /// Runs the backward before the input, then meets: the end of the step.
+  /// Runs the backward before the input, then synchronizes with the other workers: the end of the step.
   void close();
 
   /// Returns the whole output, on the worker of the last layer range.

@@ -74,7 +74,7 @@ void report_failure(const LocalPipeline& local, std::uint64_t step, const Error&
 
 namespace {
 
-/// Why a worker is gone, which a request to it reports at once.
+/// Why a worker died or left, which a request to it reports at once.
 Error reason_of_absence(const LocalPipeline& local, std::uint64_t step, std::uint32_t rank) {
   try {
     const Deadline until = local.executor().deadline_in(kReportLimit);

@@ -17,7 +17,7 @@ class StepOutput {
         wants_gradient_(outputs_.size()) {}
 
   void put(int micro_batch, Activation activation);
-  /// Returns the whole output, once. Members that want gradients become leaves that require them.
+  /// Returns the whole output, once. Members that need gradients become leaves that require them.
   Batch take();
   bool wants_gradients(int micro_batch) const;
   /// Gradients by micro-batch and member, from those of the whole output by member.

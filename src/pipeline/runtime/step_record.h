@@ -32,7 +32,7 @@ class StepRecord {
                    SpanLink{.id = id_.step, .part = action.micro_batch});
     awaited_ = {};
   }
-  /// A wait begins, or goes on if it is for the same; the worker's spans show it until end_wait() or begin().
+  /// A wait begins, or continues if it is for the same; the worker's spans show it until end_wait() or begin().
   void begin_wait(const Awaited& awaited) {
     if (shown_ && awaited == awaited_) return;
     shown_.emplace(local_.worker.runtime().spans, SpanKind::kPipeline, awaited.name,

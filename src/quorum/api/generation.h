@@ -13,7 +13,7 @@ struct Report {
   bool holds_state = false;      ///< false: it must copy the state of another rank
   /// It has voted for step `committed` + 1, has kept its averaged gradients, and does not know the outcome.
   bool prepared = false;
-  std::int64_t target = 0;   ///< steps that its program wants
+  std::int64_t target = 0;   ///< steps that its program requests
   int min_ranks = 1;         ///< no generation is smaller
   Duration late_limit{};     ///< how long a rank waits for the reports of the others
   Duration too_few_limit{};  ///< how long it waits while there are fewer than min_ranks
@@ -23,10 +23,10 @@ struct Report {
 struct Generation {
   std::uint64_t number = 0;
   std::int64_t step = 0;     ///< steps that are committed
-  std::int64_t target = 0;   ///< the most steps that any of its ranks wants
+  std::int64_t target = 0;   ///< the most steps that any of its ranks requests
   std::vector<int> ranks;    ///< ascending
   std::vector<int> holders;  ///< ranks that have the state after `step`; the others copy it from the last one
-  bool complete = false;     ///< all ranks hold the state and want no further step
+  bool complete = false;     ///< all ranks hold the state and need no further step
   friend bool operator==(const Generation&, const Generation&) = default;
 };
 

@@ -215,7 +215,7 @@ Error Client::unreachable() const {
   MutexLock lock(mutex_);
   return Error(
       ErrorKind::kTimedOut,
-      fmt::format("rank 0 at {} never answered within {:g} s ({}); is it running, and do MASTER_ADDR and "
+      fmt::format("rank 0 at {} did not answer within {:g} s ({}); is it running, and do MASTER_ADDR and "
                   "MASTER_PORT name its address?",
                   options_.store_address, seconds,
                   channel_        ? "its store accepted the connection, but did not answer"

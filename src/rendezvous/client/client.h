@@ -58,7 +58,7 @@ class Client final : private net::Handler {
  private:
   /// What the store has said of itself and of this worker.
   struct StoreFacts {
-    bool newer = false;  ///< speaks a newer version of the protocol
+    bool newer = false;  ///< supports a newer version of the protocol
     bool declared_dead = false;
   };
 

@@ -201,7 +201,7 @@ std::optional<Error> Store::reason_in_an_open_world(const Register& message) con
   }
   if (namesake != nullptr && member.rank != kAnyRank && member.rank != namesake->member().rank) {
     return refusal(fmt::format(
-        "'{}' wants rank {}, but that name belongs to rank {}, which {} held; join with that "
+        "'{}' requests rank {}, but that name belongs to rank {}, which {} held; join with that "
         "rank, with rank {}, or under another name",
         member.name, member.rank, namesake->member().rank, describe(namesake->member()), kAnyRank));
   }

@@ -90,7 +90,7 @@ TEST_F(OpenStore, GivesReturningWorkersTheirRankAndANewIncarnation) {
   EXPECT_EQ(heard<Joined>(0).back().member.incarnation, 1u);
   say(2, Leave{});
   say(3, visitor("a", 2));
-  EXPECT_THAT(refusal(3), AllOf(HasSubstr("'a' wants rank 2"), HasSubstr("belongs to rank 1")));
+  EXPECT_THAT(refusal(3), AllOf(HasSubstr("'a' requests rank 2"), HasSubstr("belongs to rank 1")));
   say(4, visitor("a", 1));
   EXPECT_EQ(place_of(4, "a"), Place(1, 2));
 }

@@ -20,7 +20,7 @@ constexpr std::size_t kMostUnsentReplies = 1u << 16;
 constexpr Duration kFirstCopyPause = std::chrono::microseconds(20);
 constexpr Duration kLastCopyPause = std::chrono::milliseconds(1);
 
-/// Detaches every tensor of a call that wants no gradients.
+/// Detaches every tensor of a call with gradients disabled.
 void detach_all(std::span<at::Tensor> tensors) {
   for (at::Tensor& tensor : tensors) {
     if (tensor.defined() && tensor.requires_grad()) tensor = tensor.detach();
@@ -39,7 +39,7 @@ bool detach_graph_tensors(std::span<at::Tensor> tensors) {
 }
 
 /// Adds blobs that say which of the message's segments the peer has already: `is_split` says how each tensor that is
-/// no segment travels. Places of tensors in device memory do not count those in parts.
+/// no segment is sent. Places of tensors in device memory do not count those in parts.
 void add_places(OutgoingMessage& out, const std::vector<bool>& is_split) {
   SharedPlaces shared;
   SplitPlaces split;

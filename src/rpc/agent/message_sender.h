@@ -14,7 +14,7 @@
 
 namespace torchspan::rpc {
 
-/// Names the blob of a request whose caller wants no gradients.
+/// Names the blob of a request whose caller disabled gradients.
 inline constexpr const char* kNoGradBlob = "rpc.no_grad";
 
 /// A message to be sent: its frame, and the tensors that the frame describes.

@@ -55,7 +55,7 @@ class RequestSender {
   /// Cancels the call when one of the tokens is stopped.
   void watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens);
   void cancel(std::uint64_t id);
-  /// Reports the time-out of a call to the launcher, and the handler that made the call, which may end because of it.
+  /// Reports the timeout of a call to the launcher, and the handler that made the call, which may end because of it.
   /// Call it before any call that timed out at the same moment fails.
   void report_expired(const PendingCall& call) const;
   void fail_expired(const PendingCall& call) const;

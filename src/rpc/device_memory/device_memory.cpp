@@ -128,12 +128,12 @@ void DeviceMemory::offer_answered(PeerId by, const OfferDeviceMemory& offer, con
   auto next = outgoing_.answered(by, offer.route, answer, failure);
   if (!failure.empty()) {
     state_.runtime.log.warning(fmt::format(
-        "tensors on {} of worker '{}' (rank {}) travel to worker '{}' (rank {}) through host memory, because "
+        "tensors on {} of worker '{}' (rank {}) go to worker '{}' (rank {}) through host memory, because "
         "the two processes cannot share memory of that device: {}; run them in one container and without an "
         "exclusive compute mode, or set WorkerOptions::device_staging_bytes to 0 (logged once per peer)",
         offer.from, state_.self.name, state_.self.rank, state_.peers.name(by.rank), by.rank, failure));
   } else if (answer.outcome == OfferOutcome::kUnwanted && state_.runtime.log.enabled(LogLevel::kDebug)) {
-    state_.runtime.log.debug(fmt::format("tensors on {} travel to worker '{}' through host memory: {}",
+    state_.runtime.log.debug(fmt::format("tensors on {} go to worker '{}' through host memory: {}",
                                          offer.from, state_.peers.name(by.rank), answer.reason));
   }
   if (next) send_offer(by, std::move(*next));

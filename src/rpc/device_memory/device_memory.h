@@ -22,12 +22,12 @@ struct IncomingCall;
 /// and returns memory. The worker's agent owns it; buffers of messages may outlive both. Thread-safe.
 class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
  public:
-  /// Null if the worker has no runtime for its devices, or wants no such memory.
+  /// Null if the worker has no runtime for its devices, or does not use such memory.
   static std::shared_ptr<DeviceMemory> make(AgentState& state);
   DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime, std::size_t bytes);
 
   /// Memory for a tensor to a peer's device; the CPU: where the peer's map places it. Null: the tensor must
-  /// travel through host memory, maybe only this time.
+  /// go through host memory, maybe only this time.
   LentTensorPtr share(PeerId to, const at::Tensor& tensor, c10::Device there);
   /// See IncomingMemory::insert().
   std::vector<wire::DeviceSegment> insert(PeerId from, BytesView blob, std::vector<Buffer>& segments) const {

@@ -26,8 +26,8 @@ class IncomingMemory {
   /// Maps a peer's memory for tensors that go to `device`. Throws Error if that is impossible, or for too many
   /// offers of one peer.
   void open(PeerId from, const OfferDeviceMemory& offer, c10::Device device);
-  /// Inserts the tensors that a message's blob names among its segments. Whoever destroys the last copy of such
-  /// a buffer's owner returns the memory. Throws Error{kInvalid} for places outside of what the peer shared.
+  /// Inserts the tensors that a message's blob names among its segments. Destroying the last copy of such a buffer's
+  /// owner returns the memory. Throws Error{kInvalid} for places outside of what the peer shared.
   std::vector<wire::DeviceSegment> insert(PeerId from, BytesView blob, std::vector<Buffer>& segments) const;
   /// Unmaps a peer's memory when its last message is gone.
   void departed(PeerId peer);

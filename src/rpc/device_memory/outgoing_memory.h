@@ -24,7 +24,7 @@ class OutgoingMemory {
       : runtime_(std::move(runtime)), bytes_(bytes) {}
 
   struct Shared {
-    LentTensorPtr tensor;                    ///< null: it must travel through host memory
+    LentTensorPtr tensor;                    ///< null: it must go through host memory
     std::optional<OfferDeviceMemory> offer;  ///< the first tensor on a new route: send this to the peer
   };
   /// Memory for a tensor of `bytes` bytes on `here` that goes to a peer's device `there`; the CPU: where the
@@ -32,7 +32,7 @@ class OutgoingMemory {
   Shared share(PeerId to, c10::Device here, c10::Device there, std::size_t bytes);
 
   /// The peer has answered an offer. Returns the next one, if there is one. May allocate device memory. `failure`
-  /// is set to why tensors of this route travel through host memory, if the program should know.
+  /// is set to why tensors of this route go through host memory, if this should be logged.
   std::optional<OfferDeviceMemory> answered(PeerId by, std::uint32_t route, const OfferAnswer& answer,
                                             std::string& failure);
   /// The offer was lost: the next tensor begins again.

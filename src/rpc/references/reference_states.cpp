@@ -69,11 +69,10 @@ UserReference::~UserReference() {
 
 ValuePtr UserReference::value(Deadline) const {
   auto alive = endpoint();
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("local_value() of a value that lives on worker '{}' was asked for on worker '{}'; call a "
-                  "function on the RRef there, or fetch a copy with to_here()",
-                  alive->name_of(ids_.owner.rank), alive->self().name));
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("local_value() of a value that is on worker '{}' was called on worker '{}'; call a "
+                          "function on the RRef there, or fetch a copy with to_here()",
+                          alive->name_of(ids_.owner.rank), alive->self().name));
 }
 
 void UserReference::name_type(const std::string& name) const {

@@ -48,7 +48,7 @@ struct PartSender {
 };
 
 /// A large tensor of an outgoing message that goes to the peer in parts, before the message: the device copies a part
-/// to the host while another one is being sent. Its destructor tells the peer to forget the parts, unless the message
+/// to the host while another one is being sent. Its destructor asks the peer to drop the parts, unless the message
 /// was sent. One thread at a time may use it.
 class SplitTensor {
  public:

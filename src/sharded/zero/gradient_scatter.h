@@ -18,7 +18,7 @@ namespace torchspan::sharded {
 /// averages, and the rest this rank's own gradients, or nothing if they are divided. Thread-safe.
 class GradientScatter final : public std::enable_shared_from_this<GradientScatter> {
  public:
-  /// `divides`: the rest of a bucket gives up its memory until the next backward pass writes to it.
+  /// `divides`: the memory of the rest of a bucket is released until the next backward pass writes to it.
   GradientScatter(std::vector<BucketShards> layout, bool divides)
       : layout_(std::move(layout)), divides_(divides), buffers_(layout_.size()) {}
   GradientScatter(const GradientScatter&) = delete;

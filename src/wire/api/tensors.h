@@ -37,7 +37,7 @@ struct PackOptions {
 };
 
 /// Describes tensors and points at their bytes. Copies only views with gaps, lazily conjugated or negated
-/// tensors, and tensors of other devices (which travel through the CPU); the segment of a copy has `keep`,
+/// tensors, and tensors of other devices (which are sent through the CPU); the segment of a copy has `keep`,
 /// any other borrows the caller's storage until send() returns. Sends expanded dimensions once. Throws
 /// Error{kUnsupported} with the tensor's index for layouts other than strided and sparse COO, named
 /// dimensions, meta tensors and wrappers without storage.
@@ -60,7 +60,7 @@ struct UnpackOptions {
   std::span<const DeviceSegment> on_device = {};
 };
 
-/// Returns why no tensor can live on `device` in this process ("this process has 1 cuda device"), or an empty
+/// Returns why no tensor can be on `device` in this process ("this process has 1 cuda device"), or an empty
 /// text.
 std::string why_absent(c10::Device device);
 

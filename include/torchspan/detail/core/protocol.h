@@ -5,7 +5,7 @@
 
 #include <torchspan/core/bytes.h>
 
-/// Versions of the protocols between processes. A release speaks its own version of a protocol and, if possible, that
+/// Versions of the protocols between processes. A release supports its own version of a protocol and, if possible, that
 /// of the release before it (docs/versions.md).
 namespace torchspan {
 
@@ -18,7 +18,7 @@ struct Protocol {
   friend bool operator==(const Protocol&, const Protocol&) = default;
 };
 
-/// What one process announces: the versions that it speaks, and a bit for each optional feature that it can read.
+/// What one process announces: the versions that it supports, and a bit for each optional feature that it can read.
 struct ProtocolRange {
   std::uint16_t oldest = 1;
   std::uint16_t newest = 1;
@@ -38,7 +38,7 @@ void put_range(ByteWriter& writer, const ProtocolRange& range);
 ProtocolRange get_range(ByteReader& reader);
 inline constexpr std::size_t kRangeBytes = 8;
 
-/// The wire format between workers that this release speaks (docs/wire.md). tests/wire_versions has its bytes.
+/// The wire format between workers that this release supports (docs/wire.md). tests/wire_versions has its bytes.
 inline constexpr ProtocolRange kWireProtocol{};
 /// The protocol between the workers and rank 0's store (docs/wire.md).
 inline constexpr ProtocolRange kStoreProtocol{};

@@ -57,9 +57,9 @@ class CopyStreams {
   const EventPoolPtr& events() const { return events_; }
 
  private:
-  /// Below, a copy is so short that it may delay the current stream.
+  /// Below this size, a copy is so short that it may delay the current stream.
   static constexpr std::size_t kDirect = 64 << 10;
-  /// From here on, two pinned buffers are faster than the driver's way with other memory.
+  /// From this size on, two pinned buffers are faster than the driver's copies of pageable memory.
   static constexpr std::size_t kLarge = std::size_t{8} << 20;
   using Place = std::pair<int, int>;  ///< a device's type and index
   c10::Stream out(c10::Device device) { return stream(device, 1); }

@@ -50,7 +50,7 @@ class Mark {
   const c10::Stream& stream() const { return stream_; }
   /// Makes the later work of `later` wait. No effect if it is the stream of the mark.
   void hold_back(const c10::Stream& later) const;
-  /// Whether the device has come to the mark. Does not wait.
+  /// Whether the device has reached the mark. Does not wait.
   bool reached() const { return event_->query(); }
 
  private:
@@ -66,7 +66,7 @@ void order_after(const c10::Stream& later, const c10::Stream& earlier);
 
 /// Calls `visit` with each tensor that has storage: `tensor` itself, or the parts of a sparse one of any layout.
 void visit_parts(const at::Tensor& tensor, const std::function<void(const at::Tensor&)>& visit);
-/// Prevents reuse of the tensor's memory before the present work of `stream` is done. Skips memory of other
+/// Prevents reuse of the tensor's memory before the current work of `stream` is done. Skips memory of other
 /// devices.
 void keep_memory_for(const at::Tensor& tensor, const c10::Stream& stream);
 

@@ -11,7 +11,7 @@
 
 namespace torchspan::elastic {
 
-/// The replica that a Training keeps going: the wrapped module of the current group, and the program's functions.
+/// The replica that a Training trains: the wrapped module of the current group, and the program's functions.
 /// Called on the thread of run().
 struct Replica {
   std::function<void(const collective::Group&)> wrap;  ///< collective

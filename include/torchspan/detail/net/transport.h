@@ -50,7 +50,7 @@ class Handler {
   /// A peer connected and proved that it knows the secret.
   virtual void on_accepted(const std::shared_ptr<Channel>& channel) = 0;
   virtual void on_message(const std::shared_ptr<Channel>& channel, Message message) = 0;
-  /// Last event of every channel: kDisconnected (no listener, peer gone, or closed by either side),
+  /// Last event of every channel: kDisconnected (no listener, peer died, or closed by either side),
   /// kTimedOut (connecting or handshake), kDenied (wrong secret or user), kInvalid (protocol violation by
   /// the peer), kUnsupported (protocol version), kOverloaded (out of descriptors or memory here).
   virtual void on_closed(const std::shared_ptr<Channel>& channel, const Error& reason) = 0;

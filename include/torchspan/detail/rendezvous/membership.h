@@ -80,8 +80,8 @@ struct MembershipOptions {
   std::uint64_t instance = 0;  ///< 0: drawn from the system's random source
   std::uint64_t functions_digest = 0;
   std::vector<std::string> functions;  ///< "name signature", behind the digest
-  /// Refuses workers with other functions. If both sides allow differences, only a function that both have with
-  /// different signatures is refused.
+  /// Rejects workers with other functions. If both sides allow differences, only a function that both have with
+  /// different signatures is rejected.
   bool require_same_functions = true;
   ProtocolRange wire = kWireProtocol;    ///< the worker announces it; without a common version it cannot join
   ProtocolRange store = kStoreProtocol;  ///< of this worker's connection to the store, and of rank 0's store
@@ -123,14 +123,14 @@ class Membership {
   };
 
   /// Joins the world.
-  /// Fixed world: returns when all `world_size` workers are in, or throws on every worker that came:
-  /// kTimedOut naming missing and present workers; kInvalid for a duplicate name or rank, a different world
-  /// size or function table (naming both sides), a bad name, a port in use; kDenied for another secret;
-  /// kUnsupported for a release without a common protocol version; kDisconnected if a worker died. Later a worker with the rank and name of a dead or departed one may
-  /// replace it. Workers may start in any order.
-  /// Open world: rank 0 is in at once and must stay. Others join at any time, or wait for rank 0 until
-  /// `timeout` (kTimedOut). A name or rank of a present member is rejected (kInvalid, naming it). The name of
-  /// a dead or departed member brings its rank; that rank may also be taken under a new name.
+  /// Fixed world: returns when all `world_size` workers have joined, or throws on every worker that tried: kTimedOut
+  /// naming missing and present workers; kInvalid for a duplicate name or rank, a different world size or function
+  /// table (naming both sides), a bad name, a port in use; kDenied for another secret; kUnsupported for a release
+  /// without a common protocol version; kDisconnected if a worker died. Later a worker with the rank and name of a dead
+  /// or departed one may replace it. Workers may start in any order.
+  /// Open world: rank 0 joins at once and must stay. Others join at any time, or wait for rank 0 until `timeout`
+  /// (kTimedOut). A name or rank of a present member is rejected (kInvalid, naming it). The name of a dead or departed
+  /// member brings its rank; that rank may also be taken under a new name.
   /// A worker that a running world rejects does not affect it.
   static std::unique_ptr<Membership> join(Runtime& runtime, TransportFactory transports,
                                           MembershipOptions options);

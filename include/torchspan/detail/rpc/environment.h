@@ -25,9 +25,9 @@ class EnvironmentValue {
 using EnvironmentValuePtr = std::shared_ptr<const EnvironmentValue>;
 
 /// Context of a piece of work on any thread: the call being served, the values of extensions (autograd
-/// contexts), LibTorch's thread-local state (grad mode, inference mode and others), autocast, and current
-/// streams other than the default ones. A handler starts in the environment of its call; a coroutine or continuation runs in that of the place that started or added
-/// it. Immutable; a copy costs two reference counts.
+/// contexts), LibTorch's thread-local state (grad mode, inference mode and others), autocast, and current streams other
+/// than the default ones. A handler starts in the environment of its call; a coroutine or continuation runs in that of
+/// the place that started or added it. Immutable; a copy costs two reference counts.
 class Environment {
  public:
   /// No call, no values, and the LibTorch state of a new thread.

@@ -48,7 +48,7 @@ std::exception_ptr rebuild_error(Bytes value, const std::exception_ptr& remote_e
   }
 }
 
-/// The exception types that travel to the caller. The first type that matches is used.
+/// The exception types that are sent to the caller. The first type that matches is used.
 class ErrorTypes {
  public:
   template <class E>

@@ -27,7 +27,7 @@ enum FrameFlag : std::uint32_t {
 
 /// Fixed-size part of every message.
 struct FrameHeader {
-  std::uint16_t version = kWireProtocol.newest;  ///< the newest one that both ends speak
+  std::uint16_t version = kWireProtocol.newest;  ///< the newest one that both ends support
   MessageType type{};
   std::uint32_t flags = 0;     ///< FrameFlag bits
   std::uint32_t features = 0;  ///< encodings used; the receiver must know them all
