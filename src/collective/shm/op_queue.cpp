@@ -35,7 +35,8 @@ std::int32_t number_of(const GroupMemory& memory) {
 /// Whether all ranks have called the operation, and their data are in their slots. It can then end although the group broke
 /// afterwards: no rank writes to a slot of an unfinished call.
 bool is_in_slots(GroupMemory& memory, const Operation& operation) {
-  if (operation.begun || !memory.signals().reached({Count::kPosted, operation.call.sequence + 1})) return false;
+  if (operation.begun || !memory.signals().reached({Count::kPosted, operation.call.sequence + 1}))
+    return false;
   for (int rank = 0; rank < memory.size(); ++rank) {
     const Call& call = memory.slot(rank, operation.call.sequence).call;
     if (call.bytes != 0 && call.in_slot == 0) return false;
