@@ -43,7 +43,7 @@ struct UcxLink {
   bool wire_gone = false;
 };
 
-/// Transport over UCX, on top of a TLS transport with the scheme "ucx", which listens, dials, authenticates,
+/// Transport over UCX, beside a TLS transport with the scheme "ucx", which listens, dials, authenticates,
 /// sends heartbeats and reports deaths. Each channel uses one channel of it. Everything but the request queue
 /// and the worker belongs to the thread in poll() or wait().
 class UcxTransport final : public PolledTransport {
