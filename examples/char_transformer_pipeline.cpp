@@ -6,7 +6,6 @@
 // has a copy of it instead, and both get the sum of their gradients.
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <fmt/format.h>
 #include <optional>
 #include <string>
@@ -92,7 +91,6 @@ class Training {
     manager_->add("optimizer", optimizer_);
     const std::int64_t step = manager_->restore_or(0);
     if (is_first() && step > 0) fmt::print("resumed after step {}\n", step);
-    std::fflush(stdout);
     return step;
   }
   double step_on(std::uint64_t seed, bool held_out) {

@@ -2,7 +2,6 @@
 //   torchspan run -n 2 fashion_mnist_less_traffic
 // The ways: gradients averaged at each step (DistributedDataParallel), compressed by PowerSGD, parameters averaged
 // every few steps (local SGD), and an outer optimizer for the change of many steps (DiLoCo).
-#include <cstdio>
 #include <fmt/format.h>
 #include <functional>
 #include <string>
@@ -124,7 +123,6 @@ void run(const LessTrafficOptions& options) {
     if (session.rank() != 0) continue;
     fmt::print("{:<15} test accuracy {:.2f} %, {:.1f} MB sent by each rank\n", name,
                100 * accuracy(test_data, training.network), static_cast<double>(training.sent) / 1e6);
-    std::fflush(stdout);
   }
   session.shutdown();
 }

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <fmt/format.h>
 #include <fstream>
 #include <optional>
@@ -87,7 +86,6 @@ void train(ts::Session& session, Model& model, const Dataset& data, const ModelP
   }
   std::int64_t step = checkpoints ? checkpoints->restore_or(0) : 0;
   if (step > 0) fmt::print("resumed after step {}\n", step);
-  std::fflush(stdout);
   BatchOrder order(data.size(), options);
   Meter meter(session, options, data.size());
   meter.continue_after(step);

@@ -6,7 +6,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <exception>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -85,7 +84,6 @@ void lead(ts::Session& session, const Options& options, const Dataset& test) {
     fmt::print("round {:3}: test accuracy {:5.2f} %, {} clients{}{}\n", shown.step,
                accuracy_of(test, federation.parameters()), round.clients.size(),
                round.absences.empty() ? "" : "; ", round.absences);
-    std::fflush(stdout);
     shown.rate = static_cast<double>(images) / ts::to_seconds(progress.elapsed());
     progress.report(shown);
   }

@@ -69,14 +69,15 @@ void train(ts::Session& session, const char* checkpoints, std::int64_t steps) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 2) {
+  const std::int64_t steps = argc > 2 ? std::atoll(argv[2]) : 5000;
+  if (argc < 2 || argv[1][0] == '-' || steps < 1) {
     std::fprintf(stderr, "usage: tutorial CHECKPOINTS [STEPS]\n");
     return 2;
   }
   try {
     torch::set_num_threads(1);  // the ranks share the cores
     ts::Session session(ts::WorkerOptions::from_env());
-    train(session, argv[1], argc > 2 ? std::atoll(argv[2]) : 5000);
+    train(session, argv[1], steps);
     session.shutdown();
     return 0;
   } catch (const std::exception& error) {

@@ -65,7 +65,10 @@ void append_utf8(char32_t character, std::string& text) {
 Text Text::load(const std::string& file, std::int64_t context) {
   std::ifstream stream(file, std::ios::binary);
   if (!stream)
-    refuse(fmt::format("cannot read {}: fetch it with tools/fetch-data, or name a text by --text", file));
+    refuse(fmt::format(
+        "cannot read {}: fetch it with tools/fetch-data and run in the root of the repository, or "
+        "name a text by --text",
+        file));
   const std::string bytes{std::istreambuf_iterator<char>(stream), {}};
   const auto characters = characters_of(bytes);
   if (!characters) refuse(fmt::format("{} is not UTF-8", file));

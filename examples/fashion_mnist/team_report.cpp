@@ -1,7 +1,6 @@
 #include "fashion_mnist/team_report.h"
 
 #include <cmath>
-#include <cstdio>
 #include <fmt/format.h>
 #include <iterator>
 
@@ -18,7 +17,6 @@ void TeamReport::begin(std::int64_t steps) {
   result_.first_epoch = order_.epoch(steps);
   if (team_.rank != 0) return;
   if (steps > 0) fmt::print("resumed after step {}\n", steps);
-  std::fflush(stdout);
   meter_.emplace(session_, options_, order_.images(), team_.name());
   meter_->continue_after(steps);
 }

@@ -10,7 +10,8 @@
 namespace programs {
 
 /// What the main() of an example does: reads its options, and calls run() with one LibTorch thread, because the workers
-/// share the cores. Prints an exception after the program's name. Returns the exit code.
+/// share the cores. Flushes each line of standard output, which is a pipe to the launcher. Prints an exception after the
+/// program's name. Returns the exit code.
 template <class Options>
 int run_program(const char* name, const char* description, int argc, char** argv,
                 void (*add_options)(CLI::App&, Options&), const std::function<void(const Options&)>& run) {
@@ -19,6 +20,7 @@ int run_program(const char* name, const char* description, int argc, char** argv
   add_options(app, options);
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
   try {
     run(options);
   } catch (const std::exception& error) {

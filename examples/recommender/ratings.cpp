@@ -105,8 +105,10 @@ Ratings load(const std::string& file) {
   std::ifstream lines(file);
   std::string header;
   if (!std::getline(lines, header)) {
-    refuse(
-        fmt::format("cannot read {}: run tools/fetch-data insteval.csv, or name the file with --data", file));
+    refuse(fmt::format(
+        "cannot read {}: run tools/fetch-data insteval.csv and the program in the root of the repository, or "
+        "name the file with --data",
+        file));
   }
   std::vector<Column> columns;
   for (const std::string& name : cells_of(header)) columns.push_back({name, {}, {}});

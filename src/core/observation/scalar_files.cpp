@@ -59,7 +59,11 @@ Descriptor create_scalar_file(const std::string& folder, const std::string& name
   std::filesystem::create_directories(folder, failure);
   const std::string path = folder + "/" + name;
   Descriptor file(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-  if (!file) throw_invalid(fmt::format("the file '{}' cannot be created: {}", path, std::strerror(errno)));
+  if (!file)
+    throw_invalid(
+        fmt::format("the file '{}' cannot be created: {}; choose another folder (torchspan run --scalars or "
+                    "--tensorboard)",
+                    path, std::strerror(errno)));
   return file;
 }
 

@@ -25,8 +25,10 @@ LogLevel parse_log_level(std::string_view text) {
   for (std::uint8_t i = 0; i < std::size(kNames); ++i) {
     if (text == kNames[i]) return static_cast<LogLevel>(i);
   }
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("'{}' is not a log level; use debug, info, warning, error or off", text));
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("'{}' is not a log level; set TORCHSPAN_LOG_LEVEL to debug, info, warning, error or off",
+                  text));
 }
 
 Log::Log(std::string owner, LogLevel least, Sink sink)

@@ -139,7 +139,8 @@ void describe_run_options(CLI::App& run, RunOptions& options) {
       "-n,--workers,--nproc", options.workers,
       "Number of workers, or MIN:MAX: starts with MAX; when no restart is left, continues with one worker "
       "fewer after each failure, down to MIN; default PET_NPROC_PER_NODE");
-  run.add_option("--master-port", options.job.master_port, "Port of the workers' store; 0 is a free one");
+  run.add_option("--master-port", options.job.master_port, "Port of the workers' store; 0 is a free one")
+      ->check(CLI::Range(0, 65535));
   run.add_option(
       "--log-dir", options.job.log_folder,
       "Folder for WORKER.out.log and WORKER.err.log, besides the output here; restarts append to them");

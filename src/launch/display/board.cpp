@@ -47,7 +47,7 @@ std::string Board::states() const {
   for (const auto& [state, name] : kStateNames) {
     std::vector<int> ranks;
     for (std::size_t rank = 0; rank < states_.size(); ++rank) {
-      if (states_[rank] == state) ranks.push_back(static_cast<int>(rank));
+      if (states_[rank] == state) ranks.push_back(first_rank_ + static_cast<int>(rank));
     }
     if (!ranks.empty()) text += fmt::format("{}{} {}", text.empty() ? "" : ", ", name, format_ranks(ranks));
   }
@@ -62,7 +62,7 @@ std::string Board::slowest_ranks() const {
     const std::pair<std::int64_t, std::int64_t> at(report.epoch, report.step);
     if (at >= least) continue;
     least = at;
-    text = fmt::format("  rank {} at step {}", rank, report.step);
+    text = fmt::format("  rank {} at step {}", first_rank_ + rank, report.step);
   }
   return text;
 }

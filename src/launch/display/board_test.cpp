@@ -124,7 +124,10 @@ TEST(Board, NumbersTheWorkersOfAnotherHostByTheirRanks) {
   board.set_activities(all);
   board.set_state(1, WorkerState::kFailed);
   EXPECT_THAT(board.block(80, 5, false),
-              ::testing::ElementsAre("running 0, failed 1", "  rank 4   computes", "  rank 5   has failed"));
+              ::testing::ElementsAre("running 4, failed 5", "  rank 4   computes", "  rank 5   has failed"));
+  board.set_report(0, report(17));
+  board.set_report(1, report(12));
+  EXPECT_NE(board.line().find("rank 5 at step 12 | running 4, failed 5"), std::string::npos) << board.line();
 }
 
 }  // namespace

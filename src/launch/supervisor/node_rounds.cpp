@@ -114,8 +114,8 @@ std::unique_ptr<Membership> NodeRounds::join(Deadline until) {
           ErrorKind::kTimedOut,
           fmt::format("the launcher of host 0 did not answer at {} within {:g} s: start torchspan run "
                       "there with --node-rank 0 and otherwise the same options, and check that this "
-                      "host can reach the address",
-                      meeting_.join.store_address, to_seconds(meeting_.join.timeout)));
+                      "host can reach the address; the last attempt: {}",
+                      meeting_.join.store_address, to_seconds(meeting_.join.timeout), error.message()));
     }
   }
 }
@@ -128,10 +128,12 @@ void NodeRounds::await_all(const Membership& world, Deadline until) {
     if (missing.empty()) return;
     if (stopping_) throw left_before_all_met();
     if (until.passed(executor_.now())) {
-      throw Error(ErrorKind::kTimedOut,
-                  fmt::format("the launchers of these hosts did not join within {:g} s: {}; start torchspan "
-                              "run there with these as --node-rank and otherwise the same options",
-                              to_seconds(meeting_.join.timeout), fmt::join(missing, ", ")));
+      throw Error(
+          ErrorKind::kTimedOut,
+          fmt::format("the launchers of these hosts did not join within {:g} s: {}; start torchspan "
+                      "run there with these as --node-rank and otherwise the same options; if one has "
+                      "ended there, its output says why",
+                      to_seconds(meeting_.join.timeout), fmt::join(missing, ", ")));
     }
     parker_->park(earlier(until, executor_.deadline_in(kBetweenLooks)));
   }

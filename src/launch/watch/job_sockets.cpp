@@ -82,7 +82,8 @@ std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& fol
   StateQuestions questions(*poller, 0);
   if (questions.ask(folder, "/state") == 0) {
     throw_invalid(fmt::format(
-        "no worker of the job in '{}' can be asked: workers can be seen once they have joined", folder));
+        "no worker of the job in '{}' can be asked: its workers have not joined yet, or the job has ended",
+        folder));
   }
   const Deadline until = executor.deadline_in(timeout);
   while (questions.waiting() && !until.passed(executor.now()) && (stopping == nullptr || !*stopping)) {

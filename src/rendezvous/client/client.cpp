@@ -292,9 +292,9 @@ void Client::on_closed_before_welcome(const Error& reason) {
     case ErrorKind::kDenied:
       decide(Error(
           ErrorKind::kDenied,
-          fmt::format("the store at {} and this worker do not share one secret: {}; all workers of a job "
-                      "need the same TORCHSPAN_SECRET_FILE, and if another job is serving there, choose "
-                      "another MASTER_PORT",
+          fmt::format("the store at {} and this worker do not accept each other: {}; all workers of a job "
+                      "need the same TORCHSPAN_SECRET_FILE and TORCHSPAN_NETWORK, and if another job is "
+                      "serving there, choose another MASTER_PORT",
                       address, reason.message())));
       return;
     case ErrorKind::kInvalid:
