@@ -60,8 +60,9 @@ TEST_F(Program, TrainsAsOneProcessWouldWhenItWaitsForAllTrainers) {
 
 TEST_F(Program, LearnsAndEndsWhenStepsDoNotWaitForAllTrainers) {
   for (const int wait_for : {1, 2}) {
-    const auto [code, output] = run(4, {"--batch", "48", "--epochs", "12", "--lr", "0.01", "--wait-for",
-                                        std::to_string(wait_for), "--no-compare"});
+    // Momentum and late gradients together would be unstable in some of the schedules.
+    const auto [code, output] = run(4, {"--batch", "48", "--epochs", "12", "--lr", "0.02", "--momentum", "0",
+                                        "--wait-for", std::to_string(wait_for), "--no-compare"});
     ASSERT_EQ(code, 0) << output;
     // 7 batches in an epoch. When only one trainer is left, its gradient alone makes a step.
     EXPECT_THAT(output, HasSubstr(fmt::format("with {} gradients", 12 * 7 * 3)));

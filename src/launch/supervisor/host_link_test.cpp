@@ -189,7 +189,7 @@ TEST_P(SimulatedLinks, EndAQuestionThatIsNoLongerWanted) {
     const TimePoint began = world_.executor().now();
     const auto reports = launcher.link.collect(false, world_.executor().deadline_in(seconds(3)), stopping);
     EXPECT_LT(since(began), milliseconds(200));
-    EXPECT_THAT(reports.at(0).trouble, HasSubstr("this launcher goes on"));
+    EXPECT_THAT(reports.at(0).trouble, HasSubstr("this launcher continues"));
   });
 }
 
