@@ -63,6 +63,8 @@ class FutureStateBase {
   bool done() const { return done_.load(std::memory_order_acquire); }
   /// Throws Error{kTimedOut} if the deadline passes first.
   void wait(Deadline deadline);
+  /// Returns done() after completion or at the deadline.
+  bool wait_until(Deadline deadline);
   /// The deadline `timeout` from now, on the host's clock.
   Deadline deadline_in(Duration timeout) const;
   /// Runs `continuation` once after completion: posted to the host or, if the host was destroyed, on the completing
@@ -169,6 +171,10 @@ class [[nodiscard]] Future {
       return state_->value();
     }
   }
+  /// Waits for completion, successful or not, as std::future does. Returns false if `timeout` passes first; does not
+  /// throw the failure.
+  bool wait_for(Duration timeout) const { return wait_until(state_->deadline_in(timeout)); }
+  bool wait_until(Deadline deadline) const { return state_->wait_until(deadline); }
   /// Waits until the value is computed, on devices too: wait() only orders this thread's later work on the
   /// device after the value. Throws as wait().
   T synchronize(Deadline deadline = Deadline::never()) const {

@@ -258,13 +258,8 @@ CallNumbers DeviceQueue::agree(Job& job) {
   const Deadline listed_from = runtime_.executor.deadline_in(kListedAfter);
   std::optional<SpanScope> listed;
   try {
-    while (!job.agreement.done()) {
-      try {
-        job.agreement.wait(kLook * 20);
-      } catch (const Error& error) {
-        if (error.kind() != ErrorKind::kTimedOut || job.agreement.done()) throw;
-        watch();
-      }
+    while (!job.agreement.wait_for(kLook * 20)) {
+      watch();
       if (!listed && listed_from.passed(runtime_.executor.now())) {
         listed.emplace(runtime_.spans, SpanKind::kWait, job.operation->line.text,
                        SpanLink{.id = job.number, .part = group_number(options_.ranks)});

@@ -57,14 +57,14 @@ void FutureStateBase::publish() {
   }
 }
 
-void FutureStateBase::wait(Deadline deadline) {
-  if (done()) return;
+bool FutureStateBase::wait_until(Deadline deadline) {
+  if (done()) return true;
   auto host = host_.lock();
   if (!host) throw Error(ErrorKind::kCancelled, "this future's worker is gone, so it can never complete");
   auto parker = host->executor().make_parker();
   {
     MutexLock lock(mutex_);
-    if (done_.load(std::memory_order_relaxed)) return;
+    if (done_.load(std::memory_order_relaxed)) return true;
     waiters_.push_back(parker.get());
   }
   struct Leave {
@@ -75,13 +75,18 @@ void FutureStateBase::wait(Deadline deadline) {
       std::erase(state.waiters_, parker);
     }
   } leave{*this, parker.get()};
-  const TimePoint began = host->executor().now();
   host->wait(*parker, done_, deadline);
-  if (!done()) {
-    throw Error(ErrorKind::kTimedOut,
-                "the future did not complete before the deadline of this wait; it may complete later")
-        .with_elapsed(host->executor().now() - began);
-  }
+  return done();
+}
+
+void FutureStateBase::wait(Deadline deadline) {
+  if (done()) return;
+  const auto host = host_.lock();
+  const TimePoint began = host ? host->executor().now() : TimePoint();
+  if (wait_until(deadline)) return;
+  throw Error(ErrorKind::kTimedOut,
+              "the future did not complete before the deadline of this wait; it may complete later")
+      .with_elapsed(host->executor().now() - began);
 }
 
 void FutureStateBase::synchronize(Deadline deadline) const {

@@ -247,6 +247,27 @@ TEST(FutureWait, TimesOutAtItsDeadlineAndReportsTheElapsedTime) {
   });
 }
 
+TEST(FutureWait, ReportsCompletionWithoutThrowingTheFailure) {
+  for_seeds(20, [](SimExecutor& executor) {
+    OwnedPool pool(executor);
+    Promise<int> promise(pool.host());
+    const Future<int> future = promise.future();
+    EXPECT_FALSE(future.wait_for(250ms));
+    EXPECT_EQ(executor.now(), TimePoint(250ms));
+    EXPECT_FALSE(future.wait_until(executor.deadline_in(-1s)));
+    const Thread failing = executor.spawn("fails", [&] {
+      executor.sleep(1s);
+      promise.set_error(Error(ErrorKind::kTimedOut, "the work was late"));
+    });
+    EXPECT_TRUE(future.wait_for(1h));
+    EXPECT_GE(executor.now(), TimePoint(1250ms));
+    EXPECT_LT(executor.now(), TimePoint(1300ms));
+    EXPECT_TRUE(future.wait_for(0s));
+    EXPECT_EQ(kind_of([&] { future.wait(); }), ErrorKind::kTimedOut);
+    EXPECT_TRUE(make_ready_future<int>(1).wait_for(0s)) << "it has no host";
+  });
+}
+
 TEST(FutureWait, WakesEveryWaiterInTime) {
   everywhere(100, [](Executor& executor) {
     OwnedPool pool(executor);

@@ -56,16 +56,7 @@ Future<void> EventQueue::arrival() {
   return waiting_->future();
 }
 
-bool EventQueue::wait(Duration limit) {
-  const Future<void> arrival = this->arrival();
-  try {
-    arrival.wait(limit);
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kTimedOut) throw;
-    return arrival.done();  // an event may arrive while the wait ends
-  }
-  return true;
-}
+bool EventQueue::wait(Duration limit) { return arrival().wait_for(limit); }
 
 void EventQueue::set_state(std::uint64_t step, bool in_step, bool busy, std::string doing, TimePoint since) {
   MutexLock lock(mutex_);

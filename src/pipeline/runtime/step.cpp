@@ -77,14 +77,9 @@ void Step::hold_first_backward() {
   if (!go.valid() || !local_.owns_layer_range(0)) return;
   local_.event_queue->set_state(state_.work.begin.id.step, true, true,
                                 "the wait for StepOptions::before_first_backward", local_.executor().now());
-  while (!go.done()) {
+  do {
     take_events();
-    try {
-      go.wait(watch_.patience());
-    } catch (const Error& error) {
-      if (!go.done() && error.kind() != ErrorKind::kTimedOut) throw;
-    }
-  }
+  } while (!go.wait_for(watch_.patience()));
   go.wait();
 }
 
