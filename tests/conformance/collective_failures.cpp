@@ -149,24 +149,6 @@ TEST_P(CollectiveFailureReports, AbortEndsTheOperationsOfOtherRanks) {
   }
 }
 
-/// Only in shared memory: between hosts, the report of a break can overtake the data.
-TEST_P(CollectiveFailureReports, LetOperationsEndThatAllRanksHadCalledBefore) {
-  for (const Error& error : errors_of([&](Group& group) {
-         const auto sum = group.all_reduce(at::ones({2}));
-         if (group.rank() == 0) {
-           sum.wait();
-           group.abort(Error(ErrorKind::kCancelled, "enough"));
-         }
-         while (!group.backend()->failure()) world_.executor().sleep(milliseconds(1));
-         if (GetParam().backend == BackendKind::kSharedMemory) {
-           EXPECT_TRUE(at::equal(sum.wait(), at::full({2}, ranks())));
-         }
-         group.barrier();
-       })) {
-    EXPECT_THAT(error.what(), HasSubstr("enough"));
-  }
-}
-
 /// A group ends with its world: a worker that leaves stops waiting for others, and others stop waiting for
 /// it.
 TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledAndReportedToTheOthers) {
@@ -210,7 +192,7 @@ TEST_P(CollectiveFailureReports, ReportsToALateRankThatItWasGivenUp) {
          group.all_reduce(at::ones({2})).wait();
          const bool late = self.rank == ranks() - 1;
          if (!late) {
-           EXPECT_THROW(group.barrier(milliseconds(50)), Error);
+           EXPECT_THROW(group.barrier(milliseconds(400)), Error);
          }
          self.membership.barrier("test.late", {}, in(seconds(60)));
          // Between hosts, the announcement may still be on its way, on another connection than this barrier.
@@ -247,7 +229,7 @@ TEST_P(CollectiveFailures, NamesALateRankAndTheCallItMisses) {
          group.all_reduce(at::ones({2})).wait();
          const bool late = self.rank == ranks() - 1;
          try {
-           if (!late) group.barrier(milliseconds(50));
+           if (!late) group.barrier(milliseconds(400));
          } catch (...) {
            self.membership.barrier("test.end", {}, in(seconds(60)));
            throw;

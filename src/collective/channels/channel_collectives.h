@@ -30,7 +30,7 @@ class ChannelCollectives final : public BlockingCollectives {
   std::string awaited() override { return mesh_.inbox().awaited(); }
   void watch(std::function<void()> wake, std::function<std::optional<Error>()> interrupted) override;
   void abort(const Error& cause) override { mesh_.abort(cause); }
-  void fail_call(const Error& cause) override { mesh_.fail_call(cause); }
+  void fail_call(const Error& cause, std::uint64_t call) override { mesh_.abort(cause, call); }
   void end(const Error& reason) override { mesh_.end(reason); }
 
  private:

@@ -28,18 +28,13 @@ void Inbox::on_failure(std::function<void()> wake) {
 }
 
 void Inbox::put(const PartKey& key, std::uint64_t calls, Buffer data) {
-  Buffer refused;  // freed without the lock
   bool wanted = false;
   {
     MutexLock lock(mutex_);
     std::uint64_t& known = calls_[static_cast<std::size_t>(key.rank)];
     known = std::max(known, calls);
-    if (has_failed()) {
-      refused = std::move(data);
-    } else {
-      parts_.insert_or_assign(key, std::move(data));
-      wanted = awaited_ == key;
-    }
+    parts_.insert_or_assign(key, std::move(data));
+    wanted = awaited_ == key;
   }
   if (wanted) parker_->unpark();
 }
@@ -53,22 +48,21 @@ void Inbox::end(int rank, int lane, const std::string& why) {
 }
 
 bool Inbox::fail(const Error& cause, std::uint64_t from_call) {
-  std::map<PartKey, Buffer> dropped;
+  bool first = false;
   std::function<void()> wake;
   {
     MutexLock lock(mutex_);
-    if (failure_) {
-      failed_from_ = std::min(failed_from_, from_call);
-      return false;
-    }
-    failure_ = cause;
+    first = !failure_;
+    if (!first && from_call >= failed_from_) return false;
     failed_from_ = from_call;
-    if (has_failed()) dropped.swap(parts_);
-    wake = wake_;
+    if (first) {
+      failure_ = cause;
+      wake = wake_;
+    }
   }
   parker_->unpark();
   if (wake) wake();
-  return true;
+  return first;
 }
 
 std::optional<Error> Inbox::failure() {
@@ -86,7 +80,7 @@ Buffer Inbox::take(const PartKey& key, int lane, Deadline deadline) {
     {
       MutexLock lock(mutex_);
       awaited_ = key;
-      if (has_failed()) throw Error(*failure_);
+      // First, because ranks that have completed the call do not wait for this one.
       const auto found = parts_.find(key);
       if (found != parts_.end()) {
         Buffer data = std::move(found->second);
@@ -94,6 +88,7 @@ Buffer Inbox::take(const PartKey& key, int lane, Deadline deadline) {
         awaited_.reset();
         return data;
       }
+      if (has_failed()) throw Error(*failure_);
       if (const auto ended = ended_.find({key.rank, lane}); ended != ended_.end()) {
         throw Error(ErrorKind::kDisconnected,
                     fmt::format("{} {}, and the group cannot continue without it",

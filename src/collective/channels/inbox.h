@@ -40,14 +40,15 @@ class Inbox {
   void put(const PartKey& key, std::uint64_t calls, Buffer data);
   /// The rank sends nothing more over this lane. What it sent before can still be taken.
   void end(int rank, int lane, const std::string& why);
-  /// Breaks the group, for this rank's calls from `from_call` on; returns whether this is the first failure.
+  /// Breaks the group, for this rank's calls from `from_call` on; returns whether this is the first failure. A call whose
+  /// parts are here can still complete.
   bool fail(const Error& cause, std::uint64_t from_call);
   std::optional<Error> failure();
   /// Throws the failure if it concerns the current call.
   void throw_if_failed();
 
-  /// Waits for a part, which arrives over `lane`. Throws the group's failure; kDisconnected if the rank ended
-  /// the lane before it; kTimedOut.
+  /// Waits for a part, which arrives over `lane`. Throws, if it is not here, the group's failure; kDisconnected if the
+  /// rank ended the lane before it; kTimedOut.
   Buffer take(const PartKey& key, int lane, Deadline deadline);
   /// Waits for at most `time`, less if the group fails; then throws its failure.
   void pause(Duration time);

@@ -45,8 +45,6 @@ class Mesh final : private LaneEvents {
 
   /// Breaks the group on all ranks, for calls from `from_call` on: ranks complete earlier ones if they can.
   void abort(const Error& cause, std::uint64_t from_call = 0);
-  /// abort() because the current call failed here.
-  void fail_call(const Error& cause) { abort(cause, calls_.load(std::memory_order_relaxed)); }
   /// Breaks the group on this rank; others fail when they need more from it.
   void end(const Error& reason);
 

@@ -221,9 +221,9 @@ void HierarchicalCollectives::abort(const Error& cause) {
 }
 
 /// The ranks of this host have begun the call, or will not begin it.
-void HierarchicalCollectives::fail_call(const Error& cause) {
+void HierarchicalCollectives::fail_call(const Error& cause, std::uint64_t call) {
   local_.abort(cause);
-  if (leaders_) leaders_->fail_call(cause);
+  if (leaders_) leaders_->fail_call(cause, call);
 }
 
 /// The local group receives the end of the world from its WorldLink.

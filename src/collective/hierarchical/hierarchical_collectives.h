@@ -44,7 +44,7 @@ class HierarchicalCollectives final : public BlockingCollectives {
   std::optional<Error> failure() override;
   void watch(std::function<void()> wake, std::function<std::optional<Error>()> interrupted) override;
   void abort(const Error& cause) override;
-  void fail_call(const Error& cause) override;
+  void fail_call(const Error& cause, std::uint64_t call) override;
   void end(const Error& reason) override;
 
  private:

@@ -63,8 +63,11 @@ class BlockingCollectives {
   /// On any thread: fails blocked calls and all later ones, as far as the engine can, and sends `cause` to
   /// the ranks that it can reach.
   virtual void abort(const Error& cause) { static_cast<void>(cause); }
-  /// As abort(), because the current call failed on this rank: earlier ones may still complete on others.
-  virtual void fail_call(const Error& cause) { abort(cause); }
+  /// As abort(), because call `call` failed on this rank: earlier ones may still complete on others.
+  virtual void fail_call(const Error& cause, std::uint64_t call) {
+    static_cast<void>(call);
+    abort(cause);
+  }
   /// As abort(), because this rank leaves the world: other ranks may still complete operations that it has
   /// finished.
   virtual void end(const Error& reason) { abort(reason); }

@@ -86,7 +86,7 @@ void SerialBackend::world_ended(const Error& reason) {
 void SerialBackend::world_closing() { stop_thread(); }
 
 template <class T>
-Future<T> SerialBackend::submit(CallLine call, UniqueFunction<T()> body) {
+Future<T> SerialBackend::submit(CallLine call, UniqueFunction<T()> body, std::uint64_t* number) {
   auto promise = std::make_shared<Promise<T>>(host_);
   Future<T> future = promise->future();
   auto job = std::make_unique<Job>();
@@ -100,7 +100,8 @@ Future<T> SerialBackend::submit(CallLine call, UniqueFunction<T()> body) {
     }
   };
   job->fail = [promise](std::exception_ptr error) { promise->set_error(std::move(error)); };
-  enqueue(std::move(job));
+  const std::uint64_t its_number = enqueue(std::move(job));
+  if (number != nullptr) *number = its_number;
   return future;
 }
 
@@ -109,13 +110,14 @@ void SerialBackend::fail(Job& job, const Error& cause) {
       Error(cause).with_call(fmt::format("{}, call {} of the group", job.call.text, job.number))));
 }
 
-void SerialBackend::enqueue(std::unique_ptr<Job> job) {
+std::uint64_t SerialBackend::enqueue(std::unique_ptr<Job> job) {
   std::optional<Error> failure;
   std::unique_ptr<Job> refused;
+  std::uint64_t number = 0;
   {
     MutexLock lock(mutex_);
     failure = failure_;
-    job->number = ++called_;
+    number = job->number = ++called_;
     if (failure) {
       refused = std::move(job);
     } else {
@@ -127,6 +129,7 @@ void SerialBackend::enqueue(std::unique_ptr<Job> job) {
   } else {
     parker_->unpark();
   }
+  return number;
 }
 
 void SerialBackend::run() {
@@ -176,7 +179,7 @@ void SerialBackend::run_one(Job& job) {
                            : reports_.explain(job.call.text, calls_.load(), std::current_exception()));
     // A rank that leaves the world ends its connections; the other ranks report it as disconnected.
     const bool leaves = options_.world && options_.world->ended();
-    if (collectives_->announces() && !leaves) collectives_->fail_call(*failure());
+    if (collectives_->announces() && !leaves) collectives_->fail_call(*failure(), job.number);
     const Error cause = *failure();
     if (cause.kind() == ErrorKind::kTimedOut && !listed_by_caller) {
       report_timeout({.kind = "wait",
@@ -215,18 +218,15 @@ void SerialBackend::compare(const CallLine& call) {
 }
 
 template <class T>
-T SerialBackend::wait_for(Duration timeout, const Future<T>& future, const char* call) {
-  try {
-    return timeout == Duration::zero() ? future.wait() : future.wait(timeout);
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kTimedOut || future.done()) throw;
-    break_with(Error(ErrorKind::kTimedOut,
-                     fmt::format("{}, call {} of the group, did not complete by its deadline{}", call,
-                                 calls_.load(), reports_.missing_ranks(calls_.load()))));
-    if (collectives_->announces()) collectives_->abort(*failure());
-    throw_if_broken(call);
-    throw;
-  }
+T SerialBackend::submit_and_wait(Duration timeout, const char* call, UniqueFunction<T()> body) {
+  std::uint64_t number = 0;
+  const Future<T> future = submit<T>({call}, std::move(body), &number);
+  if (timeout == Duration::zero() || future.wait_for(timeout)) return future.wait();
+  break_with(
+      Error(ErrorKind::kTimedOut, fmt::format("{}, call {} of the group, did not complete by its deadline{}",
+                                              call, number, reports_.missing_ranks(number))));
+  if (collectives_->announces()) collectives_->fail_call(*failure(), number);
+  throw Error(*failure()).with_call(call);
 }
 
 void SerialBackend::break_with(const Error& cause) {
@@ -403,18 +403,16 @@ Future<std::vector<at::Tensor>> SerialBackend::exchange(CallLine line, std::vect
 
 std::vector<Bytes> SerialBackend::all_gather_bytes(BytesView mine, Duration timeout) {
   const auto bytes = std::make_shared<Bytes>(mine.begin(), mine.end());
-  return wait_for(timeout,
-                  submit<std::vector<Bytes>>({kBytesLine}, [this, bytes] { return gathers_.bytes(*bytes); }),
-                  kBytesLine);
+  return submit_and_wait<std::vector<Bytes>>(timeout, kBytesLine,
+                                             [this, bytes] { return gathers_.bytes(*bytes); });
 }
 
 void SerialBackend::barrier(Duration timeout) {
-  const auto body = [this] {
+  submit_and_wait<void>(timeout, kBarrierLine, [this] {
     if (options_.compare_calls) return;  // the comparison of calls was a barrier
     at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
     collectives_->all_gather(mine, empty_bytes({size(), 1}));
-  };
-  wait_for(timeout, submit<void>({kBarrierLine}, body), kBarrierLine);
+  });
 }
 
 at::Tensor SerialBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {

@@ -66,16 +66,18 @@ class SerialBackend final : public Backend, public WorldListener {
 
   SerialBackend(std::shared_ptr<Runtime> runtime, std::unique_ptr<BlockingCollectives> collectives,
                 SerialOptions options);
+  /// `number`, if not null, gets the call's.
   template <class T>
-  Future<T> submit(CallLine call, UniqueFunction<T()> body);
-  void enqueue(std::unique_ptr<Job> job);
+  Future<T> submit(CallLine call, UniqueFunction<T()> body, std::uint64_t* number = nullptr);
+  /// Returns the call's number.
+  std::uint64_t enqueue(std::unique_ptr<Job> job);
   void run();
   void run_one(Job& job);
   static void fail(Job& job, const Error& cause);
   void compare(const CallLine& call);
-  /// Waits for a call for at most `timeout` (zero: no limit); breaks the group if it passes.
+  /// Makes a call and waits for it for at most `timeout` (zero: no limit); breaks the group if it passes.
   template <class T>
-  T wait_for(Duration timeout, const Future<T>& future, const char* call);
+  T submit_and_wait(Duration timeout, const char* call, UniqueFunction<T()> body);
   void break_with(const Error& cause);
   void stop_thread();
   void throw_if_broken(const char* call);
