@@ -23,7 +23,7 @@ namespace {
 /// How long rank 0 keeps reporting to the others why the world failed.
 constexpr Duration kFailureNoticeTime = std::chrono::seconds(2);
 /// How long a worker that gives up waits for the store to acknowledge it.
-constexpr Duration kLastOutputTime = std::chrono::milliseconds(500);
+constexpr Duration kLastOutputTime = std::chrono::seconds(2);
 /// How long a direct connection waits for the peer to acknowledge its end.
 constexpr Duration kDirectLinger = std::chrono::seconds(2);
 constexpr std::uint64_t kMostMessageBytes = std::uint64_t{256} << 20;

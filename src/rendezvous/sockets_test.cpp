@@ -163,7 +163,7 @@ TEST_P(Ports, WrongSecretIsDeniedWithAdvice) {
     MembershipOptions mine = options(rank, 2);
     mine.store_address = store;
     if (rank == 0) {
-      mine.timeout = seconds(2);
+      mine.timeout = seconds(5);
       EXPECT_EQ(error_of([&] { join(runtime, mine); }).kind(), ErrorKind::kTimedOut);
       return;
     }
@@ -354,7 +354,7 @@ TEST_F(Sockets, ADeathIsReportedThoughAForkedChildLives) {
     membership->barrier("in", {}, in(seconds(30)));
     membership->barrier("forked", {}, in(seconds(30)));
     EXPECT_EQ(kill(child, SIGKILL), 0);
-    EXPECT_TRUE(died->park(in(seconds(3)))) << "the child's copy of the connection keeps it open";
+    EXPECT_TRUE(died->park(in(seconds(10)))) << "the child's copy of the connection keeps it open";
     waitpid(child, nullptr, 0);
     membership->leave(in(seconds(10)));
     close(alive[1]);

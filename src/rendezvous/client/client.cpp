@@ -11,8 +11,6 @@ namespace {
 constexpr Duration kFirstBackoff = std::chrono::milliseconds(20);
 constexpr Duration kLongestBackoff = std::chrono::milliseconds(500);
 constexpr Duration kDialTimeout = std::chrono::seconds(5);
-/// How many deaths of one cause are logged by name: all workers log them.
-constexpr std::size_t kMostWarnings = 8;
 
 std::string silence_of_the_store(Duration silence) {
   return silence_text(silence) + "; the other workers consider this one dead";
@@ -29,6 +27,7 @@ Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipO
       began_(runtime.executor.now()),
       join_until_(runtime.executor.deadline_in(options_.timeout)),
       backoff_(kFirstBackoff),
+      death_log_(runtime.log, runtime.executor),
       events_(runtime),
       rounds_(
           runtime, options_.store_address, [this](const Bytes& message) { send_to_store(message); },
@@ -126,19 +125,18 @@ void Client::note(const Changes& changes) {
       continue;
     }
     const auto& gone = std::get<Gone>(change);
-    const bool many = gone.ranks.size() > kMostWarnings;
-    std::size_t warned = 0;
+    std::vector<std::pair<int, std::shared_ptr<const Error>>> ended;
+    std::vector<std::string> deaths;
     for (const int rank : gone.ranks) {
       const auto known = find(rank);
-      if (!known) continue;
-      note_end(rank,
-               gone.died
-                   ? std::make_shared<Error>(ErrorKind::kDisconnected, describe(known->member) + gone.how)
-                   : nullptr,
-               /*warns=*/++warned <= kMostWarnings);
+      if (!known || known->presence != Presence::kPresent) continue;
+      ended.emplace_back(rank, nullptr);
+      if (!gone.died) continue;
+      deaths.push_back(describe(known->member) + gone.how);
+      ended.back().second = std::make_shared<Error>(ErrorKind::kDisconnected, deaths.back());
     }
-    if (gone.died && many)
-      runtime_.log.warning(fmt::format("{} more workers{}", gone.ranks.size() - kMostWarnings, gone.how));
+    death_log_.write(deaths, gone.how);
+    for (auto& [rank, death] : ended) note_end(rank, std::move(death));
   }
 }
 
@@ -343,6 +341,8 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
   }
   rounds_.cancel(*gone, *gone);
   if (options_.rank == 0) return;
+  if (const auto rank0 = find(0); rank0 && rank0->presence == Presence::kPresent)
+    death_log_.write({gone->message()}, "");
   note_end(0, std::make_shared<Error>(*gone));
   if (held_for_dead) note_own_death(*gone);
 }
@@ -447,7 +447,7 @@ void Client::give_up(const std::string& why, Deadline deadline) {
   end_with(encode_message(GiveUp{why}), Error(ErrorKind::kCancelled, "this worker was stopped"), deadline);
 }
 
-void Client::note_end(int rank, std::shared_ptr<const Error> death, bool warns) {
+void Client::note_end(int rank, std::shared_ptr<const Error> death) {
   Known ended;
   {
     MutexLock lock(mutex_);
@@ -458,7 +458,6 @@ void Client::note_end(int rank, std::shared_ptr<const Error> death, bool warns) 
     known.death = std::move(death);
     ended = known;
   }
-  if (ended.death && warns) runtime_.log.warning(ended.death->message());
   events_.add(ended.member, ended.presence, std::move(ended.death));
   events_.deliver();
 }

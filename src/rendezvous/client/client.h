@@ -14,6 +14,7 @@
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "rendezvous/client/client_rounds.h"
+#include "rendezvous/client/death_log.h"
 #include "rendezvous/client/member_events.h"
 #include "rendezvous/messages/messages.h"
 
@@ -76,7 +77,7 @@ class Client final : private net::Handler {
   void meet(Welcome message);
   void note(const Changes& changes);
   void note_arrival(const Member& member);
-  void note_end(int rank, std::shared_ptr<const Error> death, bool warns = true);
+  void note_end(int rank, std::shared_ptr<const Error> death);
   /// The others declared this worker dead. In its own table it stays present.
   void note_own_death(const Error& reason);
   std::vector<Member> known_members(const std::vector<int>& ranks) const;
@@ -102,6 +103,7 @@ class Client final : private net::Handler {
   std::optional<Duration> patience_;  ///< limit for a silent store; none on the store's host
   Deadline silent_at_;
   StoreFacts store_;
+  DeathLog death_log_;
 
   mutable Mutex mutex_;
   std::shared_ptr<net::Channel> channel_ TORCHSPAN_GUARDED_BY(mutex_);
