@@ -1,6 +1,7 @@
 #pragma once
 #include <string>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 namespace torchspan::launch {
@@ -13,7 +14,9 @@ class Captured {
   Captured(const Captured&) = delete;
   int descriptor() const { return descriptor_; }
   std::string text() const {
-    std::string all(static_cast<std::size_t>(lseek(descriptor_, 0, SEEK_END)), '\0');
+    struct stat status {};
+    fstat(descriptor_, &status);  // lseek() would move the position at which other processes write
+    std::string all(static_cast<std::size_t>(status.st_size), '\0');
     all.resize(static_cast<std::size_t>(pread(descriptor_, all.data(), all.size(), 0)));
     return all;
   }

@@ -110,6 +110,8 @@ void describe_all(CommandLine& line) {
 /// unknown option.
 const CLI::Option& option_of(const std::string& word, const CLI::App& run) {
   const std::string name = word.starts_with("--") ? word.substr(0, word.find('=')) : word.substr(0, 2);
+  if (word == "-np")
+    throw Error(ErrorKind::kInvalid, "'-np' is an option of mpirun; torchspan run calls it -n");
   if (const CLI::Option* option = run.get_option_no_throw(name)) return *option;
   if (name == "--nproc-per-node" || name == "--nproc_per_node") {
     throw Error(ErrorKind::kInvalid,

@@ -124,6 +124,7 @@ TEST_F(CommandLineTest, RejectsUnknownArgumentsOfRun) {
       {{"run", "-n", "2", "--"}, "no program to run"},
       {{"run", "-n", "2", "--mastr-port", "5", "sh"}, "torchspan run has no option '--mastr-port'"},
       {{"run", "-x", "-n", "2", "sh"}, "torchspan run has no option '-x'"},
+      {{"run", "-np", "2", "sh"}, "'-np' is an option of mpirun; torchspan run calls it -n"},
       {{"run", "--nproc-per-node=2", "sh"}, "'--nproc-per-node' is an option of torchrun; torchspan run"},
       {{"run", "--nnodes", "2", "-n", "2", "sh"}, "--nnodes needs --node-rank"},
       {{"run", "-n", "2", "--master-port", "70000", "sh"}, "70000"},

@@ -150,7 +150,8 @@ bool JobNodes::may_start() {
 bool JobNodes::may_start_alone() {
   if (gone_ && (different_ || !all_ready_)) {
     // Refused: the workers' store is there already, so this host joins a job that runs.
-    const bool refused = gone_->kind() == ErrorKind::kInvalid || gone_->kind() == ErrorKind::kUnsupported;
+    const bool refused =
+        node_ != 0 && (gone_->kind() == ErrorKind::kInvalid || gone_->kind() == ErrorKind::kUnsupported);
     if (different_ || !refused) throw Error(*gone_);
     link_.set_trouble("this launcher has not met the others: " + gone_->message());
   } else if (!all_ready_ || (node_ != 0 && !gone_)) {

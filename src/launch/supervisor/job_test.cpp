@@ -188,12 +188,18 @@ TEST_F(Jobs, DrawALiveBlockOnATerminal) {
   JobOptions mine =
       options(1,
               "exec 9>/proc/self/fd/$TORCHSPAN_PROGRESS_FD; echo torchspan-progress 1 step=3/4 >&9; "
-              "sleep 0.3; echo hello");
+              "while [ ! -e $FOLDER/drawn ]; do sleep 0.02; done; echo hello");
+  ASSERT_EQ(pipe(alive_.data()), 0);
   mine.display = {.output = errors_.descriptor(),
                   .errors = errors_.descriptor(),
                   .output_terminal = true,
                   .errors_terminal = true};
-  EXPECT_EQ(run(mine), 0);
+  const pid_t launcher = launch(mine);
+  while (errors().find("step 3/4 | running 0") == std::string::npos)
+    executor_->sleep(std::chrono::milliseconds(5));
+  std::ofstream(folder_ + "/drawn") << "now";
+  EXPECT_EQ(code_of(launcher), 0);
+  close(alive_[0]);
   EXPECT_THAT(errors(), AllOf(HasSubstr("\x1b[?7lstep 3/4 | running 0\x1b[K"),
                               HasSubstr("\x1b[J[worker0] hello\n\x1b[?7lstep 3/4 | running 0\x1b[K")));
   TerminalScreen screen(80, 24, true);

@@ -27,7 +27,7 @@ Error left_before_all_met() {
 
 NodeRounds::NodeRounds(Executor& executor, NodeMeeting meeting, std::function<void()> changed)
     : executor_(executor),
-      runtime_(executor, meeting.join.name, LogLevel::kOff),  // the launcher reports what ends the rounds
+      runtime_(executor, meeting.join.name, LogLevel::kWarning),
       meeting_(std::move(meeting)),
       changed_(std::move(changed)),
       parker_(executor.make_parker()) {
@@ -75,6 +75,7 @@ void NodeRounds::take_part() {
   const Deadline until = executor_.deadline_in(meeting_.join.timeout);
   const std::unique_ptr<Membership> world = join(until);
   await_all(*world, until);
+  runtime_.log.set_level(LogLevel::kOff);  // the launcher reports what ends the rounds
   if (meeting_.joined) questions_ = meeting_.joined(*world);
   while (auto mine = next_state()) {
     const Deadline next = executor_.deadline_in(meeting_.every);
@@ -108,6 +109,12 @@ std::unique_ptr<Membership> NodeRounds::join(Deadline until) {
       return Membership::join(runtime_, meeting_.transports, std::move(options));
     } catch (const Error& error) {
       if (stopping_) throw left_before_all_met();
+      if (meeting_.join.rank == 0) {
+        throw Error(error.kind(),
+                    fmt::format("--node-rank 0 is for the host whose address --rdzv names, and its "
+                                "launcher listens there: {}",
+                                error.message()));
+      }
       if (error.kind() != ErrorKind::kTimedOut) throw;
       if (!until.passed(executor_.now())) continue;
       throw Error(

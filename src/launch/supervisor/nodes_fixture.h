@@ -36,6 +36,7 @@ class NodesOnLoopback : public Jobs {
     const pid_t launcher = fork();
     if (launcher == 0) {
       close(alive_[0]);
+      dup2(job.display.errors, STDERR_FILENO);  // where the launcher logs
       _exit(run_or_fail(job));
     }
     launchers_[static_cast<std::size_t>(job.nodes.node_rank)] = launcher;

@@ -163,13 +163,18 @@ TEST_F(ReplacedWorkers, DoNotStartAfterASignal) {
 }
 
 TEST_F(ReplacedWorkers, AreNotNeededAnyMoreWhenRankZeroSucceeds) {
-  JobOptions mine = options(3, 5,
-                            "if [ $RANK = 1 ]; then touch $FOLDER/dead; exit 3; fi; "
-                            "while [ ! -e $FOLDER/dead ]; do sleep 0.02; done; sleep 0.2");
+  ASSERT_EQ(pipe(alive_.data()), 0);
+  JobOptions mine = options(3, 5, "[ $RANK != 1 ] || exit 3; gone");
   mine.restarts.backoff = seconds(1000);
   mine.restarts.longest_backoff = seconds(1000);
-  EXPECT_EQ(run(mine), 0);
+  const pid_t launcher = launch(mine);
+  while (errors().find("it starts again in 1000.0 s") == std::string::npos)
+    executor_->sleep(std::chrono::milliseconds(5));
+  std::ofstream(folder_ + "/done") << "now";
+  EXPECT_EQ(code_of(launcher), 0);
   EXPECT_THAT(errors(), HasSubstr("worker1 (rank 1) was not replaced; last failure: pid "));
+  EXPECT_TRUE(all_gone());
+  close(alive_[0]);
 }
 
 TEST_F(ReplacedWorkers, ThatCannotStartEndTheAttempt) {

@@ -113,8 +113,11 @@ TEST_F(RestartedJobs, AppendToTheirLogs) {
 }
 
 TEST_F(RestartedJobs, ContinueWithFewerWorkersDownToTheLeast) {
-  JobOptions mine =
-      options(4, 1, "[ $RANK != 0 ] || echo size $WORLD_SIZE $LOCAL_WORLD_SIZE; [ $WORLD_SIZE -le 2 ]");
+  JobOptions mine = options(4, 1, R"(
+    told=$FOLDER/told$TORCHSPAN_RESTART_COUNT
+    if [ $RANK = 0 ]; then echo size $WORLD_SIZE $LOCAL_WORLD_SIZE; touch $told; fi
+    while [ ! -e $told ]; do sleep 0.02; done
+    [ $WORLD_SIZE -le 2 ])");
   mine.least_workers = 2;
   EXPECT_EQ(run(mine), 0);
   std::vector<std::string> sizes;

@@ -56,7 +56,11 @@ TEST_F(RestartedNodes, AFailureOnEitherHostRestartsTheWorkersOfBoth) {
 TEST_F(RestartedNodes, AHostThatHasSucceededStartsAgainToo) {
   start_both(R"(
     echo "$TORCHSPAN_RESTART_COUNT $RANK" >> $FOLDER/ran
-    if [ $TORCHSPAN_RESTART_COUNT = 0 -a $RANK = 1 ]; then sleep 1; exit 7; fi)");
+    if [ $TORCHSPAN_RESTART_COUNT = 0 -a $RANK = 1 ]; then
+      while [ $(wc -l < $FOLDER/ran) -lt 4 ]; do sleep 0.01; done
+      sleep 0.5
+      exit 7
+    fi)");
   for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 0) << errors_of(rank);
   EXPECT_THAT(lines("ran"), ElementsAre("0 0", "0 1", "0 2", "0 3", "1 0", "1 1", "1 2", "1 3"));
 }
@@ -64,7 +68,10 @@ TEST_F(RestartedNodes, AHostThatHasSucceededStartsAgainToo) {
 TEST_F(RestartedNodes, BothEndWithTheFailureWhenNoRestartIsLeft) {
   start_both(R"(
     echo $RANK >> $FOLDER/ran
-    if [ $RANK = 2 ]; then exit 7; fi
+    if [ $RANK = 2 ]; then
+      while [ $(wc -l < $FOLDER/ran) -lt $((4 * (TORCHSPAN_RESTART_COUNT + 1))) ]; do sleep 0.01; done
+      exit 7
+    fi
     exec sleep 60)",
              1);
   for (int rank = 0; rank < kNodes; ++rank) {

@@ -1,6 +1,9 @@
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
+#include <sys/stat.h>
 
+#include "core/api/descriptor.h"
 #include "launch/commands/watch_command.h"
 #include "launch/supervisor/nodes_fixture.h"
 #include "launch/watch/job_sockets.h"
@@ -79,10 +82,12 @@ TEST_F(WatchedNodes, EndEachByItself) {
 
 TEST_F(WatchedNodes, WriteOnePageAboutTheWorkersOfBoth) {
   // All ranks but one time out at the same time.
-  start_alone(
-      "echo $RANK >> $FOLDER/ran; while [ $(wc -l < $FOLDER/ran) -lt 4 ]; do sleep 0.01; done; if [ $RANK != "
-      "3 ]; then " +
-      kNotice + "fi; sleep 1; exit 3");
+  ASSERT_EQ(mkfifo((folder_ + "/gate").c_str(), 0600), 0);
+  const Descriptor gate(open((folder_ + "/gate").c_str(), O_RDWR | O_CLOEXEC));
+  start_alone("echo $RANK >> $FOLDER/ran; read line < $FOLDER/gate; if [ $RANK != 3 ]; then " + kNotice +
+              "fi; sleep 1; exit 3");
+  wait_for_lines_of("ran", 4);
+  ASSERT_EQ(write(gate.get(), "\n\n\n\n", 4), 4);
   for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 3) << errors_of(rank);
   const auto all = pages();
   ASSERT_EQ(all.size(), 1u) << errors_of(0) << errors_of(1);
@@ -172,6 +177,32 @@ TEST_F(WatchedNodes, SayWhichHostDoesNotStart) {
     EXPECT_EQ(code(present), 2) << errors_of(present);
     EXPECT_THAT(errors_of(present),
                 present == 0 ? HasSubstr("did not join within 1 s: 1") : HasSubstr("host 0"));
+  }
+}
+
+TEST_F(WatchedNodes, BothSayThatTheirSecretsDiffer) {
+  net::Secret::random().write_file(folder_ + "/other");
+  JobOptions waiting = node(0, "exit 0", 0), rejected = node(1, "exit 0", 0);
+  waiting.environment["TORCHSPAN_JOIN_TIMEOUT"] = "6";
+  rejected.environment["TORCHSPAN_SECRET_FILE"] = folder_ + "/other";
+  start(waiting);
+  start(rejected);
+  EXPECT_EQ(code(1), 2);
+  EXPECT_THAT(errors_of(1), HasSubstr("secret differs"));
+  EXPECT_EQ(code(0), 2);
+  EXPECT_THAT(errors_of(0),
+              AllOf(HasSubstr("the store rejected a connection from 'tcp:127.0.0.1"),
+                    HasSubstr("TORCHSPAN_SECRET_FILE"), HasSubstr("did not join within 6 s: 1")));
+}
+
+TEST_F(WatchedNodes, SayThatHost0HasAnotherAddress) {
+  for (const int restarts : {0, 3}) {
+    JobOptions job = node(0, "exit 0", restarts);
+    job.nodes.rdzv_host = "192.0.2.1";  // an address for documentation, which no host has
+    start(job);
+    EXPECT_EQ(code(0), 2);
+    EXPECT_THAT(errors_of(0), AllOf(HasSubstr("--node-rank 0 is for the host whose address --rdzv names"),
+                                    HasSubstr("192.0.2.1")));
   }
 }
 

@@ -2,12 +2,17 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <cerrno>
 #include <fcntl.h>
 #include <filesystem>
 #include <fmt/format.h>
+#include <fstream>
+#include <iterator>
 #include <optional>
+#include <sstream>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
@@ -46,6 +51,48 @@ std::vector<std::string> running_jobs(const rendezvous::Environment& environment
   return jobs;
 }
 
+/// The command line of a process, with spaces between its arguments; empty if it cannot be read.
+std::string command_of(const std::string& process) {
+  std::ifstream stream("/proc/" + process + "/cmdline", std::ios::binary);
+  std::string command{std::istreambuf_iterator<char>(stream), {}};
+  while (!command.empty() && command.back() == '\0') command.pop_back();
+  std::replace_if(
+      command.begin(), command.end(), [](unsigned char character) { return std::iscntrl(character) != 0; },
+      ' ');
+  return command;
+}
+
+/// The process that has locked a folder; empty if the system does not tell. The format is that of proc_locks(5).
+std::string locker_of(const std::string& path) {
+  struct stat about {};
+  std::error_code ignored;
+  const std::filesystem::path folder = std::filesystem::canonical(path, ignored);
+  if (ignored || stat(path.c_str(), &about) != 0) return "";
+  const std::string inode = fmt::format(":{}", about.st_ino);
+  std::ifstream locks("/proc/locks");
+  for (std::string line; std::getline(locks, line);) {
+    std::istringstream words(line);
+    std::string number, kind, advisory, access, process, file;
+    words >> number >> kind >> advisory >> access >> process >> file;
+    if (kind != "FLOCK" || access != "WRITE" || !file.ends_with(inode)) continue;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/" + process + "/fd", ignored)) {
+      if (std::filesystem::read_symlink(entry.path(), ignored) == folder) return process;
+    }
+  }
+  return "";
+}
+
+/// A line for each job: its folder, its launcher's process and command.
+std::string list_jobs(const std::vector<std::string>& jobs) {
+  std::string text;
+  for (const std::string& path : jobs) {
+    const std::string process = locker_of(path);
+    text += "\n  " + path;
+    if (!process.empty()) text += fmt::format(", process {}: {}", process, command_of(process));
+  }
+  return text;
+}
+
 /// Asks the launcher of this host for the workers of the other hosts; nullopt if it does not answer.
 std::optional<JobReport> ask_launcher(Executor& executor, const std::string& socket) {
   constexpr Duration kLimit = std::chrono::seconds(6);  // it waits for the other hosts
@@ -66,13 +113,13 @@ std::string find_job(const std::string& job, const rendezvous::Environment& envi
   std::error_code ignored;
   if (!job.empty() && std::filesystem::is_directory(job, ignored)) return job;
   std::vector<std::string> jobs = running_jobs(environment);
-  std::string names;
-  for (const std::string& path : jobs) names += (names.empty() ? "" : ", ") + path;
+  if (jobs.empty()) throw_invalid("no job of 'torchspan run' runs on this host under this user");
+  const std::vector<std::string> all = jobs;
   if (!job.empty()) std::erase_if(jobs, [&](const std::string& path) { return !path.ends_with(job); });
   if (jobs.size() == 1) return jobs.front();
-  if (names.empty()) throw_invalid("no job of 'torchspan run' runs on this host under this user");
-  if (jobs.empty()) throw_invalid(fmt::format("there is no job '{}'; jobs that run here: {}", job, names));
-  throw_invalid(fmt::format("several jobs run here; name one of: {}", names));
+  if (jobs.empty())
+    throw_invalid(fmt::format("there is no job '{}'; these run here:{}", job, list_jobs(all)));
+  throw_invalid(fmt::format("several jobs run here; name one of these folders:{}", list_jobs(jobs)));
 }
 
 std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& folder, Duration timeout,

@@ -1,6 +1,7 @@
 #include "launch/watch/job_sockets.h"
 
 #include <filesystem>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <memory>
@@ -12,7 +13,10 @@
 
 #include "core/api/descriptor.h"
 #include "core/api/observation.h"
+#include "launch/supervisor/prepare.h"
 #include "launch/watch/diagnosis.h"
+#include "tests/support/errors.h"
+#include "tests/support/processes.h"
 
 namespace torchspan::launch::job_sockets_test {
 namespace {
@@ -37,7 +41,7 @@ TEST(JobSockets, AskEveryWorkerAndMarkThoseThatDoNotAnswer) {
     path.copy(static_cast<char*>(address.sun_path), path.size());
     ASSERT_EQ(bind(silent.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
     ASSERT_EQ(listen(silent.get(), 4), 0);
-    const auto workers = ask_workers(*executor, folder, 300ms);
+    const auto workers = ask_workers(*executor, folder, 3s);
     ASSERT_EQ(workers.size(), 2u);
     EXPECT_TRUE(workers[0].answers);
     EXPECT_EQ(workers[0].process, getpid());
@@ -55,6 +59,20 @@ TEST(JobSockets, SayThatThereIsNoSuchJob) {
   EXPECT_THROW(find_job("no such job", {}), Error);
   const auto executor = make_executor();
   EXPECT_THROW(ask_workers(*executor, "/proc/self/fdinfo", 1ms), Error);
+}
+
+TEST(JobSockets, ListSeveralJobsWithTheirLaunchers) {
+  const testing::TemporaryFolder parent;
+  const rendezvous::Environment environment = {{"TMPDIR", parent.path()}};
+  const JobFolder one(environment), other(environment);
+  EXPECT_EQ(find_job(one.path().substr(one.path().size() - 6), environment), one.path());
+  for (const std::string& name : {std::string(), std::string("no such job")}) {
+    const std::string text = testing::error_text([&] { find_job(name, environment); });
+    for (const JobFolder* job : {&one, &other}) {
+      EXPECT_THAT(text, HasSubstr(fmt::format("\n  {}, process {}: ", job->path(), getpid())));
+    }
+    EXPECT_THAT(text, HasSubstr("launch_test"));
+  }
 }
 
 }  // namespace
