@@ -113,6 +113,34 @@ void change_byte(const std::string& path, std::uint64_t at, int bit) {
   ::close(fd);
 }
 
+/// A disk that may be read only.
+class ReadOnlyCalls final : public DiskCalls {
+ public:
+  int access(const char* path, int mode) override {
+    asked = path;
+    if ((mode & W_OK) == 0) return DiskCalls::access(path, mode);
+    errno = EROFS;
+    return -1;
+  }
+  std::string asked;
+};
+
+TEST(Disk, ChecksTheNearestFolderThatExists) {
+  const TemporaryFolder folder;
+  const Disk usual;
+  for (const char* name : {"", "/a", "/a/b/c"}) usual.check_writable(folder.path() + name);
+  usual.check_writable("a/relative/path");
+  EXPECT_FALSE(std::filesystem::exists(folder.path() + "/a"));
+  ReadOnlyCalls calls;
+  const Disk disk(&calls);
+  const Error error = error_of([&] { disk.check_writable(folder.path() + "/a/b"); });
+  EXPECT_EQ(error.kind(), ErrorKind::kDenied);
+  EXPECT_THAT(error.message(), HasSubstr(folder.path() + "/a/b"));
+  EXPECT_EQ(calls.asked, folder.path());
+  usual.write_file(folder.path() + "/file", "text");
+  EXPECT_THAT(error_text([&] { usual.check_writable(folder.path() + "/file/run"); }), HasSubstr("file/run"));
+}
+
 TEST(CheckpointDirectory, FindsTheNewestCheckpointAndNamesItInLatest) {
   const TemporaryFolder folder;
   const Disk disk;

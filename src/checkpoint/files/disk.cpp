@@ -80,6 +80,7 @@ ssize_t DiskCalls::pwrite(int fd, const void* data, std::size_t size, off_t offs
 }
 int DiskCalls::fsync(int fd) { return ::fsync(fd); }
 int DiskCalls::rename(const char* from, const char* to) { return ::rename(from, to); }
+int DiskCalls::access(const char* path, int mode) { return ::faccessat(AT_FDCWD, path, mode, AT_EACCESS); }
 
 OutputFile::OutputFile(const Disk& disk, std::string path, int fd)
     : disk_(disk), path_(std::move(path)), fd_(fd) {}
@@ -152,6 +153,15 @@ std::int64_t Disk::file_size(const std::string& path) const {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return -1;
   return status.st_size;
+}
+
+void Disk::check_writable(const std::string& path) const {
+  std::error_code error;
+  std::filesystem::path existing = std::filesystem::absolute(path, error);
+  while (existing.has_relative_path() && !std::filesystem::exists(existing, error))
+    existing = existing.parent_path();
+  if (!std::filesystem::is_directory(existing, error)) throw_disk_error("write to", path, ENOTDIR);
+  if (calls_.access(existing.c_str(), W_OK | X_OK) != 0) throw_disk_error("write to", path, errno);
 }
 
 void Disk::make_folder(const std::string& path) const {

@@ -17,6 +17,7 @@ class DiskCalls {
   virtual ssize_t pwrite(int fd, const void* data, std::size_t size, off_t offset);
   virtual int fsync(int fd);
   virtual int rename(const char* from, const char* to);
+  virtual int access(const char* path, int mode);
 };
 
 /// Receives every part of a file's data after it was written, in order.
@@ -72,6 +73,8 @@ class Disk {
   /// Returns -1 if there is no such file.
   std::int64_t file_size(const std::string& path) const;
 
+  /// Throws unless this process may create files in the folder or, if it does not exist, the folder.
+  void check_writable(const std::string& path) const;
   /// Creates a folder and its parents; it may exist.
   void make_folder(const std::string& path) const;
   /// Makes the entries of a folder durable.

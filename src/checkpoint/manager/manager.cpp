@@ -101,7 +101,10 @@ class CheckpointManager::Impl {
     const std::optional<Error> previous = finish();
     if (previous) runtime_.log.warning(previous->message());
     checkpoint::RestoreRound round(*ranks_, directory_, runtime_.log);
-    if (ranks_->commits()) delete_dead_leftovers();
+    if (ranks_->commits()) {
+      delete_dead_leftovers();
+      warn_if_read_only();
+    }
     return round.run([this](const std::string& folder, const checkpoint::Manifest& manifest) {
       checkpoint::FolderReader reader(folder, manifest);
       reader.set_read_on_owner([this](const std::string& from, const std::string& name, const auto& value) {
@@ -183,6 +186,16 @@ class CheckpointManager::Impl {
       if (lock.take(options_.directory, holder).empty()) directory_.delete_leftovers();
     } catch (const Error& error) {  // another process writes, or this one must not: restoring needs neither
       runtime_.log.debug(fmt::format("leftovers of earlier saves stay: {}", error.message()));
+    }
+  }
+
+  /// A program that only restores needs no more than read access; another one should not train first.
+  void warn_if_read_only() const {
+    try {
+      disk_.check_writable(options_.directory);
+    } catch (const Error& error) {
+      runtime_.log.warning(
+          fmt::format("checkpoints can be restored only, and saving one will fail: {}", error.message()));
     }
   }
 

@@ -11,6 +11,7 @@
 #include <torchspan/checkpoint.h>
 #include <torchspan/optim.h>
 
+#include "checkpoint/files/disk.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 
@@ -328,6 +329,23 @@ TEST(CheckpointManager, ThrowsTheFailureOfAnAsynchronousSaveAtTheNextOne) {
   manager.save(4);
   manager.wait();
   EXPECT_EQ(manager.restore(), 4);
+}
+
+TEST(CheckpointManager, WarnsAtTheRestoreThatItCannotSave) {
+  const TemporaryFolder folder;
+  checkpoint::Disk().write_file(folder.path() + "/file", "text");
+  const auto warning = [&](const std::string& name) {
+    CheckpointManager manager({.directory = folder.path() + name});
+    ::testing::internal::CaptureStderr();
+    try {
+      manager.restore();
+    } catch (const Error&) {  // this folder cannot even be listed
+    }
+    return ::testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(warning("/run"), "");
+  EXPECT_THAT(warning("/file/run"),
+              ::testing::AllOf(HasSubstr("saving one will fail"), HasSubstr(folder.path() + "/file/run")));
 }
 
 TEST(CheckpointManager, UsesTheNewestUndamagedCheckpoint) {
