@@ -77,7 +77,7 @@ TEST_F(Program, LearnsAcrossThreeWorkersAndReportsThePlacement) {
 
 TEST_F(Program, GoesOnWhenARankDiesAndTakesInItsReplacement) {
   const Outcome outcome =
-      run({"torchspan", "run", "-n", "3", "--max-replacements", "3", kElastic},
+      run({"torchspan", "run", "-n", "3", "--max-replacements", "3", "--restart-backoff", "10ms", kElastic},
           {"--data", folder_.path(), "--batch", "16", "--epochs", "40", "--die-at", "30"});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("step 0: 3 ranks"), HasSubstr("step 30: 2 ranks"),

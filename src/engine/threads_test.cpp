@@ -139,11 +139,13 @@ TEST_F(EngineThreads, ServeLeavesOneAfterTheOther) {
 
 TEST_F(EngineThreads, EndWithTheFirstFailureWhenAllHaveStopped) {
   const Tensor x = at::ones({2}).requires_grad_();
-  std::atomic<int> arrived{0}, running{0};
+  std::atomic<int> arrived{0}, running{0}, running_when_told{-1};
   std::function<void()> slow = [&] {
     ++running;
     meet(arrived, 2);
-    executor_->sleep(std::chrono::milliseconds(20));
+    const Deadline limit = executor_->deadline_in(std::chrono::seconds(10));
+    while (running_when_told < 0 && !limit.passed(executor_->now()))
+      executor_->sleep(std::chrono::microseconds(100));
     --running;
   };
   std::function<void()> bad = [&] {
@@ -154,8 +156,7 @@ TEST_F(EngineThreads, EndWithTheFirstFailureWhenAllHaveStopped) {
   GradientMap gradients;
   MapSink sink(gradients);
   PassOptions two = options(2);
-  int running_when_told = -1;
-  two.failed = [&] { running_when_told = running; };
+  two.failed = [&] { running_when_told = running.load(); };
   try {
     run({loss}, sink, std::move(two));
     FAIL() << "nothing was thrown";

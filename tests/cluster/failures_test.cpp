@@ -101,7 +101,8 @@ void worker_dies_during_a_call() {
   }
   const Error last = error_of([&] { killing.wait(); });
   require(last.kind() == ErrorKind::kDisconnected, last.what());
-  require(session.runtime().executor.now() - before < std::chrono::seconds(1), "within a second");
+  require(session.runtime().executor.now() - before < std::chrono::seconds(4),
+          "at once, not after a silence of 5 s");
   require(worker.rpc_sync("worker2", kAdd, 1, 1) == 2, "worker2 is not concerned");
   const Error shutdown = error_of([&] { session.shutdown(std::chrono::seconds(20)); });
   require(std::string(shutdown.what()).find("worker1") != std::string::npos, shutdown.what());
@@ -124,7 +125,7 @@ void ends_early() {
     return;
   } catch (const std::out_of_range&) {
   }
-  poll(nullptr, 0, 500);
+  poll(nullptr, 0, 3000);
   std::exit(std::atoi(std::getenv("TORCHSPAN_TEST_CODE")));
 }
 
@@ -193,7 +194,7 @@ void has_a_limit_for_shutdown() {
   const TimePoint begin = session.runtime().executor.now();
   const Error error = error_of([&] { session.shutdown(); });
   require(error.kind() == ErrorKind::kTimedOut || error.kind() == ErrorKind::kDisconnected, error.what());
-  require(session.rank() != 0 || session.runtime().executor.now() - begin >= std::chrono::seconds(2),
+  require(session.rank() != 0 || session.runtime().executor.now() - begin >= std::chrono::seconds(1),
           "rank 1 is waited for");
 }
 

@@ -196,7 +196,7 @@ TEST_F(TrainingOverHosts, EndsWithTheWorldWhenHostsLoseTheirConnection) {
   ASSERT_TRUE(network_.pull_cable());
   for (std::size_t rank = 0; rank < 2; ++rank) {
     EXPECT_TRUE(says(world, world.process(rank), "lost", seconds(20))) << world.process(rank).output();
-    EXPECT_LT(world.executor().now() - pulled, seconds(7)) << world.process(rank).output();
+    EXPECT_LT(world.executor().now() - pulled, seconds(9)) << world.process(rank).output();
   }
   if (world.executor().now() - pulled < seconds(8)) {
     world.executor().sleep(seconds(8) - (world.executor().now() - pulled));

@@ -312,7 +312,7 @@ TEST_P(CollectiveAnySource, NamesBothCallsIfDtypeOrShapeDiffers) {
 TEST_P(CollectiveAnySource, ATimeoutNamesAllRanksAndWhatTheySendInstead) {
   if (ranks() > 3) return;  // each row takes as long as the timeout
   GroupOptions options = this->options();
-  options.timeout = seconds(2);
+  options.timeout = seconds(4);
   std::atomic<bool> called{false}, failed{false};
   const auto errors = errors_of(options, [&](Group& group) {
     if (group.rank() == 0) {
@@ -326,7 +326,7 @@ TEST_P(CollectiveAnySource, ATimeoutNamesAllRanksAndWhatTheySendInstead) {
       }
     } else if (group.rank() == 1) {
       while (!called.load()) world_.executor().sleep(milliseconds(5));
-      world_.executor().sleep(milliseconds(300));  // its own timeout is later
+      world_.executor().sleep(seconds(2));  // its own timeout is later
       const auto pending = group.send(on_row(at::ones({5})), 0, 2);
       while (!failed.load()) world_.executor().sleep(milliseconds(5));
       pending.wait(seconds(60));
@@ -336,7 +336,7 @@ TEST_P(CollectiveAnySource, ATimeoutNamesAllRanksAndWhatTheySendInstead) {
     EXPECT_EQ(errors[rank].kind(), ErrorKind::kTimedOut) << errors[rank].what();
   }
   EXPECT_THAT(errors[0].what(), AllOf(HasSubstr("recv(Float [3] from any rank, tag 1)"),
-                                      HasSubstr("waited 2 s"), HasSubstr("sends Float [5] with tag 2")));
+                                      HasSubstr("waited 4 s"), HasSubstr("sends Float [5] with tag 2")));
   for (const int other : others(0)) {
     EXPECT_THAT(errors[0].what(), HasSubstr("worker" + std::to_string(other)));
   }

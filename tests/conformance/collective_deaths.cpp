@@ -15,18 +15,23 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::HasSubstr;
 
-/// Dies before a call that the others make.
+std::string folder_of_run() { return std::getenv("TORCHSPAN_RUNTIME_DIR"); }
+
+/// Dies before a call that the others make, and after these have completed the earlier ones.
 void dies_between_calls(const GroupOptions& options) {
-  with_group(options, [](Group& group, Executor&) {
+  with_group(options, [](Group& group, Executor& executor) {
     for (int i = 0; i < 5; ++i) group.all_reduce(at::ones({100})).wait();
+    const auto done = [](int rank) { return folder_of_run() + "/done" + std::to_string(rank); };
+    std::ofstream(done(group.rank())) << "now";
+    for (const int rank : {0, 2}) {
+      while (group.rank() == kVictim && !std::filesystem::exists(done(rank))) executor.sleep(milliseconds(5));
+    }
     if (group.rank() == kVictim) kill(getpid(), SIGKILL);
     expect_error(ErrorKind::kDisconnected, {"worker1", "rank 1", "all_reduce(Float [100], sum)", "call 6"},
                  [&] { group.all_reduce(at::ones({100})).wait(); });
     expect_error(ErrorKind::kDisconnected, {"worker1"}, [&] { group.barrier(); });
   });
 }
-
-std::string folder_of_run() { return std::getenv("TORCHSPAN_RUNTIME_DIR"); }
 
 /// The end of a survivor must not be the death that the other one sees first.
 void wait_for_other_survivor(const Group& group, Executor& executor) {
@@ -114,7 +119,7 @@ void dies_at_any_time_between_messages(const GroupOptions& options) {
 /// Is stopped: it is late, not dead.
 void stops() {
   GroupOptions options = shared_memory();
-  options.timeout = seconds(1);
+  options.timeout = seconds(4);
   with_group(options, [](Group& group, Executor&) {
     group.barrier();
     if (group.rank() == kVictim) kill(getpid(), SIGSTOP);

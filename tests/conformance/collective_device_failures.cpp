@@ -265,7 +265,7 @@ TEST(DeviceGroups, AbortAnOperationThatNcclDoesNotEnd) {
   const FakeNccl faults;
   const int before = faults.aborted();
   EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
-                const Group group = make_with(self, on_device(BackendKind::kNccl, seconds(2)),
+                const Group group = make_with(self, on_device(BackendKind::kNccl, seconds(4)),
                                               stand_in_services(BackendKind::kNccl));
                 group.all_reduce(ones_there(5)).wait();
                 group.barrier();
@@ -295,7 +295,7 @@ TEST(DeviceGroups, ReportAnErrorOfNcclToAllRanks) {
 TEST(DeviceGroups, FailTheResultsOfADeviceThatDoesNotFinish) {
   const SlowDevice slow;
   EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
-                const Group group = make_with(self, on_device(BackendKind::kNccl, seconds(2)),
+                const Group group = make_with(self, on_device(BackendKind::kNccl, seconds(4)),
                                               stand_in_services(BackendKind::kNccl));
                 const at::Tensor mine = ones_there(6);
                 const auto result = group.all_reduce(mine);

@@ -80,6 +80,7 @@ void dies_before_every_operation(const GroupOptions& options) {
     for (std::size_t i = 0; i < calls.size(); ++i)
       groups.push_back(make_group_of_suite(runtime, world, options));
     for (const Group& group : groups) group.barrier();
+    world.barrier("test.begun", {}, runtime.executor.deadline_in(seconds(60)));
     if (world.self().rank == kVictim) kill(getpid(), SIGKILL);
     std::vector<std::function<void()>> pending;
     for (std::size_t i = 0; i < calls.size(); ++i) pending.push_back(calls[i].begin(groups[i]));

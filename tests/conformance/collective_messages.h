@@ -44,7 +44,9 @@ class MessageSuite : public CollectiveSuite {
            collective::Group group = make_group_of_row(self.runtime, self.membership, options);
            std::exception_ptr failure;
            try {
-             group.barrier();  // all have made it
+             // All have made it. A barrier of the group would have the timeout that a test is about.
+             self.membership.barrier("test.made", {},
+                                     world_.executor().deadline_in(std::chrono::seconds(60)));
              body(group);
            } catch (...) {
              failure = std::current_exception();

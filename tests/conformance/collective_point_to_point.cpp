@@ -218,7 +218,7 @@ TEST_P(CollectivePointToPoint, NamesBothCallsIfDtypeOrShapeDiffers) {
 // peer: c10d `testRecvTimeout`, `test_timeout_in_wait`: better: the late rank is named, with what it sends instead
 TEST_P(CollectivePointToPoint, NamesALateRankAndWhatItSendsInstead) {
   GroupOptions options = this->options();
-  options.timeout = seconds(2);
+  options.timeout = seconds(3);
   std::atomic<bool> failed{false};
   const auto errors = errors_of(options, [&](Group& group) {
     if (group.rank() == 1) {
@@ -244,7 +244,7 @@ TEST_P(CollectivePointToPoint, NamesALateRankAndWhatItSendsInstead) {
 
 TEST_P(CollectivePointToPoint, ASendThatNoRankReceivesTimesOut) {
   GroupOptions options = this->options();
-  options.timeout = seconds(1);
+  options.timeout = seconds(3);
   const auto errors = errors_of(options, [&](Group& group) {
     if (group.rank() != 0) return;
     EXPECT_THROW(group.send(on_row(at::ones({100000})), 1).wait(seconds(60)), Error);

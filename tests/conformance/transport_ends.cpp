@@ -100,7 +100,7 @@ TEST_P(TransportPeerConformance, DistinguishesAStoppedPeerFromADeadOneIfItsKindC
       const Duration time = world.executor().now() - stopped;
       EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
       EXPECT_THAT(error.message(), HasSubstr("silent for 5.0 s"));
-      EXPECT_LT(time, std::chrono::seconds(7));
+      EXPECT_LT(time, std::chrono::seconds(9));
       EXPECT_GT(time, std::chrono::seconds(3));
       talk(friends, kept, 3);
       sleeper->go_on();

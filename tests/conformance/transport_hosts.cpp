@@ -121,7 +121,7 @@ class TwoHosts : public ::testing::Test {
     EXPECT_THAT(there, ::testing::HasSubstr("disconnected"));
     EXPECT_THAT(there, ::testing::HasSubstr("silent for 5.0 s"));
     for (const Duration time : {here, heard - pulled}) {
-      EXPECT_LT(time, std::chrono::seconds(6));
+      EXPECT_LT(time, std::chrono::seconds(8));
       EXPECT_GT(time, std::chrono::seconds(4));
     }
     ASSERT_TRUE(run("ip link set near up"));

@@ -48,7 +48,7 @@ TEST_P(TransportPeerConformance, ReportsAtOnceThatAnIdlePeerWasKilled) {
     const TimePoint killed = world.executor().now();
     echo->kill();
     const Error error = node.wait_for_end(channel);
-    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(1));
+    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(4)) << "silence lasts 5 s";
     EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
     EXPECT_THAT(error.message(), HasSubstr(name));
     EXPECT_THAT(error.message(), HasSubstr("died or was killed"));
@@ -69,7 +69,7 @@ TEST_P(TransportPeerConformance, ReportsAtOnceThatAPeerWasKilledThoughItsForkedC
     const TimePoint killed = world.executor().now();
     echo->kill();
     EXPECT_EQ(node.wait_for_end(channel).kind(), ErrorKind::kDisconnected);
-    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(1));
+    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(4)) << "silence lasts 5 s";
     // The child must not keep the address in use either.
     const auto again = world.start_echo("echo");
     ASSERT_EQ(again->address(), address);

@@ -133,6 +133,8 @@ int driver_main() {
       std::fflush(stdout);
     }
   }
+  // The last worker that was killed may not have started again yet.
+  for (int i = 0; i < 600 && worker.world_size() <= kWorkers; ++i) executor.sleep(milliseconds(100));
   wait_until_alone(worker);
   executor.sleep(seconds(2));
   const DebugInfo debug = worker.debug();
