@@ -150,7 +150,8 @@ void add_pair(const Samples& samples, const std::string& name, nlohmann::json& m
 void measure_pairs(nlohmann::json& metrics) {
   testing::ProcessWorld world(2);
   const std::string folder = world.folder() + "/trace";
-  const std::string port = std::to_string(testing::free_port());
+  const ReservedPort reserved = testing::reserve_port();
+  const std::string port = std::to_string(reserved.number());
   for (int rank = 0; rank < 2; ++rank) {
     world.start(rank, "pairs",
                 {{"TORCHSPAN_BENCH_PORT", port},

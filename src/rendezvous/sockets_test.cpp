@@ -13,6 +13,7 @@
 
 #include "net/api/stream.h"
 #include "rendezvous/simulated_world.h"
+#include "tests/support/processes.h"
 
 namespace torchspan::rendezvous::sockets_test {
 namespace {
@@ -53,8 +54,6 @@ class ForeignListener {
   int port_ = 0;
 };
 
-int free_port() { return ForeignListener().port(); }
-
 /// Workers as threads of this process, over real sockets.
 class Sockets : public ::testing::Test {
  protected:
@@ -63,6 +62,12 @@ class Sockets : public ::testing::Test {
     folder_ = mkdtemp(pattern.data());
   }
   ~Sockets() override { std::filesystem::remove_all(folder_); }
+
+  /// A port that no other test gets during this one.
+  int free_port() {
+    ports_.push_back(torchspan::testing::reserve_port());
+    return ports_.back().number();
+  }
 
   MembershipOptions options(int rank, int world_size) const {
     MembershipOptions options;
@@ -114,6 +119,7 @@ class Sockets : public ::testing::Test {
   }
 
   std::string folder_;
+  std::vector<ReservedPort> ports_;
   std::unique_ptr<Executor> executor_ = make_executor();
   net::Secret secret_ = net::Secret::random();
 };

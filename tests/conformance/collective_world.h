@@ -4,6 +4,7 @@
 #include <functional>
 #include <gtest/gtest.h>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -107,7 +108,10 @@ class CollectiveWorld {
 
   /// The same in all processes, because all run the same tests.
   std::string name_of_store() {
-    if (tls_) return "tls:127.0.0.1:" + std::to_string(free_port());
+    if (tls_) {
+      port_.emplace(reserve_port());
+      return "tls:127.0.0.1:" + std::to_string(port_->number());
+    }
     if (!mpi_) return "unix:" + folder_.path() + "/store";
     std::string test = ::testing::UnitTest::GetInstance()->current_test_info()->name();
     std::replace(test.begin(), test.end(), '/', '-');
@@ -122,6 +126,7 @@ class CollectiveWorld {
   TemporaryFolder folder_;
   const net::Secret secret_;
   int worlds_ = 0;
+  std::optional<ReservedPort> port_;  ///< of the store, over TLS
   std::string store_;
   const std::unique_ptr<Executor> executor_;
 };

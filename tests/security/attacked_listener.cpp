@@ -297,7 +297,8 @@ std::unique_ptr<Transport> AttackedListener::make_transport(Handler& handler,
 
 std::string AttackedListener::other_address(const std::string& name) const {
   if (kind_.unix_socket) return "unix:" + folder_.path() + "/" + name;
-  return (is_tls() ? "tls:127.0.0.1:" : "tcp:127.0.0.1:") + std::to_string(torchspan::testing::free_port());
+  ports_.push_back(torchspan::testing::reserve_port());
+  return (is_tls() ? "tls:127.0.0.1:" : "tcp:127.0.0.1:") + std::to_string(ports_.back().number());
 }
 
 std::unique_ptr<Honest> AttackedListener::make_honest(const std::string& address) {

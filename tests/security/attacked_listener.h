@@ -84,6 +84,7 @@ class AttackedListener {
  private:
   const ListenerKind kind_;
   const torchspan::testing::TemporaryFolder folder_;
+  mutable std::vector<ReservedPort> ports_;  ///< of other addresses
   const std::unique_ptr<Executor> executor_ = make_executor();
   std::unique_ptr<torchspan::testing::TestAuthority> ours_, foreign_;
   Descriptor to_victim_, from_victim_;

@@ -169,7 +169,7 @@ class Chaos {
       : time_(seconds(number_from("SOAK_SECONDS", 600))),
         seed_(number_from("SOAK_SEED", std::uint64_t{std::random_device()()})),
         random_(seed_),
-        port_(testing::free_port()),
+        port_(testing::reserve_port()),
         executor_(make_executor()) {
     std::ofstream(folder_.path() + "/secret") << "a secret that only this soak knows, long enough\n";
     std::filesystem::permissions(folder_.path() + "/secret", std::filesystem::perms::owner_read);
@@ -216,7 +216,7 @@ class Chaos {
         std::map<std::string, std::string>{{"RANK", std::to_string(rank)},
                                            {"WORLD_SIZE", "0"},
                                            {"MASTER_ADDR", "127.0.0.1"},
-                                           {"MASTER_PORT", std::to_string(port_)},
+                                           {"MASTER_PORT", std::to_string(port_.number())},
                                            {"TORCHSPAN_SECRET_FILE", folder_.path() + "/secret"},
                                            {"TORCHSPAN_RUNTIME_DIR", folder_.path() + "/run"},
                                            {"OMP_NUM_THREADS", "1"},
@@ -251,7 +251,7 @@ class Chaos {
   const Duration time_;
   const std::uint64_t seed_;
   std::mt19937_64 random_;
-  const int port_;
+  const ReservedPort port_;
   testing::TemporaryFolder folder_;
   const std::unique_ptr<Executor> executor_;
   std::map<int, std::unique_ptr<Process>> processes_;

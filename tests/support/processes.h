@@ -12,12 +12,13 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <vector>
 
 #include <torchspan/detail/core/executor.h>
+
+#include "core/api/reserved_port.h"
 
 namespace torchspan::testing {
 
@@ -38,17 +39,11 @@ class TemporaryFolder {
   std::string path_;
 };
 
-/// A TCP port of the loopback interface that was free when it was chosen.
-inline int free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  bind(fd, reinterpret_cast<sockaddr*>(&address), size);
-  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size);
-  close(fd);
-  return ntohs(address.sin_port);
+/// A free TCP port of the loopback interface, outside the launcher's range, that no other test gets meanwhile.
+inline ReservedPort reserve_port() {
+  auto port = ReservedPort::draw(10000, 19999, INADDR_LOOPBACK);
+  if (!port) throw std::runtime_error("no free port");
+  return std::move(*port);
 }
 
 /// A child process whose output goes to a file. The destructor kills it.
@@ -123,12 +118,12 @@ class Process {
 /// launcher sets and with TORCHSPAN_TEST_SCENARIO, which its main() runs instead of the tests.
 class ProcessWorld {
  public:
-  explicit ProcessWorld(int size) : size_(size), port_(free_port()), executor_(make_executor()) {
+  explicit ProcessWorld(int size) : size_(size), port_(reserve_port()), executor_(make_executor()) {
     std::ofstream(folder_.path() + "/secret") << "a secret that only this test knows, long enough\n";
     std::filesystem::permissions(folder_.path() + "/secret", std::filesystem::perms::owner_read);
   }
 
-  int port() const { return port_; }
+  int port() const { return port_.number(); }
   const std::string& folder() const { return folder_.path(); }
   Executor& executor() { return *executor_; }
   std::map<std::string, std::string> environment(int rank) const {
@@ -137,7 +132,7 @@ class ProcessWorld {
             {"LOCAL_RANK", std::to_string(rank)},
             {"LOCAL_WORLD_SIZE", std::to_string(size_)},
             {"MASTER_ADDR", "127.0.0.1"},
-            {"MASTER_PORT", std::to_string(port_)},
+            {"MASTER_PORT", std::to_string(port())},
             {"TORCHSPAN_SECRET_FILE", folder_.path() + "/secret"},
             {"TORCHSPAN_RUNTIME_DIR", folder_.path()},
             {"OMP_NUM_THREADS", "1"}};
@@ -162,7 +157,7 @@ class ProcessWorld {
 
  private:
   const int size_;
-  const int port_;
+  const ReservedPort port_;
   TemporaryFolder folder_;
   const std::unique_ptr<Executor> executor_;
   std::vector<std::unique_ptr<Process>> processes_;

@@ -136,7 +136,7 @@ class Job {
   int run();
 
  private:
-  JobSetting make_setting(const JobFolder& folder, int workers) const;
+  JobSetting make_setting(const JobFolder& folder, int workers, std::uint16_t port) const;
   void prepare_logs() const;
   void say_threads(const JobSetting& setting);
   AttemptReport try_attempt(int workers);
@@ -167,12 +167,13 @@ class Job {
   Interruption interruption_;
   int replacements_used_ = 0;
   std::vector<AttemptResult> failed_attempts_;
-  std::vector<std::string> history_;  ///< a paragraph for each attempt that was followed by another
-  std::string reason_;                ///< why the last one was not
-  std::unique_ptr<JobNodes> nodes_;   ///< null: the job runs on this host
+  std::vector<std::string> history_;        ///< a paragraph for each attempt that was followed by another
+  std::string reason_;                      ///< why the last one was not
+  std::unique_ptr<JobNodes> nodes_;         ///< null: the job runs on this host
+  std::optional<ReservedPort> store_port_;  ///< of an attempt on several hosts
 };
 
-JobSetting Job::make_setting(const JobFolder& folder, int workers) const {
+JobSetting Job::make_setting(const JobFolder& folder, int workers, std::uint16_t port) const {
   JobSetting setting;
   setting.workers = workers;
   setting.restart_count = static_cast<int>(failed_attempts_.size());
@@ -180,7 +181,7 @@ JobSetting Job::make_setting(const JobFolder& folder, int workers) const {
   setting.preempt_signal = options_.preemption.signal;
   setting.name_prefix = options_.name_prefix;
   setting.run_id = run_id_;
-  setting.master_port = choose_port(options_.master_port);
+  setting.master_port = port;
   setting.secret_file = folder.secret_file();
   setting.runtime_folder = folder.runtime_folder();
   setting.error_folder = folder.error_folder();
@@ -236,7 +237,13 @@ AttemptReport Job::try_attempt(int workers) {
 
 AttemptReport Job::run_attempt(int workers) {
   const JobFolder folder(options_.environment);
-  JobSetting setting = make_setting(folder, workers);
+  std::optional<ReservedPort> chosen;
+  if (options_.master_port == 0) {
+    chosen.emplace(choose_port());
+  } else {
+    check_port(options_.master_port);
+  }
+  JobSetting setting = make_setting(folder, workers, chosen ? chosen->number() : options_.master_port);
   if (nodes_ && !meet_nodes(setting)) return {.workers = workers};
   AttemptReport report = run_workers(setting);
   kill_processes_of(executor_, run_id_);
@@ -279,8 +286,9 @@ bool Job::meet_nodes(JobSetting& setting) {
   const Environment worker = worker_environment(options_.environment, setting, 0);
   const auto range = worker.find("TORCHSPAN_PORT_RANGE");
   const bool serves = options_.nodes.node_rank == 0 && together();
-  nodes_->ready(setting.restart_count,
-                serves ? choose_store_port(range == worker.end() ? "" : range->second) : std::uint16_t{0});
+  store_port_.reset();
+  if (serves) store_port_.emplace(choose_store_port(range == worker.end() ? "" : range->second));
+  nodes_->ready(setting.restart_count, store_port_ ? store_port_->number() : std::uint16_t{0});
   while (interruption_.signal == 0 && !nodes_->may_start()) wait_for_nodes();
   if (interruption_.signal != 0) return false;
   if (nodes_->store_port() != 0) setting.nodes.rdzv_port = nodes_->store_port();

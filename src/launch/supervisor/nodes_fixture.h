@@ -11,7 +11,7 @@ class NodesOnLoopback : public Jobs {
  protected:
   static constexpr int kNodes = 2;
 
-  NodesOnLoopback() : port_(static_cast<std::uint16_t>(testing::free_port())) {
+  NodesOnLoopback() {
     net::Secret::random().write_file(folder_ + "/secret");
     EXPECT_EQ(pipe(alive_.data()), 0);
   }
@@ -72,7 +72,8 @@ class NodesOnLoopback : public Jobs {
     }
   }
 
-  const std::uint16_t port_;
+  const ReservedPort reserved_ = testing::reserve_port();
+  const std::uint16_t port_ = reserved_.number();
   std::array<Captured, kNodes> outputs_, messages_;
   std::array<pid_t, kNodes> launchers_ = {};
 

@@ -27,8 +27,8 @@ namespace {
 /// Leaves room for the runtime folder's name within the 60 characters that sockets need.
 constexpr std::size_t kLongestParent = 38;
 constexpr std::string_view kFolderPrefix = "torchspan.";
-constexpr int kFirstPort = 20000;
-constexpr int kLastPort = 32000;
+constexpr std::uint16_t kFirstPort = 20000;
+constexpr std::uint16_t kLastPort = 32000;
 
 bool is_folder(const std::string& path) {
   struct stat about {};
@@ -44,20 +44,6 @@ void check_program(const std::string& path) {
     throw_invalid(fmt::format("'{0}' cannot be executed: {1}; if it is a program, run: chmod +x '{0}'", path,
                               std::strerror(errno)));
   }
-}
-
-/// Whether a socket could listen at a port of an IPv4 address.
-bool is_free(std::uint16_t port, in_addr_t host = INADDR_LOOPBACK) {
-  const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const int yes = 1;
-  setsockopt(probe, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(host);
-  address.sin_port = htons(port);
-  const bool free = bind(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
-  close(probe);
-  return free;
 }
 
 }  // namespace
@@ -149,20 +135,17 @@ std::string find_program(const std::string& name, const Environment& environment
   throw_invalid(fmt::format("there is no program '{}' in PATH ({})", name, searched));
 }
 
-std::uint16_t choose_port(std::uint16_t wanted) {
-  if (wanted != 0) {
-    if (is_free(wanted)) return wanted;
-    throw_invalid(fmt::format(
-        "port {0} is in use ('ss -ltnp sport = :{0}' shows the process); choose another --master-port, or "
-        "none for a free one",
-        wanted));
-  }
-  std::random_device random;
-  std::uniform_int_distribution<int> draw(kFirstPort, kLastPort);
-  for (int attempt = 0; attempt < 200; ++attempt) {
-    const auto port = static_cast<std::uint16_t>(draw(random));
-    if (is_free(port)) return port;
-  }
+void check_port(std::uint16_t port) {
+  if (ReservedPort::is_free(port, INADDR_LOOPBACK)) return;
+  throw_invalid(fmt::format(
+      "port {0} is in use ('ss -ltnp sport = :{0}' shows the process); choose another --master-port, or "
+      "none for a free one",
+      port));
+}
+
+ReservedPort choose_port() {
+  auto port = ReservedPort::draw(kFirstPort, kLastPort, INADDR_LOOPBACK);
+  if (port) return std::move(*port);
   throw_invalid(fmt::format("no free port was found between {} and {}; choose one with --master-port",
                             kFirstPort, kLastPort));
 }
@@ -182,17 +165,18 @@ net::PortRange read_port_range(const std::string& range) {
   return ports;
 }
 
-std::uint16_t choose_store_port(const std::string& range) {
+ReservedPort choose_store_port(const std::string& range) {
   const net::PortRange ports = read_port_range(range);
-  const int first = range.empty() ? kFirstPort : ports.first, last = range.empty() ? kLastPort : ports.last;
-  std::random_device random;
-  const int start = range.empty() ? std::uniform_int_distribution<int>(first, last)(random) : last;
-  for (int i = 0; i <= last - first; ++i) {
-    const int port = start - i >= first ? start - i : start - i + (last - first + 1);
-    if (is_free(static_cast<std::uint16_t>(port), INADDR_ANY)) return static_cast<std::uint16_t>(port);
+  std::optional<ReservedPort> port;
+  if (range.empty()) port = ReservedPort::draw(kFirstPort, kLastPort, INADDR_ANY);
+  for (int number = ports.last; !port && !range.empty() && number >= ports.first; --number) {
+    port = ReservedPort::take(static_cast<std::uint16_t>(number));
+    if (port && !ReservedPort::is_free(port->number(), INADDR_ANY)) port.reset();
   }
-  throw_invalid(fmt::format("no port from {} to {} is free for the workers' store; give another --port-range",
-                            first, last));
+  if (port) return std::move(*port);
+  throw_invalid(
+      fmt::format("no port {} is free for the workers' store; give another --port-range",
+                  range.empty() ? fmt::format("from {} to {}", kFirstPort, kLastPort) : "of " + range));
 }
 
 int usable_cores() {

@@ -7,6 +7,7 @@
 #include <torchspan/rendezvous.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/reserved_port.h"
 #include "launch/supervisor/nodes.h"
 
 namespace torchspan::launch {
@@ -58,11 +59,13 @@ net::PortRange read_port_range(const std::string& range);
 
 /// Returns a free port of this host for the store of workers on several hosts: the last free one of a range
 /// "FIRST-LAST", of which workers take the first ones, or any if the range is empty. Throws kInvalid if none is free.
-std::uint16_t choose_store_port(const std::string& range);
+ReservedPort choose_store_port(const std::string& range);
 
-/// Returns `wanted` if it is free on the loopback interface, else throws kInvalid; for 0 returns a free port
-/// below the system's range for outgoing connections, so that no connection takes it before rank 0 listens.
-std::uint16_t choose_port(std::uint16_t wanted);
+/// Throws kInvalid if a port of the loopback interface is in use.
+void check_port(std::uint16_t port);
+/// Returns a free port of the loopback interface below the system's range for outgoing connections, so that no connection
+/// takes it before rank 0 listens. Other launchers get other ports.
+ReservedPort choose_port();
 
 /// Number of cores that this process may use.
 int usable_cores();

@@ -119,11 +119,20 @@ TEST(Ports, AreFreeBelowTheRangeOfOutgoingConnectionsOrRefused) {
   ASSERT_EQ(listen(socket_descriptor, 1), 0);
   ASSERT_EQ(getsockname(socket_descriptor, reinterpret_cast<sockaddr*>(&address), &size), 0);
   const std::uint16_t taken = ntohs(address.sin_port);
-  EXPECT_THAT(error_text_of([&] { choose_port(taken); }), HasSubstr("port " + std::to_string(taken)));
+  const std::string range = std::to_string(taken);
+  EXPECT_THAT(error_text_of([&] { check_port(taken); }), HasSubstr("port " + range));
+  EXPECT_THAT(error_text_of([&] { choose_store_port(range); }), HasSubstr("no port of " + range));
   close(socket_descriptor);
-  EXPECT_EQ(choose_port(taken), taken);
-  EXPECT_GE(choose_port(0), 20000);
-  EXPECT_LT(choose_port(0), 32768);
+  check_port(taken);
+  {
+    const ReservedPort store = choose_store_port(range);
+    EXPECT_EQ(store.number(), taken);
+    EXPECT_THAT(error_text_of([&] { choose_store_port(range); }), HasSubstr("no port of " + range));
+  }
+  for (const std::uint16_t port : {choose_port().number(), choose_store_port("").number()}) {
+    EXPECT_GE(port, 20000);
+    EXPECT_LT(port, 32768);
+  }
 }
 
 TEST_F(Programs, OfAJobHaveAPrivateFolderThatIsRemovedWithIt) {
