@@ -1,7 +1,6 @@
 #include "collective/shm/op_queue.h"
 
 #include <gmock/gmock.h>
-#include <latch>
 #include <unistd.h>
 
 #include "tests/support/errors.h"
@@ -44,14 +43,15 @@ class OpQueueTest : public ::testing::Test {
                                  map_arena(Descriptor(::dup(arenas[other]->descriptor().get())), kArena));
     }
     std::vector<Bytes> places(kRanks);
-    std::latch all_are_there(kRanks);
+    std::atomic<int> there{0};
     queues_.resize(kRanks);
     std::vector<Thread> ranks;
     for (int rank = 0; rank < kRanks; ++rank) {
       ranks.push_back(executor_->spawn("rank", [&, rank] {
         const Gather gather = [&](BytesView mine) {
           places[rank].assign(mine.begin(), mine.end());
-          all_are_there.arrive_and_wait();
+          ++there;
+          while (there < kRanks) executor_->sleep(std::chrono::milliseconds(1));
           return places;
         };
         queues_[rank] =
@@ -85,13 +85,15 @@ class OpQueueTest : public ::testing::Test {
   /// Both ranks make `call`, but rank 0 is held in an earlier operation while rank 1 breaks the group. Returns how the call
   /// ends on rank 0.
   std::string end_after_break(const Call& call, bool rank_1_calls = true) {
-    std::latch broken(1);
-    submit(0, Call{}, [&] { broken.wait(); });
+    std::atomic<bool> broken{false};
+    submit(0, Call{}, [&] {
+      while (!broken) executor_->sleep(std::chrono::milliseconds(1));
+    });
     await(*submit(1, Call{}));
     const auto mine = submit(0, call);
     if (rank_1_calls) submit(1, call);
     queues_[1]->abort(Error(ErrorKind::kCancelled, "enough"));
-    broken.count_down();
+    broken = true;
     await(*mine);
     return mine->failure;
   }

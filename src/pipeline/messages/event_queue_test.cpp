@@ -8,18 +8,16 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// A host on which an event arrives when a wait without result has ended.
+/// A host on which an event may arrive at the end of a wait.
 class LateHost final : public FutureHost {
  public:
-  Executor& executor() override {
-    if (std::exchange(waited, false)) event_queue.lock()->put(Departure{});
-    return *executor_;
-  }
+  Executor& executor() override { return *executor_; }
   void post(UniqueFunction<void()> job) override { job(); }
-  void wait(Parker&, const std::atomic<bool>&, Deadline) override { waited = arrives_late; }
+  void wait(Parker&, const std::atomic<bool>&, Deadline) override {
+    if (arrives_late) event_queue.lock()->put(Departure{});
+  }
 
   bool arrives_late = false;
-  bool waited = false;
   std::weak_ptr<EventQueue> event_queue;
 
  private:

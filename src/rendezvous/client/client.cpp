@@ -26,7 +26,7 @@ Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipO
       self_(std::move(self)),
       began_(runtime.executor.now()),
       join_until_(runtime.executor.deadline_in(options_.timeout)),
-      backoff_(kFirstBackoff),
+      redial_{.pause = kFirstBackoff},
       death_log_(runtime.log, runtime.executor),
       events_(runtime),
       rounds_(
@@ -147,13 +147,13 @@ void Client::run() {
     }
     if (silent_at_.passed(runtime_.executor.now())) on_silence();
     events_.deliver();
-    if (retry_at_.passed(runtime_.executor.now())) connect();
-    transport_->wait(earlier(retry_at_, silent_at_));
+    if (redial_.at.passed(runtime_.executor.now())) connect();
+    transport_->wait(earlier(redial_.at, silent_at_));
   }
 }
 
 void Client::connect() {
-  retry_at_ = Deadline::never();
+  redial_.at = Deadline::never();
   store_ = {};
   Register message;
   message.versions = options_.store;
@@ -309,8 +309,8 @@ void Client::on_closed_before_welcome(const Error& reason) {
     MutexLock lock(mutex_);
     last_failure_ = reason;
   }
-  retry_at_ = runtime_.executor.deadline_in(backoff_);
-  backoff_ = std::min(backoff_ * 2, kLongestBackoff);
+  redial_.at = runtime_.executor.deadline_in(redial_.pause);
+  redial_.pause = std::min(redial_.pause * 2, kLongestBackoff);
 }
 
 void Client::on_store_gone(const Error& reason, bool held_for_dead) {

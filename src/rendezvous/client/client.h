@@ -62,6 +62,10 @@ class Client final : private net::Handler {
     bool newer = false;  ///< supports a newer version of the protocol
     bool declared_dead = false;
   };
+  struct Redial {
+    Deadline at = {};  ///< when to dial again
+    Duration pause;    ///< after the next failure
+  };
 
   void add_handlers();
   void run();
@@ -98,8 +102,7 @@ class Client final : private net::Handler {
   MessageTable<> messages_;
 
   // For the client's thread only.
-  Deadline retry_at_;
-  Duration backoff_;
+  Redial redial_;
   std::optional<Duration> patience_;  ///< limit for a silent store; none on the store's host
   Deadline silent_at_;
   StoreFacts store_;
