@@ -105,7 +105,9 @@ std::vector<torch::Tensor> train_together(Session& session, bool is_double, bool
 void compare(Session& session, bool is_double, bool adagrad) {
   const auto expected = train_alone(is_double, adagrad);
   const auto actual = train_together(session, is_double, adagrad);
-  const double tolerance = is_double ? 1e-12 : 1e-6;
+  // Kernels of the optimizers and of BLAS round differently from CPU to CPU, and the steps add these differences up. The
+  // comparison of doubles is the strict one.
+  const double tolerance = is_double ? 1e-12 : 1e-5;
   if (actual.size() != expected.size() || expected.size() != 18)
     throw std::runtime_error("parameters are missing");
   for (std::size_t i = 0; i < expected.size(); ++i) {
