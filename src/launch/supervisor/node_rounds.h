@@ -28,7 +28,8 @@ struct NodeMeeting {
 /// decide alike. A thread takes part in the rounds; the other functions do not block. Thread-safe.
 class NodeRounds {
  public:
-  /// Starts to connect to the others, and logs connections that host 0 rejects until all have met. `changed` is called on the thread when take() or failure() has something new.
+  /// Starts to connect to the others. Until all have met, host 0 logs the connections that it rejects. `changed` is called
+  /// on the thread when take() or failure() has something new.
   NodeRounds(Executor& executor, NodeMeeting meeting, std::function<void()> changed);
   /// Leaves after a round with the last state, within some seconds.
   ~NodeRounds();

@@ -1,19 +1,19 @@
 #include "launch/supervisor/prepare.h"
 
 #include <algorithm>
-#include <arpa/inet.h>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
 #include <fmt/format.h>
-#include <random>
+#include <netinet/in.h>
+#include <optional>
 #include <sched.h>
 #include <sys/file.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <utility>
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/net/secret.h>
