@@ -1,9 +1,9 @@
 # TorchSpan's commands. Each one installs missing packages, builds only what it needs, and may be repeated: nothing is
 # installed or built twice.
-#   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST
+#   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST; PRESET=dev uses what 'make test' built
 #   make test [ARGS="-R rpc"]       build everything and run every test; ARGS go to ctest
 #   make check                      arrows, project rules, classes, format, spelling, headers, code and commands in documents,
-#                                   clang-tidy
+#                                   clang-tidy; CHECK_SECONDS=600 limits those that compile
 #   make bench [SECTION=rpc]        run all benchmarks or one, write build/bench/*.json and report.html; LIBTORCH=torch2
 #                                   uses pip's torch, ARGS=--quick measures one round
 #   make fuzz [FUZZ_SECONDS=60]     feed malformed bytes to the decoders
@@ -35,6 +35,8 @@ SIZES ?= 64 256 1024 4096
 ARGS ?=
 # Empty: Debian's LibTorch; torch2: pip's.
 LIBTORCH ?=
+# Of the demo's build.
+PRESET ?= release
 # Of the Debian packages: static or shared.
 LAYOUT ?= static
 # Worker processes share the cores, so a thread pool in each would oversubscribe them.
@@ -52,9 +54,9 @@ endef
 
 demo:
 	@tools/install-deps build
-	@$(call configure,release)
-	@ninja -C build/release -j $(JOBS) torchspan_cli fashion_mnist_model_parallel
-	@build/release/bin/torchspan run -n $(WORKERS) build/release/bin/fashion_mnist_model_parallel $(ARGS)
+	@$(call configure,$(PRESET))
+	@ninja -C build/$(PRESET) -j $(JOBS) torchspan_cli fashion_mnist_model_parallel
+	@build/$(PRESET)/bin/torchspan run -n $(WORKERS) build/$(PRESET)/bin/fashion_mnist_model_parallel $(ARGS)
 
 test:
 	@tools/install-deps build

@@ -1,4 +1,6 @@
-// For sources that use modules, optimizers or the whole of LibTorch's C++ front end.
+// For sources that use modules, optimizers or the whole of LibTorch's C++ front end: mostly programs, with options.
 #pragma once
 #include <ATen/core/ivalue.h>  // first: clang in C++20 mode needs it before the other LibTorch headers
 #include <torch/torch.h>
+
+#include <CLI/CLI.hpp>

@@ -13,6 +13,7 @@ from pathlib import Path
 from source_tree import ContentHash, includes_of, read
 
 JOBS = 2
+LAST_COMMITS = 20
 TORCH_PREFIXES = ("ATen/", "c10/", "caffe2/", "torch/")
 LIBTORCH_FRONT_END = Path("/usr/include/torch/csrc/api/include")
 
@@ -94,6 +95,38 @@ class CleanCache:
     def add(self, key):
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / key).touch()
+
+
+def _git(root, *words):
+    done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def changed_files(root):
+    """Names of files that changed since the merge base with origin/main or, if that is HEAD itself, in the last commits;
+    uncommitted changes count too. None without a git history."""
+    head = _git(root, "rev-parse", "HEAD")
+    if not head:
+        return None
+    base = _git(root, "merge-base", "HEAD", "origin/main")
+    last = _git(root, "rev-list", f"--max-count={LAST_COMMITS + 1}", "HEAD")
+    if not base or base == head:
+        base = last[-1:]
+    at_root = len(last) <= LAST_COMMITS
+    names = set(_git(root, "ls-files")) if at_root and base == _git(root, "rev-list", "--max-parents=0", "HEAD")[-1:] \
+        else set(_git(root, "diff", "--name-only", base[0]))
+    return names | set(_git(root, "ls-files", "--others", "--exclude-standard"))
+
+
+def changed_first(root, paths):
+    changed = changed_files(root) or set()
+    return sorted(paths, key=lambda path: (str(path) not in changed, path))
+
+
+def tell_skipped(tool, skipped, of, seconds):
+    if skipped:
+        print(f"{tool}: note: {len(skipped)} of {of} files were not reached within {seconds:.0f} s; run it again to "
+              f"continue, or without a limit (0): {' '.join(sorted(map(str, skipped)))}")
 
 
 def version_of(*command):

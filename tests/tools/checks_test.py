@@ -9,6 +9,9 @@ import unittest
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent.parent.parent / "tools"
+sys.path.insert(0, str(TOOLS))
+import compiling  # noqa: E402  (from the folder of the tools)
+
 ROOMS = """
 torchspan_room(core LINK Threads::Threads)
 torchspan_room(net ROOMS core PRIVATE fmt::fmt)
@@ -243,6 +246,31 @@ class Headers(Tree):
         self.assertIn("2 compiled: clean", self.assert_clean("check-headers", "--compiler", "g++"))
         self.write("include/torchspan/net/lean.h", "#pragma once\nstruct Lean { std::string name; };\n")
         self.assert_reports("check-headers", ("include/torchspan/net/lean.h:2", "<torchspan/net/lean.h>"))
+
+    def test_a_time_limit_lists_what_was_not_reached(self):
+        output = self.assert_clean("check-headers", "--compiler", "g++", "--seconds", "1e-9")
+        self.assertIn("note: 2 of 2 files were not reached", output)
+        self.assertIn("include/torchspan/core/error.h", output)
+        self.assertIn("0 compiled: clean", output)
+        self.assertIn("2 compiled: clean", self.assert_clean("check-headers", "--compiler", "g++"))
+
+
+class ChangedFirst(unittest.TestCase):
+    def test_files_of_the_last_commits_come_before_older_ones(self):
+        with tempfile.TemporaryDirectory() as folder:
+            def git(*words):
+                subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=folder, check=True,
+                               capture_output=True)
+            git("init", "-q")
+            for name in ["a", *map(str, range(compiling.LAST_COMMITS + 1)), "z"]:
+                (Path(folder) / name).write_text(name)
+                git("add", name)
+                git("commit", "-q", "-m", name)
+            ordered = compiling.changed_first(Path(folder), [Path("a"), Path("z"), Path("new")])
+            self.assertEqual(ordered, [Path("z"), Path("a"), Path("new")])
+            (Path(folder) / "new").touch()
+            ordered = compiling.changed_first(Path(folder), [Path("a"), Path("z"), Path("new")])
+            self.assertEqual(ordered, [Path("new"), Path("z"), Path("a")])
 
 
 @unittest.skipUnless(shutil.which("clang-tidy"), "needs clang-tidy")
