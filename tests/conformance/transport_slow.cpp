@@ -213,7 +213,7 @@ TEST_F(SlowHosts, AreNotTakenForDeadWhileTheyAreIdleOnALinkThatLosesPackets) {
   EXPECT_TRUE(drive_until_answered(2));
 }
 
-TEST_F(SlowHosts, BothReportACutLinkWithinSixSecondsDuringBulk) {
+TEST_F(SlowHosts, BothReportACutLinkDuringBulkAfterFiveSecondsOfSilence) {
   if (const std::string why = connect_hosts({.delay = milliseconds(50), .bits_per_second = 1e8});
       !why.empty())
     GTEST_SKIP() << "no two hosts: " << why;

@@ -95,12 +95,7 @@ void RootPass::wait(PassState& pass, const BackwardOptions& options) {
   while (true) {
     Deadline next = deadline;
     if (options.mode == PassMode::kFast) next = std::min(next, executor.deadline_in(options.stall / 2));
-    try {
-      return over.wait(next);
-    } catch (const Error& error) {
-      if (over.done()) return over.wait();              // the pass may have ended after the wait
-      if (error.kind() != ErrorKind::kTimedOut) throw;  // the pool gave up this wait
-    }
+    if (over.wait_until(next)) return over.wait();
     const bool late = deadline.passed(executor.now());
     const StallSurvey now = queries_.survey(*context_, pass.id());
     const bool stalled = options.mode == PassMode::kFast && now.is_stalled_since(before);

@@ -233,16 +233,12 @@ std::vector<RRefInfo> GracefulShutdown::leave_open_world(Deadline deadline) {
 }
 
 void GracefulShutdown::wait_for_hook(const Future<void>& hook, Deadline deadline) {
-  for (;;) {
-    try {
-      return hook.wait(earlier(deadline, runtime_.executor.deadline_in(ShutdownWait::kEvery)));
-    } catch (const Error&) {
-      if (hook.done()) return hook.wait();
-      if (deadline.passed(runtime_.executor.now())) throw;
-    }
+  while (!hook.wait_until(earlier(deadline, runtime_.executor.deadline_in(ShutdownWait::kEvery)))) {
+    if (deadline.passed(runtime_.executor.now())) break;
     const std::string work = unfinished();
     wait_.warn(work.empty() ? "has an extension that is not ready to end" : work);
   }
+  hook.wait(deadline);
 }
 
 std::vector<RRefInfo> GracefulShutdown::leave_fixed_world(Deadline deadline) {
