@@ -1,5 +1,6 @@
 #include "core/api/reserved_port.h"
 
+#include <cerrno>
 #include <cstddef>
 #include <netinet/in.h>
 #include <random>
@@ -18,7 +19,9 @@ std::optional<ReservedPort> ReservedPort::take(std::uint16_t port) {
   const std::string name = "torchspan.port." + std::to_string(port);
   name.copy(static_cast<char*>(address.sun_path) + 1, name.size());
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  if (bind(holder.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0) return std::nullopt;
+  // If this system allows no such socket, the port is chosen without a reservation.
+  if (bind(holder.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0 && errno == EADDRINUSE)
+    return std::nullopt;
   return ReservedPort(port, std::move(holder));
 }
 

@@ -29,10 +29,10 @@ torch::nn::Sequential wide_model() {
                                torch::nn::Linear(1024, 8));
 }
 
-/// Trains a data-parallel model; saves after every step until TEST_LAST, from the newest checkpoint.
 /// Of the last life of a training.
 constexpr int kSteps = 100;
 
+/// Trains a data-parallel model; saves after every step until TEST_LAST, from the newest checkpoint.
 void train_replicas() {
   Session session(WorkerOptions::from_env());
   {
@@ -53,9 +53,11 @@ void train_replicas() {
       samples += std::int64_t{4} * session.world_size();
       manager.save(step + 1);
       if (session.rank() == 0) std::ofstream(variable("TORCHSPAN_RUNTIME_DIR") + "/step") << step + 1;
-      // A life that is to be killed stays below the steps of the last one.
-      while (last > kSteps && step + 1 >= kSteps / 2)
+      // A life that is to be killed stays below the steps of the last one, until a barrier reports the death.
+      while (last > kSteps && step + 1 >= kSteps / 2) {
+        session.group().barrier();
         session.runtime().executor.sleep(std::chrono::milliseconds(10));
+      }
     }
     manager.wait();
     double sum = 0;

@@ -59,6 +59,16 @@ std::vector<CollectiveRow> rows_of_several(bool ours_only) {
   });
   return rows;
 }
+/// Our own backends on CPUs, also the one that is made of two.
+class CollectiveTimeouts : public CollectiveFailures {};
+std::vector<CollectiveRow> rows_with_timeouts() {
+  std::vector<CollectiveRow> rows = rows_of_several(true);
+  for (const CollectiveRow& row : rows_of_several(false)) {
+    if (row.backend == BackendKind::kHierarchical && row.network == Network::kEncrypted) rows.push_back(row);
+  }
+  return rows;
+}
+INSTANTIATE_TEST_SUITE_P(Backends, CollectiveTimeouts, ::testing::ValuesIn(rows_with_timeouts()), row_name);
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveFailures, ::testing::ValuesIn(rows_of_several(false)), row_name);
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveFailureReports, ::testing::ValuesIn(rows_of_several(true)),
                          row_name);
@@ -213,6 +223,28 @@ TEST_P(CollectiveFailureReports, ReportsToALateRankThatItWasGivenUp) {
     EXPECT_THAT(error.what(),
                 AllOf(HasSubstr("barrier()"), HasSubstr("call 2 of the group"),
                       HasSubstr("worker" + std::to_string(ranks() - 1)), HasSubstr("made 1 calls so far")));
+  }
+}
+
+TEST_P(CollectiveTimeouts, EndEarlierCallsThatALateRankNeverMakes) {
+  for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+         const Group group = make_group_of_suite(self.runtime, self.membership, options());
+         group.barrier();
+         if (self.rank != ranks() - 1) {
+           const std::vector<Future<at::Tensor>> earlier = {group.all_reduce(at::ones({3})),
+                                                            group.all_reduce(at::ones({300000}))};
+           const auto names_late_rank = HasSubstr("worker" + std::to_string(ranks() - 1));
+           const TimePoint called = world_.executor().now();
+           EXPECT_THAT(error_text([&] { group.barrier(milliseconds(400)); }), names_late_rank);
+           EXPECT_LT(world_.executor().now() - called, seconds(10));
+           for (const auto& call : earlier) {
+             ASSERT_TRUE(call.wait_for(seconds(20))) << "the limit of the group is minutes";
+             EXPECT_THAT(error_text([&] { call.wait(seconds(1)); }), names_late_rank);
+           }
+         }
+         self.membership.barrier("test.end", {}, world_.executor().deadline_in(seconds(60)));
+       })) {
+    EXPECT_FALSE(failure) << to_error(failure).what();
   }
 }
 

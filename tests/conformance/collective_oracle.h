@@ -1,8 +1,10 @@
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
 
 #include <torchspan/collective/group.h>
 
@@ -17,23 +19,33 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   return x.nbytes() == 0 || std::memcmp(x.data_ptr(), y.data_ptr(), x.nbytes()) == 0;
 }
 
+/// A random tensor; a large one repeats its first numbers. The period is prime, so that data in a wrong place differs
+/// nevertheless, and short, because drawing would otherwise take most of the time of a test.
+inline at::Tensor random_tensor(at::IntArrayRef sizes, at::ScalarType dtype, at::Generator& generator) {
+  constexpr std::int64_t kPeriod = 10007;
+  const std::int64_t length = c10::multiply_integers(sizes);
+  const std::int64_t drawn = std::min(length, kPeriod);
+  at::Tensor numbers;
+  if (at::isIntegralType(dtype, /*includeBool=*/true)) {
+    const std::int64_t high = dtype == at::kBool ? 2 : 100;
+    numbers = at::randint(high, {drawn}, generator, at::kLong).to(dtype);
+  } else if (at::isComplexType(dtype)) {
+    const auto real = at::randn({drawn}, generator, at::kDouble),
+               imaginary = at::randn({drawn}, generator, at::kDouble);
+    numbers = at::complex(real, imaginary).to(dtype);
+  } else {
+    numbers = at::randn({drawn}, generator, at::kDouble).to(dtype);
+  }
+  if (drawn < length) numbers = numbers.repeat({(length + kPeriod - 1) / kPeriod}).narrow(0, 0, length);
+  return numbers.reshape(sizes);
+}
+
 /// The tensors of all ranks, which every rank can compute.
 inline std::vector<at::Tensor> random_inputs(int ranks, at::IntArrayRef sizes, at::ScalarType dtype,
                                              std::uint64_t seed) {
   auto generator = at::detail::createCPUGenerator(seed);
   std::vector<at::Tensor> inputs;
-  for (int rank = 0; rank < ranks; ++rank) {
-    if (at::isIntegralType(dtype, /*includeBool=*/true)) {
-      const std::int64_t high = dtype == at::kBool ? 2 : 100;
-      inputs.push_back(at::randint(high, sizes, generator, at::kLong).to(dtype));
-    } else if (at::isComplexType(dtype)) {
-      inputs.push_back(
-          at::complex(at::randn(sizes, generator, at::kDouble), at::randn(sizes, generator, at::kDouble))
-              .to(dtype));
-    } else {
-      inputs.push_back(at::randn(sizes, generator, at::kDouble).to(dtype));
-    }
-  }
+  for (int rank = 0; rank < ranks; ++rank) inputs.push_back(random_tensor(sizes, dtype, generator));
   return inputs;
 }
 

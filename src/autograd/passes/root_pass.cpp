@@ -98,6 +98,7 @@ void RootPass::wait(PassState& pass, const BackwardOptions& options) {
     if (over.wait_until(next)) return over.wait();
     const bool late = deadline.passed(executor.now());
     const StallSurvey now = queries_.survey(*context_, pass.id());
+    if (over.done()) return over.wait();  // its last messages arrived during the survey
     const bool stalled = options.mode == PassMode::kFast && now.is_stalled_since(before);
     before = now;
     if (!late && !stalled) continue;

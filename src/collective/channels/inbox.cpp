@@ -48,21 +48,19 @@ void Inbox::end(int rank, int lane, const std::string& why) {
 }
 
 bool Inbox::fail(const Error& cause, std::uint64_t from_call) {
-  bool first = false;
   std::function<void()> wake;
   {
     MutexLock lock(mutex_);
-    first = !failure_;
-    if (!first && from_call >= failed_from_) return false;
+    if (failure_ && from_call >= failed_from_) return false;
     failed_from_ = from_call;
-    if (first) {
+    if (!failure_) {
       failure_ = cause;
       wake = wake_;
     }
   }
   parker_->unpark();
   if (wake) wake();
-  return first;
+  return true;
 }
 
 std::optional<Error> Inbox::failure() {

@@ -40,8 +40,8 @@ class Inbox {
   void put(const PartKey& key, std::uint64_t calls, Buffer data);
   /// The rank sends nothing more over this lane. What it sent before can still be taken.
   void end(int rank, int lane, const std::string& why);
-  /// Breaks the group, for this rank's calls from `from_call` on; returns whether this is the first failure. A call whose
-  /// parts are here can still complete.
+  /// Breaks the group, for this rank's calls from `from_call` on; returns whether that is new, because nothing failed before
+  /// or only later calls did. A call whose parts are here can still complete. The group's failure is the first one.
   bool fail(const Error& cause, std::uint64_t from_call);
   std::optional<Error> failure();
   /// Throws the failure if it concerns the current call.

@@ -52,6 +52,7 @@ TEST(Inbox, ASecondFailureThatConcernsTheCallEndsItsWait) {
     const Thread peer = executor.spawn("peer", [&] {
       executor.sleep(seconds(1));
       EXPECT_FALSE(inbox.fail(kSecond, /*from_call=*/5)) << "of later calls than the first";
+      EXPECT_TRUE(inbox.fail(kSecond, /*from_call=*/0)) << "other ranks do not know it yet";
       EXPECT_FALSE(inbox.fail(kSecond, /*from_call=*/0));
     });
     const Error error = error_of([&] { inbox.take({1, 1, 0}, 0, executor.deadline_in(seconds(60))); });

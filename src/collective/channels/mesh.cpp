@@ -154,7 +154,8 @@ void Mesh::agree(WorldLink& world, const std::string& trouble, Deadline deadline
 
 void Mesh::abort(const Error& cause, std::uint64_t from_call) {
   if (!inbox_.fail(cause, from_call)) return;
-  const Bytes note = encode(Abort{cause.kind(), from_call, cause.message()});
+  const Error first = inbox_.failure().value_or(cause);
+  const Bytes note = encode(Abort{first.kind(), from_call, first.message()});
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || lanes_.empty()) continue;
     try {

@@ -220,7 +220,7 @@ void HierarchicalCollectives::abort(const Error& cause) {
   if (leaders_) leaders_->abort(cause);
 }
 
-/// The ranks of this host have begun the call, or will not begin it.
+/// The local group breaks for earlier calls, too; a leader that is in one of them announces it when that call ends.
 void HierarchicalCollectives::fail_call(const Error& cause, std::uint64_t call) {
   local_.abort(cause);
   if (leaders_) leaders_->fail_call(cause, call);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <fmt/format.h>
+#include <limits>
 #include <tuple>
 
 #include <ATen/Functions.h>
@@ -148,8 +149,9 @@ void SerialBackend::run() {
       return;
     } else {
       if (const auto cause = collectives_->failure(); cause && !failure()) {
+        // It may concern later calls only, but others wait for this rank in those that it now refuses.
         break_with(*cause);
-        collectives_->abort(*cause);
+        collectives_->fail_call(*cause, calls_.load() + 1);
       }
       parker_->park(Deadline::never());
     }
@@ -222,14 +224,14 @@ T SerialBackend::submit_and_wait(Duration timeout, const char* call, UniqueFunct
   std::uint64_t number = 0;
   const Future<T> future = submit<T>({call}, std::move(body), &number);
   if (timeout == Duration::zero() || future.wait_for(timeout)) return future.wait();
-  break_with(
+  const std::uint64_t dropped = break_with(
       Error(ErrorKind::kTimedOut, fmt::format("{}, call {} of the group, did not complete by its deadline{}",
                                               call, number, reports_.missing_ranks(number))));
-  if (collectives_->announces()) collectives_->fail_call(*failure(), number);
+  if (collectives_->announces()) collectives_->fail_call(*failure(), std::min(number, dropped));
   throw Error(*failure()).with_call(call);
 }
 
-void SerialBackend::break_with(const Error& cause) {
+std::uint64_t SerialBackend::break_with(const Error& cause) {
   std::deque<std::unique_ptr<Job>> failed;
   Error first = cause;
   {
@@ -238,9 +240,8 @@ void SerialBackend::break_with(const Error& cause) {
     first = *failure_;
     failed.swap(queue_);
   }
-  for (const auto& job : failed) {
-    fail(*job, first);
-  }
+  for (const auto& job : failed) fail(*job, first);
+  return failed.empty() ? std::numeric_limits<std::uint64_t>::max() : failed.front()->number;
 }
 
 void SerialBackend::abort(const Error& cause) {

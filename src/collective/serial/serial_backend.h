@@ -78,7 +78,8 @@ class SerialBackend final : public Backend, public WorldListener {
   /// Makes a call and waits for it for at most `timeout` (zero: no limit); breaks the group if it passes.
   template <class T>
   T submit_and_wait(Duration timeout, const char* call, UniqueFunction<T()> body);
-  void break_with(const Error& cause);
+  /// Fails the calls that have not begun; returns the number of the first of them, or the largest number.
+  std::uint64_t break_with(const Error& cause);
   void stop_thread();
   void throw_if_broken(const char* call);
 

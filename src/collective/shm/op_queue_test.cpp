@@ -79,7 +79,11 @@ class OpQueueTest : public ::testing::Test {
     return ending;
   }
   void await(const Ending& ending) {
-    while (!ending.known) executor_->sleep(std::chrono::milliseconds(1));
+    const Deadline limit = executor_->deadline_in(seconds(60));
+    while (!ending.known) {
+      ASSERT_FALSE(limit.passed(executor_->now())) << "the operation has not ended";
+      executor_->sleep(std::chrono::milliseconds(1));
+    }
   }
 
   /// Both ranks make `call`, but rank 0 is held in an earlier operation while rank 1 breaks the group. Returns how the call

@@ -242,8 +242,10 @@ AttemptReport Job::run_attempt(int workers) {
     chosen.emplace(choose_port());
   } else {
     check_port(options_.master_port);
+    chosen = ReservedPort::take(options_.master_port);  // so that launchers which draw theirs avoid it
   }
-  JobSetting setting = make_setting(folder, workers, chosen ? chosen->number() : options_.master_port);
+  JobSetting setting =
+      make_setting(folder, workers, options_.master_port != 0 ? options_.master_port : chosen->number());
   if (nodes_ && !meet_nodes(setting)) return {.workers = workers};
   AttemptReport report = run_workers(setting);
   kill_processes_of(executor_, run_id_);

@@ -49,6 +49,14 @@ class Jobs : public ::testing::Test {
   int run(int workers, const std::string& script) { return run(options(workers, script)); }
   std::string output() const { return output_.text(); }
   std::string errors() const { return errors_.text(); }
+  /// Waits until the launcher has written `text` to its errors.
+  void wait_for_error(const std::string& text) const {
+    const Deadline limit = executor_->deadline_in(std::chrono::seconds(60));
+    while (errors().find(text) == std::string::npos) {
+      ASSERT_FALSE(limit.passed(executor_->now())) << "no '" << text << "' in: " << errors();
+      executor_->sleep(std::chrono::milliseconds(5));
+    }
+  }
   std::string file(const std::string& name) const {
     std::ifstream stream(folder_ + "/" + name);
     return {std::istreambuf_iterator<char>(stream), {}};

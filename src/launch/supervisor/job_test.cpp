@@ -195,8 +195,7 @@ TEST_F(Jobs, DrawALiveBlockOnATerminal) {
                   .output_terminal = true,
                   .errors_terminal = true};
   const pid_t launcher = launch(mine);
-  while (errors().find("step 3/4 | running 0") == std::string::npos)
-    executor_->sleep(std::chrono::milliseconds(5));
+  wait_for_error("step 3/4 | running 0");
   std::ofstream(folder_ + "/drawn") << "now";
   EXPECT_EQ(code_of(launcher), 0);
   close(alive_[0]);

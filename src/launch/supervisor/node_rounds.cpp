@@ -109,7 +109,7 @@ std::unique_ptr<Membership> NodeRounds::join(Deadline until) {
       return Membership::join(runtime_, meeting_.transports, std::move(options));
     } catch (const Error& error) {
       if (stopping_) throw left_before_all_met();
-      if (meeting_.join.rank == 0) {
+      if (meeting_.join.rank == 0 && error.kind() != ErrorKind::kTimedOut) {
         throw Error(error.kind(),
                     fmt::format("--node-rank 0 is for the host whose address --rdzv names, and its "
                                 "launcher listens there: {}",

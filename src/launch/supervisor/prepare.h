@@ -64,7 +64,7 @@ ReservedPort choose_store_port(const std::string& range);
 /// Throws kInvalid if a port of the loopback interface is in use.
 void check_port(std::uint16_t port);
 /// Returns a free port of the loopback interface below the system's range for outgoing connections, so that no connection
-/// takes it before rank 0 listens. Other launchers get other ports.
+/// takes it before rank 0 listens. Other launchers that draw theirs get other ports.
 ReservedPort choose_port();
 
 /// Number of cores that this process may use.

@@ -168,8 +168,7 @@ TEST_F(ReplacedWorkers, AreNotNeededAnyMoreWhenRankZeroSucceeds) {
   mine.restarts.backoff = seconds(1000);
   mine.restarts.longest_backoff = seconds(1000);
   const pid_t launcher = launch(mine);
-  while (errors().find("it starts again in 1000.0 s") == std::string::npos)
-    executor_->sleep(std::chrono::milliseconds(5));
+  wait_for_error("it starts again in 1000.0 s");
   std::ofstream(folder_ + "/done") << "now";
   EXPECT_EQ(code_of(launcher), 0);
   EXPECT_THAT(errors(), HasSubstr("worker1 (rank 1) was not replaced; last failure: pid "));

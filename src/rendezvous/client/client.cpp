@@ -341,8 +341,14 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
   }
   rounds_.cancel(*gone, *gone);
   if (options_.rank == 0) return;
-  if (const auto rank0 = find(0); rank0 && rank0->presence == Presence::kPresent)
-    death_log_.write({gone->message()}, "");
+  if (const auto rank0 = find(0); rank0 && rank0->presence == Presence::kPresent) {
+    // That this worker itself was declared dead is not a consequence of another death.
+    if (held_for_dead) {
+      runtime_.log.warning(gone->message());
+    } else {
+      death_log_.write({gone->message()}, "");
+    }
+  }
   note_end(0, std::make_shared<Error>(*gone));
   if (held_for_dead) note_own_death(*gone);
 }
