@@ -33,6 +33,8 @@ KILLS ?= 50
 CASES ?= 5000
 SIZES ?= 64 256 1024 4096
 ARGS ?=
+# More options for CMake, at the first configuration of a build folder.
+CONFIGURE ?=
 # Empty: Debian's LibTorch; torch2: pip's.
 LIBTORCH ?=
 # Of the demo's build.
@@ -48,7 +50,7 @@ define configure
 if [ ! -f build/$(1)/build.ninja ]; then \
   mkdir -p build; \
   echo "configuring build/$(1)"; \
-  cmake --preset $(1) >build/configure-$(1).log 2>&1 || { cat build/configure-$(1).log; exit 1; }; \
+  cmake --preset $(1) $(CONFIGURE) >build/configure-$(1).log 2>&1 || { cat build/configure-$(1).log; exit 1; }; \
 fi
 endef
 

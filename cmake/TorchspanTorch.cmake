@@ -6,14 +6,13 @@ add_library(torchspan_torch INTERFACE)
 target_include_directories(torchspan_torch SYSTEM INTERFACE ${TORCHSPAN_LIBTORCH_INCLUDE})
 target_link_libraries(torchspan_torch INTERFACE ${TORCHSPAN_LIBTORCH})
 
-# Loading a large precompiled header costs more than parsing the narrow headers that most sources need (measured on
-# 2 cores: 6.0 s per source with all of torch/torch.h, 4.4 s without), so only targets that use it get the large one.
+# A precompiled torch/torch.h costs each source four times as much as the narrow one (measured on 2 slow cores: 15 s against
+# 3.8 s for an empty source), so only targets that use it get the large one.
 foreach(size narrow whole)
   add_library(torchspan_torch_${size} STATIC ${PROJECT_SOURCE_DIR}/cmake/torch_pch.cpp)
   target_link_libraries(torchspan_torch_${size} PUBLIC torchspan_torch)
   target_precompile_headers(torchspan_torch_${size} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/torch_${size}.h)
 endforeach()
-target_link_libraries(torchspan_torch_whole PRIVATE CLI11::CLI11)
 
 # Sets `result` to whether a file includes LibTorch's modules or optimizers, itself or through headers of this tree.
 function(torchspan_sees_modules result file)
