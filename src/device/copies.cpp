@@ -19,9 +19,7 @@ std::pair<int, int> place_of(c10::Device device) {
 }  // namespace
 
 PendingCopies::~PendingCopies() {
-  for (const Mark& mark : marks_) {
-    if (!mark.reached()) mark.stream().synchronize();
-  }
+  for (const Mark& mark : marks_) mark.wait();
 }
 
 PendingCopies& PendingCopies::operator=(PendingCopies&& other) noexcept {
@@ -84,8 +82,8 @@ at::Tensor CopyStreams::to_host(const at::Tensor& tensor, PendingCopies& copies)
 at::Tensor CopyStreams::to_device(const at::Tensor& tensor, c10::Device device) {
   const at::NoGradGuard no_grad;
   at::Tensor copy;
-  if (device.is_cuda() && tensor.nbytes() >= kLarge && !tensor.is_quantized() &&
-      tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense()) {
+  if (device.is_cuda() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
+      tensor.nbytes() >= kLarge && tensor.is_non_overlapping_and_dense()) {
     copy = upload(tensor, device);
   } else {
     StreamsScope scope;

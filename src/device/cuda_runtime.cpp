@@ -29,6 +29,16 @@ void check(cudaError_t result, c10::Device device, const char* call) {
                           cudaGetErrorName(result)));
 }
 
+/// Releases memory in a destructor, also after the device has failed.
+template <class F>
+void release_on(c10::Device device, const F& release) noexcept {
+  try {
+    const c10::DeviceGuard guard(device);
+    if (release() != cudaSuccess) static_cast<void>(cudaGetLastError());
+  } catch (const std::exception&) {  // nothing can be released any more
+  }
+}
+
 /// The runtime carves small allocations out of blocks of this size, and a handle names a whole block.
 constexpr std::size_t kBlockBytes = std::size_t{2} << 20;
 
@@ -68,10 +78,8 @@ class CudaRuntime final : public DeviceRuntime {
     void* memory = nullptr;
     const std::size_t blocks = (bytes + kBlockBytes - 1) / kBlockBytes;
     check(cudaMalloc(&memory, blocks * kBlockBytes), device, "cudaMalloc");
-    return {static_cast<std::byte*>(memory), [device](std::byte* data) {
-              const c10::DeviceGuard guard(device);
-              static_cast<void>(cudaFree(data));
-            }};
+    return {static_cast<std::byte*>(memory),
+            [device](std::byte* data) { release_on(device, [data] { return cudaFree(data); }); }};
   }
 
   Bytes export_memory(const std::byte* allocation) const override {
@@ -99,8 +107,7 @@ class CudaRuntime final : public DeviceRuntime {
     check(cudaIpcOpenMemHandle(&memory, theirs, cudaIpcMemLazyEnablePeerAccess), device,
           "cudaIpcOpenMemHandle");
     std::shared_ptr<std::byte> opened(static_cast<std::byte*>(memory), [device](std::byte* data) {
-      const c10::DeviceGuard guard(device);
-      static_cast<void>(cudaIpcCloseMemHandle(data));
+      release_on(device, [data] { return cudaIpcCloseMemHandle(data); });
     });
     const std::optional<std::size_t> size = allocation_size(memory);
     if (size && *size < bytes) {

@@ -15,7 +15,7 @@ struct DownloadRing::Half {
   Half() = default;
   /// The copy may still write the buffer.
   ~Half() {
-    if (written && !written->reached()) written->stream().synchronize();
+    if (written) written->wait();
   }
   Half(const Half&) = delete;
   Half& operator=(const Half&) = delete;

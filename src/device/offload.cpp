@@ -19,17 +19,13 @@ namespace {
 /// Tensors whose copies to the host have not been waited for.
 constexpr std::size_t kMostPending = 2;
 
-void wait_for(const Mark& mark) {
-  if (!mark.reached()) mark.stream().synchronize();
-}
-
 }  // namespace
 
 /// The streams, the device tensors whose copies may not be complete, and host memory that a device still reads.
 class Offloader::Copies {
  public:
   ~Copies() {
-    for (const Returning& each : returning_) wait_for(each.done);
+    for (const Returning& each : returning_) each.done.wait();
   }
 
   c10::Stream out(c10::Device device) { return stream(device, 0); }
@@ -40,7 +36,7 @@ class Offloader::Copies {
   void add_pending(const void* owner, at::Tensor tensor, Mark done) {
     pending_.push_back({owner, std::move(tensor), std::move(done)});
     while (pending_.size() > kMostPending) {
-      wait_for(pending_.front().done);
+      pending_.front().done.wait();
       pending_.pop_front();
     }
   }
@@ -87,6 +83,7 @@ class Offloader::Copies {
 struct OffloadedTensor::State {
   std::shared_ptr<Offloader::Copies> copies;
   c10::Device device;
+  c10::Stream made;  ///< the stream that was current at offload()
   at::Tensor host;
   std::optional<Mark> stored = {};    ///< the end of the copy to the host
   at::Tensor back = {};               ///< the tensor on its device again, from prefetch() on
@@ -99,8 +96,8 @@ OffloadedTensor::OffloadedTensor(OffloadedTensor&&) noexcept = default;
 OffloadedTensor::~OffloadedTensor() {
   if (!state_) return;
   state_->copies->take_pending(state_.get());
-  if (state_->stored) wait_for(*state_->stored);
-  if (state_->returned) wait_for(*state_->returned);
+  if (state_->stored) state_->stored->wait();
+  if (state_->returned) state_->returned->wait();
 }
 
 void OffloadedTensor::prefetch() {
@@ -128,6 +125,8 @@ at::Tensor OffloadedTensor::take() {
     keep_memory_for(state->back, here);
     state->copies->add_returning(std::move(state->host), std::move(*state->returned));
   } else {
+    order_after(here, state->made, *state->copies->events());
+    keep_memory_for(state->back, here);
     state->copies->add_returning(std::move(state->host), std::move(*state->stored));
   }
   return std::move(state->back);
@@ -138,10 +137,12 @@ Offloader::~Offloader() = default;
 
 OffloadedTensor Offloader::offload(at::Tensor tensor) {
   const at::NoGradGuard no_grad;
+  // A copy that is not complete would be conjugated or negated on the host too early.
+  tensor = tensor.resolve_conj().resolve_neg();
   const c10::Device device = tensor.device();
   const c10::Stream out = copies_->out(device);
   auto state = std::make_unique<OffloadedTensor::State>(OffloadedTensor::State{
-      copies_, device,
+      copies_, device, current_stream(device),
       at::empty_strided(tensor.sizes(), dense_strides_like(tensor),
                         at::TensorOptions().dtype(tensor.dtype()).pinned_memory(device.is_cuda()))});
   order_after(out, current_stream(device), *copies_->events());

@@ -3,6 +3,7 @@
 #include <functional>
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -75,6 +76,7 @@ void EventPool::give(c10::Device device, std::unique_ptr<c10::Event> event) {
 
 Mark::Mark(const c10::Stream& stream, EventPoolPtr events)
     : stream_(stream), events_(std::move(events)), event_(events_->take(stream.device())) {
+  const c10::DeviceGuard guard(stream.device());
   event_->record(stream);
 }
 
@@ -83,7 +85,23 @@ Mark::~Mark() {
 }
 
 void Mark::hold_back(const c10::Stream& later) const {
-  if (later != stream_) event_->block(later);
+  if (later == stream_) return;
+  const c10::DeviceGuard guard(later.device());
+  event_->block(later);
+}
+
+/// CUDA would otherwise make a context on this thread's current device, which is device 0 on most threads.
+bool Mark::reached() const {
+  const c10::DeviceGuard guard(stream_.device());
+  return event_->query();
+}
+
+void Mark::wait() const noexcept {
+  try {
+    const c10::DeviceGuard guard(stream_.device());
+    if (!event_->query()) stream_.synchronize();
+  } catch (const std::exception&) {  // a device that has failed runs nothing any more
+  }
 }
 
 /// A stream waits for the record at the time of the call, so the event is free at once.
@@ -95,8 +113,14 @@ void order_after(const c10::Stream& later, const c10::Stream& earlier) {
 void order_after(const c10::Stream& later, const c10::Stream& earlier, EventPool& events) {
   if (later == earlier) return;
   std::unique_ptr<c10::Event> event = events.take(earlier.device());
-  event->record(earlier);
-  event->block(later);
+  {
+    const c10::DeviceGuard guard(earlier.device());
+    event->record(earlier);
+  }
+  {
+    const c10::DeviceGuard guard(later.device());
+    event->block(later);
+  }
   events.give(earlier.device(), std::move(event));
 }
 
@@ -165,6 +189,19 @@ void StreamsScope::enter(const Streams& streams) {
 StreamsScope::~StreamsScope() {
   for (auto stream = before_.rbegin(); stream != before_.rend(); ++stream)
     guard_of(stream->device()).exchangeStream(*stream);
+}
+
+CurrentDevicesScope::CurrentDevicesScope() {
+  if (!has_streams()) return;
+  for (const c10::Device& device : devices()) {
+    if (device.index() == 0) before_.push_back(guard_of(device).getDevice());
+  }
+}
+
+CurrentDevicesScope::~CurrentDevicesScope() {
+  for (const c10::Device& device : before_) {
+    if (guard_of(device).getDevice() != device) guard_of(device).uncheckedSetDevice(device);
+  }
 }
 
 SideStreamsScope::SideStreamsScope(const Streams& side) {

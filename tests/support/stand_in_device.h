@@ -25,6 +25,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #endif
 
+#include "tests/support/on_cuda.h"
 #include "tests/support/stand_in_streams.h"
 
 namespace torchspan::testing::stand_in_detail {
@@ -439,8 +440,11 @@ class Registration {
         all_(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__),
         aten_(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__) {
 #ifdef TORCHSPAN_STAND_IN_IS_ACCELERATOR
-    c10::register_privateuse1_backend("privateuseone");
-    at::RegisterPrivateUse1HooksInterface(hooks_.get());
+    // LibTorch's engine orders the streams of one kind of device: this one, once it is registered.
+    if (!on_cuda()) {
+      c10::register_privateuse1_backend("privateuseone");
+      at::RegisterPrivateUse1HooksInterface(hooks_.get());
+    }
 #endif
     all_.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
     aten_.impl("empty.memory_format", &empty);

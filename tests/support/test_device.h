@@ -2,11 +2,9 @@
 // The devices of tests that can run on real ones: stand-ins (stand_in_device.h) or, with TORCHSPAN_TEST_DEVICE=cuda,
 // CUDA devices, which report no races. There, work that other streams must wait for begins with a delay, so that a
 // missing wait gives wrong values.
-#include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -17,15 +15,11 @@
 #include <torchspan/detail/device/streams.h>
 
 #include "device/api/device_runtime.h"
+#include "tests/support/on_cuda.h"
 #include "tests/support/stand_in_device.h"
 #include "tests/support/stand_in_runtime.h"
 
 namespace torchspan::testing {
-
-inline bool on_cuda() {
-  const char* device = std::getenv("TORCHSPAN_TEST_DEVICE");
-  return device != nullptr && std::string_view(device) == "cuda";
-}
 
 inline int test_device_count() {
   const c10::DeviceType type = on_cuda() ? c10::kCUDA : c10::DeviceType::PrivateUse1;

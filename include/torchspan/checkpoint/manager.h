@@ -22,7 +22,7 @@ struct CheckpointOptions {
   /// save() returns once the state is copied, and a thread writes the copy. Otherwise it returns when the
   /// checkpoint is complete, and copies nothing.
   bool asynchronous = true;
-  bool rng = true;  ///< also saves the state of LibTorch's default CPU generator of every rank
+  bool rng = true;  ///< also saves the states of LibTorch's default generators of every rank
   /// Names of the workers that have this manager; empty: all. The one with the lowest rank commits.
   std::vector<std::string> participants = {};
   std::string name = "manager";  ///< unique among the managers of one set of workers

@@ -62,7 +62,7 @@ SourcePtr state_dict_source(std::function<optim::StateDict()> get,
                             std::function<void(const optim::StateDict&)> set);
 SourcePtr archive_source(std::function<void(torch::serialize::OutputArchive&)> save,
                          std::function<void(torch::serialize::InputArchive&)> load);
-/// The state of LibTorch's default CPU generator.
+/// The states of LibTorch's default generators: of the CPU and of each CUDA device.
 SourcePtr rng_source();
 
 /// Names of pipeline.parameters(), in their order, for an optimizer whose state any number of stages can

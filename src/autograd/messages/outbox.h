@@ -10,6 +10,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/device/streams.h>
 
 #include "autograd/messages/ask_briefly.h"
 
@@ -56,6 +57,7 @@ class Outbox : public std::enable_shared_from_this<Outbox> {
     void send(Outbox& outbox) override {
       const auto endpoint = outbox.endpoint_.lock();
       if (!endpoint) return;
+      const device::SideStreamsScope of_gradients(streams_);
       ask_briefly(Worker(endpoint), to, message_, Deadline::never(),
                   [self = this->shared_from_this(), weak = outbox.weak_from_this()](
                       typename M::Reply reply, std::exception_ptr error) {
@@ -68,6 +70,7 @@ class Outbox : public std::enable_shared_from_this<Outbox> {
    private:
     const M message_;
     F on_reply_;
+    const device::Streams streams_ = device::Streams::current_side();  ///< under which its tensors were made
   };
 
   /// The queued messages for one receiver.

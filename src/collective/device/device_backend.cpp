@@ -197,19 +197,23 @@ Future<at::Tensor> all_reduce_sparse(DeviceQueue& queue, const at::Tensor& tenso
       parts->values.push_back(at::empty(of_value, values.options()));
     }
   };
-  operation->launch = [engine = &queue.engine(), parts, indices, values, sizes = work.sizes().vec(),
-                       reduction, place = place_of(queue)] {
+  operation->launch = [&queue, parts, indices, values, sizes = work.sizes().vec(), reduction,
+                       place = place_of(queue)] {
     const auto rank = static_cast<std::size_t>(place.rank);
     if (indices.size(0) != 0) {
       parts->indices[rank].copy_(indices);
       parts->values[rank].copy_(values);
     }
-    gather_into(*engine, parts->indices);
-    gather_into(*engine, parts->values);
+    gather_into(queue.engine(), parts->indices);
+    gather_into(queue.engine(), parts->values);
+    // LibTorch waits on the host for what follows, without a limit: first, until the parts of all ranks are here.
+    queue.wait_for_stream();
     parts->sum = at::sparse_coo_tensor(at::cat(parts->indices).t(), at::cat(parts->values), sizes).coalesce();
     if (reduction == kAvg) parts->sum.values().div_(place.size);
   };
-  operation->values = [parts] { return Tensors{parts->sum.indices(), parts->sum.values()}; };
+  operation->values = [parts] {
+    return parts->sum.defined() ? Tensors{parts->sum.indices(), parts->sum.values()} : Tensors();
+  };
   return submit<at::Tensor>(queue, std::move(operation), {indices, values}, [parts] { return parts->sum; });
 }
 

@@ -6,6 +6,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <torchspan/detail/device/streams.h>
 
@@ -91,6 +92,12 @@ struct DeviceQueue::Job {
   UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done;
 
   std::string call() const { return fmt::format("{}, call {} of the group", operation->line.text, number); }
+  /// The work of the stream may use the tensors after this job is gone.
+  void keep_memory_for(const c10::Stream& stream) const {
+    for (const at::Tensor& tensor : tensors) device::keep_memory_for(tensor, stream);
+    if (!operation->values) return;
+    for (const at::Tensor& value : operation->values()) device::keep_memory_for(value, stream);
+  }
 };
 
 DeviceQueue::DeviceQueue(std::shared_ptr<Backend> control, std::unique_ptr<DeviceEngine> engine,
@@ -206,6 +213,7 @@ std::unique_ptr<DeviceQueue::Job> DeviceQueue::take() {
 }
 
 void DeviceQueue::run() {
+  const c10::DeviceGuard guard(options_.device);
   while (true) {
     auto job = take();
     const bool has_job = job != nullptr;
@@ -241,6 +249,9 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
     if (!failure_->get()) {
       break_with(Error(error.kind(), fmt::format("{}: {}", job->call(), error.message())));
     }
+    // Parts of the operation may have been launched.
+    engine_->abort();
+    job->keep_memory_for(stream_);
     fail(*job, *failure_->get());
     return;
   }
@@ -249,8 +260,26 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
   const std::string text = job->operation->line.text;
   const std::uint64_t number = job->number;
   const std::shared_ptr<Job> uses(std::move(job));
-  launched_.add({call, text, number, runtime_.executor.now(), gate, uses});
+  launched_.add({call, text, number, runtime_.executor.now(), gate, uses,
+                 [uses, stream = stream_] { uses->keep_memory_for(stream); }});
   done(gate, nullptr);
+}
+
+void DeviceQueue::wait_for_stream() {
+  c10::Event event(stream_.device_type());
+  event.record(stream_);
+  const Deadline deadline = runtime_.executor.deadline_in(options_.timeout);
+  while (!event.query()) {
+    failure_->throw_if_set();
+    if (const auto cause = control_->failure()) throw Error(*cause);
+    if (const auto cause = engine_->failure()) throw Error(*cause);
+    if (const auto lost = options_.gone()) throw Error(*lost);
+    if (deadline.passed(runtime_.executor.now())) {
+      throw Error(ErrorKind::kTimedOut, fmt::format("{} has not finished it within {:.3g} s",
+                                                    options_.device.str(), to_seconds(options_.timeout)));
+    }
+    parker_->park(runtime_.executor.deadline_in(kLook));
+  }
 }
 
 CallNumbers DeviceQueue::agree(Job& job) {
@@ -332,8 +361,8 @@ bool DeviceQueue::watch() {
                                                     torchspan::describe(std::current_exception()).text)));
   }
   if (const auto cause = failure_->get()) {
+    engine_->abort();  // before memory is released that its work uses
     launched_.fail(*cause);
-    engine_->abort();
   }
   return !launched_.empty();
 }

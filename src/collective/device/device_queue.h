@@ -64,6 +64,9 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   /// Issues an operation. `done` gets the gate of the result, or the failure.
   void submit(std::unique_ptr<DeviceOperation> operation, const std::vector<at::Tensor>& tensors,
               UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done);
+  /// Within the launch of an operation: waits until the stream has done what was enqueued. Throws if the group fails, or
+  /// kTimedOut after its timeout.
+  void wait_for_stream();
   /// Fails everything, here and on the ranks that the control group reaches.
   void break_with(const Error& cause);
 

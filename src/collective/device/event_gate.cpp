@@ -1,5 +1,8 @@
 #include "collective/api/event_gate.h"
 
+#include <ATen/core/ivalue.h>
+#include <c10/core/DeviceGuard.h>
+
 #include <torchspan/detail/device/streams.h>
 
 namespace torchspan::collective {
@@ -9,6 +12,7 @@ EventGate::EventGate(const c10::Stream& stream, std::vector<at::Tensor> values, 
       event_(stream.device_type()),
       values_(std::move(values)),
       earlier_(std::move(earlier)) {
+  const c10::DeviceGuard guard(device_);
   event_.record(stream);
 }
 
@@ -26,6 +30,7 @@ void EventGate::throw_if_failed() const {
 void EventGate::pass() const {
   for (const auto& gate : earlier_) gate->pass();
   throw_if_failed();
+  const c10::DeviceGuard guard(device_);
   const c10::Stream stream = device::current_stream(device_);
   event_.block(stream);
   for (const at::Tensor& value : values_) device::keep_memory_for(value, stream);
@@ -37,6 +42,7 @@ std::shared_ptr<const ValueGate> EventGate::renew() const {
 
 bool EventGate::done() const {
   throw_if_failed();
+  const c10::DeviceGuard guard(device_);
   bool finished = event_.query();
   for (const auto& gate : earlier_) finished = gate->done() && finished;
   if (!finished) return false;

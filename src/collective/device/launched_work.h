@@ -1,5 +1,6 @@
 #pragma once
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +22,7 @@ class LaunchedWork {
     TimePoint at;
     std::shared_ptr<EventGate> gate;
     std::shared_ptr<void> uses;  ///< released when the work is finished
+    std::function<void()> keep;  ///< makes the memory outlast the work; for work that is released unfinished
   };
 
   void add(Launch launch) { launches_.push_back(std::move(launch)); }

@@ -28,9 +28,17 @@ std::string name_of(const std::string& path) {
   return found == environment.end() || found->second.empty() ? "libnccl.so.2" : found->second;
 }
 
+/// Another NCCL than LibTorch's must call its own functions, not those that LibTorch's has put into the process before.
+/// Threads that NCCL starts may outlive the last group, so it is not unloaded.
+#if defined(__SANITIZE_ADDRESS__)  // which does not allow RTLD_DEEPBIND
+constexpr int kLoading = RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE;
+#else
+constexpr int kLoading = RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE | RTLD_DEEPBIND;
+#endif
+
 }  // namespace
 
-NcclLibrary::NcclLibrary(const std::string& name) : handle_(::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) {
+NcclLibrary::NcclLibrary(const std::string& name) : handle_(::dlopen(name.c_str(), kLoading)) {
   if (handle_ == nullptr) {
     const char* why = ::dlerror();
     throw Error(ErrorKind::kUnsupported,

@@ -338,19 +338,17 @@ bool OpQueue::await(const Operation& operation, CountTarget target, const std::a
     }
     rank_gone_.store(false);
     break_if_rank_gone(operation, target);
-    if (earlier(limit, earliest_deadline()).passed(executor_.now())) {
+    Deadline earliest = limit;  // a later operation may have less time
+    {
+      MutexLock lock(mutex_);
+      for (const auto& queued : queue_) earliest = earlier(earliest, queued->deadline);
+    }
+    if (earliest.passed(executor_.now())) {
       break_for_timeout(operation, target, executor_.now() - began);
       return true;
     }
     if (deadline.passed(executor_.now())) return false;
   }
-}
-
-Deadline OpQueue::earliest_deadline() {
-  MutexLock lock(mutex_);
-  Deadline earliest = Deadline::never();
-  for (const auto& operation : queue_) earliest = earlier(earliest, operation->deadline);
-  return earliest;
 }
 
 void OpQueue::finish_first() {

@@ -61,8 +61,6 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   /// Waits for other ranks; false if this thread should stop driving.
   bool await(const Operation& operation, CountTarget target, const std::atomic<bool>* done,
              Deadline deadline);
-  /// Of the operations in the queue: a later one may have less time than the one that it waits behind.
-  Deadline earliest_deadline();
   void compare_calls(const Operation& operation);
   void finish_first();
   void fail_all(const Error& cause);

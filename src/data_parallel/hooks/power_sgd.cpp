@@ -11,6 +11,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel/power_sgd.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/device/streams.h>
 
 #include "data_parallel/averaging/packed_tensors.h"
 
@@ -28,6 +29,14 @@ struct Matrix {
   at::Tensor input;     ///< M: the gradient and the error of the last step
   at::Tensor q;         ///< orthonormal columns
 };
+
+/// For tensors that another stream has allocated: this one may still read them when they are released.
+void keep_for_this_stream(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (device::has_streams(tensor.device()))
+      device::keep_memory_for(tensor, device::current_stream(tensor.device()));
+  }
+}
 
 /// Random numbers that depend on nothing but these arguments.
 at::Tensor random_matrix(std::uint64_t seed, std::int64_t iteration, const std::string& name,
@@ -207,6 +216,11 @@ Future<at::Tensor> PowerSgd::State::reduce(const GradientBucket& bucket, const c
       self->keep(matrices[i], averages[i], average);
       matrices[i].gradient.copy_(average.view(matrices[i].gradient.sizes()));
     }
+    if (whole_ones.valid()) keep_for_this_stream({whole_ones.wait()});
+    keep_for_this_stream({sum.wait()});
+    keep_for_this_stream(p);
+    keep_for_this_stream(q);
+    for (const Matrix& matrix : matrices) keep_for_this_stream({matrix.input});
     if (whole_ones.valid()) {
       const std::vector<at::Tensor> parts = parts_of(whole_ones.wait(), others);
       for (std::size_t i = 0; i < others.size(); ++i) others[i].copy_(parts[i]);

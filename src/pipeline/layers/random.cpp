@@ -7,18 +7,26 @@
 #include <torchspan/pipeline/pipeline.h>
 #include <torchspan/wire.h>
 
+#include "device/api/generators.h"
+
 namespace torchspan::pipeline {
 
 RandomState RandomState::capture() {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  return RandomState(generator.get_state());
+  std::vector<One> states;
+  for (device::NamedGenerator& each : device::default_generators()) {
+    const std::lock_guard lock(each.generator.mutex());
+    at::Tensor state = each.generator.get_state();
+    states.push_back({std::move(each.generator), std::move(state)});
+  }
+  return RandomState(std::move(states));
 }
 
 void RandomState::restore() const {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  generator.set_state(state_);
+  for (const One& each : states_) {
+    at::Generator generator = each.generator;
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(each.state);
+  }
 }
 
 std::uint64_t seed_of_use(std::uint64_t seed, std::uint64_t step, int order, int micro_batch) {
@@ -35,9 +43,10 @@ std::uint64_t seed_of_layer(std::uint64_t seed, int layer) {
 SeededScope::SeededScope(std::optional<std::uint64_t> seed) {
   if (!seed) return;
   outer_.emplace();
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  generator.set_current_seed(*seed);
+  for (device::NamedGenerator& each : device::default_generators()) {
+    const std::lock_guard lock(each.generator.mutex());
+    each.generator.set_current_seed(*seed);
+  }
 }
 
 std::uint64_t draw_seed() {

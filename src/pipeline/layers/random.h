@@ -1,24 +1,31 @@
 #pragma once
 #include <cstdint>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
 namespace torchspan::pipeline {
 
-/// A saved state of LibTorch's CPU generator.
+/// A saved state of LibTorch's default generators: of the CPU and of each CUDA device.
 class RandomState {
  public:
   static RandomState capture();
   void restore() const;
 
  private:
-  explicit RandomState(at::Tensor state) : state_(std::move(state)) {}
-  at::Tensor state_;
+  struct One {
+    at::Generator generator;
+    at::Tensor state;
+  };
+  explicit RandomState(std::vector<One> states) : states_(std::move(states)) {}
+  std::vector<One> states_;
 };
 
-/// Restores the state of LibTorch's CPU generator at the end of a scope.
+/// Restores the states of LibTorch's default generators at the end of a scope.
 class RandomScope {
  public:
   RandomScope() : before_(RandomState::capture()) {}
@@ -30,7 +37,7 @@ class RandomScope {
   const RandomState before_;
 };
 
-/// Seeds LibTorch's CPU generator for a scope. Does nothing without a seed.
+/// Seeds LibTorch's default generators for a scope. Does nothing without a seed.
 class SeededScope {
  public:
   explicit SeededScope(std::optional<std::uint64_t> seed);

@@ -220,12 +220,16 @@ void MessageSender::poll_copies(const CopyingPtr& copying, Duration pause) {
     CopyingPtr one = weak.lock();
     if (!one) return;
     const auto& split = one->out.split;
-    const bool late = !split.empty() && one->deadline.passed(state_.runtime.executor.now());
-    if (late || std::ranges::any_of(split, [](const auto& tensor) { return tensor->can_advance(); })) {
-      return state_.host->post(
-          [this, alive = state_.endpoint.lock(), one = std::move(one)] { send_parts(one); });
+    try {
+      const bool late = !split.empty() && one->deadline.passed(state_.runtime.executor.now());
+      if (late || std::ranges::any_of(split, [](const auto& tensor) { return tensor->can_advance(); })) {
+        return state_.host->post(
+            [this, alive = state_.endpoint.lock(), one = std::move(one)] { send_parts(one); });
+      }
+      if (!one->out.ready()) return poll_copies(one, std::min(pause * 2, kLastCopyPause));
+    } catch (...) {  // the device has failed
+      one->out.failure = std::make_exception_ptr(to_error(std::current_exception()));
     }
-    if (!one->out.ready()) return poll_copies(one, std::min(pause * 2, kLastCopyPause));
     finish(std::move(one));
   });
 }

@@ -33,6 +33,7 @@ std::string mode_here() {
 }
 at::Tensor product(const at::Tensor& x, const at::Tensor& y) { return at::matmul(x, y); }
 std::string mode_there(Worker&) { return mode_here(); }
+bool caches(Worker&) { return at::autocast::is_autocast_cache_enabled(); }
 
 /// Changes autocast in a nested way and leaves it as it is, by an exception too.
 std::vector<std::string> nested(Worker& worker, bool fails);
@@ -42,6 +43,7 @@ Future<std::string> continued(Worker& worker);
 
 constexpr Function<product> kProduct{"product"};
 constexpr Function<mode_there> kMode{"mode_there"};
+constexpr Function<caches> kCaches{"caches"};
 constexpr Function<nested> kNested{"nested"};
 constexpr Function<slow> kSlow{"slow"};
 constexpr Function<continued> kContinued{"continued"};
@@ -89,7 +91,7 @@ void on_first(const std::function<void(Worker&)>& body) {
     options.workers = 3;
     options.threads = 1;
     options.seed = seed;
-    options.functions.add(kProduct, kMode, kNested, kSlow, kContinued);
+    options.functions.add(kProduct, kMode, kCaches, kNested, kSlow, kContinued);
     SimCluster world(options);
     world.run([&](Worker& worker) {
       if (worker.rank() == 0) body(worker);
@@ -137,6 +139,16 @@ TEST(RemoteAutocast, IsInheritedByNestedCallsAndCanBeDisabled) {
       EXPECT_THAT(worker.rpc_sync(1, kNested, false), ElementsAre("off", "off", "Float", "off"));
       EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
     }
+  });
+}
+
+TEST(RemoteAutocast, DoesNotCacheCastsInHandlersWhichAllThreadsOfAProcessWouldUse) {
+  on_first([](Worker& worker) {
+    AutocastScope scope;
+    scope.enter(to());
+    EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+    EXPECT_FALSE(worker.rpc_sync(1, kCaches));
+    EXPECT_EQ(worker.rpc_sync(1, kMode), "BFloat16");
   });
 }
 

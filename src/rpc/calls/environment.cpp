@@ -131,7 +131,13 @@ EnvironmentScope::EnvironmentScope(const Environment& inside)
   } else if (!was_default) {
     reset_to_defaults();
   }
-  if (inside.autocast_) autocast_.enter(*inside.autocast_);
+  if (inside.autocast_) {
+    // LibTorch has one cache of casts for all threads: a handler without gradients would give its casts, which have no
+    // graph, to another one that trains the same module.
+    device::Autocast uncached = *inside.autocast_;
+    uncached.cache = false;
+    autocast_.enter(uncached);
+  }
 }
 
 EnvironmentScope::~EnvironmentScope() {

@@ -50,8 +50,10 @@ class Mark {
   const c10::Stream& stream() const { return stream_; }
   /// Makes the later work of `later` wait. No effect if it is the stream of the mark.
   void hold_back(const c10::Stream& later) const;
-  /// Whether the device has reached the mark. Does not wait.
-  bool reached() const { return event_->query(); }
+  /// Whether the device has reached the mark. Does not wait. Throws if the device has failed.
+  bool reached() const;
+  /// Waits on the host until the device has reached the mark, or has failed.
+  void wait() const noexcept;
 
  private:
   c10::Stream stream_;
@@ -102,6 +104,18 @@ class StreamsScope {
 
  private:
   std::vector<c10::Stream> before_;
+};
+
+/// Restores this thread's current device of each type at the end of a scope, whatever the code in between changed.
+class CurrentDevicesScope {
+ public:
+  CurrentDevicesScope();
+  ~CurrentDevicesScope();
+  CurrentDevicesScope(const CurrentDevicesScope&) = delete;
+  CurrentDevicesScope& operator=(const CurrentDevicesScope&) = delete;
+
+ private:
+  std::vector<c10::Device> before_;
 };
 
 /// Makes `side` current on this thread for a scope, and the default streams of all other devices. At its end,

@@ -77,6 +77,7 @@ class EnvironmentScope {
 
  private:
   device::AutocastScope autocast_;  // restored after LibTorch's other state
+  const device::CurrentDevicesScope devices_;
   const device::SideStreamsScope streams_;
   Environment::ValuesPtr outside_;
   std::unique_ptr<const at::ThreadLocalState> outside_torch_;  ///< null: as on a new thread
