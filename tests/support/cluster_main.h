@@ -12,16 +12,18 @@ using Scenario = std::function<void()>;
 /// main() of a cluster suite: runs the scenario that the environment names, or the tests. An exception of a
 /// scenario is printed and makes the exit code 1.
 inline int cluster_main(int argc, char** argv, const std::map<std::string, Scenario>& scenarios) {
-  if (const char* name = std::getenv("TORCHSPAN_TEST_SCENARIO")) {
+  const auto run = [&scenarios] {
     try {
-      scenarios.at(name)();
+      scenarios.at(std::getenv("TORCHSPAN_TEST_SCENARIO"))();
       std::fflush(nullptr);
       return 0;
     } catch (const std::exception& error) {
       std::fprintf(stderr, "%s\n", error.what());
       return 1;
     }
-  }
+  };
+  if (std::getenv("TORCHSPAN_TEST_SCENARIO") != nullptr) return run();
+  ForkServer::start(run);
   ::testing::InitGoogleMock(&argc, argv);
   return RUN_ALL_TESTS();
 }

@@ -19,6 +19,7 @@
 #include <torchspan/detail/core/executor.h>
 
 #include "core/api/reserved_port.h"
+#include "tests/support/fork_server.h"
 
 namespace torchspan::testing {
 
@@ -49,15 +50,11 @@ inline ReservedPort reserve_port() {
 /// A child process whose output goes to a file. The destructor kills it.
 class Process {
  public:
+  /// A program with its arguments. `environment` changes variables of this process.
   Process(const std::vector<std::string>& command, const std::map<std::string, std::string>& environment,
           std::string output)
-      : output_(std::move(output)) {
-    std::vector<std::string> texts;
-    for (char** entry = environ; *entry != nullptr; ++entry) {
-      const std::string text = *entry;
-      if (!environment.contains(text.substr(0, text.find('=')))) texts.push_back(text);
-    }
-    for (const auto& [name, value] : environment) texts.push_back(name + "=" + value);
+      : output_(std::move(output)), reap_(waitpid) {
+    const std::vector<std::string> texts = texts_of(environment);
     auto pointers = [](const std::vector<std::string>& strings) {
       std::vector<char*> list;
       for (const std::string& text : strings) list.push_back(const_cast<char*>(text.c_str()));
@@ -74,10 +71,15 @@ class Process {
     }
     posix_spawn_file_actions_destroy(&actions);
   }
+  /// This program, from its main().
+  Process(ForkServer server, const std::map<std::string, std::string>& environment, std::string output)
+      : output_(std::move(output)),
+        reap_([server](pid_t pid, int* status, int options) { return server.wait(pid, status, options); }),
+        pid_(server.fork(texts_of(environment), output_)) {}
   ~Process() {
     if (!ended_) {
       ::kill(pid_, SIGKILL);
-      waitpid(pid_, nullptr, 0);
+      reap_(pid_, &status_, 0);
     }
   }
   Process(const Process&) = delete;
@@ -88,7 +90,7 @@ class Process {
   bool wait(Executor& executor, Duration limit) {
     const Deadline deadline = executor.deadline_in(limit);
     while (!ended_) {
-      if (waitpid(pid_, &status_, WNOHANG) == pid_) {
+      if (reap_(pid_, &status_, WNOHANG) == pid_) {
         ended_ = true;
       } else if (deadline.passed(executor.now())) {
         return false;
@@ -108,14 +110,26 @@ class Process {
   }
 
  private:
+  static std::vector<std::string> texts_of(const std::map<std::string, std::string>& environment) {
+    std::vector<std::string> texts;
+    for (char** entry = environ; *entry != nullptr; ++entry) {
+      const std::string text = *entry;
+      if (!environment.contains(text.substr(0, text.find('=')))) texts.push_back(text);
+    }
+    for (const auto& [name, value] : environment) texts.push_back(name + "=" + value);
+    return texts;
+  }
+
   const std::string output_;
+  const std::function<pid_t(pid_t, int*, int)> reap_;
   pid_t pid_ = -1;
   int status_ = 0;
   bool ended_ = false;
 };
 
 /// A world of real processes: this test's executable, started once per rank with the variables that a
-/// launcher sets and with TORCHSPAN_TEST_SCENARIO, which its main() runs instead of the tests.
+/// launcher sets and with TORCHSPAN_TEST_SCENARIO, which its main() runs instead of the tests. If main() started a
+/// ForkServer, that starts them.
 class ProcessWorld {
  public:
   explicit ProcessWorld(int size) : size_(size), port_(reserve_port()), executor_(make_executor()) {
@@ -144,9 +158,14 @@ class ProcessWorld {
     auto variables = environment(rank);
     variables["TORCHSPAN_TEST_SCENARIO"] = scenario;
     for (auto& [name, value] : changes) variables[name] = value;
-    through.push_back(std::filesystem::read_symlink("/proc/self/exe"));
-    processes_.push_back(std::make_unique<Process>(
-        through, variables, folder_.path() + "/output" + std::to_string(processes_.size())));
+    const std::string output = folder_.path() + "/output" + std::to_string(processes_.size());
+    const auto server = ForkServer::of_this_process();
+    if (server && through.empty()) {
+      processes_.push_back(std::make_unique<Process>(*server, variables, output));
+    } else {
+      through.push_back(std::filesystem::read_symlink("/proc/self/exe"));
+      processes_.push_back(std::make_unique<Process>(through, variables, output));
+    }
     return *processes_.back();
   }
   void start_all(const std::string& scenario) {
