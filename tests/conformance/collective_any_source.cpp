@@ -288,15 +288,7 @@ TEST(CollectiveAnySourceAlone, AGroupOfOneRankHasNoSource) {
 }
 
 TEST_P(CollectiveAnySource, NamesBothCallsIfDtypeOrShapeDiffers) {
-  struct Pair {
-    at::Tensor sent, received;
-  };
-  const std::vector<Pair> pairs{{at::ones({3}), at::ones({4})},
-                                {at::ones({3}), at::ones({3}, at::kInt)},
-                                {at::ones({300000}), at::ones({3})},
-                                {at::ones({3}), at::ones({300000})},
-                                {at::ones({0, 3}), at::ones({3, 0})}};
-  for (const Pair& pair : pairs) {
+  for (const MismatchedMessage& pair : mismatched_messages()) {
     const auto errors = errors_of(options(), [&](Group& group) {
       if (group.rank() == 1) group.send(on_row(pair.sent), 0, 7).wait(seconds(60));
       if (group.rank() == 0) group.recv(on_row(pair.received), kAnySource, 7).wait(seconds(60));

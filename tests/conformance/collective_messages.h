@@ -14,6 +14,16 @@ inline std::vector<CollectiveRow> rows_with_others() {
   return rows;
 }
 
+/// A message, and the tensor that a receive has for it although dtype or shape differ.
+struct MismatchedMessage {
+  at::Tensor sent, received;
+};
+inline std::vector<MismatchedMessage> mismatched_messages() {
+  return {{at::ones({3}), at::ones({4})},       {at::ones({3}), at::ones({3}, at::kInt)},
+          {at::ones({300000}), at::ones({3})},  {at::ones({3}), at::ones({300000})},
+          {at::ones({2, 3}), at::ones({3, 2})}, {at::ones({0, 3}), at::ones({3, 0})}};
+}
+
 /// Tests of send() and recv(). On rows of devices, the tensors are on the device.
 class MessageSuite : public CollectiveSuite {
  protected:

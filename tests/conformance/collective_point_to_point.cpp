@@ -194,15 +194,7 @@ TEST_P(CollectivePointToPoint, GroupsThatAreMadeFromABackendSayThatTheyHaveNone)
 
 // peer: c10d sends and receives of different sizes: better: both calls are named
 TEST_P(CollectivePointToPoint, NamesBothCallsIfDtypeOrShapeDiffers) {
-  struct Pair {
-    at::Tensor sent, received;
-  };
-  const std::vector<Pair> pairs{{at::ones({3}), at::ones({4})},
-                                {at::ones({3}), at::ones({3}, at::kInt)},
-                                {at::ones({300000}), at::ones({3})},
-                                {at::ones({3}), at::ones({300000})},
-                                {at::ones({2, 3}), at::ones({3, 2})}};
-  for (const Pair& pair : pairs) {
+  for (const MismatchedMessage& pair : mismatched_messages()) {
     const auto errors = errors_of(options(), [&](Group& group) {
       if (group.rank() == 0) group.send(on_row(pair.sent), 1, 7).wait(seconds(60));
       if (group.rank() == 1) group.recv(on_row(pair.received), 0, 7).wait(seconds(60));
