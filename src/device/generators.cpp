@@ -1,5 +1,7 @@
 #include "device/api/generators.h"
 
+#include <mutex>
+
 #include <ATen/core/ivalue.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -16,6 +18,26 @@ std::vector<NamedGenerator> default_generators() {
     all.push_back({device.str(), at::globalContext().defaultGenerator(device)});
   }
   return all;
+}
+
+at::Tensor state_of(at::Generator generator) {
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_state(at::Generator generator, const at::Tensor& state) {
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+std::uint64_t seed_of(at::Generator generator) {
+  const std::lock_guard lock(generator.mutex());
+  return generator.current_seed();
+}
+
+void set_seed(at::Generator generator, std::uint64_t seed) {
+  const std::lock_guard lock(generator.mutex());
+  generator.set_current_seed(seed);
 }
 
 }  // namespace torchspan::device

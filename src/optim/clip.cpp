@@ -8,15 +8,15 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/optimizer.h>
 
+#include "device/api/half.h"
+
 namespace torchspan::optim {
 namespace {
 
 double norm_of(const at::Tensor& gradient, double type) {
-  at::Tensor values = gradient.is_sparse() ? gradient.coalesce()._values() : gradient;
+  const at::Tensor values = gradient.is_sparse() ? gradient.coalesce()._values() : gradient;
   if (values.numel() == 0) return 0;
-  if (values.scalar_type() == at::kHalf || values.scalar_type() == at::kBFloat16)
-    values = values.to(at::kFloat);
-  return at::linalg_vector_norm(values, type).item<double>();
+  return at::linalg_vector_norm(device::widened(values), type).item<double>();
 }
 
 }  // namespace

@@ -8,6 +8,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "device/api/half.h"
+
 namespace torchspan::optim {
 namespace {
 
@@ -42,8 +44,7 @@ GradScaler::GradScaler(GradScalerOptions options)
 
 at::Tensor GradScaler::scale(const at::Tensor& output) const {
   if (!options_.enabled) return output;
-  const bool narrow = output.scalar_type() == at::kHalf || output.scalar_type() == at::kBFloat16;
-  return (narrow ? output.to(at::kFloat) : output) * scale_;
+  return device::widened(output) * scale_;
 }
 
 void GradScaler::check_first_unscale(const void* optimizer) const {

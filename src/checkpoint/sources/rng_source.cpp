@@ -1,6 +1,5 @@
 #include "checkpoint/sources/rng_source.h"
 
-#include <mutex>
 #include <utility>
 
 #include <torchspan/checkpoint/sources.h>
@@ -14,11 +13,7 @@ class RngSource final : public StateSource {
  public:
   explicit RngSource(std::vector<device::NamedGenerator> generators) : generators_(std::move(generators)) {}
   void save(StateWriter& writer) const override {
-    for (const auto& [device, generator] : generators_) {
-      at::Generator one = generator;
-      const std::lock_guard lock(one.mutex());
-      writer.add(device, one.get_state());
-    }
+    for (const auto& [device, generator] : generators_) writer.add(device, device::state_of(generator));
   }
   /// All states are read before the first is set.
   void load(const StateReader& reader) override {
@@ -26,17 +21,16 @@ class RngSource final : public StateSource {
     for (const auto& [device, generator] : generators_)
       states.push_back(reader.has(device) ? reader.read(device).clone() : at::Tensor());
     for (std::size_t i = 0; i < states.size(); ++i) {
-      at::Generator& one = generators_[i].generator;
-      const std::lock_guard lock(one.mutex());
+      const at::Generator& one = generators_[i].generator;
       if (states[i].defined()) {
-        one.set_state(states[i]);
+        device::set_state(one, states[i]);
         continue;
       }
       ByteWriter place;
       place.put_string(reader.full_name(generators_[i].device));
       place.put(reader.step());
-      place.put(static_cast<std::uint64_t>(one.current_seed()));
-      one.set_current_seed(checksum_of(place.bytes()));
+      place.put(device::seed_of(one));
+      device::set_seed(one, checksum_of(place.bytes()));
     }
   }
 

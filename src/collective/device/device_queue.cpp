@@ -10,6 +10,7 @@
 
 #include <torchspan/detail/device/streams.h>
 
+#include "collective/device/host_wait.h"
 #include "core/api/group_number.h"
 #include "core/api/timeout_notice.h"
 
@@ -266,20 +267,18 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
 }
 
 void DeviceQueue::wait_for_stream() {
-  c10::Event event(stream_.device_type());
-  event.record(stream_);
-  const Deadline deadline = runtime_.executor.deadline_in(options_.timeout);
-  while (!event.query()) {
+  const auto check = [this](Duration waited) {
     failure_->throw_if_set();
     if (const auto cause = control_->failure()) throw Error(*cause);
     if (const auto cause = engine_->failure()) throw Error(*cause);
+    if (waited < kLeftLimit) return;
     if (const auto lost = options_.gone()) throw Error(*lost);
-    if (deadline.passed(runtime_.executor.now())) {
-      throw Error(ErrorKind::kTimedOut, fmt::format("{} has not finished it within {:.3g} s",
-                                                    options_.device.str(), to_seconds(options_.timeout)));
-    }
-    parker_->park(runtime_.executor.deadline_in(kLook));
-  }
+  };
+  const auto late = [this] {
+    return Error(ErrorKind::kTimedOut, fmt::format("{} has not finished it within {:.3g} s",
+                                                   options_.device.str(), to_seconds(options_.timeout)));
+  };
+  wait_on_host(stream_, runtime_.executor, options_.timeout, check, late);
 }
 
 CallNumbers DeviceQueue::agree(Job& job) {

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "device/api/half.h"
+
 namespace torchspan::collective {
 namespace {
 
@@ -37,18 +39,15 @@ at::Tensor combine(const at::Tensor& result, const at::Tensor& next, ReduceOp re
 }  // namespace
 
 at::Tensor reduce_in_rank_order(const std::vector<at::Tensor>& sources, ReduceOp reduction) {
-  const at::ScalarType dtype = sources[0].scalar_type();
-  const bool widen = dtype == at::kHalf || dtype == at::kBFloat16;
-  const auto wide = [&](const at::Tensor& tensor) { return widen ? tensor.to(at::kFloat) : tensor; };
-  at::Tensor result = wide(sources[0]);
+  at::Tensor result = device::widened(sources[0]);
   for (std::size_t rank = 1; rank < sources.size(); ++rank) {
-    result = combine(result, wide(sources[rank]), reduction);
+    result = combine(result, device::widened(sources[rank]), reduction);
   }
   if (reduction == kAvg) {
     const auto ranks = static_cast<double>(sources.size());
     result = result.is_complex() ? at::view_as_complex(at::view_as_real(result) / ranks) : result / ranks;
   }
-  return result.to(dtype);
+  return result.to(sources[0].scalar_type());
 }
 
 }  // namespace torchspan::collective

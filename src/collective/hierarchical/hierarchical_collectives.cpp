@@ -5,6 +5,8 @@
 
 #include <ATen/Functions.h>
 
+#include "device/api/half.h"
+
 namespace torchspan::collective {
 namespace {
 
@@ -63,7 +65,7 @@ int HierarchicalCollectives::host_of(int rank) const {
 }
 
 bool HierarchicalCollectives::reduces(at::ScalarType dtype, ReduceOp reduction) const {
-  if (reduction == kAvg || dtype == at::kHalf || dtype == at::kBFloat16) return false;
+  if (reduction == kAvg || device::is_half(dtype)) return false;
   if (plan_.announces) return true;
   if (reduction != kSum && reduction != kMin && reduction != kMax && reduction != kProduct) return false;
   // The answer must be the same on all ranks, and only leaders have BlockingCollectives.

@@ -4,19 +4,15 @@
 #include <fmt/format.h>
 
 #include <ATen/ATen.h>
-#include <c10/core/Event.h>
 
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/device/streams.h>
 
+#include "collective/device/host_wait.h"
 #include "collective/device/rank_order.h"
 
 namespace torchspan::collective::ipc {
 namespace {
-
-/// How long the thread yields, and then how long it sleeps, between two checks of its device.
-constexpr Duration kYielding = std::chrono::microseconds(200);
-constexpr Duration kSleep = std::chrono::microseconds(50);
 
 at::Tensor as(const at::Tensor& bytes, at::ScalarType dtype) {
   return device_view(static_cast<std::byte*>(bytes.data_ptr()),
@@ -31,29 +27,21 @@ std::unique_ptr<IpcEngine> IpcEngine::make(EngineParts parts, IpcOptions options
 }
 
 void IpcEngine::wait_for_device() const {
-  c10::Event event(parts_.device.type());
-  event.record(device::current_stream(parts_.device));
-  Executor& executor = parts_.control->runtime().executor;
-  const TimePoint began = executor.now();
-  const Deadline deadline = executor.deadline_in(parts_.timeout);
-  std::unique_ptr<Parker> parker;
-  while (!event.query()) {
+  const auto check = [this](Duration waited) {
     parts_.failure->throw_if_set();
-    const TimePoint now = executor.now();
-    if (deadline.passed(now)) {
-      throw Error(ErrorKind::kTimedOut,
-                  fmt::format("{} of rank {} has not finished its work for {:.3g} s: work that was enqueued "
-                              "before this call does not end, or the device is busy with other programs",
-                              parts_.device.str(), parts_.control->ranks()[static_cast<std::size_t>(rank())],
-                              to_seconds(parts_.timeout)));
-    }
-    if (now - began < kYielding) {
-      executor.yield();
-      continue;
-    }
-    if (!parker) parker = executor.make_parker();
-    parker->park(executor.deadline_in(kSleep));
-  }
+    if (const auto cause = parts_.control->failure()) throw Error(*cause);
+    if (waited < kLeftLimit) return;
+    if (const auto lost = parts_.gone()) throw Error(*lost);
+  };
+  const auto late = [this] {
+    return Error(ErrorKind::kTimedOut,
+                 fmt::format("{} of rank {} has not finished its work for {:.3g} s: work that was enqueued "
+                             "before this call does not end, or the device is busy with other programs",
+                             parts_.device.str(), parts_.control->ranks()[static_cast<std::size_t>(rank())],
+                             to_seconds(parts_.timeout)));
+  };
+  wait_on_host(device::current_stream(parts_.device), parts_.control->runtime().executor, parts_.timeout,
+               check, late);
 }
 
 void IpcEngine::meet() const {

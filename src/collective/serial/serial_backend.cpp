@@ -17,6 +17,7 @@
 #include "collective/tensors.h"
 #include "core/api/group_number.h"
 #include "core/api/timeout_notice.h"
+#include "device/api/half.h"
 
 namespace torchspan::collective {
 namespace {
@@ -424,7 +425,7 @@ void SerialBackend::reduce_dense(at::Tensor tensor, ReduceOp reduction) {
   const at::ScalarType dtype = tensor.scalar_type();
   if (tensor.numel() == 0) return;
   if (collectives_->reduces(dtype, reduction)) return collectives_->all_reduce(tensor, reduction);
-  if (dtype == at::kHalf || dtype == at::kBFloat16) {
+  if (device::is_half(dtype)) {
     const at::Tensor wide = tensor.to(at::kFloat);
     reduce_dense(wide, reduction);
     tensor.copy_(wide);

@@ -20,6 +20,7 @@
 #include <torchspan/data_parallel/sync_batch_norm.h>
 
 #include "data_parallel/api/agreement.h"
+#include "device/api/half.h"
 #include "engine/api/node_ptr.h"
 
 namespace torchspan {
@@ -34,12 +35,6 @@ struct Statistics {
   at::Tensor mean;
   at::Tensor squares;  ///< sum of squared distances from the mean
 };
-
-/// Converts 16-bit floats to float for computation, as LibTorch's batch norm does.
-at::Tensor widened(const at::Tensor& tensor) {
-  const bool narrow = tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
-  return narrow ? tensor.to(at::kFloat) : tensor;
-}
 
 /// All dimensions but the feature dimension.
 std::vector<std::int64_t> other_dimensions(const at::Tensor& tensor) {
@@ -73,7 +68,7 @@ Statistics gather_statistics(const at::Tensor& input, const Group& group) {
   at::Tensor mine = at::zeros({1 + 2 * features}, input.options().dtype(at::kDouble).requires_grad(false));
   if (count > 0) {
     const auto [variance, mean] =
-        at::var_mean(widened(input), other_dimensions(input), /*unbiased=*/false, /*keepdim=*/false);
+        at::var_mean(device::widened(input), other_dimensions(input), /*unbiased=*/false, /*keepdim=*/false);
     mine.narrow(0, 0, 1).fill_(static_cast<double>(count));
     mine.narrow(0, 1, features).copy_(mean);
     mine.narrow(0, 1 + features, features).copy_(variance).mul_(static_cast<double>(count));
@@ -100,8 +95,8 @@ struct SyncBatchNormBackward final : engine::TensorNode {
                   "SyncBatchNorm has no second derivatives: run backward without create_graph");
     }
     const at::Tensor saved = input.unpack(), factors = weight.unpack();
-    const at::Tensor x = widened(saved);
-    const at::Tensor g = gradients[0].defined() ? widened(gradients[0]) : at::zeros_like(x);
+    const at::Tensor x = device::widened(saved);
+    const at::Tensor g = gradients[0].defined() ? device::widened(gradients[0]) : at::zeros_like(x);
     const at::Tensor distance = x - reshape_for(mean, x);
     const auto dimensions = other_dimensions(x);
     const at::Tensor sums =
@@ -276,7 +271,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
       running_mean.copy_(running_mean.to(at::kDouble) * (1 - part) + batch.mean * part);
       running_var.copy_(running_var.to(at::kDouble) * (1 - part) + batch.squares * (part / (count - 1)));
     }
-    const at::Tensor x = widened(input);
+    const at::Tensor x = device::widened(input);
     const at::Tensor factor = weight.defined() ? scale * weight : scale;
     const at::Tensor shift = bias.defined() ? bias - batch.mean * factor : -batch.mean * factor;
     output = at::empty_like(x);

@@ -1,9 +1,11 @@
 #pragma once
+#include <cstdint>
 #include <string>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 
 namespace torchspan::device {
 
@@ -15,5 +17,11 @@ struct NamedGenerator {
 
 /// LibTorch's default generators: of the CPU and, if this process has CUDA devices, of each of them.
 std::vector<NamedGenerator> default_generators();
+
+/// What LibTorch wants to be done under the generator's lock.
+at::Tensor state_of(at::Generator generator);
+void set_state(at::Generator generator, const at::Tensor& state);
+std::uint64_t seed_of(at::Generator generator);
+void set_seed(at::Generator generator, std::uint64_t seed);
 
 }  // namespace torchspan::device

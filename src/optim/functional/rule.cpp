@@ -8,6 +8,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/StringUtil.h>
 
+#include "device/api/half.h"
+
 namespace torchspan::optim {
 namespace {
 
@@ -51,8 +53,7 @@ std::string RuleOptimizer::refuse_sparse(const at::Tensor& parameter) const {
 }
 
 bool RuleOptimizer::in_float32(const at::Tensor& parameter) const {
-  return (settings_.float32_state || settings_.master_weights) &&
-         (parameter.scalar_type() == at::kHalf || parameter.scalar_type() == at::kBFloat16);
+  return (settings_.float32_state || settings_.master_weights) && device::is_half(parameter.scalar_type());
 }
 
 bool RuleOptimizer::has_master(const at::Tensor& parameter) const {

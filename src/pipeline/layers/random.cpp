@@ -14,19 +14,14 @@ namespace torchspan::pipeline {
 RandomState RandomState::capture() {
   std::vector<One> states;
   for (device::NamedGenerator& each : device::default_generators()) {
-    const std::lock_guard lock(each.generator.mutex());
-    at::Tensor state = each.generator.get_state();
+    at::Tensor state = device::state_of(each.generator);
     states.push_back({std::move(each.generator), std::move(state)});
   }
   return RandomState(std::move(states));
 }
 
 void RandomState::restore() const {
-  for (const One& each : states_) {
-    at::Generator generator = each.generator;
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(each.state);
-  }
+  for (const One& each : states_) device::set_state(each.generator, each.state);
 }
 
 std::uint64_t seed_of_use(std::uint64_t seed, std::uint64_t step, int order, int micro_batch) {
@@ -43,10 +38,8 @@ std::uint64_t seed_of_layer(std::uint64_t seed, int layer) {
 SeededScope::SeededScope(std::optional<std::uint64_t> seed) {
   if (!seed) return;
   outer_.emplace();
-  for (device::NamedGenerator& each : device::default_generators()) {
-    const std::lock_guard lock(each.generator.mutex());
-    each.generator.set_current_seed(*seed);
-  }
+  for (const device::NamedGenerator& each : device::default_generators())
+    device::set_seed(each.generator, *seed);
 }
 
 std::uint64_t draw_seed() {

@@ -9,6 +9,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "device/api/half.h"
+
 namespace torchspan::pipeline {
 namespace {
 
@@ -30,10 +32,8 @@ double own_share(const LocalPipeline& local, const std::vector<at::Tensor>& para
     if (!gradient.defined() || gradient.numel() == 0 || counts_elsewhere(local, parameter)) continue;
     if (gradient.is_sparse()) gradient = gradient.coalesce()._values();
     // In float at least: a norm of half-precision gradients exceeds their range.
-    const bool narrow = gradient.scalar_type() == at::kHalf || gradient.scalar_type() == at::kBFloat16;
-    gradient = gradient.detach();
-    const double norm =
-        (narrow ? gradient.norm(norm_type, at::kFloat) : gradient.norm(norm_type)).item<double>();
+    gradient = device::widened(gradient.detach());
+    const double norm = gradient.norm(norm_type).item<double>();
     if (std::isnan(norm)) return norm;
     share = std::isinf(norm_type) ? std::max(share, norm) : share + std::pow(norm, norm_type);
   }
