@@ -6,9 +6,9 @@ from pathlib import Path
 from source_tree import files_of, read
 
 # Programs of other projects and of the shell; their arguments are not checked.
-EXTERNAL = set("""[ apt-get cd cp codespell cut dpkg-deb echo exec exit export fi git head if kill mkdir mkdocs mpirun nice
+EXTERNAL = set("""[ apt-get cd cp codespell conan cut dpkg-deb echo exec exit export fi git head if kill mkdir mkdocs mpirun nice
     openssl perf pip pip3 pkg-config ps python3 sbatch scontrol scp sed set srun sudo tail tar then torchrun umask cpack
-    docker""".split())
+    docker vcpkg""".split())
 KEYWORDS = {"if", "then", "else", "elif", "do", "while", "exec", "!", "sudo", "nice"}
 # Programs that stand for the reader's; 'program_stand_in' in scratch_run.py runs in their place.
 STAND_INS = {"train", "program", "table"}

@@ -41,9 +41,9 @@ class BenchReport(unittest.TestCase):
         code, lines, _ = self.run_tool()
         self.assertEqual(code, 0)
         self.assertEqual(lines[:-1], ["rpc/call: 0.7, recorded 0.5 (slower)", "rpc/gone: not measured, recorded 0.7",
-                                      "rpc/add: 0.6, recorded 0.9 (faster)"])
+                                      "rpc/add: 0.6, recorded 0.9 (faster)", "rpc/new: 5, not recorded"])
         page = (self.results / "report.html").read_text()
-        for text in ("<li>rpc/call: 0.7, recorded 0.5 (slower)</li>", "4 figures, 4 ratios, 3 changed", "<svg",
+        for text in ("<li>rpc/call: 0.7, recorded 0.5 (slower)</li>", "4 figures, 4 ratios, 4 changed", "<svg",
                      '<tr class="flag"><td>rpc/call</td>', "<tr><td>rpc/echo</td>", "x86_64 &lt;2 cores&gt;",
                      "<a href='#rpc'>rpc</a>"):
             self.assertIn(text, page)
