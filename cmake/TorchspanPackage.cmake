@@ -85,7 +85,18 @@ if(TORCHSPAN_SBOM)
     COMMAND ${CMAKE_COMMAND} -E rename ${sbom}.part ${sbom}
     DEPENDS torchspan_cli torchspan_shared ${PROJECT_SOURCE_DIR}/tools/sbom ${PROJECT_SOURCE_DIR}/docs/licenses.md
     COMMENT "Listing what is linked")
-  add_custom_target(torchspan_sbom ALL DEPENDS ${sbom})
+  # Licenses of what is compiled in ask for their notices in binary copies.
+  set(notices ${PROJECT_SOURCE_DIR}/LICENSE)
+  foreach(package ${compiled_in})
+    list(APPEND notices ${PROJECT_SOURCE_DIR}/cmake/compiled_in.txt /usr/share/doc/${package}/copyright)
+  endforeach()
+  set(copyright ${PROJECT_BINARY_DIR}/copyright)
+  add_custom_command(
+    OUTPUT ${copyright}
+    COMMAND ${CMAKE_COMMAND} -E cat ${notices} >${copyright}.part
+    COMMAND ${CMAKE_COMMAND} -E rename ${copyright}.part ${copyright}
+    DEPENDS ${notices})
+  add_custom_target(torchspan_sbom ALL DEPENDS ${sbom} ${copyright})
 endif()
 
 # Debian's places for the license of each package, and the list.
@@ -95,7 +106,7 @@ if(TORCHSPAN_SBOM)
     list(GET package 0 component)
     list(GET package 1 name)
     set(folder ${CMAKE_INSTALL_DATAROOTDIR}/doc/${name})
-    install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${folder} RENAME copyright COMPONENT ${component})
+    install(FILES ${copyright} DESTINATION ${folder} COMPONENT ${component})
     if(NOT component STREQUAL "documents")
       install(FILES ${sbom} DESTINATION ${folder} COMPONENT ${component})
     endif()
