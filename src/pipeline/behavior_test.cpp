@@ -3,6 +3,7 @@
 
 #include <torch/torch.h>
 
+#include "engine/api/grad_field_sink.h"
 #include "pipeline/pipeline_test_util.h"
 
 namespace torchspan::pipeline::testing::behavior_test {
@@ -421,6 +422,28 @@ TEST(PipelineSteps, NameBatchesAndLossesThatDoNotFit) {
                 HasSubstr("the loss must be a tensor of one element"));
     EXPECT_THAT(error_text([&] { pipe.backward(); }), HasSubstr("without a forward() before it"));
     EXPECT_GT(pipe.train_step(x, y, mean_square), 0) << "and goes on";
+  });
+}
+
+/// As Optimizer::step_in_backward() adds it.
+class StepsInBackward final : public engine::GradientHook {
+ public:
+  explicit StepsInBackward(const at::Tensor& parameter)
+      : GradientHook(parameter, std::make_shared<engine::NativeEnginePasses>()) {}
+  engine::GradientUse use() const override { return engine::GradientUse::kSteps; }
+  void gradient_ready(engine::GradientSink&, const at::Tensor&) override {}
+};
+
+TEST(PipelineSteps, RefuseOptimizersThatStepInBackwardOnAllWorkers) {
+  on_workers(3, 1, [](Worker& worker) {
+    Pipeline pipe(worker, three(), {.micro_batches = 4});
+    const auto leaf = torch::autograd::impl::grad_accumulator(pipe.parameters()[0]);
+    if (worker.rank() == 1) leaf->add_post_hook(std::make_unique<StepsInBackward>(pipe.parameters()[0]));
+    const at::Tensor before = pipe.parameters()[0].detach().clone();
+    const at::Tensor x = seeded({8, kWidth}, 3), y = seeded({8, kWidth}, 4);
+    EXPECT_THAT(error_text([&] { pipe.train_step(x, y, mean_square); }),
+                HasSubstr("parameter 'weight' of a layer on worker 'worker1' is stepped in backward"));
+    EXPECT_TRUE(at::equal(before, pipe.parameters()[0]));
   });
 }
 

@@ -166,6 +166,8 @@ std::vector<at::Tensor> PowerSgd::State::sum_p(const std::vector<Matrix>& matric
 
 void PowerSgd::State::keep(const Matrix& matrix, const at::Tensor& q, const at::Tensor& average) {
   at::Tensor error = options_.error_feedback ? at::sub(matrix.input, average) : at::Tensor();
+  // An overflow of one step, which a GradScaler skips, must not stay in the gradients of all later ones.
+  if (error.defined()) error.nan_to_num_(0, 0, 0);
   at::Tensor factor = options_.warm_start ? q.clone() : at::Tensor();
   MutexLock lock(mutex_);
   if (error.defined()) errors_[matrix.name] = std::move(error);

@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <limits>
 #include <optional>
 
 #include <torchspan/core/error.h>
@@ -207,6 +208,22 @@ TEST(PowerSgd, OfGradientsThatAreZeroIsZero) {
       step(reducer, (parameters[0] * 0).sum());
       EXPECT_TRUE(at::equal(parameters[0].grad(), at::zeros({6, 4})));
     }
+  });
+}
+
+TEST(PowerSgd, ForgetsTheErrorOfAStepThatOverflowed) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({6, 4})};
+    const PowerSgd power(kAlways);
+    Reducer reducer(named(parameters), self.group);
+    reducer.register_comm_hook(power.hook(), "power_sgd");
+    for (int i = 0; i < 4; ++i) {
+      zero(parameters, true);
+      const double scale = i == 1 && self.rank == 0 ? std::numeric_limits<double>::infinity() : 1;
+      step(reducer, loss_of(parameters, self.rank, i) * scale);
+      EXPECT_EQ(at::isfinite(parameters[0].grad()).all().item<bool>(), i != 1) << "step " << i;
+    }
+    EXPECT_TRUE(at::isfinite(entry(power, "error.p0")).all().item<bool>());
   });
 }
 

@@ -1,6 +1,5 @@
 #include "data_parallel/passes/slot_hooks.h"
 
-#include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -8,6 +7,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <torchspan/core/error.h>
+
+#include "engine/api/stepped_in_backward.h"
 
 namespace torchspan::data_parallel {
 namespace {
@@ -38,11 +39,7 @@ class SlotHook final : public engine::GradientHook {
 }  // namespace
 
 void check_not_stepped_in_backward(const Parameter& parameter) {
-  const auto hooks = engine::gradient_hooks(parameter.tensor);
-  const bool stepped = std::any_of(hooks.begin(), hooks.end(), [](const engine::GradientHook* hook) {
-    return hook->use() == engine::GradientUse::kSteps;
-  });
-  if (!stepped) return;
+  if (!engine::is_stepped_in_backward(parameter.tensor)) return;
   throw Error(
       ErrorKind::kInvalid,
       fmt::format("parameter '{}' is stepped in backward by an optimizer, before its gradient is averaged; "

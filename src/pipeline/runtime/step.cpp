@@ -4,9 +4,32 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include <torch/nn/module.h>
+
+#include <torchspan/core/error.h>
+
+#include "engine/api/stepped_in_backward.h"
 #include "pipeline/runtime/step_failures.h"
 
 namespace torchspan::pipeline {
+namespace {
+
+/// An optimizer would step with the gradient of each micro-batch alone, before those of ties and replicas are added.
+void refuse_steps_in_backward(const LocalPipeline& local) {
+  for (const BuiltLayer& layer : local.layers) {
+    if (!layer.module) continue;
+    for (const auto& parameter : layer.module->named_parameters()) {
+      if (!engine::is_stepped_in_backward(parameter.value())) continue;
+      throw_invalid(fmt::format(
+          "parameter '{}' of a layer on worker '{}' is stepped in backward by an optimizer, once for "
+          "each micro-batch; destroy what step_in_backward() returned, and call step() after the "
+          "pipeline's step",
+          parameter.key(), local.worker.name()));
+    }
+  }
+}
+
+}  // namespace
 
 Step::Step(const LocalPipeline& local, StepWork work)
     : local_(local),
@@ -23,7 +46,10 @@ Step::Step(const LocalPipeline& local, StepWork work)
 void Step::run_part(bool backwards) {
   if (backwards) state_.actions.begin_backwards();
   const bool learns = backwards || state_.work.begin.kind == StepKind::kTrain;
-  if (learns) state_.exchange.begin();
+  if (learns) {
+    refuse_steps_in_backward(local_);
+    state_.exchange.begin();
+  }
   while (state_.actions.any_left()) {
     take_events();
     if (const auto action = state_.actions.next()) {
