@@ -162,6 +162,7 @@ class WrappedModule::Impl {
       Impl& self;
       ~Leave() {
         self.join_.reset();
+        self.joining_.without_batches = 0;
         self.reducer_.restart_count();
       }
     } leave{*this};
@@ -181,6 +182,7 @@ class WrappedModule::Impl {
   struct Joining {
     std::exception_ptr failure;  ///< known to all ranks
     int last_live = 0;
+    int without_batches = 0;  ///< ranks in the last round
   } joining_;
   OptimizerHooks optimizer_hooks_;
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
@@ -257,6 +259,7 @@ class WrappedModule::Impl {
   /// Applies what the ranks agreed on to the forward or reduction that follows.
   void apply(const JoinRound& round) {
     joining_.last_live = round.last_live();
+    joining_.without_batches = group().size() - round.live_count();
     next_.synchronize = round.synchronize;
     next_.leader = round.first_live();
     next_.divisor = join_->divide_by_initial_world_size ? group().size() : round.live_count();
@@ -361,5 +364,6 @@ const Reducer& WrappedModule::reducer() const { return impl_->reducer(); }
 std::vector<Parameter> WrappedModule::parameters() const { return impl_->trained(); }
 void WrappedModule::keep_buckets() { impl_->reducer().keep_buckets(); }
 void WrappedModule::set_optimizer_hooks(OptimizerHooks hooks) { impl_->optimizer_hooks_ = std::move(hooks); }
+int WrappedModule::ranks_without_batches() const { return impl_->joining_.without_batches; }
 
 }  // namespace torchspan::data_parallel

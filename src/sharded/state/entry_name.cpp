@@ -17,4 +17,18 @@ EntryName::EntryName(const std::string& key) {
   owner = key.substr(0, dot);
 }
 
+std::string owner_name(const std::string& label, const std::string& parameter) {
+  return "group." + label + std::string(kParameter) + parameter;
+}
+
+std::vector<std::string> owners_of(const optim::Optimizer& optimizer) {
+  std::vector<std::string> owners;
+  for (const auto& item : optimizer.state_view()) {  // has at least one entry of each parameter
+    EntryName name(item.key());
+    if (!name.owner.empty() && (owners.empty() || owners.back() != name.owner))
+      owners.push_back(std::move(name.owner));
+  }
+  return owners;
+}
+
 }  // namespace torchspan::sharded

@@ -1,5 +1,10 @@
 #pragma once
 #include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+
+#include <torchspan/optim/optimizer.h>
 
 namespace torchspan::sharded {
 
@@ -11,5 +16,10 @@ struct EntryName {
   std::string parameter, entry;
   std::string owner;  ///< "group.0.parameter.weight"
 };
+
+/// "group.0.parameter.weight"; `label`: of the group.
+std::string owner_name(const std::string& label, const std::string& parameter);
+/// The owners of an optimizer's entries, in the order of its parameters().
+std::vector<std::string> owners_of(const optim::Optimizer& optimizer);
 
 }  // namespace torchspan::sharded

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <set>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -50,40 +51,42 @@ at::Tensor box_in(const at::Tensor& flat, const AdjacentBox& box, const FlatRang
 
 class RangedOptimizerSource final : public checkpoint::StateSource {
  public:
-  RangedOptimizerSource(optim::Optimizer& optimizer, std::map<std::string, FlatRange> ranges)
-      : optimizer_(optimizer), ranges_(std::move(ranges)) {}
+  RangedOptimizerSource(optim::Optimizer& optimizer, RangeByOwner ranges,
+                        std::vector<std::string> never_stepped)
+      : optimizer_(optimizer), ranges_(std::move(ranges)), never_stepped_(std::move(never_stepped)) {}
 
   void save(checkpoint::StateWriter& writer) const override {
     for (const auto& item : optimizer_.state_view()) {
       const EntryName name(item.key());
-      const auto range = ranges_.find(name.parameter);
+      const auto range = ranges_.find(name.owner);
       const bool of_parameter = !name.parameter.empty();
       // Other ranks save what this one has no part of.
-      if (of_parameter && (range == ranges_.end() || range->second.count() == 0)) continue;
+      if (of_parameter && (range == ranges_.end() || !range->second.is_saved())) continue;
       if (of_parameter && is_ranged(name, item.value(), range->second)) {
         save_range(writer, item.key(), item.value(), range->second);
       } else {
         writer.add(item.key(), item.value());
       }
     }
+    for (const std::string& owner : never_stepped_)
+      writer.add(owner + ".step", at::scalar_tensor(0, at::kLong));
   }
 
   void load(const checkpoint::StateReader& reader) override {
-    std::map<std::string, std::string> mine;  // "group.0.parameter.weight", parameter
+    std::set<std::string> mine;  // owners
     optim::StateDict state;
     for (const auto& item : optimizer_.state_view()) {
       const EntryName name(item.key());
       if (name.parameter.empty()) {
         state.insert(item.key(), reader.read(item.key()));
       } else {
-        mine.emplace(name.owner, name.parameter);
+        mine.insert(name.owner);
       }
     }
     for (const std::string& key : reader.names()) {
       const EntryName name(key);
-      const auto owner = mine.find(name.owner);
-      if (name.parameter.empty() || owner == mine.end()) continue;
-      const auto range = ranges_.find(owner->second);
+      if (name.parameter.empty() || !mine.contains(name.owner)) continue;
+      const auto range = ranges_.find(name.owner);
       if (range == ranges_.end() || name.entry == "step" || reader.shape(key) != range->second.shape) {
         state.insert(key, reader.read(key));
         continue;
@@ -92,9 +95,9 @@ class RangedOptimizerSource final : public checkpoint::StateSource {
       load_range(reader, key, part, range->second);
       state.insert(key, part);
     }
-    for (const auto& [owner, parameter] : mine) {
+    for (const std::string& owner : mine) {
       // A placeholder for groups of which this rank has no elements.
-      if (!ranges_.contains(parameter) && state.find(owner + ".step") == nullptr)
+      if (!ranges_.contains(owner) && state.find(owner + ".step") == nullptr)
         state.insert(owner + ".step", at::scalar_tensor(0, at::kLong));
     }
     optimizer_.load_state_dict(state);
@@ -106,7 +109,8 @@ class RangedOptimizerSource final : public checkpoint::StateSource {
   }
 
   optim::Optimizer& optimizer_;
-  const std::map<std::string, FlatRange> ranges_;
+  const RangeByOwner ranges_;
+  const std::vector<std::string> never_stepped_;
 };
 
 }  // namespace
@@ -119,6 +123,7 @@ std::vector<AdjacentBox> boxes_of(const FlatRange& range) {
 
 void save_range(checkpoint::StateWriter& writer, const std::string& name, const at::Tensor& flat,
                 const FlatRange& range) {
+  if (range.of_nothing()) return writer.add(name, flat.view(range.shape));
   for (const AdjacentBox& box : boxes_of(range))
     writer.add_shard(name, box_in(flat, box, range), range.shape, box.offset);
 }
@@ -143,9 +148,9 @@ void load_range(const checkpoint::StateReader& reader, const std::string& name, 
     reader.read_shard_into(name, box_in(flat, box, range), box.offset);
 }
 
-checkpoint::SourcePtr ranged_optimizer_source(optim::Optimizer& optimizer,
-                                              std::map<std::string, FlatRange> ranges) {
-  return std::make_unique<RangedOptimizerSource>(optimizer, std::move(ranges));
+checkpoint::SourcePtr ranged_optimizer_source(optim::Optimizer& optimizer, RangeByOwner ranges,
+                                              std::vector<std::string> never_stepped) {
+  return std::make_unique<RangedOptimizerSource>(optimizer, std::move(ranges), std::move(never_stepped));
 }
 
 }  // namespace torchspan::sharded

@@ -10,10 +10,15 @@
 
 namespace torchspan::sharded {
 
+void check_terms(const ClipTerms& terms) {
+  optim::clip_factor(0, terms.max_norm);
+  optim::gradient_norm({}, terms.norm_type);
+}
+
 double clip_over_ranks(const collective::Group& group, const std::vector<at::Tensor>& gradients,
                        const ClipTerms& terms) {
   const at::NoGradGuard no_grad;
-  optim::clip_factor(0, terms.max_norm);  // throws for a wrong maximum, before anything is sent
+  check_terms(terms);  // before anything is sent
   const double own = optim::gradient_norm(gradients, terms.norm_type);
   const bool maximum = std::isinf(terms.norm_type);
   // The second element survives a maximum over ranks, in which a NaN may be lost.

@@ -12,6 +12,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/sharded/functional.h>
 
+#include "device/api/half.h"
 #include "engine/api/node_ptr.h"
 
 namespace torchspan::functional {
@@ -200,8 +201,7 @@ at::Tensor vocabulary_parallel_cross_entropy(const at::Tensor& part, const at::T
   check_targets(part, targets, range.all, group);
   const auto gradient_of_scores = std::make_shared<at::Tensor>();
   const auto forward = [&](const at::Tensor& scores) {
-    const bool narrow = scores.scalar_type() == at::kHalf || scores.scalar_type() == at::kBFloat16;
-    at::Tensor shifted = narrow ? scores.to(at::kFloat) : scores;
+    at::Tensor shifted = device::widened(scores);
     const at::Tensor largest = shifted.amax(-1).contiguous();
     group.all_reduce(largest, collective::kMax).wait();
     shifted = shifted - largest.unsqueeze(-1);
@@ -215,12 +215,13 @@ at::Tensor vocabulary_parallel_cross_entropy(const at::Tensor& part, const at::T
     group.all_reduce(sums).wait();
     probabilities.div_(sums[0].unsqueeze(-1));
     probabilities.scatter_add_(-1, place, -ours.unsqueeze(-1));
-    *gradient_of_scores = probabilities.div_(static_cast<double>(targets.numel())).to(scores.scalar_type());
+    // Not in half precision: the quotients may be smaller than its smallest number, until a loss scale multiplies them.
+    *gradient_of_scores = probabilities.div_(static_cast<double>(targets.numel()));
     return (sums[0].log() - sums[1]).mean();
   };
   return recorded("vocabulary_parallel_cross_entropy", part, forward,
-                  [gradient_of_scores](const at::Tensor& gradient) {
-                    return *gradient_of_scores * gradient.to(gradient_of_scores->scalar_type());
+                  [gradient_of_scores, dtype = part.scalar_type()](const at::Tensor& gradient) {
+                    return (*gradient_of_scores * gradient.to(gradient_of_scores->scalar_type())).to(dtype);
                   });
 }
 

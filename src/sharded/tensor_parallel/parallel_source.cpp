@@ -1,5 +1,6 @@
 #include <map>
 #include <memory>
+#include <unordered_map>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -87,16 +88,26 @@ class ParallelSource final : public checkpoint::StateSource {
 class ParallelOptimizerSource final : public checkpoint::StateSource {
  public:
   ParallelOptimizerSource(optim::Optimizer& optimizer, const torch::nn::Module& module)
-      : optimizer_(optimizer), parts_(parts_of_module(module)) {
-    for (const auto& one : module.named_parameters()) sizes_.emplace(one.key(), one.value().sizes().vec());
+      : optimizer_(optimizer) {
+    std::unordered_map<const c10::TensorImpl*, ParameterPart> part_of;
+    PartsByName parts = parts_of_module(module);
+    for (const auto& one : module.named_parameters()) {
+      const auto part = parts.find(one.key());
+      if (part != parts.end()) part_of.emplace(one.value().unsafeGetTensorImpl(), std::move(part->second));
+    }
+    const std::vector<at::Tensor> parameters = optimizer.parameters();
+    const std::vector<std::string> owners = sharded::owners_of(optimizer);
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto part = part_of.find(parameters[i].unsafeGetTensorImpl());
+      if (part != part_of.end()) parts_.emplace(owners[i], Part{part->second, parameters[i].sizes().vec()});
+    }
   }
 
   void save(checkpoint::StateWriter& writer) const override {
     for (const auto& item : optimizer_.state_view()) {
-      const std::string parameter = sharded::EntryName(item.key()).parameter;
-      const auto part = parts_.find(parameter);
-      if (part != parts_.end() && item.value().sizes() == at::IntArrayRef(sizes_.at(parameter))) {
-        writer.add_shard(item.key(), item.value(), part->second.shape, offset_of(part->second));
+      const auto part = parts_.find(sharded::EntryName(item.key()).owner);
+      if (part != parts_.end() && item.value().sizes() == at::IntArrayRef(part->second.sizes)) {
+        writer.add_shard(item.key(), item.value(), part->second.place.shape, offset_of(part->second.place));
       } else {
         writer.add(item.key(), item.value());
       }
@@ -106,23 +117,26 @@ class ParallelOptimizerSource final : public checkpoint::StateSource {
   void load(const checkpoint::StateReader& reader) override {
     optim::StateDict state;
     for (const std::string& key : reader.names()) {
-      const std::string parameter = sharded::EntryName(key).parameter;
-      const auto part = parts_.find(parameter);
-      if (part == parts_.end() || reader.shape(key) != part->second.shape) {
+      const auto part = parts_.find(sharded::EntryName(key).owner);
+      if (part == parts_.end() || reader.shape(key) != part->second.place.shape) {
         state.insert(key, reader.read(key));
         continue;
       }
-      const at::Tensor mine = at::empty(sizes_.at(parameter), reader.dtype_of(reader.full_name(key)));
-      reader.read_shard_into(key, mine, offset_of(part->second));
+      const at::Tensor mine = at::empty(part->second.sizes, reader.dtype_of(reader.full_name(key)));
+      reader.read_shard_into(key, mine, offset_of(part->second.place));
       state.insert(key, mine);
     }
     optimizer_.load_state_dict(state);
   }
 
  private:
+  struct Part {
+    ParameterPart place;
+    std::vector<std::int64_t> sizes;  ///< of this rank's parameter
+  };
+
   optim::Optimizer& optimizer_;
-  const PartsByName parts_;
-  std::map<std::string, std::vector<std::int64_t>> sizes_;  ///< of this rank's parameters
+  std::map<std::string, Part> parts_;  ///< by EntryName::owner
 };
 
 }  // namespace

@@ -27,6 +27,7 @@ using ::testing::HasSubstr;
 using testing::MemoryState;
 using torchspan::testing::error_text;
 using torchspan::testing::on_ranks;
+using torchspan::testing::PerRank;
 using torchspan::testing::Rank;
 using Tensors = std::vector<at::Tensor>;
 
@@ -400,6 +401,50 @@ TEST(TensorParallel, AnyNumberOfRanksAndAPlainOptimizerRestoreItsState) {
   optim::Optimizer loaded(*plain, optim::Adam({.lr = 0.5}));
   checkpoint::optimizer_source(loaded)->load(*state);
   EXPECT_EQ(loaded.lr(), 0.01);
+}
+
+TEST(TensorParallel, TheStateOfAnOptimizerWithoutNamesIsFoundByItsParameters) {
+  std::vector<checkpoint::StateWriter> writers(2);
+  PerRank<at::Tensor> moments(2);
+  const auto adam_of = [](ParallelMlp& net) {
+    return optim::Optimizer(net->parameters(), optim::Adam({.lr = 0.01}));
+  };
+  on_ranks(2, [&](const Rank& self) {
+    Mlp start;
+    ParallelMlp parallel(start->up, start->down, self.group);
+    optim::Optimizer adam = adam_of(parallel);
+    parallel(numbers({5, 3}, 1)).pow(2).mean().backward();
+    adam.step();
+    tensor_parallel_optimizer_source(adam, *parallel)->save(writers[static_cast<std::size_t>(self.rank)]);
+    moments[self.rank] = adam.rule(0).state(0).at("exp_avg").clone();
+    self.group.barrier();
+  });
+  EXPECT_FALSE(at::equal(moments[0], moments[1]));
+  const MemoryState state(writers);
+  on_ranks(2, [&](const Rank& self) {
+    Mlp start;
+    ParallelMlp parallel(start->up, start->down, self.group);
+    optim::Optimizer adam = adam_of(parallel);
+    tensor_parallel_optimizer_source(adam, *parallel)->load(state);
+    EXPECT_TRUE(at::equal(adam.rule(0).state(0).at("exp_avg"), moments[self.rank]));
+  });
+}
+
+TEST(Functional, CrossEntropyOfHalfScoresHasTheGradientOfALossScale) {
+  on_ranks(2, [&](const Rank& self) {
+    constexpr double kScale = 65536;  // more than half can hold
+    const at::Tensor all = numbers({64, 4096}, 1).to(at::kFloat);
+    const at::Tensor targets = at::arange(64, at::kLong) * 63;
+    const at::Tensor whole = all.to(at::kHalf).to(at::kFloat).requires_grad_();
+    (nn::functional::cross_entropy(whole, targets) * kScale).backward();
+    const at::Tensor part = all.to(at::kHalf).narrow(1, 2048 * self.rank, 2048).clone().requires_grad_();
+    (functional::vocabulary_parallel_cross_entropy(part, targets, self.group) * kScale).backward();
+    const at::Tensor wanted = whole.grad().narrow(1, 2048 * self.rank, 2048);
+    EXPECT_EQ(part.grad().scalar_type(), at::kHalf);
+    EXPECT_TRUE(at::allclose(part.grad().to(at::kFloat), wanted, 1e-2, 1e-3));
+    EXPECT_TRUE((part.grad() != 0).all().item<bool>())
+        << "no gradient vanishes before the scale multiplies it";
+  });
 }
 
 TEST(Functional, CrossEntropyOfDividedClassesIsThatOfAllClasses) {

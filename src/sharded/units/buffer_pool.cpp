@@ -5,6 +5,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 
 namespace torchspan::sharded {
 
@@ -27,6 +28,7 @@ at::Tensor BufferPool::take(std::int64_t count, const at::TensorOptions& options
     trim(dropped);
   }
   dropped.clear();
+  const c10::InferenceMode normal(false);  // a later pass of training may get the tensor
   return at::empty({count}, options);
 }
 

@@ -282,6 +282,22 @@ TEST(FullySharded, StateIsThatOfTheWholeModelForAnyNumberOfRanks) {
   EXPECT_EQ(loaded.lr(), 0.01);
 }
 
+TEST(FullySharded, RefusesStepsInBackward) {
+  on_ranks(2, [&](const Rank& self) {
+    Net net;
+    FullyShardedDataParallel<Net> model(net, self.group);
+    optim::Optimizer adam(*net, optim::Adam());
+    {
+      const auto steps = adam.step_in_backward();
+      EXPECT_THAT(error_text([&] { model(input(self.rank, 0)); }),
+                  HasSubstr("is stepped in backward by an optimizer"));
+    }
+    self.group.barrier();
+    model(input(self.rank, 0)).sum().backward();
+    adam.step();
+  });
+}
+
 // peer: fsdp test_fully_shard_multi_module_unused_module: same: its gradients stay undefined
 TEST(FullySharded, ParametersThatNoRankUsesKeepNoGradient) {
   on_ranks(2, [&](const Rank& self) {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/optim.h>
@@ -67,6 +68,19 @@ at::Tensor with_casts(Net& net, const at::Tensor& x, at::ScalarType dtype) {
 }
 
 constexpr MixedPrecision kBfloat{.param_dtype = at::kBFloat16, .output_dtype = at::kFloat};
+
+TEST(MixedPrecision, TrainsAfterAForwardInInferenceMode) {
+  on_ranks(2, [&](const Rank& self) {
+    Net net;
+    FullyShardedDataParallel<Net> model(net, self.group, {.precision = kBfloat});
+    {
+      const c10::InferenceMode inference;
+      model(input(self.rank, 0), places());
+    }
+    for (int step = 0; step < 2; ++step) model(input(self.rank, step), places()).sum().backward();
+    EXPECT_TRUE(net->head.grad().defined());
+  });
+}
 
 // peer: fsdp test_compute_dtype: same: bfloat16 in units, float32 for parameters, reductions and the optimizer
 // peer: fsdp test_grad_acc_with_reduce_dtype: same

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 #include <set>
+#include <unordered_map>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -10,6 +11,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
+#include "engine/api/stepped_in_backward.h"
+#include "sharded/state/entry_name.h"
 #include "sharded/state/flat_ranges.h"
 #include "sharded/state/gradient_norm.h"
 #include "sharded/units/sharded_model.h"
@@ -42,7 +45,7 @@ class UnitsSource final : public checkpoint::StateSource {
   void save(checkpoint::StateWriter& writer) const override {
     if (!model_->groups().is_first_copy()) return;
     for_each_entry(*model_, [&](const Entry& entry) {
-      if (entry.range.count() > 0) save_range(writer, entry.name, entry.part, entry.range);
+      if (entry.range.is_saved()) save_range(writer, entry.name, entry.part, entry.range);
     });
     for (const auto& [name, buffer] : buffers_) writer.add(name, buffer);
   }
@@ -98,6 +101,16 @@ WrappedUnits::WrappedUnits(std::shared_ptr<torch::nn::Module> module, std::share
 WrappedUnits::~WrappedUnits() = default;
 
 const std::shared_ptr<Unit>& WrappedUnits::begin_forward() {
+  if (at::GradMode::is_enabled()) {
+    for_each_entry(*model_, [](const Entry& entry) {
+      if (!engine::is_stepped_in_backward(entry.tensor)) return;
+      throw_invalid(
+          fmt::format("parameter '{}' is stepped in backward by an optimizer, which finds no gradient of a "
+                      "sharded parameter; destroy what step_in_backward() returned, and call step() after "
+                      "backward",
+                      entry.name));
+    });
+  }
   model_->begin_forward();
   return model_->root();
 }
@@ -137,8 +150,23 @@ checkpoint::SourcePtr WrappedUnits::module_source() {
 }
 
 checkpoint::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer) {
-  std::map<std::string, FlatRange> ranges;
-  for_each_entry(*model_, [&](const Entry& entry) { ranges.emplace(entry.name, entry.range); });
+  std::unordered_map<const c10::TensorImpl*, FlatRange> range_of;
+  for_each_entry(*model_, [&](const Entry& entry) {
+    range_of.emplace(entry.tensor.unsafeGetTensorImpl(), entry.range);
+  });
+  const std::vector<at::Tensor> parameters = optimizer.parameters();
+  const std::vector<std::string> owners = owners_of(optimizer);
+  RangeByOwner ranges;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto found = range_of.find(parameters[i].unsafeGetTensorImpl());
+    if (found == range_of.end()) {
+      throw_invalid(fmt::format(
+          "{} of the optimizer is no parameter of this FullyShardedDataParallel: make the optimizer "
+          "of the wrapped module's parameters, after wrapping it",
+          optimizer.describe(parameters[i])));
+    }
+    ranges.emplace(owners[i], found->second);
+  }
   auto source = ranged_optimizer_source(optimizer, std::move(ranges));
   if (model_->groups().is_first_copy()) return source;
   return std::make_unique<LoadedSource>(std::move(source));

@@ -31,7 +31,7 @@ Future<at::Tensor> GradientScatter::reduce(const data_parallel::GradientBucket& 
   if (closed) return group.all_reduce(bucket.buffer, reduction);
   const std::int64_t even = shards.ranks * shards.chunk;
   Future<at::Tensor> last;
-  if (shards.remainder() > 0)
+  if (shards.remainder() > 0 || even == 0)  // also for parameters without elements
     last = group.all_reduce(bucket.buffer.narrow(0, even, shards.remainder()), reduction);
   if (even > 0) last = group.reduce_scatter(bucket.buffer.narrow(0, 0, even), reduction);
   // Operations complete in order, so the remainder is reduced when this runs.

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -16,6 +17,7 @@
 #include <torchspan/sharded/zero_redundancy_optimizer.h>
 
 #include "data_parallel/api/agreement.h"
+#include "sharded/state/entry_name.h"
 #include "sharded/state/flat_ranges.h"
 #include "sharded/state/gradient_norm.h"
 #include "sharded/zero/bucket_parameters.h"
@@ -30,18 +32,23 @@ using sharded::BucketShards;
 /// The optimizer's parts of one rank. Everything is laid out at construction.
 class ZeroRedundancyOptimizer::Impl {
  public:
+  /// `never_stepped`: owners (EntryName::owner) of parameters outside of the groups that the state lists, too.
   Impl(std::shared_ptr<data_parallel::WrappedModule> wrapped, std::vector<optim::ParamGroup> groups,
-       sharded::ZeroOptions options);
+       sharded::ZeroOptions options, std::vector<std::string> never_stepped);
   ~Impl();
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
-  /// `shadow`: this rank has no batches left and takes its gradients from the buckets.
-  void step(bool shadow);
+  void step();
   double clip(double max_norm, double norm_type);
+  /// On a rank without batches: takes part in what the others do until they have stepped, with the gradients in the
+  /// buckets.
+  void shadow();
   void zero_grad();
   optim::Optimizer& optimizer() { return *optimizer_; }
-  checkpoint::SourcePtr state_source() { return sharded::ranged_optimizer_source(*optimizer_, ranges_); }
+  checkpoint::SourcePtr state_source() {
+    return sharded::ranged_optimizer_source(*optimizer_, ranges_, never_stepped_);
+  }
   sharded::BucketParameters& parameters() { return *parameters_; }
   /// Waits for the parameters that no unit waits for.
   void begin_forward();
@@ -53,7 +60,8 @@ class ZeroRedundancyOptimizer::Impl {
     BucketShards::Piece place;
     at::Tensor values;
   };
-  using GroupOf = std::vector<std::size_t>;  // by parameter; kNoGroup: none
+  /// What ranks with batches do next.
+  enum class Verb : std::uint8_t { kStep = 1, kClip = 2 };
   static constexpr std::size_t kNoGroup = static_cast<std::size_t>(-1);
 
   std::string refusal(const std::vector<optim::ParamGroup>& groups) const;
@@ -61,6 +69,10 @@ class ZeroRedundancyOptimizer::Impl {
   void make_optimizer(std::vector<optim::ParamGroup> groups);
   /// The averages of a piece, as a view of what step() uses.
   at::Tensor gradient_of(const Piece& piece, bool shadow) const;
+  /// Tells ranks without batches, if there are any.
+  void announce(Verb verb, const sharded::ClipTerms& terms);
+  void step(bool shadow);
+  double clip(const sharded::ClipTerms& terms, bool shadow);
   std::vector<bool> agree_on_used(bool shadow, const std::string& failure);
   void make_waits();
 
@@ -73,7 +85,8 @@ class ZeroRedundancyOptimizer::Impl {
   std::unique_ptr<sharded::UnitWaits> waits_;  // null: the forward of the whole module waits for everything
   std::vector<Piece> pieces_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> piece_of_;
-  std::map<std::string, sharded::FlatRange> ranges_;
+  sharded::RangeByOwner ranges_;
+  std::vector<std::string> never_stepped_;  // also of parameters without elements
   std::unique_ptr<optim::Optimizer> optimizer_;
 };
 
@@ -118,14 +131,43 @@ optim::ParamGroup group_of_all(const data_parallel::WrappedModule& wrapped, opti
   return {std::move(tensors), std::move(spec), std::move(names)};
 }
 
+/// What the state of an optim::Optimizer of the module lists besides group_of_all(): frozen and ignored parameters.
+std::vector<std::string> others_of(const data_parallel::WrappedModule& wrapped,
+                                   const optim::OptimizerSpec& spec) {
+  std::unordered_set<const c10::TensorImpl*> averaged;
+  for (const Parameter& parameter : wrapped.parameters())
+    averaged.insert(parameter.tensor.unsafeGetTensorImpl());
+  const optim::ParamGroup all(*wrapped.module(), spec);
+  std::vector<std::string> owners;
+  for (std::size_t i = 0; i < all.parameters.size(); ++i) {
+    if (!averaged.contains(all.parameters[i].unsafeGetTensorImpl()))
+      owners.push_back(sharded::owner_name("0", all.names[i]));
+  }
+  return owners;
+}
+
+/// Calls the optimizer at the events of the module, while it lives.
+void connect(data_parallel::WrappedModule& wrapped,
+             const std::shared_ptr<ZeroRedundancyOptimizer::Impl>& impl) {
+  using Impl = ZeroRedundancyOptimizer::Impl;
+  const auto call = [weak = std::weak_ptr<Impl>(impl)](const auto& what) {
+    if (const auto alive = weak.lock()) what(*alive);
+  };
+  wrapped.set_optimizer_hooks({[call] { call([](Impl& one) { one.begin_forward(); }); },
+                               [call] { call([](Impl& one) { one.parameters().wait_all(); }); },
+                               [call] { call([](Impl& one) { one.shadow(); }); }});
+}
+
 }  // namespace
 
 ZeroRedundancyOptimizer::Impl::Impl(std::shared_ptr<data_parallel::WrappedModule> wrapped,
-                                    std::vector<optim::ParamGroup> groups, sharded::ZeroOptions options)
+                                    std::vector<optim::ParamGroup> groups, sharded::ZeroOptions options,
+                                    std::vector<std::string> never_stepped)
     : wrapped_(std::move(wrapped)),
       options_(options),
       trained_(wrapped_->parameters()),
-      group_(wrapped_->reducer().group().split(0, wrapped_->reducer().group().rank())) {
+      group_(wrapped_->reducer().group().split(0, wrapped_->reducer().group().rank())),
+      never_stepped_(std::move(never_stepped)) {
   const auto agree = [&](const std::string& failure) {
     data_parallel::Agreement mine;
     mine.failure = failure;
@@ -248,8 +290,13 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
       pieces_.push_back({b, place, values});
       groups[group].parameters.push_back(values);
       groups[group].names.push_back(name);
-      ranges_[name] = {trained_[place.parameter].tensor.sizes().vec(), place.begin, place.end};
     }
+  }
+  for (std::size_t i = 0; i < trained_.size(); ++i) {
+    const auto& [group, name] = members[i];
+    if (group == kNoGroup || trained_[i].tensor.numel() > 0) continue;
+    const std::string& label = groups[group].label;
+    never_stepped_.push_back(sharded::owner_name(label.empty() ? std::to_string(group) : label, name));
   }
   for (optim::ParamGroup& group : groups) {
     if (!group.parameters.empty()) continue;
@@ -257,6 +304,14 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
     group.names.emplace_back("(none)");
   }
   optimizer_ = std::make_unique<optim::Optimizer>(std::move(groups));
+  const std::vector<at::Tensor> parameters = optimizer_->parameters();
+  const std::vector<std::string> owners = sharded::owners_of(*optimizer_);
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto found = piece_of_.find(parameters[i].unsafeGetTensorImpl());
+    if (found == piece_of_.end()) continue;
+    const BucketShards::Piece& place = pieces_[found->second].place;
+    ranges_[owners[i]] = {trained_[place.parameter].tensor.sizes().vec(), place.begin, place.end};
+  }
 }
 
 at::Tensor ZeroRedundancyOptimizer::Impl::gradient_of(const Piece& piece, bool shadow) const {
@@ -298,12 +353,6 @@ std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_used(bool shadow, cons
 
 /// Steps the bucket of the first layers first, whose parameters the next forward needs first.
 void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
-  if (!scatter_->has_gradients()) {
-    throw Error(
-        ErrorKind::kInvalid,
-        "step() without averaged gradients: run a backward pass through the DistributedDataParallel, outside "
-        "of no_sync(), after the last step() or zero_grad()");
-  }
   parameters_->wait_all();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
@@ -340,14 +389,50 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
   shadow ? scatter_->clear() : zero_grad();
 }
 
-double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double norm_type) {
+double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool shadow) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
   for (const Piece& piece : pieces_) {
-    if (trained_[piece.place.parameter].tensor.grad().defined())
-      gradients.push_back(gradient_of(piece, false));
+    if (!shadow && !trained_[piece.place.parameter].tensor.grad().defined()) continue;
+    if (at::Tensor gradient = gradient_of(piece, shadow); gradient.defined())
+      gradients.push_back(std::move(gradient));
   }
-  return sharded::clip_over_ranks(group_, gradients, {max_norm, norm_type});
+  return sharded::clip_over_ranks(group_, gradients, terms);
+}
+
+void ZeroRedundancyOptimizer::Impl::announce(Verb verb, const sharded::ClipTerms& terms) {
+  if (wrapped_->ranks_without_batches() == 0) return;
+  const at::Tensor word =
+      at::tensor({static_cast<double>(verb), terms.max_norm, terms.norm_type}, at::kDouble);
+  group_.all_reduce(word, collective::kMax).wait();
+}
+
+void ZeroRedundancyOptimizer::Impl::step() {
+  if (!scatter_->has_gradients()) {
+    throw Error(
+        ErrorKind::kInvalid,
+        "step() without averaged gradients: run a backward pass through the DistributedDataParallel, outside "
+        "of no_sync(), after the last step() or zero_grad()");
+  }
+  announce(Verb::kStep, {});
+  step(/*shadow=*/false);
+}
+
+double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double norm_type) {
+  const sharded::ClipTerms terms{max_norm, norm_type};
+  sharded::check_terms(terms);
+  announce(Verb::kClip, terms);
+  return clip(terms, /*shadow=*/false);
+}
+
+void ZeroRedundancyOptimizer::Impl::shadow() {
+  for (;;) {
+    const at::Tensor word = at::zeros({3}, at::kDouble);
+    group_.all_reduce(word, collective::kMax).wait();
+    const auto* values = word.data_ptr<double>();
+    if (static_cast<Verb>(values[0]) != Verb::kClip) return step(/*shadow=*/true);
+    clip({values[1], values[2]}, /*shadow=*/true);
+  }
 }
 
 void ZeroRedundancyOptimizer::Impl::zero_grad() {
@@ -357,24 +442,21 @@ void ZeroRedundancyOptimizer::Impl::zero_grad() {
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
                                                  optim::OptimizerSpec spec, sharded::ZeroOptions options)
-    : ZeroRedundancyOptimizer(
-          wrapped, std::vector<optim::ParamGroup>{group_of_all(*wrapped, std::move(spec))}, options) {}
+    : impl_(std::make_shared<Impl>(wrapped, std::vector<optim::ParamGroup>{group_of_all(*wrapped, spec)},
+                                   options, others_of(*wrapped, spec))) {
+  connect(*wrapped, impl_);
+}
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
                                                  std::vector<optim::ParamGroup> groups,
                                                  sharded::ZeroOptions options)
-    : impl_(std::make_shared<Impl>(wrapped, std::move(groups), options)) {
-  const auto call = [weak = std::weak_ptr<Impl>(impl_)](const auto& what) {
-    if (const auto impl = weak.lock()) what(*impl);
-  };
-  wrapped->set_optimizer_hooks({[call] { call([](Impl& impl) { impl.begin_forward(); }); },
-                                [call] { call([](Impl& impl) { impl.parameters().wait_all(); }); },
-                                [call] { call([](Impl& impl) { impl.step(/*shadow=*/true); }); }});
+    : impl_(std::make_shared<Impl>(wrapped, std::move(groups), options, std::vector<std::string>())) {
+  connect(*wrapped, impl_);
 }
 
 ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
 
-void ZeroRedundancyOptimizer::step() { impl_->step(/*shadow=*/false); }
+void ZeroRedundancyOptimizer::step() { impl_->step(); }
 void ZeroRedundancyOptimizer::synchronize() { impl_->parameters().wait_all(); }
 std::size_t ZeroRedundancyOptimizer::arriving() const { return impl_->parameters().arriving(); }
 double ZeroRedundancyOptimizer::clip_grad_norm(double max_norm, double norm_type) {

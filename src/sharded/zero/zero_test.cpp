@@ -192,28 +192,36 @@ TEST(ZeroRedundancy, StepsGroupsWithSeparateOptions) {
 
 // peer: zero test_zero_join_cpu: same
 TEST(ZeroRedundancy, StepsForRanksThatHaveRunOutOfBatches) {
-  on_ranks(3, [&](const Rank& self) {
-    Net mine, replica;
-    DistributedDataParallel sharded(mine, self.group), plain(replica, self.group);
-    const optim::OptimizerSpec spec = optim::Adam({.lr = 0.01});
-    ZeroRedundancyOptimizer zero(sharded, spec);
-    optim::Optimizer optimizer(*replica, spec);
-    const int batches = 2 + self.rank;
-    sharded.join([&] {
-      for (int step = 0; step < batches; ++step) {
-        sharded(input(self.rank, step), true).backward();
-        zero.step();
-      }
+  for (const bool clips : {false, true}) {
+    on_ranks(3, [&](const Rank& self) {
+      Net mine, replica;
+      DistributedDataParallel sharded(mine, self.group), plain(replica, self.group);
+      const optim::OptimizerSpec spec = optim::Adam({.lr = 0.01});
+      ZeroRedundancyOptimizer zero(sharded, spec);
+      optim::Optimizer optimizer(*replica, spec);
+      const int batches = 2 + self.rank;
+      std::vector<double> norms;
+      sharded.join([&] {
+        for (int step = 0; step < batches; ++step) {
+          sharded(input(self.rank, step), true).backward();
+          if (clips) norms.push_back(zero.clip_grad_norm(0.25));
+          zero.step();
+        }
+      });
+      plain.join([&] {
+        for (int step = 0; step < batches; ++step) {
+          plain(input(self.rank, step), true).backward();
+          if (clips) EXPECT_NEAR(norms[static_cast<std::size_t>(step)], optimizer.clip_grad_norm(0.25), 1e-7);
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+      });
+      if (!clips) return expect_equal_parameters(*mine, *replica);
+      const auto other = replica->named_parameters();
+      for (const auto& item : mine->named_parameters())
+        EXPECT_TRUE(at::allclose(item.value(), other[item.key()], 1e-6, 1e-7)) << item.key();
     });
-    plain.join([&] {
-      for (int step = 0; step < batches; ++step) {
-        plain(input(self.rank, step), true).backward();
-        optimizer.step();
-        optimizer.zero_grad();
-      }
-    });
-    expect_equal_parameters(*mine, *replica);
-  });
+  }
 }
 
 // peer: zero test_same_dense_param_type: better: dtypes may differ
@@ -341,23 +349,73 @@ TEST(ZeroRedundancy, AnyNumberOfRanksAndOnePlainOptimizerRestoreTheState) {
       optimizer.step();
     }
     for (const auto& entry : optimizer.state_view()) {
-      if (entry.key().find("frozen") != std::string::npos) continue;
       ASSERT_TRUE(state->tensors().contains(entry.key())) << entry.key();
       EXPECT_TRUE(at::allclose(state->read(entry.key()), entry.value(), 1e-6, 1e-9)) << entry.key();
     }
   }
-  std::vector<at::Tensor> parameters;
-  std::vector<std::string> names;
-  for (const auto& item : trained->named_parameters()) {
-    if (item.key() == "frozen") continue;
-    parameters.push_back(item.value());
-    names.push_back(item.key());
-  }
-  optim::Optimizer plain({optim::ParamGroup(parameters, optim::Adam({.lr = 0.5}), names)});
+  optim::Optimizer plain(*trained, optim::Adam({.lr = 0.5}));
   checkpoint::optimizer_source(plain)->load(*state);
   EXPECT_EQ(plain.lr(), 0.01);
   EXPECT_TRUE(
       at::equal(plain.rule(0).state(0).at("exp_avg"), state->read("group.0.parameter.first.exp_avg")));
+}
+
+/// The only parameter with its dtype has no elements, and so has a bucket.
+struct HalfImpl : nn::Module {
+  HalfImpl(std::int64_t rows, std::int64_t columns, double seed) {
+    weight = register_parameter("weight", NetImpl::values({rows, columns}, seed));
+    nothing = register_parameter("nothing", at::empty({0, 3}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::matmul(x, weight).tanh() + nothing.sum(); }
+  at::Tensor weight, nothing;
+};
+TORCH_MODULE(Half);
+struct HalvesImpl : nn::Module {
+  HalvesImpl()
+      : encoder(register_module("encoder", Half(5, 4, 1))),
+        decoder(register_module("decoder", Half(4, 5, 2))) {}
+  at::Tensor forward(const at::Tensor& x) { return decoder(encoder(x)).pow(2).sum(); }
+  std::vector<optim::ParamGroup> groups() {
+    std::vector<optim::ParamGroup> all;
+    all.emplace_back(*encoder, optim::Adam({.lr = 0.01}));
+    all.emplace_back(*decoder, optim::AdamW({.lr = 0.02}));
+    all.back().label = "second";
+    return all;
+  }
+  Half encoder, decoder;
+};
+TORCH_MODULE(Halves);
+
+TEST(ZeroRedundancy, GroupsMayHaveParametersWithEqualNamesOrWithoutElements) {
+  for (const int size : {1, 2, 3}) {
+    std::vector<checkpoint::StateWriter> writers(static_cast<std::size_t>(size));
+    optim::StateDict wanted;
+    on_ranks(size, [&](const Rank& self) {
+      Halves mine, replica;
+      DistributedDataParallel sharded(mine, self.group), plain(replica, self.group);
+      ZeroRedundancyOptimizer zero(sharded, mine->groups());
+      optim::Optimizer optimizer(replica->groups());
+      for (int step = 0; step < 2; ++step) {
+        sharded(input(self.rank, step)).backward();
+        zero.step();
+        plain(input(self.rank, step)).backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      expect_equal_parameters(*mine, *replica);
+      zero.state_source()->save(writers[static_cast<std::size_t>(self.rank)]);
+      self.group.barrier();
+      if (self.rank == 0) wanted = optimizer.state_dict();
+    });
+    const MemoryState state(writers);
+    Halves net;
+    optim::Optimizer restored(net->groups());
+    checkpoint::optimizer_source(restored)->load(state);
+    for (const auto& entry : restored.state_view()) {
+      if (entry.key().find("nothing") == std::string::npos)
+        EXPECT_TRUE(at::allclose(entry.value(), wanted[entry.key()], 1e-6, 1e-9)) << entry.key();
+    }
+  }
 }
 
 }  // namespace

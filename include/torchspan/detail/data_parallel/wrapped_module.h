@@ -60,6 +60,8 @@ class WrappedModule {
   /// As Reducer::keep_buckets().
   void keep_buckets();
   void set_optimizer_hooks(OptimizerHooks hooks);
+  /// In join(): how many ranks had no batch in the last round. 0 outside.
+  int ranks_without_batches() const;
 
  private:
   class Impl;
