@@ -93,8 +93,9 @@ void MessageReceiver::insert_tensors(IncomingCall& call) {
 void MessageReceiver::receive_cancel(const IncomingCall& cancel) {
   const IncomingPtr served = state_.serving.find(cancel.channel.get(), cancel.frame.header.call);
   if (!served) return;
-  if (loop_.driven_by_caller()) return state_.host->post([served] { served->request_stop(); });
-  served->request_stop();
+  if (!loop_.driven_by_caller()) return served->request_stop();
+  // Not on the pool, all of whose threads may run the handlers that are to stop.
+  loop_.at(Deadline(state_.runtime.executor.now()), [served] { served->request_stop(); });
 }
 
 void MessageReceiver::receive_reply(PeerId peer, ReceivedMessage& message, const wire::FrameView& frame) {
@@ -158,9 +159,9 @@ void MessageReceiver::on_closed(const std::shared_ptr<net::Channel>& channel, co
   if (shut) return;
   unknown_peers_.closed(channel);
   if (loop_.driven_by_caller()) {
-    return state_.host->post([this, agent = state_.endpoint.lock(), channel, peer, reason] {
-      forget_channel(channel, peer, reason);
-    });
+    loop_.at(Deadline(state_.runtime.executor.now()),
+             [this, channel, peer, reason] { forget_channel(channel, peer, reason); });
+    return;
   }
   forget_channel(channel, peer, reason);
 }

@@ -63,6 +63,8 @@ void UnknownPeers::admit() {
   for (Waiting& waiting : admitted) {
     for (net::Message& message : waiting.messages) deliver_(waiting.channel, std::move(message));
   }
+  // Inline calls among the messages wait for the loop, which runs them after a poll.
+  if (!admitted.empty()) loop_.wake();
 }
 
 void UnknownPeers::closed(const std::shared_ptr<net::Channel>& channel) {

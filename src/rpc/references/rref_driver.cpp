@@ -279,8 +279,17 @@ void RRefDriver::send(const RRefMessage& message, int attempt) {
 
 Error RRefDriver::refused(GlobalId value, const Refusal& refusal) const {
   auto endpoint = endpoint_.lock();
-  const std::string who = endpoint ? fmt::format("worker '{}'", endpoint->name_of(refusal.who.rank))
-                                   : fmt::format("rank {}", refusal.who.rank);
+  const std::uint32_t rank = refusal.who.rank;
+  PeerId latest;
+  {
+    MutexLock lock(shared_->mutex);
+    latest = shared_->table.presence().latest(rank);
+  }
+  // Another process may have the rank by now, in an open world under another name.
+  const std::string who = latest != refusal.who && latest.incarnation > 0
+                              ? fmt::format("an earlier process of rank {}", rank)
+                          : endpoint ? fmt::format("worker '{}'", endpoint->name_of(rank))
+                                     : fmt::format("rank {}", rank);
   const std::string what = fmt::format("value {}:{} is not available: ", value.worker, value.local);
   const auto gone = [&](const std::string& why) { return Error(ErrorKind::kDisconnected, what + why); };
   switch (refusal.why) {
