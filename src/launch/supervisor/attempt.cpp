@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <csignal>
 #include <fmt/format.h>
+#include <functional>
 
 #include <torchspan/core/preemption.h>
 
@@ -15,11 +16,13 @@ constexpr Duration kDrainTime = std::chrono::seconds(1);
 /// Returns the worker whose end another one reports and whose process still runs: it is exiting, and its exit
 /// code will follow.
 const Worker* find_leaving(const std::vector<Ending>& endings,
-                           const std::vector<std::unique_ptr<Worker>>& workers) {
+                           const std::vector<std::unique_ptr<Worker>>& workers,
+                           const std::function<int(const Worker&)>& rank_of) {
   for (const Ending& ending : endings) {
     if (ending.replaced) continue;
     for (const auto& worker : workers) {
-      if (!worker->ended() && worker->child().pid() == ending.blames) return worker.get();
+      const RankProcess process{rank_of(*worker), worker->child().pid()};
+      if (!worker->ended() && process == ending.blames) return worker.get();
     }
   }
   return nullptr;
@@ -70,7 +73,7 @@ void Attempt::on_end(Worker& worker) {
   const TimePoint now = context_.executor.now();
   // A worker that is preempted without handling the signal ends by it; with SIGTERM, any end is an answer.
   const bool preempted = preempted_by_ == SIGTERM || (preempted_by_ != 0 && status->signal == preempted_by_);
-  const bool asked = stopping_ || preempted;
+  const bool asked = stopping_ || killed_ || preempted;
   endings_.push_back({.rank = setting_.rank_of(worker.rank()),
                       .name = worker.name(),
                       .pid = worker.child().pid(),
@@ -141,6 +144,7 @@ void Attempt::preempt(int signal) {
 
 void Attempt::kill_workers() {
   until_.kill = Deadline::never();
+  killed_ = true;
   workers_.kill_running();
 }
 
@@ -200,7 +204,9 @@ void Attempt::stop_replacing() {
 void Attempt::settle(TimePoint now) {
   note_blames(endings_, workers_);
   const Duration grace = context_.options.grace;
-  if (const Worker* leaving = find_leaving(endings_, workers_.all())) {
+  if (const Worker* leaving = find_leaving(endings_, workers_.all(), [this](const Worker& worker) {
+        return setting_.rank_of(worker.rank());
+      })) {
     if (until_.leave.is_never()) until_.leave = context_.executor.deadline_in(grace);
     if (!until_.leave.passed(now)) {
       until_.settle = until_.leave;

@@ -72,6 +72,7 @@ class Attempt {
   std::vector<Ending> endings_;
   bool leftovers_killed_ = false;
   bool stopping_ = false;
+  bool killed_ = false;          ///< the grace period has ended
   int preempted_by_ = 0;         ///< signal
   int reported_signal_ = 0;      ///< by a worker
   std::vector<bool> reporters_;  ///< by rank

@@ -43,7 +43,7 @@ std::string describe_others(const std::vector<Ending>& endings, std::optional<st
   std::vector<std::string> order;
   for (const Ending& ending : others) {
     const bool followed =
-        first && ending.failed() && !ending.stopped() && ending.blames == endings[*first].pid;
+        first && ending.failed() && !ending.stopped() && ending.blames == endings[*first].process();
     const std::string outcome = followed ? fmt::format("failed because of it ({})", describe(ending))
                                 : ending.asked && ending.failed()
                                     ? fmt::format("stopped ({})", describe(ending))
@@ -84,15 +84,16 @@ std::string describe_failure(const Ending& ending) {
   return describe(ending) + (ending.failed() ? "" : " without shutdown()");
 }
 
-long blamed_process(const std::vector<std::string>& last_lines) {
+RankProcess blamed_process(const std::vector<std::string>& last_lines) {
   // A worker that "left because" another one died is not the cause; its reason follows and is matched
   // instead.
-  const std::regex death(R"(\(rank \d+, pid (\d+) on [^)]*\) (died|left without|left because its ))");
+  const std::regex death(
+      R"(\(rank (\d{1,9}), pid (\d{1,9}) on [^)]*\) (died|left without|left because its ))");
   std::smatch match;
   for (const std::string& line : last_lines) {
-    if (std::regex_search(line, match, death)) return std::stol(match[1]);
+    if (std::regex_search(line, match, death)) return {std::stoi(match[1]), std::stol(match[2])};
   }
-  return 0;
+  return {};
 }
 
 namespace {
@@ -119,7 +120,8 @@ std::optional<std::size_t> first_failure(const std::vector<Ending>& endings) {
   for (std::size_t steps = 0; first && steps < endings.size(); ++steps) {
     const auto blamed = std::find_if(endings.begin(), endings.end(), [&](const Ending& ending) {
       const bool by_itself = ending.asked ? ending.failed() && !ending.stopped() : true;
-      return by_itself && ending.pid == endings[*first].blames;
+      const bool survived = ending.replaced && endings[*first].after - ending.after > kCauseTime;
+      return by_itself && !survived && ending.process() == endings[*first].blames;
     });
     if (blamed == endings.end()) break;
     first = static_cast<std::size_t>(blamed - endings.begin());

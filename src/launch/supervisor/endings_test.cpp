@@ -58,7 +58,7 @@ TEST(Endings, ACrashPrecedesTheExitCodesItCaused) {
 TEST(Endings, AFailedWorkerPrecedesThoseThatBlameIt) {
   std::vector<Ending> endings = {ending(2, 1, 0, milliseconds(100)), ending(1, 1, 0, milliseconds(110)),
                                  ending(0, 9, 0, milliseconds(400), true)};
-  endings[0].blames = endings[1].blames = endings[2].pid;
+  endings[0].blames = endings[1].blames = endings[2].process();
   EXPECT_EQ(first_failure(endings), 2u);
   EXPECT_EQ(exit_code(endings, {}), 9);
   endings[2].signal = SIGTERM;  // the launcher's, to a worker that was still running
@@ -70,7 +70,7 @@ TEST(Endings, AFailedWorkerPrecedesThoseThatBlameIt) {
   endings[2].signal = 0;  // it ended without an error: a worker that blames it is wrong
   EXPECT_EQ(first_failure(endings), 0u);
   endings[2].code = 9;
-  endings[2].blames = endings[0].pid;  // a cycle of blames must end
+  endings[2].blames = endings[0].process();  // a cycle of blames must end
   EXPECT_TRUE(first_failure(endings));
 }
 
@@ -78,19 +78,23 @@ TEST(Endings, BlameIsReadFromTheOutputOfWorkers) {
   EXPECT_EQ(blamed_process({"hello",
                             "torchspan[worker2] warning: worker0 (rank 0, pid 5783 on vm) died: its "
                             "process ended without a goodbye; see its own output for why"}),
-            5783);
-  EXPECT_EQ(blamed_process({"worker0 (rank 0, pid 5783 on vm) is well", ""}), 0);
+            (RankProcess{0, 5783}));
+  EXPECT_EQ(blamed_process({"worker0 (rank 0, pid 5783 on vm) is well", ""}), RankProcess());
   EXPECT_EQ(
       blamed_process({"worker2 (rank 2, pid 7 on vm) left because worker1 (rank 1, pid 6 on vm) died: x"}),
-      6);
-  EXPECT_EQ(blamed_process({"worker2 (rank 2, pid 7 on vm) left because its shutdown() failed: no"}), 7);
-  EXPECT_EQ(blamed_process({"worker1 (rank 1, pid 6 on vm) left without shutdown(); see"}), 6);
-  EXPECT_EQ(blamed_process({"worker1 (rank 1, pid 6 on vm) left the world"}), 0);
+      (RankProcess{1, 6}));
+  EXPECT_EQ(blamed_process({"worker2 (rank 2, pid 7 on vm) left because its shutdown() failed: no"}),
+            (RankProcess{2, 7}));
+  EXPECT_EQ(blamed_process({"worker1 (rank 1, pid 6 on vm) left without shutdown(); see"}),
+            (RankProcess{1, 6}));
+  EXPECT_EQ(blamed_process({"worker1 (rank 1, pid 6 on vm) left the world"}), RankProcess());
+  EXPECT_EQ(blamed_process({"a (rank 1, pid 99999999999999999999 on vm) died: x"}), RankProcess())
+      << "no such pid";
 }
 
 TEST(Endings, AWorkerWithoutShutdownPrecedesThoseThatBlameIt) {
   std::vector<Ending> endings = {ending(1, 0, 0, milliseconds(100)), ending(0, 5, 0, milliseconds(110))};
-  endings[1].blames = endings[0].pid;
+  endings[1].blames = endings[0].process();
   EXPECT_EQ(first_failure(endings), 0u);
   EXPECT_EQ(exit_code(endings, {}), 5);
   EXPECT_THAT(
@@ -119,12 +123,25 @@ TEST(Endings, OfReplacedWorkersAreFailuresOnlyAsCauses) {
   endings[2].code = 9;
   EXPECT_EQ(first_failure(endings), 2u);
   EXPECT_EQ(exit_code(endings, {}), 9);
-  endings[2].blames = 101;  // rank 0 failed because the replaced worker had died
+  endings[2].blames = {1, 101};  // rank 0 failed because the replaced worker had died
   EXPECT_EQ(first_failure(endings), 0u);
   EXPECT_EQ(exit_code(endings, {}), 3);
   EXPECT_THAT(summarize(endings, {}, {}),
               AllOf(HasSubstr("first failure: worker1 (rank 1, pid 101) exited with code 3"),
                     HasSubstr("worker0: failed because of it")));
+  endings[2].after = endings[0].after + kCauseTime + milliseconds(1);
+  EXPECT_EQ(first_failure(endings), 2u) << "the job has survived the death";
+  EXPECT_EQ(exit_code(endings, {}), 9);
+}
+
+TEST(Endings, AProcessOfAnotherHostMayHaveTheSamePid) {
+  std::vector<Ending> endings = {ending(6, 0, SIGTERM, milliseconds(300), true),
+                                 ending(0, 5, 0, milliseconds(110))};
+  endings[0].pid = 22;
+  endings[1].blames = {2, 22};  // rank 2 is on another host
+  EXPECT_EQ(first_failure(endings), 1u);
+  endings[0].code = 1, endings[0].signal = 0;
+  EXPECT_EQ(first_failure(endings), 1u) << "it failed after the launcher had stopped the job";
 }
 
 TEST(Endings, OfReplacedWorkersAreCountedByRank) {
@@ -167,7 +184,7 @@ TEST(Endings, SummarySeparatesAFailureFromItsConsequences) {
   std::vector<Ending> endings = {ending(0, 0, SIGABRT, milliseconds(100)),
                                  ending(1, 0, SIGABRT, milliseconds(101)),
                                  ending(2, 4, 0, milliseconds(102))};
-  endings[1].blames = endings[0].pid;
+  endings[1].blames = endings[0].process();
   EXPECT_THAT(
       summarize(endings, {}, {}),
       AllOf(HasSubstr("first failure: worker0 (rank 0, pid 100) was killed by SIGABRT"),
