@@ -63,7 +63,6 @@ class RecoveringTrainer::Impl {
   void run(std::int64_t steps, const MakeStep& make) {
     Deadline patience = patience_from_now();
     for (;;) {
-      const std::int64_t before = furthest_;
       await_missing(patience);
       try {
         return attempt(steps, make);
@@ -73,7 +72,7 @@ class RecoveringTrainer::Impl {
         if (group_failed_with(ErrorKind::kTimedOut)) late_after_ = furthest_;
         group_.reset();
         if (!missed) throw;
-        if (furthest_ > before) patience = patience_from_now();
+        if (std::exchange(progressed_, false)) patience = patience_from_now();
         check_hope(error.message(), patience);
         if (!interrupted_)
           worker_.runtime().log.warning(
@@ -214,6 +213,7 @@ class RecoveringTrainer::Impl {
     while (number < steps) {
       check_group();
       step(number++);
+      progressed_ = true;
       furthest_ = std::max(furthest_, number);
       if (number % options_.steps_per_checkpoint == 0 || number == steps) manager.save(number);
       if (copies && number % options_.steps_per_copy == 0 && number < steps) copies->begin(number);
@@ -251,6 +251,7 @@ class RecoveringTrainer::Impl {
   std::uint64_t round_ = 0;
   std::int64_t furthest_ = -1;    ///< step that training has reached
   std::int64_t late_after_ = -2;  ///< the same when a rank was late last
+  bool progressed_ = false;       ///< whether a step was done, perhaps again, since the last failure
   RecoveryReport report_;
   bool interrupted_ = false;  ///< and no attempt has restored the state since
   bool missed_ = false;       ///< whether the attempt failed because of a rank that is missing

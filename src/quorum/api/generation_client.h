@@ -26,9 +26,13 @@ class GenerationClient {
   bool has_ended(const Generation& generation) const;
 
  private:
+  void await_withdrawal();
+
   const Worker worker_;
   const std::string trainer_;
   std::optional<Future<bool>> asked_;
+  std::optional<Future<Unit>> withdrawal_;  ///< until rank 0 has confirmed it
+  std::string withdrawn_for_;
 };
 
 }  // namespace torchspan::quorum

@@ -28,6 +28,7 @@ GenerationClient::GenerationClient(const Worker& worker, std::string trainer)
 
 Generation GenerationClient::next(const Report& report) {
   rpc::Endpoint& endpoint = *worker_.endpoint();
+  await_withdrawal();
   for (;;) {
     try {
       const GenerationAnswer answer = send_to_rank_0(endpoint, AwaitGeneration{trainer_, report}).wait();
@@ -54,7 +55,24 @@ Generation GenerationClient::next(const Report& report) {
 }
 
 void GenerationClient::withdraw(const std::string& why) {
-  static_cast<void>(send_to_rank_0(*worker_.endpoint(), Withdraw{trainer_, why}));
+  withdrawn_for_ = why;
+  withdrawal_ = send_to_rank_0(*worker_.endpoint(), Withdraw{trainer_, why});
+}
+
+/// Calls are unordered: one that arrives after the next report would erase it.
+void GenerationClient::await_withdrawal() {
+  rpc::Endpoint& endpoint = *worker_.endpoint();
+  while (withdrawal_) {
+    try {
+      withdrawal_->wait();
+      withdrawal_.reset();
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kDisconnected || endpoint.is_stopping() || !endpoint.is_present(0))
+        throw;
+      endpoint.runtime().executor.sleep(kRetryDelay);
+      withdraw(withdrawn_for_);
+    }
+  }
 }
 
 bool GenerationClient::is_awaited(const Generation& generation) {

@@ -27,7 +27,7 @@ void Generations::report(int rank, const Report& report, TimePoint now) {
     answers_.announce(rank, current_);  // it did not get the answer
     return;
   }
-  if (current_.complete && !expected_.contains(rank)) {
+  if (current_.complete && report.target <= current_.step && !expected_.contains(rank)) {
     answers_.announce(rank, current_);  // it comes too late
     return;
   }
@@ -39,6 +39,9 @@ void Generations::report(int rank, const Report& report, TimePoint now) {
 void Generations::gone(int rank, const std::string& why, TimePoint now) {
   reports_.erase(rank);
   if (expected_.erase(rank) > 0) ends_[rank] = why;
+  // The limit is that of the members that wait.
+  const auto waits = [&](int member) { return reports_.contains(member); };
+  if (std::none_of(expected_.begin(), expected_.end(), waits)) late_at_ = Deadline::never();
   decide(now);
 }
 

@@ -119,6 +119,32 @@ TEST(Generations, AreCompleteWhenNoRankWantsAnotherStep) {
   EXPECT_EQ(table.generations.at(1).target, 20);
 }
 
+TEST(Generations, TakeALateComerOfCompleteTrainingThatWantsMoreSteps) {
+  Table table(2);
+  table.begin(2);
+  table.report(0, {.generation = 2, .committed = 10, .holds_state = true});
+  table.table.gone(1, "it died", table.now);
+  ASSERT_TRUE(table.generations.at(0).complete);
+  table.report(1, {.target = 20});  // its next run()
+  EXPECT_FALSE(table.generations.at(1).complete);
+  table.report(0, {.generation = 3, .committed = 10, .holds_state = true, .target = 20});
+  EXPECT_THAT(table.generations.at(1).ranks, ElementsAre(0, 1));
+  EXPECT_THAT(table.generations.at(1).holders, ElementsAre(0));
+  EXPECT_EQ(table.generations.at(1).step, 10);
+}
+
+TEST(Generations, KeepTheMembersWhenTheOnlyOneThatWaitedForThemIsGone) {
+  Table table(3);
+  table.begin(3);
+  table.report(1, {.generation = 2, .committed = 3, .holds_state = true});
+  table.table.gone(1, "it died", table.now);
+  table.pass(seconds(6));
+  table.report(0, {.generation = 2, .committed = 3, .holds_state = true});
+  table.report(2, {.generation = 2, .committed = 3, .holds_state = true});
+  EXPECT_TRUE(table.errors.empty());
+  EXPECT_THAT(table.generations.at(0).holders, ElementsAre(0, 2));
+}
+
 TEST(Generations, AnswerALateComerOfCompleteTraining) {
   Table table(1);
   table.report(0, {.committed = 10, .holds_state = true});
