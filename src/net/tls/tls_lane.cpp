@@ -102,6 +102,7 @@ bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link &
 bool TlsLane::receive(std::span<std::byte> scratch, Handler& handler) {
   heard = false;
   more = false;
+  waits = false;
   return pieces_ ? receive_pieces(handler) : receive_frames(scratch, handler);
 }
 
@@ -113,7 +114,10 @@ bool TlsLane::note(const TlsSession::Got& got) {
 bool TlsLane::receive_frames(std::span<std::byte> scratch, Handler& handler) {
   std::array<iovec, kReceiveIovecs + 1> places;
   for (int round = 0; round < kTlsReadRounds; ++round) {
-    if (!can_receive()) return true;
+    if (!can_receive()) {
+      waits = true;
+      return true;
+    }
     const std::size_t count = link->targets(std::span(places).first(kReceiveIovecs));
     std::size_t direct = 0;
     for (std::size_t i = 0; i < count; ++i) direct += places[i].iov_len;
@@ -132,7 +136,10 @@ bool TlsLane::receive_frames(std::span<std::byte> scratch, Handler& handler) {
 bool TlsLane::receive_pieces(Handler& handler) {
   std::array<iovec, kReceiveIovecs + 1> places;
   for (int round = 0; round < kTlsReadRounds; ++round) {
-    if (!pieces_->ready()) return true;
+    if (!pieces_->ready()) {
+      waits = true;
+      return true;
+    }
     TlsSession::Got got;
     try {
       const std::size_t count = pieces_->targets(places);

@@ -57,6 +57,7 @@ class TlsLane {
   std::size_t slot = 0;           ///< the lane's bit in TlsChannel::State::flushing
   bool heard = false;             ///< bytes came in the last receive()
   bool more = false;              ///< there is more to receive that the poller does not report
+  bool waits = false;             ///< the last receive() left bytes that must wait for another lane
   bool over = false;              ///< the stream has ended
   bool watched = false;           ///< by the poller
   bool watches_writing = false;   ///< by the poller, too
