@@ -142,7 +142,10 @@ class Packer {
     metadata_.put(static_cast<std::uint8_t>(local.sparse_dim()));
     metadata_.put(static_cast<std::uint8_t>(local.dense_dim()));
     for (const std::int64_t size : local.sizes()) metadata_.put(size);
-    put_strided(local._indices(), keep);
+    const at::Tensor indices = local._indices();
+    // What repeats elements would need more memory at the receiver than the message has.
+    const bool repeats = indices.numel() > 0 && !indices.is_non_overlapping_and_dense();
+    put_strided(repeats ? indices.contiguous() : indices, keep || repeats);
     put_strided(local._values(), keep);
   }
 
@@ -158,8 +161,8 @@ class Packer {
       metadata_.put(Scheme::kPerChannel);
       metadata_.put(local.q_per_channel_axis());
       // Some schemes compute these on demand: keep them alive.
-      put_block(metadata_, segments_, local.q_per_channel_scales(), true);
-      put_block(metadata_, segments_, local.q_per_channel_zero_points(), true);
+      put_block(metadata_, segments_, local.q_per_channel_scales().contiguous(), true);
+      put_block(metadata_, segments_, local.q_per_channel_zero_points().contiguous(), true);
     } else {
       throw_unsupported(fmt::format("quantization scheme {} is not supported", at::toString(scheme)));
     }
@@ -172,6 +175,12 @@ class Packer {
   std::vector<std::size_t> shared_;
   device::PendingCopies copies_;
 };
+
+/// Throws if LibTorch would need more memory than the message has for a tensor's elements, one after the other.
+void refuse_repeated(const at::Tensor& part, const char* what) {
+  if (part.numel() == 0 || part.is_non_overlapping_and_dense()) return;
+  throw_invalid(fmt::format("{} repeat elements, or have gaps between them", what));
+}
 
 /// Throws unless the indices are within the sizes and ascend if the tensor is marked coalesced.
 void check_indices(const at::Tensor& indices, at::IntArrayRef sizes, bool coalesced) {
@@ -277,6 +286,7 @@ class Unpacker {
     at::DimVector sizes;
     for (std::int64_t i = 0; i < sparse_dim + dense_dim; ++i) sizes.push_back(metadata_.get<std::int64_t>());
     const at::Tensor indices = get_strided();
+    refuse_repeated(indices, "the indices of a sparse tensor");
     const at::Tensor values = get_strided();
     check_sparse_shape(sizes, sparse_dim, indices, values);
     check_indices(indices, sizes, flags.coalesced);
@@ -318,6 +328,8 @@ class Unpacker {
     }
     const auto axis = metadata_.get<std::int64_t>();
     const at::Tensor scales = get_strided(), zero_points = get_strided();
+    refuse_repeated(scales, "the scales of a quantizer");
+    refuse_repeated(zero_points, "the zero points of a quantizer");
     const BlockShape shape = get_quantized_block();
     check_channels(shape, axis, scales, zero_points);
     return placed(adopt_block(shape, buffers_,

@@ -421,6 +421,13 @@ TEST(SparseTensors, MayBeEmptyOrWithoutSparseDimensions) {
   expect_same_sparse(round_trip(dense_only), dense_only);
 }
 
+TEST(SparseTensors, WithOneIndexForAllValuesAreSentWithAllIndices) {
+  const at::Tensor indices = torch::ones({1, 1}, at::kLong).expand({1, 6});
+  const at::Tensor sent = at::_sparse_coo_tensor_unsafe(indices, torch::randn({6}), {3});
+  ASSERT_EQ(sent._indices().stride(1), 0);
+  expect_same_sparse(round_trip(sent), sent);
+}
+
 TEST(SparseTensors, RequireGradAndBorrowTheirParts) {
   const at::Tensor sent =
       at::sparse_coo_tensor(torch::tensor({{0, 1}}, at::kLong), torch::ones({2}), {2}).requires_grad_();
