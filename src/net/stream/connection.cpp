@@ -29,7 +29,8 @@ HandshakeOptions handshake_options(const TransportOptions& options, std::string 
 }  // namespace
 
 Connection::Connection(Start start, const TransportOptions& options)
-    : socket_(std::move(start.socket)),
+    : linger(options.linger),
+      socket_(std::move(start.socket)),
       channel_(std::move(start.channel)),
       token_(start.token),
       dial_(std::move(start.dial)),

@@ -15,6 +15,7 @@
 #include "net/handshake.h"
 #include "net/stream/address.h"
 #include "net/stream/lane.h"
+#include "net/stream/linger.h"
 #include "net/stream/stream_channel.h"
 
 namespace torchspan::net {
@@ -63,6 +64,7 @@ class Connection {
 
   bool handshake_pending = true;  ///< the transport clears it at the end of the handshake
   bool watches_writing = false;   ///< by the poller
+  Linger linger;                  ///< after close()
   /// Why the timer that fired ends this connection.
   Error timed_out() const;
 

@@ -219,9 +219,10 @@ void StreamTransport::review(Connection& connection) {
                                    state.closing ? fmt::format("this side closed the channel to '{}'", peer)
                                                  : fmt::format("'{}' closed the channel", peer)));
     }
-    if (state.said_goodbye && !timers_.of(connection.token())) {
-      timers_.set(connection.token(), executor_.now() + options_.linger);
-    }
+    // A peer that is stopped reads nothing, so the goodbye may never leave the queue.
+    if (state.closing && !timers_.of(connection.token()))
+      timers_.set(connection.token(),
+                  connection.linger.begin(executor_.now(), connection.channel()->unsent_bytes()));
   }
   const bool writing = connection.stage() == Connection::Stage::kConnecting || state.flushing;
   if (writing == connection.watches_writing) return;
@@ -261,7 +262,13 @@ bool StreamTransport::run_timers() {
   while (const auto token = timers_.take_due(now)) {
     any = true;
     if (const auto found = connections_.find(*token); found != connections_.end()) {
-      end(*found->second, found->second->timed_out());
+      Connection& connection = *found->second;
+      const std::size_t unsent = connection.channel()->unsent_bytes();
+      if (connection.stage() == Connection::Stage::kOpen && connection.linger.has_moved(unsent)) {
+        timers_.set(*token, connection.linger.begin(now, unsent));
+      } else {
+        end(connection, connection.timed_out());
+      }
     } else {
       listener_.end_pause(*token);
     }

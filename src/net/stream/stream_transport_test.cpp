@@ -283,6 +283,21 @@ TEST_F(StreamTransportTest, DistinguishesAGoodbyeFromADeath) {
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("closed the channel"));
 }
 
+TEST_F(StreamTransportTest, EndsAClosedChannelWhosePeerReadsNoneOfWhatIsQueued) {
+  TransportOptions options;
+  options.linger = std::chrono::milliseconds(50);
+  start(options);
+  transport_->listen(address());
+  const Descriptor peer = dial_authenticated(address());
+  const auto channel = journal_.accepted.at(0);
+  channel->send(Bytes(4 << 20), {});
+  channel->close();
+  EXPECT_GT(channel->unsent_bytes(), 0u);
+  drive_until([&] { return !journal_.closed.empty(); });
+  EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("did not acknowledge it in time"));
+  EXPECT_EQ(channel->unsent_bytes(), 0u);
+}
+
 TEST_F(StreamTransportTest, DeniesAListenerThatDoesNotKnowTheSecret) {
   const Descriptor impostor(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const Address place = parse_address(address());

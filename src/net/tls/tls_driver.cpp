@@ -113,8 +113,8 @@ void TlsDriver::step(TlsLane& lane, const Poller::Event& event) {
 
 void TlsDriver::receive(TlsLane& lane) {
   const bool goes_on = lanes_.receive(lane);
-  if (lane.heard) lane.link->heard = now_;
-  if (lane.more) lanes_.serve_again(lane);
+  if (lane.last.heard) lane.link->heard = now_;
+  if (lane.last.more) lanes_.serve_again(lane);
   if (!goes_on) return links_.end_stream(lane);
   if (lane.can_receive() || lane.first()) return;
   // The lane waits for the frame that its pieces belong to, which most likely arrived on the first lane.

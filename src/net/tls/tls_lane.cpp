@@ -100,14 +100,12 @@ Error TlsLane::handshake_timed_out() const {
 bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link && link->is_full()); }
 
 bool TlsLane::receive(std::span<std::byte> scratch, Handler& handler) {
-  heard = false;
-  more = false;
-  waits = false;
+  last = {};
   return pieces_ ? receive_pieces(handler) : receive_frames(scratch, handler);
 }
 
 bool TlsLane::note(const TlsSession::Got& got) {
-  heard |= got.heard;
+  last.heard |= got.heard;
   return !got.ended && got.broken == 0;
 }
 
@@ -115,7 +113,7 @@ bool TlsLane::receive_frames(std::span<std::byte> scratch, Handler& handler) {
   std::array<iovec, kReceiveIovecs + 1> places;
   for (int round = 0; round < kTlsReadRounds; ++round) {
     if (!can_receive()) {
-      waits = true;
+      last.waits = true;
       return true;
     }
     const std::size_t count = link->targets(std::span(places).first(kReceiveIovecs));
@@ -129,7 +127,7 @@ bool TlsLane::receive_frames(std::span<std::byte> scratch, Handler& handler) {
     if (!alive) return false;
     if (!got.more) return true;
   }
-  more = true;
+  last.more = true;
   return true;
 }
 
@@ -137,7 +135,7 @@ bool TlsLane::receive_pieces(Handler& handler) {
   std::array<iovec, kReceiveIovecs + 1> places;
   for (int round = 0; round < kTlsReadRounds; ++round) {
     if (!pieces_->ready()) {
-      waits = true;
+      last.waits = true;
       return true;
     }
     TlsSession::Got got;
@@ -153,7 +151,7 @@ bool TlsLane::receive_pieces(Handler& handler) {
     if (!alive) return false;
     if (!got.more) return true;
   }
-  more = true;
+  last.more = true;
   return true;
 }
 

@@ -22,6 +22,11 @@ namespace torchspan::net {
 class TlsLane {
  public:
   enum class Stage : std::uint8_t { kResolving, kConnecting, kTls, kHello, kOpen };
+  struct Received {
+    bool heard = false;  ///< bytes came
+    bool more = false;   ///< there is more that the poller does not report
+    bool waits = false;  ///< bytes that are left must wait for another lane
+  };
 
   TlsLane(std::uint64_t token, Role role, std::string peer, std::uint8_t number)
       : token_(token), role_(role), peer_(std::move(peer)), number_(number), greeting_(role, peer_) {}
@@ -55,9 +60,7 @@ class TlsLane {
 
   std::shared_ptr<TlsLink> link;  ///< null for a peer that has not sent its greeting
   std::size_t slot = 0;           ///< the lane's bit in TlsChannel::State::flushing
-  bool heard = false;             ///< bytes came in the last receive()
-  bool more = false;              ///< there is more to receive that the poller does not report
-  bool waits = false;             ///< the last receive() left bytes that must wait for another lane
+  Received last;                  ///< what the last receive() found
   bool over = false;              ///< the stream has ended
   bool watched = false;           ///< by the poller
   bool watches_writing = false;   ///< by the poller, too

@@ -85,7 +85,7 @@ void TlsLanes::serve_resumed(const TlsLink& link) {
   // A lane that waited may have its bytes in memory already, which the poller does not report.
   for (const std::uint64_t token : link.lanes) {
     const TlsLane& lane = at(token);
-    const bool waited = lane.waits || !lane.watched;  // the poller may watch it for writing
+    const bool waited = lane.last.waits || !lane.watched;  // the poller may watch it for writing
     if (lane.stage() == TlsLane::Stage::kOpen && waited && !lane.over && lane.can_receive()) {
       serve_again(lane);
     }

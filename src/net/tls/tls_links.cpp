@@ -97,7 +97,7 @@ void TlsLinks::end_broken(TlsLink& link, const std::string& why) {
   // Delivers what the peer sent before the connection broke.
   TlsLane& first = lanes_.first_of(link);
   try {
-    while (link.open && lanes_.receive(first) && first.more) {
+    while (link.open && lanes_.receive(first) && first.last.more) {
     }
   } catch (const Error&) {
   }
