@@ -7,6 +7,8 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
+#include <torchspan/detail/wire/torch_types.h>
+
 #include "wire/compat.h"
 #include "wire/wire_test_util.h"
 
