@@ -8,7 +8,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "engine/api/stepped_in_backward.h"
+#include "engine/api/gradient_use.h"
 
 namespace torchspan::data_parallel {
 namespace {
@@ -39,7 +39,7 @@ class SlotHook final : public engine::GradientHook {
 }  // namespace
 
 void check_not_stepped_in_backward(const Parameter& parameter) {
-  if (!engine::is_stepped_in_backward(parameter.tensor)) return;
+  if (!engine::has_gradient_use(parameter.tensor, engine::GradientUse::kSteps)) return;
   throw Error(
       ErrorKind::kInvalid,
       fmt::format("parameter '{}' is stepped in backward by an optimizer, before its gradient is averaged; "

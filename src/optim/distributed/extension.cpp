@@ -10,6 +10,7 @@
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/worker.h>
 
+#include "engine/api/gradient_use.h"
 #include "optim/distributed/messages.h"
 #include "optim/distributed/shared_gradient.h"
 #include "optim/distributed/step_queue.h"
@@ -163,7 +164,8 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
     std::vector<at::Tensor> gradients;
     for (const at::Tensor& parameter : owned->optimizer->parameters()) {
       if (!parameter.requires_grad()) continue;
-      std::string& example = is_averaged(parameter) ? result.averaged : result.own;
+      const bool averaged = engine::has_gradient_use(parameter, engine::GradientUse::kAverages);
+      std::string& example = averaged ? result.averaged : result.own;
       if (example.empty()) example = owned->optimizer->describe(parameter);
       if (context) gradients.push_back(context->gradient(parameter));
     }

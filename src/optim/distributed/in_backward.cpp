@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <fmt/format.h>
 
 #include <torch/csrc/autograd/function.h>
@@ -23,13 +22,6 @@ void refuse_shared_gradient(const at::Tensor& parameter, const std::string& name
                                 ? "DistributedDataParallel averages its gradient afterwards"
                                 : "another optimizer steps it in backward"));
   }
-}
-
-bool is_averaged(const at::Tensor& parameter) {
-  const auto hooks = engine::gradient_hooks(parameter);
-  return std::any_of(hooks.begin(), hooks.end(), [](const engine::GradientHook* hook) {
-    return hook->use() == engine::GradientUse::kAverages;
-  });
 }
 
 /// Owns a hook on the leaf node of every parameter, and these nodes.

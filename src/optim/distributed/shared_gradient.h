@@ -10,7 +10,4 @@ namespace torchspan::optim {
 /// optimizer steps it, during the pass.
 void refuse_shared_gradient(const at::Tensor& parameter, const std::string& name);
 
-/// Whether a reducer averages the parameter's gradient over replicas.
-bool is_averaged(const at::Tensor& parameter);
-
 }  // namespace torchspan::optim

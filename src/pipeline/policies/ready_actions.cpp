@@ -43,7 +43,7 @@ void ReadyActions::begin(bool backwards) {
   ArrivalLimits limits;
   if (local_.owns_layer_range(0) && kind_ != StepKind::kForward) {
     const int limit = local_.options.max_in_flight;
-    limits = {0, limit > 0 ? limit : 2 * static_cast<int>(local_.ranks.size()), has_backwards(kind_)};
+    limits = {0, limit > 0 ? limit : 2 * static_cast<int>(local_.ranks().size()), has_backwards(kind_)};
   }
   policy_ = make_arrival_policy(limits);
 }

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <map>
+#include <set>
 
 #include <torch/nn/module.h>
 
@@ -202,18 +203,26 @@ std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipe
   return "";
 }
 
-/// Returns why the layers of this worker cannot offload, or an empty text.
-std::string why_not_offloaded(const LocalPipeline& local) {
+void list_parameters(LocalPipeline& local) {
+  std::set<const void*> seen;
   for (std::size_t layer = 0; layer < local.layers.size(); ++layer) {
     if (!local.layers[layer].module) continue;
-    for (const at::Tensor& parameter : local.layers[layer].module->parameters()) {
-      if (device::has_streams(parameter.device())) continue;
-      return fmt::format(
-          "PipelineOptions::offload copies activations from a GPU to host memory, but layer '{}' of worker "
-          "'{}' is on "
-          "device {}: remove offload, or construct the layer on a GPU",
-          local.plan.layers[layer], local.worker.name(), parameter.device().str());
+    for (const auto& item : local.layers[layer].module->named_parameters()) {
+      if (seen.insert(item.value().unsafeGetTensorImpl()).second)
+        local.parameters.push_back({static_cast<int>(layer), item.key(), item.value()});
     }
+  }
+}
+
+/// Returns why the layers of this worker cannot offload, or an empty text.
+std::string why_not_offloaded(const LocalPipeline& local) {
+  for (const LayerParameter& parameter : local.parameters) {
+    if (device::has_streams(parameter.tensor.device())) continue;
+    return fmt::format(
+        "PipelineOptions::offload copies activations from a GPU to host memory, but layer '{}' of worker "
+        "'{}' is on device {}: remove offload, or construct the layer on a GPU",
+        local.plan.layers[static_cast<std::size_t>(parameter.layer)], local.worker.name(),
+        parameter.tensor.device().str());
   }
   return "";
 }
@@ -221,6 +230,7 @@ std::string why_not_offloaded(const LocalPipeline& local) {
 /// Waits until all workers have an event queue and their layers, so that no message arrives too early.
 void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
   std::string failure = build_own_layers(layers, seed, local);
+  list_parameters(local);
   if (failure.empty() && local.options.staleness > 0) failure = why_not_versioned(local);
   if (failure.empty() && local.options.offload) failure = why_not_offloaded(local);
   const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(local) : '-' + failure;
@@ -318,7 +328,6 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   LocalPipeline local{worker, std::move(options), std::move(plan)};
   const auto me = std::find(local.plan.workers.begin(), local.plan.workers.end(), worker.name());
   local.me = static_cast<int>(me - local.plan.workers.begin());
-  local.ranks = grid.ranks[static_cast<std::size_t>(grid.mine)];
   local.grid = std::move(grid);
   local.uses = layers.uses();
   for (const LayerRange& range : local.plan.layer_ranges) {

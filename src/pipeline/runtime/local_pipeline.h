@@ -25,6 +25,12 @@ struct SharedConstant {
   std::string holders;  ///< all layers that hold it, for an error
 };
 
+struct LayerParameter {
+  int layer = 0;  ///< index into Plan::layers
+  std::string name;
+  at::Tensor tensor;
+};
+
 /// A parameter that several layers have copies of.
 struct Tie {
   std::string name;                ///< of the first copy, for errors
@@ -43,11 +49,11 @@ struct LocalPipeline {
   Worker worker;
   PipelineOptions options;
   Plan plan;
-  int me = 0;                             ///< index into plan.workers
-  std::vector<std::uint32_t> ranks = {};  ///< of plan.workers
-  ReplicaGrid grid = {};                  ///< this replica's plan.workers, and those of the others
-  std::vector<LayerUse> uses = {};        ///< by order
-  std::vector<BuiltLayer> layers = {};    ///< by layer; empty for layers of other workers
+  int me = 0;                                   ///< index into plan.workers
+  ReplicaGrid grid = {};                        ///< this replica's plan.workers, and those of the others
+  std::vector<LayerUse> uses = {};              ///< by order
+  std::vector<BuiltLayer> layers = {};          ///< by layer; empty for layers of other workers
+  std::vector<LayerParameter> parameters = {};  ///< of this worker's layers when they were built, each once
   std::vector<SharedConstant> constants = {};
   std::vector<std::vector<TiedParameter>> declared_ties = {};
   std::vector<Tie> ties = {};                       ///< by declared tie
@@ -62,6 +68,8 @@ struct LocalPipeline {
   int first_worker() const { return plan.layer_ranges.front().worker; }
   int last_worker() const { return plan.layer_ranges.back().worker; }
   int last_layer_range() const { return static_cast<int>(plan.layer_ranges.size()) - 1; }
+  /// Of plan.workers.
+  const std::vector<std::uint32_t>& ranks() const { return grid.ranks[static_cast<std::size_t>(grid.mine)]; }
   Executor& executor() const { return worker.runtime().executor; }
 
   template <rpc::Message M>
@@ -79,12 +87,12 @@ struct LocalPipeline {
 
 template <rpc::Message M>
 void LocalPipeline::post_to(int worker_index, const M& message) const {
-  post(worker, event_queue, ranks[static_cast<std::size_t>(worker_index)], message);
+  post(worker, event_queue, ranks()[static_cast<std::size_t>(worker_index)], message);
 }
 
 template <rpc::Message M>
 void LocalPipeline::post_to_all(const M& message) const {
-  for (int worker_index = 0; worker_index < static_cast<int>(ranks.size()); ++worker_index) {
+  for (int worker_index = 0; worker_index < static_cast<int>(ranks().size()); ++worker_index) {
     if (worker_index != me) post_to(worker_index, message);
   }
 }
@@ -98,7 +106,7 @@ void LocalPipeline::post_to_replica(int replica, const M& message) const {
 template <rpc::Message M>
 void LocalPipeline::post_to_everyone(const M& message) const {
   for (const std::uint32_t rank : grid.all_ranks()) {
-    if (rank != ranks[static_cast<std::size_t>(me)]) post(worker, event_queue, rank, message);
+    if (rank != ranks()[static_cast<std::size_t>(me)]) post(worker, event_queue, rank, message);
   }
 }
 

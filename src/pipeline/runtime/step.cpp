@@ -4,11 +4,9 @@
 #include <fmt/format.h>
 #include <utility>
 
-#include <torch/nn/module.h>
-
 #include <torchspan/core/error.h>
 
-#include "engine/api/stepped_in_backward.h"
+#include "engine/api/gradient_use.h"
 #include "pipeline/runtime/step_failures.h"
 
 namespace torchspan::pipeline {
@@ -16,16 +14,12 @@ namespace {
 
 /// An optimizer would step with the gradient of each micro-batch alone, before those of ties and replicas are added.
 void refuse_steps_in_backward(const LocalPipeline& local) {
-  for (const BuiltLayer& layer : local.layers) {
-    if (!layer.module) continue;
-    for (const auto& parameter : layer.module->named_parameters()) {
-      if (!engine::is_stepped_in_backward(parameter.value())) continue;
-      throw_invalid(fmt::format(
-          "parameter '{}' of a layer on worker '{}' is stepped in backward by an optimizer, once for "
-          "each micro-batch; destroy what step_in_backward() returned, and call step() after the "
-          "pipeline's step",
-          parameter.key(), local.worker.name()));
-    }
+  for (const LayerParameter& parameter : local.parameters) {
+    if (!engine::has_gradient_use(parameter.tensor, engine::GradientUse::kSteps)) continue;
+    throw_invalid(fmt::format(
+        "parameter '{}' of layer '{}' on worker '{}' is stepped in backward by an optimizer, once for each "
+        "micro-batch; destroy what step_in_backward() returned, and call step() after the pipeline's step",
+        parameter.name, local.plan.layers[static_cast<std::size_t>(parameter.layer)], local.worker.name()));
   }
 }
 

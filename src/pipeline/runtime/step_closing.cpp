@@ -27,18 +27,18 @@ void add_weight_inputs(const std::vector<schedule::ActionSpan>& spans, schedule:
 StepClosing::StepClosing(const LocalPipeline& local, const StepBegin& begin)
     : local_(local), rows_(std::accumulate(begin.rows.begin(), begin.rows.end(), std::int64_t{0})) {
   result_.id = begin.id;
-  result_.peaks.resize(local.ranks.size());
-  result_.actions.resize(local.ranks.size());
+  result_.peaks.resize(local.ranks().size());
+  result_.actions.resize(local.ranks().size());
 }
 
 void StepClosing::add(const PartDone& part) {
   const auto worker = static_cast<std::size_t>(part.worker);
-  if (part.worker < 0 || worker >= local_.ranks.size()) return;
+  if (part.worker < 0 || worker >= local_.ranks().size()) return;
   ++parts_;
   if (part.worker == local_.last_worker()) result_.loss = part.loss;
   result_.peaks[worker] = part.peak;
   result_.actions[worker] = part.actions;
-  if (parts_ < static_cast<int>(local_.ranks.size())) return;
+  if (parts_ < static_cast<int>(local_.ranks().size())) return;
   const ReplicaDone mine{result_.id, local_.grid.mine, part_, rows_, result_.loss};
   dones_[{part_, mine.replica}] = mine;
   for (int other = 0; other < local_.grid.count(); ++other) {
@@ -83,7 +83,7 @@ void StepClosing::set(StepClosed result) {
 
 bool StepClosing::complete() const {
   if (local_.me != local_.first_worker()) return closed_;
-  return parts_ >= static_cast<int>(local_.ranks.size()) && replicas_done() == local_.grid.count();
+  return parts_ >= static_cast<int>(local_.ranks().size()) && replicas_done() == local_.grid.count();
 }
 
 void StepClosing::reset() {

@@ -57,7 +57,8 @@ void report_failure(const LocalPipeline& local, std::uint64_t step, const Error&
   const StepFailed report{{local.id, step}, error};
   std::vector<Future<StepFailed::Reply>> replies;
   for (const std::uint32_t rank : local.grid.all_ranks()) {
-    if (rank == local.ranks[static_cast<std::size_t>(local.me)] || !local.worker.endpoint()->is_present(rank))
+    if (rank == local.ranks()[static_cast<std::size_t>(local.me)] ||
+        !local.worker.endpoint()->is_present(rank))
       continue;
     try {
       replies.push_back(local.worker.request(static_cast<int>(rank), report, until));

@@ -21,14 +21,15 @@ std::string owner_name(const std::string& label, const std::string& parameter) {
   return "group." + label + std::string(kParameter) + parameter;
 }
 
-std::vector<std::string> owners_of(const optim::Optimizer& optimizer) {
-  std::vector<std::string> owners;
-  for (const auto& item : optimizer.state_view()) {  // has at least one entry of each parameter
+std::vector<OwnedParameter> owned_parameters(const optim::Optimizer& optimizer) {
+  const std::vector<at::Tensor> parameters = optimizer.parameters();
+  std::vector<OwnedParameter> owned;
+  for (const auto& item : optimizer.state_view()) {  // in the same order, at least one entry of each
     EntryName name(item.key());
-    if (!name.owner.empty() && (owners.empty() || owners.back() != name.owner))
-      owners.push_back(std::move(name.owner));
+    if (name.owner.empty() || (!owned.empty() && owned.back().owner == name.owner)) continue;
+    owned.push_back({std::move(name.owner), parameters.at(owned.size())});
   }
-  return owners;
+  return owned;
 }
 
 }  // namespace torchspan::sharded

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 
 #include <torchspan/optim/optimizer.h>
 
@@ -19,7 +20,12 @@ struct EntryName {
 
 /// "group.0.parameter.weight"; `label`: of the group.
 std::string owner_name(const std::string& label, const std::string& parameter);
-/// The owners of an optimizer's entries, in the order of its parameters().
-std::vector<std::string> owners_of(const optim::Optimizer& optimizer);
+
+struct OwnedParameter {
+  std::string owner;  ///< EntryName::owner of its entries
+  at::Tensor tensor;
+};
+/// The parameters of an optimizer, in the order of parameters().
+std::vector<OwnedParameter> owned_parameters(const optim::Optimizer& optimizer);
 
 }  // namespace torchspan::sharded

@@ -10,15 +10,14 @@
 
 namespace torchspan::sharded {
 
-void check_terms(const ClipTerms& terms) {
-  optim::clip_factor(0, terms.max_norm);
-  optim::gradient_norm({}, terms.norm_type);
+ClipTerms::ClipTerms(double max, double type) : max_norm(max), norm_type(type) {
+  optim::clip_factor(0, max_norm);
+  optim::gradient_norm({}, norm_type);
 }
 
 double clip_over_ranks(const collective::Group& group, const std::vector<at::Tensor>& gradients,
                        const ClipTerms& terms) {
   const at::NoGradGuard no_grad;
-  check_terms(terms);  // before anything is sent
   const double own = optim::gradient_norm(gradients, terms.norm_type);
   const bool maximum = std::isinf(terms.norm_type);
   // The second element survives a maximum over ranks, in which a NaN may be lost.

@@ -9,11 +9,11 @@
 namespace torchspan::sharded {
 
 struct ClipTerms {
-  double max_norm = 1;
-  double norm_type = 2;
+  /// Throws Error{kInvalid} unless both are > 0.
+  ClipTerms(double max, double type);
+
+  double max_norm, norm_type;
 };
-/// Throws Error{kInvalid} unless both are > 0.
-void check_terms(const ClipTerms& terms);
 
 /// Collective: scales gradients, of which each rank has other elements, to a total norm of at most `max_norm`.
 /// Returns the norm before scaling.

@@ -95,11 +95,9 @@ class ParallelOptimizerSource final : public checkpoint::StateSource {
       const auto part = parts.find(one.key());
       if (part != parts.end()) part_of.emplace(one.value().unsafeGetTensorImpl(), std::move(part->second));
     }
-    const std::vector<at::Tensor> parameters = optimizer.parameters();
-    const std::vector<std::string> owners = sharded::owners_of(optimizer);
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const auto part = part_of.find(parameters[i].unsafeGetTensorImpl());
-      if (part != part_of.end()) parts_.emplace(owners[i], Part{part->second, parameters[i].sizes().vec()});
+    for (const auto& [owner, parameter] : sharded::owned_parameters(optimizer)) {
+      const auto part = part_of.find(parameter.unsafeGetTensorImpl());
+      if (part != part_of.end()) parts_.emplace(owner, Part{part->second, parameter.sizes().vec()});
     }
   }
 

@@ -11,7 +11,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
-#include "engine/api/stepped_in_backward.h"
+#include "engine/api/gradient_use.h"
 #include "sharded/state/entry_name.h"
 #include "sharded/state/flat_ranges.h"
 #include "sharded/state/gradient_norm.h"
@@ -103,7 +103,7 @@ WrappedUnits::~WrappedUnits() = default;
 const std::shared_ptr<Unit>& WrappedUnits::begin_forward() {
   if (at::GradMode::is_enabled()) {
     for_each_entry(*model_, [](const Entry& entry) {
-      if (!engine::is_stepped_in_backward(entry.tensor)) return;
+      if (!engine::has_gradient_use(entry.tensor, engine::GradientUse::kSteps)) return;
       throw_invalid(
           fmt::format("parameter '{}' is stepped in backward by an optimizer, which finds no gradient of a "
                       "sharded parameter; destroy what step_in_backward() returned, and call step() after "
@@ -118,11 +118,12 @@ const std::shared_ptr<Unit>& WrappedUnits::begin_forward() {
 bool WrappedUnits::set_synchronize(bool synchronize) { return model_->set_synchronize(synchronize); }
 
 double WrappedUnits::clip_grad_norm(double max_norm, double norm_type) {
+  const ClipTerms terms(max_norm, norm_type);
   std::vector<at::Tensor> gradients;
   for_each_entry(*model_, [&](const Entry& entry) {
     if (entry.tensor.mutable_grad().defined()) gradients.push_back(entry.tensor.mutable_grad());
   });
-  return clip_over_ranks(model_->groups().copy(), gradients, {max_norm, norm_type});
+  return clip_over_ranks(model_->groups().copy(), gradients, terms);
 }
 
 bool WrappedUnits::on_any_rank(bool finding) {
@@ -154,18 +155,16 @@ checkpoint::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer
   for_each_entry(*model_, [&](const Entry& entry) {
     range_of.emplace(entry.tensor.unsafeGetTensorImpl(), entry.range);
   });
-  const std::vector<at::Tensor> parameters = optimizer.parameters();
-  const std::vector<std::string> owners = owners_of(optimizer);
   RangeByOwner ranges;
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto found = range_of.find(parameters[i].unsafeGetTensorImpl());
+  for (const auto& [owner, parameter] : owned_parameters(optimizer)) {
+    const auto found = range_of.find(parameter.unsafeGetTensorImpl());
     if (found == range_of.end()) {
       throw_invalid(fmt::format(
           "{} of the optimizer is no parameter of this FullyShardedDataParallel: make the optimizer "
           "of the wrapped module's parameters, after wrapping it",
-          optimizer.describe(parameters[i])));
+          optimizer.describe(parameter)));
     }
-    ranges.emplace(owners[i], found->second);
+    ranges.emplace(owner, found->second);
   }
   auto source = ranged_optimizer_source(optimizer, std::move(ranges));
   if (model_->groups().is_first_copy()) return source;

@@ -70,7 +70,7 @@ class ZeroRedundancyOptimizer::Impl {
   /// The averages of a piece, as a view of what step() uses.
   at::Tensor gradient_of(const Piece& piece, bool shadow) const;
   /// Tells ranks without batches, if there are any.
-  void announce(Verb verb, const sharded::ClipTerms& terms);
+  void announce(Verb verb, double max_norm = 0, double norm_type = 0);
   void step(bool shadow);
   double clip(const sharded::ClipTerms& terms, bool shadow);
   std::vector<bool> agree_on_used(bool shadow, const std::string& failure);
@@ -304,13 +304,11 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
     group.names.emplace_back("(none)");
   }
   optimizer_ = std::make_unique<optim::Optimizer>(std::move(groups));
-  const std::vector<at::Tensor> parameters = optimizer_->parameters();
-  const std::vector<std::string> owners = sharded::owners_of(*optimizer_);
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto found = piece_of_.find(parameters[i].unsafeGetTensorImpl());
+  for (const auto& [owner, parameter] : sharded::owned_parameters(*optimizer_)) {
+    const auto found = piece_of_.find(parameter.unsafeGetTensorImpl());
     if (found == piece_of_.end()) continue;
     const BucketShards::Piece& place = pieces_[found->second].place;
-    ranges_[owners[i]] = {trained_[place.parameter].tensor.sizes().vec(), place.begin, place.end};
+    ranges_[owner] = {trained_[place.parameter].tensor.sizes().vec(), place.begin, place.end};
   }
 }
 
@@ -400,10 +398,9 @@ double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool
   return sharded::clip_over_ranks(group_, gradients, terms);
 }
 
-void ZeroRedundancyOptimizer::Impl::announce(Verb verb, const sharded::ClipTerms& terms) {
+void ZeroRedundancyOptimizer::Impl::announce(Verb verb, double max_norm, double norm_type) {
   if (wrapped_->ranks_without_batches() == 0) return;
-  const at::Tensor word =
-      at::tensor({static_cast<double>(verb), terms.max_norm, terms.norm_type}, at::kDouble);
+  const at::Tensor word = at::tensor({static_cast<double>(verb), max_norm, norm_type}, at::kDouble);
   group_.all_reduce(word, collective::kMax).wait();
 }
 
@@ -414,14 +411,13 @@ void ZeroRedundancyOptimizer::Impl::step() {
         "step() without averaged gradients: run a backward pass through the DistributedDataParallel, outside "
         "of no_sync(), after the last step() or zero_grad()");
   }
-  announce(Verb::kStep, {});
+  announce(Verb::kStep);
   step(/*shadow=*/false);
 }
 
 double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double norm_type) {
-  const sharded::ClipTerms terms{max_norm, norm_type};
-  sharded::check_terms(terms);
-  announce(Verb::kClip, terms);
+  const sharded::ClipTerms terms(max_norm, norm_type);  // checked before anything is sent
+  announce(Verb::kClip, max_norm, norm_type);
   return clip(terms, /*shadow=*/false);
 }
 
