@@ -17,11 +17,11 @@ struct ProgressReport {
   std::int64_t epochs = 0;
   std::int64_t step = 0;  ///< finished steps of this epoch
   std::int64_t steps = 0;
-  std::optional<double> loss;
+  std::optional<double> loss = {};
   double rate = 0;  ///< units per second
   std::string unit = "samples";
-  std::string text;                    ///< free text at the end of the line
-  std::optional<double> seconds_left;  ///< set by Progress
+  std::string text = {};                    ///< free text at the end of the line
+  std::optional<double> seconds_left = {};  ///< set by Progress
 };
 
 /// Fraction of all work that is done, 0 to 1; nullopt if the totals are unknown.

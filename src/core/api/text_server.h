@@ -30,7 +30,7 @@ class TextServer {
 
   /// Handles an event; returns false if it belongs to another user of the poller.
   bool handle(const Poller::Event& event);
-  /// Closes connections whose time is over.
+  /// Closes connections whose time is over, and accepts others again after a pause.
   void advance();
   Deadline next_deadline() const;
 
@@ -43,6 +43,8 @@ class TextServer {
   };
 
   void accept_all();
+  /// The process has no descriptor for the connection that waits, which the poller would report again and again.
+  void pause_accepting();
   /// Returns false when the connection is over.
   bool serve(std::uint64_t token, Connection& connection);
   bool read_request(Connection& connection);
@@ -55,6 +57,7 @@ class TextServer {
   const Answer answer_;
   std::map<std::uint64_t, Connection> connections_;
   std::uint64_t next_token_;
+  Deadline paused_until_ = Deadline::never();  ///< never: not paused
 };
 
 /// Listens on the loopback interface; sets `port` to the port, of which 0 requests any. Throws Error{kInvalid} that

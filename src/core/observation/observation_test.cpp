@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
@@ -11,6 +12,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -136,6 +138,28 @@ TEST_F(ObservedWorker, AnswersOthersWhileAClientIsSlow) {
   for (const int fd : slow) close(fd);
 }
 
+TEST_F(ObservedWorker, WaitsForADescriptorWithoutSpinning) {
+  const auto observation = observe({.metrics_port = 0});
+  const int client = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  rlimit usual{};
+  getrlimit(RLIMIT_NOFILE, &usual);
+  const rlimit few{static_cast<rlim_t>(client) + 8, usual.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &few);
+  std::vector<int> used;
+  for (int fd = dup(client); fd >= 0; fd = dup(client)) used.push_back(fd);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(observation->metrics_port());
+  EXPECT_EQ(connect(client, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  const std::clock_t before = std::clock();
+  executor_->sleep(500ms);
+  EXPECT_LT(std::clock() - before, CLOCKS_PER_SEC / 5) << "of the whole process";
+  for (const int fd : used) close(fd);
+  setrlimit(RLIMIT_NOFILE, &usual);
+  EXPECT_THAT(get(client, "/metrics"), HasSubstr("200 OK"));
+}
+
 TEST_F(ObservedWorker, DescribesWhatItDoes) {
   const TemporaryFolder folder;
   const auto observation = observe({.socket_folder = folder.path});
@@ -176,6 +200,20 @@ TEST_F(ObservedWorker, NamesAPortInUse) {
   } catch (const Error& error) {
     EXPECT_THAT(error.message(), HasSubstr(std::to_string(first->metrics_port())));
   }
+}
+
+TEST_F(ObservedWorker, GoesOnWithTheCurveOfTheWorkerThatItReplaces) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path + "/worker1.0.jsonl";
+  std::ofstream(path) << "{\"value\":0.5}";  // it was killed before the end of the line
+  {
+    const auto observation = observe({.scalars_folder = folder.path});
+    runtime_->scalars.add("loss", 0.25, 300, executor_->now());
+  }
+  std::istringstream lines(file_text(path));
+  std::vector<double> losses;
+  for (std::string line; std::getline(lines, line);) losses.push_back(nlohmann::json::parse(line)["value"]);
+  EXPECT_THAT(losses, ::testing::ElementsAre(0.5, 0.25));
 }
 
 TEST_F(ObservedWorker, WritesScalarsForTensorBoardAndAsLines) {

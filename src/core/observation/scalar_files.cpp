@@ -53,12 +53,13 @@ class ProtoWriter {
 /// The format's checksum: a CRC-32C whose own checksum would not be constant.
 std::uint32_t masked_checksum(BytesView bytes) { return std::rotr(crc32c(bytes), 15) + 0xa282ead8u; }
 
-Descriptor create_scalar_file(const std::string& folder, const std::string& name) {
+/// Appends to a file that exists: a worker that replaces another one goes on with its curve.
+Descriptor open_scalar_file(const std::string& folder, const std::string& name) {
   if (folder.empty()) return {};
   std::error_code failure;
   std::filesystem::create_directories(folder, failure);
   const std::string path = folder + "/" + name;
-  Descriptor file(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
+  Descriptor file(open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
   if (!file)
     throw_invalid(
         fmt::format("the file '{}' cannot be created: {}; choose another folder (torchspan run --scalars or "
@@ -114,12 +115,19 @@ ScalarFiles::ScalarFiles(Runtime& runtime, const std::string& tensorboard_folder
                          const std::string& lines_folder, const TraceIdentity& identity)
     : runtime_(runtime),
       identity_(identity),
-      events_(create_scalar_file(
+      events_(open_scalar_file(
           tensorboard_folder.empty() ? "" : fmt::format("{}/{}", tensorboard_folder, identity.name),
           fmt::format("events.out.tfevents.{}.{}.{}", identity.unix_began / 1'000'000'000, identity.host,
                       identity.process))),
-      lines_(create_scalar_file(lines_folder, fmt::format("{}.{}.jsonl", identity.name, identity.attempt))) {
+      lines_(open_scalar_file(lines_folder, fmt::format("{}.{}.jsonl", identity.name, identity.attempt))) {
   append(events_, encode_event_record(encode_event(unix_seconds(runtime.executor.now()), nullptr)));
+  // An earlier worker may have been killed in the middle of a line.
+  const std::byte end{'\n'};
+  std::byte last = end;
+  if (lines_) {
+    const off_t size = lseek(lines_.get(), 0, SEEK_END);
+    if (size > 0 && pread(lines_.get(), &last, 1, size - 1) == 1 && last != end) append(lines_, {&end, 1});
+  }
 }
 
 double ScalarFiles::unix_seconds(TimePoint at) const {

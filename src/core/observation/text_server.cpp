@@ -21,6 +21,7 @@ namespace {
 
 constexpr std::size_t kMostConnections = 16;
 constexpr Duration kConnectionLimit = std::chrono::seconds(10);
+constexpr Duration kAcceptPause = std::chrono::milliseconds(200);
 
 Descriptor open_socket(int family) {
   return Descriptor::not_inherited(
@@ -82,7 +83,7 @@ TextServer::TextServer(Executor& executor, Poller& poller, Descriptor listener, 
 
 TextServer::~TextServer() {
   while (!connections_.empty()) close(connections_.begin()->first);
-  poller_.remove(listener_.get());
+  if (paused_until_.is_never()) poller_.remove(listener_.get());
 }
 
 bool TextServer::handle(const Poller::Event& event) {
@@ -100,12 +101,18 @@ void TextServer::accept_all() {
   for (;;) {
     Descriptor socket = Descriptor::not_inherited(
         [this] { return accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+    if (!socket && (errno == EMFILE || errno == ENFILE)) return pause_accepting();
     if (!socket) return;
     if (connections_.size() == kMostConnections) continue;  // closes it
     const std::uint64_t token = next_token_++;
     poller_.add(socket.get(), token, false);
     connections_.emplace(token, Connection{std::move(socket), executor_.deadline_in(kConnectionLimit)});
   }
+}
+
+void TextServer::pause_accepting() {
+  poller_.remove(listener_.get());
+  paused_until_ = executor_.deadline_in(kAcceptPause);
 }
 
 bool TextServer::read_request(Connection& connection) {
@@ -150,6 +157,10 @@ void TextServer::close(std::uint64_t token) {
 
 void TextServer::advance() {
   const TimePoint now = executor_.now();
+  if (paused_until_.passed(now)) {
+    paused_until_ = Deadline::never();
+    poller_.add(listener_.get(), first_token_, false);
+  }
   for (auto at = connections_.begin(); at != connections_.end();) {
     const std::uint64_t token = at->first;
     const bool over = at->second.until.passed(now);
@@ -159,7 +170,7 @@ void TextServer::advance() {
 }
 
 Deadline TextServer::next_deadline() const {
-  Deadline next;
+  Deadline next = paused_until_;
   for (const auto& [token, connection] : connections_) next = earlier(next, connection.until);
   return next;
 }

@@ -19,18 +19,24 @@ namespace {
 
 constexpr std::size_t kTracedSpans = 65536;  ///< of a thread, between two writes
 
-std::string path_of(const std::string& folder, const TraceIdentity& identity) {
+std::string stem_of(const std::string& folder, const TraceIdentity& identity) {
   std::string name = identity.name;
   for (char& c : name) {
     if (c == '/' || c == '\0') c = '_';
   }
-  return fmt::format("{}/{}.{}.{}.trace", folder, name, identity.attempt, identity.process);
+  return fmt::format("{}/{}.{}.{}", folder, name, identity.attempt, identity.process);
 }
 
-Descriptor create_file(const std::string& folder, const std::string& path) {
+/// Creates a file that did not exist: a process may have several workers of one name, one after another.
+Descriptor create_file(const std::string& folder, const std::string& stem, std::string& path) {
   std::error_code failure;
   std::filesystem::create_directories(folder, failure);
-  Descriptor file(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
+  Descriptor file;
+  for (int number = 1; !file; ++number) {
+    path = number == 1 ? stem + ".trace" : fmt::format("{}.{}.trace", stem, number);
+    file = Descriptor(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+    if (!file && errno != EEXIST) break;
+  }
   if (!file) {
     throw_invalid(
         fmt::format("the trace file '{}' cannot be created: {}; choose another folder "
@@ -53,9 +59,8 @@ std::string clock_identity() {
 TraceWriter::TraceWriter(Runtime& runtime, const std::string& folder, const TraceIdentity& identity,
                          std::uint64_t most_spans)
     : runtime_(runtime),
-      path_(path_of(folder, identity)),
       most_spans_(most_spans),
-      file_(create_file(folder, path_)),
+      file_(create_file(folder, stem_of(folder, identity), path_)),
       counted_at_(runtime.executor.now() - std::chrono::hours(1)) {
   runtime_.spans.set_traced(kTracedSpans);
   TraceEncoder encoder;

@@ -12,7 +12,7 @@ namespace torchspan {
 /// Writes one worker's trace file. For one thread at a time.
 class TraceWriter {
  public:
-  /// Creates FOLDER/NAME.ATTEMPT.PROCESS.trace, and the folder. Throws Error{kInvalid} if that fails.
+  /// Creates FOLDER/NAME.ATTEMPT.PROCESS.trace (or ….2.trace, if that exists), and the folder. Throws Error{kInvalid} if that fails.
   TraceWriter(Runtime& runtime, const std::string& folder, const TraceIdentity& identity,
               std::uint64_t most_spans);
 
@@ -27,7 +27,7 @@ class TraceWriter {
   void append(const Bytes& bytes);
 
   Runtime& runtime_;
-  const std::string path_;
+  std::string path_;
   const std::uint64_t most_spans_;
   Descriptor file_;
   std::uint64_t written_ = 0;    ///< spans

@@ -32,6 +32,22 @@ Bytes read_file(const std::string& folder) {
 
 TraceIdentity worker(Executor& executor) { return identify(executor, "worker1", 1, 2); }
 
+TEST(TraceWriter, KeepsTheFileOfAnEarlierWorkerOfTheSameNameAndProcess) {
+  SimExecutor executor(1);
+  executor.run([&] {
+    const Folder folder;
+    Runtime runtime(executor, "worker1");
+    for (int i = 0; i < 3; ++i) TraceWriter(runtime, folder.path, worker(executor), 100).end();
+    int files = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(folder.path)) {
+      EXPECT_EQ(entry.path().extension(), ".trace");
+      EXPECT_GT(std::filesystem::file_size(entry.path()), 0u);
+      ++files;
+    }
+    EXPECT_EQ(files, 3);
+  });
+}
+
 TEST(TraceWriter, WritesAllThatWasRecorded) {
   SimExecutor executor(1);
   executor.run([&] {

@@ -80,13 +80,14 @@ json describe_traffic(const std::vector<StoredSpan>& spans, TimePoint now) {
   return traffic;
 }
 
-/// The last operation of each group that this worker has ended, as far as its rings still hold one.
+/// The last operation of each set of ranks that this worker has ended, as far as its rings still hold one. Several groups
+/// may have the same ranks, so numbers do not tell which one was last.
 json describe_ended(const Runtime& runtime, const std::vector<StoredSpan>& spans, TimePoint now) {
   std::map<std::int32_t, const StoredSpan*> last;  // by group
   for (const StoredSpan& span : spans) {
     if (span.kind != SpanKind::kCollective) continue;
     const StoredSpan*& place = last[span.link.part];
-    if (place == nullptr || place->link.id <= span.link.id) place = &span;
+    if (place == nullptr || place->end <= span.end) place = &span;
   }
   const std::vector<std::string> names = runtime.spans.names_from(0);
   json ended = json::array();

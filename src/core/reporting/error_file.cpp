@@ -1,4 +1,4 @@
-#include <cstdio>
+#include <cstdlib>
 #include <ctime>
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -48,8 +48,8 @@ void write_error_file(const std::string& path, const std::exception_ptr& excepti
   if (path.empty()) return;
   try {
     const std::string text = encode_error_file(exception, std::time(nullptr));
-    const std::string temporary = fmt::format("{}.{}", path, getpid());
-    Descriptor file(open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600));
+    std::string temporary = path + ".XXXXXX";  // several workers of one process may fail at once
+    Descriptor file(mkostemp(temporary.data(), O_CLOEXEC));
     if (!file) return;
     if (write(file.get(), text.data(), text.size()) == static_cast<ssize_t>(text.size())) {
       [[maybe_unused]] const int linked = link(temporary.c_str(), path.c_str());

@@ -5,7 +5,6 @@
 #include <charconv>
 #include <csignal>
 #include <cstdlib>
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
 #include <sched.h>
@@ -16,6 +15,7 @@
 #include <torchspan/core/preemption.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/launcher_pipe.h"
 
 namespace torchspan {
 namespace {
@@ -25,6 +25,7 @@ constexpr std::string_view kNoticePrefix = "torchspan-preempted 1 signal=";
 /// What the handler uses. Complete before it is published, and unpublished before it is destroyed.
 struct Target {
   std::atomic<int> first_signal{0};
+  pid_t process = getpid();  ///< not a child that inherits the handlers
   Descriptor event;
   int launcher = -1;
   std::array<std::string, NSIG> notices;  ///< by signal
@@ -42,12 +43,22 @@ Published& published() {
   return only;
 }
 
+/// What the process would do without a handler.
+void act_by_default(int signal) {
+  struct sigaction action {};
+  action.sa_handler = SIG_DFL;
+  sigaction(signal, &action, nullptr);
+  raise(signal);  // pending until the handler returns
+}
+
 /// Only async-signal-safe functions are allowed here.
 void on_signal(int signal) {
   const int error_before = errno;
   Published& place = published();
   ++place.running;
-  if (Target* target = place.target.load()) {
+  if (Target* target = place.target.load(); target != nullptr && target->process != getpid()) {
+    act_by_default(signal);
+  } else if (target != nullptr) {
     int none = 0;
     if (target->first_signal.compare_exchange_strong(none, signal)) {
       const std::uint64_t one = 1;
@@ -89,13 +100,7 @@ PreemptionOptions PreemptionOptions::from_process() {
     options.signals = {number};
     if (number != SIGTERM) options.signals.push_back(SIGTERM);
   }
-  if (const char* text = std::getenv("TORCHSPAN_PROGRESS_FD"); text != nullptr &&
-                                                               read_signal(std::string_view(text), number) &&
-                                                               number > 2 && fcntl(number, F_GETFD) >= 0) {
-    options.launcher_descriptor = number;
-    fcntl(number, F_SETFL, fcntl(number, F_GETFL) | O_NONBLOCK);
-    fcntl(number, F_SETFD, FD_CLOEXEC);
-  }
+  options.launcher_descriptor = launcher_pipe();
   return options;
 }
 
@@ -104,12 +109,17 @@ class Preemption::Handlers {
  public:
   explicit Handlers(PreemptionOptions options) : signals_(std::move(options.signals)) {
     if (signals_.empty()) signals_ = {SIGUSR1, SIGTERM};
+    std::sort(signals_.begin(), signals_.end());
+    signals_.erase(std::unique(signals_.begin(), signals_.end()), signals_.end());
     target_.launcher = options.launcher_descriptor;
     target_.event = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!target_.event)
       throw Error(ErrorKind::kOverloaded, "no descriptor is left for Preemption; see ulimit -n");
     for (const int signal : signals_) {
-      if (signal < 1 || signal >= NSIG || signal == SIGKILL || signal == SIGSTOP) {
+      // The C library refuses SIGKILL, SIGSTOP and signals of its own.
+      if (signal < 1 || signal >= NSIG ||
+          sigaction(signal, nullptr, &before_[static_cast<std::size_t>(signal)]) != 0 || signal == SIGKILL ||
+          signal == SIGSTOP) {
         throw_invalid(
             fmt::format("signal {} cannot be handled: remove it from PreemptionOptions::signals", signal));
       }

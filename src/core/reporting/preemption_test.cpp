@@ -9,6 +9,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/core/preemption.h>
+#include <torchspan/core/progress.h>
 #include <torchspan/detail/core/executor.h>
 
 namespace torchspan::preemption_test {
@@ -52,6 +53,46 @@ TEST_F(PreemptionTest, IsSeenByEveryThread) {
   kill(getpid(), SIGUSR1);
   watcher.join();
   EXPECT_TRUE(seen);
+}
+
+TEST_F(PreemptionTest, DoesNotConcernForkedChildren) {
+  std::array<int, 2> pipe_ends{};
+  ASSERT_EQ(pipe2(pipe_ends.data(), O_NONBLOCK), 0);
+  const Preemption preemption{{.launcher_descriptor = pipe_ends[1]}};
+  const pid_t child = fork();
+  if (child == 0) {
+    raise(SIGTERM);
+    _exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGTERM) << status;
+  EXPECT_FALSE(preemption.requested());
+  EXPECT_FALSE(readable(preemption.descriptor())) << "the child shares it";
+  EXPECT_FALSE(readable(pipe_ends[0])) << "the launcher would preempt the whole job";
+  close(pipe_ends[0]);
+  close(pipe_ends[1]);
+}
+
+TEST_F(PreemptionTest, RestoresTheHandlingOfASignalThatIsListedTwice) {
+  { const Preemption preemption{{.signals = {SIGUSR2, SIGTERM, SIGUSR2}}}; }
+  EXPECT_EXIT(raise(SIGUSR2), ::testing::KilledBySignal(SIGUSR2), "");
+}
+
+TEST_F(PreemptionTest, RefusesSignalsThatCannotBeHandled) {
+  for (const int signal : {SIGKILL, SIGSTOP, 0, 32, 99}) {
+    EXPECT_THROW((Preemption{{.signals = {signal}}}), Error) << signal;
+  }
+}
+
+TEST_F(PreemptionTest, DoesNotTakeAnotherFileForTheLaunchersPipe) {
+  const int file = open("/dev/null", O_WRONLY | O_CLOEXEC);
+  setenv("TORCHSPAN_PROGRESS_FD", std::to_string(file).c_str(), 1);
+  EXPECT_EQ(PreemptionOptions::from_process().launcher_descriptor, -1);
+  EXPECT_EQ(ProgressOptions::from_process().launcher_descriptor, -1);
+  unsetenv("TORCHSPAN_PROGRESS_FD");
+  EXPECT_EQ(fcntl(file, F_GETFL) & O_NONBLOCK, 0);
+  close(file);
 }
 
 TEST_F(PreemptionTest, HandlesOnlyTheSignalsOfItsOptions) {

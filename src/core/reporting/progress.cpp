@@ -2,7 +2,6 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -10,6 +9,8 @@
 
 #include <torchspan/core/progress.h>
 #include <torchspan/detail/core/spans.h>
+
+#include "core/api/launcher_pipe.h"
 
 namespace torchspan {
 namespace {
@@ -175,14 +176,7 @@ std::string format_progress(const ProgressReport& report, std::size_t width) {
 
 ProgressOptions ProgressOptions::from_process() {
   ProgressOptions options;
-  int descriptor = -1;
-  if (const char* text = std::getenv("TORCHSPAN_PROGRESS_FD");
-      text != nullptr && read_number(std::string_view(text), descriptor) && descriptor > 2 &&
-      fcntl(descriptor, F_GETFD) >= 0) {
-    options.launcher_descriptor = descriptor;
-    fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
-    fcntl(descriptor, F_SETFD, FD_CLOEXEC);
-  }
+  options.launcher_descriptor = launcher_pipe();
   const char* kind = std::getenv("TERM");
   options.terminal = isatty(options.descriptor) == 1 && (kind == nullptr || std::string_view(kind) != "dumb");
   winsize size{};

@@ -189,13 +189,13 @@ SpanScope::SpanScope(SpanRecorder& recorder, SpanKind kind, std::string_view nam
 
 SpanScope::~SpanScope() {
   SpanRecorder::State& state = *recorder_.state_;
-  span_.end = nanoseconds(recorder_.executor().now());
-  span_.nested = began_on_ == current_thread();
   {
     MutexLock lock(state.open_mutex);
     (previous_ != nullptr ? previous_->next_ : state.open) = next_;
     if (next_ != nullptr) next_->previous_ = previous_;
   }
+  span_.end = nanoseconds(recorder_.executor().now());
+  span_.nested = began_on_ == current_thread();
   state.write(span_);
 }
 

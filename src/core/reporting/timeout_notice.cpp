@@ -1,11 +1,9 @@
 #include "core/api/timeout_notice.h"
 
-#include <charconv>
-#include <cstdlib>
-#include <fcntl.h>
 #include <nlohmann/json.hpp>
-#include <sys/stat.h>
 #include <unistd.h>
+
+#include "core/api/launcher_pipe.h"
 
 namespace torchspan {
 namespace {
@@ -14,19 +12,6 @@ using nlohmann::json;
 
 constexpr std::string_view kTimeoutPrefix = "torchspan-timeout 1 ";
 constexpr double kLeastSeconds = 1;
-
-/// The descriptor of the launcher's pipe, or -1. A process that a worker started may have another file there.
-int pipe_to_launcher() {
-  const char* text = std::getenv("TORCHSPAN_PROGRESS_FD");
-  if (text == nullptr) return -1;
-  const std::string_view number = text;
-  int descriptor = -1;
-  const auto result = std::from_chars(number.data(), number.data() + number.size(), descriptor);
-  struct stat status {};
-  const bool is_pipe = result.ec == std::errc() && result.ptr == number.data() + number.size() &&
-                       descriptor > 2 && fstat(descriptor, &status) == 0 && S_ISFIFO(status.st_mode);
-  return is_pipe ? descriptor : -1;
-}
 
 std::string timeout_text(const json& object, const char* name) {
   const auto found = object.find(name);
@@ -75,9 +60,8 @@ std::optional<TimeoutNotice> decode_timeout(std::string_view line) {
 
 void report_timeout(const TimeoutNotice& notice) {
   if (notice.seconds < kLeastSeconds) return;
-  const int descriptor = pipe_to_launcher();
+  const int descriptor = launcher_pipe();
   if (descriptor < 0) return;
-  fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
   const std::string line = encode_timeout(notice);
   [[maybe_unused]] const auto written = write(descriptor, line.data(), line.size());
 }
