@@ -51,7 +51,11 @@ void check_rank(const char* what, int rank, int size) {
 void check_output(std::string_view call, const at::Tensor& output, const at::Tensor& tensor, int ranks) {
   std::vector<std::int64_t> joined = tensor.sizes().vec(), stacked = joined;
   stacked.insert(stacked.begin(), ranks);
-  if (!joined.empty()) joined[0] *= ranks;
+  if (joined.empty()) {
+    joined = stacked;  // tensors without dimensions can only be stacked
+  } else {
+    joined[0] *= ranks;
+  }
   check(output.scalar_type() == tensor.scalar_type() &&
             (output.sizes() == at::IntArrayRef(stacked) || output.sizes() == at::IntArrayRef(joined)),
         fmt::format(
@@ -139,9 +143,11 @@ Group Group::split(int color, int key) const {
         fmt::format(
             "color is {}; it must be 0 or more: ranks that should not share a group use different colors",
             color));
+  // Counted also where making the part fails, which it may do for one color only.
+  const std::uint64_t number = messages_ ? messages_->next_split() : 0;
   Group part(backend_->split(color, key));
   if (log_) part.log_ = log_->of_part(part.ranks());
-  if (messages_) part.messages_ = messages_->of_part(part.backend_);
+  if (messages_) part.messages_ = messages_->of_part(part.backend_, number);
   return part;
 }
 

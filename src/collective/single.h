@@ -31,6 +31,10 @@ class SingleBackend final : public Backend, public WorldListener {
   void barrier(Duration timeout) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override;
+  std::optional<Error> failure() override {
+    MutexLock lock(mutex_);
+    return aborted_;
+  }
 
   void member_died(const rendezvous::Member&, const Error&) override {}
   void member_left(const rendezvous::Member&) override {}

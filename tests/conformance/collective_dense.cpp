@@ -167,6 +167,12 @@ TEST_P(CollectiveDense, GathersTensorsWhoseFirstDimensionsDiffer) {
       for (std::size_t i = 0; i < results.size(); ++i) EXPECT_TRUE(same_bits(results[i], inputs[i])) << unit;
     }
     EXPECT_EQ(group.all_gather(at::scalar_tensor(group.rank())).wait().back().item<int>(), ranks() - 1);
+    const at::Tensor stacked = at::empty({ranks()});
+    group.all_gather_into_tensor(stacked, at::scalar_tensor(group.rank())).wait();
+    EXPECT_EQ(stacked[-1].item<int>(), ranks() - 1);
+    if (ranks() > 1) {
+      EXPECT_THROW(group.all_gather_into_tensor(at::zeros({}), at::zeros({})), Error) << "it is too small";
+    }
   });
 }
 

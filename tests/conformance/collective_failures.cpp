@@ -1,6 +1,7 @@
 // All ranks of a group learn of every failure in it, with the name of the failing rank.
 #include <atomic>
 #include <gmock/gmock.h>
+#include <optional>
 
 #include <ATen/ATen.h>
 
@@ -68,6 +69,16 @@ std::vector<CollectiveRow> rows_with_timeouts() {
   }
   return rows;
 }
+/// The same on CPUs and devices. Over Gloo and Open MPI, others may wait for their timeout when a rank drops its group.
+class CollectiveDrops : public CollectiveFailures {};
+std::vector<CollectiveRow> rows_that_tell_of_drops() {
+  std::vector<CollectiveRow> rows = rows_with_timeouts();
+  for (const CollectiveRow& row : rows_of_several(false)) {
+    if (row.backend == BackendKind::kNccl || row.backend == BackendKind::kCudaIpc) rows.push_back(row);
+  }
+  return rows;
+}
+INSTANTIATE_TEST_SUITE_P(Backends, CollectiveDrops, ::testing::ValuesIn(rows_that_tell_of_drops()), row_name);
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveTimeouts, ::testing::ValuesIn(rows_with_timeouts()), row_name);
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveFailures, ::testing::ValuesIn(rows_of_several(false)), row_name);
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveFailureReports, ::testing::ValuesIn(rows_of_several(true)),
@@ -227,20 +238,43 @@ TEST_P(CollectiveFailureReports, ReportsToALateRankThatItWasGivenUp) {
 }
 
 TEST_P(CollectiveTimeouts, EndEarlierCallsThatALateRankNeverMakes) {
+  for (const bool of_a_part : {false, true}) {
+    for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+           const Group whole = make_group_of_suite(self.runtime, self.membership, options());
+           const Group group = of_a_part ? whole.split(0, self.rank) : whole;
+           group.barrier();
+           if (self.rank != ranks() - 1) {
+             const std::vector<Future<at::Tensor>> earlier = {group.all_reduce(at::ones({3})),
+                                                              group.all_reduce(at::ones({300000}))};
+             const auto names_late_rank = HasSubstr("worker" + std::to_string(ranks() - 1));
+             const TimePoint called = world_.executor().now();
+             EXPECT_THAT(error_text([&] { group.barrier(milliseconds(400)); }), names_late_rank);
+             EXPECT_LT(world_.executor().now() - called, seconds(10));
+             for (const auto& call : earlier) {
+               ASSERT_TRUE(call.wait_for(seconds(20))) << "the limit of the group is minutes";
+               EXPECT_THAT(error_text([&] { call.wait(seconds(1)); }), names_late_rank);
+             }
+           }
+           self.membership.barrier("test.end", {}, world_.executor().deadline_in(seconds(60)));
+         })) {
+      EXPECT_FALSE(failure) << to_error(failure).what();
+    }
+  }
+}
+
+TEST_P(CollectiveTimeouts, AreNotExtendedByACallerThatWaitsForMoments) {
+  GroupOptions options = this->options();
+  options.timeout = seconds(5);
   for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
-         const Group group = make_group_of_suite(self.runtime, self.membership, options());
+         const Group group = make_group_of_suite(self.runtime, self.membership, options);
          group.barrier();
          if (self.rank != ranks() - 1) {
-           const std::vector<Future<at::Tensor>> earlier = {group.all_reduce(at::ones({3})),
-                                                            group.all_reduce(at::ones({300000}))};
-           const auto names_late_rank = HasSubstr("worker" + std::to_string(ranks() - 1));
-           const TimePoint called = world_.executor().now();
-           EXPECT_THAT(error_text([&] { group.barrier(milliseconds(400)); }), names_late_rank);
-           EXPECT_LT(world_.executor().now() - called, seconds(10));
-           for (const auto& call : earlier) {
-             ASSERT_TRUE(call.wait_for(seconds(20))) << "the limit of the group is minutes";
-             EXPECT_THAT(error_text([&] { call.wait(seconds(1)); }), names_late_rank);
+           const Future<at::Tensor> sum = group.all_reduce(at::ones({3}));
+           const Deadline limit = world_.executor().deadline_in(seconds(40));
+           while (!sum.wait_for(milliseconds(5)) && !limit.passed(world_.executor().now())) {
            }
+           ASSERT_TRUE(sum.done());
+           EXPECT_THAT(error_text([&] { sum.wait(); }), HasSubstr("worker" + std::to_string(ranks() - 1)));
          }
          self.membership.barrier("test.end", {}, world_.executor().deadline_in(seconds(60)));
        })) {
@@ -300,6 +334,34 @@ TEST_P(CollectiveFailures, ARankThatDestroysItsGroupFailsTheOthers) {
     EXPECT_THAT(error.what(), AllOf(HasSubstr("worker0"), HasSubstr("all_reduce(Float [3], sum)")));
   }
   EXPECT_EQ(failed, ranks() - 1);
+}
+
+TEST_P(CollectiveDrops, DuringACallSpoilNoResult) {
+  for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+         std::optional<Group> group = make_group_of_suite(self.runtime, self.membership, options());
+         group->barrier();
+         at::Tensor values = group->allocate({1 << 20}, at::kFloat);
+         values.fill_(self.rank + 1);
+         self.membership.barrier("test.filled", {}, world_.executor().deadline_in(seconds(60)));
+         if (self.rank == 0) {
+           static_cast<void>(group->all_reduce(values));
+           values.reset();
+           group.reset();
+         } else {
+           world_.executor().sleep(milliseconds(200));
+           try {
+             group->all_reduce(values).wait();
+             EXPECT_TRUE(at::equal(values, at::full_like(values, ranks() * (ranks() + 1) / 2)))
+                 << "success, with " << values[0].item<float>();
+           } catch (const Error& error) {
+             EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
+             EXPECT_THAT(error.what(), HasSubstr("worker0"));
+           }
+         }
+         self.membership.barrier("test.end", {}, world_.executor().deadline_in(seconds(60)));
+       })) {
+    EXPECT_FALSE(failure) << to_error(failure).what();
+  }
 }
 
 TEST_P(CollectiveFailures, RanksThatCreateDifferentGroupsGetAnError) {

@@ -69,12 +69,20 @@ Mesh::Mesh(const std::shared_ptr<WorldLink>& world, std::vector<int> ranks, Mesh
       connecting_(executor_.make_parker()),
       inbox_(executor_, peers_, rank_) {
   const Deadline deadline = executor_.deadline_in(options_.timeout);
-  agree(*world, connect(*world, deadline), deadline);
+  try {
+    agree(*world, connect(*world, deadline), deadline);
+  } catch (...) {
+    stop_lanes("could not make its group");
+    throw;
+  }
 }
 
-Mesh::~Mesh() {
-  // All lanes send their last messages before the first one waits for its peers.
-  for (const auto& lane : lanes_) lane->end("has destroyed its group");
+Mesh::~Mesh() { stop_lanes("has destroyed its group"); }
+
+/// All lanes send their last messages before the first one waits for its peers; until all have stopped, they report to
+/// each other.
+void Mesh::stop_lanes(const char* why) {
+  for (const auto& lane : lanes_) lane->end(why);
   for (const auto& lane : lanes_) lane->stop();
 }
 

@@ -57,6 +57,7 @@ class Mesh final : private LaneEvents {
   void agree(WorldLink& world, const std::string& trouble, Deadline deadline);
   std::vector<Bytes> gather(WorldLink& world, const Bytes& mine, Deadline deadline) const;
   void wait_for_room(int to, Lane& lane);
+  void stop_lanes(const char* why);
 
   Executor& executor_;
   const std::vector<int> ranks_;  ///< of the world, by rank of the group

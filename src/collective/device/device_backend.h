@@ -40,7 +40,11 @@ class DeviceBackend final : public Backend {
   /// On the CPU; see Group::allocate().
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override;
-  std::optional<Error> failure() override { return queue_->failure()->get(); }
+  /// Of the device, or of the CPU.
+  std::optional<Error> failure() override {
+    const auto cause = queue_->failure()->get();
+    return cause ? cause : control().failure();
+  }
 
  private:
   DeviceBackend(Plan plan, std::shared_ptr<DeviceQueue> queue)

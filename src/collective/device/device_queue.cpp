@@ -138,6 +138,11 @@ DeviceQueue::~DeviceQueue() {
   const Error cancelled(ErrorKind::kCancelled,
                         "the last handle of the group was dropped while this operation was pending");
   for (const auto& job : dropped) fail(*job, cancelled);
+  // The other ranks have this rank's announcement, and would wait for it on their devices.
+  if (!dropped.empty() && !control_->failure()) {
+    control_->abort(Error(ErrorKind::kDisconnected, fmt::format("it destroyed its group while {} was pending",
+                                                                dropped.front()->call())));
+  }
   if (const auto cause = control_->failure()) failure_->set(*cause);
   stop_thread();
   Host::close(std::move(host_), options_.world && options_.world->ended());

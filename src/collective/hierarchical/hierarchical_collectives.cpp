@@ -5,6 +5,8 @@
 
 #include <ATen/Functions.h>
 
+#include <torchspan/core/bytes.h>
+
 #include "device/api/half.h"
 
 namespace torchspan::collective {
@@ -32,6 +34,37 @@ std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
   return sum;
 }
 
+/// Connects this rank to `others`, if there are any. Throws on all ranks of the host if that fails on one of them.
+std::unique_ptr<BlockingCollectives> connect_together(const Group& local, const std::vector<int>& others,
+                                                      const ConnectLeaders& connect) {
+  std::unique_ptr<BlockingCollectives> leaders;
+  std::exception_ptr failure;
+  try {
+    if (!others.empty()) leaders = connect(others);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  ByteWriter mine;
+  if (failure) {
+    mine.put(static_cast<std::uint8_t>(to_error(failure).kind()));
+    mine.put_string(to_error(failure).message());
+  }
+  std::vector<Bytes> answers;
+  try {
+    answers = local.all_gather_bytes(mine.bytes());
+  } catch (...) {
+    if (!failure) throw;
+  }
+  if (failure) std::rethrow_exception(failure);
+  for (const Bytes& answer : answers) {
+    if (answer.empty()) continue;
+    ByteReader reader(answer);
+    const auto kind = static_cast<ErrorKind>(reader.get<std::uint8_t>());
+    throw Error(kind, reader.get_string());
+  }
+  return leaders;
+}
+
 }  // namespace
 
 HierarchicalCollectives::HierarchicalCollectives(HierarchyPlan plan, Group local, ConnectLeaders connect)
@@ -47,12 +80,13 @@ HierarchicalCollectives::HierarchicalCollectives(HierarchyPlan plan, Group local
   std::size_t smallest = hosts_[0].size();
   for (const auto& host : hosts_) smallest = std::min(smallest, host.size());
   if (plan_.announces) exchangers_ = static_cast<int>(std::min(smallest, kMostExchangers));
-  if (hosts_.size() == 1 || local_.rank() >= exchangers_) return;
-  std::vector<int> others;
+  if (hosts_.size() == 1) return;
+  std::vector<int> others;  // none: this rank exchanges nothing
   for (const auto& host : hosts_) {
-    others.push_back(plan_.ranks[static_cast<std::size_t>(host[static_cast<std::size_t>(local_.rank())])]);
+    if (local_.rank() < exchangers_)
+      others.push_back(plan_.ranks[static_cast<std::size_t>(host[static_cast<std::size_t>(local_.rank())])]);
   }
-  leaders_ = connect_(others);
+  leaders_ = connect_together(local_, others, connect_);
 }
 
 int HierarchicalCollectives::host_of(int rank) const {
@@ -191,6 +225,7 @@ void HierarchicalCollectives::all_to_all(at::Tensor mine, const std::vector<std:
 
 std::unique_ptr<BlockingCollectives> HierarchicalCollectives::split(const std::vector<int>& members) {
   HierarchyPlan part;
+  part.announces = plan_.announces;
   int color = members[0];
   for (const int member : members) {
     if (member == plan_.rank) part.rank = static_cast<int>(part.ranks.size());

@@ -106,6 +106,7 @@ class MpiCollectives final : public BlockingCollectives {
 
   void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
                   const std::vector<std::int64_t>& all_counts) override {
+    check_sizes(mine_counts, all_counts);
     const auto [sent, sent_at] = layout(mine_counts);
     const auto [received, received_at] = layout(all_counts);
     check(MPI_Alltoallv(mine.data_ptr(), sent.data(), sent_at.data(), MPI_BYTE, all.data_ptr(),
@@ -134,10 +135,19 @@ class MpiCollectives final : public BlockingCollectives {
       layout.places.push_back(static_cast<int>(at));
       at += count;
     }
-    if (at > INT_MAX)
-      throw Error(ErrorKind::kUnsupported,
-                  "all_to_all over Open MPI is limited to 2 GiB; send smaller parts");
     return layout;
+  }
+  /// Throws on all ranks if one of them sends or receives too much: nothing could end the others' operation.
+  void check_sizes(const std::vector<std::int64_t>& sent, const std::vector<std::int64_t>& received) const {
+    std::int64_t most = std::max(std::accumulate(sent.begin(), sent.end(), std::int64_t{0}),
+                                 std::accumulate(received.begin(), received.end(), std::int64_t{0}));
+    check(MPI_Allreduce(MPI_IN_PLACE, &most, 1, MPI_INT64_T, MPI_MAX, communicator_), "MPI_Allreduce");
+    if (most > INT_MAX)
+      throw Error(
+          ErrorKind::kUnsupported,
+          fmt::format("a rank sends or receives {} bytes, but all_to_all, gather and scatter over Open "
+                      "MPI are limited to 2 GiB a rank; send smaller parts",
+                      most));
   }
   int rank() const {
     int rank = 0;

@@ -70,10 +70,9 @@ PointToPoint::~PointToPoint() {
   GroupHost::close(std::move(host_), loop_.plan().world->ended().has_value());
 }
 
-std::shared_ptr<PointToPoint> PointToPoint::of_part(std::shared_ptr<Backend> part) {
+std::shared_ptr<PointToPoint> PointToPoint::of_part(std::shared_ptr<Backend> part, std::uint64_t split) {
   constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
   const PairPlan& whole = loop_.plan();
-  const std::uint64_t split = splits_.fetch_add(1) + 1;
   if (part->size() == 1) return nullptr;
   PairPlan plan{.world = whole.world,
                 .ranks = part->ranks(),

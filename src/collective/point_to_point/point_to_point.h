@@ -16,8 +16,10 @@ class PointToPoint final : public WorldListener {
   ~PointToPoint() override;
   PointToPoint(const PointToPoint&) = delete;
 
-  /// The same for a part that split() made of the group; null for one rank. All ranks call it for every split.
-  std::shared_ptr<PointToPoint> of_part(std::shared_ptr<Backend> part);
+  /// The number of a split; all ranks call it for every split.
+  std::uint64_t next_split() { return splits_.fetch_add(1) + 1; }
+  /// The same for a part that a split made of the group; null for one rank.
+  std::shared_ptr<PointToPoint> of_part(std::shared_ptr<Backend> part, std::uint64_t split);
 
   /// For dense tensors; `peer` is another rank of the group. Those on a device pass through the CPU.
   Future<at::Tensor> send(const at::Tensor& tensor, int peer, int tag);

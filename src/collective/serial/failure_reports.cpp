@@ -45,6 +45,12 @@ Error FailureReports::explain(const std::string& call, std::uint64_t number,
   } catch (...) {
   }
   const std::string text = torchspan::describe(exception).text;
+  // Engines that announce failures report lost connections as Errors; anything else concerns this rank alone.
+  if (collectives_.announces()) {
+    return {to_error(exception).kind(),
+            fmt::format("{}, call {} of the group, failed on {}: {}", call, number,
+                        options_.peers[static_cast<std::size_t>(options_.rank)], text)};
+  }
   const bool late = text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos;
   return about(late ? ErrorKind::kTimedOut : ErrorKind::kDisconnected, text);
 }

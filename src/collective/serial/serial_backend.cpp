@@ -57,6 +57,7 @@ std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runt
 }
 
 SerialBackend::~SerialBackend() {
+  dropped_.store(true);
   const Error dropped(ErrorKind::kCancelled,
                       "the last handle of the group was dropped while this operation was pending");
   break_with(dropped);
@@ -180,8 +181,8 @@ void SerialBackend::run_one(Job& job) {
     if (!failure())
       break_with(announced ? *announced
                            : reports_.explain(job.call.text, calls_.load(), std::current_exception()));
-    // A rank that leaves the world ends its connections; the other ranks report it as disconnected.
-    const bool leaves = options_.world && options_.world->ended();
+    // A rank that leaves the group or the world ends its connections; the other ranks report it as disconnected.
+    const bool leaves = dropped_.load() || (options_.world && options_.world->ended());
     if (collectives_->announces() && !leaves) collectives_->fail_call(*failure(), job.number);
     const Error cause = *failure();
     if (cause.kind() == ErrorKind::kTimedOut && !listed_by_caller) {

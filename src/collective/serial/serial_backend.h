@@ -95,6 +95,7 @@ class SerialBackend final : public Backend, public WorldListener {
   const std::shared_ptr<GroupHost> host_;
   const std::shared_ptr<Parker> parker_;  ///< shared with the engine, which wakes the thread
   std::atomic<bool> stopping_{false};
+  std::atomic<bool> dropped_{false};  ///< the last handle is gone
   Mutex mutex_;
   std::deque<std::unique_ptr<Job>> queue_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<Error> failure_ TORCHSPAN_GUARDED_BY(mutex_);

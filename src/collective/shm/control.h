@@ -56,6 +56,7 @@ struct Control {
   alignas(kLine) std::uint32_t ranks = 0;
   std::uint32_t oversubscribed = 0;  ///< more ranks than cores
   std::uint64_t chunk_bytes = 0;
+  std::atomic<std::uint32_t> leavers{0};  ///< how many ranks have left the group
   alignas(kLine) std::atomic<std::uint64_t> units_done{0};
   alignas(kLine) Breakage breakage;
   /// Followed by `ranks` RankControls.

@@ -17,6 +17,8 @@ constexpr std::uint64_t kChunk = std::uint64_t{256} << 10;
 /// If ranks share a core, larger chunks save context switches, which cost more than cache misses.
 constexpr std::uint64_t kOversubscribedChunk = std::uint64_t{1} << 20;
 
+/// A unit takes microseconds; a process that is stopped in one is not waited for.
+constexpr Duration kUnitLimit = std::chrono::seconds(1);
 /// Smaller contributions stay mapped, which saves page faults.
 constexpr std::uint64_t kLeastUnmapped = std::uint64_t{1} << 20;
 
@@ -63,7 +65,7 @@ struct GroupMemory::Places {
 };
 
 GroupMemory::~GroupMemory() {
-  if (staging_areas_.empty()) return;
+  if (!signals_) return;
   staging_area(rank_).member_of.store(0, std::memory_order_release);
   const auto unseen = [peer_memory = peer_memory_.get(), members = members_, staging_areas = staging_areas_,
                        tokens = tokens_] {
@@ -75,6 +77,13 @@ GroupMemory::~GroupMemory() {
   };
   peer_memory_->retire(*own_staging_area_, unseen);
   if (own_control_) peer_memory_->retire(*own_control_, unseen);
+}
+
+/// All ranks know that the group is not made.
+void GroupMemory::release_unused() {
+  for (const auto& stretch : {own_staging_area_, own_control_}) {
+    if (stretch) peer_memory_->own()->release(*stretch);
+  }
 }
 
 GroupMemory::Places GroupMemory::reserve(std::size_t staging_area_bytes, std::size_t control_bytes,
@@ -121,6 +130,7 @@ std::unique_ptr<GroupMemory> GroupMemory::make(std::shared_ptr<PeerMemory> peer_
   for (std::size_t rank = 0; rank < size; ++rank) {
     places.push_back(Places::decode(answers.at(static_cast<std::size_t>(answering[rank]))));
     if (places.back().trouble.empty()) continue;
+    memory->release_unused();
     throw Error(ErrorKind::kOverloaded,
                 fmt::format("{} has no memory for this group: {}", memory->peer(static_cast<int>(rank)).text,
                             places.back().trouble));
@@ -160,6 +170,17 @@ void GroupMemory::unmap(int rank, const Call& call) const {
   const auto data = reinterpret_cast<std::uintptr_t>(place(rank, call));
   const std::uintptr_t begin = (data + page - 1) / page * page, end = (data + call.bytes) / page * page;
   ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+}
+
+void GroupMemory::await_units() {
+  Executor& executor = peer_memory_->runtime()->executor;
+  const Deadline limit = executor.deadline_in(kUnitLimit);
+  for (int rank = 0; rank < size(); ++rank) {
+    while (rank != rank_ && signals_->is_in_unit(rank) && !limit.passed(executor.now()) &&
+           !peer_memory_->gone(members_[static_cast<std::size_t>(rank)])) {
+      executor.sleep(std::chrono::microseconds(50));
+    }
+  }
 }
 
 std::optional<std::uint64_t> GroupMemory::place_of(const void* data, std::size_t bytes) const {

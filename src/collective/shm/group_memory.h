@@ -40,6 +40,9 @@ class GroupMemory {
   /// Unmaps a large contribution of another rank, which this rank has read: only what a rank has itself counts as its
   /// memory. The next access maps it again.
   void unmap(int rank, const Call& call) const;
+  /// Waits until no other rank writes to this rank's contributions. They see that it has left, or that the group is broken,
+  /// before they begin the next unit.
+  void await_units();
   /// The offset of `data` in this rank's arena; nullopt if it is outside.
   std::optional<std::uint64_t> place_of(const void* data, std::size_t bytes) const;
 
@@ -48,6 +51,7 @@ class GroupMemory {
   /// The offsets that one rank sends to the others.
   struct Places;
   Places reserve(std::size_t staging_area_bytes, std::size_t control_bytes, bool oversubscribed);
+  void release_unused();
   void open(const std::vector<Places>& places, std::size_t staging_area_bytes, std::size_t control_bytes);
   StagingArea& staging_area(int rank) const { return *staging_areas_[static_cast<std::size_t>(rank)]; }
 

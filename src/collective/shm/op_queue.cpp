@@ -261,7 +261,8 @@ void OpQueue::drive(const std::atomic<bool>* done, Deadline deadline) {
     } catch (...) {
       const Error error = to_error(std::current_exception());
       signals_.break_group(
-          Error(error.kind(), fmt::format("{}: {}", describe_numbered(operation->call), error.message())));
+          Error(error.kind(), fmt::format("{}, on {}: {}", describe_numbered(operation->call),
+                                          memory_->peer(memory_->rank()).text, error.message())));
     }
   }
 }
@@ -310,10 +311,17 @@ void OpQueue::compare_calls(const Operation& operation) {
   }
 }
 
-bool OpQueue::await(const Operation& operation, CountTarget target, const std::atomic<bool>* done,
+bool OpQueue::await(Operation& operation, CountTarget target, const std::atomic<bool>* done,
                     Deadline deadline) {
-  const TimePoint began = executor_.now();
-  const Deadline limit = operation.deadline.is_never() ? executor_.deadline_in(timeout_) : operation.deadline;
+  // Callers that wait for moments only, one after another, do not extend the limit.
+  if (operation.awaited != target) {
+    operation.awaited = target;
+    operation.awaited_since = executor_.now();
+  }
+  const TimePoint began = operation.awaited_since;
+  const Deadline limit = operation.deadline.is_never()
+                             ? executor_.deadline_in(timeout_ - (executor_.now() - began))
+                             : operation.deadline;
   const auto interrupted = [&] {
     return stopping_.load(std::memory_order_relaxed) || rank_gone_.load(std::memory_order_relaxed) ||
            ended_.load(std::memory_order_relaxed) ||
@@ -373,6 +381,8 @@ void OpQueue::fail_all(const Error& cause) {
     failed.swap(queue_);
     called_ = posted_;
   }
+  const auto is_shared = [](const auto& operation) { return operation->call.shared != 0; };
+  if (std::any_of(failed.begin(), failed.end(), is_shared)) memory_->await_units();
   for (const auto& operation : failed) {
     operation->script = {};
     operation->fail(std::make_exception_ptr(Error(first).with_call(describe(operation->call))));

@@ -59,8 +59,7 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   /// Continues the first operation; true if it is complete, else sets `target` to what it waits for.
   bool advance(Operation& operation, CountTarget& target);
   /// Waits for other ranks; false if this thread should stop driving.
-  bool await(const Operation& operation, CountTarget target, const std::atomic<bool>* done,
-             Deadline deadline);
+  bool await(Operation& operation, CountTarget target, const std::atomic<bool>* done, Deadline deadline);
   void compare_calls(const Operation& operation);
   void finish_first();
   void fail_all(const Error& cause);

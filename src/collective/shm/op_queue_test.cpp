@@ -26,12 +26,12 @@ class OpQueueTest : public ::testing::Test {
  protected:
   OpQueueTest() {
     const std::string address = "unix:" + folder_.path();
+    rendezvous::MembershipOptions options;
+    options.name = "worker0";
+    options.store_address = address + "/store";
+    options.address = address + "/worker0";
     membership_ = rendezvous::Membership::join(
-        *runtime_, rendezvous::stream_transports(*executor_, net::Secret::random()),
-        {.name = "worker0",
-         .store_address = address + "/store",
-         .address = address + "/worker0",
-         .host_id = {}});
+        *runtime_, rendezvous::stream_transports(*executor_, net::Secret::random()), options);
     const auto link = WorldLink::make(runtime_, *membership_);
     std::vector<std::shared_ptr<Arena>> arenas;
     for (int rank = 0; rank < kRanks; ++rank) arenas.push_back(Arena::make(kArena));

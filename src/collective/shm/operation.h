@@ -8,6 +8,7 @@
 
 #include "collective/shm/control.h"
 #include "collective/shm/op_coroutine.h"
+#include "collective/shm/signals.h"
 
 namespace torchspan::collective::shm {
 
@@ -30,6 +31,8 @@ struct Operation {
   Deadline deadline;  ///< never: the timeout of the group
   TimePoint issued;
 
+  CountTarget awaited = {};  ///< what the operation waits for
+  TimePoint awaited_since;
   bool begun = false;
   OpCoroutine script;
 };

@@ -1,7 +1,9 @@
 #include "collective/shm/shm_algorithms.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <fmt/format.h>
 
 namespace torchspan::collective::shm {
 namespace {
@@ -129,6 +131,19 @@ ShmAlgorithms::Regions ShmAlgorithms::add_regions(std::uint64_t units) {
   return regions;
 }
 
+std::optional<Error> ShmAlgorithms::why_tensors_lost() const {
+  std::atomic_thread_fence(std::memory_order_acquire);  // after reads of the tensors
+  if (signals_.broken()) return signals_.breakage();
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == this->rank() || !signals_.has_left(rank)) continue;
+    const Call& call = calls_[static_cast<std::size_t>(rank)];
+    if (call.shared == 0 || signals_.count(rank, Count::kFinished) > call.sequence) continue;
+    return Error(ErrorKind::kDisconnected,
+                 fmt::format("{} left the group before the operation had ended", memory_.peer(rank).text));
+  }
+  return std::nullopt;
+}
+
 OpCoroutine ShmAlgorithms::reduce_shared(Dense work) {
   std::vector<std::byte*> places;
   for (int rank = 0; rank < size(); ++rank) {
@@ -158,6 +173,12 @@ OpCoroutine ShmAlgorithms::reduce_shared(Dense work) {
     const int region = (rank() + turn) % size();
     const Regions::Region& bounds = regions.of[static_cast<std::size_t>(region)];
     while (const auto claimed = signals_.claim_unit(region, bounds.end)) {
+      // The claim before the look: a rank that leaves or fails waits for those that it finds in a unit.
+      if (auto why = why_tensors_lost()) {
+        signals_.break_group(*why);  // before another rank may miss the unit
+        signals_.finish_unit(/*done=*/false);
+        throw std::move(*why);
+      }
       reduce_unit(bounds.first_unit + (*claimed - bounds.begin));
     }
   }
@@ -172,6 +193,7 @@ OpCoroutine ShmAlgorithms::scatter_shared(Dense work, std::byte* into) {
                       part * static_cast<std::size_t>(this->rank()));
   }
   work.kernel({sources, {&into, 1}, part / work.item, static_cast<std::size_t>(size())});
+  if (auto why = why_tensors_lost()) throw std::move(*why);
   // The other ranks may still read this rank's tensor.
   const std::uint64_t chunk = ++chunks_;
   signals_.publish(Count::kStaged, chunk);
@@ -290,7 +312,10 @@ OpCoroutine ShmAlgorithms::fetch(std::vector<FetchRange> wants, std::vector<Piec
       count = std::max<std::uint64_t>(count, divide_up(call.bytes, step));
     }
   }
-  if (shared) count = std::max<std::uint64_t>(count, 1);
+  if (shared) {
+    if (auto why = why_tensors_lost()) throw std::move(*why);
+    count = std::max<std::uint64_t>(count, 1);
+  }
   if (count == 0) return {};
   const auto streamed = [=, this](int rank, std::size_t round) -> std::size_t {
     const Call& call = calls_[static_cast<std::size_t>(rank)];

@@ -66,6 +66,9 @@ class ShmAlgorithms {
     std::uint64_t all_done = 0;
   };
   Regions add_regions(std::uint64_t units);
+  /// Why the shared tensors of this operation may be invalid; nullopt if they are not. A rank frees its tensor when it
+  /// leaves the group before it has finished the operation, or when it learns that the group is broken.
+  std::optional<Error> why_tensors_lost() const;
   void reduce_slots(const Dense& work, std::byte* into);
   OpCoroutine reduce_shared(Dense work);
   OpCoroutine scatter_shared(Dense work, std::byte* into);

@@ -79,8 +79,8 @@ std::optional<std::uint64_t> Signals::claim_unit(int region, std::uint64_t end) 
   return std::nullopt;
 }
 
-void Signals::finish_unit() {
-  control_.units_done.fetch_add(1, std::memory_order_seq_cst);
+void Signals::finish_unit(bool done) {
+  if (done) control_.units_done.fetch_add(1, std::memory_order_seq_cst);
   of(rank_).counts.in_unit.store(0, std::memory_order_release);
   wake_for(Count::kUnits);
 }
@@ -159,7 +159,8 @@ Error Signals::breakage() {
 }
 
 void Signals::leave() {
-  of(rank_).counts.left.store(1, std::memory_order_seq_cst);
+  if (of(rank_).counts.left.exchange(1, std::memory_order_seq_cst) != 0) return;
+  control_.leavers.fetch_add(1, std::memory_order_seq_cst);
   ring_all();
 }
 

@@ -13,6 +13,7 @@ namespace torchspan::collective::shm {
 struct CountTarget {
   Count count = Count::kPosted;
   std::uint64_t target = 0;
+  bool operator==(const CountTarget&) const = default;
 };
 
 /// Counts of the ranks of one group, in shared memory, and waiting for them: spins, then sleeps on a futex in
@@ -34,9 +35,9 @@ class Signals {
   /// Sets one of this rank's counts, and wakes the ranks whose target this completes.
   void publish(Count count, std::uint64_t value);
   /// Claims the next unit of a rank's region, up to `end`; nullopt if none is left. is_in_unit() is true
-  /// until finish_unit().
+  /// until finish_unit(), which counts the unit unless the group cannot continue (`done` is false).
   std::optional<std::uint64_t> claim_unit(int region, std::uint64_t end);
-  void finish_unit();
+  void finish_unit(bool done = true);
 
   enum class Outcome : std::uint8_t { kReached, kBroken, kInterrupted, kExpired };
   /// Waits for `target` until the deadline: spins for the executor's spin limit, then sleeps. Returns early
@@ -53,7 +54,10 @@ class Signals {
   Error breakage();
 
   void leave();
-  bool has_left(int rank) const { return of(rank).counts.left.load(std::memory_order_acquire) != 0; }
+  bool has_left(int rank) const {
+    return control_.leavers.load(std::memory_order_acquire) != 0 &&
+           of(rank).counts.left.load(std::memory_order_acquire) != 0;
+  }
   bool is_in_unit(int rank) const { return of(rank).counts.in_unit.load(std::memory_order_acquire) != 0; }
 
  private:
