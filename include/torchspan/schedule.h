@@ -163,7 +163,7 @@ void validate(const Table& table);
 Timeline simulate(const Table& table, const std::vector<Costs>& costs);
 
 /// Average duration of the actions of each of `stages` stages in a measured step, as costs for simulate().
-/// kBackward counts as an input gradient.
+/// kBackward counts as the input gradient of a stage of which no backward is split.
 std::vector<Costs> mean_costs(const Timeline& measured, int stages);
 
 /// Text grid with one line per rank and one column per slot of the shortest action, for terminals and

@@ -27,8 +27,10 @@ std::vector<Costs> mean_costs(const Timeline& measured, int stages) {
   std::vector<Costs> costs;
   for (int stage = 0; stage < stages; ++stage) {
     const auto mean = [&](ActionKind kind) { return means[{stage, kind}].value(); };
+    // Some schedules split only some backwards of a stage; the split ones have both costs.
+    const bool split = means.contains({stage, ActionKind::kInputGradient});
     costs.push_back({.forward = mean(ActionKind::kForward),
-                     .input_gradient = mean(ActionKind::kBackward) + mean(ActionKind::kInputGradient),
+                     .input_gradient = mean(split ? ActionKind::kInputGradient : ActionKind::kBackward),
                      .weight_gradient = mean(ActionKind::kWeightGradient)});
   }
   return costs;

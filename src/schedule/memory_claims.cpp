@@ -15,7 +15,7 @@ MemoryClaims::MemoryClaims(const Table& table, const std::vector<Costs>& costs, 
       is_limited_(std::isfinite(limit)),
       ranks_(table.actions.size()) {
   if (!is_limited_) return;
-  rounding_ = 1e-9 * std::max(1.0, limit);
+  rounding_ = 1e-9 * limit;
   std::vector<Claim> whole(ranks_.size());
   std::vector<double> repeated(ranks_.size(), 0);  // one forward at a time
   for (int stage = 0; stage < table.stages(); ++stage) {

@@ -225,6 +225,30 @@ TEST(Simulate, ARankWithoutStagesIsIdleAllTheTime) {
   EXPECT_TRUE(timeline.spans[0].empty());
 }
 
+TEST(MeanCosts, OfASimulatedStepAreItsCosts) {
+  using std::chrono::milliseconds;
+  const std::vector<Costs> costs{
+      {.forward = milliseconds(2), .input_gradient = milliseconds(3), .weight_gradient = milliseconds(1)},
+      {.forward = milliseconds(4), .input_gradient = milliseconds(2), .weight_gradient = milliseconds(5)},
+      {.forward = milliseconds(1), .input_gradient = milliseconds(6), .weight_gradient = milliseconds(2)},
+      {.forward = milliseconds(3), .input_gradient = milliseconds(1), .weight_gradient = milliseconds(4)}};
+  // DualPipeV splits some backwards of each stage and not the others.
+  for (const Table& table : {zero_bubble_v({.ranks = 2, .micro_batches = 6, .stages_per_rank = 2}),
+                             dual_pipe_v({.ranks = 2, .micro_batches = 6, .stages_per_rank = 2})}) {
+    const auto measured = mean_costs(simulate(table, costs), 4);
+    for (std::size_t stage = 0; stage < costs.size(); ++stage) {
+      EXPECT_EQ(measured[stage].forward, costs[stage].forward) << table.name;
+      EXPECT_EQ(measured[stage].input_gradient, costs[stage].input_gradient) << table.name << stage;
+      EXPECT_EQ(measured[stage].weight_gradient, costs[stage].weight_gradient) << table.name << stage;
+    }
+  }
+  // Without a split, a backward counts as the input gradient.
+  const auto whole =
+      mean_costs(simulate(one_forward_one_backward(Shape{.ranks = 4, .micro_batches = 4}), costs), 4);
+  EXPECT_EQ(whole[1].input_gradient, milliseconds(7));
+  EXPECT_EQ(whole[1].weight_gradient, milliseconds(0));
+}
+
 TEST(Simulate, RefusesCostsThatDoNotFit) {
   const Table table = gpipe({.rank_of_stage = {0, 1, 1}, .micro_batches = 1});
   const auto error_text = [&](const std::vector<Costs>& costs) {

@@ -27,6 +27,12 @@ std::string error_of(const std::function<void()>& call) {
   return "accepted";
 }
 
+TEST(ZeroBubble, TellsThatSmallLimitsHaveNoRoomToo) {
+  const Placement placement{.rank_of_stage = {0}, .micro_batches = 2};
+  EXPECT_THAT(error_of([&] { zero_bubble(placement, {Costs{.activation = 1e-9}}, 5e-10); }),
+              HasSubstr("one micro-batch needs 1e-09 on rank 0"));
+}
+
 TEST(ZeroBubble, H1PostponesAsManyWeightGradientsAsRanksPrecede) {
   const Table table = zero_bubble_h1({.ranks = 3, .micro_batches = 4});
   EXPECT_EQ(line_of(table.actions[0]), "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3");

@@ -21,13 +21,14 @@ inline Browsed browse(const std::string& page, ColorScheme scheme = ColorScheme:
   std::string name = (std::filesystem::temp_directory_path() / "torchspan_pageXXXXXX").string();
   const std::string folder = mkdtemp(name.data());
   std::ofstream(folder + "/run.html") << page;
-  const std::string command = "HOME=" + folder +
-                              " timeout 60 chromium --headless --no-sandbox --disable-gpu --dump-dom "
-                              "--enable-logging=stderr --blink-settings=preferredColorScheme=" +
-                              (scheme == ColorScheme::kDark ? "0" : "1") + " --user-data-dir=" + folder +
-                              "/profile --window-size=1280,2000 "
-                              "file://" +
-                              folder + "/run.html >" + folder + "/page 2>" + folder + "/console";
+  const std::string command =
+      "HOME=" + folder +
+      " timeout 60 chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --dump-dom "
+      "--enable-logging=stderr --blink-settings=preferredColorScheme=" +
+      (scheme == ColorScheme::kDark ? "0" : "1") + " --user-data-dir=" + folder +
+      "/profile --window-size=1280,2000 "
+      "file://" +
+      folder + "/run.html >" + folder + "/page 2>" + folder + "/console";
   Browsed result;
   EXPECT_EQ(std::system(command.c_str()), 0);
   const auto read = [&](const char* file) {

@@ -215,6 +215,21 @@ TEST(Verdict, NamesTheRankThatStartsCollectiveOperationsLast) {
                         "not started"));
 }
 
+TEST(RunFigures, TellOperationsOfGroupsWithTheSameRanksAndNumbersApart) {
+  ExampleTrace first(0), second(1);
+  // Both groups have an all_reduce number 5, which both ranks start at the same time.
+  for (const std::int64_t begin : {100 * kMs, 700 * kMs}) {
+    first.span(SpanKind::kCollective, "all_reduce", begin, begin + 50 * kMs, {.id = 5, .part = 3});
+    second.span(SpanKind::kCollective, "all_reduce", begin, begin + 50 * kMs, {.id = 5, .part = 3});
+  }
+  first.span(SpanKind::kUser, "rest", 0, 1000 * kMs, {});
+  const auto figures = examine_run(align_traces({first.contents(), second.contents()}));
+  ASSERT_EQ(figures.collectives.size(), 2u);
+  EXPECT_EQ(figures.collectives[0].under_way, 100 * kMs);
+  EXPECT_TRUE(figures.collectives[0].later.empty());
+  EXPECT_TRUE(figures.collectives[1].later.empty());
+}
+
 /// Three callers keep a function busy whose handlers take 5 ms with a lock, one after another, or 15 ms without it.
 TraceSet concurrent_handlers(bool locked) {
   ExampleTrace callee(0, 4);

@@ -111,7 +111,9 @@ TEST_P(SimulatedLinks, AskEachOtherAtTheSameTime) {
     launcher.link.answers().set_describe(one_worker(node));
     world_.executor().sleep(seconds(1));
     const TimePoint began = world_.executor().now();
-    for (const HostReport& report : launcher.collect()) EXPECT_THAT(report.trouble, IsEmpty());
+    const auto reports = launcher.collect();
+    EXPECT_EQ(reports.size(), 2u);
+    for (const HostReport& report : reports) EXPECT_THAT(report.trouble, IsEmpty());
     EXPECT_LT(since(began), seconds(1));
     ++done;
     while (done < 3) world_.executor().sleep(milliseconds(1));
@@ -174,8 +176,9 @@ TEST_P(SimulatedLinks, SayThatAHostRunsNoWorkersOrCannotBeAsked) {
         EXPECT_THAT(launcher.collect().at(0).trouble,
                     HasSubstr("the launcher of host 2 answered at its address"));
         launcher.link.set_trouble("it has not met the others");
-        for (const HostReport& report : launcher.collect())
-          EXPECT_EQ(report.trouble, "it has not met the others");
+        const auto unmet = launcher.collect();
+        ASSERT_EQ(unmet.size(), 2u);
+        for (const HostReport& report : unmet) EXPECT_EQ(report.trouble, "it has not met the others");
       },
       [](int node, Launcher& launcher) {
         if (node == 2) launcher.link.answers().set_describe(one_worker(node));

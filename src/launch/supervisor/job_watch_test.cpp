@@ -38,7 +38,10 @@ TEST_F(JobWatches, WriteOnePageForTheTimeOutsOfOneMomentAndNameItInTheSummary) {
       << "without a failure, there is no summary";
   EXPECT_EQ(pages(folder_).size(), 1u) << errors();
   EXPECT_THAT(errors(), Not(HasSubstr("operations that timed out")));
-  EXPECT_EQ(run(2, std::string(kNotice) + "sleep 0.3; exit 3"), 3);
+  EXPECT_EQ(run(2, std::string(kNotice) +
+                       "touch $FOLDER/told$RANK; "
+                       "while [ ! -e $FOLDER/told0 ] || [ ! -e $FOLDER/told1 ]; do sleep 0.02; done; exit 3"),
+            3);
   const auto all = pages(folder_);
   ASSERT_EQ(all.size(), 2u);
   for (const std::string& page : all) {

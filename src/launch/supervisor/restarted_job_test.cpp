@@ -69,15 +69,17 @@ TEST_F(RestartedJobs, AreNotStartedAgainIfTheProgramCannotBeRun) {
 }
 
 TEST_F(RestartedJobs, EndAllWorkersOfAnAttemptBeforeTheNext) {
-  JobOptions mine =
-      options(3, 1,
-              "if [ $TORCHSPAN_RESTART_COUNT = 0 ]; then "
-              "  setsid sleep 1000 & echo $! > $FOLDER/daemon; "
-              "  [ $RANK != 1 ] || { while [ ! -s $FOLDER/daemon ]; do sleep 0.02; done; exit 3; }; "
-              "  exec sleep 1000; "
-              "fi; grep -qs 'State:.[RSDT]' /proc/$(cat $FOLDER/daemon)/status && echo alive; true");
+  JobOptions mine = options(
+      3, 1,
+      "if [ $TORCHSPAN_RESTART_COUNT = 0 ]; then "
+      "  setsid sleep 1000 & echo $! > $FOLDER/daemon$RANK; "
+      "  [ $RANK != 1 ] || {"
+      "    while [ ! -s $FOLDER/daemon0 ] || [ ! -s $FOLDER/daemon2 ]; do sleep 0.02; done; exit 3; }; "
+      "  exec sleep 1000; "
+      "fi; test -s $FOLDER/daemon$RANK && echo checked; "
+      "grep -qs 'State:.[RSDT]' /proc/$(cat $FOLDER/daemon$RANK)/status && echo alive; true");
   EXPECT_EQ(run(mine), 0);
-  EXPECT_THAT(output(), Not(HasSubstr("alive")));
+  EXPECT_THAT(output(), AllOf(HasSubstr("checked"), Not(HasSubstr("alive"))));
 }
 
 TEST_F(RestartedJobs, TellEachAttemptItsVariables) {

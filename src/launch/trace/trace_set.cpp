@@ -29,6 +29,32 @@ std::string describe_trace(const TraceIdentity& worker) {
   return fmt::format("{} (rank {}, {})", worker.name, worker.rank, worker.host);
 }
 
+/// When a trace ends, as nanoseconds since 1970.
+std::int64_t unix_end(const TraceContents& trace) {
+  std::int64_t last = trace.identity.began;
+  for (const StoredSpan& span : trace.spans) last = std::max(last, span.end);
+  for (const CounterSample& sample : trace.counters) last = std::max(last, sample.at);
+  return trace.identity.unix_began + (last - trace.identity.began);
+}
+
+/// Removes the traces that ended before all others of the last run began. Not every launcher gives each run its own id.
+void remove_earlier_runs(std::vector<TraceContents>& traces) {
+  constexpr std::int64_t kStartDifference = 1'000'000'000;   // of workers that recorded nothing
+  constexpr std::int64_t kClockDifference = 60'000'000'000;  // of hosts
+  std::sort(traces.begin(), traces.end(),
+            [](const auto& a, const auto& b) { return a.identity.unix_began < b.identity.unix_began; });
+  const bool one_clock = std::all_of(traces.begin(), traces.end(), [&](const auto& trace) {
+    return trace.identity.clock == traces.front().identity.clock;
+  });
+  std::size_t first = 0;
+  std::int64_t end = unix_end(traces.front());
+  for (std::size_t i = 1; i < traces.size(); ++i) {
+    if (traces[i].identity.unix_began > end + (one_clock ? kStartDifference : kClockDifference)) first = i;
+    end = std::max(end, unix_end(traces[i]));
+  }
+  traces.erase(traces.begin(), traces.begin() + static_cast<std::ptrdiff_t>(first));
+}
+
 /// Keeps the traces of the run and the attempt that began last.
 void keep_last_run(std::vector<TraceContents>& traces, std::vector<std::string>& notes) {
   const auto last = std::max_element(traces.begin(), traces.end(), [](const auto& a, const auto& b) {
@@ -38,8 +64,10 @@ void keep_last_run(std::vector<TraceContents>& traces, std::vector<std::string>&
   const auto other = [&](const TraceContents& trace) {
     return trace.identity.run != identity.run || trace.identity.attempt != identity.attempt;
   };
-  const std::size_t removed = std::erase_if(traces, other);
-  if (removed > 0) {
+  const std::size_t all = traces.size();
+  std::erase_if(traces, other);
+  remove_earlier_runs(traces);
+  if (const std::size_t removed = all - traces.size(); removed > 0) {
     notes.push_back(fmt::format("{} trace{} of earlier runs or attempts {} left out", removed,
                                 removed == 1 ? "" : "s", removed == 1 ? "is" : "are"));
   }

@@ -96,9 +96,53 @@ TEST(TraceSet, KeepsTheLastProcessOfAReplacedRank) {
   EXPECT_THAT(error_of({}), HasSubstr("no trace"));
 }
 
+TEST(TraceSet, LeavesOutAnEarlierRunWithTheSameId) {  // without a launcher, the id is empty
+  constexpr std::int64_t kSecond = 1'000'000'000, kLater = 100 * kSecond;
+  std::vector<TraceContents> traces;
+  for (int rank = 0; rank < 4; ++rank) {
+    ExampleTrace old(rank, 4);
+    old.span(SpanKind::kUser, "old", 1 * kSecond, 5 * kSecond);
+    traces.push_back(old.contents());
+  }
+  for (int rank = 0; rank < 2; ++rank) {
+    ExampleTrace fresh(rank, 2);
+    fresh.contents().identity.began += kLater;
+    fresh.contents().identity.unix_began += kLater;
+    fresh.span(SpanKind::kUser, "fresh", kLater + 1 * kSecond, kLater + 3 * kSecond);
+    traces.push_back(fresh.contents());
+  }
+  const TraceSet set = align_traces(traces);
+  ASSERT_EQ(set.workers.size(), 2u);
+  EXPECT_EQ(set.length, 2 * kSecond);
+  ASSERT_EQ(set.notes.size(), 1u);
+  EXPECT_THAT(set.notes[0], HasSubstr("4 traces of earlier"));
+}
+
+TEST(TraceSet, KeepsAllProcessesOfARunInWhichOneTookTheRankOfAnother) {
+  constexpr std::int64_t kSecond = 1'000'000'000;
+  ExampleTrace zero(0), dead(1), replacement(1);
+  zero.span(SpanKind::kUser, "a", 0, 50 * kSecond);
+  dead.span(SpanKind::kUser, "b", 0, 5 * kSecond);
+  replacement.contents().identity.began += 30 * kSecond;
+  replacement.contents().identity.unix_began += 30 * kSecond;
+  replacement.span(SpanKind::kUser, "c", 31 * kSecond, 49 * kSecond);
+  const TraceSet set = align_traces({zero.contents(), dead.contents(), replacement.contents()});
+  EXPECT_EQ(set.workers.size(), 2u);
+  ASSERT_EQ(set.notes.size(), 1u);
+  EXPECT_THAT(set.notes[0], HasSubstr("replaced process"));
+}
+
 TEST(TraceSet, NamesTheFolderWithoutTraces) {
-  EXPECT_THROW(read_traces("/proc/self/fdinfo"), Error);
-  EXPECT_THROW(read_traces("/nonexistent"), Error);
+  const auto text = [](const std::string& folder) {
+    try {
+      read_traces(folder);
+    } catch (const Error& error) {
+      return error.message();
+    }
+    return std::string();
+  };
+  EXPECT_THAT(text("/proc/self/fdinfo"), HasSubstr("there is no trace in '/proc/self/fdinfo'"));
+  EXPECT_THAT(text("/nonexistent"), HasSubstr("folder '/nonexistent' cannot be read"));
 }
 
 }  // namespace
