@@ -1,4 +1,5 @@
 #include <filesystem>
+#include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -41,6 +42,22 @@ TEST(Checkpoint, IsReadWithoutTheProgramThatSavedIt) {
   EXPECT_TRUE(other->weight.equal(model->weight));
   EXPECT_THAT(invalid_text([&] { newest.load("net", other); }),
               HasSubstr("it lacks 'net.weight', 'net.bias'"));
+
+  const std::string data = newest.folder() + "/model-00001-of-00001.safetensors";
+  const auto flip_last_bit = [&] {
+    std::fstream file(data, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(-1, std::ios::end);
+    const auto last = static_cast<char>(file.get());
+    file.seekp(-1, std::ios::end);
+    file.put(static_cast<char>(last ^ 1)).flush();
+  };
+  flip_last_bit();
+  const Checkpoint changed(newest.folder());  // its sizes and headers are right
+  EXPECT_THAT(invalid_text([&] { changed.verify(); }), HasSubstr("model-00001"));
+  EXPECT_EQ(Checkpoint::newest(folder.path()).step(), 1);
+  flip_last_bit();
+  changed.verify();
+  EXPECT_EQ(Checkpoint::newest(folder.path()).step(), 2);
 
   std::filesystem::resize_file(newest.folder() + "/model-00001-of-00001.safetensors", 4000);
   EXPECT_EQ(Checkpoint::newest(folder.path()).step(), 1);

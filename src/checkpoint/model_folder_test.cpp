@@ -65,6 +65,18 @@ TEST(ModelFolder, NamesWhatDoesNotFit) {
                   .equal(other[0]->named_parameters()["weight"]));
 }
 
+TEST(ModelFolder, KeepsWhatTheFileLacksIfAllowed) {
+  const TemporaryFolder folder;
+  torch::nn::Sequential part(torch::nn::Linear(3, 8));
+  save_model(*part, folder.path());
+  auto whole = model();
+  const at::Tensor before = whole->named_parameters()["1.weight"].detach().clone();
+  EXPECT_THAT(invalid_text([&] { load_model(*whole, folder.path()); }), HasSubstr("'1.weight'"));
+  load_model(*whole, folder.path(), {.allow_missing = true});
+  EXPECT_TRUE(whole->named_parameters()["0.weight"].equal(part->named_parameters()["0.weight"]));
+  EXPECT_TRUE(whole->named_parameters()["1.weight"].equal(before));
+}
+
 TEST(ModelFolder, MapsNames) {
   const TemporaryFolder folder;
   save_safetensors(folder.path() + "/x.safetensors",

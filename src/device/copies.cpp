@@ -56,8 +56,9 @@ c10::Stream CopyStreams::stream(c10::Device device, int direction) {
 
 /// A large tensor is first copied on the device, which is fast, so that the current stream may continue while the
 /// copy is sent to the host.
-at::Tensor CopyStreams::to_host(const at::Tensor& tensor, PendingCopies& copies) {
+at::Tensor CopyStreams::to_host(const at::Tensor& given, PendingCopies& copies) {
   const at::NoGradGuard no_grad;
+  const at::Tensor tensor = given.resolve_conj().resolve_neg();
   const c10::Stream here = current_stream(tensor.device());
   at::Tensor host =
       at::empty_strided(tensor.sizes(), dense_strides_like(tensor),
@@ -79,8 +80,9 @@ at::Tensor CopyStreams::to_host(const at::Tensor& tensor, PendingCopies& copies)
   return host;
 }
 
-at::Tensor CopyStreams::to_device(const at::Tensor& tensor, c10::Device device) {
+at::Tensor CopyStreams::to_device(const at::Tensor& given, c10::Device device) {
   const at::NoGradGuard no_grad;
+  const at::Tensor tensor = given.resolve_conj().resolve_neg();
   at::Tensor copy;
   if (device.is_cuda() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
       tensor.nbytes() >= kLarge && tensor.is_non_overlapping_and_dense()) {
@@ -114,7 +116,7 @@ at::Tensor CopyStreams::upload(const at::Tensor& tensor, c10::Device device) {
 
 void CopyStreams::share(const at::Tensor& tensor, at::Tensor shared, PendingCopies& copies) {
   const at::NoGradGuard no_grad;
-  shared.copy_(tensor, /*non_blocking=*/true);
+  shared.copy_(tensor.resolve_conj().resolve_neg(), /*non_blocking=*/true);
   copies.mark(current_stream(tensor.device()), events_);
 }
 

@@ -402,6 +402,23 @@ TEST(CheckpointManager, NamesWhatDoesNotFitAndChangesNoTensorOfThatModule) {
       HasSubstr("it lacks 'model.0.weight', 'model.0.bias'; the module lacks 'model.bias', 'model.weight'"));
 }
 
+TEST(CheckpointManager, SavesTheValuesOfConjugatedTensors) {
+  const TemporaryFolder folder;
+  torch::nn::Linear saved(3, 4), restored(3, 4);
+  const at::Tensor values = at::randn({5}, at::kComplexFloat);
+  saved->register_buffer("phases", values.conj());  // a view that shares the values
+  restored->register_buffer("phases", at::zeros_like(values));
+  {
+    CheckpointManager manager({.directory = folder.path()});
+    manager.add("model", saved);
+    manager.save(1);
+  }
+  CheckpointManager manager({.directory = folder.path()});
+  manager.add("model", restored);
+  manager.restore();
+  EXPECT_TRUE(at::equal(restored->named_buffers()["phases"], values.conj().resolve_conj()));
+}
+
 TEST(CheckpointManager, ChecksWhatIsRegistered) {
   const TemporaryFolder folder;
   CheckpointManager manager({.directory = folder.path()});

@@ -57,7 +57,7 @@ void Snapshot::copy(const std::vector<StateTensor>& tensors, const Plan::Share& 
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < share.entries.size(); ++i) {
     const HeaderEntry& entry = share.entries[i];
-    const at::Tensor& tensor = tensors[share.parts[i]].tensor;
+    const at::Tensor tensor = tensors[share.parts[i]].tensor.resolve_conj().resolve_neg();
     std::byte* place = begin + entry.begin;
     data_.emplace_back(place, entry.end - entry.begin);
     if (tensor.numel() == 0) continue;
@@ -78,7 +78,7 @@ void Snapshot::copy(const std::vector<StateTensor>& tensors, const Plan::Share& 
 void Snapshot::borrow(const std::vector<StateTensor>& tensors, const Plan::Share& share) {
   release();
   for (const std::size_t part : share.parts) {
-    held_.push_back(tensors[part].tensor.cpu().contiguous());
+    held_.push_back(tensors[part].tensor.resolve_conj().resolve_neg().cpu().contiguous());
     data_.push_back(held_.back().numel() == 0 ? BytesView() : bytes_of(held_.back()));
   }
 }
