@@ -184,6 +184,25 @@ TEST(Reducer, RebuildsBucketsInTheOrderOfRankZerosGradients) {
   });
 }
 
+TEST(Reducer, KeepsItsFirstBucketsIfAsked) {
+  on_ranks(2, [](const Rank& self) {
+    Tensors parameters;
+    for (int i = 0; i < 4; ++i) parameters.push_back(leaf({10}));
+    Reducer reducer(
+        named(parameters), self.group,
+        {.bucket_cap_mb = 40 / 1048576.0, .first_bucket_mb = 40 / 1048576.0, .rebuild_buckets = false});
+    const auto before = reducer.stats().bucket_parameters;
+    for (int i = 0; i < 2; ++i) {
+      at::Tensor value = at::ones({10});  // gradients arrive in the order of the parameters
+      for (int p = 3; p >= 0; --p) value = (value * parameters[static_cast<std::size_t>(p)]).sin();
+      step(reducer, value.sum());
+      zero(parameters, false);
+    }
+    EXPECT_FALSE(reducer.stats().rebuilt);
+    EXPECT_EQ(reducer.stats().bucket_parameters, before);
+  });
+}
+
 // peer: ddp bucket_cap_mb_list_initialization, _default_behavior: same: the last value applies to all further
 //   buckets; the ranks' lists are compared
 TEST(Reducer, TakesTheCapacityOfEachBucketFromAList) {

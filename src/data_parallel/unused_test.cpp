@@ -314,6 +314,25 @@ TEST(UnwrappedBackward, ThrowsByNameWhenAskedTo) {
   });
 }
 
+TEST(UnwrappedBackward, WarnsOnceOrNever) {
+  for (const Unwrapped reaction : {Unwrapped::kWarnOnce, Unwrapped::kIgnore}) {
+    ::testing::internal::CaptureStderr();
+    on_ranks(2, [&](const Rank& self) {
+      self.runtime.log.set_level(LogLevel::kWarning);
+      const Tensors parameters{leaf({3})};
+      Reducer reducer(named(parameters), self.group, {.unwrapped_backward = reaction});
+      for (int i = 0; i < 2; ++i) squares(parameters, 1 + self.rank).backward();
+      expect_close(parameters[0].grad(), parameters[0].detach() * (4 * (1 + self.rank)), 1e-6);
+    });
+    const std::string text = ::testing::internal::GetCapturedStderr();
+    std::size_t warnings = 0;
+    for (auto at = text.find("the replicas diverge"); at != std::string::npos;
+         at = text.find("the replicas diverge", at + 1))
+      ++warnings;
+    EXPECT_EQ(warnings, reaction == Unwrapped::kIgnore ? 0u : 2u) << text;
+  }
+}
+
 // peer: ddp (documented) parameters used outside of the forward: same
 TEST(ParametersUsedOutsideOfTheForward, AreReducedWithTheOthers) {
   for (const bool only : {true, false}) {

@@ -5,8 +5,11 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <torchspan/collective/c10d.h>
+
 #include "tests/conformance/collective_devices.h"
 #include "tests/conformance/collective_world.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::testing::collective_process_groups {
 namespace {
@@ -45,6 +48,11 @@ class DoubleGroup final : public c10d::ProcessGroup {
     for (const at::Tensor& row : inputs.at(0)) rows.push_back(row.cpu());
     const at::Tensor all = cpu_.all_reduce(at::stack(rows), op_of(options.reduceOp)).wait();
     outputs.at(0).copy_(all[getRank()]);
+    return done();
+  }
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
+    const Tensors all = cpu_.all_gather(inputs.at(0).cpu()).wait();
+    for (std::size_t i = 0; i < all.size(); ++i) outputs.at(0).at(i).copy_(all[i]);
     return done();
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
@@ -108,6 +116,40 @@ void use(Group& group) {
   expect_equal(bits, at::full({3}, 64 + (1 << size) - 1, at::kInt));
   const at::Tensor flags = group.all_reduce(there(at::full({3}, rank == 1, at::kBool)), kMax).wait();
   expect_equal(flags, at::ones({3}, at::kBool));
+}
+
+/// A backend over a process group of the program.
+std::shared_ptr<Backend> backend_of(CollectiveWorld::Rank self, C10dOptions options) {
+  const Group cpu = Group::make(self.runtime, self.membership, {.timeout = seconds(60)});
+  return make_c10d_backend(self.runtime, c10::make_intrusive<DoubleGroup>(cpu), std::move(options));
+}
+
+TEST(ProcessGroups, AreBackendsThatSplitOnlyIfTheProgramSaysHow) {
+  CollectiveWorld world(2);
+  for (const auto& failure : world.try_each([](CollectiveWorld::Rank self) {
+         Group group(backend_of(self, {.compare_calls = false}));
+         EXPECT_EQ(group.rank(), self.rank);
+         EXPECT_TRUE(at::equal(group.all_reduce(at::ones({3}), kSum).wait(), at::full({3}, 2.0F)));
+         const Tensors all = group.all_gather(at::full({2}, self.rank)).wait();
+         EXPECT_TRUE(at::equal(all.at(1), at::full({2}, 1)));
+         EXPECT_THAT(error_text([&] { static_cast<void>(group.split(0, self.rank)); }),
+                     HasSubstr("C10dOptions::split"));
+       })) {
+    if (failure) ADD_FAILURE() << to_error(failure).what();
+  }
+}
+
+TEST(ProcessGroups, NameTheRanksThatMakeDifferentCalls) {
+  CollectiveWorld world(2);
+  for (const auto& failure : world.try_each([](CollectiveWorld::Rank self) {
+         Group group(backend_of(self, {.peers = {"trainer A", "trainer B"}}));
+         if (self.rank == 0) group.all_reduce(at::ones({3}), kSum).wait();
+         if (self.rank == 1) group.broadcast(at::ones({3}), 0).wait();
+       })) {
+    ASSERT_TRUE(failure);
+    EXPECT_THAT(to_error(failure).what(),
+                AllOf(HasSubstr("trainer A called all_reduce"), HasSubstr("trainer B called broadcast")));
+  }
 }
 
 TEST(DeviceProcessGroups, MoveAndReduceTensorsOfTheDevice) {

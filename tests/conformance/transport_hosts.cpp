@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 #include <optional>
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -67,6 +68,7 @@ class TwoHosts : public ::testing::Test {
     if (::pipe2(there, O_CLOEXEC) != 0 || ::pipe2(back, O_CLOEXEC) != 0) return std::strerror(errno);
     far_ = ::fork();
     if (far_ == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       ::close(there[1]);
       ::close(back[0]);
       be_far_host(Wire(there[0], back[1]));

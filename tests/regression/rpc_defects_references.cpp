@@ -172,7 +172,7 @@ TEST(RpcDefects, RandomBreaksLoseNoReference) {
         if (references.pending_children + references.pending_users + references.owners != 0) ++stuck;
       });
     } catch (const std::exception& failure) {
-      std::cerr << "seed " << seed << ": " << failure.what() << "\n";
+      ADD_FAILURE() << "seed " << seed << ": " << failure.what();
     }
   }
   EXPECT_EQ(stuck, 0);

@@ -205,6 +205,7 @@ class Chaos {
         code = 2;
       }
     }
+    if (crashed_) code = 2;
     if (code != 0) fmt::print("soak: failed; to see it again: SOAK_SEED={}\n", seed_);
     return code;
   }
@@ -242,7 +243,14 @@ class Chaos {
   /// Restarts every dead worker under its name; one that joins too early is refused and tries again.
   void revive() {
     for (int rank = 1; rank <= kWorkers; ++rank) {
-      if (!processes_.at(rank)->wait(*executor_, milliseconds(random_() % 20))) continue;
+      Process& process = *processes_.at(rank);
+      if (!process.wait(*executor_, milliseconds(random_() % 20))) continue;
+      const int ended = process.exit_code();
+      const bool refused = ended == 1 && process.output().find("Sanitizer") == std::string::npos;
+      if (ended != 128 + SIGKILL && !refused) {
+        fmt::print(" FAIL  worker{} ended with code {}:\n{}", rank, ended, process.output());
+        crashed_ = true;
+      }
       ++restarts_;
       start(rank, "worker");
     }
@@ -256,6 +264,7 @@ class Chaos {
   const std::unique_ptr<Executor> executor_;
   std::map<int, std::unique_ptr<Process>> processes_;
   int started_ = 0, killed_ = 0, stopped_ = 0, restarts_ = 0;
+  bool crashed_ = false;  ///< a worker ended on its own
 };
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/wait.h>
@@ -94,6 +95,7 @@ class ForkServer {
       } else {
         reply.value = ::fork();
         if (reply.value == 0) {
+          prctl(PR_SET_PDEATHSIG, SIGKILL);
           close(socket);
           become({request.data(), static_cast<std::size_t>(size)});
           std::exit(run());

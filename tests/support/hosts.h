@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <string>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <vector>
@@ -23,6 +24,7 @@ class TestHost {
     if (pipe(ready) != 0) return;
     pid_ = fork();
     if (pid_ == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
       const char answer = unshare(CLONE_NEWNET) == 0 ? 'y' : 'n';
       if (write(ready[1], &answer, 1) != 1) _exit(1);
       while (true) pause();

@@ -42,6 +42,17 @@ void expect_all_close(const Tensors& got, const Tensors& wanted) {
   }
 }
 
+TEST(ModelAverager, ResumesTheCountOfACheckpoint) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters = some_parameters(self.rank);
+    ModelAverager averager(parameters, self.group, 3);
+    averager.set_steps(4);
+    EXPECT_FALSE(averager.step());
+    EXPECT_TRUE(averager.step()) << "step 6 is due";
+    EXPECT_EQ(averager.steps(), 6);
+  });
+}
+
 // peer: ddp `periodic_model_averager`, `periodic_model_averager_param_group`: same, in steps after the warmup
 TEST(ModelAverager, AveragesAfterEachPeriod) {
   constexpr int kSize = 3, kSteps = 9;

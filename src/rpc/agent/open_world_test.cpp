@@ -5,6 +5,7 @@
 #include <torchspan/rpc/worker.h>
 
 #include "tests/support/cluster.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::open_world_test {
 namespace {
@@ -25,13 +26,16 @@ constexpr Function<get_name> kWorkerName{"get_name"};
 constexpr Function<nap> kNap{"nap"};
 constexpr Class<Tally> kTally{"Tally"};
 constexpr Function<&Tally::add> kAdd{"Tally.add"};
+void take(const RRef<Tally>&) {}
+constexpr Function<take> kTake{"take"};
+constexpr Function<get_name> kInlineName{"get_inline_name", kInline};
 
 ClusterOptions open_world(std::uint64_t seed, int workers = 1) {
   ClusterOptions options;
   options.workers = workers;
   options.seed = seed;
   options.open = true;
-  options.functions.add(kWorkerName, kNap, kTally, kAdd);
+  options.functions.add(kWorkerName, kInlineName, kNap, kTally, kAdd, kTake);
   return options;
 }
 
@@ -81,6 +85,19 @@ TEST_P(OpenWorld, LetsWorkersJoinAndLeave) {
       EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
       EXPECT_THAT(error.message(), HasSubstr("'worker0' (0)"));
     }
+  });
+}
+
+TEST_P(OpenWorld, AnswersTheFirstInlineCallOfAWorkerThatJoins) {
+  SimCluster world(open_world(GetParam()));
+  world.run([&](Worker&) {
+    Thread joiner = world.start(1, 0, [&](rpc::WorkerService& service) {
+      const TimePoint before = world.executor().now();
+      EXPECT_EQ(service.worker().rpc_sync(0, kInlineName), "worker0");
+      EXPECT_LT(world.executor().now() - before, seconds(1));
+      service.shutdown(world.executor().deadline_in(seconds(60)));
+    });
+    joiner.join();
   });
 }
 
@@ -169,6 +186,8 @@ TEST(FixedWorld, TakesAReplacementForADeadWorker) {
     auto fresh = worker.remote("worker1", kTally);
     EXPECT_EQ(fresh.rpc_sync(kAdd, 5), 5);
     EXPECT_THROW(old.rpc_sync(kAdd, 1), Error) << "what the dead worker owned is gone";
+    EXPECT_THAT(testing::error_text([&] { worker.rpc_sync(2, kTake, old); }),
+                HasSubstr("an earlier process of rank 1, its owner, died or left"));
     life.join();
   });
 }
