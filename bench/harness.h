@@ -3,6 +3,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -108,12 +109,23 @@ inline void end_with_parent() {
   if (parent != nullptr && std::to_string(getppid()) != parent) _exit(1);
 }
 
+/// "AMD EPYC, "; empty if the system does not tell.
+inline std::string processor_model() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    const std::size_t colon = line.find(": ");
+    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2) + ", ";
+  }
+  return {};
+}
+
 /// Prints a section's file: the machine, whether the run was a quick one, and the metrics.
 inline void print_section(const nlohmann::json& metrics) {
   utsname name{};
   uname(&name);
-  const std::string machine = std::string(name.machine) + ", " +
-                              std::to_string(sysconf(_SC_NPROCESSORS_ONLN)) + " cores, Linux " + name.release;
+  const std::string machine = processor_model() + name.machine + ", " +
+                              std::to_string(sysconf(_SC_NPROCESSORS_ONLN)) + " cores, Linux " +
+                              std::string(name.release).substr(0, std::string(name.release).find('-'));
   const nlohmann::json section{{"machine", machine}, {"quick", is_quick()}, {"metrics", metrics}};
   std::printf("%s\n", section.dump(2).c_str());
 }

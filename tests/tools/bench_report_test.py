@@ -1,5 +1,6 @@
 """What tools/bench-report says of the files that `make bench` writes."""
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,11 +21,18 @@ class BenchReport(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name)
         self.results = self.root / "build" / "bench"
-        for path in (self.root / "tools", self.root / "bench", self.results / "torch2"):
+        for path in (self.root / "tools", self.root / "bench", self.root / "docs", self.results / "torch2"):
             path.mkdir(parents=True)
         shutil.copy(TOOL, self.root / "tools" / "bench-report")
-        self.record = self.root / "bench" / "ratios.json"
-        self.record.write_text(json.dumps({"rpc": {"rpc/call": 0.5, "rpc/echo": 0.8, "rpc/gone": 0.7}}))
+        self.record = self.root / "bench" / "recorded.json"
+        self.write_record({"rpc": {"rpc/call": 0.5, "rpc/echo": 0.8, "rpc/gone": 0.7}})
+
+    def write_record(self, ratios):
+        """`ratios`: by section and name of figure."""
+        self.record.write_text(json.dumps({
+            section: {"machine": "x86_64", "measured": "2026-01-31",
+                      "figures": {name: {"unit": "us", "value": 10 * ratio, "ratio": ratio} for name, ratio in named.items()}}
+            for section, named in ratios.items()}))
 
     def write(self, section, *metrics, folder=None, **more):
         data = {"machine": "x86_64 <2 cores>", "metrics": list(metrics), **more}
@@ -36,7 +44,7 @@ class BenchReport(unittest.TestCase):
         return done.returncode, done.stdout.splitlines(), done.stderr
 
     def test_ratios_that_changed_or_are_missing_are_printed_and_shown(self):
-        self.record.write_text(json.dumps({"rpc": {"rpc/add": 0.9, "rpc/call": 0.5, "rpc/echo": 0.8, "rpc/gone": 0.7}}))
+        self.write_record({"rpc": {"rpc/add": 0.9, "rpc/call": 0.5, "rpc/echo": 0.8, "rpc/gone": 0.7}})
         self.write("rpc", figure("rpc/add", 0.6), figure("rpc/call", 0.7), figure("rpc/echo", 0.9), figure("rpc/new", 5.0))
         code, lines, _ = self.run_tool()
         self.assertEqual(code, 0)
@@ -49,12 +57,27 @@ class BenchReport(unittest.TestCase):
             self.assertIn(text, page)
         self.assertNotIn("Quick run", page)
 
-    def test_record_replaces_the_ratios_of_the_measured_sections(self):
-        self.record.write_text(json.dumps({"rpc": {"rpc/gone": 0.7}, "optim": {"optim/adam": 0.3}}))
-        self.write("rpc", figure("rpc/call", 0.71234567))
+    def test_record_replaces_the_figures_of_the_measured_sections(self):
+        self.write_record({"rpc": {"rpc/gone": 0.7}, "optim": {"optim/adam": 0.3}})
+        self.write("rpc", figure("rpc/call", 0.71234567), {"name": "rpc/idle", "unit": "%", "value": 0.0})
         self.assertEqual(self.run_tool("--record")[0], 0)
-        self.assertEqual(json.loads(self.record.read_text()), {"rpc": {"rpc/call": 0.7123}, "optim": {"optim/adam": 0.3}})
+        recorded = json.loads(self.record.read_text())
+        self.assertEqual(recorded["rpc"]["figures"], {
+            "rpc/call": {"unit": "us", "value": 7.123, "peer": "peer/rpc/call", "peer_value": 10.0, "ratio": 0.7123},
+            "rpc/idle": {"unit": "%", "value": 0.0}})
+        self.assertEqual(recorded["rpc"]["machine"], "x86_64 <2 cores>")
+        self.assertEqual(recorded["optim"]["figures"]["optim/adam"]["ratio"], 0.3)
         self.assertEqual(len(self.run_tool()[1]), 1, "only the report's path")
+
+    def test_the_recorded_figures_are_a_page_of_the_documents(self):
+        self.write_record({"optim": {"optim/adam": 0.3}})
+        self.write("rpc", figure("rpc/call", 0.5), {"name": "rpc/idle", "unit": "%", "value": 0.0})
+        self.assertEqual(self.run_tool("--record")[0], 0)
+        lines = (self.root / "docs" / "performance_figures.md").read_text().splitlines()
+        self.assertEqual(lines[0], "# Recorded figures, LibTorch 1.13")
+        for line in ("## optim", "| `optim/adam` | 3 µs |  |  | 0.3 |", "## rpc", "| `rpc/call` | 5 µs |  | 10 µs | 0.5 |",
+                     "| `rpc/idle` | 0 % |  |  |  |"):
+            self.assertIn(line, lines)
 
     def test_quick_runs_are_named_and_not_recorded(self):
         self.write("rpc", figure("rpc/call", 0.5), quick=True)
@@ -65,13 +88,28 @@ class BenchReport(unittest.TestCase):
         self.assertEqual(self.record.read_text(), before)
         self.assertIn("Quick run: one round", (self.results / "report.html").read_text())
 
-    def test_the_two_libtorchs_have_their_own_ratios(self):
+    def test_the_pages_of_this_repository_have_all_its_recorded_figures(self):
+        root = TOOL.parents[1]
+        records = sorted((root / "bench").glob("recorded*.json"))
+        self.assertTrue(records)
+        for record in records:
+            page = (root / "docs" / record.name.replace("recorded", "performance_figures")).with_suffix(".md").read_text()
+            figures = [(name, metric) for section in json.loads(record.read_text()).values()
+                       for name, metric in section["figures"].items()]
+            self.assertEqual(page.count("\n| `"), len(figures))
+            for name, metric in figures:
+                ratio = f"{metric['ratio']:.3g}" if "ratio" in metric else ""
+                self.assertRegex(page, f"\n\\| `{re.escape(name)}` \\|.*\\| {re.escape(ratio)} \\|\n")
+
+    def test_the_two_libtorchs_have_their_own_figures(self):
         torch2 = self.results / "torch2"
         self.write("rpc", figure("rpc/call", 0.9), folder=torch2)
         self.assertEqual(self.run_tool(str(torch2))[1], [str(torch2 / "report.html")])
         self.assertIn("none recorded", (torch2 / "report.html").read_text())
         self.assertEqual(self.run_tool("--record", str(torch2))[0], 0)
-        self.assertEqual(json.loads((self.root / "bench" / "ratios_torch2.json").read_text()), {"rpc": {"rpc/call": 0.9}})
+        recorded = json.loads((self.root / "bench" / "recorded_torch2.json").read_text())
+        self.assertEqual(recorded["rpc"]["figures"]["rpc/call"]["ratio"], 0.9)
+        self.assertIn("# Recorded figures, LibTorch 2.15", (self.root / "docs" / "performance_figures_torch2.md").read_text())
         self.assertIn("rpc/gone", self.record.read_text())
 
     def test_a_section_without_figures_has_no_plot(self):
