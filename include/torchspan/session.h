@@ -45,7 +45,7 @@ struct WorkerOptions {
   std::uint64_t max_waiting_bytes = std::uint64_t{4} << 30;  ///< per caller, of requests queued for a thread
   /// Makes shutdown() throw Error{kInvalid} that lists the values of this worker to which other workers
   /// still hold references, with type, size, creation site and holders. The shutdown completes first.
-  /// False: such references are released silently.
+  /// False: report_leaks decides whether the log names them.
   bool strict_leaks = false;
   /// Makes shutdown() log a warning for values whose references were never released, or which other workers
   /// still reference when this worker leaves an open world.

@@ -1,5 +1,6 @@
 #pragma once
-// Everything that needs no more of LibTorch than tensors.
+// What most programs need. Not elastic.h, sharded.h, engine/operator_trace.h, core/preemption.h and core/error_file.h,
+// and no header that needs torch/nn, which take long to compile: see the header of each class.
 #include <torchspan/autograd.h>
 #include <torchspan/checkpoint.h>
 #include <torchspan/collective.h>

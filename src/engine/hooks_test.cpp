@@ -97,6 +97,7 @@ TEST(Hooks, ThatKeepAGradientNeverSeeItChangeLater) {
     MapSink sink(gradients);
     backward({(x * 2).sum()}, {}, sink);
   }
+  ASSERT_EQ(kept.size(), 3u);
   for (const Tensor& gradient : kept) EXPECT_TRUE(at::equal(gradient, at::full({3}, 2.0)));
   EXPECT_TRUE(at::equal(gradients.gradient(x), at::full({3}, 6.0)));
 }

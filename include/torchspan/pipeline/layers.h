@@ -212,8 +212,7 @@ LayerCall forward_call() {
 
 class Layers;
 
-/// Result of Layers::add and Layers::reuse: refines that use of the layer. Valid while its Layers exists
-/// and until the next layer is added.
+/// Result of Layers::add and Layers::reuse: refines that use of the layer. Valid while its Layers exists.
 template <class Object>
 class Use {
  public:
