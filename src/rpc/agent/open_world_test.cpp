@@ -89,11 +89,14 @@ TEST_P(OpenWorld, LetsWorkersJoinAndLeave) {
 }
 
 TEST_P(OpenWorld, AnswersTheFirstInlineCallOfAWorkerThatJoins) {
-  SimCluster world(open_world(GetParam()));
-  world.run([&](Worker&) {
-    Thread joiner = world.start(1, 0, [&](rpc::WorkerService& service) {
+  SimCluster world(open_world(GetParam(), 2));
+  world.run([&](Worker& worker) {
+    if (worker.rank() == 1) return worker.runtime().executor.sleep(seconds(20));
+    await(worker, "worker1");
+    Thread joiner = world.start(2, 0, [&](rpc::WorkerService& service) {
+      // Worker 1 may learn of it later than the call arrives.
       const TimePoint before = world.executor().now();
-      EXPECT_EQ(service.worker().rpc_sync(0, kInlineName), "worker0");
+      EXPECT_EQ(service.worker().rpc_sync(1, kInlineName), "worker1");
       EXPECT_LT(world.executor().now() - before, seconds(1));
       service.shutdown(world.executor().deadline_in(seconds(60)));
     });
