@@ -93,10 +93,14 @@ TEST_P(OpenWorld, AnswersTheFirstInlineCallOfAWorkerThatJoins) {
   world.run([&](Worker& worker) {
     if (worker.rank() == 1) return worker.runtime().executor.sleep(seconds(20));
     await(worker, "worker1");
+    // Worker 1 learns of the joiner long after its call has arrived.
+    world.network().delay_if(
+        [](const net::SimMessage& message) { return message.to == "sim:worker1.membership"; },
+        milliseconds(300));
     Thread joiner = world.start(2, 0, [&](rpc::WorkerService& service) {
-      // Worker 1 may learn of it later than the call arrives.
       const TimePoint before = world.executor().now();
       EXPECT_EQ(service.worker().rpc_sync(1, kInlineName), "worker1");
+      EXPECT_GE(world.executor().now() - before, milliseconds(300));
       EXPECT_LT(world.executor().now() - before, seconds(1));
       service.shutdown(world.executor().deadline_in(seconds(60)));
     });
