@@ -14,7 +14,8 @@ namespace torchspan::net {
 ///   farewell  u32 0x58435554  u8 1  u8 2  u16 0
 ///
 /// A greeting holds the label of the sender's end of the channel, the address of its UCX worker, and its UCX
-/// version. A farewell confirms that the peer's goodbye, and all bytes before it, arrived through UCX.
+/// version. The accepting side greets first; the dialing side answers. A farewell confirms that the peer's
+/// goodbye, and all bytes before it, arrived through UCX.
 struct UcxGreeting {
   std::uint32_t major = 0;
   std::uint32_t minor = 0;

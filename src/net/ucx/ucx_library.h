@@ -10,6 +10,10 @@ struct UcxLibrary {
   /// Throws kUnsupported if UCX is not installed or too old.
   UcxLibrary();
 
+  /// Whether a worker may be destroyed before its endpoints have sent their part of connecting. UCX 1.13 aborts
+  /// then (ucp_request.c: "got REP message"); the assertion was removed in 1.14.
+  bool can_destroy_while_connecting() const { return major > 1 || minor >= 14; }
+
   unsigned major = 0;
   unsigned minor = 0;
   decltype(&::ucp_config_read) config_read = nullptr;

@@ -58,8 +58,7 @@ UcxTransport::~UcxTransport() {
   const UcxRequestQueue::Requests left = request_queue_->close();
   for (const auto& request : left.connections) request->channel->end(reason);
   for (const auto& [token, link] : links_) {
-    link->channel->end(reason);
-    for (void* descriptor : link->inbox.abandon()) worker_.release(descriptor);
+    abandon(*link, reason);
   }
   tls_.poller().remove(worker_.event_descriptor());
 }
@@ -269,10 +268,16 @@ void UcxTransport::end(UcxLink& link, const Error& reason) {
   links_.erase(link.token);
   by_label_.erase(link.label);
   by_wire_.erase(link.wire.get());
-  link.channel->end(reason);
-  for (void* descriptor : link.inbox.abandon()) worker_.release(descriptor);
+  abandon(link, reason);
   link.wire->close();
   announced ? handler_.on_closed(link.channel, reason) : handler_.on_refused(link.channel->peer(), reason);
+}
+
+void UcxTransport::abandon(UcxLink& link, const Error& reason) {
+  link.channel->end(reason);
+  for (void* descriptor : link.inbox.abandon()) worker_.release(descriptor);
+  const bool is_paired = link.route || (link.greeting && routes_.contains(link.greeting->address));
+  if (link.greeted && !is_paired) worker_.unpaired();
 }
 
 bool UcxTransport::run_timers() {

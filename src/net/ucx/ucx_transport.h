@@ -35,6 +35,7 @@ struct UcxLink {
   std::uint64_t label = 0;  ///< the peer puts it into its messages
   std::shared_ptr<Channel> wire;
   std::optional<UcxGreeting> greeting;  ///< the peer's
+  bool greeted = false;                 ///< this side's greeting was sent
   bool heard_hello = false;             ///< through UCX
   std::shared_ptr<UcxRoute> route;      ///< to the peer, once a hello went there
   bool open = false;                    ///< messages flow in both directions
@@ -86,6 +87,7 @@ class UcxTransport final : public PolledTransport {
   void dial(UcxRequest& request);
   void wire_accepted(const std::shared_ptr<Channel>& wire);
   void adopt(const LinkPtr& link, std::shared_ptr<Channel> wire);
+  void greet(UcxLink& link);
   void note_arrived(const std::shared_ptr<Channel>& wire, const Message& message);
   void take_note(UcxLink& link, const Message& message);
   /// Makes the route through UCX. The side with the smaller worker address begins: UCX 1.13 sometimes aborts
@@ -112,6 +114,8 @@ class UcxTransport final : public PolledTransport {
   /// Ends the link or continues its goodbyes, as its state requires.
   void review(UcxLink& link);
   void end(UcxLink& link, const Error& reason);
+  /// The part of end() that the destructor shares.
+  void abandon(UcxLink& link, const Error& reason);
   bool run_timers();
   Error timed_out(const UcxLink& link) const;
 

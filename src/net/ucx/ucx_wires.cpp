@@ -40,7 +40,11 @@ void UcxTransport::wire_accepted(const std::shared_ptr<Channel>& wire) {
   try {
     link->label = draw_label();
     adopt(link, wire);
+    greet(*link);
   } catch (const Error& error) {
+    by_wire_.erase(wire.get());
+    by_label_.erase(link->label);
+    links_.erase(token);
     wire->close();
     return handler_.on_refused(wire->peer(), error);
   }
@@ -48,12 +52,16 @@ void UcxTransport::wire_accepted(const std::shared_ptr<Channel>& wire) {
 }
 
 void UcxTransport::adopt(const LinkPtr& link, std::shared_ptr<Channel> wire) {
-  const UcxLibrary& library = worker_.library();
-  wire->send(encode(UcxGreeting{library.major, library.minor, link->label, worker_.address()}), {});
   link->wire = std::move(wire);
   by_wire_.emplace(link->wire.get(), link);
   by_label_.emplace(link->label, link);
   links_.emplace(link->token, link);
+}
+
+void UcxTransport::greet(UcxLink& link) {
+  const UcxLibrary& library = worker_.library();
+  link.wire->send(encode(UcxGreeting{library.major, library.minor, link.label, worker_.address()}), {});
+  link.greeted = true;
 }
 
 UcxTransport::LinkPtr UcxTransport::find(const std::shared_ptr<Channel>& wire) const {
@@ -72,6 +80,8 @@ void UcxTransport::take_note(UcxLink& link, const Message& message) {
     const UcxLibrary& library = worker_.library();
     check_ucx_versions(*greeting, {library.major, library.minor, 0, {}}, peer);
     link.greeting = *greeting;
+    // A dialer learns first to whom it gives its address, so that it knows whose connections to expect.
+    if (link.dialed) greet(link);
     return introduce(link);
   }
   if (std::holds_alternative<UcxGreeting>(note) || !link.channel->state().closing) {

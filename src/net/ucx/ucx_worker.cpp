@@ -1,5 +1,6 @@
 #include "net/ucx/ucx_worker.h"
 
+#include <algorithm>
 #include <cstring>
 #include <fmt/format.h>
 #include <optional>
@@ -129,12 +130,39 @@ void UcxWorker::tear_down() {
     // UCX 1.13 aborts when an endpoint is closed before its part of connecting was sent.
     for_routes([this](UcxRoute& route) TORCHSPAN_UNCHECKED { flush(route.endpoint_); });
     settle(kPatienceWithPeers, [this]() TORCHSPAN_UNCHECKED { return closing_ == 0; });
-    for_routes([this](UcxRoute& route)
-                   TORCHSPAN_UNCHECKED { close(std::exchange(route.endpoint_, nullptr)); });
-    settle(kPatienceAtEnd, [this]() TORCHSPAN_UNCHECKED { return under_way_.empty() && closing_ == 0; });
+    const bool leak = may_be_connecting();
+    for_routes([&](UcxRoute& route) TORCHSPAN_UNCHECKED {
+      if (route.is_connected_ || !leak) close(std::exchange(route.endpoint_, nullptr));
+    });
+    settle(leak ? kCalm : kPatienceAtEnd,
+           [this]() TORCHSPAN_UNCHECKED { return under_way_.empty() && closing_ == 0; });
+    if (leak) return leak_tasks();
     library_.worker_destroy(worker_);
   }
   if (context_ != nullptr) library_.cleanup(context_);
+}
+
+bool UcxWorker::may_be_connecting() {
+  if (library_.can_destroy_while_connecting()) return false;
+  MutexLock lock(mutex_);
+  return is_unpaired_ || std::ranges::any_of(routes_, [](const auto& route) {
+           return route->endpoint_ != nullptr && !route->is_connected_;
+         });
+}
+
+void UcxWorker::leak_tasks() {
+  MutexLock lock(mutex_);
+  for (auto& [key, task] : under_way_) {
+    task->channel.reset();
+    task->route.reset();
+    static_cast<void>(task.release());
+  }
+  under_way_.clear();
+}
+
+void UcxWorker::unpaired() {
+  MutexLock lock(mutex_);
+  is_unpaired_ = true;
 }
 
 void UcxWorker::for_routes(const std::function<void(UcxRoute&)>& step) {
@@ -198,6 +226,7 @@ UcxWorker::Outcome UcxWorker::send_locked(UcxRoute& route, UcxTaskPtr& task) {
   if (route.endpoint_ == nullptr) return Outcome::kFailed;
   const bool is_eager = task->kind != UcxTask::Kind::kSegment;
   task->worker = this;
+  task->route = route.shared_from_this();
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = is_eager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
@@ -205,9 +234,11 @@ UcxWorker::Outcome UcxWorker::send_locked(UcxRoute& route, UcxTaskPtr& task) {
   param.user_data = task.get();
   const void* const data = is_eager ? task->chunk.data() : task->segment.data;
   const std::size_t size = is_eager ? task->chunk.size() : task->segment.size;
-  return started(library_.am_send(route.endpoint_, id_of(task->kind), &task->label, sizeof task->label, data,
-                                  size, &param),
-                 task);
+  const Outcome outcome = started(library_.am_send(route.endpoint_, id_of(task->kind), &task->label,
+                                                   sizeof task->label, data, size, &param),
+                                  task);
+  route.is_connected_ |= outcome == Outcome::kDone;
+  return outcome;
 }
 
 UcxWorker::Outcome UcxWorker::fetch(void* descriptor, UcxTaskPtr& task) {
@@ -267,6 +298,7 @@ void UcxWorker::finish(UcxTask* task, void* request, ucs_status_t status) {
   auto taken = under_way_.extract(task);
   if (taken.empty()) return;
   taken.mapped()->status = status;
+  if (status == UCS_OK && taken.mapped()->route) taken.mapped()->route->is_connected_ = true;
   news_.finished.push_back(std::move(taken.mapped()));
 }
 

@@ -23,12 +23,12 @@ class UcxWorker;
 
 /// The route to one peer's UCX worker, shared by all channels to it. It stays until UCX reports its failure
 /// or the worker ends: UCX pairs the endpoints of two sides by count, so neither side may close one alone.
-class UcxRoute {
+class UcxRoute : public std::enable_shared_from_this<UcxRoute> {
  private:
   friend class UcxWorker;
   UcxWorker* worker_ = nullptr;
   ucp_ep_h endpoint_ = nullptr;  ///< guarded by the worker's lock; null once it failed
-  std::string failure_;          ///< likewise
+  bool is_connected_ = false;    ///< likewise; whether UCX has sent anything
 };
 
 /// An operation of UCX in progress, with the memory that it uses.
@@ -40,6 +40,7 @@ struct UcxTask {
   Segment segment = {};
   Buffer into = {};
   std::shared_ptr<UcxChannel> channel = {};  ///< the sender; null for a fetch
+  std::shared_ptr<UcxRoute> route = {};      ///< likewise; set by UcxWorker
   std::uint64_t link = 0;                    ///< token of the channel
   ucs_status_t status = UCS_OK;
   UcxWorker* worker = nullptr;
@@ -52,7 +53,8 @@ class UcxWorker {
  public:
   /// Throws kUnsupported if UCX has no device that `options` allow.
   UcxWorker(Executor& executor, const UcxOptions& options);
-  /// Closes all routes; no operation uses its memory afterwards.
+  /// Closes all routes; no operation uses its memory afterwards. With UCX 1.13, UCX's worker and the memory of
+  /// its operations are leaked instead while a peer is connecting, or may be: see unpaired().
   ~UcxWorker();
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
@@ -74,6 +76,8 @@ class UcxWorker {
   };
   /// Unless `patient`, never waits for another thread.
   Outcome send(UcxRoute& route, UcxTaskPtr& task, bool patient);
+  /// States that a peer has this worker's address, and may connect to it without a route of this side.
+  void unpaired();
   /// Fetches the data of `descriptor` into the task's memory; consumes the descriptor.
   Outcome fetch(void* descriptor, UcxTaskPtr& task);
   /// Discards the data of `descriptor`.
@@ -116,6 +120,10 @@ class UcxWorker {
   void make_context(const UcxOptions& options);
   void make_worker();
   void tear_down();
+  /// Whether UCX 1.13 would abort in worker_destroy().
+  bool may_be_connecting();
+  /// Gives up ownership of the memory that operations use.
+  void leak_tasks();
   void listen_for(UcxTask::Kind kind, ucp_am_recv_callback_t callback);
   Outcome send_locked(UcxRoute& route, UcxTaskPtr& task) TORCHSPAN_REQUIRES(mutex_);
   Outcome started(ucs_status_ptr_t request, UcxTaskPtr& task) TORCHSPAN_REQUIRES(mutex_);
@@ -141,6 +149,7 @@ class UcxWorker {
   std::vector<ucp_ep_h> to_close_ TORCHSPAN_GUARDED_BY(mutex_);
   std::size_t closing_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< endpoints that are being flushed or closed
   std::size_t arrived_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  bool is_unpaired_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   Events news_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
