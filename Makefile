@@ -20,6 +20,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+.NOTPARALLEL:  # two targets may build in one folder
 .PHONY: demo test check bench fuzz soak survive scale long package tarball docs check-docs format clean help
 MAKEFLAGS += --no-print-directory
 
@@ -139,7 +140,7 @@ docs:
 check-docs:
 	@tools/install-deps build docs
 	@$(call configure,dev)
-	@ninja -C build/dev -j $(JOBS) $$(tools/check-commands --programs)
+	@programs=$$(tools/check-commands --programs) && ninja -C build/dev -j $(JOBS) $$programs
 	@tools/check-docs
 	@tools/check-commands --run
 	@mkdir -p build/docs

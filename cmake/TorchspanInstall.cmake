@@ -3,7 +3,6 @@
 #
 # Components: `command`, `runtime` (libtorchspan.so.0.1, with TORCHSPAN_SHARED), `development`, `documents`.
 # cmake/TorchspanPackage.cmake makes a package of each.
-include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/torchspan)
 
@@ -68,9 +67,19 @@ if(NOT TORCHSPAN_LIBTORCH_PREFIX)
   list(REMOVE_ITEM pc_torch_flags /usr/include)
   list(TRANSFORM pc_torch_flags PREPEND "-isystem ")
   list(JOIN pc_torch_flags " " pc_torch_flags)
-  # Relative to the file, so that an installation can be moved, and `cmake --install --prefix` is right.
-  file(RELATIVE_PATH pc_prefix /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
-  string(REGEX REPLACE "/$" "" pc_prefix ${pc_prefix})
+  set(pc_prefix ${CMAKE_INSTALL_PREFIX})
+  if(NOT IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
+    # Relative to the file, so that an installation can be moved, and `cmake --install --prefix` is right.
+    file(RELATIVE_PATH pc_prefix /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
+    string(REGEX REPLACE "/$" "" pc_prefix "\${pcfiledir}/${pc_prefix}")
+  endif()
+  foreach(kind lib include)
+    string(TOUPPER CMAKE_INSTALL_${kind}DIR folder)
+    set(pc_${kind}dir ${${folder}})
+    if(NOT IS_ABSOLUTE "${${folder}}")
+      string(PREPEND pc_${kind}dir "\${prefix}/")
+    endif()
+  endforeach()
   configure_file(${PROJECT_SOURCE_DIR}/cmake/torchspan.pc.in ${PROJECT_BINARY_DIR}/torchspan.pc @ONLY)
   install(FILES ${PROJECT_BINARY_DIR}/torchspan.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig COMPONENT development)
 endif()

@@ -21,6 +21,15 @@ set(CPACK_COMPONENT_COMMAND_DESCRIPTION "The torchspan command: starts and super
 set(CPACK_DEBIAN_COMMAND_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_COMMAND_PACKAGE_RECOMMENDS "torchspan-doc")
 
+# torchspan-config.cmake accepts no other LibTorch, and static libraries no other ABI of fmt. (Debian's 1.13.1 calls itself
+# 1.13.0, so the patch does not count.)
+string(REGEX MATCH "^([0-9]+)\\.([0-9]+)" libtorch ${TORCHSPAN_LIBTORCH_VERSION})
+math(EXPR next_minor "${CMAKE_MATCH_2} + 1")
+set(this_libtorch "libtorch-dev (>= ${libtorch}), libtorch-dev (<< ${CMAKE_MATCH_1}.${next_minor}~)")
+string(REGEX MATCH "^[0-9]+" fmt_major ${fmt_VERSION})
+math(EXPR next_fmt "${fmt_major} + 1")
+set(this_fmt "libfmt-dev (>= ${fmt_major}), libfmt-dev (<< ${next_fmt}~)")
+
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_NAME libtorchspan-dev)
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_SECTION libdevel)
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_RECOMMENDS "torchspan, torchspan-doc")
@@ -36,12 +45,12 @@ if(TORCHSPAN_SHARED)
   set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS ON)
   set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS_POLICY ">=")
   set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION "Headers, and files for CMake and pkg-config.")
-  set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS "libtorchspan${abi} (= ${PROJECT_VERSION}), libtorch-dev")
+  set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS "libtorchspan${abi} (= ${PROJECT_VERSION}), ${this_libtorch}")
 else()
   # What programs that link the static libraries need.
   set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION "Headers, static libraries, and files for CMake and pkg-config.")
   set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS
-      "libtorch-dev, libssl-dev, libfmt-dev, nlohmann-json3-dev, libxxhash-dev")
+      "${this_libtorch}, libssl-dev, ${this_fmt}, nlohmann-json3-dev, libxxhash-dev")
   if(TORCHSPAN_MPI)
     string(APPEND CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS ", libopenmpi-dev")
   endif()

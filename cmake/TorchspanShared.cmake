@@ -47,7 +47,7 @@ if(NOT TORCHSPAN_SANITIZE)
   target_link_options(torchspan_shared PRIVATE -Wl,-z,defs)
 endif()
 target_include_directories(torchspan_shared PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
-                                                   $<INSTALL_INTERFACE:include>)
+                                                   $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
 target_compile_features(torchspan_shared PUBLIC cxx_std_20)
 target_link_libraries(torchspan_shared PUBLIC torchspan_torch Threads::Threads)
 # By their files: programs on the shared library must not need the CMake packages of these.

@@ -4,10 +4,15 @@ set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+# libtorchspan.so exports by a list, which cannot name hidden symbols (docs/adr/0011).
+if(DEFINED CMAKE_CXX_VISIBILITY_PRESET)
+  set(CMAKE_CXX_VISIBILITY_PRESET default)
+endif()
+set(CMAKE_VISIBILITY_INLINES_HIDDEN OFF)
 set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
 
 find_program(TORCHSPAN_CCACHE ccache)
-if(TORCHSPAN_CCACHE)
+if(TORCHSPAN_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   # ccache caches users of a precompiled header only with these settings; with a base directory, a clone in another
   # folder uses what the first one compiled.
   set(CMAKE_CXX_COMPILER_LAUNCHER

@@ -13,8 +13,8 @@ from conan.errors import ConanInvalidConfiguration
 from conan.tools.cmake import CMake, CMakeToolchain, cmake_layout
 from conan.tools.files import copy, load
 
-SOURCES = ("CMakeLists.txt", "CMakePresets.json", "LICENSE", "README.md", "CHANGELOG.md", "cmake/*", "docs/*", "include/*",
-           "src/*")
+SOURCES = ("CMakeLists.txt", "CMakePresets.json", "LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md", "cmake/*", "docs/*",
+           "include/*", "src/*")
 
 
 class TorchspanRecipe(ConanFile):
@@ -56,6 +56,10 @@ class TorchspanRecipe(ConanFile):
         if libtorch:
             toolchain.cache_variables["CMAKE_PREFIX_PATH"] = libtorch
         toolchain.generate()
+
+    def package_id(self):
+        # A package fits only the LibTorch that it was built with.
+        self.info.conf.define("user.torchspan:libtorch", self.conf.get("user.torchspan:libtorch"))
 
     def build(self):
         cmake = CMake(self)

@@ -211,6 +211,9 @@ def main():
     if missing:
         return skip(f"{', '.join(missing)} are missing (packages iproute2, util-linux)")
     if "HOSTS_TEST_NAMESPACE" not in os.environ:
+        # Containers may forbid mount namespaces; in a chroot, / is no mount point.
+        if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
+            return skip("'unshare -m true' fails here: a container needs --privileged")
         os.environ["HOSTS_TEST_NAMESPACE"] = "private"
         os.execvp("unshare", ["unshare", "-m", sys.executable, "-B", *sys.argv])
     needs = {by_hand: (), torchspan_run: (), torchrun: ("torchrun",), mpirun: ("mpirun",), srun: slurm.PROGRAMS}

@@ -38,6 +38,12 @@ class Sbom(unittest.TestCase):
         self.assertIn("SPDXRef-libstdc--6", linked)
         self.assertEqual(self.sbom(self.program, "--documented").stdout, done.stdout)
 
+    def test_headers_that_are_compiled_in_are_part_of_the_product(self):
+        document = json.loads(self.sbom(self.program, "--headers", "libstdc++-12-dev").stdout)
+        related = {relation["relatedSpdxElement"]: relation for relation in document["relationships"]}
+        relation = related["SPDXRef-libstdc---12-dev"]
+        self.assertEqual((relation["spdxElementId"], relation["relationshipType"]), ("SPDXRef-torchspan", "STATIC_LINK"))
+
     def test_a_package_that_the_documents_lack_is_named(self):
         done = self.sbom(self.program, "--headers", "make", "--documented")
         self.assertNotEqual(done.returncode, 0)

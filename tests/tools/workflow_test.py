@@ -94,7 +94,7 @@ class Workflow(Commands):
             if "container" in job:
                 with self.subTest(job=name):
                     self.assertTrue(job["steps"][0]["run"].startswith(PREPARE))
-                    self.assertIn("--shm-size", job["container"]["options"])
+                    self.assertEqual(job["container"]["options"], "--privileged --shm-size=2g")
                     self.assertIn('git config --global --add safe.directory "$GITHUB_WORKSPACE"', self.commands(job))
 
 
@@ -102,6 +102,7 @@ class OtherEnvironments(Commands):
     def test_the_devcontainer_is_the_workflows_container(self):
         container = json.loads(text_of(".devcontainer/devcontainer.json"))
         self.assertEqual(container["image"], "debian:12")
+        self.assertEqual(container["runArgs"], ["--privileged", "--shm-size=2g"])
         self.assertTrue(container["onCreateCommand"].startswith(PREPARE + " && "))
         for command in container["onCreateCommand"].split(" && ") + [container["postStartCommand"]]:
             self.check(command)

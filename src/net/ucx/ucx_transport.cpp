@@ -245,7 +245,7 @@ void UcxTransport::review(UcxLink& link) {
   const UcxChannel::State state = link.channel->state();
   const std::string peer = link.channel->peer();
   const bool heard_goodbye = link.inbox.goodbye();
-  if (heard_goodbye && !std::exchange(link.said_farewell, true)) say(link, encode(UcxFarewell{}));
+  if (heard_goodbye && !std::exchange(link.said_farewell, true)) link.say(encode(UcxFarewell{}));
   if (heard_goodbye && !state.closing) {
     return end(link, Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer)));
   }

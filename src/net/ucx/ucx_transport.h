@@ -27,6 +27,9 @@ namespace torchspan::net {
 struct UcxLink {
   UcxLink(std::shared_ptr<UcxChannel> its_channel, std::uint64_t its_token, const TransportOptions& options)
       : channel(std::move(its_channel)), token(its_token), inbox(options) {}
+  /// Gives the peer the worker's address.
+  void greet(const UcxWorker& worker);
+  void say(const Bytes& note) const;
 
   const std::shared_ptr<UcxChannel> channel;
   const std::uint64_t token;
@@ -87,14 +90,12 @@ class UcxTransport final : public PolledTransport {
   void dial(UcxRequest& request);
   void wire_accepted(const std::shared_ptr<Channel>& wire);
   void adopt(const LinkPtr& link, std::shared_ptr<Channel> wire);
-  void greet(UcxLink& link);
   void note_arrived(const std::shared_ptr<Channel>& wire, const Message& message);
   void take_note(UcxLink& link, const Message& message);
   /// Makes the route through UCX. The side with the smaller worker address begins: UCX 1.13 sometimes aborts
   /// if both connect at once.
   void introduce(UcxLink& link);
   std::shared_ptr<UcxRoute> route_to(const Bytes& address);
-  void say(UcxLink& link, const Bytes& note);
   void wire_closed(const std::shared_ptr<Channel>& wire, const Error& reason);
   LinkPtr find(const std::shared_ptr<Channel>& wire) const;
 

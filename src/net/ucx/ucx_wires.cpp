@@ -40,7 +40,7 @@ void UcxTransport::wire_accepted(const std::shared_ptr<Channel>& wire) {
   try {
     link->label = draw_label();
     adopt(link, wire);
-    greet(*link);
+    link->greet(worker_);
   } catch (const Error& error) {
     by_wire_.erase(wire.get());
     by_label_.erase(link->label);
@@ -58,10 +58,10 @@ void UcxTransport::adopt(const LinkPtr& link, std::shared_ptr<Channel> wire) {
   links_.emplace(link->token, link);
 }
 
-void UcxTransport::greet(UcxLink& link) {
-  const UcxLibrary& library = worker_.library();
-  link.wire->send(encode(UcxGreeting{library.major, library.minor, link.label, worker_.address()}), {});
-  link.greeted = true;
+void UcxLink::greet(const UcxWorker& worker) {
+  const UcxLibrary& library = worker.library();
+  wire->send(encode(UcxGreeting{library.major, library.minor, label, worker.address()}), {});
+  greeted = true;
 }
 
 UcxTransport::LinkPtr UcxTransport::find(const std::shared_ptr<Channel>& wire) const {
@@ -81,7 +81,7 @@ void UcxTransport::take_note(UcxLink& link, const Message& message) {
     check_ucx_versions(*greeting, {library.major, library.minor, 0, {}}, peer);
     link.greeting = *greeting;
     // A dialer learns first to whom it gives its address, so that it knows whose connections to expect.
-    if (link.dialed) greet(link);
+    if (link.dialed) link.greet(worker_);
     return introduce(link);
   }
   if (std::holds_alternative<UcxGreeting>(note) || !link.channel->state().closing) {
@@ -120,9 +120,9 @@ std::shared_ptr<UcxRoute> UcxTransport::route_to(const Bytes& address) {
   return routes_.emplace(address, worker_.open_route(address)).first->second;
 }
 
-void UcxTransport::say(UcxLink& link, const Bytes& note) {
+void UcxLink::say(const Bytes& note) const {
   try {
-    link.wire->send(note, {});
+    wire->send(note, {});
   } catch (const Error&) {
     // The wire has ended, and reports that itself.
   }

@@ -1,6 +1,5 @@
 #include "net/ucx/ucx_worker.h"
 
-#include <algorithm>
 #include <cstring>
 #include <fmt/format.h>
 #include <optional>
@@ -33,6 +32,16 @@ std::string advice(const UcxOptions& options) {
   }
   return "'ucx_info -d' lists the devices. On a network that only the job's workers can reach, "
          "UcxOptions::network = UcxNetwork::kIsolated lets UCX use TCP; otherwise use the tls transport";
+}
+
+/// Gives up ownership of the memory that operations use.
+void leak(std::unordered_map<const UcxTask*, UcxTaskPtr>& tasks) {
+  for (auto& [key, task] : tasks) {
+    task->channel.reset();
+    task->route.reset();
+    static_cast<void>(task.release());
+  }
+  tasks.clear();
 }
 
 /// A network device may take a second after it was enabled until it counts as running.
@@ -128,41 +137,23 @@ UcxWorker::~UcxWorker() { tear_down(); }
 void UcxWorker::tear_down() {
   if (worker_ != nullptr) {
     // UCX 1.13 aborts when an endpoint is closed before its part of connecting was sent.
-    for_routes([this](UcxRoute& route) TORCHSPAN_UNCHECKED { flush(route.endpoint_); });
+    for_routes([this](UcxRoute& route) TORCHSPAN_UNCHECKED { end(route.endpoint_, Ending::kFlush); });
     settle(kPatienceWithPeers, [this]() TORCHSPAN_UNCHECKED { return closing_ == 0; });
-    const bool leak = may_be_connecting();
+    bool connecting = is_unpaired_;
+    for_routes([&](UcxRoute& route) TORCHSPAN_UNCHECKED { connecting |= !route.is_connected_; });
+    const bool leaks = connecting && !library_.can_destroy_while_connecting();
     for_routes([&](UcxRoute& route) TORCHSPAN_UNCHECKED {
-      if (route.is_connected_ || !leak) close(std::exchange(route.endpoint_, nullptr));
+      if (route.is_connected_ || !leaks) end(std::exchange(route.endpoint_, nullptr), Ending::kClose);
     });
-    settle(leak ? kCalm : kPatienceAtEnd,
+    settle(leaks ? kCalm : kPatienceAtEnd,
            [this]() TORCHSPAN_UNCHECKED { return under_way_.empty() && closing_ == 0; });
-    if (leak) return leak_tasks();
+    if (leaks) {
+      MutexLock lock(mutex_);
+      return leak(under_way_);
+    }
     library_.worker_destroy(worker_);
   }
   if (context_ != nullptr) library_.cleanup(context_);
-}
-
-bool UcxWorker::may_be_connecting() {
-  if (library_.can_destroy_while_connecting()) return false;
-  MutexLock lock(mutex_);
-  return is_unpaired_ || std::ranges::any_of(routes_, [](const auto& route) {
-           return route->endpoint_ != nullptr && !route->is_connected_;
-         });
-}
-
-void UcxWorker::leak_tasks() {
-  MutexLock lock(mutex_);
-  for (auto& [key, task] : under_way_) {
-    task->channel.reset();
-    task->route.reset();
-    static_cast<void>(task.release());
-  }
-  under_way_.clear();
-}
-
-void UcxWorker::unpaired() {
-  MutexLock lock(mutex_);
-  is_unpaired_ = true;
 }
 
 void UcxWorker::for_routes(const std::function<void(UcxRoute&)>& step) {
@@ -373,25 +364,22 @@ ucs_status_t UcxWorker::segment_arrived(void* worker, const void* header, std::s
 }
 
 void UcxWorker::close_failed() {
-  for (ucp_ep_h endpoint : std::exchange(to_close_, {})) close(endpoint);
+  for (ucp_ep_h endpoint : std::exchange(to_close_, {})) end(endpoint, Ending::kClose);
 }
 
-void UcxWorker::close(ucp_ep_h endpoint) {
-  ucp_request_param_t param{};
-  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
-  param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-  param.cb.send = closed;
-  param.user_data = this;
-  const ucs_status_ptr_t request = library_.ep_close(endpoint, &param);
-  if (request != nullptr && !UCS_PTR_IS_ERR(request)) ++closing_;
-}
-
-void UcxWorker::flush(ucp_ep_h endpoint) {
+void UcxWorker::end(ucp_ep_h endpoint, Ending ending) {
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.send = closed;
   param.user_data = this;
-  const ucs_status_ptr_t request = library_.ep_flush(endpoint, &param);
+  ucs_status_ptr_t request = nullptr;
+  if (ending == Ending::kFlush) {
+    request = library_.ep_flush(endpoint, &param);
+  } else {
+    param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    request = library_.ep_close(endpoint, &param);
+  }
   if (request != nullptr && !UCS_PTR_IS_ERR(request)) ++closing_;
 }
 

@@ -1,4 +1,5 @@
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -77,7 +78,7 @@ class UcxWorker {
   /// Unless `patient`, never waits for another thread.
   Outcome send(UcxRoute& route, UcxTaskPtr& task, bool patient);
   /// States that a peer has this worker's address, and may connect to it without a route of this side.
-  void unpaired();
+  void unpaired() { is_unpaired_ = true; }
   /// Fetches the data of `descriptor` into the task's memory; consumes the descriptor.
   Outcome fetch(void* descriptor, UcxTaskPtr& task);
   /// Discards the data of `descriptor`.
@@ -120,17 +121,13 @@ class UcxWorker {
   void make_context(const UcxOptions& options);
   void make_worker();
   void tear_down();
-  /// Whether UCX 1.13 would abort in worker_destroy().
-  bool may_be_connecting();
-  /// Gives up ownership of the memory that operations use.
-  void leak_tasks();
   void listen_for(UcxTask::Kind kind, ucp_am_recv_callback_t callback);
   Outcome send_locked(UcxRoute& route, UcxTaskPtr& task) TORCHSPAN_REQUIRES(mutex_);
   Outcome started(ucs_status_ptr_t request, UcxTaskPtr& task) TORCHSPAN_REQUIRES(mutex_);
   void finish(UcxTask* task, void* request, ucs_status_t status) TORCHSPAN_REQUIRES(mutex_);
   void close_failed() TORCHSPAN_REQUIRES(mutex_);
-  void close(ucp_ep_h endpoint) TORCHSPAN_REQUIRES(mutex_);
-  void flush(ucp_ep_h endpoint) TORCHSPAN_REQUIRES(mutex_);
+  enum class Ending : std::uint8_t { kFlush, kClose };
+  void end(ucp_ep_h endpoint, Ending ending) TORCHSPAN_REQUIRES(mutex_);
   /// For the open routes, under the lock.
   void for_routes(const std::function<void(UcxRoute&)>& step);
   /// Lets UCX work, and drops all news, until it has nothing to do and `done` returns true; calls `done`
@@ -149,7 +146,7 @@ class UcxWorker {
   std::vector<ucp_ep_h> to_close_ TORCHSPAN_GUARDED_BY(mutex_);
   std::size_t closing_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  ///< endpoints that are being flushed or closed
   std::size_t arrived_bytes_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
-  bool is_unpaired_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::atomic<bool> is_unpaired_ = false;
   Events news_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
