@@ -80,7 +80,7 @@ function(torchspan_test name)
   # UCX's patches of memory functions run before the sanitizer knows the thread.
   set(sanitized "")
   if(TORCHSPAN_SANITIZE)
-    set(sanitized ";UCX_MEM_EVENTS=n")
+    set(sanitized ";UCX_MEM_EVENTS=n;LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/cmake/leaks.txt")
   endif()
   set(environment "OMP_NUM_THREADS=1;TORCHSPAN_BIN_DIR=${PROJECT_BINARY_DIR}/bin${sanitized}")
   # COST: tests that may take long start first.

@@ -36,6 +36,12 @@ bool PendingCopies::complete() {
   return true;
 }
 
+void PendingCopies::wait() {
+  for (const Mark& mark : marks_) mark.synchronize();
+  marks_.clear();
+  host_.clear();
+}
+
 /// Of several copies on one stream, the last mark counts.
 void PendingCopies::mark(const c10::Stream& stream, const EventPoolPtr& events) {
   std::vector<Mark> others;

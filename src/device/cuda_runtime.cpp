@@ -10,6 +10,7 @@
 #include <optional>
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <torchspan/core/error.h>
@@ -56,6 +57,16 @@ std::optional<std::size_t> allocation_size(void* memory) {
   return static_cast<std::size_t>(base + size - address);
 }
 
+/// The memory that LibTorch's allocator keeps and does not use.
+std::size_t unused_by_libtorch(c10::Device device) {
+  try {
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
+    return static_cast<std::size_t>(stats.reserved_bytes[0].current - stats.allocated_bytes[0].current);
+  } catch (const std::exception&) {  // it has not been used on this device
+    return 0;
+  }
+}
+
 class CudaRuntime final : public DeviceRuntime {
  public:
   c10::DeviceType type() const override { return c10::kCUDA; }
@@ -76,8 +87,16 @@ class CudaRuntime final : public DeviceRuntime {
   std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes) const override {
     const c10::DeviceGuard guard(device);
     void* memory = nullptr;
-    const std::size_t blocks = (bytes + kBlockBytes - 1) / kBlockBytes;
-    check(cudaMalloc(&memory, blocks * kBlockBytes), device, "cudaMalloc");
+    const std::size_t size = (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+    cudaError_t result = cudaMalloc(&memory, size);
+    if (result == cudaErrorMemoryAllocation) {
+      static_cast<void>(cudaGetLastError());
+      if (unused_by_libtorch(device) >= size) {
+        c10::cuda::CUDACachingAllocator::emptyCache();
+        result = cudaMalloc(&memory, size);
+      }
+    }
+    check(result, device, "cudaMalloc");
     return {static_cast<std::byte*>(memory),
             [device](std::byte* data) { release_on(device, [data] { return cudaFree(data); }); }};
   }

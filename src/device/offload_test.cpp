@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <memory>
 #include <optional>
 #include <random>
 #include <vector>
@@ -80,6 +81,23 @@ TEST_F(Offloads, FreeTheDevicesMemory) {
     EXPECT_LE(alive, 2) << "after tensor " << i;
   }
   EXPECT_GE(device_.host_waits(), 2u) << "the allocator reuses memory when its copy is known to be complete";
+}
+
+TEST_F(Offloads, WaitForTheFirstPendingCopyOnly) {
+  device_.reset(/*polls=*/1000);
+  Offloader offloader;
+  std::vector<at::Tensor> tensors{on_device(0), on_device(1), on_device(2)};
+  std::vector<OffloadedTensor> away;
+  std::vector<Mark> computed;
+  for (at::Tensor& tensor : tensors) {
+    tensor.add_(1);
+    computed.emplace_back(current_stream(stand_in(0)), std::make_shared<EventPool>());
+    away.push_back(offloader.offload(std::move(tensor)));
+  }
+  EXPECT_EQ(device_.host_waits(), 4u) << "one besides those for the tensors' way to the device";
+  EXPECT_TRUE(computed[0].reached());
+  EXPECT_FALSE(computed[1].reached()) << "the second copy was waited for";
+  EXPECT_FALSE(device_.query({0, 0})) << "all work of the caller's stream was waited for";
 }
 
 TEST_F(Offloads, DoNotWaitOnTheHostForTensorsThatComeBackSoon) {

@@ -55,6 +55,18 @@ c10::Stream stream_from_pool(c10::Device device, bool high_priority) {
   return guard_of(device).getStreamFromGlobalPool(device, high_priority);
 }
 
+/// Like all that the driver does with an event, its end needs its device as the thread's current one: LibTorch restores
+/// the device from before, for which CUDA would make a context.
+EventPool::~EventPool() {
+  for (auto& [device, event] : free_) {
+    try {
+      const c10::DeviceGuard guard(device);
+      event.reset();
+    } catch (const std::exception&) {  // a device that has failed
+    }
+  }
+}
+
 std::unique_ptr<c10::Event> EventPool::take(c10::Device device) {
   {
     MutexLock lock(mutex_);
@@ -96,10 +108,19 @@ bool Mark::reached() const {
   return event_->query();
 }
 
+void Mark::synchronize() const {
+  const c10::DeviceGuard guard(stream_.device());
+  if (event_->query()) return;
+  try {
+    compat::synchronize(*event_);
+  } catch (const std::exception&) {  // not every backend can wait for an event
+    stream_.synchronize();
+  }
+}
+
 void Mark::wait() const noexcept {
   try {
-    const c10::DeviceGuard guard(stream_.device());
-    if (!event_->query()) stream_.synchronize();
+    synchronize();
   } catch (const std::exception&) {  // a device that has failed runs nothing any more
   }
 }

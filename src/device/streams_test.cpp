@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <memory>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
@@ -82,6 +83,35 @@ TEST_F(DeviceStreams, MarksOrderOtherStreamsAndTellWhetherTheyAreReached) {
   EXPECT_EQ(device_.events_made() - made, 1);
 }
 
+/// CUDA would make a context on the current device of the thread, which is device 0 here.
+TEST_F(DeviceStreams, UseEventsOnTheirDevicesOnly) {
+  const c10::Stream earlier = stream_from_pool(stand_in(1)), later = stream_from_pool(stand_in(1));
+  order_after(later, earlier);
+  {
+    const Mark mark(earlier, std::make_shared<EventPool>());
+    mark.hold_back(later);
+    mark.hold_back(stream_from_pool(stand_in(0)));
+    mark.wait();
+  }
+  EXPECT_EQ(device_.stray_event_calls(), 0u);
+}
+
+TEST_F(DeviceStreams, AWaitForAMarkEndsBeforeLaterWorkOfItsStream) {
+  device_.reset(/*polls=*/1000);
+  const at::Tensor x = on_device(1);
+  const Mark mark(current_stream(stand_in(0)), std::make_shared<EventPool>());
+  x.add_(1);
+  const std::size_t waits = device_.host_waits();
+  mark.wait();
+  EXPECT_EQ(device_.host_waits(), waits) << "the copy to the device was waited for already";
+  const Mark second(current_stream(stand_in(0)), std::make_shared<EventPool>());
+  x.add_(1);
+  second.wait();
+  EXPECT_EQ(device_.host_waits(), waits + 1);
+  EXPECT_TRUE(second.reached());
+  EXPECT_FALSE(device_.query({0, 0})) << "later work was waited for";
+}
+
 TEST_F(DeviceStreams, CopiesToTheHostHaveTheValuesOfTheMoment) {
   CopyStreams streams;
   for (const std::int64_t elements : {8, 1 << 15}) {
@@ -110,6 +140,19 @@ TEST_F(DeviceStreams, CopiesThatAreDroppedAreWaitedFor) {
     static_cast<void>(streams.to_host(on_device(4, 1 << 15), copies));
   }
   EXPECT_THAT(device_.take_races(), IsEmpty());  // the host memory lived until the copy had run
+}
+
+TEST_F(DeviceStreams, WaitingForCopiesOfAFailedDeviceThrows) {
+  device_.reset(/*polls=*/1);
+  CopyStreams streams;
+  PendingCopies copies, others;
+  const at::Tensor host = streams.to_host(on_device(4), copies);
+  copies.wait();
+  EXPECT_TRUE(at::equal(host, at::full({8}, 4.0, at::kDouble)));
+  const at::Tensor never = streams.to_host(on_device(5), others);
+  device_.fail();
+  EXPECT_THROW(others.wait(), std::runtime_error);
+  device_.reset();
 }
 
 TEST_F(DeviceStreams, CopiesToADeviceDoNotWaitForItsOtherWork) {

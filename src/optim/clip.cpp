@@ -9,14 +9,21 @@
 #include <torchspan/optim/optimizer.h>
 
 #include "device/api/half.h"
+#include "device/api/numbers.h"
 
 namespace torchspan::optim {
 namespace {
 
-double norm_of(const at::Tensor& gradient, double type) {
-  const at::Tensor values = gradient.is_sparse() ? gradient.coalesce()._values() : gradient;
-  if (values.numel() == 0) return 0;
-  return at::linalg_vector_norm(device::widened(values), type).item<double>();
+/// The norms of the gradients that are defined and have elements.
+std::vector<double> norms_of(const std::vector<at::Tensor>& gradients, double type) {
+  std::vector<at::Tensor> norms;
+  for (const at::Tensor& gradient : gradients) {
+    if (!gradient.defined()) continue;
+    const at::Tensor values = gradient.is_sparse() ? gradient.coalesce()._values() : gradient;
+    if (values.numel() == 0) continue;
+    norms.push_back(at::linalg_vector_norm(device::widened(values), type));
+  }
+  return device::read_numbers(norms);
 }
 
 }  // namespace
@@ -28,9 +35,7 @@ double gradient_norm(const std::vector<at::Tensor>& gradients, double norm_type)
   }
   at::NoGradGuard no_grad;
   double total = 0;
-  for (const at::Tensor& gradient : gradients) {
-    if (!gradient.defined()) continue;
-    const double norm = norm_of(gradient, norm_type);
+  for (const double norm : norms_of(gradients, norm_type)) {
     if (std::isnan(norm)) return norm;
     total = std::isinf(norm_type) ? std::max(total, norm) : total + std::pow(norm, norm_type);
   }

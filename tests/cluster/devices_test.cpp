@@ -1,6 +1,7 @@
 // Device maps, streams and autocast over real processes: layers on devices of two workers train as in one
 // process, and the devices see no access that nothing orders.
 #include <algorithm>
+#include <cmath>
 
 #include <c10/core/StreamGuard.h>
 #include <torch/torch.h>
@@ -153,6 +154,45 @@ void train_pipelines() {
       train_pipeline(options, session);
     }
   }
+  session.shutdown();
+  require_order();
+}
+
+/// Trains one batch of four micro-batches under 1F1B: each forward of the last stage is followed by its backward. The
+/// host waits for no device between them, and once for the norms of all gradients.
+void read_losses_and_norms_once() {
+  StandInStreams::get().reset(/*polls=*/10);
+  Session session(WorkerOptions::from_env());
+  const c10::Device here = test_device(static_cast<int>(session.rank()) % test_device_count());
+  pipeline::Layers layers;
+  for (std::int64_t layer = 0; layer < 3; ++layer) layers.add<Stage>(here, layer);
+  pipeline::PipelineOptions options;
+  options.balance = {2, 1};
+  options.micro_batches = 4;
+  options.checkpoint = pipeline::ActivationCheckpoint::kNever;
+  options.schedule = pipeline::Schedule::k1F1B;
+  pipeline::Pipeline pipe(session.worker(), layers, options);
+  std::size_t at_loss = 0, waits = 0;
+  int backwards = 0;
+  const auto loss = [&](const at::Tensor& output, const at::Tensor& target) {
+    const at::Tensor value = pipeline_loss(output, target);
+    output.register_hook([&](const at::Tensor&) {
+      ++backwards;
+      waits += StandInStreams::get().host_waits() - at_loss;
+    });
+    at_loss = StandInStreams::get().host_waits();
+    return value;
+  };
+  const double got = pipe.train_step(start_of(100).to(here), start_of(200), loss);
+  at::Tensor x = start_of(100);
+  for (std::int64_t layer = 0; layer < 3; ++layer) x = at::matmul(x, start_of(layer)).tanh();
+  const double wanted = pipeline_loss(x, start_of(200)).item<double>();
+  require(std::abs(got - wanted) < 1e-12, "the loss is " + std::to_string(got));
+  require(backwards == (session.rank() == 1 ? 4 : 0), std::to_string(backwards) + " backwards");
+  require(waits == 0, "the host waited " + std::to_string(waits) + " times before the backwards");
+  const std::size_t before = StandInStreams::get().host_waits();
+  pipe.clip_grad_norm(1e9);
+  require(StandInStreams::get().host_waits() <= before + 1, "the host waited for each gradient's norm");
   session.shutdown();
   require_order();
 }
@@ -398,6 +438,12 @@ TEST(ClusterDevices, PipelinesWithStagesOnDevicesComputeTheGradientsOfOneProcess
   expect_all_end_well(world);
 }
 
+TEST(ClusterDevices, PipelinesReadLossesAndNormsOfGradientsOnce) {
+  ProcessWorld world(2);
+  world.start_all("read_losses_and_norms_once");
+  expect_all_end_well(world);
+}
+
 TEST(ClusterDevices, OffloadedActivationsLeaveTheDevicesAndComeBack) {
   ProcessWorld world(2);
   world.start_all("offload_activations");
@@ -432,11 +478,13 @@ TEST(ClusterDevices, ASessionRefusesAMapOfADeviceThatItLacks) {
 }  // namespace torchspan
 
 int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"train", torchspan::train},
-                                           {"train_pipelines", torchspan::train_pipelines},
-                                           {"offload_activations", torchspan::offload_activations},
-                                           {"train_tied", torchspan::train_tied},
-                                           {"train_replicas", torchspan::train_replicas},
-                                           {"compute_under_autocast", torchspan::compute_under_autocast}});
+  return torchspan::testing::cluster_main(
+      argc, argv,
+      {{"train", torchspan::train},
+       {"train_pipelines", torchspan::train_pipelines},
+       {"read_losses_and_norms_once", torchspan::read_losses_and_norms_once},
+       {"offload_activations", torchspan::offload_activations},
+       {"train_tied", torchspan::train_tied},
+       {"train_replicas", torchspan::train_replicas},
+       {"compute_under_autocast", torchspan::compute_under_autocast}});
 }

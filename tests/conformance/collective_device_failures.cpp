@@ -291,6 +291,22 @@ TEST(DeviceGroups, ReportAnErrorOfNcclToAllRanks) {
                          HasSubstr("unhandled system error"))));
 }
 
+/// CUDA would make a context on the current device of each thread, which is device 0 here.
+TEST(DeviceGroups, UseEventsOnTheirDeviceOnly) {
+  for (const BackendKind kind : {BackendKind::kNccl, BackendKind::kCudaIpc}) {
+    StandInStreams::get().reset();
+    EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                  GroupOptions options = on_device(kind);
+                  options.device = stand_in(1);
+                  const Group group = make_with(self, options, stand_in_services(kind));
+                  const at::Tensor sum = group.all_reduce(at::ones({3}).to(stand_in(1))).wait();
+                  EXPECT_TRUE(at::equal(sum.cpu(), at::full({3}, 2.0F)));
+                }),
+                Each("nothing was thrown"));
+    EXPECT_EQ(StandInStreams::get().stray_event_calls(), 0u);
+  }
+}
+
 /// The operation is launched, so wait() has succeeded; whoever takes the result later gets the failure.
 TEST(DeviceGroups, FailTheResultsOfADeviceThatDoesNotFinish) {
   const SlowDevice slow;

@@ -5,6 +5,7 @@
 #include <torchspan/detail/device/streams.h>
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/extension.h>
+#include <torchspan/optim/grad_scaler.h>
 
 #include "tests/parity/autograd_world.h"
 #include "tests/support/test_device.h"
@@ -173,6 +174,33 @@ TEST_P(AutogradStreams, GradientsAreReadyForWhoeverReadsThem) {
     expect_equal(here.cpu(), h.grad() * 2);
     expect_equal(there.cpu(), w.grad() * 2);
   });
+}
+
+/// The norms of all gradients are read together.
+TEST(GradientsOnDevices, AreWaitedForOncePerDeviceByNormsAndChecks) {
+  if (const auto missing = TestDevices::missing(2, /*needs_stand_ins=*/true); !missing.empty())
+    GTEST_SKIP() << missing;
+  StandInStreams& streams = StandInStreams::get();
+  Tensors there, here;
+  for (int i = 0; i < 6; ++i) {
+    there.push_back(weights(i).to(test_device(i % 2)).requires_grad_());
+    there.back().mutable_grad() = weights(10 + i).to(test_device(i % 2));
+    here.push_back(weights(i).requires_grad_());
+    here.back().mutable_grad() = weights(10 + i);
+  }
+  streams.reset();
+  EXPECT_EQ(optim::clip_grad_norm(there, 0.5), optim::clip_grad_norm(here, 0.5));
+  EXPECT_EQ(streams.host_waits(), 2u);
+
+  optim::Optimizer optimizer(there, SGD{.lr = 0.1});
+  optim::GradScaler scaler;
+  streams.reset();
+  scaler.unscale_(optimizer);
+  EXPECT_EQ(streams.host_waits(), 2u);
+  for (std::size_t i = 0; i < there.size(); ++i)
+    expect_equal(there[i].grad().cpu() * scaler.get_scale(), here[i].grad());
+  EXPECT_THAT(streams.take_races(), IsEmpty());
+  streams.reset();
 }
 
 }  // namespace

@@ -88,6 +88,20 @@ TEST_F(RpcDeviceMemory, ArgumentsResultsAndFetchedValuesGoThroughIt) {
   });
 }
 
+TEST_F(RpcDeviceMemory, IsTriedAgainSomeTimeAfterALackOfIt) {
+  const auto runtime = std::make_shared<StandInRuntime>();
+  on_first(world_with(16 << 20, runtime), [&](Worker& worker) {
+    runtime->run_out_of_memory(2);  // one allocation of each worker
+    for (int i = 0; i < 50; ++i) {
+      expect_all(worker.rpc_sync(1, kTwice, on_device(i)), 2.0 * i);
+      nap(worker, std::chrono::milliseconds(1));
+    }
+    EXPECT_EQ(sent(worker), 0);
+    nap(worker, std::chrono::minutes(6));
+    connect(worker);
+  });
+}
+
 TEST_F(RpcDeviceMemory, TensorsKeepTheirTypeShapeAndValues) {
   on_first(world(), [](Worker& worker) {
     connect(worker);

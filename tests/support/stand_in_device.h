@@ -77,21 +77,26 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    expect_current(stream.device_index());
     *event = StandInStreams::get().record(static_cast<DeviceEvent*>(*event), lane_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
+    expect_current(stream.device_index());
     if (event != nullptr) StandInStreams::get().block(*static_cast<DeviceEvent*>(event), lane_of(stream));
   }
   bool queryEvent(void* event) const override {
     return event == nullptr || StandInStreams::get().query(*static_cast<DeviceEvent*>(event));
   }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+  void destroyEvent(void* event, c10::DeviceIndex device) const noexcept override {
+    expect_current(device);
     delete static_cast<DeviceEvent*>(event);
   }
-#ifdef TORCHSPAN_STAND_IN_IS_ACCELERATOR
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 6)
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) StandInStreams::get().synchronize(*static_cast<DeviceEvent*>(event));
   }
+#endif
+#ifdef TORCHSPAN_STAND_IN_IS_ACCELERATOR
   void synchronizeDevice(c10::DeviceIndex device) const override {
     StandInStreams::get().synchronize_device(device);
   }
@@ -103,6 +108,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
+  static void expect_current(c10::DeviceIndex device) {
+    if (device_of_thread() != device) StandInStreams::get().count_stray_event_call();
+  }
   static c10::DeviceIndex& device_of_thread() {
     thread_local c10::DeviceIndex the_device = 0;
     return the_device;

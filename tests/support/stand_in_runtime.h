@@ -39,7 +39,13 @@ class StandInRuntime final : public device::DeviceRuntime {
     if (shared_) return device.str();
     return device.str() + " of process " + std::to_string(getpid()) + ", " + std::to_string(next_++);
   }
+  /// The next `times` allocations fail for lack of memory.
+  void run_out_of_memory(int times) { failing_.store(times); }
   std::shared_ptr<std::byte> allocate(c10::Device, std::size_t bytes) const override {
+    if (failing_.load() > 0) {
+      failing_.fetch_sub(1);
+      throw Error(ErrorKind::kOverloaded, "a stand-in device has no memory left");
+    }
     const std::string name =
         "/torchspan-stand-in-" + std::to_string(getpid()) + "-" + std::to_string(next_++);
     const int file = shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
@@ -94,6 +100,7 @@ class StandInRuntime final : public device::DeviceRuntime {
 
   const bool shared_;
   const std::string refusal_;
+  mutable std::atomic<int> failing_{0};
   mutable Mutex mutex_;
   mutable std::map<const std::byte*, std::string> names_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of allocations
   inline static std::atomic<int> next_{0};

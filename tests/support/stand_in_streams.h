@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -150,7 +151,14 @@ class StandInStreams {
     clocks_.complete_device(-1);
     races_.clear();
     host_waits_ = 0;
+    stray_event_calls_ = 0;
     polls_ = polls;
+    failed_ = false;
+  }
+  /// The host's queries and waits throw until reset(), as those of a device that has failed.
+  void fail() {
+    MutexLock lock(mutex_);
+    failed_ = true;
   }
   /// Ends all work, as the driver does before it unmaps memory. Does not count as a wait.
   void finish() {
@@ -165,6 +173,16 @@ class StandInStreams {
   std::size_t host_waits() const {
     MutexLock lock(mutex_);
     return host_waits_;
+  }
+  /// How often an event was recorded, waited for by a stream or destroyed on a thread whose current device was another
+  /// one, since reset(). LibTorch restores that device, for which CUDA makes a context.
+  std::size_t stray_event_calls() const {
+    MutexLock lock(mutex_);
+    return stray_event_calls_;
+  }
+  void count_stray_event_call() {
+    MutexLock lock(mutex_);
+    ++stray_event_calls_;
   }
   /// How many events were created in this process.
   std::size_t events_made() const {
@@ -192,6 +210,7 @@ class StandInStreams {
   }
   bool query(DeviceEvent& event) {
     MutexLock lock(mutex_);
+    check_works();
     if (clocks_.is_complete(event.clock)) return true;
     if (event.polls-- > 0) return false;
     clocks_.complete(event.clock);
@@ -199,21 +218,25 @@ class StandInStreams {
   }
   bool query(Lane lane) {
     MutexLock lock(mutex_);
+    check_works();
     return clocks_.is_complete(clocks_.at(lane).clock);
   }
   /// The host waits.
   void synchronize(const DeviceEvent& event) {
     MutexLock lock(mutex_);
+    check_works();
     ++host_waits_;
     clocks_.complete(event.clock);
   }
   void synchronize(Lane lane) {
     MutexLock lock(mutex_);
+    check_works();
     ++host_waits_;
     clocks_.complete(clocks_.at(lane).clock);
   }
   void synchronize_device(int device) {
     MutexLock lock(mutex_);
+    check_works();
     ++host_waits_;
     clocks_.complete_device(device);
   }
@@ -240,13 +263,19 @@ class StandInStreams {
  private:
   friend class DeviceOperation;
 
+  void check_works() const TORCHSPAN_REQUIRES(mutex_) {
+    if (failed_) throw std::runtime_error("the stand-in device has failed");
+  }
+
   mutable Mutex mutex_;  // held while an operation runs
   StreamClocks clocks_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<std::string> races_ TORCHSPAN_GUARDED_BY(mutex_);
   std::size_t host_waits_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::size_t stray_event_calls_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::size_t events_made_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::int64_t last_stream_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   int polls_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  bool failed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
 };
 
 /// One operation of a stream; nothing else runs on the devices while it lives. Do not free device memory

@@ -5,11 +5,11 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <torchspan/core/future.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/device/streams.h>
 
 namespace torchspan::collective {
 
@@ -34,8 +34,7 @@ class EventGate final : public ValueGate, public std::enable_shared_from_this<Ev
   EventGate(const c10::Stream& stream, std::vector<at::Tensor> values, Gates earlier);
   void throw_if_failed() const;
 
-  const c10::Device device_;
-  c10::Event event_;
+  const device::Mark mark_;
   const std::vector<at::Tensor> values_;
   const Gates earlier_;
   mutable Mutex mutex_;

@@ -62,7 +62,8 @@ Error lost_member(const std::string& peer, const std::string& how) {
                       how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how))};
 }
 
-/// Runs continuations under a stream of their own, so that they do not delay the streams of callers.
+/// Runs continuations under a stream of their own, so that they do not delay the streams of callers. Also keeps events
+/// of that device for reuse.
 class DeviceQueue::Host final : public GroupHost {
  public:
   Host(std::shared_ptr<Runtime> runtime, c10::Stream stream)
@@ -73,19 +74,25 @@ class DeviceQueue::Host final : public GroupHost {
       job();
     });
   }
+  const device::EventPoolPtr& events() const { return events_; }
 
  private:
   const c10::Stream stream_;
+  const device::EventPoolPtr events_ = std::make_shared<device::EventPool>();
 };
 
 struct DeviceQueue::Job {
-  Job(std::unique_ptr<DeviceOperation> operation, const c10::Stream& caller)
-      : operation(std::move(operation)), caller(caller), ready(caller.device_type()) {
-    ready.record(caller);
+  Job(std::unique_ptr<DeviceOperation> operation, const c10::Stream& caller, device::EventPoolPtr events)
+      : operation(std::move(operation)), caller(caller), events(std::move(events)) {
+    mark_ready();
   }
+  /// What the group's stream must wait for: the work of the caller's stream so far.
+  void mark_ready() { ready.emplace(caller, events); }
+
   std::unique_ptr<DeviceOperation> operation;
   const c10::Stream caller;
-  c10::Event ready;  ///< on the caller's stream, at the call
+  const device::EventPoolPtr events;
+  std::optional<device::Mark> ready;
   std::vector<at::Tensor> tensors;
   std::uint64_t number = 0;
   at::Tensor announcement;
@@ -186,7 +193,8 @@ void DeviceQueue::fail(Job& job, const Error& cause) {
 
 void DeviceQueue::submit(std::unique_ptr<DeviceOperation> operation, const std::vector<at::Tensor>& tensors,
                          UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done) {
-  auto job = std::make_unique<Job>(std::move(operation), device::current_stream(options_.device));
+  auto job =
+      std::make_unique<Job>(std::move(operation), device::current_stream(options_.device), host_->events());
   job->tensors = tensors;
   job->done = std::move(done);
   std::unique_ptr<Job> refused;
@@ -242,11 +250,11 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
       const c10::StreamGuard guard(job->caller);
       if (job->operation->prepare) {
         job->operation->prepare(numbers);
-        job->ready.record(job->caller);  // memory that was reused may still be in use before this
+        job->mark_ready();  // memory that was reused may still be in use before this
       }
     }
     const c10::StreamGuard guard(stream_);
-    job->ready.block(stream_);
+    job->ready->hold_back(stream_);
     job->operation->launch();
     gate = EventGate::record(stream_,
                              job->operation->values ? job->operation->values() : std::vector<at::Tensor>());

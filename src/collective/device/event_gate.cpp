@@ -1,20 +1,13 @@
 #include "collective/api/event_gate.h"
 
 #include <ATen/core/ivalue.h>
-#include <c10/core/DeviceGuard.h>
-
-#include <torchspan/detail/device/streams.h>
 
 namespace torchspan::collective {
 
 EventGate::EventGate(const c10::Stream& stream, std::vector<at::Tensor> values, Gates earlier)
-    : device_(stream.device()),
-      event_(stream.device_type()),
+    : mark_(stream, std::make_shared<device::EventPool>()),
       values_(std::move(values)),
-      earlier_(std::move(earlier)) {
-  const c10::DeviceGuard guard(device_);
-  event_.record(stream);
-}
+      earlier_(std::move(earlier)) {}
 
 std::shared_ptr<EventGate> EventGate::record(const c10::Stream& stream, std::vector<at::Tensor> values,
                                              Gates earlier) {
@@ -30,20 +23,18 @@ void EventGate::throw_if_failed() const {
 void EventGate::pass() const {
   for (const auto& gate : earlier_) gate->pass();
   throw_if_failed();
-  const c10::DeviceGuard guard(device_);
-  const c10::Stream stream = device::current_stream(device_);
-  event_.block(stream);
+  const c10::Stream stream = device::current_stream(mark_.stream().device());
+  mark_.hold_back(stream);
   for (const at::Tensor& value : values_) device::keep_memory_for(value, stream);
 }
 
 std::shared_ptr<const ValueGate> EventGate::renew() const {
-  return record(device::current_stream(device_), {}, {shared_from_this()});
+  return record(device::current_stream(mark_.stream().device()), {}, {shared_from_this()});
 }
 
 bool EventGate::done() const {
   throw_if_failed();
-  const c10::DeviceGuard guard(device_);
-  bool finished = event_.query();
+  bool finished = mark_.reached();
   for (const auto& gate : earlier_) finished = gate->done() && finished;
   if (!finished) return false;
   MutexLock lock(mutex_);

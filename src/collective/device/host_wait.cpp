@@ -1,6 +1,6 @@
 #include "collective/device/host_wait.h"
 
-#include <c10/core/Event.h>
+#include <torchspan/detail/device/streams.h>
 
 namespace torchspan::collective {
 namespace {
@@ -13,12 +13,11 @@ constexpr Duration kSleep = std::chrono::microseconds(50);
 
 void wait_on_host(const c10::Stream& stream, Executor& executor, Duration timeout,
                   const std::function<void(Duration)>& check, const std::function<Error()>& late) {
-  c10::Event event(stream.device_type());
-  event.record(stream);
+  const device::Mark end(stream, std::make_shared<device::EventPool>());
   const TimePoint began = executor.now();
   const Deadline deadline = executor.deadline_in(timeout);
   std::unique_ptr<Parker> parker;
-  while (!event.query()) {
+  while (!end.reached()) {
     const TimePoint now = executor.now();
     check(now - began);
     if (deadline.passed(now)) throw late();

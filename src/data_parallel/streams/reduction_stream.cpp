@@ -40,15 +40,14 @@ void ProducerStreams::add(const c10::Stream& stream) {
 }
 
 void ProducerStreams::record() {
-  for (const c10::Stream& stream : streams_) {
-    events_.emplace_back(stream.device_type());
-    events_.back().record(stream);
-  }
+  if (streams_.empty()) return;
+  const auto events = std::make_shared<device::EventPool>();
+  for (const c10::Stream& stream : streams_) marks_.emplace_back(stream, events);
 }
 
 void ProducerStreams::wait() const {
-  for (const c10::Event& event : events_) event.block(device::current_stream(event.device()));
-  if (!events_.empty()) return;
+  for (const device::Mark& mark : marks_) mark.hold_back(device::current_stream(mark.stream().device()));
+  if (!marks_.empty()) return;
   for (const c10::Stream& stream : streams_) {
     device::order_after(device::current_stream(stream.device()), stream);
   }

@@ -5,7 +5,6 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
@@ -69,7 +68,7 @@ class ProducerStreams {
 
  private:
   std::vector<c10::Stream> streams_;
-  std::vector<c10::Event> events_;
+  std::vector<device::Mark> marks_;
 };
 
 }  // namespace torchspan::data_parallel

@@ -4,6 +4,8 @@
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "device/api/torch_version.h"
 
@@ -18,6 +20,19 @@ inline const at::SparseTensorImpl& sparse_impl(const at::Tensor& tensor) {
 /// The same for CSR, CSC, BSR and BSC.
 inline const at::SparseCsrTensorImpl& compressed_impl(const at::Tensor& tensor) {
   return *static_cast<const at::SparseCsrTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
+
+/// Waits on the host until the device has reached what `event` recorded. In older versions, which cannot wait for an
+/// event, a stream of LibTorch's pool waits for it, and the host for that stream.
+inline void synchronize(const c10::Event& event) {
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 6)
+  event.synchronize();
+#else
+  const c10::Stream waiting =
+      c10::impl::VirtualGuardImpl(event.device_type()).getStreamFromGlobalPool(event.device());
+  event.block(waiting);
+  waiting.synchronize();
+#endif
 }
 
 }  // namespace torchspan::device::compat

@@ -23,7 +23,8 @@ class DeviceRuntime {
   virtual void* native_stream(const c10::Stream& stream) const = 0;
   /// Names the physical device: equal for two ranks if and only if they share it.
   virtual std::string identity(c10::Device device) const = 0;
-  /// Memory outside of LibTorch's allocator that other processes may map. The last copy of the pointer frees it.
+  /// Memory outside of LibTorch's allocator that other processes may map. The last copy of the pointer frees it. If the
+  /// device has no room, LibTorch's allocator first returns what it does not use.
   virtual std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes) const = 0;
   /// A handle by which another process of this host maps all of an allocation.
   virtual Bytes export_memory(const std::byte* allocation) const = 0;

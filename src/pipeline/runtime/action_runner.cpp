@@ -45,7 +45,7 @@ void ActionRunner::run_forward(int range, int micro_batch) {
   }
   state_.record.pass_began();
   std::map<int, Activation> activation = pass.forward(std::move(loss));
-  if (with_loss) state_.loss += share * pass.loss();
+  if (with_loss) state_.own_loss.add(share, pass.take_loss());
   for (auto& [link, load] : activation) {
     if (link != kOutside) {
       state_.passes.deliver(link, micro_batch, std::move(load));

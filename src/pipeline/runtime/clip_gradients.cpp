@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "device/api/half.h"
+#include "device/api/numbers.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -26,14 +27,17 @@ bool counts_elsewhere(const LocalPipeline& local, const at::Tensor& parameter) {
 
 /// The sum of the powers of this worker's gradients; for an infinite type, their largest absolute value.
 double own_share(const LocalPipeline& local, const std::vector<at::Tensor>& parameters, double norm_type) {
-  double share = 0;
+  std::vector<at::Tensor> norms;
   for (const at::Tensor& parameter : parameters) {
     at::Tensor gradient = parameter.grad();
     if (!gradient.defined() || gradient.numel() == 0 || counts_elsewhere(local, parameter)) continue;
     if (gradient.is_sparse()) gradient = gradient.coalesce()._values();
     // In float at least: a norm of half-precision gradients exceeds their range.
     gradient = device::widened(gradient.detach());
-    const double norm = gradient.norm(norm_type).item<double>();
+    norms.push_back(gradient.norm(norm_type));
+  }
+  double share = 0;
+  for (const double norm : device::read_numbers(norms)) {
     if (std::isnan(norm)) return norm;
     share = std::isinf(norm_type) ? std::max(share, norm) : share + std::pow(norm, norm_type);
   }

@@ -147,7 +147,7 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
   } catch (...) {
     runner_.fail_range("forward");
   }
-  if (outputs.loss.defined()) loss_value_ = outputs.loss.detach().item<double>();
+  if (outputs.loss.defined()) loss_value_ = outputs.loss.detach();
   std::map<int, Activation> activation = activation_of(outputs);
   for (const auto& [link, load] : activation) {
     if (load.wants_any() && !(link == kOutside && loss_)) ++missing_.gradients;

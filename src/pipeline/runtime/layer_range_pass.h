@@ -3,6 +3,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -31,8 +32,8 @@ class LayerRangePass {
   /// Error that names the layer and the micro-batch.
   std::map<int, Activation> forward(std::optional<MicroBatchLoss> loss);
   bool forward_done() const { return forward_done_; }
-  /// The loss of the forward.
-  double loss() const { return loss_value_; }
+  /// The loss of the forward, without a graph; once.
+  at::Tensor take_loss() { return std::move(loss_value_); }
 
   void put_gradients(int link, std::vector<at::Tensor> gradients);
   /// Whether the forward is done and all gradients that its outputs need have arrived.
@@ -80,7 +81,7 @@ class LayerRangePass {
   bool forward_done_ = false;
   bool recomputed_ = false;
   bool needs_backward_ = false;
-  double loss_value_ = 0;
+  at::Tensor loss_value_;
   std::optional<MicroBatchLoss> loss_;
   std::map<int, Activation> inputs_;                  ///< by link
   std::map<int, std::vector<at::Tensor>> gradients_;  ///< of the outputs, by link

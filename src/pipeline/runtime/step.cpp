@@ -158,7 +158,7 @@ void Step::accept(StepEvent& event) {
 }
 
 void Step::meet() {
-  const PartDone mine = state_.record.part(state_.loss);
+  const PartDone mine = state_.record.part(state_.own_loss.read());
   const bool first = local_.me == local_.first_worker();
   if (first) {
     closing_.add(mine);

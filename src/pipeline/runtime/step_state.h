@@ -6,6 +6,7 @@
 #include "pipeline/runtime/cache_state.h"
 #include "pipeline/runtime/step_exchange.h"
 #include "pipeline/runtime/step_input.h"
+#include "pipeline/runtime/step_loss.h"
 #include "pipeline/runtime/step_output.h"
 #include "pipeline/runtime/step_passes.h"
 #include "pipeline/runtime/step_record.h"
@@ -48,7 +49,8 @@ struct StepState {
   StepOutput output;
   StepRecord record;
   StepExchange exchange;
-  double loss = 0;  ///< of this worker's part; after the end, of the whole step
+  StepLoss own_loss;  ///< of this worker's part
+  double loss = 0;    ///< of the whole step, after its end
 };
 
 }  // namespace torchspan::pipeline

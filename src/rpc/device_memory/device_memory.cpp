@@ -10,6 +10,8 @@ namespace {
 constexpr Duration kOfferTimeout = std::chrono::seconds(30);
 constexpr Duration kReturnPause = std::chrono::milliseconds(100);
 constexpr Duration kEndedPause = std::chrono::seconds(1);
+/// How long tensors go through host memory after a lack of device memory. An attempt empties LibTorch's allocator.
+constexpr Duration kNoMemoryPause = std::chrono::minutes(5);
 
 /// Whether both ends of a channel are on this host.
 bool stays_on_host(const net::Channel& channel) {
@@ -126,7 +128,15 @@ void DeviceMemory::send_offer(PeerId to, OfferDeviceMemory offer) {
 void DeviceMemory::offer_answered(PeerId by, const OfferDeviceMemory& offer, const OfferAnswer& answer) {
   std::string failure;
   auto next = outgoing_.answered(by, offer.route, answer, failure);
-  if (!failure.empty()) {
+  if (outgoing_.lacks_memory(by, offer.route)) {
+    state_.runtime.log.warning(
+        fmt::format("tensors on {} of worker '{}' (rank {}) go to worker '{}' (rank {}) through host memory "
+                    "for {:.0f} s, because the device has too little memory: {}; leave more of it free, or "
+                    "lower WorkerOptions::device_staging_bytes",
+                    offer.from, state_.self.name, state_.self.rank, state_.peers.name(by.rank), by.rank,
+                    to_seconds(kNoMemoryPause), failure));
+    begin_again_later(by, offer.route);
+  } else if (!failure.empty()) {
     state_.runtime.log.warning(fmt::format(
         "tensors on {} of worker '{}' (rank {}) go to worker '{}' (rank {}) through host memory, because "
         "the two processes cannot share memory of that device: {}; run them in one container and without an "
@@ -137,6 +147,14 @@ void DeviceMemory::offer_answered(PeerId by, const OfferDeviceMemory& offer, con
                                          offer.from, state_.peers.name(by.rank), answer.reason));
   }
   if (next) send_offer(by, std::move(*next));
+}
+
+void DeviceMemory::begin_again_later(PeerId to, std::uint32_t route) {
+  const auto agent = agent_.lock();
+  if (!agent || agent->is_stopping()) return;
+  agent->after(kNoMemoryPause, [weak = weak_from_this(), to, route] {
+    if (const auto self = weak.lock()) self->outgoing_.lost(to, route);
+  });
 }
 
 /// Runs on the pool.

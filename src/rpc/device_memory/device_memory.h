@@ -47,6 +47,7 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
 
   void send_offer(PeerId to, OfferDeviceMemory offer);
   void offer_answered(PeerId by, const OfferDeviceMemory& offer, const OfferAnswer& answer);
+  void begin_again_later(PeerId to, std::uint32_t route);
   void give_back(PeerId to, std::uint32_t route, std::uint64_t lease);
   void send_returns(const std::shared_ptr<Endpoint>& agent);
   void return_failed(PeerId to, ReleaseDeviceMemory release);

@@ -158,6 +158,19 @@ TEST_F(OutgoingMemoryTest, BeginsAgainAfterALostOffer) {
   EXPECT_NE(share().tensor, nullptr);
 }
 
+TEST_F(OutgoingMemoryTest, BeginsAgainAfterALackOfMemory) {
+  runtime_->run_out_of_memory(1);
+  const std::uint32_t route = share().offer->route;
+  EXPECT_FALSE(memory_.answered(kPeer, route, {OfferOutcome::kAccepted, {}}, failure_));
+  EXPECT_THAT(failure_, HasSubstr("no memory left"));
+  EXPECT_TRUE(memory_.lacks_memory(kPeer, route));
+  EXPECT_FALSE(share().offer) << "it does not try again with every tensor";
+  memory_.lost(kPeer, route);  // some time later
+  EXPECT_FALSE(memory_.lacks_memory(kPeer, route));
+  accept();
+  EXPECT_NE(share().tensor, nullptr);
+}
+
 TEST_F(OutgoingMemoryTest, TakesAnswersAndReturnsFromThePeerOfTheRouteOnly) {
   const OfferDeviceMemory offer = accept();
   memory_.answered(kOther, offer.route, {OfferOutcome::kFailed, "a lie"}, failure_);

@@ -86,23 +86,31 @@ std::optional<OfferDeviceMemory> OutgoingMemory::allocate(PeerId by, std::uint32
                                                           OfferDeviceMemory offer, c10::Device here,
                                                           std::string& failure) {
   std::shared_ptr<LentArea> area;
+  State refused = State::kRefused;
   try {
     const std::shared_ptr<std::byte> memory = runtime_->allocate(here, bytes_);
     const Bytes handle = runtime_->export_memory(memory.get());
     offer.handle.assign(reinterpret_cast<const char*>(handle.data()), handle.size());
     area = std::make_shared<LentArea>(memory, bytes_);
   } catch (...) {
+    if (to_error(std::current_exception()).kind() == ErrorKind::kOverloaded) refused = State::kNoMemory;
     failure = torchspan::describe(std::current_exception()).text;
   }
   MutexLock lock(mutex_);
   Route* route = find(by, number);
   if (route == nullptr) return std::nullopt;
   if (!area) {
-    route->state = State::kRefused;
+    route->state = refused;
     return std::nullopt;
   }
   route->area = std::move(area);
   return offer;
+}
+
+bool OutgoingMemory::lacks_memory(PeerId to, std::uint32_t number) {
+  MutexLock lock(mutex_);
+  const Route* route = find(to, number);
+  return route != nullptr && route->state == State::kNoMemory;
 }
 
 void OutgoingMemory::lost(PeerId to, std::uint32_t number) {

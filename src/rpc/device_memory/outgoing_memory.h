@@ -35,6 +35,8 @@ class OutgoingMemory {
   /// is set to why tensors of this route go through host memory, if this should be logged.
   std::optional<OfferDeviceMemory> answered(PeerId by, std::uint32_t route, const OfferAnswer& answer,
                                             std::string& failure);
+  /// Whether this worker had no device memory for the route. lost() allows another attempt.
+  bool lacks_memory(PeerId to, std::uint32_t route);
   /// The offer was lost: the next tensor begins again.
   void lost(PeerId to, std::uint32_t route);
   /// Throws Error{kInvalid} for memory that the peer never got.
@@ -53,7 +55,7 @@ class OutgoingMemory {
     std::string here, there;
     friend auto operator<=>(const Key&, const Key&) = default;
   };
-  enum class State { kAsking, kOffering, kReady, kRefused };
+  enum class State { kAsking, kOffering, kReady, kRefused, kNoMemory };
   struct Route {
     Key key;
     c10::Device here;

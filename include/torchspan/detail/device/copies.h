@@ -20,8 +20,10 @@ class PendingCopies {
   PendingCopies(PendingCopies&&) noexcept = default;
   PendingCopies& operator=(PendingCopies&& other) noexcept;
 
-  /// Whether the copies are complete. Does not wait.
+  /// Whether the copies are complete. Does not wait. Throws if a device has failed.
   bool complete();
+  /// Waits until the copies are complete. Throws if a device has failed; their memory then has arbitrary contents.
+  void wait();
 
  private:
   friend class CopyStreams;

@@ -29,6 +29,11 @@ c10::Stream stream_from_pool(c10::Device device, bool high_priority = false);
 /// Events for reuse, because creating one calls the driver. Thread-safe.
 class EventPool {
  public:
+  EventPool() = default;
+  ~EventPool();
+  EventPool(const EventPool&) = delete;
+  EventPool& operator=(const EventPool&) = delete;
+
   std::unique_ptr<c10::Event> take(c10::Device device);
   void give(c10::Device device, std::unique_ptr<c10::Event> event);
 
@@ -52,7 +57,9 @@ class Mark {
   void hold_back(const c10::Stream& later) const;
   /// Whether the device has reached the mark. Does not wait. Throws if the device has failed.
   bool reached() const;
-  /// Waits on the host until the device has reached the mark, or has failed.
+  /// Waits on the host until the device has reached the mark. Throws if the device has failed.
+  void synchronize() const;
+  /// The same, but returns if the device has failed.
   void wait() const noexcept;
 
  private:

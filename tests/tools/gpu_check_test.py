@@ -1,0 +1,121 @@
+"""What tools/gpu-check reports of its steps; scripts stand for the tools and the built programs."""
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "gpu-check"
+PYTHON = """#!/bin/sh
+case "$2" in
+*cmake_prefix_path*) echo /prefix ;;
+*) echo 2.0 ;;
+esac
+"""
+TESTS = ("device_suites", "engine_test", "data_parallel_test", "collective_conformance_test", "cluster_devices_test",
+         "cluster_device_memory_test", "cluster_device_training_test")
+DEMO = """#!/bin/sh
+echo 'trained on 25600 images in 5.1 s: 5000 images/s'
+"""
+FIGURES = """#!/bin/sh
+echo 'calls/add_64B   10.0 us   0.20 of torch-rpc-cpp/calls/add_64B (goal 0.30)'
+echo 'calls/one_way/64MiB  not measured against torch-rpc-cpp/calls/one_way/64MiB'
+"""
+
+
+class GpuCheck(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        self.logs = self.root / "build" / "gpu"
+        for path in ("tools", "docs", "path", "build/gpu/tree/bin"):
+            (self.root / path).mkdir(parents=True)
+        shutil.copy(TOOL, self.root / "tools" / "gpu-check")
+        for path in ("README.md", "docs/gpu.md"):
+            (self.root / path).write_text("text\n")
+        for tool in ("g++", "cmake", "ninja"):
+            self.script(f"path/{tool}")
+        self.script("path/python3", PYTHON)
+        for test in TESTS:
+            self.program(test, '#!/bin/sh\necho "$OMP_NUM_THREADS thread, $*"\n')
+        self.program("torchspan", DEMO)
+        self.program("bench_gpu", FIGURES)
+
+    def script(self, path, text="#!/bin/sh\n"):
+        file = self.root / path
+        file.write_text(text)
+        file.chmod(0o755)
+
+    def program(self, name, text):
+        self.script(f"build/gpu/tree/bin/{name}", text)
+
+    def start(self, *arguments):
+        environment = {**os.environ, "PATH": f"{self.root / 'path'}:{os.environ['PATH']}"}
+        environment.pop("OMP_NUM_THREADS", None)
+        return subprocess.Popen([self.root / "tools" / "gpu-check", "--without-gpu", *arguments], env=environment,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def run_tool(self, *arguments):
+        process = self.start(*arguments)
+        output, _ = process.communicate(timeout=120)
+        return process.returncode, output
+
+    def table(self, output):
+        """The results by step: the last lines, after the line of the machine."""
+        lines = output.split("\n\n")[-1].splitlines()[1:]
+        return {line[:34].strip(): line[34:].strip() for line in lines}
+
+    def test_steps_have_one_thread_and_a_row_each(self):
+        code, output = self.run_tool()
+        self.assertEqual(code, 0, output)
+        table = self.table(output)
+        for name in (*TESTS, "configure", "build", "data_parallel", "pipeline", "figures"):
+            self.assertTrue(table[name].startswith("ok "), output)
+        self.assertEqual(table["demo on cpu against CPU"], "1.00 (5000 and 5000 images/s)")
+        self.assertIn("(goal 0.30)", output.split("\n\n")[-1])
+        self.assertIn("not measured against", output.split("\n\n")[-1])
+        for test in TESTS:
+            log = (self.logs / f"{test}.log").read_text()
+            self.assertTrue(log.startswith("1 thread, "), log)
+            everything = "--gtest_filter=* " in log
+            self.assertEqual(everything, test != "collective_conformance_test", log)
+
+    def test_a_step_that_fails_and_a_demo_without_figures_make_the_run_fail(self):
+        self.program("engine_test", "#!/bin/sh\nexit 3\n")
+        code, output = self.run_tool()
+        self.assertEqual((code, self.table(output)["engine_test"].startswith("failed (3)")), (1, True), output)
+        self.program("engine_test", "#!/bin/sh\n")
+        self.program("torchspan", "#!/bin/sh\n")
+        code, output = self.run_tool()
+        self.assertEqual((code, self.table(output)["demo on cpu against CPU"]), (1, "not measured"), output)
+
+    def test_steps_without_time_are_skipped(self):
+        self.script("path/ninja", "#!/bin/sh\nsleep 20\n")
+        code, output = self.run_tool("--limit", "34")
+        table = self.table(output)
+        self.assertEqual((code, table["build"].startswith("ok ")), (1, True), output)
+        for name in (*TESTS, "model_parallel", "pipeline", "figures"):
+            self.assertTrue(table[name].startswith("skipped: no time"), output)
+
+    def test_a_signal_ends_the_step_and_prints_the_table(self):
+        self.script("path/ninja", "#!/bin/sh\nexec sleep 100\n")
+        process = self.start()
+        while not (self.logs / "build.log").exists():
+            self.assertIsNone(process.poll())
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        self.assertEqual((process.returncode, self.table(output)["build"].startswith("stopped")), (143, True), output)
+
+    def test_wrong_limits_are_named(self):
+        for limit in ("0", "soon", ""):
+            code, output = self.run_tool("--limit", limit)
+            self.assertEqual((code, "--limit needs a number of seconds" in output), (1, True), output)
+
+
+if __name__ == "__main__":
+    unittest.main()
