@@ -111,7 +111,7 @@ void measure(const std::string& folder) {
   bench.add("checkpoint/verify/1GiB/memcpy", 2,
             [&] {
               const std::string newest = directory.path_of(directory.committed().front().name);
-              checkpoint::verify_data(newest, checkpoint::open_manifest(disk, newest));
+              checkpoint::verify_data(disk, newest, checkpoint::open_manifest(disk, newest));
             },
             {.peer = "checkpoint/limit/memcpy/1GiB"});
   bench.run(bench::rounds_or(5));

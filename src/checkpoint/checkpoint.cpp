@@ -45,7 +45,9 @@ std::vector<std::string> Checkpoint::list(const std::string& directory) {
 std::int64_t Checkpoint::step() const { return content_->reader.step(); }
 int Checkpoint::world_size() const { return content_->reader.manifest().world_size; }
 std::optional<double> Checkpoint::metric() const { return content_->reader.manifest().metric; }
-void Checkpoint::verify() const { checkpoint::verify_data(folder_, content_->reader.manifest()); }
+void Checkpoint::verify() const {
+  checkpoint::verify_data(checkpoint::Disk(), folder_, content_->reader.manifest());
+}
 
 std::vector<std::string> Checkpoint::names() const {
   content_->reader.set_prefix("");

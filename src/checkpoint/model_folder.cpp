@@ -1,5 +1,8 @@
+#include <algorithm>
 #include <filesystem>
 #include <fmt/format.h>
+#include <set>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -38,19 +41,88 @@ FileContent content_of(const NamedTensors& tensors) {
   }
   sort_for_alignment(content.entries);
   for (const HeaderEntry& entry : content.entries) {
-    content.tensors.push_back(tensors.at(entry.name).detach().cpu().contiguous());
+    content.tensors.push_back(
+        tensors.at(entry.name).detach().resolve_conj().resolve_neg().cpu().contiguous());
     content.bytes += content.tensors.back().nbytes();
   }
   return content;
 }
 
+/// Writes the file under a temporary name; publish_file() gives it its name.
 void write_content(const Disk& disk, const std::string& path, const FileContent& content,
                    const Metadata& metadata) {
   std::vector<BytesView> data;
   for (const at::Tensor& tensor : content.tensors)
     data.push_back(tensor.numel() == 0 ? BytesView() : bytes_of(tensor));
   write_tensor_file(disk, path + ".partial", content.entries, data, metadata);
-  disk.rename(path + ".partial", path);
+}
+
+void publish_file(const Disk& disk, const std::string& path) { disk.rename(path + ".partial", path); }
+
+/// "model-00001-of-00002.safetensors".
+std::string numbered_name(std::size_t number, std::size_t count) {
+  return fmt::format("model-{:05}-of-{:05}.safetensors", number, count);
+}
+
+bool is_numbered_name(std::string_view name) {
+  constexpr std::string_view kPattern = "model-#####-of-#####.safetensors";
+  return std::ranges::equal(name, kPattern, [](char letter, char wanted) {
+    return wanted == '#' ? letter >= '0' && letter <= '9' : letter == wanted;
+  });
+}
+
+/// Removes the temporary files unless all files were written.
+class Unpublished {
+ public:
+  explicit Unpublished(const std::string& folder) : folder_(folder) {}
+  ~Unpublished() {
+    for (const std::string& name : names_) {
+      std::error_code ignored;
+      std::filesystem::remove(folder_ + "/" + name + ".partial", ignored);
+    }
+  }
+  Unpublished(const Unpublished&) = delete;
+  Unpublished& operator=(const Unpublished&) = delete;
+  void add(const std::string& name) { names_.insert(name); }
+  /// All are written.
+  std::set<std::string> take() { return std::exchange(names_, {}); }
+
+ private:
+  const std::string& folder_;
+  std::set<std::string> names_;
+};
+
+/// The parameters and buffers of a module, divided into files.
+std::vector<NamedTensors> divide(const torch::nn::Module& module, std::uint64_t max_file_bytes) {
+  std::vector<ModuleTensor> all;
+  append_module_tensors(all, module, "");
+  std::vector<NamedTensors> files(1);
+  std::uint64_t bytes = 0;
+  for (const ModuleTensor& entry : all) {
+    if (bytes > 0 && bytes + entry.tensor.nbytes() > max_file_bytes) {
+      files.emplace_back();
+      bytes = 0;
+    }
+    files.back().emplace(entry.names.front(), entry.tensor);
+    bytes += entry.tensor.nbytes();
+  }
+  return files;
+}
+
+/// Gives the written files their names. Until all of them have theirs, the folder has neither an index nor, if there
+/// are several files, a single one: readers find no model rather than parts of two. Also removes the files of an
+/// earlier model.
+void publish_model(const Disk& disk, const std::string& folder, const std::set<std::string>& names,
+                   const TensorIndex& index) {
+  const bool single = names.size() == 1;
+  disk.remove(folder + "/" + kIndexFile);
+  if (!single) disk.remove(folder + "/" + kSingleFile);
+  disk.sync_folder(folder);
+  for (const std::string& name : names) publish_file(disk, folder + "/" + name);
+  if (!single) disk.replace_file(folder + "/" + kIndexFile, encode_index(index));
+  for (const std::string& name : disk.list(folder)) {
+    if (is_numbered_name(name) && !names.contains(name)) disk.remove(folder + "/" + name);
+  }
 }
 
 void add_file(Manifest& manifest, const std::string& folder, const std::string& name,
@@ -99,34 +171,19 @@ FolderReader open_model(const std::string& path) {
 
 void save_model(const torch::nn::Module& module, const std::string& folder, SaveModelOptions options) {
   const Disk disk;
-  std::vector<ModuleTensor> all;
-  append_module_tensors(all, module, "");
-  std::vector<NamedTensors> files(1);
-  std::uint64_t bytes = 0;
-  for (const ModuleTensor& entry : all) {
-    if (bytes > 0 && bytes + entry.tensor.nbytes() > options.max_file_bytes) {
-      files.emplace_back();
-      bytes = 0;
-    }
-    files.back().emplace(entry.names.front(), entry.tensor);
-    bytes += entry.tensor.nbytes();
-  }
+  const std::vector<NamedTensors> files = divide(module, options.max_file_bytes);
   disk.make_folder(folder);
+  Unpublished written(folder);
   TensorIndex index;
   for (std::size_t i = 0; i < files.size(); ++i) {
-    const std::string name = files.size() == 1
-                                 ? kSingleFile
-                                 : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, files.size());
+    const std::string name = files.size() == 1 ? kSingleFile : numbered_name(i + 1, files.size());
+    written.add(name);
     const FileContent content = content_of(files[i]);
     write_content(disk, folder + "/" + name, content, options.metadata);
     index.total_bytes += content.bytes;
     for (const auto& [tensor, value] : files[i]) index.files[tensor] = name;
   }
-  if (files.size() > 1) {
-    disk.replace_file(folder + "/" + kIndexFile, encode_index(index));
-  } else {
-    disk.remove(folder + "/" + kIndexFile);
-  }
+  publish_model(disk, folder, written.take(), index);
 }
 
 void load_model(torch::nn::Module& module, const std::string& path, LoadModelOptions options) {
@@ -146,7 +203,9 @@ void load_model(torch::nn::Module& module, const std::string& path, LoadModelOpt
 }
 
 void save_safetensors(const std::string& file, const NamedTensors& tensors, const Metadata& metadata) {
-  write_content(Disk(), file, content_of(tensors), metadata);
+  const Disk disk;
+  write_content(disk, file, content_of(tensors), metadata);
+  publish_file(disk, file);
 }
 
 NamedTensors load_safetensors(const std::string& path) {

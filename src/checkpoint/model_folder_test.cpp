@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/_neg_view.h>
 #include <torch/nn.h>
 
 #include <torchspan/checkpoint.h>
@@ -45,6 +46,59 @@ TEST(ModelFolder, LoadsByNameWhatWasSavedInOneFileOrSeveral) {
     EXPECT_EQ(std::filesystem::exists(folder.path() + "/model.safetensors"), limit > 100);
     EXPECT_EQ(load_safetensors(folder.path()).size(), 9u);
   }
+}
+
+std::vector<std::string> names_in(const std::string& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder))
+    names.push_back(entry.path().filename());
+  return names;
+}
+
+TEST(ModelFolder, HasNothingOfTheModelThatWasSavedThereBefore) {
+  const TemporaryFolder folder;
+  // One file, many, fewer, and one again.
+  for (const std::uint64_t limit : std::vector<std::uint64_t>{1 << 30, 1, 150, 1 << 30}) {
+    const auto saved = model();
+    save_model(*saved, folder.path(), {.max_file_bytes = limit});
+    auto loaded = model();
+    load_model(*loaded, folder.path());
+    expect_same(*saved, *loaded);
+    const TemporaryFolder fresh;
+    save_model(*saved, fresh.path(), {.max_file_bytes = limit});
+    EXPECT_THAT(names_in(folder.path()), ::testing::UnorderedElementsAreArray(names_in(fresh.path())));
+  }
+}
+
+TEST(ModelFolder, HasNoModelRatherThanPartsOfTwoIfAFileCannotBeReplaced) {
+  const TemporaryFolder folder;
+  const SaveModelOptions options{.max_file_bytes = 1};
+  save_model(*model(), folder.path(), options);
+  const std::string second = folder.path() + "/model-00002-of-00009.safetensors";
+  std::filesystem::rename(second, folder.path() + "/old");
+  std::filesystem::create_directory(second);  // in the way
+  EXPECT_THAT(invalid_text([&] { save_model(*model(), folder.path(), options); }), HasSubstr(second));
+  std::filesystem::remove(second);
+  std::filesystem::rename(folder.path() + "/old", second);
+  auto loaded = model();
+  EXPECT_THAT(invalid_text([&] { load_model(*loaded, folder.path()); }), HasSubstr("is neither"));
+}
+
+TEST(ModelFolder, HasTheValuesOfConjugatedTensorsAndRestoresIntoThem) {
+  const TemporaryFolder folder;
+  const at::Tensor values = at::randn({5}, at::kComplexFloat), negative = at::imag(values.conj());
+  ASSERT_TRUE(values.conj().is_conj() && negative.is_neg());
+  save_safetensors(folder.path() + "/x.safetensors", {{"c", values.conj()}, {"n", negative}});
+  const NamedTensors read = load_safetensors(folder.path() + "/x.safetensors");
+  EXPECT_TRUE(read.at("c").equal(values.conj().resolve_conj()));
+  EXPECT_TRUE(read.at("n").equal(negative.resolve_neg()));
+  torch::nn::Module holder;
+  const at::Tensor memory = at::zeros({5}, at::kComplexFloat);
+  holder.register_buffer("c", memory.conj());
+  holder.register_buffer("n", at::_neg_view(at::zeros({5})));
+  load_model(holder, folder.path() + "/x.safetensors");
+  EXPECT_TRUE(memory.equal(values));
+  EXPECT_TRUE(holder.named_buffers()["n"].resolve_neg().equal(negative.resolve_neg()));
 }
 
 TEST(ModelFolder, NamesWhatDoesNotFit) {

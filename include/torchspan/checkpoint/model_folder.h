@@ -22,8 +22,8 @@ struct SaveModelOptions {
 };
 
 /// Writes parameters and buffers as the Hugging Face libraries do: "model.safetensors", or numbered files and
-/// "model.safetensors.index.json". A tensor with several names is written under the first one. Each file is
-/// replaced at once. Not collective: call it on one rank.
+/// "model.safetensors.index.json". A tensor with several names is written under the first one. Replaces a model that
+/// the folder has: a reader finds the old model, none, or the new one. Not collective: call it on one rank.
 void save_model(const torch::nn::Module& module, const std::string& folder, SaveModelOptions options = {});
 
 struct LoadModelOptions {

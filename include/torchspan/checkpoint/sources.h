@@ -35,7 +35,7 @@ namespace pipeline {
 class Pipeline;
 }
 
-/// Adapters from the objects of a program to StateSource. All but modules are held by reference.
+/// Adapters from the objects of a program to StateSource. Those that take a reference hold it.
 namespace checkpoint {
 
 using SourcePtr = std::unique_ptr<StateSource>;
@@ -54,9 +54,14 @@ SourcePtr torch_schedule_source(torch::optim::LRScheduler& schedule);
 SourcePtr distributed_optimizer_source(optim::DistributedOptimizer& optimizer);
 /// A module or tensor on another worker, which writes and reads it.
 SourcePtr remote_source(RemoteValue value);
+/// The value that the variable refers to at each save() and restore().
+SourcePtr rref_source(const RRefBase& variable);
 /// "lr" and "parameter.<index>.<entry>".
 SourcePtr functional_source(optim::FunctionalOptimizer& optimizer);
+/// This tensor, which restoring changes in place.
 SourcePtr tensor_source(at::Tensor tensor);
+/// The tensor that the variable has at each save() and restore().
+SourcePtr tensor_variable_source(at::Tensor& variable);
 SourcePtr value_source(std::function<Value()> get, std::function<void(const Value&)> set);
 SourcePtr state_dict_source(std::function<optim::StateDict()> get,
                             std::function<void(const optim::StateDict&)> set);
@@ -108,7 +113,7 @@ SourcePtr source_of(T& object) {
   if constexpr (detail::ProvidesSource<T>) {
     return object.state_source();
   } else if constexpr (std::is_same_v<T, at::Tensor>) {
-    return tensor_source(object);
+    return tensor_variable_source(object);
   } else if constexpr (detail::ModuleHolder<T>) {
     return module_source(object.ptr());
   } else if constexpr (std::is_convertible_v<T&, std::shared_ptr<torch::nn::Module>>) {
@@ -116,7 +121,7 @@ SourcePtr source_of(T& object) {
   } else if constexpr (std::is_same_v<T, pipeline::Pipeline>) {
     return pipeline_source(object);
   } else if constexpr (std::is_base_of_v<RRefBase, T>) {
-    return remote_source(object.state());
+    return rref_source(object);
   } else if constexpr (std::is_same_v<T, optim::DistributedOptimizer>) {
     return distributed_optimizer_source(object);
   } else if constexpr (detail::WrapsModule<T>) {

@@ -118,6 +118,9 @@ class StateSource {
   virtual void save(StateWriter& writer) const = 0;
   /// Restores the state. Should check everything before it changes anything.
   virtual void load(const StateReader& reader) = 0;
+  /// Whether load() takes all tensors under the object's name for its own. No other object may then have a name that
+  /// begins with this one and a dot.
+  virtual bool owns_names() const { return true; }
 };
 
 }  // namespace torchspan::checkpoint

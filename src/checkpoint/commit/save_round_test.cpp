@@ -86,7 +86,7 @@ std::int64_t newest_step(const Directory& directory) {
   for (const Committed& one : directory.committed()) {
     const std::string folder = directory.path_of(one.name);
     const Manifest manifest = open_manifest(directory.disk(), folder);
-    verify_data(folder, manifest);
+    verify_data(directory.disk(), folder, manifest);
     EXPECT_EQ(manifest.step, one.step);
     EXPECT_EQ(manifest.tensors.at("rows").boxes.size(), 3u);
     EXPECT_EQ(manifest.tensors.at("all").boxes.size(), 1u) << "a replica is written once";

@@ -67,6 +67,13 @@ void check_header_entries(const MappedFile& file, const std::string& file_name, 
   }
 }
 
+/// The checksum of `size` bytes from `offset` on.
+std::uint64_t checksum_in(const InputFile& file, std::uint64_t offset, std::uint64_t size) {
+  Checksum checksum;
+  file.read(offset, size, [&](BytesView part) { checksum.add(part); });
+  return checksum.finish();
+}
+
 void check_saved_file(const Disk& disk, const std::string& folder, const std::string& name,
                       const Manifest& manifest) {
   const SavedFile& saved = manifest.files.at(name);
@@ -84,9 +91,14 @@ void check_saved_file(const Disk& disk, const std::string& folder, const std::st
       throw_invalid(fmt::format("'{}': its checksum does not match: it is damaged", path));
     return;
   }
-  const MappedFile file(path);
-  if (file.head().size() != saved.head_bytes || checksum_of(file.head()) != saved.head_checksum)
+  // Reads the header before it is mapped, so that a sector that cannot be read is an Error.
+  if (checksum_in(*disk.open(path), 0, saved.head_bytes) != saved.head_checksum)
     throw_invalid(fmt::format("'{}': the checksum of its header does not match: it is damaged", path));
+  const MappedFile file(path);
+  if (file.head().size() != saved.head_bytes) {
+    throw_invalid(fmt::format("'{}': its header has {} bytes, but the manifest says {}: it is damaged", path,
+                              file.head().size(), saved.head_bytes));
+  }
   check_header_entries(file, name, manifest);
 }
 
@@ -117,9 +129,11 @@ std::string Directory::commit(const std::string& partial, std::int64_t step) con
     disk_.rename(path_of(partial), path_of(name));
     disk_.replace_file(path_of("latest"), name + "\n");
   } catch (...) {
-    // A save that failed must not be found by a later restore.
-    std::error_code ignored;
-    std::filesystem::remove_all(path_of(name), ignored);
+    // A save that failed must not be found by a later restore. If the partial folder still exists, then the target is
+    // the checkpoint of another process.
+    std::error_code error;
+    const bool renamed = !std::filesystem::exists(path_of(partial), error) && !error;
+    if (renamed) std::filesystem::remove_all(path_of(name), error);
     throw;
   }
   return name;
@@ -183,16 +197,22 @@ Manifest open_manifest(const Disk& disk, const std::string& folder) {
   return manifest;
 }
 
-void verify_data(const std::string& folder, const Manifest& manifest, std::size_t first, std::size_t stride) {
-  std::map<std::string, std::unique_ptr<MappedFile>> files;
+void verify_data(const Disk& disk, const std::string& folder, const Manifest& manifest,
+                 const BoxShare& share) {
+  std::map<std::string, std::unique_ptr<MappedFile>> files;  // have no descriptor
+  std::unique_ptr<InputFile> input;                          // of the file `open`
+  std::string open;
   std::size_t number = 0;
   for (const auto& [name, tensor] : manifest.tensors) {
     for (const SavedBox& saved : tensor.boxes) {
-      if (number++ % stride != first) continue;
+      if (number++ % share.stride != share.first) continue;
       auto& file = files[saved.file];
       if (!file) file = std::make_unique<MappedFile>(folder + "/" + saved.file);
+      if (std::exchange(open, saved.file) != saved.file) input = disk.open(file->path());
       const HeaderEntry* entry = file->find(saved.key);
-      if (entry == nullptr || checksum_of(file->data(*entry)) != saved.checksum) {
+      const std::uint64_t data_start = file->header().data_start;
+      if (entry == nullptr ||
+          checksum_in(*input, data_start + entry->begin, entry->end - entry->begin) != saved.checksum) {
         throw_invalid(
             fmt::format("'{}': the checksum of tensor '{}' does not match: the file is damaged, or "
                         "belongs to another checkpoint",

@@ -60,10 +60,16 @@ class Directory {
 /// that names the file and the damage.
 Manifest open_manifest(const Disk& disk, const std::string& folder);
 
-/// Checks the checksums of the boxes number `first`, `first` + `stride`, … of all boxes, so that several
-/// ranks can share the work. Throws Error{kInvalid} that names tensor and file.
-void verify_data(const std::string& folder, const Manifest& manifest, std::size_t first = 0,
-                 std::size_t stride = 1);
+/// The boxes number `first`, `first` + `stride`, … of all boxes of a checkpoint.
+struct BoxShare {
+  std::size_t first = 0;
+  std::size_t stride = 1;
+};
+
+/// Checks the checksums of these boxes, so that several ranks can share the work. Throws Error{kInvalid} that
+/// names tensor and file, and what the disk throws.
+void verify_data(const Disk& disk, const std::string& folder, const Manifest& manifest,
+                 const BoxShare& share = {});
 
 /// The newest checkpoint that `check` accepts, or nullopt. Calls `rejected(name, error text)` for each newer
 /// one that it threw for.

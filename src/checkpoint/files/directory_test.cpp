@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <random>
+#include <set>
 #include <unistd.h>
 
 #include "checkpoint/files/mapped_file.h"
@@ -94,7 +95,7 @@ Found newest(const Directory& directory) {
       directory,
       [&](const Committed& one) {
         const std::string folder = directory.path_of(one.name);
-        verify_data(folder, open_manifest(directory.disk(), folder));
+        verify_data(directory.disk(), folder, open_manifest(directory.disk(), folder));
       },
       [&](const Committed& one, const std::string& why) {
         found.rejected.push_back(one.name);
@@ -270,6 +271,63 @@ TEST(CheckpointDirectory, HasAllOrNothingOfACheckpointWhicheverSystemCallFails) 
     EXPECT_THAT(after.committed(), IsEmpty());
     after.delete_leftovers();
   }
+}
+
+/// Another process commits a checkpoint of the same name at the moment of the rename.
+class OvertakenCalls final : public DiskCalls {
+ public:
+  int rename(const char* from, const char* to) override {
+    if (std::filesystem::is_directory(from)) std::filesystem::create_directories(std::string(to) + "/theirs");
+    return DiskCalls::rename(from, to);
+  }
+};
+
+TEST(CheckpointDirectory, KeepsTheCheckpointOfAnotherProcessWhenItsCommitFails) {
+  const TemporaryFolder folder;
+  OvertakenCalls calls;
+  const Disk disk(&calls);
+  const Directory directory(disk, folder.path());
+  EXPECT_THAT(error_text([&] { save(directory, 2); }), HasSubstr("step-00000002"));
+  EXPECT_TRUE(std::filesystem::exists(folder.path() + "/step-00000002/theirs"));
+}
+
+/// A device with unreadable sectors in one file: those that begin at `from`.
+class BadSectors final : public DiskCalls {
+ public:
+  BadSectors(std::string path, off_t from) : path_(std::move(path)), from_(from) {}
+  int open(const char* path, int flags, unsigned mode) override {
+    const int fd = DiskCalls::open(path, flags, mode);
+    bad_.erase(fd);  // the number may be that of a closed file
+    if (path == path_) bad_.insert(fd);
+    return fd;
+  }
+  ssize_t pread(int fd, void* data, std::size_t size, off_t offset) override {
+    if (!bad_.contains(fd) || offset + static_cast<off_t>(size) <= from_)
+      return DiskCalls::pread(fd, data, size, offset);
+    errno = EIO;
+    return -1;
+  }
+
+ private:
+  const std::string path_;
+  const off_t from_;
+  std::set<int> bad_;
+};
+
+TEST(CheckpointDirectory, FallsBackFromACheckpointThatTheDeviceCannotRead) {
+  const TemporaryFolder folder;
+  const Disk sound;
+  const Directory directory(sound, folder.path());
+  save(directory, 1);
+  const std::string path = directory.path_of(save(directory, 2)) + "/model.safetensors";
+  for (const off_t from : {off_t{0}, off_t{4096}}) {  // in the header, and in the data
+    BadSectors calls(path, from);
+    const Disk disk(&calls);
+    const Found found = newest(Directory(disk, folder.path()));
+    EXPECT_EQ(found.step, 1);
+    EXPECT_THAT(found.why, HasSubstr("cannot read '" + path + "': Input/output error"));
+  }
+  EXPECT_EQ(newest(directory).step, 2);
 }
 
 TEST(CheckpointDisk, FinishesShortWritesAndInterruptedOnes) {

@@ -16,7 +16,7 @@
 namespace torchspan::checkpoint {
 namespace {
 
-constexpr std::size_t kPartBytes = std::size_t{1} << 20;  ///< fits into a cache, for the observer
+constexpr std::size_t kPartBytes = std::size_t{1} << 20;  ///< fits into a cache, for what uses it next
 constexpr std::uint64_t kHandOverBytes = std::uint64_t{16} << 20;
 
 struct OpenFile {
@@ -78,6 +78,9 @@ int DiskCalls::open(const char* path, int flags, unsigned mode) { return ::open(
 ssize_t DiskCalls::pwrite(int fd, const void* data, std::size_t size, off_t offset) {
   return ::pwrite(fd, data, size, offset);
 }
+ssize_t DiskCalls::pread(int fd, void* data, std::size_t size, off_t offset) {
+  return ::pread(fd, data, size, offset);
+}
 int DiskCalls::fsync(int fd) { return ::fsync(fd); }
 int DiskCalls::rename(const char* from, const char* to) { return ::rename(from, to); }
 int DiskCalls::access(const char* path, int mode) { return ::faccessat(AT_FDCWD, path, mode, AT_EACCESS); }
@@ -110,6 +113,36 @@ void OutputFile::sync() {
   if (disk_.calls_.fsync(fd_) != 0) throw_disk_error("sync", path_, errno);
 }
 
+InputFile::InputFile(const Disk& disk, std::string path, int fd)
+    : disk_(disk), path_(std::move(path)), fd_(fd) {}
+
+InputFile::~InputFile() { ::close(fd_); }
+
+void InputFile::read(std::uint64_t offset, std::uint64_t size,
+                     const std::function<void(BytesView)>& use) const {
+  Bytes buffer(std::min<std::uint64_t>(size, kPartBytes));
+  while (size > 0) {
+    const std::size_t wanted = std::min<std::uint64_t>(size, buffer.size());
+    const ssize_t done = disk_.calls_.pread(fd_, buffer.data(), wanted, static_cast<off_t>(offset));
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) throw_disk_error("read", path_, errno);
+    if (done == 0) return;
+    use(BytesView(buffer).first(static_cast<std::size_t>(done)));
+    offset += static_cast<std::uint64_t>(done);
+    size -= static_cast<std::uint64_t>(done);
+  }
+}
+
+std::unique_ptr<InputFile> Disk::open(const std::string& path) const {
+  const int fd = calls_.open(path.c_str(), O_RDONLY | O_CLOEXEC, 0);
+  if (fd < 0) throw_disk_error("open", path, errno);
+  std::unique_ptr<InputFile> file(new InputFile(*this, path, fd));
+  struct stat status {};
+  if (::fstat(fd, &status) != 0) throw_disk_error("open", path, errno);
+  file->size_ = static_cast<std::uint64_t>(status.st_size);
+  return file;
+}
+
 std::unique_ptr<OutputFile> Disk::create(const std::string& path) const {
   const int fd = calls_.open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (fd < 0) throw_disk_error("create", path, errno);
@@ -129,23 +162,13 @@ void Disk::replace_file(const std::string& path, std::string_view text) const {
 }
 
 std::string Disk::read_file(const std::string& path, std::uint64_t most_bytes) const {
-  const OpenFile file(calls_.open(path.c_str(), O_RDONLY | O_CLOEXEC, 0));
-  if (file.fd < 0) throw_disk_error("open", path, errno);
-  struct stat status {};
-  if (::fstat(file.fd, &status) != 0) throw_disk_error("open", path, errno);
-  const auto size = static_cast<std::uint64_t>(status.st_size);
-  if (size > most_bytes)
-    throw_invalid(fmt::format("'{}' has {} bytes; at most {} are allowed", path, size, most_bytes));
-  std::string text(size, '\0');
-  std::size_t read = 0;
-  while (read < size) {
-    const ssize_t done = ::pread(file.fd, text.data() + read, size - read, static_cast<off_t>(read));
-    if (done < 0 && errno == EINTR) continue;
-    if (done < 0) throw_disk_error("read", path, errno);
-    if (done == 0) break;
-    read += static_cast<std::size_t>(done);
-  }
-  text.resize(read);
+  const auto file = open(path);
+  if (file->size() > most_bytes)
+    throw_invalid(fmt::format("'{}' has {} bytes; at most {} are allowed", path, file->size(), most_bytes));
+  std::string text;
+  text.reserve(file->size());
+  file->read(0, file->size(),
+             [&](BytesView part) { text.append(reinterpret_cast<const char*>(part.data()), part.size()); });
   return text;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <sys/types.h>
@@ -14,6 +15,7 @@ class DiskCalls {
  public:
   virtual ~DiskCalls() = default;
   virtual int open(const char* path, int flags, unsigned mode);
+  virtual ssize_t pread(int fd, void* data, std::size_t size, off_t offset);
   virtual ssize_t pwrite(int fd, const void* data, std::size_t size, off_t offset);
   virtual int fsync(int fd);
   virtual int rename(const char* from, const char* to);
@@ -54,6 +56,30 @@ class OutputFile {
   std::uint64_t handed_over_ = 0;  ///< bytes whose writing back has been started
 };
 
+/// A file being read. A sector that the device cannot read is an Error that names the path; in a mapped file it would
+/// be a SIGBUS.
+class InputFile {
+ public:
+  ~InputFile();
+  InputFile(const InputFile&) = delete;
+  InputFile& operator=(const InputFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  /// The size when the file was opened.
+  std::uint64_t size() const { return size_; }
+  /// Passes `size` bytes from `offset` on to `use`, in parts that fit into a cache; fewer if the file ends before.
+  void read(std::uint64_t offset, std::uint64_t size, const std::function<void(BytesView)>& use) const;
+
+ private:
+  friend class Disk;
+  InputFile(const Disk& disk, std::string path, int fd);
+
+  const Disk& disk_;
+  const std::string path_;
+  const int fd_;
+  std::uint64_t size_ = 0;
+};
+
 /// Files and folders of one file system, with errors that name the path and say what to do. Thread-safe.
 class Disk {
  public:
@@ -62,6 +88,7 @@ class Disk {
   Disk(const Disk&) = delete;
   Disk& operator=(const Disk&) = delete;
 
+  std::unique_ptr<InputFile> open(const std::string& path) const;
   /// Creates the file, or empties it.
   std::unique_ptr<OutputFile> create(const std::string& path) const;
   /// Writes a whole file and syncs it.
@@ -87,6 +114,7 @@ class Disk {
   std::vector<std::string> list(const std::string& path) const;
 
  private:
+  friend class InputFile;
   friend class OutputFile;
   mutable DiskCalls own_;
   DiskCalls& calls_;

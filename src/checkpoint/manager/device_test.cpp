@@ -7,6 +7,7 @@
 #include <torchspan/checkpoint.h>
 
 #include "checkpoint/sources/rng_source.h"
+#include "tests/support/errors.h"
 #include "tests/support/processes.h"
 #include "tests/support/stand_in_device.h"
 
@@ -14,6 +15,8 @@ namespace torchspan::checkpoint::device_test {
 namespace {
 
 using namespace torchspan::testing;  // NOLINT(google-build-using-namespace)
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 /// The copies run late: bytes that are written before they are there would be NaN, and values of a later step if the
@@ -64,6 +67,27 @@ TEST(DeviceCheckpoint, SynchronousSavesHaveTheValues) {
   EXPECT_EQ(manager.restore(), 1);
   EXPECT_TRUE(at::equal(x.cpu(), torch::arange(1000, torch::kDouble) + 1));
   EXPECT_THAT(StandInStreams::get().take_races(), IsEmpty());
+}
+
+/// Without a check of the device, the checkpoint would have the bytes from before the copy, with right checksums.
+TEST(DeviceCheckpoint, IsNotCommittedIfADeviceFailsDuringTheCopies) {
+  StandInStreams& device = StandInStreams::get();
+  device.reset(/*polls=*/5);
+  const TemporaryFolder folder;
+  at::Tensor x = torch::ones({1000}).to(stand_in(0));
+  CheckpointManager manager({.directory = folder.path(), .rng = false});
+  manager.add("x", x);
+  manager.save(1);
+  manager.wait();
+  x.add_(1);
+  device.fail();
+  manager.save(2);  // begins the copy, for which the writing thread waits
+  EXPECT_THAT(invalid_text([&] { manager.wait(); }),
+              AllOf(HasSubstr("the checkpoint of step 2 was not saved"), HasSubstr("a device failed"),
+                    HasSubstr("the stand-in device has failed")));
+  device.reset();
+  EXPECT_EQ(manager.restore(), 1);
+  EXPECT_TRUE(at::equal(x.cpu(), torch::ones({1000})));
 }
 
 std::vector<device::NamedGenerator> generators(std::uint64_t seed, int devices) {

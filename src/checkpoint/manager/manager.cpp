@@ -57,6 +57,8 @@ class CheckpointManager::Impl {
     for (const Registered& other : sources_) {
       if (other.name == name)
         throw_invalid(fmt::format("'{}' is registered twice; use another name for one of them", name));
+      if (other.source->owns_names()) check_not_under(other.name, name);
+      if (source->owns_names()) check_not_under(name, other.name);
     }
     const std::string prefix = per_rank ? fmt::format("{}.rank{}", name, ranks_->index()) : name;
     sources_.push_back({name, prefix, per_rank, std::move(source)});
@@ -82,15 +84,16 @@ class CheckpointManager::Impl {
     checkpoint::SaveJob job = agreement_.agree(proposal, step, listing);
     try {
       take_snapshot(writer, job);
+      if (options_.asynchronous) {
+        writer_ = runtime_.executor.spawn("checkpoint writer", [this, job]() mutable { write(job); });
+        return;
+      }
     } catch (...) {
-      job.failure = to_error(std::current_exception());  // it must reach the other ranks
+      job.failure = to_error(std::current_exception());
     }
-    if (options_.asynchronous) {
-      writer_ = runtime_.executor.spawn("checkpoint writer", [this, job] { write(job); });
-    } else {
-      write(job);
-      if (const auto failure = finish()) throw *failure;
-    }
+    write(job);                         // lets the other ranks know of a failure: they wait for this one
+    if (options_.asynchronous) return;  // the next save() or wait() throws the failure, as on the other ranks
+    if (const auto failure = finish()) throw *failure;
   }
 
   void wait() {
@@ -131,6 +134,14 @@ class CheckpointManager::Impl {
     SourcePtr source;
   };
 
+  static void check_not_under(const std::string& owner, const std::string& name) {
+    if (!name.starts_with(owner + ".")) return;
+    throw_invalid(fmt::format(
+        "'{}' cannot be registered beside '{}', whose tensors have names that begin with '{}.'; use a "
+        "name without this beginning",
+        name, owner, owner));
+  }
+
   checkpoint::Owners& owners() const {
     if (!owners_) throw_invalid("this CheckpointManager has no session, so it cannot save an RRef");
     return *owners_;
@@ -155,14 +166,25 @@ class CheckpointManager::Impl {
     return std::exchange(failure_, std::nullopt);
   }
 
-  void write(const checkpoint::SaveJob& job) {
+  void write(checkpoint::SaveJob& job) {
     const SpanScope span(runtime_.spans, SpanKind::kCheckpoint, "write checkpoint");
     try {
+      const std::vector<BytesView> data = snapshot_data(job);
       checkpoint::SaveRound round(*ranks_, directory_, runtime_.log);
-      round.run(job, snapshot_.data(), {options_.keep_last, options_.keep_best, options_.lower_is_better},
-                owners_.get());
+      round.run(job, data, {options_.keep_last, options_.keep_best, options_.lower_is_better}, owners_.get());
     } catch (...) {
       failure_ = to_error(std::current_exception());
+    }
+  }
+
+  /// If the copies have failed, so has the job, and the round lets the other ranks know.
+  std::vector<BytesView> snapshot_data(checkpoint::SaveJob& job) {
+    if (job.failure) return {};
+    try {
+      return snapshot_.data();
+    } catch (...) {
+      job.failure = to_error(std::current_exception());
+      return {};
     }
   }
 

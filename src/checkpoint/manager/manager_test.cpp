@@ -159,6 +159,27 @@ TEST(CheckpointManager, SavesTheStateOfTheCallAlthoughItIsWrittenLater) {
   EXPECT_TRUE(saved.equal(values));
 }
 
+TEST(CheckpointManager, UsesTheTensorThatARegisteredVariableHasThen) {
+  const TemporaryFolder folder;
+  CheckpointManager manager({.directory = folder.path(), .rng = false});
+  at::Tensor mean = torch::zeros({3}), given = torch::zeros({3});
+  const at::Tensor first = given;
+  manager.add("mean", mean);
+  manager.add_source("given", tensor_source(given));
+  mean = 0.9 * mean + 1;
+  given = given + 1;
+  manager.save(1);
+  manager.wait();
+  EXPECT_TRUE(Checkpoint::newest(folder.path()).read("mean").equal(torch::ones({3})));
+  EXPECT_TRUE(Checkpoint::newest(folder.path()).read("given").equal(first)) << "this one is held by value";
+  mean = torch::zeros({3});
+  EXPECT_EQ(manager.restore(), 1);
+  EXPECT_TRUE(mean.equal(torch::ones({3})));
+  mean.reset();
+  EXPECT_THAT(invalid_text([&] { manager.restore(); }), HasSubstr("the tensor 'mean' is undefined; assign"));
+  EXPECT_THAT(invalid_text([&] { manager.save(2); }), HasSubstr("the tensor 'mean' is undefined"));
+}
+
 TEST(CheckpointManager, KeepsTheLastCheckpointsAndThoseWithTheBestMetric) {
   const TemporaryFolder folder;
   CheckpointManager manager({.directory = folder.path(), .keep_last = 2, .keep_best = 1});
@@ -307,30 +328,6 @@ TEST(CheckpointManager, RestoresLearningRateSchedulesOfLibTorch) {
   }
 }
 
-TEST(CheckpointManager, ThrowsTheFailureOfAnAsynchronousSaveAtTheNextOne) {
-  const TemporaryFolder folder;
-  CheckpointManager manager({.directory = folder.path() + "/run"});
-  at::Tensor x = torch::ones({3});
-  manager.add("x", x);
-  manager.save(1);
-  manager.wait();
-  // A file takes the place of the directory.
-  std::filesystem::remove_all(folder.path() + "/run");
-  CheckpointManager blocker({.directory = folder.path() + "/other"});
-  blocker.add("x", x);
-  blocker.save(1);
-  blocker.wait();
-  std::filesystem::copy_file(folder.path() + "/other/latest", folder.path() + "/run");
-  manager.save(2);
-  EXPECT_THAT(error_text([&] { manager.save(3); }),
-              ::testing::AllOf(HasSubstr("the checkpoint of step 2 was not saved"),
-                               HasSubstr(folder.path() + "/run")));
-  std::filesystem::remove(folder.path() + "/run");
-  manager.save(4);
-  manager.wait();
-  EXPECT_EQ(manager.restore(), 4);
-}
-
 TEST(CheckpointManager, WarnsAtTheRestoreThatItCannotSave) {
   const TemporaryFolder folder;
   checkpoint::Disk().write_file(folder.path() + "/file", "text");
@@ -425,6 +422,16 @@ TEST(CheckpointManager, ChecksWhatIsRegistered) {
   at::Tensor x = torch::zeros({2}), sparse = torch::zeros({2, 2}).to_sparse();
   manager.add("x", x);
   EXPECT_THAT(invalid_text([&] { manager.add("x", x); }), HasSubstr("'x' is registered twice"));
+  const torch::nn::Linear layer(2, 2);
+  manager.add("m", layer);
+  EXPECT_THAT(invalid_text([&] { manager.add("m.ema", x); }),
+              HasSubstr("'m.ema' cannot be registered beside 'm'"));
+  manager.add("y.ema", x);
+  EXPECT_THAT(
+      invalid_text([&] { manager.add("y", layer); }),
+      HasSubstr("'y.ema' cannot be registered beside 'y', whose tensors have names that begin with 'y.'"));
+  manager.add_per_rank("y", x);
+  manager.add("y_ema", layer);
   manager.add("sparse", sparse);
   EXPECT_THAT(error_text([&] { manager.save(1); }), HasSubstr("the tensor 'sparse' is not dense"));
   EXPECT_THAT(invalid_text([] { CheckpointManager none({.directory = ""}); }), HasSubstr("directory"));

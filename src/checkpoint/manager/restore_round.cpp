@@ -29,11 +29,12 @@ std::optional<std::int64_t> RestoreRound::run(const Load& load) {
     const std::string name(reinterpret_cast<const char*>(chosen.data()), chosen.size());
     const std::string folder = directory_.path_of(name);
     Manifest manifest;
-    const auto checked = exchange_outcomes(ranks_, "restore.checked", outcome_of([&] {
-                                             manifest = open_manifest(directory_.disk(), folder);
-                                             verify_data(folder, manifest, ranks_.index(), ranks_.size());
-                                             return Bytes();
-                                           }));
+    const auto checked =
+        exchange_outcomes(ranks_, "restore.checked", outcome_of([&] {
+                            manifest = open_manifest(directory_.disk(), folder);
+                            verify_data(directory_.disk(), folder, manifest, {ranks_.index(), ranks_.size()});
+                            return Bytes();
+                          }));
     if (const auto damage = joint_failure(checked, ranks_, fmt::format("'{}' cannot be used", name))) {
       reject(name, damage->message());
       continue;

@@ -1,5 +1,7 @@
 #include "checkpoint/remote/owners.h"
 
+#include <exception>
+#include <functional>
 #include <span>
 
 #include "checkpoint/remote/messages.h"
@@ -41,8 +43,15 @@ void Owners::snapshot(const RemoteValues& values, const SaveJob& job, std::size_
   release();
   auto items = by_owner(worker_, values);
   std::vector<Future<Unit>> replies;
-  for (const Plan::Share& share : job.plan.shares) {
-    if (share.rank != rank || share.owner.empty()) continue;
+  std::exception_ptr failure;
+  const auto attempt = [&](const std::function<void()>& body) {
+    try {
+      body();
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  };
+  const auto send = [&](const Plan::Share& share) {
     TakeSnapshot message;
     message.id = worker_.endpoint()->next_id();
     message.items = std::move(items[share.owner]);
@@ -52,8 +61,13 @@ void Owners::snapshot(const RemoteValues& values, const SaveJob& job, std::size_
     }
     snapshots_[share.owner] = message.id;
     replies.push_back(worker_.request(share.owner, message, deadline()));
+  };
+  for (const Plan::Share& share : job.plan.shares) {
+    if (share.rank == rank && !share.owner.empty()) attempt([&] { send(share); });
   }
-  for (const Future<Unit>& reply : replies) reply.wait();
+  // Waits for all of them: a snapshot that is dropped before it is taken would stay on its owner.
+  for (const Future<Unit>& reply : replies) attempt([&] { reply.wait(); });
+  if (failure) std::rethrow_exception(failure);
 }
 
 void Owners::release() noexcept {

@@ -12,6 +12,7 @@
 #include <torchspan/optim.h>
 #include <torchspan/rpc.h>
 
+#include "checkpoint/remote/owners.h"
 #include "tests/support/cluster.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
@@ -118,6 +119,24 @@ TEST(RemoteState, IsWrittenByItsOwnersAndRestoredByOthers) {
   program(2, {"worker0", "worker1", "worker0", "worker1"}, false);
 }
 
+TEST(RemoteState, IsThatOfTheValueToWhichTheRRefRefersThen) {
+  const TemporaryFolder folder;
+  SimCluster cluster(cluster_of(3, 1));
+  cluster.run([&](Worker& worker) {
+    if (worker.rank() != 0) return;
+    Remote layer = worker.remote("worker1", kDense, std::int64_t{1});
+    CheckpointManager manager(worker, {.directory = folder.path(), .participants = {"worker0"}});
+    manager.add("layer", layer);
+    layer = worker.remote("worker2", kDense, std::int64_t{2});
+    manager.save(1);
+    manager.wait();
+    EXPECT_TRUE(Checkpoint::newest(folder.path()).read("layer.weight").equal(numbers({4, 4}, 2)));
+    layer = worker.remote("worker1", kDense, std::int64_t{3});
+    EXPECT_EQ(manager.restore(), 1);
+    EXPECT_TRUE(layer.rpc_sync(kValues).narrow(0, 0, 16).equal(numbers({4, 4}, 2).flatten()));
+  });
+}
+
 TEST(RemoteState, OfADeadOwnerIsAnErrorThatNamesIt) {
   const TemporaryFolder folder;
   SimCluster cluster(cluster_of(3, 1));
@@ -142,6 +161,39 @@ TEST(RemoteState, OfADeadOwnerIsAnErrorThatNamesIt) {
     service.stop("the test is over");
   });
   EXPECT_FALSE(std::filesystem::exists(folder.path() + "/step-00000002"));
+}
+
+/// A snapshot that is dropped before its owner takes it would stay on the owner.
+TEST(RemoteState, HasAllSnapshotsWhenTheFailureOfOneIsThrown) {
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    ClusterOptions options = cluster_of(3, seed);
+    options.network.jitter = std::chrono::milliseconds(10);
+    std::vector<const CheckpointExtension*> extensions;
+    options.extensions = [&extensions, make = options.extensions] {
+      auto all = make();
+      extensions.push_back(static_cast<const CheckpointExtension*>(all.back().get()));
+      return all;
+    };
+    SimCluster cluster(std::move(options));
+    cluster.run([&](Worker& worker) {
+      if (worker.rank() != 0) return;
+      const std::vector<Remote> layers{worker.remote("worker1", kDense, std::int64_t{1}),
+                                       worker.remote("worker2", kDense, std::int64_t{2})};
+      const RemoteValues values{{"a", layers[0].state()}, {"b", layers[1].state()}};
+      Owners owners(worker, std::chrono::seconds(60));
+      SaveJob job;
+      job.listings = {owners.list(values)};
+      job.plan = make_plan(job.listings, {"rank 0"});
+      for (ListedPart& part : job.listings[0]) {
+        if (part.owner == "worker1") part.name += ".gone";
+      }
+      EXPECT_THAT(error_of([&] { owners.snapshot(values, job, 0); }).what(),
+                  HasSubstr("was listed and no longer exists"));
+      std::size_t taken = 0;
+      for (const CheckpointExtension* one : extensions) taken += one->snapshots();
+      EXPECT_EQ(taken, 1u) << "seed " << seed;
+    });
+  }
 }
 
 TEST(RemoteState, NamesWhatCannotBeSaved) {

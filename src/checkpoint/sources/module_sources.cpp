@@ -95,6 +95,7 @@ class PipelineSource final : public StateSource {
     load_module_tensors(reader, pipeline_tensors(pipeline_), {.allow_unexpected = true});
     if (steps) pipeline_.set_training_steps(static_cast<std::uint64_t>(*steps));
   }
+  bool owns_names() const override { return false; }
 
  private:
   /// The gradients of a batch in flight belong to the parameters with which it began, which nothing else has.

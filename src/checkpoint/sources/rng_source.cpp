@@ -33,6 +33,7 @@ class RngSource final : public StateSource {
       device::set_seed(one, checksum_of(place.bytes()));
     }
   }
+  bool owns_names() const override { return false; }
 
  private:
   std::vector<device::NamedGenerator> generators_;

@@ -24,6 +24,8 @@ class ValueSource final : public StateSource {
     }
   }
 
+  bool owns_names() const override { return false; }
+
  private:
   const std::function<Value()> get_;
   const std::function<void(const Value&)> set_;
@@ -35,8 +37,29 @@ class TensorSource final : public StateSource {
   void save(StateWriter& writer) const override { writer.add("", tensor_); }
   void load(const StateReader& reader) override { reader.read_into("", tensor_); }
 
+  bool owns_names() const override { return false; }
+
  private:
   const at::Tensor tensor_;
+};
+
+class TensorVariableSource final : public StateSource {
+ public:
+  explicit TensorVariableSource(at::Tensor& variable) : variable_(variable) {}
+  void save(StateWriter& writer) const override { writer.add("", variable_); }
+  void load(const StateReader& reader) override {
+    if (!variable_.defined()) {
+      throw_invalid(
+          fmt::format("the tensor '{}' is undefined; assign one of the saved shape before restoring it",
+                      reader.full_name("")));
+    }
+    reader.read_into("", variable_);
+  }
+
+  bool owns_names() const override { return false; }
+
+ private:
+  at::Tensor& variable_;
 };
 
 class RemoteSource final : public StateSource {
@@ -49,6 +72,18 @@ class RemoteSource final : public StateSource {
   const RemoteValue value_;
 };
 
+class RRefSource final : public StateSource {
+ public:
+  explicit RRefSource(const RRefBase& variable) : variable_(variable) {}
+  void save(StateWriter& writer) const override { writer.add_remote("", variable_.state()); }
+  void load(const StateReader& reader) override { reader.read_remote("", variable_.state()); }
+
+  bool owns_names() const override { return false; }
+
+ private:
+  const RRefBase& variable_;
+};
+
 constexpr std::array<const char*, 4> kValueTypes{"a flag", "an integer", "a floating-point number", "a text"};
 
 }  // namespace
@@ -57,7 +92,11 @@ SourcePtr value_source(std::function<Value()> get, std::function<void(const Valu
   return std::make_unique<ValueSource>(std::move(get), std::move(set));
 }
 SourcePtr tensor_source(at::Tensor tensor) { return std::make_unique<TensorSource>(std::move(tensor)); }
+SourcePtr tensor_variable_source(at::Tensor& variable) {
+  return std::make_unique<TensorVariableSource>(variable);
+}
 SourcePtr remote_source(RemoteValue value) { return std::make_unique<RemoteSource>(std::move(value)); }
+SourcePtr rref_source(const RRefBase& variable) { return std::make_unique<RRefSource>(variable); }
 
 namespace detail {
 

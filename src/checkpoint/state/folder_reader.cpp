@@ -43,6 +43,11 @@ void copy_bytes(std::byte* target, BytesView source) {
   });
 }
 
+/// Whether the bytes of the tensor's memory are its values, in order.
+bool is_plain_memory(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
 /// The part of `tensor`, whose first element is at `origin` of the whole tensor, that is `box`.
 at::Tensor narrowed(at::Tensor tensor, const Sizes& origin, const Box& box) {
   for (std::size_t d = 0; d < origin.size(); ++d)
@@ -134,7 +139,7 @@ void FolderReader::read_box(const std::string& full_name, const at::Tensor& targ
     const std::optional<Box> common = intersection(wanted, box.box);
     if (!common) continue;
     const BytesView data = data_of(full_name, box);
-    if (*common == wanted && *common == box.box && plain.is_cpu() && plain.is_contiguous()) {
+    if (*common == wanted && *common == box.box && is_plain_memory(plain)) {
       copy_bytes(static_cast<std::byte*>(plain.data_ptr()), data);
       continue;
     }

@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <fmt/format.h>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <torchspan/core/error.h>
 #include <torchspan/detail/core/buffer.h>
 
 #include "checkpoint/state/torch_types.h"
@@ -84,12 +87,19 @@ void Snapshot::borrow(const std::vector<StateTensor>& tensors, const Plan::Share
 }
 
 const std::vector<BytesView>& Snapshot::data() {
-  wait_for_copies();
+  try {
+    copies_.wait();
+  } catch (const std::exception&) {
+    throw_invalid(
+        fmt::format("a device failed while tensors were copied from it: {}; restart this process and restore "
+                    "the last checkpoint",
+                    torchspan::describe(std::current_exception()).text));
+  }
   return data_;
 }
 
 void Snapshot::release() {
-  wait_for_copies();
+  copies_ = {};
   held_.clear();
   data_.clear();
 }

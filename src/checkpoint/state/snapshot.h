@@ -23,15 +23,14 @@ class Snapshot {
   /// Refers to the tensors, which must not change until release(); copies only those that are not contiguous
   /// or not on the CPU.
   void borrow(const std::vector<StateTensor>& tensors, const Plan::Share& share);
-  /// Drops references to tensors; waits for copies.
+  /// Drops references to tensors; waits for copies, also of devices that have failed.
   void release();
 
-  /// By entry of the share. Waits for copies.
+  /// By entry of the share. Waits for copies; throws if a device has failed before it completed them.
   const std::vector<BytesView>& data();
 
  private:
   std::byte* room_for(std::size_t bytes, bool pinned);
-  void wait_for_copies() { copies_ = {}; }
 
   device::CopyStreams streams_;
   at::Tensor buffer_;

@@ -107,7 +107,9 @@ void StateReader::read_shard_into(const std::string& name, const at::Tensor& sha
 }
 
 void StateReader::read_remote(const std::string& name, const RemoteValue& value) const {
-  read_on_owner(full_name(name), value);
+  const std::string full = full_name(name);
+  if (!value) throw_invalid(fmt::format("the RRef restored as '{}' is empty; create its value first", full));
+  read_on_owner(full, value);
 }
 
 Value StateReader::value(const std::string& name) const {

@@ -23,6 +23,14 @@ void TrackedState::add(std::string name, checkpoint::SourcePtr source) {
         fmt::format("an object was added to the elastic trainer under the {} name '{}': choose another",
                     taken ? "taken" : "empty", name));
   }
+  for (const auto& [other, registered] : sources_) {
+    const bool is_under = registered->owns_names() && name.starts_with(other + ".");
+    if (!is_under && !(source->owns_names() && other.starts_with(name + "."))) continue;
+    throw_invalid(
+        fmt::format("an object was added to the elastic trainer as '{}' beside '{}': choose a name such that "
+                    "neither begins with the other one and a dot",
+                    name, other));
+  }
   sources_.emplace_back(std::move(name), std::move(source));
 }
 

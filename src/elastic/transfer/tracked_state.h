@@ -13,7 +13,7 @@ namespace torchspan::elastic {
 /// The state of a replica: the registered objects, in order, and the position. Copies it between ranks.
 class TrackedState {
  public:
-  /// Throws Error{kInvalid} if the name is taken.
+  /// Throws Error{kInvalid} if the name is taken, or begins with another object's name and a dot, or the reverse.
   void add(std::string name, checkpoint::SourcePtr source);
 
   /// Copies the state of rank 0 of the group to its other ranks; `position` is read on rank 0 and written on the
