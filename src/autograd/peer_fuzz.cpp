@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 
 #include <ATen/ops/ones.h>
 
@@ -263,6 +264,11 @@ std::vector<Bytes> make_seeds() {
       .add_request(autograd::PropagateGradients{context, pass, 1, false, 2, {tensor}, {1}})
       .add_request(autograd::AdoptMember{context})
       .add_request(autograd::ReleaseContext{context})
+      .end();
+  using Patience = std::numeric_limits<std::int64_t>;
+  call_in_context()
+      .add_request(autograd::AskPass{context, pass, pass + 1, Patience::max()})
+      .add_request(autograd::AskGraph{context, pass + 2, Patience::min()})
       .end();
   // References: created, awaited, fetched, forked, deleted, queried, abandoned.
   seeds

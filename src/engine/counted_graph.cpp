@@ -276,7 +276,8 @@ void CountedGraph::feed(Guard& guard, Contribution contribution) {
   if (in_turn) {
     next = std::move(contribution);
   } else {
-    add_input(guard, target, contribution.input, std::exchange(contribution.gradient, {}));
+    if (contribution.reached)
+      add_input(guard, target, contribution.input, std::exchange(contribution.gradient, {}));
     put_aside(std::move(contribution));
     next = take_aside(target);
   }

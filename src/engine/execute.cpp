@@ -94,17 +94,20 @@ bool is_gradient_hook(const std::unique_ptr<torch::autograd::FunctionPostHook>& 
   return dynamic_cast<GradientHook*>(hook.get()) != nullptr;
 }
 
-void give_to_sink(const torch::autograd::AccumulateGrad& node, at::Tensor gradient, GradientSink& sink) {
-  if (!gradient.defined()) return;
+/// Whether the sink accumulated the gradient.
+bool give_to_sink(const torch::autograd::AccumulateGrad& node, at::Tensor gradient, GradientSink& sink) {
+  if (!gradient.defined()) return false;
   if (node.variable.grad_fn()) {
     throw Error(
         ErrorKind::kInvalid,
         "this leaf was changed in place after it was used, so it is not a leaf any more; change it under "
         "NoGradGuard, or change a copy");
   }
-  if (!node.variable.requires_grad()) return;
+  if (!node.variable.requires_grad()) return false;
   gradient = compat::run_leaf_hooks(node, std::move(gradient));
-  if (gradient.defined()) sink.accumulate(node.variable, std::move(gradient));
+  if (!gradient.defined()) return false;
+  sink.accumulate(node.variable, std::move(gradient));
+  return true;
 }
 
 /// Removes edges of a node while it lives: LibTorch's nodes compute no gradient for an edge that leads nowhere.
@@ -210,8 +213,8 @@ void run_leaf(torch::autograd::AccumulateGrad& node, variable_list inputs, Gradi
   const auto& hooks = node.post_hooks();
   const bool others = !std::all_of(hooks.begin(), hooks.end(), is_gradient_hook);
   const variable_list seen = others ? inputs : variable_list();
-  give_to_sink(node, std::move(inputs[0]), sink);
-  if (sink.writes_grad_field()) compat::run_post_accumulate_hook(node);
+  const bool accumulated = give_to_sink(node, std::move(inputs[0]), sink);
+  if (accumulated && sink.writes_grad_field()) compat::run_post_accumulate_hook(node);
   for (const auto& hook : hooks) {
     if (auto* ours = dynamic_cast<GradientHook*>(hook.get())) {
       ours->gradient_ready(sink, node.variable);

@@ -1,9 +1,14 @@
 // Sums do not depend on the order in which gradients arrive.
 #include <algorithm>
+#include <functional>
 #include <gtest/gtest.h>
+#include <memory>
 #include <numeric>
+#include <string_view>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/torch.h>
 
 #include "engine/api/edge_counts.h"
@@ -128,6 +133,72 @@ TEST(SumsOfAPass, DoNotKeepAllGradientsThatArriveEarly) {
   }
   EXPECT_TRUE(pass.finished());
   EXPECT_TRUE(gradients.gradient(leaf).defined());
+}
+
+/// Calls `act` during the first addition of a pass that was constructed while this object lived.
+class DuringAddition {
+ public:
+  explicit DuringAddition(std::function<void()> act)
+      : info_(c10::DebugInfoKind::TEST_INFO, std::make_shared<Info>(std::move(act))),
+        handle_(at::addThreadLocalCallback(
+            at::RecordFunctionCallback(&begin).scopes({at::RecordScope::FUNCTION}))) {}
+  ~DuringAddition() { at::removeCallback(handle_); }
+  DuringAddition(const DuringAddition&) = delete;
+
+ private:
+  struct Info : c10::DebugInfoBase {
+    explicit Info(std::function<void()> act) : act(std::move(act)) {}
+    std::function<void()> act;
+  };
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
+    auto* info = static_cast<Info*>(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO));
+    if (info == nullptr || !info->act || !std::string_view(function.name()).starts_with("aten::add"))
+      return nullptr;
+    std::exchange(info->act, {})();
+    return nullptr;
+  }
+
+  const c10::DebugInfoGuard info_;
+  const at::CallbackHandle handle_;
+};
+
+/// Another thread runs the rest of the pass while two gradients of a leaf are added. The gradients that it puts
+/// aside exceed the limit when, out of turn, `unused` gets no gradient from `first`.
+TEST(SumsOfAPass, BeyondTheLimitReachNoNodeThatGetsNoGradient) {
+  const auto huge = at::TensorOptions().device(at::kMeta).dtype(at::kFloat);  // has no memory
+  const Tensor leaf = at::empty({std::int64_t{1} << 25}, huge).requires_grad_();
+  const Tensor unused = at::ones({2}).requires_grad_() * 2;
+  std::vector<UniqueFunction<void()>> helpers;
+  bool helped = false;
+  const DuringAddition help([&] {
+    for (auto& helper : std::exchange(helpers, {})) {
+      helper();
+      helped = true;
+    }
+  });
+  PassOptions options;
+  options.threads = 2;
+  options.enlist = [&helpers](UniqueFunction<void()> helper) { helpers.push_back(std::move(helper)); };
+  GradientMap gradients;
+  MapSink sink(gradients);
+  const auto pass = std::make_shared<GraphPass>(sink, options);
+  // Nodes that were created last run first. The root that was added last has the first turn.
+  const auto last = make_node<Outgoing>(std::vector<Tensor>{unused});
+  const auto first = make_node<Outgoing>(std::vector<Tensor>{unused});
+  std::vector<NodePtrTo<Outgoing>> sends{first, last};
+  for (int i = 0; i < 5; ++i) sends.push_back(make_node<Outgoing>(std::vector<Tensor>{leaf}));
+  for (const auto& send : sends) pass->add_pending(send);
+  pass->prepare();
+  for (const auto& send : sends) {
+    const bool reached = send != first && send != last;
+    Tensor gradient = reached ? at::empty({std::int64_t{1} << 25}, huge) : at::ones({2});
+    pass->deliver(*send, Delivery{{std::move(gradient)}, {reached}});
+  }
+  pass->run();
+  EXPECT_TRUE(pass->finished());
+  EXPECT_TRUE(helped) << "nothing was tested";
+  EXPECT_TRUE(gradients.gradient(leaf).defined());
+  EXPECT_EQ(pass->report().skipped, 2U) << "the product and its leaf";
 }
 
 }  // namespace

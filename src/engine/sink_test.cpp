@@ -6,8 +6,10 @@
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/pool.h>
 
+#include "device/api/torch_version.h"
 #include "engine/api/grad_field_sink.h"
 #include "engine/oracle.h"
+#include "engine/test_nodes.h"
 
 namespace torchspan::engine::sink_test {
 namespace {
@@ -281,6 +283,33 @@ TEST(GradFieldSink, UnderOurPassFillsGradAsTheStockEngineDoes) {
     expect_identical(mine[0].grad(), theirs[0].grad());
   }
 }
+
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 1)
+struct CountingAccumulateHook : torch::autograd::PostAccumulateGradHook {
+  explicit CountingAccumulateHook(int& calls) : calls(calls) {}
+  void operator()(const Tensor&) override { ++calls; }
+  int& calls;
+};
+
+/// The first leaf gets a gradient, the second gets none, and the third no longer requires one.
+TEST(GradFieldSink, RunsPostAccumulateHooksOnlyAfterAnAccumulation) {
+  const auto calls = [](bool ours) {
+    const auto leaves = as_leaves({at::randn({3}), at::randn({3}), at::randn({3})});
+    std::vector<int> counts(3);
+    for (std::size_t i = 0; i < 3; ++i) {
+      torch::autograd::impl::set_post_acc_grad_hooks(leaves[i],
+                                                     std::make_unique<CountingAccumulateHook>(counts[i]));
+    }
+    const Tensor loss = (Forgetter::apply(leaves[0], leaves[1]) * leaves[2]).sum();
+    leaves[2].set_requires_grad(false);
+    GradFieldSink sink(1);
+    ours ? backward({loss}, {}, sink) : loss.backward();
+    return counts;
+  };
+  EXPECT_EQ(calls(true), calls(false));
+  EXPECT_EQ(calls(true), (std::vector<int>{1, 0, 0}));
+}
+#endif
 
 /// Halves every gradient that is ready, as an averaging reducer would, and remembers its passes.
 struct Halver : GradientHook {

@@ -1,6 +1,8 @@
 // What a failed pass leaves behind: threads that are still in one of its nodes, gradients to be cleared, and
 // full queues that delay the messages about it.
+#include "autograd/messages/messages.h"
 #include "tests/parity/autograd_slow.h"
+#include "tests/parity/rpc_faults.h"
 
 namespace torchspan::autograd_clearing {
 namespace {
@@ -15,8 +17,32 @@ constexpr Function<multiply> kMultiply{"multiply"};
 constexpr Function<size_of> kSizeOf{"size_of"};
 constexpr Function<contexts_of> kContextsOf{"contexts_of"};
 
+at::Tensor own_tensor() { return parameter() * 2; }
+at::Tensor times_own_of_2(Worker& worker, const at::Tensor& x);
+at::Tensor own_gradient(Worker& worker) { return autograd::current(worker).gradients().at(0).gradient; }
+constexpr Function<own_tensor> kOwnTensor{"own_tensor"};
+constexpr Function<times_own_of_2> kTimesOwnOf2{"times_own_of_2"};
+constexpr Function<own_gradient> kOwnGradient{"own_gradient"};
+at::Tensor times_own_of_2(Worker& worker, const at::Tensor& x) { return worker.rpc_sync(2, kOwnTensor) * x; }
+
+/// Keeps a tensor that it got, and uses it in the results of several calls.
+struct Keeper {
+  at::Tensor begin() { return parameter() + 1; }
+  void keep(const at::Tensor& x) { kept = x + 1; }
+  std::vector<at::Tensor> own_and_kept() { return {parameter() + 1, kept + 1}; }
+  at::Tensor from_kept() { return kept + 1; }
+  at::Tensor kept;
+};
+constexpr Class<Keeper> kKeeper{"Keeper"};
+constexpr Function<&Keeper::begin> kBegin{"Keeper.begin"};
+constexpr Function<&Keeper::keep> kKeep{"Keeper.keep"};
+constexpr Function<&Keeper::own_and_kept> kOwnAndKept{"Keeper.own_and_kept"};
+constexpr Function<&Keeper::from_kept> kFromKept{"Keeper.from_kept"};
+
 ClusterOptions world(int workers) {
-  return autograd_world(workers, FunctionTable().add(kMultiply, kSizeOf, kContextsOf));
+  return autograd_world(workers, FunctionTable()
+                                     .add(kMultiply, kSizeOf, kContextsOf, kOwnTensor, kTimesOwnOf2)
+                                     .add(kOwnGradient, kKeeper, kBegin, kKeep, kOwnAndKept, kFromKept));
 }
 
 /// A leaf whose hook takes five seconds in its first call.
@@ -57,6 +83,55 @@ TEST(AutogradClearing, TheNextPassHasOnlyItsOwnGradients) {
     context.backward(loss);
     nap(worker, seconds(10));
     expect_equal(context.gradient(a), a.detach() * 2);
+  });
+}
+
+/// The notice of the failure and a gradient of the failed pass reach worker 2 late, the gradient first.
+TEST(AutogradClearing, WaitsUntilNoWorkerCanBeginTheFailedPass) {
+  ClusterOptions options = world(3);
+  options.network.reorder = true;
+  SimCluster cluster(std::move(options));
+  cluster.run([&](Worker& worker) {
+    if (worker.rank() != 0) return;
+    const at::Tensor a = parameter();
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker1", kTimesOwnOf2, a).sum();
+    const auto to_2 = [](wire::MessageType type) {
+      return [type](const net::SimMessage& message) {
+        return message.to.starts_with("sim:worker2") && request_type(message) == type;
+      };
+    };
+    cluster.network().delay_if(to_2(autograd::PropagateGradients::kType), seconds(5));
+    cluster.network().drop_if(to_2(autograd::AbortPass::kType));
+    const auto backward = [&] {
+      context.backward(loss, {.retain_graph = true, .mode = PassMode::kFast, .timeout = seconds(1)});
+    };
+    expect_error(ErrorKind::kTimedOut, "", backward);
+    cluster.network().delay_if({}, {});
+    const Thread healer = worker.runtime().executor.spawn("healer", [&] {
+      nap(worker, seconds(5));
+      cluster.network().drop_if({});
+    });
+    context.clear_gradients();
+    nap(worker, seconds(10));
+    backward();
+    expect_equal(worker.rpc_sync("worker2", kOwnGradient), a.detach() * 2);
+  });
+}
+
+TEST(AutogradClearing, ThatCannotBeConfirmedFailsAndMayBeRepeated) {
+  SimCluster cluster(world(2));
+  cluster.run([&](Worker& worker) {
+    if (worker.rank() != 0) return;
+    const at::Tensor a = slow_once(worker);
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker1", kMultiply, a, a).sum();
+    cluster.network().drop_if(requests_of(autograd::AbortPass::kType));
+    expect_error(ErrorKind::kTimedOut, "", [&] { context.backward(loss, {.timeout = seconds(1)}); });
+    expect_error(ErrorKind::kTimedOut, "has not confirmed", [&] { context.clear_gradients(seconds(1)); });
+    cluster.network().drop_if({});
+    context.clear_gradients();
+    nap(worker, seconds(10));
   });
 }
 
@@ -134,6 +209,22 @@ TEST(AutogradClearing, AFastPassAfterASmartOneWaitsForItsOwnSends) {
     expect_equal(context.gradient(a), a.detach() * 4);
     expect_error(ErrorKind::kRemoteFailure, "was used up by an earlier pass",
                  [&] { context.backward(first, {.mode = PassMode::kFast}); });
+  });
+}
+
+/// One edge to the tensor that worker 1 keeps comes from a result that an earlier pass used up, so its node waits
+/// until the marks are complete. The last mark goes to the tensor from which it was computed.
+TEST(AutogradClearing, ASmartPassContinuesWhenItsLastMarkArrives) {
+  on_first(world(2), [](Worker& worker) {
+    const auto keeper = worker.remote("worker1", kKeeper);
+    Context context(worker);
+    keeper.rpc_sync(kKeep, keeper.rpc_sync(kBegin) + 1);
+    context.backward(keeper.rpc_sync(kOwnAndKept)[0].sum());
+    const at::Tensor loss = keeper.rpc_sync(kFromKept).sum();
+    context.backward(loss, {.retain_graph = true, .mode = PassMode::kFast});
+    const TimePoint begin = now(worker);
+    context.backward(loss, {.timeout = seconds(30)});
+    EXPECT_LT(now(worker) - begin, seconds(1));
   });
 }
 

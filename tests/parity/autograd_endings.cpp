@@ -1,4 +1,6 @@
 // How passes end: when backward() returns or throws, and what is left for the next pass.
+#include <atomic>
+
 #include "tests/parity/autograd_slow.h"
 
 namespace torchspan::autograd_endings {
@@ -33,6 +35,17 @@ at::Tensor slowly(Worker& worker, const at::Tensor& x) {
   return sleeps_in_backward(x, worker.runtime(), seconds(5));
 }
 constexpr Function<slowly> kSlowly{"slowly"};
+/// Its graph takes five seconds to be destroyed, and then sets the flag at that address.
+at::Tensor slow_to_destroy(Worker& worker, const at::Tensor& x, std::int64_t destroyed) {
+  const std::shared_ptr<void> end(nullptr, [&runtime = worker.runtime(), destroyed](void*) {
+    runtime.executor.sleep(seconds(5));
+    *reinterpret_cast<std::atomic<bool>*>(destroyed) = true;
+  });
+  at::Tensor sum = x + x;
+  sum.register_hook([end](const at::Tensor& gradient) { return gradient; });
+  return sum;
+}
+constexpr Function<slow_to_destroy> kSlowToDestroy{"slow_to_destroy"};
 /// Waits for a pass on the only thread of its worker; returns how many passes run after that failed.
 std::int64_t trains_alone(Worker& worker) {
   const at::Tensor a = parameter();
@@ -46,8 +59,9 @@ std::int64_t trains_alone(Worker& worker) {
 constexpr Function<trains_alone> kTrainsAlone{"trains_alone"};
 
 ClusterOptions world(int workers) {
-  return autograd_world(
-      workers, FunctionTable().add(kMultiply, kSquares, kDoubles, kSlowAndBad, kSlowly, kTrainsAlone));
+  return autograd_world(workers, FunctionTable()
+                                     .add(kMultiply, kSquares, kDoubles, kSlowAndBad)
+                                     .add(kSlowly, kTrainsAlone, kSlowToDestroy));
 }
 
 /// The pool fails the wait of backward() when all its threads wait and another call needs one.
@@ -173,6 +187,47 @@ TEST(AutogradEndings, ALongContextKeepsLittleOfWhatItUsed) {
     const Error error = error_of([&] { context.backward(first); });
     EXPECT_THAT(error.message(), AllOf(HasSubstr("the result of 'aten::add.Tensor'"), HasSubstr("used up"),
                                        HasSubstr("retain_graph")));
+  });
+}
+
+/// The thread that receives the last reply of a part ends it, and with it the oldest used graph.
+TEST(AutogradEndings, AGraphThatIsSlowToDestroyBlocksNoWorker) {
+  std::atomic<bool> destroyed = false;
+  on_first(world(2), [&destroyed](Worker& worker) {
+    destroyed = false;
+    const at::Tensor a = parameter();
+    Context context(worker);
+    const auto address = reinterpret_cast<std::int64_t>(&destroyed);
+    context.backward(worker.rpc_sync("worker1", kSlowToDestroy, a, address).sum());
+    const TimePoint begin = now(worker);
+    for (int i = 0; i < 64; ++i) context.backward(worker.rpc_sync("worker1", kMultiply, a, a).sum());
+    worker.rpc_sync("worker1", kMultiply, a.detach(), a.detach());
+    EXPECT_LT(now(worker) - begin, seconds(4));
+    nap(worker, seconds(10));
+    EXPECT_TRUE(destroyed) << "nothing was tested";
+  });
+}
+
+TEST(AutogradEndings, TheTimeLimitIncludesTheRootsOwnPart) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor a = parameter();
+    Context context(worker);
+    const at::Tensor far = worker.rpc_sync("worker1", kSlowly, a);
+    const at::Tensor loss = sleeps_in_backward(far, worker.runtime(), seconds(5)).sum();
+    const TimePoint begin = now(worker);
+    expect_error(ErrorKind::kTimedOut, "BackwardOptions::timeout",
+                 [&] { context.backward(loss, {.timeout = seconds(7)}); });
+    EXPECT_LT(now(worker) - begin, seconds(9));
+    nap(worker, seconds(10));
+  });
+}
+
+TEST(AutogradEndings, APassThatIsOverWhenItsLimitIsCheckedSucceeds) {
+  on_first(world(1), [](Worker& worker) {
+    const at::Tensor a = parameter();
+    Context context(worker);
+    context.backward(sleeps_in_backward(a, worker.runtime(), seconds(5)).sum(), {.timeout = seconds(1)});
+    expect_equal(context.gradient(a), at::ones_like(a));
   });
 }
 

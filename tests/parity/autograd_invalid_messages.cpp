@@ -1,7 +1,12 @@
 // A peer that sends wrong messages about passes: none of them removes a gradient without an error, and
 // impossible ones get an error.
+#include <algorithm>
+#include <limits>
+
+#include "autograd/messages/ask_all.h"
 #include "autograd/messages/messages.h"
 #include "tests/parity/autograd_slow.h"
+#include "tests/parity/rpc_faults.h"
 
 namespace torchspan::autograd_invalid_messages {
 namespace {
@@ -118,6 +123,29 @@ TEST(AutogradInvalidMessages, AnAbortAffectsOnlyThePassThatItNames) {
         expect_equal(context.gradient(a), a.detach() * 2);
       });
   EXPECT_FALSE(failure) << failure->what();
+}
+
+TEST(AutogradInvalidMessages, NoQuestionWaitsLongerThanTheLimit) {
+  SimCluster cluster(autograd_world(2, FunctionTable().add(kMultiply, kSlowly)));
+  cluster.run([&](Worker& worker) {
+    if (worker.rank() != 0) return;
+    const at::Tensor a = parameter();
+    Context context(worker);
+    worker.rpc_sync("worker1", kMultiply, a, a);
+    cluster.network().drop_if([](const net::SimMessage& message) {
+      return message.to.starts_with("sim:worker0") && request_type(message) == autograd::AskGraph::kType;
+    });
+    for (const std::int64_t patience :
+         {std::numeric_limits<std::int64_t>::max(), std::numeric_limits<std::int64_t>::min()}) {
+      const autograd::AskGraph question{context.id(), static_cast<std::uint64_t>(patience), patience};
+      const Deadline deadline = worker.runtime().executor.deadline_in(2 * autograd::kLongestPatience);
+      const auto graphs = worker.request(Destination(1), question, deadline).wait();
+      EXPECT_EQ(std::count_if(graphs.begin(), graphs.end(), [](const auto& graph) { return graph.silent; }),
+                1)
+          << "worker 0 does not answer";
+    }
+    cluster.network().drop_if({});
+  });
 }
 
 /// Worker 2 gets the gradients of its reply from worker 0, and sends any claim about its own message.

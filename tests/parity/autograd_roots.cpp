@@ -366,6 +366,8 @@ TEST(AutogradRoots, ALatePassNamesTheBusyWorker) {
     EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
     EXPECT_THAT(error.what(), HasSubstr("BackwardOptions::timeout"));
     EXPECT_THAT(error.what(), HasSubstr("worker 'worker1' is still running nodes"));
+    EXPECT_THAT(error.what(), Not(HasSubstr("[on worker")));
+    EXPECT_EQ(error.worker(), "");
     nap(worker, seconds(10));
   });
 }

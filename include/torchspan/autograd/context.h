@@ -28,7 +28,8 @@ enum class PassMode : std::uint8_t {
 struct BackwardOptions {
   bool retain_graph = false;  ///< keeps the graphs of all workers for another pass
   PassMode mode = PassMode::kSmart;
-  /// Limit of the pass. After it the pass fails on all workers and names the sends that got no gradient.
+  /// Limit of the pass, counted from the call of backward(). After it the pass fails on all workers and names
+  /// the sends that got no gradient. The nodes that the calling thread runs itself are not interrupted.
   Duration timeout = std::chrono::minutes(10);
   /// kFast: a pass that is idle on all workers for this long and cannot make progress fails, and names the
   /// sends on all workers that get no gradient.
@@ -78,8 +79,9 @@ class ContextView {
   /// Gradient of one local parameter; undefined if it has none.
   at::Tensor gradient(const at::Tensor& parameter) const;
   /// Clears this context's gradients on all participating workers and keeps the graphs. Call it before
-  /// retrying a failed pass, because that leaves what it had accumulated. Throws Error: kInvalid, naming
-  /// the worker, while a pass runs; kTimedOut. After either it may be called again.
+  /// retrying a failed pass, because that leaves what it had accumulated; it waits until all workers know
+  /// that the pass has failed. Throws Error: kInvalid, naming the worker, while a pass runs; kTimedOut.
+  /// After either it may be called again.
   void clear_gradients(Duration timeout = std::chrono::seconds(30)) const;
   /// Offers the gradients of later passes on this worker to `taker` before they are stored. With several
   /// takers the first that takes a gradient gets it. An exception from a taker fails the pass.

@@ -1,12 +1,18 @@
 // Clears the accumulated gradients of a context: the caller asks one worker after another, and each answers
-// with the workers that it communicated with.
+// with the workers that it communicated with. Before that, each waits until the workers that it notified of a
+// failed pass have answered: one that does not know of the failure could begin that pass after it was cleared.
 #include "autograd/contexts/clear_gradients.h"
 
 #include <fmt/format.h>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <utility>
+
+#include <torchspan/core/future.h>
+#include <torchspan/detail/core/pool.h>
+#include <torchspan/detail/rpc/endpoint.h>
 
 #include "autograd/contexts/context_state.h"
 #include "autograd/messages/messages.h"
@@ -19,6 +25,11 @@ ClearedPart clear(ContextState& context) {
   part.running = !context.clear_gradients();
   for (const std::uint32_t rank : context.workers()) part.peers.push_back(rank);
   return part;
+}
+
+/// Clears when no worker can begin a pass any more that has failed here.
+Future<ClearedPart> clear_when_notified(const std::shared_ptr<ContextState>& context) {
+  return context->failures_notified().then([context](const Future<void>&) { return clear(*context); });
 }
 
 void check(const ClearedPart& part, const std::string& worker) {
@@ -57,16 +68,27 @@ std::optional<ClearedPart> answer_of(const Worker& me, std::uint32_t rank,
 }  // namespace
 
 void serve_clear_gradients(rpc::Registrar& registrar, const std::shared_ptr<Registry>& registry) {
-  registrar.handle<ClearGradients>(rpc::RunOn::kPool,
-                                   [registry](const rpc::CallInfo&, const ClearGradients& message) {
-                                     const auto context = registry->find(message.context);
-                                     return context ? clear(*context) : ClearedPart();
-                                   });
+  registrar.handle<ClearGradients>(
+      rpc::RunOn::kPool, [registry](const rpc::CallInfo&, const ClearGradients& message) {
+        const auto context = registry->find(message.context);
+        return context ? clear_when_notified(context) : make_ready_future<ClearedPart>();
+      });
 }
 
 void ContextView::clear_gradients(Duration timeout) const {
   worker_.endpoint()->check_running();
   const Deadline deadline = worker_.runtime().executor.deadline_in(timeout);
+  const Future<void> notified = state_->failures_notified();
+  // What completes it runs on the pool, of which this thread may be the only one.
+  std::optional<Pool::ExtraThread> extra;
+  if (!notified.done()) extra.emplace(worker_.endpoint()->pool());
+  if (!notified.wait_until(deadline)) {
+    throw Error(
+        ErrorKind::kTimedOut,
+        "clear_gradients(): a worker has not confirmed that the failed backward pass of this context has "
+        "ended there; wait until it answers or is declared dead, then clear again");
+  }
+  extra.reset();
   const ClearedPart mine = clear(*state_);
   check(mine, worker_.name());
   std::set<std::uint32_t> known(mine.peers.begin(), mine.peers.end());

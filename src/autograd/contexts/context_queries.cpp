@@ -43,8 +43,7 @@ PartReport ContextQueries::report_of(ContextState& context, std::uint64_t id) co
     part.received = work->received;
     return part;
   }
-  for (const auto& send : context.sends().all()) {
-    const MessageInfo& message = send->message();
+  for (const MessageInfo& message : context.sends().messages()) {
     part.waiting.push_back({message.id, message.call, message.site, message.reply,
                             me.endpoint()->name_of(message.peer), context.sends().is_unanswered(message.id)});
   }

@@ -77,15 +77,15 @@ void ContextSends::remove(std::uint64_t message) {
   gone = take_out(message);
 }
 
-void ContextSends::use(const SendNode& send) {
-  SendNodePtr gone;
+SendNodePtr ContextSends::use(const SendNode& send) {
   MutexLock lock(mutex_);
-  if (std::find(used_.begin(), used_.end(), send.message().id) != used_.end()) return;
+  if (std::find(used_.begin(), used_.end(), send.message().id) != used_.end()) return nullptr;
   used_.push_back(send.message().id);
-  if (used_.size() <= kUsed) return;
-  gone = take_out(used_.front());
+  if (used_.size() <= kUsed) return nullptr;
+  SendNodePtr gone = take_out(used_.front());
   used_.pop_front();
   if (gone) remember_used_up(gone->message());
+  return gone;
 }
 
 void ContextSends::use_up(const SendNode& send) {

@@ -40,7 +40,7 @@ class ContextSends {
   SendNodePtr find(std::uint64_t message, std::uint64_t end = ~std::uint64_t{0}) const;
   std::vector<SendNodePtr> all() const;
   /// The messages of the sends before `end`.
-  std::vector<MessageInfo> messages(std::uint64_t end) const;
+  std::vector<MessageInfo> messages(std::uint64_t end = ~std::uint64_t{0}) const;
   /// The messages sent to that worker, as MessageInfo::text().
   std::set<std::string> calls_to(std::uint32_t rank) const;
 
@@ -54,9 +54,10 @@ class ContextSends {
   /// for all others. The caller destroys them, without holding a lock.
   std::vector<SendNodePtr> use_up_used();
   /// A pass without `retain_graph` has traversed this send. The last kUsed of them stay: the nodes behind them
-  /// may have saved nothing, or another tensor of the message may lead elsewhere.
-  void use(const SendNode& send);
-  /// The same, and removes the send.
+  /// may have saved nothing, or another tensor of the message may lead elsewhere. Returns the send that was
+  /// removed for it, or null. The caller destroys it, with its graph, where that may take long.
+  [[nodiscard]] SendNodePtr use(const SendNode& send);
+  /// Removes a send that a pass without `retain_graph` has traversed and still holds.
   void use_up(const SendNode& send);
 
  private:

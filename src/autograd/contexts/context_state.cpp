@@ -76,6 +76,13 @@ std::shared_ptr<PassState> ContextState::pass() const {
   return pass_;
 }
 
+bool ContextState::drop_running(std::shared_ptr<PassOwner>& pass) const {
+  MutexLock lock(mutex_);
+  if (!pass_ || pass_ != pass) return false;
+  pass.reset();
+  return true;
+}
+
 void ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
   MutexLock lock(mutex_);
   const auto ended = ended_.find(maker_of(pass->id()));
@@ -95,12 +102,15 @@ void ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
   pass_ = pass;
 }
 
-void ContextState::end_pass(std::uint64_t pass, const PassWork& work, const std::optional<Error>& failure) {
+void ContextState::end_pass(std::uint64_t pass, const PassWork& work, const std::optional<Error>& failure,
+                            Future<void> notified) {
   std::shared_ptr<PassState> gone;
   MutexLock lock(mutex_);
   if (pass_ && pass_->id() == pass) gone = std::move(pass_);
   Ended& ended = ended_[maker_of(pass)];
-  if (ended.pass < pass) ended = {pass, work, failure};
+  std::erase_if(ended.notified, [](const Future<void>& earlier) { return earlier.done(); });
+  if (notified.valid()) ended.notified.push_back(std::move(notified));
+  if (ended.pass < pass) ended = {pass, work, failure, std::move(ended.notified)};
 }
 
 void ContextState::refuse_pass(std::uint64_t pass, const Error& failure) {
@@ -114,6 +124,18 @@ std::optional<PassWork> ContextState::ended_pass(std::uint64_t pass) const {
   const auto ended = ended_.find(maker_of(pass));
   if (ended == ended_.end() || ended->second.pass != pass) return std::nullopt;
   return ended->second.work;
+}
+
+Future<void> ContextState::failures_notified() const {
+  std::vector<Future<void>> all;
+  {
+    MutexLock lock(mutex_);
+    for (const auto& [root, ended] : ended_) {
+      std::ranges::copy_if(ended.notified, std::back_inserter(all),
+                           [](const Future<void>& one) { return !one.done(); });
+    }
+  }
+  return when_all(std::move(all));
 }
 
 bool ContextState::saw_pass() const {

@@ -11,6 +11,7 @@
 
 #include <torchspan/autograd/context.h>
 #include <torchspan/core/error.h>
+#include <torchspan/core/future.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/engine/gradient_map.h>
 
@@ -18,6 +19,7 @@
 
 namespace torchspan::autograd {
 
+class PassOwner;
 class PassState;
 
 /// The rank of the worker that made an id, which is in its high bits.
@@ -73,15 +75,22 @@ class ContextState : public std::enable_shared_from_this<ContextState> {
   Mutex& beginning() { return beginning_; }
   /// The running pass, or null.
   std::shared_ptr<PassState> pass() const;
+  /// Drops a reference to the running pass, which is not the last one, because this object holds another.
+  /// False, without effect, for a pass that does not run.
+  bool drop_running(std::shared_ptr<PassOwner>& pass) const;
   /// Makes `pass` the running one; call it only if none runs. Throws Error{kCancelled} for a pass that has
   /// ended here or was aborted before it began here, and Error{kInvalid} if the context is released.
   void begin_pass(const std::shared_ptr<PassState>& pass);
-  /// The pass has ended on this worker: late messages do not restart it.
-  void end_pass(std::uint64_t pass, const PassWork& work, const std::optional<Error>& failure);
+  /// The pass has ended on this worker: late messages do not restart it. After a failure, `notified` completes
+  /// when the workers that were notified of it have answered.
+  void end_pass(std::uint64_t pass, const PassWork& work, const std::optional<Error>& failure,
+                Future<void> notified = {});
   /// The same for a pass that has not begun here; it will not begin.
   void refuse_pass(std::uint64_t pass, const Error& failure);
   /// This worker's work for a pass that ended here, if it is the last one of its root.
   std::optional<PassWork> ended_pass(std::uint64_t pass) const;
+  /// Completes when the workers that were notified of the passes that failed here have answered.
+  Future<void> failures_notified() const;
   /// Whether a pass has begun here or was refused.
   bool saw_pass() const;
   /// Returns true on the first call.
@@ -92,6 +101,7 @@ class ContextState : public std::enable_shared_from_this<ContextState> {
     std::uint64_t pass = 0;
     PassWork work;
     std::optional<Error> failure;
+    std::vector<Future<void>> notified;  // of failures, also of earlier passes
   };
   static constexpr std::size_t kWaves = 64, kRefused = 64;
   bool runs(std::uint64_t pass) const;

@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <exception>
 #include <iterator>
 #include <memory>
@@ -12,10 +13,13 @@
 
 namespace torchspan::autograd {
 
+/// The longest time that a question of another worker may take.
+constexpr Duration kLongestPatience = std::chrono::minutes(1);
+
 /// Sends `question` to all workers that a context communicated with, and joins their lists with `mine`. Each
-/// asks further workers in turn and must answer within question.patience; `silent(rank, name)` replaces an
-/// answer that does not come. Calls `done(list)` once, on the thread that delivers the last answer, under the
-/// rules of ask_briefly().
+/// asks further workers in turn and must answer within question.patience, at most kLongestPatience;
+/// `silent(rank, name)` replaces an answer that does not come. Calls `done(list)` once, on the thread that
+/// delivers the last answer, under the rules of ask_briefly().
 template <rpc::Message M, class Silent, class Done>
 void ask_all(const Worker& me, const ContextState& context, const M& question, typename M::Reply mine,
              Silent silent, Done done) {
@@ -38,7 +42,7 @@ void ask_all(const Worker& me, const ContextState& context, const M& question, t
     }
   };
   auto gathering = std::make_shared<Gathering>(std::move(done));
-  const Duration patience(question.patience);
+  const Duration patience = std::clamp(Duration(question.patience), Duration::zero(), kLongestPatience);
   const Deadline deadline = me.runtime().executor.deadline_in(patience);
   M next = question;
   next.patience = Duration(patience * 2 / 3).count();  // so that the receivers' answers are in time

@@ -1,5 +1,6 @@
 #include "autograd/passes/pass_ending.h"
 
+#include <memory>
 #include <utility>
 
 #include <torchspan/core/future.h>
@@ -108,8 +109,11 @@ void PassEnding::fail(const Error& failure, Close where) {
     left = std::exchange(all_left_, std::nullopt);
     answer = std::exchange(answer_, std::nullopt);
   }
-  leave_context(failure);
-  Future<void> notified = when_all<void>({notify_others(failure), parts_.graph.sink().takers_done()});
+  const auto all_notified = std::make_shared<Promise<void>>(parts_.worker.host());
+  leave_context(failure, all_notified->future());
+  const Future<void> others = notify_others(failure);
+  others.add_done_callback([all_notified](const Future<void>&) { all_notified->set_value(); });
+  Future<void> notified = when_all<void>({others, parts_.graph.sink().takers_done()});
   {
     MutexLock lock(mutex_);
     notified_ = std::move(notified);
@@ -145,10 +149,10 @@ void PassEnding::fail_without(std::uint32_t rank, const Error& cause, const std:
   fail(lost_worker_failure(lost, cause, parts_.worker.name()), close);
 }
 
-void PassEnding::leave_context(const std::optional<Error>& failure) {
+void PassEnding::leave_context(const std::optional<Error>& failure, Future<void> notified) {
   if (const auto endpoint = parts_.worker.endpoint())
     endpoint->runtime().metrics.counter("autograd.counted_nodes").add(parts_.graph.counted_nodes());
-  parts_.context.end_pass(parts_.key.id, parts_.owner.work(), failure);
+  parts_.context.end_pass(parts_.key.id, parts_.owner.work(), failure, std::move(notified));
 }
 
 Future<void> PassEnding::notify_others(const Error& failure) {
@@ -156,11 +160,6 @@ Future<void> PassEnding::notify_others(const Error& failure) {
   if (!endpoint) return make_ready_future<void>();
   return notify_all(Worker(endpoint), parts_.context,
                     AbortPass{parts_.context.id(), parts_.key.id, as_remote(failure, parts_.worker.name())});
-}
-
-bool PassEnding::has_ended() const {
-  MutexLock lock(mutex_);
-  return stage_ == Stage::kEnded || stage_ == Stage::kFailed;
 }
 
 std::optional<Error> PassEnding::failure() const {

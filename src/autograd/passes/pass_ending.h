@@ -44,7 +44,6 @@ class PassEnding {
   /// Fails the pass on the program's behalf, on another thread.
   void cancel();
 
-  bool has_ended() const;
   std::optional<Error> failure() const;
   /// Completes when this worker's part has ended, including the answers to its gradients, or has failed.
   Future<void> over() const { return over_.future(); }
@@ -59,8 +58,8 @@ class PassEnding {
   void work_over(const engine::PassStatus& status);
   void end(const engine::PassStatus& status);
   void close(const Error& failure, std::optional<Promise<void>> left);
-  /// Adds this worker's part to the metrics and takes it out of the context.
-  void leave_context(const std::optional<Error>& failure);
+  /// Adds this worker's part to the metrics and takes it out of the context; see ContextState::end_pass().
+  void leave_context(const std::optional<Error>& failure, Future<void> notified = {});
   Future<void> notify_others(const Error& failure);
 
   const PassParts parts_;

@@ -60,9 +60,13 @@ void PassGraph::run() {
   graph_.run();
 }
 
-void PassGraph::use_up(const std::vector<SendNodePtr>& marked) {
+std::vector<SendNodePtr> PassGraph::use_up(const std::vector<SendNodePtr>& marked) {
+  std::vector<SendNodePtr> gone;
   for (const auto& send : fast_sends_) context_->sends().use_up(*send);  // every FAST pass needs all sends
-  for (const auto& send : marked) context_->sends().use(*send);
+  for (const auto& send : marked) {
+    if (SendNodePtr removed = context_->sends().use(*send)) gone.push_back(std::move(removed));
+  }
+  return gone;
 }
 
 Error PassGraph::failure(const std::string& worker, std::vector<SendNodePtr> reached) const {

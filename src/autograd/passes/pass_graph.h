@@ -44,8 +44,9 @@ class PassGraph {
   /// Runs the nodes that are ready, on this thread.
   void run();
   void abort(const Error& failure) { graph_.abort(failure); }
-  /// Marks what a pass without retain_graph went through as used. SMART: the `marked` sends.
-  void use_up(const std::vector<SendNodePtr>& marked);
+  /// Marks what a pass without retain_graph went through as used. SMART: the `marked` sends. Returns the sends
+  /// of earlier passes that were removed for them; see ContextSends::use().
+  [[nodiscard]] std::vector<SendNodePtr> use_up(const std::vector<SendNodePtr>& marked);
 
   /// SMART: how many sends the context had when the pass began here.
   std::size_t send_count() const { return sends_.count; }

@@ -9,7 +9,7 @@ void PassOwner::post(UniqueFunction<void()> act) {
 }
 
 void PassOwner::release_on_pool(std::shared_ptr<PassOwner> pass) {
-  if (!pass->has_ended()) return;  // its context holds it
+  if (pass->leave_to_context(pass)) return;
   const auto host = pass->host_.lock();
   if (host) host->post([last = std::move(pass)] {});
 }

@@ -22,8 +22,8 @@ class PassOwner : public std::enable_shared_from_this<PassOwner> {
   /// Called once if the pass ends without failure, before the context is notified.
   virtual void finish() = 0;
   virtual PassWork work() const = 0;
-  /// Whether the pass has ended or failed here, so that its context does not hold it any more.
-  virtual bool has_ended() const = 0;
+  /// Drops `pass`, a reference to this object, if the context holds another. False, without effect, if not.
+  virtual bool leave_to_context(std::shared_ptr<PassOwner>& pass) const = 0;
 
   /// Runs `act` on the worker's pool, or on this thread after the pool has stopped. Keeps the pass alive.
   void post(UniqueFunction<void()> act);

@@ -125,7 +125,14 @@ void PassState::finish() {
   const auto endpoint = worker_.endpoint();
   if (!parameters.empty() && endpoint)
     Worker(endpoint).extension<AutogradExtension>().impl()->stray_gradient_warning().write(parameters);
-  if (!key_.retain_graph) graph_.use_up(marks_.marked_sends());
+  if (key_.retain_graph) return;
+  std::vector<SendNodePtr> gone = graph_.use_up(marks_.marked_sends());
+  if (!gone.empty()) post([gone = std::move(gone)] {});  // this may be the receiving thread
+}
+
+bool PassState::leave_to_context(std::shared_ptr<PassOwner>& pass) const {
+  const auto context = context_;  // without the reference, another thread may destroy this object
+  return context->drop_running(pass);
 }
 
 PartReport PassState::report() const {

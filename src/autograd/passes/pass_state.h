@@ -51,7 +51,7 @@ class PassState final : public PassOwner {
 
   void finish() override;
   PassWork work() const override { return {graph_.report().executed, sent_, received_}; }
-  bool has_ended() const override { return ending_.has_ended(); }
+  bool leave_to_context(std::shared_ptr<PassOwner>& pass) const override;
 
  private:
   PassGraph::Hooks hooks();

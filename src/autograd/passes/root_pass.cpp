@@ -52,7 +52,8 @@ void RootPass::run(const std::vector<at::Tensor>& roots, const BackwardOptions& 
   }
   if (options.stop.stop_requested())
     throw Error(ErrorKind::kCancelled, "the program cancelled this backward pass before it began");
-  const TimePoint began = worker_.runtime().executor.now();
+  const Limit limit{worker_.runtime().executor.now(),
+                    worker_.runtime().executor.deadline_in(options.timeout)};
   const auto pass = begin(options);
   PassEnding& ending = pass->ending();
   const std::stop_callback cancel(options.stop, [&ending] { ending.cancel(); });
@@ -64,7 +65,7 @@ void RootPass::run(const std::vector<at::Tensor>& roots, const BackwardOptions& 
     ending.fail_here(to_error(std::current_exception()));
   }
   try {
-    wait(*pass, options);
+    wait(*pass, options, limit);
   } catch (...) {
     ending.fail_here(to_error(std::current_exception()));  // effective if the wait itself failed
     // All other workers that can be reached have dropped the pass when the error is thrown.
@@ -80,23 +81,21 @@ void RootPass::run(const std::vector<at::Tensor>& roots, const BackwardOptions& 
   registry_.copies()->order_after_defaults(device::Streams::current_side());
   Log& log = worker_.runtime().log;
   if (log.enabled(LogLevel::kDebug)) {
-    const std::chrono::duration<double, std::milli> took = worker_.runtime().executor.now() - began;
+    const std::chrono::duration<double, std::milli> took = worker_.runtime().executor.now() - limit.began;
     log.debug(fmt::format("backward pass {:#x} in context {:#x}: {:.1f} ms", pass->id(), context_->id(),
                           took.count()));
   }
 }
 
-void RootPass::wait(PassState& pass, const BackwardOptions& options) {
+void RootPass::wait(PassState& pass, const BackwardOptions& options, const Limit& limit) {
   Executor& executor = worker_.runtime().executor;
-  const TimePoint began = executor.now();
-  const Deadline deadline = executor.deadline_in(options.timeout);
   const Future<void> over = pass.ending().over();
   StallSurvey before;
   while (true) {
-    Deadline next = deadline;
+    Deadline next = limit.deadline;
     if (options.mode == PassMode::kFast) next = std::min(next, executor.deadline_in(options.stall / 2));
     if (over.wait_until(next)) return over.wait();
-    const bool late = deadline.passed(executor.now());
+    const bool late = limit.deadline.passed(executor.now());
     const StallSurvey now = queries_.survey(*context_, pass.id());
     if (over.done()) return over.wait();  // its last messages arrived during the survey
     const bool stalled = options.mode == PassMode::kFast && now.is_stalled_since(before);
@@ -108,9 +107,10 @@ void RootPass::wait(PassState& pass, const BackwardOptions& options) {
         {.kind = "autograd",
          .name = "backward",
          .detail = now.waiting.substr(std::min(now.waiting.find_first_not_of(" \n"), now.waiting.size())),
-         .seconds = to_seconds(executor.now() - began),
+         .seconds = to_seconds(executor.now() - limit.began),
          .id = pass.id()});
-    pass.ending().fail_here(Error(ErrorKind::kTimedOut, why + now.waiting + (stalled ? "" : now.at_work)));
+    // Without the name of this worker: the message names those that the pass waits for.
+    pass.ending().fail(Error(ErrorKind::kTimedOut, why + now.waiting + (stalled ? "" : now.at_work)));
   }
 }
 

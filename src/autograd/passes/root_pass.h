@@ -2,6 +2,8 @@
 #include <memory>
 #include <vector>
 
+#include <torchspan/core/time.h>
+
 #include "autograd/contexts/context_queries.h"
 #include "autograd/contexts/context_state.h"
 #include "autograd/contexts/registry.h"
@@ -22,8 +24,14 @@ class RootPass {
   void run(const std::vector<at::Tensor>& roots, const BackwardOptions& options);
 
  private:
+  /// BackwardOptions::timeout, counted from the call.
+  struct Limit {
+    TimePoint began;
+    Deadline deadline;
+  };
+
   std::shared_ptr<PassState> begin(const BackwardOptions& options);
-  void wait(PassState& pass, const BackwardOptions& options);
+  void wait(PassState& pass, const BackwardOptions& options, const Limit& limit);
 
   const Worker& worker_;
   const std::shared_ptr<ContextState>& context_;

@@ -56,10 +56,11 @@ SmartMarks::Marks MarkExchange::find(const std::vector<MarkedSend>& sends, std::
 
 /// Answers at once unless these marks begin a round of marking, which is answered at its end. Leaves the pass.
 void MarkExchange::take_marks(const SmartMarks::Marks& marks, Answer<MarkSends>& answer) {
-  std::size_t settled = parts_.marks.mark(marks, answer);
+  SmartMarks::Marked marked = parts_.marks.mark(marks, answer);
+  if (marked.sealed) drive_soon();
   send_marks();
   end_request();
-  for (; settled > 0; --settled) ending_.leave();
+  for (; marked.settled > 0; --marked.settled) ending_.leave();
   ending_.leave();
   if (answer) answer.give(parts_.marks.has_unmarked() ? MarkedWorkers{{parts_.rank}, {}} : MarkedWorkers{});
 }
@@ -109,7 +110,12 @@ void MarkExchange::end_request() {
 }
 
 void MarkExchange::marks_are_final() {
-  if (parts_.graph.seal()) parts_.owner.post([this] { parts_.owner.drive(); });
+  if (parts_.graph.seal()) drive_soon();
+}
+
+/// Another thread runs the nodes that became ready.
+void MarkExchange::drive_soon() {
+  parts_.owner.post([this] { parts_.owner.drive(); });
 }
 
 }  // namespace torchspan::autograd

@@ -33,6 +33,7 @@ class MarkExchange {
   void send_marks();
   void take_answer(MarkedWorkers marked, const std::exception_ptr& error, std::uint32_t from);
   void end_request();
+  void drive_soon();
 
   const PassParts parts_;
   PassEnding& ending_;

@@ -12,8 +12,8 @@ void SmartMarks::begin(const std::vector<at::Tensor>& roots) {
   ++requests_;
 }
 
-std::size_t SmartMarks::mark(const Marks& marks, Answer<MarkSends>& answer) {
-  std::size_t settled = 0;
+SmartMarks::Marked SmartMarks::mark(const Marks& marks, Answer<MarkSends>& answer) {
+  Marked result;
   MutexLock lock(mutex_);
   for (const auto& [send, marked] : marks) {
     std::vector<torch::autograd::Edge> edges;
@@ -23,18 +23,21 @@ std::size_t SmartMarks::mark(const Marks& marks, Answer<MarkSends>& answer) {
     SendMarks& known = join(send);
     if (!known.is_marked()) ++marked_;
     known.mark(marked.outputs);
-    if (known.agree()) settled += disagreements_.erase(marked.message);
+    if (known.agree()) result.settled += disagreements_.erase(marked.message);
   }
   if (marked_ < graph_.send_count()) unmarked_workers_.insert(rank_);
   if (!is_root() && !parent_) parent_.emplace(answer.take());
   ++requests_;
-  return settled;
+  result.sealed = seal_if_complete() && has_delivered_;
+  return result;
 }
 
 SmartMarks::Delivered SmartMarks::deliver(const SendNodePtr& send, const std::vector<std::uint8_t>& reached) {
   Delivered result;
   MutexLock lock(mutex_);
   SendMarks& marks = join(send);
+  has_delivered_ = true;
+  seal_if_complete();
   result.twice = !marks.deliver(reached);
   std::vector<torch::autograd::Edge> edges;
   const auto outputs = std::min<std::size_t>(reached.size(), send->num_outputs());
@@ -46,14 +49,16 @@ SmartMarks::Delivered SmartMarks::deliver(const SendNodePtr& send, const std::ve
   return result;
 }
 
-/// The pass reaches this send. Its graph waits for no other sends once all are known.
+/// The pass reaches this send.
 SendMarks& SmartMarks::join(const SendNodePtr& send) {
   const auto [place, is_new] = reached_.try_emplace(send->message().id, send);
-  if (is_new) {
-    graph_.add_send(send);
-    if (reached_.size() == graph_.send_count()) graph_.seal();
-  }
+  if (is_new) graph_.add_send(send);
   return place->second;
+}
+
+/// The graph waits for no other sends once the pass reaches all. False if it was sealed before.
+bool SmartMarks::seal_if_complete() {
+  return !graph_.is_sealed() && reached_.size() == graph_.send_count() && graph_.seal();
 }
 
 std::map<std::uint32_t, std::vector<MarkedSend>> SmartMarks::take_unsent() {

@@ -30,6 +30,10 @@ class SmartMarks {
     bool twice = false;      ///< the gradients of this send came before
     bool disagrees = false;  ///< an output without a mark: the pass must stay open until mark() settles it
   };
+  struct Marked {
+    std::size_t settled = 0;  ///< disagreements
+    bool sealed = false;  ///< the pass's graph after a gradient came: a thread must run what becomes ready
+  };
   /// The state of the marking when its last request has been answered.
   struct Round {
     std::optional<Answer<MarkSends>> parent;
@@ -46,10 +50,11 @@ class SmartMarks {
   /// Walks from the losses. Counts a request, which end_request() ends.
   void begin(const std::vector<at::Tensor>& roots);
   /// Records marks and walks from them. Counts a request, which end_request() ends. Takes the answer if these
-  /// marks begin a round of marking here. Returns how many disagreements they settle.
-  std::size_t mark(const Marks& marks, Answer<MarkSends>& answer);
+  /// marks begin a round of marking here.
+  Marked mark(const Marks& marks, Answer<MarkSends>& answer);
   /// Records gradients and walks from the outputs they reach, so that the gradients that this worker sends
-  /// name the right outputs. Sends no marks for that.
+  /// name the right outputs. Sends no marks for that. May seal the graph, which the caller runs after it has
+  /// delivered the gradients.
   Delivered deliver(const SendNodePtr& send, const std::vector<std::uint8_t>& reached);
   /// The new marks by rank. Counts one request for each rank.
   std::map<std::uint32_t, std::vector<MarkedSend>> take_unsent();
@@ -71,6 +76,7 @@ class SmartMarks {
 
  private:
   SendMarks& join(const SendNodePtr& send) TORCHSPAN_REQUIRES(mutex_);
+  bool seal_if_complete() TORCHSPAN_REQUIRES(mutex_);
 
   const std::uint32_t rank_;
   PassGraph& graph_;
@@ -79,6 +85,7 @@ class SmartMarks {
   MarkWalk walk_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<std::uint64_t, SendMarks> reached_ TORCHSPAN_GUARDED_BY(mutex_);
   std::size_t marked_ TORCHSPAN_GUARDED_BY(mutex_) = 0;  // of reached_
+  bool has_delivered_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::set<std::uint64_t> disagreements_ TORCHSPAN_GUARDED_BY(mutex_);
   std::size_t requests_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::optional<Answer<MarkSends>> parent_ TORCHSPAN_GUARDED_BY(mutex_);
