@@ -20,7 +20,7 @@ enum class Launcher : std::uint8_t {
   kExplicit,    ///< RANK and WORLD_SIZE: torchspan run, torchrun, Kubeflow, manual
   kOpenMpi,     ///< OMPI_COMM_WORLD_RANK, …
   kPmi,         ///< PMI_RANK, …: MPICH, Intel MPI
-  kSlurm,       ///< SLURM_PROCID, …: srun
+  kSlurm,       ///< SLURM_PROCID, …: srun, also with --mpi=pmi2, which sets PMI_RANK too
   kKubernetes,  ///< PET_NODE_RANK, …: a pod of the Kubernetes Trainer with one process
 };
 
@@ -35,7 +35,7 @@ struct WorkerEnvironment {
   std::uint16_t master_port = 29500;
   int restart_count = 0;  ///< TORCHSPAN_RESTART_COUNT, else TORCHELASTIC_RESTART_COUNT
   Launcher launcher = Launcher::kNone;
-  std::string job;             ///< id of the run and its restart count; identifies the job
+  std::string job;             ///< id of the run and its TORCHSPAN_RESTART_COUNT; identifies the job
   std::string secret_file;     ///< path of the job's secret
   bool secret_named = false;   ///< TORCHSPAN_SECRET_FILE was set: the file must exist
   std::string runtime_folder;  ///< TORCHSPAN_RUNTIME_DIR, else XDG_RUNTIME_DIR/torchspan, else empty

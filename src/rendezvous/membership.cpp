@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <fstream>
-#include <random>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -40,12 +39,6 @@ std::string boot_id() {
   std::string id;
   std::getline(file, id);
   return id;
-}
-
-std::uint64_t random_instance() {
-  std::random_device random;
-  const std::uint64_t number = (std::uint64_t{random()} << 32) | random();
-  return number == 0 ? 1 : number;
 }
 
 void check_options(const MembershipOptions& options) {

@@ -83,6 +83,38 @@ TEST_P(OpenWorld, WorkersJoinLeaveAndRejoin) {
   });
 }
 
+TEST_P(OpenWorld, AWorkerWhoseConnectionBreaksBeforeItsWelcomeJoinsAsAnotherInstance) {
+  SimulatedWorld world(GetParam(), 2);
+  world.run([&](int number) {
+    auto& executor = world.executor();
+    if (number == 1) {
+      executor.sleep(seconds(1));
+      const auto membership = world.join(1, visitor(world, 1, 1));
+      EXPECT_EQ(membership->self().incarnation, 1u);
+      EXPECT_EQ(membership->self().instance, membership->member(1).instance);
+      executor.sleep(seconds(3));
+      membership->leave(world.in(seconds(5)));
+      return;
+    }
+    const auto membership = world.join(0, visitor(world, 0));
+    std::vector<std::uint64_t> joined, died;
+    membership->watch({.joined = [&](const Member& member) { joined.push_back(member.instance); },
+                       .died = [&](const Member& member, const Error&) { died.push_back(member.instance); }});
+    world.network().block([](const net::SimMessage& message) { return message.to == "sim:member1"; });
+    executor.sleep(seconds(1) + milliseconds(10));
+    world.network().sever("store", "member1");
+    world.network().unblock();
+    executor.sleep(seconds(2));
+    ASSERT_EQ(joined.size(), 2u);
+    EXPECT_THAT(died, ElementsAre(joined[0]));
+    EXPECT_NE(joined[1], joined[0]) << "others would take it for the instance that died";
+    EXPECT_TRUE(membership->is_present(1));
+    EXPECT_EQ(membership->member(1).instance, joined[1]);
+    executor.sleep(seconds(3));
+    membership->leave(world.in(seconds(5)));
+  });
+}
+
 /// Whatever happens, all observers that were present throughout receive the same events in the same order.
 /// Each rank's incarnations alternate between joining and ending, and in the end the tables agree.
 TEST_P(OpenWorld, ObserversOfManyChangesAgree) {

@@ -61,11 +61,18 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
 
 constexpr Duration kWeek = std::chrono::hours(24 * 7);
 
-/// A limit in seconds, or nullopt if the variable is not set.
-std::optional<Duration> read_seconds(const rendezvous::Environment& environment, const std::string& name) {
+/// The value of a variable; an empty value counts as not set.
+std::optional<std::string> text_of(const rendezvous::Environment& environment, const std::string& name) {
   const auto found = environment.find(name);
   if (found == environment.end() || found->second.empty()) return std::nullopt;
-  const std::string& text = found->second;
+  return found->second;
+}
+
+/// A limit in seconds, or nullopt if the variable is not set.
+std::optional<Duration> read_seconds(const rendezvous::Environment& environment, const std::string& name) {
+  const auto value = text_of(environment, name);
+  if (!value) return std::nullopt;
+  const std::string& text = *value;
   double seconds = -1;
   const auto result = std::from_chars(text.data(), text.data() + text.size(), seconds);
   const double most = to_seconds(kWeek);
@@ -80,7 +87,7 @@ std::optional<Duration> read_seconds(const rendezvous::Environment& environment,
 
 /// TORCHSPAN_NETWORK: the transport between hosts.
 void read_network(const std::string& name, net::NetworkOptions& network) {
-  if (name.empty() || name == "tls") return;
+  if (name == "tls") return;
   if (name == "tcp-isolated") {
     network.tls.network = net::TcpNetwork::kIsolated;
   } else if (name == "ucx") {
@@ -123,15 +130,11 @@ WorkerOptions WorkerOptions::from_env() {
   options.network.tls.certificate_file = options.environment.certificate_file;
   options.network.tls.key_file = options.environment.key_file;
   options.network.tls.authority_file = options.environment.authority_file;
-  if (auto network = environment.find("TORCHSPAN_NETWORK"); network != environment.end()) {
-    read_network(network->second, options.network);
-  }
-  if (auto ports = environment.find("TORCHSPAN_PORT_RANGE"); ports != environment.end()) {
-    options.network.tls.ports = read_ports(ports->second);
-  }
-  if (auto level = environment.find("TORCHSPAN_LOG_LEVEL"); level != environment.end()) {
-    options.log_level = parse_log_level(level->second);
-  }
+  if (const auto network = text_of(environment, "TORCHSPAN_NETWORK")) read_network(*network, options.network);
+  if (const auto ports = text_of(environment, "TORCHSPAN_PORT_RANGE"))
+    options.network.tls.ports = read_ports(*ports);
+  if (const auto level = text_of(environment, "TORCHSPAN_LOG_LEVEL"))
+    options.log_level = parse_log_level(*level);
   options.observation = ObservationOptions::from(environment);
   if (const auto timeout = read_seconds(environment, "TORCHSPAN_RPC_TIMEOUT")) options.rpc_timeout = *timeout;
   if (const auto limit = read_seconds(environment, "TORCHSPAN_STOPPED_LIMIT")) {

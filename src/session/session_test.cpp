@@ -167,5 +167,24 @@ TEST(Session, WritesATraceOfItsCallsAndOfTheProgramsOwnParts) {
   EXPECT_EQ(trace.scalars[0].value, 0.5);
 }
 
+/// Sets a variable of this process to an empty text until its end.
+struct EmptyVariable {
+  explicit EmptyVariable(const char* name) : name(name) { setenv(name, "", 1); }
+  ~EmptyVariable() { unsetenv(name); }
+  const char* const name;
+};
+
+TEST(Session, TakesEmptyVariablesAsNotSet) {
+  const EmptyVariable empty[] = {EmptyVariable("TORCHSPAN_NETWORK"), EmptyVariable("TORCHSPAN_PORT_RANGE"),
+                                 EmptyVariable("TORCHSPAN_LOG_LEVEL"),
+                                 EmptyVariable("TORCHSPAN_RPC_TIMEOUT")};
+  const WorkerOptions options = WorkerOptions::from_env();
+  const WorkerOptions defaults{};
+  EXPECT_EQ(options.log_level, defaults.log_level);
+  EXPECT_EQ(options.network.tls.ports.first, defaults.network.tls.ports.first);
+  EXPECT_EQ(options.network.tls.network, defaults.network.tls.network);
+  EXPECT_EQ(options.rpc_timeout, defaults.rpc_timeout);
+}
+
 }  // namespace
 }  // namespace torchspan::session_test

@@ -155,6 +155,8 @@ void Client::run() {
 void Client::connect() {
   redial_.at = Deadline::never();
   store_ = {};
+  // The store may have admitted the registration of a connection that broke, and announced the end of its instance.
+  if (options_.instance == 0) self_.instance = random_instance();
   Register message;
   message.versions = options_.store;
   message.job = options_.job;
@@ -362,7 +364,6 @@ std::optional<Client::Known> Client::find(int rank) const {
 std::vector<Member> Client::members() const {
   MutexLock lock(mutex_);
   std::vector<Member> members;
-  members.reserve(known_.size());
   for (const auto& [rank, known] : known_) members.push_back(known.member);
   return members;
 }
@@ -404,7 +405,6 @@ void Client::send_to_store(const Bytes& message) {
 std::vector<int> Client::ranks() const {
   MutexLock lock(mutex_);
   std::vector<int> ranks;
-  ranks.reserve(known_.size());
   for (const auto& [rank, known] : known_) ranks.push_back(rank);
   return ranks;
 }

@@ -96,7 +96,7 @@ class Client final : private net::Handler {
 
   Runtime& runtime_;
   const MembershipOptions options_;
-  const Member self_;
+  Member self_;  ///< its instance is that of the latest registration, and changes on the client's thread
   const TimePoint began_;
   const Deadline join_until_;
   MessageTable<> messages_;

@@ -6,7 +6,7 @@ namespace torchspan::rendezvous {
 
 Deadline with_grace(Deadline deadline) {
   constexpr Duration kVerdictGrace = std::chrono::seconds(2);
-  return deadline.is_never() ? deadline : Deadline(deadline.at() + kVerdictGrace);
+  return deadline_after(deadline.at(), kVerdictGrace);
 }
 
 ClientRounds::ClientRounds(Runtime& runtime, std::string store_address, Send send,

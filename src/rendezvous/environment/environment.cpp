@@ -83,10 +83,14 @@ const std::vector<Convention>& conventions() {
   return all;
 }
 
-/// A shell inside an allocation has Slurm's variables, but is not a task of srun.
+/// A shell inside an allocation has Slurm's variables, but is not a task of srun. It may be the only task of its step,
+/// or the one that `srun --pty bash` connects to the terminal; other steps run programs, under the name of the job in
+/// which srun starts them.
 bool is_slurm_task(const Variables& variables) {
   const std::string job = variables.text_or("SLURM_JOB_NAME", "");
-  return job != "bash" && job != "interactive";
+  if (job != "bash" && job != "interactive") return true;
+  const bool is_terminal = variables.text("SLURM_PTY_PORT") && variables.text_or("SLURM_STEP_ID", "0") == "0";
+  return variables.count("SLURM_STEP_NUM_TASKS").value_or(1) > 1 && !is_terminal;
 }
 
 /// sbatch starts its script once, with the variables of rank 0 but without those of a step of srun.
@@ -116,10 +120,19 @@ void refuse_many_per_pod(const Variables& variables) {
       per_pod));
 }
 
+/// With Slurm's plugin pmi2, srun sets PMI_RANK and PMI_SIZE too, but only Slurm's own variables contain local ranks
+/// and hosts.
+bool is_pmi_of_slurm(const Variables& variables) {
+  return !variables.first({"PMI_LOCAL_RANK", "MPI_LOCALRANKID"}) &&
+         variables.text("PMI_RANK") == variables.text("SLURM_PROCID") &&
+         variables.text("PMI_SIZE") == variables.text("SLURM_STEP_NUM_TASKS");
+}
+
 /// The launcher's convention whose variables are set, with the other spellings of Slurm and Intel filled in.
 std::optional<Convention> find_convention(const Variables& variables) {
   for (Convention convention : conventions()) {
     if (!variables.text(convention.rank)) continue;
+    if (convention.launcher == Launcher::kPmi && is_pmi_of_slurm(variables)) continue;
     if (convention.launcher == Launcher::kSlurm) {
       if (!is_slurm_task(variables)) continue;
       refuse_batch_script(variables);
@@ -314,13 +327,14 @@ void read_network(const Variables& variables, WorkerEnvironment& worker) {
                   given, missing));
 }
 
+/// Each agent of torchrun counts restarts on its own, so only the count of torchspan run is part of the job's id.
 void read_job(const Variables& variables, WorkerEnvironment& worker) {
-  const char* const count =
-      variables.text("TORCHSPAN_RESTART_COUNT") ? "TORCHSPAN_RESTART_COUNT" : "TORCHELASTIC_RESTART_COUNT";
+  const bool ours = variables.text("TORCHSPAN_RESTART_COUNT").has_value();
+  const char* const count = ours ? "TORCHSPAN_RESTART_COUNT" : "TORCHELASTIC_RESTART_COUNT";
   worker.restart_count = static_cast<int>(variables.integer(count, 0, kMaxWorkers).value_or(0));
   worker.job = variables.first({"TORCHSPAN_RUN_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID"})
                    .value_or("");
-  if (worker.restart_count > 0) worker.job += fmt::format("/attempt {}", worker.restart_count);
+  if (ours && worker.restart_count > 0) worker.job += fmt::format("/attempt {}", worker.restart_count);
 }
 
 }  // namespace

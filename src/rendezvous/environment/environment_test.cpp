@@ -79,7 +79,15 @@ TEST(Environment, ReadsTorchrunsVariables) {
   EXPECT_EQ(worker.store_address(), "tls:node7:29400");
   EXPECT_FALSE(worker.one_host());
   EXPECT_EQ(worker.restart_count, 2);
-  EXPECT_EQ(worker.job, "run5/attempt 2");
+  EXPECT_EQ(worker.job, "run5");
+}
+
+TEST(Environment, HasOneJobIdForAgentsOfTorchrunThatCountRestartsDifferently) {
+  const auto first = read_environment(with(torchrun(), {{"TORCHELASTIC_RESTART_COUNT", "1"}}));
+  const auto second = read_environment(with(torchrun(), {{"TORCHELASTIC_RESTART_COUNT", "0"}}));
+  EXPECT_EQ(first.job, second.job);
+  EXPECT_EQ(first.restart_count, 1);
+  EXPECT_NE(read_environment(with(torchrun(), {{"TORCHELASTIC_RUN_ID", "run6"}})).job, first.job);
 }
 
 TEST(Environment, TakesTheNextPortWhenTorchrunsAgentOwnsTheFirst) {
@@ -164,6 +172,47 @@ TEST(Environment, ReadsBothSpellingsOfPmi) {
   EXPECT_TRUE(intel.one_host());
 }
 
+/// A task of `srun --mpi=pmi2`, with four tasks on each of two nodes.
+Environment pmi2_task() {
+  return {{"PMI_RANK", "5"},
+          {"PMI_SIZE", "8"},
+          {"PMI_JOBID", "77.0"},
+          {"SLURM_PROCID", "5"},
+          {"SLURM_NTASKS", "8"},
+          {"SLURM_STEP_NUM_TASKS", "8"},
+          {"SLURM_LOCALID", "1"},
+          {"SLURM_NODEID", "1"},
+          {"SLURM_STEP_TASKS_PER_NODE", "4(x2)"},
+          {"SLURM_STEP_NODELIST", "gpu[03-04]"},
+          {"SLURM_JOB_ID", "77"},
+          {"SLURM_STEP_ID", "0"},
+          {"SLURM_JOB_NAME", "train"}};
+}
+
+TEST(Environment, ReadsLocalRanksAndHostsOfSlurmWithItsPmi2Plugin) {
+  const auto worker = read_environment(pmi2_task());
+  EXPECT_EQ(worker.launcher, Launcher::kSlurm);
+  EXPECT_EQ(worker.rank, 5);
+  EXPECT_EQ(worker.world_size, 8);
+  EXPECT_EQ(worker.local_rank, 1);
+  EXPECT_EQ(worker.local_world_size, 4);
+  EXPECT_EQ(worker.master_host, "gpu03");
+}
+
+TEST(Environment, ReadsPmiInsideASlurmStepOfAnotherLauncher) {
+  // mpiexec of MPICH starts its proxies with srun: one task per node.
+  const Environment hydra = with(pmi2_task(), {{"SLURM_PROCID", "1"},
+                                               {"SLURM_STEP_NUM_TASKS", "2"},
+                                               {"SLURM_STEP_TASKS_PER_NODE", "1(x2)"},
+                                               {"MASTER_ADDR", "gpu03"}});
+  EXPECT_EQ(read_environment(hydra).launcher, Launcher::kPmi);
+  EXPECT_EQ(read_environment(with(hydra, {{"PMI_RANK", "1"}})).launcher, Launcher::kPmi);
+  const auto local =
+      read_environment(with(pmi2_task(), {{"MPI_LOCALRANKID", "3"}, {"MPI_LOCALNRANKS", "8"}}));
+  EXPECT_EQ(local.launcher, Launcher::kPmi);
+  EXPECT_EQ(local.local_rank, 3);
+}
+
 TEST(Environment, ReadsSlurmsVariables) {
   const auto worker = read_environment({{"SLURM_PROCID", "4"},
                                         {"SLURM_NTASKS", "6"},
@@ -233,10 +282,44 @@ TEST(Environment, DistinguishesTheRestartsOfAJob) {
 }
 
 TEST(Environment, IgnoresSlurmInAnInteractiveShell) {
-  const auto worker =
-      read_environment({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "6"}, {"SLURM_JOB_NAME", "bash"}});
-  EXPECT_EQ(worker.world_size, 1);
-  EXPECT_EQ(worker.launcher, Launcher::kNone);
+  const Environment shells[] = {{{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "6"}, {"SLURM_JOB_NAME", "bash"}},
+                                // srun --pty bash
+                                {{"SLURM_PROCID", "0"},
+                                 {"SLURM_NTASKS", "1"},
+                                 {"SLURM_JOB_NAME", "bash"},
+                                 {"SLURM_STEP_ID", "0"},
+                                 {"SLURM_STEP_NUM_TASKS", "1"}},
+                                // The interactive step of salloc.
+                                {{"SLURM_PROCID", "0"},
+                                 {"SLURM_NTASKS", "6"},
+                                 {"SLURM_JOB_NAME", "interactive"},
+                                 {"SLURM_STEP_ID", "4294967290"},
+                                 {"SLURM_STEP_NUM_TASKS", "1"}}};
+  for (const Environment& shell : shells) {
+    const auto worker = read_environment(shell);
+    EXPECT_EQ(worker.world_size, 1);
+    EXPECT_EQ(worker.launcher, Launcher::kNone);
+  }
+}
+
+TEST(Environment, ReadsATaskThatSrunStartsFromAnInteractiveShell) {
+  for (const char* job : {"interactive", "bash"}) {
+    const auto worker = read_environment({{"SLURM_PROCID", "3"},
+                                          {"SLURM_NTASKS", "4"},
+                                          {"SLURM_LOCALID", "1"},
+                                          {"SLURM_NODEID", "1"},
+                                          {"SLURM_JOB_NAME", job},
+                                          {"SLURM_JOB_ID", "77"},
+                                          {"SLURM_STEP_ID", "0"},
+                                          {"SLURM_STEP_NUM_TASKS", "4"},
+                                          {"SLURM_STEP_TASKS_PER_NODE", "2(x2)"},
+                                          {"SLURM_STEP_NODELIST", "gpu[03-04]"}});
+    EXPECT_EQ(worker.launcher, Launcher::kSlurm);
+    EXPECT_EQ(worker.rank, 3);
+    EXPECT_EQ(worker.world_size, 4);
+    EXPECT_EQ(worker.local_rank, 1);
+    EXPECT_EQ(worker.master_host, "gpu03");
+  }
 }
 
 TEST(Environment, ReportsThatABatchScriptNeedsSrun) {

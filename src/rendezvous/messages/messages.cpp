@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <concepts>
 #include <fmt/format.h>
+#include <random>
 
 namespace torchspan::rendezvous {
 namespace {
@@ -129,7 +130,13 @@ Gone get_gone(ByteReader& reader, std::size_t& most) {
 }  // namespace
 
 Deadline deadline_after(TimePoint now, Duration timeout) {
-  return timeout == Duration::max() ? Deadline::never() : Deadline(now + timeout);
+  return timeout > TimePoint::max() - now ? Deadline::never() : Deadline(now + timeout);
+}
+
+std::uint64_t random_instance() {
+  std::random_device random;
+  const std::uint64_t number = (std::uint64_t{random()} << 32) | random();
+  return number == 0 ? 1 : number;
 }
 
 void Register::encode(ByteWriter& writer) const {

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "rendezvous/messages/messages.h"
+
 namespace torchspan::rendezvous {
 
 std::string silence_text(Duration silence) {
@@ -54,7 +56,8 @@ Heartbeats::Due Heartbeats::tick(TimePoint now) {
 Deadline Heartbeats::next_deadline() const {
   Deadline next;
   if (!to_ask_.empty()) next = Deadline(to_ask_.begin()->first);
-  if (!unanswered_.empty()) next = earlier(next, Deadline(unanswered_.begin()->first + options_.dead_after));
+  if (!unanswered_.empty())
+    next = earlier(next, deadline_after(unanswered_.begin()->first, options_.dead_after));
   return next;
 }
 

@@ -43,6 +43,15 @@ TEST(Heartbeats, CountSilenceFromTheFirstUnansweredQuestion) {
   EXPECT_EQ(beats.tick(late + seconds(2)).dead, Ids{2});
 }
 
+TEST(Heartbeats, DeclareNoDeathIfTheLimitExceedsTheClock) {
+  Heartbeats beats({.interval = milliseconds(500), .dead_after = Duration::max()});
+  const TimePoint now = kStart + seconds(60);
+  beats.watch(7, now);
+  EXPECT_EQ(beats.tick(now).ask, Ids{7});
+  EXPECT_EQ(beats.next_deadline(), Deadline(now + milliseconds(500)));
+  EXPECT_TRUE(beats.tick(now + milliseconds(500)).dead.empty());
+}
+
 TEST(Heartbeats, ForgetDepartedWorkersAndIgnoreUnknownConnections) {
   Heartbeats beats({});
   beats.watch(1, kStart);

@@ -19,7 +19,7 @@ struct Member {
   std::string name;
   int rank = 0;
   std::string address;         ///< listening address that peers dial
-  std::uint64_t instance = 0;  ///< random id of the process; differs after a restart
+  std::uint64_t instance = 0;  ///< random id of this registration; differs after a restart
   std::string host;            ///< host name, for messages
   std::string host_id;         ///< equal only on one boot of one machine; a hint, not proof
   std::int64_t pid = 0;
