@@ -116,6 +116,7 @@ struct Death {
 struct Trap {
   const Death& death;
   std::int64_t& applied;
+  Executor& executor;
   optim::StateDict state_dict() const {
     death.at("send", applied);
     optim::StateDict state;
@@ -124,6 +125,7 @@ struct Trap {
   }
   void load_state_dict(const optim::StateDict& state) {
     death.at("receive", 0);
+    if (text_of("TEST_SLOW") == "1") executor.sleep(seconds(3));
     applied = state["applied"].item<std::int64_t>();
   }
 };
@@ -162,10 +164,11 @@ void train() {
   Net net(with_norm);
   optim::Optimizer optimizer = make_optimizer(net);
   std::int64_t applied = 0;
-  Trap trap{death, applied};
+  Trap trap{death, applied, session.runtime().executor};
   ElasticOptions options = training_options();
   if (with_norm) options.samples = 96;  // a batch norm needs two values
   if (text_of("TEST_SIGNAL") == "stop") options.step_timeout = seconds(3);
+  if (text_of("TEST_SLOW") == "1") options.step_timeout = seconds(2);
   if (text_of("TEST_MIN") == "4") {
     options.min_ranks = 4;
     options.too_few_limit = seconds(1);
@@ -396,6 +399,14 @@ TEST(Survival, EndsWithAnErrorBelowTheLeastNumberOfRanks) {
   for (const std::string& text : survival.failures()) {
     EXPECT_THAT(text, ::testing::HasSubstr("only 3 ranks can train, and min_ranks is 4: rank 2: worker2"));
   }
+}
+
+TEST(Survival, EndsWithAnErrorIfACopyOfTheStateTakesLongerThanTheTimeout) {
+  Survival survival(100, {}, {{"TEST_SLOW", "1"}});
+  survival.supervise();
+  EXPECT_THAT(survival.failures(), ::testing::Contains(::testing::AllOf(
+                                       ::testing::HasSubstr("failed before its first step"),
+                                       ::testing::HasSubstr("ElasticOptions::step_timeout (2 s)"))));
 }
 
 TEST(Survival, GoesOnAfterKillsAtRandomMoments) {

@@ -29,7 +29,7 @@ struct ElasticOptions {
   int min_ranks = 1;           ///< with fewer ranks, training waits for replacements
   Duration too_few_limit = std::chrono::minutes(10);  ///< the longest such wait; run() then throws kTimedOut
   /// How long ranks wait for a late one, such as a stopped process, before they continue without it. More than the
-  /// longest step takes. A rank that was left out joins again.
+  /// longest step takes, and than a copy of the state to a new rank takes. A rank that was left out joins again.
   Duration step_timeout = std::chrono::minutes(2);
   collective::GroupOptions group = {};  ///< backend, network and device
   data_parallel::DataParallelOptions data_parallel = {};

@@ -12,6 +12,8 @@
 
 #include "elastic/data/step_cursor.h"
 #include "elastic/training/buffer_copies.h"
+#include "elastic/training/failed_generations.h"
+#include "elastic/training/late_limit.h"
 #include "elastic/training/team.h"
 #include "elastic/transfer/tracked_state.h"
 #include "quorum/api/generation_client.h"
@@ -20,7 +22,6 @@
 namespace torchspan::elastic {
 namespace {
 
-constexpr Duration kReportTime = std::chrono::seconds(1);
 /// How often a step may fail on another rank's report while no rank ends.
 constexpr int kMostRemoteFailures = 3;
 
@@ -88,21 +89,23 @@ class Training::Impl {
     quorum::Report report = participant_.report();
     report.target = steps;
     report.min_ranks = options_.min_ranks;
-    // A rank that computes or waits for others notices within step_timeout that its generation has ended.
-    report.late_limit = options_.step_timeout + kReportTime;
+    report.late_limit = late_limit(options_.step_timeout);
     report.too_few_limit = options_.too_few_limit;
     quorum::Generation generation = client_.next(report);
+    const std::uint64_t departures = client_.departures(generation);
     const int rank = worker_.rank();
     const bool included = std::binary_search(generation.ranks.begin(), generation.ranks.end(), rank);
     if (generation.complete && !included) return false;
     adopt(generation, rank);
     if (generation.complete) return true;
+    // Most deaths are known by now, also those that other ranks knew first.
+    failed_.settle(client_.departures(members_));
     end_team();
     try {
-      begin_team(std::move(generation));
+      begin_team(std::move(generation), departures);
     } catch (...) {
       if (!is_of_group() && !is_late(std::current_exception())) throw;
-      break_team(std::current_exception());
+      fail_generation(std::current_exception());
     }
     return std::nullopt;
   }
@@ -130,8 +133,9 @@ class Training::Impl {
                          generation.holders.size()));
   }
 
-  void begin_team(quorum::Generation generation) {
+  void begin_team(quorum::Generation generation, std::uint64_t departures) {
     members_ = generation;
+    failed_.begin(members_, departures);
     team_ = std::make_unique<Team>(make_group_, options_, std::move(generation), worker_.runtime().executor);
     ElasticPosition position = cursor_.position();
     team_->copy_state(state_, position);
@@ -151,7 +155,7 @@ class Training::Impl {
       replica_.body(step);
     } catch (...) {
       failure = std::current_exception();
-      if (is_of_group()) return break_team(failure);
+      if (is_of_group()) return fail_generation(failure);
     }
     Team::Vote vote{
         .failed = failure != nullptr, .regroup = client_.is_awaited(members_), .step = position().step};
@@ -160,7 +164,7 @@ class Training::Impl {
       vote = team_->vote(vote);
     } catch (...) {
       if (!is_of_group()) throw;
-      return break_team(std::current_exception());
+      return fail_generation(std::current_exception());
     }
     vote.failed ? fail_step(failure) : commit();
     if (vote.failed || vote.regroup) leave_team();
@@ -175,6 +179,7 @@ class Training::Impl {
 
   /// Runs once for each committed step.
   void apply() {
+    failed_.committed();
     replica_.apply(cursor_.step());
     cursor_.advance();
   }
@@ -204,6 +209,12 @@ class Training::Impl {
     } catch (...) {
     }
     return false;
+  }
+
+  /// The generation has ended for this rank; the next one may be formed of the same ranks.
+  void fail_generation(const std::exception_ptr& failure) {
+    if (!client_.has_ended(members_)) failed_.failed(to_error(failure));
+    break_team(failure);
   }
 
   /// Notifies the other ranks, which may wait for this one.
@@ -255,6 +266,7 @@ class Training::Impl {
   TrackedState state_;
   Replica replica_;
   quorum::Generation members_;
+  FailedGenerations failed_{worker_.runtime().log, options_};
   std::unique_ptr<Team> team_, former_;
   int remote_failures_ = 0;
 };

@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
@@ -24,6 +25,8 @@ class GenerationClient {
   bool is_awaited(const Generation& generation);
   /// Whether a member other than this rank has ended, as far as this rank knows.
   bool has_ended(const Generation& generation) const;
+  /// How many processes of its ranks have ended since the job began, as far as this rank knows.
+  std::uint64_t departures(const Generation& generation) const;
 
  private:
   void await_withdrawal();

@@ -1,6 +1,7 @@
 #include "quorum/coordinator/coordinator.h"
 
 #include <fmt/format.h>
+#include <set>
 
 namespace torchspan::quorum {
 
@@ -50,10 +51,17 @@ void Coordinator::departed(int rank, const std::string& why) {
   if (!endpoint) return;
   {
     MutexLock lock(mutex_);
+    ++departures_[rank];
     for (auto& [name, trainer] : trainers_)
       trainer.table->gone(rank, why, endpoint->runtime().executor.now());
   }
   settle(*endpoint);
+}
+
+std::uint64_t Coordinator::departures(int rank) const {
+  MutexLock lock(mutex_);
+  const auto found = departures_.find(rank);
+  return found == departures_.end() ? 0 : found->second;
 }
 
 bool Coordinator::is_awaited(const std::string& trainer) const {
@@ -66,8 +74,10 @@ Coordinator::Trainer& Coordinator::trainer(const std::string& name, rpc::Endpoin
   Trainer& trainer = trainers_[name];
   if (trainer.table) return trainer;
   const auto workers = endpoint.workers();
+  std::set<int> ranks;
+  for (const WorkerInfo& worker : workers) ranks.insert(static_cast<int>(worker.rank));
   trainer.table = std::make_unique<Generations>(
-      static_cast<int>(workers.size()),
+      std::move(ranks),
       Generations::Answers{.announce =
                                [this, name](int rank, const Generation& generation) TORCHSPAN_UNCHECKED {
                                  answer(name, rank, {generation, std::nullopt});

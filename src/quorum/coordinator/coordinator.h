@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
@@ -14,7 +15,8 @@
 
 namespace torchspan::quorum {
 
-/// Rank 0's tables of generations, one for each trainer, with the calls that wait for their answers. Thread-safe.
+/// Rank 0's tables of generations, one for each trainer, with the calls that wait for their answers; every worker has
+/// one, which counts the processes that ended. Thread-safe.
 class Coordinator : public std::enable_shared_from_this<Coordinator> {
  public:
   explicit Coordinator(std::weak_ptr<rpc::Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
@@ -23,6 +25,8 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
   void withdraw(int rank, const Withdraw& message);
   /// The process of a rank has ended.
   void departed(int rank, const std::string& why);
+  /// How many processes of a rank have ended, as far as this worker knows.
+  std::uint64_t departures(int rank) const;
   bool is_awaited(const std::string& trainer) const;
 
  private:
@@ -45,6 +49,7 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
   std::map<std::string, Trainer> trainers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Answer> answers_ TORCHSPAN_GUARDED_BY(mutex_);
   Deadline tick_at_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<int, std::uint64_t> departures_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by rank
 };
 
 }  // namespace torchspan::quorum

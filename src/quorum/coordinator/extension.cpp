@@ -29,6 +29,8 @@ void QuorumExtension::attach(rpc::Registrar& registrar) {
   });
 }
 
+std::uint64_t QuorumExtension::departures(int rank) const { return coordinator_->departures(rank); }
+
 bool QuorumExtension::is_awaited(const std::string& trainer) const {
   return coordinator_->is_awaited(trainer);
 }

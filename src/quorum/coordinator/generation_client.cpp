@@ -90,4 +90,11 @@ bool GenerationClient::has_ended(const Generation& generation) const {
   });
 }
 
+std::uint64_t GenerationClient::departures(const Generation& generation) const {
+  const auto& extension = worker_.extension<QuorumExtension>();
+  std::uint64_t count = 0;
+  for (const int rank : generation.ranks) count += extension.departures(rank);
+  return count;
+}
+
 }  // namespace torchspan::quorum

@@ -13,14 +13,13 @@ Deadline after(TimePoint now, Duration limit) {
 
 }  // namespace
 
-Generations::Generations(int world_size, Answers answers) : answers_(std::move(answers)) {
-  for (int rank = 0; rank < world_size; ++rank) expected_.insert(expected_.end(), rank);
-}
-
 /// Only a member of the current generation knows the outcome of its steps; all others copy.
 bool Generations::is_trusted(int rank, const Report& report) const {
   return report.holds_state && expected_.contains(rank);
 }
+
+/// Rank 0 has the state with which training begins. It lives, since this table is in its memory.
+bool Generations::is_awaited_without_limit(int rank) const { return rank == 0 && current_.number == 0; }
 
 void Generations::report(int rank, const Report& report, TimePoint now) {
   if (current_.number > 0 && expected_.contains(rank) && report.generation < current_.number) {
@@ -48,7 +47,7 @@ void Generations::gone(int rank, const std::string& why, TimePoint now) {
 void Generations::tick(TimePoint now) {
   if (late_at_.passed(now)) {
     for (auto rank = expected_.begin(); rank != expected_.end();) {
-      if (reports_.contains(*rank)) {
+      if (reports_.contains(*rank) || is_awaited_without_limit(*rank)) {
         ++rank;
         continue;
       }

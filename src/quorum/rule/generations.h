@@ -22,8 +22,9 @@ class Generations {
     std::function<void(int rank, const Generation&)> announce;
     std::function<void(int rank, const Error&)> refuse;
   };
-  /// The first generation waits for the ranks 0 to `world_size` - 1.
-  Generations(int world_size, Answers answers);
+  /// The first generation waits for `ranks`: those of the world, of which an open one may lack some.
+  Generations(std::set<int> ranks, Answers answers)
+      : answers_(std::move(answers)), expected_(std::move(ranks)) {}
 
   /// A rank reports, or repeats its report because the answer was lost.
   void report(int rank, const Report& report, TimePoint now);
@@ -38,6 +39,7 @@ class Generations {
 
  private:
   bool is_trusted(int rank, const Report& report) const;
+  bool is_awaited_without_limit(int rank) const;
   /// What `member` returns, from the rank with the strictest option.
   template <class T>
   T most(T Report::*member, bool largest) const;

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "quorum/rule/rule_world.h"
+
 namespace torchspan::quorum::generations_test {
 namespace {
 
@@ -12,9 +14,11 @@ using ::testing::HasSubstr;
 
 /// A table with the last answer to each rank.
 struct Table {
-  explicit Table(int ranks)
-      : table(ranks, {.announce = [this](int rank, const Generation& one) { generations[rank] = one; },
-                      .refuse = [this](int rank, const Error& error) { errors.emplace(rank, error); }}) {}
+  explicit Table(int ranks) : Table(testing::first_ranks(ranks)) {}
+  explicit Table(std::set<int> ranks)
+      : table(std::move(ranks),
+              {.announce = [this](int rank, const Generation& one) { generations[rank] = one; },
+               .refuse = [this](int rank, const Error& error) { errors.emplace(rank, error); }}) {}
 
   void report(int rank, Report report) {
     report.target = std::max<std::int64_t>(report.target, 10);
@@ -50,6 +54,34 @@ TEST(Generations, TakeTheFirstRanksStateAtTheBeginning) {
   EXPECT_EQ(table.generations.at(2).step, 4);
   EXPECT_THAT(table.generations.at(2).ranks, ElementsAre(0, 1, 2));
   EXPECT_THAT(table.generations.at(2).holders, ElementsAre(0));
+}
+
+TEST(Generations, BeginWithTheRanksOfAWorldThatHasGaps) {
+  Table table(std::set<int>{0, 2});
+  table.report(0, {.committed = 0, .holds_state = true});
+  EXPECT_TRUE(table.generations.empty()) << "rank 2 has not reported";
+  table.report(2, {.committed = 0, .holds_state = true});
+  ASSERT_EQ(table.generations.count(0), 1u);
+  EXPECT_THAT(table.generations.at(0).ranks, ElementsAre(0, 2));
+}
+
+TEST(Generations, WaitForTheStateOfRank0AtTheBeginningHoweverLateItIs) {
+  Table table(3);
+  table.report(1, {.committed = 0, .holds_state = true});
+  table.pass(seconds(6));
+  table.pass(seconds(100));
+  EXPECT_TRUE(table.generations.empty()) << "rank 0 still loads its checkpoint";
+  EXPECT_TRUE(table.errors.empty());
+  table.report(0, {.committed = 4, .holds_state = true});
+  ASSERT_EQ(table.generations.count(1), 1u);
+  EXPECT_EQ(table.generations.at(1).step, 4);
+  EXPECT_THAT(table.generations.at(1).ranks, ElementsAre(0, 1)) << "rank 2 was late";
+  EXPECT_THAT(table.generations.at(1).holders, ElementsAre(0));
+  table.report(0, {.generation = 1, .committed = 5, .holds_state = true});
+  table.report(2, {.committed = 0, .holds_state = true});
+  table.report(1, {.generation = 1, .committed = 5, .holds_state = true});
+  EXPECT_THAT(table.generations.at(2).ranks, ElementsAre(0, 1, 2));
+  EXPECT_THAT(table.generations.at(2).holders, ElementsAre(0, 1));
 }
 
 TEST(Generations, CommitAStepThatOnlyADeadRankHadCommitted) {

@@ -13,6 +13,9 @@
 
 namespace torchspan::quorum::testing {
 
+/// 0 to `count` - 1.
+std::set<int> first_ranks(int count);
+
 /// The commit rule on a simulated cluster: the participants, rank 0's table, the messages between them, and
 /// collective operations that complete on some ranks only when a rank dies. Each action is one atomic step of one
 /// process or one message, and an independent model checks the states after it.

@@ -17,29 +17,34 @@ std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
 
 }  // namespace
 
+std::set<int> first_ranks(int count) {
+  std::set<int> ranks;
+  for (int rank = 0; rank < count; ++rank) ranks.insert(rank);
+  return ranks;
+}
+
 RuleWorld::RuleWorld(int ranks, std::uint64_t seed, std::int64_t target)
     : random_(seed),
       target_(target),
-      table_(ranks, {.announce =
-                         [this](int rank, const Generation& generation) {
-                           if (generation.step < committed()) {
-                             failure_ =
-                                 fmt::format("generation {} begins after step {}, but step {} was committed",
+      table_(first_ranks(ranks),
+             {.announce =
+                  [this](int rank, const Generation& generation) {
+                    if (generation.step < committed()) {
+                      failure_ = fmt::format("generation {} begins after step {}, but step {} was committed",
                                              generation.number, generation.step, committed());
-                           }
-                           if (processes_[rank].phase == Phase::kDead) broken_.insert(generation.number);
-                           messages_.push_back({.kind = Message::Kind::kAnswer,
-                                                .rank = rank,
-                                                .call = answered_call_[rank],
-                                                .generation = generation});
-                         },
-                     .refuse =
-                         [this](int rank, const Error& error) {
-                           // Rank 0 holds the state and does not end, unless it was left out before.
-                           lost_ = true;
-                           if (lates_ == 0)
-                             failure_ = fmt::format("rank {} was refused: {}", rank, error.message());
-                         }}),
+                    }
+                    if (processes_[rank].phase == Phase::kDead) broken_.insert(generation.number);
+                    messages_.push_back({.kind = Message::Kind::kAnswer,
+                                         .rank = rank,
+                                         .call = answered_call_[rank],
+                                         .generation = generation});
+                  },
+              .refuse =
+                  [this](int rank, const Error& error) {
+                    // Rank 0 holds the state and does not end, unless it was left out before.
+                    lost_ = true;
+                    if (lates_ == 0) failure_ = fmt::format("rank {} was refused: {}", rank, error.message());
+                  }}),
       processes_(static_cast<std::size_t>(ranks)) {
   for (int rank = 0; rank < ranks; ++rank) start(rank);
 }
@@ -264,9 +269,11 @@ void RuleWorld::adopt(int rank, const Generation& generation) {
   if (process.participant.holds_state()) check(process, rank);
 }
 
-/// All ranks that ever hold the state after a step hold the same bits.
+/// All ranks that ever hold the state after a step hold the same bits; the first ones are rank 0's.
 void RuleWorld::check(const Process& process, int rank) {
   const auto step = static_cast<std::size_t>(process.participant.committed());
+  if (history_.empty() && rank != 0)
+    failure_ = fmt::format("training begins with the state of rank {}", rank);
   if (step == history_.size()) history_.push_back(process.digest);
   if (step < history_.size() && history_[step] == process.digest) return;
   failure_ = step > history_.size()

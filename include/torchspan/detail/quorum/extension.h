@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -18,6 +19,8 @@ class QuorumExtension final : public rpc::Extension {
 
   /// On rank 0: whether a rank waits to join the trainer of this name.
   bool is_awaited(const std::string& trainer) const;
+  /// How many processes of a rank have ended, as far as this worker knows.
+  std::uint64_t departures(int rank) const;
 
  private:
   std::shared_ptr<Coordinator> coordinator_;

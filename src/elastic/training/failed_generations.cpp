@@ -1,0 +1,44 @@
+#include "elastic/training/failed_generations.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <utility>
+
+namespace torchspan::elastic {
+
+void FailedGenerations::begin(const quorum::Generation& generation, std::uint64_t departures) {
+  generation_ = generation;
+  departures_ = departures;
+  stepped_ = false;
+  reason_.reset();
+}
+
+void FailedGenerations::committed() {
+  stepped_ = true;
+  in_a_row_ = 0;
+  reason_.reset();
+}
+
+void FailedGenerations::failed(const Error& reason) {
+  if (!stepped_) reason_ = reason;
+}
+
+void FailedGenerations::settle(std::uint64_t departures) {
+  const auto reason = std::exchange(reason_, std::nullopt);
+  if (!reason || departures != departures_) return;
+  const std::string what =
+      fmt::format("generation {} of the elastic trainer '{}' (ranks {}) failed before its first step",
+                  generation_.number, options_.name, fmt::join(generation_.ranks, ", "));
+  if (++in_a_row_ < kMostInARow) {
+    return log_.warning(
+        fmt::format("{} ({} of {} in a row): {}", what, in_a_row_, kMostInARow, reason->message()));
+  }
+  in_a_row_ = 0;
+  throw Error(
+      reason->kind(),
+      fmt::format("{}, as did the {} before it: {}; make ElasticOptions::step_timeout ({:g} s) longer than a "
+                  "copy of the state and the first step take, or check the network between these ranks",
+                  what, kMostInARow - 1, reason->message(), to_seconds(options_.step_timeout)));
+}
+
+}  // namespace torchspan::elastic
