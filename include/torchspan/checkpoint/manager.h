@@ -65,8 +65,8 @@ class CheckpointManager {
   void add_per_rank(const std::string& name, T& object) {
     add_source_per_rank(name, checkpoint::source_of(object));
   }
-  /// Registers any other state. Throws Error{kInvalid} if the name is taken, or begins with another object's name and
-  /// a dot, or the reverse.
+  /// Registers any other state. Throws Error{kInvalid} if the name is taken, or begins with the name and a dot of an
+  /// object that owns the names below its own (StateSource::owns_names()), or the reverse.
   void add_source(std::string name, checkpoint::SourcePtr source);
   void add_source_per_rank(const std::string& name, checkpoint::SourcePtr source);
 

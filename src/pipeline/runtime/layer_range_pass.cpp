@@ -147,7 +147,8 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
   } catch (...) {
     runner_.fail_range("forward");
   }
-  if (outputs.loss.defined()) loss_value_ = outputs.loss.detach();
+  // A copy: the loss may be in a storage of the size of the outputs (mse_loss), and its function may reuse its tensor.
+  if (outputs.loss.defined()) loss_value_ = outputs.loss.detach().clone();
   std::map<int, Activation> activation = activation_of(outputs);
   for (const auto& [link, load] : activation) {
     if (load.wants_any() && !(link == kOutside && loss_)) ++missing_.gradients;

@@ -1,6 +1,7 @@
 #include "pipeline/runtime/step_loss.h"
 
 #include <cstddef>
+#include <utility>
 
 #include <torchspan/detail/device/streams.h>
 
@@ -8,14 +9,13 @@
 
 namespace torchspan::pipeline {
 
-/// The copy keeps the value if the loss function reuses its tensor.
-void StepLoss::add(double share, const at::Tensor& loss) {
+void StepLoss::add(double share, at::Tensor loss) {
   if (unread_.empty() && !device::has_streams(loss.device())) {
     sum_ += share * loss.item<double>();
     return;
   }
   unread_shares_.push_back(share);
-  unread_.push_back(loss.detach().clone());
+  unread_.push_back(std::move(loss));
 }
 
 double StepLoss::read() {

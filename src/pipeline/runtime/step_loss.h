@@ -10,7 +10,7 @@ namespace torchspan::pipeline {
 /// streams stay there until the sum is read, so that the host waits for the device once per step.
 class StepLoss {
  public:
-  void add(double share, const at::Tensor& loss);
+  void add(double share, at::Tensor loss);
   /// The sum, in the order of the calls of add(). May wait for a device.
   double read();
 
