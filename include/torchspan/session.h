@@ -53,8 +53,8 @@ struct WorkerOptions {
   /// Device map per peer name: where non-CPU tensors sent to the peer, and results of calls to it, are
   /// placed. Without a map tensors are sent as they are and arrive on the CPU.
   std::map<std::string, DeviceMap> device_maps = {};
-  /// Device memory for each peer on this host and pair of devices that a device map names, through which tensors
-  /// go from device to device; allocated when it is first needed. Larger tensors, and all of them with 0, go
+  /// Device memory for each peer on this host and pair of devices that a device map or a pipeline names, through which
+  /// tensors go from device to device; allocated when it is first needed. Larger tensors, and all of them with 0, go
   /// through host memory.
   std::size_t device_staging_bytes = std::size_t{64} << 20;
   LogLevel log_level = LogLevel::kWarning;

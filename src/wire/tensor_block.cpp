@@ -222,13 +222,13 @@ BlockShape get_block(ByteReader& metadata) {
   return shape;
 }
 
-const c10::Device* BufferQueue::next_device() const {
+const DeviceSegment* BufferQueue::next_on_device() const {
   const auto found = std::ranges::find(on_device_, next_, &DeviceSegment::index);
-  return found == on_device_.end() ? nullptr : &found->device;
+  return found == on_device_.end() ? nullptr : &*found;
 }
 
 Buffer BufferQueue::take(std::size_t size, std::size_t element_size) {
-  if (next_device() != nullptr)
+  if (next_on_device() != nullptr)
     throw_invalid("a part of a tensor that the host reads was received in device memory");
   return take_on_device(size, element_size);
 }
@@ -272,10 +272,15 @@ at::Tensor adopt_block(const BlockShape& shape, BufferQueue& buffers, at::Quanti
 }
 
 at::Tensor view_device_block(const BlockShape& shape, BufferQueue& buffers) {
-  const c10::Device device = *buffers.next_device();
+  const c10::Device device = buffers.next_on_device()->device;
   Buffer buffer = buffers.take_on_device(shape.bytes(), c10::elementSize(shape.dtype));
   return device::view_memory(buffer.data, shape.sizes, shape.strides, shape.dtype, device,
                              std::move(buffer.owner));
+}
+
+at::Tensor take_device_tensor(const BlockShape& shape, BufferQueue& buffers) {
+  const Buffer buffer = buffers.take_on_device(shape.bytes(), c10::elementSize(shape.dtype));
+  return *std::static_pointer_cast<at::Tensor>(buffer.owner);
 }
 
 }  // namespace torchspan::wire

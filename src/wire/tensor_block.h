@@ -50,8 +50,8 @@ class BufferQueue {
  public:
   BufferQueue(std::span<Buffer> buffers, std::span<const DeviceSegment> on_device)
       : buffers_(buffers), on_device_(on_device) {}
-  /// The device of the next buffer; null for host memory.
-  const c10::Device* next_device() const;
+  /// What is said of the next buffer, if it is on a device; null for host memory.
+  const DeviceSegment* next_on_device() const;
   /// Returns the next buffer, in host memory; throws Error{kInvalid} unless it has `size` bytes, aligned for
   /// `element_size`.
   Buffer take(std::size_t size, std::size_t element_size);
@@ -71,5 +71,8 @@ at::Tensor adopt_block(const BlockShape& shape, BufferQueue& buffers, at::Quanti
 
 /// A view of the next buffer, which is on a device and must not be empty.
 at::Tensor view_device_block(const BlockShape& shape, BufferQueue& buffers);
+
+/// The tensor that owns the next buffer: DeviceSegment::is_tensor.
+at::Tensor take_device_tensor(const BlockShape& shape, BufferQueue& buffers);
 
 }  // namespace torchspan::wire

@@ -238,7 +238,7 @@ class Unpacker {
         return {};
       case TensorKind::kStrided: {
         const Flags flags = get_flags(0);
-        return placed(get_tensor(), flags);
+        return get_tensor(flags);
       }
       case TensorKind::kSparseCoo:
         return get_sparse();
@@ -266,11 +266,15 @@ class Unpacker {
   }
 
   /// A whole tensor, which may be in device memory.
-  at::Tensor get_tensor() {
+  at::Tensor get_tensor(const Flags& flags) {
     const BlockShape shape = get_unquantized();
-    const bool shared = shape.bytes() != 0 && buffers_.next_device() != nullptr;
-    if (shared && options_.copies == nullptr) throw_invalid("a tensor was received in device memory");
-    return shared ? view_device_block(shape, buffers_) : adopt_block(shape, buffers_);
+    const DeviceSegment* shared = shape.bytes() == 0 ? nullptr : buffers_.next_on_device();
+    if (shared == nullptr) return placed(adopt_block(shape, buffers_), flags);
+    if (options_.copies == nullptr) throw_invalid("a tensor was received in device memory");
+    if (!shared->is_tensor) return placed(view_device_block(shape, buffers_), flags);
+    at::Tensor tensor = take_device_tensor(shape, buffers_);
+    device::keep_memory_for(tensor, device::current_stream(tensor.device()));
+    return as_leaf(std::move(tensor), flags);
   }
 
   BlockShape get_unquantized() {
@@ -359,7 +363,7 @@ class Unpacker {
     }
   }
 
-  /// Moves the tensor to its device and marks it as a leaf that requires grad.
+  /// Moves the tensor to its device.
   at::Tensor placed(at::Tensor tensor, const Flags& flags) const {
     if (flags.placed) {
       const std::string why = why_absent(flags.device);
@@ -367,9 +371,14 @@ class Unpacker {
         throw_invalid(fmt::format("a tensor was sent to device '{}', but {}", flags.device.str(), why));
       tensor = moved(tensor, flags.device);
     } else {
-      const c10::Device here = options_.place ? options_.place(flags.device) : c10::Device(c10::kCPU);
+      const c10::Device here = options_.place ? options_.place(flags.device) : tensor.device();
       if (!here.is_cpu() || !tensor.is_cpu()) tensor = moved(tensor, here);
     }
+    return as_leaf(std::move(tensor), flags);
+  }
+
+  /// Marks the tensor as a leaf if it requires grad.
+  static at::Tensor as_leaf(at::Tensor tensor, const Flags& flags) {
     if (flags.requires_grad) {
       if (!c10::isFloatingType(tensor.scalar_type()) && !c10::isComplexType(tensor.scalar_type())) {
         throw_invalid(fmt::format("a received tensor of dtype {} is marked as requiring grad",

@@ -1,10 +1,15 @@
 // Tensors between devices of real processes through memory that both map: values, a peer that dies in each phase,
-// a peer that leaves while its process lives, and processes that cannot share memory; large tensors in parts.
+// a peer that leaves while its process lives, and processes that cannot share memory; large tensors in parts; gradients of
+// passes; activations and gradients of pipelines.
 #include <filesystem>
 
-#include <ATen/ATen.h>
+#include <torch/torch.h>
 
+#include <torchspan/autograd/context.h>
+#include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/detail/rpc/service.h>
+#include <torchspan/pipeline/pipeline.h>
 
 #include "net/api/local.h"
 #include "rendezvous/api/files.h"
@@ -25,10 +30,20 @@ std::int64_t sent(Worker& worker) {
 }
 /// Dies when it has copied its argument, usually before it has returned the memory.
 void die(const at::Tensor&) { ::kill(getpid(), SIGKILL); }
+/// The same with the gradient of its result.
+at::Tensor die_in_backward(const at::Tensor& x) {
+  at::Tensor y = x * x;
+  y.register_hook([](const at::Tensor& gradient) {
+    ::kill(getpid(), SIGKILL);
+    return gradient;
+  });
+  return y;
+}
 
 constexpr Function<twice> kTwice{"twice"};
 constexpr Function<sent> kSent{"sent"};
 constexpr Function<die> kDie{"die"};
+constexpr Function<die_in_backward> kDieInBackward{"die_in_backward"};
 
 /// Maps memory of a device, or dies first, or refuses to.
 class FragileRuntime final : public device::DeviceRuntime {
@@ -85,14 +100,17 @@ class DeviceWorker {
     options.device_staging_bytes = 1 << 20;
     if (environment_.rank == 0)
       options.device_maps["worker1"] = DeviceMap({{test_device(0), test_device(1 % test_device_count())}});
+    std::vector<std::unique_ptr<rpc::Extension>> extensions;
+    extensions.push_back(std::make_unique<autograd::AutogradExtension>());
+    extensions.push_back(std::make_unique<pipeline::PipelineExtension>());
     service_ = std::make_unique<rpc::WorkerService>(
-        runtime_, FunctionTable().add(kTwice, kSent, kDie), options,
+        runtime_, FunctionTable().add(kTwice, kSent, kDie, kDieInBackward), options,
         [&](net::Handler& handler) {
           net::TransportOptions transport;
           transport.secret = secret;
           return net::make_local_transport(*executor_, handler, transport);
         },
-        std::vector<std::unique_ptr<rpc::Extension>>());
+        std::move(extensions));
     rendezvous::MembershipOptions join;
     join.name = environment_.name;
     join.rank = environment_.rank;
@@ -208,6 +226,87 @@ void exchange_large() {
   require_no_race();
 }
 
+/// Backward passes: the gradients of results and of arguments.
+void differentiate() {
+  StandInStreams::get().reset(/*polls=*/10);
+  DeviceWorker self;
+  Worker& worker = self.worker();
+  if (worker.rank() == 0) {
+    self.connect();
+    for (int i = 0; i < 500 && worker.rpc_sync(1, kSent) == 0; ++i) {  // results, too
+      self.check_call(i);
+      self.executor().sleep(std::chrono::milliseconds(5));
+    }
+    for (int i = 1; i <= 20; ++i) {
+      self.executor().sleep(std::chrono::milliseconds(20));  // memory is returned
+      const std::int64_t here = sent(worker), there = worker.rpc_sync(1, kSent);
+      const at::Tensor x = at::full({kElements}, i, at::kDouble).to(test_device(0)).requires_grad_();
+      autograd::Context context(worker);
+      const at::Tensor y = worker.rpc_sync(1, kTwice, x);
+      context.backward((y * y).sum());
+      const at::Tensor gradient = context.gradient(x);
+      require(gradient.device() == test_device(0), "the gradient is on " + gradient.device().str());
+      require(at::equal(gradient.cpu(), at::full({kElements}, 8.0 * i, at::kDouble)),
+              "the gradient of 4 x^2");
+      require(sent(worker) - here == 2, "an argument and a gradient go through device memory");
+      require(worker.rpc_sync(1, kSent) - there == 2, "a result and a gradient go through device memory");
+    }
+  }
+  self.shutdown();
+  require_no_race();
+}
+
+constexpr std::int64_t kWidth = 96, kRows = 512, kMicroBatches = 4;  // a micro-batch has 96 KiB
+
+at::Tensor numbers(std::int64_t rows, std::int64_t seed) {
+  const auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
+  return at::randn({rows, kWidth}, generator, at::kDouble).mul_(0.1);
+}
+
+/// A stage of a pipeline; it does not move its input.
+struct StageImpl : torch::nn::Module {
+  StageImpl(c10::Device device, std::int64_t seed)
+      : weight(register_parameter("weight", numbers(kWidth, seed).to(device))) {}
+  at::Tensor forward(const at::Tensor& x) { return at::matmul(x, weight).tanh(); }
+  at::Tensor weight;
+};
+TORCH_MODULE(Stage);
+
+at::Tensor stage_loss(const at::Tensor& output, const at::Tensor& target) {
+  return (output - target.to(output.device())).pow(2).mean();
+}
+
+/// A pipeline with a stage on a device of each worker: its activations and gradients.
+void train_pipeline() {
+  StandInStreams::get().reset(/*polls=*/10);
+  DeviceWorker self;
+  Worker& worker = self.worker();
+  const c10::Device here = test_device(worker.rank() % test_device_count());
+  pipeline::Layers layers;
+  for (std::int64_t seed = 0; seed < 2; ++seed) layers.add<Stage>(here, seed);
+  pipeline::PipelineOptions options;
+  options.micro_batches = kMicroBatches;
+  auto pipe = std::make_unique<pipeline::Pipeline>(worker, layers, options);
+  std::vector<at::Tensor> alone{numbers(kWidth, 0).requires_grad_(), numbers(kWidth, 1).requires_grad_()};
+  for (int step = 0; step < 25; ++step) {
+    self.executor().sleep(std::chrono::milliseconds(20));  // memory is returned, and offers are answered
+    const std::int64_t before = sent(worker);
+    const at::Tensor input = numbers(kRows, 100 + step), target = numbers(kRows, 200 + step);
+    pipe->train_step(input.to(here), target, stage_loss);
+    stage_loss(at::matmul(at::matmul(input, alone[0]).tanh(), alone[1]).tanh(), target).backward();
+    const std::size_t mine = static_cast<std::size_t>(worker.rank());
+    const at::Tensor gradient = pipe->module(static_cast<int>(mine))->parameters()[0].grad();
+    require(at::allclose(gradient.cpu(), alone[mine].grad(), 1e-10, 1e-12), "the gradient of one process");
+    if (step == 24) {
+      require(sent(worker) - before == kMicroBatches,
+              std::to_string(sent(worker) - before) + " activations or gradients went through device memory");
+    }
+  }
+  pipe.reset();
+  self.shutdown();
+  require_no_race();
+}
+
 /// Two processes that cannot map each other's memory, as in containers of which each has its own processes.
 void exchange_without_shared_memory() {
   DeviceWorker self;
@@ -224,7 +323,8 @@ void exchange_without_shared_memory() {
 /// Calls until the other worker is dead, which an error says; then its memory is freed.
 void outlive() {
   DeviceWorker self;
-  const bool during_a_call = variable("TEST_DIES_IN").empty();
+  const std::string phase = variable("TEST_DIES_IN");
+  const bool during_a_call = phase.empty() || phase == "backward";
   bool died = false;
   try {
     for (int i = 0; !during_a_call && i < 1000; ++i) {
@@ -232,7 +332,19 @@ void outlive() {
       self.executor().sleep(std::chrono::milliseconds(5));
     }
     self.connect();
-    self.worker().rpc_sync(1, kDie, at::ones({kElements}, at::kDouble).to(test_device(0)));
+    const at::Tensor x = at::ones({kElements}, at::kDouble).to(test_device(0));
+    if (phase == "backward") {
+      autograd::Context context(self.worker());
+      const at::Tensor y = self.worker().rpc_sync(1, kDieInBackward, x.requires_grad_());
+      const std::int64_t before = sent(self.worker());
+      try {
+        context.backward(y.sum());
+      } catch (const Error&) {
+        require(sent(self.worker()) > before, "the gradient went through device memory");
+        throw;
+      }
+    }
+    self.worker().rpc_sync(1, kDie, x);
   } catch (const Error& error) {
     require(error.kind() == ErrorKind::kDisconnected, error.what());
     require(error.worker() == "worker1", error.what());
@@ -275,6 +387,18 @@ TEST(ClusterDeviceMemory, TwoProcessesExchangeTensors) {
   expect_all_end_well(world);
 }
 
+TEST(ClusterDeviceMemory, GradientsOfTwoProcessesGoThroughIt) {
+  ProcessWorld world(2);
+  world.start_all("differentiate");
+  expect_all_end_well(world);
+}
+
+TEST(ClusterDeviceMemory, ActivationsAndGradientsOfPipelinesGoThroughIt) {
+  ProcessWorld world(2);
+  world.start_all("train_pipeline");
+  expect_all_end_well(world);
+}
+
 TEST(ClusterDeviceMemory, LargerTensorsGoInParts) {
   ProcessWorld world(2);
   world.start_all("exchange_large");
@@ -310,14 +434,15 @@ TEST(ClusterDeviceMemory, ProcessesThatCannotShareMemoryWarnOnceAndUseHostMemory
 
 class ClusterDeviceMemoryDeath : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(In, ClusterDeviceMemoryDeath,
-                         ::testing::Values("open", "opened", "allocate", "call"),
+                         ::testing::Values("open", "opened", "allocate", "call", "backward"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST_P(ClusterDeviceMemoryDeath, TheOtherWorkerGetsAnErrorAndItsMemoryBack) {
   ProcessWorld world(2);
   const std::string phase = GetParam();
-  const std::string dies_in = phase == "call" ? "" : phase;
-  world.start(0, "outlive", {{"TEST_DIES_IN", phase == "call" ? "" : "never"}});
+  const bool in_a_call = phase == "call" || phase == "backward";
+  const std::string dies_in = in_a_call ? "" : phase;
+  world.start(0, "outlive", {{"TEST_DIES_IN", phase == "backward" ? phase : in_a_call ? "" : "never"}});
   Process& dying = world.start(1, "die_early", {{"TEST_DIES_IN", dies_in}});
   EXPECT_TRUE(world.process(0).wait(world.executor(), std::chrono::seconds(60)));
   EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
@@ -341,6 +466,8 @@ int main(int argc, char** argv) {
       argc, argv,
       {{"exchange", torchspan::exchange},
        {"exchange_large", torchspan::exchange_large},
+       {"differentiate", torchspan::differentiate},
+       {"train_pipeline", torchspan::train_pipeline},
        {"exchange_without_shared_memory", torchspan::exchange_without_shared_memory},
        {"outlive", torchspan::outlive},
        {"die_early", torchspan::die_early},

@@ -1,6 +1,7 @@
 // Streams of devices in calls, over the stand-in devices, which report every access that nothing orders, or on GPUs:
 // results and arguments are ready on the streams that use them, and no thread waits for a whole device.
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 
 #include <torchspan/detail/device/streams.h>
@@ -44,7 +45,14 @@ void add_in_place(const RRef<at::Tensor>& value, double by) {
   value.local_value().add_(by);
 }
 
+std::vector<at::Tensor> same_all(const std::vector<at::Tensor>& all) { return all; }
+bool needs_gradient(const at::Tensor& x) { return x.is_leaf() && (x * x).requires_grad(); }
+bool is_inference(const at::Tensor& x) { return x.is_inference(); }
+
 constexpr Function<twice> kTwice{"twice"};
+constexpr Function<same_all> kSameAll{"same_all"};
+constexpr Function<needs_gradient> kNeedsGradient{"needs_gradient"};
+constexpr Function<is_inference> kIsInference{"is_inference"};
 constexpr Function<through> kThrough{"through"};
 constexpr Function<through_slowly> kThroughSlowly{"through_slowly"};
 constexpr Function<swap_stream> kSwapStream{"swap_stream"};
@@ -90,7 +98,8 @@ class RpcStreams : public ::testing::TestWithParam<bool> {
   /// A world where device 0 is device 0 everywhere.
   static ClusterOptions world(int workers = 2) {
     ClusterOptions options =
-        world_of(workers, FunctionTable().add(kTwice, kThrough, kThroughSlowly, kSwapStream, kAddInPlace));
+        world_of(workers, FunctionTable().add(kTwice, kSameAll, kNeedsGradient, kIsInference, kThrough,
+                                              kThroughSlowly, kSwapStream, kAddInPlace));
     if (GetParam()) options.service.device_runtime = test_runtime();
     options.adjust = [workers](int rank, WorkerPlan& plan) {
       for (int other = 0; other < workers; ++other) {
@@ -242,6 +251,56 @@ TEST_P(RpcStreams, CallsOfAWorkerToItselfAreOrderedWithTheCallersStreams) {
     expect_all(value.local_value(), 54);
     order(side, main_stream());
     device::keep_memory_for(value.local_value(), main_stream());
+  });
+}
+
+std::int64_t bytes_sent(const Worker& worker) {
+  return static_cast<std::int64_t>(worker.runtime().metrics.snapshot()["rpc.bytes_sent"]);
+}
+
+TEST_P(RpcStreams, TensorsOfAWorkersCallsToItselfStayOnTheirDevices) {
+  TestDevices::reset(/*polls=*/3);
+  on_first(world(), [&](Worker& worker) {
+    const std::int64_t before = bytes_sent(worker);
+    const at::Tensor x = on_device(3, kLarge).view({4, -1});
+    for (const at::Tensor& tensor :
+         {x, x.t(), x.select(0, 1), x.narrow(1, 5, 1000), x.select(1, 2).expand({9, 4})}) {
+      const at::Tensor y = worker.rpc_sync(0, kTwice, tensor);
+      EXPECT_EQ(y.device(), test_device(0));
+      EXPECT_EQ(y.sizes(), tensor.sizes());
+      expect_all(y, 6);
+    }
+    EXPECT_LT(bytes_sent(worker) - before, kLarge);  // a tensor has eight times as many
+  });
+}
+
+TEST_P(RpcStreams, TensorsOfAWorkersCallsToItselfMixWithThoseOfTheHost) {
+  on_first(world(), [&](Worker& worker) {
+    const std::vector<at::Tensor> all{at::full({3}, 1.0),
+                                      on_device(2, kSmall),
+                                      at::Tensor(),
+                                      at::full({4}, 3.0),
+                                      at::empty({0}).to(test_device(0)),
+                                      on_device(4, kLarge),
+                                      at::full({5}, 5.0)};
+    const std::vector<at::Tensor> back = worker.rpc_sync(0, kSameAll, all);
+    ASSERT_EQ(back.size(), all.size());
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      ASSERT_EQ(back[i].defined(), all[i].defined()) << i;
+      if (!all[i].defined()) continue;
+      EXPECT_EQ(back[i].device(), all[i].device()) << i;
+      EXPECT_TRUE(at::equal(back[i].cpu(), all[i].cpu())) << i;
+      if (all[i].numel() > 0) EXPECT_NE(back[i].data_ptr(), all[i].data_ptr()) << i;
+    }
+  });
+}
+
+TEST_P(RpcStreams, AHandlerOfTheSameWorkerMayDifferentiateItsArguments) {
+  on_first(world(), [&](Worker& worker) {
+    EXPECT_TRUE(worker.rpc_sync(0, kNeedsGradient, on_device(3, kLarge).requires_grad_()));
+    EXPECT_FALSE(worker.rpc_sync(0, kNeedsGradient, on_device(3, kLarge)));
+    const c10::InferenceMode inference;
+    EXPECT_FALSE(worker.rpc_sync(0, kIsInference, on_device(3, kLarge)));
   });
 }
 

@@ -38,6 +38,7 @@ struct PropagateGradients {
   /// SMART: which of the tensors the pass reaches; a gradient that is reached may still be undefined. FAST:
   /// empty, and the defined ones are reached.
   std::vector<std::uint8_t> reached;
+  rpc::DevicePlace place = {};  ///< not sent
 };
 
 /// The outputs of one send that a pass reaches.

@@ -34,8 +34,10 @@ void SendNode::place(torch::autograd::variable_list& gradients, device::CopyStre
     if (!gradients[i].defined() || !edge.is_valid()) continue;
     const c10::Device device = edge.function->input_metadata(edge.input_nr).device();
     if (gradients[i].device() == device) continue;
-    gradients[i] =
-        device::has_streams(device) ? copies.to_device(gradients[i], device) : gradients[i].to(device);
+    const c10::Device here = gradients[i].device();
+    if (device::has_streams(here)) device::keep_memory_for(gradients[i], device::current_stream(here));
+    const bool from_host = here.is_cpu() && device::has_streams(device);
+    gradients[i] = from_host ? copies.to_device(gradients[i], device) : gradients[i].to(device);
   }
 }
 

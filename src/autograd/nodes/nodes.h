@@ -8,6 +8,7 @@
 
 #include <torchspan/detail/core/spans.h>
 #include <torchspan/detail/device/copies.h>
+#include <torchspan/detail/rpc/message.h>
 
 #include "engine/api/node_ptr.h"
 #include "engine/api/pass_node.h"
@@ -38,7 +39,8 @@ class SendNode final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "SendNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
-  /// Moves gradients, which arrive on the CPU, to the devices of their tensors.
+  /// Moves gradients to the devices of their tensors, from the CPU or from where a device map placed them. They are then
+  /// ready on this thread's current streams.
   void place(torch::autograd::variable_list& gradients, device::CopyStreams& copies) const;
 
  private:
@@ -60,6 +62,10 @@ class RecvNode final : public engine::PassNode {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "RecvNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
+  /// Where the sender of the message uses its gradients: the way of the tensors back, by the device map of the caller.
+  rpc::DevicePlace gradient_place() const {
+    return {message_.reply ? rpc::DevicePlace::By::kArguments : rpc::DevicePlace::By::kResults};
+  }
   /// Throws Error{kInvalid} if the message belongs to another context than this one.
   void check_context(std::uint64_t context) const;
 

@@ -101,6 +101,7 @@ void PassState::send_back(const RecvNode& node, torch::autograd::variable_list g
   PropagateGradients message{context_->id(),       id(), node.message().id, key_.retain_graph, key_.threads,
                              std::move(gradients), {}};
   if (key_.mode == PassMode::kSmart) message.reached = marks_.reached(node, message.gradients.size());
+  message.place = node.gradient_place();
   const std::uint32_t to = node.message().peer;
   ending_.enter();
   ++sent_;

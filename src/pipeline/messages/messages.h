@@ -56,6 +56,7 @@ struct Activations {
   std::vector<c10::IValue> members;
   std::vector<std::uint8_t> wants_gradient;  ///< by member
   std::vector<std::uint8_t> unsplit = {};    ///< as Batch::unsplit
+  rpc::DevicePlace place = {};               ///< not sent
 };
 
 /// The gradients that a link carries back: one tensor per member, undefined where there is none. Sent if any
@@ -68,6 +69,7 @@ struct Gradients {
   std::int32_t micro_batch = 0;
   std::int32_t link = 0;
   std::vector<at::Tensor> gradients;
+  rpc::DevicePlace place = {};  ///< not sent
 };
 
 /// Ends the step on all workers, because it failed on the sender.
@@ -127,9 +129,10 @@ struct TiedGradient {
   static constexpr std::string_view kName = "pipeline.tied";
   using Reply = Unit;
   StepId id;
-  std::int32_t tie = 0;     ///< index among the declared ties
-  std::int32_t worker = 0;  ///< the sender's index in the plan
-  at::Tensor gradient;      ///< may be undefined
+  std::int32_t tie = 0;         ///< index among the declared ties
+  std::int32_t worker = 0;      ///< the sender's index in the plan
+  at::Tensor gradient;          ///< may be undefined
+  rpc::DevicePlace place = {};  ///< not sent
 };
 
 /// Gradients of one bucket from another replica of the stage: those that the receiver sums, or, from the replica that
@@ -143,6 +146,7 @@ struct ReplicaGradients {
   std::int32_t replica = 0;           ///< of the sender
   std::int64_t rows = 0;              ///< of the sender's batch, which weigh its gradients
   std::vector<at::Tensor> gradients;  ///< by parameter of the bucket; may be undefined
+  rpc::DevicePlace place = {};        ///< not sent
 };
 
 /// What modules of the stage gathered in this step in another replica, such as moments of batch norms.

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "pipeline/plan/stage_devices.h"
+
 namespace torchspan::pipeline {
 
 /// The workers of all replicas of a pipeline. Workers with the same index own the same stages.
@@ -11,6 +13,7 @@ struct ReplicaGrid {
   int mine = 0;                                      ///< the replica of this worker
   std::vector<std::vector<std::string>> names = {};  ///< by replica, then by worker of the plan
   std::vector<std::vector<std::uint32_t>> ranks = {};
+  StageDevices devices = {};
 
   int count() const { return static_cast<int>(names.size()); }
   std::vector<std::string> all_names() const;

@@ -227,18 +227,30 @@ std::string why_not_offloaded(const LocalPipeline& local) {
   return "";
 }
 
+/// The devices of this worker's layer ranges, for StageDevices::read().
+std::string report_devices(const LocalPipeline& local) {
+  std::string text;
+  for (int range = 0; range <= local.last_layer_range(); ++range) {
+    if (!local.owns_layer_range(range)) continue;
+    if (const auto device = local.device_of_range(range)) text += StageDevices::line(range, *device);
+  }
+  return text;
+}
+
 /// Waits until all workers have an event queue and their layers, so that no message arrives too early.
 void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
   std::string failure = build_own_layers(layers, seed, local);
   list_parameters(local);
   if (failure.empty() && local.options.staleness > 0) failure = why_not_versioned(local);
   if (failure.empty() && local.options.offload) failure = why_not_offloaded(local);
-  const std::string mine = failure.empty() ? '+' + SharedTensors(layers).report(local) : '-' + failure;
+  const std::string mine =
+      failure.empty() ? '+' + SharedTensors(layers).report(local) + report_devices(local) : '-' + failure;
   std::vector<std::string> reports;
   for (const auto& [name, text] : gather(local.worker, mine, local.grid.all_names())) {
     if (text.front() == '-') throw Error(ErrorKind::kRemoteFailure, text.substr(1)).with_worker(name);
     const std::vector<std::string>& own = local.plan.workers;  // the other replicas have the same
     if (std::find(own.begin(), own.end(), name) != own.end()) reports.push_back(text.substr(1));
+    local.grid.devices.read(local.worker.info(Destination(name)).rank, text.substr(1));
   }
   local.constants = check_shared_tensors(local, reports);
 }

@@ -34,29 +34,16 @@ void check_unchanged(const InPlaceWatch& watch) {
               "recomputed: make the operation out of place, or use ActivationCheckpoint::kNever");
 }
 
-/// The device with streams that has all parameters of a layer range; nullopt if there is none.
-std::optional<c10::Device> device_of_layers(const LocalPipeline& local, const LayerRange& range) {
-  std::optional<c10::Device> device;
-  for (int order = range.first; order <= range.last && device::has_streams(); ++order) {
-    const LayerUse& use = local.uses[static_cast<std::size_t>(order)];
-    const auto& module = local.layers[static_cast<std::size_t>(use.layer)].module;
-    if (!module) continue;
-    for (const at::Tensor& parameter : module->parameters()) {
-      const bool same = !device || *device == parameter.device();
-      if (!same || !device::has_streams(parameter.device())) return std::nullopt;
-      device = parameter.device();
-    }
-  }
-  return device;
-}
-
-/// Copies what links transfer to the device of the layers: from another worker it arrives on the CPU.
-void move_linked_inputs(std::map<int, Activation>& inputs, std::optional<c10::Device> device) {
-  if (!device) return;
+/// Moves what links transfer to the device of the layers. From another worker it arrives there, on the CPU, or where the
+/// layers were when the pipeline was created.
+void move_linked_inputs(const LocalPipeline& local, std::map<int, Activation>& inputs,
+                        std::optional<c10::Device> device) {
   for (auto& [link, activation] : inputs) {
     if (link == kOutside) continue;
+    const bool from_here = local.owns_layer_range(local.plan.links[static_cast<std::size_t>(link)].from);
+    if (!device && (from_here || !device::has_streams())) continue;
     for (c10::IValue& member : activation.batch.members) {
-      if (is_defined_tensor(member)) member = moved(member.toTensor(), *device);
+      if (is_defined_tensor(member)) member = moved(member.toTensor(), device.value_or(c10::kCPU));
     }
   }
 }
@@ -113,7 +100,7 @@ std::map<int, Activation> LayerRangePass::activation_of(LayerRangeOutputs& outpu
 
 std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> loss) {
   loss_ = std::move(loss);
-  move_linked_inputs(inputs_, device_of_layers(local_, runner_.range()));
+  move_linked_inputs(local_, inputs_, local_.device_of_range(runner_.range_index()));
   bool learns = runner_.any_layer_learns();
   for (const auto& [link, activation] : inputs_) learns = learns || activation.wants_any();
   needs_backward_ = mode_.gradients && learns;

@@ -65,11 +65,18 @@ struct LocalPipeline {
   bool owns_layer_range(int range) const {
     return plan.layer_ranges[static_cast<std::size_t>(range)].worker == me;
   }
+  /// The device with streams that has all parameters of one of this worker's layer ranges; nullopt if there is none.
+  std::optional<c10::Device> device_of_range(int range) const;
   int first_worker() const { return plan.layer_ranges.front().worker; }
   int last_worker() const { return plan.layer_ranges.back().worker; }
   int last_layer_range() const { return static_cast<int>(plan.layer_ranges.size()) - 1; }
   /// Of plan.workers.
   const std::vector<std::uint32_t>& ranks() const { return grid.ranks[static_cast<std::size_t>(grid.mine)]; }
+  std::uint32_t rank_of(int worker_index) const { return ranks()[static_cast<std::size_t>(worker_index)]; }
+  /// Of the worker of another replica that owns the same stages.
+  std::uint32_t rank_in_replica(int replica) const {
+    return grid.ranks[static_cast<std::size_t>(replica)][static_cast<std::size_t>(me)];
+  }
   Executor& executor() const { return worker.runtime().executor; }
 
   template <rpc::Message M>
@@ -87,7 +94,7 @@ struct LocalPipeline {
 
 template <rpc::Message M>
 void LocalPipeline::post_to(int worker_index, const M& message) const {
-  post(worker, event_queue, ranks()[static_cast<std::size_t>(worker_index)], message);
+  post(worker, event_queue, rank_of(worker_index), message);
 }
 
 template <rpc::Message M>
@@ -99,8 +106,7 @@ void LocalPipeline::post_to_all(const M& message) const {
 
 template <rpc::Message M>
 void LocalPipeline::post_to_replica(int replica, const M& message) const {
-  post(worker, event_queue, grid.ranks[static_cast<std::size_t>(replica)][static_cast<std::size_t>(me)],
-       message);
+  post(worker, event_queue, rank_in_replica(replica), message);
 }
 
 template <rpc::Message M>

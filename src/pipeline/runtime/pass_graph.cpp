@@ -73,7 +73,7 @@ PassGraph::Roots PassGraph::take_roots(std::map<int, std::vector<at::Tensor>>& g
     if (found == gradients.end() || exit.member >= found->second.size()) continue;
     if (!found->second[exit.member].defined()) continue;
     roots.edges.push_back(exit.edge);
-    // From another worker it arrives on the CPU.
+    // From another worker it may arrive on the CPU.
     roots.gradients.push_back(moved(std::move(found->second[exit.member]),
                                     exit.edge.function->input_metadata(exit.edge.input_nr).device()));
   }

@@ -92,9 +92,15 @@ void ReplicaSums::send(std::size_t bucket) {
   for (std::size_t i = 0; i < owned.parameters.size(); ++i)
     mine.gradients.push_back(gradient_to_send(bucket, i));
   if (owned.owner == local_.grid.mine) return add_part(bucket, owned.owner, std::move(mine));
-  local_.post_to_replica(owned.owner,
-                         ReplicaGradients{id_, static_cast<std::int32_t>(bucket), local_.grid.mine, mine.rows,
-                                          std::move(mine.gradients)});
+  post(owned.owner, bucket, mine.rows, std::move(mine.gradients));
+}
+
+void ReplicaSums::post(int replica, std::size_t bucket, std::int64_t rows,
+                       std::vector<at::Tensor> gradients) const {
+  local_.post_to_replica(
+      replica,
+      ReplicaGradients{id_, static_cast<std::int32_t>(bucket), local_.grid.mine, rows, std::move(gradients),
+                       local_.grid.devices.of_worker(local_.rank_in_replica(replica))});
 }
 
 void ReplicaSums::rows_known() {
@@ -131,7 +137,7 @@ void ReplicaSums::accept(ReplicaGradients& event) {
   const auto bucket = static_cast<std::size_t>(event.bucket);
   const ReplicaBucket& owned = local_.replica_buckets[bucket];
   for (std::size_t i = 0; i < event.gradients.size(); ++i) {
-    at::Tensor& gradient = event.gradients[i];  // from another worker it arrives on the CPU
+    at::Tensor& gradient = event.gradients[i];  // it may have arrived on the CPU
     if (gradient.defined()) gradient = moved(std::move(gradient), owned.parameters[i].device());
   }
   if (owned.owner == local_.grid.mine)
@@ -159,8 +165,7 @@ void ReplicaSums::add_part(std::size_t bucket, int replica, Part part) {
   --left_;
   for (int other = 0; other < local_.grid.count(); ++other) {
     if (other == local_.grid.mine) continue;
-    local_.post_to_replica(other, ReplicaGradients{id_, static_cast<std::int32_t>(bucket), local_.grid.mine,
-                                                   begins_.own_rows(), exchange.sums});
+    post(other, bucket, begins_.own_rows(), exchange.sums);
   }
 }
 

@@ -51,6 +51,7 @@ class ReplicaSums {
   };
   void send(std::size_t bucket);
   void add_part(std::size_t bucket, int replica, Part part);
+  void post(int replica, std::size_t bucket, std::int64_t rows, std::vector<at::Tensor> gradients) const;
   bool fits(const ReplicaGradients& event) const;
   at::Tensor gradient_to_send(std::size_t bucket, std::size_t parameter) const;
 

@@ -56,6 +56,9 @@ void StepPasses::deliver(int link, int micro_batch, Activation activation) {
   message.members = std::move(activation.batch.members);
   message.wants_gradient = std::move(activation.wants_gradient);
   message.unsplit = std::move(activation.batch.unsplit);
+  // On the device, inputs of micro-batches whose forward has not begun would take what offload saves.
+  if (!local_.options.offload)
+    message.place = local_.grid.devices.of_range(local_.rank_of(range_of(to).worker), to);
   local_.post_to(range_of(to).worker, message);
 }
 
@@ -65,7 +68,9 @@ void StepPasses::deliver_gradients(int link, int micro_batch, std::vector<at::Te
     at(from, micro_batch).put_gradients(link, std::move(gradients));
     return check_backward(from, micro_batch);
   }
-  local_.post_to(range_of(from).worker, Gradients{id_, micro_batch, link, std::move(gradients)});
+  const int worker = range_of(from).worker;
+  local_.post_to(worker, Gradients{id_, micro_batch, link, std::move(gradients),
+                                   local_.grid.devices.of_range(local_.rank_of(worker), from)});
 }
 
 bool StepPasses::is_known(int link, int micro_batch) const {

@@ -56,7 +56,7 @@ void TiedGradients::send() {
     if (first == local_.me) {
       add_part(tie, local_.me, std::move(mine));
     } else {
-      local_.post_to(first, TiedGradient{id_, static_cast<std::int32_t>(tie), local_.me, std::move(mine)});
+      post(first, tie, std::move(mine));
     }
   }
 }
@@ -94,9 +94,13 @@ void TiedGradients::add_part(std::size_t tie, int worker, at::Tensor gradient) {
   exchange.parts.clear();
   exchange.done = true;
   for (const int other : local_tie.workers) {
-    if (other != local_.me)
-      local_.post_to(other, TiedGradient{id_, static_cast<std::int32_t>(tie), local_.me, exchange.sum});
+    if (other != local_.me) post(other, tie, exchange.sum);
   }
+}
+
+void TiedGradients::post(int to, std::size_t tie, at::Tensor gradient) const {
+  local_.post_to(to, TiedGradient{id_, static_cast<std::int32_t>(tie), local_.me, std::move(gradient),
+                                  local_.grid.devices.of_worker(local_.rank_of(to))});
 }
 
 bool TiedGradients::complete() const {

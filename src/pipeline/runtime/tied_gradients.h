@@ -37,6 +37,7 @@ class TiedGradients {
     bool done = false;
   };
   void add_part(std::size_t tie, int worker, at::Tensor gradient);
+  void post(int to, std::size_t tie, at::Tensor gradient) const;
 
   const LocalPipeline& local_;
   const StepId id_;

@@ -54,7 +54,7 @@ RpcAgent::RpcAgent(std::shared_ptr<Runtime> runtime, FunctionTable functions, Se
     : state_(std::move(runtime), std::move(functions), std::move(options)),
       loop_(state_.runtime, state_.calls, server_, [this] { calls_.fail_expired(); }),
       sender_(
-          state_, loop_, [this](net::Message message) { receiver_.deliver_here(std::move(message)); },
+          state_, loop_, [this](ReceivedMessage message) { receiver_.deliver_here(std::move(message)); },
           [this](const auto& channel, const Error& error) { receiver_.break_channel(channel, error); }),
       stopped_peers_(state_, loop_, calls_),
       calls_(state_, loop_, sender_, stopped_peers_),

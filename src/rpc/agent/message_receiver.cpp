@@ -22,7 +22,7 @@ MessageReceiver::MessageReceiver(AgentState& state, TransportLoop& loop, Request
 void MessageReceiver::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
   try {
     const auto peer = state_.channels->peer_of(channel.get());
-    if (peer) return dispatch(*peer, channel, std::move(message));
+    if (peer) return dispatch(*peer, channel, {std::move(message)});
     if (state_.channels->is_shut(channel.get())) return;  // sent before this side closed the channel
     if (state_.stopping.load()) return;  // sent by known peers before they learned of the stop
     unknown_peers_.receive(channel, std::move(message));
@@ -35,13 +35,13 @@ void MessageReceiver::on_message(const std::shared_ptr<net::Channel>& channel, n
 /// environment: nothing of that thread's own work (inference mode, an autograd context) may affect what
 /// others are sent.
 void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel,
-                               net::Message message) {
+                               ReceivedMessage message) {
   const EnvironmentScope empty{Environment()};
   auto call = std::make_shared<IncomingCall>();
   call->peer = peer.rank;
   call->incarnation = peer.incarnation;
   call->channel = channel;
-  call->message = {std::move(message)};
+  call->message = std::move(message);
   call->frame = wire::decode_frame(call->message.header, state_.wire);
   const wire::FrameHeader& header = call->frame.header;
   if (header.type == TensorPart::kType) return receive_part(*call);

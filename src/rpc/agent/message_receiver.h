@@ -21,7 +21,7 @@ class MessageReceiver final : public net::Handler {
   MessageReceiver(AgentState& state, TransportLoop& loop, RequestSender& calls, RequestServer& server);
 
   /// Delivers a message of this worker to itself.
-  void deliver_here(net::Message message) { dispatch(state_.id(), nullptr, std::move(message)); }
+  void deliver_here(ReceivedMessage message) { dispatch(state_.id(), nullptr, std::move(message)); }
   /// Closes a channel whose peer broke the protocol.
   void break_channel(const std::shared_ptr<net::Channel>& channel, const Error& error);
   UnknownPeers& unknown_peers() { return unknown_peers_; }
@@ -35,7 +35,7 @@ class MessageReceiver final : public net::Handler {
   void on_refused(const std::string& peer, const Error& reason) override;
 
  private:
-  void dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel, net::Message message);
+  void dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel, ReceivedMessage message);
   void receive_part(const IncomingCall& part);
   Error with_sender(const IncomingCall& call, const Error& error) const;
   /// Completes the message's segments by those that came before the frame or are in shared memory.

@@ -6,7 +6,13 @@
 #include <span>
 #include <utility>
 
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
+
+#include "device/api/memory_view.h"
 #include "rpc/calls/autocast_header.h"
+#include "rpc/tensor_parts/messages.h"
 
 namespace torchspan::rpc {
 namespace {
@@ -63,7 +69,7 @@ bool OutgoingMessage::ready() {
 }
 
 MessageSender::MessageSender(
-    AgentState& state, TransportLoop& loop, std::function<void(net::Message)> deliver_here,
+    AgentState& state, TransportLoop& loop, std::function<void(ReceivedMessage)> deliver_here,
     std::function<void(const std::shared_ptr<net::Channel>&, const Error&)> break_channel)
     : state_(state),
       loop_(loop),
@@ -74,7 +80,8 @@ MessageSender::MessageSender(
       parts_(state.copies.events()) {}
 
 OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Payload& payload,
-                                       bool user_values) {
+                                       TensorUse use) {
+  const bool user_values = use.user_values;
   OutgoingMessage out;
   const Protocol protocol = state_.peers.protocol(to.rank);
   out.frame.header.version = protocol.version;
@@ -95,7 +102,7 @@ OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Pa
     const bool arguments = user_values && !info.reply;
     if (Bytes autocast = arguments ? encode_autocast() : Bytes(); !autocast.empty())
       out.frame.blobs.push_back({kAutocastBlob, std::move(autocast)});
-    pack(info, to, payload, user_values, out);
+    pack(info, to, payload, use, out);
     out.frame.handles = state_.references->to_handles(payload.references, to);
   } catch (...) {
     undo(info, out.frame);
@@ -109,41 +116,76 @@ OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Pa
   return out;
 }
 
-/// Arguments whose device on the peer is known, and results, may go through memory that the peer maps. Other large
-/// tensors go in parts.
-void MessageSender::pack(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values,
+void MessageSender::pack(const CallInfo& info, PeerId to, wire::Payload& payload, TensorUse use,
                          OutgoingMessage& out) {
   wire::PackOptions options{.copies = &state_.copies};
-  if (user_values && !info.reply) options.place = state_.devices.arguments(info.peer, state_.peers);
+  if (use.user_values && !info.reply) options.place = state_.devices.arguments(info.peer, state_.peers);
   std::vector<bool> is_split;
-  if (device::has_streams() && to != state_.id()) {
-    const bool lends = user_values && state_.device_memory && (info.reply || options.place);
-    options.share = [this, to, lends, &out, &is_split, place = options.place,
-                     version = out.frame.header.version](const at::Tensor& tensor,
-                                                         device::PendingCopies& copies) {
-      at::Tensor view = lends ? lend(to, tensor, place, out) : at::Tensor();
-      if (view.defined()) {
-        is_split.push_back(false);
-        state_.copies.share(tensor, view, copies);
-        return view;
-      }
-      SplitTensorPtr split = parts_.split(to, tensor, {state_.instance, version});
-      if (!split) return view;
-      is_split.push_back(true);
-      view = split->captured();
-      out.split.push_back(std::move(split));
-      return view;
-    };
+  if (device::has_streams()) {
+    options.share =
+        to == state_.id() ? share_with_itself(use, out) : share_with_peer(info, to, use, out, is_split);
   }
   out.tensors = wire::pack(payload.tensors, std::move(options));
   if (!is_split.empty()) add_places(out, is_split);
 }
 
+/// Tensors whose device on the peer is known may go through memory that the peer maps. Other large ones go in parts.
+MessageSender::Share MessageSender::share_with_peer(const CallInfo& info, PeerId to, TensorUse use,
+                                                    OutgoingMessage& out, std::vector<bool>& is_split) {
+  return [this, &info, to, use, &out, &is_split](const at::Tensor& tensor, device::PendingCopies& copies) {
+    const auto there = state_.device_memory ? device_there(info, use, tensor.device()) : std::nullopt;
+    at::Tensor view = there ? lend(to, tensor, *there, out) : at::Tensor();
+    if (view.defined()) {
+      is_split.push_back(false);
+      state_.copies.share(tensor, view, copies);
+      return view;
+    }
+    SplitTensorPtr split = parts_.split(to, tensor, {state_.instance, out.frame.header.version});
+    if (!split) return view;
+    is_split.push_back(true);
+    view = split->captured();
+    out.split.push_back(std::move(split));
+    return view;
+  };
+}
+
+/// A worker's tensors to itself are copied on their devices. The receiver gets the copy.
+MessageSender::Share MessageSender::share_with_itself(TensorUse use, OutgoingMessage& out) {
+  if (!use.user_values && use.place.by == DevicePlace::By::kHost) return nullptr;
+  return [this, &out](const at::Tensor& tensor, device::PendingCopies& copies) {
+    const c10::InferenceMode normal(false);  // the receiver may differentiate it
+    at::Tensor copy = at::empty_strided(tensor.sizes(), device::dense_strides_like(tensor), tensor.options());
+    state_.copies.share(tensor, copy, copies);
+    out.captured.push_back(copy);
+    return copy;
+  };
+}
+
+/// The device on which the peer uses a tensor of a device here; the CPU: where the peer's device map places it.
+/// Nullopt: the tensor must go through host memory.
+std::optional<c10::Device> MessageSender::device_there(const CallInfo& info, TensorUse use,
+                                                       c10::Device here) const {
+  using By = DevicePlace::By;
+  const By by = !use.user_values ? use.place.by : info.reply ? By::kResults : By::kArguments;
+  switch (by) {
+    case By::kHost:
+      break;
+    case By::kArguments: {
+      const auto there = state_.devices.mapped(info.peer, state_.peers, here);
+      if (there && !there->is_cpu()) return there;
+      break;
+    }
+    case By::kResults:
+      return c10::Device(c10::kCPU);
+    case By::kDevice:
+      if (!use.place.device.is_cpu()) return use.place.device;
+      break;
+  }
+  return std::nullopt;
+}
+
 /// Memory of the peer for a tensor; undefined if there is none.
-at::Tensor MessageSender::lend(PeerId to, const at::Tensor& tensor, const Devices::Place& place,
-                               OutgoingMessage& out) {
-  const c10::Device there = place ? place(tensor.device()) : c10::Device(c10::kCPU);
-  if (place && there.is_cpu()) return {};
+at::Tensor MessageSender::lend(PeerId to, const at::Tensor& tensor, c10::Device there, OutgoingMessage& out) {
   LentTensorPtr lent = state_.device_memory->share(to, tensor, there);
   if (!lent) return {};
   at::Tensor view = lent->view_like(tensor);
@@ -174,14 +216,14 @@ void MessageSender::warn_of_detached(const CallInfo& info) {
       site.empty() ? "" : fmt::format(", called at {},", site)));
 }
 
-void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
-                         const wire::PackedTensors& tensors) {
+void MessageSender::send_frame(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
+                               const wire::PackedTensors& tensors, std::span<const at::Tensor> captured) {
   Bytes header = wire::encode_frame(frame);
   std::uint64_t bytes = header.size();
   for (const Segment& segment : tensors.segments) bytes += segment.size;
   bytes_sent_.add(bytes);
   if (channel) return channel->send(header, tensors.segments);
-  loop_back(header, tensors);
+  loop_back(header, tensors, captured);
 }
 
 /// The peer may return the memory before send() has returned.
@@ -193,7 +235,7 @@ void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const Out
   }
   for (const LentTensorPtr& lent : out.lent) lent->lend();
   try {
-    send(channel, out.frame, out.tensors);
+    send_frame(channel, out.frame, out.tensors, out.captured);
   } catch (...) {
     for (const LentTensorPtr& lent : out.lent) lent->take_back();
     throw;
@@ -269,20 +311,28 @@ void MessageSender::drop_copying() {
 }
 
 /// Delivers a message to this worker itself along the whole path: copies its bytes like those that cross a
-/// wire.
-void MessageSender::loop_back(const Bytes& header, const wire::PackedTensors& tensors) {
-  net::Message message{header, {}};
+/// wire. Tensors on devices were copied before.
+void MessageSender::loop_back(const Bytes& header, const wire::PackedTensors& tensors,
+                              std::span<const at::Tensor> captured) {
+  ReceivedMessage message{{header, {}}};
   for (const Segment& segment : tensors.segments) {
     Buffer buffer = allocate_buffer(segment.size);
     if (segment.size != 0) std::memcpy(buffer.data, segment.data, segment.size);
     message.segments.push_back(std::move(buffer));
+  }
+  for (std::size_t i = 0; i < captured.size(); ++i) {
+    const auto tensor = std::make_shared<at::Tensor>(captured[i]);
+    const Buffer buffer{static_cast<std::byte*>(tensor->data_ptr()), tensor->nbytes(), tensor};
+    const std::size_t index = tensors.shared[i];
+    message.segments.insert(message.segments.begin() + static_cast<std::ptrdiff_t>(index), buffer);
+    message.on_device.push_back({index, tensor->device(), /*is_tensor=*/true});
   }
   deliver_here_(std::move(message));
 }
 
 void MessageSender::send_reply(SmallReply reply) {
   try {
-    return send(reply.channel, reply.frame, {});
+    return send(reply.channel, reply.frame);
   } catch (const Error& error) {
     const bool full = error.kind() == ErrorKind::kOverloaded && !state_.stopping.load();
     if (!full || reply.deadline.passed(state_.runtime.executor.now())) {

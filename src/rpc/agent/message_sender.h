@@ -2,8 +2,11 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
+#include <span>
 #include <string>
+#include <vector>
 
 #include <torchspan/detail/rpc/extension.h>
 
@@ -17,9 +20,16 @@ namespace torchspan::rpc {
 /// Names the blob of a request whose caller disabled gradients.
 inline constexpr const char* kNoGradBlob = "rpc.no_grad";
 
+/// What the tensors of a message to be sent are.
+struct TensorUse {
+  bool user_values = false;  ///< interceptors see them
+  DevicePlace place = {};    ///< Request::place
+};
+
 /// A message to be sent: its frame, and the tensors that the frame describes.
 struct OutgoingMessage {
   wire::Frame frame;
+  std::vector<at::Tensor> captured = {};   ///< to this worker itself: copies of tensors on their devices
   std::vector<LentTensorPtr> lent = {};    ///< memory of some tensors, freed after the copies in `tensors`
   std::vector<SplitTensorPtr> split = {};  ///< tensors that are sent in parts, before the frame
   wire::PackedTensors tensors = {};
@@ -41,17 +51,18 @@ struct SmallReply {
 class MessageSender {
  public:
   /// `deliver_here` receives messages to this worker itself; `break_channel` closes an unusable channel.
-  MessageSender(AgentState& state, TransportLoop& loop, std::function<void(net::Message)> deliver_here,
+  MessageSender(AgentState& state, TransportLoop& loop, std::function<void(ReceivedMessage)> deliver_here,
                 std::function<void(const std::shared_ptr<net::Channel>&, const Error&)> break_channel);
 
   /// Applies the interceptors and packs references and tensors. If the send fails, call undo().
-  OutgoingMessage prepare(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values);
+  OutgoingMessage prepare(const CallInfo& info, PeerId to, wire::Payload& payload, TensorUse use);
   void undo(const CallInfo& info, const wire::Frame& frame);
   /// Sends to `channel`; null means this worker itself. Throws Error if the channel does not accept it.
-  void send(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
-            const wire::PackedTensors& tensors);
-  /// The same for a message that may have tensors in memory that the peer maps, or in parts.
   void send(const std::shared_ptr<net::Channel>& channel, const OutgoingMessage& out);
+  /// The same for a message without tensors.
+  void send(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame) {
+    send_frame(channel, frame, {}, {});
+  }
   /// Calls `next` with the message on the pool when the copies of its tensors from devices are complete. Sends parts of
   /// large tensors to `channel` meanwhile; if that fails, or after the deadline, send() throws the failure.
   void when_copied(OutgoingMessage out, std::shared_ptr<net::Channel> channel, Deadline deadline,
@@ -72,17 +83,25 @@ class MessageSender {
     UniqueFunction<void(OutgoingMessage&)> next;
   };
   using CopyingPtr = std::shared_ptr<Copying>;
-  void pack(const CallInfo& info, PeerId to, wire::Payload& payload, bool user_values, OutgoingMessage& out);
-  at::Tensor lend(PeerId to, const at::Tensor& tensor, const Devices::Place& place, OutgoingMessage& out);
+  using Share = std::function<at::Tensor(const at::Tensor&, device::PendingCopies&)>;
+  void pack(const CallInfo& info, PeerId to, wire::Payload& payload, TensorUse use, OutgoingMessage& out);
+  Share share_with_peer(const CallInfo& info, PeerId to, TensorUse use, OutgoingMessage& out,
+                        std::vector<bool>& is_split);
+  Share share_with_itself(TensorUse use, OutgoingMessage& out);
+  std::optional<c10::Device> device_there(const CallInfo& info, TensorUse use, c10::Device here) const;
+  at::Tensor lend(PeerId to, const at::Tensor& tensor, c10::Device there, OutgoingMessage& out);
+  void send_frame(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
+                  const wire::PackedTensors& tensors, std::span<const at::Tensor> captured);
   void poll_copies(const CopyingPtr& copying, Duration pause);
   void send_parts(const CopyingPtr& copying);
   void finish(CopyingPtr copying);
-  void loop_back(const Bytes& header, const wire::PackedTensors& tensors);
+  void loop_back(const Bytes& header, const wire::PackedTensors& tensors,
+                 std::span<const at::Tensor> captured);
   void warn_of_detached(const CallInfo& info);
 
   AgentState& state_;
   TransportLoop& loop_;
-  const std::function<void(net::Message)> deliver_here_;
+  const std::function<void(ReceivedMessage)> deliver_here_;
   const std::function<void(const std::shared_ptr<net::Channel>&, const Error&)> break_channel_;
   Counter& bytes_sent_;  ///< frames and tensors, retries included
   Counter& split_;       ///< tensors that were sent in parts

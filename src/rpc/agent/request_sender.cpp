@@ -60,7 +60,7 @@ ReferencePtr RequestSender::create(std::uint32_t to, Request request, const std:
 
 OutgoingMessage RequestSender::prepare(const CallInfo& info, PeerId peer, Request& request,
                                        const wire::Handle* creation) {
-  OutgoingMessage out = sender_.prepare(info, peer, request.payload, request.user_values);
+  OutgoingMessage out = sender_.prepare(info, peer, request.payload, {request.user_values, request.place});
   out.frame.header.type = request.type;
   out.frame.header.features |= request.feature;
   if (!request.deadline.is_never()) {
@@ -262,7 +262,7 @@ void RequestSender::cancel(std::uint64_t id) {
       frame.header.instance = state_.instance;
       frame.header.call = id;
       frame.header.version = state_.peers.protocol(call->peer).version;
-      sender_.send(state_.channels->to(call->peer).channel, frame, {});
+      sender_.send(state_.channels->to(call->peer).channel, frame);
     } catch (const Error&) {  // the broken connection then stops the handler
     }
   }

@@ -74,6 +74,13 @@ Devices::Place Devices::results(std::uint32_t peer, const PeerTable& peers) cons
   return place(peer, peers, &DeviceMap::here, &Devices::no_place_here);
 }
 
+std::optional<c10::Device> Devices::mapped(std::uint32_t peer, const PeerTable& peers,
+                                           c10::Device here) const {
+  if (maps_.empty()) return std::nullopt;
+  const auto found = maps_.find(peers.name(peer));
+  return found == maps_.end() ? std::nullopt : found->second.there(here);
+}
+
 Devices::Place Devices::place(std::uint32_t peer, const PeerTable& peers, Lookup lookup,
                               Refusal refusal) const {
   if (peer == self_.rank) return [](c10::Device device) { return device; };

@@ -32,6 +32,8 @@ class Devices {
   Place arguments(std::uint32_t peer, const PeerTable& peers) const;
   /// Returns the same for results: from a device on `peer` to the device here.
   Place results(std::uint32_t peer, const PeerTable& peers) const;
+  /// Returns the device on `peer` to which the map for it maps a device here; nullopt if it does not.
+  std::optional<c10::Device> mapped(std::uint32_t peer, const PeerTable& peers, c10::Device here) const;
 
  private:
   using Lookup = std::optional<c10::Device> (DeviceMap::*)(c10::Device) const;

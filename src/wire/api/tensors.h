@@ -47,11 +47,14 @@ PackedTensors pack(std::span<const at::Tensor> tensors, PackOptions options = {}
 struct DeviceSegment {
   std::size_t index = 0;  ///< among the segments
   c10::Device device = c10::kCPU;
+  /// Whether the buffer's owner is a std::shared_ptr<at::Tensor> with this memory, which no other tensor uses: it becomes
+  /// the result without a copy. Only for messages of this process.
+  bool is_tensor = false;
 };
 
 struct UnpackOptions {
   /// Maps a tensor's device on the sender to its device here, if the sender did not choose one; unset: the
-  /// CPU.
+  /// CPU, or the device of its segment in device memory.
   std::function<c10::Device(c10::Device sent_from)> place = {};
   /// Copies tensors to devices with streams, beside their other work. Null: on the current stream.
   device::CopyStreams* copies = nullptr;

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <torchspan/core/future.h>
 #include <torchspan/detail/core/source_location.h>
@@ -25,7 +26,8 @@ namespace rpc {
 ///   struct Ping { static constexpr auto kType = wire::MessageType{0x8001};
 ///                 static constexpr std::string_view kName = "ping"; using Reply = Unit; std::int64_t n; };
 /// It has one handler, registered by an extension (extension.h). A message that not all releases of a wire version
-/// know has `static constexpr std::uint32_t kFeature`, its bit of docs/wire.md: other workers do not get it.
+/// know has `static constexpr std::uint32_t kFeature`, its bit of docs/wire.md: other workers do not get it. Tensors of
+/// a message with a `DevicePlace place`, which is not sent, may stay on devices.
 template <class M>
 concept Message = wire::Transferable<M> && requires {
   { M::kType } -> std::convertible_to<wire::MessageType>;
@@ -44,6 +46,19 @@ struct CallInfo {
   bool no_grad = false;      ///< see CallOptions; interceptors then see no tensors
 };
 
+/// Where the handler of a request without user values uses its tensors on devices. Such tensors may go there through
+/// device memory that both workers map; a handler to which they may go must accept them on any device.
+struct DevicePlace {
+  enum class By : std::uint8_t {
+    kHost,       ///< on the CPU: they go through host memory
+    kArguments,  ///< where the sender's device map places arguments
+    kResults,    ///< where the receiver's device map places results
+    kDevice,     ///< on `device`, one of the receiver
+  };
+  By by = By::kHost;
+  c10::Device device = c10::kCPU;
+};
+
 /// An outgoing request.
 struct Request {
   wire::MessageType type{};
@@ -54,6 +69,7 @@ struct Request {
   std::stop_token inherited_stop;  ///< of the call being served; also cancels this one
   bool user_values = false;        ///< interceptors see its tensors and the reply's
   bool no_grad = false;            ///< see CallOptions
+  DevicePlace place = {};          ///< of tensors, without user values
   SourceLocation site;
   std::uint32_t feature =
       0;  ///< of the wire format; the send fails with kUnsupported if the receiver lacks it
@@ -99,6 +115,7 @@ Request make_request(const M& message) {
   request.name = std::string(M::kName);
   request.payload = wire::to_payload(message);
   if constexpr (requires { M::kFeature; }) request.feature = M::kFeature;
+  if constexpr (requires { message.place; }) request.place = message.place;
   return request;
 }
 }  // namespace rpc
