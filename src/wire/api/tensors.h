@@ -31,8 +31,8 @@ struct PackOptions {
   /// waits for the current stream.
   device::CopyStreams* copies = nullptr;
   /// Offered each strided tensor of a device with streams that is not empty, if `copies` is set. Returns a dense
-  /// tensor of the same sizes and dtype in memory that the receiver maps, which the pending copies fill, or an
-  /// undefined tensor.
+  /// tensor of the same sizes and dtype in memory that the receiver maps or is given, which the pending copies
+  /// fill, or an undefined tensor.
   std::function<at::Tensor(const at::Tensor&, device::PendingCopies&)> share = {};
 };
 
