@@ -19,10 +19,11 @@ class EventGate final : public ValueGate, public std::enable_shared_from_this<Ev
  public:
   using Gates = std::vector<std::shared_ptr<const ValueGate>>;
 
-  /// Records an event on `stream`. `values`: tensors whose memory takers use. `earlier`: gates of values that
-  /// went into them, whose failures count.
-  static std::shared_ptr<EventGate> record(const c10::Stream& stream, std::vector<at::Tensor> values = {},
-                                           Gates earlier = {});
+  /// Records an event on `stream`. The event comes from `events`, which must not be null, and returns to it with the
+  /// gate. `values`: tensors whose memory takers use. `earlier`: gates of values that went into them, whose failures
+  /// count.
+  static std::shared_ptr<EventGate> record(const c10::Stream& stream, device::EventPoolPtr events,
+                                           std::vector<at::Tensor> values = {}, Gates earlier = {});
 
   void pass() const override;
   std::shared_ptr<const ValueGate> renew() const override;
@@ -31,9 +32,11 @@ class EventGate final : public ValueGate, public std::enable_shared_from_this<Ev
   void fail(const Error& cause);
 
  private:
-  EventGate(const c10::Stream& stream, std::vector<at::Tensor> values, Gates earlier);
+  EventGate(const c10::Stream& stream, device::EventPoolPtr events, std::vector<at::Tensor> values,
+            Gates earlier);
   void throw_if_failed() const;
 
+  const device::EventPoolPtr events_;
   const device::Mark mark_;
   const std::vector<at::Tensor> values_;
   const Gates earlier_;

@@ -256,7 +256,7 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
     const c10::StreamGuard guard(stream_);
     job->ready->hold_back(stream_);
     job->operation->launch();
-    gate = EventGate::record(stream_,
+    gate = EventGate::record(stream_, host_->events(),
                              job->operation->values ? job->operation->values() : std::vector<at::Tensor>());
   } catch (...) {
     const Error error = to_error(std::current_exception());
@@ -291,7 +291,8 @@ void DeviceQueue::wait_for_stream() {
     return Error(ErrorKind::kTimedOut, fmt::format("{} has not finished it within {:.3g} s",
                                                    options_.device.str(), to_seconds(options_.timeout)));
   };
-  wait_on_host(stream_, runtime_.executor, options_.timeout, check, late);
+  const device::Mark end(stream_, host_->events());
+  wait_on_host(end, runtime_.executor, options_.timeout, check, late);
 }
 
 CallNumbers DeviceQueue::agree(Job& job) {

@@ -4,15 +4,18 @@
 
 namespace torchspan::collective {
 
-EventGate::EventGate(const c10::Stream& stream, std::vector<at::Tensor> values, Gates earlier)
-    : mark_(stream, std::make_shared<device::EventPool>()),
+EventGate::EventGate(const c10::Stream& stream, device::EventPoolPtr events, std::vector<at::Tensor> values,
+                     Gates earlier)
+    : events_(std::move(events)),
+      mark_(stream, events_),
       values_(std::move(values)),
       earlier_(std::move(earlier)) {}
 
-std::shared_ptr<EventGate> EventGate::record(const c10::Stream& stream, std::vector<at::Tensor> values,
-                                             Gates earlier) {
+std::shared_ptr<EventGate> EventGate::record(const c10::Stream& stream, device::EventPoolPtr events,
+                                             std::vector<at::Tensor> values, Gates earlier) {
   std::erase(earlier, nullptr);
-  return std::shared_ptr<EventGate>(new EventGate(stream, std::move(values), std::move(earlier)));
+  return std::shared_ptr<EventGate>(
+      new EventGate(stream, std::move(events), std::move(values), std::move(earlier)));
 }
 
 void EventGate::throw_if_failed() const {
@@ -29,7 +32,7 @@ void EventGate::pass() const {
 }
 
 std::shared_ptr<const ValueGate> EventGate::renew() const {
-  return record(device::current_stream(mark_.stream().device()), {}, {shared_from_this()});
+  return record(device::current_stream(mark_.stream().device()), events_, {}, {shared_from_this()});
 }
 
 bool EventGate::done() const {

@@ -1,7 +1,5 @@
 #include "collective/device/host_wait.h"
 
-#include <torchspan/detail/device/streams.h>
-
 namespace torchspan::collective {
 namespace {
 
@@ -11,9 +9,8 @@ constexpr Duration kSleep = std::chrono::microseconds(50);
 
 }  // namespace
 
-void wait_on_host(const c10::Stream& stream, Executor& executor, Duration timeout,
+void wait_on_host(const device::Mark& end, Executor& executor, Duration timeout,
                   const std::function<void(Duration)>& check, const std::function<Error()>& late) {
-  const device::Mark end(stream, std::make_shared<device::EventPool>());
   const TimePoint began = executor.now();
   const Deadline deadline = executor.deadline_in(timeout);
   std::unique_ptr<Parker> parker;

@@ -40,8 +40,8 @@ void IpcEngine::wait_for_device() const {
                              parts_.device.str(), parts_.control->ranks()[static_cast<std::size_t>(rank())],
                              to_seconds(parts_.timeout)));
   };
-  wait_on_host(device::current_stream(parts_.device), parts_.control->runtime().executor, parts_.timeout,
-               check, late);
+  const device::Mark end(device::current_stream(parts_.device), events_);
+  wait_on_host(end, parts_.control->runtime().executor, parts_.timeout, check, late);
 }
 
 void IpcEngine::meet() const {

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/detail/device/streams.h>
+
 #include "collective/device/device_engine.h"
 #include "collective/ipc/staging.h"
 
@@ -57,6 +59,7 @@ class IpcEngine final : public DeviceEngine {
   void copy_pieces(const Pieces& pieces, int rank, std::int64_t from, bool into_area) const;
 
   const EngineParts parts_;
+  const device::EventPoolPtr events_ = std::make_shared<device::EventPool>();
   const Staging staging_;
 };
 

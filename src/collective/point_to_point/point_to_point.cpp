@@ -32,19 +32,21 @@ at::Tensor& tensor_of(ReceivedMessage& received) { return received.tensor; }
 /// Receives a tensor on a device through memory of the CPU. The copy to the device runs after the work that the caller has
 /// enqueued so far, and takers' work after the copy.
 template <class Received, class F>
-Future<Received> through_cpu(const std::shared_ptr<GroupHost>& host, const at::Tensor& tensor, F receive) {
-  const auto before = EventGate::record(device::current_stream(tensor.device()), {tensor});
+Future<Received> through_cpu(const std::shared_ptr<GroupHost>& host, const device::EventPoolPtr& events,
+                             const at::Tensor& tensor, F receive) {
+  const auto before = EventGate::record(device::current_stream(tensor.device()), events, {tensor});
   const auto promise = std::make_shared<Promise<Received>>(host);
   Future<Received> future = promise->future();
   receive(at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type())))
-      .add_done_callback([promise, before, tensor](const Future<Received>& done) {
+      .add_done_callback([promise, events, before, tensor](const Future<Received>& done) {
         try {
           Received received = done.wait();
           before->pass();
           put_back(tensor_of(received), tensor);
           tensor_of(received) = tensor;
-          promise->set_value_behind(EventGate::record(device::current_stream(tensor.device()), {tensor}),
-                                    std::move(received));
+          promise->set_value_behind(
+              EventGate::record(device::current_stream(tensor.device()), events, {tensor}),
+              std::move(received));
         } catch (...) {
           promise->set_error(std::current_exception());
         }
@@ -113,7 +115,7 @@ Future<at::Tensor> PointToPoint::send(const at::Tensor& tensor, int peer, int ta
 
 Future<at::Tensor> PointToPoint::recv(const at::Tensor& tensor, int peer, int tag) {
   if (!tensor.is_cpu()) {
-    return through_cpu<at::Tensor>(host_, tensor,
+    return through_cpu<at::Tensor>(host_, events_, tensor,
                                    [&](const at::Tensor& staging) { return recv(staging, peer, tag); });
   }
   const at::NoGradGuard no_grad;
@@ -125,7 +127,7 @@ Future<at::Tensor> PointToPoint::recv(const at::Tensor& tensor, int peer, int ta
 Future<ReceivedMessage> PointToPoint::recv_from_any(const at::Tensor& tensor, int tag) {
   if (!tensor.is_cpu()) {
     return through_cpu<ReceivedMessage>(
-        host_, tensor, [&](const at::Tensor& staging) { return recv_from_any(staging, tag); });
+        host_, events_, tensor, [&](const at::Tensor& staging) { return recv_from_any(staging, tag); });
   }
   const at::NoGradGuard no_grad;
   const auto promise = std::make_shared<Promise<ReceivedMessage>>(host_);

@@ -2,6 +2,8 @@
 #include <atomic>
 #include <memory>
 
+#include <torchspan/detail/device/streams.h>
+
 #include "collective/group_host.h"
 #include "collective/point_to_point/message_loop.h"
 
@@ -37,6 +39,7 @@ class PointToPoint final : public WorldListener {
 
   std::atomic<std::uint64_t> splits_{0};
   std::shared_ptr<GroupHost> host_;
+  const device::EventPoolPtr events_ = std::make_shared<device::EventPool>();  ///< for tensors on devices
   MessageLoop loop_;
 };
 

@@ -27,12 +27,12 @@ void BucketLauncher::filled(std::size_t bucket) {
   const auto stream = stream_.current();
   MutexLock lock(mutex_);
   if (stream) producers_[bucket].add(*stream);
-  if (--pending_[bucket] == 0) producers_[bucket].record();
+  if (--pending_[bucket] == 0) producers_[bucket].record(stream_.events());
 }
 
 void BucketLauncher::wait_for_producers(std::size_t bucket) {
   MutexLock lock(mutex_);
-  producers_[bucket].wait();
+  producers_[bucket].wait(*stream_.events());
 }
 
 void BucketLauncher::launch_full(RoundTimer& timer) {

@@ -106,7 +106,7 @@ void Round::conclude_with_zeros() {
   }
   BucketLauncher& launcher = *gradients_.launcher();
   try {
-    const PassStreamScope on_pass(pass_stream_);
+    const PassStreamScope on_pass(pass_stream_, parts_.stream.events());
     if (abandoned != nullptr) gradients_.transfer().leave_buckets(*abandoned);
   } catch (...) {  // the other ranks' reduction would write to gradients
     launcher.set_broken();
@@ -171,7 +171,7 @@ Future<void> Round::over() const {
 void Round::finish_pass() {
   const Future<void> outcome = finished();
   if (!outcome.done() || outcome.error()) return;
-  const PassStreamScope on_pass(pass_stream_);
+  const PassStreamScope on_pass(pass_stream_, parts_.stream.events());
   outcome.wait();  // orders the stream after the reductions
   gradients_.transfer().write_back(*sink(), parts_.status);
   install_rebuilt();

@@ -25,13 +25,15 @@ class StreamScope {
 };
 
 /// The stream on which one reducer launches reductions and takes their results, so that the streams of a backward
-/// pass do not wait for them. Has no effect for parameters on the CPU. Thread-safe.
+/// pass do not wait for them, and the reducer's events. Has no effect for parameters on the CPU. Thread-safe.
 class ReductionStream {
  public:
   explicit ReductionStream(c10::Device device);
 
   /// The stream; nullopt on the CPU.
   const std::optional<c10::Stream>& stream() const { return stream_; }
+  /// The events of everything that orders this reducer's streams.
+  const device::EventPoolPtr& events() const { return events_; }
   /// The stream of the device that is current on this thread; nullopt on the CPU.
   std::optional<c10::Stream> current() const;
   /// The gate of what the stream has been given so far, whose values `earlier` lead to; null on the CPU.
@@ -39,20 +41,23 @@ class ReductionStream {
 
  private:
   const c10::Device device_;
+  const device::EventPoolPtr events_ = std::make_shared<device::EventPool>();
   std::optional<c10::Stream> stream_;
 };
 
 /// Runs a scope on the stream of the thread that runs the backward pass, on whichever thread it is: what the scope
-/// writes is ready there. At its end the thread's own stream waits for it. Nullopt: no effect.
+/// writes is ready there. At its end the thread's own stream waits for it, through an event of `events`. Nullopt: no
+/// effect.
 class PassStreamScope {
  public:
-  explicit PassStreamScope(const std::optional<c10::Stream>& pass);
+  PassStreamScope(const std::optional<c10::Stream>& pass, device::EventPoolPtr events);
   ~PassStreamScope();
   PassStreamScope(const PassStreamScope&) = delete;
   PassStreamScope& operator=(const PassStreamScope&) = delete;
 
  private:
   const std::optional<c10::Stream> pass_;
+  const device::EventPoolPtr events_;
   std::optional<c10::Stream> own_;
   device::StreamsScope current_;
 };
@@ -61,10 +66,11 @@ class PassStreamScope {
 class ProducerStreams {
  public:
   void add(const c10::Stream& stream);
-  /// Records one event on each stream. Call it when the bucket is full.
-  void record();
-  /// Makes this thread's current stream wait for the events, or for what the streams have now without them.
-  void wait() const;
+  /// Records one event of `events` on each stream. Call it when the bucket is full.
+  void record(const device::EventPoolPtr& events);
+  /// Makes this thread's current stream wait for the recorded events, or, without record(), for what the streams have
+  /// been given so far, through an event of `events`.
+  void wait(device::EventPool& events) const;
 
  private:
   std::vector<c10::Stream> streams_;
