@@ -1,6 +1,8 @@
 // Groups on devices over a LibTorch process group that the program makes: a double of one, whose work travels through
 // a group for the CPU.
+#include <atomic>
 #include <gmock/gmock.h>
+#include <memory>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -21,19 +23,29 @@ using ::testing::Each;
 using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 
+/// How often a process group or its work was aborted: releases of LibTorch differ in which of the two it is.
+using Aborts = std::shared_ptr<std::atomic<int>>;
+
 class DoneWork final : public c10d::Work {
  public:
+  explicit DoneWork(Aborts aborts) : aborts_(std::move(aborts)) {}
   bool isCompleted() override { return true; }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override { return true; }
+  void abort() override { ++*aborts_; }
+
+ private:
+  const Aborts aborts_;
 };
 
 class DoubleGroup final : public c10d::ProcessGroup {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  explicit DoubleGroup(Group cpu) : ProcessGroup(cpu.rank(), cpu.size()), cpu_(std::move(cpu)) {}
+  explicit DoubleGroup(Group cpu, Aborts aborts = std::make_shared<std::atomic<int>>(0))
+      : ProcessGroup(cpu.rank(), cpu.size()), cpu_(std::move(cpu)), aborts_(std::move(aborts)) {}
 
   const std::string getBackendName() const override { return "double"; }
+  void abort() { ++*aborts_; }  // NOLINT(modernize-use-override): virtual since LibTorch 2.7
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     tensors.at(0).copy_(cpu_.all_reduce(tensors.at(0).cpu(), op_of(options.reduceOp)).wait());
     return done();
@@ -64,22 +76,24 @@ class DoubleGroup final : public c10d::ProcessGroup {
   }
 
  private:
-  static WorkPtr done() { return c10::make_intrusive<DoneWork>(); }
+  WorkPtr done() const { return c10::make_intrusive<DoneWork>(aborts_); }
   static ReduceOp op_of(const c10d::ReduceOp& operation) {
     if (operation == c10d::ReduceOp::MIN) return kMin;
     if (operation == c10d::ReduceOp::MAX) return kMax;
     return operation == c10d::ReduceOp::PRODUCT ? kProduct : kSum;
   }
   Group cpu_;
+  const Aborts aborts_;
 };
 
-GroupOptions options_of(CollectiveWorld::Rank self) {
+GroupOptions options_of(CollectiveWorld::Rank self,
+                        const Aborts& aborts = std::make_shared<std::atomic<int>>(0)) {
   GroupOptions options{.backend = BackendKind::kC10d, .device = stand_in(0), .timeout = seconds(60)};
-  options.process_group = [self](const std::vector<int>& ranks,
-                                 int rank) -> c10::intrusive_ptr<c10d::ProcessGroup> {
+  options.process_group = [self, aborts](const std::vector<int>& ranks,
+                                         int rank) -> c10::intrusive_ptr<c10d::ProcessGroup> {
     const Group cpu = Group::make(self.runtime, self.membership, {.ranks = ranks, .timeout = seconds(60)});
     EXPECT_EQ(cpu.rank(), rank);
-    return c10::make_intrusive<DoubleGroup>(cpu);
+    return c10::make_intrusive<DoubleGroup>(cpu, aborts);
   };
   return options;
 }
@@ -179,6 +193,29 @@ TEST(DeviceProcessGroups, PartsOfAGroupHaveTheirOwn) {
        })) {
     if (failure) ADD_FAILURE() << to_error(failure).what();
   }
+}
+
+/// The device does not finish the work of either rank.
+TEST(DeviceProcessGroups, AreAbortedOnAllRanksWhenTheGroupFails) {
+  StandInStreams::get().reset(/*polls=*/1 << 30);
+  const auto aborts = std::make_shared<std::atomic<int>>(0);
+  CollectiveWorld world(2);
+  for (const auto& failure : world.try_each([&](CollectiveWorld::Rank self) {
+         const Group group = Group::make(self.runtime, self.membership, options_of(self, aborts));
+         const at::Tensor mine = there(at::ones({3}));
+         const auto result = group.all_reduce(mine, kSum);
+         result.wait();
+         self.membership.barrier("test.launched", {}, world.executor().deadline_in(seconds(60)));
+         EXPECT_EQ(aborts->load(), 0);
+         self.membership.barrier("test.not_aborted", {}, world.executor().deadline_in(seconds(60)));
+         if (self.rank == 0) group.abort(Error(ErrorKind::kCancelled, "the trainer gave up"));
+         EXPECT_THAT(error_text([&] { result.synchronize(); }), HasSubstr("the trainer gave up"));
+         self.membership.barrier("test.end", {}, world.executor().deadline_in(seconds(60)));
+       })) {
+    if (failure) ADD_FAILURE() << to_error(failure).what();
+  }
+  EXPECT_GE(aborts->load(), 2);
+  StandInStreams::get().reset();
 }
 
 /// Every rank gets the error of the one whose part fails.

@@ -29,7 +29,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> try_to_make(const ProcessGroupFactory& fa
 
 }  // namespace
 
-C10dEngine::C10dEngine(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
+C10dEngine::C10dEngine(c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : group_(std::move(group)), works_(std::make_unique<compat::AbortableWork>()) {}
 C10dEngine::~C10dEngine() = default;
 
 std::unique_ptr<C10dEngine> C10dEngine::make(const ProcessGroupFactory& factory, const EngineParts& parts) {
@@ -74,7 +75,7 @@ void C10dEngine::all_reduce(const at::Tensor& tensor, ReduceOp reduction) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d_op(reduction);
-  group_->allreduce(tensors, options)->wait();
+  wait(group_->allreduce(tensors, options));
   if (reduction == kAvg) tensors[0].div_(group_->getSize());
 }
 
@@ -85,7 +86,7 @@ void C10dEngine::reduce_scatter(const at::Tensor& tensor, const at::Tensor& part
   for (std::int64_t rank = 0; rank < rows.size(0); ++rank) inputs[0].push_back(rows[rank]);
   c10d::ReduceScatterOptions options;
   options.reduceOp = c10d_op(reduction);
-  group_->reduce_scatter(outputs, inputs, options)->wait();
+  wait(group_->reduce_scatter(outputs, inputs, options));
   if (reduction == kAvg) outputs[0].div_(group_->getSize());
 }
 
@@ -94,22 +95,25 @@ void C10dEngine::broadcast(const std::vector<at::Tensor>& tensors, const std::ve
     std::vector<at::Tensor> one{tensors[i]};
     c10d::BroadcastOptions options;
     options.rootRank = roots[i];
-    group_->broadcast(one, options)->wait();
+    wait(group_->broadcast(one, options));
   }
 }
 
 void C10dEngine::all_to_all(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) {
   std::vector<at::Tensor> outputs = received, inputs = sent;
-  group_->alltoall(outputs, inputs)->wait();
+  wait(group_->alltoall(outputs, inputs));
+}
+
+void C10dEngine::wait(const c10::intrusive_ptr<c10d::Work>& work) {
+  works_->add(work);
+  work->wait();
 }
 
 void C10dEngine::abort() noexcept {
-#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 13)
   try {
-    group_->abort();
+    works_->abort(*group_);
   } catch (...) {  // not every process group has it; its own timeout then ends the work
   }
-#endif
 }
 
 }  // namespace torchspan::collective

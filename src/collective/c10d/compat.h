@@ -1,6 +1,7 @@
 #pragma once
 // All differences between the supported LibTorch versions that concern process groups.
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -18,6 +19,31 @@ inline void all_to_all(c10d::ProcessGroup& group, at::Tensor& mine, std::vector<
   group.alltoall_base(all, mine, all_counts, mine_counts)->wait();
 #endif
 }
+
+/// Ends the work that a process group has launched. Since LibTorch 2.7 the group does this; before, each work is asked,
+/// and its tensors are kept until the next launch after its end. NCCL's work can be aborted in 2.1 and later. Not
+/// thread-safe.
+class AbortableWork {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 7)
+  void add(const WorkPtr&) {}
+  /// Throws what the process group throws.
+  void abort(c10d::ProcessGroup& group) { group.abort(); }
+#else
+  void add(WorkPtr work) {
+    std::erase_if(works_, [](const WorkPtr& earlier) { return earlier->isCompleted(); });
+    works_.push_back(std::move(work));
+  }
+  /// Throws what the work throws that cannot be aborted; later work is then left alone.
+  void abort(c10d::ProcessGroup&) {
+    for (const WorkPtr& work : std::exchange(works_, {})) work->abort();
+  }
+
+ private:
+  std::vector<WorkPtr> works_;
+#endif
+};
 
 /// The process group of an engine. Since LibTorch 2 it contains engines; before, an engine was one.
 template <class Engine>
