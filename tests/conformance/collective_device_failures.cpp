@@ -1,6 +1,5 @@
 // What goes wrong with groups on devices: missing devices and libraries, devices that do not answer, ranks that
 // disagree. Every rank gets an error that names the culprit.
-#include <dlfcn.h>
 #include <gmock/gmock.h>
 
 #include <ATen/ATen.h>
@@ -20,25 +19,6 @@ using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-
-/// The fake NCCL's faults, which end with this object.
-class FakeNccl {
- public:
-  FakeNccl() : library_(dlopen(fake_nccl().c_str(), RTLD_NOW | RTLD_LOCAL)) {}
-  ~FakeNccl() {
-    for (const char* fault : {"stall", "async_error", "refuse"}) set(fault, 0);
-    set("version", 22809);
-    dlclose(library_);
-  }
-  FakeNccl(const FakeNccl&) = delete;
-  void set(const char* fault, int value) const {
-    reinterpret_cast<void (*)(const char*, int)>(dlsym(library_, "fake_nccl_set"))(fault, value);
-  }
-  int aborted() const { return reinterpret_cast<int (*)()>(dlsym(library_, "fake_nccl_aborted"))(); }
-
- private:
-  void* const library_;
-};
 
 /// Work on the stand-in device is unfinished for a long time, while this object lives.
 struct SlowDevice {

@@ -11,6 +11,7 @@
 #include <torchspan/collective/group.h>
 
 #include "collective/api/device_services.h"
+#include "tests/support/fake_nccl/fake_nccl.h"
 #include "tests/support/stand_in_device.h"
 #include "tests/support/stand_in_runtime.h"
 
@@ -85,15 +86,6 @@ class ThroughDevice final : public collective::Backend {
   const std::shared_ptr<collective::Backend> inner_;
   const c10::Device device_;
 };
-
-/// A library with NCCL's interface; the build defines its path.
-inline std::string fake_nccl() {
-#ifdef TORCHSPAN_FAKE_NCCL
-  return TORCHSPAN_FAKE_NCCL;
-#else
-  return "libfake_nccl.so";
-#endif
-}
 
 /// Small areas, so that tensors of the suite need several chunks.
 inline collective::DeviceServices stand_in_services(collective::BackendKind kind) {

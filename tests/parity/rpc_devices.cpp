@@ -251,5 +251,31 @@ TEST(RpcDevices, AWorkerWithAnInvalidMapDoesNotStart) {
                     HasSubstr("this process has 2 privateuseone devices")));
 }
 
+/// Both workers call the other one with tensors on devices; worker 0 has a map for worker 1 before that one exists.
+// peer: rpc_test.py dynamic_rpc_existing_rank_can_communicate_with_new_rank_cuda: same, on a stand-in device
+TEST(RpcDevices, AWorkerOfAnOpenWorldAndOneThatJoinsLaterUseTheirMaps) {
+  ClusterOptions options = world(
+      {to_worker1({{stand_in(0), stand_in(1)}}), {{"worker0", DeviceMap({{stand_in(1), stand_in(0)}})}}},
+      /*workers=*/1);
+  options.open = true;
+  SimCluster cluster(std::move(options));
+  const auto call = [](Worker& worker, const std::string& peer, c10::Device here, c10::Device there) {
+    const at::Tensor ones = at::ones({2, 3}).to(here);
+    const at::Tensor sum = worker.rpc_sync(peer, kAddThere, ones, ones, there, there);
+    EXPECT_EQ(sum.device(), here);
+    EXPECT_TRUE(at::equal(sum.cpu(), at::full({2, 3}, 2.0F)));
+  };
+  cluster.run([&](Worker& worker) {
+    Thread joiner = cluster.start(1, 0, [&](rpc::WorkerService& service) {
+      call(service.worker(), "worker0", stand_in(1), stand_in(0));
+      nap(service.worker(), std::chrono::seconds(5));
+      service.shutdown(cluster.executor().deadline_in(std::chrono::seconds(60)));
+    });
+    for (int i = 0; i < 1000 && worker.world_size() < 2; ++i) nap(worker, std::chrono::milliseconds(1));
+    call(worker, "worker1", stand_in(0), stand_in(1));
+    joiner.join();
+  });
+}
+
 }  // namespace
 }  // namespace torchspan::rpc_devices

@@ -1,7 +1,12 @@
 #pragma once
-// A rank of a group on the stand-in device, in a process that ProcessWorld started.
+// A rank of a group on the test devices, in a process that ProcessWorld started.
+#include <cstdlib>
 #include <functional>
+#include <map>
 #include <memory>
+#include <sstream>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include <torchspan/collective/group.h>
@@ -11,7 +16,9 @@
 #include <torchspan/rendezvous.h>
 
 #include "collective/api/device_services.h"
+#include "collective/nccl/nccl_library.h"
 #include "rendezvous/api/files.h"
+#include "tests/support/fake_nccl/fake_nccl.h"
 #include "tests/support/test_device.h"
 
 namespace torchspan::testing {
@@ -23,6 +30,45 @@ inline collective::GroupOptions ipc_options() {
   return {.backend = collective::BackendKind::kCudaIpc,
           .device = test_device(0),
           .timeout = std::chrono::seconds(60)};
+}
+
+/// NCCL for groups on the test devices: the fake one on stand-ins, of which each process then has its own, and the
+/// installed one on CUDA devices.
+inline collective::DeviceServices nccl_services() {
+  if (on_cuda()) return {.runtime = test_runtime()};
+  return {.runtime = std::make_shared<StandInRuntime>(/*shared=*/false), .nccl_library = fake_nccl()};
+}
+inline collective::GroupOptions nccl_options() {
+  return {.backend = collective::BackendKind::kNccl,
+          .device = test_device(0),
+          .timeout = std::chrono::seconds(60)};
+}
+
+/// Why processes cannot have a group over NCCL here; empty if they can. On CUDA devices they need one each, or a release
+/// of NCCL that lets them share one.
+inline std::string nccl_missing(int processes) {
+  constexpr int kSharedGpuVersion = 23000;
+  if (!on_cuda() || test_device_count() >= processes) return {};
+  const char* shared = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  try {
+    const int version = collective::nccl::NcclLibrary::load({})->version();
+    if (shared != nullptr && std::string_view(shared) == "1" && version >= kSharedGpuVersion) return {};
+  } catch (const Error& error) {
+    return error.message();
+  }
+  return "the test needs " + std::to_string(processes) +
+         " GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1 for processes that share one";
+}
+
+/// Variables with which the first CUDA device of rank `rank` is another one than that of the other ranks, if there are
+/// enough of them.
+inline std::map<std::string, std::string> own_gpu(int rank, int processes) {
+  if (!on_cuda() || test_device_count() < processes) return {};
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  std::string gpu = std::to_string(rank);
+  std::istringstream listed(visible == nullptr ? "" : visible);
+  for (int i = 0; visible != nullptr && i <= rank; ++i) std::getline(listed, gpu, ',');
+  return {{"CUDA_VISIBLE_DEVICES", gpu}};
 }
 
 /// Joins the world that the environment describes, and makes a group of all ranks on the device.

@@ -37,6 +37,7 @@ struct Faults {
   std::atomic<int> stall{0};        ///< operations do not end
   std::atomic<int> async_error{0};  ///< result of get_async_error between operations
   std::atomic<int> refuse{0};       ///< result of all_reduce
+  std::atomic<int> die{0};          ///< the process ends in its n-th all_reduce from now on; 0: in none
   std::atomic<int> aborted{0};      ///< counts ncclCommAbort
   std::atomic<int> destroyed{0};    ///< counts ncclCommDestroy
 };
@@ -79,6 +80,7 @@ struct Communicator {
   std::deque<std::function<void()>> work;
   bool ending = false;
   std::atomic<bool> stopped{false};
+  bool dies = false;  ///< the process ends after the next piece that the communicator sends
   std::thread thread;
 
   void meet() {
@@ -134,7 +136,15 @@ struct Communicator {
     }
     thread.join();
     munmap(shared, sizeof(Shared));
+    remove_name();
+  }
+  void remove_name() const {
     if (rank == 0) shm_unlink(name.c_str());
+  }
+  /// Waits for all ranks, which then have mapped the memory: it needs no name, which would outlive ranks that die.
+  void connect() {
+    meet();
+    remove_name();
   }
 
   /// Gives `take` the bytes of every rank, in pieces: (rank, offset, data, size).
@@ -148,6 +158,7 @@ struct Communicator {
     for (std::size_t at = 0; at < longest; at += kSlot) {
       if (at < bytes) std::memcpy(shared->slot[rank], mine + at, std::min(kSlot, bytes - at));
       meet();
+      if (dies) _exit(0);
       for (int from = 0; from < size; ++from) {
         const std::uint64_t length = lengths[static_cast<std::size_t>(from)];
         if (at < length) take(from, at, shared->slot[from], std::min<std::size_t>(kSlot, length - at));
@@ -334,6 +345,7 @@ EXPORT void fake_nccl_set(const char* fault, int value) {
   if (name == "stall") faults().stall = value;
   if (name == "async_error") faults().async_error = value;
   if (name == "refuse") faults().refuse = value;
+  if (name == "die") faults().die = value;
 }
 EXPORT int fake_nccl_aborted() { return faults().aborted; }
 EXPORT int fake_nccl_destroyed() { return faults().destroyed; }
@@ -368,7 +380,7 @@ EXPORT Result ncclCommInitRankConfig(Communicator** made, int ranks, UniqueId id
   communicator->size = ranks;
   communicator->thread = std::thread([communicator] { communicator->run(); });
   *made = communicator;
-  return communicator->enqueue([communicator] { communicator->meet(); });
+  return communicator->enqueue([communicator] { communicator->connect(); });
 }
 
 EXPORT Result ncclCommFinalize(Communicator* communicator) {
@@ -409,6 +421,7 @@ EXPORT Result ncclAllReduce(const void* from, void* to, std::size_t count, int t
   if (faults().refuse != 0) return static_cast<Result>(faults().refuse.load());
   return submit(communicator, [=] {
     const std::size_t bytes = count * bytes_of(type);
+    communicator->dies = faults().die.load() != 0 && faults().die.fetch_sub(1) == 1;
     const auto all = everything(*communicator, static_cast<const std::byte*>(from), bytes);
     reduce_any(all, bytes, communicator->size, type, op, static_cast<std::byte*>(to));
   });
