@@ -11,12 +11,13 @@ from pathlib import Path
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "gpu-check"
 PYTHON = """#!/bin/sh
 case "$2" in
-*cmake_prefix_path*) echo /prefix ;;
+*cmake_prefix_path*) echo "$GPU_CHECK_TORCH/share/cmake" ;;
 *) echo 2.0 ;;
 esac
 """
 TESTS = ("device_suites", "engine_test", "data_parallel_test", "collective_conformance_test", "cluster_devices_test",
          "cluster_device_memory_test", "cluster_device_training_test")
+FILTERED = ("collective_conformance_test", "cluster_device_training_test")
 DEMO = """#!/bin/sh
 echo 'trained on 25600 images in 5.1 s: 5000 images/s'
 """
@@ -32,13 +33,15 @@ class GpuCheck(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name)
         self.logs = self.root / "build" / "gpu"
-        for path in ("tools", "docs", "path", "build/gpu/tree/bin"):
+        self.torch = self.root / "torch"
+        for path in ("tools", "docs", "path", "build/gpu/tree/bin", "torch/lib", "torch/share/cmake"):
             (self.root / path).mkdir(parents=True)
         shutil.copy(TOOL, self.root / "tools" / "gpu-check")
         for path in ("README.md", "docs/gpu.md"):
             (self.root / path).write_text("text\n")
-        for tool in ("g++", "cmake", "ninja"):
+        for tool in ("g++", "ninja"):
             self.script(f"path/{tool}")
+        self.script("path/cmake", '#!/bin/sh\necho "$*"\n')
         self.script("path/python3", PYTHON)
         for test in TESTS:
             self.program(test, '#!/bin/sh\necho "$OMP_NUM_THREADS thread, $*"\n')
@@ -56,6 +59,7 @@ class GpuCheck(unittest.TestCase):
     def start(self, *arguments):
         environment = {**os.environ, "PATH": f"{self.root / 'path'}:{os.environ['PATH']}"}
         environment.pop("OMP_NUM_THREADS", None)
+        environment["GPU_CHECK_TORCH"] = str(self.torch)
         return subprocess.Popen([self.root / "tools" / "gpu-check", "--without-gpu", *arguments], env=environment,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -73,7 +77,7 @@ class GpuCheck(unittest.TestCase):
         code, output = self.run_tool()
         self.assertEqual(code, 0, output)
         table = self.table(output)
-        for name in (*TESTS, "configure", "build", "data_parallel", "pipeline", "figures"):
+        for name in (*TESTS, "nccl_training", "configure", "build", "data_parallel", "pipeline", "figures"):
             self.assertTrue(table[name].startswith("ok "), output)
         self.assertEqual(table["demo on cpu against CPU"], "1.00 (5000 and 5000 images/s)")
         self.assertIn("(goal 0.30)", output.split("\n\n")[-1])
@@ -82,7 +86,27 @@ class GpuCheck(unittest.TestCase):
             log = (self.logs / f"{test}.log").read_text()
             self.assertTrue(log.startswith("1 thread, "), log)
             everything = "--gtest_filter=* " in log
-            self.assertEqual(everything, test != "collective_conformance_test", log)
+            self.assertEqual(everything, test not in FILTERED, log)
+
+    def test_a_communicator_of_one_rank_and_training_over_nccl_are_run(self):
+        code, output = self.run_tool()
+        self.assertEqual(code, 0, output)
+        self.assertIn(":NcclEngine.* ", (self.logs / "collective_conformance_test.log").read_text())
+        self.assertIn("--gtest_filter=*-*/nccl_* ", (self.logs / "cluster_device_training_test.log").read_text())
+        self.assertIn("--gtest_filter=*/nccl_views:", (self.logs / "nccl_training.log").read_text())
+
+    def test_the_trial_builds_with_cuda_if_libtorch_has_its_libraries(self):
+        def configured():
+            code, output = self.run_tool()
+            self.assertEqual(code, 0, output)
+            return (self.logs / "configure.log").read_text()
+
+        self.script("path/ldd", "#!/bin/sh\necho 'libcublas.so.13 => /lib/libcublas.so.13 (0x0)'\n")
+        self.assertNotIn("TORCHSPAN_CUDA", configured())
+        (self.torch / "lib" / "libtorch_cuda.so").touch()
+        self.assertIn("-DTORCHSPAN_CUDA=ON", configured())
+        self.script("path/ldd", "#!/bin/sh\necho 'libcublas.so.13 => not found'\n")
+        self.assertNotIn("TORCHSPAN_CUDA", configured())
 
     def test_a_step_that_fails_and_a_demo_without_figures_make_the_run_fail(self):
         self.program("engine_test", "#!/bin/sh\nexit 3\n")
@@ -98,7 +122,7 @@ class GpuCheck(unittest.TestCase):
         code, output = self.run_tool("--limit", "34")
         table = self.table(output)
         self.assertEqual((code, table["build"].startswith("ok ")), (1, True), output)
-        for name in (*TESTS, "model_parallel", "pipeline", "figures"):
+        for name in (*TESTS, "nccl_training", "model_parallel", "pipeline", "figures"):
             self.assertTrue(table[name].startswith("skipped: no time"), output)
 
     def test_a_signal_ends_the_step_and_prints_the_table(self):
