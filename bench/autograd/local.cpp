@@ -7,7 +7,7 @@
 
 #include <torchspan/detail/engine/gradient_map.h>
 
-#include "engine/api/backward.h"
+#include "tests/support/local_backward.h"
 
 namespace torchspan::bench {
 namespace {

@@ -4,7 +4,7 @@
 #include <torchspan/detail/engine/gradient_map.h>
 
 #include "data_parallel/toy_model.h"
-#include "engine/api/backward.h"
+#include "tests/support/local_backward.h"
 
 namespace torchspan::data_parallel::reducer_test {
 namespace {

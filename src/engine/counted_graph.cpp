@@ -199,11 +199,6 @@ void CountedGraph::open(Node& root, Delivery delivery) {
   settle(guard, target, 1);
 }
 
-void CountedGraph::discard(Node& root) {
-  Guard guard(*this);
-  settle(guard, index_of_root(root), 1);
-}
-
 /// Adds without the lock: another thread that brings a gradient meanwhile finds the input empty and sets it.
 /// The gradient has been delivered: the stream on which the node uses it waits for it.
 void CountedGraph::add_input(Guard& guard, std::uint32_t target, std::uint32_t input, at::Tensor gradient) {
@@ -310,7 +305,6 @@ void CountedGraph::skip(Guard& guard, std::uint32_t first) {
   while (!unreached.empty()) {
     State& state = states_[unreached.back()];
     unreached.pop_back();
-    state.settled = true;
     ++progress_.skipped;
     for (std::uint32_t edge = state.first_edge; edge < state.first_edge + state.edge_count; ++edge) {
       const std::uint32_t target = edges_[edge];
@@ -366,10 +360,9 @@ void CountedGraph::execute(std::uint32_t index, GradientSink& sink, bool retain)
   } else {
     distribute(index, run_node(*state.node, std::move(inputs), sink, retain));
   }
-  {
+  if (state.leaf) {
     Guard guard(*this);
-    if (state.leaf) leaf_runs_ = false;
-    state.settled = true;
+    leaf_runs_ = false;
   }
   ++progress_.executed;
 }
@@ -411,14 +404,6 @@ void CountedGraph::distribute(std::uint32_t index, variable_list outputs) {
     feed_and_settle(guard, {target, state.node->next_edge(i).input_nr, place, reached,
                             reached ? std::move(outputs[i]) : at::Tensor()});
   }
-}
-
-std::vector<std::string> CountedGraph::unsettled() const {
-  std::vector<std::string> names;
-  for (const State& state : states_) {
-    if (!state.settled) names.push_back(state.node->name());
-  }
-  return names;
 }
 
 }  // namespace torchspan::engine

@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -56,8 +55,6 @@ class CountedGraph {
   void start();
   /// Gives a pending root its gradients.
   void open(torch::autograd::Node& root, Delivery delivery);
-  /// Declares that a pending root gets no gradients.
-  void discard(torch::autograd::Node& root);
   /// Declares that these are all pending roots: nodes stop waiting for edges from other parts of the graph.
   void seal(const std::vector<torch::autograd::Node*>& roots);
 
@@ -70,7 +67,6 @@ class CountedGraph {
   torch::autograd::Node& node(std::uint32_t index) const { return *states_[index].node; }
   void execute(std::uint32_t index, GradientSink& sink, bool retain);
 
-  std::vector<std::string> unsettled() const;
   /// A node of this graph has failed: the end of the pass also waits for its streams.
   void failed_at(std::uint32_t index);
 
@@ -91,7 +87,6 @@ class CountedGraph {
     bool counted = false;       // by counts_
     bool feeding = false;       // a thread adds inputs, possibly without the lock
     bool reached = false;
-    bool settled = false;  // executed or skipped
     torch::autograd::variable_list inputs;
   };
   struct Ready {

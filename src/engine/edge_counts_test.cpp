@@ -107,10 +107,10 @@ INSTANTIATE_TEST_SUITE_P(Threads, PartialPass, ::testing::Values(1U, 3U));
 TEST_P(PartialPass, RunsWhatTheRootsReachAndNoMore) {
   const auto pass = begin();
   pass->prepare();
-  EXPECT_EQ(pass->report(false).nodes, 0U);
+  EXPECT_EQ(pass->report().nodes, 0U);
   deliver(*pass, first);
-  EXPECT_EQ(pass->report(false).nodes, 4U) << "nothing of the other sends";
-  EXPECT_EQ(pass->report(false).executed, 2U) << "the product waits for the second send";
+  EXPECT_EQ(pass->report().nodes, 4U) << "nothing of the other sends";
+  EXPECT_EQ(pass->report().executed, 2U) << "the product waits for the second send";
   EXPECT_TRUE(pass->seal());
   EXPECT_FALSE(pass->seal());
   pass->run();
@@ -123,12 +123,12 @@ TEST_P(PartialPass, WaitsForRootsThatAreAddedLater) {
   pass->prepare();
   deliver(*pass, first);
   deliver(*pass, second);
-  EXPECT_EQ(pass->report(false).executed, 5U) << "both ways to the product have come, not both to the leaf";
+  EXPECT_EQ(pass->report().executed, 5U) << "both ways to the product have come, not both to the leaf";
   pass->add_pending(third);
   pass->seal();
   pass->run();
   EXPECT_FALSE(pass->finished());
-  EXPECT_EQ(pass->report(false).waiting_for.size(), 1U);
+  EXPECT_EQ(pass->report().waiting_for.size(), 1U);
   deliver(*pass, third);
   EXPECT_TRUE(pass->finished());
   expect_gradient(6 + 10 + 7);

@@ -30,7 +30,6 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   /// A delivery that waits for a driving thread.
   struct Queued {
     Node* root = nullptr;
-    bool discarded = false;
     Delivery delivery;
     ArrivalMarks arrival = {};
     std::vector<Node*> roots = {};  // if `root` is null: the pending roots of a sealed pass
@@ -54,7 +53,7 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   std::exception_ptr cause() const;
   std::string failed_node() const;
   NodePtr failed_at() const;
-  PassReport report(bool names) const;
+  PassReport report() const;
 
  private:
   enum class Outcome : std::uint8_t { kOpen, kFinished, kFailed };
@@ -239,7 +238,7 @@ NodePtr GraphPass::Impl::failed_at() const {
   return failed_at_;
 }
 
-PassReport GraphPass::Impl::report(bool names) const {
+PassReport GraphPass::Impl::report() const {
   PassReport report;
   report.nodes = progress_.nodes;
   report.executed = progress_.executed;
@@ -250,7 +249,6 @@ PassReport GraphPass::Impl::report(bool names) const {
   for (Node* root : pending_) {
     if (!arrived_.at(root)) report.waiting_for.push_back(root);
   }
-  if (names && !driving_) report.unreached = graph_->unsettled();
   return report;
 }
 
@@ -371,11 +369,7 @@ void GraphPass::Impl::process_queue() {
 void GraphPass::Impl::process(Queued& queued) {
   if (queued.root == nullptr) return graph_->seal(queued.roots);
   queued.arrival.join(queued.delivery.gradients);
-  if (queued.discarded) {
-    graph_->discard(*queued.root);
-  } else {
-    graph_->open(*queued.root, std::move(queued.delivery));
-  }
+  graph_->open(*queued.root, std::move(queued.delivery));
 }
 
 void GraphPass::Impl::fail(Node& node) {
@@ -461,13 +455,6 @@ bool GraphPass::deliver(Node& root, Delivery delivery) {
 
 bool GraphPass::seal() { return impl_->seal(); }
 
-bool GraphPass::discard(Node& root) {
-  Impl::Queued queued;
-  queued.root = &root;
-  queued.discarded = true;
-  return impl_->post(std::move(queued));
-}
-
 void GraphPass::run() {
   const std::shared_ptr<Impl> impl = impl_;  // a callback of the pass's end may destroy this pass
   impl->run();
@@ -484,6 +471,6 @@ std::exception_ptr GraphPass::error() const { return impl_->error(); }
 std::exception_ptr GraphPass::cause() const { return impl_->cause(); }
 std::string GraphPass::failed_node() const { return impl_->failed_node(); }
 NodePtr GraphPass::failed_at() const { return impl_->failed_at(); }
-PassReport GraphPass::report(bool names) const { return impl_->report(names); }
+PassReport GraphPass::report() const { return impl_->report(); }
 
 }  // namespace torchspan::engine

@@ -56,7 +56,7 @@ class PassGraph {
   std::size_t counted_nodes() const { return sends_.counted + report().nodes; }
   /// Whether walking over the whole graph takes microseconds.
   bool is_small() const { return nodes_ <= kSmall; }
-  engine::PassReport report() const { return graph_.report(false); }
+  engine::PassReport report() const { return graph_.report(); }
   /// The error of a node that failed; see node_failure().
   Error failure(const std::string& worker, std::vector<SendNodePtr> reached) const;
 

@@ -5,7 +5,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "engine/api/backward.h"
+#include "engine/api/leaf_tensors.h"
 
 namespace torchspan::data_parallel {
 namespace {

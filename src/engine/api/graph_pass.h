@@ -64,8 +64,6 @@ struct PassReport {
   std::size_t skipped = 0;
   bool driven = false;                              ///< a thread runs its nodes now
   std::vector<torch::autograd::Node*> waiting_for;  ///< pending roots without gradients, in the order added
-  std::vector<std::string>
-      unreached;  ///< names of the nodes behind them; empty while a thread drives the pass
 };
 
 /// One backward pass over this process's part of the graph. Runs any torch::autograd::Node as LibTorch's engine
@@ -100,8 +98,6 @@ class GraphPass {
   bool deliver(torch::autograd::Node& root, torch::autograd::variable_list gradients) {
     return deliver(root, Delivery{std::move(gradients), {}});
   }
-  /// Declares that a pending root gets no gradients in this pass. Results as deliver().
-  bool discard(torch::autograd::Node& root);
   /// With PassOptions::counts: declares that all pending roots were added; run() continues from there. False if
   /// sealed before or ended.
   bool seal();
@@ -125,8 +121,7 @@ class GraphPass {
   std::string failed_node() const;
   /// That node itself.
   NodePtr failed_at() const;
-  /// Fills `unreached` only with `names`, because that walks the whole graph.
-  PassReport report(bool names = true) const;
+  PassReport report() const;
 
   class Impl;
 

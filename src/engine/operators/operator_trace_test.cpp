@@ -13,7 +13,6 @@
 #include <torchspan/engine/operator_trace.h>
 
 #include "core/api/operator_spans.h"
-#include "engine/api/backward.h"
 #include "engine/oracle.h"
 
 namespace torchspan::engine::operator_trace_test {

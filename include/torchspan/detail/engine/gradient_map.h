@@ -65,21 +65,4 @@ class GradientMap {
   std::unordered_map<const c10::TensorImpl*, std::shared_ptr<Entry>> entries_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// One pass's view of a GradientMap, which must outlive it.
-class MapSink final : public GradientSink {
- public:
-  explicit MapSink(GradientMap& gradients, std::uint64_t pass = 0)
-      : GradientSink(pass), gradients_(gradients) {}
-  at::Tensor gradient(const at::Tensor& parameter) const override { return gradients_.gradient(parameter); }
-  void accumulate(const at::Tensor& parameter, at::Tensor gradient) override {
-    gradients_.accumulate(parameter, std::move(gradient));
-  }
-  void replace(const at::Tensor& parameter, at::Tensor gradient) override {
-    gradients_.replace(parameter, std::move(gradient));
-  }
-
- private:
-  GradientMap& gradients_;
-};
-
 }  // namespace torchspan::engine

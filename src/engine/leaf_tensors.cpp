@@ -1,6 +1,5 @@
-#include "engine/api/backward.h"
+#include "engine/api/leaf_tensors.h"
 
-#include <fmt/format.h>
 #include <unordered_set>
 
 #include <ATen/core/ivalue.h>
@@ -8,28 +7,9 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
-namespace torchspan::engine {
+#include "engine/api/node_ptr.h"
 
-void backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients,
-              GradientSink& sink, PassOptions options) {
-  if (!gradients.empty() && gradients.size() != roots.size()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("backward() got {} gradients for {} roots: pass one for each root, or none",
-                            gradients.size(), roots.size()));
-  }
-  if (options.threads > 1) {
-    throw Error(ErrorKind::kUnsupported,
-                "backward() runs its pass on this thread only: for several threads use a GraphPass or a "
-                "distributed context");
-  }
-  GraphPass pass(sink, std::move(options));
-  for (std::size_t i = 0; i < roots.size(); ++i) {
-    pass.add_root(roots[i], gradients.empty() ? at::Tensor() : gradients[i]);
-  }
-  pass.prepare();
-  pass.run();
-  sink.end()->wait();
-}
+namespace torchspan::engine {
 
 std::vector<at::Tensor> leaf_tensors(const std::vector<at::Tensor>& roots) {
   using torch::autograd::Node;
