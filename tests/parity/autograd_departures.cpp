@@ -124,5 +124,57 @@ TEST(AutogradDepartures, AReplacementWorkerCreatesContexts) {
   });
 }
 
+/// Worker 1 is replaced after a forward pass; `again` is whether it computes in the same context once more.
+void differentiate_through_a_replaced_worker(autograd::PassMode mode, bool again) {
+  ClusterOptions options = world();
+  options.workers = 1;
+  options.open = true;
+  options.graceful = true;
+  SimCluster cluster(std::move(options));
+  cluster.run([&](Worker& worker) {
+    std::vector<Thread> lives;
+    const auto start = [&](int incarnation) {
+      bool ready = false;
+      lives.push_back(cluster.start(1, incarnation, [&, incarnation](rpc::WorkerService& service) {
+        ready = true;
+        Worker me = service.worker();
+        nap(me, seconds(20));
+        if (incarnation == 1) service.shutdown(cluster.executor().deadline_in(seconds(60)));
+      }));
+      while (!ready) nap(worker, milliseconds(10));
+      nap(worker, seconds(1));
+    };
+    start(0);
+    {
+      Context context(worker);
+      at::Tensor loss = worker.rpc_sync("worker1", kOwnTensor).sum();
+      cluster.kill(1);
+      nap(worker, seconds(1));
+      start(1);
+      if (again) loss = loss + worker.rpc_sync("worker1", kOwnTensor).sum();
+      const Error error = error_of([&] { context.backward(loss, {.mode = mode}); });
+      EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
+      EXPECT_EQ(error.worker(), "worker1");
+      EXPECT_THAT(error.message(),
+                  ::testing::AllOf(::testing::HasSubstr("worker 'worker1' (rank 1) was replaced"),
+                                   ::testing::HasSubstr("run the forward pass again in a new Context")));
+    }
+    Context context(worker);
+    EXPECT_NO_THROW(context.backward(worker.rpc_sync("worker1", kOwnTensor).sum(), {.mode = mode}));
+    context.release(seconds(1));
+    for (Thread& life : lives) life.join();
+  });
+}
+
+TEST(AutogradDepartures, APassThroughAReplacedWorkerNamesIt) {
+  for (const autograd::PassMode mode : {autograd::PassMode::kSmart, autograd::PassMode::kFast}) {
+    for (const bool again : {false, true}) {
+      SCOPED_TRACE(std::string(mode == autograd::PassMode::kFast ? "FAST" : "SMART") +
+                   (again ? ", again" : ""));
+      differentiate_through_a_replaced_worker(mode, again);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace torchspan::autograd_departures

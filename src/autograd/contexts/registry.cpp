@@ -11,10 +11,26 @@ std::uint64_t Registry::next_id() {
     MutexLock lock(mutex_);
     if (last_id_ != 0) return ++last_id_;
   }
+  static_cast<void>(first_id());
+  MutexLock lock(mutex_);
+  return ++last_id_;
+}
+
+std::uint64_t Registry::first_id() {
+  {
+    MutexLock lock(mutex_);
+    if (first_id_ != 0) return first_id_;
+  }
   const GlobalId first = first_();  // rank and incarnation are known once the worker has joined
   MutexLock lock(mutex_);
-  if (last_id_ == 0) last_id_ = (std::uint64_t{first.worker} << kCounterBits) | (first.local & kCounter);
-  return ++last_id_;
+  if (first_id_ == 0)
+    first_id_ = last_id_ = (std::uint64_t{first.worker} << kCounterBits) | (first.local & kCounter);
+  return first_id_;
+}
+
+bool Registry::is_of_former_process(std::uint64_t id) {
+  const std::uint64_t first = first_id();
+  return maker_of(id) == maker_of(first) && id < first;
 }
 
 std::shared_ptr<ContextState> Registry::create() {

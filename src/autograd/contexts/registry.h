@@ -32,6 +32,8 @@ class Registry {
 
   /// A new id. Ids increase, also when another process replaces a worker that died.
   std::uint64_t next_id();
+  /// Whether an earlier process with this worker's rank made `id`: it belongs to a graph that ended with that process.
+  bool is_of_former_process(std::uint64_t id);
   std::shared_ptr<ContextState> create();
   /// A context that another worker created; null if it was released before.
   std::shared_ptr<ContextState> find_or_create(std::uint64_t id);
@@ -46,11 +48,14 @@ class Registry {
   /// Messages may be late by thousands of passes.
   static constexpr std::size_t kRemembered = 1 << 16;
 
+  /// Greater than the ids of earlier processes with this rank, and less than those of this one.
+  std::uint64_t first_id();
+
   const std::shared_ptr<const std::string> worker_;
   const std::function<GlobalId()> first_;
   const std::shared_ptr<device::CopyStreams> copies_ = std::make_shared<device::CopyStreams>();
   mutable Mutex mutex_;
-  std::uint64_t last_id_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  std::uint64_t first_id_ TORCHSPAN_GUARDED_BY(mutex_) = 0, last_id_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::map<std::uint64_t, std::shared_ptr<ContextState>> contexts_ TORCHSPAN_GUARDED_BY(mutex_);
   std::set<std::uint64_t> ended_ TORCHSPAN_GUARDED_BY(mutex_);
   std::deque<std::uint64_t> ended_order_ TORCHSPAN_GUARDED_BY(mutex_);

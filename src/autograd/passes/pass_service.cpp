@@ -21,6 +21,19 @@ void PassService::serve(rpc::Registrar& registrar) {
                               });
 }
 
+/// Gradients and marks return to the sender of a message. Its process may have died since, with the graph that they are
+/// for, and this one has its rank.
+void PassService::check_process(std::uint64_t context, std::uint64_t message) const {
+  if (!registry_->is_of_former_process(message)) return;
+  const Worker me = worker_.require();
+  throw Error(
+      ErrorKind::kDisconnected,
+      fmt::format("worker '{}' (rank {}) was replaced after the forward pass in autograd context {:#x}, and "
+                  "the graph of the process before it is lost: run the forward pass again in a new Context",
+                  me.name(), me.rank(), context))
+      .with_worker(me.name());
+}
+
 /// The pass that a message of `peer` belongs to: the running one, or one that begins here now.
 std::shared_ptr<PassState> PassService::join(std::uint64_t context_id, const PassKey& key,
                                              std::uint32_t peer) {
@@ -84,6 +97,7 @@ void PassService::propagate(std::uint32_t peer, PropagateGradients message,
   const PassMode mode = message.reached.empty() ? PassMode::kFast : PassMode::kSmart;
   std::shared_ptr<PassState> pass;
   try {
+    check_process(message.context, message.message);
     pass = join(message.context, {message.pass, message.retain_graph, mode, message.threads}, peer);
     if (pass->claim_first_gradients()) pass->ending().answer_when_over(answer.take());
     pass->receive(std::move(message), peer);
@@ -115,6 +129,7 @@ void PassService::mark(std::uint32_t peer, MarkSends message, Answer<MarkSends> 
 void PassService::mark_on_pool(std::uint32_t peer, const MarkSends& message, Answer<MarkSends> answer) {
   std::shared_ptr<PassState> pass;
   try {
+    for (const MarkedSend& send : message.sends) check_process(message.context, send.message);
     pass =
         join(message.context, {message.pass, message.retain_graph, PassMode::kSmart, message.threads}, peer);
     pass->marking().mark(message.sends, peer, answer);

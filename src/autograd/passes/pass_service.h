@@ -31,6 +31,7 @@ class PassService : public std::enable_shared_from_this<PassService> {
                    const Error& reason);
 
  private:
+  void check_process(std::uint64_t context, std::uint64_t message) const;
   std::shared_ptr<PassState> join(std::uint64_t context_id, const PassKey& key, std::uint32_t peer);
   std::shared_ptr<PassState> try_join(const std::shared_ptr<ContextState>& context, const PassKey& key,
                                       std::shared_ptr<PassState>& superseded);
