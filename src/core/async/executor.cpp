@@ -18,6 +18,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/executor.h>
 
+#include "core/api/saturated_time.h"
+
 namespace torchspan {
 namespace {
 
@@ -219,11 +221,7 @@ class ThreadExecutor final : public Executor {
 
 }  // namespace
 
-Deadline Executor::deadline_in(Duration timeout) const {
-  const TimePoint start = now();
-  if (timeout >= TimePoint::max() - start) return Deadline::never();
-  return Deadline(start + timeout);
-}
+Deadline Executor::deadline_in(Duration timeout) const { return deadline_after(now(), timeout); }
 
 void Executor::sleep(Duration time) {
   auto parker = make_parker();

@@ -1,7 +1,7 @@
 #pragma once
-#include <algorithm>
-
 #include <torchspan/core/time.h>
+
+#include "core/api/saturated_time.h"
 
 namespace torchspan::elastic {
 
@@ -9,7 +9,7 @@ namespace torchspan::elastic {
 /// `step_timeout` that its generation has ended.
 constexpr Duration late_limit(Duration step_timeout) {
   constexpr Duration kReportTime = std::chrono::seconds(1);
-  return std::min(step_timeout, Duration::max() - kReportTime) + kReportTime;
+  return saturated_sum(step_timeout, kReportTime);
 }
 
 }  // namespace torchspan::elastic

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "core/api/saturated_time.h"
+
 namespace torchspan::rendezvous {
 
 Deadline with_grace(Deadline deadline) {

@@ -129,10 +129,6 @@ Gone get_gone(ByteReader& reader, std::size_t& most) {
 
 }  // namespace
 
-Deadline deadline_after(TimePoint now, Duration timeout) {
-  return timeout > TimePoint::max() - now ? Deadline::never() : Deadline(now + timeout);
-}
-
 std::uint64_t random_instance() {
   std::random_device random;
   const std::uint64_t number = (std::uint64_t{random()} << 32) | random();

@@ -24,9 +24,6 @@ namespace torchspan::rendezvous {
 inline constexpr std::size_t kMostGatherBytes = std::size_t{64} << 10;
 inline constexpr std::size_t kMostCounts = 1024;
 
-/// When a wait that began at `now` ends; timeouts that exceed the clock, such as Duration::max(), mean never.
-Deadline deadline_after(TimePoint now, Duration timeout);
-
 /// Draws a Member::instance, which is not 0, from the system's random source.
 std::uint64_t random_instance();
 

@@ -151,14 +151,6 @@ TEST(StoreMessages, KeepDepartedAndJoinedWorkers) {
   EXPECT_EQ(round_trip(DeclaredDead{"silent"}).reason, "silent");
 }
 
-TEST(StoreMessages, MayRequestAWaitWithoutEnd) {
-  const TimePoint now(std::chrono::hours(5));
-  EXPECT_EQ(deadline_after(now, std::chrono::hours(1)), Deadline(now + std::chrono::hours(1)));
-  EXPECT_TRUE(deadline_after(now, Duration::max()).is_never());
-  EXPECT_TRUE(deadline_after(now, Duration::max() - std::chrono::hours(1)).is_never());
-  EXPECT_TRUE(deadline_after(TimePoint::max(), std::chrono::hours(1)).is_never());
-}
-
 TEST(StoreMessages, AllowAMissingRankOnlyInARegistration) {
   Register request{kStoreProtocol, "job", make_member(kAnyRank), kOpenWorld, true, {}, {}};
   EXPECT_EQ(round_trip(request).member.rank, kAnyRank);

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "rendezvous/messages/messages.h"
+#include "core/api/saturated_time.h"
 
 namespace torchspan::rendezvous {
 

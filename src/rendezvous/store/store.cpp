@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "core/api/saturated_time.h"
 #include "rendezvous/messages/names.h"
 
 namespace torchspan::rendezvous {
