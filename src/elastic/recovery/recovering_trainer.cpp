@@ -135,12 +135,12 @@ class RecoveringTrainer::Impl {
   /// Throws if it is of no use to try again.
   void check_hope(const std::string& why, Deadline patience) const {
     if (worker_.rank() != 0 && !worker_.endpoint()->is_present(0)) {
-      throw Error(
-          ErrorKind::kDisconnected,
-          fmt::format(
-              "rank 0, which has the list of workers, is gone and cannot be replaced ({}): restart the "
-              "job, which resumes from its last checkpoint",
-              why))
+      throw Error(ErrorKind::kDisconnected, fmt::format("this worker has lost rank 0, which has the list of "
+                                                        "workers and cannot be replaced ({}): if its process "
+                                                        "has ended, restart the job, which resumes from its "
+                                                        "last checkpoint; if it declared this worker dead, "
+                                                        "restart this worker",
+                                                        why))
           .with_worker(worker_.name());
     }
     if (!patience.passed(executor().now())) return;

@@ -14,6 +14,7 @@
 #include "elastic/training/buffer_copies.h"
 #include "elastic/training/failed_generations.h"
 #include "elastic/training/late_limit.h"
+#include "elastic/training/left_generation.h"
 #include "elastic/training/team.h"
 #include "elastic/transfer/tracked_state.h"
 #include "quorum/api/generation_client.h"
@@ -102,7 +103,7 @@ class Training::Impl {
     failed_.settle(client_.departures(members_));
     end_team();
     try {
-      begin_team(std::move(generation), departures);
+      begin_team(generation, departures);
     } catch (...) {
       if (!is_of_group() && !is_late(std::current_exception())) throw;
       fail_generation(std::current_exception());
@@ -133,10 +134,18 @@ class Training::Impl {
                          generation.holders.size()));
   }
 
-  void begin_team(quorum::Generation generation, std::uint64_t departures) {
+  /// Makes the group and brings all members to one state. Without effect if the generation has ended before all members
+  /// were there; this rank then reports again.
+  void begin_team(const quorum::Generation& generation, std::uint64_t departures) {
     members_ = generation;
     failed_.begin(members_, departures);
-    team_ = std::make_unique<Team>(make_group_, options_, std::move(generation), worker_.runtime().executor);
+    if (!client_.meet(members_, options_.step_timeout)) {
+      worker_.runtime().log.info(fmt::format(
+          "generation {} of '{}' ended before all of its ranks were there: another rank needs the next one",
+          members_.number, options_.name));
+      return;
+    }
+    team_ = std::make_unique<Team>(make_group_, options_, generation, worker_.runtime().executor);
     ElasticPosition position = cursor_.position();
     team_->copy_state(state_, position);
     cursor_.move_to(position);
@@ -219,8 +228,7 @@ class Training::Impl {
 
   /// Notifies the other ranks, which may wait for this one.
   void break_team(const std::exception_ptr& failure) {
-    const Error cause(ErrorKind::kDisconnected, fmt::format("rank {} left generation {}: {}", worker_.rank(),
-                                                            members_.number, describe(failure).text));
+    const Error cause = left_generation(worker_.rank(), members_.number, failure);
     worker_.runtime().log.info(cause.message());
     if (const collective::Group* wrapped = replica_.group ? replica_.group() : nullptr) wrapped->abort(cause);
     if (team_) team_->group().abort(cause);

@@ -7,6 +7,7 @@
 
 #include "quorum/api/generation_client.h"
 #include "tests/support/cluster.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::quorum::coordinator_test {
 namespace {
@@ -14,6 +15,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using torchspan::testing::ClusterOptions;
 using torchspan::testing::SimCluster;
 
@@ -32,6 +34,21 @@ ClusterOptions open_world_with_quorum(std::uint64_t seed) {
 
 constexpr Report kFirstReport{
     .holds_state = true, .target = 1, .late_limit = seconds(30), .too_few_limit = seconds(30)};
+
+/// A fixed world whose workers may die.
+ClusterOptions mortal_world_with_quorum(std::uint64_t seed) {
+  ClusterOptions options = open_world_with_quorum(seed);
+  options.workers = 3;
+  options.open = false;
+  options.graceful = false;
+  return options;
+}
+
+Report next_report(const Generation& after) {
+  Report report = kFirstReport;
+  report.generation = after.number;
+  return report;
+}
 
 class CoordinatorOfSeed : public ::testing::TestWithParam<std::uint64_t> {};
 INSTANTIATE_TEST_SUITE_P(Seeds, CoordinatorOfSeed, ::testing::Range<std::uint64_t>(1, 5));
@@ -60,6 +77,105 @@ TEST_P(CoordinatorOfSeed, BeginsWithTheRanksOfAnOpenWorldThatHasGaps) {
     for (int i = 0; i < 1000 && client.departures(mine) == 0; ++i)
       worker.runtime().executor.sleep(milliseconds(1));
     EXPECT_EQ(client.departures(mine), 1u) << "rank 2 has left";
+  });
+}
+
+/// Rank 1 comes late to a generation whose rank 2 died and was replaced meanwhile.
+TEST_P(CoordinatorOfSeed, EndsAGenerationWhoseMemberWasReplacedBeforeAllWereThere) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  const auto meet_next = [&](GenerationClient& client, const Report& report) {
+    const Generation next = client.next(report);
+    EXPECT_EQ(next.number, 2U);
+    EXPECT_THAT(next.ranks, ElementsAre(0, 1, 2));
+    EXPECT_TRUE(client.meet(next, seconds(120)));
+    return next;
+  };
+  world.run([&](Worker& worker) {
+    GenerationClient client(worker, "the trainer");
+    const Generation first = client.next(kFirstReport);
+    EXPECT_THAT(first.ranks, ElementsAre(0, 1, 2));
+    if (worker.rank() == 2) return executor.sleep(seconds(300));
+    if (worker.rank() == 1) {
+      executor.sleep(seconds(10));
+      const TimePoint began = executor.now();
+      EXPECT_FALSE(client.meet(first, seconds(120)));
+      EXPECT_LT(executor.now() - began, seconds(2)) << "it waited for a process that is gone";
+      meet_next(client, next_report(first));
+      return executor.sleep(seconds(60));
+    }
+    executor.sleep(seconds(1));
+    world.kill(2);
+    EXPECT_EQ(torchspan::testing::kind_of([&] { client.meet(first, seconds(120)); }),
+              ErrorKind::kDisconnected);
+    Thread replacement = world.start(2, 1, [&](rpc::WorkerService& service) {
+      GenerationClient theirs(service.worker(), "the trainer");
+      meet_next(theirs, kFirstReport);
+      executor.sleep(seconds(30));
+    });
+    const Generation second = meet_next(client, next_report(first));
+    const TimePoint began = executor.now();
+    const Error late = torchspan::testing::error_of([&] { client.meet(second, seconds(3)); });
+    EXPECT_EQ(late.kind(), ErrorKind::kTimedOut);
+    EXPECT_THAT(late.message(), HasSubstr("worker1 (rank 1"));
+    EXPECT_LT(executor.now() - began, seconds(4));
+    replacement.join();
+  });
+}
+
+TEST_P(CoordinatorOfSeed, WaitsForALateMemberAndEndsAGenerationThatOneHasLeft) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  world.run([&](Worker& worker) {
+    GenerationClient client(worker, "trainer");
+    const Generation first = client.next(kFirstReport);
+    executor.sleep(seconds(7 * worker.rank()));
+    EXPECT_TRUE(client.meet(first, seconds(120))) << "rank 2 was late";
+    const Generation second = client.next(next_report(first));
+    if (worker.rank() != 2) {
+      const TimePoint began = executor.now();
+      EXPECT_FALSE(client.meet(second, seconds(120))) << "rank 2 has left";
+      EXPECT_LT(executor.now() - began, seconds(6));
+    }
+    const Generation third = client.next(next_report(second));
+    EXPECT_TRUE(client.meet(third, seconds(120)));
+    executor.sleep(seconds(60));
+  });
+}
+
+TEST_P(CoordinatorOfSeed, EndsTheWaitOfALateMemberForOnesThatHaveGivenUp) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  world.run([&](Worker& worker) {
+    GenerationClient client(worker, "trainer");
+    const Generation first = client.next(kFirstReport);
+    const bool late = worker.rank() == 1;
+    if (late) executor.sleep(seconds(30));
+    const TimePoint began = executor.now();
+    const Error error = torchspan::testing::error_of([&] { client.meet(first, seconds(10)); });
+    EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+    EXPECT_THAT(error.message(), HasSubstr("worker1 (rank 1"));
+    EXPECT_LT(executor.now() - began, seconds(late ? 2 : 12));
+    executor.sleep(seconds(late ? 10 : 60));
+  });
+}
+
+TEST_P(CoordinatorOfSeed, SaysWhatToDoWhenAWorkerHasLostRank0) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  world.run([&](Worker& worker) {
+    if (worker.rank() == 0) {
+      executor.sleep(seconds(1));
+      world.kill(0);
+      return executor.sleep(seconds(60));
+    }
+    GenerationClient client(worker, "trainer");
+    const Error lost = torchspan::testing::error_of([&] { client.next(kFirstReport); });
+    EXPECT_EQ(lost.kind(), ErrorKind::kDisconnected);
+    EXPECT_THAT(lost.message(), HasSubstr("this worker has lost it (worker0 (rank 0"));
+    EXPECT_THAT(lost.message(), HasSubstr("restart the job from its last checkpoint"));
+    EXPECT_THAT(lost.message(), HasSubstr("if it declared this worker dead, restart this worker"));
+    executor.sleep(seconds(10));
   });
 }
 

@@ -4,14 +4,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "core/api/saturated_time.h"
+
 namespace torchspan::quorum {
-namespace {
-
-Deadline after(TimePoint now, Duration limit) {
-  return limit > TimePoint::max() - now ? Deadline::never() : Deadline(now + limit);
-}
-
-}  // namespace
 
 /// Only a member of the current generation knows the outcome of its steps; all others copy.
 bool Generations::is_trusted(int rank, const Report& report) const {
@@ -31,7 +26,7 @@ void Generations::report(int rank, const Report& report, TimePoint now) {
     return;
   }
   reports_[rank] = report;
-  if (expected_.contains(rank)) late_at_ = earlier(late_at_, after(now, report.late_limit));
+  if (expected_.contains(rank)) late_at_ = earlier(late_at_, deadline_after(now, report.late_limit));
   decide(now);
 }
 
@@ -63,7 +58,8 @@ void Generations::tick(TimePoint now) {
       Error(ErrorKind::kTimedOut,
             fmt::format("only {} rank{} can train, and min_ranks is {}: {}; restart the missing ranks sooner "
                         "(torchspan run --max-replacements), raise too_few_limit, or lower min_ranks",
-                        reports_.size(), reports_.size() == 1 ? "" : "s", wanted, recent_ends())));
+                        reports_.size(), reports_.size() == 1 ? "" : "s", wanted,
+                        recent_ends([this](int rank) { return !reports_.contains(rank); }))));
 }
 
 Deadline Generations::next_deadline() const { return earlier(late_at_, too_few_at_); }
@@ -85,7 +81,8 @@ void Generations::decide(TimePoint now) {
   }
   late_at_ = Deadline::never();
   if (static_cast<int>(reports_.size()) < most(&Report::min_ranks, /*largest=*/true)) {
-    if (too_few_at_.is_never()) too_few_at_ = after(now, most(&Report::too_few_limit, /*largest=*/false));
+    if (too_few_at_.is_never())
+      too_few_at_ = deadline_after(now, most(&Report::too_few_limit, /*largest=*/false));
     return;
   }
   too_few_at_ = Deadline::never();
@@ -95,7 +92,7 @@ void Generations::decide(TimePoint now) {
       ErrorKind::kDisconnected,
       fmt::format("all ranks that held the state of step {} are gone ({}): restart the job from its last "
                   "checkpoint",
-                  current_.step, recent_ends())));
+                  current_.step, recent_ends([](int) { return true; }))));
 }
 
 /// The next generation of the ranks that wait; nullopt if none of them has the state.
@@ -139,9 +136,11 @@ void Generations::refuse_all(const Error& error) {
   for (const auto& [rank, report] : std::exchange(reports_, {})) answers_.refuse(rank, error);
 }
 
-std::string Generations::recent_ends() const {
+std::string Generations::recent_ends(const std::function<bool(int rank)>& which) const {
   std::vector<std::string> texts;
-  for (const auto& [rank, why] : ends_) texts.push_back(fmt::format("rank {}: {}", rank, why));
+  for (const auto& [rank, why] : ends_) {
+    if (which(rank)) texts.push_back(fmt::format("rank {}: {}", rank, why));
+  }
   return texts.empty() ? "no rank ended" : fmt::format("{}", fmt::join(texts, "; "));
 }
 

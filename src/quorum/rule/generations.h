@@ -47,7 +47,8 @@ class Generations {
   std::optional<Generation> next() const;
   void announce(Generation generation);
   void refuse_all(const Error& error);
-  std::string recent_ends() const;
+  /// Why the ranks left that `which` accepts.
+  std::string recent_ends(const std::function<bool(int rank)>& which) const;
 
   const Answers answers_;
   Generation current_;

@@ -138,6 +138,20 @@ TEST(Generations, WaitForTheLeastNumberOfRanks) {
               HasSubstr("only 1 rank can train, and min_ranks is 2: rank 1: worker1 died"));
 }
 
+TEST(Generations, NameOnlyTheRanksThatAreMissingWhenTooFewAreLeft) {
+  Table table(3);
+  table.begin(3);
+  table.table.gone(1, "worker1 died", table.now);
+  table.table.gone(2, "worker2 died", table.now);
+  table.report(0, {.generation = 2, .committed = 3, .holds_state = true, .min_ranks = 3});
+  table.report(1, {});  // its replacement
+  table.pass(seconds(21));
+  ASSERT_EQ(table.errors.count(0), 1u);
+  EXPECT_THAT(table.errors.at(0).message(),
+              HasSubstr("only 2 ranks can train, and min_ranks is 3: rank 2: worker2 died"));
+  EXPECT_THAT(table.errors.at(0).message(), ::testing::Not(HasSubstr("worker1")));
+}
+
 TEST(Generations, AreCompleteWhenNoRankWantsAnotherStep) {
   Table table(2);
   table.begin(2);
