@@ -61,12 +61,15 @@ TraceWriter::TraceWriter(Runtime& runtime, const std::string& folder, const Trac
     : runtime_(runtime),
       most_spans_(most_spans),
       file_(create_file(folder, stem_of(folder, identity), path_)),
-      counted_at_(runtime.executor.now() - std::chrono::hours(1)) {
+      began_at_(runtime.executor.now()),
+      counted_at_(began_at_ - std::chrono::hours(1)) {
   runtime_.spans.set_traced(kTracedSpans);
   TraceEncoder encoder;
   encoder.identity(identity);
   append(encoder.take());
 }
+
+Duration TraceWriter::sample_distance() const { return (runtime_.executor.now() - began_at_) / 3600; }
 
 std::size_t TraceWriter::encode_new(TraceEncoder& encoder) {
   std::vector<StoredSpan> spans;
@@ -86,7 +89,8 @@ std::size_t TraceWriter::encode_new(TraceEncoder& encoder) {
   encoder.spans(spans);
   std::uint64_t lost_scalars = 0;
   encoder.scalars(runtime_.scalars.read(next_scalar_, lost_scalars));
-  encoder.clock_samples(runtime_.clock_samples.read(next_clock_sample_));
+  clock_samples_.add(runtime_.clock_samples.read(next_clock_sample_));
+  encoder.clock_samples(clock_samples_.take_if_due(runtime_.executor.now(), sample_distance()));
   if (const std::uint64_t lost = spans_.lost + discarded_; lost != reported_lost_) {
     encoder.lost(lost);
     reported_lost_ = lost;
@@ -98,7 +102,8 @@ std::size_t TraceWriter::write_new() {
   if (!file_) return 0;
   TraceEncoder encoder;
   const std::size_t count = encode_new(encoder);
-  if (const TimePoint now = runtime_.executor.now(); now - counted_at_ >= std::chrono::seconds(1)) {
+  if (const TimePoint now = runtime_.executor.now();
+      now - counted_at_ >= std::max<Duration>(std::chrono::seconds(1), sample_distance())) {
     counted_at_ = now;
     CounterSample sample{now.time_since_epoch().count(), runtime_.metrics.snapshot()};
     sample.values["process.resident_bytes"] = resident_bytes();
@@ -112,6 +117,7 @@ void TraceWriter::end() {
   counted_at_ -= std::chrono::hours(1);
   static_cast<void>(write_new());
   TraceEncoder encoder;
+  encoder.clock_samples(clock_samples_.take(runtime_.executor.now()));
   encoder.end();
   append(encoder.take());
   file_.reset();

@@ -6,6 +6,7 @@
 
 #include "core/api/descriptor.h"
 #include "core/api/trace_format.h"
+#include "core/observation/fastest_samples.h"
 
 namespace torchspan {
 
@@ -25,6 +26,9 @@ class TraceWriter {
  private:
   std::size_t encode_new(TraceEncoder& encoder);
   void append(const Bytes& bytes);
+  /// How far apart the samples of counters and clocks are at least. Grows with the run: its file would otherwise grow
+  /// by a gigabyte in a week, however little happens.
+  Duration sample_distance() const;
 
   Runtime& runtime_;
   std::string path_;
@@ -38,6 +42,8 @@ class TraceWriter {
   std::uint64_t next_clock_sample_ = 0;
   std::size_t next_name_ = 0;
   std::size_t next_thread_ = 0;
+  FastestSamples clock_samples_;
+  const TimePoint began_at_;
   TimePoint counted_at_;
 };
 

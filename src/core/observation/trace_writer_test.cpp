@@ -113,6 +113,31 @@ TEST(TraceWriter, CountsTheSpansAboveItsLimit) {
   EXPECT_EQ(trace.lost, 4u);
 }
 
+TEST(TraceWriter, TakesSamplesLessOftenInALongRun) {
+  SimExecutor executor(1);
+  executor.run([&] {
+    const Folder folder;
+    Runtime runtime(executor, "worker1");
+    TraceWriter writer(runtime, folder.path, worker(executor), 100);
+    for (Duration time{}; time < 10 * 24h; time += 30s) {
+      runtime.clock_samples.add({0, TimePoint(time), TimePoint(time), TimePoint(time), TimePoint(time)});
+      static_cast<void>(writer.write_new());
+      if (time == 2h) {
+        const TraceContents early = decode_trace(read_file(folder.path));
+        EXPECT_EQ(early.counters.size(), 241u);
+        EXPECT_EQ(early.clock_samples.size(), 241u);
+      }
+      executor.sleep(30s);
+    }
+    writer.end();
+    const TraceContents trace = decode_trace(read_file(folder.path));
+    EXPECT_LT(trace.counters.size(), 15'000u) << "of 28,800";
+    EXPECT_GT(trace.counters.size(), 5'000u);
+    EXPECT_LT(trace.clock_samples.size(), 15'000u);
+    EXPECT_GT(trace.clock_samples.size(), 5'000u);
+  });
+}
+
 TEST(TraceWriter, LeavesAReadableFileWhereverTheWorkerIsKilled) {
   const auto executor = make_executor();
   const Folder folder;

@@ -119,13 +119,17 @@ std::optional<double> fraction_done(const ProgressReport& report) {
 }
 
 std::string encode_progress(const ProgressReport& report) {
+  // The line must fit into one write to a pipe: a part of it would spoil the next one, which may be a notice.
+  const auto shorten = [](const std::string& text, std::size_t characters) {
+    return escape(cut(text.substr(0, 4 * characters), characters));
+  };
   std::string line(kPrefix);
   line += write_pair("epoch", report.epoch, report.epochs);
   line += write_pair("step", report.step, report.steps);
   if (report.loss) line += fmt::format(" loss={}", *report.loss);
-  if (report.rate > 0) line += fmt::format(" rate={} unit={}", report.rate, escape(report.unit));
+  if (report.rate > 0) line += fmt::format(" rate={} unit={}", report.rate, shorten(report.unit, 20));
   if (report.seconds_left) line += fmt::format(" left={}", *report.seconds_left);
-  if (!report.text.empty()) line += fmt::format(" text={}", escape(report.text));
+  if (!report.text.empty()) line += fmt::format(" text={}", shorten(report.text, 250));
   return line + "\n";
 }
 

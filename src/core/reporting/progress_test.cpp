@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <array>
+#include <climits>
 #include <cmath>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -101,6 +103,18 @@ TEST(Progress, DecodesWhatItEncoded) {
   EXPECT_EQ(back->unit, report.unit);
   EXPECT_EQ(back->text, report.text);
   EXPECT_EQ(back->seconds_left, report.seconds_left);
+}
+
+TEST(Progress, WritesLinesThatFitIntoOneWriteToAPipe) {
+  ProgressReport report = full_report();
+  for (const std::string& long_text : {std::string(100'000, ' '), std::string(100'000, '\xc3'),
+                                       std::string(100'000, '\x80'), std::string(5000, 'x')}) {
+    report.text = report.unit = long_text;
+    const std::string line = encode_progress(report);
+    EXPECT_LT(line.size(), std::size_t{PIPE_BUF});
+    EXPECT_TRUE(decode_progress(line));
+  }
+  EXPECT_EQ(decode_progress(encode_progress(report))->text, std::string(250, 'x'));
 }
 
 TEST(Progress, DecodesLinesWithUnknownKeysAndRejectsInvalidOnes) {

@@ -272,6 +272,9 @@ void TraceEncoder::end() { add(kEndBlock, ByteWriter()); }
 TraceContents decode_trace(BytesView file) {
   constexpr std::size_t kFrame = 9;  // type, length and checksum
   ByteReader reader(file);
+  if (file.empty()) {
+    throw_invalid("this trace file is empty: its worker was killed when it created it, or the disk was full");
+  }
   if (reader.left() < 8 || reader.get<std::uint64_t>() != kTraceMagic) {
     throw_invalid("this is not a trace file of TorchSpan, or its version is unknown");
   }
