@@ -65,7 +65,10 @@ Finding judge_blas(const Machine& machine) {
 Finding judge_cores(const Machine& machine) {
   const std::string text = fmt::format("{} usable of {}", machine.usable_cores, machine.online_cores);
   if (machine.usable_cores < machine.online_cores) {
-    return {Verdict::kNote, "cores", text, "this shell is bound to some of the cores: see 'taskset -p $$'"};
+    return {
+        Verdict::kNote, "cores", text,
+        "this shell may use only some of the cores: see 'taskset -p $$', and the CPU limit of its container "
+        "or control group (cpu.max)"};
   }
   return {Verdict::kGood, "cores", text, ""};
 }

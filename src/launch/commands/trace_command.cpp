@@ -1,14 +1,9 @@
 #include "launch/commands/trace_command.h"
 
 #include <CLI/CLI.hpp>
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
 #include <fmt/format.h>
-#include <fstream>
 #include <optional>
 #include <sstream>
-#include <unistd.h>
 
 #include <torchspan/core/error.h>
 
@@ -18,8 +13,17 @@
 #include "launch/trace/chrome_json.h"
 #include "launch/trace/profiles.h"
 #include "launch/trace/trace_set.h"
+#include "launch/whole_file.h"
 
 namespace torchspan::launch {
+namespace {
+
+void write_result(const std::string& path, const std::string& contents) {
+  const std::string problem = write_whole_file(path, contents);
+  if (!problem.empty()) throw_invalid(fmt::format("--out {} cannot be written: {}", path, problem));
+}
+
+}  // namespace
 
 void describe_trace_options(CLI::App& command, TraceOptions& options) {
   command
@@ -31,17 +35,6 @@ void describe_trace_options(CLI::App& command, TraceOptions& options) {
       .add_option("--max-spans", options.most_spans,
                   "Write at most this many spans, the longest ones; Perfetto holds a few million")
       ->check(CLI::Range(std::uint64_t{1}, std::uint64_t{1'000'000'000}));
-}
-
-void write_whole_file(const std::string& path, const std::string& contents) {
-  const std::string temporary = fmt::format("{}.{}", path, getpid());
-  std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
-  file << contents;
-  file.close();
-  if (file && std::rename(temporary.c_str(), path.c_str()) == 0) return;
-  const int reason = errno;
-  std::remove(temporary.c_str());
-  throw_invalid(fmt::format("'{}' cannot be written: {}", path, std::strerror(reason)));
 }
 
 void describe_report_options(CLI::App& command, ReportOptions& options) {
@@ -62,8 +55,8 @@ std::string make_report(const ReportOptions& options) {
     const TraceSet earlier = read_traces(options.earlier);
     comparison = compare_runs(earlier, examine_run(earlier), set, figures);
   }
-  write_whole_file(options.out, make_report_page(encode_report(set, figures, options.most_spans,
-                                                               comparison ? &*comparison : nullptr)));
+  write_result(options.out, make_report_page(encode_report(set, figures, options.most_spans,
+                                                           comparison ? &*comparison : nullptr)));
   std::string text =
       fmt::format("{}: {} worker{}, {}\n", options.out, set.workers.size(),
                   set.workers.size() == 1 ? "" : "s", format_time(static_cast<double>(set.length)));
@@ -84,7 +77,7 @@ std::string merge_traces(const TraceOptions& options) {
   attach_profiles(read_profiles(options.folder), set);
   std::ostringstream json;
   const ChromeJsonReport report = write_chrome_json(set, json, options.most_spans);
-  write_whole_file(options.out, json.str());
+  write_result(options.out, json.str());
   std::string text =
       fmt::format("{}: {} spans{} of {} worker{}, {} arrows, {:.3f} s; open it at https://ui.perfetto.dev\n",
                   options.out, report.spans,

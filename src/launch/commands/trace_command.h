@@ -35,7 +35,4 @@ void describe_report_options(CLI::App& command, ReportOptions& options);
 /// Writes the report of a run as one HTML page and returns its findings as text. Throws as merge_traces().
 std::string make_report(const ReportOptions& options);
 
-/// Writes a file whole: under a temporary name first. Throws Error{kInvalid}.
-void write_whole_file(const std::string& path, const std::string& contents);
-
 }  // namespace torchspan::launch

@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -38,7 +39,8 @@ Pipe make_pipe() {
 struct Plan {
   const char* program;
   std::vector<char*> arguments, environment;
-  int output, errors, progress, failure, guard;
+  int output, errors, progress, failure;
+  ChildSetting setting;
   pid_t launcher;
 };
 
@@ -56,12 +58,20 @@ void reset_signals() {
   sigprocmask(SIG_SETMASK, &none, nullptr);
 }
 
+/// Programs that use select() need the usual limit.
+void restore_open_files(std::uint64_t soft) {
+  rlimit limit{};
+  if (soft == 0 || getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = soft;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 /// Runs in the new process and does not return.
 [[noreturn]] void become(const Plan& plan) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != plan.launcher) _exit(1);  // the launcher died before prctl()
-  register_group(plan.guard, getpid());      // here, so that no process of the group is older than this
+  if (getppid() != plan.launcher) _exit(1);      // the launcher died before prctl()
+  register_group(plan.setting.guard, getpid());  // here, so that no process of the group is older than this
   reset_signals();
   const int nothing = open("/dev/null", O_RDONLY);
   dup2(nothing, STDIN_FILENO);
@@ -69,6 +79,7 @@ void reset_signals() {
   dup2(plan.output, STDOUT_FILENO);
   dup2(plan.errors, STDERR_FILENO);
   fcntl(plan.progress, F_SETFD, 0);
+  restore_open_files(plan.setting.open_files);
   execve(plan.program, plan.arguments.data(), plan.environment.data());
   const int reason = errno;
   [[maybe_unused]] const auto written = write(plan.failure, &reason, sizeof reason);
@@ -82,7 +93,7 @@ void set_nonblocking(const Descriptor& descriptor) {
 }  // namespace
 
 Child::Child(const std::string& program, const std::vector<std::string>& arguments,
-             const Environment& environment, int guard) {
+             const Environment& environment, const ChildSetting& setting) {
   Pipe output = make_pipe(), errors = make_pipe(), progress = make_pipe(), failure = make_pipe();
   std::vector<std::string> argument_texts = arguments, environment_texts;
   for (const auto& [name, value] : environment) {
@@ -96,13 +107,13 @@ Child::Child(const std::string& program, const std::vector<std::string>& argumen
                   errors.write_end.get(),
                   progress.write_end.get(),
                   failure.write_end.get(),
-                  guard,
+                  setting,
                   getpid()};
   const pid_t pid = fork();
   if (pid < 0) throw_system("starting a process");
   if (pid == 0) become(plan);
   process_.pid = pid;
-  process_.guard = guard;
+  process_.guard = setting.guard;
   setpgid(pid, pid);  // parent and child both call it, so that it is done whichever runs first
   failure.write_end.reset();
   int reason = 0;
@@ -111,7 +122,7 @@ Child::Child(const std::string& program, const std::vector<std::string>& argumen
     got = read(failure.read_end.get(), &reason, sizeof reason);
   } while (got < 0 && errno == EINTR);
   if (got == sizeof reason) {
-    register_group(guard, -pid);
+    register_group(setting.guard, -pid);
     waitpid(pid, nullptr, 0);
     process_.pid = -1;
     throw Error(

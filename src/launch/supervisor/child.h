@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,6 +16,13 @@ struct ExitStatus {
   int signal = 0;
 };
 
+/// What a worker's process gets from its launcher.
+struct ChildSetting {
+  int guard = -1;  ///< Guard::registrations()
+  /// The soft limit of open files, if this process has raised it (RaisedOpenFiles); 0: as in this process.
+  std::uint64_t open_files = 0;
+};
+
 /// A worker's process in a separate process group, with pipes from its output, its errors and its progress.
 /// It is killed when the launcher (the thread that started it) dies. The destructor kills the whole group and
 /// waits.
@@ -23,11 +31,13 @@ class Child {
   /// Starts `program` with empty standard input and registers its group with a Guard, if there is one. Throws
   /// kInvalid if the system cannot execute it, kOverloaded if it cannot start another process.
   Child(const std::string& program, const std::vector<std::string>& arguments, const Environment& environment,
-        int guard = -1);
+        const ChildSetting& setting);
 
   pid_t pid() const { return process_.pid; }
   /// Readable once the process has ended.
   int process_descriptor() const { return watch_.get(); }
+  /// Closes process_descriptor(), which is not needed once the process has ended.
+  void close_process_descriptor() { watch_.reset(); }
   Descriptor& output() { return output_; }
   Descriptor& errors() { return errors_; }
   Descriptor& progress() { return progress_; }

@@ -14,9 +14,11 @@
 #include "launch/supervisor/attempt.h"
 #include "launch/supervisor/guard.h"
 #include "launch/supervisor/job_nodes.h"
+#include "launch/supervisor/open_files.h"
 #include "launch/supervisor/processes.h"
 #include "launch/supervisor/signals.h"
 #include "launch/supervisor/worker_error.h"
+#include "launch/whole_file.h"
 
 namespace torchspan::launch {
 namespace {
@@ -115,7 +117,7 @@ void write_error_file(const std::string& path, const AttemptReport& report, Disp
   const auto first = first_failure(report.endings);
   if (path.empty() || !first) return;
   const std::string problem =
-      write_text(path, encode_job_error(report.error, report.endings[*first], report.details));
+      write_whole_file(path, encode_job_error(report.error, report.endings[*first], report.details));
   if (problem.empty()) return;
   display.say(fmt::format("torchspan: the error file '{}' cannot be written: {}\n", path, problem));
 }
@@ -469,6 +471,8 @@ int run_job(Executor& executor, JobOptions options) {
                               options.least_workers, options.workers));
   }
   if (options.command.empty()) throw_invalid("there is no program to run");
+  const RaisedOpenFiles raised;
+  if (options.open_files == 0) options.open_files = raised.before();
   return Job(executor, std::move(options)).run();
 }
 

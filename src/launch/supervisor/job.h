@@ -34,6 +34,8 @@ struct JobOptions {
   NodePlace nodes;
   PreemptionPolicy preemption;
   Duration grace = std::chrono::seconds(5);  ///< from SIGTERM to SIGKILL after a failure or Ctrl-C
+  /// Soft limit of open files of each worker; 0: that of this process. run_job() raises its own limit while it runs.
+  std::uint64_t open_files = 0;
 };
 
 /// Runs the processes of one program until all have ended, merges their output line by line, restarts the job

@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 #include <map>
 #include <sstream>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -212,6 +213,48 @@ TEST_F(Jobs, EndEvenIfAWorkerLeavesAProcessBehind) {
   close(alive_[1]);
   EXPECT_EQ(heard(true), "");  // returns only when no process is left
   close(alive_[0]);
+}
+
+TEST_F(Jobs, OutliveTheirTerminalUnderNohup) {
+  ASSERT_EQ(pipe(alive_.data()), 0);
+  const JobOptions mine = options(1, "echo ready >/dev/fd/" + std::to_string(alive_[1]) +
+                                         "; while [ ! -e $FOLDER/done ]; do sleep 0.02; done; echo complete");
+  const auto before = std::signal(SIGHUP, SIG_IGN);  // as nohup does
+  const pid_t launcher = launch(mine);
+  std::signal(SIGHUP, before);
+  wait_for_lines(1);
+  kill(launcher, SIGHUP);
+  std::ofstream(folder_ + "/done") << "now";
+  EXPECT_EQ(code_of(launcher), 0);
+  EXPECT_EQ(output(), "[worker0] complete\n");
+  EXPECT_EQ(errors(), "");
+  EXPECT_TRUE(all_gone());
+  close(alive_[0]);
+}
+
+TEST_F(Jobs, EndAlsoIfTheParentProcessIgnoresTheEndsOfItsChildren) {
+  const auto before = std::signal(SIGCHLD, SIG_IGN);
+  EXPECT_EQ(run(2, "[ $RANK = 0 ] || exit 3; exec sleep 1000"), 3);
+  EXPECT_EQ(std::signal(SIGCHLD, before), SIG_IGN) << "it is as before";
+}
+
+TEST_F(Jobs, HaveMoreWorkersThanTheLimitOfOpenFilesAllowsByDefault) {
+  constexpr int kWorkers = 16, kLimit = 48;
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit low{kLimit, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  const int code = run(kWorkers, "ulimit -S -n");
+  rlimit after{};
+  getrlimit(RLIMIT_NOFILE, &after);
+  setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_EQ(code, 0) << errors();
+  EXPECT_EQ(after.rlim_cur, static_cast<rlim_t>(kLimit));
+  const auto lines = lines_of(output());
+  ASSERT_EQ(lines.size(), static_cast<std::size_t>(kWorkers));
+  for (const std::string& line : lines) {
+    EXPECT_THAT(line, ::testing::EndsWith("] " + std::to_string(kLimit))) << "workers have the usual limit";
+  }
 }
 
 TEST_F(Jobs, DieWithTheirLauncher) {

@@ -18,6 +18,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/net/secret.h>
 
+#include "launch/supervisor/cpu_quota.h"
 #include "launch/supervisor/processes.h"
 #include "launch/supervisor/variables.h"
 
@@ -180,9 +181,11 @@ ReservedPort choose_store_port(const std::string& range) {
 }
 
 int usable_cores() {
-  cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return std::max(1, CPU_COUNT(&cores));
-  return std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
+  cpu_set_t affinity;
+  const int cores = sched_getaffinity(0, sizeof affinity, &affinity) == 0
+                        ? CPU_COUNT(&affinity)
+                        : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+  return std::max(1, std::min(cores, read_cpu_quota().value_or(cores)));
 }
 
 namespace {
@@ -242,7 +245,8 @@ JobFolder::JobFolder(const Environment& environment) {
   std::string parent = "/tmp";
   for (const char* name : {"XDG_RUNTIME_DIR", "TMPDIR"}) {
     const std::string path = value_of(environment, name);
-    if (!path.empty() && path.size() <= kLongestParent && is_folder(path) &&
+    // Workers may change their folder, so a relative path would not lead them to the job's.
+    if (path.starts_with('/') && path.size() <= kLongestParent && is_folder(path) &&
         access(path.c_str(), W_OK) == 0) {
       parent = path;
       break;

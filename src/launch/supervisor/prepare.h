@@ -67,7 +67,7 @@ void check_port(std::uint16_t port);
 /// takes it before rank 0 listens. Other launchers that draw theirs get other ports.
 ReservedPort choose_port();
 
-/// Number of cores that this process may use.
+/// Number of cores that this process may use, by its affinity and by the CPU limit of its container.
 int usable_cores();
 
 /// The private folder of one job: mode 0700, with the job's secret and folders for sockets and error files. The
@@ -75,7 +75,7 @@ int usable_cores();
 /// find and remove the folder of a launcher that was killed.
 class JobFolder {
  public:
-  /// Creates it in XDG_RUNTIME_DIR, TMPDIR or /tmp, the first whose path leaves room for sockets. Removes
+  /// Creates it in XDG_RUNTIME_DIR, TMPDIR or /tmp, the first with an absolute path that leaves room for sockets. Removes
   /// this user's folders there whose launchers have ended.
   explicit JobFolder(const Environment& environment);
   ~JobFolder();

@@ -181,5 +181,10 @@ TEST_F(Programs, OfAJobAvoidFoldersTooLongForSockets) {
   EXPECT_LE(job.runtime_folder().size(), 60u);
 }
 
+TEST_F(Programs, OfAJobAvoidRelativeFolders) {
+  const JobFolder job({{"TMPDIR", "."}, {"XDG_RUNTIME_DIR", "./"}});
+  EXPECT_EQ(job.runtime_folder().substr(0, 1), "/") << "a worker may change its folder";
+}
+
 }  // namespace
 }  // namespace torchspan::launch::prepare_test

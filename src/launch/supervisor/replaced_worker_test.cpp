@@ -142,6 +142,20 @@ TEST_F(ReplacedWorkers, AppendToTheirLogs) {
   EXPECT_EQ(file("logs/worker1.out.log"), "process 0\nprocess 1\n");
 }
 
+TEST_F(ReplacedWorkers, LeaveNoDescriptorsOpenInTheLauncher) {
+  constexpr int kReplacements = 15;
+  JobOptions mine = options(2, kReplacements,
+                            "if [ $RANK = 1 ]; then ls /proc/$PPID/fd | wc -l >> $FOLDER/counts; "
+                            "[ $TORCHSPAN_REPLACEMENT_COUNT = 15 ] || exit 3; touch $FOLDER/done; fi; gone");
+  mine.restarts.give_up_after = 0;
+  mine.restarts.longest_backoff = milliseconds(2);
+  mine.log_folder = folder_ + "/logs";
+  EXPECT_EQ(run(mine), 0) << errors();
+  const auto counts = lines_of(file("counts"));
+  ASSERT_EQ(counts.size(), static_cast<std::size_t>(kReplacements + 1));
+  EXPECT_LT(std::stoi(counts.back()), std::stoi(counts.front()) + 10) << file("counts");
+}
+
 TEST_F(ReplacedWorkers, DoNotStartAfterASignal) {
   for (const int signal : {SIGTERM, SIGUSR1, SIGINT}) {
     ASSERT_EQ(pipe(alive_.data()), 0);

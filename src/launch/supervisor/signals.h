@@ -6,7 +6,8 @@
 namespace torchspan::launch {
 
 /// While it exists, SIGINT, SIGTERM, SIGHUP and one more signal of this thread arrive at a descriptor instead of ending the
-/// process, and writing to a closed pipe is an error instead of a signal.
+/// process, and writing to a closed pipe is an error instead of a signal. SIGHUP is left alone if it was ignored before, as
+/// under nohup. Children that end can be waited for, even if the parent process ignored SIGCHLD.
 class SignalDescriptor {
  public:
   explicit SignalDescriptor(int also);
@@ -20,7 +21,7 @@ class SignalDescriptor {
  private:
   Descriptor descriptor_;
   sigset_t mask_before_;
-  struct sigaction pipe_before_;
+  struct sigaction pipe_before_, child_before_;
 };
 
 }  // namespace torchspan::launch

@@ -39,6 +39,7 @@ Descriptor Worker::open_log(const char* kind) const {
 void Worker::set_ended() {
   ended_ = true;
   poller_.remove(child_.process_descriptor());
+  child_.close_process_descriptor();
 }
 
 bool Worker::silent() const { return !child_.output() && !child_.errors(); }
@@ -69,6 +70,7 @@ void Worker::read_into(Descriptor& descriptor, Descriptor& log, LineSplitter& li
     lines.finish(take);
     poller_.remove(descriptor.get());
     descriptor.reset();
+    log.reset();
   }
 }
 
@@ -95,6 +97,8 @@ void Worker::close_streams() {
     if (*stream) poller_.remove(stream->get());
     stream->reset();
   }
+  output_log_.reset();
+  errors_log_.reset();
 }
 
 }  // namespace torchspan::launch

@@ -45,7 +45,8 @@ class Worker {
   const std::string& name() const { return names_.name; }
   const Child& child() const { return child_; }
   bool ended() const { return ended_; }
-  /// Marks the process as ended and stops watching it.
+  /// Marks the process as ended and stops watching it. It then holds descriptors only as long as its streams are open: a
+  /// job may replace thousands of workers.
   void set_ended();
 
   void read_output();

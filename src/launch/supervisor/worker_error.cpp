@@ -1,9 +1,7 @@
 #include "launch/supervisor/worker_error.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <charconv>
-#include <cstring>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -99,21 +97,6 @@ std::string encode_job_error(const std::optional<WorkerError>& error, const Endi
   const int code = first.signal != 0 ? -first.signal : first.code;  // a signal is negative, as in Python
   const Json file = {{"message", {{"message", shown.message}, {"extraInfo", extra}, {"errorCode", code}}}};
   return file.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
-}
-
-std::string write_text(const std::string& path, std::string_view text) {
-  const std::string temporary = path + ".new";
-  Descriptor file(open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-  bool good = static_cast<bool>(file);
-  while (good && !text.empty()) {
-    const auto written = write(file.get(), text.data(), text.size());
-    if (written > 0) text.remove_prefix(static_cast<std::size_t>(written));
-    good = written > 0 || errno == EINTR;
-  }
-  if (good && rename(temporary.c_str(), path.c_str()) == 0) return "";
-  const int reason = errno;
-  if (file) unlink(temporary.c_str());
-  return std::strerror(reason);
 }
 
 }  // namespace torchspan::launch

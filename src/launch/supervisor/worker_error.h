@@ -35,7 +35,4 @@ std::string shorten_message(std::string_view message);
 std::string encode_job_error(const std::optional<WorkerError>& error, const Ending& first,
                              const FailureDetails& details);
 
-/// Replaces the file at `path`. Returns why it could not be written; empty on success.
-std::string write_text(const std::string& path, std::string_view text);
-
 }  // namespace torchspan::launch

@@ -9,6 +9,8 @@
 #include <random>
 #include <sys/stat.h>
 
+#include "launch/whole_file.h"
+
 namespace torchspan::launch::worker_error_test {
 namespace {
 
@@ -74,7 +76,7 @@ class WorkerErrorFile : public ::testing::Test {
 
 TEST_F(WorkerErrorFile, IsReadOnlyIfItIsASmallRegularFile) {
   EXPECT_FALSE(read_worker_error(path_));
-  EXPECT_EQ(write_text(path_, kTorchrunFile), "");
+  EXPECT_EQ(write_whole_file(path_, kTorchrunFile), "");
   EXPECT_EQ(read_worker_error(path_)->message, "ValueError: bad batch");
   const std::string link = folder_ + "/link", pipe = folder_ + "/pipe";
   std::filesystem::create_symlink(path_, link);
@@ -84,12 +86,6 @@ TEST_F(WorkerErrorFile, IsReadOnlyIfItIsASmallRegularFile) {
   EXPECT_FALSE(read_worker_error(folder_));
   std::filesystem::resize_file(path_, kMostErrorBytes + 1);
   EXPECT_FALSE(read_worker_error(path_));
-}
-
-TEST_F(WorkerErrorFile, ReportsWhyItCannotBeWritten) {
-  EXPECT_EQ(write_text(folder_ + "/none/error.json", "x"), "No such file or directory");
-  EXPECT_EQ(write_text(folder_, "x"), "Is a directory");
-  EXPECT_FALSE(std::filesystem::exists(folder_ + ".new"));
 }
 
 TEST(WorkerError, IsShortenedForTheSummary) {

@@ -19,7 +19,8 @@ void WorkerSet::start(int rank, int incarnation) {
                           .append = setting_.restart_count > 0 || incarnation > 0,
                           .began = context_.executor.now()};
   Child child(context_.program, options.command,
-              worker_environment(options.environment, setting_, rank, incarnation), context_.guard);
+              worker_environment(options.environment, setting_, rank, incarnation),
+              {.guard = context_.guard, .open_files = options.open_files});
   all_.push_back(std::make_unique<Worker>(names, std::move(child), context_.display, context_.poller));
 }
 
