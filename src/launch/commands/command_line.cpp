@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <exception>
 #include <fmt/format.h>
 #include <sstream>
 
@@ -12,12 +13,14 @@
 #include "launch/commands/schedule_command.h"
 #include "launch/commands/trace_command.h"
 #include "launch/commands/watch_command.h"
+#include "launch/display/lines.h"
 #include "launch/supervisor/job.h"
 #include "launch/version.h"
 
 namespace torchspan::launch {
 namespace {
 
+constexpr int kUnexpected = 1;
 constexpr int kWrongUse = 2;
 
 /// The parsed options of a command line.
@@ -168,7 +171,7 @@ int run_workers(Executor& executor, CommandLine& line, const Environment& enviro
 
 void print_lines(Display& out, const std::string& text) {
   std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) out.print_output("", line);
+  for (std::string line; std::getline(lines, line);) out.print_output("", without_controls(line));
 }
 
 /// Returns the exit code of a command that has printed its result.
@@ -220,6 +223,12 @@ int run_command_line(Executor& executor, std::vector<std::string> arguments, con
     out.print_error("torchspan: ", text);
   } catch (const Error& error) {
     out.print_error("torchspan: ", error.message());
+  } catch (const std::exception& error) {  // of the system or a library; has ended the workers of a job
+    out.print_error("torchspan: ",
+                    fmt::format("an unexpected error ended this command: {}; check the current "
+                                "folder, memory and the limits of this shell (ulimit -a)",
+                                error.what()));
+    return kUnexpected;
   }
   return kWrongUse;
 }

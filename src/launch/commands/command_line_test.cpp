@@ -1,13 +1,16 @@
 #include "launch/commands/command_line.h"
 
 #include <fcntl.h>
+#include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <iterator>
 #include <unistd.h>
 
+#include "core/api/trace_format.h"
 #include "launch/captured.h"
+#include "tests/support/processes.h"
 
 namespace torchspan::launch::command_line_test {
 namespace {
@@ -178,6 +181,11 @@ TEST_F(CommandLineTest, RejectsUnknownArgumentsOfSchedule) {
   });
 }
 
+TEST_F(CommandLineTest, RejectsTooShortPausesOfTop) {
+  expect_rejected({{{"top", "--every", "0"}, "--every 0: expected 100ms or more"},
+                   {{"top", "--every", "often"}, "--every often: expected a time"}});
+}
+
 TEST_F(CommandLineTest, ShowsAScheduleAsTextAndInFigures) {
   EXPECT_EQ(run({"schedule", "1f1b", "--stages", "2", "--micro-batches", "3"}), 0);
   EXPECT_EQ(output_.text(),
@@ -275,6 +283,34 @@ TEST_F(CommandLineTest, HelpsOnRequest) {
   EXPECT_THAT(output_.text(), AllOf(HasSubstr("--workers"), HasSubstr("--log-dir"), HasSubstr("exit code"),
                                     HasSubstr("Usage: torchspan run [OPTIONS] [PROGRAM...]"),
                                     HasSubstr("The program and its arguments")));
+}
+
+TEST_F(CommandLineTest, PrintsNamesInTracesWithoutControlCharacters) {
+  const testing::TemporaryFolder folder;
+  TraceEncoder encoder;
+  TraceIdentity identity;
+  identity.name = "worker\x1b[2J\t0";
+  identity.host = "node";
+  encoder.identity(identity);
+  const Bytes bytes = encoder.take();
+  std::ofstream(folder.path() + "/w.trace", std::ios::binary)
+      .write(reinterpret_cast<const char*>(bytes.data()), std::ssize(bytes));
+  EXPECT_THAT(output_of({"report", folder.path(), "-o", folder.path() + "/run.html"}),
+              HasSubstr("note: worker [2J 0 (rank 0, node) did not end its trace"));
+  EXPECT_EQ(run({"trace", folder.path(), "-o", folder.path()}), 2);
+  EXPECT_THAT(errors_.text(), HasSubstr("--out " + folder.path() + " cannot be written: Is a directory"));
+}
+
+TEST_F(CommandLineTest, ReportsErrorsOfTheSystem) {
+  const std::filesystem::path before = std::filesystem::current_path();
+  {
+    const testing::TemporaryFolder folder;
+    std::filesystem::current_path(folder.path());
+  }
+  EXPECT_EQ(run({"run", "-n", "1", "--trace", "traces", "true"}), 1) << "the current folder was removed";
+  std::filesystem::current_path(before);
+  EXPECT_THAT(errors_.text(), AllOf(::testing::StartsWith("torchspan: an unexpected error"),
+                                    HasSubstr("No such file or directory")));
 }
 
 TEST_F(CommandLineTest, FailsWhenItsOutputCannotBeWritten) {

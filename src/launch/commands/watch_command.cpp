@@ -9,12 +9,14 @@
 #include "launch/commands/run_options.h"
 #include "launch/watch/diagnosis.h"
 #include "launch/watch/job_sockets.h"
+#include "launch/watch/running_job.h"
 #include "launch/watch/top_view.h"
 
 namespace torchspan::launch {
 namespace {
 
 constexpr Duration kAnswerLimit = std::chrono::seconds(2);
+constexpr Duration kLeastPause = std::chrono::milliseconds(100);
 
 void describe_job(CLI::App& command, WatchOptions& options) {
   command.add_option("job", options.job,
@@ -42,24 +44,30 @@ std::string show_stacks(Executor& executor, const WatchOptions& options,
 
 void show_top(Executor& executor, const WatchOptions& options, const rendezvous::Environment& environment,
               Display& out, bool terminal) {
-  const std::string folder = find_job(options.job, environment);
   const Duration every = parse_duration(options.every, "--every");
+  if (every < kLeastPause) {
+    throw_invalid(fmt::format("--every {}: expected 100ms or more, because each table asks all workers",
+                              options.every));
+  }
+  RunningJob running(executor, find_job(options.job, environment));
   TopView view;
   TimePoint asked = executor.now();
-  for (int shown = 0; (options.count == 0 || shown < options.count) && !out.broken(); ++shown) {
+  for (int shown = 0; (options.count == 0 || shown < options.count) && !out.broken();) {
     if (shown > 0) executor.sleep(every);
     const TimePoint now = executor.now();
     JobState job;
     try {
-      job = ask_job(executor, folder, kAnswerLimit);
+      job = ask_job(executor, running.folder(), kAnswerLimit);
     } catch (const Error&) {
       if (shown == 0) throw;
-      return;  // the job has ended
+      if (!running.follow()) return;  // the job has ended
+      continue;                       // its workers start again
     }
     std::istringstream lines(view.show(job.workers, now - asked) + job.note);
     asked = now;
     std::string clear = terminal ? "\x1b[H\x1b[2J" : "";
     for (std::string line; std::getline(lines, line); clear.clear()) out.print_output(clear, line);
+    ++shown;
   }
 }
 

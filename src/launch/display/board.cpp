@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include "launch/display/lines.h"
+
 namespace torchspan::launch {
 namespace {
 
@@ -19,13 +21,6 @@ constexpr std::array<std::pair<WorkerState, const char*>, 5> kStateNames = {{
 constexpr const char* kRed = "31";
 constexpr const char* kYellow = "1;33";
 constexpr const char* kDim = "2";
-
-/// Names come from programs; a control character would break the block.
-std::string without_controls(std::string text) {
-  std::replace_if(
-      text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
-  return text;
-}
 
 }  // namespace
 

@@ -34,6 +34,12 @@ void LineSplitter::finish(const Take& take) {
   if (!line_.empty()) hand_out(take);
 }
 
+std::string without_controls(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
+  return text;
+}
+
 void LastLines::add(std::string_view line) {
   constexpr std::size_t kLongest = 500;
   if (line.empty()) return;

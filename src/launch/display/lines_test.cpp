@@ -57,6 +57,10 @@ TEST(LineSplitter, HandsOutEndlessLinesInPieces) {
   EXPECT_EQ(split("abcdefgh\nij\n", random, 4), (Lines{"abcd", "efgh", "", "ij"}));
 }
 
+TEST(Names, AreShownWithoutControlCharacters) {
+  EXPECT_EQ(without_controls("a\x1b[2J\nb\r\x7f\xc3\xa4\xff"), "a [2J b  \xc3\xa4\xff");
+}
+
 TEST(LastLines, KeepTheLastNonEmptyLines) {
   LastLines words(3);
   EXPECT_EQ(words.lines(), Lines{});

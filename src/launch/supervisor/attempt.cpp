@@ -98,7 +98,7 @@ void Attempt::on_progress(const Worker& worker, std::string_view line) {
   if (auto report = decode_progress(line)) {
     view_.set_report(worker.rank(), std::move(*report));
   } else if (const auto notice = decode_timeout(line)) {
-    watch_.on_timeout(setting_.rank_of(worker.rank()), *notice);
+    watch_.on_timeout(setting_.rank_of(worker.rank()), printable(*notice));
   } else if (const auto signal = decode_preemption(line)) {
     reporters_.at(static_cast<std::size_t>(worker.rank())) = true;
     // The launcher's own SIGTERM is reported, too.

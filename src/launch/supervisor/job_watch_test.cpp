@@ -53,6 +53,20 @@ TEST_F(JobWatches, WriteOnePageForTheTimeOutsOfOneMomentAndNameItInTheSummary) {
                     HasSubstr("    first suspect: rank"), HasSubstr("    all workers: " + folder_)));
 }
 
+TEST_F(JobWatches, PrintNamesWithoutControlCharacters) {
+  EXPECT_EQ(run(1,
+                "exec 9>/proc/self/fd/$TORCHSPAN_PROGRESS_FD; "
+                R"(printf '%s\n' 'torchspan-timeout 1 {"kind":"collective","name":"a\u001b[2J\nb","id":9,)"
+                R"("seconds":5}' >&9; exit 3)"),
+            3);
+  const auto all = pages(folder_);
+  ASSERT_EQ(all.size(), 1u);
+  for (const std::string& text : {all[0], errors()}) {
+    EXPECT_THAT(text, HasSubstr("'a [2J b' number 9"));
+    EXPECT_EQ(text.find('\x1b'), std::string::npos);
+  }
+}
+
 TEST_F(JobWatches, WriteThePageBesideTheLogs) {
   JobOptions mine = options(1, std::string(kNotice) + "exit 3");
   mine.log_folder = folder_ + "/logs";

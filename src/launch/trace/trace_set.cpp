@@ -1,27 +1,35 @@
 #include "launch/trace/trace_set.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fmt/format.h>
 #include <fstream>
-#include <iterator>
 #include <limits>
 #include <map>
 #include <utility>
 
 #include <torchspan/core/error.h>
 
+#include "launch/display/board.h"
 #include "launch/trace/module_spans.h"
 
 namespace torchspan::launch {
 namespace {
 
+/// What a file contains now; its worker may still append to it.
 Bytes read_bytes(const std::filesystem::path& path) {
+  std::error_code failure;
+  const std::uintmax_t size = std::filesystem::file_size(path, failure);
+  if (failure) throw_invalid(fmt::format("it cannot be read: {}", failure.message()));
   std::ifstream file(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file) throw_invalid(fmt::format("'{}' cannot be read", path.string()));
-  const auto* first = reinterpret_cast<const std::byte*>(text.data());
-  return {first, first + text.size()};
+  Bytes bytes(static_cast<std::size_t>(size));
+  file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+  if (!file.is_open() || file.bad())
+    throw_invalid(fmt::format("it cannot be read: {}", std::strerror(errno)));
+  bytes.resize(static_cast<std::size_t>(file.gcount()));
+  return bytes;
 }
 
 /// "worker1 (rank 1, node3)".
@@ -84,19 +92,17 @@ void keep_last_processes(std::vector<TraceContents>& traces, std::vector<std::st
 }
 
 void note_missing_ranks(const std::vector<TraceContents>& traces, std::vector<std::string>& notes) {
+  constexpr int kMostRanks = 1 << 20;  // more are not believed
   const int size = traces.front().identity.world_size;
-  std::string missing;
-  for (int rank = 0, at = 0; rank < size; ++rank) {
-    while (at < static_cast<int>(traces.size()) && traces[static_cast<std::size_t>(at)].identity.rank < rank)
-      ++at;
-    if (at < static_cast<int>(traces.size()) && traces[static_cast<std::size_t>(at)].identity.rank == rank)
-      continue;
-    missing += fmt::format("{}{}", missing.empty() ? "" : ", ", rank);
+  std::vector<int> missing;
+  auto trace = traces.begin();
+  for (int rank = 0; rank < std::min(size, kMostRanks); ++rank) {
+    while (trace != traces.end() && trace->identity.rank < rank) ++trace;
+    if (trace == traces.end() || trace->identity.rank != rank) missing.push_back(rank);
   }
-  if (!missing.empty()) {
-    notes.push_back(fmt::format("no trace of rank {} (of {}): copy the files of all hosts into one folder",
-                                missing, size));
-  }
+  if (missing.empty()) return;
+  notes.push_back(fmt::format("no trace of rank{} {} (of {}): copy the files of all hosts into one folder",
+                              missing.size() == 1 ? "" : "s", format_ranks(missing), size));
 }
 
 void note_losses(const TraceContents& trace, std::vector<std::string>& notes) {
@@ -109,7 +115,7 @@ void note_losses(const TraceContents& trace, std::vector<std::string>& notes) {
   }
   if (!trace.complete) {
     notes.push_back(
-        fmt::format("{} did not end its trace: it was killed or still runs; up to its last 100 ms "
+        fmt::format("{} did not end its trace: it was killed or still runs; up to its last 20 ms "
                     "are missing",
                     who));
   }
@@ -241,14 +247,19 @@ TraceSet read_traces(const std::string& folder) {
   }
   std::sort(paths.begin(), paths.end());
   std::vector<TraceContents> traces;
+  std::vector<std::string> unusable;
   for (const auto& path : paths) {
     try {
       traces.push_back(decode_trace(read_bytes(path)));
     } catch (const Error& error) {
-      throw_invalid(fmt::format("'{}': {}", path.string(), error.message()));
+      unusable.push_back(fmt::format("'{}' is left out: {}", path.string(), error.message()));
     }
   }
-  return align_traces(std::move(traces));
+  if (traces.empty())
+    throw_invalid(fmt::format("no trace in '{}' can be used: {}", folder, unusable.front()));
+  TraceSet set = align_traces(std::move(traces));
+  set.notes.insert(set.notes.begin(), unusable.begin(), unusable.end());
+  return set;
 }
 
 }  // namespace torchspan::launch

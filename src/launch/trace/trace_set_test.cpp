@@ -1,11 +1,16 @@
 #include "launch/trace/trace_set.h"
 
+#include <filesystem>
+#include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <limits>
 
 #include <torchspan/core/error.h>
 
 #include "launch/trace/example_traces.h"
+#include "tests/support/errors.h"
+#include "tests/support/processes.h"
 
 namespace torchspan::launch::trace_set_test {
 namespace {
@@ -83,6 +88,15 @@ TEST(TraceSet, KeepsTheLastAttemptAndSaysWhatIsMissing) {
   EXPECT_THAT(set.notes[3], HasSubstr("worker2 (rank 2, node) did not end its trace"));
 }
 
+TEST(TraceSet, NamesManyMissingRanksInShort) {
+  ExampleTrace zero(0, 1000), seven(7, 1000);
+  EXPECT_THAT(align_traces({zero.contents(), seven.contents()}).notes,
+              ::testing::Contains(HasSubstr("no trace of ranks 1-6,8-999 (of 1000)")));
+  ExampleTrace damaged(0, std::numeric_limits<int>::max());
+  EXPECT_THAT(align_traces({damaged.contents()}).notes,
+              ::testing::Contains(HasSubstr("no trace of ranks 1-1048575 (of 2147483647)")));
+}
+
 TEST(TraceSet, KeepsTheLastProcessOfAReplacedRank) {
   ExampleTrace zero(0), dead(1), replacement(1);
   dead.contents().identity.process = 700;
@@ -130,6 +144,31 @@ TEST(TraceSet, KeepsAllProcessesOfARunInWhichOneTookTheRankOfAnother) {
   EXPECT_EQ(set.workers.size(), 2u);
   ASSERT_EQ(set.notes.size(), 1u);
   EXPECT_THAT(set.notes[0], HasSubstr("replaced process"));
+}
+
+TEST(TraceSet, LeavesOutFilesThatCannotBeUsed) {
+  const torchspan::testing::TemporaryFolder folder;
+  const auto write = [&](const std::string& name, const Bytes& bytes) {
+    std::ofstream(folder.path() + "/" + name + ".trace", std::ios::binary)
+        .write(reinterpret_cast<const char*>(bytes.data()), std::ssize(bytes));
+  };
+  TraceEncoder encoder;
+  encoder.identity(ExampleTrace(0, 3).contents().identity);
+  const Bytes good = encoder.take();
+  write("empty", {});
+  write("short", {good.begin(), good.end() - 1});
+  std::filesystem::create_directory(folder.path() + "/folder.trace");
+  EXPECT_THAT(torchspan::testing::invalid_text([&] { read_traces(folder.path()); }),
+              AllOf(HasSubstr("no trace in '" + folder.path() + "' can be used"),
+                    HasSubstr("empty.trace' is left out: this trace file is empty")));
+  write("worker0", good);
+  const TraceSet set = read_traces(folder.path());
+  EXPECT_EQ(set.workers.size(), 1u);
+  ASSERT_EQ(set.notes.size(), 5u);
+  EXPECT_THAT(set.notes[0], HasSubstr("empty.trace' is left out"));
+  EXPECT_THAT(set.notes[1], HasSubstr("folder.trace' is left out: it cannot be read: "));
+  EXPECT_THAT(set.notes[2], HasSubstr("short.trace' is left out: this trace file has no identity"));
+  EXPECT_THAT(set.notes[3], HasSubstr("no trace of ranks 1,2 (of 3)"));
 }
 
 TEST(TraceSet, NamesTheFolderWithoutTraces) {

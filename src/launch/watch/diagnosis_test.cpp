@@ -220,6 +220,15 @@ TEST(Diagnosis, IgnoresShortWaits) {
   EXPECT_THAT(format_diagnosis(workers), HasSubstr("not stuck"));
 }
 
+TEST(WorkerReport, HasNoControlCharacters) {  // names come from programs, and are shown on terminals
+  const auto report =
+      decode_worker_report(R"({"rank":3,"worker":"w\u001b[31m","open":[{"kind":"user","name":"a\nb\u007f"}],)"
+                           R"("calls":{"passes":[{"id":1,"waits":["x\ty"]}]}})");
+  EXPECT_EQ(report.name, "w [31m");
+  EXPECT_EQ(report.open.at(0).name, "a b ");
+  EXPECT_EQ(report.passes.at(0).waits.at(0), "x y");
+}
+
 TEST(WorkerReport, SkipsWhatItDoesNotKnow) {
   const auto report = decode_worker_report(
       R"({"rank":3,"worker":"w","new":[1],"open":[{"kind":"wait","name":7},5],"calls":{"pending":[{"call":"f","to":"w1","seconds":2}]}})");

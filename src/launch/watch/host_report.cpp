@@ -152,7 +152,7 @@ bool decode_notices(const Json& list, HostReport& report) {
     const auto line = text_in(object, "line");
     const auto notice = line ? decode_timeout(*line) : std::nullopt;
     if (!rank || !notice) return false;
-    report.notices.emplace_back(*rank, *notice);
+    report.notices.emplace_back(*rank, printable(*notice));
   }
   return true;
 }

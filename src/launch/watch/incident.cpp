@@ -4,7 +4,9 @@
 #include <charconv>
 #include <fmt/format.h>
 #include <string_view>
+#include <utility>
 
+#include "launch/display/lines.h"
 #include "launch/watch/diagnosis.h"
 
 namespace torchspan::launch {
@@ -80,6 +82,13 @@ void add_handler(int rank, const TimeoutNotice& notice, const std::string& prefi
 }
 
 }  // namespace
+
+TimeoutNotice printable(TimeoutNotice notice) {
+  for (std::string* text : {&notice.kind, &notice.name, &notice.peer, &notice.site, &notice.detail}) {
+    *text = without_controls(std::move(*text));
+  }
+  return notice;
+}
 
 std::string describe_notice(int rank, const TimeoutNotice& notice) {
   std::string text = fmt::format("rank {}: ", rank);

@@ -21,6 +21,9 @@ struct Incident {
   std::string place() const;
 };
 
+/// Returns the notice without control characters, which names of the program may contain.
+TimeoutNotice printable(TimeoutNotice notice);
+
 /// Returns "rank 0: 'all_reduce' number 17 timed out after 30.0 s; it waited for …".
 std::string describe_notice(int rank, const TimeoutNotice& notice);
 

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <iterator>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -33,19 +34,30 @@ bool is_running(const std::string& path) {
   return folder && flock(folder.get(), LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
 }
 
-std::vector<std::string> running_jobs(const rendezvous::Environment& environment) {
-  std::vector<std::string> jobs;
-  std::vector<std::string> parents = {"/tmp"};
+/// The folders that contain folders of jobs, each once: TMPDIR may be another name of /tmp.
+std::vector<std::string> parents_of_jobs(const rendezvous::Environment& environment) {
+  std::vector<std::string> parents;
+  std::set<std::filesystem::path> known;
+  const auto add = [&](const std::string& parent) {
+    std::error_code failure;
+    const auto path = std::filesystem::canonical(parent, failure);
+    if (!failure && known.insert(path).second) parents.push_back(parent);
+  };
+  add("/tmp");
   for (const char* name : {"XDG_RUNTIME_DIR", "TMPDIR"}) {
     const auto found = environment.find(name);
-    if (found != environment.end() && !found->second.empty() && found->second != "/tmp")
-      parents.push_back(found->second);
+    if (found != environment.end() && !found->second.empty()) add(found->second);
   }
-  for (const std::string& parent : parents) {
+  return parents;
+}
+
+std::vector<std::string> running_jobs(const rendezvous::Environment& environment) {
+  std::vector<std::string> jobs;
+  for (const std::string& parent : parents_of_jobs(environment)) {
     std::error_code ignored;
     for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
       const std::string path = entry.path().string();
-      if (entry.path().filename().string().starts_with(kJobPrefix) && is_running(path)) jobs.push_back(path);
+      if (is_job_name(entry.path().filename().string()) && is_running(path)) jobs.push_back(path);
     }
   }
   return jobs;
@@ -62,31 +74,11 @@ std::string command_of(const std::string& process) {
   return command;
 }
 
-/// The process that has locked a folder; empty if the system does not tell. The format is that of proc_locks(5).
-std::string locker_of(const std::string& path) {
-  struct stat about {};
-  std::error_code ignored;
-  const std::filesystem::path folder = std::filesystem::canonical(path, ignored);
-  if (ignored || stat(path.c_str(), &about) != 0) return "";
-  const std::string inode = fmt::format(":{}", about.st_ino);
-  std::ifstream locks("/proc/locks");
-  for (std::string line; std::getline(locks, line);) {
-    std::istringstream words(line);
-    std::string number, kind, advisory, access, process, file;
-    words >> number >> kind >> advisory >> access >> process >> file;
-    if (kind != "FLOCK" || access != "WRITE" || !file.ends_with(inode)) continue;
-    for (const auto& entry : std::filesystem::directory_iterator("/proc/" + process + "/fd", ignored)) {
-      if (std::filesystem::read_symlink(entry.path(), ignored) == folder) return process;
-    }
-  }
-  return "";
-}
-
 /// A line for each job: its folder, its launcher's process and command.
 std::string list_jobs(const std::vector<std::string>& jobs) {
   std::string text;
   for (const std::string& path : jobs) {
-    const std::string process = locker_of(path);
+    const std::string process = launcher_of(path);
     text += "\n  " + path;
     if (!process.empty()) text += fmt::format(", process {}: {}", process, command_of(process));
   }
@@ -108,6 +100,31 @@ std::optional<JobReport> ask_launcher(Executor& executor, const std::string& soc
 }
 
 }  // namespace
+
+bool is_job_name(const std::string& name) { return name.starts_with(kJobPrefix); }
+
+// The format is that of proc_locks(5).
+std::string launcher_of(const std::string& path) {
+  struct stat about {};
+  std::error_code ignored;
+  const std::filesystem::path folder = std::filesystem::canonical(path, ignored);
+  if (ignored || stat(path.c_str(), &about) != 0) return "";
+  const std::string inode = fmt::format(":{}", about.st_ino);
+  std::ifstream locks("/proc/locks");
+  for (std::string line; std::getline(locks, line);) {
+    std::istringstream words(line);
+    std::string number, kind, advisory, access, process, file;
+    words >> number >> kind >> advisory >> access >> process >> file;
+    if (kind != "FLOCK" || access != "WRITE" || !file.ends_with(inode)) continue;
+    std::filesystem::directory_iterator entry("/proc/" + process + "/fd", ignored), end;
+    for (; entry != end && !ignored; entry.increment(ignored)) {  // fails if the process ends meanwhile
+      std::error_code closed;
+      if (std::filesystem::read_symlink(entry->path(), closed) == folder) return process;
+    }
+    ignored.clear();
+  }
+  return "";
+}
 
 std::string find_job(const std::string& job, const rendezvous::Environment& environment) {
   std::error_code ignored;

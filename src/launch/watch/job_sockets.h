@@ -14,6 +14,13 @@ namespace torchspan::launch {
 /// the only one. Throws Error{kInvalid} that lists the jobs.
 std::string find_job(const std::string& job, const rendezvous::Environment& environment);
 
+/// Whether a folder with this name may be that of a job.
+bool is_job_name(const std::string& name);
+
+/// The process id of the launcher that runs the job in `folder`, as in /proc; empty if none runs it, or the system does not
+/// tell.
+std::string launcher_of(const std::string& folder);
+
 /// Asks all workers of a job on this host for their state, by rank; those that do not answer within `timeout`, or before
 /// `stopping` becomes true, are marked. Throws Error{kInvalid} if there is no worker that can be asked.
 std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& folder, Duration timeout,

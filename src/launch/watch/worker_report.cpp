@@ -8,6 +8,7 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/listed_wait.h"
+#include "launch/display/lines.h"
 
 namespace torchspan::launch {
 namespace {
@@ -19,7 +20,9 @@ template <class T>
 T field(const json& object, const char* name, T otherwise = {}) {
   const auto found = object.find(name);
   if (found == object.end()) return otherwise;
-  if constexpr (std::is_same_v<T, std::string>) return found->is_string() ? found->get<T>() : otherwise;
+  if constexpr (std::is_same_v<T, std::string>) {
+    return found->is_string() ? without_controls(found->get<T>()) : otherwise;
+  }
   if constexpr (std::is_same_v<T, bool>) return found->is_boolean() ? found->get<T>() : otherwise;
   if constexpr (std::is_floating_point_v<T>) return found->is_number() ? found->get<T>() : otherwise;
   if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
@@ -55,7 +58,7 @@ std::vector<WorkerReport::Pass> decode_passes(const json& passes) {
     if (!pass.is_object()) continue;
     decoded.push_back({field<std::uint64_t>(pass, "id"), field<bool>(pass, "busy"), {}});
     for (const json& line : list(pass, "waits")) {
-      if (line.is_string()) decoded.back().waits.push_back(line.get<std::string>());
+      if (line.is_string()) decoded.back().waits.push_back(without_controls(line.get<std::string>()));
     }
   }
   return decoded;
