@@ -21,17 +21,18 @@ Checkpoint::Checkpoint(std::string folder)
     : folder_(std::move(folder)), content_(std::make_shared<Content>(folder_)) {}
 
 Checkpoint Checkpoint::newest(const std::string& directory) {
-  std::string reason = "it has none";
+  std::string reason;
   for (const std::string& folder : list(directory)) {
     try {
       Checkpoint found(folder);
       found.verify();
       return found;
     } catch (const Error& error) {
-      reason = error.message();
+      if (reason.empty()) reason = error.message();  // that of the newest one
     }
   }
-  throw_invalid(fmt::format("no checkpoint in '{}' can be used: {}", directory, reason));
+  throw_invalid(fmt::format("no checkpoint in '{}' can be used: {}", directory,
+                            reason.empty() ? "it has none" : reason));
 }
 
 std::vector<std::string> Checkpoint::list(const std::string& directory) {

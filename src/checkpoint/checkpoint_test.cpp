@@ -2,6 +2,8 @@
 #include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <optional>
+#include <utility>
 
 #include <ATen/core/ivalue.h>
 #include <torch/nn.h>
@@ -63,7 +65,66 @@ TEST(Checkpoint, IsReadWithoutTheProgramThatSavedIt) {
   EXPECT_EQ(Checkpoint::newest(folder.path()).step(), 1);
   EXPECT_THAT(invalid_text([&] { Checkpoint damaged(Checkpoint::list(folder.path()).front()); }),
               HasSubstr("truncated"));
+  std::filesystem::remove(Checkpoint::list(folder.path()).back() + "/manifest.json");
+  EXPECT_THAT(invalid_text([&] { Checkpoint::newest(folder.path()); }), HasSubstr("truncated"))
+      << "why the newest one cannot be used";
   EXPECT_THAT(invalid_text([] { Checkpoint::newest("no/such/folder"); }), HasSubstr("it has none"));
+}
+
+/// Whether this process has mapped a file whose path contains `text`.
+bool has_mapped(const std::string& text) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find(text) != std::string::npos) return true;
+  }
+  return false;
+}
+
+TEST(Checkpoint, ReturnsTensorsThatShareNoMemory) {
+  const TemporaryFolder folder;
+  const at::Tensor large = torch::arange(1 << 20, torch::kFloat), small = torch::arange(3, torch::kFloat);
+  at::Tensor large_variable = large.clone(), small_variable = small.clone();
+  {
+    CheckpointManager manager({.directory = folder.path(), .rng = false});
+    manager.add("large", large_variable);
+    manager.add("small", small_variable);
+    manager.save(1);
+  }
+  std::optional<Checkpoint> opened = Checkpoint::newest(folder.path());
+  for (const auto& [name, expected] : {std::pair("large", large), std::pair("small", small)}) {
+    const at::Tensor first = opened->read(name), second = opened->read(name);
+    first.fill_(-1);
+    EXPECT_TRUE(second.equal(expected)) << name;
+    second.fill_(-2);
+    EXPECT_TRUE(first.eq(-1).all().item<bool>()) << name;
+    EXPECT_TRUE(opened->read(name).equal(expected)) << name;
+    at::Tensor target = torch::zeros_like(expected);
+    opened->load(name, target);
+    EXPECT_TRUE(target.equal(expected)) << name;
+  }
+  const std::string file = opened->folder() + "/model-00001-of-00001.safetensors";
+  // The path gets another file; the checkpoint has mapped the old one.
+  save_safetensors(file, {{"large", torch::zeros_like(large)}, {"small", torch::zeros_like(small)}});
+  const at::Tensor kept_large = opened->read("large");
+  const at::Tensor kept_small = opened->read("small");
+  opened.reset();
+  EXPECT_TRUE(kept_large.equal(large));
+  EXPECT_TRUE(kept_small.equal(small));
+  EXPECT_FALSE(has_mapped(folder.path()));
+}
+
+TEST(Checkpoint, KeepsNoTensorInMemoryForAnotherOne) {
+  const TemporaryFolder folder;
+  const std::string file = folder.path() + "/x.safetensors";
+  const at::Tensor values = torch::arange(1 << 19, torch::kFloat);
+  save_safetensors(file, {{"a", values}, {"b", values + 1}, {"small", values.slice(0, 0, 5)}});
+  NamedTensors tensors = load_safetensors(file);
+  tensors.erase("a");
+  EXPECT_TRUE(tensors.at("b").equal(values + 1));
+  EXPECT_TRUE(has_mapped(file));
+  tensors.erase("b");
+  EXPECT_FALSE(has_mapped(file));
+  EXPECT_TRUE(tensors.at("small").equal(values.slice(0, 0, 5)));
 }
 
 }  // namespace torchspan::checkpoint::checkpoint_test

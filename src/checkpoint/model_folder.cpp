@@ -71,25 +71,20 @@ bool is_numbered_name(std::string_view name) {
   });
 }
 
-/// Removes the temporary files unless all files were written.
+/// Removes the temporary files that were not published.
 class Unpublished {
  public:
-  explicit Unpublished(const std::string& folder) : folder_(folder) {}
+  explicit Unpublished(const Disk& disk) : disk_(disk) {}
   ~Unpublished() {
-    for (const std::string& name : names_) {
-      std::error_code ignored;
-      std::filesystem::remove(folder_ + "/" + name + ".partial", ignored);
-    }
+    for (const std::string& path : paths_) disk_.discard(path + ".partial");
   }
   Unpublished(const Unpublished&) = delete;
   Unpublished& operator=(const Unpublished&) = delete;
-  void add(const std::string& name) { names_.insert(name); }
-  /// All are written.
-  std::set<std::string> take() { return std::exchange(names_, {}); }
+  void add(const std::string& path) { paths_.insert(path); }
 
  private:
-  const std::string& folder_;
-  std::set<std::string> names_;
+  const Disk& disk_;
+  std::set<std::string> paths_;
 };
 
 /// The parameters and buffers of a module, divided into files.
@@ -173,17 +168,19 @@ void save_model(const torch::nn::Module& module, const std::string& folder, Save
   const Disk disk;
   const std::vector<NamedTensors> files = divide(module, options.max_file_bytes);
   disk.make_folder(folder);
-  Unpublished written(folder);
+  Unpublished written(disk);
+  std::set<std::string> names;
   TensorIndex index;
   for (std::size_t i = 0; i < files.size(); ++i) {
     const std::string name = files.size() == 1 ? kSingleFile : numbered_name(i + 1, files.size());
-    written.add(name);
+    names.insert(name);
+    written.add(folder + "/" + name);
     const FileContent content = content_of(files[i]);
     write_content(disk, folder + "/" + name, content, options.metadata);
     index.total_bytes += content.bytes;
     for (const auto& [tensor, value] : files[i]) index.files[tensor] = name;
   }
-  publish_model(disk, folder, written.take(), index);
+  publish_model(disk, folder, names, index);
 }
 
 void load_model(torch::nn::Module& module, const std::string& path, LoadModelOptions options) {
@@ -204,6 +201,8 @@ void load_model(torch::nn::Module& module, const std::string& path, LoadModelOpt
 
 void save_safetensors(const std::string& file, const NamedTensors& tensors, const Metadata& metadata) {
   const Disk disk;
+  Unpublished written(disk);
+  written.add(file);
   write_content(disk, file, content_of(tensors), metadata);
   publish_file(disk, file);
 }

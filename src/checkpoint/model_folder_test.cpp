@@ -19,7 +19,11 @@
 namespace torchspan::checkpoint::model_folder_test {
 
 using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using torchspan::testing::invalid_text;
 using torchspan::testing::Process;
 using torchspan::testing::TemporaryFolder;
@@ -78,10 +82,19 @@ TEST(ModelFolder, HasNoModelRatherThanPartsOfTwoIfAFileCannotBeReplaced) {
   std::filesystem::rename(second, folder.path() + "/old");
   std::filesystem::create_directory(second);  // in the way
   EXPECT_THAT(invalid_text([&] { save_model(*model(), folder.path(), options); }), HasSubstr(second));
+  EXPECT_THAT(names_in(folder.path()), Each(Not(EndsWith(".partial"))));
   std::filesystem::remove(second);
   std::filesystem::rename(folder.path() + "/old", second);
   auto loaded = model();
   EXPECT_THAT(invalid_text([&] { load_model(*loaded, folder.path()); }), HasSubstr("is neither"));
+}
+
+TEST(ModelFolder, LeavesNoTemporaryFileIfATensorFileCannotBeReplaced) {
+  const TemporaryFolder folder;
+  const std::string file = folder.path() + "/x.safetensors";
+  std::filesystem::create_directory(file);  // in the way
+  EXPECT_THAT(invalid_text([&] { save_safetensors(file, {{"w", torch::ones({3})}}); }), HasSubstr(file));
+  EXPECT_THAT(names_in(folder.path()), ElementsAre("x.safetensors"));
 }
 
 TEST(ModelFolder, HasTheValuesOfConjugatedTensorsAndRestoresIntoThem) {

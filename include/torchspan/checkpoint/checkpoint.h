@@ -30,7 +30,7 @@ class Checkpoint {
   void verify() const;
 
   std::vector<std::string> names() const;
-  /// A whole tensor; shards are put together. See StateReader::read().
+  /// A whole tensor; shards are put together. Shares memory with no other tensor. See StateReader::read().
   at::Tensor read(const std::string& name) const;
   const std::map<std::string, checkpoint::Value>& values() const;
   /// Restores an object that was saved under `name`: checkpoint.load("model", net).

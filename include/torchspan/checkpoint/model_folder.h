@@ -41,8 +41,8 @@ void load_model(torch::nn::Module& module, const std::string& path, LoadModelOpt
 /// Writes one safetensors file, replacing it at once. Tensors are stored contiguously.
 void save_safetensors(const std::string& file, const NamedTensors& tensors,
                       const std::map<std::string, std::string>& metadata = {});
-/// Reads all tensors of a safetensors file or of a model folder. Their memory is the mapped file; writes to it do
-/// not reach the file.
+/// Reads all tensors of a safetensors file or of a model folder. Each has memory that nothing else uses: a mapping of
+/// its part of the file, or a copy. Writes to it do not reach the file.
 NamedTensors load_safetensors(const std::string& path);
 
 }  // namespace torchspan::checkpoint

@@ -72,8 +72,8 @@ class StateReader {
   bool has(const std::string& name) const;
   /// Shape of the whole tensor.
   std::vector<std::int64_t> shape(const std::string& name) const;
-  /// The whole tensor. Its memory is the mapped file if it is stored in one piece; writes to it do not reach
-  /// the file.
+  /// The whole tensor. If a checkpoint has it, nothing else uses its memory, which is a mapping of its part of the
+  /// file or a copy: writes to it reach neither the file nor what later calls return.
   at::Tensor read(const std::string& name) const;
   /// Throws what read_into() would throw, except for failures of the disk; reads no data.
   void check(const std::string& name, const at::Tensor& target) const;

@@ -52,7 +52,6 @@ std::string coverage_fault(const Box& wanted, const std::vector<Box>& boxes) {
   for (const Box& box : boxes) {
     const std::optional<Box> part = intersection(wanted, box);
     if (!part) continue;
-    left -= *element_count(part->size);
     parts.push_back(*part);
   }
   std::sort(parts.begin(), parts.end());
@@ -64,6 +63,8 @@ std::string coverage_fault(const Box& wanted, const std::vector<Box>& boxes) {
         return fmt::format("parts {} and {} overlap", describe(parts[i]), describe(parts[j]));
     }
   }
+  // Disjoint parts, so they have no more elements than the box.
+  for (const Box& part : parts) left -= *element_count(part.size);
   if (left != 0) return fmt::format("{} of the elements of {} are in no part", left, describe(wanted));
   return {};
 }

@@ -48,4 +48,9 @@ TEST(Boxes, CountElementsWithoutOverflow) {
   EXPECT_TRUE(fits({{1}, {4}}, {5}));
 }
 
+TEST(Boxes, ThatOverlapMayHaveMoreElementsThanANumberCounts) {
+  const Box huge = whole_box({std::int64_t{1} << 62});
+  EXPECT_THAT(coverage_fault(huge, std::vector<Box>(8, huge)), ::testing::HasSubstr("overlap"));
+}
+
 }  // namespace torchspan::checkpoint::boxes_test

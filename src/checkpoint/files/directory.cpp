@@ -133,7 +133,7 @@ std::string Directory::commit(const std::string& partial, std::int64_t step) con
     // the checkpoint of another process.
     std::error_code error;
     const bool renamed = !std::filesystem::exists(path_of(partial), error) && !error;
-    if (renamed) std::filesystem::remove_all(path_of(name), error);
+    if (renamed) withdraw(name);
     throw;
   }
   return name;
@@ -173,6 +173,16 @@ void Directory::move_to_trash(const std::string& name) const {
   disk_.remove(trash);
   disk_.rename(path_of(name), trash);
   disk_.remove(trash);
+}
+
+void Directory::withdraw(const std::string& name) const {
+  const std::string trash = path_of(std::string(kTrashPrefix) + name);
+  try {
+    disk_.rename(path_of(name), trash);
+  } catch (const Error&) {
+    disk_.discard(path_of(name));
+  }
+  disk_.discard(trash);
 }
 
 std::vector<std::string> Directory::leftovers() const {
@@ -220,20 +230,6 @@ void verify_data(const Disk& disk, const std::string& folder, const Manifest& ma
       }
     }
   }
-}
-
-std::optional<Committed> find_newest(
-    const Directory& directory, const std::function<void(const Committed&)>& check,
-    const std::function<void(const Committed&, const std::string&)>& rejected) {
-  for (const Committed& one : directory.committed()) {
-    try {
-      check(one);
-      return one;
-    } catch (const Error& error) {
-      rejected(one, error.message());
-    }
-  }
-  return std::nullopt;
 }
 
 }  // namespace torchspan::checkpoint

@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -51,6 +50,8 @@ class Directory {
 
  private:
   void move_to_trash(const std::string& name) const;
+  /// Takes a checkpoint away whose commit has failed: by a rename or, if the disk refuses it, by deleting.
+  void withdraw(const std::string& name) const;
 
   const Disk& disk_;
   const std::string path_;
@@ -70,11 +71,5 @@ struct BoxShare {
 /// names tensor and file, and what the disk throws.
 void verify_data(const Disk& disk, const std::string& folder, const Manifest& manifest,
                  const BoxShare& share = {});
-
-/// The newest checkpoint that `check` accepts, or nullopt. Calls `rejected(name, error text)` for each newer
-/// one that it threw for.
-std::optional<Committed> find_newest(
-    const Directory& directory, const std::function<void(const Committed&)>& check,
-    const std::function<void(const Committed&, const std::string&)>& rejected);
 
 }  // namespace torchspan::checkpoint

@@ -91,17 +91,17 @@ struct Found {
 };
 Found newest(const Directory& directory) {
   Found found;
-  const auto best = find_newest(
-      directory,
-      [&](const Committed& one) {
-        const std::string folder = directory.path_of(one.name);
-        verify_data(directory.disk(), folder, open_manifest(directory.disk(), folder));
-      },
-      [&](const Committed& one, const std::string& why) {
-        found.rejected.push_back(one.name);
-        found.why = why;
-      });
-  if (best) found.step = best->step;
+  for (const Committed& one : directory.committed()) {
+    try {
+      const std::string folder = directory.path_of(one.name);
+      verify_data(directory.disk(), folder, open_manifest(directory.disk(), folder));
+      found.step = one.step;
+      break;
+    } catch (const Error& error) {
+      found.rejected.push_back(one.name);
+      found.why = error.message();
+    }
+  }
   return found;
 }
 
@@ -270,6 +270,38 @@ TEST(CheckpointDirectory, HasAllOrNothingOfACheckpointWhicheverSystemCallFails) 
     const Directory after(sound, folder.path());
     EXPECT_THAT(after.committed(), IsEmpty());
     after.delete_leftovers();
+    EXPECT_THAT(sound.list(folder.path()), ElementsAre("latest"));
+  }
+}
+
+/// A disk on which a folder cannot be renamed to trash, or cannot be removed, after its commit has failed.
+class StubbornCalls final : public DiskCalls {
+ public:
+  int rename(const char* from, const char* to) override {
+    if (std::string(to).ends_with("/latest") ||
+        (!renames && std::string(to).find("/trash-") != std::string::npos)) {
+      errno = EIO;
+      return -1;
+    }
+    return DiskCalls::rename(from, to);
+  }
+  void remove_all(const char* path, std::error_code& error) override {
+    if (removes) return DiskCalls::remove_all(path, error);
+    error = std::make_error_code(std::errc::io_error);
+  }
+  bool renames = true, removes = true;
+};
+
+TEST(CheckpointDirectory, HasNoCheckpointWhoseCommitFailedAlthoughItCannotBeRenamedOrRemoved) {
+  for (const bool renames : {true, false}) {
+    const TemporaryFolder folder;
+    StubbornCalls calls;
+    calls.renames = renames;
+    calls.removes = !renames;
+    const Disk disk(&calls);
+    const Directory directory(disk, folder.path());
+    EXPECT_THAT(error_text([&] { save(directory, 2); }), HasSubstr("/latest"));
+    EXPECT_EQ(directory.committed().size(), 0u) << renames;
   }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <exception>
 #include <fcntl.h>
 #include <filesystem>
 #include <fmt/format.h>
@@ -84,6 +85,9 @@ ssize_t DiskCalls::pread(int fd, void* data, std::size_t size, off_t offset) {
 int DiskCalls::fsync(int fd) { return ::fsync(fd); }
 int DiskCalls::rename(const char* from, const char* to) { return ::rename(from, to); }
 int DiskCalls::access(const char* path, int mode) { return ::faccessat(AT_FDCWD, path, mode, AT_EACCESS); }
+void DiskCalls::remove_all(const char* path, std::error_code& error) {
+  std::filesystem::remove_all(path, error);
+}
 
 OutputFile::OutputFile(const Disk& disk, std::string path, int fd)
     : disk_(disk), path_(std::move(path)), fd_(fd) {}
@@ -157,8 +161,13 @@ void Disk::write_file(const std::string& path, std::string_view text) const {
 
 void Disk::replace_file(const std::string& path, std::string_view text) const {
   const std::string temporary = path + ".partial";
-  write_file(temporary, text);
-  rename(temporary, path);
+  try {
+    write_file(temporary, text);
+    rename(temporary, path);
+  } catch (...) {
+    discard(temporary);
+    throw;
+  }
 }
 
 std::string Disk::read_file(const std::string& path, std::uint64_t most_bytes) const {
@@ -207,8 +216,16 @@ void Disk::rename(const std::string& from, const std::string& to) const {
 
 void Disk::remove(const std::string& path) const {
   std::error_code error;
-  std::filesystem::remove_all(path, error);
+  calls_.remove_all(path.c_str(), error);
   if (error && error != std::errc::not_a_directory) throw_disk_error("remove", path, error.value());
+}
+
+void Disk::discard(const std::string& path) const noexcept {
+  try {
+    remove(path);
+  } catch (const std::exception&) {
+    return;  // what is left may be removed later
+  }
 }
 
 std::vector<std::string> Disk::list(const std::string& path) const {

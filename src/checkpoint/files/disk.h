@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <sys/types.h>
+#include <system_error>
 #include <vector>
 
 #include <torchspan/core/bytes.h>
@@ -20,6 +21,7 @@ class DiskCalls {
   virtual int fsync(int fd);
   virtual int rename(const char* from, const char* to);
   virtual int access(const char* path, int mode);
+  virtual void remove_all(const char* path, std::error_code& error);
 };
 
 /// Receives every part of a file's data after it was written, in order.
@@ -43,7 +45,6 @@ class OutputFile {
   /// Returns once the data is on the device.
   void sync();
   std::uint64_t size() const { return size_; }
-  const std::string& path() const { return path_; }
 
  private:
   friend class Disk;
@@ -64,7 +65,6 @@ class InputFile {
   InputFile(const InputFile&) = delete;
   InputFile& operator=(const InputFile&) = delete;
 
-  const std::string& path() const { return path_; }
   /// The size when the file was opened.
   std::uint64_t size() const { return size_; }
   /// Passes `size` bytes from `offset` on to `use`, in parts that fit into a cache; fewer if the file ends before.
@@ -93,7 +93,7 @@ class Disk {
   std::unique_ptr<OutputFile> create(const std::string& path) const;
   /// Writes a whole file and syncs it.
   void write_file(const std::string& path, std::string_view text) const;
-  /// Replaces a file at once: readers see the old or the new content.
+  /// Replaces a file at once: readers see the old or the new content. Leaves no temporary file if it fails.
   void replace_file(const std::string& path, std::string_view text) const;
   /// Reads a whole file of at most `most_bytes`.
   std::string read_file(const std::string& path, std::uint64_t most_bytes) const;
@@ -110,6 +110,8 @@ class Disk {
   void rename(const std::string& from, const std::string& to) const;
   /// Removes a file or a folder with its contents; it may be missing.
   void remove(const std::string& path) const;
+  /// The same after another failure: ignores that it fails.
+  void discard(const std::string& path) const noexcept;
   /// Names in a folder, sorted; empty if there is no such folder.
   std::vector<std::string> list(const std::string& path) const;
 

@@ -131,6 +131,11 @@ EncodedHeader encode_header(std::vector<HeaderEntry> entries, const Metadata& me
   for (HeaderEntry& entry : entries) {
     if (entry.name == kMetadataKey || !names.insert(entry.name).second)
       throw_invalid(fmt::format("{} cannot have two tensors '{}'; rename one", what, entry.name));
+    if (!is_utf8(entry.name)) {
+      throw_invalid(fmt::format(
+          "the name '{}' of a tensor is not UTF-8, which the safetensors format requires; rename it",
+          entry.name));
+    }
     entry.begin = at;
     at += byte_count(entry.type, entry.shape, fmt::format("tensor '{}'", entry.name));
     entry.end = at;

@@ -31,7 +31,9 @@ MappedFile::MappedFile(std::string path) : path_(std::move(path)) {
     failure = EISDIR;
   } else if (status.st_size > 0) {
     size_ = static_cast<std::uint64_t>(status.st_size);
-    mapped = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+    device_ = status.st_dev;
+    inode_ = status.st_ino;
+    mapped = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd, 0);
     if (mapped == MAP_FAILED) failure = errno;
   }
   ::close(fd);
@@ -49,6 +51,25 @@ MappedFile::MappedFile(std::string path) : path_(std::move(path)) {
 }
 
 MappedFile::~MappedFile() { ::munmap(data_, size_); }
+
+Buffer MappedFile::map_again(BytesView part) const {
+  const int fd = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return {};
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const auto offset = static_cast<std::size_t>(part.data() - data_);
+  const std::size_t begin = offset / page * page;
+  const std::size_t length = offset - begin + part.size();
+  struct stat status {};
+  void* mapped = MAP_FAILED;
+  if (::fstat(fd, &status) == 0 && status.st_dev == device_ && status.st_ino == inode_) {
+    mapped = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd,
+                    static_cast<off_t>(begin));
+  }
+  ::close(fd);
+  if (mapped == MAP_FAILED) return {};
+  std::shared_ptr<void> owner(mapped, [length](void* memory) { ::munmap(memory, length); });
+  return {static_cast<std::byte*>(mapped) + (offset - begin), part.size(), std::move(owner)};
+}
 
 const HeaderEntry* MappedFile::find(std::string_view name) const {
   const auto found = by_name_.find(name);

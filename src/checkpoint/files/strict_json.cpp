@@ -144,6 +144,15 @@ std::string dumped(const nlohmann::ordered_json& value, const std::string& what)
   }
 }
 
+bool is_utf8(std::string_view text) {
+  try {
+    static_cast<void>(Json(std::string(text)).dump());
+    return true;
+  } catch (const Json::exception&) {
+    return false;
+  }
+}
+
 std::string checksum_text(std::uint64_t number) { return fmt::format("{:016x}", number); }
 
 std::uint64_t parse_checksum(std::string_view text, const std::string& what) {

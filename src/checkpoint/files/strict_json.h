@@ -38,6 +38,9 @@ class JsonObject {
 /// `value` as text; throws Error{kInvalid} naming `what` if a string is not UTF-8.
 std::string dumped(const nlohmann::ordered_json& value, const std::string& what);
 
+/// Whether `text` is UTF-8, as JSON requires.
+bool is_utf8(std::string_view text);
+
 /// A checksum as 16 hexadecimal digits, and back. Throws Error{kInvalid} naming `what` for other text.
 std::string checksum_text(std::uint64_t number);
 std::uint64_t parse_checksum(std::string_view text, const std::string& what);

@@ -6,37 +6,34 @@
 
 #include <torchspan/core/error.h>
 
+#include "checkpoint/api/value_bytes.h"
+#include "checkpoint/files/checksum.h"
+#include "checkpoint/files/strict_json.h"
+
 namespace torchspan::checkpoint {
 namespace {
 
-void put_value(ByteWriter& out, const Value& value) {
-  out.put(static_cast<std::uint8_t>(value.index()));
-  if (const auto* text = std::get_if<std::string>(&value)) return out.put_string(*text);
-  if (const auto* flag = std::get_if<bool>(&value)) return out.put(*flag);
-  if (const auto* number = std::get_if<double>(&value)) return out.put(*number);
-  out.put(std::get<std::int64_t>(value));
-}
-
-Value get_value(ByteReader& in) {
-  switch (in.get<std::uint8_t>()) {
-    case 0:
-      return in.get<bool>();
-    case 1:
-      return in.get<std::int64_t>();
-    case 2:
-      return in.get<double>();
-    case 3:
-      return in.get_string();
-    default:
-      throw_invalid("a proposal of a checkpoint has a value of an unknown type");
-  }
-}
-
-/// Texts of values, for comparison: NaN equals NaN.
+/// Bytes of values, for comparison: NaN equals NaN.
 Bytes value_bytes(const Value& value) {
   ByteWriter out;
   put_value(out, value);
   return out.take();
+}
+
+/// The manifest is JSON.
+void require_utf8(const std::string& name, const Value& value) {
+  if (!is_utf8(name)) throw_invalid(fmt::format("the name '{}' of a value is not UTF-8; rename it", name));
+  const auto* text = std::get_if<std::string>(&value);
+  if (text == nullptr || is_utf8(*text)) return;
+  throw_invalid(fmt::format("the text '{}' is not UTF-8; save it as a tensor of bytes", name));
+}
+
+/// The digest that a rank sends which has this listing and the plan of the save with this token.
+std::uint64_t digest_with(BytesView listing, std::uint64_t plan_token) {
+  ByteWriter out;
+  out.put(checksum_of(listing));
+  out.put(plan_token);
+  return checksum_of(out.bytes());
 }
 
 }  // namespace
@@ -50,6 +47,7 @@ Bytes encode_proposal(const SaveProposal& proposal) {
   out.put(proposal.metric.value_or(0));
   out.put(static_cast<std::uint32_t>(proposal.values.size()));
   for (const auto& [name, value] : proposal.values) {
+    require_utf8(name, value);
     out.put_string(name);
     put_value(out, value);
   }
@@ -71,6 +69,10 @@ SaveProposal decode_proposal(BytesView bytes) {
   }
   in.expect_end();
   return proposal;
+}
+
+std::uint64_t SaveAgreement::digest_of(const Listing& listing) const {
+  return digest_with(encode_listing(listing), plan_token_);
 }
 
 SaveJob SaveAgreement::agree(const RankOutcome& proposal, std::int64_t step, const Listing& listing) {
@@ -103,25 +105,31 @@ SaveJob SaveAgreement::agree(const RankOutcome& proposal, std::int64_t step, con
       }
     }
   }
-  if (digests != digests_ || listings_.empty()) exchange_listings(digests, listing);
+  if (digests != expected_) exchange_listings(digests, listing, job.token);
   job.listings = listings_;
   job.plan = plan_;
   return job;
 }
 
-void SaveAgreement::exchange_listings(const std::vector<std::uint64_t>& digests, const Listing& listing) {
-  digests_.clear();
+void SaveAgreement::exchange_listings(const std::vector<std::uint64_t>& digests, const Listing& listing,
+                                      std::uint64_t token) {
+  plan_token_ = 0;
+  expected_.clear();
   const auto first_with = [&](std::size_t rank) {
     return static_cast<std::size_t>(std::ranges::find(digests, digests[rank]) - digests.begin());
   };
   const bool mine = first_with(ranks_.index()) == ranks_.index();
   const std::vector<Bytes> all = ranks_.gather("listing", mine ? encode_listing(listing) : Bytes());
   listings_.clear();
+  std::vector<std::uint64_t> expected;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    listings_.push_back(first_with(rank) == rank ? decode_listing(all[rank]) : listings_[first_with(rank)]);
+    const std::size_t first = first_with(rank);
+    listings_.push_back(first == rank ? decode_listing(all[rank]) : listings_[first]);
+    expected.push_back(first == rank ? digest_with(all[rank], token) : expected[first]);
   }
   plan_ = make_plan(listings_, ranks_.names());
-  digests_ = digests;
+  plan_token_ = token;
+  expected_ = std::move(expected);
 }
 
 }  // namespace torchspan::checkpoint

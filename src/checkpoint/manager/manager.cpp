@@ -10,6 +10,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/runtime.h>
 
+#include "checkpoint/api/source_names.h"
 #include "checkpoint/commit/ranks.h"
 #include "checkpoint/files/checksum.h"
 #include "checkpoint/files/directory_lock.h"
@@ -57,8 +58,7 @@ class CheckpointManager::Impl {
     for (const Registered& other : sources_) {
       if (other.name == name)
         throw_invalid(fmt::format("'{}' is registered twice; use another name for one of them", name));
-      if (other.source->owns_names()) check_not_under(other.name, name);
-      if (source->owns_names()) check_not_under(name, other.name);
+      checkpoint::require_separate_names(name, *source, other.name, *other.source);
     }
     const std::string prefix = per_rank ? fmt::format("{}.rank{}", name, ranks_->index()) : name;
     sources_.push_back({name, prefix, per_rank, std::move(source)});
@@ -78,8 +78,8 @@ class CheckpointManager::Impl {
       listing = checkpoint::listing_of(writer.tensors());
       if (!writer.remote().empty())
         std::ranges::move(owners().list(writer.remote()), std::back_inserter(listing));
-      const auto digest = checkpoint::checksum_of(checkpoint::encode_listing(listing));
-      return checkpoint::encode_proposal({step, next_token(), digest, options.metric, writer.values()});
+      return checkpoint::encode_proposal(
+          {step, next_token(), agreement_.digest_of(listing), options.metric, writer.values()});
     });
     checkpoint::SaveJob job = agreement_.agree(proposal, step, listing);
     try {
@@ -134,14 +134,6 @@ class CheckpointManager::Impl {
     SourcePtr source;
   };
 
-  static void check_not_under(const std::string& owner, const std::string& name) {
-    if (!name.starts_with(owner + ".")) return;
-    throw_invalid(fmt::format(
-        "'{}' cannot be registered beside '{}', whose tensors have names that begin with '{}.'; use a "
-        "name without this beginning",
-        name, owner, owner));
-  }
-
   checkpoint::Owners& owners() const {
     if (!owners_) throw_invalid("this CheckpointManager has no session, so it cannot save an RRef");
     return *owners_;
@@ -188,12 +180,15 @@ class CheckpointManager::Impl {
     }
   }
 
+  /// Also deletes what failed saves of this manager have left: a rank may have begun to write after the committing rank
+  /// had given up.
   void prepare_directory() {
-    if (prepared_) return;
-    disk_.make_folder(options_.directory);
-    const std::string holder = checkpoint::describe_holder(ranks_->names().at(ranks_->index()));
-    const std::string warning = lock_.take(options_.directory, holder);
-    if (!warning.empty()) runtime_.log.warning(warning);
+    if (!prepared_) {
+      disk_.make_folder(options_.directory);
+      const std::string holder = checkpoint::describe_holder(ranks_->names().at(ranks_->index()));
+      const std::string warning = lock_.take(options_.directory, holder);
+      if (!warning.empty()) runtime_.log.warning(warning);
+    }
     directory_.delete_leftovers();
     prepared_ = true;
   }

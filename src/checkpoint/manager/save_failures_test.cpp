@@ -42,6 +42,21 @@ TEST(CheckpointManager, ThrowsTheFailureOfAnAsynchronousSaveAtTheNextOne) {
   EXPECT_EQ(manager.restore(), 4);
 }
 
+TEST(CheckpointManager, DeletesWhatItsFailedSavesLeft) {
+  const TemporaryFolder folder;
+  std::int64_t number = 7;
+  CheckpointManager manager({.directory = folder.path()});
+  manager.add("number", number);
+  manager.save(1);
+  manager.wait();
+  // As a rank leaves it that begins to write after the committing rank has given up.
+  const std::string partial = folder.path() + "/step-00000002.partial-0123456789abcdef";
+  std::filesystem::create_directories(partial);
+  manager.save(2);
+  manager.wait();
+  EXPECT_FALSE(std::filesystem::exists(partial));
+}
+
 /// Keeps threads from starting: their stacks are larger than the address space.
 class NoThreads {
  public:

@@ -75,7 +75,7 @@ void load_module_tensors(const StateReader& reader, const std::vector<ModuleTens
   }
   const auto needs_cast = [&](const std::string& name, const at::Tensor& tensor) {
     return rules.cast && reader.shape(name) == tensor.sizes() &&
-           reader.read(name).scalar_type() != tensor.scalar_type();
+           reader.dtype_of(reader.full_name(name)) != tensor.scalar_type();
   };
   for (const auto& [name, tensor] : found) {
     if (!needs_cast(name, tensor)) reader.check(name, tensor);

@@ -100,6 +100,7 @@ class FunctionalSource final : public StateSource {
     }
   }
   void load(const StateReader& reader) override {
+    const auto rate = reader.read("lr").item<double>();
     for (std::size_t i = 0; i < count(); ++i) {
       optim::ParameterState state;
       for (const std::string& name : reader.names()) {
@@ -107,7 +108,6 @@ class FunctionalSource final : public StateSource {
       }
       optimizer_.load_state(i, state);
     }
-    const auto rate = reader.read("lr").item<double>();
     if (!std::isnan(rate)) optimizer_.set_lr(rate);
   }
 

@@ -1,4 +1,5 @@
 #pragma once
+#include <cstddef>
 #include <functional>
 #include <map>
 #include <memory>
@@ -15,7 +16,7 @@
 namespace torchspan::checkpoint {
 
 /// Reads the tensors of a manifest from the safetensors files in a folder, which it maps when they are first
-/// used.
+/// used. Nothing else uses the memory of a tensor that it returns: a mapping of its part of the file, or a copy.
 class FolderReader final : public StateReader {
  public:
   FolderReader(std::string folder, Manifest manifest);
@@ -49,6 +50,7 @@ class FolderReader final : public StateReader {
   const Manifest manifest_;
   ReadOnOwner read_on_owner_;
   mutable std::set<std::string> used_;
+  mutable std::size_t mapped_tensors_ = 0;  ///< how many returned tensors have a mapping
   mutable std::map<std::string, std::shared_ptr<const MappedFile>> files_;
 };
 

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/MemoryOverlap.h>
 
 #include <torchspan/checkpoint/state.h>
 #include <torchspan/core/error.h>
@@ -10,6 +11,18 @@
 #include "checkpoint/state/torch_types.h"
 
 namespace torchspan::checkpoint {
+namespace {
+
+/// Elements that share memory cannot get different values.
+void require_separate_elements(const std::string& where, const std::string& name, const at::Tensor& target) {
+  if (target.layout() != at::kStrided || at::has_internal_overlap(target) != at::MemOverlap::Yes) return;
+  throw_invalid(fmt::format(
+      "{}: this program's tensor '{}' of shape {} is expanded: several elements have the same memory; "
+      "restore into a clone(), and expand it afterwards",
+      where, name, describe(sizes_of(target))));
+}
+
+}  // namespace
 
 void StateWriter::add(const std::string& name, const at::Tensor& tensor, std::uint64_t fingerprint) {
   if (!tensor.defined())
@@ -83,6 +96,7 @@ void StateReader::check(const std::string& name, const at::Tensor& target) const
                     describe(), full, checkpoint::describe(saved), c10::toString(dtype_of(full)),
                     checkpoint::describe(sizes_of(target)), c10::toString(target.scalar_type())));
   }
+  require_separate_elements(describe(), full, target);
 }
 
 void StateReader::read_into(const std::string& name, const at::Tensor& target) const {
@@ -103,6 +117,7 @@ void StateReader::read_shard_into(const std::string& name, const at::Tensor& sha
                     checkpoint::describe(sizes_of(shard)), c10::toString(shard.scalar_type()),
                     checkpoint::describe(offset)));
   }
+  require_separate_elements(describe(), full, shard);
   read_box(full, shard, offset);
 }
 

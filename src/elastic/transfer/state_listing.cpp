@@ -2,33 +2,9 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/api/value_bytes.h"
+
 namespace torchspan::elastic {
-namespace {
-
-void put_value(ByteWriter& out, const checkpoint::Value& value) {
-  out.put(static_cast<std::uint8_t>(value.index()));
-  if (const auto* flag = std::get_if<bool>(&value)) out.put(*flag);
-  if (const auto* integer = std::get_if<std::int64_t>(&value)) out.put(*integer);
-  if (const auto* real = std::get_if<double>(&value)) out.put(*real);
-  if (const auto* text = std::get_if<std::string>(&value)) out.put_string(*text);
-}
-
-checkpoint::Value get_value(ByteReader& in) {
-  switch (const auto kind = in.get<std::uint8_t>()) {
-    case 0:
-      return in.get<bool>();
-    case 1:
-      return in.get<std::int64_t>();
-    case 2:
-      return in.get<double>();
-    case 3:
-      return in.get_string();
-    default:
-      throw_invalid(fmt::format("a state has a value of unknown kind {}", kind));
-  }
-}
-
-}  // namespace
 
 Bytes StateListing::encode() const {
   ByteWriter out;
@@ -43,7 +19,7 @@ Bytes StateListing::encode() const {
   out.put(static_cast<std::uint32_t>(values.size()));
   for (const auto& [name, value] : values) {
     out.put_string(name);
-    put_value(out, value);
+    checkpoint::put_value(out, value);
   }
   return out.take();
 }
@@ -69,7 +45,7 @@ StateListing StateListing::decode(BytesView bytes) {
   }
   for (std::size_t left = in.get_count(5); left > 0; --left) {
     std::string name = in.get_string();
-    listing.values.insert_or_assign(std::move(name), get_value(in));
+    listing.values.insert_or_assign(std::move(name), checkpoint::get_value(in));
   }
   in.expect_end();
   return listing;

@@ -10,6 +10,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "checkpoint/api/source_names.h"
 #include "elastic/transfer/received_state.h"
 #include "elastic/transfer/state_listing.h"
 
@@ -23,14 +24,8 @@ void TrackedState::add(std::string name, checkpoint::SourcePtr source) {
         fmt::format("an object was added to the elastic trainer under the {} name '{}': choose another",
                     taken ? "taken" : "empty", name));
   }
-  for (const auto& [other, registered] : sources_) {
-    const bool is_under = registered->owns_names() && name.starts_with(other + ".");
-    if (!is_under && !(source->owns_names() && other.starts_with(name + "."))) continue;
-    throw_invalid(
-        fmt::format("an object was added to the elastic trainer as '{}' beside '{}': choose a name such that "
-                    "neither begins with the other one and a dot",
-                    name, other));
-  }
+  for (const auto& [other, registered] : sources_)
+    checkpoint::require_separate_names(name, *source, other, *registered);
   sources_.emplace_back(std::move(name), std::move(source));
 }
 
@@ -48,7 +43,7 @@ void TrackedState::send(const collective::Group& group, const ElasticPosition& p
   StateListing listing{.position = position, .tensors = {}, .values = writer.values()};
   std::vector<at::Tensor> tensors;
   for (const checkpoint::StateTensor& entry : writer.tensors()) {
-    tensors.push_back(entry.tensor.detach().cpu().contiguous());
+    tensors.push_back(entry.tensor.detach().resolve_conj().resolve_neg().cpu().contiguous());
     listing.tensors.push_back({entry.name, entry.tensor.scalar_type(), entry.tensor.sizes().vec()});
   }
   if (!writer.remote().empty()) {

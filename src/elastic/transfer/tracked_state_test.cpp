@@ -4,11 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/ATen.h>
 #include <torch/nn.h>
 
 #include <torchspan/checkpoint.h>
 
 #include "tests/support/errors.h"
+#include "tests/support/ranks.h"
 
 namespace torchspan::elastic::tracked_state_test {
 
@@ -26,9 +28,27 @@ TEST(TrackedState, RefusesNamesThatItCouldNotTellApart) {
   add("steps.first");
   EXPECT_THAT(refusal("module"), HasSubstr("under the taken name 'module'"));
   EXPECT_THAT(refusal(""), HasSubstr("under the empty name"));
-  EXPECT_THAT(refusal("module.ema"), HasSubstr("as 'module.ema' beside 'module': choose"));
-  EXPECT_THAT(refusal("steps"), HasSubstr("as 'steps' beside 'steps.first': choose"));
+  EXPECT_THAT(refusal("module.ema"), HasSubstr("'module.ema' cannot be registered beside 'module'"));
+  EXPECT_THAT(refusal("steps"), HasSubstr("'steps.first' cannot be registered beside 'steps'"));
   state.add("steps", checkpoint::source_of(number));  // has one value, of this name
+}
+
+TEST(TrackedState, ArrivesWithTheValuesOfConjugatedAndNegatedTensors) {
+  const at::Tensor values = at::arange(10, at::kFloat).view({5, 2});
+  const at::Tensor complex = at::view_as_complex(values);
+  torchspan::testing::on_shared_memory_ranks(2, [&](const torchspan::testing::Rank& self) {
+    const bool sends = self.rank == 0;
+    at::Tensor conjugated = sends ? complex.conj() : at::zeros_like(complex);
+    at::Tensor negated = sends ? at::imag(complex.conj()) : at::zeros({5});
+    EXPECT_TRUE(!sends || (conjugated.is_conj() && negated.is_neg()));
+    TrackedState state;
+    state.add("conjugated", checkpoint::source_of(conjugated));
+    state.add("negated", checkpoint::source_of(negated));
+    ElasticPosition position;
+    state.copy_from_first(self.group, position);
+    EXPECT_TRUE(at::equal(conjugated.resolve_conj(), complex.conj().resolve_conj())) << self.rank;
+    EXPECT_TRUE(at::equal(negated.resolve_neg(), values.select(1, 1).neg())) << self.rank;
+  });
 }
 
 }  // namespace torchspan::elastic::tracked_state_test
