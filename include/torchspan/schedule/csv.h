@@ -47,12 +47,13 @@ struct Sheet {
   friend bool operator==(const Sheet&, const Sheet&) = default;
 };
 
-/// Parses a file that PyTorch's `_dump_csv` writes, with or without communication. Throws Error{kInvalid}
-/// that names the row and the column (from 1) of the first wrong cell.
+/// Parses a file that PyTorch's `_dump_csv` writes, with or without communication, also if a spreadsheet program has
+/// put a byte order mark before it. Throws Error{kInvalid} that names the row and the column (from 1) of the first
+/// wrong cell.
 Sheet parse_csv(std::string_view text);
 
 /// Writes a sheet as PyTorch does. A file that parse_csv() read comes out unchanged, if all its lines end
-/// alike and no cell has quotes or blanks that PyTorch would not write.
+/// alike and it has no byte order mark, quotes or blanks that PyTorch would not write.
 std::string to_csv(const Sheet& sheet);
 
 /// A table as a sheet, without idle cells and communication; PyTorch adds the latter when it loads the file.

@@ -133,6 +133,13 @@ TEST(Csv, RefusesPartsThatAProgramMadeWrong) {
               HasSubstr("row 1, column 1: stage and micro-batch"));
 }
 
+TEST(Csv, ASpreadsheetsByteOrderMarkIsNoCell) {
+  const std::string text = "0F0,0B0\r\n";
+  EXPECT_EQ(parse_csv("\xEF\xBB\xBF" + text), parse_csv(text));
+  EXPECT_EQ(parse_csv("\xEF\xBB\xBF"), parse_csv(""));
+  EXPECT_THAT(error_of(text + "\xEF\xBB\xBF"), HasSubstr("row 2, column 1"));
+}
+
 // peer: pipelining csv, csv_compare: same; `tools/compare-schedules` reads and writes the peer's files
 TEST(Csv, EveryScheduleSurvivesARoundTrip) {
   const Shape one{.ranks = 4, .micro_batches = 8}, two{.ranks = 4, .micro_batches = 8, .stages_per_rank = 2};

@@ -105,6 +105,9 @@ std::vector<Cell> parse_row(std::string_view line, std::size_t row) {
 }  // namespace
 
 Sheet parse_csv(std::string_view text) {
+  constexpr std::string_view kByteOrderMark =
+      "\xEF\xBB\xBF";  // spreadsheet programs begin UTF-8 files with it
+  if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
   Sheet sheet;
   const std::size_t first_end = text.find('\n');
   const bool is_unix = first_end != std::string_view::npos && (first_end == 0 || text[first_end - 1] != '\r');
