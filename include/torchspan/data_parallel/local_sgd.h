@@ -67,8 +67,9 @@ struct DiLoCoOptions {
 class DiLoCo {
  public:
   /// Collective: takes the parameters of the group's rank 0 everywhere. Throws Error{kInvalid} on all ranks if
-  /// parameters or options differ.
-  DiLoCo(std::vector<at::Tensor> parameters, collective::Group group, DiLoCoOptions options = {});
+  /// parameters or options differ. A tensor that is listed twice, as parameters() of a module does for tied
+  /// weights, counts once.
+  DiLoCo(const std::vector<at::Tensor>& parameters, collective::Group group, DiLoCoOptions options = {});
   DiLoCo(DiLoCo&&) noexcept;
   DiLoCo& operator=(DiLoCo&&) noexcept;
   ~DiLoCo();

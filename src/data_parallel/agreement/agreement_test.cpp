@@ -93,6 +93,19 @@ TEST(Agreement, ReportsToAllRanksThatOneCannotBegin) {
   EXPECT_NE(option.find("bucket_cap_mb"), std::string::npos) << option;
 }
 
+TEST(Agreement, NamesATensorThatIsListedTwice) {
+  on_ranks(2, [](const Rank& self) {
+    const at::Tensor one = leaf({2}), other = leaf({2});
+    const std::string twice = error_text([&] { Reducer(named({one, other, one}), self.group); });
+    EXPECT_NE(twice.find("parameter 'p2' is the same tensor as 'p0'; list it once"), std::string::npos)
+        << twice;
+    const std::string replicas = error_text([&] {
+      Reducer(Reducer::Replicas{named({one}), named({one})}, self.group);
+    });
+    EXPECT_NE(replicas.find("is the same tensor as"), std::string::npos) << replicas;
+  });
+}
+
 TEST(Agreement, SurvivesItsEncodingAndRefusesDamagedBytes) {
   Agreement agreement{.failure = "f", .settings = {{"a", "b"}}};
   agreement.add("weight", leaf({2, 3}));

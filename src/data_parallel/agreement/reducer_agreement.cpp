@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <map>
 #include <string>
 
 #include <torchspan/core/error.h>
@@ -18,6 +19,7 @@ void check_replicas(const Reducer::Replicas& replicas) {
     throw Error(ErrorKind::kInvalid, "there are no parameters, so there are no gradients to reduce");
   }
   bool trainable = false;
+  std::map<const c10::TensorImpl*, std::string> listed;
   for (const auto& replica : replicas) {
     if (replica.size() != replicas[0].size()) {
       throw Error(ErrorKind::kInvalid, fmt::format("one replica has {} parameters, another has {}",
@@ -26,10 +28,13 @@ void check_replicas(const Reducer::Replicas& replicas) {
     for (std::size_t i = 0; i < replica.size(); ++i) {
       const Parameter& parameter = replica[i];
       const at::Tensor& like = replicas[0][i].tensor;
-      const auto refuse = [&](const char* why) {
+      const auto refuse = [&](const std::string& why) {
         throw Error(ErrorKind::kInvalid, fmt::format("parameter '{}' {}", parameter.name, why));
       };
       if (!parameter.tensor.defined()) refuse("is undefined");
+      const auto [first_entry, is_new] =
+          listed.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.name);
+      if (!is_new) refuse("is the same tensor as '" + first_entry->second + "'; list it once");
       check_not_stepped_in_backward(parameter);
       if (parameter.tensor.is_sparse()) refuse("is a sparse tensor; only its gradient may be sparse");
       if (parameter.tensor.requires_grad() && !parameter.tensor.is_leaf()) {

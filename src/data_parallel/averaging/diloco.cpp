@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <map>
 #include <optional>
+#include <set>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
@@ -12,6 +13,7 @@
 
 #include "data_parallel/averaging/packed_tensors.h"
 #include "data_parallel/averaging/parameter_agreement.h"
+#include "device/api/half.h"
 
 namespace torchspan::data_parallel {
 namespace {
@@ -20,6 +22,16 @@ constexpr const char* kSteps = "steps";
 
 std::string outer_name(std::size_t parameter) { return fmt::format("{}.outer", parameter); }
 std::string momentum_name(std::size_t parameter) { return fmt::format("{}.momentum", parameter); }
+
+/// The first place of each tensor in a list.
+std::vector<std::size_t> first_places(const std::vector<at::Tensor>& listed) {
+  std::set<const c10::TensorImpl*> seen;
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < listed.size(); ++i) {
+    if (seen.insert(listed[i].unsafeGetTensorImpl()).second) places.push_back(i);
+  }
+  return places;
+}
 
 /// Why the options are invalid; empty if they are valid.
 std::string complaint(const DiLoCoOptions& options, std::size_t parameters) {
@@ -44,7 +56,7 @@ std::string complaint(const DiLoCoOptions& options, std::size_t parameters) {
 
 class DiLoCo::Impl {
  public:
-  Impl(std::vector<at::Tensor> parameters, collective::Group group, const DiLoCoOptions& options);
+  Impl(const std::vector<at::Tensor>& listed, collective::Group group, const DiLoCoOptions& options);
 
   bool step();
   void finish();
@@ -65,7 +77,8 @@ class DiLoCo::Impl {
   void start(Fragment& fragment);
   void apply(Fragment& fragment);
 
-  const std::vector<at::Tensor> parameters_;
+  const std::vector<std::size_t> places_;  ///< in the list that the program gave, where a tensor may be twice
+  std::vector<at::Tensor> parameters_;     ///< each once
   const collective::Group group_;
   const DiLoCoOptions options_;
   std::vector<at::Tensor> outer_;     ///< by parameter: its value after the last outer step
@@ -74,9 +87,11 @@ class DiLoCo::Impl {
   std::int64_t steps_ = 0;
 };
 
-DiLoCo::Impl::Impl(std::vector<at::Tensor> parameters, collective::Group group, const DiLoCoOptions& options)
-    : parameters_(std::move(parameters)), group_(std::move(group)), options_(options) {
-  Agreement mine = agreement_on(group_, parameters_,
+DiLoCo::Impl::Impl(const std::vector<at::Tensor>& listed, collective::Group group,
+                   const DiLoCoOptions& options)
+    : places_(first_places(listed)), group_(std::move(group)), options_(options) {
+  for (const std::size_t place : places_) parameters_.push_back(listed[place]);
+  Agreement mine = agreement_on(group_, listed,
                                 {{"period", std::to_string(options.period)},
                                  {"outer_lr", fmt::format("{}", options.outer_lr)},
                                  {"outer_momentum", fmt::format("{}", options.outer_momentum)},
@@ -163,7 +178,7 @@ void DiLoCo::Impl::apply(Fragment& fragment) {
     if (options_.keep == 0) {
       parameter.copy_(outer_[i]);
     } else {
-      parameter.lerp_(outer_[i], 1 - options_.keep);
+      parameter.copy_(device::widened(parameter).lerp(device::widened(outer_[i]), 1 - options_.keep));
     }
   }
 }
@@ -171,8 +186,8 @@ void DiLoCo::Impl::apply(Fragment& fragment) {
 std::vector<std::pair<std::string, at::Tensor>> DiLoCo::Impl::list() const {
   std::vector<std::pair<std::string, at::Tensor>> state = {{kSteps, at::full({}, steps_, at::kLong)}};
   for (std::size_t i = 0; i < outer_.size(); ++i) {
-    state.emplace_back(outer_name(i), outer_[i].clone());
-    state.emplace_back(momentum_name(i), momentum_[i].clone());
+    state.emplace_back(outer_name(places_[i]), outer_[i].clone());
+    state.emplace_back(momentum_name(places_[i]), momentum_[i].clone());
   }
   return state;
 }
@@ -188,8 +203,8 @@ void DiLoCo::Impl::load(const std::vector<std::pair<std::string, at::Tensor>>& s
   };
   std::vector<at::Tensor> outer, momentum;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    outer.push_back(entry(outer_name(i), parameters_[i].sizes()));
-    momentum.push_back(entry(momentum_name(i), parameters_[i].sizes()));
+    outer.push_back(entry(outer_name(places_[i]), parameters_[i].sizes()));
+    momentum.push_back(entry(momentum_name(places_[i]), parameters_[i].sizes()));
   }
   const at::Tensor steps = entry(kSteps, {});
   const at::NoGradGuard no_grad;
@@ -201,8 +216,8 @@ void DiLoCo::Impl::load(const std::vector<std::pair<std::string, at::Tensor>>& s
   steps_ = steps.item<std::int64_t>();
 }
 
-DiLoCo::DiLoCo(std::vector<at::Tensor> parameters, collective::Group group, DiLoCoOptions options)
-    : impl_(std::make_unique<Impl>(std::move(parameters), std::move(group), options)) {}
+DiLoCo::DiLoCo(const std::vector<at::Tensor>& parameters, collective::Group group, DiLoCoOptions options)
+    : impl_(std::make_unique<Impl>(parameters, std::move(group), options)) {}
 DiLoCo::DiLoCo(DiLoCo&&) noexcept = default;
 DiLoCo& DiLoCo::operator=(DiLoCo&&) noexcept = default;
 DiLoCo::~DiLoCo() = default;

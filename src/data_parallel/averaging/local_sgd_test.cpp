@@ -258,6 +258,44 @@ TEST(DiLoCo, TrainsAsTheSameRuleInOneProcess) {
   }
 }
 
+/// As parameters() of a module with tied weights lists them.
+TEST(DiLoCo, TakesATensorThatIsListedTwiceOnce) {
+  const DiLoCoOptions options{.period = 4, .fragments = 2, .delay = 3, .keep = 0.25};
+  on_ranks(2, [&](const Rank& self) {
+    const Tensors parameters = some_parameters(self.rank);
+    Tensors listed = parameters;
+    listed.insert(listed.begin() + 1, parameters[0]);
+    listed.push_back(parameters[1]);
+    DiLoCo diloco(listed, self.group, options);
+    DiLoCoOracle oracle(self.size, options);
+    for (int step = 1; step <= 9; ++step) {
+      move(parameters, self.rank, step);
+      oracle.step(step, {2, 2, 0});
+      diloco.step();
+      expect_all_close(parameters, oracle.replica(self.rank));
+    }
+    diloco.finish();
+    std::vector<std::string> names;
+    for (const auto& [name, tensor] : diloco.state()) names.push_back(name);
+    EXPECT_THAT(names, ::testing::ElementsAre("steps", "0.outer", "0.momentum", "2.outer", "2.momentum",
+                                              "3.outer", "3.momentum"));
+    diloco.load_state(diloco.state());
+    EXPECT_EQ(diloco.steps(), 9);
+  });
+}
+
+TEST(DiLoCo, KeepsAShareOfParametersOf16Bits) {
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+    on_ranks(2, [&](const Rank& self) {
+      const at::Tensor parameter = at::ones({3}, dtype);
+      DiLoCo diloco({parameter}, self.group, {.period = 1, .outer_lr = 1, .outer_momentum = 0, .keep = 0.5});
+      parameter.fill_(2 + self.rank);  // on average 2.5
+      EXPECT_TRUE(diloco.step());
+      expect_close(parameter, at::full({3}, (2 + self.rank + 2.5) / 2), 1e-6);
+    });
+  }
+}
+
 TEST(DiLoCo, ResumesToTheBit) {
   PerRank<Tensors> whole(2), resumed(2);
   for (const bool interrupt : {false, true}) {

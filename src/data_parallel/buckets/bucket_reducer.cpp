@@ -1,6 +1,8 @@
 #include "data_parallel/buckets/bucket_reducer.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <string>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
@@ -12,6 +14,13 @@ namespace {
 
 /// Half overflows if it is summed before it is divided.
 bool may_divide_last(at::ScalarType dtype) { return dtype != at::kHalf && dtype != at::kComplexHalf; }
+
+std::string kind_of_tensor(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "an undefined tensor";
+  const char* dtype = c10::toString(tensor.scalar_type());
+  if (!tensor.is_sparse()) return fmt::format("{} elements of {}", tensor.numel(), dtype);
+  return fmt::format("a sparse tensor [{}] of {}", fmt::join(tensor.sizes().vec(), ", "), dtype);
+}
 
 }  // namespace
 
@@ -53,20 +62,15 @@ Future<at::Tensor> BucketReducer::reduce(Buckets& buckets, std::size_t bucket, d
 }
 
 void BucketReducer::check(const Buckets& buckets, std::size_t bucket, const at::Tensor& reduced) const {
-  if (buckets.sparse(bucket)) return;
-  const at::Tensor& sent = buckets.buffer(bucket);
-  if (reduced.defined() && reduced.numel() == sent.numel() && reduced.is_sparse() == sent.is_sparse() &&
-      reduced.scalar_type() == sent.scalar_type()) {
+  const bool sparse = buckets.sparse(bucket);
+  const at::Tensor& sent = sparse ? buckets.view(buckets.parameters(bucket)[0]) : buckets.buffer(bucket);
+  if (reduced.defined() && reduced.is_sparse() == sparse && reduced.scalar_type() == sent.scalar_type() &&
+      (sparse ? reduced.sizes() == sent.sizes() : reduced.numel() == sent.numel())) {
     return;
   }
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format(
-          "the result of the communication hook for bucket {} is {}; it must be {} elements of {}", bucket,
-          reduced.defined()
-              ? fmt::format("{} elements of {}", reduced.numel(), c10::toString(reduced.scalar_type()))
-              : "an undefined tensor",
-          sent.numel(), c10::toString(sent.scalar_type())));
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("the result of the communication hook for bucket {} is {}; it must be {}", bucket,
+                          kind_of_tensor(reduced), kind_of_tensor(sent)));
 }
 
 }  // namespace torchspan::data_parallel

@@ -121,6 +121,31 @@ TEST(Hook, OfSparseGradientsAveragesThem) {
   });
 }
 
+/// Otherwise `.grad` would become undefined or dense without a word.
+TEST(Hook, ThatReturnsAnotherTensorForASparseGradientFailsTheBackward) {
+  for (const int kind : {0, 1, 2, 3}) {
+    on_ranks(2, [&](const Rank& self) {
+      auto list = named({leaf({4, 2})});
+      list[0].sparse_gradient = true;
+      Reducer reducer(list, self.group);
+      reducer.register_comm_hook(
+          [kind](const GradientBucket& bucket, const collective::Group& group) {
+            return group.all_reduce(bucket.buffer).then([kind](const Future<at::Tensor>& sum) {
+              if (kind == 0) return at::Tensor();
+              if (kind == 1) return sum.wait().to_dense();
+              return kind == 2 ? sum.wait().to(at::kDouble) : at::zeros({3, 2}).to_sparse();
+            });
+          },
+          "nonsense");
+      const at::Tensor row = at::tensor(std::vector<std::int64_t>{self.rank});
+      const std::string text =
+          error_text([&] { step(reducer, at::embedding(list[0].tensor, row, -1, false, true).sum()); });
+      EXPECT_NE(text.find("the result of the communication hook for bucket 0"), std::string::npos) << text;
+      EXPECT_NE(text.find("it must be a sparse tensor [4, 2] of Float"), std::string::npos) << text;
+    });
+  }
+}
+
 // peer: ddp ddp_comm_hook_register_just_once, ddp_invalid_comm_hook_init: better: rejected if ranks differ
 TEST(Hook, IsSetOnceBeforeTheFirstBackwardAndTheSameEverywhere) {
   on_ranks(2, [](const Rank& self) {

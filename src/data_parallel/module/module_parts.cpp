@@ -1,5 +1,6 @@
 #include "data_parallel/module/module_parts.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 #include <set>
 
@@ -27,6 +28,25 @@ Names sparse_embeddings(const torch::nn::Module& module) {
   return names;
 }
 
+/// Parameters whose gradients are sparse. The sum of the gradients of a sparse embedding and of another module that
+/// shares its weight is dense, so such a weight is not one of them unless the options name it.
+std::set<const c10::TensorImpl*> sparse_parameters(const torch::nn::Module& module,
+                                                   const std::vector<std::string>& chosen) {
+  const Names embeddings = sparse_embeddings(module);
+  std::set<const c10::TensorImpl*> sparse, shared;
+  for (const auto& item : module.named_parameters()) {
+    if (!item.value().defined()) continue;
+    const auto* impl = item.value().unsafeGetTensorImpl();
+    embeddings.count(item.key()) > 0 ? sparse.insert(impl) : shared.insert(impl);
+  }
+  for (const auto* impl : shared) sparse.erase(impl);
+  for (const auto& item : module.named_parameters()) {
+    if (std::find(chosen.begin(), chosen.end(), item.key()) != chosen.end() && item.value().defined())
+      sparse.insert(item.value().unsafeGetTensorImpl());
+  }
+  return sparse;
+}
+
 void refuse_unknown(const Names& known, const std::vector<std::string>& names, const char* option) {
   for (const std::string& name : names) {
     if (known.count(name) > 0) continue;
@@ -39,8 +59,7 @@ void refuse_unknown(const Names& known, const std::vector<std::string>& names, c
 }  // namespace
 
 ModuleParts parts_of(const torch::nn::Module& module, const DataParallelOptions& options) {
-  Names sparse(options.sparse_parameters.begin(), options.sparse_parameters.end());
-  sparse.merge(sparse_embeddings(module));
+  const std::set<const c10::TensorImpl*> sparse = sparse_parameters(module, options.sparse_parameters);
   const Names ignored(options.ignored_parameters.begin(), options.ignored_parameters.end());
   Names known;
   std::set<const c10::TensorImpl*> seen;
@@ -49,7 +68,8 @@ ModuleParts parts_of(const torch::nn::Module& module, const DataParallelOptions&
     known.insert(item.key());
     if (ignored.count(item.key()) > 0 || !item.value().defined()) continue;
     if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
-    parts.parameters.push_back({item.key(), item.value(), sparse.count(item.key()) > 0});
+    const bool is_sparse = sparse.count(item.value().unsafeGetTensorImpl()) > 0;
+    parts.parameters.push_back({item.key(), item.value(), is_sparse});
   }
   for (const auto& item : module.named_buffers()) {
     known.insert(item.key());

@@ -356,6 +356,47 @@ TEST(DistributedDataParallel, CountsASharedParameterOnceAndKnowsSparseEmbeddings
   });
 }
 
+/// A table whose weight is also that of an output layer, which is registered after or before it.
+struct TiedTableImpl : nn::Module {
+  struct Head : nn::Module {
+    explicit Head(const at::Tensor& shared) { weight = register_parameter("weight", shared); }
+    at::Tensor weight;
+  };
+  explicit TiedTableImpl(bool table_first) {
+    table = nn::Embedding(nn::EmbeddingOptions(5, 3).sparse(true));
+    head = std::make_shared<Head>(table->weight);
+    if (table_first) register_module("table", table);
+    register_module("head", head);
+    if (!table_first) register_module("table", table);
+  }
+  at::Tensor forward(const at::Tensor& rows) {
+    return at::linear(at::tanh(table(rows)), head->weight).sin().sum();
+  }
+  nn::Embedding table{nullptr};
+  std::shared_ptr<Head> head;
+};
+TORCH_MODULE(TiedTable);
+
+TEST(DistributedDataParallel, AveragesTheDenseGradientOfASparseEmbeddingThatAnotherModuleShares) {
+  for (const bool table_first : {true, false}) {
+    on_ranks(2, [&](const Rank& self) {
+      TiedTable mine(table_first), whole(table_first);
+      fill(*mine, 1);
+      fill(*whole, 1);
+      DistributedDataParallel model(mine, self.group);
+      const auto rows = [](std::int64_t rank) { return at::tensor(std::vector<std::int64_t>{rank, 4}); };
+      for (int i = 0; i < 2; ++i) {
+        mine->table->weight.mutable_grad() = at::Tensor();
+        whole->table->weight.mutable_grad() = at::Tensor();
+        model(rows(self.rank)).backward();
+        for (int rank = 0; rank < 2; ++rank) (whole(rows(rank)) / 2).backward();
+        EXPECT_FALSE(mine->table->weight.grad().is_sparse());
+        expect_close(mine->table->weight.grad(), whole->table->weight.grad(), 1e-5);
+      }
+    });
+  }
+}
+
 // peer: ddp save_load_checkpoint: same
 TEST(DistributedDataParallel, SavesUnderTheModulesOwnNamesAndLoadsForAll) {
   on_ranks(2, [](const Rank& self) {
