@@ -40,6 +40,7 @@ class WrappedUnits {
   /// Begins a forward of the whole module; returns the root.
   const std::shared_ptr<Unit>& begin_forward();
   bool set_synchronize(bool synchronize);
+  void zero_grad();
   double clip_grad_norm(double max_norm, double norm_type);
   bool on_any_rank(bool finding);
   void with_full_parameters(const std::function<void()>& body);
@@ -91,7 +92,7 @@ class FullyShardedDataParallel {
   }
 
   /// While it lives, backward passes of new forwards keep whole gradients on this rank and reduce nothing. The first
-  /// reduced pass afterwards averages the sums. Costs the memory of all gradients.
+  /// reduced pass afterwards averages the sums. Costs the memory of all gradients, which are not in `.grad`.
   class NoSync {
    public:
     explicit NoSync(sharded::WrappedUnits& wrapped)
@@ -105,6 +106,10 @@ class FullyShardedDataParallel {
     const bool before_;
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(*wrapped_); }
+
+  /// Resets every `.grad` to undefined and drops what passes under no_sync() have accumulated, which zero_grad() of an
+  /// optimizer or a module leaves. Call it between passes, on all ranks.
+  void zero_grad() { wrapped_->zero_grad(); }
 
   /// Scales all gradients to a total norm of at most `max_norm`; returns the norm before scaling. Collective.
   double clip_grad_norm(double max_norm, double norm_type = 2) {

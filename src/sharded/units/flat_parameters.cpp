@@ -114,6 +114,11 @@ void FlatParameters::free() {
   pool_->give(std::move(memory));
 }
 
+bool FlatParameters::holds(const at::Tensor& tensor) const {
+  return tensor.defined() && tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl() == full_.storage().unsafeGetStorageImpl();
+}
+
 bool FlatParameters::set_name(const at::Tensor& parameter, const std::string& name) {
   for (Entry& entry : entries_) {
     if (!entry.tensor.is_same(parameter)) continue;

@@ -56,6 +56,8 @@ class FlatParameters {
   void begin_gather();
   void end_gather();
   bool is_gathered() const { return gathered_; }
+  /// Whether `tensor` is in the memory of the gathered parameters.
+  bool holds(const at::Tensor& tensor) const;
   /// Between begin_gather() and end_gather().
   bool is_gathering() const { return !gathers_.empty() || others_ready_.valid(); }
   /// Null unless ranks read each other's parts in place.

@@ -145,5 +145,66 @@ TEST(Outputs, AUnitTrainsOutsideOfTheForwardOfTheModule) {
   });
 }
 
+/// Returns views of its parameters, as a table of positions does, and one of them itself.
+struct PositionsImpl : torch::nn::Module {
+  PositionsImpl() {
+    table = register_parameter("table", values({7, kWidth}, 3));
+    gain = register_parameter("gain", values({kWidth}, 4));
+  }
+  std::tuple<at::Tensor, at::Tensor> forward(std::int64_t count) { return {table.narrow(0, 1, count), gain}; }
+  at::Tensor table, gain;
+};
+TORCH_MODULE(Positions);
+
+struct PositionedImpl : torch::nn::Module {
+  PositionedImpl() {
+    positions = register_module("positions", Sharded<Positions>());
+    dense = register_module("dense", Sharded<Dense>(5));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto [rows, gain] = positions->forward(x.size(0));
+    return dense->forward(x + rows) * gain;
+  }
+  Sharded<Positions> positions{nullptr};
+  Sharded<Dense> dense{nullptr};
+};
+TORCH_MODULE(Positioned);
+
+TEST(Outputs, AUnitMayReturnViewsOfItsParameters) {
+  constexpr int kSize = 2;
+  Positioned wanted;
+  optim::Optimizer reference(*wanted, optim::SGD({.lr = 0.05}));
+  for (int step = 0; step < 2; ++step) {
+    for (int rank = 0; rank < kSize; ++rank)
+      (wanted->forward(input(rank, step)).pow(2).sum() / kSize).backward();
+    reference.step();
+    reference.zero_grad();
+  }
+  const at::Tensor output = wanted->forward(input(0, 0)).detach();
+  for (const bool reshards : {true, false}) {
+    on_ranks(kSize, [&](const Rank& self) {
+      Positioned net;
+      FullyShardedDataParallel<Positioned> model(net, self.group, {.reshard_after_forward = reshards});
+      optim::Optimizer sgd(*net, optim::SGD({.lr = 0.05}));
+      for (int step = 0; step < 2; ++step) {
+        model(input(self.rank, step)).pow(2).sum().backward();
+        sgd.step();
+        sgd.zero_grad();
+      }
+      at::Tensor evaluated;
+      {
+        const at::NoGradGuard no_grad;
+        evaluated = model(input(0, 0));
+      }
+      EXPECT_TRUE(at::allclose(evaluated, output, 1e-10, 1e-12));
+      model.with_full_parameters([&] {
+        const auto expected = wanted->named_parameters();
+        for (const auto& item : net->named_parameters())
+          EXPECT_TRUE(at::allclose(item.value(), expected[item.key()], 1e-10, 1e-12)) << item.key();
+      });
+    });
+  }
+}
+
 }  // namespace
 }  // namespace torchspan::sharded::outputs_test

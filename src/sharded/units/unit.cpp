@@ -34,6 +34,11 @@ bool Unit::is_gathered() const {
                      [](const Part& part) { return part.parameters->is_gathered(); });
 }
 
+bool Unit::holds(const at::Tensor& tensor) const {
+  return std::any_of(parts_.begin(), parts_.end(),
+                     [&](const Part& part) { return part.parameters->holds(tensor); });
+}
+
 void Unit::prefetch() {
   for (const Part& part : parts_) part.parameters->begin_gather();
 }
@@ -94,10 +99,13 @@ void Unit::remove_nodes(const torch::autograd::Node& all) {
 
 /// An operation of an older node's forward needs the parameters to have any node when its backward runs.
 void Unit::set_edges() const {
-  std::size_t next = 0;
+  std::size_t index = 0;
   for (const at::Tensor& tensor : trained()) {
     torch::autograd::Edge edge;
-    if (!nodes_.empty()) edge = torch::autograd::Edge(nodes_.back().parameters[next++], 0);
+    for (const GradientNodes& nodes : nodes_) {
+      if (const engine::NodePtr& node = nodes.parameters[index]) edge = torch::autograd::Edge(node, 0);
+    }
+    ++index;
     torch::autograd::impl::set_gradient_edge(tensor, std::move(edge));
   }
 }

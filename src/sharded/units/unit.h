@@ -15,7 +15,8 @@ class ShardedModel;
 /// The nodes of one forward that receive the gradients of a unit's trained parameters.
 struct GradientNodes {
   engine::NodePtr all;  ///< runs when all gradients of a pass have arrived; null: no backward follows
-  std::vector<engine::NodePtr> parameters;  ///< one for each trained parameter, followed by `all`
+  /// One for each trained parameter, followed by `all`; null for one that is frozen during this forward.
+  std::vector<engine::NodePtr> parameters;
 };
 
 /// Parameters that are gathered and freed together. Counts its users; use it on the training thread, or on the thread
@@ -56,6 +57,8 @@ class Unit {
   /// Ends a gather that prefetch() began and no user followed: the parameters may change now.
   void drop_prefetch();
   bool is_gathered() const;
+  /// Whether `tensor` is a gathered parameter or a view of one.
+  bool holds(const at::Tensor& tensor) const;
   /// Number of gathers so far.
   std::uint64_t gathers() const { return gathers_; }
 

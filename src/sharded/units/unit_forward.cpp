@@ -35,6 +35,9 @@ class UnitForward::Impl {
   }
 
   std::vector<at::Tensor> finish(std::vector<at::Tensor> outputs) {
+    for (at::Tensor& output : outputs) {  // a parameter's memory is freed after the forward
+      if (unit_->holds(output)) output = output.clone();
+    }
     const auto dtype = model_->options().precision.output_dtype;
     if (dtype && model_->is_root(unit_)) {
       for (at::Tensor& output : outputs) {

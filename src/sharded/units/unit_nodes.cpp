@@ -46,6 +46,12 @@ class UnitOutputsHook final : public engine::PassHook {
   const GradientNodes gradients_;  // the graph owns them anyway
 };
 
+/// Whether the program wants a gradient. tensor.requires_grad() is true for any tensor with a gradient edge.
+bool is_trained_now(const at::Tensor& parameter) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
+  return meta != nullptr && meta->requires_grad_;
+}
+
 }  // namespace
 
 torch::autograd::variable_list UnitGradients::apply(torch::autograd::variable_list&&) {
@@ -68,6 +74,10 @@ GradientNodes make_gradient_nodes(const RecordPtr& record) {
   const auto all = engine::make_node<UnitGradients>(record);
   GradientNodes nodes{all, {}};
   for (std::size_t i = 0; i < trained.size(); ++i) {
+    if (!is_trained_now(trained[i])) {
+      nodes.parameters.emplace_back();
+      continue;
+    }
     auto node = engine::make_node<ParameterGradient>(i, all);
     node->add_input_metadata(trained[i]);
     node->add_next_edge(torch::autograd::Edge(all, all->add_input_metadata(trained[i])));

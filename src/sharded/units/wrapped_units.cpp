@@ -32,6 +32,23 @@ void for_each_entry(const ShardedModel& model, const Visit& visit) {
   }
 }
 
+/// Throws if the gradient of a parameter would not reach an optimizer. `divided`: it is reduced.
+void check_gradient(const Entry& entry, bool divided) {
+  if (!divided && entry.tensor.requires_grad()) {
+    throw_invalid(fmt::format(
+        "parameter '{}' required no gradient when FullyShardedDataParallel divided it, and requires "
+        "one now, which would not be averaged; set requires_grad before the module is wrapped, and "
+        "freeze it afterwards",
+        entry.name));
+  }
+  if (!engine::has_gradient_use(entry.tensor, engine::GradientUse::kSteps)) return;
+  throw_invalid(
+      fmt::format("parameter '{}' is stepped in backward by an optimizer, which finds no gradient of a "
+                  "sharded parameter; destroy what step_in_backward() returned, and call step() after "
+                  "backward",
+                  entry.name));
+}
+
 class UnitsSource final : public checkpoint::StateSource {
  public:
   UnitsSource(std::shared_ptr<ShardedModel> model, const torch::nn::Module& module)
@@ -102,20 +119,27 @@ WrappedUnits::~WrappedUnits() = default;
 
 const std::shared_ptr<Unit>& WrappedUnits::begin_forward() {
   if (at::GradMode::is_enabled()) {
-    for_each_entry(*model_, [](const Entry& entry) {
-      if (!engine::has_gradient_use(entry.tensor, engine::GradientUse::kSteps)) return;
-      throw_invalid(
-          fmt::format("parameter '{}' is stepped in backward by an optimizer, which finds no gradient of a "
-                      "sharded parameter; destroy what step_in_backward() returned, and call step() after "
-                      "backward",
-                      entry.name));
-    });
+    for (const auto& unit : model_->units()) {
+      for (const Unit::Part& part : unit->parts()) {
+        for (const Entry& entry : part.parameters->entries())
+          check_gradient(entry, part.gradients != nullptr);
+      }
+    }
   }
   model_->begin_forward();
   return model_->root();
 }
 
 bool WrappedUnits::set_synchronize(bool synchronize) { return model_->set_synchronize(synchronize); }
+
+void WrappedUnits::zero_grad() {
+  for_each_entry(*model_, [](const Entry& entry) { entry.tensor.mutable_grad() = at::Tensor(); });
+  for (const auto& unit : model_->units()) {
+    for (const Unit::Part& part : unit->parts()) {
+      if (part.gradients) part.gradients->drop();
+    }
+  }
+}
 
 double WrappedUnits::clip_grad_norm(double max_norm, double norm_type) {
   const ClipTerms terms(max_norm, norm_type);
