@@ -140,6 +140,7 @@ void Reducer::refuse(ForwardOptions options, const std::string& reason) {
 void Reducer::restart_count() { impl_->restart_count(); }
 void Reducer::settle() { impl_->passes().settle(); }
 std::uint64_t Reducer::rounds() const { return impl_->parts().meter.rounds(); }
+std::uint64_t Reducer::reductions() const { return impl_->parts().meter.reductions(); }
 ReducerStats Reducer::stats() const { return impl_->parts().meter.stats(); }
 const collective::Group& Reducer::group() const { return impl_->parts().group; }
 

@@ -38,6 +38,11 @@ void ReducerMeter::count_reduction() {
   ++stats_.reductions;
 }
 
+std::uint64_t ReducerMeter::reductions() const {
+  MutexLock lock(mutex_);
+  return stats_.reductions;
+}
+
 void ReducerMeter::set_gradient_order(std::vector<std::string> names) {
   MutexLock lock(mutex_);
   stats_.gradient_order = std::move(names);

@@ -38,6 +38,7 @@ class ReducerMeter {
   void count_aborted();
   void count_unused();
   void count_reduction();
+  std::uint64_t reductions() const;
   /// Names of parameters in the order in which their gradients arrived.
   void set_gradient_order(std::vector<std::string> names);
   void set_times(const RoundTimes& times);

@@ -64,7 +64,7 @@ class Reducer {
 
   /// Collective. Throws Error{kInvalid} on every rank, naming the parameter, if ranks differ in names,
   /// order, dtypes, shapes, strides, sparseness, requires_grad or options, or if one rank's arguments are
-  /// wrong. Parameters without requires_grad are only compared. After the session of `group` has ended,
+  /// wrong, such as a tensor that is listed twice. Parameters without requires_grad are only compared. After the session of `group` has ended,
   /// calls fail with kCancelled.
   /// Gradients of several replicas in one process are summed, then averaged over ranks.
   Reducer(std::vector<Parameter> parameters, collective::Group group, DataParallelOptions options = {});
@@ -103,6 +103,8 @@ class Reducer {
   void settle();
   /// Number of reductions that have begun here.
   std::uint64_t rounds() const;
+  /// Number of reductions that have succeeded.
+  std::uint64_t reductions() const;
 
   ReducerStats stats() const;
   /// The reducer's private group.

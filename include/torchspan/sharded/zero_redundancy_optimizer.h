@@ -49,7 +49,7 @@ class ZeroRedundancyOptimizer : public optim::LRTarget {
   ZeroRedundancyOptimizer& operator=(const ZeroRedundancyOptimizer&) = delete;
 
   /// Collective: updates every parameter that has a gradient on any rank and clears all gradients. A failure on one
-  /// rank before the update throws on all and changes nothing. Without a reduction since the last step or
+  /// rank before the update throws on all and changes nothing. Without a successful reduction since the last step or
   /// zero_grad() it throws Error{kInvalid}.
   void step();
   /// With overlap_forward: returns when all parameters have arrived. Throws what the gathers threw; the parameters are
@@ -59,7 +59,8 @@ class ZeroRedundancyOptimizer : public optim::LRTarget {
   std::size_t arriving() const;
   /// Scales the averages to a total norm of at most `max_norm`; returns the norm before scaling. Collective.
   double clip_grad_norm(double max_norm, double norm_type = 2);
-  /// Resets every `.grad` to undefined.
+  /// Resets every `.grad` to undefined. In join(), ranks without batches wait after each reduction until the others
+  /// call step() or this, so call it on all ranks that have batches.
   void zero_grad();
 
   std::vector<double> lrs() const override;

@@ -301,17 +301,19 @@ class WrappedModule::Impl {
   }
 
   void shadow_reduction() {
+    bool reduced = true;
     try {
       reducer_.shadow(next_);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kRemoteFailure) throw;
-      return;  // It failed on the ranks that have batches; these decide whether they continue.
+      reduced = false;  // on the ranks that have batches, too; these decide whether they continue
     }
-    if (optimizer_hooks_.after_shadow) optimizer_hooks_.after_shadow();
+    if (optimizer_hooks_.after_shadow) optimizer_hooks_.after_shadow(reduced);
   }
 
   /// The other ranks receive it at their next forward or reduction.
   void report_failure(const std::string& reason) {
+    if (optimizer_hooks_.body_failed) optimizer_hooks_.body_failed(reason);
     try {
       reducer_.settle();
       agree_on_next_round(group(), {.failure = reason.empty() ? "without a text" : reason});

@@ -3,7 +3,6 @@
 #include <cmath>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <functional>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
@@ -22,6 +21,7 @@
 #include "sharded/state/gradient_norm.h"
 #include "sharded/zero/bucket_parameters.h"
 #include "sharded/zero/gradient_scatter.h"
+#include "sharded/zero/settled_source.h"
 #include "sharded/zero/unit_waits.h"
 
 namespace torchspan {
@@ -41,9 +41,11 @@ class ZeroRedundancyOptimizer::Impl {
 
   void step();
   double clip(double max_norm, double norm_type);
-  /// On a rank without batches: takes part in what the others do until they have stepped, with the gradients in the
-  /// buckets.
-  void shadow();
+  /// On a rank without batches, after a reduction: takes part in what the others do until they have stepped or
+  /// cleared their gradients, with the gradients in the buckets. If the reduction failed, only forgets it.
+  void shadow(bool reduced);
+  /// The training loop of this rank ended between a reduction and the step: ranks that wait in step() fail.
+  void give_up(const std::string& reason);
   void zero_grad();
   optim::Optimizer& optimizer() { return *optimizer_; }
   checkpoint::SourcePtr state_source() {
@@ -61,7 +63,7 @@ class ZeroRedundancyOptimizer::Impl {
     at::Tensor values;
   };
   /// What ranks with batches do next.
-  enum class Verb : std::uint8_t { kStep = 1, kClip = 2 };
+  enum class Verb : std::uint8_t { kStep = 1, kClip = 2, kClear = 3 };
   static constexpr std::size_t kNoGroup = static_cast<std::size_t>(-1);
 
   std::string refusal(const std::vector<optim::ParamGroup>& groups) const;
@@ -73,6 +75,11 @@ class ZeroRedundancyOptimizer::Impl {
   void announce(Verb verb, double max_norm = 0, double norm_type = 0);
   void step(bool shadow);
   double clip(const sharded::ClipTerms& terms, bool shadow);
+  void clear();
+  void forget();
+  /// Whether a reduction has succeeded whose gradients are neither stepped nor cleared.
+  bool has_averages() const;
+  void check_averages(const char* call) const;
   std::vector<bool> agree_on_used(bool shadow, const std::string& failure);
   void make_waits();
 
@@ -88,38 +95,13 @@ class ZeroRedundancyOptimizer::Impl {
   sharded::RangeByOwner ranges_;
   std::vector<std::string> never_stepped_;  // also of parameters without elements
   std::unique_ptr<optim::Optimizer> optimizer_;
+  std::uint64_t cleared_ = 0;  // reductions that had succeeded when the gradients were cleared
 };
 
 namespace {
 
 constexpr std::array<std::string_view, 8> kElementwise = {"SGD",      "Adam",    "AdamW", "Adagrad",
                                                           "Adadelta", "RMSprop", "Rprop", "Adamax"};
-
-/// Refuses to save or load while parameters arrive: those of the module are then of two steps.
-class SettledSource final : public checkpoint::StateSource {
- public:
-  SettledSource(checkpoint::SourcePtr source, std::function<bool()> arriving)
-      : source_(std::move(source)), arriving_(std::move(arriving)) {}
-  void save(checkpoint::StateWriter& writer) const override {
-    check();
-    source_->save(writer);
-  }
-  void load(const checkpoint::StateReader& reader) override {
-    check();
-    source_->load(reader);
-  }
-
- private:
-  void check() const {
-    if (!arriving_()) return;
-    throw Error(ErrorKind::kInvalid,
-                "the parameters of the last step() still arrive, because overlap_forward is set; call "
-                "synchronize() of the ZeroRedundancyOptimizer before state is saved or restored");
-  }
-
-  const checkpoint::SourcePtr source_;
-  const std::function<bool()> arriving_;
-};
 
 optim::ParamGroup group_of_all(const data_parallel::WrappedModule& wrapped, optim::OptimizerSpec spec) {
   std::vector<at::Tensor> tensors;
@@ -153,9 +135,11 @@ void connect(data_parallel::WrappedModule& wrapped,
   const auto call = [weak = std::weak_ptr<Impl>(impl)](const auto& what) {
     if (const auto alive = weak.lock()) what(*alive);
   };
-  wrapped.set_optimizer_hooks({[call] { call([](Impl& one) { one.begin_forward(); }); },
-                               [call] { call([](Impl& one) { one.parameters().wait_all(); }); },
-                               [call] { call([](Impl& one) { one.shadow(); }); }});
+  wrapped.set_optimizer_hooks(
+      {[call] { call([](Impl& one) { one.begin_forward(); }); },
+       [call] { call([](Impl& one) { one.parameters().wait_all(); }); },
+       [call](bool reduced) { call([reduced](Impl& one) { one.shadow(reduced); }); },
+       [call](const std::string& reason) { call([&reason](Impl& one) { one.give_up(reason); }); }});
 }
 
 }  // namespace
@@ -384,7 +368,7 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
     if (used[i] && !trained_[i].tensor.is_inference())
       trained_[i].tensor.unsafeGetTensorImpl()->bump_version();
   }
-  shadow ? scatter_->clear() : zero_grad();
+  shadow ? forget() : clear();
 }
 
 double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool shadow) {
@@ -405,35 +389,68 @@ void ZeroRedundancyOptimizer::Impl::announce(Verb verb, double max_norm, double 
 }
 
 void ZeroRedundancyOptimizer::Impl::step() {
-  if (!scatter_->has_gradients()) {
-    throw Error(
-        ErrorKind::kInvalid,
-        "step() without averaged gradients: run a backward pass through the DistributedDataParallel, outside "
-        "of no_sync(), after the last step() or zero_grad()");
-  }
+  check_averages("step");
   announce(Verb::kStep);
   step(/*shadow=*/false);
 }
 
+void ZeroRedundancyOptimizer::Impl::check_averages(const char* call) const {
+  if (has_averages()) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("{}() without averaged gradients: run a backward pass through the "
+                  "DistributedDataParallel, outside of no_sync(), after the last step() or zero_grad(); "
+                  "call zero_grad() after a backward pass that failed",
+                  call));
+}
+
 double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double norm_type) {
   const sharded::ClipTerms terms(max_norm, norm_type);  // checked before anything is sent
+  if (wrapped_->ranks_without_batches() > 0) check_averages("clip_grad_norm");  // they follow reductions only
   announce(Verb::kClip, max_norm, norm_type);
   return clip(terms, /*shadow=*/false);
 }
 
-void ZeroRedundancyOptimizer::Impl::shadow() {
-  for (;;) {
+void ZeroRedundancyOptimizer::Impl::shadow(bool reduced) {
+  while (reduced) {
     const at::Tensor word = at::zeros({3}, at::kDouble);
     group_.all_reduce(word, collective::kMax).wait();
     const auto* values = word.data_ptr<double>();
-    if (static_cast<Verb>(values[0]) != Verb::kClip) return step(/*shadow=*/true);
+    const auto verb = static_cast<Verb>(values[0]);
+    if (verb == Verb::kStep) return step(/*shadow=*/true);
+    if (verb == Verb::kClear) break;
     clip({values[1], values[2]}, /*shadow=*/true);
   }
+  forget();
+}
+
+void ZeroRedundancyOptimizer::Impl::give_up(const std::string& reason) {
+  if (!has_averages()) return;
+  group_.abort(Error(ErrorKind::kCancelled,
+                     fmt::format("rank {} left join() after a backward pass and before step(), so this "
+                                 "ZeroRedundancyOptimizer cannot be used any more; build it and its "
+                                 "DistributedDataParallel again: {}",
+                                 group_.ranks()[static_cast<std::size_t>(group_.rank())], reason)));
+}
+
+bool ZeroRedundancyOptimizer::Impl::has_averages() const {
+  return scatter_->has_gradients() && wrapped_->reducer().reductions() > cleared_;
 }
 
 void ZeroRedundancyOptimizer::Impl::zero_grad() {
+  if (has_averages()) announce(Verb::kClear);
+  clear();
+}
+
+void ZeroRedundancyOptimizer::Impl::clear() {
   for (const Parameter& parameter : trained_) parameter.tensor.mutable_grad() = at::Tensor();
+  forget();
+}
+
+/// The gradients of the last reduction are not used any more.
+void ZeroRedundancyOptimizer::Impl::forget() {
   scatter_->clear();
+  cleared_ = wrapped_->reducer().reductions();
 }
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
@@ -463,7 +480,7 @@ std::vector<double> ZeroRedundancyOptimizer::lrs() const { return impl_->optimiz
 void ZeroRedundancyOptimizer::set_lrs(const std::vector<double>& rates) { impl_->optimizer().set_lrs(rates); }
 void ZeroRedundancyOptimizer::set_lr(double lr) { impl_->optimizer().set_lr(lr); }
 checkpoint::SourcePtr ZeroRedundancyOptimizer::state_source() {
-  return std::make_unique<SettledSource>(impl_->state_source(), [weak = std::weak_ptr<Impl>(impl_)] {
+  return std::make_unique<sharded::SettledSource>(impl_->state_source(), [weak = std::weak_ptr<Impl>(impl_)] {
     const auto impl = weak.lock();
     return impl && impl->parameters().arriving() > 0;
   });

@@ -21,9 +21,11 @@ namespace torchspan::data_parallel {
 struct OptimizerHooks {
   std::function<void()> before_forward;    ///< of the module, also without gradients
   std::function<void()> before_broadcast;  ///< of the parameters
-  /// In join(), on a rank without batches: after each reduction that it takes part in, because the other ranks step
-  /// then.
-  std::function<void()> after_shadow;
+  /// In join(), on a rank without batches: after each reduction that it takes part in. True: the reduction succeeded,
+  /// and the other ranks step or clear the gradients next. False: it failed on all ranks.
+  std::function<void(bool reduced)> after_shadow;
+  /// In join(), on a rank whose body has thrown, with the text of the exception: before the other ranks learn of it.
+  std::function<void(const std::string& reason)> body_failed;
 };
 
 /// Type-independent part of DistributedDataParallel: keeps parameters and buffers in sync with the other

@@ -1,0 +1,24 @@
+#include "sharded/zero/settled_source.h"
+
+#include <torchspan/core/error.h>
+
+namespace torchspan::sharded {
+
+void SettledSource::save(checkpoint::StateWriter& writer) const {
+  check();
+  source_->save(writer);
+}
+
+void SettledSource::load(const checkpoint::StateReader& reader) {
+  check();
+  source_->load(reader);
+}
+
+void SettledSource::check() const {
+  if (!arriving_()) return;
+  throw Error(ErrorKind::kInvalid,
+              "the parameters of the last step() still arrive, because overlap_forward is set; call "
+              "synchronize() of the ZeroRedundancyOptimizer before state is saved or restored");
+}
+
+}  // namespace torchspan::sharded

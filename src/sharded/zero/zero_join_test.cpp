@@ -1,0 +1,139 @@
+// ZeroRedundancyOptimizer inside join() when a step is skipped, a reduction fails, or a loop ends with an exception.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <stdexcept>
+#include <string>
+
+#include <ATen/core/ivalue.h>
+#include <torch/nn.h>
+
+#include <torchspan/core/error.h>
+#include <torchspan/data_parallel.h>
+#include <torchspan/optim.h>
+#include <torchspan/optim/adam.h>
+#include <torchspan/optim/sgd.h>
+#include <torchspan/sharded/zero_redundancy_optimizer.h>
+
+#include "sharded/units/test_models.h"
+#include "tests/support/errors.h"
+#include "tests/support/ranks.h"
+
+namespace torchspan::sharded::zero_join_test {
+namespace {
+
+namespace nn = torch::nn;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+using testing::values;
+using torchspan::testing::error_text;
+using torchspan::testing::on_ranks;
+using torchspan::testing::Rank;
+
+struct NetImpl : nn::Module {
+  NetImpl() {
+    weight = register_parameter("weight", values({4, 3}, 1));
+    bias = register_parameter("bias", values({3}, 2));
+  }
+  at::Tensor forward(const at::Tensor& x, bool throws) {
+    if (throws) throw std::runtime_error("no such word");
+    return at::tanh(at::matmul(x, weight) + bias).pow(2).sum();
+  }
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(Net);
+
+using Model = DistributedDataParallel<Net>;
+
+at::Tensor input(int rank, int step) { return values({2, 4}, rank + 0.4 * step); }
+
+/// What an optimizer does after the backward pass of each batch; the optimizers of the two classes do the same.
+template <class Optimizer>
+void train(Model& model, Optimizer& optimizer, const Rank& self, bool clips) {
+  model.join([&] {
+    for (int i = 0; i < 1 + self.rank; ++i) {
+      try {
+        model(input(self.rank, i), /*throws=*/i == 1 && self.rank == 2).backward();
+      } catch (const std::exception& error) {
+        EXPECT_EQ(i, 1) << error.what();
+        EXPECT_THAT(error.what(), HasSubstr("no such word"));
+        optimizer.zero_grad();
+        continue;
+      }
+      if (clips) optimizer.clip_grad_norm(100);
+      // Step 2 is skipped, as after a loss that is not finite.
+      if (i != 2) optimizer.step();
+      optimizer.zero_grad();
+    }
+  });
+}
+
+void expect_equal_parameters(const nn::Module& a, const nn::Module& b) {
+  const auto mine = a.named_parameters(), other = b.named_parameters();
+  for (const auto& item : mine) EXPECT_TRUE(at::equal(item.value(), other[item.key()])) << item.key();
+}
+
+TEST(ZeroJoin, RanksWithoutBatchesFollowFailedReductionsAndSkippedSteps) {
+  for (const bool clips : {false, true}) {
+    on_ranks(4, [&](const Rank& self) {
+      Net mine, replica;
+      Model sharded(mine, self.group), plain(replica, self.group);
+      const optim::OptimizerSpec spec = optim::Adam({.lr = 0.01});
+      ZeroRedundancyOptimizer zero(sharded, spec);
+      optim::Optimizer optimizer(*replica, spec);
+      train(sharded, zero, self, clips);
+      train(plain, optimizer, self, clips);
+      expect_equal_parameters(*mine, *replica);
+    });
+  }
+}
+
+TEST(ZeroJoin, AFailedReductionIsNotStepped) {
+  on_ranks(2, [](const Rank& self) {
+    Net net;
+    Model model(net, self.group);
+    ZeroRedundancyOptimizer zero(model, optim::SGD({.lr = 0.1}));
+    const at::Tensor before = net->weight.detach().clone();
+    EXPECT_THAT(error_text([&] {
+                  try {
+                    model(input(self.rank, 0), self.rank == 1).backward();
+                  } catch (const std::runtime_error& error) {
+                    throw Error(ErrorKind::kInvalid, error.what());
+                  }
+                }),
+                HasSubstr("no such word"));
+    EXPECT_THAT(error_text([&] { zero.step(); }), HasSubstr("step() without averaged gradients"));
+    EXPECT_TRUE(at::equal(net->weight, before));
+    zero.zero_grad();
+    model(input(self.rank, 1), false).backward();
+    zero.step();
+    EXPECT_FALSE(at::equal(net->weight, before));
+  });
+}
+
+TEST(ZeroJoin, ALoopThatThrowsBeforeTheStepEndsTheJoinOnAllRanks) {
+  for (const int failing : {1, 2}) {
+    on_ranks(3, [&](const Rank& self) {
+      Net net;
+      Model model(net, self.group);
+      ZeroRedundancyOptimizer zero(model, optim::SGD({.lr = 0.1}));
+      std::string text;
+      try {
+        model.join([&] {
+          for (int i = 0; i < (self.rank == 0 ? 1 : 3); ++i) {
+            model(input(self.rank, i), false).backward();
+            if (i == 1 && self.rank == failing) throw std::runtime_error("the disk is full");
+            zero.step();
+          }
+        });
+      } catch (const std::exception& error) {
+        text = error.what();
+      }
+      EXPECT_THAT(text, HasSubstr("the disk is full"));
+      EXPECT_THAT(text, AnyOf(HasSubstr("left join() after a backward pass and before step()"),
+                              ::testing::StrEq("the disk is full")));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace torchspan::sharded::zero_join_test
