@@ -9,6 +9,7 @@
 #include <torchspan/core/error.h>
 
 #include "device/api/half.h"
+#include "optim/unscale.h"
 
 namespace torchspan::optim {
 namespace {
@@ -58,15 +59,9 @@ void GradScaler::unscale(const void* optimizer, const std::vector<at::Tensor>& p
   if (!options_.enabled) return;
   check_first_unscale(optimizer);
   std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : parameters) {
-    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
-  }
-  bool found_inf = !std::isfinite(gradient_norm(gradients, std::numeric_limits<double>::infinity()));
+  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
+  bool found_inf = unscale_gradients(gradients, scale_);
   if (options_.agree) found_inf = options_.agree(found_inf);
-  if (!found_inf) {
-    const at::NoGradGuard no_grad;
-    for (at::Tensor& gradient : gradients) gradient.mul_(1 / scale_);
-  }
   iteration_[optimizer].found_inf = found_inf;
 }
 

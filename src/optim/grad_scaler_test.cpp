@@ -1,7 +1,11 @@
+#include <cmath>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <limits>
+#include <optional>
 #include <sstream>
+#include <string>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
@@ -11,12 +15,17 @@
 #include <torchspan/optim/sgd.h>
 
 #include "tests/support/errors.h"
+#include "tests/support/stand_in_operators.h"
 
 namespace torchspan::optim::grad_scaler_test {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using torchspan::testing::invalid_text;
+using torchspan::testing::stand_in;
+using torchspan::testing::StandInOperator;
+using torchspan::testing::StandInStreams;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -209,6 +218,95 @@ TEST(GradScaler, RejectsOptionsAndCallsThatMakeNoSense) {
   EXPECT_THAT(invalid_text([&] { scaler.update(kNan); }), HasSubstr("new scale"));
   scaler.update(16);
   EXPECT_EQ(scaler.get_scale(), 16);
+}
+
+/// Parameters of several dtypes on both stand-in devices, whose gradients are 512 divided by the scale.
+class ScalerOnDevices : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    for (int device = 0; device < 2; ++device) {
+      for (const auto dtype : {at::kFloat, at::kFloat, at::kHalf, at::kDouble, at::kBFloat16})
+        parameters_.push_back(at::ones({2, 3}, dtype).to(stand_in(device)).detach().set_requires_grad(true));
+    }
+    parameters_.push_back(at::ones({0}).to(stand_in(0)).set_requires_grad(true));
+    set_gradients();
+    StandInStreams::get().reset();
+  }
+  void TearDown() override { EXPECT_THAT(StandInStreams::get().take_races(), IsEmpty()); }
+  void set_gradients() const {
+    for (const at::Tensor& parameter : parameters_) set_gradient(parameter, 512);
+  }
+  /// Steps once over gradients, all finite but for the one of parameter `bad`, and checks values and waits.
+  void expect_step(std::optional<std::size_t> bad, double value = kInfinity) {
+    SCOPED_TRACE(::testing::Message() << "parameter " << (bad ? std::to_string(*bad) : "none"));
+    set_gradients();
+    if (bad) {
+      const at::Tensor row = parameters_[*bad].grad().select(0, 1);
+      row.fill_(value);
+    }
+    std::vector<at::Tensor> before;
+    for (const at::Tensor& parameter : parameters_) before.push_back(parameter.detach().cpu().clone());
+    Optimizer optimizer(parameters_, SGD{.lr = 0.5});
+    GradScaler scaler({.init_scale = 512});
+    const std::size_t waits = StandInStreams::get().host_waits();
+    EXPECT_EQ(scaler.step(optimizer), !bad.has_value());
+    scaler.update();
+    EXPECT_EQ(StandInStreams::get().host_waits() - waits, 1U) << "one wait for both devices";
+    EXPECT_EQ(scaler.get_scale(), bad ? 256 : 512);
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      EXPECT_TRUE(parameters_[i].cpu().equal(bad ? before[i] : before[i] - 0.5)) << i;
+      const at::Tensor gradient = parameters_[i].grad().cpu();
+      EXPECT_TRUE(bad == i || gradient.equal(at::ones_like(gradient))) << i;
+    }
+  }
+
+  std::vector<at::Tensor> parameters_;
+};
+
+TEST_F(ScalerOnDevices, WaitsOnceInAStep) {
+  expect_step(std::nullopt);
+  for (std::size_t bad = 0; bad < 10; ++bad) expect_step(bad);
+  expect_step(9, kNan);
+}
+
+TEST_F(ScalerOnDevices, UnscalesAndChecksTogetherWhereLibTorchCan) {
+  const StandInOperator unscale = torchspan::testing::stand_in_check_and_unscale();
+  expect_step(std::nullopt);
+  EXPECT_EQ(unscale.calls(), 4) << "floats and halves of two devices";
+  for (std::size_t bad = 0; bad < 10; ++bad) expect_step(bad, bad % 2 == 0 ? -kInfinity : kNan);
+}
+
+TEST_F(ScalerOnDevices, UnscalesOnceIfTheOperatorIsNotImplemented) {
+  const StandInOperator unscale("_amp_foreach_non_finite_check_and_unscale_",
+                                [](const c10::OperatorHandle&, torch::jit::Stack&) {
+                                  TORCH_CHECK_NOT_IMPLEMENTED(false, "not implemented for this dtype");
+                                });
+  expect_step(std::nullopt);
+  EXPECT_EQ(unscale.calls(), 4);
+  expect_step(7);
+}
+
+TEST_F(ScalerOnDevices, SkipsWhereAnotherRankFoundAnInfiniteGradient) {
+  const StandInOperator unscale = torchspan::testing::stand_in_check_and_unscale();
+  Optimizer optimizer(parameters_, SGD{.lr = 0.5});
+  GradScaler scaler({.init_scale = 512, .agree = [](bool found) { return !found; }});
+  EXPECT_FALSE(scaler.step(optimizer));
+  EXPECT_TRUE(parameters_[0].cpu().equal(at::ones({2, 3})));
+}
+
+TEST_F(ScalerOnDevices, UnscalesSparseGradients) {
+  const StandInOperator unscale = torchspan::testing::stand_in_check_and_unscale();
+  const at::Tensor rows = at::ones({4, 2}).set_requires_grad(true), dense = parameters_[0];
+  for (const double value : {512.0, kInfinity}) {
+    rows.mutable_grad() =
+        at::_sparse_coo_tensor_unsafe(torch::tensor({{1, 1}}), at::full({2, 2}, value), {4, 2});
+    set_gradient(dense, 512);
+    Optimizer optimizer({rows, dense}, SGD{.lr = 0.5});
+    GradScaler scaler({.init_scale = 512});
+    EXPECT_EQ(scaler.step(optimizer), std::isfinite(value));
+    EXPECT_EQ(rows[1][0].item<double>(), 0) << "stepped once by 0.5 times the sum of two gradients";
+    EXPECT_EQ(dense.cpu()[0][0].item<double>(), 0.5);
+  }
 }
 
 }  // namespace

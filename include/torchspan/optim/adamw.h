@@ -21,7 +21,7 @@ struct AdamW {
   double weight_decay = 0.01;
   bool amsgrad = false;
   bool maximize = false;
-  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
+  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: fused on devices
   bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
   bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 

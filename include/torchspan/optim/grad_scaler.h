@@ -22,7 +22,8 @@ struct GradScalerOptions {
   std::vector<int> replicas = {};
   /// Combines this rank's finding (true: a gradient is not finite) with those of other ranks, for parameters
   /// that no DistributedDataParallel averages: averaged gradients are equal on all ranks, and so is the
-  /// finding. Called once per step of a local optimizer.
+  /// finding. Called once per step of a local optimizer, after its gradients were divided by the scale: if it
+  /// throws, compute new gradients.
   std::function<bool(bool)> agree = {};
 };
 
@@ -39,8 +40,8 @@ class GradScaler {
   /// bfloat16 become float.
   at::Tensor scale(const at::Tensor& output) const;
 
-  /// Divides the `.grad` of all parameters by the scale, in place; call it before clipping. step() calls it
-  /// otherwise. Throws Error{kInvalid} if called twice for one optimizer before update().
+  /// Divides the `.grad` of all parameters by the scale, in place, also those that are not finite; call it before
+  /// clipping. step() calls it otherwise. Waits for devices once, however many there are. Throws Error{kInvalid} if called twice for one optimizer before update().
   void unscale_(Optimizer& optimizer) { unscale(&optimizer, optimizer.parameters()); }
   template <class O>
   requires requires(O& optimizer) { optimizer.param_groups(); }

@@ -24,7 +24,7 @@ struct SGD {
   double weight_decay = 0;
   bool nesterov = false;  ///< requires momentum > 0 and dampening = 0
   bool maximize = false;
-  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: on CUDA only
+  std::optional<bool> foreach = std::nullopt;  ///< multi-tensor operations; unset: fused on devices
   bool float32_state = false;                  ///< float32 state and arithmetic for half and bfloat16
   bool master_weights = false;  ///< float32_state, and a float32 copy of the parameter in the state
 

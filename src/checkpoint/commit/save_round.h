@@ -41,7 +41,8 @@ class SaveRound {
   SaveRound(Ranks& ranks, const Directory& directory, Log& log)
       : ranks_(ranks), directory_(directory), log_(log) {}
 
-  /// `data`: by entry of this rank's own share. `remote` may be null if no share has an owner. Returns the name of the checkpoint's folder.
+  /// `data`: the bytes of this rank's own share, as write_tensor_file() takes them. `remote` may be null if no share
+  /// has an owner. Returns the name of the checkpoint's folder.
   std::string run(const SaveJob& job, const std::vector<BytesView>& data, const Retention& retention,
                   RemoteFiles* remote = nullptr);
 

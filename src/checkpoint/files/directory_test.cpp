@@ -406,4 +406,34 @@ TEST(TensorFile, AlignsItsDataToPages) {
   EXPECT_EQ(file.find("v"), nullptr);
 }
 
+TEST(TensorFile, TakesTheDataOfATensorInPieces) {
+  const TemporaryFolder folder;
+  const Disk disk;
+  const auto bytes = pattern(48, 1);
+  const BytesView data = std::as_bytes(std::span(bytes));
+  const std::vector<HeaderEntry> entries = {
+      {"a", ElementType::kF64, {3}}, {"b", ElementType::kF32, {0}}, {"c", ElementType::kF64, {3}}};
+  const auto write = [&](const std::string& name, const std::vector<BytesView>& pieces) {
+    return write_tensor_file(disk, folder.path() + "/" + name, entries, pieces, {});
+  };
+  const WrittenFile whole = write("whole", {data.first(24), {}, data.last(24)});
+  for (const std::vector<BytesView>& pieces :
+       {std::vector<BytesView>{data.first(5), data.subspan(5, 19), data.subspan(24, 1), data.last(23)},
+        std::vector<BytesView>{{}, data.first(24), data.subspan(24, 8), {}, data.last(16), {}}}) {
+    EXPECT_EQ(write("parts", pieces).checksums, whole.checksums);
+    const MappedFile file(folder.path() + "/parts");
+    EXPECT_TRUE(std::ranges::equal(file.data(*file.find("a")), data.first(24)));
+    EXPECT_TRUE(std::ranges::equal(file.data(*file.find("c")), data.last(24)));
+  }
+  EXPECT_THAT(error_text([&] {
+                write("short", {data.first(24), data.last(20)});
+              }),
+              HasSubstr("tensor 'c' needs 24 bytes of data, but 20 were given"));
+  EXPECT_THAT(error_text([&] { write("crossing", {data}); }), HasSubstr("tensor 'a' needs 24 bytes"));
+  EXPECT_THAT(error_text([&] {
+                write("long", {data.first(24), data.last(24), data.first(1)});
+              }),
+              HasSubstr("more data than the 3 tensors need"));
+}
+
 }  // namespace torchspan::checkpoint::directory_test

@@ -31,22 +31,26 @@ WrittenFile write_tensor_file(const Disk& disk, const std::string& path, std::ve
   EncodedHeader encoded = encode_header(std::move(entries), metadata, kPageBytes);
   WrittenFile written;
   written.header = std::move(encoded.header);
-  if (written.header.entries.size() != data.size())
-    throw_invalid(
-        fmt::format("{} tensors and {} pieces of data", written.header.entries.size(), data.size()));
   const auto file = disk.create(path);
   file->append(encoded.bytes);
   written.head_checksum = checksum_of(encoded.bytes);
   HashingObserver observer;
-  for (std::size_t i = 0; i < data.size(); ++i) {
-    const HeaderEntry& entry = written.header.entries[i];
-    if (data[i].size() != entry.end - entry.begin) {
-      throw_invalid(fmt::format("tensor '{}' needs {} bytes of data, but {} were given", entry.name,
-                                entry.end - entry.begin, data[i].size()));
+  auto piece = data.begin();
+  for (const HeaderEntry& entry : written.header.entries) {
+    const std::uint64_t needed = entry.end - entry.begin;
+    std::uint64_t given = 0;
+    for (; given < needed && piece != data.end(); ++piece) {
+      file->append(*piece, &observer);
+      given += piece->size();
     }
-    file->append(data[i], &observer);
+    if (given != needed) {
+      throw_invalid(
+          fmt::format("tensor '{}' needs {} bytes of data, but {} were given", entry.name, needed, given));
+    }
     written.checksums.push_back(observer.finish());
   }
+  if (std::any_of(piece, data.end(), [](BytesView rest) { return !rest.empty(); }))
+    throw_invalid(fmt::format("there is more data than the {} tensors need", written.header.entries.size()));
   file->sync();
   written.bytes = file->size();
   return written;

@@ -18,9 +18,9 @@ struct WrittenFile {
   std::vector<std::uint64_t> checksums{};  ///< of each entry's data
 };
 
-/// Writes a safetensors file and syncs it: `data[i]` holds the bytes of `entries[i]`, in the order of the
-/// file. The data begins at a multiple of the page size. Throws Error{kInvalid} if sizes disagree, and what
-/// the disk throws.
+/// Writes a safetensors file and syncs it: `data` holds the bytes of the entries in the order of the file, those of an
+/// entry in one or more consecutive pieces. The data begins at a multiple of the page size. Throws Error{kInvalid} if
+/// sizes disagree, and what the disk throws.
 WrittenFile write_tensor_file(const Disk& disk, const std::string& path, std::vector<HeaderEntry> entries,
                               const std::vector<BytesView>& data, const Metadata& metadata);
 

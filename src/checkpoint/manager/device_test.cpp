@@ -56,6 +56,30 @@ TEST(DeviceCheckpoint, SaveHasTheValuesOfTheCallAndDoesNotWaitForTheDevice) {
   device.reset();
 }
 
+/// Tensors of several devices and dtypes, whose copies lie in several blocks of memory.
+TEST(DeviceCheckpoint, TensorsWhoseCopiesAreDividedAmongBlocksAreSavedWhole) {
+  StandInStreams& device = StandInStreams::get();
+  device.reset(/*polls=*/5);
+  const TemporaryFolder folder;
+  const std::vector<at::Tensor> values = {torch::randn({300, 1000}), torch::randn({333, 500}, torch::kDouble),
+                                          torch::arange(7, torch::kByte), torch::randn({100'003})};
+  std::vector<at::Tensor> tensors = {values[0].t().to(stand_in(0)).t(), values[1].to(stand_in(1)),
+                                     values[2].to(stand_in(0)), values[3].clone()};
+  CheckpointManager manager({.directory = folder.path(), .rng = false});
+  for (std::size_t i = 0; i < tensors.size(); ++i) manager.add("t" + std::to_string(i), tensors[i]);
+  for (int step = 1; step <= 2; ++step) {
+    manager.save(step);
+    for (const at::Tensor& tensor : tensors) tensor.add_(1);
+    manager.wait();
+  }
+  for (const at::Tensor& tensor : tensors) tensor.zero_();
+  EXPECT_EQ(manager.restore(), 2);
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    EXPECT_TRUE(at::equal(tensors[i].cpu(), values[i] + 1)) << "tensor " << i;
+  EXPECT_THAT(device.take_races(), IsEmpty());
+  device.reset();
+}
+
 TEST(DeviceCheckpoint, SynchronousSavesHaveTheValues) {
   StandInStreams::get().reset(/*polls=*/5);
   const TemporaryFolder folder;

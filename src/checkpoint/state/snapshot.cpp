@@ -1,28 +1,29 @@
 #include "checkpoint/state/snapshot.h"
 
-#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <fmt/format.h>
+#include <span>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/core/buffer.h>
 
 #include "checkpoint/state/torch_types.h"
 
 namespace torchspan::checkpoint {
 namespace {
 
-/// The buffer's memory as a tensor of bytes, which owns it.
-at::Tensor tensor_of(Buffer buffer) {
-  return at::from_blob(
-      buffer.data, {static_cast<std::int64_t>(buffer.size)}, [owner = std::move(buffer.owner)](void*) {},
-      at::TensorOptions(at::kByte));
+/// For which tensors of a share the memory is used.
+HostBlocks::Use use_for(const std::vector<StateTensor>& tensors, const Plan::Share& share) {
+  HostBlocks::Use use = HostBlocks::Use::kHost;
+  for (const std::size_t part : share.parts) {
+    const at::Tensor& tensor = tensors[part].tensor;
+    if (tensor.is_cuda()) return HostBlocks::Use::kPinned;
+    if (device::has_streams(tensor.device())) use = HostBlocks::Use::kDevice;
+  }
+  return use;
 }
 
 }  // namespace
@@ -39,43 +40,43 @@ Listing listing_of(const std::vector<StateTensor>& tensors) {
   return listing;
 }
 
-std::byte* Snapshot::room_for(std::size_t bytes, bool pinned) {
-  const bool fits = buffer_.defined() && buffer_.nbytes() >= bytes && (!pinned || buffer_.is_pinned());
-  if (!fits) {
-    buffer_.reset();
-    const auto size = static_cast<std::int64_t>(bytes);
-    buffer_ = pinned ? at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(true))
-                     : tensor_of(allocate_buffer(bytes));
-  }
-  return static_cast<std::byte*>(buffer_.data_ptr());
-}
-
 void Snapshot::copy(const std::vector<StateTensor>& tensors, const Plan::Share& share) {
   release();
-  const std::uint64_t bytes = share.entries.empty() ? 0 : share.entries.back().end;
-  if (bytes == 0) return data_.resize(share.entries.size());
-  const bool pinned = std::any_of(share.parts.begin(), share.parts.end(),
-                                  [&](std::size_t part) { return tensors[part].tensor.is_cuda(); });
-  std::byte* const begin = room_for(bytes, pinned);
+  if (share.entries.empty()) return;
+  memory_.reserve(share.entries.back().end, use_for(tensors, share));
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < share.entries.size(); ++i) {
     const HeaderEntry& entry = share.entries[i];
     const at::Tensor tensor = tensors[share.parts[i]].tensor.resolve_conj().resolve_neg();
-    std::byte* place = begin + entry.begin;
-    data_.emplace_back(place, entry.end - entry.begin);
-    if (tensor.numel() == 0) continue;
-    if (tensor.is_cpu() && tensor.is_contiguous()) {
-      std::memcpy(place, tensor.data_ptr(), tensor.nbytes());
+    const auto pieces = memory_.pieces(entry.begin, entry.end - entry.begin);
+    for (const std::span<std::byte> piece : pieces) data_.emplace_back(piece);
+    if (pieces.empty()) continue;
+    if (pieces.size() == 1) {
+      copy_to(pieces.front().data(), tensor);
       continue;
     }
-    const at::Tensor target = borrow_tensor(place, tensor.sizes(), tensor.scalar_type());
-    if (!device::has_streams(tensor.device())) {
-      target.copy_(tensor);
-      continue;
+    const at::Tensor bytes = tensor.contiguous().view({-1}).view(at::kByte);
+    std::int64_t done = 0;
+    for (const std::span<std::byte> piece : pieces) {
+      const auto size = static_cast<std::int64_t>(piece.size());
+      copy_to(piece.data(), bytes.narrow(0, done, size));
+      done += size;
     }
-    held_.push_back(target);
-    streams_.share(tensor, target, copies_);
   }
+}
+
+void Snapshot::copy_to(std::byte* place, const at::Tensor& tensor) {
+  if (tensor.is_cpu() && tensor.is_contiguous()) {
+    std::memcpy(place, tensor.data_ptr(), tensor.nbytes());
+    return;
+  }
+  const at::Tensor target = borrow_tensor(place, tensor.sizes(), tensor.scalar_type());
+  if (!device::has_streams(tensor.device())) {
+    target.copy_(tensor);
+    return;
+  }
+  held_.push_back(target);
+  streams_.share(tensor, target, copies_);
 }
 
 void Snapshot::borrow(const std::vector<StateTensor>& tensors, const Plan::Share& share) {

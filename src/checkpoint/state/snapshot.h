@@ -7,6 +7,7 @@
 #include <torchspan/detail/device/copies.h>
 
 #include "checkpoint/commit/listing.h"
+#include "checkpoint/state/host_blocks.h"
 
 namespace torchspan::checkpoint {
 
@@ -16,9 +17,9 @@ Listing listing_of(const std::vector<StateTensor>& tensors);
 /// The bytes that a rank writes: copies of its tensors, or the tensors themselves.
 class Snapshot {
  public:
-  /// Copies the tensors of the share, in the order of its entries, into one buffer, which later calls reuse. Does
-  /// not wait for devices with streams: the copies have the values after the current streams' work so far. For
-  /// CUDA tensors the buffer is pinned.
+  /// Copies the tensors of the share, in the order of its entries, into memory that later calls reuse. Does not wait
+  /// for devices with streams: the copies have the values after the current streams' work so far. For CUDA tensors
+  /// the memory is pinned.
   void copy(const std::vector<StateTensor>& tensors, const Plan::Share& share);
   /// Refers to the tensors, which must not change until release(); copies only those that are not contiguous
   /// or not on the CPU.
@@ -26,14 +27,15 @@ class Snapshot {
   /// Drops references to tensors; waits for copies, also of devices that have failed.
   void release();
 
-  /// By entry of the share. Waits for copies; throws if a device has failed before it completed them.
+  /// The bytes in the order of the share's entries, those of an entry in one or more pieces. Waits for copies; throws
+  /// if a device has failed before it completed them.
   const std::vector<BytesView>& data();
 
  private:
-  std::byte* room_for(std::size_t bytes, bool pinned);
+  void copy_to(std::byte* place, const at::Tensor& tensor);
 
   device::CopyStreams streams_;
-  at::Tensor buffer_;
+  HostBlocks memory_;
   std::vector<at::Tensor> held_;
   device::PendingCopies copies_;
   std::vector<BytesView> data_;

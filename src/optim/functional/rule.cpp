@@ -100,27 +100,33 @@ void RuleOptimizer::update(std::size_t index, at::Tensor& parameter, const at::T
 }
 
 bool RuleOptimizer::can_update_together(std::size_t index, const at::Tensor& gradient) const {
-  if (settings_.fused && gradient.is_cpu()) return false;
-  const bool wanted = settings_.foreach.value_or(gradient.is_cuda());
+  if (settings_.cpu_kernel && gradient.is_cpu()) return false;
+  const bool wanted = settings_.foreach.value_or(gradient.is_cuda() || has_operator_for(gradient));
   return wanted && !gradient.is_sparse() && !states_[index].sparse();
 }
 
 void RuleOptimizer::update_all(std::span<const at::Tensor> gradients) {
   at::AutoDispatchBelowADInplaceOrView below;
-  std::map<std::tuple<std::string, at::ScalarType, std::int64_t>, std::vector<std::size_t>> groups;
+  using Key = std::tuple<std::string, at::ScalarType, std::int64_t, bool>;
+  std::map<Key, std::vector<std::size_t>> groups;
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     if (!gradients[i].defined()) continue;
     if (can_update_together(i, gradients[i])) {
-      groups[{gradients[i].device().str(), gradients[i].scalar_type(), states_[i].steps}].push_back(i);
+      const at::Tensor& parameter = parameters()[i];
+      // Without gaps, and with elements, because the operators of some releases fail for many tensors without any.
+      const bool by_operator =
+          !settings_.foreach && parameter.is_non_overlapping_and_dense() && parameter.numel() != 0;
+      groups[{gradients[i].device().str(), gradients[i].scalar_type(), states_[i].steps, by_operator}]
+          .push_back(i);
     } else {
       update(i, parameters()[i], gradients[i]);
     }
   }
-  for (const auto& [like, indices] : groups) update_many(indices, gradients);
+  for (const auto& [like, indices] : groups) update_many(indices, gradients, std::get<bool>(like));
 }
 
 void RuleOptimizer::update_many(const std::vector<std::size_t>& indices,
-                                std::span<const at::Tensor> gradients) {
+                                std::span<const at::Tensor> gradients, bool by_operator) {
   Tensors seen, directions;
   std::vector<Tensors> slots(settings_.slots.size());
   for (const std::size_t i : indices) {
@@ -130,8 +136,9 @@ void RuleOptimizer::update_many(const std::vector<std::size_t>& indices,
     directions.push_back(std::move(of_one.gradient));
     for (std::size_t slot = 0; slot < slots.size(); ++slot) slots[slot].push_back(states_[i].slots[slot]);
   }
-  apply(
-      Operands<Tensors>{seen, directions, slots.data(), static_cast<double>(states_[indices.front()].steps)});
+  const Operands<Tensors> on{seen, directions, slots.data(),
+                             static_cast<double>(states_[indices.front()].steps)};
+  if (!by_operator || !apply_by_operator(on)) apply(on);
   for (std::size_t k = 0; k < indices.size(); ++k) {
     for (std::size_t slot = 0; slot < slots.size(); ++slot) states_[indices[k]].slots[slot] = slots[slot][k];
     finish(parameters()[indices[k]], seen[k]);
@@ -178,6 +185,7 @@ void RuleOptimizer::load_state(std::size_t index, const ParameterState& state) {
                               c10::toString(value.scalar_type()), c10::str(like.sizes()),
                               c10::toString(like.scalar_type())));
     }
+    if (!value.is_sparse()) return at::empty_like(like).copy_(value);
     return value.to(like.device(), like.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
   };
   for (const std::string& slot : settings_.slots) loaded.slots.push_back(copy_of(slot));

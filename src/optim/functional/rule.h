@@ -8,6 +8,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/functional.h>
 
+#include "optim/functional/fused_operators.h"
 #include "optim/functional/fused_step.h"
 #include "optim/functional/operands.h"
 
@@ -19,12 +20,13 @@ struct RuleSettings {
   std::optional<bool> foreach = std::nullopt;
   bool float32_state = false;
   bool master_weights = false;
-  bool fused = false;  ///< the rule updates a parameter on the CPU in one pass, which no foreach can beat
+  bool cpu_kernel =
+      false;  ///< the rule updates a parameter on the CPU in one pass, which no foreach can beat
 };
 
 /// Base of an optimizer with an update rule: keeps the state, converts operands to real numbers of the right
-/// precision, chooses between one parameter at a time and many at once, and increments each version counter
-/// by one.
+/// precision, chooses between one parameter at a time, many at once and LibTorch's fused operators, and increments
+/// each version counter by one.
 class RuleOptimizer : public FunctionalOptimizer {
  public:
   RuleOptimizer(std::string_view name, RuleSettings settings, std::vector<at::Tensor> parameters);
@@ -37,6 +39,10 @@ class RuleOptimizer : public FunctionalOptimizer {
   virtual at::Tensor make_slot(std::size_t slot, const at::Tensor& like) const;
   virtual void apply(const Operands<at::Tensor>& on) const = 0;
   virtual void apply(const Operands<Tensors>& on) const = 0;
+  /// Whether LibTorch has a fused operator for this rule on the device of `like`.
+  virtual bool has_operator_for(const at::Tensor& like) const = 0;
+  /// Applies the rule by that operator; returns false, and changes nothing, if it cannot.
+  virtual bool apply_by_operator(const Operands<Tensors>& on) const = 0;
   /// Called for a sparse gradient, and for every gradient if the state is sparse.
   virtual void apply_sparse(const Operands<at::Tensor>& on) const;
   virtual std::string refuse_sparse_rule() const = 0;
@@ -55,7 +61,8 @@ class RuleOptimizer : public FunctionalOptimizer {
   };
   void update(std::size_t index, at::Tensor& parameter, const at::Tensor& gradient) override;
   void update_all(std::span<const at::Tensor> gradients) override;
-  void update_many(const std::vector<std::size_t>& indices, std::span<const at::Tensor> gradients);
+  void update_many(const std::vector<std::size_t>& indices, std::span<const at::Tensor> gradients,
+                   bool by_operator);
   bool in_float32(const at::Tensor& parameter) const;
   bool has_master(const at::Tensor& parameter) const;
   bool can_update_together(std::size_t index, const at::Tensor& gradient) const;
@@ -107,13 +114,17 @@ class Rule : public RuleOptimizer {
     rule.run(on);
   }
   void apply(const Operands<Tensors>& on) const override { static_cast<const Derived&>(*this).run(on); }
+  bool has_operator_for(const at::Tensor& like) const override { return has_fused_operator(options_, like); }
+  bool apply_by_operator(const Operands<Tensors>& on) const override {
+    return run_fused_operator(options_, on);
+  }
 
   Options options_;
 
  private:
   static RuleSettings settings(const Options& options, std::vector<std::string> slots) {
     RuleSettings settings = settings_of(options, std::move(slots));
-    settings.fused = FusedRule<Derived>;
+    settings.cpu_kernel = FusedRule<Derived>;
     return settings;
   }
 };

@@ -1,0 +1,37 @@
+#pragma once
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+namespace torchspan::checkpoint {
+
+/// Sizes of blocks that together have room for `bytes`. LibTorch's allocator of pinned memory rounds sizes up to
+/// powers of two; these are powers of two, and exceed `bytes` by at most a sixteenth, or 4 KiB.
+std::vector<std::size_t> pinned_block_sizes(std::size_t bytes);
+
+/// Host memory of one snapshot after the other. Its bytes have consecutive numbers from 0, and lie in one block of
+/// memory, or in several where it is pinned.
+class HostBlocks {
+ public:
+  /// For which copies the memory is used.
+  enum class Use {
+    kHost,    ///< one block
+    kDevice,  ///< blocks of pinned_block_sizes()
+    kPinned   ///< the same, pinned
+  };
+  /// Makes room for `bytes`. Keeps the memory if it is large enough and pinned where that is asked for, else replaces
+  /// it: nothing may use it then.
+  void reserve(std::size_t bytes, Use use);
+  /// The memory of the bytes from `begin` on: one piece for each block that has some of them. None for no bytes.
+  std::vector<std::span<std::byte>> pieces(std::size_t begin, std::size_t count) const;
+  std::size_t capacity() const;
+
+ private:
+  std::vector<at::Tensor> blocks_;
+  Use use_ = Use::kHost;
+};
+
+}  // namespace torchspan::checkpoint

@@ -1,0 +1,125 @@
+#include "optim/functional/fused_operators.h"
+
+#include <algorithm>
+#include <span>
+#include <type_traits>
+#include <unordered_set>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/_fused_adam_ops.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/Metaprogramming.h>
+#include <c10/util/TypeList.h>
+
+#include <torchspan/optim/adam.h>
+#include <torchspan/optim/adamw.h>
+#include <torchspan/optim/sgd.h>
+
+#include "optim/operators.h"
+
+namespace torchspan::optim {
+namespace {
+
+constexpr const char* kFusedAdam = "aten::_fused_adam_";
+constexpr const char* kFusedAdamW = "aten::_fused_adamw_";
+constexpr const char* kFusedSgd = "aten::_fused_sgd_";
+
+// The signatures are the same in all releases that have the operators, except for the type of optional tensors.
+// _fused_adamw_ has that of _fused_adam_.
+using FusedAdamSignature = at::_ops::_fused_adam_::schema;
+using OptionalTensor =
+    c10::guts::typelist::last_t<c10::guts::function_traits<FusedAdamSignature>::parameter_types>;
+using NoTensor = std::decay_t<OptionalTensor>;
+using FusedSgdSignature = void(at::TensorList, at::TensorList, at::TensorList, double, double, double, double,
+                               bool, bool, bool, OptionalTensor, OptionalTensor);
+
+bool has_format_of(const at::Tensor& tensor, const at::Tensor& like) {
+  return tensor.layout() == at::kStrided && tensor.scalar_type() == like.scalar_type() &&
+         tensor.sizes() == like.sizes() && tensor.strides() == like.strides() && !tensor.is_neg();
+}
+
+/// Whether the kernels can update these parameters where they are. A slot may be undefined.
+bool can_update_in_place(const Tensors& parameters, std::span<const Tensors> slots) {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& parameter = parameters[i];
+    if (!has_format_of(parameter, parameter) || !parameter.is_non_overlapping_and_dense()) return false;
+    const bool fit = std::all_of(slots.begin(), slots.end(), [&](const Tensors& slot) {
+      return !slot[i].defined() || has_format_of(slot[i], parameter);
+    });
+    if (!fit) return false;
+  }
+  return true;
+}
+
+/// The gradients as the kernels can read them, which expect the strides of the parameters.
+Tensors readable_gradients(const Operands<Tensors>& on, std::span<const Tensors> slots) {
+  std::unordered_set<const c10::StorageImpl*> written;
+  const auto storage_of = [](const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); };
+  for (const at::Tensor& parameter : on.parameter) written.insert(storage_of(parameter));
+  for (const Tensors& slot : slots) {
+    for (const at::Tensor& one : slot) {
+      if (one.defined()) written.insert(storage_of(one));
+    }
+  }
+  Tensors readable = on.gradient;
+  for (std::size_t i = 0; i < readable.size(); ++i) {
+    const at::Tensor& parameter = on.parameter[i];
+    if (has_format_of(readable[i], parameter) && !written.contains(storage_of(readable[i]))) continue;
+    readable[i] = at::empty_like(parameter).copy_(readable[i]);
+  }
+  return readable;
+}
+
+/// Adam and AdamW. The kernel reads the number of steps from a float tensor on the device, one for each parameter;
+/// all parameters of a call have the same, so they share it.
+template <class Options>
+bool run_moments(const char* name, const Options& options, const Operands<Tensors>& on) {
+  const std::span<const Tensors> slots(on.state, options.amsgrad ? 3 : 2);
+  const at::Tensor& first = on.parameter.front();
+  if (!has_operator(name, first) || !can_update_in_place(on.parameter, slots)) return false;
+  const Tensors gradients = readable_gradients(on, slots);
+  const Tensors steps(on.parameter.size(), at::full({}, on.steps, first.options().dtype(at::kFloat)));
+  const at::TensorList largest = options.amsgrad ? at::TensorList(slots[2]) : at::TensorList();
+  return call_operator<FusedAdamSignature>(
+      name, first, at::TensorList(on.parameter), at::TensorList(gradients), at::TensorList(slots[0]),
+      at::TensorList(slots[1]), largest, at::TensorList(steps), options.lr, options.beta1, options.beta2,
+      options.weight_decay, options.eps, options.amsgrad, options.maximize, NoTensor(), NoTensor());
+}
+
+}  // namespace
+
+bool has_fused_operator(const Adam&, const at::Tensor& like) { return has_operator(kFusedAdam, like); }
+bool has_fused_operator(const AdamW&, const at::Tensor& like) { return has_operator(kFusedAdamW, like); }
+bool has_fused_operator(const SGD&, const at::Tensor& like) { return has_operator(kFusedSgd, like); }
+
+bool run_fused_operator(const Adam& options, const Operands<Tensors>& on) {
+  return run_moments(kFusedAdam, options, on);
+}
+
+bool run_fused_operator(const AdamW& options, const Operands<Tensors>& on) {
+  return run_moments(kFusedAdamW, options, on);
+}
+
+bool run_fused_operator(const SGD& options, const Operands<Tensors>& on) {
+  const std::span<Tensors> slots(on.state, options.momentum == 0 ? 0 : 1);
+  const at::Tensor& first = on.parameter.front();
+  if (!has_operator(kFusedSgd, first) || !can_update_in_place(on.parameter, slots)) return false;
+  const Tensors gradients = readable_gradients(on, slots);
+  const bool is_first_step = !slots.empty() && math::missing(slots[0]);
+  Tensors buffers;
+  if (is_first_step) {  // the operator fills them
+    for (const at::Tensor& parameter : on.parameter) buffers.push_back(at::empty_like(parameter));
+  } else if (!slots.empty()) {
+    buffers = slots[0];
+  }
+  const bool done = call_operator<FusedSgdSignature>(
+      kFusedSgd, first, at::TensorList(on.parameter), at::TensorList(gradients), at::TensorList(buffers),
+      options.weight_decay, options.momentum, options.lr, options.dampening, options.nesterov,
+      options.maximize, is_first_step, NoTensor(), NoTensor());
+  if (done && is_first_step) slots[0] = buffers;
+  return done;
+}
+
+}  // namespace torchspan::optim
