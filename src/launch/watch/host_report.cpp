@@ -8,6 +8,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "launch/watch/incident.h"
+
 namespace torchspan::launch {
 namespace {
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <span>
+#include <tuple>
 #include <type_traits>
 #include <unordered_set>
 
@@ -10,8 +11,6 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/util/Metaprogramming.h>
-#include <c10/util/TypeList.h>
 
 #include <torchspan/optim/adam.h>
 #include <torchspan/optim/adamw.h>
@@ -26,18 +25,25 @@ constexpr const char* kFusedAdam = "aten::_fused_adam_";
 constexpr const char* kFusedAdamW = "aten::_fused_adamw_";
 constexpr const char* kFusedSgd = "aten::_fused_sgd_";
 
+template <class Signature>
+struct LastParameter;
+template <class Result, class... Parameters>
+struct LastParameter<Result(Parameters...)> {
+  using Type = std::tuple_element_t<sizeof...(Parameters) - 1, std::tuple<Parameters...>>;
+};
+
 // The signatures are the same in all releases that have the operators, except for the type of optional tensors.
 // _fused_adamw_ has that of _fused_adam_.
 using FusedAdamSignature = at::_ops::_fused_adam_::schema;
-using OptionalTensor =
-    c10::guts::typelist::last_t<c10::guts::function_traits<FusedAdamSignature>::parameter_types>;
+using OptionalTensor = LastParameter<FusedAdamSignature>::Type;
 using NoTensor = std::decay_t<OptionalTensor>;
 using FusedSgdSignature = void(at::TensorList, at::TensorList, at::TensorList, double, double, double, double,
                                bool, bool, bool, OptionalTensor, OptionalTensor);
 
 bool has_format_of(const at::Tensor& tensor, const at::Tensor& like) {
   return tensor.layout() == at::kStrided && tensor.scalar_type() == like.scalar_type() &&
-         tensor.sizes() == like.sizes() && tensor.strides() == like.strides() && !tensor.is_neg();
+         tensor.sizes() == like.sizes() && tensor.strides() == like.strides() && !tensor.is_neg() &&
+         !tensor._is_zerotensor();
 }
 
 /// Whether the kernels can update these parameters where they are. A slot may be undefined.

@@ -20,8 +20,7 @@ struct RuleSettings {
   std::optional<bool> foreach = std::nullopt;
   bool float32_state = false;
   bool master_weights = false;
-  bool cpu_kernel =
-      false;  ///< the rule updates a parameter on the CPU in one pass, which no foreach can beat
+  bool cpu_kernel = false;  ///< the rule updates a parameter on the CPU in one pass over memory
 };
 
 /// Base of an optimizer with an update rule: keeps the state, converts operands to real numbers of the right
@@ -40,9 +39,9 @@ class RuleOptimizer : public FunctionalOptimizer {
   virtual void apply(const Operands<at::Tensor>& on) const = 0;
   virtual void apply(const Operands<Tensors>& on) const = 0;
   /// Whether LibTorch has a fused operator for this rule on the device of `like`.
-  virtual bool has_operator_for(const at::Tensor& like) const = 0;
+  virtual bool has_operator_for(const at::Tensor& /*like*/) const { return false; }
   /// Applies the rule by that operator; returns false, and changes nothing, if it cannot.
-  virtual bool apply_by_operator(const Operands<Tensors>& on) const = 0;
+  virtual bool apply_by_operator(const Operands<Tensors>& /*on*/) const { return false; }
   /// Called for a sparse gradient, and for every gradient if the state is sparse.
   virtual void apply_sparse(const Operands<at::Tensor>& on) const;
   virtual std::string refuse_sparse_rule() const = 0;
