@@ -21,8 +21,7 @@ void PassService::serve(rpc::Registrar& registrar) {
                               });
 }
 
-/// Gradients and marks return to the sender of a message. Its process may have died since, with the graph that they are
-/// for, and this one has its rank.
+/// Throws if an earlier process of this rank sent `message`: its graph ended with it.
 void PassService::check_process(std::uint64_t context, std::uint64_t message) const {
   if (!registry_->is_of_former_process(message)) return;
   const Worker me = worker_.require();

@@ -22,5 +22,12 @@ TEST(LeftGeneration, IsADisconnectionElse) {
   EXPECT_EQ(failed.message(), "rank 0 left generation 3: no such file");
 }
 
+TEST(LeftTraining, IsADisconnectionAlsoIfTheProgramFailedWithATimeout) {
+  const Error left = left_training(
+      1, 4, std::make_exception_ptr(Error(ErrorKind::kTimedOut, "the database did not answer")));
+  EXPECT_EQ(left.kind(), ErrorKind::kDisconnected) << "the rank does not return";
+  EXPECT_EQ(left.message(), "rank 1 left generation 4: the database did not answer");
+}
+
 }  // namespace
 }  // namespace torchspan::elastic::left_generation_test

@@ -223,12 +223,11 @@ class Training::Impl {
   /// The generation has ended for this rank; the next one may be formed of the same ranks.
   void fail_generation(const std::exception_ptr& failure) {
     if (!client_.has_ended(members_)) failed_.failed(to_error(failure));
-    break_team(failure);
+    break_team(left_generation(worker_.rank(), members_.number, failure));
   }
 
   /// Notifies the other ranks, which may wait for this one.
-  void break_team(const std::exception_ptr& failure) {
-    const Error cause = left_generation(worker_.rank(), members_.number, failure);
+  void break_team(const Error& cause) {
     worker_.runtime().log.info(cause.message());
     if (const collective::Group* wrapped = replica_.group ? replica_.group() : nullptr) wrapped->abort(cause);
     if (team_) team_->group().abort(cause);
@@ -254,7 +253,7 @@ class Training::Impl {
 
   void give_up(const std::exception_ptr& failure) noexcept {
     try {
-      break_team(failure);
+      break_team(left_training(worker_.rank(), members_.number, failure));
       end_team();
       client_.withdraw(describe(failure).text);
       buffers_.restore();

@@ -18,14 +18,14 @@ class GenerationClient {
 
   /// Waits for the next generation. Throws kDisconnected if rank 0 dies, and what rank 0 refuses with.
   Generation next(const Report& report);
-  /// Waits until all members of a generation wait here. Returns false if the generation has ended before that: a member
-  /// left it, perhaps because a third one was replaced, or another rank waits to join. Throws kDisconnected if a member
-  /// has ended, and kTimedOut after `limit`, which names the missing members.
+  /// Waits until all members of a generation wait here. Returns false if the generation has ended before that: rank 0 has
+  /// left this rank out, a member left it, perhaps because a third one was replaced, or another rank waits to join.
+  /// Throws kDisconnected if a member or rank 0 has ended, and kTimedOut after `limit`, which names the missing members.
   bool meet(const Generation& generation, Duration limit) const;
   /// Tells rank 0 that this rank takes no part any more; does not wait.
   void withdraw(const std::string& why);
-  /// Whether a rank waits to join, as far as this rank knows: rank 0 does, or the first rank of a generation
-  /// without rank 0, which asks rank 0 now and then. Never waits.
+  /// Whether the members should report, since a rank waits to join or one has left, as far as this rank knows: rank 0
+  /// does, or the first rank of a generation without rank 0, which asks rank 0 now and then. Never waits.
   bool is_awaited(const Generation& generation);
   /// Whether a member other than this rank has ended, as far as this rank knows.
   bool has_ended(const Generation& generation) const;
@@ -34,8 +34,8 @@ class GenerationClient {
 
  private:
   void await_withdrawal();
-  void gather(const Generation& generation, int attempt, Deadline until) const;
-  bool is_over() const;
+  void gather(const Generation& generation, Deadline until) const;
+  bool is_over(Deadline until) const;
 
   const Worker worker_;
   const std::string trainer_;

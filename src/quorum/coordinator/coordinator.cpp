@@ -64,10 +64,10 @@ std::uint64_t Coordinator::departures(int rank) const {
   return found == departures_.end() ? 0 : found->second;
 }
 
-bool Coordinator::is_awaited(const std::string& trainer) const {
+bool Coordinator::is_over_for(int rank, const std::string& trainer) const {
   MutexLock lock(mutex_);
   const auto found = trainers_.find(trainer);
-  return found != trainers_.end() && found->second.table->is_awaited();
+  return found != trainers_.end() && found->second.table->is_over_for(rank);
 }
 
 Coordinator::Trainer& Coordinator::trainer(const std::string& name, rpc::Endpoint& endpoint) {

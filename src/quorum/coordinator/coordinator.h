@@ -27,7 +27,8 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
   void departed(int rank, const std::string& why);
   /// How many processes of a rank have ended, as far as this worker knows.
   std::uint64_t departures(int rank) const;
-  bool is_awaited(const std::string& trainer) const;
+  /// See Generations::is_over_for(). False if no rank has reported to this trainer.
+  bool is_over_for(int rank, const std::string& trainer) const;
 
  private:
   using Call = Promise<GenerationAnswer>;

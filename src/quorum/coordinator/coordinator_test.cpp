@@ -143,6 +143,114 @@ TEST_P(CoordinatorOfSeed, WaitsForALateMemberAndEndsAGenerationThatOneHasLeft) {
   });
 }
 
+TEST_P(CoordinatorOfSeed, EndsTheWaitOfAMemberThatWasLeftOutWhileAnotherOneWasReplaced) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  const auto meet_second = [&](GenerationClient& client, const Report& report) {
+    const Generation second = client.next(report);
+    EXPECT_THAT(second.ranks, ElementsAre(0, 2)) << "rank 1 was late";
+    EXPECT_TRUE(client.meet(second, seconds(120)));
+    executor.sleep(seconds(20));  // rank 1 arrives meanwhile, and no rank waits then
+    return second;
+  };
+  const auto meet_third = [&](GenerationClient& client, const Generation& after) {
+    const Generation third = client.next(next_report(after));
+    EXPECT_THAT(third.ranks, ElementsAre(0, 1, 2));
+    EXPECT_TRUE(client.meet(third, seconds(120)));
+    executor.sleep(seconds(60));
+  };
+  world.run([&](Worker& worker) {
+    GenerationClient client(worker, "trainer");
+    const Generation first = client.next(kFirstReport);
+    if (worker.rank() == 2) return executor.sleep(seconds(300));
+    if (worker.rank() == 1) {
+      executor.sleep(kFirstReport.late_limit + seconds(10));
+      const TimePoint began = executor.now();
+      EXPECT_FALSE(client.meet(first, seconds(120)));
+      EXPECT_LT(executor.now() - began, seconds(2)) << "it waited alone";
+      return meet_third(client, first);
+    }
+    executor.sleep(seconds(1));
+    world.kill(2);
+    EXPECT_EQ(torchspan::testing::kind_of([&] { client.meet(first, seconds(120)); }),
+              ErrorKind::kDisconnected);
+    Thread replacement = world.start(2, 1, [&](rpc::WorkerService& service) {
+      GenerationClient theirs(service.worker(), "trainer");
+      meet_third(theirs, meet_second(theirs, kFirstReport));
+    });
+    meet_third(client, meet_second(client, next_report(first)));
+    replacement.join();
+  });
+}
+
+TEST_P(CoordinatorOfSeed, EndsAGenerationOfWhichAMemberHasWithdrawn) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  world.run([&](Worker& worker) {
+    GenerationClient client(worker, "trainer");
+    const Generation first = client.next(kFirstReport);
+    if (worker.rank() == 2) {
+      client.withdraw("its program failed");
+      return executor.sleep(seconds(120));
+    }
+    const TimePoint began = executor.now();
+    EXPECT_FALSE(client.meet(first, seconds(120)));
+    EXPECT_LT(executor.now() - began, seconds(6)) << "it waited for a rank that has withdrawn";
+    const Generation second = client.next(next_report(first));
+    EXPECT_THAT(second.ranks, ElementsAre(0, 1));
+    EXPECT_TRUE(client.meet(second, seconds(120)));
+    executor.sleep(seconds(60));
+  });
+}
+
+TEST_P(CoordinatorOfSeed, EndsTheWaitOfMembersThatLoseRank0WhichIsNoMember) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  world.run([&](Worker& worker) {
+    if (worker.rank() == 0) {
+      executor.sleep(seconds(1));
+      world.kill(0);
+      return executor.sleep(seconds(200));
+    }
+    if (worker.rank() == 2) return executor.sleep(seconds(200));
+    GenerationClient client(worker, "trainer");
+    const Generation without_rank_0{.number = 1, .ranks = {1, 2}};
+    const TimePoint began = executor.now();
+    EXPECT_EQ(torchspan::testing::kind_of([&] { client.meet(without_rank_0, seconds(120)); }),
+              ErrorKind::kDisconnected);
+    EXPECT_LT(executor.now() - began, seconds(10));
+    executor.sleep(seconds(10));
+  });
+}
+
+TEST_P(CoordinatorOfSeed, EndsTheWaitAtItsLimitAlthoughRank0DoesNotAnswer) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  world.run([&](Worker& worker) {
+    if (worker.rank() != 1) return executor.sleep(seconds(60));
+    GenerationClient client(worker, "trainer");
+    const TimePoint began = executor.now();
+    world.network().cut("worker0", "worker1");  // but not worker1 from the store
+    const Generation without_rank_0{.number = 1, .ranks = {1, 2}};
+    EXPECT_EQ(torchspan::testing::kind_of([&] { client.meet(without_rank_0, seconds(1)); }),
+              ErrorKind::kTimedOut);
+    EXPECT_LT(executor.now() - began, seconds(4));
+    world.network().heal("worker0", "worker1");
+  });
+}
+
+TEST_P(CoordinatorOfSeed, TellsTrainersWithSimilarNamesApart) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  const std::string start(80, 'x');
+  world.run([&](Worker& worker) {
+    GenerationClient client(worker, start + (worker.rank() == 0 ? ".first" : ".second"));
+    const Generation all{.number = 1, .ranks = {0, 1, 2}};
+    EXPECT_EQ(torchspan::testing::kind_of([&] { client.meet(all, seconds(3)); }), ErrorKind::kTimedOut);
+    executor.sleep(seconds(60));
+  });
+}
+
 TEST_P(CoordinatorOfSeed, EndsTheWaitOfALateMemberForOnesThatHaveGivenUp) {
   SimCluster world(mortal_world_with_quorum(GetParam()));
   Executor& executor = world.executor();

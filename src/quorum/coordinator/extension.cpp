@@ -20,10 +20,10 @@ void QuorumExtension::attach(rpc::Registrar& registrar) {
         coordinator->withdraw(static_cast<int>(call.peer), message);
         return Unit();
       });
-  registrar.handle<AskAwaited>(rpc::RunOn::kPool,
-                               [coordinator = coordinator_](const rpc::CallInfo&, const AskAwaited& message) {
-                                 return coordinator->is_awaited(message.trainer);
-                               });
+  registrar.handle<AskAwaited>(
+      rpc::RunOn::kPool, [coordinator = coordinator_](const rpc::CallInfo& call, const AskAwaited& message) {
+        return coordinator->is_over_for(static_cast<int>(call.peer), message.trainer);
+      });
   registrar.on_departure([coordinator = coordinator_](std::uint32_t rank, const Error& reason) {
     coordinator->departed(static_cast<int>(rank), reason.message());
   });
@@ -31,8 +31,8 @@ void QuorumExtension::attach(rpc::Registrar& registrar) {
 
 std::uint64_t QuorumExtension::departures(int rank) const { return coordinator_->departures(rank); }
 
-bool QuorumExtension::is_awaited(const std::string& trainer) const {
-  return coordinator_->is_awaited(trainer);
+bool QuorumExtension::is_over(const std::string& trainer) const {
+  return coordinator_->is_over_for(/*rank=*/0, trainer);
 }
 
 }  // namespace torchspan::quorum

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <torchspan/detail/quorum/extension.h>
+#include <torchspan/detail/wire/codec.h>
 
 #include "quorum/coordinator/messages.h"
 
@@ -14,19 +15,6 @@ constexpr Duration kRetryDelay = std::chrono::milliseconds(20);
 /// How long members wait for each other before they ask whether their generation has ended.
 constexpr Duration kFirstPatience = std::chrono::milliseconds(250),
                    kLongestPatience = std::chrono::seconds(4);
-constexpr Duration kAnswerLimit = std::chrono::seconds(5);
-
-/// The characters of a trainer's name that a gather's tag may have.
-std::string tag_of(const std::string& trainer) {
-  constexpr std::size_t kMost = 64;
-  std::string tag = trainer.substr(0, kMost);
-  const auto is_allowed = [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9');
-  };
-  std::replace_if(
-      tag.begin(), tag.end(), [&](char c) { return !is_allowed(c); }, '-');
-  return tag;
-}
 
 template <rpc::Message M>
 Future<typename M::Reply> send_to_rank_0(rpc::Endpoint& endpoint, const M& message) {
@@ -45,6 +33,7 @@ GenerationClient::GenerationClient(const Worker& worker, std::string trainer)
 Generation GenerationClient::next(const Report& report) {
   rpc::Endpoint& endpoint = *worker_.endpoint();
   await_withdrawal();
+  asked_.reset();  // its answer concerns the generation before
   for (;;) {
     try {
       const GenerationAnswer answer = send_to_rank_0(endpoint, AwaitGeneration{trainer_, report}).wait();
@@ -70,33 +59,37 @@ Generation GenerationClient::next(const Report& report) {
   }
 }
 
-/// A generation has gathers of its own, so that one which a rank leaves early matches no later one. Each is short: a
-/// member that was replaced before this rank came cannot end it, because it is a gather with the new process, which
-/// waits for the next generation.
+/// Each generation uses separate tags, so an abandoned gather matches no later one. Attempts are short: if a member was
+/// replaced before this rank arrived, the gather waits for the new process, which never joins this generation.
 bool GenerationClient::meet(const Generation& generation, Duration limit) const {
   if (generation.ranks.size() < 2) return true;
+  const rpc::Endpoint& endpoint = *worker_.endpoint();
   Executor& executor = worker_.runtime().executor;
   const Deadline end = executor.deadline_in(limit);
   Duration patience = kFirstPatience, waited{};
-  for (int attempt = 0;; ++attempt) {
+  for (;;) {
     try {
-      gather(generation, attempt, earlier(end, executor.deadline_in(patience)));
+      gather(generation, earlier(end, executor.deadline_in(patience)));
       return true;
     } catch (const Error& error) {
-      const bool passing = error.kind() == ErrorKind::kTimedOut || error.kind() == ErrorKind::kDisconnected;
-      if (!passing || worker_.endpoint()->is_stopping() || has_ended(generation)) throw;
-      if (is_over()) return false;
+      const bool late = error.kind() == ErrorKind::kTimedOut;
+      const bool passing = late || error.kind() == ErrorKind::kDisconnected;
+      if (!passing || endpoint.is_stopping() || !endpoint.is_present(0) || has_ended(generation)) throw;
+      if (is_over(earlier(end, executor.deadline_in(patience)))) return false;
       // A rank that comes late finds the attempts of the others ended, and gives up where they did.
-      if (error.kind() == ErrorKind::kTimedOut) waited += patience;
+      if (late) waited += patience;
       if (waited >= limit || end.passed(executor.now())) throw;
-      // The end or the replacement of a process, of which this worker knows in a moment.
-      if (error.kind() == ErrorKind::kDisconnected) executor.sleep(kRetryDelay);
+      if (late) {  // the nth attempt of all members has the same patience
+        patience = std::min(2 * patience, kLongestPatience);
+      } else {  // the end or the replacement of a process, of which this worker knows in a moment
+        executor.sleep(kRetryDelay);
+      }
     }
-    patience = std::min(2 * patience, kLongestPatience);
   }
 }
 
-void GenerationClient::gather(const Generation& generation, int attempt, Deadline until) const {
+/// The nth call for a generation is the nth round of its tag, except those that throw before they wait.
+void GenerationClient::gather(const Generation& generation, Deadline until) const {
   rpc::Endpoint& endpoint = *worker_.endpoint();
   std::vector<std::string> names;
   for (const int rank : generation.ranks) {
@@ -107,16 +100,29 @@ void GenerationClient::gather(const Generation& generation, int attempt, Deadlin
                             generation.number))
         .with_worker(names.back());
   }
-  static_cast<void>(endpoint.all_gather_bytes(
-      fmt::format("elastic.{}.{}.{}", tag_of(trainer_), generation.number, attempt), {}, names, until));
+  try {
+    static_cast<void>(endpoint.all_gather_bytes(
+        fmt::format("elastic.{:016x}.{}", wire::digest(trainer_), generation.number), {}, names, until));
+  } catch (const Error& error) {
+    // A worker that left or was replaced meanwhile no longer has its name.
+    const auto has_name = [&](int rank, const std::string& name) {
+      const auto id = static_cast<std::uint32_t>(rank);
+      return endpoint.is_present(id) && endpoint.name_of(id) == name;
+    };
+    const bool unchanged =
+        std::equal(generation.ranks.begin(), generation.ranks.end(), names.begin(), has_name);
+    if (error.kind() != ErrorKind::kInvalid || unchanged) throw;
+    throw Error(ErrorKind::kDisconnected, fmt::format("a worker of generation {} left or was replaced: {}",
+                                                      generation.number, error.message()));
+  }
 }
 
-/// Whether a rank waits for the next generation, which it does only if it left the current one or was not in it.
-bool GenerationClient::is_over() const {
-  if (worker_.rank() == 0) return worker_.extension<QuorumExtension>().is_awaited(trainer_);
+/// Whether this rank should report. Returns false if rank 0 does not answer; the next attempt asks again.
+bool GenerationClient::is_over(Deadline until) const {
+  if (worker_.rank() == 0) return worker_.extension<QuorumExtension>().is_over(trainer_);
   try {
-    return send_to_rank_0(*worker_.endpoint(), AskAwaited{trainer_}).wait(kAnswerLimit);
-  } catch (const Error&) {  // the next attempt asks again
+    return send_to_rank_0(*worker_.endpoint(), AskAwaited{trainer_}).wait(until);
+  } catch (const Error&) {
     return false;
   }
 }
@@ -143,7 +149,7 @@ void GenerationClient::await_withdrawal() {
 }
 
 bool GenerationClient::is_awaited(const Generation& generation) {
-  if (worker_.rank() == 0) return worker_.extension<QuorumExtension>().is_awaited(trainer_);
+  if (worker_.rank() == 0) return worker_.extension<QuorumExtension>().is_over(trainer_);
   if (generation.ranks.front() != worker_.rank()) return false;
   if (asked_ && !asked_->done()) return false;
   const bool awaited = asked_ && !asked_->error() && asked_->wait();

@@ -34,7 +34,8 @@ struct Withdraw {
   std::string why;
 };
 
-/// Asks rank 0 whether a rank waits to join a trainer.
+/// Asks rank 0 whether the sender should report: a rank waits to join a trainer, or the current generation lacks the sender
+/// or has lost a member.
 struct AskAwaited {
   static constexpr wire::MessageType kType{0x0603};
   static constexpr std::string_view kName = "quorum.awaited";

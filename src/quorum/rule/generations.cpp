@@ -16,6 +16,11 @@ bool Generations::is_trusted(int rank, const Report& report) const {
 /// Rank 0 has the state with which training begins. It lives, since this table is in its memory.
 bool Generations::is_awaited_without_limit(int rank) const { return rank == 0 && current_.number == 0; }
 
+bool Generations::is_over_for(int rank) const {
+  if (is_awaited()) return true;
+  return current_.number > 0 && (!expected_.contains(rank) || expected_.size() < current_.ranks.size());
+}
+
 void Generations::report(int rank, const Report& report, TimePoint now) {
   if (current_.number > 0 && expected_.contains(rank) && report.generation < current_.number) {
     answers_.announce(rank, current_);  // it did not get the answer

@@ -35,6 +35,8 @@ class Generations {
 
   /// Whether a rank waits for the next generation: the others should report after their current step.
   bool is_awaited() const { return !reports_.empty(); }
+  /// Whether `rank` should report: a rank waits, or the current generation lacks `rank` or has lost a member.
+  bool is_over_for(int rank) const;
   const Generation& current() const { return current_; }
 
  private:

@@ -103,6 +103,33 @@ TEST(Generations, VoidAStepForWhichARankHasNotVoted) {
   EXPECT_EQ(table.generations.at(0).step, 3);
 }
 
+TEST(Generations, AreOverForARankThatWasLeftOut) {
+  Table table(3);
+  EXPECT_FALSE(table.table.is_over_for(1)) << "there is none yet";
+  table.begin(3);
+  for (const int rank : {0, 1, 2}) EXPECT_FALSE(table.table.is_over_for(rank));
+  table.table.gone(2, "it died", table.now);
+  table.report(2, {.holds_state = true});
+  table.report(0, {.generation = 2, .holds_state = true});
+  EXPECT_TRUE(table.table.is_over_for(1)) << "ranks wait";
+  table.pass(seconds(6));
+  EXPECT_THAT(table.generations.at(0).ranks, ElementsAre(0, 2));
+  EXPECT_FALSE(table.table.is_awaited());
+  EXPECT_TRUE(table.table.is_over_for(1)) << "it was late";
+  for (const int rank : {0, 2}) EXPECT_FALSE(table.table.is_over_for(rank));
+}
+
+TEST(Generations, AreOverForAllMembersOnceOneHasWithdrawn) {
+  Table table(3);
+  table.begin(3);
+  table.table.gone(2, "its program failed", table.now);
+  EXPECT_FALSE(table.table.is_awaited()) << "no rank has reported";
+  for (const int rank : {0, 1, 2}) EXPECT_TRUE(table.table.is_over_for(rank));
+  for (const int rank : {0, 1}) table.report(rank, {.generation = 2, .holds_state = true});
+  EXPECT_THAT(table.generations.at(1).ranks, ElementsAre(0, 1));
+  for (const int rank : {0, 1}) EXPECT_FALSE(table.table.is_over_for(rank));
+}
+
 TEST(Generations, LeaveOutALateRankAndTakeItBackWithoutItsState) {
   Table table(2);
   table.begin(2);

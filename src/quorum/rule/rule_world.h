@@ -6,6 +6,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "quorum/api/participant.h"
@@ -50,7 +51,8 @@ class RuleWorld {
   std::uint64_t generations() const { return table_.current().number; }
 
  private:
-  enum class Phase { kWaiting, kForming, kCopying, kReducing, kVoting, kDone, kLeft, kDead };
+  /// kMeeting: it waits for the other members, and has no group yet.
+  enum class Phase { kWaiting, kMeeting, kForming, kCopying, kReducing, kVoting, kDone, kLeft, kDead };
   struct Process {
     Participant participant{0};
     Phase phase = Phase::kDead;
@@ -62,6 +64,8 @@ class RuleWorld {
     std::uint64_t gradient = 0;
     std::uint64_t call = 0;  ///< of its latest report
 
+    std::pair<std::uint64_t, std::size_t> key() const { return {generation.number, operation}; }
+
     void begin(Phase next) {
       phase = next;
       ++operation;
@@ -72,6 +76,12 @@ class RuleWorld {
   struct Operation {
     std::map<int, std::uint64_t> values;
     bool refused = false, regroup = false;
+
+    bool is_complete(const Generation& of) const { return values.size() == of.ranks.size(); }
+    /// A meeting that a rank leaves before it is complete fails; the others meet again.
+    void retract(int rank, const Generation& of) {
+      if (!is_complete(of)) values.erase(rank);
+    }
   };
   struct Message {
     enum class Kind { kReport, kAnswer, kGone } kind;
@@ -84,6 +94,7 @@ class RuleWorld {
   void start(int rank);
   void send_report(int rank);
   void end_process(int rank);
+  bool has_ended(int rank, const Process& process) const;
   bool can_run(int rank, const Process& process) const;
   void run(int rank);
   void contribute(int rank, Operation& operation);
@@ -95,7 +106,6 @@ class RuleWorld {
   void deliver(Message message);
   void check(const Process& process, int rank);
   std::string describe() const;
-  bool is_complete(int rank, const Operation& operation) const;
   /// A random rank with `condition`; -1: none.
   template <class Condition>
   int pick(Condition condition);
@@ -109,7 +119,7 @@ class RuleWorld {
   std::vector<Message> messages_;
   std::map<int, std::uint64_t> answered_call_;  ///< the latest report that rank 0 has handled
   std::map<std::pair<std::uint64_t, std::size_t>, Operation> operations_;
-  std::set<std::uint64_t> broken_;  ///< generations of which a rank ended or gave up
+  std::set<std::uint64_t> broken_;  ///< generations of which a rank ended, or left the group
   std::vector<std::uint64_t>
       history_;  ///< digest before the first step and after each step that any rank ever committed
   int lates_ = 0;

@@ -131,8 +131,11 @@ bool RuleWorld::act(Action action) {
       if (rank >= 0) processes_[rank].fails = true;
       return rank >= 0;
     case kLocalAbort:
-      rank = pick([](int, const Process& process) {
-        return process.phase >= Phase::kForming && process.phase <= Phase::kVoting && process.contributed;
+      rank = pick([this](int, const Process& process) {
+        if (process.phase < Phase::kMeeting || process.phase > Phase::kVoting || !process.contributed)
+          return false;
+        return process.phase != Phase::kMeeting ||
+               !operations_.at(process.key()).is_complete(process.generation);
       });
       if (rank >= 0) fail_operation(rank);
       return rank >= 0;
@@ -143,34 +146,44 @@ bool RuleWorld::act(Action action) {
 }
 
 void RuleWorld::end_process(int rank) {
-  processes_[rank].phase = Phase::kDead;
+  Process& process = processes_[rank];
+  if (process.phase == Phase::kMeeting) operations_[process.key()].retract(rank, process.generation);
+  process.phase = Phase::kDead;
   unannounced_.insert(rank);
   messages_.push_back({.kind = Message::Kind::kGone, .rank = rank});
-  for (const std::uint64_t generation : {processes_[rank].generation.number, table_.current().number})
+  for (const std::uint64_t generation : {process.generation.number, table_.current().number})
     broken_.insert(generation);
+}
+
+/// Whether the generation of a rank has ended, as far as it knows. Without a group, it does not notice that another
+/// member gave up, nor the death of one that was replaced: it asks rank 0.
+bool RuleWorld::has_ended(int rank, const Process& process) const {
+  if (process.phase != Phase::kMeeting) return broken_.contains(process.generation.number);
+  const std::vector<int>& members = process.generation.ranks;
+  return table_.is_over_for(rank) || std::any_of(members.begin(), members.end(), [this](int member) {
+           return processes_[member].phase == Phase::kDead;
+         });
 }
 
 /// Whether the rank's next operation does not wait for others.
 bool RuleWorld::can_run(int rank, const Process& process) const {
-  if (process.phase < Phase::kForming || process.phase > Phase::kVoting) return false;
-  if (!process.contributed || broken_.contains(process.generation.number)) return true;
-  return is_complete(rank, operations_.at({process.generation.number, process.operation}));
+  if (process.phase < Phase::kMeeting || process.phase > Phase::kVoting) return false;
+  if (!process.contributed || has_ended(rank, process)) return true;
+  return operations_.at(process.key()).is_complete(process.generation);
 }
 
 void RuleWorld::run(int rank) {
   Process& process = processes_[rank];
-  Operation& operation = operations_[{process.generation.number, process.operation}];
+  Operation& operation = operations_[process.key()];
   if (!process.contributed) return contribute(rank, operation);
-  const bool complete = is_complete(rank, operation);
-  if (broken_.contains(process.generation.number)) {
-    // A rank may have the result of a complete operation before it learns of the death, or not.
-    if (!complete || random_() % 2 == 0) return fail_operation(rank);
+  const bool complete = operation.is_complete(process.generation);
+  if (has_ended(rank, process)) {
+    // A rank may have the result of a complete operation before it learns of the death, or not. A meeting completes for
+    // all members, because rank 0's store answers them.
+    const bool takes = complete && (process.phase == Phase::kMeeting || random_() % 2 != 0);
+    if (!takes) return fail_operation(rank);
   }
   if (complete) take_result(rank, operation);
-}
-
-bool RuleWorld::is_complete(int rank, const Operation& operation) const {
-  return operation.values.size() == processes_[rank].generation.ranks.size();
 }
 
 void RuleWorld::contribute(int rank, Operation& operation) {
@@ -183,7 +196,7 @@ void RuleWorld::contribute(int rank, Operation& operation) {
   } else {
     process.participant.prepare();
   }
-  if (rank == process.generation.ranks.front() && table_.is_awaited()) operation.regroup = true;
+  if (rank == process.generation.ranks.front() && table_.is_over_for(rank)) operation.regroup = true;
 }
 
 void RuleWorld::begin_step(int rank) {
@@ -196,6 +209,8 @@ void RuleWorld::begin_step(int rank) {
 void RuleWorld::take_result(int rank, Operation& operation) {
   Process& process = processes_[rank];
   switch (process.phase) {
+    case Phase::kMeeting:
+      return process.begin(Phase::kForming);
     case Phase::kForming:
       if (process.generation.holders != process.generation.ranks) return process.begin(Phase::kCopying);
       return begin_step(rank);
@@ -230,7 +245,12 @@ void RuleWorld::after_vote(int rank, const Operation& vote) {
 }
 
 void RuleWorld::fail_operation(int rank) {
-  broken_.insert(processes_[rank].generation.number);
+  Process& process = processes_[rank];
+  if (process.phase == Phase::kMeeting) {
+    operations_.at(process.key()).retract(rank, process.generation);
+  } else {
+    broken_.insert(process.generation.number);
+  }
   send_report(rank);
 }
 
@@ -263,7 +283,7 @@ void RuleWorld::adopt(int rank, const Generation& generation) {
   process.generation = generation;
   process.operation = 0;
   process.contributed = false;
-  process.phase = generation.complete ? Phase::kDone : Phase::kForming;
+  process.phase = generation.complete ? Phase::kDone : Phase::kMeeting;
   if (process.participant.adopt(generation, rank) == Participant::Adoption::kApply)
     process.digest = mix(process.digest, process.gradient);
   if (process.participant.holds_state()) check(process, rank);

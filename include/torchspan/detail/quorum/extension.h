@@ -17,8 +17,9 @@ class QuorumExtension final : public rpc::Extension {
   ~QuorumExtension() override;
   void attach(rpc::Registrar& registrar) override;
 
-  /// On rank 0: whether a rank waits to join the trainer of this name.
-  bool is_awaited(const std::string& trainer) const;
+  /// On rank 0: whether the trainer of this name needs its next generation: a rank waits to join, or the current one
+  /// lacks rank 0 or has lost a member.
+  bool is_over(const std::string& trainer) const;
   /// How many processes of a rank have ended, as far as this worker knows.
   std::uint64_t departures(int rank) const;
 
