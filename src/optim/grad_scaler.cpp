@@ -18,6 +18,9 @@ namespace {
   throw Error(ErrorKind::kInvalid, "GradScaler: " + trouble);
 }
 
+constexpr const char* kUnscaleFailed =
+    "an earlier unscale_() failed after it divided gradients; compute new gradients and call update()";
+
 GradScalerOptions checked(GradScalerOptions options) {
   const auto check = [](bool good, const char* name, double value, const char* range) {
     if (!good) reject(fmt::format("{} = {}, but it must be {}", name, value, range));
@@ -51,6 +54,7 @@ at::Tensor GradScaler::scale(const at::Tensor& output) const {
 void GradScaler::check_first_unscale(const void* optimizer) const {
   const auto found = iteration_.find(optimizer);
   if (found == iteration_.end()) return;
+  if (!found->second.complete) reject(kUnscaleFailed);
   reject(found->second.stepped ? "unscale_() was called after step(); call update() first"
                                : "unscale_() was already called for this optimizer since the last update()");
 }
@@ -60,23 +64,25 @@ void GradScaler::unscale(const void* optimizer, const std::vector<at::Tensor>& p
   check_first_unscale(optimizer);
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
+  iteration_[optimizer] = {};
   bool found_inf = unscale_gradients(gradients, scale_);
   if (options_.agree) found_inf = options_.agree(found_inf);
-  iteration_[optimizer].found_inf = found_inf;
+  iteration_[optimizer] = {.complete = true, .found_inf = found_inf};
 }
 
 void GradScaler::unscale_(DistributedOptimizer& optimizer, const autograd::ContextView& context) {
   if (!options_.enabled) return;
   check_first_unscale(&optimizer);
-  iteration_[&optimizer].found_inf = !optimizer.scale_gradients(context, 1 / scale_, options_.replicas);
+  const bool found_inf = !optimizer.scale_gradients(context, 1 / scale_, options_.replicas);
+  iteration_[&optimizer] = {.complete = true, .found_inf = found_inf};
 }
 
 bool GradScaler::begin_step(const void* optimizer) const {
   const auto found = iteration_.find(optimizer);
-  if (found != iteration_.end() && found->second.stepped) {
-    reject("step() was already called for this optimizer since the last update()");
-  }
-  return found != iteration_.end();
+  if (found == iteration_.end()) return false;
+  if (!found->second.complete) reject(kUnscaleFailed);
+  if (found->second.stepped) reject("step() was already called for this optimizer since the last update()");
+  return true;
 }
 
 bool GradScaler::end_step(const void* optimizer) {
@@ -103,7 +109,10 @@ void GradScaler::update() {
   if (!options_.enabled) return;
   if (iteration_.empty()) reject("update() was called, but no step() or unscale_() since the last update()");
   bool found_inf = false;
-  for (const auto& [optimizer, progress] : iteration_) found_inf = found_inf || progress.found_inf;
+  for (const auto& [optimizer, progress] : iteration_) {
+    if (!progress.complete) return end_iteration(scale_, growth_tracker_);
+    found_inf = found_inf || progress.found_inf;
+  }
   if (found_inf) return end_iteration(scale_ * options_.backoff_factor, 0);
   if (growth_tracker_ + 1 < options_.growth_interval) return end_iteration(scale_, growth_tracker_ + 1);
   // The scale multiplies float losses, so it must stay representable as a float.

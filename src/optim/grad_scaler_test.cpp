@@ -4,6 +4,7 @@
 #include <limits>
 #include <optional>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -171,6 +172,33 @@ TEST(GradScaler, SkipsWhereAnotherRankFoundAnInfiniteGradient) {
   EXPECT_FALSE(iterate(scaler, optimizer, value, kNan));
   EXPECT_TRUE(iterate(scaler, optimizer, value, 1));
   EXPECT_EQ(findings, (std::vector<bool>{false, true, false}));
+}
+
+TEST(GradScaler, DividesNoGradientTwiceAfterAnError) {
+  at::Tensor value = parameter(), other = parameter();
+  Optimizer optimizer({value}, SGD{.lr = 1}), second({other}, SGD{.lr = 1});
+  bool broken = true;
+  GradScaler scaler({.init_scale = 4, .growth_interval = 2, .agree = [&](bool found) {
+                       if (broken) throw std::runtime_error("a rank is gone");
+                       return found;
+                     }});
+  const at::Tensor before = value.detach().clone();
+  set_gradient(value, 8);
+  EXPECT_THROW(scaler.step(optimizer), std::runtime_error);
+  broken = false;
+  EXPECT_THAT(invalid_text([&] { scaler.step(optimizer); }), HasSubstr("an earlier unscale_() failed"));
+  EXPECT_THAT(invalid_text([&] { scaler.unscale_(optimizer); }), HasSubstr("compute new gradients"));
+  EXPECT_EQ(value.grad()[0].item<double>(), 2) << "divided once";
+  EXPECT_TRUE(value.detach().equal(before));
+  set_gradient(other, kInfinity);
+  EXPECT_FALSE(scaler.step(second));
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 4) << "kept";
+  EXPECT_TRUE(iterate(scaler, optimizer, value, 1));
+  EXPECT_TRUE(value.detach().equal(before - 1));
+  EXPECT_EQ(scaler.get_scale(), 4) << "the failed iteration does not count";
+  EXPECT_TRUE(iterate(scaler, optimizer, value, 1));
+  EXPECT_EQ(scaler.get_scale(), 8);
 }
 
 TEST(GradScaler, DoesNothingWhenItIsDisabled) {

@@ -28,7 +28,8 @@ constexpr const char* kUnscale = "aten::_amp_foreach_non_finite_check_and_unscal
 bool has_unscale_operator(const at::Tensor& gradient) {
   const at::ScalarType dtype = gradient.scalar_type();
   return !gradient.is_cpu() && gradient.layout() == at::kStrided && gradient.numel() != 0 &&
-         (dtype == at::kFloat || dtype == at::kHalf) && has_operator(kUnscale, gradient);
+         can_index_with_int(gradient) && (dtype == at::kFloat || dtype == at::kHalf) &&
+         has_operator(kUnscale, gradient);
 }
 
 /// Divides gradients and keeps what it finds on their devices, until one read takes all of it.

@@ -23,7 +23,7 @@ struct GradScalerOptions {
   /// Combines this rank's finding (true: a gradient is not finite) with those of other ranks, for parameters
   /// that no DistributedDataParallel averages: averaged gradients are equal on all ranks, and so is the
   /// finding. Called once per step of a local optimizer, after its gradients were divided by the scale: if it
-  /// throws, compute new gradients.
+  /// throws, compute new gradients and call update(), which keeps the scale.
   std::function<bool(bool)> agree = {};
 };
 
@@ -40,8 +40,9 @@ class GradScaler {
   /// bfloat16 become float.
   at::Tensor scale(const at::Tensor& output) const;
 
-  /// Divides the `.grad` of all parameters by the scale, in place, also those that are not finite; call it before
-  /// clipping. step() calls it otherwise. Waits for devices once, however many there are. Throws Error{kInvalid} if called twice for one optimizer before update().
+  /// Divides the `.grad` of all parameters, also those that are not finite, by the scale, in place; call it before
+  /// clipping. step() calls it otherwise. Waits for devices once, however many there are. Throws Error{kInvalid} if
+  /// called twice for one optimizer before update(), also if the first call failed: some gradients may be divided.
   void unscale_(Optimizer& optimizer) { unscale(&optimizer, optimizer.parameters()); }
   template <class O>
   requires requires(O& optimizer) { optimizer.param_groups(); }
@@ -63,7 +64,8 @@ class GradScaler {
   bool step(DistributedOptimizer& optimizer, const autograd::ContextView& context);
 
   /// Ends the iteration: lowers the scale if a step was skipped, raises it after growth_interval steps in a
-  /// row without one. Throws Error{kInvalid} if no optimizer was unscaled since the last call.
+  /// row without one, and keeps it if unscale_() failed. Throws Error{kInvalid} if no optimizer was unscaled since
+  /// the last call.
   void update();
   /// Ends the iteration and sets the scale.
   void update(double new_scale);
@@ -78,6 +80,7 @@ class GradScaler {
 
  private:
   struct Progress {
+    bool complete = false;  ///< unscaled without an error
     bool found_inf = false;
     bool stepped = false;
   };

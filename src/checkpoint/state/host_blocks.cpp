@@ -35,12 +35,14 @@ std::vector<std::size_t> pinned_block_sizes(std::size_t bytes) {
   return sizes;
 }
 
+HostBlocks::HostBlocks() : HostBlocks(&allocate_block) {}
+
 void HostBlocks::reserve(std::size_t bytes, Use use) {
   if (capacity() >= bytes && (use != Use::kPinned || use_ == Use::kPinned)) return;
   blocks_.clear();
   use_ = use;
   const std::vector<std::size_t> sizes = use == Use::kHost ? std::vector{bytes} : pinned_block_sizes(bytes);
-  for (const std::size_t size : sizes) blocks_.push_back(allocate_block(size, use == Use::kPinned));
+  for (const std::size_t size : sizes) blocks_.push_back(allocate_(size, use == Use::kPinned));
 }
 
 std::vector<std::span<std::byte>> HostBlocks::pieces(std::size_t begin, std::size_t count) const {

@@ -1,6 +1,8 @@
 #pragma once
 #include <cstddef>
+#include <functional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -9,7 +11,8 @@
 namespace torchspan::checkpoint {
 
 /// Sizes of blocks that together have room for `bytes`. LibTorch's allocator of pinned memory rounds sizes up to
-/// powers of two; these are powers of two, and exceed `bytes` by at most a sixteenth, or 4 KiB.
+/// powers of two, newer releases only up to a threshold; these are powers of two, and exceed `bytes` by at most a
+/// sixteenth, or 4 KiB.
 std::vector<std::size_t> pinned_block_sizes(std::size_t bytes);
 
 /// Host memory of one snapshot after the other. Its bytes have consecutive numbers from 0, and lie in one block of
@@ -19,9 +22,14 @@ class HostBlocks {
   /// For which copies the memory is used.
   enum class Use {
     kHost,    ///< one block
-    kDevice,  ///< blocks of pinned_block_sizes()
+    kDevice,  ///< blocks of pinned_block_sizes(): copies from any device are divided as those from GPUs
     kPinned   ///< the same, pinned
   };
+  /// Returns `bytes` bytes of host memory.
+  using Allocate = std::function<at::Tensor(std::size_t bytes, bool pinned)>;
+
+  HostBlocks();
+  explicit HostBlocks(Allocate allocate) : allocate_(std::move(allocate)) {}
   /// Makes room for `bytes`. Keeps the memory if it is large enough and pinned where that is asked for, else replaces
   /// it: nothing may use it then.
   void reserve(std::size_t bytes, Use use);
@@ -30,6 +38,7 @@ class HostBlocks {
   std::size_t capacity() const;
 
  private:
+  Allocate allocate_;
   std::vector<at::Tensor> blocks_;
   Use use_ = Use::kHost;
 };

@@ -6,12 +6,18 @@
 #include <gtest/gtest.h>
 #include <numeric>
 #include <random>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
 
 namespace torchspan::checkpoint::host_blocks_test {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
+using ::testing::Pair;
 using ::testing::SizeIs;
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
@@ -61,6 +67,26 @@ TEST(HostBlocks, ReuseTheirMemoryWhileItIsLargeEnough) {
   EXPECT_EQ(blocks.pieces(0, 1).front().data(), before);
   blocks.reserve(100'001, HostBlocks::Use::kDevice);
   EXPECT_EQ(blocks.capacity(), std::size_t{65536 + 32768 + 2048});
+}
+
+TEST(HostBlocks, ReplaceMemoryThatIsNotPinnedByPinnedMemory) {
+  std::vector<std::pair<std::size_t, bool>> allocated;
+  HostBlocks blocks([&](std::size_t bytes, bool pinned) {
+    allocated.emplace_back(bytes, pinned);
+    return at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(at::kByte));
+  });
+  blocks.reserve(100'000, HostBlocks::Use::kHost);
+  EXPECT_THAT(allocated, ElementsAre(Pair(100'000U, false)));
+  allocated.clear();
+  blocks.reserve(98'000, HostBlocks::Use::kPinned);
+  EXPECT_THAT(allocated, ElementsAre(Pair(65536U, true), Pair(32768U, true)));
+  EXPECT_EQ(blocks.capacity(), 98304U);
+  allocated.clear();
+  for (const auto use : {HostBlocks::Use::kPinned, HostBlocks::Use::kDevice, HostBlocks::Use::kHost})
+    blocks.reserve(98'304, use);
+  EXPECT_THAT(allocated, IsEmpty()) << "pinned memory is good for all copies";
+  blocks.reserve(98'305, HostBlocks::Use::kHost);
+  EXPECT_THAT(allocated, ElementsAre(Pair(98'305U, false)));
 }
 
 }  // namespace

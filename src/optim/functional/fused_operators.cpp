@@ -40,6 +40,11 @@ using NoTensor = std::decay_t<OptionalTensor>;
 using FusedSgdSignature = void(at::TensorList, at::TensorList, at::TensorList, double, double, double, double,
                                bool, bool, bool, OptionalTensor, OptionalTensor);
 
+/// Whether the kernels of all releases have the dtype.
+bool has_kernels(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
 bool has_format_of(const at::Tensor& tensor, const at::Tensor& like) {
   return tensor.layout() == at::kStrided && tensor.scalar_type() == like.scalar_type() &&
          tensor.sizes() == like.sizes() && tensor.strides() == like.strides() && !tensor.is_neg() &&
@@ -50,7 +55,10 @@ bool has_format_of(const at::Tensor& tensor, const at::Tensor& like) {
 bool can_update_in_place(const Tensors& parameters, std::span<const Tensors> slots) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i];
-    if (!has_format_of(parameter, parameter) || !parameter.is_non_overlapping_and_dense()) return false;
+    if (!has_kernels(parameter.scalar_type()) || !has_format_of(parameter, parameter) ||
+        !parameter.is_non_overlapping_and_dense()) {
+      return false;
+    }
     const bool fit = std::all_of(slots.begin(), slots.end(), [&](const Tensors& slot) {
       return !slot[i].defined() || has_format_of(slot[i], parameter);
     });
@@ -82,6 +90,8 @@ Tensors readable_gradients(const Operands<Tensors>& on, std::span<const Tensors>
 /// all parameters of a call have the same, so they share it.
 template <class Options>
 bool run_moments(const char* name, const Options& options, const Operands<Tensors>& on) {
+  // Kernels of newer releases round options to float for float parameters, and would divide by 1 - 1.
+  if (static_cast<float>(options.beta1) == 1.0F || static_cast<float>(options.beta2) == 1.0F) return false;
   const std::span<const Tensors> slots(on.state, options.amsgrad ? 3 : 2);
   const at::Tensor& first = on.parameter.front();
   if (!has_operator(name, first) || !can_update_in_place(on.parameter, slots)) return false;

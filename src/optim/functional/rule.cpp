@@ -1,14 +1,15 @@
 #include "optim/functional/rule.h"
 
 #include <algorithm>
+#include <compare>
 #include <fmt/format.h>
 #include <map>
-#include <tuple>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/StringUtil.h>
 
 #include "device/api/half.h"
+#include "optim/operators.h"
 
 namespace torchspan::optim {
 namespace {
@@ -27,6 +28,16 @@ void refresh_master(at::Tensor& master, const at::Tensor& parameter) {
   master.copy_(at::where(changed, parameter.to(at::kFloat), master));
 }
 
+/// What parameters that are updated together have in common.
+struct GroupKey {
+  std::string device;
+  at::ScalarType dtype;
+  std::int64_t steps;
+  bool has_slots;
+  bool by_operator;
+  auto operator<=>(const GroupKey&) const = default;
+};
+
 }  // namespace
 
 RuleOptimizer::RuleOptimizer(std::string_view name, RuleSettings settings, std::vector<at::Tensor> parameters)
@@ -37,6 +48,11 @@ RuleOptimizer::RuleOptimizer(std::string_view name, RuleSettings settings, std::
 bool RuleOptimizer::State::sparse() const {
   return std::any_of(slots.begin(), slots.end(),
                      [](const at::Tensor& slot) { return slot.defined() && slot.is_sparse(); });
+}
+
+bool RuleOptimizer::State::has_slots() const {
+  return !slots.empty() &&
+         std::all_of(slots.begin(), slots.end(), [](const at::Tensor& slot) { return slot.defined(); });
 }
 
 at::Tensor RuleOptimizer::make_slot(std::size_t, const at::Tensor& like) const {
@@ -101,28 +117,36 @@ void RuleOptimizer::update(std::size_t index, at::Tensor& parameter, const at::T
 
 bool RuleOptimizer::can_update_together(std::size_t index, const at::Tensor& gradient) const {
   if (settings_.cpu_kernel && gradient.is_cpu()) return false;
-  const bool wanted = settings_.foreach.value_or(gradient.is_cuda() || has_operator_for(gradient));
-  return wanted && !gradient.is_sparse() && !states_[index].sparse();
+  if (!can_index_with_int(gradient) || gradient.is_sparse() || states_[index].sparse()) return false;
+  return settings_.foreach ? *settings_.foreach : gradient.is_cuda() || has_operator_for(gradient);
+}
+
+bool RuleOptimizer::can_use_operator(std::size_t index) const {
+  const at::Tensor& parameter = parameters()[index];
+  // Without elements: the operators of some releases fail for many tensors that have none.
+  if (settings_.foreach || parameter.numel() == 0 || !parameter.is_non_overlapping_and_dense()) return false;
+  const State& state = states_[index];
+  at::Tensor like = state.master.defined() ? state.master : parameter;
+  if (like.is_complex()) like = at::view_as_real(like);
+  return std::all_of(state.slots.begin(), state.slots.end(), [&](const at::Tensor& slot) {
+    return !slot.defined() || (slot.sizes() == like.sizes() && slot.strides() == like.strides());
+  });
 }
 
 void RuleOptimizer::update_all(std::span<const at::Tensor> gradients) {
   at::AutoDispatchBelowADInplaceOrView below;
-  using Key = std::tuple<std::string, at::ScalarType, std::int64_t, bool>;
-  std::map<Key, std::vector<std::size_t>> groups;
+  std::map<GroupKey, std::vector<std::size_t>> groups;
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     if (!gradients[i].defined()) continue;
     if (can_update_together(i, gradients[i])) {
-      const at::Tensor& parameter = parameters()[i];
-      // Without gaps, and with elements, because the operators of some releases fail for many tensors without any.
-      const bool by_operator =
-          !settings_.foreach && parameter.is_non_overlapping_and_dense() && parameter.numel() != 0;
-      groups[{gradients[i].device().str(), gradients[i].scalar_type(), states_[i].steps, by_operator}]
+      groups[{gradients[i].device().str(), gradients[i].scalar_type(), states_[i].steps,
+              states_[i].has_slots(), can_use_operator(i)}]
           .push_back(i);
     } else {
       update(i, parameters()[i], gradients[i]);
     }
   }
-  for (const auto& [like, indices] : groups) update_many(indices, gradients, std::get<bool>(like));
+  for (const auto& [like, indices] : groups) update_many(indices, gradients, like.by_operator);
 }
 
 void RuleOptimizer::update_many(const std::vector<std::size_t>& indices,

@@ -53,6 +53,7 @@ class RuleOptimizer : public FunctionalOptimizer {
     Tensors slots;
     at::Tensor master;  ///< float32 copy of the parameter, if the optimizer keeps one
     bool sparse() const;
+    bool has_slots() const;
   };
   /// A parameter and its gradient as the rule gets them.
   struct Views {
@@ -65,6 +66,7 @@ class RuleOptimizer : public FunctionalOptimizer {
   bool in_float32(const at::Tensor& parameter) const;
   bool has_master(const at::Tensor& parameter) const;
   bool can_update_together(std::size_t index, const at::Tensor& gradient) const;
+  bool can_use_operator(std::size_t index) const;
   Views views(const at::Tensor& parameter, const at::Tensor& gradient, State& state) const;
   void begin(State& state, const at::Tensor& like) const;
   void finish(at::Tensor& parameter, const at::Tensor& seen) const;
