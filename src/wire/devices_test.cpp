@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include "wire/api/tensors.h"
+#include "wire/tensor_block.h"
 #include "wire/wire_test_util.h"
 
 namespace torchspan::wire::devices_test {
@@ -32,6 +33,19 @@ TEST(Devices, ATensorOfAnotherDeviceArrivesWhereThePlacementSays) {
   };
   EXPECT_TRUE(unpack(metadata.bytes(), buffers, {.place = place})[0].is_meta());
   EXPECT_EQ(asked, "cuda:1");
+}
+
+/// The sender still holds the message when the receiver has the tensor.
+TEST(Devices, ATensorOfThisProcessIsMovedToItsReceiver) {
+  const auto sent = std::make_shared<at::Tensor>(torch::ones({2, 3}));
+  Buffer buffer{static_cast<std::byte*>(sent->data_ptr()), sent->nbytes(), sent};
+  const DeviceSegment segment{0, c10::kCPU, /*is_tensor=*/true};
+  BufferQueue buffers(std::span(&buffer, 1), std::span(&segment, 1));
+  const at::Tensor got =
+      take_device_tensor(BlockShape{at::kFloat, at::DimVector{2, 3}, at::DimVector{3, 1}}, buffers);
+  EXPECT_EQ(got.use_count(), 1u);
+  EXPECT_FALSE(sent->defined());
+  EXPECT_TRUE(at::equal(got, torch::ones({2, 3})));
 }
 
 TEST(Devices, ATensorIsPlacedOnTheRequestedDeviceOrRejected) {

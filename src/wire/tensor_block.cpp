@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <memory>
 #include <numeric>
+#include <utility>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_strided.h>
@@ -280,7 +281,7 @@ at::Tensor view_device_block(const BlockShape& shape, BufferQueue& buffers) {
 
 at::Tensor take_device_tensor(const BlockShape& shape, BufferQueue& buffers) {
   const Buffer buffer = buffers.take_on_device(shape.bytes(), c10::elementSize(shape.dtype));
-  return *std::static_pointer_cast<at::Tensor>(buffer.owner);
+  return std::move(*std::static_pointer_cast<at::Tensor>(buffer.owner));
 }
 
 }  // namespace torchspan::wire

@@ -1,19 +1,13 @@
 // Tensors between devices of real processes through memory that both map: values, a peer that dies in each phase,
-// a peer that leaves while its process lives, and processes that cannot share memory; large tensors in parts; gradients of
-// passes; activations and gradients of pipelines.
+// a peer that leaves while its process lives, and processes that cannot share memory; large tensors in parts; gradients
+// of passes.
 #include <filesystem>
 
 #include <torch/torch.h>
 
 #include <torchspan/autograd/context.h>
-#include <torchspan/detail/autograd/extension.h>
-#include <torchspan/detail/pipeline/extension.h>
-#include <torchspan/detail/rpc/service.h>
-#include <torchspan/pipeline/pipeline.h>
 
-#include "net/api/local.h"
-#include "rendezvous/api/files.h"
-#include "tests/support/cluster_main.h"
+#include "tests/support/device_worker.h"
 #include "tests/support/errors.h"
 #include "tests/support/test_device.h"
 
@@ -25,9 +19,6 @@ using namespace testing;  // NOLINT(google-build-using-namespace)
 constexpr std::int64_t kElements = 1 << 15;  // 256 KiB
 
 at::Tensor twice(const at::Tensor& x) { return x * 2; }
-std::int64_t sent(Worker& worker) {
-  return static_cast<std::int64_t>(worker.runtime().metrics.snapshot()["rpc.device_memory.sent"]);
-}
 /// Dies when it has copied its argument, usually before it has returned the memory.
 void die(const at::Tensor&) { ::kill(getpid(), SIGKILL); }
 /// The same with the gradient of its result.
@@ -41,7 +32,6 @@ at::Tensor die_in_backward(const at::Tensor& x) {
 }
 
 constexpr Function<twice> kTwice{"twice"};
-constexpr Function<sent> kSent{"sent"};
 constexpr Function<die> kDie{"die"};
 constexpr Function<die_in_backward> kDieInBackward{"die_in_backward"};
 
@@ -82,56 +72,18 @@ std::string variable(const char* name) {
   return text == nullptr ? "" : text;
 }
 
-/// A worker of the world that the environment describes, over shared memory and Unix sockets.
-class DeviceWorker {
+/// A worker whose memory may be fragile, and that calls the other one.
+class CallingWorker : public DeviceWorker {
  public:
-  DeviceWorker()
-      : environment_(rendezvous::read_environment(rendezvous::process_environment())),
-        executor_(make_executor()),
-        runtime_(std::make_shared<Runtime>(*executor_, environment_.name, LogLevel::kWarning)) {
-    const net::Secret secret = rendezvous::load_secret(environment_);
-    rpc::ServiceOptions options;
-    options.name = environment_.name;
-    options.rank = static_cast<std::uint32_t>(environment_.rank);
-    options.listen = "unix:" + variable("TORCHSPAN_RUNTIME_DIR") + "/" + environment_.name;
-    options.default_timeout = std::chrono::seconds(20);
-    options.device_runtime =
-        std::make_shared<FragileRuntime>(variable("TEST_DIES_IN"), variable("TEST_REFUSES"));
-    options.device_staging_bytes = 1 << 20;
-    if (environment_.rank == 0)
-      options.device_maps["worker1"] = DeviceMap({{test_device(0), test_device(1 % test_device_count())}});
-    std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<autograd::AutogradExtension>());
-    extensions.push_back(std::make_unique<pipeline::PipelineExtension>());
-    service_ = std::make_unique<rpc::WorkerService>(
-        runtime_, FunctionTable().add(kTwice, kSent, kDie, kDieInBackward), options,
-        [&](net::Handler& handler) {
-          net::TransportOptions transport;
-          transport.secret = secret;
-          return net::make_local_transport(*executor_, handler, transport);
-        },
-        std::move(extensions));
-    rendezvous::MembershipOptions join;
-    join.name = environment_.name;
-    join.rank = environment_.rank;
-    join.world_size = environment_.world_size;
-    join.store_address = environment_.store_address();
-    join.address = service_->address();
-    join.job = environment_.job;
-    service_->start(
-        rendezvous::Membership::join(*runtime_, rendezvous::stream_transports(*executor_, secret), join));
-  }
-
-  Worker& worker() { return service_->worker(); }
-  Executor& executor() { return *executor_; }
-  void shutdown() { service_->shutdown(executor_->deadline_in(std::chrono::seconds(30))); }
-  void stop() { service_->stop("left, as the test wants"); }
+  CallingWorker()
+      : DeviceWorker(FunctionTable().add(kTwice, kDie, kDieInBackward),
+                     std::make_shared<FragileRuntime>(variable("TEST_DIES_IN"), variable("TEST_REFUSES"))) {}
 
   /// Calls until arguments go through device memory, or a call fails.
   void connect() {
     for (int i = 0; i < 500 && sent(worker()) == 0; ++i) {
       check_call(i);
-      executor_->sleep(std::chrono::milliseconds(5));
+      executor().sleep(std::chrono::milliseconds(5));
     }
     require(sent(worker()) > 0, "a tensor went through device memory");
   }
@@ -142,12 +94,6 @@ class DeviceWorker {
     require(at::equal(y.cpu(), at::full({elements}, 2 * value, at::kDouble)),
             "the values are twice as large");
   }
-
- private:
-  const rendezvous::WorkerEnvironment environment_;
-  const std::unique_ptr<Executor> executor_;
-  const std::shared_ptr<Runtime> runtime_;
-  std::unique_ptr<rpc::WorkerService> service_;
 };
 
 /// Whether this process owns so many areas of stand-in memory; always on CUDA devices, whose memory has no names.
@@ -166,19 +112,11 @@ void remove_areas_of(pid_t process) {
     if (entry.path().filename().string().starts_with(prefix)) std::filesystem::remove(entry.path());
   }
 }
-bool await(Executor& executor, const std::function<bool()>& condition) {
-  const Deadline deadline = executor.deadline_in(std::chrono::seconds(20));
-  while (!condition() && !deadline.passed(executor.now())) executor.sleep(std::chrono::milliseconds(20));
-  return condition();
-}
-void require_no_race() {
-  for (const std::string& race : StandInStreams::get().take_races()) require(false, race);
-}
 
 void exchange() {
   StandInStreams::get().reset(/*polls=*/10);
-  auto owned = std::make_unique<DeviceWorker>();
-  DeviceWorker& self = *owned;
+  auto owned = std::make_unique<CallingWorker>();
+  CallingWorker& self = *owned;
   if (self.worker().rank() == 0) {
     self.connect();
     for (int i = 0; i < 50; ++i) self.check_call(i);
@@ -204,7 +142,7 @@ void exchange() {
 /// Tensors that are larger than the shared memory, and of which the host copies the parts while others are sent.
 void exchange_large() {
   StandInStreams::get().reset(/*polls=*/10);
-  DeviceWorker self;
+  CallingWorker self;
   if (self.worker().rank() == 0) {
     for (int i = 0; i < 3; ++i) self.check_call(i, 40 * kElements + i);
     std::vector<Future<at::Tensor>> all;
@@ -229,7 +167,7 @@ void exchange_large() {
 /// Backward passes: the gradients of results and of arguments.
 void differentiate() {
   StandInStreams::get().reset(/*polls=*/10);
-  DeviceWorker self;
+  CallingWorker self;
   Worker& worker = self.worker();
   if (worker.rank() == 0) {
     self.connect();
@@ -238,7 +176,7 @@ void differentiate() {
       self.executor().sleep(std::chrono::milliseconds(5));
     }
     for (int i = 1; i <= 20; ++i) {
-      self.executor().sleep(std::chrono::milliseconds(20));  // memory is returned
+      await_returns(self);
       const std::int64_t here = sent(worker), there = worker.rpc_sync(1, kSent);
       const at::Tensor x = at::full({kElements}, i, at::kDouble).to(test_device(0)).requires_grad_();
       autograd::Context context(worker);
@@ -256,60 +194,9 @@ void differentiate() {
   require_no_race();
 }
 
-constexpr std::int64_t kWidth = 96, kRows = 512, kMicroBatches = 4;  // a micro-batch has 96 KiB
-
-at::Tensor numbers(std::int64_t rows, std::int64_t seed) {
-  const auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
-  return at::randn({rows, kWidth}, generator, at::kDouble).mul_(0.1);
-}
-
-/// A stage of a pipeline; it does not move its input.
-struct StageImpl : torch::nn::Module {
-  StageImpl(c10::Device device, std::int64_t seed)
-      : weight(register_parameter("weight", numbers(kWidth, seed).to(device))) {}
-  at::Tensor forward(const at::Tensor& x) { return at::matmul(x, weight).tanh(); }
-  at::Tensor weight;
-};
-TORCH_MODULE(Stage);
-
-at::Tensor stage_loss(const at::Tensor& output, const at::Tensor& target) {
-  return (output - target.to(output.device())).pow(2).mean();
-}
-
-/// A pipeline with a stage on a device of each worker: its activations and gradients.
-void train_pipeline() {
-  StandInStreams::get().reset(/*polls=*/10);
-  DeviceWorker self;
-  Worker& worker = self.worker();
-  const c10::Device here = test_device(worker.rank() % test_device_count());
-  pipeline::Layers layers;
-  for (std::int64_t seed = 0; seed < 2; ++seed) layers.add<Stage>(here, seed);
-  pipeline::PipelineOptions options;
-  options.micro_batches = kMicroBatches;
-  auto pipe = std::make_unique<pipeline::Pipeline>(worker, layers, options);
-  std::vector<at::Tensor> alone{numbers(kWidth, 0).requires_grad_(), numbers(kWidth, 1).requires_grad_()};
-  for (int step = 0; step < 25; ++step) {
-    self.executor().sleep(std::chrono::milliseconds(20));  // memory is returned, and offers are answered
-    const std::int64_t before = sent(worker);
-    const at::Tensor input = numbers(kRows, 100 + step), target = numbers(kRows, 200 + step);
-    pipe->train_step(input.to(here), target, stage_loss);
-    stage_loss(at::matmul(at::matmul(input, alone[0]).tanh(), alone[1]).tanh(), target).backward();
-    const std::size_t mine = static_cast<std::size_t>(worker.rank());
-    const at::Tensor gradient = pipe->module(static_cast<int>(mine))->parameters()[0].grad();
-    require(at::allclose(gradient.cpu(), alone[mine].grad(), 1e-10, 1e-12), "the gradient of one process");
-    if (step == 24) {
-      require(sent(worker) - before == kMicroBatches,
-              std::to_string(sent(worker) - before) + " activations or gradients went through device memory");
-    }
-  }
-  pipe.reset();
-  self.shutdown();
-  require_no_race();
-}
-
 /// Two processes that cannot map each other's memory, as in containers of which each has its own processes.
 void exchange_without_shared_memory() {
-  DeviceWorker self;
+  CallingWorker self;
   if (self.worker().rank() == 0) {
     for (int i = 0; i < 50; ++i) {
       self.check_call(i);
@@ -322,7 +209,7 @@ void exchange_without_shared_memory() {
 
 /// Calls until the other worker is dead, which an error says; then its memory is freed.
 void outlive() {
-  DeviceWorker self;
+  CallingWorker self;
   const std::string phase = variable("TEST_DIES_IN");
   const bool during_a_call = phase.empty() || phase == "backward";
   bool died = false;
@@ -355,13 +242,13 @@ void outlive() {
   self.stop();
 }
 void die_early() {
-  DeviceWorker self;
+  CallingWorker self;
   self.executor().sleep(std::chrono::seconds(60));
 }
 
 /// The worker leaves, and its process lives: its device may still read the memory.
 void keep_for_the_living() {
-  auto self = std::make_unique<DeviceWorker>();
+  auto self = std::make_unique<CallingWorker>();
   const std::string marker = variable("TORCHSPAN_RUNTIME_DIR") + "/may-end";
   if (self->worker().rank() == 1) {
     const std::string leave = variable("TORCHSPAN_RUNTIME_DIR") + "/may-leave";
@@ -390,12 +277,6 @@ TEST(ClusterDeviceMemory, TwoProcessesExchangeTensors) {
 TEST(ClusterDeviceMemory, GradientsOfTwoProcessesGoThroughIt) {
   ProcessWorld world(2);
   world.start_all("differentiate");
-  expect_all_end_well(world);
-}
-
-TEST(ClusterDeviceMemory, ActivationsAndGradientsOfPipelinesGoThroughIt) {
-  ProcessWorld world(2);
-  world.start_all("train_pipeline");
   expect_all_end_well(world);
 }
 
@@ -467,7 +348,6 @@ int main(int argc, char** argv) {
       {{"exchange", torchspan::exchange},
        {"exchange_large", torchspan::exchange_large},
        {"differentiate", torchspan::differentiate},
-       {"train_pipeline", torchspan::train_pipeline},
        {"exchange_without_shared_memory", torchspan::exchange_without_shared_memory},
        {"outlive", torchspan::outlive},
        {"die_early", torchspan::die_early},

@@ -16,7 +16,7 @@ case "$2" in
 esac
 """
 TESTS = ("device_suites", "engine_test", "data_parallel_test", "collective_conformance_test", "cluster_devices_test",
-         "cluster_device_memory_test", "cluster_device_training_test")
+         "cluster_device_memory_test", "cluster_device_pipelines_test", "cluster_device_training_test")
 FILTERED = ("collective_conformance_test", "cluster_device_training_test")
 DEMO = """#!/bin/sh
 echo 'trained on 25600 images in 5.1 s: 5000 images/s'

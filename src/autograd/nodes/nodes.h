@@ -39,8 +39,8 @@ class SendNode final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "SendNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
-  /// Moves gradients to the devices of their tensors, from the CPU or from where a device map placed them. They are then
-  /// ready on this thread's current streams.
+  /// Moves gradients to the devices of their tensors, from the CPU or from where a device map placed them. They are
+  /// then ready on this thread's current streams.
   void place(torch::autograd::variable_list& gradients, device::CopyStreams& copies) const;
 
  private:
@@ -62,7 +62,8 @@ class RecvNode final : public engine::PassNode {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "RecvNode(" + message_.call + ")"; }
   const MessageInfo& message() const { return message_; }
-  /// Where the sender of the message uses its gradients: the way of the tensors back, by the device map of the caller.
+  /// Where the sender of the message uses its gradients. Gradients of a result go like an argument, those of an
+  /// argument like a result, by the caller's device map.
   rpc::DevicePlace gradient_place() const {
     return {message_.reply ? rpc::DevicePlace::By::kArguments : rpc::DevicePlace::By::kResults};
   }

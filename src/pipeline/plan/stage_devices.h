@@ -22,7 +22,8 @@ class StageDevices {
 
   /// Where a worker uses what is sent to one of its layer ranges.
   rpc::DevicePlace of_range(std::uint32_t rank, int range) const;
-  /// Where a worker uses gradients of parameters: on the device of all its layer ranges, if they have one.
+  /// Where a worker uses gradients of parameters: on the device of those of its layer ranges that have one, if it is
+  /// the same for all.
   rpc::DevicePlace of_worker(std::uint32_t rank) const;
 
  private:

@@ -34,14 +34,20 @@ void check_unchanged(const InPlaceWatch& watch) {
               "recomputed: make the operation out of place, or use ActivationCheckpoint::kNever");
 }
 
-/// Moves what links transfer to the device of the layers. From another worker it arrives there, on the CPU, or where the
-/// layers were when the pipeline was created.
+/// Whether a link stays on one worker. measure_costs() runs the ranges of all workers in one process.
+bool stays_on_worker(const Plan& plan, const Link& link) {
+  const auto worker_of = [&](int range) { return plan.layer_ranges[static_cast<std::size_t>(range)].worker; };
+  return worker_of(link.from) == worker_of(link.to);
+}
+
+/// Moves what links transfer to the device of the layers; if they have none, what comes from another worker to the CPU.
+/// From there it arrives on the CPU, or where the layers were when the pipeline was created.
 void move_linked_inputs(const LocalPipeline& local, std::map<int, Activation>& inputs,
                         std::optional<c10::Device> device) {
   for (auto& [link, activation] : inputs) {
     if (link == kOutside) continue;
-    const bool from_here = local.owns_layer_range(local.plan.links[static_cast<std::size_t>(link)].from);
-    if (!device && (from_here || !device::has_streams())) continue;
+    const bool stays = stays_on_worker(local.plan, local.plan.links[static_cast<std::size_t>(link)]);
+    if (!device && (stays || !device::has_streams())) continue;
     for (c10::IValue& member : activation.batch.members) {
       if (is_defined_tensor(member)) member = moved(member.toTensor(), device.value_or(c10::kCPU));
     }

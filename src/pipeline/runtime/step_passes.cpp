@@ -56,8 +56,9 @@ void StepPasses::deliver(int link, int micro_batch, Activation activation) {
   message.members = std::move(activation.batch.members);
   message.wants_gradient = std::move(activation.wants_gradient);
   message.unsplit = std::move(activation.batch.unsplit);
-  // On the device, inputs of micro-batches whose forward has not begun would take what offload saves.
-  if (!local_.options.offload)
+  // A receiver copies what is sent to its device when it arrives. Inputs of micro-batches whose forward has not begun
+  // would take the memory that offload saves; in a step without backwards, nothing limits their number.
+  if (!local_.options.offload && has_backwards_)
     message.place = local_.grid.devices.of_range(local_.rank_of(range_of(to).worker), to);
   local_.post_to(range_of(to).worker, message);
 }

@@ -44,14 +44,14 @@ bool detach_graph_tensors(std::span<at::Tensor> tensors) {
   return any;
 }
 
-/// Adds blobs that say which of the message's segments the peer has already: `is_split` says how each tensor that is
-/// no segment is sent. Places of tensors in device memory do not count those in parts.
-void add_places(OutgoingMessage& out, const std::vector<bool>& is_split) {
+/// Adds blobs that say which of the message's segments the peer has already. Places of tensors in device memory do not
+/// count those in parts.
+void add_places(OutgoingMessage& out) {
   SharedPlaces shared;
   SplitPlaces split;
-  for (std::size_t i = 0; i < is_split.size(); ++i) {
+  for (std::size_t i = 0; i < out.is_split.size(); ++i) {
     const std::size_t segment = out.tensors.shared[i];
-    if (is_split[i]) {
+    if (out.is_split[i]) {
       split.all.push_back({static_cast<std::uint32_t>(segment), out.split[split.all.size()]->number()});
     } else {
       shared.all.push_back(out.lent[shared.all.size()]->place(segment - split.all.size()));
@@ -120,43 +120,40 @@ void MessageSender::pack(const CallInfo& info, PeerId to, wire::Payload& payload
                          OutgoingMessage& out) {
   wire::PackOptions options{.copies = &state_.copies};
   if (use.user_values && !info.reply) options.place = state_.devices.arguments(info.peer, state_.peers);
-  std::vector<bool> is_split;
-  if (device::has_streams()) {
-    options.share =
-        to == state_.id() ? share_with_itself(use, out) : share_with_peer(info, to, use, out, is_split);
-  }
+  if (device::has_streams())
+    options.share = to == state_.id() ? share_with_itself(use, out) : share_with_peer(info, to, use, out);
   out.tensors = wire::pack(payload.tensors, std::move(options));
-  if (!is_split.empty()) add_places(out, is_split);
+  if (!out.is_split.empty()) add_places(out);
 }
 
 /// Tensors whose device on the peer is known may go through memory that the peer maps. Other large ones go in parts.
 MessageSender::Share MessageSender::share_with_peer(const CallInfo& info, PeerId to, TensorUse use,
-                                                    OutgoingMessage& out, std::vector<bool>& is_split) {
-  return [this, &info, to, use, &out, &is_split](const at::Tensor& tensor, device::PendingCopies& copies) {
+                                                    OutgoingMessage& out) {
+  return [this, &info, to, use, &out](const at::Tensor& tensor, device::PendingCopies& copies) {
     const auto there = state_.device_memory ? device_there(info, use, tensor.device()) : std::nullopt;
     at::Tensor view = there ? lend(to, tensor, *there, out) : at::Tensor();
     if (view.defined()) {
-      is_split.push_back(false);
+      out.is_split.push_back(false);
       state_.copies.share(tensor, view, copies);
       return view;
     }
     SplitTensorPtr split = parts_.split(to, tensor, {state_.instance, out.frame.header.version});
     if (!split) return view;
-    is_split.push_back(true);
+    out.is_split.push_back(true);
     view = split->captured();
     out.split.push_back(std::move(split));
     return view;
   };
 }
 
-/// A worker's tensors to itself are copied on their devices. The receiver gets the copy.
+/// A worker's tensors to itself are copied on their devices. The receiver takes the copy.
 MessageSender::Share MessageSender::share_with_itself(TensorUse use, OutgoingMessage& out) {
   if (!use.user_values && use.place.by == DevicePlace::By::kHost) return nullptr;
   return [this, &out](const at::Tensor& tensor, device::PendingCopies& copies) {
     const c10::InferenceMode normal(false);  // the receiver may differentiate it
     at::Tensor copy = at::empty_strided(tensor.sizes(), device::dense_strides_like(tensor), tensor.options());
     state_.copies.share(tensor, copy, copies);
-    out.captured.push_back(copy);
+    out.captured.push_back(std::make_shared<at::Tensor>(copy));
     return copy;
   };
 }
@@ -217,7 +214,7 @@ void MessageSender::warn_of_detached(const CallInfo& info) {
 }
 
 void MessageSender::send_frame(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
-                               const wire::PackedTensors& tensors, std::span<const at::Tensor> captured) {
+                               const wire::PackedTensors& tensors, std::span<const TensorPtr> captured) {
   Bytes header = wire::encode_frame(frame);
   std::uint64_t bytes = header.size();
   for (const Segment& segment : tensors.segments) bytes += segment.size;
@@ -311,9 +308,9 @@ void MessageSender::drop_copying() {
 }
 
 /// Delivers a message to this worker itself along the whole path: copies its bytes like those that cross a
-/// wire. Tensors on devices were copied before.
+/// wire. Tensors on devices were copied before; the receiver takes them out of `captured`.
 void MessageSender::loop_back(const Bytes& header, const wire::PackedTensors& tensors,
-                              std::span<const at::Tensor> captured) {
+                              std::span<const TensorPtr> captured) {
   ReceivedMessage message{{header, {}}};
   for (const Segment& segment : tensors.segments) {
     Buffer buffer = allocate_buffer(segment.size);
@@ -321,7 +318,7 @@ void MessageSender::loop_back(const Bytes& header, const wire::PackedTensors& te
     message.segments.push_back(std::move(buffer));
   }
   for (std::size_t i = 0; i < captured.size(); ++i) {
-    const auto tensor = std::make_shared<at::Tensor>(captured[i]);
+    const TensorPtr& tensor = captured[i];
     const Buffer buffer{static_cast<std::byte*>(tensor->data_ptr()), tensor->nbytes(), tensor};
     const std::size_t index = tensors.shared[i];
     message.segments.insert(message.segments.begin() + static_cast<std::ptrdiff_t>(index), buffer);

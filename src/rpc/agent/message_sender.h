@@ -26,12 +26,17 @@ struct TensorUse {
   DevicePlace place = {};    ///< Request::place
 };
 
+using TensorPtr = std::shared_ptr<at::Tensor>;
+
 /// A message to be sent: its frame, and the tensors that the frame describes.
 struct OutgoingMessage {
   wire::Frame frame;
-  std::vector<at::Tensor> captured = {};   ///< to this worker itself: copies of tensors on their devices
+  std::vector<TensorPtr> captured =
+      {};  ///< to this worker itself: copies on their devices, which the receiver takes
   std::vector<LentTensorPtr> lent = {};    ///< memory of some tensors, freed after the copies in `tensors`
   std::vector<SplitTensorPtr> split = {};  ///< tensors that are sent in parts, before the frame
+  std::vector<bool> is_split =
+      {};  ///< by tensor that is in `lent` or in `split`, in the order of the message
   wire::PackedTensors tensors = {};
   std::exception_ptr failure = nullptr;  ///< an Error: why not all parts were sent
 
@@ -85,18 +90,17 @@ class MessageSender {
   using CopyingPtr = std::shared_ptr<Copying>;
   using Share = std::function<at::Tensor(const at::Tensor&, device::PendingCopies&)>;
   void pack(const CallInfo& info, PeerId to, wire::Payload& payload, TensorUse use, OutgoingMessage& out);
-  Share share_with_peer(const CallInfo& info, PeerId to, TensorUse use, OutgoingMessage& out,
-                        std::vector<bool>& is_split);
+  Share share_with_peer(const CallInfo& info, PeerId to, TensorUse use, OutgoingMessage& out);
   Share share_with_itself(TensorUse use, OutgoingMessage& out);
   std::optional<c10::Device> device_there(const CallInfo& info, TensorUse use, c10::Device here) const;
   at::Tensor lend(PeerId to, const at::Tensor& tensor, c10::Device there, OutgoingMessage& out);
   void send_frame(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
-                  const wire::PackedTensors& tensors, std::span<const at::Tensor> captured);
+                  const wire::PackedTensors& tensors, std::span<const TensorPtr> captured);
   void poll_copies(const CopyingPtr& copying, Duration pause);
   void send_parts(const CopyingPtr& copying);
   void finish(CopyingPtr copying);
   void loop_back(const Bytes& header, const wire::PackedTensors& tensors,
-                 std::span<const at::Tensor> captured);
+                 std::span<const TensorPtr> captured);
   void warn_of_detached(const CallInfo& info);
 
   AgentState& state_;

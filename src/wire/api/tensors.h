@@ -47,8 +47,8 @@ PackedTensors pack(std::span<const at::Tensor> tensors, PackOptions options = {}
 struct DeviceSegment {
   std::size_t index = 0;  ///< among the segments
   c10::Device device = c10::kCPU;
-  /// Whether the buffer's owner is a std::shared_ptr<at::Tensor> with this memory, which no other tensor uses: it becomes
-  /// the result without a copy. Only for messages of this process.
+  /// Whether the buffer's owner is a std::shared_ptr<at::Tensor> with this memory, which no other tensor uses: it is
+  /// moved into the result, without a copy. Only for messages of this process.
   bool is_tensor = false;
 };
 
@@ -58,8 +58,8 @@ struct UnpackOptions {
   std::function<c10::Device(c10::Device sent_from)> place = {};
   /// Copies tensors to devices with streams, beside their other work. Null: on the current stream.
   device::CopyStreams* copies = nullptr;
-  /// The segments in device memory, by ascending index. They need `copies`, and are always copied. Their owners
-  /// are released when the copies are complete.
+  /// The segments in device memory, by ascending index. They need `copies`. Those that are not tensors (`is_tensor`)
+  /// are always copied, and their owners released when the copies are complete.
   std::span<const DeviceSegment> on_device = {};
 };
 

@@ -47,7 +47,8 @@ struct CallInfo {
 };
 
 /// Where the handler of a request without user values uses its tensors on devices. Such tensors may go there through
-/// device memory that both workers map; a handler to which they may go must accept them on any device.
+/// device memory that both workers map; a handler to which they may go must accept them on any device. To the worker
+/// itself they stay on their devices, unless kHost.
 struct DevicePlace {
   enum class By : std::uint8_t {
     kHost,       ///< on the CPU: they go through host memory

@@ -35,8 +35,8 @@ struct ServiceOptions {
   /// Device map per peer name: where non-CPU tensors sent to the peer, and results of calls to it, are
   /// placed. Without a map tensors are sent as they are and arrive on the CPU.
   std::map<std::string, DeviceMap> device_maps = {};
-  /// Device memory for each peer on this host and pair of devices that a map or a pipeline names, through which tensors go
-  /// from device to device; allocated when it is first needed. 0: they go through host memory.
+  /// Device memory for each peer on this host and pair of devices that a map or a pipeline names, through which tensors
+  /// go from device to device; allocated when it is first needed. 0: they go through host memory.
   std::size_t device_staging_bytes = std::size_t{64} << 20;
   std::shared_ptr<const device::DeviceRuntime> device_runtime = nullptr;  ///< null: CUDA's
   bool report_leaks = true;  ///< graceful shutdown warns of values that others still reference
