@@ -212,7 +212,7 @@ void never_waits(BackendKind kind) {
   });
 }
 
-/// After the first steps, a step creates no event. From 2.7 on, LibTorch's engine creates some on stand-in devices.
+/// After the first steps, a step creates no event.
 void reuses_events(BackendKind kind) {
   on_group(kind, [&](Group& group, Executor&) {
     const Tensors parameters = leaves_on(test_device(0));
@@ -226,11 +226,8 @@ void reuses_events(BackendKind kind) {
     };
     const std::size_t before = train(10);
     const std::size_t made = train(40) - before;
-#ifndef TORCHSPAN_STAND_IN_IS_ACCELERATOR
     // More may be in use at once than before, but not one in each step.
     require(made < 20, "40 steps reuse events, but they created " + std::to_string(made));
-#endif
-    static_cast<void>(made);
   });
 }
 
@@ -386,6 +383,10 @@ INSTANTIATE_TEST_SUITE_P(Scenarios, DeviceTraining, ::testing::ValuesIn(names())
 /// Why the scenario cannot run on these devices; empty if it can.
 std::string missing_for(const std::string& scenario, BackendKind kind) {
   const auto is = [&](const char* name) { return scenario == prefix_of(kind) + name; };
+#ifdef TORCHSPAN_STAND_IN_IS_ACCELERATOR
+  if (is("reuses_events"))
+    return "since 2.7, LibTorch's engine creates events on stand-in devices, and the test would count them";
+#endif
   const bool nccl = kind == BackendKind::kNccl;
   const int devices = is("several_devices") || is("second_device") ? 2 : 1;
   // A process of a group over NCCL sees one GPU only.

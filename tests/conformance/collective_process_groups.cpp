@@ -1,14 +1,21 @@
 // Groups on devices over a LibTorch process group that the program makes: a double of one, whose work travels through
 // a group for the CPU.
 #include <atomic>
+#include <functional>
 #include <gmock/gmock.h>
 #include <memory>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <torchspan/collective/c10d.h>
+#include <torchspan/core/log.h>
+#include <torchspan/detail/core/runtime.h>
 
+#include "collective/c10d/c10d_engine.h"
+#include "collective/single.h"
+#include "device/api/torch_version.h"
 #include "tests/conformance/collective_devices.h"
 #include "tests/conformance/collective_world.h"
 #include "tests/support/errors.h"
@@ -45,7 +52,9 @@ class DoubleGroup final : public c10d::ProcessGroup {
       : ProcessGroup(cpu.rank(), cpu.size()), cpu_(std::move(cpu)), aborts_(std::move(aborts)) {}
 
   const std::string getBackendName() const override { return "double"; }
-  void abort() { ++*aborts_; }  // NOLINT(modernize-use-override): virtual since LibTorch 2.7
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 7)  // before, only work can be aborted
+  void abort() override { ++*aborts_; }
+#endif
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     tensors.at(0).copy_(cpu_.all_reduce(tensors.at(0).cpu(), op_of(options.reduceOp)).wait());
     return done();
@@ -195,7 +204,7 @@ TEST(DeviceProcessGroups, PartsOfAGroupHaveTheirOwn) {
   }
 }
 
-/// The device does not finish the work of either rank.
+/// kAvg: the division after the process group's work is what the device does not finish.
 TEST(DeviceProcessGroups, AreAbortedOnAllRanksWhenTheGroupFails) {
   StandInStreams::get().reset(/*polls=*/1 << 30);
   const auto aborts = std::make_shared<std::atomic<int>>(0);
@@ -203,7 +212,7 @@ TEST(DeviceProcessGroups, AreAbortedOnAllRanksWhenTheGroupFails) {
   for (const auto& failure : world.try_each([&](CollectiveWorld::Rank self) {
          const Group group = Group::make(self.runtime, self.membership, options_of(self, aborts));
          const at::Tensor mine = there(at::ones({3}));
-         const auto result = group.all_reduce(mine, kSum);
+         const auto result = group.all_reduce(mine, kAvg);
          result.wait();
          self.membership.barrier("test.launched", {}, world.executor().deadline_in(seconds(60)));
          EXPECT_EQ(aborts->load(), 0);
@@ -214,8 +223,39 @@ TEST(DeviceProcessGroups, AreAbortedOnAllRanksWhenTheGroupFails) {
        })) {
     if (failure) ADD_FAILURE() << to_error(failure).what();
   }
-  EXPECT_GE(aborts->load(), 2);
+  EXPECT_EQ(aborts->load(), 2) << "once on each rank";
   StandInStreams::get().reset();
+}
+
+TEST(C10dEngines, AbortTheirProcessGroupOnceAndThenThrow) {
+  const std::unique_ptr<Executor> executor = make_executor();
+  const auto runtime = std::make_shared<Runtime>(*executor, "worker0", LogLevel::kOff);
+  const std::shared_ptr<Backend> control = SingleBackend::make(0, runtime, nullptr);
+  const auto aborts = std::make_shared<std::atomic<int>>(0);
+  const auto engine = C10dEngine::make(
+      [&](const std::vector<int>&, int) -> c10::intrusive_ptr<c10d::ProcessGroup> {
+        return c10::make_intrusive<DoubleGroup>(Group(control), aborts);
+      },
+      {.control = control,
+       .device = stand_in(0),
+       .runtime = std::make_shared<StandInRuntime>(),
+       .failure = std::make_shared<GroupFailure>(),
+       .gone = [] { return std::nullopt; },
+       .timeout = seconds(60)});
+  const at::Tensor tensor = there(at::ones({3}));
+  engine->all_reduce(tensor, kSum);
+  EXPECT_EQ(aborts->load(), 0);
+  engine->abort();
+  engine->abort();
+  EXPECT_EQ(aborts->load(), 1);
+  const std::vector<std::function<void()>> calls{
+      [&] { engine->all_reduce(tensor, kSum); }, [&] { engine->reduce_scatter(tensor, tensor, kSum); },
+      [&] { engine->broadcast({tensor}, {0}); }, [&] { engine->all_to_all({tensor}, {tensor}); }};
+  for (const auto& call : calls) {
+    const Error error = error_of(call);
+    EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
+    EXPECT_THAT(error.what(), HasSubstr("was aborted"));
+  }
 }
 
 /// Every rank gets the error of the one whose part fails.

@@ -6,7 +6,6 @@
 #include <memory>
 #include <sstream>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include <torchspan/collective/group.h>
@@ -47,17 +46,14 @@ inline collective::GroupOptions nccl_options() {
 /// Why processes cannot have a group over NCCL here; empty if they can. On CUDA devices they need one each, or a release
 /// of NCCL that lets them share one.
 inline std::string nccl_missing(int processes) {
-  constexpr int kSharedGpuVersion = 23000;
   if (!on_cuda() || test_device_count() >= processes) return {};
-  const char* shared = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   try {
-    const int version = collective::nccl::NcclLibrary::load({})->version();
-    if (shared != nullptr && std::string_view(shared) == "1" && version >= kSharedGpuVersion) return {};
+    if (collective::nccl::may_share_gpu(*collective::nccl::NcclLibrary::load())) return {};
   } catch (const Error& error) {
     return error.message();
   }
-  return "the test needs " + std::to_string(processes) +
-         " GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1 for processes that share one";
+  return "the test needs " + std::to_string(processes) + " GPUs, or NCCL 2.30 and " +
+         collective::nccl::kSharedGpuVariable + "=1 for processes that share one";
 }
 
 /// Variables with which the first CUDA device of rank `rank` is another one than that of the other ranks, if there are

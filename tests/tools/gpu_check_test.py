@@ -9,6 +9,9 @@ import unittest
 from pathlib import Path
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "gpu-check"
+# Without the folder of a CUDA toolkit.
+PATH = ":".join(folder for folder in os.environ["PATH"].split(":")
+                if not Path(folder, "nvcc").exists() or Path(folder, "env").exists())
 PYTHON = """#!/bin/sh
 case "$2" in
 *cmake_prefix_path*) echo "$GPU_CHECK_TORCH/share/cmake" ;;
@@ -34,9 +37,11 @@ class GpuCheck(unittest.TestCase):
         self.root = Path(folder.name)
         self.logs = self.root / "build" / "gpu"
         self.torch = self.root / "torch"
+        self.toolkit = None
         for path in ("tools", "docs", "path", "build/gpu/tree/bin", "torch/lib", "torch/share/cmake"):
             (self.root / path).mkdir(parents=True)
-        shutil.copy(TOOL, self.root / "tools" / "gpu-check")
+        # The CUDA toolkit of this machine, if it has one, is not found.
+        self.script("tools/gpu-check", TOOL.read_text().replace("/usr/local/cuda", str(self.root / "cuda")))
         for path in ("README.md", "docs/gpu.md"):
             (self.root / path).write_text("text\n")
         for tool in ("g++", "ninja"):
@@ -57,9 +62,12 @@ class GpuCheck(unittest.TestCase):
         self.script(f"build/gpu/tree/bin/{name}", text)
 
     def start(self, *arguments):
-        environment = {**os.environ, "PATH": f"{self.root / 'path'}:{os.environ['PATH']}"}
+        environment = {**os.environ, "PATH": f"{self.root / 'path'}:{PATH}"}
         environment.pop("OMP_NUM_THREADS", None)
         environment["GPU_CHECK_TORCH"] = str(self.torch)
+        environment.pop("CUDAToolkit_ROOT", None)
+        if self.toolkit:
+            environment["CUDAToolkit_ROOT"] = self.toolkit
         return subprocess.Popen([self.root / "tools" / "gpu-check", "--without-gpu", *arguments], env=environment,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -95,18 +103,30 @@ class GpuCheck(unittest.TestCase):
         self.assertIn("--gtest_filter=*-*/nccl_* ", (self.logs / "cluster_device_training_test.log").read_text())
         self.assertIn("--gtest_filter=*/nccl_views:", (self.logs / "nccl_training.log").read_text())
 
-    def test_the_trial_builds_with_cuda_if_libtorch_has_its_libraries(self):
-        def configured():
-            code, output = self.run_tool()
-            self.assertEqual(code, 0, output)
-            return (self.logs / "configure.log").read_text()
+    def configured(self):
+        code, output = self.run_tool()
+        self.assertEqual(code, 0, output)
+        return (self.logs / "configure.log").read_text()
 
+    def test_the_trial_builds_with_cuda_if_libtorch_has_its_libraries(self):
+        self.toolkit = "/toolkit"
         self.script("path/ldd", "#!/bin/sh\necho 'libcublas.so.13 => /lib/libcublas.so.13 (0x0)'\n")
-        self.assertNotIn("TORCHSPAN_CUDA", configured())
+        self.assertNotIn("TORCHSPAN_CUDA", self.configured())
         (self.torch / "lib" / "libtorch_cuda.so").touch()
-        self.assertIn("-DTORCHSPAN_CUDA=ON", configured())
+        self.assertIn("-DTORCHSPAN_CUDA=ON", self.configured())
         self.script("path/ldd", "#!/bin/sh\necho 'libcublas.so.13 => not found'\n")
-        self.assertNotIn("TORCHSPAN_CUDA", configured())
+        self.assertNotIn("TORCHSPAN_CUDA", self.configured())
+
+    @unittest.skipIf(shutil.which("nvcc", path=PATH), "nvcc is in the folder of other tools")
+    def test_the_trial_builds_without_cuda_if_there_is_no_toolkit(self):
+        self.script("path/ldd", "#!/bin/sh\necho 'libcublas.so.13 => /lib/libcublas.so.13 (0x0)'\n")
+        (self.torch / "lib" / "libtorch_cuda.so").touch()
+        self.assertNotIn("TORCHSPAN_CUDA", self.configured())
+        (self.root / "cuda").mkdir()
+        self.assertIn("-DTORCHSPAN_CUDA=ON", self.configured())
+        (self.root / "cuda").rmdir()
+        self.script("path/nvcc")
+        self.assertIn("-DTORCHSPAN_CUDA=ON", self.configured())
 
     def test_a_step_that_fails_and_a_demo_without_figures_make_the_run_fail(self):
         self.program("engine_test", "#!/bin/sh\nexit 3\n")

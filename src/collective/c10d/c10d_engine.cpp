@@ -75,7 +75,7 @@ void C10dEngine::all_reduce(const at::Tensor& tensor, ReduceOp reduction) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d_op(reduction);
-  wait(group_->allreduce(tensors, options));
+  wait(running().allreduce(tensors, options));
   if (reduction == kAvg) tensors[0].div_(group_->getSize());
 }
 
@@ -86,7 +86,7 @@ void C10dEngine::reduce_scatter(const at::Tensor& tensor, const at::Tensor& part
   for (std::int64_t rank = 0; rank < rows.size(0); ++rank) inputs[0].push_back(rows[rank]);
   c10d::ReduceScatterOptions options;
   options.reduceOp = c10d_op(reduction);
-  wait(group_->reduce_scatter(outputs, inputs, options));
+  wait(running().reduce_scatter(outputs, inputs, options));
   if (reduction == kAvg) outputs[0].div_(group_->getSize());
 }
 
@@ -95,13 +95,18 @@ void C10dEngine::broadcast(const std::vector<at::Tensor>& tensors, const std::ve
     std::vector<at::Tensor> one{tensors[i]};
     c10d::BroadcastOptions options;
     options.rootRank = roots[i];
-    wait(group_->broadcast(one, options));
+    wait(running().broadcast(one, options));
   }
 }
 
 void C10dEngine::all_to_all(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) {
   std::vector<at::Tensor> outputs = received, inputs = sent;
-  wait(group_->alltoall(outputs, inputs));
+  wait(running().alltoall(outputs, inputs));
+}
+
+c10d::ProcessGroup& C10dEngine::running() const {
+  if (aborted_) throw Error(ErrorKind::kCancelled, "the process group of this group was aborted");
+  return *group_;
 }
 
 void C10dEngine::wait(const c10::intrusive_ptr<c10d::Work>& work) {
@@ -110,6 +115,7 @@ void C10dEngine::wait(const c10::intrusive_ptr<c10d::Work>& work) {
 }
 
 void C10dEngine::abort() noexcept {
+  if (std::exchange(aborted_, true)) return;
   try {
     works_->abort(*group_);
   } catch (...) {  // not every process group has it; its own timeout then ends the work

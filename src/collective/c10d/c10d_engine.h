@@ -31,16 +31,19 @@ class C10dEngine final : public DeviceEngine {
   void reduce_scatter(const at::Tensor& tensor, const at::Tensor& part, ReduceOp reduction) override;
   void broadcast(const std::vector<at::Tensor>& tensors, const std::vector<int>& roots) override;
   void all_to_all(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) override;
-  /// Ends nothing if the process group, or before LibTorch 2.7 its work, cannot be aborted.
+  /// Ends nothing if the process group, or before LibTorch 2.7 its work, cannot be aborted. Tries it once.
   void abort() noexcept override;
 
  private:
   explicit C10dEngine(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  /// The process group; throws if it was aborted.
+  c10d::ProcessGroup& running() const;
   /// Makes the current stream wait for the work.
   void wait(const c10::intrusive_ptr<c10d::Work>& work);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::unique_ptr<compat::AbortableWork> works_;
+  bool aborted_ = false;
 };
 
 }  // namespace torchspan::collective

@@ -1,6 +1,7 @@
 #pragma once
 // All differences between the supported LibTorch versions that concern process groups.
 #include <cstdint>
+#include <deque>
 #include <utility>
 #include <vector>
 
@@ -32,8 +33,8 @@ class AbortableWork {
   void abort(c10d::ProcessGroup& group) { group.abort(); }
 #else
   void add(WorkPtr work) {
-    std::erase_if(works_, [](const WorkPtr& earlier) { return earlier->isCompleted(); });
     works_.push_back(std::move(work));
+    while (works_.size() > 1 && works_.front()->isCompleted()) works_.pop_front();
   }
   /// Throws what the work throws that cannot be aborted; later work is then left alone.
   void abort(c10d::ProcessGroup&) {
@@ -41,7 +42,7 @@ class AbortableWork {
   }
 
  private:
-  std::vector<WorkPtr> works_;
+  std::deque<WorkPtr> works_;  ///< in the order of their launch
 #endif
 };
 

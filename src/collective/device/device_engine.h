@@ -48,7 +48,8 @@ class DeviceEngine {
   virtual void all_to_all(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) = 0;
   /// A failure of launched work that the engine knows of.
   virtual std::optional<Error> failure() { return std::nullopt; }
-  /// Ends launched work, whose results are then undefined. Does not throw; nothing is called afterwards.
+  /// Ends launched work, whose results are then undefined; the group has failed. May be called again; other calls then
+  /// throw.
   virtual void abort() noexcept = 0;
   /// On any thread: fails a call that waits for other ranks.
   virtual void interrupt(const Error& cause) { static_cast<void>(cause); }

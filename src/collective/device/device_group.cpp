@@ -1,12 +1,9 @@
 #include "collective/device/device_group.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <fmt/format.h>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-
-#include <torchspan/rendezvous.h>
 
 #include "collective/c10d/c10d_engine.h"
 #include "collective/device/device_backend.h"
@@ -15,10 +12,6 @@
 
 namespace torchspan::collective {
 namespace {
-
-/// The first release of NCCL that lets ranks share a GPU, if this variable asks for it.
-constexpr int kSharedGpuVersion = 23000;
-constexpr const char* kSharedGpuVariable = "NCCL_MULTI_RANK_GPU_ENABLE";
 
 /// What a rank sends to the others about its device.
 struct DeviceFacts {
@@ -44,12 +37,6 @@ struct DeviceFacts {
     return facts;
   }
 };
-
-bool may_share_gpu(const nccl::NcclLibrary& library) {
-  const auto environment = rendezvous::process_environment();
-  const auto found = environment.find(kSharedGpuVariable);
-  return library.version() >= kSharedGpuVersion && found != environment.end() && found->second == "1";
-}
 
 class Selection {
  public:
@@ -101,7 +88,7 @@ class Selection {
     }
     try {
       if (plan_.backend != BackendKind::kCudaIpc) nccl_ = nccl::NcclLibrary::load(services_.nccl_library);
-      facts.shares_gpu = nccl_ && may_share_gpu(*nccl_);
+      facts.shares_gpu = nccl_ && nccl::may_share_gpu(*nccl_);
     } catch (const Error& error) {
       facts.nccl_trouble = error.message();
     }

@@ -96,4 +96,10 @@ std::string NcclLibrary::describe(Result result, CommunicatorHandle communicator
   return all;
 }
 
+bool may_share_gpu(const NcclLibrary& library) {
+  const auto environment = rendezvous::process_environment();
+  const auto found = environment.find(kSharedGpuVariable);
+  return library.version() >= kSharedGpuVersion && found != environment.end() && found->second == "1";
+}
+
 }  // namespace torchspan::collective::nccl

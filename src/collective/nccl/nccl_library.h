@@ -54,4 +54,10 @@ class NcclLibrary {
   Functions functions_{};
 };
 
+/// The first release of NCCL that lets ranks share a GPU, if this environment variable is 1.
+inline constexpr int kSharedGpuVersion = 23000;
+inline constexpr const char* kSharedGpuVariable = "NCCL_MULTI_RANK_GPU_ENABLE";
+/// Whether the library lets ranks of this process's environment share a GPU.
+bool may_share_gpu(const NcclLibrary& library);
+
 }  // namespace torchspan::collective::nccl

@@ -47,10 +47,9 @@ void list_parameters(rpc::Value& value, const std::string& name, ParamGroup& gro
 using ReadyMark = std::shared_ptr<const device::Mark>;
 
 /// Marks that the current stream has produced `gradient`; null on devices without streams.
-ReadyMark ready_now(const at::Tensor& gradient) {
+ReadyMark ready_now(const at::Tensor& gradient, const device::EventPoolPtr& events) {
   if (!device::has_streams(gradient.device())) return nullptr;
-  return std::make_shared<const device::Mark>(device::current_stream(gradient.device()),
-                                              std::make_shared<device::EventPool>());
+  return std::make_shared<const device::Mark>(device::current_stream(gradient.device()), events);
 }
 
 /// Makes this thread's current stream wait for the mark.
@@ -145,7 +144,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
           refuse_shared_gradient(parameter, owned->optimizer->describe(parameter));
           return self->queue_
               .run({parameter.unsafeGetTensorImpl(), owned.get()},
-                   [owned, rates, parameter, runs, ready = ready_now(gradient),
+                   [owned, rates, parameter, runs, ready = ready_now(gradient, self->events_),
                     gradient = std::exchange(gradient, {})] {
                      if (ready) wait_for(*ready, gradient);
                      if (!runs())
@@ -281,6 +280,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
   const std::weak_ptr<rpc::Endpoint> worker_;
   const std::weak_ptr<FutureHost> host_;
   StepQueue queue_;
+  const device::EventPoolPtr events_ = std::make_shared<device::EventPool>();
   mutable Mutex mutex_;
   std::map<GlobalId, std::shared_ptr<Owned>> optimizers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<std::uint32_t, std::uint64_t> departures_ TORCHSPAN_GUARDED_BY(mutex_);  // their number, by rank
