@@ -64,8 +64,8 @@ class Reducer {
 
   /// Collective. Throws Error{kInvalid} on every rank, naming the parameter, if ranks differ in names,
   /// order, dtypes, shapes, strides, sparseness, requires_grad or options, or if one rank's arguments are
-  /// wrong, such as a tensor that is listed twice. Parameters without requires_grad are only compared. After the session of `group` has ended,
-  /// calls fail with kCancelled.
+  /// wrong, such as a tensor that is listed twice. Parameters without requires_grad are only compared. After
+  /// the session of `group` has ended, calls fail with kCancelled.
   /// Gradients of several replicas in one process are summed, then averaged over ranks.
   Reducer(std::vector<Parameter> parameters, collective::Group group, DataParallelOptions options = {});
   Reducer(Replicas replicas, collective::Group group, DataParallelOptions options = {});

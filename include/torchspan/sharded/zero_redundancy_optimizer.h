@@ -60,7 +60,8 @@ class ZeroRedundancyOptimizer : public optim::LRTarget {
   /// Scales the averages to a total norm of at most `max_norm`; returns the norm before scaling. Collective.
   double clip_grad_norm(double max_norm, double norm_type = 2);
   /// Resets every `.grad` to undefined. In join(), ranks without batches wait after each reduction until the others
-  /// call step() or this, so call it on all ranks that have batches.
+  /// call step() or this: to skip a step, call it on all ranks that have batches, before their next forward. Throws
+  /// Error{kInvalid} there, and clears nothing, if one of them calls step() instead.
   void zero_grad();
 
   std::vector<double> lrs() const override;

@@ -20,7 +20,9 @@ void check_replicas(const Reducer::Replicas& replicas) {
   }
   bool trainable = false;
   std::map<const c10::TensorImpl*, std::string> listed;
-  for (const auto& replica : replicas) {
+  for (std::size_t r = 0; r < replicas.size(); ++r) {
+    const std::vector<Parameter>& replica = replicas[r];
+    const std::string of_replica = replicas.size() > 1 ? fmt::format(" of replica {}", r) : "";
     if (replica.size() != replicas[0].size()) {
       throw Error(ErrorKind::kInvalid, fmt::format("one replica has {} parameters, another has {}",
                                                    replicas[0].size(), replica.size()));
@@ -32,9 +34,15 @@ void check_replicas(const Reducer::Replicas& replicas) {
         throw Error(ErrorKind::kInvalid, fmt::format("parameter '{}' {}", parameter.name, why));
       };
       if (!parameter.tensor.defined()) refuse("is undefined");
-      const auto [first_entry, is_new] =
-          listed.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.name);
-      if (!is_new) refuse("is the same tensor as '" + first_entry->second + "'; list it once");
+      const auto [first_entry, is_new] = listed.emplace(parameter.tensor.unsafeGetTensorImpl(),
+                                                        fmt::format("'{}'{}", parameter.name, of_replica));
+      if (!is_new) {
+        throw Error(ErrorKind::kInvalid,
+                    fmt::format("parameter '{}'{} is the same tensor as {}; {}", parameter.name, of_replica,
+                                first_entry->second,
+                                replicas.size() > 1 ? "list it once, and give each replica its own copy"
+                                                    : "list it once"));
+      }
       check_not_stepped_in_backward(parameter);
       if (parameter.tensor.is_sparse()) refuse("is a sparse tensor; only its gradient may be sparse");
       if (parameter.tensor.requires_grad() && !parameter.tensor.is_leaf()) {

@@ -97,6 +97,13 @@ DiLoCo::Impl::Impl(const std::vector<at::Tensor>& listed, collective::Group grou
                                  {"outer_momentum", fmt::format("{}", options.outer_momentum)},
                                  {"fragments", std::to_string(options.fragments)},
                                  {"delay", std::to_string(options.delay)}});
+  if (mine.failure.empty()) {  // ranks must agree on which tensors are tied
+    std::map<const c10::TensorImpl*, std::size_t> first;
+    for (std::size_t i = 0; i < listed.size(); ++i) {
+      const auto [place, is_new] = first.emplace(listed[i].unsafeGetTensorImpl(), i);
+      if (!is_new) mine.tensors[i].type += ", the same tensor as " + parameter_name(place->second);
+    }
+  }
   const std::string wrong = complaint(options, parameters_.size());
   if (!wrong.empty()) mine.failure = "DiLoCoOptions::" + wrong;
   agree(group_, mine, "parameters");

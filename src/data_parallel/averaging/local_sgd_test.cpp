@@ -284,6 +284,16 @@ TEST(DiLoCo, TakesATensorThatIsListedTwiceOnce) {
   });
 }
 
+TEST(DiLoCo, RefusesTensorsThatAreTiedOnOneRankOnly) {
+  on_ranks(2, [](const Rank& self) {
+    const at::Tensor one = leaf({3}), other = leaf({3});
+    const Tensors listed{one, other, self.rank == 0 ? one : other};
+    EXPECT_THAT(
+        error_text([&] { DiLoCo(listed, self.group); }),
+        AllOf(HasSubstr("the same tensor as parameter 0"), HasSubstr("the same tensor as parameter 1")));
+  });
+}
+
 TEST(DiLoCo, KeepsAShareOfParametersOf16Bits) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
     on_ranks(2, [&](const Rank& self) {

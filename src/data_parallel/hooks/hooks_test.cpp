@@ -121,7 +121,7 @@ TEST(Hook, OfSparseGradientsAveragesThem) {
   });
 }
 
-/// Otherwise `.grad` would become undefined or dense without a word.
+/// Otherwise `.grad` would become undefined or dense silently.
 TEST(Hook, ThatReturnsAnotherTensorForASparseGradientFailsTheBackward) {
   for (const int kind : {0, 1, 2, 3}) {
     on_ranks(2, [&](const Rank& self) {

@@ -33,13 +33,13 @@ Names sparse_embeddings(const torch::nn::Module& module) {
 std::set<const c10::TensorImpl*> sparse_parameters(const torch::nn::Module& module,
                                                    const std::vector<std::string>& chosen) {
   const Names embeddings = sparse_embeddings(module);
-  std::set<const c10::TensorImpl*> sparse, shared;
+  std::set<const c10::TensorImpl*> sparse, dense;
   for (const auto& item : module.named_parameters()) {
     if (!item.value().defined()) continue;
     const auto* impl = item.value().unsafeGetTensorImpl();
-    embeddings.count(item.key()) > 0 ? sparse.insert(impl) : shared.insert(impl);
+    embeddings.count(item.key()) > 0 ? sparse.insert(impl) : dense.insert(impl);
   }
-  for (const auto* impl : shared) sparse.erase(impl);
+  for (const auto* impl : dense) sparse.erase(impl);
   for (const auto& item : module.named_parameters()) {
     if (std::find(chosen.begin(), chosen.end(), item.key()) != chosen.end() && item.value().defined())
       sparse.insert(item.value().unsafeGetTensorImpl());

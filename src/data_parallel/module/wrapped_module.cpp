@@ -73,6 +73,7 @@ class WrappedModule::Impl {
     owes_ = {};
     if (optimizer_hooks_.before_forward) optimizer_hooks_.before_forward();
     if (join_ && joining_.failure && at::GradMode::is_enabled()) std::rethrow_exception(joining_.failure);
+    if (join_ && at::GradMode::is_enabled() && optimizer_hooks_.before_round) optimizer_hooks_.before_round();
     reducer_.begin_forward();
     next_ = {.synchronize = synchronize_};
     if (!at::GradMode::is_enabled()) return;
@@ -169,6 +170,8 @@ class WrappedModule::Impl {
     try {
       body();
       if (joining_.failure) std::rethrow_exception(joining_.failure);  // the body has caught it
+      reducer_.settle();
+      if (optimizer_hooks_.body_ended) optimizer_hooks_.body_ended();
       shadow_other_ranks();
     } catch (...) {
       if (!joining_.failure) report_failure(describe(std::current_exception()).text);
@@ -182,7 +185,7 @@ class WrappedModule::Impl {
   struct Joining {
     std::exception_ptr failure;  ///< known to all ranks
     int last_live = 0;
-    int without_batches = 0;  ///< ranks in the last round
+    int without_batches = 0;  ///< ranks in the last reduction
   } joining_;
   OptimizerHooks optimizer_hooks_;
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
@@ -259,7 +262,6 @@ class WrappedModule::Impl {
   /// Applies what the ranks agreed on to the forward or reduction that follows.
   void apply(const JoinRound& round) {
     joining_.last_live = round.last_live();
-    joining_.without_batches = group().size() - round.live_count();
     next_.synchronize = round.synchronize;
     next_.leader = round.first_live();
     next_.divisor = join_->divide_by_initial_world_size ? group().size() : round.live_count();
@@ -283,7 +285,10 @@ class WrappedModule::Impl {
           "both inside");
     }
     if (joining_.failure) std::rethrow_exception(joining_.failure);
-    apply(agree_on_next({.live = true, .synchronize = true, .reduces = true}));
+    if (optimizer_hooks_.before_round) optimizer_hooks_.before_round();
+    const JoinRound round = agree_on_next({.live = true, .synchronize = true, .reduces = true});
+    apply(round);
+    joining_.without_batches = group().size() - round.live_count();
     return {.divisor = next_.divisor, .leader = next_.leader};
   }
 
@@ -313,9 +318,12 @@ class WrappedModule::Impl {
 
   /// The other ranks receive it at their next forward or reduction.
   void report_failure(const std::string& reason) {
+    try {
+      reducer_.settle();      // body_failed depends on whether the last reduction succeeded
+    } catch (const Error&) {  // the next operation of a broken group fails, too
+    }
     if (optimizer_hooks_.body_failed) optimizer_hooks_.body_failed(reason);
     try {
-      reducer_.settle();
       agree_on_next_round(group(), {.failure = reason.empty() ? "without a text" : reason});
     } catch (const Error&) {  // join() rethrows the exception of the body
     }

@@ -133,7 +133,7 @@ TEST(Csv, RefusesPartsThatAProgramMadeWrong) {
               HasSubstr("row 1, column 1: stage and micro-batch"));
 }
 
-TEST(Csv, ASpreadsheetsByteOrderMarkIsNoCell) {
+TEST(Csv, SkipsAByteOrderMark) {
   const std::string text = "0F0,0B0\r\n";
   EXPECT_EQ(parse_csv("\xEF\xBB\xBF" + text), parse_csv(text));
   EXPECT_EQ(parse_csv("\xEF\xBB\xBF"), parse_csv(""));

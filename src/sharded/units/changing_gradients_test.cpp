@@ -102,6 +102,9 @@ TEST(ChangingGradients, AParameterThatWasFrozenWhenItWasDividedCannotBeTrained) 
     net->blocks[1]->bias.set_requires_grad(true);
     EXPECT_THAT(error_text([&] { model(input(self.rank, 0)); }),
                 HasSubstr("parameter 'block1.bias' required no gradient when"));
+    EXPECT_THAT(
+        error_text([&] { net->blocks[1]->forward(input(self.rank, 0)); }),  // outside of the wrapper's
+        HasSubstr("parameter 'block1.bias' required no gradient when"));
     self.group.barrier();
     {
       const at::NoGradGuard no_grad;

@@ -115,8 +115,10 @@ void FlatParameters::free() {
 }
 
 bool FlatParameters::holds(const at::Tensor& tensor) const {
-  return tensor.defined() && tensor.has_storage() &&
-         tensor.storage().unsafeGetStorageImpl() == full_.storage().unsafeGetStorageImpl();
+  if (!tensor.defined() || !tensor.has_storage()) return false;
+  const c10::StorageImpl* memory = tensor.storage().unsafeGetStorageImpl();
+  return memory == full_.storage().unsafeGetStorageImpl() ||
+         (whole_.defined() && memory == whole_.storage().unsafeGetStorageImpl());
 }
 
 bool FlatParameters::set_name(const at::Tensor& parameter, const std::string& name) {

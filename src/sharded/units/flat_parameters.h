@@ -56,7 +56,7 @@ class FlatParameters {
   void begin_gather();
   void end_gather();
   bool is_gathered() const { return gathered_; }
-  /// Whether `tensor` is in the memory of the gathered parameters.
+  /// Whether `tensor` is in the memory of the gathered parameters, or of the whole ones after begin_whole().
   bool holds(const at::Tensor& tensor) const;
   /// Between begin_gather() and end_gather().
   bool is_gathering() const { return !gathers_.empty() || others_ready_.valid(); }

@@ -125,6 +125,30 @@ TEST(ShardedMemory, StatisticsSayWhetherPartsAreReadInPlace) {
   });
 }
 
+/// Returns a view of its parameter.
+struct TableImpl : torch::nn::Module {
+  TableImpl() { rows = register_parameter("rows", values({7, kWidth}, 3)); }
+  at::Tensor forward(std::int64_t count) { return rows.narrow(0, 1, count); }
+  at::Tensor rows;
+};
+TORCH_MODULE(Table);
+
+TEST(ShardedMemory, OutputsOfAForwardOnWholeParametersAreNoViewsOfThem) {
+  for (const std::size_t mapped : {std::size_t{0}, std::size_t{1}}) {
+    on_shared_memory_ranks(kSize, [&](const Rank& self) {
+      const at::NoGradGuard no_grad;
+      Table table;
+      FullyShardedDataParallel<Table> model(table, self.group, {.mapped_bytes = mapped});
+      const at::Tensor wanted = values({7, kWidth}, 3).narrow(0, 1, 3);
+      model.with_full_parameters([&] {
+        const at::Tensor output = model(std::int64_t{3});
+        table->rows.zero_();
+        EXPECT_TRUE(at::equal(output, wanted)) << mapped;
+      });
+    });
+  }
+}
+
 /// A layer that is late on some ranks, when its parameters are gathered.
 struct LateImpl : testing::DenseImpl {
   using DenseImpl::DenseImpl;

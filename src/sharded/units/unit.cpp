@@ -123,4 +123,19 @@ void Unit::reset() {
   }
 }
 
+void check_frozen(Unit& unit) {
+  for (const Unit::Part& part : unit.parts()) {
+    if (part.gradients) continue;
+    for (const FlatParameters::Entry& entry : part.parameters->entries()) {
+      if (!entry.tensor.requires_grad()) continue;
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("parameter '{}' required no gradient when FullyShardedDataParallel divided it, and "
+                      "requires one now, which would not be averaged; set requires_grad before the "
+                      "module is wrapped, and freeze it afterwards",
+                      entry.name));
+    }
+  }
+}
+
 }  // namespace torchspan::sharded

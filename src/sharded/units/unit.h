@@ -80,4 +80,7 @@ class Unit {
   std::vector<GradientNodes> nodes_;
 };
 
+/// Throws Error{kInvalid} that names a parameter of the unit that was frozen when it was divided, and is trained now.
+void check_frozen(Unit& unit);
+
 }  // namespace torchspan::sharded

@@ -16,6 +16,7 @@ namespace torchspan::sharded {
 class UnitForward::Impl {
  public:
   explicit Impl(std::shared_ptr<Unit> unit) : unit_(std::move(unit)), model_(unit_->model()) {
+    if (c10::GradMode::is_enabled()) check_frozen(*unit_);
     try {
       std::shared_ptr<Unit> before = model_->begin_unit(unit_);
       if (c10::GradMode::is_enabled()) {

@@ -32,15 +32,8 @@ void for_each_entry(const ShardedModel& model, const Visit& visit) {
   }
 }
 
-/// Throws if the gradient of a parameter would not reach an optimizer. `divided`: it is reduced.
-void check_gradient(const Entry& entry, bool divided) {
-  if (!divided && entry.tensor.requires_grad()) {
-    throw_invalid(fmt::format(
-        "parameter '{}' required no gradient when FullyShardedDataParallel divided it, and requires "
-        "one now, which would not be averaged; set requires_grad before the module is wrapped, and "
-        "freeze it afterwards",
-        entry.name));
-  }
+/// Throws if an optimizer would step the parameter in backward.
+void check_gradient_use(const Entry& entry) {
   if (!engine::has_gradient_use(entry.tensor, engine::GradientUse::kSteps)) return;
   throw_invalid(
       fmt::format("parameter '{}' is stepped in backward by an optimizer, which finds no gradient of a "
@@ -119,12 +112,8 @@ WrappedUnits::~WrappedUnits() = default;
 
 const std::shared_ptr<Unit>& WrappedUnits::begin_forward() {
   if (at::GradMode::is_enabled()) {
-    for (const auto& unit : model_->units()) {
-      for (const Unit::Part& part : unit->parts()) {
-        for (const Entry& entry : part.parameters->entries())
-          check_gradient(entry, part.gradients != nullptr);
-      }
-    }
+    for (const auto& unit : model_->units()) check_frozen(*unit);
+    for_each_entry(*model_, check_gradient_use);
   }
   model_->begin_forward();
   return model_->root();

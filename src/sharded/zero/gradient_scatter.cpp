@@ -19,9 +19,9 @@ Future<at::Tensor> GradientScatter::reduce(const data_parallel::GradientBucket& 
   {
     MutexLock lock(mutex_);
     closed = closed_;
-    left_over = has_gradients_;
+    if (bucket.index == 0) ++begun_;
+    left_over = begun_ > 1;
     buffers_[bucket.index] = bucket.buffer;
-    if (bucket.is_last) has_gradients_ = true;
   }
   const at::ScalarType dtype = bucket.buffer.scalar_type();
   // As the reducer without a hook: half overflows if it is summed before it is divided.
@@ -62,14 +62,14 @@ at::Tensor GradientScatter::buffer(std::size_t bucket) const {
   return buffers_.at(bucket);
 }
 
-bool GradientScatter::has_gradients() const {
+std::uint64_t GradientScatter::begun() const {
   MutexLock lock(mutex_);
-  return has_gradients_;
+  return begun_;
 }
 
 void GradientScatter::clear() {
   MutexLock lock(mutex_);
-  has_gradients_ = false;
+  begun_ = 0;
 }
 
 void GradientScatter::close() {

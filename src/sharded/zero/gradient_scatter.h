@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -30,8 +31,8 @@ class GradientScatter final : public std::enable_shared_from_this<GradientScatte
   Future<at::Tensor> reduce(const data_parallel::GradientBucket& bucket, const collective::Group& group);
   /// The last reduction's memory of a bucket; undefined before the first.
   at::Tensor buffer(std::size_t bucket) const;
-  /// Whether a reduction has ended since the last clear().
-  bool has_gradients() const;
+  /// Number of reductions that have begun since the last clear(), also those that failed. Buckets are reduced in order.
+  std::uint64_t begun() const;
   void clear();
   /// From now on buckets are all-reduced: there is no optimizer for the parts.
   void close();
@@ -42,7 +43,7 @@ class GradientScatter final : public std::enable_shared_from_this<GradientScatte
   mutable Mutex mutex_;
   std::vector<at::Tensor> buffers_ TORCHSPAN_GUARDED_BY(mutex_);  // by bucket
   bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
-  bool has_gradients_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::uint64_t begun_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace torchspan::sharded

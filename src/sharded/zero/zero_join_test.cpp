@@ -1,6 +1,7 @@
 // ZeroRedundancyOptimizer inside join() when a step is skipped, a reduction fails, or a loop ends with an exception.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -26,6 +27,7 @@ using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using testing::values;
 using torchspan::testing::error_text;
+using torchspan::testing::invalid_text;
 using torchspan::testing::on_ranks;
 using torchspan::testing::Rank;
 
@@ -133,6 +135,143 @@ TEST(ZeroJoin, ALoopThatThrowsBeforeTheStepEndsTheJoinOnAllRanks) {
                               ::testing::StrEq("the disk is full")));
     });
   }
+}
+
+/// The documented loop, of 1 batch on rank 0, 2 on rank 1 and so on. `clears_late`: after the forward.
+template <class Optimizer>
+void train_with_skips(Model& model, Optimizer& optimizer, const Rank& self, const std::set<int>& skipped,
+                      bool clears_late) {
+  model.join([&] {
+    for (int i = 0; i < 1 + self.rank; ++i) {
+      if (!clears_late) optimizer.zero_grad();
+      const at::Tensor loss = model(input(self.rank, i), false);
+      if (clears_late) optimizer.zero_grad();
+      loss.backward();
+      if (!skipped.contains(i)) optimizer.step();
+    }
+  });
+}
+
+void expect_skips_like_a_replica(int size, const std::set<int>& skipped, bool clears_late) {
+  on_ranks(size, [&](const Rank& self) {
+    Net mine, replica;
+    Model sharded(mine, self.group), plain(replica, self.group);
+    const optim::OptimizerSpec spec = optim::Adam({.lr = 0.01});
+    ZeroRedundancyOptimizer zero(sharded, spec);
+    optim::Optimizer optimizer(*replica, spec);
+    train_with_skips(sharded, zero, self, skipped, clears_late);
+    train_with_skips(plain, optimizer, self, skipped, clears_late);
+    expect_equal_parameters(*mine, *replica);
+    EXPECT_THAT(error_text([&] { zero.step(); }), HasSubstr("step() without averaged gradients"));
+    sharded(input(self.rank, 7), false).backward();
+    zero.step();
+  });
+}
+
+/// Step 0: no rank is without batches. 1: rank 0 is, and the loop of rank 1 ends. 2: the loop of the last rank ends.
+TEST(ZeroJoin, AStepMayBeSkippedAtTheLastBatchOfARank) {
+  for (const std::set<int>& skipped :
+       {std::set<int>{0}, std::set<int>{1}, std::set<int>{2}, std::set<int>{0, 1, 2}}) {
+    SCOPED_TRACE(::testing::PrintToString(skipped));
+    expect_skips_like_a_replica(3, skipped, /*clears_late=*/false);
+  }
+}
+
+TEST(ZeroJoin, GradientsMayBeClearedAfterTheForwardWhileNoRankFollows) {
+  expect_skips_like_a_replica(2, {0}, /*clears_late=*/true);
+}
+
+TEST(ZeroJoin, AForwardOrReductionBeforeASkippedStepIsClearedIsAnErrorWhileRanksFollow) {
+  on_ranks(2, [](const Rank& self) {
+    Net net;
+    Model model(net, self.group);
+    ZeroRedundancyOptimizer zero(model, optim::SGD({.lr = 0.1}));
+    const auto loss_of = [&](int step) { return model(input(self.rank, step), false); };
+    model.join([&] {
+      loss_of(0).backward();
+      zero.step();
+      if (self.rank == 0) return;
+      loss_of(1).backward();
+      EXPECT_THAT(invalid_text([&] { loss_of(2); }), HasSubstr("ranks without batches wait for one of them"));
+      zero.zero_grad();
+      const at::Tensor first = loss_of(2), second = loss_of(3);
+      first.backward();
+      EXPECT_THAT(invalid_text([&] { second.backward(); }),
+                  HasSubstr("ranks without batches wait for one of them"));
+      const at::Tensor before = net->weight.detach().clone();
+      zero.step();
+      EXPECT_FALSE(at::equal(net->weight, before));
+      loss_of(4).backward();
+      zero.step();
+    });
+  });
+}
+
+TEST(ZeroJoin, AStepThatFailsBeforeTheUpdateMayBeRepeated) {
+  on_ranks(3, [](const Rank& self) {
+    Net mine, replica;
+    Model sharded(mine, self.group), plain(replica, self.group);
+    ZeroRedundancyOptimizer zero(sharded, optim::SGD({.lr = 0.1}));
+    optim::Optimizer optimizer(*replica, optim::SGD({.lr = 0.1}));
+    const int batches = self.rank == 0 ? 1 : 2;
+    sharded.join([&] {
+      for (int i = 0; i < batches; ++i) {
+        sharded(input(self.rank, i), false).backward();
+        if (i == 1) {
+          const at::Tensor kept = mine->weight.grad();
+          if (self.rank == 2) mine->weight.mutable_grad() = kept.t().contiguous().t();
+          EXPECT_THAT(invalid_text([&] { zero.step(); }), HasSubstr("'weight' must be dense and contiguous"));
+          mine->weight.mutable_grad() = kept;
+        }
+        zero.step();
+      }
+    });
+    plain.join([&] {
+      for (int i = 0; i < batches; ++i) {
+        plain(input(self.rank, i), false).backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    });
+    expect_equal_parameters(*mine, *replica);
+  });
+}
+
+TEST(ZeroJoin, DifferentCallsOnRanksWithBatchesAreAnErrorOnBoth) {
+  on_ranks(3, [](const Rank& self) {
+    Net net;
+    Model model(net, self.group);
+    ZeroRedundancyOptimizer zero(model, optim::SGD({.lr = 0.1}));
+    model.join([&] {
+      for (int i = 0; i < (self.rank == 0 ? 1 : 3); ++i) {
+        model(input(self.rank, i), false).backward();
+        if (i == 1) {
+          EXPECT_THAT(
+              invalid_text([&] { self.rank == 1 ? zero.step() : zero.zero_grad(); }),
+              HasSubstr("one rank calls zero_grad() of the ZeroRedundancyOptimizer and another step()"));
+        }
+        zero.step();
+      }
+    });
+  });
+}
+
+TEST(ZeroJoin, ALoopThatEndsWhereAnotherStepsFailsOnAllRanks) {
+  on_ranks(3, [](const Rank& self) {
+    Net net;
+    Model model(net, self.group);
+    ZeroRedundancyOptimizer zero(model, optim::SGD({.lr = 0.1}));
+    const std::string text = error_text([&] {
+      model.join([&] {
+        for (int i = 0; i < (self.rank == 2 ? 3 : 1 + self.rank); ++i) {
+          model(input(self.rank, i), false).backward();
+          if (self.rank == 1 && i == 1) return;
+          zero.step();
+        }
+      });
+    });
+    EXPECT_THAT(text, HasSubstr("a loop that ends before step() calls zero_grad()"));
+  });
 }
 
 }  // namespace

@@ -21,6 +21,8 @@
 #include "sharded/state/gradient_norm.h"
 #include "sharded/zero/bucket_parameters.h"
 #include "sharded/zero/gradient_scatter.h"
+#include "sharded/zero/join_protocol.h"
+#include "sharded/zero/pending_averages.h"
 #include "sharded/zero/settled_source.h"
 #include "sharded/zero/unit_waits.h"
 
@@ -44,8 +46,9 @@ class ZeroRedundancyOptimizer::Impl {
   /// On a rank without batches, after a reduction: takes part in what the others do until they have stepped or
   /// cleared their gradients, with the gradients in the buckets. If the reduction failed, only forgets it.
   void shadow(bool reduced);
-  /// The training loop of this rank ended between a reduction and the step: ranks that wait in step() fail.
-  void give_up(const std::string& reason);
+  /// In join(), the training loop of this rank has ended: as zero_grad(), unless it has stepped.
+  void body_ended();
+  const sharded::JoinProtocol& join() const { return *join_; }
   void zero_grad();
   optim::Optimizer& optimizer() { return *optimizer_; }
   checkpoint::SourcePtr state_source() {
@@ -62,8 +65,7 @@ class ZeroRedundancyOptimizer::Impl {
     BucketShards::Piece place;
     at::Tensor values;
   };
-  /// What ranks with batches do next.
-  enum class Verb : std::uint8_t { kStep = 1, kClip = 2, kClear = 3 };
+  using Verb = sharded::JoinProtocol::Verb;
   static constexpr std::size_t kNoGroup = static_cast<std::size_t>(-1);
 
   std::string refusal(const std::vector<optim::ParamGroup>& groups) const;
@@ -71,15 +73,9 @@ class ZeroRedundancyOptimizer::Impl {
   void make_optimizer(std::vector<optim::ParamGroup> groups);
   /// The averages of a piece, as a view of what step() uses.
   at::Tensor gradient_of(const Piece& piece, bool shadow) const;
-  /// Tells ranks without batches, if there are any.
-  void announce(Verb verb, double max_norm = 0, double norm_type = 0);
   void step(bool shadow);
   double clip(const sharded::ClipTerms& terms, bool shadow);
   void clear();
-  void forget();
-  /// Whether a reduction has succeeded whose gradients are neither stepped nor cleared.
-  bool has_averages() const;
-  void check_averages(const char* call) const;
   std::vector<bool> agree_on_used(bool shadow, const std::string& failure);
   void make_waits();
 
@@ -95,7 +91,8 @@ class ZeroRedundancyOptimizer::Impl {
   sharded::RangeByOwner ranges_;
   std::vector<std::string> never_stepped_;  // also of parameters without elements
   std::unique_ptr<optim::Optimizer> optimizer_;
-  std::uint64_t cleared_ = 0;  // reductions that had succeeded when the gradients were cleared
+  std::shared_ptr<sharded::PendingAverages> pending_;
+  std::unique_ptr<sharded::JoinProtocol> join_;
 };
 
 namespace {
@@ -139,7 +136,9 @@ void connect(data_parallel::WrappedModule& wrapped,
       {[call] { call([](Impl& one) { one.begin_forward(); }); },
        [call] { call([](Impl& one) { one.parameters().wait_all(); }); },
        [call](bool reduced) { call([reduced](Impl& one) { one.shadow(reduced); }); },
-       [call](const std::string& reason) { call([&reason](Impl& one) { one.give_up(reason); }); }});
+       [call](const std::string& reason) { call([&reason](Impl& one) { one.join().give_up(reason); }); },
+       [call] { call([](Impl& one) { one.join().check_round(); }); },
+       [call] { call([](Impl& one) { one.body_ended(); }); }});
 }
 
 }  // namespace
@@ -167,6 +166,8 @@ ZeroRedundancyOptimizer::Impl::Impl(std::shared_ptr<data_parallel::WrappedModule
   scatter_ = std::make_shared<sharded::GradientScatter>(
       sharded::shards_of(wrapped_->reducer().stats().bucket_parameters, trained_, group_.size()),
       options_.divide_gradients);
+  pending_ = std::make_shared<sharded::PendingAverages>(wrapped_, scatter_);
+  join_ = std::make_unique<sharded::JoinProtocol>(group_, wrapped_, pending_);
   std::string failure;
   try {
     parameters_ = std::make_unique<sharded::BucketParameters>(group_, scatter_->layout(), trained_);
@@ -368,7 +369,7 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
     if (used[i] && !trained_[i].tensor.is_inference())
       trained_[i].tensor.unsafeGetTensorImpl()->bump_version();
   }
-  shadow ? forget() : clear();
+  shadow ? pending_->forget() : clear();
 }
 
 double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool shadow) {
@@ -382,75 +383,40 @@ double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool
   return sharded::clip_over_ranks(group_, gradients, terms);
 }
 
-void ZeroRedundancyOptimizer::Impl::announce(Verb verb, double max_norm, double norm_type) {
-  if (wrapped_->ranks_without_batches() == 0) return;
-  const at::Tensor word = at::tensor({static_cast<double>(verb), max_norm, norm_type}, at::kDouble);
-  group_.all_reduce(word, collective::kMax).wait();
-}
-
 void ZeroRedundancyOptimizer::Impl::step() {
-  check_averages("step");
-  announce(Verb::kStep);
+  pending_->check("step");
+  join_->announce(Verb::kStep);
   step(/*shadow=*/false);
-}
-
-void ZeroRedundancyOptimizer::Impl::check_averages(const char* call) const {
-  if (has_averages()) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("{}() without averaged gradients: run a backward pass through the "
-                  "DistributedDataParallel, outside of no_sync(), after the last step() or zero_grad(); "
-                  "call zero_grad() after a backward pass that failed",
-                  call));
 }
 
 double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double norm_type) {
   const sharded::ClipTerms terms(max_norm, norm_type);  // checked before anything is sent
-  if (wrapped_->ranks_without_batches() > 0) check_averages("clip_grad_norm");  // they follow reductions only
-  announce(Verb::kClip, max_norm, norm_type);
+  if (join_->is_followed())
+    pending_->check("clip_grad_norm");  // ranks without batches follow reductions only
+  join_->announce(Verb::kClip, max_norm, norm_type);
   return clip(terms, /*shadow=*/false);
 }
 
 void ZeroRedundancyOptimizer::Impl::shadow(bool reduced) {
-  while (reduced) {
-    const at::Tensor word = at::zeros({3}, at::kDouble);
-    group_.all_reduce(word, collective::kMax).wait();
-    const auto* values = word.data_ptr<double>();
-    const auto verb = static_cast<Verb>(values[0]);
-    if (verb == Verb::kStep) return step(/*shadow=*/true);
-    if (verb == Verb::kClear) break;
-    clip({values[1], values[2]}, /*shadow=*/true);
+  if (reduced) {
+    join_->follow({[this] { step(/*shadow=*/true); },
+                   [this](const sharded::ClipTerms& terms) { clip(terms, /*shadow=*/true); }});
   }
-  forget();
+  pending_->forget();
 }
 
-void ZeroRedundancyOptimizer::Impl::give_up(const std::string& reason) {
-  if (!has_averages()) return;
-  group_.abort(Error(ErrorKind::kCancelled,
-                     fmt::format("rank {} left join() after a backward pass and before step(), so this "
-                                 "ZeroRedundancyOptimizer cannot be used any more; build it and its "
-                                 "DistributedDataParallel again: {}",
-                                 group_.ranks()[static_cast<std::size_t>(group_.rank())], reason)));
-}
-
-bool ZeroRedundancyOptimizer::Impl::has_averages() const {
-  return scatter_->has_gradients() && wrapped_->reducer().reductions() > cleared_;
+void ZeroRedundancyOptimizer::Impl::body_ended() {
+  if (pending_->any_begun()) zero_grad();
 }
 
 void ZeroRedundancyOptimizer::Impl::zero_grad() {
-  if (has_averages()) announce(Verb::kClear);
+  if (pending_->exist()) join_->announce(Verb::kClear);
   clear();
 }
 
 void ZeroRedundancyOptimizer::Impl::clear() {
   for (const Parameter& parameter : trained_) parameter.tensor.mutable_grad() = at::Tensor();
-  forget();
-}
-
-/// The gradients of the last reduction are not used any more.
-void ZeroRedundancyOptimizer::Impl::forget() {
-  scatter_->clear();
-  cleared_ = wrapped_->reducer().reductions();
+  pending_->forget();
 }
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,

@@ -265,6 +265,7 @@ TEST(ZeroRedundancy, RefusesToAddToGradientsThatArePartlyAverages) {
     ddp(input(self.rank, 0), true).backward();
     EXPECT_THAT(error_text([&] { ddp(input(self.rank, 1), true).backward(); }),
                 HasSubstr("neither stepped nor cleared"));
+    EXPECT_THAT(error_text([&] { zero.step(); }), HasSubstr("step() without averaged gradients"));
     zero.zero_grad();
     ddp(input(self.rank, 2), true).backward();
     zero.step();

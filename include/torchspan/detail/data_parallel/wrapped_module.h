@@ -24,8 +24,14 @@ struct OptimizerHooks {
   /// In join(), on a rank without batches: after each reduction that it takes part in. True: the reduction succeeded,
   /// and the other ranks step or clear the gradients next. False: it failed on all ranks.
   std::function<void(bool reduced)> after_shadow;
-  /// In join(), on a rank whose body has thrown, with the text of the exception: before the other ranks learn of it.
+  /// In join(), on a rank whose body has thrown, or whose part in the other ranks' reductions has failed after its body
+  /// returned: with the text of the exception, before the other ranks learn of it.
   std::function<void(const std::string& reason)> body_failed;
+  /// In join(), on a rank that has a batch: before it begins a forward with gradients or a reduction. An exception
+  /// prevents that; it must be thrown on all such ranks.
+  std::function<void()> before_round;
+  /// In join(), on a rank whose body has returned: before it takes part in the other ranks' reductions.
+  std::function<void()> body_ended;
 };
 
 /// Type-independent part of DistributedDataParallel: keeps parameters and buffers in sync with the other
@@ -62,7 +68,7 @@ class WrappedModule {
   /// As Reducer::keep_buckets().
   void keep_buckets();
   void set_optimizer_hooks(OptimizerHooks hooks);
-  /// In join(): how many ranks had no batch in the last round. 0 outside.
+  /// In join(): how many ranks had no batch in the last reduction. 0 before the first one, and outside.
   int ranks_without_batches() const;
 
  private:
