@@ -127,4 +127,20 @@ TEST(Checkpoint, KeepsNoTensorInMemoryForAnotherOne) {
   EXPECT_TRUE(tensors.at("small").equal(values.slice(0, 0, 5)));
 }
 
+TEST(Checkpoint, MapsTensorsHoweverManyWereReadBefore) {
+  const TemporaryFolder folder;
+  at::Tensor x = torch::ones({1 << 18});
+  {
+    CheckpointManager manager({.directory = folder.path(), .rng = false});
+    manager.add("x", x);
+    manager.save(1);
+  }
+  std::optional<Checkpoint> opened = Checkpoint::newest(folder.path());
+  for (int i = 0; i < 5000; ++i) EXPECT_TRUE(opened->read("x").defined());
+  const at::Tensor last = opened->read("x");
+  opened.reset();
+  EXPECT_TRUE(has_mapped(folder.path()));
+  EXPECT_TRUE(last.equal(x));
+}
+
 }  // namespace torchspan::checkpoint::checkpoint_test

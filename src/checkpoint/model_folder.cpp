@@ -48,16 +48,36 @@ FileContent content_of(const NamedTensors& tensors) {
   return content;
 }
 
-/// Writes the file under a temporary name; publish_file() gives it its name.
-void write_content(const Disk& disk, const std::string& path, const FileContent& content,
-                   const Metadata& metadata) {
-  std::vector<BytesView> data;
-  for (const at::Tensor& tensor : content.tensors)
-    data.push_back(tensor.numel() == 0 ? BytesView() : bytes_of(tensor));
-  write_tensor_file(disk, path + ".partial", content.entries, data, metadata);
-}
+/// Files that are written under temporary names. Removes those that it has created and not published.
+class TemporaryFiles {
+ public:
+  explicit TemporaryFiles(const Disk& disk) : disk_(disk) {}
+  ~TemporaryFiles() {
+    for (const std::string& path : paths_) disk_.discard_file(temporary_name(path));
+  }
+  TemporaryFiles(const TemporaryFiles&) = delete;
+  TemporaryFiles& operator=(const TemporaryFiles&) = delete;
 
-void publish_file(const Disk& disk, const std::string& path) { disk.rename(path + ".partial", path); }
+  void write(const std::string& path, const FileContent& content, const Metadata& metadata) {
+    std::vector<BytesView> data;
+    for (const at::Tensor& tensor : content.tensors)
+      data.push_back(tensor.numel() == 0 ? BytesView() : bytes_of(tensor));
+    disk_.create(temporary_name(path));  // if this throws, then what is there is not this object's
+    paths_.insert(path);
+    write_tensor_file(disk_, temporary_name(path), content.entries, data, metadata);
+  }
+  /// Gives a written file its name, at once.
+  void publish(const std::string& path) {
+    disk_.rename(temporary_name(path), path);
+    paths_.erase(path);
+  }
+
+ private:
+  static std::string temporary_name(const std::string& path) { return path + ".partial"; }
+
+  const Disk& disk_;
+  std::set<std::string> paths_;
+};
 
 /// "model-00001-of-00002.safetensors".
 std::string numbered_name(std::size_t number, std::size_t count) {
@@ -70,22 +90,6 @@ bool is_numbered_name(std::string_view name) {
     return wanted == '#' ? letter >= '0' && letter <= '9' : letter == wanted;
   });
 }
-
-/// Removes the temporary files that were not published.
-class Unpublished {
- public:
-  explicit Unpublished(const Disk& disk) : disk_(disk) {}
-  ~Unpublished() {
-    for (const std::string& path : paths_) disk_.discard(path + ".partial");
-  }
-  Unpublished(const Unpublished&) = delete;
-  Unpublished& operator=(const Unpublished&) = delete;
-  void add(const std::string& path) { paths_.insert(path); }
-
- private:
-  const Disk& disk_;
-  std::set<std::string> paths_;
-};
 
 /// The parameters and buffers of a module, divided into files.
 std::vector<NamedTensors> divide(const torch::nn::Module& module, std::uint64_t max_file_bytes) {
@@ -107,16 +111,16 @@ std::vector<NamedTensors> divide(const torch::nn::Module& module, std::uint64_t 
 /// Gives the written files their names. Until all of them have theirs, the folder has neither an index nor, if there
 /// are several files, a single one: readers find no model rather than parts of two. Also removes the files of an
 /// earlier model.
-void publish_model(const Disk& disk, const std::string& folder, const std::set<std::string>& names,
-                   const TensorIndex& index) {
+void publish_model(const Disk& disk, TemporaryFiles& written, const std::string& folder,
+                   const std::set<std::string>& names, const TensorIndex& index) {
   const bool single = names.size() == 1;
-  disk.remove(folder + "/" + kIndexFile);
-  if (!single) disk.remove(folder + "/" + kSingleFile);
+  disk.remove_file(folder + "/" + kIndexFile);
+  if (!single) disk.remove_file(folder + "/" + kSingleFile);
   disk.sync_folder(folder);
-  for (const std::string& name : names) publish_file(disk, folder + "/" + name);
+  for (const std::string& name : names) written.publish(folder + "/" + name);
   if (!single) disk.replace_file(folder + "/" + kIndexFile, encode_index(index));
   for (const std::string& name : disk.list(folder)) {
-    if (is_numbered_name(name) && !names.contains(name)) disk.remove(folder + "/" + name);
+    if (is_numbered_name(name) && !names.contains(name)) disk.remove_file(folder + "/" + name);
   }
 }
 
@@ -168,19 +172,18 @@ void save_model(const torch::nn::Module& module, const std::string& folder, Save
   const Disk disk;
   const std::vector<NamedTensors> files = divide(module, options.max_file_bytes);
   disk.make_folder(folder);
-  Unpublished written(disk);
+  TemporaryFiles written(disk);
   std::set<std::string> names;
   TensorIndex index;
   for (std::size_t i = 0; i < files.size(); ++i) {
     const std::string name = files.size() == 1 ? kSingleFile : numbered_name(i + 1, files.size());
     names.insert(name);
-    written.add(folder + "/" + name);
     const FileContent content = content_of(files[i]);
-    write_content(disk, folder + "/" + name, content, options.metadata);
+    written.write(folder + "/" + name, content, options.metadata);
     index.total_bytes += content.bytes;
     for (const auto& [tensor, value] : files[i]) index.files[tensor] = name;
   }
-  publish_model(disk, folder, names, index);
+  publish_model(disk, written, folder, names, index);
 }
 
 void load_model(torch::nn::Module& module, const std::string& path, LoadModelOptions options) {
@@ -201,10 +204,9 @@ void load_model(torch::nn::Module& module, const std::string& path, LoadModelOpt
 
 void save_safetensors(const std::string& file, const NamedTensors& tensors, const Metadata& metadata) {
   const Disk disk;
-  Unpublished written(disk);
-  written.add(file);
-  write_content(disk, file, content_of(tensors), metadata);
-  publish_file(disk, file);
+  TemporaryFiles written(disk);
+  written.write(file, content_of(tensors), metadata);
+  written.publish(file);
 }
 
 NamedTensors load_safetensors(const std::string& path) {

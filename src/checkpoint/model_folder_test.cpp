@@ -4,6 +4,7 @@
 #include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include <ATen/core/ivalue.h>
@@ -97,6 +98,39 @@ TEST(ModelFolder, LeavesNoTemporaryFileIfATensorFileCannotBeReplaced) {
   EXPECT_THAT(names_in(folder.path()), ElementsAre("x.safetensors"));
 }
 
+std::string text_in(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+TEST(ModelFolder, RemovesNoTemporaryFileThatItHasNotMade) {
+  const TemporaryFolder folder;
+  const std::string file = folder.path() + "/x.safetensors",
+                    second = "/model-00002-of-00002.safetensors.partial";
+  const at::Tensor sparse = torch::eye(3).to_sparse();
+  std::ofstream(file + ".partial") << "theirs";
+  EXPECT_THROW(save_safetensors(file, {{"w", sparse}}), Error);
+  EXPECT_EQ(text_in(file + ".partial"), "theirs");
+  std::ofstream(folder.path() + second) << "theirs";
+  torch::nn::Module holder;
+  holder.register_buffer("a", torch::ones({3}));
+  holder.register_buffer("b", torch::ones({3}, torch::kComplexDouble));
+  EXPECT_THROW(save_model(holder, folder.path(), {.max_file_bytes = 1}), Error);
+  EXPECT_FALSE(std::filesystem::exists(folder.path() + "/model-00001-of-00002.safetensors.partial"));
+  EXPECT_EQ(text_in(folder.path() + second), "theirs");
+}
+
+TEST(ModelFolder, KeepsAFolderThatHasTheNameOfATemporaryFile) {
+  const TemporaryFolder folder;
+  const std::string file = folder.path() + "/x.safetensors";
+  std::filesystem::create_directory(file + ".partial");
+  std::ofstream(file + ".partial/notes") << "theirs";
+  const NamedTensors tensors{{"w", torch::ones({3})}};
+  EXPECT_THAT(invalid_text([&] { save_safetensors(file, tensors); }),
+              HasSubstr("cannot create '" + file + ".partial'"));
+  EXPECT_EQ(text_in(file + ".partial/notes"), "theirs");
+}
+
 TEST(ModelFolder, HasTheValuesOfConjugatedTensorsAndRestoresIntoThem) {
   const TemporaryFolder folder;
   const at::Tensor values = at::randn({5}, at::kComplexFloat), negative = at::imag(values.conj());
@@ -130,6 +164,19 @@ TEST(ModelFolder, NamesWhatDoesNotFit) {
                   ->named_parameters()["weight"]
                   .to(torch::kFloat)
                   .equal(other[0]->named_parameters()["weight"]));
+}
+
+TEST(ModelFolder, ChangesNothingIfATensorToConvertIntoIsExpanded) {
+  const TemporaryFolder folder;
+  const std::string file = folder.path() + "/x.safetensors";
+  save_safetensors(file,
+                   {{"a", torch::ones({2}, torch::kDouble)}, {"b", torch::ones({3, 2}, torch::kDouble)}});
+  torch::nn::Module holder;
+  const at::Tensor a = holder.register_buffer("a", torch::zeros({2}));
+  holder.register_buffer("b", torch::zeros({3, 1}).expand({3, 2}));
+  EXPECT_THAT(invalid_text([&] { load_model(holder, file, {.cast = true}); }),
+              HasSubstr("this program's tensor 'b' of shape [3, 2] is expanded"));
+  EXPECT_TRUE(a.eq(0).all().item<bool>());
 }
 
 TEST(ModelFolder, KeepsWhatTheFileLacksIfAllowed) {

@@ -1,10 +1,15 @@
 #include "launch/whole_file.h"
 
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
 #include <iterator>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include "core/api/descriptor.h"
+#include "launch/redirected.h"
 #include "tests/support/processes.h"
 
 namespace torchspan::launch::whole_file_test {
@@ -50,6 +55,46 @@ TEST(WholeFile, DoesNotReplaceDevicesAndLinks) {
   EXPECT_TRUE(std::filesystem::is_symlink(link));
   EXPECT_TRUE(std::filesystem::is_character_file(device));
   EXPECT_EQ(entries(folder.path()), 3);
+}
+
+// With `2> job.log`, opening /dev/stderr for the error file would erase the log.
+TEST(WholeFile, KeepsWhatAStandardStreamContains) {
+  const testing::TemporaryFolder folder;
+  for (const int stream : {STDOUT_FILENO, STDERR_FILENO}) {
+    const std::string log = folder.path() + "/log" + std::to_string(stream);
+    {
+      const Redirected redirected(stream, log);
+      redirected.write("earlier\n");
+      EXPECT_EQ(write_whole_file(stream == STDOUT_FILENO ? "/dev/stdout" : "/dev/stderr", "through link\n"),
+                "");
+      EXPECT_EQ(write_whole_file(log, "by name\n"), "");
+      redirected.write("later\n");
+      EXPECT_EQ(is_standard_output(log), stream == STDOUT_FILENO);
+      EXPECT_EQ(is_standard_output(folder.path() + "/none"), false);
+    }
+    EXPECT_EQ(read_text(log), "earlier\nthrough link\nby name\nlater\n");
+  }
+}
+
+TEST(WholeFile, DoesNotWaitForTheReaderOfAPipe) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder.path() + "/pipe";
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  EXPECT_EQ(write_whole_file(path, "text"), "no process reads this pipe");
+  const Descriptor reader(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  EXPECT_EQ(write_whole_file(path, "text"), "");
+  std::string got(10, '\0');
+  EXPECT_EQ(read(reader.get(), got.data(), got.size()), 4);
+  EXPECT_TRUE(std::filesystem::is_fifo(path));
+}
+
+TEST(WholeFile, HasThePermissionsThatTheProcessGivesToNewFiles) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder.path() + "/file";
+  const mode_t before = umask(002);
+  EXPECT_EQ(write_whole_file(path, "text"), "");
+  umask(before);
+  EXPECT_EQ(static_cast<int>(std::filesystem::status(path).permissions()), 0664);
 }
 
 }  // namespace

@@ -72,11 +72,12 @@ class StateReader {
   bool has(const std::string& name) const;
   /// Shape of the whole tensor.
   std::vector<std::int64_t> shape(const std::string& name) const;
-  /// The whole tensor. If a checkpoint has it, nothing else uses its memory, which is a mapping of its part of the
-  /// file or a copy: writes to it reach neither the file nor what later calls return.
+  /// The whole tensor. Read from a checkpoint, it has its own memory: a mapping of its part of the file, or a copy.
+  /// Writes reach neither the file nor later reads. An elastic trainer returns its receive buffer.
   at::Tensor read(const std::string& name) const;
-  /// Throws what read_into() would throw, except for failures of the disk; reads no data.
-  void check(const std::string& name, const at::Tensor& target) const;
+  /// Throws what read_into() would throw, except for failures of the disk; reads no data. With `cast`, `target` may have
+  /// another dtype, for a caller that converts what read() returns.
+  void check(const std::string& name, const at::Tensor& target, bool cast = false) const;
   /// Copies the whole tensor into `target`, which has its shape and dtype.
   void read_into(const std::string& name, const at::Tensor& target) const;
   /// Copies the part at `offset` that has the shape of `shard`.

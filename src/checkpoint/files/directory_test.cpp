@@ -83,13 +83,14 @@ std::string save(const Directory& directory, std::int64_t step, std::optional<do
   return directory.commit(partial, step);
 }
 
-/// The step of the newest good checkpoint, or -1; with the names of rejected folders.
+/// The step of the newest checkpoint in which open_manifest() and verify_data() find no damage, or -1; the names of the
+/// newer ones, and the damage of the last of them.
 struct Found {
   std::int64_t step = -1;
   std::vector<std::string> rejected;
   std::string why;
 };
-Found newest(const Directory& directory) {
+Found newest_undamaged(const Directory& directory) {
   Found found;
   for (const Committed& one : directory.committed()) {
     try {
@@ -146,17 +147,17 @@ TEST(CheckpointDirectory, FindsTheNewestCheckpointAndNamesItInLatest) {
   const TemporaryFolder folder;
   const Disk disk;
   const Directory directory(disk, folder.path());
-  EXPECT_EQ(newest(directory).step, -1);
+  EXPECT_EQ(newest_undamaged(directory).step, -1);
   save(directory, 5);
   EXPECT_EQ(save(directory, 20), "step-00000020");
   save(directory, 7);
-  EXPECT_EQ(newest(directory).step, 20);
+  EXPECT_EQ(newest_undamaged(directory).step, 20);
   EXPECT_EQ(disk.read_file(folder.path() + "/latest", 100), "step-00000007\n");
   EXPECT_EQ(save(directory, 20), "step-00000020.2");
   EXPECT_EQ(directory.committed().front().name, "step-00000020.2");
 }
 
-TEST(CheckpointDirectory, FallsBackWhateverBitOfTheNewestCheckpointIsFlipped) {
+TEST(CheckpointDirectory, FindsTheDamageWhateverBitOfACheckpointIsFlipped) {
   const TemporaryFolder folder;
   const Disk disk;
   const Directory directory(disk, folder.path());
@@ -167,17 +168,17 @@ TEST(CheckpointDirectory, FallsBackWhateverBitOfTheNewestCheckpointIsFlipped) {
     for (std::uint64_t at = 0; at < size; ++at) {
       const int bit = static_cast<int>(at % 8);
       change_byte(path + file, at, bit);
-      const Found found = newest(directory);
+      const Found found = newest_undamaged(directory);
       ASSERT_EQ(found.step, 1) << file << " byte " << at;
       ASSERT_THAT(found.rejected, ElementsAre("step-00000002"));
       ASSERT_THAT(found.why, HasSubstr(path + file));
       change_byte(path + file, at, bit);
     }
   }
-  EXPECT_EQ(newest(directory).step, 2);
+  EXPECT_EQ(newest_undamaged(directory).step, 2);
 }
 
-TEST(CheckpointDirectory, FallsBackFromTruncatedMissingAndMixedFiles) {
+TEST(CheckpointDirectory, FindsTruncatedMissingAndMixedFiles) {
   const TemporaryFolder folder;
   const Disk disk;
   const Directory directory(disk, folder.path());
@@ -186,17 +187,17 @@ TEST(CheckpointDirectory, FallsBackFromTruncatedMissingAndMixedFiles) {
     const std::string path = directory.path_of(save(directory, 2));
     for (const std::int64_t size : {disk.file_size(path + file) - 1, std::int64_t{9}, std::int64_t{0}}) {
       std::filesystem::resize_file(path + file, static_cast<std::uintmax_t>(size));
-      EXPECT_EQ(newest(directory).step, 1) << file << " of " << size << " bytes";
+      EXPECT_EQ(newest_undamaged(directory).step, 1) << file << " of " << size << " bytes";
     }
     std::filesystem::remove(path + file);
-    EXPECT_THAT(newest(directory).why, HasSubstr("missing"));
+    EXPECT_THAT(newest_undamaged(directory).why, HasSubstr("missing"));
     disk.remove(path);
   }
   const std::string second = directory.path_of(save(directory, 2));
   std::filesystem::copy_file(first + "/model.safetensors", second + "/model.safetensors",
                              std::filesystem::copy_options::overwrite_existing);
-  EXPECT_EQ(newest(directory).step, 1) << "files of two checkpoints are mixed";
-  EXPECT_THAT(newest(directory).why, HasSubstr("belongs to another checkpoint"));
+  EXPECT_EQ(newest_undamaged(directory).step, 1) << "files of two checkpoints are mixed";
+  EXPECT_THAT(newest_undamaged(directory).why, HasSubstr("belongs to another checkpoint"));
 }
 
 TEST(CheckpointDirectory, KeepsTheLastAndTheBestCheckpoints) {
@@ -346,7 +347,7 @@ class BadSectors final : public DiskCalls {
   std::set<int> bad_;
 };
 
-TEST(CheckpointDirectory, FallsBackFromACheckpointThatTheDeviceCannotRead) {
+TEST(CheckpointDirectory, FindsWhatTheDeviceCannotRead) {
   const TemporaryFolder folder;
   const Disk sound;
   const Directory directory(sound, folder.path());
@@ -355,11 +356,11 @@ TEST(CheckpointDirectory, FallsBackFromACheckpointThatTheDeviceCannotRead) {
   for (const off_t from : {off_t{0}, off_t{4096}}) {  // in the header, and in the data
     BadSectors calls(path, from);
     const Disk disk(&calls);
-    const Found found = newest(Directory(disk, folder.path()));
+    const Found found = newest_undamaged(Directory(disk, folder.path()));
     EXPECT_EQ(found.step, 1);
     EXPECT_THAT(found.why, HasSubstr("cannot read '" + path + "': Input/output error"));
   }
-  EXPECT_EQ(newest(directory).step, 2);
+  EXPECT_EQ(newest_undamaged(directory).step, 2);
 }
 
 TEST(CheckpointDisk, FinishesShortWritesAndInterruptedOnes) {
@@ -404,36 +405,6 @@ TEST(TensorFile, AlignsItsDataToPages) {
   EXPECT_EQ(file.header().data_start % 4096, 0u);
   EXPECT_TRUE(std::ranges::equal(file.data(*file.find("w")), std::as_bytes(std::span(data))));
   EXPECT_EQ(file.find("v"), nullptr);
-}
-
-TEST(TensorFile, TakesTheDataOfATensorInPieces) {
-  const TemporaryFolder folder;
-  const Disk disk;
-  const auto bytes = pattern(48, 1);
-  const BytesView data = std::as_bytes(std::span(bytes));
-  const std::vector<HeaderEntry> entries = {
-      {"a", ElementType::kF64, {3}}, {"b", ElementType::kF32, {0}}, {"c", ElementType::kF64, {3}}};
-  const auto write = [&](const std::string& name, const std::vector<BytesView>& pieces) {
-    return write_tensor_file(disk, folder.path() + "/" + name, entries, pieces, {});
-  };
-  const WrittenFile whole = write("whole", {data.first(24), {}, data.last(24)});
-  for (const std::vector<BytesView>& pieces :
-       {std::vector<BytesView>{data.first(5), data.subspan(5, 19), data.subspan(24, 1), data.last(23)},
-        std::vector<BytesView>{{}, data.first(24), data.subspan(24, 8), {}, data.last(16), {}}}) {
-    EXPECT_EQ(write("parts", pieces).checksums, whole.checksums);
-    const MappedFile file(folder.path() + "/parts");
-    EXPECT_TRUE(std::ranges::equal(file.data(*file.find("a")), data.first(24)));
-    EXPECT_TRUE(std::ranges::equal(file.data(*file.find("c")), data.last(24)));
-  }
-  EXPECT_THAT(error_text([&] {
-                write("short", {data.first(24), data.last(20)});
-              }),
-              HasSubstr("tensor 'c' needs 24 bytes of data, but 20 were given"));
-  EXPECT_THAT(error_text([&] { write("crossing", {data}); }), HasSubstr("tensor 'a' needs 24 bytes"));
-  EXPECT_THAT(error_text([&] {
-                write("long", {data.first(24), data.last(24), data.first(1)});
-              }),
-              HasSubstr("more data than the 3 tensors need"));
 }
 
 }  // namespace torchspan::checkpoint::directory_test

@@ -85,6 +85,7 @@ ssize_t DiskCalls::pread(int fd, void* data, std::size_t size, off_t offset) {
 int DiskCalls::fsync(int fd) { return ::fsync(fd); }
 int DiskCalls::rename(const char* from, const char* to) { return ::rename(from, to); }
 int DiskCalls::access(const char* path, int mode) { return ::faccessat(AT_FDCWD, path, mode, AT_EACCESS); }
+int DiskCalls::unlink(const char* path) { return ::unlink(path); }
 void DiskCalls::remove_all(const char* path, std::error_code& error) {
   std::filesystem::remove_all(path, error);
 }
@@ -161,11 +162,14 @@ void Disk::write_file(const std::string& path, std::string_view text) const {
 
 void Disk::replace_file(const std::string& path, std::string_view text) const {
   const std::string temporary = path + ".partial";
+  auto file = create(temporary);  // if this throws, then the path is not this call's
   try {
-    write_file(temporary, text);
+    file->append(std::as_bytes(std::span(text)));
+    file->sync();
+    file.reset();
     rename(temporary, path);
   } catch (...) {
-    discard(temporary);
+    discard_file(temporary);
     throw;
   }
 }
@@ -223,6 +227,18 @@ void Disk::remove(const std::string& path) const {
 void Disk::discard(const std::string& path) const noexcept {
   try {
     remove(path);
+  } catch (const std::exception&) {
+    return;  // what is left may be removed later
+  }
+}
+
+void Disk::remove_file(const std::string& path) const {
+  if (calls_.unlink(path.c_str()) != 0 && errno != ENOENT) throw_disk_error("remove", path, errno);
+}
+
+void Disk::discard_file(const std::string& path) const noexcept {
+  try {
+    remove_file(path);
   } catch (const std::exception&) {
     return;  // what is left may be removed later
   }

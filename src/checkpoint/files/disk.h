@@ -21,6 +21,7 @@ class DiskCalls {
   virtual int fsync(int fd);
   virtual int rename(const char* from, const char* to);
   virtual int access(const char* path, int mode);
+  virtual int unlink(const char* path);
   virtual void remove_all(const char* path, std::error_code& error);
 };
 
@@ -112,6 +113,10 @@ class Disk {
   void remove(const std::string& path) const;
   /// The same after another failure: ignores that it fails.
   void discard(const std::string& path) const noexcept;
+  /// Removes a file, which may be missing; throws for a folder.
+  void remove_file(const std::string& path) const;
+  /// The same after another failure: ignores that it fails.
+  void discard_file(const std::string& path) const noexcept;
   /// Names in a folder, sorted; empty if there is no such folder.
   std::vector<std::string> list(const std::string& path) const;
 

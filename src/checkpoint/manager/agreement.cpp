@@ -14,7 +14,7 @@ namespace torchspan::checkpoint {
 namespace {
 
 /// Bytes of values, for comparison: NaN equals NaN.
-Bytes value_bytes(const Value& value) {
+Bytes comparable(const Value& value) {
   ByteWriter out;
   put_value(out, value);
   return out.take();
@@ -98,7 +98,7 @@ SaveJob SaveAgreement::agree(const RankOutcome& proposal, std::int64_t step, con
       const auto [place, is_new] = job.values.emplace(name, value);
       if (is_new) {
         first[name] = rank;
-      } else if (value_bytes(place->second) != value_bytes(value)) {
+      } else if (comparable(place->second) != comparable(value)) {
         throw_invalid(
             fmt::format("{}: the value '{}' differs between {} and {}; register it with add_per_rank()", what,
                         name, ranks_.names()[first[name]], ranks_.names()[rank]));

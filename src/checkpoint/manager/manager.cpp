@@ -13,8 +13,8 @@
 #include "checkpoint/api/source_names.h"
 #include "checkpoint/commit/ranks.h"
 #include "checkpoint/files/checksum.h"
-#include "checkpoint/files/directory_lock.h"
 #include "checkpoint/manager/agreement.h"
+#include "checkpoint/manager/prepared_directory.h"
 #include "checkpoint/manager/restore_round.h"
 #include "checkpoint/remote/owners.h"
 #include "checkpoint/state/folder_reader.h"
@@ -40,6 +40,7 @@ class CheckpointManager::Impl {
         owners_(std::move(owners)),
         ranks_(std::move(ranks)),
         directory_(disk_, options_.directory),
+        prepared_(directory_, ranks_->names().at(ranks_->index()), runtime_.log),
         agreement_(*ranks_) {
     if (options_.directory.empty()) throw_invalid("CheckpointOptions::directory is empty; name a folder");
     if (options_.keep_last < 1 || options_.keep_best < 0) {
@@ -70,7 +71,7 @@ class CheckpointManager::Impl {
     checkpoint::Listing listing;
     const auto proposal = checkpoint::outcome_of([&] {
       if (previous) throw *previous;
-      if (ranks_->commits()) prepare_directory();
+      if (ranks_->commits()) prepared_.before_save();
       for (const Registered& one : sources_) {
         writer.set_prefix(one.prefix);
         one.source->save(writer);
@@ -104,10 +105,7 @@ class CheckpointManager::Impl {
     const std::optional<Error> previous = finish();
     if (previous) runtime_.log.warning(previous->message());
     checkpoint::RestoreRound round(*ranks_, directory_, runtime_.log);
-    if (ranks_->commits()) {
-      delete_dead_leftovers();
-      warn_if_read_only();
-    }
+    if (ranks_->commits()) prepared_.before_restore();
     return round.run([this](const std::string& folder, const checkpoint::Manifest& manifest) {
       checkpoint::FolderReader reader(folder, manifest);
       reader.set_read_on_owner([this](const std::string& from, const std::string& name, const auto& value) {
@@ -155,6 +153,7 @@ class CheckpointManager::Impl {
     writer_.join();
     snapshot_.release();
     if (owners_) owners_->release();
+    if (failure_) prepared_.save_failed();
     return std::exchange(failure_, std::nullopt);
   }
 
@@ -180,42 +179,6 @@ class CheckpointManager::Impl {
     }
   }
 
-  /// Also deletes what failed saves of this manager have left: a rank may have begun to write after the committing rank
-  /// had given up.
-  void prepare_directory() {
-    if (!prepared_) {
-      disk_.make_folder(options_.directory);
-      const std::string holder = checkpoint::describe_holder(ranks_->names().at(ranks_->index()));
-      const std::string warning = lock_.take(options_.directory, holder);
-      if (!warning.empty()) runtime_.log.warning(warning);
-    }
-    directory_.delete_leftovers();
-    prepared_ = true;
-  }
-
-  /// Every process that writes here holds the lock, so what is left while no process holds it belongs to dead ones.
-  void delete_dead_leftovers() const {
-    try {
-      if (prepared_ || directory_.leftovers().empty()) return;
-      checkpoint::DirectoryLock lock;
-      const std::string holder = checkpoint::describe_holder(ranks_->names().at(ranks_->index()));
-      // A warning says that this file system has no locks.
-      if (lock.take(options_.directory, holder).empty()) directory_.delete_leftovers();
-    } catch (const Error& error) {  // another process writes, or this one must not: restoring needs neither
-      runtime_.log.debug(fmt::format("leftovers of earlier saves stay: {}", error.message()));
-    }
-  }
-
-  /// A program that only restores needs no more than read access; another one should not train first.
-  void warn_if_read_only() const {
-    try {
-      disk_.check_writable(options_.directory);
-    } catch (const Error& error) {
-      runtime_.log.warning(
-          fmt::format("checkpoints can be restored only, and saving one will fail: {}", error.message()));
-    }
-  }
-
   std::uint64_t next_token() {
     ByteWriter seed;
     seed.put(static_cast<std::int64_t>(runtime_.executor.now().time_since_epoch().count()));
@@ -231,11 +194,10 @@ class CheckpointManager::Impl {
   const std::unique_ptr<checkpoint::Ranks> ranks_;
   const checkpoint::Disk disk_;
   const checkpoint::Directory directory_;
+  checkpoint::PreparedDirectory prepared_;  ///< used by the committing rank
   checkpoint::SaveAgreement agreement_;
   std::vector<Registered> sources_;
   checkpoint::Snapshot snapshot_;
-  checkpoint::DirectoryLock lock_;  ///< of the committing rank, from its first save on
-  bool prepared_ = false;
   std::uint64_t saves_ = 0;
   std::optional<Error> failure_;  ///< of the last save; written by `writer_`
   Thread writer_;

@@ -456,4 +456,28 @@ TEST(CheckpointManager, KeepsTheStateOfAFunctionalOptimizerThatTheCheckpointLack
   EXPECT_FALSE(optimizer->state(0).empty());
 }
 
+TEST(CheckpointManager, KeepsTheStateOfAFunctionalOptimizerIfThatOfALaterParameterDoesNotMatch) {
+  const TemporaryFolder folder;
+  const auto make = [](std::int64_t outputs) {
+    return optim::Adagrad{.lr = 0.1}.build({torch::zeros({2}), torch::zeros({outputs})});
+  };
+  {
+    const auto other = make(4);
+    other->step(std::vector<at::Tensor>{torch::ones({2}), torch::ones({4})});
+    CheckpointManager manager({.directory = folder.path()});
+    manager.add("optimizer", *other);
+    manager.save(1);
+  }
+  const auto optimizer = make(3);
+  const std::vector<at::Tensor> gradients{torch::full({2}, 5.0), torch::ones({3})};
+  optimizer->step(gradients);
+  const optim::ParameterState before = optimizer->state(0);
+  CheckpointManager manager({.directory = folder.path()});
+  manager.add("optimizer", *optimizer);
+  EXPECT_THAT(invalid_text([&] { manager.restore(); }), HasSubstr("shape [4]"));
+  const optim::ParameterState after = optimizer->state(0);
+  ASSERT_EQ(after.size(), before.size());
+  for (const auto& [name, tensor] : before) EXPECT_TRUE(after.at(name).equal(tensor)) << name;
+}
+
 }  // namespace torchspan::checkpoint::manager_test

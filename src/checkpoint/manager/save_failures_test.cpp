@@ -42,21 +42,6 @@ TEST(CheckpointManager, ThrowsTheFailureOfAnAsynchronousSaveAtTheNextOne) {
   EXPECT_EQ(manager.restore(), 4);
 }
 
-TEST(CheckpointManager, DeletesWhatItsFailedSavesLeft) {
-  const TemporaryFolder folder;
-  std::int64_t number = 7;
-  CheckpointManager manager({.directory = folder.path()});
-  manager.add("number", number);
-  manager.save(1);
-  manager.wait();
-  // As a rank leaves it that begins to write after the committing rank has given up.
-  const std::string partial = folder.path() + "/step-00000002.partial-0123456789abcdef";
-  std::filesystem::create_directories(partial);
-  manager.save(2);
-  manager.wait();
-  EXPECT_FALSE(std::filesystem::exists(partial));
-}
-
 /// Keeps threads from starting: their stacks are larger than the address space.
 class NoThreads {
  public:
@@ -78,6 +63,30 @@ class NoThreads {
  private:
   pthread_attr_t before_;
 };
+
+TEST(CheckpointManager, DeletesWhatItsFailedSavesLeft) {
+  const TemporaryFolder folder;
+  std::int64_t number = 7;
+  CheckpointManager manager({.directory = folder.path()});
+  manager.add("number", number);
+  manager.save(1);
+  manager.wait();
+  {
+    const NoThreads none;
+    manager.save(2);
+  }
+  EXPECT_THAT(error_text([&] { manager.wait(); }), HasSubstr("the checkpoint of step 2 was not saved"));
+  // As a rank leaves it that begins to write after the committing rank has given up.
+  const std::string partial = folder.path() + "/step-00000002.partial-0123456789abcdef";
+  std::filesystem::create_directories(partial);
+  manager.save(3);
+  manager.wait();
+  EXPECT_FALSE(std::filesystem::exists(partial));
+  std::filesystem::create_directories(partial);  // as another job on a file system without locks
+  manager.save(4);
+  manager.wait();
+  EXPECT_TRUE(std::filesystem::exists(partial));
+}
 
 /// The other ranks wait for each rank that has agreed to a save.
 TEST(CheckpointManager, EndsTheSaveIfItsThreadCannotStart) {

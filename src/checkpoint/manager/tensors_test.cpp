@@ -87,6 +87,16 @@ TEST(CheckpointManager, RefusesToRestoreIntoElementsThatShareMemory) {
               HasSubstr("this program's tensor 'x' of shape [2, 3] is expanded"));
 }
 
+TEST(CheckpointManager, RestoresAnExpandedTensorWithoutElements) {
+  const TemporaryFolder folder;
+  at::Tensor x = torch::zeros({1, 0}).expand({3, 0});
+  CheckpointManager manager({.directory = folder.path(), .rng = false});
+  manager.add("x", x);
+  manager.save(1);
+  manager.wait();
+  EXPECT_EQ(manager.restore(), 1);
+}
+
 TEST(CheckpointManager, NamesWhatIsNotUtf8) {
   const TemporaryFolder folder;
   std::string text = "\xff\xfe";

@@ -73,16 +73,10 @@ void load_module_tensors(const StateReader& reader, const std::vector<ModuleTens
     if (!unknown.empty()) text += fmt::format("; the module lacks {}", listed(unknown));
     throw_invalid(text);
   }
-  const auto needs_cast = [&](const std::string& name, const at::Tensor& tensor) {
-    return rules.cast && reader.shape(name) == tensor.sizes() &&
-           reader.dtype_of(reader.full_name(name)) != tensor.scalar_type();
-  };
-  for (const auto& [name, tensor] : found) {
-    if (!needs_cast(name, tensor)) reader.check(name, tensor);
-  }
+  for (const auto& [name, tensor] : found) reader.check(name, tensor, rules.cast);
   const at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : found) {
-    if (needs_cast(name, tensor)) {
+    if (reader.dtype_of(reader.full_name(name)) != tensor.scalar_type()) {
       tensor.detach().copy_(reader.read(name));
     } else {
       reader.read_into(name, tensor);

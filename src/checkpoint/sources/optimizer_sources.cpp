@@ -1,11 +1,13 @@
 #include <algorithm>
 #include <cmath>
 #include <fmt/format.h>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <set>
 #include <sstream>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -62,6 +64,7 @@ class StateDictSource final : public StateSource {
   void save(StateWriter& writer) const override { save_entries(writer, get_()); }
   void load(const StateReader& reader) override {
     optim::StateDict state;
+    // Clones: `set_` may keep the tensors, and a mapping would keep the file on the disk after it was deleted.
     for (const std::string& name : reader.names()) state.insert(name, reader.read(name).clone());
     set_(state);
   }
@@ -99,16 +102,21 @@ class FunctionalSource final : public StateSource {
       for (const auto& [name, tensor] : optimizer_.state(i)) writer.add(prefix(i) + name, tensor);
     }
   }
+  /// All states are read before the first is set, and put back if one of them does not match.
   void load(const StateReader& reader) override {
     const auto rate = reader.read("lr").item<double>();
-    for (std::size_t i = 0; i < count(); ++i) {
-      optim::ParameterState state;
-      for (const std::string& name : reader.names()) {
-        if (name.starts_with(prefix(i))) state.emplace(name.substr(prefix(i).size()), reader.read(name));
+    const std::vector<optim::ParameterState> states = states_in(reader);
+    std::vector<std::function<void()>> undo;
+    try {
+      for (std::size_t i = 0; i < states.size(); ++i) {
+        undo.emplace_back([this, i, old = optimizer_.state(i)] { optimizer_.load_state(i, old); });
+        optimizer_.load_state(i, states[i]);
       }
-      optimizer_.load_state(i, state);
+      if (!std::isnan(rate)) optimizer_.set_lr(rate);
+    } catch (...) {
+      for (const auto& put_back : undo) put_back();
+      throw;
     }
-    if (!std::isnan(rate)) optimizer_.set_lr(rate);
   }
 
  private:
@@ -116,6 +124,16 @@ class FunctionalSource final : public StateSource {
     return static_cast<const optim::FunctionalOptimizer&>(optimizer_).parameters().size();
   }
   static std::string prefix(std::size_t index) { return fmt::format("parameter.{}.", index); }
+  std::vector<optim::ParameterState> states_in(const StateReader& reader) const {
+    const std::vector<std::string> names = reader.names();
+    std::vector<optim::ParameterState> states(count());
+    for (std::size_t i = 0; i < states.size(); ++i) {
+      for (const std::string& name : names) {
+        if (name.starts_with(prefix(i))) states[i].emplace(name.substr(prefix(i).size()), reader.read(name));
+      }
+    }
+    return states;
+  }
 
   optim::FunctionalOptimizer& optimizer_;
 };

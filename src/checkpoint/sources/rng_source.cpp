@@ -19,7 +19,7 @@ class RngSource final : public StateSource {
   void load(const StateReader& reader) override {
     std::vector<at::Tensor> states;
     for (const auto& [device, generator] : generators_)
-      states.push_back(reader.has(device) ? reader.read(device).clone() : at::Tensor());
+      states.push_back(reader.has(device) ? reader.read(device) : at::Tensor());
     for (std::size_t i = 0; i < states.size(); ++i) {
       const at::Generator& one = generators_[i].generator;
       if (states[i].defined()) {

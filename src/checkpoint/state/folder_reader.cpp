@@ -22,8 +22,9 @@ constexpr std::int64_t kCopyBytes = std::int64_t{4} << 20;
 constexpr std::uintptr_t kPage = 4096;
 /// Smaller tensors are copied, which takes less time than a mapping and its page faults.
 constexpr std::size_t kLeastMappedBytes = std::size_t{1} << 20;
-/// Further tensors are copied: Linux allows 65530 mappings in a process.
-constexpr std::size_t kMostMappedTensors = std::size_t{1} << 14;
+/// Most mappings that the tensors of one reader have at a time; further tensors are copied. Linux allows 65530 mappings in
+/// a process.
+constexpr std::size_t kMostMappedTensors = 4096;
 
 /// Maps the pages of a range in one call, which costs a fraction of a fault for each; a hint.
 void populate(const std::byte* data, std::int64_t size) {
@@ -119,16 +120,18 @@ at::Tensor FolderReader::read_tensor(const std::string& full_name) const {
   const SavedTensor& tensor = saved(full_name);
   const at::ScalarType type = dtype_of(full_name);
   used_.insert(full_name);
-  if (tensor.boxes.size() == 1 && mapped_tensors_ < kMostMappedTensors) {
+  if (tensor.boxes.size() == 1 && *mapped_tensors_ < kMostMappedTensors) {
     const BytesView data = data_of(full_name, tensor.boxes[0]);
     const bool aligned = reinterpret_cast<std::uintptr_t>(data.data()) % c10::elementSize(type) == 0;
     Buffer own =
         aligned && data.size() >= kLeastMappedBytes ? file(tensor.boxes[0].file)->map_again(data) : Buffer();
     if (own.owner) {
-      ++mapped_tensors_;
-      return at::from_blob(
-          own.data, tensor.shape, [owner = std::move(own.owner)](void*) mutable { owner.reset(); },
-          at::TensorOptions(type));
+      ++*mapped_tensors_;
+      const auto release = [owner = std::move(own.owner), count = mapped_tensors_](void*) mutable {
+        owner.reset();
+        --*count;
+      };
+      return at::from_blob(own.data, tensor.shape, release, at::TensorOptions(type));
     }
   }
   at::Tensor result = at::empty(tensor.shape, type);

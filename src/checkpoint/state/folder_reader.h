@@ -1,4 +1,5 @@
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <map>
@@ -50,7 +51,9 @@ class FolderReader final : public StateReader {
   const Manifest manifest_;
   ReadOnOwner read_on_owner_;
   mutable std::set<std::string> used_;
-  mutable std::size_t mapped_tensors_ = 0;  ///< how many returned tensors have a mapping
+  /// How many of the returned tensors live and have a mapping; shared with them.
+  const std::shared_ptr<std::atomic<std::size_t>> mapped_tensors_ =
+      std::make_shared<std::atomic<std::size_t>>(0);
   mutable std::map<std::string, std::shared_ptr<const MappedFile>> files_;
 };
 

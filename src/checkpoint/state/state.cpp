@@ -15,7 +15,8 @@ namespace {
 
 /// Elements that share memory cannot get different values.
 void require_separate_elements(const std::string& where, const std::string& name, const at::Tensor& target) {
-  if (target.layout() != at::kStrided || at::has_internal_overlap(target) != at::MemOverlap::Yes) return;
+  if (target.layout() != at::kStrided || target.numel() == 0) return;
+  if (at::has_internal_overlap(target) != at::MemOverlap::Yes) return;
   throw_invalid(fmt::format(
       "{}: this program's tensor '{}' of shape {} is expanded: several elements have the same memory; "
       "restore into a clone(), and expand it afterwards",
@@ -86,11 +87,11 @@ std::vector<std::int64_t> StateReader::shape(const std::string& name) const {
 
 at::Tensor StateReader::read(const std::string& name) const { return read_tensor(full_name(name)); }
 
-void StateReader::check(const std::string& name, const at::Tensor& target) const {
+void StateReader::check(const std::string& name, const at::Tensor& target, bool cast) const {
   const std::string full = full_name(name);
   if (!contains(full)) throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full));
   const Sizes saved = shape_of(full);
-  if (saved != sizes_of(target) || dtype_of(full) != target.scalar_type()) {
+  if (saved != sizes_of(target) || (!cast && dtype_of(full) != target.scalar_type())) {
     throw_invalid(
         fmt::format("{}: the tensor '{}' has shape {} and dtype {}, but this program's has {} and {}",
                     describe(), full, checkpoint::describe(saved), c10::toString(dtype_of(full)),

@@ -19,14 +19,24 @@ void FastestSamples::add(const std::vector<ClockSample>& samples) {
 
 std::vector<ClockSample> FastestSamples::take(TimePoint now) {
   std::vector<ClockSample> samples;
-  for (const auto& [rank, sample] : fastest_) samples.push_back(sample);
+  for (const auto& [rank, sample] : fastest_) {
+    known_.insert(rank);
+    samples.push_back(sample);
+  }
   fastest_.clear();
   begun_ = now;
   return samples;
 }
 
 std::vector<ClockSample> FastestSamples::take_if_due(TimePoint now, Duration length) {
-  return now - begun_ >= length ? take(now) : std::vector<ClockSample>();
+  if (now - begun_ >= length) return take(now);
+  std::vector<ClockSample> first;
+  std::erase_if(fastest_, [&](const auto& entry) {
+    const bool is_new = known_.insert(entry.first).second;
+    if (is_new) first.push_back(entry.second);
+    return is_new;
+  });
+  return first;
 }
 
 }  // namespace torchspan

@@ -1,5 +1,6 @@
 #pragma once
 #include <map>
+#include <set>
 #include <vector>
 
 #include <torchspan/detail/core/clock_samples.h>
@@ -13,12 +14,14 @@ class FastestSamples {
   void add(const std::vector<ClockSample>& samples);
   /// Returns the samples, by rank, and begins a new window.
   std::vector<ClockSample> take(TimePoint now);
-  /// The same if the window has lasted for `length`; else returns none.
+  /// The same if the window has lasted for `length`. Else returns those of ranks that had none yet: without one, the clock
+  /// of a worker that is killed during the window would stay unknown.
   std::vector<ClockSample> take_if_due(TimePoint now, Duration length);
 
  private:
   std::map<int, ClockSample> fastest_;
-  TimePoint begun_{};  ///< of the window
+  std::set<int> known_;  ///< ranks of which a sample was returned
+  TimePoint begun_{};    ///< of the window
 };
 
 }  // namespace torchspan

@@ -17,7 +17,8 @@
 namespace torchspan {
 namespace {
 
-constexpr std::size_t kTracedSpans = 65536;  ///< of a thread, between two writes
+constexpr std::size_t kTracedSpans = 65536;                   ///< of a thread, between two writes
+constexpr Duration kLeastInterval = std::chrono::seconds(1);  ///< between two samples of counters
 
 std::string stem_of(const std::string& folder, const TraceIdentity& identity) {
   std::string name = identity.name;
@@ -62,14 +63,14 @@ TraceWriter::TraceWriter(Runtime& runtime, const std::string& folder, const Trac
       most_spans_(most_spans),
       file_(create_file(folder, stem_of(folder, identity), path_)),
       began_at_(runtime.executor.now()),
-      counted_at_(began_at_ - std::chrono::hours(1)) {
+      counted_at_(began_at_ - kLeastInterval) {
   runtime_.spans.set_traced(kTracedSpans);
   TraceEncoder encoder;
   encoder.identity(identity);
   append(encoder.take());
 }
 
-Duration TraceWriter::sample_distance() const { return (runtime_.executor.now() - began_at_) / 3600; }
+Duration TraceWriter::sample_interval() const { return (runtime_.executor.now() - began_at_) / 3600; }
 
 std::size_t TraceWriter::encode_new(TraceEncoder& encoder) {
   std::vector<StoredSpan> spans;
@@ -90,7 +91,7 @@ std::size_t TraceWriter::encode_new(TraceEncoder& encoder) {
   std::uint64_t lost_scalars = 0;
   encoder.scalars(runtime_.scalars.read(next_scalar_, lost_scalars));
   clock_samples_.add(runtime_.clock_samples.read(next_clock_sample_));
-  encoder.clock_samples(clock_samples_.take_if_due(runtime_.executor.now(), sample_distance()));
+  encoder.clock_samples(clock_samples_.take_if_due(runtime_.executor.now(), sample_interval()));
   if (const std::uint64_t lost = spans_.lost + discarded_; lost != reported_lost_) {
     encoder.lost(lost);
     reported_lost_ = lost;
@@ -99,12 +100,15 @@ std::size_t TraceWriter::encode_new(TraceEncoder& encoder) {
 }
 
 std::size_t TraceWriter::write_new() {
+  return write(runtime_.executor.now() - counted_at_ >= std::max(kLeastInterval, sample_interval()));
+}
+
+std::size_t TraceWriter::write(bool with_counters) {
   if (!file_) return 0;
   TraceEncoder encoder;
   const std::size_t count = encode_new(encoder);
-  if (const TimePoint now = runtime_.executor.now();
-      now - counted_at_ >= std::max<Duration>(std::chrono::seconds(1), sample_distance())) {
-    counted_at_ = now;
+  if (with_counters) {
+    const TimePoint now = counted_at_ = runtime_.executor.now();
     CounterSample sample{now.time_since_epoch().count(), runtime_.metrics.snapshot()};
     sample.values["process.resident_bytes"] = resident_bytes();
     encoder.counters(sample);
@@ -114,8 +118,7 @@ std::size_t TraceWriter::write_new() {
 }
 
 void TraceWriter::end() {
-  counted_at_ -= std::chrono::hours(1);
-  static_cast<void>(write_new());
+  static_cast<void>(write(true));
   TraceEncoder encoder;
   encoder.clock_samples(clock_samples_.take(runtime_.executor.now()));
   encoder.end();
@@ -126,7 +129,7 @@ void TraceWriter::end() {
 void TraceWriter::append(const Bytes& bytes) {
   BytesView rest(bytes);
   while (!rest.empty() && file_) {
-    const ssize_t written = write(file_.get(), rest.data(), rest.size());
+    const ssize_t written = ::write(file_.get(), rest.data(), rest.size());
     if (written > 0) {
       rest = rest.subspan(static_cast<std::size_t>(written));
     } else if (errno != EINTR) {

@@ -24,11 +24,13 @@ class TraceWriter {
   void end();
 
  private:
+  /// write_new(), with a sample of the counters or without.
+  std::size_t write(bool with_counters);
   std::size_t encode_new(TraceEncoder& encoder);
   void append(const Bytes& bytes);
-  /// How far apart the samples of counters and clocks are at least. Grows with the run: its file would otherwise grow
+  /// The least time between two samples of the counters, and of a rank's clock. Grows with the run: its file would otherwise grow
   /// by a gigabyte in a week, however little happens.
-  Duration sample_distance() const;
+  Duration sample_interval() const;
 
   Runtime& runtime_;
   std::string path_;

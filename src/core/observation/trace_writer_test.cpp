@@ -129,8 +129,14 @@ TEST(TraceWriter, TakesSamplesLessOftenInALongRun) {
       }
       executor.sleep(30s);
     }
+    runtime.clock_samples.add({1, TimePoint(1ns), TimePoint(2ns), TimePoint(3ns), TimePoint(4ns)});
+    static_cast<void>(writer.write_new());
+    EXPECT_EQ(decode_trace(read_file(folder.path)).clock_samples.back().rank, 1)
+        << "the first sample of a new worker does not wait";
+    const std::size_t counted = decode_trace(read_file(folder.path)).counters.size();
     writer.end();
     const TraceContents trace = decode_trace(read_file(folder.path));
+    EXPECT_EQ(trace.counters.size(), counted + 1) << "the last values of a run are recorded";
     EXPECT_LT(trace.counters.size(), 15'000u) << "of 28,800";
     EXPECT_GT(trace.counters.size(), 5'000u);
     EXPECT_LT(trace.clock_samples.size(), 15'000u);

@@ -233,7 +233,8 @@ TEST(Progress, DropsReportsThatTheLauncherDoesNotRead) {
     ProgressReport report;
     report.text = std::string(1000, 'x');
     for (report.step = 1; report.step <= 1000; ++report.step) progress.report(report);
-    EXPECT_LT(count_lines(pipe.take()), 65536u / 250) << "a pipe holds 64 KiB, and each line more than 250 bytes";
+    EXPECT_LT(count_lines(pipe.take()), 65536u / 250)
+        << "a pipe holds 64 KiB, and each line more than 250 bytes";
   });
 }
 

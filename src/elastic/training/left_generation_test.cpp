@@ -10,7 +10,7 @@ TEST(LeftGeneration, IsATimeoutIfTheRankGaveUpWaiting) {
   const Error left = left_generation(
       2, 7, std::make_exception_ptr(Error(ErrorKind::kTimedOut, "rank 1 made no vote in 3 s")));
   EXPECT_EQ(left.kind(), ErrorKind::kTimedOut) << "no rank has died";
-  EXPECT_EQ(left.message(), "rank 2 left generation 7: rank 1 made no vote in 3 s");
+  EXPECT_EQ(left.message(), "rank 2 left generation 7: timed out: rank 1 made no vote in 3 s");
 }
 
 TEST(LeftGeneration, IsADisconnectionElse) {
@@ -26,7 +26,7 @@ TEST(LeftTraining, IsADisconnectionAlsoIfTheProgramFailedWithATimeout) {
   const Error left = left_training(
       1, 4, std::make_exception_ptr(Error(ErrorKind::kTimedOut, "the database did not answer")));
   EXPECT_EQ(left.kind(), ErrorKind::kDisconnected) << "the rank does not return";
-  EXPECT_EQ(left.message(), "rank 1 left generation 4: the database did not answer");
+  EXPECT_EQ(left.message(), "rank 1 left generation 4: timed out: the database did not answer");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <exception>
 #include <fmt/format.h>
 #include <sstream>
+#include <utility>
 
 #include <torchspan/core/error.h>
 
@@ -16,6 +17,7 @@
 #include "launch/display/lines.h"
 #include "launch/supervisor/job.h"
 #include "launch/version.h"
+#include "launch/whole_file.h"
 
 namespace torchspan::launch {
 namespace {
@@ -174,6 +176,36 @@ void print_lines(Display& out, const std::string& text) {
   for (std::string line; std::getline(lines, line);) out.print_output("", without_controls(line));
 }
 
+/// `prefix`: before the first line.
+void print_error_lines(Display& out, std::string prefix, const std::string& text) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    out.print_error(std::exchange(prefix, ""), without_controls(line));
+  }
+}
+
+/// Prints what a command says of the file `path` that it wrote: as errors if that is the output itself.
+void print_summary(Display& out, const std::string& path, const std::string& text) {
+  if (is_standard_output(path)) return print_error_lines(out, "", text);
+  print_lines(out, text);
+}
+
+/// Returns the message for an exception of the system or of a library.
+std::string describe_unexpected(const CommandLine& line, const std::exception& error) {
+  const auto parsed = line.app.get_subcommands();
+  const CLI::App* command = parsed.empty() ? nullptr : parsed.front();
+  std::string advice = "check the memory and the limits of this shell (ulimit -a)";
+  if (command == line.run) {
+    advice = "check the current folder, memory and the limits of this shell (ulimit -a)";
+  } else if (command == line.trace || command == line.report) {
+    advice = "check the folder of the traces and the free memory, which must hold all of them";
+  } else if (command == line.stacks || command == line.top) {
+    advice = "check that the job still runs, and the limits of this shell (ulimit -a)";
+  }
+  return fmt::format("an unexpected error ended 'torchspan{}{}': {}; {}", command == nullptr ? "" : " ",
+                     command == nullptr ? "" : command->get_name(), error.what(), advice);
+}
+
 /// Returns the exit code of a command that has printed its result.
 int finish(Display& out) {
   const std::string lost = out.losses();
@@ -200,9 +232,9 @@ int run_command_line(Executor& executor, std::vector<std::string> arguments, con
     } else if (line.schedule->parsed()) {
       print_lines(out, show_schedule(line.shown));
     } else if (line.trace->parsed()) {
-      print_lines(out, merge_traces(line.merged));
+      print_summary(out, line.merged.out, merge_traces(line.merged));
     } else if (line.report->parsed()) {
-      print_lines(out, make_report(line.reported));
+      print_summary(out, line.reported.out, make_report(line.reported));
     } else if (line.stacks->parsed()) {
       print_lines(out, show_stacks(executor, line.watched, environment));
     } else if (line.top->parsed()) {
@@ -220,14 +252,11 @@ int run_command_line(Executor& executor, std::vector<std::string> arguments, con
       out.print_output("", text);
       return finish(out);
     }
-    out.print_error("torchspan: ", text);
+    print_error_lines(out, "torchspan: ", text);
   } catch (const Error& error) {
-    out.print_error("torchspan: ", error.message());
-  } catch (const std::exception& error) {  // of the system or a library; has ended the workers of a job
-    out.print_error("torchspan: ",
-                    fmt::format("an unexpected error ended this command: {}; check the current "
-                                "folder, memory and the limits of this shell (ulimit -a)",
-                                error.what()));
+    print_error_lines(out, "torchspan: ", error.message());
+  } catch (const std::exception& error) {  // has ended the workers of a job
+    print_error_lines(out, "torchspan: ", describe_unexpected(line, error));
     return kUnexpected;
   }
   return kWrongUse;

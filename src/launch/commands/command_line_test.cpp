@@ -10,6 +10,7 @@
 
 #include "core/api/trace_format.h"
 #include "launch/captured.h"
+#include "launch/redirected.h"
 #include "tests/support/processes.h"
 
 namespace torchspan::launch::command_line_test {
@@ -309,8 +310,38 @@ TEST_F(CommandLineTest, ReportsErrorsOfTheSystem) {
   }
   EXPECT_EQ(run({"run", "-n", "1", "--trace", "traces", "true"}), 1) << "the current folder was removed";
   std::filesystem::current_path(before);
-  EXPECT_THAT(errors_.text(), AllOf(::testing::StartsWith("torchspan: an unexpected error"),
-                                    HasSubstr("No such file or directory")));
+  EXPECT_THAT(errors_.text(),
+              AllOf(::testing::StartsWith("torchspan: an unexpected error ended 'torchspan run': "),
+                    HasSubstr("No such file or directory"), HasSubstr("; check the current folder")));
+}
+
+TEST_F(CommandLineTest, PrintsErrorsWithoutControlCharacters) {
+  EXPECT_EQ(run({"report", "/no\x1b[2J", "-o", "x"}), 2);
+  EXPECT_THAT(errors_.text(), HasSubstr("torchspan: folder '/no [2J' cannot be read"));
+  EXPECT_EQ(run({"version", "--\x1b[2J"}), 2);
+  EXPECT_EQ(errors_.text().find('\x1b'), std::string::npos);
+}
+
+TEST_F(CommandLineTest, PrintsSummariesAsErrorsIfItsOutputIsTheFile) {
+  const testing::TemporaryFolder folder;
+  TraceEncoder encoder;
+  encoder.identity({});
+  const Bytes bytes = encoder.take();
+  std::ofstream(folder.path() + "/w.trace", std::ios::binary)
+      .write(reinterpret_cast<const char*>(bytes.data()), std::ssize(bytes));
+  const std::string file = folder.path() + "/out";
+  for (const std::string command : {"trace", "report"}) {
+    {
+      const Redirected redirected(STDOUT_FILENO, file);
+      redirected.write("earlier\n");
+      EXPECT_EQ(run({command, folder.path(), "-o", "/dev/stdout"}), 0);
+    }
+    EXPECT_THAT(contents(file), ::testing::StartsWith("earlier\n"));
+    EXPECT_GT(contents(file).size(), 20u);
+    EXPECT_EQ(output_.text(), "");
+  }
+  EXPECT_THAT(errors_.text(),
+              AllOf(::testing::StartsWith("/dev/stdout: "), HasSubstr("did not end its trace")));
 }
 
 TEST_F(CommandLineTest, FailsWhenItsOutputCannotBeWritten) {

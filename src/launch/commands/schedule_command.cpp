@@ -2,12 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <fmt/format.h>
-#include <fstream>
 #include <limits>
 
 #include <torchspan/core/error.h>
@@ -16,6 +13,7 @@
 #include <torchspan/schedule/csv.h>
 
 #include "launch/commands/schedule_costs.h"
+#include "launch/whole_file.h"
 
 namespace torchspan::launch {
 namespace {
@@ -128,10 +126,8 @@ std::string figures(const Table& table, const schedule::Timeline& timeline, Memo
 }
 
 void write_file(const char* option, const std::string& file, const std::string& text) {
-  std::ofstream out(file, std::ios::binary);
-  out << text;
-  out.close();
-  if (!out) throw_invalid(fmt::format("{} {}: {}", option, file, std::strerror(errno)));
+  const std::string problem = write_whole_file(file, text);
+  if (!problem.empty()) throw_invalid(fmt::format("{} {}: {}", option, file, problem));
 }
 
 /// What show() needs besides the timeline.

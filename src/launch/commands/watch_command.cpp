@@ -7,6 +7,7 @@
 #include <torchspan/core/error.h>
 
 #include "launch/commands/run_options.h"
+#include "launch/display/lines.h"
 #include "launch/watch/diagnosis.h"
 #include "launch/watch/job_sockets.h"
 #include "launch/watch/running_job.h"
@@ -66,7 +67,9 @@ void show_top(Executor& executor, const WatchOptions& options, const rendezvous:
     std::istringstream lines(view.show(job.workers, now - asked) + job.note);
     asked = now;
     std::string clear = terminal ? "\x1b[H\x1b[2J" : "";
-    for (std::string line; std::getline(lines, line); clear.clear()) out.print_output(clear, line);
+    for (std::string line; std::getline(lines, line); clear.clear()) {
+      out.print_output(clear, without_controls(line));
+    }
     ++shown;
   }
 }

@@ -34,10 +34,17 @@ void LineSplitter::finish(const Take& take) {
   if (!line_.empty()) hand_out(take);
 }
 
-std::string without_controls(std::string text) {
-  std::replace_if(
-      text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
-  return text;
+std::string without_controls(std::string_view text) {
+  const auto byte_at = [&](std::size_t i) {
+    return i < text.size() ? static_cast<unsigned>(static_cast<unsigned char>(text[i])) : 0u;
+  };
+  std::string clean;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const bool is_c1 = byte_at(i) == 0xc2 && byte_at(i + 1) >= 0x80 && byte_at(i + 1) <= 0x9f;
+    clean += byte_at(i) < ' ' || byte_at(i) == 0x7f || is_c1 ? ' ' : text[i];
+    if (is_c1) ++i;
+  }
+  return clean;
 }
 
 void LastLines::add(std::string_view line) {

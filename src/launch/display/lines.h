@@ -28,8 +28,9 @@ class LineSplitter {
   bool returned_ = false;  ///< the last character was a carriage return
 };
 
-/// Returns the text with a space for each control character: names come from programs, and would control the terminal.
-std::string without_controls(std::string text);
+/// Returns the text, which is UTF-8, with a space for each control character (C0, DEL and C1): names come from programs, and
+/// would control the terminal.
+std::string without_controls(std::string_view text);
 
 /// Keeps the last lines of a stream: what a process wrote before it ended.
 class LastLines {

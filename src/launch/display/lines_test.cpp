@@ -59,6 +59,13 @@ TEST(LineSplitter, HandsOutEndlessLinesInPieces) {
 
 TEST(Names, AreShownWithoutControlCharacters) {
   EXPECT_EQ(without_controls("a\x1b[2J\nb\r\x7f\xc3\xa4\xff"), "a [2J b  \xc3\xa4\xff");
+  EXPECT_EQ(without_controls("a\xc2\x9b"
+                             "2J\xc2\x80"
+                             "b"),
+            "a 2J b")
+      << "CSI and the first of C1";
+  EXPECT_EQ(without_controls("\xc2\xa0\xe2\x80\x9b\xc2"), "\xc2\xa0\xe2\x80\x9b\xc2")
+      << "other characters stay";
 }
 
 TEST(LastLines, KeepTheLastNonEmptyLines) {

@@ -9,10 +9,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>
+#include <memory>
+#include <span>
 #include <sstream>
+#include <stdexcept>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <utility>
 
 #include <torchspan/core/error.h>
 
@@ -215,13 +219,99 @@ TEST_F(Jobs, EndEvenIfAWorkerLeavesAProcessBehind) {
   close(alive_[0]);
 }
 
+/// Sets what this process does at a signal; the destructor restores it.
+class SignalAction {
+ public:
+  SignalAction(int signal, sighandler_t action) : signal_(signal), before_(std::signal(signal, action)) {}
+  ~SignalAction() { std::signal(signal_, before_); }
+  SignalAction(const SignalAction&) = delete;
+  SignalAction& operator=(const SignalAction&) = delete;
+
+ private:
+  const int signal_;
+  const sighandler_t before_;
+};
+
+/// Sets this process's limit of open files; the destructor restores it.
+class OpenFilesLimit {
+ public:
+  explicit OpenFilesLimit(rlim_t limit) {
+    getrlimit(RLIMIT_NOFILE, &before_);
+    const rlimit low{limit, before_.rlim_max};
+    setrlimit(RLIMIT_NOFILE, &low);
+  }
+  ~OpenFilesLimit() { setrlimit(RLIMIT_NOFILE, &before_); }
+  OpenFilesLimit(const OpenFilesLimit&) = delete;
+  OpenFilesLimit& operator=(const OpenFilesLimit&) = delete;
+
+  static rlim_t current() {
+    rlimit now{};
+    getrlimit(RLIMIT_NOFILE, &now);
+    return now.rlim_cur;
+  }
+
+ private:
+  rlimit before_{};
+};
+
+/// Fails each wait from the moment at which a file exists.
+class FailingPoller final : public Poller {
+ public:
+  FailingPoller(Executor& executor, std::string file)
+      : executor_(executor), real_(executor.make_poller()), file_(std::move(file)) {}
+  void add(int fd, std::uint64_t token, bool writable) override { real_->add(fd, token, writable); }
+  void change(int fd, std::uint64_t token, bool writable) override { real_->change(fd, token, writable); }
+  void remove(int fd) override { real_->remove(fd); }
+  std::size_t wait(std::span<Event> events, Deadline deadline) override {
+    if (std::filesystem::exists(file_)) throw std::runtime_error("the system failed");
+    return real_->wait(events, earlier(deadline, executor_.deadline_in(milliseconds(20))));
+  }
+  void wake() override { real_->wake(); }
+  int descriptor() const override { return real_->descriptor(); }
+
+ private:
+  Executor& executor_;
+  const std::unique_ptr<Poller> real_;
+  const std::string file_;
+};
+
+/// The system's executor, except that its pollers fail when a file exists.
+class FailingExecutor final : public Executor {
+ public:
+  FailingExecutor(Executor& real, std::string file) : real_(real), file_(std::move(file)) {}
+  TimePoint now() const override { return real_.now(); }
+  std::unique_ptr<Parker> make_parker() override { return real_.make_parker(); }
+  std::unique_ptr<Poller> make_poller() override { return std::make_unique<FailingPoller>(real_, file_); }
+  Thread spawn(std::string name, std::function<void()> body) override {
+    return real_.spawn(std::move(name), std::move(body));
+  }
+  void yield() override { real_.yield(); }
+  Duration spin_limit() const override { return real_.spin_limit(); }
+
+ private:
+  Executor& real_;
+  const std::string file_;
+};
+
+TEST_F(Jobs, LeaveNoProcessBehindAfterAnUnexpectedError) {
+  ASSERT_EQ(pipe(alive_.data()), 0);
+  JobOptions mine = options(1, "setsid sh -c ': >$FOLDER/failure; exec sleep 1000' & exec sleep 1000");
+  FailingExecutor failing(*executor_, folder_ + "/failure");
+  EXPECT_THROW(run_job(failing, std::move(mine)), std::runtime_error);
+  close(alive_[1]);
+  EXPECT_TRUE(all_gone()) << "the process in another session runs";
+  close(alive_[0]);
+  EXPECT_EQ(leftovers(), 0);
+}
+
 TEST_F(Jobs, OutliveTheirTerminalUnderNohup) {
   ASSERT_EQ(pipe(alive_.data()), 0);
   const JobOptions mine = options(1, "echo ready >/dev/fd/" + std::to_string(alive_[1]) +
                                          "; while [ ! -e $FOLDER/done ]; do sleep 0.02; done; echo complete");
-  const auto before = std::signal(SIGHUP, SIG_IGN);  // as nohup does
-  const pid_t launcher = launch(mine);
-  std::signal(SIGHUP, before);
+  const pid_t launcher = [&] {
+    const SignalAction ignored(SIGHUP, SIG_IGN);  // as nohup does
+    return launch(mine);
+  }();
   wait_for_lines(1);
   kill(launcher, SIGHUP);
   std::ofstream(folder_ + "/done") << "now";
@@ -233,23 +323,20 @@ TEST_F(Jobs, OutliveTheirTerminalUnderNohup) {
 }
 
 TEST_F(Jobs, EndAlsoIfTheParentProcessIgnoresTheEndsOfItsChildren) {
-  const auto before = std::signal(SIGCHLD, SIG_IGN);
+  const SignalAction ignored(SIGCHLD, SIG_IGN);
   EXPECT_EQ(run(2, "[ $RANK = 0 ] || exit 3; exec sleep 1000"), 3);
-  EXPECT_EQ(std::signal(SIGCHLD, before), SIG_IGN) << "it is as before";
+  struct sigaction now {};
+  ASSERT_EQ(sigaction(SIGCHLD, nullptr, &now), 0);
+  EXPECT_EQ(now.sa_handler, SIG_IGN) << "it is as before";
 }
 
 TEST_F(Jobs, HaveMoreWorkersThanTheLimitOfOpenFilesAllowsByDefault) {
   constexpr int kWorkers = 16, kLimit = 48;
-  rlimit before{};
-  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
-  const rlimit low{kLimit, before.rlim_max};
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
-  const int code = run(kWorkers, "ulimit -S -n");
-  rlimit after{};
-  getrlimit(RLIMIT_NOFILE, &after);
-  setrlimit(RLIMIT_NOFILE, &before);
-  EXPECT_EQ(code, 0) << errors();
-  EXPECT_EQ(after.rlim_cur, static_cast<rlim_t>(kLimit));
+  {
+    const OpenFilesLimit low(kLimit);
+    EXPECT_EQ(run(kWorkers, "ulimit -S -n"), 0) << errors();
+    EXPECT_EQ(OpenFilesLimit::current(), static_cast<rlim_t>(kLimit));
+  }
   const auto lines = lines_of(output());
   ASSERT_EQ(lines.size(), static_cast<std::size_t>(kWorkers));
   for (const std::string& line : lines) {

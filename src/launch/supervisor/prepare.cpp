@@ -21,13 +21,13 @@
 #include "launch/supervisor/cpu_quota.h"
 #include "launch/supervisor/processes.h"
 #include "launch/supervisor/variables.h"
+#include "launch/watch/job_sockets.h"
 
 namespace torchspan::launch {
 namespace {
 
 /// Leaves room for the runtime folder's name within the 60 characters that sockets need.
 constexpr std::size_t kLongestParent = 38;
-constexpr std::string_view kFolderPrefix = "torchspan.";
 constexpr std::uint16_t kFirstPort = 20000;
 constexpr std::uint16_t kLastPort = 32000;
 
@@ -219,7 +219,7 @@ void remove_abandoned_folders(const std::string& parent) {
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
     const std::string path = entry.path().string();
-    if (!entry.path().filename().string().starts_with(kFolderPrefix)) continue;
+    if (!is_job_name(entry.path().filename().string())) continue;
     if (const Descriptor lock = lock_folder(path); lock && is_job_folder(path)) {
       std::filesystem::remove_all(path, ignored);
     }
@@ -231,7 +231,7 @@ void remove_abandoned_folders(const std::string& parent) {
 void JobFolder::make_locked(const std::string& parent) {
   constexpr int kAttempts = 100;
   for (int attempt = 0; attempt < kAttempts && !lock_; ++attempt) {
-    path_ = fmt::format("{}/{}XXXXXX", parent, kFolderPrefix);
+    path_ = fmt::format("{}/{}XXXXXX", parent, kJobPrefix);
     if (mkdtemp(path_.data()) == nullptr) break;
     lock_ = lock_folder(path_);  // fails if another launcher just removed it as abandoned
   }

@@ -7,7 +7,7 @@ namespace torchspan::launch {
 
 /// While it exists, SIGINT, SIGTERM, SIGHUP and one more signal of this thread arrive at a descriptor instead of ending the
 /// process, and writing to a closed pipe is an error instead of a signal. SIGHUP is left alone if it was ignored before, as
-/// under nohup. Children that end can be waited for, even if the parent process ignored SIGCHLD.
+/// under nohup, unless it is the one more signal. Children that end can be waited for, even if the parent process ignored SIGCHLD.
 class SignalDescriptor {
  public:
   explicit SignalDescriptor(int also);

@@ -232,6 +232,23 @@ TraceSet align_traces(std::vector<TraceContents> traces) {
   return set;
 }
 
+namespace {
+
+/// Aligns the traces. Names a file that is left out if that fails, because it may be the cause.
+TraceSet align_usable(std::vector<TraceContents> traces, const std::vector<std::string>& unusable) {
+  try {
+    return align_traces(std::move(traces));
+  } catch (const Error& error) {
+    if (unusable.empty()) throw;
+    const std::string more = unusable.size() == 1 ? ""
+                                                  : fmt::format(" ({} more {} left out)", unusable.size() - 1,
+                                                                unusable.size() == 2 ? "is" : "are");
+    throw Error(error.kind(), fmt::format("{}; {}{}", error.message(), unusable.front(), more));
+  }
+}
+
+}  // namespace
+
 TraceSet read_traces(const std::string& folder) {
   std::error_code failure;
   std::vector<std::filesystem::path> paths;
@@ -257,7 +274,7 @@ TraceSet read_traces(const std::string& folder) {
   }
   if (traces.empty())
     throw_invalid(fmt::format("no trace in '{}' can be used: {}", folder, unusable.front()));
-  TraceSet set = align_traces(std::move(traces));
+  TraceSet set = align_usable(std::move(traces), unusable);
   set.notes.insert(set.notes.begin(), unusable.begin(), unusable.end());
   return set;
 }

@@ -171,6 +171,27 @@ TEST(TraceSet, LeavesOutFilesThatCannotBeUsed) {
   EXPECT_THAT(set.notes[3], HasSubstr("no trace of ranks 1,2 (of 3)"));
 }
 
+TEST(TraceSet, NamesAFileThatIsLeftOutIfTheOthersCannotBeAligned) {
+  const torchspan::testing::TemporaryFolder folder;
+  const auto write = [&](const std::string& name, const Bytes& bytes) {
+    std::ofstream(folder.path() + "/" + name + ".trace", std::ios::binary)
+        .write(reinterpret_cast<const char*>(bytes.data()), std::ssize(bytes));
+  };
+  for (int rank : {1, 2}) {
+    ExampleTrace trace(rank, 3);
+    if (rank == 2) trace.clock("far", "other clock");
+    TraceEncoder encoder;
+    encoder.identity(trace.contents().identity);
+    write("worker" + std::to_string(rank), encoder.take());
+  }
+  write("worker0", {});
+  const auto text = [&] { return torchspan::testing::invalid_text([&] { read_traces(folder.path()); }); };
+  EXPECT_THAT(text(), AllOf(HasSubstr("the clock of worker2 (rank 2, far) cannot be compared"),
+                            HasSubstr("worker0.trace' is left out: this trace file is empty")));
+  write("x", {});
+  EXPECT_THAT(text(), HasSubstr("(1 more is left out)"));
+}
+
 TEST(TraceSet, NamesTheFolderWithoutTraces) {
   const auto text = [](const std::string& folder) {
     try {

@@ -8,6 +8,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "launch/display/lines.h"
 #include "launch/watch/incident.h"
 
 namespace torchspan::launch {
@@ -121,6 +122,12 @@ std::optional<std::string> text_in(const Json& object, const char* name) {
   return found->get<std::string>();
 }
 
+/// A text that may be shown on a terminal.
+std::optional<std::string> shown_text_in(const Json& object, const char* name) {
+  const auto text = text_in(object, name);
+  return text ? std::optional(without_controls(*text)) : std::nullopt;
+}
+
 const Json* list_in(const Json& object, const char* name) {
   const auto found = object.find(name);
   return found != object.end() && found->is_array() ? &*found : nullptr;
@@ -162,8 +169,8 @@ bool decode_notices(const Json& list, HostReport& report) {
 std::optional<HostReport> decode_host(const Json& object) {
   if (!object.is_object()) return std::nullopt;
   const auto node = number_in(object, "node", kMostNode);
-  const auto host = text_in(object, "host"), trouble = text_in(object, "trouble"),
-             page = text_in(object, "page");
+  const auto host = shown_text_in(object, "host"), trouble = shown_text_in(object, "trouble"),
+             page = shown_text_in(object, "page");
   const Json* workers = list_in(object, "workers");
   const Json* notices = list_in(object, "notices");
   const auto written = object.find("written");
@@ -213,7 +220,7 @@ std::optional<JobReport> decode_job_report(std::string_view text) {
   if (!object.is_object()) return std::nullopt;
   const auto node = number_in(object, "node", kMostNode),
              workers = number_in(object, "workers", kMostReported);
-  const auto host = text_in(object, "host"), prefix = text_in(object, "prefix");
+  const auto host = shown_text_in(object, "host"), prefix = shown_text_in(object, "prefix");
   const Json* others = list_in(object, "others");
   if (!node || !workers || *workers == 0 || !host || !prefix || others == nullptr) return std::nullopt;
   JobReport report{.node = *node, .host = *host, .workers = *workers, .prefix = *prefix, .others = {}};

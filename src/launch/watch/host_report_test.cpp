@@ -122,6 +122,24 @@ TEST(HostReport, IsNothingElse) {
   EXPECT_EQ(huge->workers.at(0).world, 0);
 }
 
+TEST(HostReport, HasNoControlCharacters) {
+  HostReport sent = make_host(1, {make_worker(2)});
+  sent.host = "far\x1b[2J";
+  sent.trouble = "no\nanswer";
+  sent.page =
+      "pages/\xc2\x9b"
+      "1";
+  const auto got = decode_host_report(encode_host_report(sent));
+  ASSERT_TRUE(got);
+  EXPECT_EQ(got->host, "far [2J");
+  EXPECT_EQ(got->trouble, "no answer");
+  EXPECT_EQ(got->page, "pages/ 1");
+  const auto job = decode_job_report(encode_job_report({.host = "near\a", .prefix = "w\r"}));
+  ASSERT_TRUE(job);
+  EXPECT_EQ(job->host, "near ");
+  EXPECT_EQ(job->prefix, "w ");
+}
+
 TEST(JobReport, SurvivesItsEncodingAndIsNothingElse) {
   const JobReport sent{
       .node = 1, .host = "near", .workers = 2, .prefix = "w", .others = {make_host(0, {make_worker(0)})}};

@@ -85,7 +85,7 @@ void add_handler(int rank, const TimeoutNotice& notice, const std::string& prefi
 
 TimeoutNotice printable(TimeoutNotice notice) {
   for (std::string* text : {&notice.kind, &notice.name, &notice.peer, &notice.site, &notice.detail}) {
-    *text = without_controls(std::move(*text));
+    *text = without_controls(*text);
   }
   return notice;
 }

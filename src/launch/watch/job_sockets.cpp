@@ -1,8 +1,6 @@
 #include "launch/watch/job_sockets.h"
 
-#include <algorithm>
 #include <array>
-#include <cctype>
 #include <cerrno>
 #include <fcntl.h>
 #include <filesystem>
@@ -19,14 +17,13 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/descriptor.h"
+#include "launch/display/lines.h"
 #include "launch/watch/host_report.h"
 #include "launch/watch/local_request.h"
 #include "launch/watch/state_questions.h"
 
 namespace torchspan::launch {
 namespace {
-
-constexpr std::string_view kJobPrefix = "torchspan.";
 
 /// Whether a launcher holds the folder's lock.
 bool is_running(const std::string& path) {
@@ -68,10 +65,7 @@ std::string command_of(const std::string& process) {
   std::ifstream stream("/proc/" + process + "/cmdline", std::ios::binary);
   std::string command{std::istreambuf_iterator<char>(stream), {}};
   while (!command.empty() && command.back() == '\0') command.pop_back();
-  std::replace_if(
-      command.begin(), command.end(), [](unsigned char character) { return std::iscntrl(character) != 0; },
-      ' ');
-  return command;
+  return without_controls(command);
 }
 
 /// A line for each job: its folder, its launcher's process and command.

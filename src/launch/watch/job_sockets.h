@@ -1,6 +1,7 @@
 #pragma once
 #include <atomic>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <torchspan/detail/core/executor.h>
@@ -14,6 +15,8 @@ namespace torchspan::launch {
 /// the only one. Throws Error{kInvalid} that lists the jobs.
 std::string find_job(const std::string& job, const rendezvous::Environment& environment);
 
+/// What the names of jobs' folders begin with.
+inline constexpr std::string_view kJobPrefix = "torchspan.";
 /// Whether a folder with this name may be that of a job.
 bool is_job_name(const std::string& name);
 

@@ -66,15 +66,14 @@ TEST(JobSockets, SayThatThereIsNoSuchJob) {
 }
 
 TEST(JobSockets, FindAJobOnceUnderTwoNamesOfItsFolder) {
-  const testing::TemporaryFolder parent;
-  const std::string link = parent.path() + "-link";
+  const testing::TemporaryFolder parent, links;
+  const std::string link = links.path() + "/link";
   std::filesystem::create_symlink(parent.path(), link);
   const JobFolder job({{"TMPDIR", parent.path()}});
   const std::string end = job.path().substr(job.path().size() - 6);
   for (const std::string& other : {link, parent.path() + "/"}) {
     EXPECT_EQ(find_job(end, {{"XDG_RUNTIME_DIR", parent.path()}, {"TMPDIR", other}}), job.path());
   }
-  std::filesystem::remove(link);
 }
 
 TEST(JobSockets, ListSeveralJobsWithTheirLaunchers) {

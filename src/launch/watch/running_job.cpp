@@ -11,7 +11,11 @@
 namespace torchspan::launch {
 namespace {
 
-std::string without_slashes(std::string path) {
+/// The absolute path of a folder, without a slash at its end, so that its parent folder can be searched.
+std::string absolute_folder(const std::string& folder) {
+  std::error_code failure;
+  const std::filesystem::path absolute = std::filesystem::absolute(folder, failure);
+  std::string path = (failure ? std::filesystem::path(folder) : absolute).lexically_normal().string();
   while (path.size() > 1 && path.ends_with('/')) path.pop_back();
   return path;
 }
@@ -19,7 +23,7 @@ std::string without_slashes(std::string path) {
 }  // namespace
 
 RunningJob::RunningJob(Executor& executor, const std::string& folder)
-    : executor_(executor), folder_(without_slashes(folder)), launcher_(launcher_of(folder_)) {
+    : executor_(executor), folder_(absolute_folder(folder)), launcher_(launcher_of(folder_)) {
   if (launcher_.empty()) return;
   process_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, std::atoi(launcher_.c_str()), 0)));
 }

@@ -10,9 +10,10 @@ namespace torchspan::launch {
 /// A running job of this host, whose folder changes with each restart. For one thread at a time.
 class RunningJob {
  public:
-  /// `folder`: that of the attempt that runs now.
+  /// `folder`: that of the attempt that runs now; may be relative to the current folder.
   RunningJob(Executor& executor, const std::string& folder);
 
+  /// An absolute path.
   const std::string& folder() const { return folder_; }
   /// Finds the folder of the attempt that runs now; between two attempts, folder() stays as it is. Returns false if the
   /// launcher has ended or is unknown.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <filesystem>
 #include <gtest/gtest.h>
 #include <optional>
 #include <sys/wait.h>
@@ -28,6 +29,36 @@ TEST(RunningJob, IsFollowedThroughItsRestarts) {
   attempt.emplace(environment);
   EXPECT_TRUE(job.follow());
   EXPECT_EQ(job.folder(), attempt->path());
+}
+
+/// Changes the current folder of this process; the destructor restores it.
+class CurrentFolder {
+ public:
+  explicit CurrentFolder(const std::string& path) { std::filesystem::current_path(path); }
+  ~CurrentFolder() {
+    std::error_code ignored;
+    std::filesystem::current_path(before_, ignored);
+  }
+  CurrentFolder(const CurrentFolder&) = delete;
+  CurrentFolder& operator=(const CurrentFolder&) = delete;
+
+ private:
+  const std::filesystem::path before_ = std::filesystem::current_path();
+};
+
+TEST(RunningJob, IsFollowedFromARelativeFolder) {
+  const testing::TemporaryFolder parent;
+  const rendezvous::Environment environment = {{"TMPDIR", parent.path()}};
+  const auto executor = make_executor();
+  const CurrentFolder current(parent.path());
+  for (const std::string before : {"", "./"}) {
+    std::optional<JobFolder> attempt(environment);
+    RunningJob job(*executor, before + std::filesystem::path(attempt->path()).filename().string());
+    attempt.reset();
+    attempt.emplace(environment);
+    EXPECT_TRUE(job.follow());
+    EXPECT_TRUE(std::filesystem::equivalent(job.folder(), attempt->path())) << job.folder();
+  }
 }
 
 TEST(RunningJob, EndsWithItsLauncher) {

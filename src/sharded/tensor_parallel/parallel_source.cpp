@@ -58,9 +58,9 @@ class ParallelSource final : public checkpoint::StateSource {
     const auto all = tensors();
     for (const auto& [name, tensor] : all) {
       const auto part = parts_.find(name);
-      // check() compares with the whole tensor; this one takes no memory.
+      // check() compares with the whole tensor; this one has no memory.
       const at::Tensor whole =
-          part == parts_.end() ? tensor : at::empty({}, tensor.options()).expand(part->second.shape);
+          part == parts_.end() ? tensor : at::empty(part->second.shape, tensor.options().device(at::kMeta));
       reader.check(name, whole);
     }
     for (const auto& [name, tensor] : all) {
