@@ -245,7 +245,7 @@ PassReport GraphPass::Impl::report() const {
   report.skipped = progress_.skipped;
   MutexLock lock(mutex_);
   if (closed_) return report;
-  report.driven = driving_;
+  report.busy = driving_ || !queue_.empty();
   for (Node* root : pending_) {
     if (!arrived_.at(root)) report.waiting_for.push_back(root);
   }

@@ -143,6 +143,26 @@ TEST(GraphPass, ReportsPendingRootsWithoutGradients) {
   EXPECT_EQ(report.nodes, 6U);
   EXPECT_EQ(report.executed, 3U);
   EXPECT_EQ(report.waiting_for, (std::vector<torch::autograd::Node*>{missing.get()}));
+  EXPECT_FALSE(report.busy);
+}
+
+/// Else a survey that finds a thread between the two calls would report a stalled pass.
+TEST(GraphPass, IsBusyFromADeliveryUntilItHasRun) {
+  const Tensor x = leaf(), y = leaf();
+  auto arrived = make_node<Outgoing>(std::vector<Tensor>{x.sin()});
+  auto missing = make_node<Outgoing>(std::vector<Tensor>{y.exp()});
+  GradientMap gradients;
+  MapSink sink(gradients);
+  GraphPass pass(sink);
+  pass.add_pending(arrived);
+  pass.add_pending(missing);
+  pass.prepare();
+  pass.run();
+  EXPECT_FALSE(pass.report().busy);
+  pass.deliver(*arrived, {at::ones({2})});
+  EXPECT_TRUE(pass.report().busy);
+  pass.run();
+  EXPECT_FALSE(pass.report().busy);
 }
 
 TEST(GraphPass, ThatIsAbortedEndsItsSinkAndFreesItsGraph) {

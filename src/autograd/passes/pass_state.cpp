@@ -137,11 +137,11 @@ bool PassState::leave_to_context(std::shared_ptr<PassOwner>& pass) const {
 }
 
 PartReport PassState::report() const {
-  // In this order: a message that is counted here has reached the graph, or is seen on its way to it.
+  // In this order: the graph is busy with a message that is counted here, or the message is seen on its way to it.
   const std::uint64_t received = received_;
   const bool delivering = delivering_ > 0;
   const engine::PassReport graph = graph_.report();
-  PartReport mine{worker_.name(), false, delivering || graph.driven, graph.executed, sent_,
+  PartReport mine{worker_.name(), false, delivering || graph.busy, graph.executed, sent_,
                   received,       {},    outbox_->waiting()};
   const Worker me = worker_.require();
   for (const MessageInfo& message : waits_for(graph)) {

@@ -62,7 +62,7 @@ struct PassReport {
   std::size_t nodes = 0;
   std::size_t executed = 0;
   std::size_t skipped = 0;
-  bool driven = false;                              ///< a thread runs its nodes now
+  bool busy = false;  ///< a thread runs its nodes, or a delivery waits for a thread to call run()
   std::vector<torch::autograd::Node*> waiting_for;  ///< pending roots without gradients, in the order added
 };
 
