@@ -10,6 +10,7 @@
 
 #include "device/api/half.h"
 #include "device/api/numbers.h"
+#include "optim/parameters.h"
 
 namespace torchspan::optim {
 namespace {
@@ -51,15 +52,12 @@ double clip_factor(double norm, double max_norm) {
 }
 
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type) {
-  std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
+  std::vector<at::Tensor> gradients = gradients_of(parameters);
   const double norm = gradient_norm(gradients, norm_type);
   const double factor = clip_factor(norm, max_norm);
   if (factor == 1) return norm;
   at::NoGradGuard no_grad;
-  for (at::Tensor& gradient : gradients) {
-    if (gradient.defined()) gradient.mul_(factor);
-  }
+  for (at::Tensor& gradient : gradients) gradient.mul_(factor);
   return norm;
 }
 

@@ -9,6 +9,7 @@
 #include <torchspan/core/error.h>
 
 #include "device/api/half.h"
+#include "optim/parameters.h"
 #include "optim/unscale.h"
 
 namespace torchspan::optim {
@@ -62,10 +63,8 @@ void GradScaler::check_first_unscale(const void* optimizer) const {
 void GradScaler::unscale(const void* optimizer, const std::vector<at::Tensor>& parameters) {
   if (!options_.enabled) return;
   check_first_unscale(optimizer);
-  std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
   iteration_[optimizer] = {};
-  bool found_inf = unscale_gradients(gradients, scale_);
+  bool found_inf = unscale_gradients(gradients_of(parameters), scale_);
   if (options_.agree) found_inf = options_.agree(found_inf);
   iteration_[optimizer] = {.complete = true, .found_inf = found_inf};
 }

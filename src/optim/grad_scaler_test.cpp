@@ -78,6 +78,15 @@ TEST(GradScaler, StepsOptimizersOfLibTorch) {
   EXPECT_TRUE(at::allclose(value.detach(), torch::tensor({0.0, -3.0, 2.0}, torch::kDouble)));
 }
 
+TEST(GradScaler, DividesAGradientOnceWhoseParameterIsListedTwice) {
+  at::Tensor value = parameter();
+  torch::optim::SGD optimizer({value, value}, torch::optim::SGDOptions(0.5));
+  GradScaler scaler({.init_scale = 8});
+  set_gradient(value, 16);
+  scaler.unscale_(optimizer);
+  EXPECT_EQ(value.grad()[0].item<double>(), 2);
+}
+
 TEST(GradScaler, SkipsStepsWithInfiniteGradientsAndLowersTheScale) {
   for (const double bad : {kInfinity, -kInfinity, kNan}) {
     at::Tensor first = parameter(), second = parameter();

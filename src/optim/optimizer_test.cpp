@@ -79,6 +79,13 @@ TEST(Optimizer, NormsAreThoseOfOneLongVector) {
   EXPECT_THAT(error_of([&] { clip_grad_norm({}, -1); }).what(), HasSubstr("max_norm = -1"));
 }
 
+TEST(Optimizer, ClipsAGradientOnceWhoseParameterIsListedTwice) {
+  at::Tensor value = torch::zeros({2}, torch::kDouble).set_requires_grad(true);
+  value.mutable_grad() = torch::tensor({3.0, 4.0}, torch::kDouble);
+  EXPECT_EQ(clip_grad_norm({value, value}, 1), 5);
+  EXPECT_NEAR(gradient_norm({value.grad()}), 1, 1e-6);
+}
+
 std::vector<OptimizerSpec> specs() {
   return {SGD{.lr = 0.1},
           SGD{.lr = 0.1, .momentum = 0.9},

@@ -17,4 +17,15 @@ std::vector<std::pair<std::string, at::Tensor>> named_parameters_of(const torch:
   return parameters;
 }
 
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> gradients;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : parameters) {
+    const at::Tensor& gradient = parameter.grad();
+    if (gradient.defined() && seen.insert(gradient.unsafeGetTensorImpl()).second)
+      gradients.push_back(gradient);
+  }
+  return gradients;
+}
+
 }  // namespace torchspan::optim

@@ -15,4 +15,7 @@ namespace torchspan::optim {
 /// The parameters of a module by name. A parameter that several layers share is listed once.
 std::vector<std::pair<std::string, at::Tensor>> named_parameters_of(const torch::nn::Module& module);
 
+/// The defined `.grad` of parameters. That of a parameter that is listed several times is returned once.
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters);
+
 }  // namespace torchspan::optim

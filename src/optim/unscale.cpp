@@ -81,7 +81,6 @@ bool unscale_gradients(const std::vector<at::Tensor>& gradients, double scale) {
   std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>> groups;
   Unscaling unscaling(scale);
   for (const at::Tensor& gradient : gradients) {
-    if (!gradient.defined()) continue;
     if (has_unscale_operator(gradient)) {
       groups[{gradient.device().str(), gradient.scalar_type()}].push_back(gradient);
     } else {

@@ -142,7 +142,7 @@ double gradient_norm(const std::vector<at::Tensor>& gradients, double norm_type 
 /// LibTorch. Throws Error{kInvalid} unless max_norm is > 0.
 double clip_factor(double norm, double max_norm);
 /// Scales the parameters' `.grad` in place to a total norm of at most `max_norm`; returns the norm before
-/// scaling.
+/// scaling. The gradient of a parameter that is listed several times counts once.
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2);
 
 }  // namespace torchspan::optim
