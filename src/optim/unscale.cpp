@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <limits>
 #include <map>
-#include <string>
-#include <utility>
+#include <tuple>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
@@ -24,12 +24,16 @@ namespace {
 
 constexpr const char* kUnscale = "aten::_amp_foreach_non_finite_check_and_unscale_";
 
-/// Whether the operator may take the gradient. It multiplies by a float, which is too coarse for doubles.
-bool has_unscale_operator(const at::Tensor& gradient) {
+/// Gradients by device and dtype.
+using GradientGroups =
+    std::map<std::tuple<at::DeviceType, at::DeviceIndex, at::ScalarType>, std::vector<at::Tensor>>;
+
+/// Whether the operator, if the device has it, may take the gradient. It multiplies by a float, which is too coarse for
+/// doubles.
+bool fits_operator(const at::Tensor& gradient) {
   const at::ScalarType dtype = gradient.scalar_type();
   return !gradient.is_cpu() && gradient.layout() == at::kStrided && gradient.numel() != 0 &&
-         can_index_with_int(gradient) && (dtype == at::kFloat || dtype == at::kHalf) &&
-         has_operator(kUnscale, gradient);
+         can_index_with_int(gradient) && (dtype == at::kFloat || dtype == at::kHalf);
 }
 
 /// Divides gradients and keeps what it finds on their devices, until one read takes all of it.
@@ -37,17 +41,10 @@ class Unscaling {
  public:
   explicit Unscaling(double scale) : inverse_(1 / scale) {}
 
-  /// Gradients of one device and dtype that has_unscale_operator().
-  void by_operator(const std::vector<at::Tensor>& gradients) {
-    using Signature = at::_ops::_amp_foreach_non_finite_check_and_unscale_::schema;
-    const at::TensorOptions options = gradients.front().options().dtype(at::kFloat);
-    at::Tensor found = at::zeros({1}, options);
-    const at::Tensor inverse = at::full({1}, inverse_, options);
-    if (call_operator<Signature>(kUnscale, gradients.front(), at::TensorList(gradients), found, inverse)) {
-      flags_.push_back(found);
-    } else {
-      for (const at::Tensor& gradient : gradients) one_by_one(gradient);
-    }
+  /// Gradients of one device and dtype for which fits_operator() is true.
+  void together(const std::vector<at::Tensor>& gradients) {
+    if (by_operator(gradients)) return;
+    for (const at::Tensor& gradient : gradients) one_by_one(gradient);
   }
 
   void one_by_one(const at::Tensor& gradient) {
@@ -69,6 +66,19 @@ class Unscaling {
   }
 
  private:
+  /// Returns false, and changes nothing, if the device does not have the operator.
+  bool by_operator(const std::vector<at::Tensor>& gradients) {
+    using Signature = at::_ops::_amp_foreach_non_finite_check_and_unscale_::schema;
+    if (!has_operator(kUnscale, gradients.front())) return false;
+    const at::TensorOptions options = gradients.front().options().dtype(at::kFloat);
+    at::Tensor found = at::zeros({1}, options);
+    const at::Tensor inverse = at::full({1}, inverse_, options);
+    if (!call_operator<Signature>(kUnscale, gradients.front(), at::TensorList(gradients), found, inverse))
+      return false;
+    flags_.push_back(found);
+    return true;
+  }
+
   const double inverse_;
   std::vector<at::Tensor> flags_;  ///< of the operator: 0 if all elements were finite
   std::vector<at::Tensor> norms_;  ///< of other gradients: the largest absolute value
@@ -78,16 +88,17 @@ class Unscaling {
 
 bool unscale_gradients(const std::vector<at::Tensor>& gradients, double scale) {
   const at::NoGradGuard no_grad;
-  std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>> groups;
+  GradientGroups groups;
   Unscaling unscaling(scale);
   for (const at::Tensor& gradient : gradients) {
-    if (has_unscale_operator(gradient)) {
-      groups[{gradient.device().str(), gradient.scalar_type()}].push_back(gradient);
+    if (fits_operator(gradient)) {
+      const at::Device device = gradient.device();
+      groups[{device.type(), device.index(), gradient.scalar_type()}].push_back(gradient);
     } else {
       unscaling.one_by_one(gradient);
     }
   }
-  for (const auto& [like, group] : groups) unscaling.by_operator(group);
+  for (const auto& [like, group] : groups) unscaling.together(group);
   return unscaling.found_inf();
 }
 
