@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "launch/display/lines.h"
+
 namespace torchspan::launch {
 namespace {
 
@@ -65,7 +67,7 @@ void NodeRounds::run() {
   } catch (const Error& error) {
     {
       MutexLock lock(mutex_);
-      failure_ = error;
+      failure_ = Error(error.kind(), without_controls(error.message()));  // host 0 may have sent it
     }
     changed_();
   }

@@ -39,7 +39,8 @@ class NodeRounds {
   void publish(const NodeState& state);
   /// Returns the rounds since the last call, oldest first.
   std::deque<NodeStates> take();
-  /// Why there are no more rounds: a host that did not join, or whose launcher left or died. Take the rounds first.
+  /// Why there are no more rounds: a host that did not join, or whose launcher left or died. Take the rounds first. Its
+  /// message has no control characters.
   std::optional<Error> failure();
 
  private:

@@ -20,10 +20,11 @@ using Phase = NodeState::Phase;
 class Launcher {
  public:
   Launcher(SimulatedHosts& world, int node, int nodes)
-      : executor_(world.executor()),
+      : Launcher(world.executor(), world.meeting(node, nodes)) {}
+  Launcher(Executor& executor, NodeMeeting meeting)
+      : executor_(executor),
         parker_(executor_.make_parker()),
-        rounds_(std::make_unique<NodeRounds>(executor_, world.meeting(node, nodes),
-                                             [this] { parker_->unpark(); })) {}
+        rounds_(std::make_unique<NodeRounds>(executor_, std::move(meeting), [this] { parker_->unpark(); })) {}
 
   NodeRounds& rounds() { return *rounds_; }
   /// Takes rounds until one satisfies `wanted`, or there are no more; returns all that it took.
@@ -155,6 +156,19 @@ TEST_P(SimulatedLaunchers, SayThatHost0DoesNotAnswer) {
     EXPECT_EQ(failure.kind(), ErrorKind::kTimedOut);
     EXPECT_THAT(failure.message(),
                 AllOf(HasSubstr("host 0"), HasSubstr("sim:store"), HasSubstr("within 10 s")));
+  });
+}
+
+TEST_P(SimulatedLaunchers, ReplaceControlCharactersInWhatHost0Sends) {
+  SimulatedHosts world(GetParam(), 2);
+  world.run([&](int node) {
+    NodeMeeting meeting = world.meeting(node, 2);
+    if (node == 0) meeting.join.job = "another\x1b[2J";
+    Launcher launcher(world.executor(), std::move(meeting));
+    launcher.rounds().publish(at(0, Phase::kReady));
+    const Error failure = launcher.failure();
+    if (node == 0) return;
+    EXPECT_THAT(failure.message(), HasSubstr("belongs to job 'another [2J'"));
   });
 }
 

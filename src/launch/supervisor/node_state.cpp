@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <tuple>
 
+#include "launch/display/lines.h"
 #include "launch/supervisor/endings.h"
 
 namespace torchspan::launch {
@@ -35,9 +36,11 @@ class Fields {
     const auto value = field->get<std::int64_t>();
     return value >= least && value <= most ? static_cast<Number>(value) : fail<Number>();
   }
+  /// Without control characters: other hosts send these texts, and this one prints them.
   std::string text(const char* name) {
     const Json* field = find(name);
-    return field != nullptr && field->is_string() ? field->get<std::string>() : fail<std::string>();
+    if (field == nullptr || !field->is_string()) return fail<std::string>();
+    return without_controls(field->get<std::string>());
   }
 
  private:

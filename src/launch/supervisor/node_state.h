@@ -37,7 +37,8 @@ using NodeStates = std::vector<NodeState>;
 
 /// At most 32 KiB: shortens texts.
 Bytes encode_node_state(const NodeState& state);
-/// Returns nullopt for anything that encode_node_state() does not return. Pure; accepts any bytes.
+/// Returns nullopt for anything that encode_node_state() does not return. Replaces control characters in texts. Pure;
+/// accepts any bytes.
 std::optional<NodeState> decode_node_state(BytesView bytes);
 
 /// Whether all hosts have reached a phase of an attempt.

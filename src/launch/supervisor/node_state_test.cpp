@@ -54,6 +54,18 @@ TEST(NodeState, SurvivesItsEncoding) {
   EXPECT_THAT(decoded->failure->text, HasSubstr("worker\"1\""));
 }
 
+TEST(NodeState, TextsOfOtherHostsHaveNoControlCharacters) {
+  NodeState state = failed(seconds(1), 1);
+  state.options = "-n\x1b[2J 4";
+  state.failure->text =
+      "worker1\x1b[2J exited\nwith\xc2\x9b"
+      "2J code 1";
+  const auto decoded = decode_node_state(encode_node_state(state));
+  ASSERT_TRUE(decoded && decoded->failure);
+  EXPECT_EQ(decoded->options, "-n [2J 4");
+  EXPECT_EQ(decoded->failure->text, "worker1 [2J exited with 2J code 1");
+}
+
 TEST(NodeState, FitsIntoARoundWhateverItsTexts) {
   for (const char* piece : {"\x01", "ä", "\xff", "\""}) {
     NodeState state = failed(seconds(1), 1);
