@@ -143,7 +143,6 @@ class Job {
   void say_threads(const JobSetting& setting);
   AttemptReport try_attempt(int workers);
   AttemptReport run_attempt(int workers);
-  AttemptReport run_and_clean_up(const JobSetting& setting);
   AttemptReport run_workers(const JobSetting& setting);
   void watch(Attempt& attempt);
   void on_signal(int signal, Attempt* attempt);
@@ -250,25 +249,15 @@ AttemptReport Job::run_attempt(int workers) {
   JobSetting setting =
       make_setting(folder, workers, options_.master_port != 0 ? options_.master_port : chosen->number());
   if (nodes_ && !meet_nodes(setting)) return {.workers = workers};
-  AttemptReport report = run_and_clean_up(setting);
+  AttemptReport report = run_workers(setting);
   if (together()) end_on_nodes(report);
   return report;
 }
 
-/// Runs the workers. No process of the job is left when it returns or throws, also none that left its worker's group.
-AttemptReport Job::run_and_clean_up(const JobSetting& setting) {
-  try {
-    AttemptReport report = run_workers(setting);
-    kill_processes_of(executor_, run_id_);
-    return report;
-  } catch (...) {
-    kill_processes_of(executor_, run_id_);
-    throw;
-  }
-}
-
-/// Starts the workers and waits for their ends; none is left when it returns.
+/// Starts the workers and waits for their ends. No process of the job is left when it returns or throws, also none that
+/// left its worker's group.
 AttemptReport Job::run_workers(const JobSetting& setting) {
+  const ProcessCleanup cleanup(executor_, run_id_);
   AttemptReport report{.workers = setting.workers};
   if (failed_attempts_.empty()) say_threads(setting);
   const AttemptContext context{executor_,          options_,

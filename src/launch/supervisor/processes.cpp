@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <csignal>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -68,6 +69,14 @@ std::size_t kill_processes_of(Executor& executor, std::string_view job) {
     if (empty < kEmptyScans) executor.sleep(kPause);
   }
   return left;
+}
+
+ProcessCleanup::~ProcessCleanup() {
+  try {
+    kill_processes_of(executor_, job_);
+  } catch (const std::exception&) {
+    return;  // /proc cannot be read, so these processes cannot be found
+  }
 }
 
 }  // namespace torchspan::launch

@@ -2,6 +2,7 @@
 #include <string>
 #include <string_view>
 #include <sys/types.h>
+#include <utility>
 #include <vector>
 
 #include <torchspan/detail/core/executor.h>
@@ -21,5 +22,18 @@ std::vector<pid_t> processes_of(std::string_view job);
 
 /// Kills the processes of `job` until none is left, for at most two seconds. Returns how many are left.
 std::size_t kill_processes_of(Executor& executor, std::string_view job);
+
+/// Calls kill_processes_of() when it is destroyed.
+class ProcessCleanup {
+ public:
+  ProcessCleanup(Executor& executor, std::string job) : executor_(executor), job_(std::move(job)) {}
+  ~ProcessCleanup();
+  ProcessCleanup(const ProcessCleanup&) = delete;
+  ProcessCleanup& operator=(const ProcessCleanup&) = delete;
+
+ private:
+  Executor& executor_;
+  const std::string job_;
+};
 
 }  // namespace torchspan::launch
