@@ -1,15 +1,25 @@
 #include "core/observation/prometheus.h"
 
+#include <algorithm>
 #include <cctype>
 #include <cmath>
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 
 namespace torchspan {
 namespace {
 
+/// The text with U+FFFD for bytes that are not UTF-8, for which Prometheus refuses all metrics of a worker.
+std::string replace_invalid_utf8(std::string_view text) {
+  using nlohmann::json;
+  if (std::ranges::all_of(text, [](unsigned char c) { return c < 0x80; })) return std::string(text);
+  return json::parse(json(std::string(text)).dump(-1, ' ', false, json::error_handler_t::replace))
+      .get<std::string>();
+}
+
 std::string escape_label(std::string_view text) {
   std::string escaped;
-  for (const char c : text) {
+  for (const char c : replace_invalid_utf8(text)) {
     if (c == '\\' || c == '"') escaped += '\\';
     if (c == '\n') {
       escaped += "\\n";
