@@ -53,7 +53,7 @@ class TemporaryFiles {
  public:
   explicit TemporaryFiles(const Disk& disk) : disk_(disk) {}
   ~TemporaryFiles() {
-    for (const std::string& path : paths_) disk_.discard_file(temporary_name(path));
+    for (const std::string& path : paths_) disk_.discard(&Disk::remove_file, temporary_name(path));
   }
   TemporaryFiles(const TemporaryFiles&) = delete;
   TemporaryFiles& operator=(const TemporaryFiles&) = delete;

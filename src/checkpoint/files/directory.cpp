@@ -180,9 +180,9 @@ void Directory::withdraw(const std::string& name) const {
   try {
     disk_.rename(path_of(name), trash);
   } catch (const Error&) {
-    disk_.discard(path_of(name));
+    disk_.discard(&Disk::remove, path_of(name));
   }
-  disk_.discard(trash);
+  disk_.discard(&Disk::remove, trash);
 }
 
 std::vector<std::string> Directory::leftovers() const {

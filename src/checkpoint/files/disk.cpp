@@ -169,7 +169,7 @@ void Disk::replace_file(const std::string& path, std::string_view text) const {
     file.reset();
     rename(temporary, path);
   } catch (...) {
-    discard_file(temporary);
+    discard(&Disk::remove_file, temporary);
     throw;
   }
 }
@@ -224,21 +224,13 @@ void Disk::remove(const std::string& path) const {
   if (error && error != std::errc::not_a_directory) throw_disk_error("remove", path, error.value());
 }
 
-void Disk::discard(const std::string& path) const noexcept {
-  try {
-    remove(path);
-  } catch (const std::exception&) {
-    return;  // what is left may be removed later
-  }
-}
-
 void Disk::remove_file(const std::string& path) const {
   if (calls_.unlink(path.c_str()) != 0 && errno != ENOENT) throw_disk_error("remove", path, errno);
 }
 
-void Disk::discard_file(const std::string& path) const noexcept {
+void Disk::discard(Removal removal, const std::string& path) const noexcept {
   try {
-    remove_file(path);
+    (this->*removal)(path);
   } catch (const std::exception&) {
     return;  // what is left may be removed later
   }

@@ -111,12 +111,11 @@ class Disk {
   void rename(const std::string& from, const std::string& to) const;
   /// Removes a file or a folder with its contents; it may be missing.
   void remove(const std::string& path) const;
-  /// The same after another failure: ignores that it fails.
-  void discard(const std::string& path) const noexcept;
   /// Removes a file, which may be missing; throws for a folder.
   void remove_file(const std::string& path) const;
-  /// The same after another failure: ignores that it fails.
-  void discard_file(const std::string& path) const noexcept;
+  using Removal = void (Disk::*)(const std::string& path) const;
+  /// Calls remove() or remove_file() after another failure: ignores that it fails.
+  void discard(Removal removal, const std::string& path) const noexcept;
   /// Names in a folder, sorted; empty if there is no such folder.
   std::vector<std::string> list(const std::string& path) const;
 
