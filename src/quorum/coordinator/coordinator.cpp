@@ -41,7 +41,7 @@ void Coordinator::withdraw(int rank, const Withdraw& message) {
     MutexLock lock(mutex_);
     const auto found = trainers_.find(message.trainer);
     if (found == trainers_.end()) return;
-    found->second.table->gone(rank, message.why, endpoint->runtime().executor.now());
+    found->second.table->gone(rank, "its run() threw: " + message.why, endpoint->runtime().executor.now());
   }
   settle(*endpoint);
 }

@@ -203,6 +203,23 @@ TEST_P(CoordinatorOfSeed, EndsAGenerationOfWhichAMemberHasWithdrawn) {
   });
 }
 
+TEST_P(CoordinatorOfSeed, SaysWhyNoRankHasTheStateAfterAllHaveWithdrawn) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  world.run([&](Worker& worker) {
+    GenerationClient client(worker, "trainer");
+    const Generation first = client.next(kFirstReport);
+    client.withdraw(worker.rank() == 1 ? "bad batch" : "bad loss");
+    executor.sleep(seconds(10));
+    const Error lost = torchspan::testing::error_of([&] { client.next(next_report(first)); });
+    EXPECT_EQ(lost.kind(), ErrorKind::kDisconnected);
+    EXPECT_THAT(lost.message(),
+                HasSubstr("have left training (rank 0: its run() threw: bad loss; rank 1: its "
+                          "run() threw: bad batch; rank 2: its run() threw: bad loss)"));
+    executor.sleep(seconds(60));
+  });
+}
+
 TEST_P(CoordinatorOfSeed, EndsTheWaitOfMembersThatLoseRank0WhichIsNoMember) {
   SimCluster world(mortal_world_with_quorum(GetParam()));
   Executor& executor = world.executor();

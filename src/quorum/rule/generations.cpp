@@ -95,8 +95,8 @@ void Generations::decide(TimePoint now) {
   state_lost_ = true;
   refuse_all(Error(
       ErrorKind::kDisconnected,
-      fmt::format("all ranks that held the state of step {} are gone ({}): restart the job from its last "
-                  "checkpoint",
+      fmt::format("all ranks that held the state of step {} have left training ({}): restart the job from "
+                  "its last checkpoint",
                   current_.step, recent_ends([](int) { return true; }))));
 }
 

@@ -28,7 +28,8 @@ class Generations {
 
   /// A rank reports, or repeats its report because the answer was lost.
   void report(int rank, const Report& report, TimePoint now);
-  /// The process of a rank has ended, or has withdrawn. Its rank may report again later, as a rank without state.
+  /// The process of a rank has ended, or has withdrawn because of `why`. Its rank may report again later, as a rank
+  /// without state, also if its process lives: a failed step may have changed half of its state.
   void gone(int rank, const std::string& why, TimePoint now);
   void tick(TimePoint now);
   Deadline next_deadline() const;
