@@ -195,7 +195,15 @@ std::vector<std::string> Directory::leftovers() const {
 }
 
 void Directory::delete_leftovers() const {
-  for (const std::string& name : leftovers()) disk_.remove(path_of(name));
+  std::optional<Error> failure;
+  for (const std::string& name : leftovers()) {
+    try {
+      disk_.remove(path_of(name));
+    } catch (const Error& error) {
+      if (!failure) failure = error;
+    }
+  }
+  if (failure) throw Error(*failure);
 }
 
 Manifest open_manifest(const Disk& disk, const std::string& folder) {

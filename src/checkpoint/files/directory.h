@@ -45,7 +45,8 @@ class Directory {
   void delete_old(const Retention& retention, const std::string& newest) const;
   /// Names of partial folders and trash: those of a save that runs now, and those that earlier processes left.
   std::vector<std::string> leftovers() const;
-  /// Deletes them. Only the process that has the directory's lock may.
+  /// Deletes them, and then throws for the first one that it could not delete. Only the process that has the directory's
+  /// lock may.
   void delete_leftovers() const;
 
  private:

@@ -11,12 +11,11 @@ void PreparedDirectory::before_save() {
     directory_.disk().make_folder(directory_.path());
     const std::string warning = lock_.take(directory_.path(), describe_holder(rank_));
     if (!warning.empty()) log_.warning(warning);
-    directory_.delete_leftovers();
     prepared_ = true;
-    failed_ = false;
+  } else if (!failed_) {
     return;
   }
-  if (!std::exchange(failed_, false)) return;
+  failed_ = false;
   try {
     directory_.delete_leftovers();
   } catch (const Error& error) {

@@ -17,9 +17,9 @@ class PreparedDirectory {
   PreparedDirectory(const Directory& directory, std::string rank, Log& log)
       : directory_(directory), rank_(std::move(rank)), log_(log) {}
 
-  /// The first call creates the directory, takes its lock and deletes what earlier processes have left; throws if one of
-  /// these fails. A later call deletes what a save that failed before it has left, and logs a warning if it cannot.
-  /// Otherwise leftovers stay: on a file system without locks they may be those of another job.
+  /// The first call creates the directory and takes its lock, and throws if one of these fails. It deletes what earlier
+  /// processes have left, and a call after a failed save deletes what that one has left; a failure to delete is logged as a
+  /// warning. Other calls keep leftovers: on a file system without locks they may be those of another job.
   void before_save();
   /// A save has failed: another rank may still begin to write after this one has deleted its folder.
   void save_failed() { failed_ = true; }

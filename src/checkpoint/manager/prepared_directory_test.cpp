@@ -23,10 +23,11 @@ class BusyCalls final : public DiskCalls {
  public:
   void remove_all(const char* path, std::error_code& error) override {
     ++calls;
-    if (!busy) return DiskCalls::remove_all(path, error);
+    if (!busy || !std::string(path).ends_with(only)) return DiskCalls::remove_all(path, error);
     error = std::make_error_code(std::errc::directory_not_empty);
   }
   bool busy = false;
+  std::string only;  ///< if not empty: the end of the only path that it does not remove
   int calls = 0;
 };
 
@@ -76,15 +77,28 @@ TEST(PreparedDirectory, KeepsFoldersThatNoFailedSaveHasLeft) {
   EXPECT_THAT(one.directory.leftovers(), ElementsAre("step-00000002.partial-0123456789abcdef"));
 }
 
-TEST(PreparedDirectory, FailsBeforeTheFirstSaveUntilWhatEarlierProcessesLeftIsRemoved) {
+TEST(PreparedDirectory, SavesAlthoughWhatAnEarlierProcessLeftCannotBeRemoved) {
   Fixture one;
-  const std::string trash = one.make("trash-step-00000001");
+  const std::string partial = one.make("step-00000001.partial-0123456789abcdef");
+  one.make("trash-step-00000002");
   one.calls.busy = true;
-  for (int i = 0; i < 2; ++i)
-    EXPECT_THAT(error_text([&] { one.prepared.before_save(); }), HasSubstr("cannot remove '" + trash));
-  one.calls.busy = false;
-  one.prepared.before_save();
-  EXPECT_THAT(one.directory.leftovers(), IsEmpty());
+  one.calls.only = ".partial-0123456789abcdef";
+  for (int i = 0; i < 2; ++i) one.prepared.before_save();
+  EXPECT_THAT(one.lines, ElementsAre(HasSubstr("cannot remove '" + partial)));
+  EXPECT_THAT(one.directory.leftovers(), ElementsAre("step-00000001.partial-0123456789abcdef"))
+      << "the others are removed";
+}
+
+TEST(PreparedDirectory, FailsUntilTheDirectoryCanBeCreated) {
+  Fixture one;
+  const Directory inside(one.disk, one.folder.path() + "/file/run");
+  PreparedDirectory prepared(inside, "rank 0 ('worker0')", one.log);
+  one.disk.write_file(one.folder.path() + "/file", "text");
+  for (int i = 0; i < 2; ++i) EXPECT_THAT(error_text([&] { prepared.before_save(); }), HasSubstr("file/run"));
+  one.disk.remove(one.folder.path() + "/file");
+  prepared.before_save();
+  EXPECT_THAT(inside.leftovers(), IsEmpty());
+  EXPECT_THAT(one.lines, IsEmpty());
 }
 
 }  // namespace torchspan::checkpoint::prepared_directory_test
