@@ -101,11 +101,8 @@ class CudaRuntime final : public DeviceRuntime {
             [device](std::byte* data) { release_on(device, [data] { return cudaFree(data); }); }};
   }
 
-  Bytes export_memory(const std::byte* allocation) const override {
-    cudaPointerAttributes about{};
+  Bytes export_memory(c10::Device device, const std::byte* allocation) const override {
     cudaIpcMemHandle_t handle{};
-    check(cudaPointerGetAttributes(&about, allocation), c10::kCUDA, "cudaPointerGetAttributes");
-    const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(about.device));
     const c10::DeviceGuard guard(device);
     check(cudaIpcGetMemHandle(&handle, const_cast<std::byte*>(allocation)), device, "cudaIpcGetMemHandle");
     Bytes bytes(sizeof handle);

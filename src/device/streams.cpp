@@ -215,13 +215,20 @@ StreamsScope::~StreamsScope() {
 CurrentDevicesScope::CurrentDevicesScope() {
   if (!has_streams()) return;
   for (const c10::Device& device : devices()) {
-    if (device.index() == 0) before_.push_back(guard_of(device).getDevice());
+    if (device.index() != 0) continue;
+    try {
+      before_.push_back(guard_of(device).getDevice());
+    } catch (const std::exception&) {  // a device that has failed: the next operation on it reports that
+    }
   }
 }
 
 CurrentDevicesScope::~CurrentDevicesScope() {
   for (const c10::Device& device : before_) {
-    if (guard_of(device).getDevice() != device) guard_of(device).uncheckedSetDevice(device);
+    try {
+      if (guard_of(device).getDevice() != device) guard_of(device).uncheckedSetDevice(device);
+    } catch (const std::exception&) {  // the same
+    }
   }
 }
 

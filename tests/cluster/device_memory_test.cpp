@@ -47,8 +47,8 @@ class FragileRuntime final : public device::DeviceRuntime {
     die_in("allocate");
     return inner_->allocate(device, bytes);
   }
-  Bytes export_memory(const std::byte* allocation) const override {
-    return inner_->export_memory(allocation);
+  Bytes export_memory(c10::Device device, const std::byte* allocation) const override {
+    return inner_->export_memory(device, allocation);
   }
   std::shared_ptr<std::byte> open_memory(c10::Device device, BytesView handle,
                                          std::size_t bytes) const override {

@@ -1,6 +1,7 @@
 // What goes wrong with groups on devices: missing devices and libraries, devices that do not answer, ranks that
 // disagree. Every rank gets an error that names the culprit.
 #include <gmock/gmock.h>
+#include <optional>
 
 #include <ATen/ATen.h>
 
@@ -256,6 +257,21 @@ TEST(DeviceGroups, AbortAnOperationThatNcclDoesNotEnd) {
               Each(AllOf(HasSubstr("timed out"), HasSubstr("ncclAllReduce"), HasSubstr("[6], sum)"),
                          HasSubstr("call 2 of the group"))));
   EXPECT_GE(faults.aborted(), before + 2);
+}
+
+/// ncclCommDestroy waits until all ranks of the host end their communicators.
+TEST(DeviceGroups, OverNcclCanBeLeftByOneRankWhileAnotherKeepsItsGroup) {
+  const FakeNccl faults;
+  const int before = faults.destroyed();
+  EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
+                std::optional<Group> group =
+                    make_with(self, on_device(BackendKind::kNccl), stand_in_services(BackendKind::kNccl));
+                group->all_reduce(ones_there(4)).synchronize();
+                if (self.rank == 0) group.reset();
+                self.membership.barrier("test.left", {}, Deadline::never());
+              }),
+              Each("nothing was thrown"));
+  EXPECT_EQ(faults.destroyed(), before);
 }
 
 TEST(DeviceGroups, ReportAnErrorOfNcclToAllRanks) {

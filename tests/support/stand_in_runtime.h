@@ -56,7 +56,7 @@ class StandInRuntime final : public device::DeviceRuntime {
     names_[memory.get()] = name;
     return memory;
   }
-  Bytes export_memory(const std::byte* allocation) const override {
+  Bytes export_memory(c10::Device, const std::byte* allocation) const override {
     if (!refusal_.empty()) throw Error(ErrorKind::kUnsupported, refusal_);
     MutexLock lock(mutex_);
     const std::string& name = names_.at(allocation);

@@ -26,6 +26,10 @@ struct EngineParts {
 /// The error for a rank that is gone; `how` may begin with its name.
 Error lost_member(const std::string& peer, const std::string& how);
 
+/// Waits up to 5 s until all ranks of a group end their engines. False, at once, after a failure of the group; false
+/// if a rank is gone or keeps its group.
+bool all_ranks_end(const EngineParts& parts) noexcept;
+
 /// How long launched work may take to end after a rank has left the world: the rank may have done its part.
 inline constexpr Duration kLeftLimit = std::chrono::seconds(2);
 

@@ -56,12 +56,6 @@ Announcement read_announcement(const at::Tensor& bytes) {
 
 }  // namespace
 
-Error lost_member(const std::string& peer, const std::string& how) {
-  return {ErrorKind::kDisconnected,
-          fmt::format("{}, and the group cannot continue without it",
-                      how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how))};
-}
-
 /// Runs continuations under a stream of their own, so that they do not delay the streams of callers. Also keeps events
 /// of that device for reuse.
 class DeviceQueue::Host final : public GroupHost {
@@ -70,7 +64,11 @@ class DeviceQueue::Host final : public GroupHost {
       : GroupHost(std::move(runtime)), stream_(stream) {}
   void post(UniqueFunction<void()> job) override {
     GroupHost::post([stream = stream_, job = std::move(job)]() mutable {
-      const c10::StreamGuard guard(stream);
+      c10::OptionalStreamGuard guard;
+      try {
+        guard.reset_stream(stream);
+      } catch (const std::exception&) {  // a device that has failed: the job gets its error
+      }
       job();
     });
   }
@@ -263,10 +261,10 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
     if (!failure_->get()) {
       break_with(Error(error.kind(), fmt::format("{}: {}", job->call(), error.message())));
     }
-    // Parts of the operation may have been launched.
-    engine_->abort();
     job->keep_memory_for(stream_);
     fail(*job, *failure_->get());
+    // Parts of the operation may have been launched. Last, because it may wait for other ranks and for the device.
+    engine_->abort();
     return;
   }
   auto done = std::move(job->done);
@@ -374,8 +372,9 @@ bool DeviceQueue::watch() {
                                                     torchspan::describe(std::current_exception()).text)));
   }
   if (const auto cause = failure_->get()) {
-    engine_->abort();  // before memory is released that its work uses
-    launched_.fail(*cause);
+    launched_.fail(*cause);  // first, because abort() may wait for other ranks and for the device
+    engine_->abort();
+    launched_.release();
   }
   return !launched_.empty();
 }

@@ -24,10 +24,11 @@ void LaunchedWork::fail(const Error& cause) {
     release_finished();
   } catch (...) {  // the device itself has failed: none of these results is trusted
   }
-  for (const Launch& launch : launches_) {
-    launch.gate->fail(Error(cause).with_call(launch.call));
-    launch.keep();
-  }
+  for (const Launch& launch : launches_) launch.gate->fail(Error(cause).with_call(launch.call));
+}
+
+void LaunchedWork::release() {
+  for (const Launch& launch : launches_) launch.keep();
   launches_.clear();
 }
 

@@ -33,8 +33,10 @@ class LaunchedWork {
   const Launch* overdue(TimePoint since) const;
   /// Lists the oldest operation as open if it has been running since `since` or longer. `group`: number of the group.
   void list_late(SpanRecorder& spans, TimePoint since, int group);
-  /// Takers of the unfinished results get `cause`; releases everything.
+  /// Takers of the unfinished results get `cause`.
   void fail(const Error& cause);
+  /// Releases everything, after the work has been aborted.
+  void release();
 
  private:
   std::deque<Launch> launches_;

@@ -27,7 +27,7 @@ Offer make_offer(const EngineParts& parts, std::size_t bytes) {
   Offer offer;
   try {
     offer.memory = parts.runtime->allocate(parts.device, bytes);
-    offer.handle = parts.runtime->export_memory(offer.memory.get());
+    offer.handle = parts.runtime->export_memory(parts.device, offer.memory.get());
   } catch (...) {
     offer.trouble = torchspan::describe(std::current_exception()).text;
   }
@@ -46,8 +46,7 @@ at::Tensor device_bytes(const at::Tensor& tensor) {
   return flat.scalar_type() == at::kByte ? flat : flat.view(at::kByte);
 }
 
-Staging::Staging(const EngineParts& parts, std::size_t area_bytes)
-    : device_(parts.device), area_bytes_(area_bytes) {
+Staging::Staging(const EngineParts& parts, std::size_t area_bytes) : parts_(parts), area_bytes_(area_bytes) {
   Backend& control = *parts.control;
   const std::size_t bytes = 2 * area_bytes_;
   const Offer mine = make_offer(parts, bytes);
@@ -61,9 +60,9 @@ Staging::Staging(const EngineParts& parts, std::size_t area_bytes)
       break;
     }
     try {
-      memory_.push_back(rank == control.rank()
-                            ? mine.memory
-                            : parts.runtime->open_memory(device_, reader.get_bytes(reader.left()), bytes));
+      memory_.push_back(rank == control.rank() ? mine.memory
+                                               : parts.runtime->open_memory(
+                                                     parts.device, reader.get_bytes(reader.left()), bytes));
     } catch (...) {
       trouble =
           fmt::format("rank {} cannot map the memory of rank {}: {}", world_rank(control, control.rank()),
@@ -82,9 +81,16 @@ Staging::Staging(const EngineParts& parts, std::size_t area_bytes)
   }
 }
 
+Staging::~Staging() {
+  for (std::size_t rank = 0; rank < memory_.size(); ++rank) {
+    if (static_cast<int>(rank) != parts_.control->rank()) memory_[rank].reset();
+  }
+  static_cast<void>(all_ranks_end(parts_));
+}
+
 at::Tensor Staging::view(int rank, std::size_t offset, std::size_t bytes) const {
   return device_view(memory_[static_cast<std::size_t>(rank)].get() + offset, static_cast<std::int64_t>(bytes),
-                     at::kByte, device_);
+                     at::kByte, parts_.device);
 }
 
 }  // namespace torchspan::collective::ipc

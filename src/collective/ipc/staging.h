@@ -17,6 +17,10 @@ class Staging {
  public:
   /// Collective over parts.control; throws on all ranks if one cannot map another's memory.
   Staging(const EngineParts& parts, std::size_t area_bytes);
+  /// Unmaps the memory of the others, and gives them time to do the same before its own is freed.
+  ~Staging();
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
 
   std::size_t area_bytes() const { return area_bytes_; }
   /// A range of what a rank contributes, as bytes.
@@ -29,7 +33,7 @@ class Staging {
  private:
   at::Tensor view(int rank, std::size_t offset, std::size_t bytes) const;
 
-  const c10::Device device_;
+  const EngineParts parts_;
   const std::size_t area_bytes_;
   std::vector<std::shared_ptr<std::byte>> memory_;  ///< by rank
 };

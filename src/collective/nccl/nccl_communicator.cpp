@@ -59,11 +59,14 @@ NcclCommunicator::~NcclCommunicator() {
     abort();
     return;
   }
-  const c10::DeviceGuard guard(parts_.device);
   try {
+    const c10::DeviceGuard guard(parts_.device);
     const Deadline deadline = parts_.control->runtime().executor.deadline_in(kEndLimit);
     settle(library_->functions().finalize(handle_), "ncclCommFinalize", deadline);
-    static_cast<void>(library_->functions().destroy(std::exchange(handle_, nullptr)));
+    // ncclCommDestroy waits without a limit for the ranks of this host. If one keeps its communicator, the memory and
+    // threads of this one stay until the process ends.
+    if (all_ranks_end(parts_)) static_cast<void>(library_->functions().destroy(handle_));
+    handle_ = nullptr;
   } catch (...) {
     abort();
   }
@@ -71,7 +74,11 @@ NcclCommunicator::~NcclCommunicator() {
 
 void NcclCommunicator::abort() noexcept {
   if (handle_ == nullptr) return;
-  const c10::DeviceGuard guard(parts_.device);
+  c10::OptionalDeviceGuard guard;
+  try {
+    guard.reset_device(parts_.device);
+  } catch (const std::exception&) {  // a device that has failed
+  }
   static_cast<void>(library_->functions().abort(std::exchange(handle_, nullptr)));
 }
 

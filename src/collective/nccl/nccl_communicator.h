@@ -14,7 +14,7 @@ class NcclCommunicator {
  public:
   /// Collective over parts.control. Throws on all ranks if one of them fails.
   NcclCommunicator(std::shared_ptr<const NcclLibrary> library, const EngineParts& parts);
-  /// Aborts the communicator if the group has failed; else lets its operations end.
+  /// Aborts the communicator if the group has failed; else lets its operations end, and meets the other ranks.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;

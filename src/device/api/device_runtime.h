@@ -26,8 +26,8 @@ class DeviceRuntime {
   /// Memory outside of LibTorch's allocator that other processes may map. The last copy of the pointer frees it. If the
   /// device has no room, LibTorch's allocator first returns what it does not use.
   virtual std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes) const = 0;
-  /// A handle by which another process of this host maps all of an allocation.
-  virtual Bytes export_memory(const std::byte* allocation) const = 0;
+  /// A handle by which another process of this host maps all of an allocation of `device`.
+  virtual Bytes export_memory(c10::Device device, const std::byte* allocation) const = 0;
   /// Maps another process's allocation of `bytes` bytes; the last copy of the pointer unmaps it. Throws
   /// Error{kInvalid} if the allocation is smaller.
   virtual std::shared_ptr<std::byte> open_memory(c10::Device device, BytesView handle,

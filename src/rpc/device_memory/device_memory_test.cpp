@@ -205,7 +205,7 @@ class IncomingMemoryTest : public ::testing::Test {
  protected:
   void SetUp() override {
     area_ = runtime_->allocate(stand_in(0), 4096);
-    const Bytes handle = runtime_->export_memory(area_.get());
+    const Bytes handle = runtime_->export_memory(stand_in(0), area_.get());
     offer_.route = 7;
     offer_.bytes = 4096;
     offer_.handle.assign(reinterpret_cast<const char*>(handle.data()), handle.size());

@@ -89,7 +89,7 @@ std::optional<OfferDeviceMemory> OutgoingMemory::allocate(PeerId by, std::uint32
   State refused = State::kRefused;
   try {
     const std::shared_ptr<std::byte> memory = runtime_->allocate(here, bytes_);
-    const Bytes handle = runtime_->export_memory(memory.get());
+    const Bytes handle = runtime_->export_memory(here, memory.get());
     offer.handle.assign(reinterpret_cast<const char*>(handle.data()), handle.size());
     area = std::make_shared<LentArea>(memory, bytes_);
   } catch (...) {

@@ -23,7 +23,7 @@ class HeapRuntime final : public device::DeviceRuntime {
   void* native_stream(const c10::Stream&) const override { return nullptr; }
   std::string identity(c10::Device device) const override { return device.str(); }
   std::shared_ptr<std::byte> allocate(c10::Device, std::size_t) const override { return nullptr; }
-  Bytes export_memory(const std::byte*) const override { return {}; }
+  Bytes export_memory(c10::Device, const std::byte*) const override { return {}; }
   std::shared_ptr<std::byte> open_memory(c10::Device, BytesView, std::size_t) const override {
     return {std::shared_ptr<void>(), memory_};
   }

@@ -50,7 +50,7 @@ Faults& faults() {
 struct Shared {
   std::atomic<std::uint32_t> arrived{0};
   std::atomic<std::uint32_t> generation{0};
-  std::atomic<std::uint32_t> aborted{0};
+  std::atomic<int> ended{0};  ///< communicators that are being destroyed, or were aborted
   std::uint64_t length[kMostRanks] = {};
   alignas(64) std::byte slot[kMostRanks][kSlot] = {};
 };
@@ -384,16 +384,20 @@ EXPORT Result ncclCommInitRankConfig(Communicator** made, int ranks, UniqueId id
 }
 
 EXPORT Result ncclCommFinalize(Communicator* communicator) {
-  return communicator->enqueue([communicator] { communicator->meet(); });
+  return communicator->enqueue([] {});
 }
+/// Waits for all ranks, as NCCL does for those of one host.
 EXPORT Result ncclCommDestroy(Communicator* communicator) {
   ++faults().destroyed;
+  ++communicator->shared->ended;
+  while (communicator->shared->ended.load() < communicator->size) std::this_thread::yield();
   communicator->end(false);
   delete communicator;
   return kSuccess;
 }
 EXPORT Result ncclCommAbort(Communicator* communicator) {
   ++faults().aborted;
+  ++communicator->shared->ended;
   communicator->end(true);
   delete communicator;
   return kSuccess;
