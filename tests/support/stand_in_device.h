@@ -3,6 +3,7 @@
 // for external backends, over ordinary memory. Operators run the CPU's kernels on that memory, at once, and
 // report their accesses to stand_in_streams.h; an operator that reads what no stream order makes ready gets NaN.
 // The devices register themselves in every program that includes this header.
+#include <array>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -22,6 +23,7 @@
 #include <torch/version.h>
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 7)
 #define TORCHSPAN_STAND_IN_IS_ACCELERATOR
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #endif
 
@@ -437,6 +439,14 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return Guard().deviceCount(); }
+  /// torch::manual_seed() seeds it, too.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return generators_.at(static_cast<std::size_t>(index));
+  }
+
+ private:
+  const std::array<at::Generator, 2> generators_{at::make_generator<at::CPUGeneratorImpl>(),
+                                                 at::make_generator<at::CPUGeneratorImpl>()};
 };
 #endif
 
