@@ -205,15 +205,9 @@ TEST(PipelineMemory, AStepThatIsGivenUpFreesItsGraphs) {
     PipelineOptions options = with(Schedule::k1F1B, ActivationCheckpoint::kNever);
     options.balance = {2, 1};
     Pipeline pipe(worker, layers, options);
-    try {
-      pipe.forward(rows());
-      if (worker.rank() == 0) {
-        EXPECT_EQ(count.alive, 6);
-      }
-    } catch (const Error& error) {
-      // Worker 0 may abandon the step before this worker ends its forward.
-      EXPECT_EQ(worker.rank(), 1);
-      EXPECT_EQ(error.kind(), ErrorKind::kCancelled) << error.what();
+    pipe.forward(rows());
+    if (worker.rank() == 0) {
+      EXPECT_EQ(count.alive, 6);
     }
     pipe.train_step(rows(), rows(), mean_square);
     if (worker.rank() == 0) {

@@ -23,6 +23,12 @@ void refuse_steps_in_backward(const LocalPipeline& local) {
   }
 }
 
+/// Whether a worker reports that it does not call backward(). Layers and losses that fail do so with other kinds.
+bool is_abandonment(const StepEvent& event) {
+  const auto* failed = std::get_if<StepFailed>(&event);
+  return failed != nullptr && failed->error.kind() == ErrorKind::kCancelled;
+}
+
 }  // namespace
 
 Step::Step(const LocalPipeline& local, StepWork work)
@@ -137,8 +143,10 @@ void Step::take_events() {
 }
 
 void Step::accept(StepEvent& event) {
-  throw_failure(local_, state_.work.begin.id.step, event);
+  const bool postponed = abandonments_ && is_abandonment(event);
+  if (!postponed) throw_failure(local_, state_.work.begin.id.step, event);
   watch_.progress();
+  if (postponed) return abandonments_->push_back(std::move(event));
   std::visit(
       [&](auto& held) {
         using T = std::remove_cvref_t<decltype(held)>;
@@ -158,6 +166,8 @@ void Step::accept(StepEvent& event) {
 }
 
 void Step::meet() {
+  // A worker that has left this part may begin another step before this worker has the messages that end the part.
+  if (state_.work.begin.kind == StepKind::kForward && closing_.part() == 0) abandonments_.emplace();
   const PartDone mine = state_.record.part(state_.own_loss.read());
   const bool first = local_.me == local_.first_worker();
   if (first) {
@@ -171,6 +181,7 @@ void Step::meet() {
   }
   if (first) local_.post_to_all(closing_.result());
   closing_.reset();
+  if (abandonments_) local_.event_queue->put_back(*std::exchange(abandonments_, std::nullopt));
 }
 
 void Step::close() {

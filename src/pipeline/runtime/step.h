@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <vector>
 
@@ -72,6 +73,9 @@ class Step {
   StepClosing closing_;
   NextStep* next_ = nullptr;
   bool backwards_begun_ = false;
+  /// While the forwards of a StepKind::kForward end: reports of workers that left forward() earlier and do not call
+  /// backward(). They end the backwards of this worker, but not its forward().
+  std::optional<std::deque<StepEvent>> abandonments_;
 };
 
 }  // namespace torchspan::pipeline

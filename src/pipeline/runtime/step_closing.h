@@ -21,6 +21,8 @@ class StepClosing {
   /// Other workers: takes the result.
   void set(StepClosed result);
   bool complete() const;
+  /// The part of the step that ends now: 1 for the backwards of a StepKind::kForward, otherwise 0.
+  int part() const { return part_; }
   /// Begins to wait for the next part of the step.
   void reset();
   /// Valid once complete() was true; stays after reset().
