@@ -285,6 +285,33 @@ TEST(PipelineCheckpoint, AllowsInPlaceChangesIfItIsOff) {
   });
 }
 
+TEST(PipelineCheckpoint, RefusesLossesThatChangeTheirTargetInPlaceUnlessItIsOff) {
+  const auto loss = [](const at::Tensor& output, at::Tensor target) {
+    return mean_square(output, target.div_(10));
+  };
+  std::vector<std::string> texts(2);
+  on_workers(2, 1, [&](Worker& worker) {
+    Layers layers;
+    layers.add<Dense>(1u);
+    layers.add<Dense>(2u);
+    const at::Tensor x = seeded({4, kWidth}, 3), y = seeded({4, kWidth}, 4);
+    {
+      Pipeline pipe(worker, layers, with(ActivationCheckpoint::kExceptLast, 2));
+      texts[static_cast<std::size_t>(worker.rank())] =
+          error_text([&] { pipe.train_step(x, y.clone(), loss); });
+    }
+    Pipeline pipe(worker, layers, with(ActivationCheckpoint::kNever, 2));
+    pipe.train_step(x, y.clone(), loss);
+    Dense a(1u), b(2u);
+    mean_square(b->forward(a->forward(x)), y / 10).backward();
+    expect_gradients(pipe, {a.ptr(), b.ptr()});
+  });
+  for (const std::string& text : texts) {
+    EXPECT_THAT(text, HasSubstr("or the loss changed its target, so its forward cannot be recomputed"));
+    EXPECT_THAT(text, HasSubstr("stage 1 on 'worker1'"));
+  }
+}
+
 // The peer crashed where the first output takes no gradient and only another is used.
 // peer: pipe non_grad_output, checkpoint_non_float_input: better: the peer's fails when the first output
 //   takes no gradient
@@ -330,6 +357,27 @@ TEST(PipelineCheckpoint, DoesNotCountTwiceInAPlainBatchNorm) {
       expect_close(norm->running_var, plain->running_var);
     });
   }
+}
+
+struct WrappedNormImpl : nn::Module {
+  WrappedNormImpl() { norm = register_module("norm", nn::BatchNorm1d(kWidth)); }
+  at::Tensor forward(const at::Tensor& x) { return norm->forward(x); }
+  nn::BatchNorm1d norm{nullptr};
+};
+TORCH_MODULE(WrappedNorm);
+
+TEST(PipelineCheckpoint, DoesNotCountTwiceInATrainingNormOfALayerInEvaluationMode) {
+  on_workers(1, 1, [](Worker& worker) {
+    WrappedNorm layer;
+    layer->to(at::kDouble);
+    layer->eval();
+    layer->norm->train();
+    Layers layers;
+    layers.add_existing(layer);
+    Pipeline pipe(worker, layers, with(ActivationCheckpoint::kAlways));
+    pipe.train_step(seeded({12, kWidth}, 3), seeded({12, kWidth}, 4), mean_square);
+    EXPECT_EQ(layer->norm->num_batches_tracked.item<std::int64_t>(), 4);
+  });
 }
 
 // A function may use a parameter that no module of the pipeline has.

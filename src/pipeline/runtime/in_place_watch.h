@@ -9,10 +9,13 @@
 
 namespace torchspan::pipeline {
 
-/// Detects layers that change a tensor in place which a repeated forward needs unchanged.
+/// Detects layers and losses that change a tensor in place which a repeated forward needs unchanged.
 class InPlaceWatch {
  public:
-  void add(const at::Tensor& tensor) { versions_.emplace_back(tensor, version_of(tensor)); }
+  /// Ignores tensors of inference mode, which have no version and cannot be changed outside of it.
+  void add(const at::Tensor& tensor) {
+    if (!tensor.is_inference()) versions_.emplace_back(tensor, version_of(tensor));
+  }
   bool changed() const {
     return std::any_of(versions_.begin(), versions_.end(),
                        [](const auto& watched) { return version_of(watched.first) != watched.second; });

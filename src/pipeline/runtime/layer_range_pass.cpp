@@ -16,22 +16,27 @@ namespace {
 
 bool can_have_gradient(const at::Tensor& tensor) { return tensor.is_floating_point() || tensor.is_complex(); }
 
-/// Watches the inputs of a range whose forward is repeated.
-InPlaceWatch watch_inputs(const std::map<int, Activation>& inputs) {
+/// Watches the inputs of a range whose forward is repeated, and the target of its loss.
+InPlaceWatch watch_inputs(const std::map<int, Activation>& inputs,
+                          const std::optional<MicroBatchLoss>& loss) {
   InPlaceWatch watch;
-  for (const auto& [link, activation] : inputs) {
-    for (const c10::IValue& member : activation.batch.members) {
+  const auto add = [&watch](const Batch& batch) {
+    for (const c10::IValue& member : batch.members) {
       if (is_defined_tensor(member)) watch.add(member.toTensor());
     }
-  }
+  };
+  for (const auto& [link, activation] : inputs) add(activation.batch);
+  if (loss) add(loss->target);
   return watch;
 }
 
 void check_unchanged(const InPlaceWatch& watch) {
   if (!watch.changed()) return;
-  throw Error(ErrorKind::kInvalid,
-              "a layer changed the input of a checkpointed layer range in place, so its forward cannot be "
-              "recomputed: make the operation out of place, or use ActivationCheckpoint::kNever");
+  throw Error(
+      ErrorKind::kInvalid,
+      "a layer changed the input of a checkpointed layer range in place, or the loss changed its target, "
+      "so its forward cannot be recomputed: make the operation out of place, or use "
+      "ActivationCheckpoint::kNever");
 }
 
 /// Whether a link stays on one worker. measure_costs() runs the ranges of all workers in one process.
@@ -118,7 +123,7 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
     thread_state_ = ThreadState{};
     if (repeats_range()) {
       if (!local_.options.seed) thread_state_->random = RandomState::capture();
-      watch = watch_inputs(inputs_);
+      watch = watch_inputs(inputs_, loss_);
     }
   }
   LayerRangeOutputs outputs;
