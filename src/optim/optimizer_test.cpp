@@ -129,6 +129,21 @@ TEST(Optimizer, GoesOnFromASavedStateBitForBit) {
   }
 }
 
+TEST(Optimizer, MayHaveNoParametersAsOnAPipelineStageWithoutAny) {
+  for (const OptimizerSpec& spec : specs()) {
+    SCOPED_TRACE(spec.kind);
+    const std::vector<at::Tensor> none;
+    Optimizer optimizer(none, spec), other(none, spec);
+    optimizer.zero_grad();
+    EXPECT_EQ(optimizer.clip_grad_norm(1), 0);
+    optimizer.step();
+    optimizer.set_lr(0.25);
+    other.load_state_dict(optimizer.state_dict());
+    EXPECT_EQ(other.lr(), 0.25);
+    EXPECT_TRUE(other.parameters().empty());
+  }
+}
+
 TEST(Optimizer, SavesSparseMomentum) {
   const at::Tensor table = torch::ones({4, 2}, torch::kDouble).set_requires_grad(true);
   Optimizer optimizer({table}, SGD{.lr = 0.1, .momentum = 0.9});

@@ -18,8 +18,8 @@ using ParameterState = std::map<std::string, at::Tensor>;
 /// neither reads nor writes `.grad`. State is created at a parameter's first gradient. Not thread-safe.
 class FunctionalOptimizer {
  public:
-  /// `name` appears in errors. Throws Error{kInvalid} for an empty list and for a parameter, which it
-  /// names, that is undefined, not a leaf, not floating-point, or listed twice.
+  /// `name` appears in errors. The list may be empty, as on a worker whose pipeline stage has no parameters. Throws
+  /// Error{kInvalid} for a parameter, which it names, that is undefined, not a leaf, not floating-point, or listed twice.
   FunctionalOptimizer(std::string name, std::vector<at::Tensor> parameters);
   virtual ~FunctionalOptimizer() = default;
   FunctionalOptimizer(const FunctionalOptimizer&) = delete;

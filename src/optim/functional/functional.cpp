@@ -15,9 +15,6 @@ namespace torchspan::optim {
 
 FunctionalOptimizer::FunctionalOptimizer(std::string name, std::vector<at::Tensor> parameters)
     : name_(std::move(name)), parameters_(std::move(parameters)) {
-  if (parameters_.empty()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{} got no parameters; pass at least one", name_));
-  }
   std::unordered_map<const c10::TensorImpl*, std::size_t> seen;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i];

@@ -24,7 +24,6 @@ at::Tensor parameter(at::IntArrayRef shape) {
 
 TEST(FunctionalOptimizer, RefusesListsItCannotOptimizeNamingTheParameter) {
   const SGD sgd{.lr = 0.1};
-  EXPECT_THAT(error_of([&] { sgd.build({}); }).what(), HasSubstr("no parameters"));
   EXPECT_THAT(error_of([&] {
                 sgd.build({parameter({2}), at::Tensor()});
               }).what(),
