@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -101,12 +102,52 @@ std::uint64_t seed_of_layer(std::uint64_t seed, int layer);
 /// The loss of one micro-batch: a scalar, the mean over its rows.
 using Loss = std::function<at::Tensor(const Batch& output, const Batch& target)>;
 
-/// Makes a Loss from a function of two tensors, or of the types of the last layer's result and the target.
-template <class Output = at::Tensor, class Target = at::Tensor, class F>
+namespace loss_detail {
+
+/// What a loss with parameters of types A and B gets: the whole batch for a Batch, the only tensor for other types.
+template <class A, class B>
+struct Parameters {
+  template <class T>
+  using Value = std::conditional_t<std::is_same_v<std::remove_cvref_t<T>, Batch>, Batch, at::Tensor>;
+  using Output = Value<A>;
+  using Target = Value<B>;
+};
+
+// Not defined: they deduce the types of parameters.
+template <class R, class A, class B>
+Parameters<A, B> parameters_of(R (*)(A, B));
+template <class F, class R, class A, class B>
+Parameters<A, B> parameters_of(R (F::*)(A, B));
+template <class F, class R, class A, class B>
+Parameters<A, B> parameters_of(R (F::*)(A, B) const);
+
+/// Returns the Parameters of a function pointer or a function object; tensors for others, such as generic lambdas.
+template <class F>
+auto find_parameters() {
+  if constexpr (requires { loss_detail::parameters_of(std::declval<F>()); }) {
+    return decltype(loss_detail::parameters_of(std::declval<F>()))();
+  } else if constexpr (requires { loss_detail::parameters_of(&F::operator()); }) {
+    return decltype(loss_detail::parameters_of(&F::operator()))();
+  } else {
+    return Parameters<at::Tensor, at::Tensor>();
+  }
+}
+
+}  // namespace loss_detail
+
+/// Makes a Loss from a function of the types of the last layer's result and the target.
+template <class Output, class Target = at::Tensor, class F>
 Loss loss_of(F function) {
   return [function = std::move(function)](const Batch& output, const Batch& target) {
     return function(BatchOf<Output>::to(output), BatchOf<Target>::to(target));
   };
+}
+/// Makes a Loss from a function of two tensors. A parameter of type Batch gets the whole result or target, which may
+/// have several members.
+template <class F>
+Loss loss_of(F function) {
+  using Found = decltype(loss_detail::find_parameters<F>());
+  return loss_of<typename Found::Output, typename Found::Target>(std::move(function));
 }
 
 /// Report of one step, over all workers of this replica.
@@ -142,7 +183,7 @@ class Pipeline {
   /// and loss are those of the previous call, and the first call returns NaN.
   double train_step(const Batch& input, const Batch& target, const Loss& loss,
                     const StepOptions& options = {});
-  /// For a loss of two tensors.
+  /// For a loss of two tensors or batches: see loss_of().
   template <class F>
   requires std::is_invocable_r_v<at::Tensor, F, at::Tensor, at::Tensor>
   double train_step(const Batch& input, const Batch& target, F loss, const StepOptions& options = {}) {
