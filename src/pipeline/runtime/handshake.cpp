@@ -16,6 +16,7 @@
 #include "pipeline/layers/random.h"
 #include "pipeline/plan/replica_grid.h"
 #include "pipeline/policies/tables.h"
+#include "pipeline/runtime/all_gather_text.h"
 #include "pipeline/runtime/parameter_versions.h"
 #include "pipeline/runtime/replica_values.h"
 #include "pipeline/runtime/shared_tensors.h"
@@ -138,12 +139,9 @@ std::pair<std::string, std::string> difference(const std::string& a, const std::
 /// The texts of all workers, by name.
 std::map<std::string, std::string> gather(const Worker& worker, const std::string& mine,
                                           const std::vector<std::string>& workers) {
-  const auto* bytes = reinterpret_cast<const std::byte*>(mine.data());
+  std::vector<std::string> all = all_gather_text(worker, mine, workers, kHandshakeTimeout);
   std::map<std::string, std::string> texts;
-  const std::vector<Bytes> all =
-      worker.all_gather_bytes(Bytes(bytes, bytes + mine.size()), workers, kHandshakeTimeout);
-  for (std::size_t i = 0; i < workers.size(); ++i)
-    texts[workers[i]] = std::string(reinterpret_cast<const char*>(all[i].data()), all[i].size());
+  for (std::size_t i = 0; i < workers.size(); ++i) texts[workers[i]] = std::move(all[i]);
   return texts;
 }
 

@@ -14,6 +14,7 @@
 
 #include <torchspan/wire.h>
 
+#include "pipeline/runtime/all_gather_text.h"
 #include "pipeline/runtime/value_of_first.h"
 
 namespace torchspan::pipeline {
@@ -74,15 +75,11 @@ std::string describe_tensors(const NamedTensors& tensors) {
 
 /// The tensors whose values differ in any replica.
 std::vector<std::size_t> find_differences(const LocalPipeline& local, const NamedTensors& tensors) {
-  const std::string mine = describe_tensors(tensors);
-  const auto* bytes = reinterpret_cast<const std::byte*>(mine.data());
-  const auto all = local.worker.all_gather_bytes(Bytes(bytes, bytes + mine.size()),
-                                                 local.grid.names_of(local.me), kCompareTimeout);
+  const std::vector<std::string> all = all_gather_text(local.worker, describe_tensors(tensors),
+                                                       local.grid.names_of(local.me), kCompareTimeout);
   std::vector<std::size_t> different;
-  const auto part_of = [](const Bytes& text, std::size_t index) {
-    const std::size_t begin = std::min(text.size(), index * kDigits);
-    return std::string_view(reinterpret_cast<const char*>(text.data()) + begin,
-                            std::min(kDigits, text.size() - begin));
+  const auto part_of = [](const std::string& text, std::size_t index) {
+    return std::string_view(text).substr(std::min(text.size(), index * kDigits), kDigits);
   };
   for (std::size_t tensor = 0; tensor < tensors.size(); ++tensor) {
     bool differs = false;

@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include "pipeline/runtime/all_gather_text.h"
 #include "pipeline/runtime/value_of_first.h"
 
 namespace torchspan::pipeline {
@@ -68,15 +69,6 @@ std::string form_of(const at::Tensor& tensor) {
                      tensor.requires_grad() ? "requires gradients" : "frozen");
 }
 
-std::string text_of_bytes(const Bytes& bytes) {
-  return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-}
-
-Bytes bytes_of_text(const std::string& text) {
-  const auto* bytes = reinterpret_cast<const std::byte*>(text.data());
-  return Bytes(bytes, bytes + text.size());
-}
-
 /// Lists the form of each tied parameter of this worker: "tie member form" by line; or '-' and an error.
 std::string describe_own(const LocalPipeline& local, const std::vector<TiedParameters>& ties) {
   std::string text = "+";
@@ -96,10 +88,10 @@ std::string describe_own(const LocalPipeline& local, const std::vector<TiedParam
 /// Throws unless the parameters of each tie have one form.
 void compare_forms(const LocalPipeline& local, const std::vector<TiedParameters>& ties) {
   std::map<std::pair<std::size_t, std::size_t>, std::string> forms;  // by tie and member
-  const auto all = local.worker.all_gather_bytes(bytes_of_text(describe_own(local, ties)), local.plan.workers,
-                                                 kTieTimeout);
+  const std::vector<std::string> all =
+      all_gather_text(local.worker, describe_own(local, ties), local.plan.workers, kTieTimeout);
   for (std::size_t worker = 0; worker < all.size(); ++worker) {
-    const std::string text = text_of_bytes(all[worker]);
+    const std::string& text = all[worker];
     if (text.front() == '-')
       throw Error(ErrorKind::kInvalid, text.substr(1)).with_worker(local.plan.workers[worker]);
     for (std::size_t begin = 1; begin < text.size();) {

@@ -7,13 +7,13 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "pipeline/runtime/all_gather_text.h"
+
 namespace torchspan::pipeline {
 namespace {
 
 /// Limit of each exchange.
 constexpr Duration kValueTimeout = std::chrono::minutes(5);
-/// A worker may contribute as many bytes to one exchange.
-constexpr std::size_t kMostBytes = std::size_t{1} << 16;
 
 }  // namespace
 
