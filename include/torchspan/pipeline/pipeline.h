@@ -75,7 +75,8 @@ struct PipelineOptions {
   /// Limit of one action, and of the wait for a worker to begin the step. After it the step fails on all
   /// workers.
   Duration stall_timeout = std::chrono::minutes(10);
-  std::string name = "pipeline";  ///< in errors; unique among pipelines of one set of workers
+  /// In errors; the same on all workers, and unique among their pipelines.
+  std::string name = "pipeline";
 };
 
 /// Options of one step. Only those of the worker of the first layer range have an effect.

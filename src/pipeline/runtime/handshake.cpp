@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <map>
+#include <optional>
 #include <set>
+#include <string_view>
 
 #include <torch/nn/module.h>
 
@@ -145,6 +147,16 @@ std::map<std::string, std::string> gather(const Worker& worker, const std::strin
   return texts;
 }
 
+/// Throws because two workers, the first of each pair, have different lines in the descriptions of a pipeline.
+[[noreturn]] void refuse_mismatch(const std::string& pipeline, const std::pair<std::string, std::string>& one,
+                                  const std::pair<std::string, std::string>& other) {
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format(
+          "the workers create different pipelines '{}': worker '{}' has \"{}\", worker '{}' has \"{}\"",
+          pipeline, one.first, one.second, other.first, other.second));
+}
+
 /// What the workers of a pipeline have agreed on.
 struct Agreement {
   std::uint64_t seed = 0;    ///< of the initial weights; the first worker's
@@ -174,11 +186,7 @@ Agreement agree(const Worker& worker, const std::string& mine, const PipelineOpt
   for (const std::string& name : workers) {
     if (texts.at(name) == wanted) continue;
     const auto [there, here] = difference(wanted, texts.at(name));
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format(
-            "the workers create different pipelines '{}': worker '{}' has \"{}\", worker '{}' has \"{}\"",
-            options.name, workers.front(), there, name, here));
+    refuse_mismatch(options.name, {workers.front(), there}, {name, here});
   }
   return agreed;
 }
@@ -235,21 +243,48 @@ std::string report_devices(const LocalPipeline& local) {
   return text;
 }
 
+/// The beginning of a report, before the pipeline's name. The name is not in fingerprint(), whose lines must be those of
+/// release 0.1.0. That release takes this line for a tensor that the workers have tied, and ignores it.
+constexpr std::string_view kNameLine = "-9223372036854775808\t2\t";
+
+std::string report_name(std::string name) {
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return c == '\t' || c == '\n'; }, ' ');
+  return fmt::format("{}{}\t\n", kNameLine, name);
+}
+
+/// Throws unless all workers that report a name have the same one. `texts` are their reports, each after a mark.
+void compare_names(const LocalPipeline& local, const std::map<std::string, std::string>& texts) {
+  std::optional<std::pair<std::string, std::string>> first;
+  for (const std::string& worker : local.grid.all_names()) {
+    std::string_view report = std::string_view(texts.at(worker)).substr(1);
+    if (!report.starts_with(kNameLine)) continue;
+    report.remove_prefix(kNameLine.size());
+    const std::pair<std::string, std::string> mine{
+        worker, fmt::format("name {}", report.substr(0, report.find('\t')))};
+    if (!first) first = mine;
+    if (mine.second != first->second) refuse_mismatch(local.options.name, *first, mine);
+  }
+}
+
 /// Waits until all workers have an event queue and their layers, so that no message arrives too early.
 void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
   std::string failure = build_own_layers(layers, seed, local);
   list_parameters(local);
   if (failure.empty() && local.options.staleness > 0) failure = why_not_versioned(local);
   if (failure.empty() && local.options.offload) failure = why_not_offloaded(local);
-  const std::string mine =
-      failure.empty() ? '+' + SharedTensors(layers).report(local) + report_devices(local) : '-' + failure;
+  const std::string mine = failure.empty() ? '+' + report_name(local.options.name) +
+                                                 SharedTensors(layers).report(local) + report_devices(local)
+                                           : '-' + failure;
+  const auto texts = gather(local.worker, mine, local.grid.all_names());
   std::vector<std::string> reports;
-  for (const auto& [name, text] : gather(local.worker, mine, local.grid.all_names())) {
+  for (const auto& [name, text] : texts) {
     if (text.front() == '-') throw Error(ErrorKind::kRemoteFailure, text.substr(1)).with_worker(name);
     const std::vector<std::string>& own = local.plan.workers;  // the other replicas have the same
     if (std::find(own.begin(), own.end(), name) != own.end()) reports.push_back(text.substr(1));
     local.grid.devices.read(local.worker.info(Destination(name)).rank, text.substr(1));
   }
+  compare_names(local, texts);
   local.constants = check_shared_tensors(local, reports);
 }
 

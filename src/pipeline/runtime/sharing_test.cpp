@@ -395,6 +395,8 @@ TEST(PipelineConstruction, NamesTheDifferencesBetweenWorkers) {
              "worker 'worker0' has \"micro_batches 1\", worker 'worker1' has \"micro_batches 7\"");
   expect_all(differ([](Layers&, PipelineOptions& o) { o.schedule = Schedule::kGPipe; }), "schedule");
   expect_all(differ([](Layers&, PipelineOptions& o) { o.seed = 3; }), "seed none");
+  expect_all(differ([](Layers&, PipelineOptions& o) { o.name = "other\tname"; }),
+             "worker 'worker0' has \"name pipeline\", worker 'worker1' has \"name other name\"");
   expect_all(differ([](Layers& layers, PipelineOptions&) { layers.add<Dense>(9u).named("third"); }), "third");
 }
 
