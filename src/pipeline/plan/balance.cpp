@@ -10,12 +10,14 @@
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/pipeline/balance.h>
 
+#include "engine/api/node_ptr.h"
 #include "pipeline/layers/random.h"
 #include "pipeline/plan/allocation_watch.h"
 #include "pipeline/plan/kept_state.h"
@@ -73,13 +75,31 @@ double tensor_bytes(const Batch& batch) {
   return bytes;
 }
 
+/// Ends a graph: drops the gradients that reach it.
+class EndNode final : public torch::autograd::Node {
+ public:
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
+  std::string name() const override { return "torchspan::pipeline::End"; }
+};
+
+/// `learns`: a graph begins at the tensors. They are not leaves, so a layer may change them in place.
 Batch detached(const Batch& batch, bool learns) {
   Batch copy = batch;
+  const engine::NodePtr end = engine::make_node<EndNode>();
   for (c10::IValue& member : copy.members) {
     if (!member.isTensor() || !member.toTensor().defined()) continue;
     at::Tensor tensor = member.toTensor().detach();
-    if (learns && tensor.is_floating_point()) tensor.set_requires_grad(true);
+    if (learns && tensor.is_floating_point()) torch::autograd::create_gradient_edge(tensor, end);
     member = tensor;
+  }
+  return copy;
+}
+
+/// A copy of the sample, which the first layer may change in place.
+Batch copy_of(const Batch& sample) {
+  Batch copy = sample;
+  for (c10::IValue& member : copy.members) {
+    if (member.isTensor() && member.toTensor().defined()) member = member.toTensor().clone();
   }
   return copy;
 }
@@ -213,7 +233,7 @@ std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const B
   const torch::autograd::AutoGradMode mode(true);
   std::vector<LayerCost> best(built.size());
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
-    Probe probe{.batch = sample};
+    Probe probe{.batch = copy_of(sample)};
     std::vector<LayerCost> costs(built.size());
     bool first = true;
     for (const LayerUse& use : layers.uses()) {
@@ -232,7 +252,7 @@ std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const B
       best[layer].backward_seconds = std::min(best[layer].backward_seconds, costs[layer].backward_seconds);
     }
   }
-  measure_kept_bytes(layers, built, sample, best);
+  measure_kept_bytes(layers, built, copy_of(sample), best);
   for (std::size_t layer = 0; layer < built.size(); ++layer) {
     if (!built[layer].module) continue;
     for (const at::Tensor& parameter : built[layer].module->parameters()) {

@@ -304,6 +304,26 @@ TEST(Profile, RunsEveryRepeatOnTheSameInput) {
   });
 }
 
+TEST(Profile, RunsLayersThatChangeTheirInputInPlace) {
+  simulated([](Executor& executor) {
+    std::vector<double> seen;
+    Layers layers;
+    layers.add_function("first", [&seen](at::Tensor x) {
+      seen.push_back(x.sum().item<double>());
+      return x.add_(1);
+    });
+    layers.add<torch::nn::Linear>(4, 4);
+    layers.add<torch::nn::ReLU>(torch::nn::ReLUOptions(true));
+    layers.add<torch::nn::Linear>(4, 2);
+    const at::Tensor sample = at::ones({2, 4});
+    const auto costs = profile(executor, layers, sample);
+    ASSERT_EQ(costs.size(), 4u);
+    EXPECT_EQ(costs[2].activation_bytes, 2 * 4 * 4);
+    EXPECT_THAT(seen, ElementsAre(8, 8, 8, 8));
+    EXPECT_TRUE(sample.equal(at::ones({2, 4})));
+  });
+}
+
 /// Counts its forwards in a buffer, so that the test sees whether a profile leaves a trace.
 struct MarkedImpl : torch::nn::Module {
   MarkedImpl() {
