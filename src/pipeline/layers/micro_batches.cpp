@@ -1,6 +1,7 @@
 #include "pipeline/layers/micro_batches.h"
 
 #include <algorithm>
+#include <cmath>
 #include <fmt/format.h>
 #include <optional>
 
@@ -10,16 +11,30 @@
 namespace torchspan::pipeline {
 namespace {
 
-/// Throws unless `piece` has as many members as `first`, and tensors in the same places.
+/// Whether two members that are not tensors are the same; unlike ==, also two values that are not a number.
+bool is_same(const c10::IValue& a, const c10::IValue& b) {
+  if (a.isDouble() && b.isDouble() && std::isnan(a.toDouble())) return std::isnan(b.toDouble());
+  return a == b;
+}
+
+/// Throws unless `piece` has as many members as `first`, tensors in the same places, and otherwise the same values.
 void check_alike(const Batch& first, const Batch& piece, std::size_t number) {
   bool alike = piece.members.size() == first.members.size();
   for (std::size_t i = 0; alike && i < first.members.size(); ++i)
     alike = piece.members[i].isTensor() == first.members[i].isTensor();
-  if (alike) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("the outputs of micro-batches 0 and {} cannot be joined: each must have the same "
-                          "members, and a tensor where the other has one",
-                          number));
+  if (!alike) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("the outputs of micro-batches 0 and {} cannot be joined: each must have the same "
+                            "members, and a tensor where the other has one",
+                            number));
+  }
+  for (std::size_t i = 0; i < first.members.size(); ++i) {
+    if (first.members[i].isTensor() || is_same(first.members[i], piece.members[i])) continue;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("member {} of the output is not a tensor and differs between micro-batches 0 and "
+                            "{}, so it cannot be joined: return it as a tensor",
+                            i, number));
+  }
 }
 
 }  // namespace

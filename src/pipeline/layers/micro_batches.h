@@ -17,8 +17,8 @@ std::vector<std::int64_t> split_rows(std::int64_t rows, int parts);
 /// Returns rows [first, first + rows) of every tensor, as views. Tensors without rows and other members are
 /// copied to every slice.
 Batch slice(const Batch& batch, std::int64_t first, std::int64_t rows);
-/// Joins pieces: concatenates tensors along their first dimension, stacks tensors without rows, and takes
-/// other members from the first piece.
+/// Joins pieces: concatenates tensors along their first dimension, and stacks tensors without rows. Throws
+/// Error{kInvalid} if the pieces have different members, or members that are not tensors differ.
 Batch join(const std::vector<Batch>& pieces);
 
 }  // namespace torchspan::pipeline

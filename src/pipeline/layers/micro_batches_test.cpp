@@ -1,5 +1,6 @@
 #include "pipeline/layers/micro_batches.h"
 
+#include <cmath>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <numeric>
@@ -121,6 +122,19 @@ TEST(MicroBatches, ThatDoNotFitAreNotJoined) {
               }),
               HasSubstr("micro-batches 0 and 2"));
   EXPECT_EQ(join({}).size(), 0u);
+}
+
+TEST(MicroBatches, WithDifferentNumbersAreNotJoined) {
+  const auto with = [](const c10::IValue& value) { return Batch({rows(1), value}); };
+  const auto text_of = [&](const c10::IValue& other) {
+    return invalid_text([&] { join({with(3), with(3), with(other)}); });
+  };
+  for (const c10::IValue& other : {c10::IValue(4), c10::IValue(3.0), c10::IValue(true), c10::IValue()}) {
+    EXPECT_THAT(text_of(other), HasSubstr("member 1 of the output is not a tensor and differs between "
+                                          "micro-batches 0 and 2"));
+  }
+  EXPECT_EQ(join({with(3), with(3)}).members[1].toInt(), 3);
+  EXPECT_TRUE(std::isnan(join({with(NAN), with(NAN)}).members[1].toDouble()));
 }
 
 }  // namespace
