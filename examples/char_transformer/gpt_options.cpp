@@ -23,6 +23,7 @@ void check(const GptOptions& options, int world_size) {
     throw torchspan::Error(torchspan::ErrorKind::kInvalid, why);
   };
   check(options.model);
+  check_world_size(world_size);
   if (world_size % options.replicas != 0)
     refuse(fmt::format("{} workers cannot be divided into {} replicas: start a multiple of {}", world_size,
                        options.replicas, options.replicas));

@@ -1,4 +1,5 @@
 // Runs the example as users do, on a text that repeats.
+#include <CLI/CLI.hpp>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <regex>
@@ -9,6 +10,7 @@
 
 #include "char_transformer/example_program.h"
 #include "char_transformer/text.h"
+#include "char_transformer/training_options.h"
 
 namespace char_transformer::program_test {
 namespace {
@@ -118,6 +120,19 @@ TEST_F(Program, ReportsInvalidOptions) {
   EXPECT_THAT(run(2, {"--text", "nowhere"}).output, HasSubstr("fetch it with tools/fetch-data"));
   EXPECT_THAT(run(2, {"--prompt", "Q"}).output, HasSubstr("'Q' of the prompt does not occur in the text"));
   EXPECT_THAT(run(2, {"--context", "5000"}).output, HasSubstr("lower --context"));
+}
+
+TEST(PipelineTrainingOptions, RefuseAnEmptyPrompt) {
+  const auto parse = [](const char* prompt) {
+    CLI::App app;
+    PipelineTrainingOptions options;
+    add_pipeline_options(app, options);
+    const char* const arguments[] = {"program", "--prompt", prompt};
+    app.parse(3, arguments);
+    return options.prompt;
+  };
+  EXPECT_EQ(parse("call"), "call");
+  EXPECT_THROW(parse(""), CLI::ValidationError);
 }
 
 TEST(Text, DecodesWhatItEncoded) {

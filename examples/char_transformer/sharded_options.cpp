@@ -25,6 +25,7 @@ void add_options(CLI::App& app, ShardedOptions& options) {
 
 void check(const ShardedOptions& options, int world_size) {
   check(options.model);
+  check_world_size(world_size);
   if (options.batch % world_size == 0) return;
   throw torchspan::Error(torchspan::ErrorKind::kInvalid,
                          fmt::format("--batch {} is not a multiple of {} ranks", options.batch, world_size));

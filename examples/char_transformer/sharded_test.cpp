@@ -3,6 +3,10 @@
 #include <gtest/gtest.h>
 
 #include "char_transformer/example_program.h"
+#include "char_transformer/gpt_options.h"
+#include "char_transformer/sharded_options.h"
+#include "char_transformer/stage_options.h"
+#include "tests/support/errors.h"
 
 namespace char_transformer::sharded_test {
 namespace {
@@ -38,6 +42,15 @@ TEST_F(GptSharded, ComputesInBfloat16) {
 
 TEST_F(GptSharded, ReportsInvalidOptions) {
   EXPECT_THAT(run(2, {{"--batch", "3"}}).output, HasSubstr("--batch 3 is not a multiple of 2 ranks"));
+}
+
+TEST(WorldSize, OfAnOpenWorldIsRefused) {
+  using torchspan::testing::invalid_text;
+  for (const std::string& text :
+       {invalid_text([] { check(ShardedOptions(), 0); }), invalid_text([] { check(GptOptions(), 0); }),
+        invalid_text([] { check(StageOptions(), 0); })}) {
+    EXPECT_THAT(text, HasSubstr("this one is open (WORLD_SIZE is 0)"));
+  }
 }
 
 }  // namespace

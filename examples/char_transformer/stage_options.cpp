@@ -37,8 +37,9 @@ void add_options(CLI::App& app, StageOptions& options) {
 
 void check(const StageOptions& options, int world_size) {
   check(options.model);
+  check_world_size(world_size);
   const int stages = options.stages(world_size);
-  if (world_size >= 1 && stages <= options.model.blocks) return;
+  if (stages <= options.model.blocks) return;
   throw torchspan::Error(torchspan::ErrorKind::kInvalid,
                          fmt::format("{} workers cannot share {} blocks: give --blocks {}, or start fewer",
                                      world_size, options.model.blocks, stages));

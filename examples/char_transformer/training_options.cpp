@@ -35,7 +35,11 @@ void add_pipeline_options(CLI::App& app, PipelineTrainingOptions& options) {
   app.add_option("--checkpoint-every", options.checkpoint_every, "steps from one saved state to the next")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->capture_default_str();
-  app.add_option("--prompt", options.prompt, "beginning of the text to write")->capture_default_str();
+  app.add_option("--prompt", options.prompt, "beginning of the text to write")
+      ->check([](const std::string& prompt) {
+        return std::string(prompt.empty() ? "give at least one character" : "");
+      })
+      ->capture_default_str();
   app.add_option("--sample", options.sample, "characters to write at the end")->capture_default_str();
 }
 
@@ -44,6 +48,12 @@ void check(const ModelOptions& options) {
   throw torchspan::Error(
       torchspan::ErrorKind::kInvalid,
       fmt::format("--width {} is not a multiple of --heads {}", options.width, options.heads));
+}
+
+void check_world_size(int world_size) {
+  if (world_size >= 1) return;
+  throw torchspan::Error(torchspan::ErrorKind::kInvalid,
+                         "this program needs a world of a fixed size; this one is open (WORLD_SIZE is 0)");
 }
 
 }  // namespace char_transformer

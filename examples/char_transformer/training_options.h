@@ -43,5 +43,7 @@ void add_pipeline_options(CLI::App& app, PipelineTrainingOptions& options);
 
 /// Throws torchspan::Error{kInvalid} unless the heads have equal parts of the width.
 void check(const ModelOptions& options);
+/// Throws torchspan::Error{kInvalid} for the size of an open world, 0.
+void check_world_size(int world_size);
 
 }  // namespace char_transformer
