@@ -214,7 +214,7 @@ void run_leaf(torch::autograd::AccumulateGrad& node, variable_list inputs, Gradi
   const bool others = !std::all_of(hooks.begin(), hooks.end(), is_gradient_hook);
   const variable_list seen = others ? inputs : variable_list();
   const bool accumulated = give_to_sink(node, std::move(inputs[0]), sink);
-  if (accumulated && sink.writes_grad_field()) compat::run_post_accumulate_hook(node);
+  if (sink.writes_grad_field()) compat::run_post_accumulate_hook(node, accumulated);
   for (const auto& hook : hooks) {
     if (auto* ours = dynamic_cast<GradientHook*>(hook.get())) {
       ours->gradient_ready(sink, node.variable);

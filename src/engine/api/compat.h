@@ -72,9 +72,13 @@ inline at::Tensor run_leaf_hooks(const AccumulateGrad& node, at::Tensor gradient
   return gradient;
 }
 
+/// Whether LibTorch calls hooks after the accumulation also for leaves to which nothing was added.
+inline constexpr bool kPostAccumulateHooksAlwaysRun = TORCHSPAN_LIBTORCH_AT_LEAST(2, 7);
+
 /// Runs the hook that LibTorch 2.1 and later call when `.grad` holds the sum.
-inline void run_post_accumulate_hook(AccumulateGrad& node) {
+inline void run_post_accumulate_hook(AccumulateGrad& node, bool accumulated) {
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 1)
+  if (!accumulated && !kPostAccumulateHooksAlwaysRun) return;
   if (const auto& hook = node.tensor_post_acc_grad_hooks()) (*hook)(node.variable);
 #endif
 }
