@@ -59,7 +59,7 @@ TEST(PipelineLoss, TakesTensorsIfItIsGeneric) {
     layers.add<Dense>(2u);
     Pipeline pipe(worker, layers, {.micro_batches = 2});
     const at::Tensor x = seeded({6, kWidth}, 3), y = seeded({6, kWidth}, 4);
-    const auto generic = [](const auto& output, const auto& target) {
+    const auto generic = [](const auto& output, const auto& target) -> at::Tensor {
       return (output - target).square().mean();
     };
     const std::function<at::Tensor(at::Tensor, at::Tensor)> stored = mean_square;

@@ -144,7 +144,7 @@ Loss loss_of(F function) {
   };
 }
 /// Makes a Loss from a function of two tensors. A parameter of type Batch gets the whole result or target, which may
-/// have several members.
+/// have several members. A generic lambda gets tensors, and needs `-> at::Tensor`.
 template <class F>
 Loss loss_of(F function) {
   using Found = decltype(loss_detail::find_parameters<F>());
