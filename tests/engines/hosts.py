@@ -149,16 +149,24 @@ def torchrun(hosts):
 
 
 def mpirun(hosts):
-    """mpirun on the first host; in place of ssh, a script enters the other one."""
+    """mpirun on the first host; in place of ssh, a script enters the other one.
+
+    Hosts are given by name: of addresses, Open MPI 5 uses the first one only.
+    """
     agent = hosts.folder / "enter"
     far = hosts.hosts[1].command("sh", "-c")
     agent.write_text("#!/bin/bash\nshift\nexec " + " ".join(f"'{word}'" for word in far) + " \"$*\"\n")
     agent.chmod(0o755)
-    job = hosts.start(0, "mpirun", "mpirun", "-n", "2", "--host", f"{ADDRESSES[0]}:1,{ADDRESSES[1]}:1",
-                      "--allow-run-as-root", "--mca", "plm_rsh_agent", agent, "--mca", "oob_tcp_if_include", "10.78.0.0/24",
-                      "--mca", "orte_tmpdir_base", hosts.folder, "-x", f"MASTER_ADDR={ADDRESSES[0]}", "-x",
-                      "MASTER_PORT=29503", "-x", "TORCHSPAN_SECRET_FILE", "-x", "TORCHSPAN_JOIN_TIMEOUT", "-x",
-                      "OMP_NUM_THREADS", "-x", "HOME", *hosts.train)
+    network = "10.78.0.0/24"
+    environment = {"OMPI_MCA_plm_rsh_agent": str(agent), "OMPI_MCA_oob_tcp_if_include": network,
+                   "OMPI_MCA_orte_tmpdir_base": str(hosts.folder),
+                   # the same for Open MPI 5
+                   "PRTE_MCA_plm_ssh_agent": str(agent), "PRTE_MCA_prte_if_include": network,
+                   "PRTE_MCA_prte_tmpdir_base": str(hosts.folder), "PMIX_MCA_ptl_tcp_if_include": network}
+    job = hosts.start(0, "mpirun", "mpirun", "-n", "2", "--host", "node0:1,node1:1",
+                      "--allow-run-as-root", "-x", f"MASTER_ADDR={ADDRESSES[0]}", "-x", "MASTER_PORT=29503",
+                      "-x", "TORCHSPAN_SECRET_FILE", "-x", "TORCHSPAN_JOIN_TIMEOUT", "-x", "OMP_NUM_THREADS", "-x", "HOME",
+                      *hosts.train, environment=environment)
     return hosts.finish("mpirun", [job])
 
 
