@@ -16,6 +16,7 @@
 #include <torchspan/optim/rmsprop.h>
 #include <torchspan/optim/sgd.h>
 
+#include "device/api/torch_version.h"
 #include "optim/operators.h"
 #include "tests/support/errors.h"
 #include "tests/support/stand_in_operators.h"
@@ -145,8 +146,21 @@ TEST_F(FusedOperators, StepAllParametersOfADeviceInOneCallAsTheCpuDoes) {
   EXPECT_TRUE(adam_.exists());
 }
 
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 4)
+/// Whether LibTorch's kernel for the CPU, which the stand-in devices use, subtracts a gradient of half from a parameter.
+/// That of 2.6 gives wrong values to parameters of 16 elements and more; GPUs have another one.
+bool steps_half_by_sgd() {
+  const at::Tensor parameter = at::full({16}, 3, at::kHalf), gradient = at::full({16}, 2, at::kHalf);
+  at::_fused_sgd_({parameter}, {gradient}, {}, 0, 0, 1, 0, false, false, true);
+  return parameter.eq(1).all().item<bool>();
+}
+#else
+bool steps_half_by_sgd() { return true; }
+#endif
+
 TEST_F(FusedOperators, StepHalfParameters) {
   for (const OptimizerSpec& spec : all_specs()) {
+    if (spec.kind == "SGD" && !steps_half_by_sgd()) continue;
     // Releases without the operator of SGD lack operations of the CPU that Adam needs for half.
     if (sgd_.exists() || spec.kind == "SGD") expect_fused_steps(spec, at::kHalf, 1e-2);
   }
