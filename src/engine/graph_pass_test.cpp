@@ -127,42 +127,41 @@ TEST(GraphPass, SkipsWhatLiesBehindOutputsThatAreNotReached) {
   EXPECT_FALSE(gradients.gradient(y).defined()) << "not even a gradient of zeros";
 }
 
-TEST(GraphPass, ReportsPendingRootsWithoutGradients) {
+/// A prepared pass with two pending roots.
+struct PassOfTwoSends {
+  PassOfTwoSends() {
+    pass.add_pending(arrived);
+    pass.add_pending(missing);
+    pass.prepare();
+  }
   const Tensor x = leaf(), y = leaf();
-  auto arrived = make_node<Outgoing>(std::vector<Tensor>{x.sin()});
-  auto missing = make_node<Outgoing>(std::vector<Tensor>{y.exp()});
+  const NodePtrTo<Outgoing> arrived = make_node<Outgoing>(std::vector<Tensor>{x.sin()}),
+                            missing = make_node<Outgoing>(std::vector<Tensor>{y.exp()});
   GradientMap gradients;
-  MapSink sink(gradients);
-  GraphPass pass(sink);
-  pass.add_pending(arrived);
-  pass.add_pending(missing);
-  pass.prepare();
-  pass.deliver(*arrived, {at::ones({2})});
-  pass.run();
-  const PassReport report = pass.report();
+  MapSink sink{gradients};
+  GraphPass pass{sink};
+};
+
+TEST(GraphPass, ReportsPendingRootsWithoutGradients) {
+  PassOfTwoSends two;
+  two.pass.deliver(*two.arrived, {at::ones({2})});
+  two.pass.run();
+  const PassReport report = two.pass.report();
   EXPECT_EQ(report.nodes, 6U);
   EXPECT_EQ(report.executed, 3U);
-  EXPECT_EQ(report.waiting_for, (std::vector<torch::autograd::Node*>{missing.get()}));
+  EXPECT_EQ(report.waiting_for, (std::vector<torch::autograd::Node*>{two.missing.get()}));
   EXPECT_FALSE(report.busy);
 }
 
 /// Else a survey that finds a thread between the two calls would report a stalled pass.
 TEST(GraphPass, IsBusyFromADeliveryUntilItHasRun) {
-  const Tensor x = leaf(), y = leaf();
-  auto arrived = make_node<Outgoing>(std::vector<Tensor>{x.sin()});
-  auto missing = make_node<Outgoing>(std::vector<Tensor>{y.exp()});
-  GradientMap gradients;
-  MapSink sink(gradients);
-  GraphPass pass(sink);
-  pass.add_pending(arrived);
-  pass.add_pending(missing);
-  pass.prepare();
-  pass.run();
-  EXPECT_FALSE(pass.report().busy);
-  pass.deliver(*arrived, {at::ones({2})});
-  EXPECT_TRUE(pass.report().busy);
-  pass.run();
-  EXPECT_FALSE(pass.report().busy);
+  PassOfTwoSends two;
+  two.pass.run();
+  EXPECT_FALSE(two.pass.report().busy);
+  two.pass.deliver(*two.arrived, {at::ones({2})});
+  EXPECT_TRUE(two.pass.report().busy);
+  two.pass.run();
+  EXPECT_FALSE(two.pass.report().busy);
 }
 
 TEST(GraphPass, ThatIsAbortedEndsItsSinkAndFreesItsGraph) {
