@@ -6,6 +6,7 @@
 #include <deque>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/rpc/request_callback_no_python.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
@@ -38,7 +39,7 @@ std::string name_of(int rank) { return "worker" + std::to_string(rank); }
 std::shared_ptr<peer::TensorPipeAgent> start_agent(const WorkerPlace& place) {
   using Names = c10::optional<std::vector<std::string>>;
   const bool tcp = place.way != Way::kLocal;
-  const peer::TensorPipeRpcBackendOptions options(
+  peer::TensorPipeRpcBackendOptions options(
       peer::kDefaultNumWorkerThreads, tcp ? Names({"uv"}) : c10::nullopt,
       tcp ? Names({"basic"}) : c10::nullopt, kCallSeconds, peer::kDefaultInitMethod);
   auto store = c10::make_intrusive<c10d::FileStore>(place.folder + "/torch-rpc-store", place.size);
@@ -47,7 +48,9 @@ std::shared_ptr<peer::TensorPipeAgent> start_agent(const WorkerPlace& place) {
   std::vector<c10::Device> devices;
   if (!place.device.is_cpu()) {
     devices.push_back(place.device);
+    static_cast<void>(at::zeros({1}, place.device));  // a request with tensors of the device may arrive first
     for (int rank = 0; rank < place.size; ++rank) maps[name_of(rank)] = {{place.device, place.device}};
+    for (const auto& [name, map] : maps) options.setDeviceMap(name, map);
   }
   auto agent = std::make_shared<peer::TensorPipeAgent>(
       store, name_of(place.rank), static_cast<peer::worker_id_t>(place.rank), place.size, options, maps,
