@@ -59,7 +59,7 @@ struct GroupOptions {
   Network network = Network::kEncrypted;
   std::vector<int> ranks = {};  ///< global rank of each group rank; empty: all
   /// The device of this rank's tensors, such as c10::Device(c10::kCUDA, local_rank); the type must be equal on
-  /// all ranks. Such a group also takes tensors on the CPU. None: the CPU only. See docs/gpu.md.
+  /// all ranks. Such a group also takes tensors on the CPU. None, or the CPU: the CPU only. See docs/gpu.md.
   std::optional<c10::Device> device = std::nullopt;
   /// How long an operation waits for a late rank before it fails with kTimedOut; also the limit for
   /// creating the group.
