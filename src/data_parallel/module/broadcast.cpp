@@ -8,25 +8,41 @@
 
 #include <torchspan/data_parallel/reducer.h>
 
+#include "device/api/compat.h"
+
 namespace torchspan::data_parallel {
 namespace {
 
 /// The tensor's memory without its version counter: autograd does not notice writes to it.
 at::Tensor unseen(const at::Tensor& tensor) { return tensor.variable_data(); }
 
+/// One operation for all tensors: on a device, an operation for each would cost more than the copy.
 at::Tensor flat_copy(const collective::Group& group, const std::vector<at::Tensor>& tensors,
                      const std::vector<std::size_t>& chosen) {
   std::int64_t count = 0;
-  for (const std::size_t i : chosen) count += tensors[i].numel();
+  std::vector<at::Tensor> rows;
+  rows.reserve(chosen.size());
+  for (const std::size_t i : chosen) {
+    rows.push_back(unseen(tensors[i]).reshape({-1}));
+    count += tensors[i].numel();
+  }
   const at::Tensor& like = tensors[chosen[0]];
   at::Tensor flat = like.is_cpu() ? group.allocate({count}, like.scalar_type())
                                   : at::empty({count}, like.options().requires_grad(false));
+  return at::cat_out(flat, rows);
+}
+
+/// Copies the parts of `flat` into the tensors.
+void copy_parts(const at::Tensor& flat, const std::vector<at::Tensor>& tensors,
+                const std::vector<std::size_t>& chosen) {
+  std::vector<at::Tensor> targets, parts;
   std::int64_t offset = 0;
   for (const std::size_t i : chosen) {
-    flat.narrow(0, offset, tensors[i].numel()).view(tensors[i].sizes()).copy_(unseen(tensors[i]));
+    targets.push_back(unseen(tensors[i]));
+    parts.push_back(flat.narrow(0, offset, tensors[i].numel()).view(tensors[i].sizes()));
     offset += tensors[i].numel();
   }
-  return flat;
+  device::compat::copy_all(targets, parts);
 }
 
 }  // namespace
@@ -43,13 +59,7 @@ void broadcast_coalesced(const collective::Group& group, const std::vector<at::T
   }
   for (std::size_t chunk = 0; chunk < sent.size(); ++chunk) {
     sent[chunk].second.wait();
-    if (group.rank() == root) continue;
-    std::int64_t offset = 0;
-    for (const std::size_t i : chunks.buckets[chunk]) {
-      unseen(tensors[i])
-          .copy_(sent[chunk].first.narrow(0, offset, tensors[i].numel()).view(tensors[i].sizes()));
-      offset += tensors[i].numel();
-    }
+    if (group.rank() != root) copy_parts(sent[chunk].first, tensors, chunks.buckets[chunk]);
   }
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 // All differences between the supported LibTorch versions (1.13 to 2.x) that concern devices.
+#include <vector>
+
 #include <ATen/core/ivalue.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
@@ -8,6 +10,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "device/api/torch_version.h"
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 2)
+#include <ATen/ops/_foreach_copy.h>
+#endif
 
 namespace torchspan::device::compat {
 
@@ -20,6 +25,16 @@ inline const at::SparseTensorImpl& sparse_impl(const at::Tensor& tensor) {
 /// The same for CSR, CSC, BSR and BSC.
 inline const at::SparseCsrTensorImpl& compressed_impl(const at::Tensor& tensor) {
   return *static_cast<const at::SparseCsrTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
+
+/// Copies each of `from` into the tensor of `to` with the same index, which has its shape and dtype: newer versions do so
+/// with one operation of a device.
+inline void copy_all(std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from) {
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 2)
+  if (!to.empty()) at::_foreach_copy_(to, from, /*non_blocking=*/true);
+#else
+  for (std::size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], /*non_blocking=*/true);
+#endif
 }
 
 /// Waits on the host until the device has reached what `event` recorded. In older versions, which cannot wait for an
