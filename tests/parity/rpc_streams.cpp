@@ -195,6 +195,24 @@ TEST_P(RpcStreams, CallsDoNotWaitForTheDevice) {
   });
 }
 
+/// A caller that waits, and a worker that replies, ask the device themselves: no timer delays the message.
+TEST_P(RpcStreams, CopiesThatAreSoonCompleteDelayNoMessage) {
+  if (const auto missing = TestDevices::missing(1, /*needs_stand_ins=*/true); !missing.empty())
+    GTEST_SKIP() << missing;
+  ClusterOptions options = world();
+  options.spin = std::chrono::microseconds(150);
+  options.network.latency = {};
+  on_first(options, [&](Worker& worker) {
+    const at::Tensor x = on_device(3, kSmall);
+    expect_all(worker.rpc_sync(1, kTwice, x), 6);  // connects
+    TestDevices::reset(/*polls=*/3);
+    const TimePoint began = worker.runtime().executor.now();
+    const at::Tensor y = worker.rpc_sync(1, kTwice, x);
+    EXPECT_LT(worker.runtime().executor.now() - began, std::chrono::microseconds(20)) << "the first timer";
+    expect_all(y, 6);
+  });
+}
+
 TEST_P(RpcStreams, ACallWhoseTensorsAreNeverReadyEndsByItsDeadlineOrByAStop) {
   if (const auto missing = TestDevices::missing(1, /*needs_stand_ins=*/true); !missing.empty())
     GTEST_SKIP() << missing;

@@ -52,7 +52,9 @@ class RpcAgent::ExtensionRegistrar final : public Registrar {
 
 RpcAgent::RpcAgent(std::shared_ptr<Runtime> runtime, FunctionTable functions, ServiceOptions options)
     : state_(std::move(runtime), std::move(functions), std::move(options)),
-      loop_(state_.runtime, state_.calls, server_, [this] { calls_.fail_expired(); }),
+      loop_(
+          state_.runtime, state_.calls, server_,
+          {.fail_expired = [this] { calls_.fail_expired(); }, .look = [this] { sender_.copying().look(); }}),
       sender_(
           state_, loop_, [this](ReceivedMessage message) { receiver_.deliver_here(std::move(message)); },
           [this](const auto& channel, const Error& error) { receiver_.break_channel(channel, error); }),
@@ -190,7 +192,7 @@ void RpcAgent::stop(const std::string& why) {
     receiver_.unknown_peers().clear();
   }
   stop_pool();
-  sender_.drop_copying();
+  sender_.copying().drop();
   state_.references->clear();
 }
 

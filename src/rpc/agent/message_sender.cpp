@@ -21,11 +21,6 @@ namespace {
 /// closed.
 constexpr Duration kFullPause = std::chrono::milliseconds(50);
 constexpr std::size_t kMostUnsentReplies = 1u << 16;
-/// How long to wait before devices are asked again whether a copy is complete: doubled from the first to the
-/// last.
-constexpr Duration kFirstCopyPause = std::chrono::microseconds(20);
-constexpr Duration kLastCopyPause = std::chrono::milliseconds(1);
-
 /// Detaches every tensor of a call with gradients disabled.
 void detach_all(std::span<at::Tensor> tensors) {
   for (at::Tensor& tensor : tensors) {
@@ -63,11 +58,6 @@ void add_places(OutgoingMessage& out) {
 
 }  // namespace
 
-bool OutgoingMessage::ready() {
-  const bool sent = std::ranges::all_of(split, [](const SplitTensorPtr& tensor) { return tensor->done(); });
-  return tensors.copies.complete() && sent;
-}
-
 MessageSender::MessageSender(
     AgentState& state, TransportLoop& loop, std::function<void(ReceivedMessage)> deliver_here,
     std::function<void(const std::shared_ptr<net::Channel>&, const Error&)> break_channel)
@@ -76,8 +66,8 @@ MessageSender::MessageSender(
       deliver_here_(std::move(deliver_here)),
       break_channel_(std::move(break_channel)),
       bytes_sent_(state.runtime.metrics.counter("rpc.bytes_sent")),
-      split_(state.runtime.metrics.counter("rpc.tensor_parts.sent")),
-      parts_(state.copies.events()) {}
+      parts_(state.copies.events()),
+      copying_(state, loop, bytes_sent_) {}
 
 OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Payload& payload,
                                        TensorUse use) {
@@ -238,73 +228,6 @@ void MessageSender::send(const std::shared_ptr<net::Channel>& channel, const Out
     throw;
   }
   for (const SplitTensorPtr& tensor : out.split) tensor->message_sent();
-}
-
-void MessageSender::when_copied(OutgoingMessage out, std::shared_ptr<net::Channel> channel, Deadline deadline,
-                                UniqueFunction<void(OutgoingMessage&)> next) {
-  const auto copying =
-      std::make_shared<Copying>(Copying{std::move(out), std::move(channel), deadline, std::move(next)});
-  {
-    MutexLock lock(mutex_);
-    if (drops_copying_) return;
-    copying_.insert(copying);
-  }
-  poll_copies(copying, kFirstCopyPause);
-}
-
-/// Timers outlive the loop, so they do not hold the message, which may hold the agent. Sending a part may take longer
-/// than the loop may be kept, so the pool does it.
-void MessageSender::poll_copies(const CopyingPtr& copying, Duration pause) {
-  loop_.at(state_.runtime.executor.deadline_in(pause), [this, weak = std::weak_ptr<Copying>(copying), pause] {
-    CopyingPtr one = weak.lock();
-    if (!one) return;
-    const auto& split = one->out.split;
-    try {
-      const bool late = !split.empty() && one->deadline.passed(state_.runtime.executor.now());
-      if (late || std::ranges::any_of(split, [](const auto& tensor) { return tensor->can_advance(); })) {
-        return state_.host->post(
-            [this, alive = state_.endpoint.lock(), one = std::move(one)] { send_parts(one); });
-      }
-      if (!one->out.ready()) return poll_copies(one, std::min(pause * 2, kLastCopyPause));
-    } catch (...) {  // the device has failed
-      one->out.failure = std::make_exception_ptr(to_error(std::current_exception()));
-    }
-    finish(std::move(one));
-  });
-}
-
-void MessageSender::send_parts(const CopyingPtr& copying) {
-  OutgoingMessage& out = copying->out;
-  try {
-    if (copying->deadline.passed(state_.runtime.executor.now()))
-      throw Error(ErrorKind::kTimedOut, "the deadline passed while parts of its tensors were sent");
-    for (const SplitTensorPtr& tensor : out.split) {
-      if (tensor->done()) continue;
-      const std::size_t before = tensor->sent();
-      tensor->advance(copying->channel);
-      bytes_sent_.add(tensor->sent() - before);
-      if (tensor->done()) split_.add();
-    }
-  } catch (...) {
-    out.failure = std::make_exception_ptr(to_error(std::current_exception()));
-  }
-  if (!out.failure && !out.ready()) return poll_copies(copying, kFirstCopyPause);
-  finish(copying);
-}
-
-void MessageSender::finish(CopyingPtr copying) {
-  {
-    MutexLock lock(mutex_);
-    copying_.erase(copying);
-  }
-  state_.host->post([alive = state_.endpoint.lock(), one = std::move(copying)] { one->next(one->out); });
-}
-
-void MessageSender::drop_copying() {
-  std::set<CopyingPtr> dropped;
-  MutexLock lock(mutex_);
-  drops_copying_ = true;
-  dropped.swap(copying_);
 }
 
 /// Delivers a message to this worker itself along the whole path: copies its bytes like those that cross a

@@ -3,7 +3,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,9 +10,10 @@
 #include <torchspan/detail/rpc/extension.h>
 
 #include "rpc/agent/agent_state.h"
+#include "rpc/agent/copying_messages.h"
+#include "rpc/agent/outgoing_message.h"
 #include "rpc/agent/transport_loop.h"
 #include "rpc/tensor_parts/outgoing_parts.h"
-#include "wire/api/tensors.h"
 
 namespace torchspan::rpc {
 
@@ -24,24 +24,6 @@ inline constexpr const char* kNoGradBlob = "rpc.no_grad";
 struct TensorUse {
   bool user_values = false;  ///< interceptors see them
   DevicePlace place = {};    ///< Request::place
-};
-
-using TensorPtr = std::shared_ptr<at::Tensor>;
-
-/// A message to be sent: its frame, and the tensors that the frame describes.
-struct OutgoingMessage {
-  wire::Frame frame;
-  std::vector<TensorPtr> captured =
-      {};  ///< to this worker itself: copies on their devices, which the receiver takes
-  std::vector<LentTensorPtr> lent = {};    ///< memory of some tensors, freed after the copies in `tensors`
-  std::vector<SplitTensorPtr> split = {};  ///< tensors that are sent in parts, before the frame
-  std::vector<bool> is_split =
-      {};  ///< by tensor that is in `lent` or in `split`, in the order of the message
-  wire::PackedTensors tensors = {};
-  std::exception_ptr failure = nullptr;  ///< an Error: why not all parts were sent
-
-  /// Whether the frame may be sent: its tensors are in host memory, or with the peer.
-  bool ready();
 };
 
 /// A reply that a call failed, or another small reply that must arrive.
@@ -68,12 +50,8 @@ class MessageSender {
   void send(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame) {
     send_frame(channel, frame, {}, {});
   }
-  /// Calls `next` with the message on the pool when the copies of its tensors from devices are complete. Sends parts of
-  /// large tensors to `channel` meanwhile; if that fails, or after the deadline, send() throws the failure.
-  void when_copied(OutgoingMessage out, std::shared_ptr<net::Channel> channel, Deadline deadline,
-                   UniqueFunction<void(OutgoingMessage&)> next);
-  /// Drops the messages for which when_copied() waits, and all later ones; after the loop has stopped.
-  void drop_copying();
+  /// Messages that wait until they may be sent.
+  CopyingMessages& copying() { return copying_; }
   /// Sends now, or as soon as the channel has room: a caller without a deadline waits until the reply
   /// arrives.
   void send_reply(SmallReply reply);
@@ -81,13 +59,6 @@ class MessageSender {
   void departed(PeerId peer) { parts_.departed(peer); }
 
  private:
-  struct Copying {
-    OutgoingMessage out;
-    std::shared_ptr<net::Channel> channel;
-    Deadline deadline;
-    UniqueFunction<void(OutgoingMessage&)> next;
-  };
-  using CopyingPtr = std::shared_ptr<Copying>;
   using Share = std::function<at::Tensor(const at::Tensor&, device::PendingCopies&)>;
   void pack(const CallInfo& info, PeerId to, wire::Payload& payload, TensorUse use, OutgoingMessage& out);
   Share share_with_peer(const CallInfo& info, PeerId to, TensorUse use, OutgoingMessage& out);
@@ -96,9 +67,6 @@ class MessageSender {
   at::Tensor lend(PeerId to, const at::Tensor& tensor, c10::Device there, OutgoingMessage& out);
   void send_frame(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
                   const wire::PackedTensors& tensors, std::span<const TensorPtr> captured);
-  void poll_copies(const CopyingPtr& copying, Duration pause);
-  void send_parts(const CopyingPtr& copying);
-  void finish(CopyingPtr copying);
   void loop_back(const Bytes& header, const wire::PackedTensors& tensors,
                  std::span<const TensorPtr> captured);
   void warn_of_detached(const CallInfo& info);
@@ -108,14 +76,11 @@ class MessageSender {
   const std::function<void(ReceivedMessage)> deliver_here_;
   const std::function<void(const std::shared_ptr<net::Channel>&, const Error&)> break_channel_;
   Counter& bytes_sent_;  ///< frames and tensors, retries included
-  Counter& split_;       ///< tensors that were sent in parts
   OutgoingParts parts_;
+  CopyingMessages copying_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<std::size_t> unsent_replies_{0};
   std::atomic<bool> warned_of_detached_{false};
-  Mutex mutex_;
-  std::set<CopyingPtr> copying_ TORCHSPAN_GUARDED_BY(mutex_);
-  bool drops_copying_ TORCHSPAN_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace torchspan::rpc

@@ -38,8 +38,8 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
     }();
     out.frame.header.type = info.type;
     out.frame.header.flags |= wire::kFlagReply;
-    if (out.ready()) return send(info, out);
-    sender_.when_copied(
+    if (out.ready() || sender_.copying().soon_ready(out)) return send(info, out);
+    sender_.copying().add(
         std::move(out), call_->channel, call_->deadline,
         [self = shared_from_this(), info](OutgoingMessage& copied) { self->try_to_send(info, copied); });
   } catch (...) {

@@ -131,7 +131,7 @@ void RequestSender::start_or_copy(std::uint64_t id, PendingCall& call, OutgoingM
       fail_unsent(id, *taken, creation);
     }
   };
-  sender_.when_copied(std::move(out), channel, deadline, std::move(start_copied));
+  sender_.copying().add(std::move(out), channel, deadline, std::move(start_copied));
 }
 
 void RequestSender::undo(OutgoingMessage& out, bool creates, const CallInfo& info) {

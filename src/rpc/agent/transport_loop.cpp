@@ -37,12 +37,11 @@ class CorkedReplies {
 
 }  // namespace
 
-TransportLoop::TransportLoop(Runtime& runtime, const CallTable& calls, InlineServer& server,
-                             std::function<void()> fail_expired)
+TransportLoop::TransportLoop(Runtime& runtime, const CallTable& calls, InlineServer& server, LoopWork work)
     : executor_(runtime.executor),
       calls_(calls),
       server_(server),
-      fail_expired_(std::move(fail_expired)),
+      work_(std::move(work)),
       aside_parker_(executor_.make_parker()),
       timer_parker_(executor_.make_parker()) {}
 
@@ -59,7 +58,8 @@ void TransportLoop::run() {
   TimePoint last = executor_.now();
   while (!stopping_.load(std::memory_order_acquire)) {
     const bool busy = poll_once();
-    fail_expired_();
+    work_.look();
+    work_.fail_expired();
     timers_.run_due(executor_.now());
     const Duration spin = executor_.spin_limit();
     if (busy) {
@@ -111,7 +111,7 @@ void TransportLoop::rest_in_transport() {
 
 void TransportLoop::run_timers_only() {
   while (!stopping_.load(std::memory_order_acquire)) {
-    fail_expired_();
+    work_.fail_expired();
     timers_.run_due(executor_.now());
     sleeps_until_.store(TimePoint::max());
     const Deadline until = next_due();
@@ -122,7 +122,9 @@ void TransportLoop::run_timers_only() {
 }
 
 bool TransportLoop::drive() {
-  if (stopping_.load(std::memory_order_relaxed) || transport_ == nullptr) return false;
+  if (stopping_.load(std::memory_order_relaxed)) return false;
+  work_.look();
+  if (transport_ == nullptr) return false;
   InlineCalls calls;
   bool busy = false;
   {

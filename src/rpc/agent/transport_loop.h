@@ -32,13 +32,17 @@ class InlineServer {
   virtual void run_on_pool(const InlineCall& call) = 0;
 };
 
+/// What the loop does besides the transport.
+struct LoopWork {
+  std::function<void()> fail_expired;  ///< fails the calls whose deadline passed; the loop's thread runs it
+  std::function<void()> look;          ///< looks at the devices; every thread that polls runs it, often
+};
+
 /// Polls the transport, on a dedicated thread or on callers that wait, and runs timers. One thread polls at a
 /// time: the one that holds the driver lock.
 class TransportLoop final : public Driver {
  public:
-  /// `fail_expired` fails the calls in `calls` whose deadline passed; the loop's thread runs it.
-  TransportLoop(Runtime& runtime, const CallTable& calls, InlineServer& server,
-                std::function<void()> fail_expired);
+  TransportLoop(Runtime& runtime, const CallTable& calls, InlineServer& server, LoopWork work);
 
   /// Starts the thread. Without a transport it runs timers only.
   void start(net::Transport* transport, const std::string& worker);
@@ -81,7 +85,7 @@ class TransportLoop final : public Driver {
   Executor& executor_;
   const CallTable& calls_;
   InlineServer& server_;
-  const std::function<void()> fail_expired_;
+  const LoopWork work_;
   net::Transport* transport_ = nullptr;  ///< set before the thread starts
   Timers timers_;
   DriverLock driver_lock_;

@@ -1,0 +1,58 @@
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <set>
+
+#include "rpc/agent/agent_state.h"
+#include "rpc/agent/outgoing_message.h"
+#include "rpc/agent/transport_loop.h"
+
+namespace torchspan::rpc {
+
+/// Messages whose tensors are still being copied from devices, or sent in parts. Thread-safe.
+class CopyingMessages {
+ public:
+  /// `bytes_sent` counts the bytes of parts.
+  CopyingMessages(AgentState& state, TransportLoop& loop, Counter& bytes_sent);
+
+  /// Waits, at most for some microseconds, until the message may be sent. Returns whether it may: small tensors of a
+  /// device that is idle are copied sooner than a thread of the pool would wake up.
+  bool soon_ready(OutgoingMessage& out) const;
+  /// Calls `next` with the message when it may be sent: on the pool, or on a thread that polls. Sends parts of large
+  /// tensors to `channel` meanwhile; a failure, or a deadline that passed, is in OutgoingMessage::failure then.
+  void add(OutgoingMessage out, std::shared_ptr<net::Channel> channel, Deadline deadline,
+           UniqueFunction<void(OutgoingMessage&)> next);
+  /// Passes on the messages whose copies are complete, except those in parts. Threads that poll call it often.
+  void look();
+  /// Drops all messages, also later ones; after the loop has stopped.
+  void drop();
+
+ private:
+  struct Copying {
+    OutgoingMessage out;
+    std::shared_ptr<net::Channel> channel;
+    Deadline deadline;
+    UniqueFunction<void(OutgoingMessage&)> next;
+    std::atomic<bool> looked_at = false;  ///< a thread is asking the devices, or has taken it
+  };
+  using CopyingPtr = std::shared_ptr<Copying>;
+  void wait_for(const CopyingPtr& copying, Duration pause);
+  void send_parts(const CopyingPtr& copying);
+  /// Asks the devices. Returns true to one thread, which then calls `next` or posts it.
+  static bool take_if_copied(Copying& copying);
+  /// Returns false if it has been dropped.
+  bool remove(const CopyingPtr& copying);
+  void finish(CopyingPtr copying);
+
+  AgentState& state_;
+  TransportLoop& loop_;
+  Counter& bytes_sent_;
+  Counter& split_;  ///< tensors that were sent in parts
+  Mutex mutex_;
+  std::set<CopyingPtr> messages_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool drops_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::atomic<std::size_t> whole_{0};  ///< how many of `messages_` are not in parts
+};
+
+}  // namespace torchspan::rpc

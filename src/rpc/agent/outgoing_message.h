@@ -1,0 +1,36 @@
+#pragma once
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include <torchspan/detail/rpc/extension.h>
+
+#include "rpc/device_memory/lent_tensor.h"
+#include "rpc/tensor_parts/outgoing_parts.h"
+#include "wire/api/tensors.h"
+
+namespace torchspan::rpc {
+
+using TensorPtr = std::shared_ptr<at::Tensor>;
+
+/// A message to be sent: its frame, and the tensors that the frame describes.
+struct OutgoingMessage {
+  wire::Frame frame;
+  std::vector<TensorPtr> captured =
+      {};  ///< to this worker itself: copies on their devices, which the receiver takes
+  std::vector<LentTensorPtr> lent = {};    ///< memory of some tensors, freed after the copies in `tensors`
+  std::vector<SplitTensorPtr> split = {};  ///< tensors that are sent in parts, before the frame
+  std::vector<bool> is_split =
+      {};  ///< by tensor that is in `lent` or in `split`, in the order of the message
+  wire::PackedTensors tensors = {};
+  std::exception_ptr failure = nullptr;  ///< an Error: why not all parts were sent
+
+  /// Whether the frame may be sent: its tensors are in host memory, or with the peer.
+  bool ready() {
+    return tensors.copies.complete() &&
+           std::ranges::all_of(split, [](const SplitTensorPtr& tensor) { return tensor->done(); });
+  }
+};
+
+}  // namespace torchspan::rpc
