@@ -1,8 +1,6 @@
 // Data-parallel training on devices, over shared device memory and over NCCL; on stand-in devices, NCCL is the fake one.
 // The checker of stand-ins finds accesses that no stream orders, and counts how often the host waits for the device.
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <gmock/gmock.h>
 #include <optional>
 
@@ -304,16 +302,6 @@ void survivor_names_the_dead(BackendKind kind) {
       ::_exit(0);  // the world is broken; there is nothing to leave
     }
   });
-}
-
-/// Ends a rank of a broken world of which two are left. Rank 0 serves the store, so it is the last one.
-[[noreturn]] void end_rank(int rank, Executor& executor) {
-  const std::string other_ended = std::string(std::getenv("TORCHSPAN_RUNTIME_DIR")) + "/other_ended";
-  if (rank != 0) std::ofstream(other_ended) << rank;
-  const Deadline until = executor.deadline_in(std::chrono::seconds(30));
-  while (!std::filesystem::exists(other_ended) && !until.passed(executor.now()))
-    executor.sleep(std::chrono::milliseconds(5));
-  ::_exit(0);
 }
 
 /// A rank dies while NCCL runs a bucket's all-reduce. The others name it, and can destroy what they have.

@@ -1,11 +1,14 @@
 #pragma once
 // A rank of a group on the test devices, in a process that ProcessWorld started.
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
 #include <sstream>
 #include <string>
+#include <unistd.h>
 #include <utility>
 
 #include <torchspan/collective/group.h>
@@ -88,6 +91,16 @@ inline void with_device_group(const collective::GroupOptions& options,
     body(group, *executor);
   }
   world->leave(executor->deadline_in(std::chrono::seconds(30)));
+}
+
+/// Ends a rank of a broken world of which two are left. Rank 0 serves the store, so it is the last one.
+[[noreturn]] inline void end_rank(int rank, Executor& executor) {
+  const std::string other_ended = std::string(std::getenv("TORCHSPAN_RUNTIME_DIR")) + "/other_ended";
+  if (rank != 0) std::ofstream(other_ended) << rank;
+  const Deadline until = executor.deadline_in(std::chrono::seconds(30));
+  while (!std::filesystem::exists(other_ended) && !until.passed(executor.now()))
+    executor.sleep(std::chrono::milliseconds(5));
+  ::_exit(0);
 }
 
 }  // namespace torchspan::testing
