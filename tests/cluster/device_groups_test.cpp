@@ -134,7 +134,7 @@ void passes_on(const Group& group, at::ScalarType dtype, std::int64_t count) {
   sent.wait();
 }
 
-void runs_every_operation(Group& group, Executor&) {
+void runs_every_operation(const Group& group) {
   for (const at::ScalarType dtype :
        {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong}) {
     for (const std::int64_t count : {std::int64_t{1}, std::int64_t{333}, kLarge}) {
@@ -147,7 +147,7 @@ void runs_every_operation(Group& group, Executor&) {
 }
 
 /// Operations on both planes, from a side stream, and in parts of the group.
-void mixes_planes_and_parts(Group& group, Executor&) {
+void mixes_planes_and_parts(const Group& group) {
   const c10::StreamGuard side(device::stream_from_pool(test_device(0)));
   const Group part = group.split(group.rank() % 2, group.rank());
   for (int round = 0; round < 5; ++round) {
@@ -160,13 +160,14 @@ void mixes_planes_and_parts(Group& group, Executor&) {
   }
 }
 
-/// Rank 1 dies while the devices of the others run an operation that waits for its device.
-void names_the_dead(Group& group, Executor& executor) {
+/// Rank 1 dies while the others call an operation. Over NCCL, their devices run it then, and wait for that of rank 1.
+void names_the_dead(BackendKind kind, Group& group, Executor& executor) {
   const at::Tensor x = Inputs::late(at::ones({100'000}));
   group.all_reduce(x).synchronize();
   if (group.rank() == 1) {
     for (int i = 0; i < 500; ++i) keep_busy(device::current_stream(test_device(0)));
-    if (on_cuda()) group.all_reduce(x).wait();  // launched, behind the work before it
+    if (on_cuda() && kind != BackendKind::kCudaIpc)
+      group.all_reduce(x).wait();  // launched, behind the work before it
     ::kill(getpid(), SIGKILL);
   }
   const int rank = group.rank();
@@ -186,13 +187,13 @@ void names_the_dead(Group& group, Executor& executor) {
   end_rank(rank, executor);
 }
 
-void on_group(BackendKind kind, const std::function<void(Group&, Executor&)>& body) {
+void on_group(BackendKind kind, const std::function<void(BackendKind, Group&, Executor&)>& body) {
   const bool ipc = kind == BackendKind::kCudaIpc;
   collective::GroupOptions options = ipc ? ipc_options() : nccl_options();
   options.backend = kind;
   if (kind == BackendKind::kC10d) options.process_group = make_torch_nccl;
   with_device_group(options, ipc ? ipc_services() : nccl_services(), [&](Group& group, Executor& executor) {
-    body(group, executor);
+    body(kind, group, executor);
     for (const std::string& race : TestDevices::take_races()) require(false, "no race: " + race);
     group.barrier();
   });
@@ -232,8 +233,11 @@ std::string missing_for(const Row& row) {
 }
 
 std::map<std::string, Scenario> scenarios() {
-  const std::map<std::string, std::function<void(Group&, Executor&)>> bodies{
-      {"operations", runs_every_operation}, {"planes", mixes_planes_and_parts}, {"death", names_the_dead}};
+  using Body = std::function<void(BackendKind, Group&, Executor&)>;
+  const std::map<std::string, Body> bodies{
+      {"operations", [](BackendKind, Group& group, Executor&) { runs_every_operation(group); }},
+      {"planes", [](BackendKind, Group& group, Executor&) { mixes_planes_and_parts(group); }},
+      {"death", names_the_dead}};
   std::map<std::string, Scenario> made;
   for (const Row& row : rows()) {
     made[name_of(row)] = [kind = row.kind, body = bodies.at(row.scenario)] { on_group(kind, body); };

@@ -9,8 +9,8 @@ namespace {
 
 /// How long to wait before devices are asked again whether a copy is complete, if no thread polls: doubled from the
 /// first to the last.
-constexpr Duration kFirstCopyPause = std::chrono::microseconds(20);
-constexpr Duration kLastCopyPause = std::chrono::milliseconds(1);
+constexpr Duration kFirstPause = std::chrono::microseconds(20);
+constexpr Duration kLastPause = std::chrono::milliseconds(1);
 /// How long a thread that replies waits for small copies.
 constexpr Duration kSoon = std::chrono::microseconds(20);
 
@@ -29,9 +29,9 @@ void CopyingMessages::add(OutgoingMessage out, std::shared_ptr<net::Channel> cha
     MutexLock lock(mutex_);
     if (drops_) return;
     messages_.insert(copying);
-    if (copying->out.split.empty()) whole_.fetch_add(1);
+    count_.fetch_add(1);
   }
-  wait_for(copying, kFirstCopyPause);
+  look_after(copying, kFirstPause);
 }
 
 bool CopyingMessages::soon_ready(OutgoingMessage& out) const {
@@ -43,52 +43,49 @@ bool CopyingMessages::soon_ready(OutgoingMessage& out) const {
   return false;
 }
 
-bool CopyingMessages::take_if_copied(Copying& copying) {
-  if (copying.looked_at.exchange(true)) return false;
-  try {
-    if (copying.out.ready()) return true;
-  } catch (...) {  // the device has failed
-    copying.out.failure = std::make_exception_ptr(to_error(std::current_exception()));
-    return true;
-  }
-  copying.looked_at.store(false);
-  return false;
-}
-
+/// The thread may be a user's that waits: nothing of its own work may affect what is sent.
 void CopyingMessages::look() {
-  if (whole_.load(std::memory_order_relaxed) == 0) return;
+  if (count_.load(std::memory_order_relaxed) == 0) return;
   std::vector<CopyingPtr> waiting;
   {
     MutexLock lock(mutex_);
-    for (const CopyingPtr& one : messages_) {
-      if (one->out.split.empty()) waiting.push_back(one);
-    }
+    waiting.assign(messages_.begin(), messages_.end());
   }
   for (const CopyingPtr& one : waiting) {
-    if (take_if_copied(*one) && remove(one)) one->next(one->out);
+    if (ask(one) != Answer::kCopied || !remove(one)) continue;
+    const EnvironmentScope empty{Environment()};
+    one->next(one->out);
   }
 }
 
-/// Timers outlive the loop, so they do not hold the message, which may hold the agent. Sending a part may take longer
-/// than the loop may be kept, so the pool does it.
-void CopyingMessages::wait_for(const CopyingPtr& copying, Duration pause) {
+/// Timers outlive the loop, so they do not hold the message, which may hold the agent.
+void CopyingMessages::look_after(const CopyingPtr& copying, Duration pause) {
   loop_.at(state_.runtime.executor.deadline_in(pause), [this, weak = std::weak_ptr<Copying>(copying), pause] {
-    CopyingPtr one = weak.lock();
+    const CopyingPtr one = weak.lock();
     if (!one) return;
-    const auto& split = one->out.split;
-    try {
-      const bool late = !split.empty() && one->deadline.passed(state_.runtime.executor.now());
-      if (late || std::ranges::any_of(split, [](const auto& tensor) { return tensor->can_advance(); })) {
-        return state_.host->post(
-            [this, alive = state_.endpoint.lock(), one = std::move(one)] { send_parts(one); });
-      }
-    } catch (...) {  // the device has failed
-      one->out.failure = std::make_exception_ptr(to_error(std::current_exception()));
-      return finish(std::move(one));
-    }
-    if (!take_if_copied(*one)) return wait_for(one, std::min(pause * 2, kLastCopyPause));
-    finish(std::move(one));
+    const Answer answer = ask(one);
+    if (answer == Answer::kCopied) return finish(one);
+    look_after(one, answer == Answer::kWaits ? std::min(pause * 2, kLastPause) : kFirstPause);
   });
+}
+
+/// Sending a part may take longer than a thread that polls may be kept, so the pool does it.
+CopyingMessages::Answer CopyingMessages::ask(const CopyingPtr& copying) {
+  if (copying->busy.exchange(true)) return Answer::kBusy;
+  OutgoingMessage& out = copying->out;
+  try {
+    const bool late = !out.split.empty() && copying->deadline.passed(state_.runtime.executor.now());
+    if (late || std::ranges::any_of(out.split, [](const auto& tensor) { return tensor->can_advance(); })) {
+      state_.host->post([this, alive = state_.endpoint.lock(), copying] { send_parts(copying); });
+      return Answer::kBusy;
+    }
+    if (out.ready()) return Answer::kCopied;
+  } catch (...) {  // the device has failed
+    out.failure = std::make_exception_ptr(to_error(std::current_exception()));
+    return Answer::kCopied;
+  }
+  copying->busy.store(false);
+  return Answer::kWaits;
 }
 
 void CopyingMessages::send_parts(const CopyingPtr& copying) {
@@ -103,23 +100,23 @@ void CopyingMessages::send_parts(const CopyingPtr& copying) {
       bytes_sent_.add(tensor->sent() - before);
       if (tensor->done()) split_.add();
     }
+    if (!out.ready()) return copying->busy.store(false);
   } catch (...) {
     out.failure = std::make_exception_ptr(to_error(std::current_exception()));
   }
-  if (!out.failure && !out.ready()) return wait_for(copying, kFirstCopyPause);
-  finish(copying);
+  if (remove(copying)) copying->next(out);
 }
 
 bool CopyingMessages::remove(const CopyingPtr& copying) {
   MutexLock lock(mutex_);
   if (messages_.erase(copying) == 0) return false;
-  if (copying->out.split.empty()) whole_.fetch_sub(1);
+  count_.fetch_sub(1);
   return true;
 }
 
-void CopyingMessages::finish(CopyingPtr copying) {
+void CopyingMessages::finish(const CopyingPtr& copying) {
   if (!remove(copying)) return;
-  state_.host->post([alive = state_.endpoint.lock(), one = std::move(copying)] { one->next(one->out); });
+  state_.host->post([alive = state_.endpoint.lock(), copying] { copying->next(copying->out); });
 }
 
 void CopyingMessages::drop() {
@@ -127,7 +124,7 @@ void CopyingMessages::drop() {
   MutexLock lock(mutex_);
   drops_ = true;
   dropped.swap(messages_);
-  whole_.store(0);
+  count_.store(0);
 }
 
 }  // namespace torchspan::rpc

@@ -1,6 +1,7 @@
 #pragma once
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <set>
 
@@ -23,7 +24,7 @@ class CopyingMessages {
   /// tensors to `channel` meanwhile; a failure, or a deadline that passed, is in OutgoingMessage::failure then.
   void add(OutgoingMessage out, std::shared_ptr<net::Channel> channel, Deadline deadline,
            UniqueFunction<void(OutgoingMessage&)> next);
-  /// Passes on the messages whose copies are complete, except those in parts. Threads that poll call it often.
+  /// Passes on the messages that may be sent now, and lets the pool send parts. Threads that poll call it often.
   void look();
   /// Drops all messages, also later ones; after the loop has stopped.
   void drop();
@@ -34,16 +35,17 @@ class CopyingMessages {
     std::shared_ptr<net::Channel> channel;
     Deadline deadline;
     UniqueFunction<void(OutgoingMessage&)> next;
-    std::atomic<bool> looked_at = false;  ///< a thread is asking the devices, or has taken it
+    std::atomic<bool> busy = false;  ///< a thread asks the devices, sends parts, or has taken the message
   };
   using CopyingPtr = std::shared_ptr<Copying>;
-  void wait_for(const CopyingPtr& copying, Duration pause);
+  enum class Answer : std::uint8_t { kWaits, kBusy, kCopied };
+  /// Asks the devices. One thread gets kCopied, and must pass the message on.
+  Answer ask(const CopyingPtr& copying);
+  void look_after(const CopyingPtr& copying, Duration pause);
   void send_parts(const CopyingPtr& copying);
-  /// Asks the devices. Returns true to one thread, which then calls `next` or posts it.
-  static bool take_if_copied(Copying& copying);
   /// Returns false if it has been dropped.
   bool remove(const CopyingPtr& copying);
-  void finish(CopyingPtr copying);
+  void finish(const CopyingPtr& copying);
 
   AgentState& state_;
   TransportLoop& loop_;
@@ -52,7 +54,7 @@ class CopyingMessages {
   Mutex mutex_;
   std::set<CopyingPtr> messages_ TORCHSPAN_GUARDED_BY(mutex_);
   bool drops_ TORCHSPAN_GUARDED_BY(mutex_) = false;
-  std::atomic<std::size_t> whole_{0};  ///< how many of `messages_` are not in parts
+  std::atomic<std::size_t> count_{0};  ///< of `messages_`
 };
 
 }  // namespace torchspan::rpc
