@@ -266,7 +266,7 @@ TEST(AutogradDataParallel, DdpComparisonUnevenInputs) {
 }
 
 /// A wrapped module trains the same with its input made here or on another worker.
-// peer: ddp_under_dist_autograd_test.py `ddp_dist_autograd_local_vs_remote`(`_gpu`): same; open on GPUs
+// peer: ddp_under_dist_autograd_test.py `ddp_dist_autograd_local_vs_remote`(`_gpu`): same; on GPUs not run
 TEST(AutogradDataParallel, DdpDistAutogradLocalVsRemote) {
   on_trainers(false, [](Trainer& trainer) {
     DistributedDataParallel head(std::make_shared<Head>(false), trainer.group);

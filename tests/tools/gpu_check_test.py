@@ -18,7 +18,8 @@ case "$2" in
 *) echo 2.0 ;;
 esac
 """
-TESTS = ("device_suites", "engine_test", "data_parallel_test", "collective_conformance_test", "cluster_devices_test",
+TESTS = ("device_suites", "engine_test", "data_parallel_test", "collective_conformance_test", "cluster_device_groups_test",
+         "cluster_device_state_test", "cluster_devices_test",
          "cluster_device_memory_test", "cluster_device_pipelines_test", "cluster_device_training_test")
 FILTERED = ("collective_conformance_test", "cluster_device_training_test")
 DEMO = """#!/bin/sh
@@ -85,7 +86,7 @@ class GpuCheck(unittest.TestCase):
         code, output = self.run_tool()
         self.assertEqual(code, 0, output)
         table = self.table(output)
-        for name in (*TESTS, "nccl_training", "configure", "build", "data_parallel", "pipeline", "figures"):
+        for name in (*TESTS, "nccl_groups", "nccl_training", "configure", "build", "data_parallel", "pipeline", "figures"):
             self.assertTrue(table[name].startswith("ok "), output)
         self.assertEqual(table["demo on cpu against CPU"], "1.00 (5000 and 5000 images/s)")
         self.assertIn("(goal 0.30)", output.split("\n\n")[-1])
@@ -99,9 +100,15 @@ class GpuCheck(unittest.TestCase):
     def test_a_communicator_of_one_rank_and_training_over_nccl_are_run(self):
         code, output = self.run_tool()
         self.assertEqual(code, 0, output)
-        self.assertIn(":NcclEngine.* ", (self.logs / "collective_conformance_test.log").read_text())
+        self.assertIn("--gtest_filter=NcclEngine.* ", (self.logs / "collective_conformance_test.log").read_text())
         self.assertIn("--gtest_filter=*-*/nccl_* ", (self.logs / "cluster_device_training_test.log").read_text())
         self.assertIn("--gtest_filter=*/nccl_views:", (self.logs / "nccl_training.log").read_text())
+
+    def test_tests_that_skip_themselves_are_no_failure_and_not_called_ok(self):
+        self.program("cluster_device_groups_test", "#!/bin/sh\necho '[  PASSED  ] 0 tests.'\n")
+        code, output = self.run_tool()
+        self.assertEqual(code, 0, output)
+        self.assertTrue(self.table(output)["nccl_groups"].startswith("not possible "), output)
 
     def configured(self):
         code, output = self.run_tool()
@@ -142,7 +149,7 @@ class GpuCheck(unittest.TestCase):
         code, output = self.run_tool("--limit", "34")
         table = self.table(output)
         self.assertEqual((code, table["build"].startswith("ok ")), (1, True), output)
-        for name in (*TESTS, "nccl_training", "model_parallel", "pipeline", "figures"):
+        for name in (*TESTS, "nccl_groups", "nccl_training", "model_parallel", "pipeline", "figures"):
             self.assertTrue(table[name].startswith("skipped: no time"), output)
 
     def test_a_signal_ends_the_step_and_prints_the_table(self):
