@@ -23,11 +23,17 @@ double BucketLauncher::factor(std::size_t bucket) const {
   return reducer_.factor(buckets_->dtype(bucket), divisor_);
 }
 
-void BucketLauncher::filled(std::size_t bucket) {
+void BucketLauncher::filled(std::size_t bucket, const std::function<void()>& complete) {
   const auto stream = stream_.current();
+  {
+    MutexLock lock(mutex_);
+    if (stream) producers_[bucket].add(*stream);
+    if (pending_[bucket] > 1) return static_cast<void>(--pending_[bucket]);
+  }
+  complete();
   MutexLock lock(mutex_);
-  if (stream) producers_[bucket].add(*stream);
-  if (--pending_[bucket] == 0) producers_[bucket].record(stream_.events());
+  pending_[bucket] = 0;
+  producers_[bucket].record(stream_.events());
 }
 
 void BucketLauncher::wait_for_producers(std::size_t bucket) {

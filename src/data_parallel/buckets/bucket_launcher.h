@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,8 +36,9 @@ class BucketLauncher {
 
   /// Returns the factor of the gradients of a bucket.
   double factor(std::size_t bucket) const;
-  /// Records that one more slot of the bucket has its gradient, from this thread's current stream.
-  void filled(std::size_t bucket);
+  /// Records that one more slot of the bucket has its gradient, from this thread's current stream. Calls `complete` on
+  /// the thread of the last one, before the bucket counts as full.
+  void filled(std::size_t bucket, const std::function<void()>& complete);
   /// Launches the buckets that are full and whose predecessors are launched.
   void launch_full(RoundTimer& timer);
   /// Makes launch_full() do nothing.

@@ -96,12 +96,8 @@ bool Buckets::fits(std::size_t slot) const {
   return bucket.sparse || (like.sizes() == views_[slot].sizes() && like.device() == views_[slot].device());
 }
 
-bool Buckets::put(std::size_t slot, const at::Tensor& gradient, double factor) {
-  if (!gradient.defined()) {
-    put_nothing(slot);
-    return false;
-  }
-  at::Tensor& view = views_[slot];
+void Buckets::check(std::size_t slot, const at::Tensor& gradient) const {
+  const at::Tensor& view = views_[slot];
   const bool sparse = buckets_[bucket_of(slot)].sparse;
   if (sparse != gradient.is_sparse()) {
     throw Error(ErrorKind::kInvalid,
@@ -109,14 +105,23 @@ bool Buckets::put(std::size_t slot, const at::Tensor& gradient, double factor) {
                     ? "it got a dense gradient, but was declared to have a sparse one"
                     : "it got a sparse gradient; name it in sparse_parameters, or make its embedding dense");
   }
-  if (sparse) {
-    view = factor == 1 ? gradient : at::mul(gradient, at::Scalar(factor));
-    return false;
-  }
-  if (gradient.scalar_type() != view.scalar_type() || gradient.sizes() != view.sizes()) {
+  if (!sparse && (gradient.scalar_type() != view.scalar_type() || gradient.sizes() != view.sizes())) {
     throw Error(ErrorKind::kInvalid,
                 "its gradient does not have the dtype or shape that the parameter had when it was wrapped; "
                 "convert the module before it is wrapped");
+  }
+}
+
+bool Buckets::put(std::size_t slot, const at::Tensor& gradient, double factor) {
+  if (!gradient.defined()) {
+    put_nothing(slot);
+    return false;
+  }
+  check(slot, gradient);
+  at::Tensor& view = views_[slot];
+  if (buckets_[bucket_of(slot)].sparse) {
+    view = factor == 1 ? gradient : at::mul(gradient, at::Scalar(factor));
+    return false;
   }
   if (holds(slot, gradient)) {
     if (factor != 1) view.mul_(factor);

@@ -35,8 +35,10 @@ class Buckets {
   bool holds(std::size_t slot, const at::Tensor& gradient) const;
   /// Whether the slot's parameter still has the shape, dtype and device for which the buckets were made.
   bool fits(std::size_t slot) const;
+  /// Throws Error{kInvalid} for a dense gradient in a sparse bucket and vice versa, and for another shape or dtype.
+  void check(std::size_t slot, const at::Tensor& gradient) const;
   /// Sets the slot's part to factor · gradient, or to zero for an undefined gradient. True if the gradient
-  /// is the slot's view. Throws Error{kInvalid} for a dense gradient in a sparse bucket and vice versa.
+  /// is the slot's view. Throws what check() throws.
   bool put(std::size_t slot, const at::Tensor& gradient, double factor);
   void put_nothing(std::size_t slot);
 

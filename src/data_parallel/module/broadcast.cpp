@@ -49,7 +49,7 @@ void copy_parts(const at::Tensor& flat, const std::vector<at::Tensor>& tensors,
 
 void broadcast_coalesced(const collective::Group& group, const std::vector<at::Tensor>& tensors, int root,
                          std::size_t chunk_bytes) {
-  if (tensors.empty()) return;
+  if (tensors.empty() || group.size() == 1) return;
   const at::NoGradGuard no_grad;
   const BucketAssignment chunks = compute_bucket_assignment_by_size(tensors, {chunk_bytes});
   std::vector<std::pair<at::Tensor, Future<at::Tensor>>> sent;

@@ -7,6 +7,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/engine/gradient_sink.h>
@@ -33,10 +34,13 @@ class GradientTransfer {
     double factor = 1;
     bool shared = false;  ///< another reducer reads the gradient
   };
-  /// Puts factor · gradient, or zeros for an undefined gradient, into the slot's part of its bucket. Throws
-  /// Error{kInvalid} that names the parameter if the gradient does not fit.
+  /// Puts factor · gradient, or zeros for an undefined gradient, into the slot's part of its bucket. On devices, gradients
+  /// are delayed until complete(), which copies them together. Throws Error{kInvalid} that names the parameter if the
+  /// gradient does not fit.
   void put(engine::GradientSink& sink, std::size_t slot, const at::Tensor& gradient,
            const PutOptions& options);
+  /// Copies what put() delayed of a bucket that has all its gradients, on the streams on which they were put.
+  void complete(engine::GradientSink& sink, std::size_t bucket);
   /// Remembers the gradient of a slot that this pass did not use. It is restored if no rank used it.
   void keep(std::size_t slot, const at::Tensor& gradient);
   /// Gives gradients memory outside the buckets, with zeros.
@@ -47,7 +51,20 @@ class GradientTransfer {
   void move_to(Buckets& rebuilt, engine::GradientSink& sink) const;
 
  private:
-  void write_slot(engine::GradientSink& sink, std::size_t slot) const;
+  /// Gradients of one bucket that were put on one stream.
+  struct Delayed {
+    c10::Stream stream;
+    double factor;
+    std::vector<std::size_t> slots;
+    std::vector<at::Tensor> gradients;
+  };
+  /// Leaves a gradient to complete(). Returns false if it must be put at once.
+  bool delay(std::size_t slot, const at::Tensor& gradient, const PutOptions& options);
+  struct Copies {
+    std::vector<at::Tensor> to, from;
+  };
+  /// Writes an average to the sink, or adds the copy that does.
+  void write_slot(engine::GradientSink& sink, std::size_t slot, Copies& copies) const;
   /// Whether the slot's gradient is a view of its bucket.
   bool is_view(std::size_t slot) const { return in_place_ && shared_[slot] == 0; }
 
@@ -57,6 +74,7 @@ class GradientTransfer {
   std::vector<std::uint8_t> shared_;  // by slot
   mutable Mutex mutex_;
   std::vector<std::pair<std::size_t, at::Tensor>> kept_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::vector<Delayed>> delayed_ TORCHSPAN_GUARDED_BY(mutex_);  // by bucket
 };
 
 }  // namespace torchspan::data_parallel

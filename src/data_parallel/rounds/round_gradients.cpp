@@ -37,7 +37,7 @@ void RoundGradients::fill(engine::GradientSink& sink, std::size_t slot, const at
   const std::size_t bucket = buckets_->bucket_of(slot);
   const bool shared = parts_.hooks.is_shared(slot);
   transfer_.put(sink, slot, gradient, {.factor = launcher_->factor(bucket), .shared = shared});
-  launcher_->filled(bucket);
+  launcher_->filled(bucket, [&] { transfer_.complete(sink, bucket); });
   timer_->gradient_arrived();
 }
 
