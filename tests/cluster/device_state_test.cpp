@@ -46,16 +46,17 @@ void set_gradients(const Tensors& parameters, int step) {
   }
 }
 
-std::vector<optim::OptimizerSpec> all_specs(bool master_weights) {
+/// `rate`: far larger than the tolerance, so that a step that is missing is seen.
+std::vector<optim::OptimizerSpec> all_specs(bool master_weights, double rate) {
   const bool m = master_weights;
-  return {optim::SGD{.lr = 0.01, .momentum = 0.9, .master_weights = m},
-          optim::Adam{.lr = 0.01, .amsgrad = true, .master_weights = m},
-          optim::AdamW{.lr = 0.01, .master_weights = m},
-          optim::Adagrad{.lr = 0.01, .master_weights = m},
-          optim::Adadelta{.lr = 0.5, .master_weights = m},
-          optim::RMSprop{.lr = 0.01, .momentum = 0.5, .master_weights = m},
-          optim::Rprop{.lr = 0.01, .master_weights = m},
-          optim::Adamax{.lr = 0.01, .master_weights = m}};
+  return {optim::SGD{.lr = rate, .momentum = 0.9, .master_weights = m},
+          optim::Adam{.lr = rate, .amsgrad = true, .master_weights = m},
+          optim::AdamW{.lr = rate, .master_weights = m},
+          optim::Adagrad{.lr = rate, .master_weights = m},
+          optim::Adadelta{.lr = 50 * rate, .master_weights = m},
+          optim::RMSprop{.lr = rate, .momentum = 0.5, .master_weights = m},
+          optim::Rprop{.lr = rate, .master_weights = m},
+          optim::Adamax{.lr = rate, .master_weights = m}};
 }
 
 class DeviceState : public ::testing::Test {
@@ -75,7 +76,7 @@ TEST_F(DeviceState, OptimizersStepAsOnTheCpu) {
   };
   for (const auto& [dtype, master_weights, tolerance] :
        {Row{at::kFloat, false, kTolerance}, Row{at::kBFloat16, true, 1e-2}}) {
-    for (const optim::OptimizerSpec& spec : all_specs(master_weights)) {
+    for (const optim::OptimizerSpec& spec : all_specs(master_weights, master_weights ? 0.1 : 0.01)) {
       const Tensors there = leaves(test_device(0), dtype), here = leaves(c10::kCPU, dtype);
       optim::Optimizer on_device(there, spec), on_cpu(here, spec);
       for (int step = 0; step < 5; ++step) {
@@ -166,7 +167,9 @@ TEST_F(DeviceState, SafetensorsFilesHoldTensorsOfTheDevice) {
   const at::Tensor large = torch::randn({3000, 1000}), half = torch::randn({33}).to(at::kHalf);
   checkpoint::save_safetensors(file,
                                {{"large", large.to(test_device(0))}, {"half", half.to(test_device(0))}});
-  for (const auto& [name, tensor] : checkpoint::load_safetensors(file))
+  const auto loaded = checkpoint::load_safetensors(file);
+  EXPECT_EQ(loaded.size(), 2);
+  for (const auto& [name, tensor] : loaded)
     EXPECT_TRUE(at::equal(tensor, name == "large" ? large : half)) << name;
 }
 

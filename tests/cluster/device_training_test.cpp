@@ -73,6 +73,27 @@ void require_no_races() {
   for (const std::string& race : StandInStreams::get().take_races()) require(false, "no race: " + race);
 }
 
+/// Two passes fill one bucket. What the program does to gradients between them does not count.
+void reduces_over_two_passes(BackendKind kind) {
+  on_group(kind, [&](Group& group, Executor&) {
+    const Tensors parameters = leaves_on(test_device(0));
+    Reducer reducer(toy::named(parameters), group,
+                    {.gradient_as_bucket_view = false, .partial_backward = true});
+    for (int step = 0; step < 3; ++step) {
+      toy::zero(parameters, true);
+      const Tensors wanted = toy::expected(on_cpu(parameters), group.size(), step);
+      const Tensors outputs =
+          reducer.prepare_for_backward({device_loss(parameters, group.rank(), step, 0, 2),
+                                        device_loss(parameters, group.rank(), step, 2, 4)});
+      outputs[0].backward();
+      parameters[0].mutable_grad().detach().add_(100);
+      outputs[1].backward();
+      require_averages(parameters, wanted, 1e-5);
+    }
+    require_no_races();
+  });
+}
+
 void reduces(BackendKind kind, const DataParallelOptions& options, int device = 0) {
   const auto body = [&](Group& group, Executor&) {
     const Tensors parameters = leaves_on(test_device(device));
@@ -340,6 +361,7 @@ const std::map<std::string, Scenario>& scenarios() {
            [](auto over) { reduces(over, {.bucket_cap_mb = 0.01, .find_unused_parameters = true}); }},
           {"unused", leaves_parameters_unused},
           {"accumulation", accumulates},
+          {"two_passes", reduces_over_two_passes},
           {"static_graph", [](auto over) { reduces(over, {.bucket_cap_mb = 0.01, .static_graph = true}); }},
           {"fp16", [](auto over) { compresses(over, true); }},
           {"bf16", [](auto over) { compresses(over, false); }},

@@ -14,6 +14,7 @@
 #ifdef TORCHSPAN_TEST_TORCH_NCCL
 #define USE_C10D_NCCL
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
@@ -28,14 +29,15 @@ inline std::string torch_nccl_missing() {
 #endif
 }
 
-/// Makes this rank's part. Processes meet through a file of the test's folder; `ranks` names it, so each group of a
-/// test needs other ranks.
+/// Makes this rank's part. Processes meet through a file of the test's folder; `ranks` names it, so each group of several
+/// ranks of a test needs other ranks.
 inline c10::intrusive_ptr<c10d::ProcessGroup> make_torch_nccl(const std::vector<int>& ranks, int rank) {
 #ifdef TORCHSPAN_TEST_TORCH_NCCL
   std::string file = std::string(std::getenv("TORCHSPAN_RUNTIME_DIR")) + "/nccl";
   for (const int member : ranks) file += "_" + std::to_string(member);
   const int size = static_cast<int>(ranks.size());
-  const auto store = c10::make_intrusive<c10d::FileStore>(file, size);
+  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  if (size > 1) store = c10::make_intrusive<c10d::FileStore>(file, size);
   const auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = std::chrono::minutes(10);  // the group's own timeout comes first
   const auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);

@@ -270,6 +270,7 @@ void PassReducer::work_over(const RoundPtr& round, const engine::PassStatus& sta
       MutexLock lock(mutex_);
       accepting_ = false;
     }
+    round->gradients().copy_delayed(*round->sink());
     return round->pause();
   }
   const std::string text = fmt::format(

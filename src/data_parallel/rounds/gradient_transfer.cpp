@@ -56,6 +56,7 @@ bool GradientTransfer::delay(std::size_t slot, const at::Tensor& gradient, const
   const std::size_t bucket = buckets_->bucket_of(slot);
   if (buckets_->sparse(bucket) || buckets_->holds(slot, gradient)) return false;
   buckets_->check(slot, gradient);
+  if (gradient.numel() == 0 || gradient.device() != buckets_->view(slot).device()) return false;
   const c10::Stream stream = device::current_stream(gradient.device());
   MutexLock lock(mutex_);
   auto& all = delayed_[bucket];
@@ -98,11 +99,11 @@ void GradientTransfer::leave_buckets(engine::GradientSink& sink) const {
 
 void GradientTransfer::write_back(engine::GradientSink& sink, const StatusExchange& status) const {
   const at::NoGradGuard no_grad;
-  Copies copies;
+  std::vector<Copies> copies(buckets_->size());
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-    if (status.used(slot % slots_.count())) write_slot(sink, slot, copies);
+    if (status.used(slot % slots_.count())) write_slot(sink, slot, copies[buckets_->bucket_of(slot)]);
   }
-  device::compat::copy_all(copies.to, copies.from);
+  for (Copies& bucket : copies) device::compat::copy_all(bucket.to, bucket.from);
   std::vector<std::pair<std::size_t, at::Tensor>> kept;
   {
     MutexLock lock(mutex_);

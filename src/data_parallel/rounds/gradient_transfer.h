@@ -39,7 +39,7 @@ class GradientTransfer {
   /// gradient does not fit.
   void put(engine::GradientSink& sink, std::size_t slot, const at::Tensor& gradient,
            const PutOptions& options);
-  /// Copies what put() delayed of a bucket that has all its gradients, on the streams on which they were put.
+  /// Copies what put() delayed of a bucket, on the streams on which it was put.
   void complete(engine::GradientSink& sink, std::size_t bucket);
   /// Remembers the gradient of a slot that this pass did not use. It is restored if no rank used it.
   void keep(std::size_t slot, const at::Tensor& gradient);

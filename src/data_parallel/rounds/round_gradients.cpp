@@ -52,6 +52,10 @@ void RoundGradients::fill_unused(engine::GradientSink& sink, std::size_t slot) {
   fill(sink, slot, gradient);
 }
 
+void RoundGradients::copy_delayed(engine::GradientSink& sink) {
+  for (std::size_t bucket = 0; bucket < buckets_->size(); ++bucket) transfer_.complete(sink, bucket);
+}
+
 std::vector<std::size_t> RoundGradients::missing() const {
   MutexLock lock(mutex_);
   std::vector<std::size_t> slots;

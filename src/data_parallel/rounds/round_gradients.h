@@ -34,6 +34,8 @@ class RoundGradients {
   void fill(engine::GradientSink& sink, std::size_t slot, const at::Tensor& gradient);
   /// Fills a slot that the pass does not use, unless it is accepted.
   void fill_unused(engine::GradientSink& sink, std::size_t slot);
+  /// Copies the gradients that buckets have so far: the program may change them when the pass is over.
+  void copy_delayed(engine::GradientSink& sink);
   void launch_full() { launcher_->launch_full(*timer_); }
   void launch_zeros() { launcher_->launch_zeros(*timer_); }
   /// Slots that are not accepted.

@@ -27,14 +27,24 @@ inline const at::SparseCsrTensorImpl& compressed_impl(const at::Tensor& tensor) 
   return *static_cast<const at::SparseCsrTensorImpl*>(tensor.unsafeGetTensorImpl());
 }
 
-/// Copies each of `from` into the tensor of `to` with the same index, which has its shape and dtype: newer versions do so
-/// with one operation of a device.
+/// Copies each of `from` into the tensor of `to` with the same index, which has its shape, dtype and device; all have one
+/// dtype. Newer versions do so with one operation of a device, for these dtypes.
 inline void copy_all(std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from) {
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 2)
-  if (!to.empty()) at::_foreach_copy_(to, from, /*non_blocking=*/true);
-#else
-  for (std::size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], /*non_blocking=*/true);
+  switch (to.empty() ? at::kFloat : to[0].scalar_type()) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kInt:
+    case at::kLong:
+      if (!to.empty()) at::_foreach_copy_(to, from, /*non_blocking=*/true);
+      return;
+    default:
+      break;
+  }
 #endif
+  for (std::size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], /*non_blocking=*/true);
 }
 
 /// Waits on the host until the device has reached what `event` recorded. In older versions, which cannot wait for an

@@ -13,6 +13,16 @@ constexpr Duration kFirstPause = std::chrono::microseconds(20);
 constexpr Duration kLastPause = std::chrono::milliseconds(1);
 /// How long a thread that replies waits for small copies.
 constexpr Duration kSoon = std::chrono::microseconds(20);
+/// How many messages a thread that polls asks for. Timers ask for the others.
+constexpr std::size_t kMostAsked = 8;
+/// A thread that polls may send a message itself if the transport copies at most so many bytes for it.
+constexpr std::size_t kSmall = std::size_t{256} << 10;
+
+bool is_small(const OutgoingMessage& out) {
+  std::size_t bytes = 0;
+  for (const Segment& segment : out.tensors.segments) bytes += segment.size;
+  return bytes <= kSmall;
+}
 
 }  // namespace
 
@@ -28,7 +38,8 @@ void CopyingMessages::add(OutgoingMessage out, std::shared_ptr<net::Channel> cha
   {
     MutexLock lock(mutex_);
     if (drops_) return;
-    messages_.insert(copying);
+    copying->number = ++last_number_;
+    messages_.emplace(copying->number, copying);
     count_.fetch_add(1);
   }
   look_after(copying, kFirstPause);
@@ -45,28 +56,40 @@ bool CopyingMessages::soon_ready(OutgoingMessage& out) const {
 
 /// The thread may be a user's that waits: nothing of its own work may affect what is sent.
 void CopyingMessages::look() {
-  if (count_.load(std::memory_order_relaxed) == 0) return;
-  std::vector<CopyingPtr> waiting;
+  if (count_.load(std::memory_order_relaxed) == 0 || looking_.exchange(true)) return;
+  std::vector<CopyingPtr> oldest;
   {
     MutexLock lock(mutex_);
-    waiting.assign(messages_.begin(), messages_.end());
+    for (const auto& [number, copying] : messages_) {
+      oldest.push_back(copying);
+      if (oldest.size() == kMostAsked) break;
+    }
   }
-  for (const CopyingPtr& one : waiting) {
-    if (ask(one) != Answer::kCopied || !remove(one)) continue;
-    const EnvironmentScope empty{Environment()};
-    one->next(one->out);
+  struct Looked {
+    std::atomic<bool>& flag;
+    ~Looked() { flag.store(false); }
+  } const looked{looking_};
+  const EnvironmentScope empty{Environment()};
+  for (CopyingPtr& one : oldest) {
+    if (ask(one) != Answer::kCopied) continue;
+    if (is_small(one->out)) {
+      pass_on(std::exchange(one, nullptr));
+    } else {
+      post(one);
+    }
   }
 }
 
 /// Timers outlive the loop, so they do not hold the message, which may hold the agent.
 void CopyingMessages::look_after(const CopyingPtr& copying, Duration pause) {
-  loop_.at(state_.runtime.executor.deadline_in(pause), [this, weak = std::weak_ptr<Copying>(copying), pause] {
-    const CopyingPtr one = weak.lock();
-    if (!one) return;
-    const Answer answer = ask(one);
-    if (answer == Answer::kCopied) return finish(one);
-    look_after(one, answer == Answer::kWaits ? std::min(pause * 2, kLastPause) : kFirstPause);
-  });
+  const std::uint64_t turn = ++copying->turn;
+  loop_.at(state_.runtime.executor.deadline_in(pause),
+           [this, weak = std::weak_ptr<Copying>(copying), pause, turn] {
+             const CopyingPtr one = weak.lock();
+             if (!one || one->turn.load() != turn) return;
+             if (ask(one) == Answer::kCopied) return post(one);
+             if (one->turn.load() == turn) look_after(one, std::min(pause * 2, kLastPause));
+           });
 }
 
 /// Sending a part may take longer than a thread that polls may be kept, so the pool does it.
@@ -100,27 +123,33 @@ void CopyingMessages::send_parts(const CopyingPtr& copying) {
       bytes_sent_.add(tensor->sent() - before);
       if (tensor->done()) split_.add();
     }
-    if (!out.ready()) return copying->busy.store(false);
+    if (!out.ready()) {
+      copying->busy.store(false);
+      return look_after(copying, kFirstPause);
+    }
   } catch (...) {
     out.failure = std::make_exception_ptr(to_error(std::current_exception()));
   }
-  if (remove(copying)) copying->next(out);
+  pass_on(copying);
 }
 
-bool CopyingMessages::remove(const CopyingPtr& copying) {
-  MutexLock lock(mutex_);
-  if (messages_.erase(copying) == 0) return false;
-  count_.fetch_sub(1);
-  return true;
+void CopyingMessages::post(const CopyingPtr& copying) {
+  state_.host->post([this, alive = state_.endpoint.lock(), copying] { pass_on(copying); });
 }
 
-void CopyingMessages::finish(const CopyingPtr& copying) {
-  if (!remove(copying)) return;
-  state_.host->post([alive = state_.endpoint.lock(), copying] { copying->next(copying->out); });
+/// Its tensors end here, on the thread that sent them.
+void CopyingMessages::pass_on(const CopyingPtr& copying) {
+  {
+    MutexLock lock(mutex_);
+    if (messages_.erase(copying->number) == 0) return;  // dropped
+    count_.fetch_sub(1);
+  }
+  OutgoingMessage out = std::move(copying->out);
+  std::exchange(copying->next, nullptr)(out);
 }
 
 void CopyingMessages::drop() {
-  std::set<CopyingPtr> dropped;
+  std::map<std::uint64_t, CopyingPtr> dropped;
   MutexLock lock(mutex_);
   drops_ = true;
   dropped.swap(messages_);

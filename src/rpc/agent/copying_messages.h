@@ -2,8 +2,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
-#include <set>
 
 #include "rpc/agent/agent_state.h"
 #include "rpc/agent/outgoing_message.h"
@@ -24,7 +24,8 @@ class CopyingMessages {
   /// tensors to `channel` meanwhile; a failure, or a deadline that passed, is in OutgoingMessage::failure then.
   void add(OutgoingMessage out, std::shared_ptr<net::Channel> channel, Deadline deadline,
            UniqueFunction<void(OutgoingMessage&)> next);
-  /// Passes on the messages that may be sent now, and lets the pool send parts. Threads that poll call it often.
+  /// Passes on the oldest messages if they may be sent now; the pool sends parts and large ones. Threads that poll call
+  /// it often.
   void look();
   /// Drops all messages, also later ones; after the loop has stopped.
   void drop();
@@ -35,26 +36,29 @@ class CopyingMessages {
     std::shared_ptr<net::Channel> channel;
     Deadline deadline;
     UniqueFunction<void(OutgoingMessage&)> next;
-    std::atomic<bool> busy = false;  ///< a thread asks the devices, sends parts, or has taken the message
+    std::uint64_t number = 0;             ///< in the order of add()
+    std::atomic<bool> busy = false;       ///< a thread asks the devices, sends parts, or has taken it
+    std::atomic<std::uint64_t> turn = 0;  ///< of the timer that counts
   };
   using CopyingPtr = std::shared_ptr<Copying>;
   enum class Answer : std::uint8_t { kWaits, kBusy, kCopied };
-  /// Asks the devices. One thread gets kCopied, and must pass the message on.
+  /// Asks the devices. One thread gets kCopied, and must pass the message on or post it.
   Answer ask(const CopyingPtr& copying);
   void look_after(const CopyingPtr& copying, Duration pause);
   void send_parts(const CopyingPtr& copying);
-  /// Returns false if it has been dropped.
-  bool remove(const CopyingPtr& copying);
-  void finish(const CopyingPtr& copying);
+  void post(const CopyingPtr& copying);
+  void pass_on(const CopyingPtr& copying);
 
   AgentState& state_;
   TransportLoop& loop_;
   Counter& bytes_sent_;
   Counter& split_;  ///< tensors that were sent in parts
   Mutex mutex_;
-  std::set<CopyingPtr> messages_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint64_t, CopyingPtr> messages_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::uint64_t last_number_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   bool drops_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::atomic<std::size_t> count_{0};  ///< of `messages_`
+  std::atomic<bool> looking_{false};   ///< one thread at a time
 };
 
 }  // namespace torchspan::rpc

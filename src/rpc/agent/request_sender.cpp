@@ -132,6 +132,12 @@ void RequestSender::start_or_copy(std::uint64_t id, PendingCall& call, OutgoingM
     }
   };
   sender_.copying().add(std::move(out), channel, deadline, std::move(start_copied));
+  if (!state_.stopping.load()) return;
+  // The worker may have stopped before the call was in the table, and then has dropped the message.
+  auto taken = state_.calls.take(id);
+  if (!taken) return;
+  call = std::move(*taken);
+  throw Error(ErrorKind::kCancelled, "the worker stopped while the tensors of the call were copied");
 }
 
 void RequestSender::undo(OutgoingMessage& out, bool creates, const CallInfo& info) {
