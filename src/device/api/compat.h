@@ -30,16 +30,16 @@ inline const at::SparseCsrTensorImpl& compressed_impl(const at::Tensor& tensor) 
 /// Copies each of `from` into the tensor of `to` with the same index, which has its shape, dtype and device; all have one
 /// dtype. Newer versions do so with one operation of a device, for these dtypes.
 inline void copy_all(std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from) {
+  if (to.empty()) return;
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 2)
-  switch (to.empty() ? at::kFloat : to[0].scalar_type()) {
+  switch (to[0].scalar_type()) {
     case at::kFloat:
     case at::kDouble:
     case at::kHalf:
     case at::kBFloat16:
     case at::kInt:
     case at::kLong:
-      if (!to.empty()) at::_foreach_copy_(to, from, /*non_blocking=*/true);
-      return;
+      return at::_foreach_copy_(to, from, /*non_blocking=*/true);
     default:
       break;
   }

@@ -1,6 +1,5 @@
 #include "rpc/agent/message_sender.h"
 
-#include <algorithm>
 #include <cstring>
 #include <fmt/format.h>
 #include <span>
