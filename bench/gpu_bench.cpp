@@ -30,7 +30,8 @@ using testing::ProcessWorld;
 
 constexpr const char* kOurs = "torchspan";
 constexpr const char* kPeer = "torch-rpc-cpp";
-constexpr std::int64_t kBulk = 64 << 20;
+/// Bytes. The larger one does not fit into the memory that processes share by default.
+constexpr std::int64_t kBulk = 64 << 20, kLarger = 256 << 20;
 
 struct Arguments {
   std::string device = "cuda";
@@ -51,7 +52,8 @@ constexpr Goal kGoals[] = {
     {"ddp_step/resnet50", "ddp_step/resnet50/plain", 1.02},
     {"calls/add_64B", "torch-rpc-cpp/calls/add_64B", 0.3},
     {"calls/one_way/64MiB", "limit/device_copy/64MiB", 1.2},
-    {"calls/one_way/64MiB", "torch-rpc-cpp/calls/one_way/64MiB", 1.0}};
+    {"calls/one_way/64MiB", "torch-rpc-cpp/calls/one_way/64MiB", 1.0},
+    {"calls/one_way/256MiB", "torch-rpc-cpp/calls/one_way/256MiB", 1.0}};
 
 std::string samples_file(const std::string& folder) { return folder + "/samples.json"; }
 
@@ -86,6 +88,8 @@ Samples measure_calls(Executor& executor, const WorkerPlace& place, const std::s
   const at::Tensor small = at::ones({16}).to(place.device), bulk = at::rand({kBulk / 4}).to(place.device);
   samples[prefix + "calls/add_64B"] = meter.times(1000, [&] { side->add(small); });
   samples[prefix + "calls/one_way/64MiB"] = meter.times(100, [&] { side->one_way(bulk); });
+  const at::Tensor larger = at::rand({kLarger / 4}).to(place.device);
+  samples[prefix + "calls/one_way/256MiB"] = meter.times(20, [&] { side->one_way(larger); });
   if (side_name == kOurs) {
     at::Tensor copy = at::empty_like(bulk);
     const auto finish = finish_of(place.device);

@@ -54,8 +54,8 @@ struct WorkerOptions {
   /// placed. Without a map tensors are sent as they are and arrive on the CPU.
   std::map<std::string, DeviceMap> device_maps = {};
   /// Device memory for each peer on this host and pair of devices that a device map or a pipeline names, through which
-  /// tensors go from device to device; allocated when it is first needed. Larger tensors, and all of them with 0, go
-  /// through host memory.
+  /// tensors go from device to device, larger ones in parts; allocated when it is first needed. 0: they go through host
+  /// memory.
   std::size_t device_staging_bytes = std::size_t{64} << 20;
   LogLevel log_level = LogLevel::kWarning;
   bool require_same_functions = true;   ///< reject workers with different function tables

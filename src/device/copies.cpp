@@ -127,20 +127,26 @@ void CopyStreams::share(const at::Tensor& tensor, at::Tensor shared, PendingCopi
 }
 
 at::Tensor CopyStreams::from_shared(const at::Tensor& shared, c10::Device device) {
-  const at::NoGradGuard no_grad;
   at::Tensor copy;
   {
     StreamsScope scope;
-    const c10::Stream reader = in(shared.device());
-    scope.enter(reader);
-    if (device::has_streams(device) && device != shared.device()) scope.enter(in(device));
+    if (device::has_streams(device)) scope.enter(in(device));
     copy = at::empty_strided(shared.sizes(), shared.strides(), shared.options().device(device));
-    copy.copy_(shared, /*non_blocking=*/!device.is_cpu());
-    reader.synchronize();
-    if (device::has_streams(device)) in(device).synchronize();
   }
+  copy_and_wait(shared, copy);
   if (device::has_streams(device)) keep_memory_for(copy, current_stream(device));
   return copy;
+}
+
+void CopyStreams::copy_and_wait(const at::Tensor& source, at::Tensor target) {
+  const at::NoGradGuard no_grad;
+  const c10::Device from = source.device(), to = target.device();
+  StreamsScope scope;
+  if (device::has_streams(from)) scope.enter(in(from));
+  if (device::has_streams(to) && to != from) scope.enter(in(to));
+  target.copy_(source, /*non_blocking=*/!to.is_cpu());
+  if (device::has_streams(from)) in(from).synchronize();
+  if (device::has_streams(to) && to != from) in(to).synchronize();
 }
 
 void CopyStreams::order_defaults_after(const Streams& streams) const {

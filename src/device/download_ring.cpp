@@ -6,7 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include "device/dense_bytes.h"
+#include "device/api/dense_bytes.h"
 
 namespace torchspan::device {
 

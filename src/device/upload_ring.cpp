@@ -7,7 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
-#include "device/dense_bytes.h"
+#include "device/api/dense_bytes.h"
 
 namespace torchspan::device {
 

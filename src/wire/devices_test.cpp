@@ -39,7 +39,7 @@ TEST(Devices, ATensorOfAnotherDeviceArrivesWhereThePlacementSays) {
 TEST(Devices, ATensorOfThisProcessIsMovedToItsReceiver) {
   const auto sent = std::make_shared<at::Tensor>(torch::ones({2, 3}));
   Buffer buffer{static_cast<std::byte*>(sent->data_ptr()), sent->nbytes(), sent};
-  const DeviceSegment segment{0, c10::kCPU, /*is_tensor=*/true};
+  const DeviceSegment segment{0, c10::kCPU, DeviceSegment::Memory::kTensor};
   BufferQueue buffers(std::span(&buffer, 1), std::span(&segment, 1));
   const at::Tensor got =
       take_device_tensor(BlockShape{at::kFloat, at::DimVector{2, 3}, at::DimVector{3, 1}}, buffers);

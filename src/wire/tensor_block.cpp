@@ -281,7 +281,11 @@ at::Tensor view_device_block(const BlockShape& shape, BufferQueue& buffers) {
 
 at::Tensor take_device_tensor(const BlockShape& shape, BufferQueue& buffers) {
   const Buffer buffer = buffers.take_on_device(shape.bytes(), c10::elementSize(shape.dtype));
-  return std::move(*std::static_pointer_cast<at::Tensor>(buffer.owner));
+  const at::Tensor owner = std::move(*std::static_pointer_cast<at::Tensor>(buffer.owner));
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(owner.storage()), owner.key_set(),
+                                                               c10::scalarTypeToTypeMeta(shape.dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides);
+  return tensor;
 }
 
 }  // namespace torchspan::wire

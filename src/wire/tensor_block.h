@@ -72,7 +72,7 @@ at::Tensor adopt_block(const BlockShape& shape, BufferQueue& buffers, at::Quanti
 /// A view of the next buffer, which is on a device and must not be empty.
 at::Tensor view_device_block(const BlockShape& shape, BufferQueue& buffers);
 
-/// The tensor that owns the next buffer, moved out of the owner: DeviceSegment::is_tensor.
+/// A tensor of that shape with the storage of the one that owns the next buffer, which is moved out of the owner.
 at::Tensor take_device_tensor(const BlockShape& shape, BufferQueue& buffers);
 
 }  // namespace torchspan::wire

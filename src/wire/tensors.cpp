@@ -271,7 +271,11 @@ class Unpacker {
     const DeviceSegment* shared = shape.bytes() == 0 ? nullptr : buffers_.next_on_device();
     if (shared == nullptr) return placed(adopt_block(shape, buffers_), flags);
     if (options_.copies == nullptr) throw_invalid("a tensor was received in device memory");
-    if (!shared->is_tensor) return placed(view_device_block(shape, buffers_), flags);
+    using Memory = DeviceSegment::Memory;
+    const bool stays =
+        shared->memory == Memory::kTensor ||
+        (shared->memory == Memory::kReceived && device_of(flags, shared->device) == shared->device);
+    if (!stays) return placed(view_device_block(shape, buffers_), flags);
     at::Tensor tensor = take_device_tensor(shape, buffers_);
     device::keep_memory_for(tensor, device::current_stream(tensor.device()));
     return as_leaf(std::move(tensor), flags);
@@ -363,17 +367,19 @@ class Unpacker {
     }
   }
 
+  /// The tensor's device in this process. `received`: where it is now.
+  c10::Device device_of(const Flags& flags, c10::Device received) const {
+    if (!flags.placed) return options_.place ? options_.place(flags.device) : received;
+    const std::string why = why_absent(flags.device);
+    if (!why.empty())
+      throw_invalid(fmt::format("a tensor was sent to device '{}', but {}", flags.device.str(), why));
+    return flags.device;
+  }
+
   /// Moves the tensor to its device.
   at::Tensor placed(at::Tensor tensor, const Flags& flags) const {
-    if (flags.placed) {
-      const std::string why = why_absent(flags.device);
-      if (!why.empty())
-        throw_invalid(fmt::format("a tensor was sent to device '{}', but {}", flags.device.str(), why));
-      tensor = moved(tensor, flags.device);
-    } else {
-      const c10::Device here = options_.place ? options_.place(flags.device) : tensor.device();
-      if (!here.is_cpu() || !tensor.is_cpu()) tensor = moved(tensor, here);
-    }
+    const c10::Device here = device_of(flags, tensor.device());
+    if (!here.is_cpu() || !tensor.is_cpu()) tensor = moved(tensor, here);
     return as_leaf(std::move(tensor), flags);
   }
 

@@ -87,6 +87,15 @@ class CallingWorker : public DeviceWorker {
     }
     require(sent(worker()) > 0, "a tensor went through device memory");
   }
+  /// The same for results, too.
+  void connect_both() {
+    connect();
+    for (int i = 0; i < 500 && worker().rpc_sync(1, kSent) == 0; ++i) {
+      check_call(i);
+      executor().sleep(std::chrono::milliseconds(5));
+    }
+    require(worker().rpc_sync(1, kSent) > 0, "a result went through device memory");
+  }
   void check_call(double value, std::int64_t elements = kElements) {
     const at::Tensor x = at::full({elements}, value, at::kDouble).to(test_device(0));
     const at::Tensor y = worker().rpc_sync(1, kTwice, x);
@@ -139,11 +148,15 @@ void exchange() {
   require(owns_areas(0), "the memory is freed with the worker");
 }
 
-/// Tensors that are larger than the shared memory, and of which the host copies the parts while others are sent.
+/// Tensors that are larger than the shared memory, and of which the devices copy the parts while others are sent. Unless
+/// TEST_REFUSES, through that memory.
 void exchange_large() {
   StandInStreams::get().reset(/*polls=*/10);
   CallingWorker self;
+  const bool shared = variable("TEST_REFUSES").empty();
   if (self.worker().rank() == 0) {
+    if (shared) self.connect_both();
+    const std::int64_t before = sent(self.worker());
     for (int i = 0; i < 3; ++i) self.check_call(i, 40 * kElements + i);
     std::vector<Future<at::Tensor>> all;
     for (int i = 0; i < 6; ++i) {
@@ -156,9 +169,17 @@ void exchange_large() {
                         at::full({(32 + i) * kElements}, 2.0 * i, at::kDouble)),
               "the values of the moment of the call");
     }
-    const auto counters = self.worker().runtime().metrics.snapshot();
-    require(counters.at("rpc.tensor_parts.sent") == 9, "all arguments were sent in parts");
-    require(counters.at("rpc.tensor_parts.received") == 8 * 3 + 2, "all results came in parts");
+    require(counter(self.worker(), "rpc.tensor_parts.sent") == 9, "all arguments were sent in parts");
+    const std::int64_t parts = counter(self.worker(), "rpc.tensor_parts.received");
+    if (shared) {
+      // Of 128 KiB: 80 or 81 of each of the first three, and 2 (32 + i) of each of the others.
+      require(parts == 3 * 80 + 2 + 2 * (6 * 32 + 15), "all results came in parts");
+      require(sent(self.worker()) - before == parts, "all parts went through device memory");
+      await_returns(self);
+    } else {
+      require(parts == 8 * 3 + 2, "all results came in parts");
+      require(sent(self.worker()) == 0, "no part went through device memory");
+    }
   }
   self.shutdown();
   require_no_race();
@@ -170,11 +191,7 @@ void differentiate() {
   CallingWorker self;
   Worker& worker = self.worker();
   if (worker.rank() == 0) {
-    self.connect();
-    for (int i = 0; i < 500 && worker.rpc_sync(1, kSent) == 0; ++i) {  // results, too
-      self.check_call(i);
-      self.executor().sleep(std::chrono::milliseconds(5));
-    }
+    self.connect_both();
     for (int i = 1; i <= 20; ++i) {
       await_returns(self);
       const std::int64_t here = sent(worker), there = worker.rpc_sync(1, kSent);
@@ -207,11 +224,19 @@ void exchange_without_shared_memory() {
   self.shutdown();
 }
 
+/// Dies after the first parts of a large tensor.
+void die_in_parts() {
+  CallingWorker self;
+  while (counter(self.worker(), "rpc.tensor_parts.received") < 5)
+    self.executor().sleep(std::chrono::microseconds(50));
+  ::kill(getpid(), SIGKILL);
+}
+
 /// Calls until the other worker is dead, which an error says; then its memory is freed.
 void outlive() {
   CallingWorker self;
   const std::string phase = variable("TEST_DIES_IN");
-  const bool during_a_call = phase.empty() || phase == "backward";
+  const bool during_a_call = phase.empty() || phase == "backward" || phase == "parts";
   bool died = false;
   try {
     for (int i = 0; !during_a_call && i < 1000; ++i) {
@@ -220,6 +245,15 @@ void outlive() {
     }
     self.connect();
     const at::Tensor x = at::ones({kElements}, at::kDouble).to(test_device(0));
+    if (phase == "parts") {
+      const std::int64_t before = sent(self.worker());
+      try {
+        self.check_call(1, 1000 * kElements);
+      } catch (const Error&) {
+        require(sent(self.worker()) >= before + 5, "parts went through device memory");
+        throw;
+      }
+    }
     if (phase == "backward") {
       autograd::Context context(self.worker());
       const at::Tensor y = self.worker().rpc_sync(1, kDieInBackward, x.requires_grad_());
@@ -286,6 +320,12 @@ TEST(ClusterDeviceMemory, LargerTensorsGoInParts) {
   expect_all_end_well(world);
 }
 
+TEST(ClusterDeviceMemory, LargerTensorsGoThroughTheHostInPartsWithoutIt) {
+  ProcessWorld world(2);
+  for (const int rank : {0, 1}) world.start(rank, "exchange_large", {{"TEST_REFUSES", "as the test wants"}});
+  expect_all_end_well(world);
+}
+
 std::size_t count_of(const std::string& text, const std::string& part) {
   std::size_t count = 0;
   for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
@@ -315,16 +355,17 @@ TEST(ClusterDeviceMemory, ProcessesThatCannotShareMemoryWarnOnceAndUseHostMemory
 
 class ClusterDeviceMemoryDeath : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(In, ClusterDeviceMemoryDeath,
-                         ::testing::Values("open", "opened", "allocate", "call", "backward"),
+                         ::testing::Values("open", "opened", "allocate", "call", "backward", "parts"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST_P(ClusterDeviceMemoryDeath, TheOtherWorkerGetsAnErrorAndItsMemoryBack) {
   ProcessWorld world(2);
   const std::string phase = GetParam();
-  const bool in_a_call = phase == "call" || phase == "backward";
+  const bool in_a_call = phase == "call" || phase == "backward" || phase == "parts";
   const std::string dies_in = in_a_call ? "" : phase;
-  world.start(0, "outlive", {{"TEST_DIES_IN", phase == "backward" ? phase : in_a_call ? "" : "never"}});
-  Process& dying = world.start(1, "die_early", {{"TEST_DIES_IN", dies_in}});
+  world.start(0, "outlive", {{"TEST_DIES_IN", phase == "call" ? "" : in_a_call ? phase : "never"}});
+  Process& dying =
+      world.start(1, phase == "parts" ? "die_in_parts" : "die_early", {{"TEST_DIES_IN", dies_in}});
   EXPECT_TRUE(world.process(0).wait(world.executor(), std::chrono::seconds(60)));
   EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
   EXPECT_TRUE(dying.wait(world.executor(), std::chrono::seconds(10)));
@@ -351,5 +392,6 @@ int main(int argc, char** argv) {
        {"exchange_without_shared_memory", torchspan::exchange_without_shared_memory},
        {"outlive", torchspan::outlive},
        {"die_early", torchspan::die_early},
+       {"die_in_parts", torchspan::die_in_parts},
        {"keep_for_the_living", torchspan::keep_for_the_living}});
 }

@@ -51,12 +51,12 @@ class AutogradDeviceMemory : public ::testing::TestWithParam<autograd::PassMode>
     device_.reset();
   }
   autograd::BackwardOptions options() const { return {.mode = GetParam()}; }
-  static at::Tensor leaf(double value) {
-    return at::full({kLarge}, value, at::kDouble).to(stand_in(0)).requires_grad_();
+  static at::Tensor leaf(double value, std::int64_t elements = kLarge) {
+    return at::full({elements}, value, at::kDouble).to(stand_in(0)).requires_grad_();
   }
   static void expect_all(const at::Tensor& tensor, double value) {
     EXPECT_EQ(tensor.device(), stand_in(0));
-    EXPECT_TRUE(at::equal(tensor.cpu(), at::full({kLarge}, value, at::kDouble))) << tensor.cpu()[0];
+    EXPECT_TRUE(at::equal(tensor.cpu(), at::full(tensor.sizes(), value, at::kDouble))) << tensor.cpu()[0];
   }
   /// Calls until arguments and results go through device memory.
   static void connect(Worker& worker) {
@@ -68,8 +68,8 @@ class AutogradDeviceMemory : public ::testing::TestWithParam<autograd::PassMode>
     ADD_FAILURE() << "all tensors went through host memory";
   }
   /// Squares x on a worker, squares the result here, and compares the gradient of the sum with that of x^4.
-  void differentiate(Worker& worker, int to, double x) const {
-    const at::Tensor start = leaf(x);
+  void differentiate(Worker& worker, int to, double x, std::int64_t elements = kLarge) const {
+    const at::Tensor start = leaf(x, elements);
     Context context(worker);
     const at::Tensor y = worker.rpc_sync(to, kSquare, start);
     context.backward((y * y).sum(), options());
@@ -91,6 +91,19 @@ TEST_P(AutogradDeviceMemory, GradientsOfArgumentsAndOfResultsGoThroughIt) {
       differentiate(worker, 1, i);
       EXPECT_EQ(sent(worker) - here, 2);                // the argument, and the gradient of the result
       EXPECT_EQ(worker.rpc_sync(1, kSent) - there, 2);  // the result, and the gradient of the argument
+    }
+  });
+}
+
+/// Tensors and gradients of 1 MiB, in parts of an eighth of the memory.
+TEST_P(AutogradDeviceMemory, LargeGradientsGoThroughItInParts) {
+  on_first(world({{{"worker1", first_to_second()}}}, std::size_t{512} << 10), [&](Worker& worker) {
+    connect(worker);
+    for (int i = 1; i <= 3; ++i) {
+      const std::int64_t here = sent(worker), there = worker.rpc_sync(1, kSent);
+      differentiate(worker, 1, i, 1 << 17);
+      EXPECT_EQ(sent(worker) - here, 2 * 16);
+      EXPECT_EQ(worker.rpc_sync(1, kSent) - there, 2 * 16);
     }
   });
 }

@@ -1,7 +1,9 @@
-// Large tensors of devices that go to other workers in parts, over the stand-in devices: their copies to the host run
-// late, so that a part which is sent before its copy gives wrong values. Calls that end in the middle, peers that die,
-// and peers that break the protocol.
+// Large tensors of devices that go to other workers in parts, through host memory or through device memory that both
+// workers map, over the stand-in devices: their copies run late, so that a part which is sent before its copy, and memory
+// that is used again too early, give wrong values. Calls that end in the middle, peers that die, peers of an earlier
+// release, and peers that break the protocol.
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 
 #include "rpc/tensor_parts/messages.h"
 #include "tests/parity/rpc_faults.h"
@@ -17,6 +19,7 @@ using ::testing::IsEmpty;
 constexpr std::int64_t kLarge = 5 << 18;  // doubles: 10 MiB, three parts
 
 at::Tensor twice(const at::Tensor& x) { return x * 2; }
+at::Tensor same(const at::Tensor& x) { return x; }
 /// Makes a tensor here and returns it.
 at::Tensor filled(double value, std::int64_t elements) {
   return at::full({elements}, value, at::kDouble).to(stand_in(1));
@@ -25,6 +28,13 @@ double sum_of_all(const std::vector<at::Tensor>& all) {
   double sum = 0;
   for (const at::Tensor& one : all) sum += one.cpu().to(at::kDouble).sum().item<double>();
   return sum;
+}
+/// Gets a tensor of worker 0 on this worker's device 0.
+double sum_of_filled(Worker& worker, double value, std::int64_t elements) {
+  const at::Tensor filled =
+      worker.rpc_sync(0, Function<torchspan::rpc_tensor_parts::filled>{"filled"}, value, elements);
+  EXPECT_EQ(filled.device(), stand_in(0));
+  return filled.cpu().sum().item<double>();
 }
 at::Tensor slow_filled(Worker& worker, double value) {
   nap(worker, std::chrono::seconds(1));
@@ -37,10 +47,14 @@ std::int64_t counter(Worker& worker, const std::string& name) {
 constexpr Function<twice> kTwice{"twice"};
 constexpr Function<filled> kFilled{"filled"};
 constexpr Function<sum_of_all> kSumOfAll{"sum_of_all"};
+constexpr Function<same> kSame{"same"};
+constexpr Function<sum_of_filled> kSumOfFilled{"sum_of_filled"};
 constexpr Function<slow_filled> kSlowFilled{"slow_filled"};
 constexpr Function<counter> kCounter{"counter"};
 
 std::int64_t parts_sent(Worker& worker) { return counter(worker, "rpc.tensor_parts.sent"); }
+constexpr const char* kSharedSent = "rpc.device_memory.sent";
+constexpr std::int64_t kShared = 1 << 20;  ///< bytes of an area, of which a part takes an eighth
 
 /// Device 0 of worker 0 is device 1 of worker 1. With `shared` bytes of device memory, smaller tensors go through it.
 ClusterOptions world(std::size_t shared = 0) {
@@ -68,8 +82,29 @@ class RpcTensorParts : public ::testing::Test {
     EXPECT_EQ(tensor.device(), stand_in(0));
     EXPECT_TRUE(at::equal(tensor.cpu(), at::full(tensor.sizes(), value, at::kDouble))) << tensor.cpu()[0];
   }
+  /// Calls until both workers send through device memory.
+  static void connect(Worker& worker) {
+    for (int i = 0; i < 1000; ++i) {
+      expect_all(worker.rpc_sync(1, kTwice, on_device(i, 10000)), 2.0 * i);
+      if (counter(worker, kSharedSent) > 0 && worker.rpc_sync(1, kCounter, kSharedSent) > 0) return;
+      nap(worker, std::chrono::milliseconds(1));
+    }
+    ADD_FAILURE() << "all tensors went through host memory";
+  }
   StandInStreams& device_ = StandInStreams::get();
 };
+
+/// Through either memory.
+class RpcTensorPartsThrough : public RpcTensorParts, public ::testing::WithParamInterface<bool> {
+ protected:
+  static bool is_shared() { return GetParam(); }
+  static ClusterOptions world_of_memory() { return world(is_shared() ? kShared : 0); }
+  static void connect_if_shared(Worker& worker) {
+    if (is_shared()) connect(worker);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Memory, RpcTensorPartsThrough, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "OfDevices" : "OfTheHost"; });
 
 TEST_F(RpcTensorParts, ArgumentsAndResultsOfCalls) {
   on_first(world(), [](Worker& worker) {
@@ -88,8 +123,124 @@ TEST_F(RpcTensorParts, ArgumentsAndResultsOfCalls) {
   });
 }
 
+/// A part, in both directions; values that later calls fetch; memory that is free again.
+TEST_F(RpcTensorParts, ArgumentsAndResultsGoThroughDeviceMemory) {
+  on_first(world(kShared), [](Worker& worker) {
+    connect(worker);
+    const std::int64_t here = counter(worker, kSharedSent);
+    const std::int64_t there = worker.rpc_sync(1, kCounter, kSharedSent);
+    at::Tensor x = on_device(3);
+    const Future<at::Tensor> y = worker.rpc_async(1, kTwice, x);
+    x.fill_(100);  // after the call
+    expect_all(y.wait(), 6);
+    constexpr std::int64_t kParts = kLarge * 8 / (kShared / 8);
+    EXPECT_EQ(counter(worker, kSharedSent) - here, kParts);
+    EXPECT_EQ(worker.rpc_sync(1, kCounter, kSharedSent) - there, kParts);
+    EXPECT_EQ(counter(worker, "rpc.tensor_parts.received"), kParts);
+    const RRef<at::Tensor> z = worker.remote(1, kTwice, on_device(2, kLarge + 1));
+    expect_all(z.to_here(), 4);
+    at::Tensor again = z.to_here();
+    again.fill_(0);  // the fetched tensor is this worker's own
+    expect_all(z.to_here(), 4);
+    EXPECT_EQ(counter(worker, kSharedSent) - here, 2 * kParts + 1);
+    for (int i = 0; i < 20; ++i) expect_all(worker.rpc_sync(1, kTwice, on_device(i)), 2.0 * i);
+    EXPECT_EQ(counter(worker, kSharedSent) - here, 22 * kParts + 1) << "memory was not returned";
+  });
+}
+
+TEST_F(RpcTensorParts, KeepTypeShapeAndValuesInDeviceMemory) {
+  ClusterOptions options = world(kShared);
+  options.functions.add(kSame);
+  on_first(options, [&](Worker& worker) {
+    connect(worker);
+    const at::Tensor base = at::arange(3 << 20, at::kDouble).view({2, 3, 512, 1024});
+    for (const at::ScalarType dtype :
+         {at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kByte, at::kBool, at::kComplexDouble}) {
+      const at::Tensor x = base.to(dtype);
+      for (const at::Tensor& tensor : {x, x.transpose(0, 3), x.select(0, 1), x.narrow(3, 1, 900),
+                                       x.contiguous(at::MemoryFormat::ChannelsLast),
+                                       x.select(1, 2).unsqueeze(0).expand({3, 2, 512, 1024})}) {
+        const std::int64_t before = counter(worker, kSharedSent);
+        const at::Tensor back = worker.rpc_sync(1, kSame, tensor.to(stand_in(0)));
+        constexpr std::int64_t kPart = kShared / 8;
+        EXPECT_EQ(counter(worker, kSharedSent) - before,
+                  (static_cast<std::int64_t>(tensor.nbytes()) + kPart - 1) / kPart);
+        EXPECT_EQ(back.scalar_type(), dtype);
+        EXPECT_EQ(back.device(), stand_in(0));
+        EXPECT_TRUE(at::equal(back.cpu(), tensor)) << dtype << " " << tensor.sizes();
+      }
+    }
+    at::Tensor y;
+    {
+      const c10::InferenceMode inference;
+      y = worker.rpc_sync(1, kTwice, on_device(4));
+    }
+    EXPECT_FALSE(y.is_inference());
+    expect_all(y.requires_grad_().detach(), 8);
+  });
+}
+
+/// Threads of the pool return no memory: all of them may wait for tensors that need it.
+TEST_F(RpcTensorParts, NeedNoThreadOfTheReceiversPool) {
+  ClusterOptions options = world(kShared);
+  options.functions.add(kSumOfFilled);
+  options.threads = 1;
+  options.service.max_threads = 1;
+  const auto adjust = options.adjust;
+  options.adjust = [adjust](int rank, WorkerPlan& plan) {
+    adjust(rank, plan);
+    if (rank == 1) plan.service.device_maps["worker0"] = DeviceMap({{stand_in(0), stand_in(1)}});
+  };
+  on_first(options, [](Worker& worker) {
+    for (int i = 0; i < 1000 && counter(worker, kSharedSent) == 0; ++i) {
+      try {
+        EXPECT_EQ(worker.rpc_sync(1, kSumOfFilled, 1, 20000), 20000);
+      } catch (const Error& error) {  // the offer of the memory needs a thread
+        EXPECT_THAT(error.what(), HasSubstr("all 1 threads wait"));
+      }
+      nap(worker, std::chrono::milliseconds(1));
+    }
+    const std::int64_t before = counter(worker, kSharedSent);
+    EXPECT_EQ(worker.rpc_sync(1, kSumOfFilled, 2, kLarge), 2.0 * kLarge);
+    EXPECT_EQ(counter(worker, kSharedSent) - before, kLarge * 8 / (kShared / 8));
+  });
+}
+
+/// The device of the receiver has no room for an argument: the call fails, and its connection does not.
+TEST_F(RpcTensorParts, AFullDeviceFailsTheCallOnly) {
+  on_first(world(kShared), [&](Worker& worker) {
+    connect(worker);
+    expect_all(worker.rpc_sync(1, kTwice, on_device(1)), 2);
+    const at::Tensor x = on_device(3, 3 * kLarge / 2);
+    const Future<at::Tensor> y = worker.rpc_async(1, kTwice, x);
+    device_.set_largest_allocation(kLarge * 8);
+    expect_error(ErrorKind::kInvalid, "no memory left", [&] { y.wait(); });
+    EXPECT_EQ(worker.rpc_sync(1, kCounter, "rpc.tensor_parts.received"), 80 + 120);
+    device_.set_largest_allocation(std::size_t{1} << 40);
+    expect_all(worker.rpc_sync(1, kTwice, on_device(2)), 4);
+  });
+}
+
+/// Parts in device memory are not sent to a worker that does not read them.
+TEST_F(RpcTensorParts, APeerOfAnEarlierReleaseGetsThemThroughHostMemory) {
+  ClusterOptions options = world(kShared);
+  const auto adjust = options.adjust;
+  options.adjust = [adjust](int rank, WorkerPlan& plan) {
+    adjust(rank, plan);
+    if (rank == 1) plan.join.wire = {.oldest = 1, .newest = 1, .features = 0};
+  };
+  on_first(options, [](Worker& worker) {
+    connect(worker);
+    const std::int64_t here = counter(worker, kSharedSent);
+    for (int i = 0; i < 3; ++i) expect_all(worker.rpc_sync(1, kTwice, on_device(i)), 2.0 * i);
+    EXPECT_EQ(parts_sent(worker), 3);
+    EXPECT_EQ(counter(worker, kSharedSent), here);
+    EXPECT_EQ(worker.rpc_sync(1, kCounter, "rpc.tensor_parts.received"), 3 * 3);
+  });
+}
+
 TEST_F(RpcTensorParts, TensorsOfOneMessageTravelInDifferentWays) {
-  on_first(world(1 << 20), [](Worker& worker) {
+  on_first(world(kShared), [](Worker& worker) {
     const std::vector<at::Tensor> tensors{
         on_device(1, 20000), on_device(2),    at::ones({7}), on_device(3, kLarge + 3),
         on_device(4, 20001), on_device(5, 3), on_device(6)};
@@ -103,8 +254,9 @@ TEST_F(RpcTensorParts, TensorsOfOneMessageTravelInDifferentWays) {
   });
 }
 
-TEST_F(RpcTensorParts, ManyCallsAtATime) {
-  on_first(world(), [](Worker& worker) {
+TEST_P(RpcTensorPartsThrough, ManyCallsAtATime) {
+  on_first(world_of_memory(), [](Worker& worker) {
+    connect_if_shared(worker);
     std::vector<Future<at::Tensor>> all;
     for (int i = 0; i < 20; ++i) all.push_back(worker.rpc_async(1, kTwice, on_device(i, kLarge + i)));
     for (int i = 0; i < 20; ++i) expect_all(all[static_cast<std::size_t>(i)].wait(), 2.0 * i);
@@ -113,9 +265,9 @@ TEST_F(RpcTensorParts, ManyCallsAtATime) {
 }
 
 /// Calls that are cancelled, or whose deadline passes, while their parts are sent: later ones are not disturbed.
-TEST_F(RpcTensorParts, CallsThatEndInTheMiddle) {
-  ClusterOptions options = world();
-  on_first(options, [&](Worker& worker) {
+TEST_P(RpcTensorPartsThrough, CallsThatEndInTheMiddle) {
+  on_first(world_of_memory(), [&](Worker& worker) {
+    connect_if_shared(worker);
     for (const int microseconds : {1, 50, 300, 1000, 3000, 10000, 30000}) {
       const Duration limit = std::chrono::microseconds(microseconds);
       try {
@@ -143,10 +295,10 @@ TEST_F(RpcTensorParts, CallsThatEndInTheMiddle) {
 }
 
 /// The peer dies before, while and after the parts are sent.
-TEST_F(RpcTensorParts, APeerThatDiesIsNamed) {
+TEST_P(RpcTensorPartsThrough, APeerThatDiesIsNamed) {
   std::size_t failed = 0, fine = 0;
   for (const int microseconds : {0, 20, 100, 500, 1000, 2000, 5000, 20000, 1000000}) {
-    ClusterOptions options = world();
+    ClusterOptions options = world_of_memory();
     options.graceful = false;
     SimCluster cluster(options);
     std::exception_ptr failure;
@@ -156,6 +308,7 @@ TEST_F(RpcTensorParts, APeerThatDiesIsNamed) {
         nap(worker, std::chrono::minutes(1));
         return;
       }
+      connect_if_shared(worker);
       expect_all(worker.rpc_sync(1, kTwice, on_device(1, 5)), 2);
       const auto y = worker.with({.timeout = std::chrono::seconds(40)}).rpc_async(1, kTwice, on_device(1));
       nap(worker, std::chrono::microseconds(microseconds));

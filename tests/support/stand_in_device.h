@@ -136,6 +136,7 @@ inline at::Tensor make(at::IntArrayRef sizes, at::IntArrayRef strides, at::Scala
                        c10::Device device) {
   device = with_index(device);
   const std::size_t bytes = span_of(sizes, strides, c10::elementSize(dtype));
+  StandInStreams::get().check_room(bytes);
   auto block =
       std::make_unique<BlockPtr>(std::make_shared<DeviceBlock>(bytes, CurrentLanes::get(device.index())));
   void* memory = (*block)->memory.data();

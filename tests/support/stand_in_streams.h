@@ -154,6 +154,16 @@ class StandInStreams {
     stray_event_calls_ = 0;
     polls_ = polls;
     failed_ = false;
+    largest_allocation_ = ~std::size_t{0};
+  }
+  /// Larger allocations fail until reset(), as those of a device that is full.
+  void set_largest_allocation(std::size_t bytes) {
+    MutexLock lock(mutex_);
+    largest_allocation_ = bytes;
+  }
+  void check_room(std::size_t bytes) const {
+    MutexLock lock(mutex_);
+    if (bytes > largest_allocation_) throw std::runtime_error("the stand-in device has no memory left");
   }
   /// The host's queries and waits throw until reset(), as those of a device that has failed.
   void fail() {
@@ -276,6 +286,7 @@ class StandInStreams {
   std::int64_t last_stream_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   int polls_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   bool failed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::size_t largest_allocation_ TORCHSPAN_GUARDED_BY(mutex_) = ~std::size_t{0};
 };
 
 /// One operation of a stream; nothing else runs on the devices while it lives. Do not free device memory

@@ -118,9 +118,7 @@ void CopyingMessages::send_parts(const CopyingPtr& copying) {
       throw Error(ErrorKind::kTimedOut, "the deadline passed while parts of its tensors were sent");
     for (const SplitTensorPtr& tensor : out.split) {
       if (tensor->done()) continue;
-      const std::size_t before = tensor->sent();
-      tensor->advance(copying->channel);
-      bytes_sent_.add(tensor->sent() - before);
+      bytes_sent_.add(tensor->advance(copying->channel));
       if (tensor->done()) split_.add();
     }
     if (!out.ready()) {

@@ -16,6 +16,7 @@ MessageReceiver::MessageReceiver(AgentState& state, TransportLoop& loop, Request
           state, loop,
           [this](const auto& channel, net::Message message) { on_message(channel, std::move(message)); },
           [this](const auto& channel, const Error& error) { break_channel(channel, error); }),
+      parts_(state.copies, state.runtime.executor),
       received_parts_(state.runtime.metrics.counter("rpc.tensor_parts.received")),
       refusals_(state.runtime.log, state.runtime.executor) {}
 
@@ -44,8 +45,9 @@ void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>&
   call->message = std::move(message);
   call->frame = wire::decode_frame(call->message.header, state_.wire);
   const wire::FrameHeader& header = call->frame.header;
+  insert_shared(*call);
   if (header.type == TensorPart::kType) return receive_part(*call);
-  insert_tensors(*call);
+  insert_parts(*call);
   if ((header.flags & wire::kFlagReply) != 0) return receive_reply(peer, call->message, call->frame);
   if (header.type == Hello::kType) return;
   const TimePoint now = state_.runtime.executor.now();
@@ -58,15 +60,21 @@ void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>&
   server_.receive(std::move(call));
 }
 
-void MessageReceiver::receive_part(const IncomingCall& part) {
+void MessageReceiver::receive_part(IncomingCall& part) {
   wire::Payload payload;
   payload.value.assign(part.frame.value.begin(), part.frame.value.end());
+  ReceivedMessage& message = part.message;
+  std::optional<c10::Device> device;
+  if (!message.on_device.empty()) device = message.on_device.front().device;
   try {
-    parts_.receive(part.channel.get(), wire::from_payload<TensorPart>(payload), part.message.segments);
+    parts_.receive(part.channel.get(), wire::from_payload<TensorPart>(payload), message.segments, device);
   } catch (const Error& error) {
     throw with_sender(part, error);
   }
-  received_parts_.add(part.message.segments.size());
+  received_parts_.add(message.segments.size());
+  if (!device) return;
+  message.segments.clear();  // the sender waits for their memory
+  state_.device_memory->send_returns();
 }
 
 Error MessageReceiver::with_sender(const IncomingCall& call, const Error& error) const {
@@ -74,17 +82,21 @@ Error MessageReceiver::with_sender(const IncomingCall& call, const Error& error)
                                          state_.peers.name(call.peer), call.peer, error.message()));
 }
 
-void MessageReceiver::insert_tensors(IncomingCall& call) {
+void MessageReceiver::insert_shared(IncomingCall& call) {
+  const auto* blob = call.frame.blob(kDeviceMemoryBlob);
+  if (blob == nullptr) return;
+  if (!state_.device_memory)
+    throw Error(ErrorKind::kInvalid,
+                "a message has tensors in device memory, which this worker never mapped");
   ReceivedMessage& message = call.message;
-  if (const auto* blob = call.frame.blob(kDeviceMemoryBlob)) {
-    if (!state_.device_memory)
-      throw Error(ErrorKind::kInvalid,
-                  "a message has tensors in device memory, which this worker never mapped");
-    message.on_device = state_.device_memory->insert(call.from(), blob->bytes, message.segments);
-  }
+  message.on_device = state_.device_memory->insert(call.from(), blob->bytes, message.segments);
+}
+
+void MessageReceiver::insert_parts(IncomingCall& call) {
+  const auto* blob = call.frame.blob(kTensorPartsBlob);
+  if (blob == nullptr) return;
   try {
-    if (const auto* blob = call.frame.blob(kTensorPartsBlob))
-      parts_.insert(call.channel.get(), blob->bytes, message.segments, message.on_device);
+    parts_.insert(call.channel.get(), blob->bytes, call.message.segments, call.message.on_device);
   } catch (const Error& error) {
     throw with_sender(call, error);
   }

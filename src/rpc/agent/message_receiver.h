@@ -36,10 +36,11 @@ class MessageReceiver final : public net::Handler {
 
  private:
   void dispatch(PeerId peer, const std::shared_ptr<net::Channel>& channel, ReceivedMessage message);
-  void receive_part(const IncomingCall& part);
+  void receive_part(IncomingCall& part);
   Error with_sender(const IncomingCall& call, const Error& error) const;
-  /// Completes the message's segments by those that came before the frame or are in shared memory.
-  void insert_tensors(IncomingCall& call);
+  /// Completes the message's segments by those that are in shared memory, or that came before the frame.
+  void insert_shared(IncomingCall& call);
+  void insert_parts(IncomingCall& call);
   void receive_cancel(const IncomingCall& cancel);
   void receive_reply(PeerId peer, ReceivedMessage& message, const wire::FrameView& frame);
   void complete(PendingCall& call, ReceivedMessage& message, const wire::FrameView& frame,

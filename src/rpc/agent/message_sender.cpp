@@ -65,7 +65,8 @@ MessageSender::MessageSender(
       deliver_here_(std::move(deliver_here)),
       break_channel_(std::move(break_channel)),
       bytes_sent_(state.runtime.metrics.counter("rpc.bytes_sent")),
-      parts_(state.copies.events()),
+      parts_(state.copies.events(),
+             [&state](const net::Channel* channel) { return state.channels->peer_of(channel).has_value(); }),
       copying_(state, loop, bytes_sent_) {}
 
 OutgoingMessage MessageSender::prepare(const CallInfo& info, PeerId to, wire::Payload& payload,
@@ -115,7 +116,8 @@ void MessageSender::pack(const CallInfo& info, PeerId to, wire::Payload& payload
   if (!out.is_split.empty()) add_places(out);
 }
 
-/// Tensors whose device on the peer is known may go through memory that the peer maps. Other large ones go in parts.
+/// Tensors whose device on the peer is known may go through memory that the peer maps. Large ones go in parts if that has
+/// no room for them, or if the device is not known.
 MessageSender::Share MessageSender::share_with_peer(const CallInfo& info, PeerId to, TensorUse use,
                                                     OutgoingMessage& out) {
   return [this, &info, to, use, &out](const at::Tensor& tensor, device::PendingCopies& copies) {
@@ -126,13 +128,21 @@ MessageSender::Share MessageSender::share_with_peer(const CallInfo& info, PeerId
       state_.copies.share(tensor, view, copies);
       return view;
     }
-    SplitTensorPtr split = parts_.split(to, tensor, {state_.instance, out.frame.header.version});
-    if (!split) return view;
+    SplitTensorPtr parts = split(to, tensor, there, out);
+    if (!parts) return view;
     out.is_split.push_back(true);
-    view = split->captured();
-    out.split.push_back(std::move(split));
+    view = parts->captured();
+    out.split.push_back(std::move(parts));
     return view;
   };
+}
+
+/// Null if the tensor is small.
+SplitTensorPtr MessageSender::split(PeerId to, const at::Tensor& tensor, std::optional<c10::Device> there,
+                                    const OutgoingMessage& out) {
+  std::optional<SharedArea> shared;
+  if (there) shared = state_.device_memory->area_to(to, tensor.device(), *there);
+  return parts_.split(to, tensor, {state_.instance, out.frame.header.version}, shared);
 }
 
 /// A worker's tensors to itself are copied on their devices. The receiver takes the copy.
@@ -244,7 +254,7 @@ void MessageSender::loop_back(const Bytes& header, const wire::PackedTensors& te
     const Buffer buffer{static_cast<std::byte*>(tensor->data_ptr()), tensor->nbytes(), tensor};
     const std::size_t index = tensors.shared[i];
     message.segments.insert(message.segments.begin() + static_cast<std::ptrdiff_t>(index), buffer);
-    message.on_device.push_back({index, tensor->device(), /*is_tensor=*/true});
+    message.on_device.push_back({index, tensor->device(), wire::DeviceSegment::Memory::kTensor});
   }
   deliver_here_(std::move(message));
 }

@@ -63,6 +63,8 @@ class MessageSender {
   void pack(const CallInfo& info, PeerId to, wire::Payload& payload, TensorUse use, OutgoingMessage& out);
   Share share_with_peer(const CallInfo& info, PeerId to, TensorUse use, OutgoingMessage& out);
   Share share_with_itself(TensorUse use, OutgoingMessage& out);
+  SplitTensorPtr split(PeerId to, const at::Tensor& tensor, std::optional<c10::Device> there,
+                       const OutgoingMessage& out);
   std::optional<c10::Device> device_there(const CallInfo& info, TensorUse use, c10::Device here) const;
   at::Tensor lend(PeerId to, const at::Tensor& tensor, c10::Device there, OutgoingMessage& out);
   void send_frame(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,

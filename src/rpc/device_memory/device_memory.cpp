@@ -70,11 +70,10 @@ class DeviceMemory::ReturnSent final : public Completion {
   const ReleaseDeviceMemory release_;
 };
 
-std::shared_ptr<DeviceMemory> DeviceMemory::make(AgentState& state) {
+std::shared_ptr<DeviceMemory> DeviceMemory::make(AgentState& state, RunSoon soon) {
   auto runtime = state.options.device_runtime ? state.options.device_runtime : device::cuda_device_runtime();
-  const std::size_t bytes = state.options.device_staging_bytes;
-  if (!runtime || bytes == 0) return nullptr;
-  auto memory = std::make_shared<DeviceMemory>(state, runtime, bytes);
+  if (!runtime || state.options.device_staging_bytes == 0) return nullptr;
+  auto memory = std::make_shared<DeviceMemory>(state, runtime, std::move(soon));
   memory->incoming_ = std::make_unique<IncomingMemory>(
       runtime, [weak = memory->weak_from_this()](PeerId to, std::uint32_t route, std::uint64_t lease) {
         if (const auto alive = weak.lock()) alive->give_back(to, route, lease);
@@ -83,16 +82,23 @@ std::shared_ptr<DeviceMemory> DeviceMemory::make(AgentState& state) {
 }
 
 DeviceMemory::DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime,
-                           std::size_t bytes)
+                           RunSoon soon)
     : state_(state),
       agent_(state.endpoint),
       runtime_(std::move(runtime)),
+      run_soon_(std::move(soon)),
       shared_(state.runtime.metrics.counter("rpc.device_memory.sent")),
       received_(state.runtime.metrics.counter("rpc.device_memory.received")),
-      outgoing_(runtime_, bytes) {}
+      outgoing_(runtime_, state.options.device_staging_bytes) {}
+
+bool DeviceMemory::reads_parts(PeerId peer) const {
+  return state_.peers.protocol(peer.rank).has(kPartsInDeviceMemory);
+}
 
 LentTensorPtr DeviceMemory::share(PeerId to, const at::Tensor& tensor, c10::Device there) {
   if (tensor.nbytes() < kLeast || to == state_.id()) return nullptr;
+  // An area that only parts could use.
+  if (tensor.nbytes() > state_.options.device_staging_bytes && !reads_parts(to)) return nullptr;
   OutgoingMemory::Shared shared = outgoing_.share(to, tensor.device(), there, tensor.nbytes());
   if (shared.tensor) shared_.add();
   if (shared.offer) {
@@ -103,6 +109,13 @@ LentTensorPtr DeviceMemory::share(PeerId to, const at::Tensor& tensor, c10::Devi
     }
   }
   return shared.tensor;
+}
+
+std::optional<SharedArea> DeviceMemory::area_to(PeerId to, c10::Device here, c10::Device there) const {
+  if (!reads_parts(to)) return std::nullopt;
+  std::optional<SharedArea> shared = outgoing_.area_to(to, here, there);
+  if (shared) shared->sent = &shared_;
+  return shared;
 }
 
 void DeviceMemory::send_offer(PeerId to, OfferDeviceMemory offer) {
@@ -196,10 +209,13 @@ void DeviceMemory::give_back(PeerId to, std::uint32_t route, std::uint64_t lease
     returns_[{to, route}].push_back(lease);
     if (std::exchange(returning_, true)) return;
   }
-  state_.host->post([self = shared_from_this(), agent] { self->send_returns(agent); });
+  // Not on the pool, all of whose threads may run handlers that wait for tensors that wait for this memory.
+  run_soon_([self = shared_from_this()] { self->send_returns(); });
 }
 
-void DeviceMemory::send_returns(const std::shared_ptr<Endpoint>& agent) {
+void DeviceMemory::send_returns() {
+  const auto agent = agent_.lock();
+  if (!agent || agent->is_stopping()) return;
   Returns returns;
   {
     MutexLock lock(mutex_);

@@ -1,11 +1,14 @@
 #pragma once
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <torchspan/detail/core/function.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/rpc/endpoint.h>
@@ -22,17 +25,25 @@ struct IncomingCall;
 /// and returns memory. The worker's agent owns it; buffers of messages may outlive both. Thread-safe.
 class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
  public:
+  using RunSoon = std::function<void(UniqueFunction<void()>)>;
   /// Null if the worker has no runtime for its devices, or does not use such memory.
-  static std::shared_ptr<DeviceMemory> make(AgentState& state);
-  DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime, std::size_t bytes);
+  /// `soon` runs a short job on the thread that polls the transport, while the agent lives.
+  static std::shared_ptr<DeviceMemory> make(AgentState& state, RunSoon soon);
+  DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime, RunSoon soon);
 
   /// Memory for a tensor to a peer's device; the CPU: where the peer's map places it. Null: the tensor must
   /// go through host memory, maybe only this time.
   LentTensorPtr share(PeerId to, const at::Tensor& tensor, c10::Device there);
+  /// The memory of which share() takes parts, if the peer has mapped it.
+  std::optional<SharedArea> area_to(PeerId to, c10::Device here, c10::Device there) const;
   /// See IncomingMemory::insert().
   std::vector<wire::DeviceSegment> insert(PeerId from, BytesView blob, std::vector<Buffer>& segments) const {
     return incoming_->insert(from, blob, segments);
   }
+
+  /// Returns memory of which no message has buffers any longer to its owners now, instead of soon. Call it on the thread
+  /// that polls the transport.
+  void send_returns();
 
   OfferAnswer answer(const IncomingCall& call, const OfferDeviceMemory& offer);
   void returned(PeerId by, const ReleaseDeviceMemory& release);
@@ -49,15 +60,16 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
   void offer_answered(PeerId by, const OfferDeviceMemory& offer, const OfferAnswer& answer);
   void begin_again_later(PeerId to, std::uint32_t route);
   void give_back(PeerId to, std::uint32_t route, std::uint64_t lease);
-  void send_returns(const std::shared_ptr<Endpoint>& agent);
+  bool reads_parts(PeerId peer) const;
   void return_failed(PeerId to, ReleaseDeviceMemory release);
   void free_ended_later(const std::shared_ptr<Endpoint>& agent);
 
   AgentState& state_;  ///< alive while `agent_` is
   const std::weak_ptr<Endpoint> agent_;
   const std::shared_ptr<const device::DeviceRuntime> runtime_;
-  Counter& shared_;    ///< tensors sent
-  Counter& received_;  ///< tensors received and returned
+  const RunSoon run_soon_;
+  Counter& shared_;    ///< tensors, and parts of others, that were sent
+  Counter& received_;  ///< those that were received and returned
   OutgoingMemory outgoing_;
   std::unique_ptr<IncomingMemory> incoming_;  ///< set by make()
   std::atomic<bool> watching_{false};

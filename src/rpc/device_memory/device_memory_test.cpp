@@ -56,7 +56,9 @@ TEST(LentArea, GivesOutFreePartsOnly) {
       const std::size_t bytes = 1 + random() % (20 * kUnit), units = (bytes + kUnit - 1) / kUnit;
       std::size_t run = 0, longest = 0;
       for (const bool used : taken) longest = std::max(longest, run = used ? 0 : run + 1);
+      const bool has_room = area.has_room(bytes);
       const std::optional<Lease> lease = area.take(bytes);
+      ASSERT_EQ(lease.has_value(), has_room);
       ASSERT_EQ(lease.has_value(), longest >= units);
       if (!lease) continue;
       EXPECT_EQ(lease->offset % kUnit, 0);
@@ -135,6 +137,10 @@ TEST_F(OutgoingMemoryTest, AsksFirstAndAllocatesForPeersThatWantIt) {
   EXPECT_EQ(memory_.areas(), 1);
   EXPECT_NE(share(kOther).tensor, nullptr);
   EXPECT_EQ(share(kOther, 5000).tensor, nullptr) << "larger than the area";
+  EXPECT_EQ(memory_.area_to(kOther, stand_in(0), stand_in(1))->area->size(), 4096);
+  EXPECT_FALSE(memory_.area_to(kPeer, stand_in(0), stand_in(1))) << "unwanted";
+  EXPECT_FALSE(memory_.area_to(kOther, stand_in(1), stand_in(1))) << "never offered";
+  EXPECT_TRUE(share(PeerId{3, 0}, 5000).offer) << "parts of large tensors need an area, too";
   EXPECT_EQ(memory_.share(kOther, c10::kCPU, stand_in(1), 100).tensor, nullptr);
 }
 

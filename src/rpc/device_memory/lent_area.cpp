@@ -10,21 +10,40 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;
 
+std::size_t round_up(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
 }  // namespace
 
-/// Takes the first free part that is large enough.
-std::optional<Lease> LentArea::take(std::size_t bytes) {
+/// Where the first free part begins that is large enough.
+std::optional<std::size_t> LentArea::free_offset(std::size_t bytes) const {
   if (bytes == 0 || bytes > bytes_) return std::nullopt;
-  const std::size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  MutexLock lock(mutex_);
+  const std::size_t rounded = round_up(bytes);
   std::size_t offset = 0;
   for (const auto& [begin, part] : parts_) {
     if (begin - offset >= rounded) break;
     offset = begin + part.bytes;
   }
   if (offset > bytes_ || bytes_ - offset < rounded) return std::nullopt;
-  parts_.emplace(offset, Part{++last_lease_, rounded, false});
-  return Lease{last_lease_, offset, bytes};
+  return offset;
+}
+
+std::optional<Lease> LentArea::take(std::size_t bytes) {
+  MutexLock lock(mutex_);
+  const std::optional<std::size_t> offset = free_offset(bytes);
+  if (!offset) return std::nullopt;
+  parts_.emplace(*offset, Part{++last_lease_, round_up(bytes), false});
+  return Lease{last_lease_, *offset, bytes};
+}
+
+bool LentArea::has_room(std::size_t bytes) const {
+  MutexLock lock(mutex_);
+  return free_offset(bytes).has_value();
+}
+
+bool LentArea::has(std::uint64_t lease) const {
+  MutexLock lock(mutex_);
+  return std::any_of(parts_.begin(), parts_.end(),
+                     [&](const auto& entry) { return entry.second.lease == lease; });
 }
 
 LentArea::Parts::iterator LentArea::find(std::uint64_t lease) {

@@ -28,12 +28,16 @@ class LentArea {
   std::size_t size() const { return bytes_; }
   /// Returns a part, aligned to 256 bytes; nullopt if no free part is large enough.
   std::optional<Lease> take(std::size_t bytes);
+  /// Whether take() would return one now.
+  bool has_room(std::size_t bytes) const;
   /// The message is about to be sent: from now on the peer may return the part.
   void lend(std::uint64_t lease) { set_lent(lease, true); }
   /// The message was not sent after all.
   void take_back(std::uint64_t lease) { set_lent(lease, false); }
   /// The message is gone here: frees the part unless the peer has it.
   void drop(std::uint64_t lease);
+  /// Whether the part is in use.
+  bool has(std::uint64_t lease) const;
   /// The peer returns a part; no effect if it has returned it before. Throws Error{kInvalid} for a part that it
   /// never got.
   void returned(std::uint64_t lease);
@@ -48,6 +52,7 @@ class LentArea {
   };
   using Parts = std::map<std::size_t, Part>;  ///< by offset
   void set_lent(std::uint64_t lease, bool lent);
+  std::optional<std::size_t> free_offset(std::size_t bytes) const TORCHSPAN_REQUIRES(mutex_);
   Parts::iterator find(std::uint64_t lease) TORCHSPAN_REQUIRES(mutex_);
 
   const std::shared_ptr<std::byte> memory_;

@@ -10,7 +10,7 @@
 
 namespace torchspan::rpc {
 
-/// The memory of one tensor of an outgoing message. Its destructor frees the memory, unless the peer has the
+/// The memory of one tensor of an outgoing message, or of a part of one. Its destructor frees the memory, unless the peer has the
 /// message. The device must have done its copies then.
 class LentTensor {
  public:
@@ -28,6 +28,9 @@ class LentTensor {
   /// Call before the message is sent, and take_back() if the channel does not accept it.
   void lend() const { area_->lend(lease_.id); }
   void take_back() const { area_->take_back(lease_.id); }
+  /// Whether the peer has not returned the memory.
+  bool in_use() const { return area_->has(lease_.id); }
+  std::size_t bytes() const { return lease_.bytes; }
 
  private:
   const std::shared_ptr<LentArea> area_;

@@ -20,7 +20,7 @@ bool has_ended(const ProcessId& process) {
 
 OutgoingMemory::Shared OutgoingMemory::share(PeerId to, c10::Device here, c10::Device there,
                                              std::size_t bytes) {
-  if (here.type() != runtime_->type() || bytes > bytes_) return {};
+  if (here.type() != runtime_->type()) return {};
   const Key key{to, here.str(), there.str()};
   std::shared_ptr<LentArea> area;
   std::uint32_t number = 0;
@@ -41,6 +41,15 @@ OutgoingMemory::Shared OutgoingMemory::share(PeerId to, c10::Device here, c10::D
   const std::optional<Lease> lease = area->take(bytes);
   if (!lease) return {};
   return {std::make_shared<const LentTensor>(std::move(area), *lease, number), std::nullopt};
+}
+
+std::optional<SharedArea> OutgoingMemory::area_to(PeerId to, c10::Device here, c10::Device there) const {
+  MutexLock lock(mutex_);
+  const auto number = numbers_.find(Key{to, here.str(), there.str()});
+  if (number == numbers_.end()) return std::nullopt;
+  const Route& route = routes_.at(number->second);
+  if (route.state != State::kReady) return std::nullopt;
+  return SharedArea{route.area, number->second};
 }
 
 OfferDeviceMemory OutgoingMemory::offer_of(std::uint32_t number, const Route& route) const {

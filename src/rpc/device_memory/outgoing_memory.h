@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/detail/core/metrics.h>
 #include <torchspan/detail/core/mutex.h>
 
 #include "device/api/device_runtime.h"
@@ -13,6 +14,13 @@
 #include "rpc/peers/peer_table.h"
 
 namespace torchspan::rpc {
+
+/// An area, and the number of its route.
+struct SharedArea {
+  std::shared_ptr<LentArea> area;
+  std::uint32_t route = 0;
+  Counter* sent = nullptr;  ///< counts parts, unless null
+};
 
 /// This worker's memory through which its tensors reach devices of others: one area for each peer, device here
 /// and device there, so that no peer maps what another one receives. A state machine: callers send the offers
@@ -30,6 +38,8 @@ class OutgoingMemory {
   /// Memory for a tensor of `bytes` bytes on `here` that goes to a peer's device `there`; the CPU: where the
   /// peer's device map places it.
   Shared share(PeerId to, c10::Device here, c10::Device there, std::size_t bytes);
+  /// The area of that route, if the peer has mapped it.
+  std::optional<SharedArea> area_to(PeerId to, c10::Device here, c10::Device there) const;
 
   /// The peer has answered an offer. Returns the next one, if there is one. May allocate device memory. `failure`
   /// is set to why tensors of this route go through host memory, if this should be logged.

@@ -4,7 +4,11 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include <ATen/core/ivalue.h>
+
 #include <torchspan/core/error.h>
+
+#include "device/api/memory_view.h"
 
 namespace torchspan::rpc {
 namespace {
@@ -14,7 +18,7 @@ namespace {
 }  // namespace
 
 void IncomingParts::receive(const net::Channel* channel, const TensorPart& part,
-                            const std::vector<Buffer>& segments) {
+                            const std::vector<Buffer>& segments, std::optional<c10::Device> device) {
   Tensors& tensors = channels_[channel];
   if (segments.empty()) {
     if (tensors.erase(part.tensor) == 0)
@@ -32,7 +36,8 @@ void IncomingParts::receive(const net::Channel* channel, const TensorPart& part,
         "arrived",
         arrived.size, part.tensor, part.bytes, partial.memory.size, partial.received));
   }
-  std::memcpy(partial.memory.data + partial.received, arrived.data, arrived.size);
+  if (device) move_to(*device, partial);
+  copy(arrived, device.value_or(c10::Device(c10::kCPU)), partial);
   partial.received += arrived.size;
 }
 
@@ -44,11 +49,34 @@ IncomingParts::Partial& IncomingParts::begin(Tensors& tensors, const TensorPart&
     throw Error(ErrorKind::kOverloaded,
                 fmt::format("parts of more than {} tensors arrived before their messages", kMostTensors));
   }
-  Partial fresh{allocate_buffer(part.bytes), 0};
-  return tensors.emplace(part.tensor, std::move(fresh)).first->second;
+  return tensors.emplace(part.tensor, Partial{allocate_buffer(part.bytes)}).first->second;
 }
 
-Buffer IncomingParts::take(Tensors& tensors, std::uint64_t number) {
+/// If the device still has no room for the tensor when its message comes, the message fails, not its connection.
+void IncomingParts::move_to(c10::Device device, Partial& partial) {
+  if (!partial.device.is_cpu() || partial.stays) return;
+  std::optional<Buffer> memory = received_.allocate(device, partial.memory.size);
+  partial.stays = !memory;
+  if (!memory) return;
+  const Partial moved{std::move(*memory), device};
+  if (partial.received != 0) copy({partial.memory.data, partial.received, nullptr}, c10::kCPU, moved);
+  partial.memory = moved.memory;
+  partial.device = device;
+}
+
+/// Copies to where the next part belongs.
+void IncomingParts::copy(const Buffer& from, c10::Device device, const Partial& to) {
+  std::byte* const place = to.memory.data + to.received;
+  if (device.is_cpu() && to.device.is_cpu()) {
+    std::memcpy(place, from.data, from.size);
+    return;
+  }
+  const auto bytes = static_cast<std::int64_t>(from.size);
+  copies_.copy_and_wait(device::view_memory(from.data, {bytes}, {1}, at::kByte, device),
+                        device::view_memory(place, {bytes}, {1}, at::kByte, to.device));
+}
+
+IncomingParts::Partial IncomingParts::take(Tensors& tensors, std::uint64_t number) {
   const auto found = tensors.find(number);
   if (found == tensors.end())
     refuse_part(fmt::format("a message has tensor {} in parts, and none had arrived", number));
@@ -57,9 +85,9 @@ Buffer IncomingParts::take(Tensors& tensors, std::uint64_t number) {
     refuse_part(fmt::format("a message has tensor {} in parts, and {} of its {} bytes had arrived", number,
                             partial.received, partial.memory.size));
   }
-  Buffer memory = std::move(partial.memory);
+  Partial whole = std::move(partial);
   tensors.erase(found);
-  return memory;
+  return whole;
 }
 
 void IncomingParts::insert(const net::Channel* channel, BytesView blob, std::vector<Buffer>& segments,
@@ -75,10 +103,13 @@ void IncomingParts::insert(const net::Channel* channel, BytesView blob, std::vec
       refuse_part(fmt::format("a tensor in parts is segment {} of a message with {} others", place.segment,
                               segments.size()));
     }
-    segments.insert(segments.begin() + place.segment, take(tensors, place.tensor));
-    for (wire::DeviceSegment& other : on_device) {
-      if (other.index >= place.segment) ++other.index;
-    }
+    Partial whole = take(tensors, place.tensor);
+    segments.insert(segments.begin() + place.segment, std::move(whole.memory));
+    auto later = on_device.begin();
+    while (later != on_device.end() && later->index < place.segment) ++later;
+    for (auto other = later; other != on_device.end(); ++other) ++other->index;
+    if (!whole.device.is_cpu())
+      on_device.insert(later, {place.segment, whole.device, wire::DeviceSegment::Memory::kReceived});
     before = &place;
   }
 }

@@ -2,24 +2,31 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include <torchspan/detail/core/buffer.h>
 #include <torchspan/detail/net/transport.h>
 
 #include "rpc/tensor_parts/messages.h"
+#include "rpc/tensor_parts/received_memory.h"
 #include "wire/api/tensors.h"
 
 namespace torchspan::rpc {
 
-/// The tensors of which parts have arrived, until their message comes, by connection. Their memory is in use only as
-/// far as parts have arrived. Used by the thread that polls the transport. Errors are Error{kInvalid, kOverloaded}: the
-/// peer broke the protocol, and its connection must end.
+/// The tensors of which parts have arrived, until their message comes, by connection. If parts are in device memory, they
+/// wait on that device if it has room, otherwise in host memory, which is in use only as far as parts have arrived. Used
+/// by the thread that polls the transport. Errors are Error{kInvalid, kOverloaded} if the peer broke the protocol, and
+/// those of a device that failed; the connection must end.
 class IncomingParts {
  public:
-  /// A TensorPart has arrived with these segments.
-  void receive(const net::Channel* channel, const TensorPart& part, const std::vector<Buffer>& segments);
-  /// Inserts the tensors that a message's blob names among its segments, and moves the places in `on_device`.
+  IncomingParts(device::CopyStreams& copies, Executor& executor)
+      : copies_(copies), received_(copies, executor) {}
+  /// A TensorPart has arrived with these segments. `device`: where its only segment is, if it is in device memory. Waits
+  /// for the copy.
+  void receive(const net::Channel* channel, const TensorPart& part, const std::vector<Buffer>& segments,
+               std::optional<c10::Device> device = std::nullopt);
+  /// Inserts the tensors that a message's blob names among its segments, and their places in `on_device`.
   void insert(const net::Channel* channel, BytesView blob, std::vector<Buffer>& segments,
               std::vector<wire::DeviceSegment>& on_device);
   /// The connection has ended: frees what arrived on it.
@@ -32,12 +39,18 @@ class IncomingParts {
   static constexpr std::size_t kMostTensors = 256;
   struct Partial {
     Buffer memory;
+    c10::Device device = c10::kCPU;
     std::size_t received = 0;
+    bool stays = false;  ///< on the host: the device had no room
   };
   using Tensors = std::map<std::uint64_t, Partial>;  ///< by number
   static Partial& begin(Tensors& tensors, const TensorPart& part);
-  static Buffer take(Tensors& tensors, std::uint64_t number);
+  void move_to(c10::Device device, Partial& partial);
+  void copy(const Buffer& from, c10::Device device, const Partial& to);
+  static Partial take(Tensors& tensors, std::uint64_t number);
 
+  device::CopyStreams& copies_;
+  ReceivedMemory received_;
   std::map<const net::Channel*, Tensors> channels_;
 };
 

@@ -1,6 +1,7 @@
-// Parts of tensors and messages that need them, as a peer sends them: whatever it sends, a message gets whole tensors,
-// and the table holds no more than was sent.
+// Parts of tensors in host memory, and messages that need them, as a peer sends them: whatever it sends, a message gets
+// whole tensors, and the table holds no more than was sent.
 #include <cstdlib>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -18,7 +19,9 @@ void require(bool condition) {
 /// Four bytes begin a part: its tensor, the tensor's bytes, the part's bytes, and how many segments it has. What
 /// remains after a zero is a message's blob.
 void fuzz_parts(BytesView input) {
-  IncomingParts table;
+  device::CopyStreams copies;
+  const std::unique_ptr<Executor> executor = make_executor();
+  IncomingParts table(copies, *executor);
   try {
     while (input.size() >= 4 && input[0] != std::byte{0}) {
       const auto number = [&](std::size_t at) { return std::to_integer<std::size_t>(input[at]); };

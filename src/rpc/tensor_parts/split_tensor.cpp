@@ -1,6 +1,5 @@
 #include "rpc/tensor_parts/split_tensor.h"
 
-#include <algorithm>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -22,9 +21,11 @@ at::Tensor copy_without_graph(const at::Tensor& tensor) {
 }  // namespace
 
 bool PartLine::enter(std::uint64_t number) {
+  if (alive_->fetch_add(1) >= kMostTensors) {
+    alive_->fetch_sub(1);
+    return false;
+  }
   MutexLock lock(mutex_);
-  if (alive_ >= kMostTensors) return false;
-  ++alive_;
   waiting_.push_back(number);
   return true;
 }
@@ -40,9 +41,8 @@ void PartLine::leave(std::uint64_t number) {
 }
 
 void PartLine::forget(std::uint64_t number) {
-  MutexLock lock(mutex_);
-  std::erase(waiting_, number);
-  --alive_;
+  leave(number);
+  alive_->fetch_sub(1);
 }
 
 SplitTensor::SplitTensor(Way way, const at::Tensor& tensor, const device::EventPoolPtr& events)
@@ -51,63 +51,79 @@ SplitTensor::SplitTensor(Way way, const at::Tensor& tensor, const device::EventP
 }
 
 SplitTensor::~SplitTensor() {
-  if (way_.line->is_first(way_.number)) way_.line->ring().discard();
+  if (way_.line->is_first(way_.number)) way_.line->buffers().discard();
   way_.line->forget(way_.number);
   if (!channel_) return;
   try {
-    send({});
+    send(std::nullopt);
   } catch (const std::exception&) {  // the peer forgets the parts when the connection ends
   }
 }
 
 void SplitTensor::fill() {
   if (copied_ == total_ || !way_.line->is_first(way_.number)) return;
-  device::DownloadRing& ring = way_.line->ring();
+  PartBuffers& buffers = way_.line->buffers();
   if (captured_at_) {
-    captured_at_->hold_back(ring.stream());
+    captured_at_->hold_back(buffers.stream());
     captured_at_.reset();
-    device::keep_memory_for(captured_, ring.stream());
+    device::keep_memory_for(captured_, buffers.stream());
   }
-  for (std::size_t count = 0; copied_ < total_; copied_ += count) {
-    count = std::min(ring.part(), total_ - copied_);
-    if (!ring.fill(captured_, copied_, count)) return;
-  }
+  for (std::size_t count = 1; copied_ < total_ && count != 0; copied_ += count)
+    count = buffers.fill(captured_, copied_);
 }
 
 bool SplitTensor::can_advance() const {
   if (done() || !way_.line->is_first(way_.number)) return false;
-  const device::DownloadRing& ring = way_.line->ring();
-  return ring.ready() || (copied_ < total_ && ring.has_room());
+  PartBuffers& buffers = way_.line->buffers();
+  return buffers.ready() || (copied_ < total_ && buffers.has_room());
 }
 
-void SplitTensor::advance(const std::shared_ptr<net::Channel>& channel) {
-  if (done() || !way_.line->is_first(way_.number)) return;
+std::size_t SplitTensor::advance(const std::shared_ptr<net::Channel>& channel) {
+  if (done() || !way_.line->is_first(way_.number)) return 0;
+  std::size_t carried = 0;
+  PartBuffers& buffers = way_.line->buffers();
   fill();
-  while (std::optional<Segment> part = way_.line->ring().take()) {
+  while (std::optional<Part> part = buffers.take()) {
     channel_ = channel;
     try {
-      send({&*part, 1});
+      send(part);
     } catch (...) {
       if (sent_ == 0) channel_.reset();
       throw;
     }
-    sent_ += part->size;
+    buffers.sent(*part, channel);
+    sent_ += part->bytes();
+    if (!part->lent) carried += part->bytes();
     part.reset();  // the channel may have released it already
     fill();
   }
-  if (!done()) return;
+  if (!done()) return carried;
   way_.line->leave(way_.number);
   captured_ = at::Tensor();
+  return carried;
 }
 
-void SplitTensor::send(std::span<const Segment> part) const {
+/// The peer may return lent memory before send() has returned.
+void SplitTensor::send(const std::optional<Part>& part) const {
   wire::Frame frame;
   frame.header.type = TensorPart::kType;
   frame.header.flags = wire::kFlagOneWay;
   frame.header.instance = way_.sender.instance;
   frame.header.version = way_.sender.version;
   frame.value = wire::to_payload(TensorPart{way_.number, total_}).value;
-  channel_->send(wire::encode_frame(frame), part);
+  if (!part || !part->lent) {
+    const std::size_t segments = part ? 1 : 0;
+    return channel_->send(wire::encode_frame(frame), {part ? &part->segment : nullptr, segments});
+  }
+  frame.header.features = kPartsInDeviceMemory;
+  frame.blobs.push_back({kDeviceMemoryBlob, wire::to_payload(SharedPlaces{{part->lent->place(0)}}).value});
+  part->lent->lend();
+  try {
+    channel_->send(wire::encode_frame(frame), {});
+  } catch (...) {
+    part->lent->take_back();
+    throw;
+  }
 }
 
 }  // namespace torchspan::rpc

@@ -1,10 +1,11 @@
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <optional>
-#include <span>
+#include <utility>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
@@ -13,32 +14,34 @@
 #include <torchspan/detail/core/protocol.h>
 #include <torchspan/detail/net/transport.h>
 
-#include "device/api/download_ring.h"
+#include "rpc/tensor_parts/part_buffers.h"
 
 namespace torchspan::rpc {
 
 /// The tensors of one device that wait for their turn with the buffers through which they go to one peer. Thread-safe,
-/// except for the ring, which belongs to the first tensor.
+/// except for the buffers, which belong to the first tensor.
 class PartLine {
  public:
-  /// `part`: bytes of a part.
-  PartLine(c10::Device device, std::size_t part) : ring_(device, part) {}
+  using Count = std::shared_ptr<std::atomic<std::size_t>>;
+  /// `alive`: the tensors of all lines of the device to the peer that have not been deleted.
+  PartLine(std::unique_ptr<PartBuffers> buffers, Count alive)
+      : buffers_(std::move(buffers)), alive_(std::move(alive)) {}
   /// Adds a tensor at the end. Returns false if too many others have not been deleted.
   bool enter(std::uint64_t number);
   bool is_first(std::uint64_t number) const;
-  /// The tensor needs the ring no longer.
+  /// The tensor needs the buffers no longer.
   void leave(std::uint64_t number);
   /// The tensor is deleted.
   void forget(std::uint64_t number);
-  device::DownloadRing& ring() { return ring_; }
+  PartBuffers& buffers() { return *buffers_; }
 
  private:
   /// Tensors beyond these are copied as a whole. The receiver relies on this limit.
   static constexpr std::size_t kMostTensors = 16;
-  device::DownloadRing ring_;
+  const std::unique_ptr<PartBuffers> buffers_;
+  const Count alive_;
   mutable Mutex mutex_;
   std::deque<std::uint64_t> waiting_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::size_t alive_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
 };
 
 /// What the parts say of the worker that sends them.
@@ -48,7 +51,7 @@ struct PartSender {
 };
 
 /// A large tensor of an outgoing message that goes to the peer in parts, before the message: the device copies a part
-/// to the host while another one is being sent. Its destructor asks the peer to drop the parts, unless the message
+/// while another one is being sent. Its destructor asks the peer to drop the parts, unless the message
 /// was sent. One thread at a time may use it.
 class SplitTensor {
  public:
@@ -71,9 +74,10 @@ class SplitTensor {
   void fill();
   /// Whether advance() would send a part or begin to copy one. Does not wait.
   bool can_advance() const;
-  /// Sends the parts that the host has to `channel`, always the same one, and begins to copy others. Throws Error if
-  /// the channel does not accept a part.
-  void advance(const std::shared_ptr<net::Channel>& channel);
+  /// Sends the parts that the device has written to `channel`, always the same one, and begins to copy others. Returns
+  /// the bytes of the parts in host memory, which the channel carries. Throws Error if the channel does not accept a
+  /// part.
+  std::size_t advance(const std::shared_ptr<net::Channel>& channel);
   /// Whether all parts were sent.
   bool done() const { return sent_ == total_; }
   bool sent_on(const net::Channel* channel) const { return channel_.get() == channel; }
@@ -84,11 +88,11 @@ class SplitTensor {
   std::size_t sent() const { return sent_; }
 
  private:
-  void send(std::span<const Segment> part) const;
+  void send(const std::optional<Part>& part) const;
 
   const Way way_;
   at::Tensor captured_;
-  std::optional<device::Mark> captured_at_;  ///< until the ring's stream waits for it
+  std::optional<device::Mark> captured_at_;  ///< until the buffers' stream waits for it
   const std::size_t total_;                  ///< bytes
   std::size_t copied_ = 0, sent_ = 0;
   std::shared_ptr<net::Channel> channel_;  ///< has parts that the peer may have to forget

@@ -95,8 +95,11 @@ class TensorParts : public ::testing::Test {
   }
 
   StandInStreams& device_ = StandInStreams::get();
-  IncomingParts receiver_;
-  OutgoingParts sender_{std::make_shared<device::EventPool>(), kPart};
+  const std::unique_ptr<Executor> executor_ = make_executor();
+  device::CopyStreams copies_;
+  IncomingParts receiver_{copies_, *executor_};
+  OutgoingParts sender_{std::make_shared<device::EventPool>(), [](const net::Channel*) { return true; },
+                        kPart};
   const std::shared_ptr<SlowChannel> channel_ = std::make_shared<SlowChannel>(receiver_);
 };
 
@@ -235,6 +238,9 @@ TEST_F(TensorParts, ManyTensorsAreBounded) {
   all.pop_back();
   EXPECT_NE(split(bytes(3)), nullptr);
   sender_.departed(kPeer);
+  all.clear();
+  EXPECT_EQ(split(bytes(3)), nullptr) << "it has departed";
+  EXPECT_NE(split(bytes(3), PeerId{kPeer.rank, kPeer.incarnation + 1}), nullptr);
 }
 
 /// Releases parts, advances and drops tensors in random order.
@@ -283,7 +289,9 @@ class LyingPeer : public ::testing::Test {
     table_.insert(nullptr, wire::to_payload(SplitPlaces{std::move(places)}).value, segments_, on_device_);
     return segments_.size();
   }
-  IncomingParts table_;
+  const std::unique_ptr<Executor> executor_ = make_executor();
+  device::CopyStreams copies_;
+  IncomingParts table_{copies_, *executor_};
   std::vector<Buffer> segments_{allocate_buffer(1), allocate_buffer(2)};
   std::vector<wire::DeviceSegment> on_device_{{1, c10::kCPU}};
 };
@@ -346,6 +354,31 @@ TEST_F(LyingPeer, PartsBecomeSegmentsAmongOthers) {
   for (const Buffer& segment : segments_) sizes.push_back(segment.size);
   EXPECT_EQ(sizes, (std::vector<std::size_t>{3, 1, 4, 2}));
   EXPECT_EQ(on_device_.front().index, 3);
+}
+
+/// Sizes of what is in device memory are checked as those of host memory, and parts may lie in both.
+TEST_F(LyingPeer, PartsInDeviceMemoryMustFit) {
+  const at::Tensor part = at::arange(60, at::kByte).to(stand_in(0));
+  const Buffer segment{static_cast<std::byte*>(part.data_ptr()), part.nbytes(), std::make_shared<int>()};
+  table_.receive(nullptr, {1, 100}, {segment}, stand_in(0));
+  EXPECT_EQ(kind_of([&] { table_.receive(nullptr, {1, 100}, {segment}, stand_in(0)); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] {
+              table_.receive(nullptr, {1, 100}, {segment, segment}, stand_in(0));
+            }),
+            ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] {
+              table_.receive(nullptr, {2, ~std::uint64_t{0}}, {segment}, stand_in(0));
+            }),
+            ErrorKind::kOverloaded);
+  receive(1, 100, {40});
+  EXPECT_EQ(insert({{1, 1}}), 3);
+  ASSERT_EQ(on_device_.size(), 2);
+  EXPECT_EQ(on_device_[0].index, 1);
+  EXPECT_EQ(on_device_[0].device, stand_in(0));
+  EXPECT_EQ(on_device_[0].memory, wire::DeviceSegment::Memory::kReceived);
+  EXPECT_EQ(on_device_[1].index, 2);
+  const at::Tensor whole = std::move(*std::static_pointer_cast<at::Tensor>(segments_[1].owner));
+  EXPECT_TRUE(at::equal(whole.cpu().narrow(0, 0, 60), part.cpu()));
 }
 
 }  // namespace

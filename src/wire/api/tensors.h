@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
@@ -45,11 +46,16 @@ PackedTensors pack(std::span<const at::Tensor> tensors, PackOptions options = {}
 
 /// A segment in device memory instead of host memory.
 struct DeviceSegment {
+  enum class Memory : std::uint8_t {
+    kShared,  ///< of another process: it is copied, and its owner released when the copy is complete
+    /// Allocated for this message: the owner is a std::shared_ptr<at::Tensor> of bytes, which becomes the result's
+    /// storage unless that is on another device.
+    kReceived,
+    kTensor,  ///< of this process: the owner is a std::shared_ptr<at::Tensor>, which is moved into the result
+  };
   std::size_t index = 0;  ///< among the segments
   c10::Device device = c10::kCPU;
-  /// Whether the buffer's owner is a std::shared_ptr<at::Tensor> with this memory, which no other tensor uses: it is
-  /// moved into the result, without a copy. Only for messages of this process.
-  bool is_tensor = false;
+  Memory memory = Memory::kShared;
 };
 
 struct UnpackOptions {
@@ -58,8 +64,7 @@ struct UnpackOptions {
   std::function<c10::Device(c10::Device sent_from)> place = {};
   /// Copies tensors to devices with streams, beside their other work. Null: on the current stream.
   device::CopyStreams* copies = nullptr;
-  /// The segments in device memory, by ascending index. They need `copies`. Those that are not tensors (`is_tensor`)
-  /// are always copied, and their owners released when the copies are complete.
+  /// The segments in device memory, by ascending index. They need `copies`.
   std::span<const DeviceSegment> on_device = {};
 };
 

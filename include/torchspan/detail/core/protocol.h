@@ -38,8 +38,10 @@ void put_range(ByteWriter& writer, const ProtocolRange& range);
 ProtocolRange get_range(ByteReader& reader);
 inline constexpr std::size_t kRangeBytes = 8;
 
+/// The worker reads parts of tensors in device memory (docs/wire.md).
+inline constexpr std::uint32_t kPartsInDeviceMemory = 1u << 0;
 /// The wire format between workers that this release supports (docs/wire.md). tests/wire_versions has its bytes.
-inline constexpr ProtocolRange kWireProtocol{};
+inline constexpr ProtocolRange kWireProtocol{.features = kPartsInDeviceMemory};
 /// The protocol between the workers and rank 0's store (docs/wire.md).
 inline constexpr ProtocolRange kStoreProtocol{};
 

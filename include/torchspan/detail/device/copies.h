@@ -53,6 +53,9 @@ class CopyStreams {
   /// Copies such memory, of another process, to `device`: as to_device(). The other process's copies must be
   /// complete.
   at::Tensor from_shared(const at::Tensor& shared, c10::Device device);
+  /// Copies between tensors of the same sizes, in memory of this process or of another one, on the streams for copies to
+  /// their devices. Waits for these streams.
+  void copy_and_wait(const at::Tensor& source, at::Tensor target);
   /// Makes the default streams of the devices of `streams` wait for these, or the other way around.
   void order_defaults_after(const Streams& streams) const;
   void order_after_defaults(const Streams& streams) const;

@@ -1,0 +1,42 @@
+#include "rpc/tensor_parts/received_memory.h"
+
+#include <exception>
+#include <limits>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
+
+namespace torchspan::rpc {
+namespace {
+
+constexpr Duration kFullPause = std::chrono::minutes(1);
+
+}  // namespace
+
+std::optional<Buffer> ReceivedMemory::allocate(c10::Device device, std::size_t bytes) {
+  Room& room = rooms_[device];
+  const std::size_t used = room.used->load();
+  const bool fits = used == 0 || (used <= most_ && bytes <= most_ - used);
+  if (!fits || bytes > std::numeric_limits<std::ptrdiff_t>::max() || executor_.now() < room.full_until)
+    return std::nullopt;
+  at::Tensor memory;
+  try {
+    device::StreamsScope scope;
+    scope.enter(copies_.in(device));
+    memory =
+        at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device));
+  } catch (const std::exception&) {
+    room.full_until = executor_.now() + kFullPause;
+    return std::nullopt;
+  }
+  room.used->fetch_add(bytes);
+  auto* const data = static_cast<std::byte*>(memory.data_ptr());
+  const std::shared_ptr<at::Tensor> owner(new at::Tensor(std::move(memory)),
+                                          [used = room.used, bytes](at::Tensor* tensor) {
+                                            delete tensor;
+                                            used->fetch_sub(bytes);
+                                          });
+  return Buffer{data, bytes, owner};
+}
+
+}  // namespace torchspan::rpc
