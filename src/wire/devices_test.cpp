@@ -59,7 +59,7 @@ TEST(Devices, ATensorIsPlacedOnTheRequestedDeviceOrRejected) {
     std::vector<Buffer> buffers = deliver(packed.segments);
     return unpack(packed.metadata, buffers, {.place = [](c10::Device) { return c10::Device("meta"); }});
   };
-  for (const auto& [device, why] : {std::pair("cuda:3", "this process has no cuda devices"),
+  for (const auto& [device, why] : {std::pair("xpu:3", "this process has no xpu devices"),
                                     std::pair("meta", "a meta tensor has no data")}) {
     try {
       sent(device);

@@ -200,12 +200,12 @@ TEST(RpcDevices, DeviceMapsMissingConfigResponse) {
 /// device_maps_invalid_max_remote_device: the worker without the device reports it to the caller.
 // peer: rpc_test.py device_maps_wrong_worker_name
 TEST(RpcDevices, DeviceMapsInvalidMaxRemoteDevice) {
-  on_first(world({to_worker1({{stand_in(0), stand_in(7)}, {kCpu, c10::Device("cuda:0")}})}),
+  on_first(world({to_worker1({{stand_in(0), stand_in(7)}, {kCpu, c10::Device("xpu:0")}})}),
            [](Worker& worker) {
              const at::Tensor x = at::ones({2});
              for (const auto& [sent, missing] :
                   {std::pair(x.to(stand_in(0)), "this process has 2 privateuseone devices"),
-                   std::pair(x, "this process has no cuda devices")}) {
+                   std::pair(x, "this process has no xpu devices")}) {
                expect_error(ErrorKind::kInvalid, missing,
                             [&, x = sent] { worker.rpc_sync("worker1", kDevicesOf, std::vector{x}); });
              }

@@ -241,10 +241,15 @@ struct HostMemory {
   std::vector<std::int64_t> sizes, strides;
 };
 
-/// Copies between `host` and `device` when the operation's stream is known to have come to it.
+/// Whether a tensor is in memory outside of these devices' allocator, which other processes may map.
+inline bool is_shared(const at::Tensor& tensor) { return block_of(tensor.storage().data_ptr()) == nullptr; }
+
+/// Copies between `host` and `device` when the operation's stream is known to have come to it. The program must keep
+/// shared memory until then.
 inline void copy_late(const DeviceOperation& operation, const at::Tensor& host, const at::Tensor& device,
                       bool to_host) {
-  const BlockPtr block = *static_cast<BlockPtr*>(device.storage().data_ptr().get_context());
+  BlockPtr block;
+  if (!is_shared(device)) block = *static_cast<BlockPtr*>(device.storage().data_ptr().get_context());
   operation.later([memory = HostMemory(host), alias = on_cpu(device), block, to_host] {
     const at::Tensor there = memory.tensor();
     if (!there.defined()) {
@@ -254,9 +259,6 @@ inline void copy_late(const DeviceOperation& operation, const at::Tensor& host, 
     to_host ? there.copy_(alias) : alias.copy_(there);
   });
 }
-
-/// Whether a tensor is in memory outside of these devices' allocator, which other processes may map.
-inline bool is_shared(const at::Tensor& tensor) { return block_of(tensor.storage().data_ptr()) == nullptr; }
 
 /// Copies from or to memory that processes share when the stream is known to have come to the copy: who reads the
 /// target too early sees NaN, and who overwrites the source too early changes what is copied.

@@ -10,8 +10,10 @@
 namespace torchspan::rpc {
 namespace {
 
-/// The peer copies one part out of the area while others are written and sent.
-constexpr std::size_t kMostParts = 4;
+constexpr std::size_t kPartsOfAnArea = 8;
+/// Processes that share a device take turns on it, so few turns with many parts each are faster. The rest of the area is
+/// for smaller tensors.
+constexpr std::size_t kMostParts = 6;
 /// Smaller parts would cost more than the way through the host.
 constexpr std::size_t kLeastPart = std::size_t{64} << 10;
 
@@ -29,7 +31,7 @@ SharedBuffers::~SharedBuffers() {
 }
 
 std::size_t SharedBuffers::part_of(const LentArea& area) {
-  const std::size_t part = area.size() / (2 * kMostParts);
+  const std::size_t part = area.size() / kPartsOfAnArea;
   return part < kLeastPart ? 0 : part;
 }
 

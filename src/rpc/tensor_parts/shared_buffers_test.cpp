@@ -166,18 +166,18 @@ TEST_F(PartsInDeviceMemory, TheLimitOfTensorsIsThatOfTheDevice) {
   EXPECT_EQ(sender_.split(kPeer, large, {.instance = 7, .version = 1}), nullptr);
 }
 
-/// At most half of the area, and the next part when the peer has returned one.
+/// At most six parts, and the next one when the peer has returned one.
 TEST_F(PartsInDeviceMemory, LeaveRoomForOthers) {
-  const at::Tensor tensor = values(6);
+  const at::Tensor tensor = values(8);
   const SplitTensorPtr split = this->split(tensor);
   split->advance(channel_);
-  EXPECT_EQ(split->sent(), 4 * kShared);
-  EXPECT_FALSE(split->can_advance()) << "half of the area is in use";
-  EXPECT_TRUE(area_->has_room(4 * kShared));
+  EXPECT_EQ(split->sent(), 6 * kShared);
+  EXPECT_FALSE(split->can_advance());
+  EXPECT_TRUE(area_->has_room(2 * kShared));
   channel_->return_one();
   EXPECT_TRUE(split->can_advance());
   split->advance(channel_);
-  EXPECT_EQ(split->sent(), 5 * kShared);
+  EXPECT_EQ(split->sent(), 7 * kShared);
   send_all(*split, channel_);
   EXPECT_EQ(channel_->through_host, 0);
   expect_arrived(channel_.get(), *split, tensor, /*stays=*/true);
@@ -242,14 +242,14 @@ TEST_F(PartsInDeviceMemory, ATensorBeginsInTheAreaAndContinuesThroughHostMemory)
   const at::Tensor tensor = values(9);
   const SplitTensorPtr split = this->split(tensor);
   split->advance(channel_);
-  const Lease others = area_->take(4 * kShared).value();
+  const Lease others = area_->take(2 * kShared).value();
   while (!channel_->leases.empty()) {
     channel_->return_one();
     ASSERT_TRUE(area_->take(kShared)) << "another message was faster";
   }
   send_all(*split, channel_);
-  EXPECT_EQ(channel_->lent, 4);
-  EXPECT_GE(channel_->through_host, 5);
+  EXPECT_EQ(channel_->lent, 6);
+  EXPECT_GE(channel_->through_host, 4);
   expect_arrived(channel_.get(), *split, tensor, /*stays=*/true);
   area_->drop(others.id);
 }
@@ -257,7 +257,7 @@ TEST_F(PartsInDeviceMemory, ATensorBeginsInTheAreaAndContinuesThroughHostMemory)
 /// Parts that a connection took with it never return. The tensor fails, and the next one does not wait for them.
 TEST_F(PartsInDeviceMemory, PartsOfAnEndedConnectionDelayNothing) {
   channel_->lost = true;
-  SplitTensorPtr split = this->split(values(6));
+  SplitTensorPtr split = this->split(values(8));
   split->advance(channel_);
   EXPECT_FALSE(split->can_advance());
   ended_ = channel_.get();
@@ -268,12 +268,12 @@ TEST_F(PartsInDeviceMemory, PartsOfAnEndedConnectionDelayNothing) {
             }),
             ErrorKind::kDisconnected);
   split.reset();
-  EXPECT_EQ(area_->used(), 4) << "the peer's device may read them";
+  EXPECT_EQ(area_->used(), 6) << "the peer's device may read them";
   const at::Tensor tensor = values(6);
   const auto next = connect();
   split = this->split(tensor);
   send_all(*split, next);
-  EXPECT_EQ(next->through_host, 0) << "the other half of the area";
+  EXPECT_EQ(next->through_host, 0) << "the rest of the area";
   expect_arrived(next.get(), *split, tensor, /*stays=*/true);
 }
 
@@ -282,9 +282,9 @@ TEST_F(PartsInDeviceMemory, ADroppedTensorKeepsItsPartsUntilTheyAreWritten) {
   device_.reset(/*polls=*/1000);
   SplitTensorPtr split = this->split(values(6));
   split->fill();
-  EXPECT_EQ(area_->used(), 4);
+  EXPECT_EQ(area_->used(), 6);
   split.reset();
-  EXPECT_EQ(area_->used(), 4);
+  EXPECT_EQ(area_->used(), 6);
   device_.reset();
   const at::Tensor tensor = values(3);
   split = this->split(tensor);
