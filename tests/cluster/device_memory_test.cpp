@@ -172,8 +172,8 @@ void exchange_large() {
     require(counter(self.worker(), "rpc.tensor_parts.sent") == 9, "all arguments were sent in parts");
     const std::int64_t parts = counter(self.worker(), "rpc.tensor_parts.received");
     if (shared) {
-      // Of 128 KiB: 80 or 81 of each of the first three, and 2 (32 + i) of each of the others.
-      require(parts == 3 * 80 + 2 + 2 * (6 * 32 + 15), "all results came in parts");
+      // Of 256 KiB: 40 or 41 of each of the first three, and 32 + i of each of the others.
+      require(parts == 3 * 40 + 2 + 6 * 32 + 15, "all results came in parts");
       require(sent(self.worker()) - before == parts, "all parts went through device memory");
       await_returns(self);
     } else {

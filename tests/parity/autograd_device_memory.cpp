@@ -95,15 +95,15 @@ TEST_P(AutogradDeviceMemory, GradientsOfArgumentsAndOfResultsGoThroughIt) {
   });
 }
 
-/// Tensors and gradients of 1 MiB, in parts of an eighth of the memory.
+/// Tensors and gradients of 1 MiB, in parts of a quarter of the memory.
 TEST_P(AutogradDeviceMemory, LargeGradientsGoThroughItInParts) {
   on_first(world({{{"worker1", first_to_second()}}}, std::size_t{512} << 10), [&](Worker& worker) {
     connect(worker);
     for (int i = 1; i <= 3; ++i) {
       const std::int64_t here = sent(worker), there = worker.rpc_sync(1, kSent);
       differentiate(worker, 1, i, 1 << 17);
-      EXPECT_EQ(sent(worker) - here, 2 * 16);
-      EXPECT_EQ(worker.rpc_sync(1, kSent) - there, 2 * 16);
+      EXPECT_EQ(sent(worker) - here, 2 * 8);
+      EXPECT_EQ(worker.rpc_sync(1, kSent) - there, 2 * 8);
     }
   });
 }

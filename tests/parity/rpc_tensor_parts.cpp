@@ -54,7 +54,7 @@ constexpr Function<counter> kCounter{"counter"};
 
 std::int64_t parts_sent(Worker& worker) { return counter(worker, "rpc.tensor_parts.sent"); }
 constexpr const char* kSharedSent = "rpc.device_memory.sent";
-constexpr std::int64_t kShared = 1 << 20;  ///< bytes of an area, of which a part takes an eighth
+constexpr std::int64_t kShared = 1 << 20;  ///< bytes of an area, of which a part takes a quarter
 
 /// Device 0 of worker 0 is device 1 of worker 1. With `shared` bytes of device memory, smaller tensors go through it.
 ClusterOptions world(std::size_t shared = 0) {
@@ -133,7 +133,7 @@ TEST_F(RpcTensorParts, ArgumentsAndResultsGoThroughDeviceMemory) {
     const Future<at::Tensor> y = worker.rpc_async(1, kTwice, x);
     x.fill_(100);  // after the call
     expect_all(y.wait(), 6);
-    constexpr std::int64_t kParts = kLarge * 8 / (kShared / 8);
+    constexpr std::int64_t kParts = kLarge * 8 / (kShared / 4);
     EXPECT_EQ(counter(worker, kSharedSent) - here, kParts);
     EXPECT_EQ(worker.rpc_sync(1, kCounter, kSharedSent) - there, kParts);
     EXPECT_EQ(counter(worker, "rpc.tensor_parts.received"), kParts);
@@ -162,7 +162,7 @@ TEST_F(RpcTensorParts, KeepTypeShapeAndValuesInDeviceMemory) {
                                        x.select(1, 2).unsqueeze(0).expand({3, 2, 512, 1024})}) {
         const std::int64_t before = counter(worker, kSharedSent);
         const at::Tensor back = worker.rpc_sync(1, kSame, tensor.to(stand_in(0)));
-        constexpr std::int64_t kPart = kShared / 8;
+        constexpr std::int64_t kPart = kShared / 4;
         EXPECT_EQ(counter(worker, kSharedSent) - before,
                   (static_cast<std::int64_t>(tensor.nbytes()) + kPart - 1) / kPart);
         EXPECT_EQ(back.scalar_type(), dtype);
@@ -202,7 +202,7 @@ TEST_F(RpcTensorParts, NeedNoThreadOfTheReceiversPool) {
     }
     const std::int64_t before = counter(worker, kSharedSent);
     EXPECT_EQ(worker.rpc_sync(1, kSumOfFilled, 2, kLarge), 2.0 * kLarge);
-    EXPECT_EQ(counter(worker, kSharedSent) - before, kLarge * 8 / (kShared / 8));
+    EXPECT_EQ(counter(worker, kSharedSent) - before, kLarge * 8 / (kShared / 4));
   });
 }
 
@@ -215,7 +215,7 @@ TEST_F(RpcTensorParts, AFullDeviceFailsTheCallOnly) {
     const Future<at::Tensor> y = worker.rpc_async(1, kTwice, x);
     device_.set_largest_allocation(kLarge * 8);
     expect_error(ErrorKind::kInvalid, "no memory left", [&] { y.wait(); });
-    EXPECT_EQ(worker.rpc_sync(1, kCounter, "rpc.tensor_parts.received"), 80 + 120);
+    EXPECT_EQ(worker.rpc_sync(1, kCounter, "rpc.tensor_parts.received"), 40 + 60);
     device_.set_largest_allocation(std::size_t{1} << 40);
     expect_all(worker.rpc_sync(1, kTwice, on_device(2)), 4);
   });

@@ -9,7 +9,7 @@ namespace torchspan::rpc {
 SplitTensorPtr OutgoingParts::split(PeerId to, const at::Tensor& tensor, PartSender sender,
                                     const std::optional<SharedArea>& shared) {
   const std::size_t shared_part = shared ? SharedBuffers::part_of(*shared->area) : 0;
-  const bool is_shared = shared_part != 0 && tensor.nbytes() >= 2 * shared_part;
+  const bool is_shared = shared_part != 0 && tensor.nbytes() >= shared_part;
   if (!is_shared && tensor.nbytes() < 2 * part_) return nullptr;
   SplitTensor::Way way{line_to(to, tensor.device(), is_shared ? shared : std::nullopt), sender, 0};
   {

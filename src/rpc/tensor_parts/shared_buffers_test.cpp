@@ -71,7 +71,7 @@ class LendingChannel final : public net::Channel {
   const std::shared_ptr<LentArea> area_;
 };
 
-/// Parts in an area, through which eight parts would go at a time, if all of it were used.
+/// Parts in an area, through which four parts would go at a time, if all of it were used.
 class PartsInDeviceMemory : public ::testing::Test {
  protected:
   static constexpr std::size_t kShared = std::size_t{64} << 10;
@@ -118,7 +118,7 @@ class PartsInDeviceMemory : public ::testing::Test {
   StandInStreams& device_ = StandInStreams::get();
   const std::shared_ptr<StandInRuntime> runtime_ = std::make_shared<StandInRuntime>();
   const std::shared_ptr<LentArea> area_ =
-      std::make_shared<LentArea>(runtime_->allocate(stand_in(0), 8 * kShared), 8 * kShared);
+      std::make_shared<LentArea>(runtime_->allocate(stand_in(0), 4 * kShared), 4 * kShared);
   Counter counter_;
   const net::Channel* ended_ = nullptr;
   const std::unique_ptr<Executor> executor_ = make_executor();
@@ -149,10 +149,10 @@ TEST_F(PartsInDeviceMemory, TensorsArriveOnTheDevice) {
 }
 
 TEST_F(PartsInDeviceMemory, SmallTensorsAndSmallAreasGoThroughHostMemory) {
-  EXPECT_EQ(split(values(1)), nullptr);
-  EXPECT_NE(split(values(2)), nullptr);
+  EXPECT_EQ(split(at::zeros({kShared - 1}, at::kByte).to(stand_in(0))), nullptr);
+  EXPECT_NE(split(at::zeros({kShared}, at::kByte).to(stand_in(0))), nullptr);
   EXPECT_EQ(
-      SharedBuffers::part_of(LentArea(runtime_->allocate(stand_in(0), 8 * kShared - 1), 8 * kShared - 1)), 0);
+      SharedBuffers::part_of(LentArea(runtime_->allocate(stand_in(0), 4 * kShared - 1), 4 * kShared - 1)), 0);
 }
 
 /// The receiver's limit is that of all ways from a device.
@@ -166,18 +166,18 @@ TEST_F(PartsInDeviceMemory, TheLimitOfTensorsIsThatOfTheDevice) {
   EXPECT_EQ(sender_.split(kPeer, large, {.instance = 7, .version = 1}), nullptr);
 }
 
-/// At most six parts, and the next one when the peer has returned one.
+/// At most three parts, and the next one when the peer has returned one.
 TEST_F(PartsInDeviceMemory, LeaveRoomForOthers) {
   const at::Tensor tensor = values(8);
   const SplitTensorPtr split = this->split(tensor);
   split->advance(channel_);
-  EXPECT_EQ(split->sent(), 6 * kShared);
+  EXPECT_EQ(split->sent(), 3 * kShared);
   EXPECT_FALSE(split->can_advance());
-  EXPECT_TRUE(area_->has_room(2 * kShared));
+  EXPECT_TRUE(area_->has_room(kShared));
   channel_->return_one();
   EXPECT_TRUE(split->can_advance());
   split->advance(channel_);
-  EXPECT_EQ(split->sent(), 7 * kShared);
+  EXPECT_EQ(split->sent(), 4 * kShared);
   send_all(*split, channel_);
   EXPECT_EQ(channel_->through_host, 0);
   expect_arrived(channel_.get(), *split, tensor, /*stays=*/true);
@@ -186,7 +186,7 @@ TEST_F(PartsInDeviceMemory, LeaveRoomForOthers) {
 /// Other tensors occupy the area; their messages may wait for a thread that waits for this one.
 TEST_F(PartsInDeviceMemory, AFullAreaDelaysNothing) {
   device_.reset(/*polls=*/3);
-  const Lease others = area_->take(8 * kShared).value();
+  const Lease others = area_->take(4 * kShared).value();
   const at::Tensor tensor = values(6);
   const SplitTensorPtr split = this->split(tensor);
   EXPECT_TRUE(split->can_advance());
@@ -242,14 +242,14 @@ TEST_F(PartsInDeviceMemory, ATensorBeginsInTheAreaAndContinuesThroughHostMemory)
   const at::Tensor tensor = values(9);
   const SplitTensorPtr split = this->split(tensor);
   split->advance(channel_);
-  const Lease others = area_->take(2 * kShared).value();
+  const Lease others = area_->take(kShared).value();
   while (!channel_->leases.empty()) {
     channel_->return_one();
     ASSERT_TRUE(area_->take(kShared)) << "another message was faster";
   }
   send_all(*split, channel_);
-  EXPECT_EQ(channel_->lent, 6);
-  EXPECT_GE(channel_->through_host, 4);
+  EXPECT_EQ(channel_->lent, 3);
+  EXPECT_GE(channel_->through_host, 7);
   expect_arrived(channel_.get(), *split, tensor, /*stays=*/true);
   area_->drop(others.id);
 }
@@ -268,7 +268,7 @@ TEST_F(PartsInDeviceMemory, PartsOfAnEndedConnectionDelayNothing) {
             }),
             ErrorKind::kDisconnected);
   split.reset();
-  EXPECT_EQ(area_->used(), 6) << "the peer's device may read them";
+  EXPECT_EQ(area_->used(), 3) << "the peer's device may read them";
   const at::Tensor tensor = values(6);
   const auto next = connect();
   split = this->split(tensor);
@@ -282,9 +282,9 @@ TEST_F(PartsInDeviceMemory, ADroppedTensorKeepsItsPartsUntilTheyAreWritten) {
   device_.reset(/*polls=*/1000);
   SplitTensorPtr split = this->split(values(6));
   split->fill();
-  EXPECT_EQ(area_->used(), 6);
+  EXPECT_EQ(area_->used(), 3);
   split.reset();
-  EXPECT_EQ(area_->used(), 6);
+  EXPECT_EQ(area_->used(), 3);
   device_.reset();
   const at::Tensor tensor = values(3);
   split = this->split(tensor);
