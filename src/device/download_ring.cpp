@@ -46,9 +46,7 @@ bool DownloadRing::fill(const at::Tensor& tensor, std::size_t from, std::size_t 
   StreamsScope scope;
   scope.enter(stream_);
   const auto length = static_cast<std::int64_t>(count);
-  next.buffer.narrow(0, 0, length)
-      .copy_(bytes_of_dense(tensor).narrow(0, static_cast<std::int64_t>(from), length),
-             /*non_blocking=*/true);
+  next.buffer.narrow(0, 0, length).copy_(bytes_of_dense(tensor, from, count), /*non_blocking=*/true);
   next.written.emplace(stream_, events_);
   next.size = count;
   next.free.store(false, std::memory_order_relaxed);

@@ -27,7 +27,6 @@ at::Tensor UploadRing::upload(const at::Tensor& tensor, const c10::Stream& strea
     scope.enter(stream);
     copy = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device_));
   }
-  const at::Tensor target = bytes_of_dense(copy);
   const auto* source = static_cast<const std::byte*>(tensor.data_ptr());
   // The memory may have been freed on `stream`, whose earlier work may still use it.
   for (const Half& half : halves_) order_after(half.stream, stream);
@@ -39,7 +38,7 @@ at::Tensor UploadRing::upload(const at::Tensor& tensor, const c10::Stream& strea
     std::memcpy(half.buffer.data_ptr(), source + from, count);
     StreamsScope scope;
     scope.enter(half.stream);
-    target.narrow(0, static_cast<std::int64_t>(from), static_cast<std::int64_t>(count))
+    bytes_of_dense(copy, from, count)
         .copy_(half.buffer.narrow(0, 0, static_cast<std::int64_t>(count)), /*non_blocking=*/true);
   }
   for (const Half& half : halves_) half.stream.synchronize();

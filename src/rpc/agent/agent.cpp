@@ -67,8 +67,8 @@ RpcAgent::RpcAgent(std::shared_ptr<Runtime> runtime, FunctionTable functions, Se
 void RpcAgent::open(const WorkerService::MakeTransport& make_transport) {
   state_.endpoint = weak_from_this();
   state_.references = std::make_shared<References>(weak_from_this(), state_.self.rank);
-  state_.device_memory = DeviceMemory::make(state_, [this](UniqueFunction<void()> job) {
-    loop_.at(Deadline(state_.runtime.executor.now()), std::move(job));
+  state_.device_memory = DeviceMemory::make(state_, [this](Duration delay, UniqueFunction<void()> job) {
+    loop_.at(state_.runtime.executor.deadline_in(delay), std::move(job));
   });
   worker_ = std::make_unique<Worker>(shared_from_this());
   state_.host->set_driver(std::shared_ptr<Driver>(shared_from_this(), &loop_));

@@ -70,10 +70,10 @@ class DeviceMemory::ReturnSent final : public Completion {
   const ReleaseDeviceMemory release_;
 };
 
-std::shared_ptr<DeviceMemory> DeviceMemory::make(AgentState& state, RunSoon soon) {
+std::shared_ptr<DeviceMemory> DeviceMemory::make(AgentState& state, RunAfter run_after) {
   auto runtime = state.options.device_runtime ? state.options.device_runtime : device::cuda_device_runtime();
   if (!runtime || state.options.device_staging_bytes == 0) return nullptr;
-  auto memory = std::make_shared<DeviceMemory>(state, runtime, std::move(soon));
+  auto memory = std::make_shared<DeviceMemory>(state, runtime, std::move(run_after));
   memory->incoming_ = std::make_unique<IncomingMemory>(
       runtime, [weak = memory->weak_from_this()](PeerId to, std::uint32_t route, std::uint64_t lease) {
         if (const auto alive = weak.lock()) alive->give_back(to, route, lease);
@@ -82,11 +82,11 @@ std::shared_ptr<DeviceMemory> DeviceMemory::make(AgentState& state, RunSoon soon
 }
 
 DeviceMemory::DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime,
-                           RunSoon soon)
+                           RunAfter run_after)
     : state_(state),
       agent_(state.endpoint),
       runtime_(std::move(runtime)),
-      run_soon_(std::move(soon)),
+      run_after_(std::move(run_after)),
       shared_(state.runtime.metrics.counter("rpc.device_memory.sent")),
       received_(state.runtime.metrics.counter("rpc.device_memory.received")),
       outgoing_(runtime_, state.options.device_staging_bytes) {}
@@ -209,8 +209,7 @@ void DeviceMemory::give_back(PeerId to, std::uint32_t route, std::uint64_t lease
     returns_[{to, route}].push_back(lease);
     if (std::exchange(returning_, true)) return;
   }
-  // Not on the pool, all of whose threads may run handlers that wait for tensors that wait for this memory.
-  run_soon_([self = shared_from_this()] { self->send_returns(); });
+  run_after_(Duration::zero(), [self = shared_from_this()] { self->send_returns(); });
 }
 
 void DeviceMemory::send_returns() {
@@ -237,7 +236,7 @@ void DeviceMemory::send_returns() {
 void DeviceMemory::return_failed(PeerId to, ReleaseDeviceMemory release) {
   const auto agent = agent_.lock();
   if (!agent || agent->is_stopping()) return;
-  agent->after(kReturnPause, [self = shared_from_this(), to, release = std::move(release)] {
+  run_after_(kReturnPause, [self = shared_from_this(), to, release = std::move(release)] {
     for (const std::uint64_t lease : release.leases) self->give_back(to, release.route, lease);
   });
 }

@@ -25,11 +25,12 @@ struct IncomingCall;
 /// and returns memory. The worker's agent owns it; buffers of messages may outlive both. Thread-safe.
 class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
  public:
-  using RunSoon = std::function<void(UniqueFunction<void()>)>;
+  /// Runs a short job after a delay on the thread that polls the transport, while the agent lives. Not on the pool, all
+  /// of whose threads may run handlers that wait for tensors that wait for the memory to return.
+  using RunAfter = std::function<void(Duration, UniqueFunction<void()>)>;
   /// Null if the worker has no runtime for its devices, or does not use such memory.
-  /// `soon` runs a short job on the thread that polls the transport, while the agent lives.
-  static std::shared_ptr<DeviceMemory> make(AgentState& state, RunSoon soon);
-  DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime, RunSoon soon);
+  static std::shared_ptr<DeviceMemory> make(AgentState& state, RunAfter run_after);
+  DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime, RunAfter run_after);
 
   /// Memory for a tensor to a peer's device; the CPU: where the peer's map places it. Null: the tensor must
   /// go through host memory, maybe only this time.
@@ -67,7 +68,7 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
   AgentState& state_;  ///< alive while `agent_` is
   const std::weak_ptr<Endpoint> agent_;
   const std::shared_ptr<const device::DeviceRuntime> runtime_;
-  const RunSoon run_soon_;
+  const RunAfter run_after_;
   Counter& shared_;    ///< tensors, and parts of others, that were sent
   Counter& received_;  ///< those that were received and returned
   OutgoingMemory outgoing_;

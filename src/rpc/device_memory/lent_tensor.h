@@ -10,8 +10,8 @@
 
 namespace torchspan::rpc {
 
-/// The memory of one tensor of an outgoing message, or of a part of one. Its destructor frees the memory, unless the peer has the
-/// message. The device must have done its copies then.
+/// The memory of one tensor of an outgoing message, or of a part of one. Its destructor frees the memory, unless the peer
+/// has the message. The device must have done its copies then.
 class LentTensor {
  public:
   LentTensor(std::shared_ptr<LentArea> area, Lease lease, std::uint32_t route)

@@ -29,7 +29,7 @@ void IncomingParts::receive(const net::Channel* channel, const TensorPart& part,
     refuse_part(fmt::format("a part of tensor {} has {} segments, the first of {} bytes", part.tensor,
                             segments.size(), segments.front().size));
   const Buffer& arrived = segments.front();
-  Partial& partial = begin(tensors, part);
+  Partial& partial = begin(tensors, part, device);
   if (part.bytes != partial.memory.size || arrived.size > partial.memory.size - partial.received) {
     refuse_part(fmt::format(
         "a part of {} bytes of tensor {} says that the tensor has {} bytes, of {} bytes of which {} had "
@@ -41,25 +41,36 @@ void IncomingParts::receive(const net::Channel* channel, const TensorPart& part,
   partial.received += arrived.size;
 }
 
-/// The memory of a new tensor is reserved as a whole; the system gives it pages as parts arrive.
-IncomingParts::Partial& IncomingParts::begin(Tensors& tensors, const TensorPart& part) {
+IncomingParts::Partial& IncomingParts::begin(Tensors& tensors, const TensorPart& part,
+                                             std::optional<c10::Device> device) {
   const auto found = tensors.find(part.tensor);
   if (found != tensors.end()) return found->second;
   if (tensors.size() >= kMostTensors) {
     throw Error(ErrorKind::kOverloaded,
                 fmt::format("parts of more than {} tensors arrived before their messages", kMostTensors));
   }
-  return tensors.emplace(part.tensor, Partial{allocate_buffer(part.bytes)}).first->second;
+  return tensors.emplace(part.tensor, allocate(part.bytes, device)).first->second;
 }
 
-/// If the device still has no room for the tensor when its message comes, the message fails, not its connection.
+/// Host memory is reserved as a whole; the system gives it pages as parts arrive. If the device still has no room for the
+/// tensor when its message comes, the message fails, not its connection.
+IncomingParts::Partial IncomingParts::allocate(std::uint64_t bytes, std::optional<c10::Device> device) {
+  if (device) {
+    if (auto memory = received_.allocate(*device, bytes)) return {std::move(*memory), *device};
+  }
+  Partial partial{allocate_buffer(bytes)};
+  partial.stays = device.has_value();
+  return partial;
+}
+
+/// Parts came through host memory before.
 void IncomingParts::move_to(c10::Device device, Partial& partial) {
   if (!partial.device.is_cpu() || partial.stays) return;
   std::optional<Buffer> memory = received_.allocate(device, partial.memory.size);
   partial.stays = !memory;
   if (!memory) return;
   const Partial moved{std::move(*memory), device};
-  if (partial.received != 0) copy({partial.memory.data, partial.received, nullptr}, c10::kCPU, moved);
+  copy({partial.memory.data, partial.received, nullptr}, c10::kCPU, moved);
   partial.memory = moved.memory;
   partial.device = device;
 }

@@ -44,7 +44,8 @@ class IncomingParts {
     bool stays = false;  ///< on the host: the device had no room
   };
   using Tensors = std::map<std::uint64_t, Partial>;  ///< by number
-  static Partial& begin(Tensors& tensors, const TensorPart& part);
+  Partial& begin(Tensors& tensors, const TensorPart& part, std::optional<c10::Device> device);
+  Partial allocate(std::uint64_t bytes, std::optional<c10::Device> device);
   void move_to(c10::Device device, Partial& partial);
   void copy(const Buffer& from, c10::Device device, const Partial& to);
   static Partial take(Tensors& tensors, std::uint64_t number);

@@ -25,8 +25,9 @@ class OutgoingParts {
                 std::size_t part = device::DownloadRing::kPart)
       : events_(std::move(events)), is_open_(std::move(is_open)), part_(part) {}
 
-  /// Null if the tensor is smaller than two parts of the host or one of the area, if many others of its device to that peer have not been sent, or if
-  /// the peer has departed. `shared`: the area through which the parts may go; its size determines theirs.
+  /// Null if the tensor is smaller than two parts of the host or one of the area, if many others of its device to that
+  /// peer have not been sent, or if the peer has departed. `shared`: the area through which the parts may go; its size
+  /// determines theirs.
   SplitTensorPtr split(PeerId to, const at::Tensor& tensor, PartSender sender,
                        const std::optional<SharedArea>& shared = std::nullopt);
   /// Frees the buffers of the peer when the last part is gone. From now on, its tensors are not split.

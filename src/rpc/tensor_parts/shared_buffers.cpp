@@ -82,8 +82,7 @@ bool SharedBuffers::copy(const at::Tensor& tensor, std::size_t from, std::size_t
   if (!lease) return false;
   LentTensorPtr lent = std::make_shared<const LentTensor>(shared_.area, *lease, shared_.route);
   const at::NoGradGuard no_grad;
-  const at::Tensor part = device::bytes_of_dense(tensor).narrow(0, static_cast<std::int64_t>(from),
-                                                                static_cast<std::int64_t>(count));
+  const at::Tensor part = device::bytes_of_dense(tensor, from, count);
   device::StreamsScope scope;
   scope.enter(stream());
   lent->view_like(part).copy_(part, /*non_blocking=*/true);

@@ -11,9 +11,9 @@
 
 namespace torchspan::rpc {
 
-/// Device memory that the peer maps: up to three quarters of an area, so that smaller tensors find room. If the area has no room
-/// although no part is on its way, parts go through host memory. Thus no tensor waits for whole tensors in the area, whose
-/// messages may wait for a thread of the peer, or for parts that were lost with a connection.
+/// Device memory that the peer maps: up to three quarters of an area, so that smaller tensors find room. If the area has
+/// no room although no part is on its way, parts go through host memory. Thus no tensor waits for whole tensors in the
+/// area, whose messages may wait for a thread of the peer, or for parts that were lost with a connection.
 class SharedBuffers final : public PartBuffers {
  public:
   /// Whether the connection has not ended.
