@@ -36,8 +36,8 @@ std::array<std::byte, kPrefixBytes> bare_frame(FrameType type) {
 
 }  // namespace
 
-FrameLimits limits_of(const TransportOptions& options) {
-  return {options.max_header, options.max_message, options.max_segments};
+FrameLimits limits_of(const TransportOptions& options, bool device_memory) {
+  return {options.max_header, options.max_message, options.max_segments, device_memory};
 }
 
 std::uint64_t check_message(BytesView header, std::span<const Segment> segments, const FrameLimits& limits) {
@@ -48,7 +48,12 @@ std::uint64_t check_message(BytesView header, std::span<const Segment> segments,
     throw_limit("segments", segments.size(), "max_segments", limits.max_segments);
   }
   std::uint64_t size = header.size();
-  for (const Segment& segment : segments) size += segment.size;
+  for (const Segment& segment : segments) {
+    size += segment.size;
+    if (segment.device_target != 0 && (!limits.device_memory || segment.size == 0 || !segment.keep))
+      throw Error(ErrorKind::kInvalid,
+                  "a message has a segment in device memory, which this connection does not carry");
+  }
   if (size > limits.max_message) throw_limit("bytes", size, "max_message", limits.max_message);
   return size + kPrefixBytes + segments.size() * sizeof(std::uint64_t);
 }

@@ -41,13 +41,14 @@ struct FrameLimits {
   std::uint64_t max_header;
   std::uint64_t max_message;
   std::uint32_t max_segments;
+  bool device_memory = false;  ///< whether segments may be in device memory
 };
 
-/// The limits a transport's options set.
-FrameLimits limits_of(const TransportOptions& options);
+/// The limits a transport's options set; `device_memory`: whether its channels carry it.
+FrameLimits limits_of(const TransportOptions& options, bool device_memory = false);
 
 /// Returns the size of a message on the wire. Throws kInvalid, naming the limit, for a message beyond the
-/// limits.
+/// limits, and for segments in device memory that the channel does not carry.
 std::uint64_t check_message(BytesView header, std::span<const Segment> segments, const FrameLimits& limits);
 
 /// Allocates `size` bytes from `allocator`. Throws kOverloaded if that fails.

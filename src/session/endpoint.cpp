@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <random>
 
+#include "device/api/device_runtime.h"
 #include "net/api/local.h"
 #include "net/api/network.h"
 #include "rendezvous/api/files.h"
@@ -35,6 +36,8 @@ Endpoint::Endpoint(Runtime& runtime, const WorkerOptions& options, net::Secret s
       store_over_tls_(options.environment.store_address().starts_with("tls:")) {
   transport_.secret = secret_;
   transport_.max_unsent = options.max_unsent_bytes;
+  if (options.device_staging_bytes != 0 && device::cuda_device_runtime())
+    transport_.device_memory = net::DeviceMemoryKind::kCuda;
   network_.local.metrics = &runtime_.metrics;
   if (network_.ucx) network_.ucx->metrics = &runtime_.metrics;
   const rendezvous::WorkerEnvironment& environment = options.environment;

@@ -185,6 +185,33 @@ void exchange_large() {
   require_no_race();
 }
 
+/// Over connections that carry tensors of any size from device to device.
+void exchange_over_ucx() {
+  StandInStreams::get().reset(/*polls=*/10);
+  CallingWorker self;
+  if (self.worker().rank() == 0) {
+    self.connect_both();
+    const std::int64_t before = sent(self.worker());
+    for (int i = 0; i < 3; ++i) self.check_call(i, 40 * kElements + i);
+    std::vector<Future<at::Tensor>> all;
+    for (int i = 0; i < 50; ++i) {
+      const at::Tensor x = at::full({kElements + i}, i, at::kDouble).to(test_device(0));
+      all.push_back(self.worker().rpc_async(1, kTwice, x));
+      x.fill_(-1);
+    }
+    for (int i = 0; i < 50; ++i) {
+      require(at::equal(all[static_cast<std::size_t>(i)].wait().cpu(),
+                        at::full({kElements + i}, 2.0 * i, at::kDouble)),
+              "the values of the moment of the call");
+    }
+    require(sent(self.worker()) - before == 53, "all arguments went from device to device");
+    require(counter(self.worker(), "rpc.tensor_parts.sent") == 0, "none went in parts");
+    await_returns(self);
+  }
+  self.shutdown();
+  require_no_race();
+}
+
 /// Backward passes: the gradients of results and of arguments.
 void differentiate() {
   StandInStreams::get().reset(/*polls=*/10);
@@ -314,6 +341,27 @@ TEST(ClusterDeviceMemory, GradientsOfTwoProcessesGoThroughIt) {
   expect_all_end_well(world);
 }
 
+/// Runs a scenario over UCX's TCP; skips the test without UCX. `without`: the rank whose UCX carries no device memory.
+void run_over_ucx(const std::string& scenario, int without = -1) {
+  ProcessWorld world(2);
+  for (const int rank : {0, 1}) {
+    std::map<std::string, std::string> changes{{"TEST_UCX", "1"}};
+    if (rank == without) changes["TEST_NO_DEVICES"] = "1";
+    world.start(rank, scenario, changes);
+  }
+  world.process(0).wait(world.executor(), std::chrono::seconds(60));
+  if (world.process(0).output().find("built without UCX") != std::string::npos) GTEST_SKIP() << "no UCX";
+  expect_all_end_well(world);
+}
+
+TEST(ClusterDeviceMemory, TwoProcessesExchangeTensorsOverUcx) { run_over_ucx("exchange_over_ucx"); }
+
+TEST(ClusterDeviceMemory, GradientsOfTwoProcessesGoOverUcx) { run_over_ucx("differentiate"); }
+
+TEST(ClusterDeviceMemory, TensorsGoThroughTheHostIfTheUcxOfOneProcessCarriesNone) {
+  for (const int rank : {0, 1}) run_over_ucx("exchange_without_shared_memory", rank);
+}
+
 TEST(ClusterDeviceMemory, LargerTensorsGoInParts) {
   ProcessWorld world(2);
   world.start_all("exchange_large");
@@ -388,6 +436,7 @@ int main(int argc, char** argv) {
       argc, argv,
       {{"exchange", torchspan::exchange},
        {"exchange_large", torchspan::exchange_large},
+       {"exchange_over_ucx", torchspan::exchange_over_ucx},
        {"differentiate", torchspan::differentiate},
        {"exchange_without_shared_memory", torchspan::exchange_without_shared_memory},
        {"outlive", torchspan::outlive},

@@ -138,6 +138,11 @@ void Node::on_message(const std::shared_ptr<Channel>& channel, Message message) 
   });
 }
 
+Buffer Node::device_memory(const std::shared_ptr<Channel>&, std::uint32_t target, std::size_t size) {
+  const Callback callback(*this);
+  return options_.device_memory ? options_.device_memory(target, size) : Buffer();
+}
+
 void Node::on_closed(const std::shared_ptr<Channel>& channel, const Error& reason) {
   const Callback callback(*this);
   if (options_.on_closed) options_.on_closed(channel);

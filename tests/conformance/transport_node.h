@@ -59,6 +59,8 @@ class Node final : public Handler {
     /// Also called, on the driving thread, for every message, connection and end.
     std::function<void(const std::shared_ptr<Channel>&, const Message&)> on_message = {};
     std::function<void(const std::shared_ptr<Channel>&)> on_accepted = {};
+    /// Handler::device_memory()
+    std::function<Buffer(std::uint32_t target, std::size_t size)> device_memory = {};
     std::function<void(const std::shared_ptr<Channel>&)> on_closed = {};
     bool keep_parcels = true;  ///< put received messages into the journal
     bool keep_journal = true;  ///< if false, it stays empty: for peers that serve for a long time
@@ -88,6 +90,8 @@ class Node final : public Handler {
 
   void on_accepted(const std::shared_ptr<Channel>& channel) override;
   void on_message(const std::shared_ptr<Channel>& channel, Message message) override;
+  Buffer device_memory(const std::shared_ptr<Channel>& channel, std::uint32_t target,
+                       std::size_t size) override;
   void on_closed(const std::shared_ptr<Channel>& channel, const Error& reason) override;
   void on_refused(const std::string& peer, const Error& reason) override;
 

@@ -1,6 +1,9 @@
 // Tensors that go from device to device through memory that both workers map, over the stand-in devices. In this
 // memory, their copies run late: a message that is sent before its tensor is there, and memory that is used again
-// before the tensor has been copied out of it, give wrong values. rpc_streams.cpp runs with such memory, too.
+// before the tensor has been copied out of it, give wrong values. rpc_streams.cpp runs with such memory, too. And tensors
+// that connections carry from device to device, as UCX's do between hosts.
+#include <optional>
+
 #include <ATen/ATen.h>
 
 #include "tests/parity/rpc_world.h"
@@ -25,17 +28,22 @@ at::Tensor slow_twice(Worker& worker, const at::Tensor& x) {
 std::int64_t sent(Worker& worker) {
   return static_cast<std::int64_t>(worker.runtime().metrics.snapshot()["rpc.device_memory.sent"]);
 }
+std::int64_t received(Worker& worker) {
+  return static_cast<std::int64_t>(worker.runtime().metrics.snapshot()["rpc.device_memory.received"]);
+}
 at::Tensor fail(const at::Tensor&) { throw std::runtime_error("as asked"); }
 
 constexpr Function<twice> kTwice{"twice"};
 constexpr Function<same> kSame{"same"};
 constexpr Function<slow_twice> kSlowTwice{"slow_twice"};
 constexpr Function<sent> kSent{"sent"};
+constexpr Function<received> kReceived{"received"};
 constexpr Function<fail> kFail{"fail"};
 
 /// Device 0 of worker 0 is device 1 of worker 1.
 ClusterOptions world_with(std::size_t bytes, std::shared_ptr<StandInRuntime> runtime) {
-  ClusterOptions options = world_of(2, FunctionTable().add(kTwice, kSame, kSlowTwice, kSent, kFail));
+  ClusterOptions options =
+      world_of(2, FunctionTable().add(kTwice, kSame, kSlowTwice, kSent, kReceived, kFail));
   options.service.device_runtime = std::move(runtime);
   options.service.device_staging_bytes = bytes;
   options.adjust = [](int rank, WorkerPlan& plan) {
@@ -46,6 +54,16 @@ ClusterOptions world_with(std::size_t bytes, std::shared_ptr<StandInRuntime> run
 
 ClusterOptions world(std::size_t bytes = 16 << 20) {
   return world_with(bytes, std::make_shared<StandInRuntime>());
+}
+
+/// The same where connections carry tensors from device to device: on both sides, or only on that of one rank.
+ClusterOptions connected_world(std::optional<int> only = std::nullopt) {
+  ClusterOptions options = world();
+  options.adjust = [only, inner = options.adjust](int rank, WorkerPlan& plan) {
+    inner(rank, plan);
+    if (!only || *only == rank) plan.device_memory = net::DeviceMemoryKind::kHost;
+  };
+  return options;
 }
 
 class RpcDeviceMemory : public ::testing::Test {
@@ -74,8 +92,17 @@ class RpcDeviceMemory : public ::testing::Test {
   StandInStreams& device_ = StandInStreams::get();
 };
 
-TEST_F(RpcDeviceMemory, ArgumentsResultsAndFetchedValuesGoThroughIt) {
-  on_first(world(), [](Worker& worker) {
+/// Through memory that both map, or over connections.
+class RpcDeviceWays : public RpcDeviceMemory, public ::testing::WithParamInterface<bool> {
+ protected:
+  static ClusterOptions its_world() { return GetParam() ? connected_world() : world(); }
+};
+INSTANTIATE_TEST_SUITE_P(Ways, RpcDeviceWays, ::testing::Bool(), [](const auto& info) {
+  return std::string(info.param ? "Connection" : "SharedMemory");
+});
+
+TEST_P(RpcDeviceWays, ArgumentsResultsAndFetchedValuesGoThroughIt) {
+  on_first(its_world(), [](Worker& worker) {
     connect(worker);
     const std::int64_t here = sent(worker), there = worker.rpc_sync(1, kSent);
     const at::Tensor x = on_device(3);
@@ -102,8 +129,8 @@ TEST_F(RpcDeviceMemory, IsTriedAgainSomeTimeAfterALackOfIt) {
   });
 }
 
-TEST_F(RpcDeviceMemory, TensorsKeepTheirTypeShapeAndValues) {
-  on_first(world(), [](Worker& worker) {
+TEST_P(RpcDeviceWays, TensorsKeepTheirTypeShapeAndValues) {
+  on_first(its_world(), [](Worker& worker) {
     connect(worker);
     const at::Tensor base = at::arange(2 * kLarge, at::kDouble).view({2, 128, kLarge / 128});
     for (const at::ScalarType dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kInt, at::kLong,
@@ -122,8 +149,8 @@ TEST_F(RpcDeviceMemory, TensorsKeepTheirTypeShapeAndValues) {
   });
 }
 
-TEST_F(RpcDeviceMemory, SeveralTensorsOfAMessageMixWithThoseInHostMemory) {
-  on_first(world(), [](Worker& worker) {
+TEST_P(RpcDeviceWays, SeveralTensorsOfAMessageMixWithThoseInHostMemory) {
+  on_first(its_world(), [](Worker& worker) {
     connect(worker);
     const std::vector<at::Tensor> tensors{at::ones({kLarge}),
                                           on_device(1),
@@ -144,8 +171,8 @@ TEST_F(RpcDeviceMemory, SeveralTensorsOfAMessageMixWithThoseInHostMemory) {
   });
 }
 
-TEST_F(RpcDeviceMemory, ArgumentsAreCapturedWhenTheCallIsMade) {
-  on_first(world(), [&](Worker& worker) {
+TEST_P(RpcDeviceWays, ArgumentsAreCapturedWhenTheCallIsMade) {
+  on_first(its_world(), [&](Worker& worker) {
     connect(worker);
     const std::int64_t before = sent(worker);
     at::Tensor x = on_device(3);
@@ -174,8 +201,8 @@ TEST_F(RpcDeviceMemory, MemoryIsUsedAgainWhenThePeerHasReturnedIt) {
   });
 }
 
-TEST_F(RpcDeviceMemory, CallsThatFailReturnTheirMemory) {
-  on_first(world(300 << 10), [](Worker& worker) {
+TEST_P(RpcDeviceWays, CallsThatFailReturnTheirMemory) {
+  on_first(GetParam() ? connected_world() : world(300 << 10), [](Worker& worker) {
     connect(worker);
     const Caller hasty = worker.with({.timeout = std::chrono::milliseconds(200)});
     for (int i = 0; i < 3; ++i) {
@@ -228,6 +255,46 @@ TEST_F(RpcDeviceMemory, WithoutItTensorsGoThroughHostMemory) {
       EXPECT_EQ(worker.rpc_sync(1, kSent), 0);
     });
   }
+}
+
+TEST_F(RpcDeviceMemory, LargeTensorsGoWholeOverConnections) {
+  on_first(connected_world(), [](Worker& worker) {
+    connect(worker);
+    const std::int64_t before = sent(worker);
+    expect_all(worker.rpc_sync(1, kTwice, on_device(4, 100 * kLarge)), 8);
+    EXPECT_EQ(sent(worker) - before, 1);
+    EXPECT_EQ(worker.runtime().metrics.snapshot()["rpc.tensor_parts.sent"], 0);
+  });
+}
+
+TEST_F(RpcDeviceMemory, GoAnotherWayIfOnlyOneSideCarriesThem) {
+  for (const int only : {0, 1}) {
+    on_first(connected_world(only), [](Worker& worker) {
+      for (int i = 0; i < 20; ++i) {
+        expect_all(worker.rpc_sync(1, kTwice, on_device(i)), 2.0 * i);
+        nap(worker, std::chrono::milliseconds(5));
+      }
+    });
+  }
+}
+
+/// The device of the receiver has no room for an argument, which arrives on the host: the call fails, and its connection
+/// does not.
+TEST_F(RpcDeviceMemory, AFullDeviceFailsTheCallOnly) {
+  on_first(connected_world(), [&](Worker& worker) {
+    connect(worker);
+    nap(worker, std::chrono::milliseconds(50));
+    const std::int64_t there = worker.rpc_sync(1, kReceived);
+    const Future<at::Tensor> y = worker.rpc_async(1, kTwice, on_device(3));
+    device_.set_largest_allocation(100 << 10);
+    expect_error(ErrorKind::kInvalid, "no memory left", [&] { y.wait(); });
+    device_.set_largest_allocation(std::size_t{1} << 40);
+    expect_all(worker.rpc_sync(1, kTwice, on_device(5)), 10);
+    EXPECT_EQ(worker.rpc_sync(1, kReceived), there) << "for a minute, the host's memory is used";
+    nap(worker, std::chrono::minutes(2));
+    expect_all(worker.rpc_sync(1, kTwice, on_device(6)), 12);
+    EXPECT_EQ(worker.rpc_sync(1, kReceived), there + 1);
+  });
 }
 
 }  // namespace

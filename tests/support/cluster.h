@@ -17,6 +17,7 @@ struct WorkerPlan {
   FunctionTable functions;
   rpc::ServiceOptions service;
   rendezvous::MembershipOptions join;
+  net::DeviceMemoryKind device_memory = net::DeviceMemoryKind::kNone;  ///< that its connections carry
 };
 
 struct ClusterOptions {
@@ -126,6 +127,7 @@ class SimCluster {
         [&](net::Handler& handler) {
           net::TransportOptions transport;
           transport.max_unsent = options_.max_unsent;
+          transport.device_memory = plan.device_memory;
           auto made = network_.make_transport(name(rank), handler, std::move(transport));
           return options_.wrap ? options_.wrap(rank, std::move(made)) : std::move(made);
         },

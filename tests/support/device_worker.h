@@ -13,6 +13,7 @@
 #include <torchspan/detail/rpc/service.h>
 
 #include "net/api/local.h"
+#include "net/api/ucx.h"
 #include "rendezvous/api/files.h"
 #include "tests/support/cluster_main.h"
 #include "tests/support/test_device.h"
@@ -30,8 +31,9 @@ inline std::int64_t received(Worker& worker) { return counter(worker, "rpc.devic
 inline constexpr Function<sent> kSent{"sent"};
 inline constexpr Function<received> kReceived{"received"};
 
-/// A worker of the world that the environment describes, over shared memory and Unix sockets, with calls, autograd and
-/// pipelines. Lends each peer 1 MiB of each device.
+/// A worker of the world that the environment describes, with calls, autograd and pipelines: over shared memory and Unix
+/// sockets, where it lends each peer 1 MiB of each device, or over UCX, which carries tensors from device to device, if
+/// TEST_UCX is set and TEST_NO_DEVICES is not.
 class DeviceWorker {
  public:
   /// Serves `functions`, kSent and kReceived.
@@ -44,7 +46,9 @@ class DeviceWorker {
     rpc::ServiceOptions options;
     options.name = environment_.name;
     options.rank = static_cast<std::uint32_t>(environment_.rank);
+    const bool over_ucx = std::getenv("TEST_UCX") != nullptr;
     options.listen = std::string("unix:") + std::getenv("TORCHSPAN_RUNTIME_DIR") + "/" + environment_.name;
+    if (over_ucx) options.listen = "ucx:127.0.0.1:0";
     options.default_timeout = std::chrono::seconds(20);
     options.device_runtime = std::move(runtime);
     options.device_staging_bytes = 1 << 20;
@@ -58,7 +62,11 @@ class DeviceWorker {
         [&](net::Handler& handler) {
           net::TransportOptions transport;
           transport.secret = secret;
-          return net::make_local_transport(*executor_, handler, transport);
+          if (!over_ucx) return net::make_local_transport(*executor_, handler, transport);
+          if (std::getenv("TEST_NO_DEVICES") == nullptr)
+            transport.device_memory = on_cuda() ? net::DeviceMemoryKind::kCuda : net::DeviceMemoryKind::kHost;
+          return net::make_ucx_transport(*executor_, handler, transport,
+                                         {.network = net::UcxNetwork::kIsolated, .devices = "lo"});
         },
         std::move(extensions));
     rendezvous::MembershipOptions join;

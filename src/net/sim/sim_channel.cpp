@@ -25,15 +25,17 @@ SimChannel::SimChannel(Start start, const TransportOptions& options)
       start_(std::move(start)),
       network_(*start_.network),
       peer_("sim:" + start_.outward->to),
-      limits_(limits_of(options)),
+      limits_(limits_of(options, options.device_memory != DeviceMemoryKind::kNone)),
       max_unsent_(options.max_unsent) {}
 
 Packet SimChannel::copy_message(BytesView header, std::span<const Segment> segments) const {
   Packet packet{
       .kind = Packet::Kind::kMessage, .header = Bytes(header.begin(), header.end()), .segments = {}};
   packet.segments.reserve(segments.size());
-  for (const Segment& segment : segments)
+  for (const Segment& segment : segments) {
     packet.segments.emplace_back(segment.data, segment.data + segment.size);
+    packet.device_targets.push_back(segment.device_target);
+  }
   return packet;
 }
 

@@ -24,9 +24,10 @@ struct Packet {
   Kind kind;
   Bytes header;  ///< of a message, or the bytes of a handshake
   std::vector<Bytes> segments;
-  Duration extra{0};    ///< delay beyond the network's latency
-  bool held = false;    ///< until unblock()
-  bool copied = false;  ///< a duplicate, which does not count as unsent
+  std::vector<std::uint32_t> device_targets = {};  ///< of the segments
+  Duration extra{0};                               ///< delay beyond the network's latency
+  bool held = false;                               ///< until unblock()
+  bool copied = false;                             ///< a duplicate, which does not count as unsent
   TimePoint due{};
 
   std::size_t size() const;

@@ -236,7 +236,7 @@ void SimTransport::shorten_oldest_handshake() {
 void SimTransport::deliver(const std::shared_ptr<SimChannel>& channel, Packet packet) {
   std::optional<Message> message;
   try {
-    message = receive(*channel, std::move(packet));
+    message = receive(channel, std::move(packet));
   } catch (const std::exception&) {
     const Error error = to_error(std::current_exception());
     return end(channel,
@@ -249,13 +249,21 @@ void SimTransport::deliver(const std::shared_ptr<SimChannel>& channel, Packet pa
   handler_.on_message(channel, *std::move(message));
 }
 
-Message SimTransport::receive(const SimChannel& channel, Packet packet) const {
+Message SimTransport::receive(const std::shared_ptr<SimChannel>& channel, Packet packet) const {
   std::vector<Segment> sizes;
   for (const Bytes& segment : packet.segments) sizes.push_back({segment.data(), segment.size(), nullptr});
   check_message(packet.header, sizes, limits_of(options_));
   Message message{std::move(packet.header), {}};
-  for (const Bytes& segment : packet.segments) {
-    Buffer buffer = options_.allocator(segment.size());
+  for (std::size_t i = 0; i < packet.segments.size(); ++i) {
+    const Bytes& segment = packet.segments[i];
+    const std::uint32_t target = packet.device_targets[i];
+    if (target != 0 && !channel->carries_device_memory())
+      throw Error(ErrorKind::kInvalid,
+                  "received a segment for device memory, which this side does not carry");
+    Buffer buffer;
+    if (target != 0) buffer = handler_.device_memory(channel, target, segment.size());
+    buffer.device_target = buffer.data == nullptr ? 0 : target;
+    if (buffer.data == nullptr) buffer = options_.allocator(segment.size());
     if (buffer.size < segment.size()) {
       throw Error(ErrorKind::kOverloaded,
                   fmt::format("no memory for a received segment of {} bytes", segment.size()));

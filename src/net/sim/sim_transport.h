@@ -39,7 +39,7 @@ class SimTransport final : public Transport {
   void shorten_oldest_handshake();
   void shake_hands(const std::shared_ptr<SimChannel>& channel, BytesView bytes);
   void deliver(const std::shared_ptr<SimChannel>& channel, Packet packet);
-  Message receive(const SimChannel& channel, Packet packet) const;
+  Message receive(const std::shared_ptr<SimChannel>& channel, Packet packet) const;
   void review(const std::shared_ptr<SimChannel>& channel);
   void end(std::shared_ptr<SimChannel> channel, const Error& reason);
   Error gone(const SimChannel& channel) const;

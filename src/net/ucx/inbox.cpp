@@ -18,9 +18,12 @@ constexpr std::uint64_t kMaxHeldSegments = 2 * kUcxAhead;
 
 }  // namespace
 
-UcxInbox::UcxInbox(const TransportOptions& options)
-    : allocator_(options.allocator), parser_(limits_of(options), options.allocator) {
-  parser_.adopt_with([this](std::uint64_t number, std::size_t size) { return announce(number, size); });
+UcxInbox::UcxInbox(const TransportOptions& options, DeviceAllocator device_memory)
+    : allocator_(options.allocator),
+      device_memory_(std::move(device_memory)),
+      parser_(limits_of(options), options.allocator) {
+  parser_.adopt_with(
+      [this](std::uint64_t word, std::size_t size) { return announce(UcxAnnouncement::of(word), size); });
 }
 
 void UcxInbox::add_chunk(std::uint64_t number, Bytes bytes) {
@@ -54,11 +57,14 @@ void UcxInbox::parse(BytesView bytes) {
   if (failure) std::rethrow_exception(failure);
 }
 
-Buffer UcxInbox::announce(std::uint64_t number, std::size_t size) {
+Buffer UcxInbox::announce(UcxAnnouncement announcement, std::size_t size) {
+  const std::uint64_t number = announcement.number;
   if (number != announced_ || size == 0)
     throw_invalid("a frame announced a segment that was not due", number);
+  if (announcement.device_target != 0 && !device_memory_)
+    throw_invalid("a frame announced a segment for device memory, which this side does not carry", number);
   ++announced_;
-  awaited_.emplace(number, Awaited{.size = size});
+  awaited_.emplace(number, Awaited{.size = size, .device_target = announcement.device_target});
   if (offers_.contains(number)) match(number);
   return {.data = nullptr, .size = size, .owner = nullptr};
 }
@@ -100,11 +106,22 @@ void UcxInbox::match(std::uint64_t number) {
   ready_.push_back(number);
 }
 
+Buffer UcxInbox::allocate(const Awaited& awaited) const {
+  if (awaited.device_target != 0) {
+    Buffer buffer = device_memory_(awaited.device_target, awaited.size);
+    buffer.device_target = awaited.device_target;
+    if (buffer.data != nullptr && buffer.size >= awaited.size) return buffer;
+  }
+  return allocate_segment(allocator_, awaited.size);
+}
+
 std::optional<UcxInbox::Fetch> UcxInbox::next_fetch() {
   while (!ready_.empty()) {
     const std::uint64_t number = ready_.front();
     Awaited& awaited = awaited_.at(number);
-    awaited.buffer = allocate_segment(allocator_, awaited.size);
+    // The processor copies what came with its offer.
+    if (offers_.at(number).descriptor == nullptr) awaited.device_target = 0;
+    awaited.buffer = allocate(awaited);
     ready_.pop_front();
     const UcxOffer offer = std::move(offers_.extract(number).mapped());
     if (offer.descriptor != nullptr) return Fetch{number, offer.descriptor, awaited.buffer};

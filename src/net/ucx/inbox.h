@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <optional>
 #include <utility>
@@ -16,11 +17,24 @@ namespace torchspan::net {
 /// The layout of messages on UCX. Active messages of type 0 are hellos, which prove that the route works.
 /// Then each side of a channel sends a stream of frames (framing.h) in chunks: active messages of type 1,
 /// whose header is a UcxLabel with the chunk's number, from 0 on. The sender may leave a large segment out of
-/// the frame: like a lent segment it has a number there, from 1 on, and arrives by rendezvous as an active
-/// message of type 2. One active message may overtake another.
+/// the frame: like a lent segment it has a UcxAnnouncement there, and arrives by rendezvous as an active message of
+/// type 2. One active message may overtake another.
 struct UcxLabel {
   std::uint64_t channel;  ///< the label in the receiver's greeting
   std::uint64_t number;   ///< of the chunk, or of the segment
+};
+
+/// What a frame says of a segment that is not in it: a u64 with the segment's number, from 1 on, in the lower 40 bits,
+/// and above them Segment::device_target; 0 unless both sides carry device memory.
+struct UcxAnnouncement {
+  static constexpr int kNumberBits = 40;
+  static constexpr std::uint32_t kMostTargets = 1u << (64 - kNumberBits);
+  std::uint64_t number = 0;
+  std::uint32_t device_target = 0;
+  std::uint64_t word() const { return number | std::uint64_t{device_target} << kNumberBits; }
+  static UcxAnnouncement of(std::uint64_t word) {
+    return {word & ((std::uint64_t{1} << kNumberBits) - 1), static_cast<std::uint32_t>(word >> kNumberBits)};
+  }
 };
 
 inline constexpr std::size_t kUcxChunkBytes = 32 << 10;
@@ -42,7 +56,10 @@ struct UcxOffer {
 /// end with that Error.
 class UcxInbox {
  public:
-  explicit UcxInbox(const TransportOptions& options);
+  /// Returns Handler::device_memory().
+  using DeviceAllocator = std::function<Buffer(std::uint32_t target, std::size_t size)>;
+  /// `device_memory`: null if the channel does not carry device memory.
+  explicit UcxInbox(const TransportOptions& options, DeviceAllocator device_memory = nullptr);
   UcxInbox(const UcxInbox&) = delete;
   UcxInbox& operator=(const UcxInbox&) = delete;
 
@@ -55,7 +72,8 @@ class UcxInbox {
     void* descriptor;
     Buffer into;
   };
-  /// A segment that a frame announced and whose offer arrived, with the memory to receive it into.
+  /// A segment that a frame announced and whose offer arrived, with the memory to receive it into: on a device only if
+  /// UCX fetches it.
   std::optional<Fetch> next_fetch();
   void fetched(std::uint64_t number);
   /// Appends the complete messages, in order.
@@ -68,6 +86,7 @@ class UcxInbox {
  private:
   struct Awaited {
     std::uint64_t size;
+    std::uint32_t device_target = 0;
     Buffer buffer = {};
     bool done = false;
   };
@@ -76,12 +95,14 @@ class UcxInbox {
     std::vector<std::pair<std::size_t, std::uint64_t>> missing;  ///< segments and their numbers, last first
     std::uint64_t bytes;                                         ///< of its frame
   };
-  Buffer announce(std::uint64_t number, std::size_t size);
+  Buffer announce(UcxAnnouncement announcement, std::size_t size);
+  Buffer allocate(const Awaited& awaited) const;
   void match(std::uint64_t number);
   void parse(BytesView bytes);
   void add_pending(Message message);
 
   const BufferAllocator allocator_;
+  const DeviceAllocator device_memory_;
   FrameParser parser_;
   std::uint64_t next_chunk_ = 0;
   std::map<std::uint64_t, Bytes> early_chunks_;

@@ -21,7 +21,12 @@ TransportOptions limited() {
 /// Reads events from the input and applies them to the inbox, as a peer's active messages would.
 void drive(ByteReader& reader) {
   std::size_t released = 0, offered = 0, fetched = 0;
-  UcxInbox inbox(limited());
+  // Target 1 is a device with room, target 2 one without, and others were not offered.
+  UcxInbox inbox(limited(), [](std::uint32_t target, std::size_t size) {
+    if (target == 2) return Buffer();
+    if (target != 1) throw Error(ErrorKind::kInvalid, "not offered");
+    return allocate_buffer(size);
+  });
   const auto go_on = [&] {
     while (const auto fetch = inbox.next_fetch()) {
       std::memset(fetch->into.data, 1, fetch->into.size);
@@ -84,11 +89,16 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     number.put(numbers[0]);
     const Bytes frame =
         ::testing::joined({FramePrefix(text, segments, numbers).bytes(), text, number.bytes(), text});
+    ByteWriter announcement;
+    announcement.put(UcxAnnouncement{1, 1}.word());
+    const Bytes to_device =
+        ::testing::joined({FramePrefix(text, segments, numbers).bytes(), text, announcement.bytes(), text});
     const BytesView start = BytesView(frame).first(20), rest = BytesView(frame).subspan(20);
     return std::vector<Bytes>{
         encode(UcxGreeting{1, 16, 7, Bytes(12)}),
         encode(UcxFarewell{}),
         ::testing::joined({chunk(0, frame), offer(1, 200)}),
+        ::testing::joined({chunk(0, to_device), offer(1, 200)}),
         ::testing::joined({offer(1, 200), chunk(1, rest), chunk(0, start), chunk(2, goodbye_frame())}),
     };
   });

@@ -205,6 +205,76 @@ TEST_F(MalformedUcxPeer, IsCutOffBeyondTheLimitsAndWithoutMemory) {
   EXPECT_EQ(poor.abandon(), std::vector<void*>{&offered_});
 }
 
+/// A frame that announces a segment of 2000 bytes for target 5.
+class UcxDeviceSegments : public ::testing::Test {
+ protected:
+  UcxDeviceSegments() {
+    sender_.send({}, {pattern(2000, 1)}, 1000);
+    const std::uint64_t word = UcxAnnouncement{1, 5}.word();
+    std::memcpy(sender_.stream.data() + sender_.stream.size() - sizeof word, &word, sizeof word);
+  }
+  UcxOffer offer() { return {.size = 2000, .descriptor = &offered_}; }
+  Buffer memory() { return {memory_.data(), memory_.size(), std::make_shared<int>()}; }
+
+  Sender sender_;
+  Bytes memory_ = Bytes(2000);
+  int offered_ = 0;
+};
+
+TEST_F(UcxDeviceSegments, AreFetchedIntoMemoryOfTheDevice) {
+  UcxInbox inbox(TransportOptions(), [&](std::uint32_t target, std::size_t size) {
+    EXPECT_EQ(target, 5);
+    EXPECT_EQ(size, 2000);
+    return memory();
+  });
+  inbox.add_chunk(0, sender_.stream);
+  inbox.add_offer(1, offer());
+  const auto fetch = inbox.next_fetch();
+  ASSERT_TRUE(fetch);
+  EXPECT_EQ(fetch->into.data, memory_.data());
+  EXPECT_EQ(fetch->into.device_target, 5);
+  inbox.fetched(1);
+  std::vector<Message> came;
+  inbox.take(came);
+  ASSERT_EQ(came.size(), 1);
+  EXPECT_EQ(came[0].segments.at(0).device_target, 5);
+}
+
+TEST_F(UcxDeviceSegments, GoToTheHostIfTheDeviceHasNoRoomOrTheirBytesCameWithTheOffer) {
+  for (const bool came_whole : {false, true}) {
+    UcxInbox inbox(TransportOptions(), [&](std::uint32_t, std::size_t) {
+      EXPECT_FALSE(came_whole) << "the processor cannot write there";
+      return Buffer();
+    });
+    inbox.add_offer(1, came_whole ? UcxOffer{.size = 2000, .bytes = pattern(2000, 1)} : offer());
+    inbox.add_chunk(0, sender_.stream);
+    const auto fetch = inbox.next_fetch();
+    ASSERT_EQ(fetch.has_value(), !came_whole);
+    if (fetch) {
+      EXPECT_EQ(fetch->into.device_target, 0);
+      std::memset(fetch->into.data, 1, 2000);
+      inbox.fetched(1);
+    }
+    std::vector<Message> came;
+    inbox.take(came);
+    ASSERT_EQ(came.size(), 1);
+    EXPECT_EQ(came[0].segments.at(0).device_target, 0);
+    if (came_whole) EXPECT_EQ(contents_of(came[0].segments.at(0)), pattern(2000, 1));
+  }
+}
+
+TEST_F(UcxDeviceSegments, AreRefusedWithoutDevicesAndForUnknownTargets) {
+  UcxInbox without(TransportOptions{});
+  EXPECT_EQ(kind_of([&] { without.add_chunk(0, sender_.stream); }), ErrorKind::kInvalid);
+  UcxInbox other(TransportOptions(), [](std::uint32_t, std::size_t) -> Buffer {
+    throw Error(ErrorKind::kInvalid, "not offered");
+  });
+  other.add_chunk(0, sender_.stream);
+  other.add_offer(1, offer());
+  EXPECT_EQ(kind_of([&] { other.next_fetch(); }), ErrorKind::kInvalid);
+  EXPECT_EQ(other.abandon(), std::vector<void*>{&offered_});
+}
+
 TEST(UcxGreetingTest, ReadsWhatItWroteAndNothingElse) {
   const UcxGreeting greeting{1, 13, 0x1234567890abcdef, pattern(200, 3)};
   const Bytes bytes = encode(greeting);

@@ -32,6 +32,10 @@ std::vector<Segment> hold_large(std::span<const Segment> segments, std::size_t a
   return held;
 }
 
+bool uses_rendezvous(const Segment& segment, std::size_t from) {
+  return segment.size >= from || segment.device_target != 0;
+}
+
 }  // namespace
 
 UcxChannel::UcxChannel(Options options, std::shared_ptr<UcxRequestQueue> request_queue)
@@ -63,20 +67,23 @@ void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
 }
 
 void UcxChannel::queue(BytesView header, std::span<const Segment> segments) {
-  std::vector<std::uint64_t> numbers(segments.size());
+  std::vector<std::uint64_t> announced(segments.size());
   std::uint64_t next = first_apart_ + apart_.size();
-  for (std::size_t i = 0; i < segments.size(); ++i) numbers[i] = uses_rendezvous(segments[i]) ? next++ : 0;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    if (uses_rendezvous(segments[i], options_.rendezvous_from))
+      announced[i] = UcxAnnouncement{next++, segments[i].device_target}.word();
+  }
   const std::size_t before = outbox_.size();
-  outbox_.copy(FramePrefix(header, segments, numbers).bytes());
+  outbox_.copy(FramePrefix(header, segments, announced).bytes());
   outbox_.copy(header);
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const Segment& segment = segments[i];
-    if (numbers[i] == 0) {
+    if (announced[i] == 0) {
       outbox_.add({segment.data, segment.size}, segment.keep);
       continue;
     }
-    outbox_.copy(std::as_bytes(std::span(&numbers[i], 1)));
+    outbox_.copy(std::as_bytes(std::span(&announced[i], 1)));
     apart_.push_back({segment, queued_ + outbox_.size() - before});
     bytes += segment.size;
   }

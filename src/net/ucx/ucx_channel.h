@@ -35,6 +35,7 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
   void send(BytesView header, std::span<const Segment> segments) override;
   std::size_t unsent_bytes() const override { return unsent_.load(std::memory_order_relaxed); }
   void close() override;
+  bool carries_device_memory() const override { return options_.limits.device_memory; }
   std::string peer() const override { return options_.peer; }
 
   /// What the driver reviews after every event.
@@ -63,7 +64,6 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
     std::uint64_t position;  ///< in the stream, after the segment's announcement
     bool done = false;
   };
-  bool uses_rendezvous(const Segment& segment) const { return segment.size >= options_.rendezvous_from; }
   void queue(BytesView header, std::span<const Segment> segments) TORCHSPAN_REQUIRES(mutex_);
   /// `patient`: waits for other threads that use UCX; only the driver does, and it sends what other threads
   /// left.

@@ -81,6 +81,7 @@ UcxLibrary::UcxLibrary() {
   find(library, "ucp_config_release", config_release);
   find(library, "ucp_init_version", init_version);
   find(library, "ucp_cleanup", cleanup);
+  find(library, "ucp_context_query", context_query);
   find(library, "ucp_worker_create", worker_create);
   find(library, "ucp_worker_destroy", worker_destroy);
   find(library, "ucp_worker_get_address", worker_get_address);

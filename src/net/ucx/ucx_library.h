@@ -14,6 +14,10 @@ struct UcxLibrary {
   /// then (ucp_request.c: "got REP message"); the assertion was removed in 1.14.
   bool can_destroy_while_connecting() const { return major > 1 || minor >= 14; }
 
+  /// Whether active messages may be in CUDA memory. Releases before 1.16 crash with some of them, unless their newer
+  /// protocols (UCX_PROTO_ENABLE) are on.
+  bool can_send_from_cuda() const { return major > 1 || minor >= 16; }
+
   unsigned major = 0;
   unsigned minor = 0;
   decltype(&::ucp_config_read) config_read = nullptr;
@@ -21,6 +25,7 @@ struct UcxLibrary {
   decltype(&::ucp_config_release) config_release = nullptr;
   decltype(&::ucp_init_version) init_version = nullptr;
   decltype(&::ucp_cleanup) cleanup = nullptr;
+  decltype(&::ucp_context_query) context_query = nullptr;
   decltype(&::ucp_worker_create) worker_create = nullptr;
   decltype(&::ucp_worker_destroy) worker_destroy = nullptr;
   decltype(&::ucp_worker_get_address) worker_get_address = nullptr;

@@ -36,6 +36,36 @@ std::size_t rendezvous_from(const UcxOptions& ucx) {
   return ucx.network == UcxNetwork::kRdma ? std::size_t{64} << 10 : std::numeric_limits<std::size_t>::max();
 }
 
+Error timed_out(const UcxLink& link) {
+  const std::string peer = link.channel->peer();
+  if (!link.greeting) {
+    return Error(
+        ErrorKind::kTimedOut,
+        fmt::format("'{}' did not send its greeting in time: it is stopped, overloaded, or not a UCX "
+                    "transport",
+                    peer));
+  }
+  if (!link.open) {
+    return Error(
+        ErrorKind::kTimedOut,
+        fmt::format("'{}' answers over TLS, and not through UCX: UcxOptions must be the same on both "
+                    "sides, and their devices on one network",
+                    peer));
+  }
+  const UcxChannel::State state = link.channel->state();
+  if (state.closing && link.heard_farewell) {
+    return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
+  }
+  if (state.closing) {
+    return Error(
+        ErrorKind::kDisconnected,
+        fmt::format("this side closed the channel to '{}', which did not acknowledge it in time", peer));
+  }
+  return Error(ErrorKind::kDisconnected,
+               fmt::format("'{}' can no longer be reached through UCX: {}; it still answers over TLS", peer,
+                           state.broken.value_or("")));
+}
+
 }  // namespace
 
 UcxTransport::UcxTransport(Executor& executor, Handler& handler, TransportOptions options, UcxOptions ucx)
@@ -49,7 +79,7 @@ UcxTransport::UcxTransport(Executor& executor, Handler& handler, TransportOption
       front_(*this),
       tls_(executor, front_, options_beneath(options_), without_lanes(ucx_.tls), "ucx"),
       request_queue_(std::make_shared<UcxRequestQueue>(tls_.poller())),
-      worker_(executor, ucx_) {
+      worker_(executor, ucx_, options_.device_memory) {
   tls_.poller().add(worker_.event_descriptor(), kWorkerToken, false);
 }
 
@@ -72,8 +102,10 @@ std::shared_ptr<Channel> UcxTransport::connect(const std::string& address, Deadl
 }
 
 std::shared_ptr<UcxChannel> UcxTransport::make_channel(std::string peer, std::uint64_t token) const {
+  const bool carries_device_memory = worker_.device_memory() != DeviceMemoryKind::kNone;
   return std::make_shared<UcxChannel>(
-      UcxChannel::Options{std::move(peer), token, limits_of(options_), options_.max_unsent, rendezvous_from_},
+      UcxChannel::Options{std::move(peer), token, limits_of(options_, carries_device_memory),
+                          options_.max_unsent, rendezvous_from_},
       request_queue_);
 }
 
@@ -203,6 +235,20 @@ void UcxTransport::drop(UcxWorker::Arrival& arrival) {
 }
 
 void UcxTransport::fetch_and_deliver(UcxLink& link) {
+  std::optional<Error> failure;
+  try {
+    fetch_all(link);
+  } catch (const Error& error) {  // after what arrived before
+    failure.emplace(error.kind(), fmt::format("'{}' is cut off: {}", link.channel->peer(), error.message()));
+  }
+  std::vector<Message> messages;
+  link.inbox.take(messages);
+  for (Message& message : messages) handler_.on_message(link.channel, std::move(message));
+  if (failure) throw Error(*failure);
+  review(link);
+}
+
+void UcxTransport::fetch_all(UcxLink& link) {
   while (std::optional<UcxInbox::Fetch> fetch = link.inbox.next_fetch()) {
     auto task = std::make_unique<UcxTask>();
     task->kind = UcxTask::Kind::kFetch;
@@ -220,10 +266,6 @@ void UcxTransport::fetch_and_deliver(UcxLink& link) {
         link.channel->break_off("a segment could not be received");
     }
   }
-  std::vector<Message> messages;
-  link.inbox.take(messages);
-  for (Message& message : messages) handler_.on_message(link.channel, std::move(message));
-  review(link);
 }
 
 void UcxTransport::lose(const UcxWorker::FailedRoute& failed) {
@@ -288,36 +330,6 @@ bool UcxTransport::run_timers() {
     if (found != links_.end()) end(*LinkPtr(found->second), timed_out(*found->second));
   }
   return any;
-}
-
-Error UcxTransport::timed_out(const UcxLink& link) const {
-  const std::string peer = link.channel->peer();
-  if (!link.greeting) {
-    return Error(
-        ErrorKind::kTimedOut,
-        fmt::format("'{}' did not send its greeting in time: it is stopped, overloaded, or not a UCX "
-                    "transport",
-                    peer));
-  }
-  if (!link.open) {
-    return Error(
-        ErrorKind::kTimedOut,
-        fmt::format("'{}' answers over TLS, and not through UCX: UcxOptions must be the same on both "
-                    "sides, and their devices on one network",
-                    peer));
-  }
-  const UcxChannel::State state = link.channel->state();
-  if (state.closing && link.heard_farewell) {
-    return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
-  }
-  if (state.closing) {
-    return Error(
-        ErrorKind::kDisconnected,
-        fmt::format("this side closed the channel to '{}', which did not acknowledge it in time", peer));
-  }
-  return Error(ErrorKind::kDisconnected,
-               fmt::format("'{}' can no longer be reached through UCX: {}; it still answers over TLS", peer,
-                           state.broken.value_or("")));
 }
 
 std::unique_ptr<PolledTransport> make_ucx_part(Executor& executor, Handler& handler, TransportOptions options,

@@ -25,8 +25,8 @@ namespace torchspan::net {
 
 /// The driver's half of a channel: its TLS channel (the wire), and what arrived through UCX.
 struct UcxLink {
-  UcxLink(std::shared_ptr<UcxChannel> its_channel, std::uint64_t its_token, const TransportOptions& options)
-      : channel(std::move(its_channel)), token(its_token), inbox(options) {}
+  UcxLink(std::shared_ptr<UcxChannel> its_channel, std::uint64_t its_token, const TransportOptions& options,
+          Handler& handler);
   /// Gives the peer the worker's address.
   void greet(const UcxWorker& worker);
   void say(const Bytes& note) const;
@@ -111,6 +111,7 @@ class UcxTransport final : public PolledTransport {
   /// Runs `step`; if it throws, ends the link with that error.
   void attempt(const LinkPtr& link, const std::function<void()>& step);
   void fetch_and_deliver(UcxLink& link);
+  void fetch_all(UcxLink& link);
   void lose(const UcxWorker::FailedRoute& failed);
   /// Ends the link or continues its goodbyes, as its state requires.
   void review(UcxLink& link);
@@ -118,7 +119,6 @@ class UcxTransport final : public PolledTransport {
   /// The part of end() that the destructor shares.
   void abandon(UcxLink& link, const Error& reason);
   bool run_timers();
-  Error timed_out(const UcxLink& link) const;
 
   Executor& executor_;
   Handler& handler_;

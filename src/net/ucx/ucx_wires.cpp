@@ -17,10 +17,21 @@ std::uint64_t draw_label() {
   return label;
 }
 
+UcxInbox::DeviceAllocator device_allocator(const std::shared_ptr<UcxChannel>& channel, Handler& handler) {
+  if (!channel->carries_device_memory()) return nullptr;
+  return [channel, &handler](std::uint32_t target, std::size_t size) {
+    return handler.device_memory(channel, target, size);
+  };
+}
+
 }  // namespace
 
+UcxLink::UcxLink(std::shared_ptr<UcxChannel> its_channel, std::uint64_t its_token,
+                 const TransportOptions& options, Handler& handler)
+    : channel(std::move(its_channel)), token(its_token), inbox(options, device_allocator(channel, handler)) {}
+
 void UcxTransport::dial(UcxRequest& request) {
-  const auto link = std::make_shared<UcxLink>(request.channel, request.token, options_);
+  const auto link = std::make_shared<UcxLink>(request.channel, request.token, options_, handler_);
   link->dialed = true;
   try {
     link->label = draw_label();
@@ -36,7 +47,7 @@ void UcxTransport::dial(UcxRequest& request) {
 void UcxTransport::wire_accepted(const std::shared_ptr<Channel>& wire) {
   const std::uint64_t token = tokens_.next();
   const auto channel = make_channel(wire->peer(), token);
-  const auto link = std::make_shared<UcxLink>(channel, token, options_);
+  const auto link = std::make_shared<UcxLink>(channel, token, options_, handler_);
   try {
     link->label = draw_label();
     adopt(link, wire);

@@ -48,9 +48,26 @@ void leak(std::unordered_map<const UcxTask*, UcxTaskPtr>& tasks) {
 constexpr Duration kDevicesComeUp = std::chrono::seconds(3);
 constexpr Duration kDeviceLook = std::chrono::milliseconds(100);
 
+bool supports_cuda(const UcxLibrary& library, ucp_context_h context) {
+  ucp_context_attr_t attributes{};
+  attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
+  return library.context_query(context, &attributes) == UCS_OK &&
+         (attributes.memory_types >> static_cast<unsigned>(UCS_MEMORY_TYPE_CUDA) & 1) != 0;
+}
+
+/// Tells UCX in which memory an operation's bytes are, if they are on a device.
+void add_memory_type(std::uint32_t device_target, DeviceMemoryKind kind, ucp_request_param_t& param) {
+  if (device_target == 0) return;
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  param.memory_type = kind == DeviceMemoryKind::kCuda ? UCS_MEMORY_TYPE_CUDA : UCS_MEMORY_TYPE_HOST;
+}
+
 }  // namespace
 
-UcxWorker::UcxWorker(Executor& executor, const UcxOptions& options) : executor_(executor) {
+UcxWorker::UcxWorker(Executor& executor, const UcxOptions& options, DeviceMemoryKind device_memory)
+    : executor_(executor), device_memory_(device_memory) {
+  if (device_memory == DeviceMemoryKind::kCuda && !library_.can_send_from_cuda())
+    device_memory_ = DeviceMemoryKind::kNone;
   try {
     make_context(options);
     make_worker();
@@ -74,7 +91,8 @@ void UcxWorker::make_context(const UcxOptions& options) {
     if (status == UCS_OK) return;
     throw Error(ErrorKind::kInvalid, fmt::format("UCX rejects {}={}: {}", name, value, text_of(status)));
   };
-  set("TLS", options.network == UcxNetwork::kIsolated ? "ib,tcp" : "ib");
+  const std::string copies = device_memory_ == DeviceMemoryKind::kCuda ? ",cuda" : "";
+  set("TLS", (options.network == UcxNetwork::kIsolated ? "ib,tcp" : "ib") + copies);
   if (options.network == UcxNetwork::kIsolated) {
     // UCX 1.13 aborts (uct_iface.h: comp->count > 0) when a peer dies to which TCP sends memory without a
     // copy.
@@ -87,7 +105,11 @@ void UcxWorker::make_context(const UcxOptions& options) {
   const Deadline patience = executor_.deadline_in(kDevicesComeUp);
   do {
     status = library_.init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &context_);
-    if (status == UCS_OK) return;
+    if (status == UCS_OK) {
+      if (device_memory_ == DeviceMemoryKind::kCuda && !supports_cuda(library_, context_))
+        device_memory_ = DeviceMemoryKind::kNone;
+      return;
+    }
     if (status == UCS_ERR_NO_DEVICE) executor_.sleep(kDeviceLook);
   } while (status == UCS_ERR_NO_DEVICE && !patience.passed(executor_.now()));
   context_ = nullptr;
@@ -223,6 +245,7 @@ UcxWorker::Outcome UcxWorker::send_locked(UcxRoute& route, UcxTaskPtr& task) {
   param.flags = is_eager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
   param.cb.send = finished;
   param.user_data = task.get();
+  add_memory_type(task->segment.device_target, device_memory_, param);
   const void* const data = is_eager ? task->chunk.data() : task->segment.data;
   const std::size_t size = is_eager ? task->chunk.size() : task->segment.size;
   const Outcome outcome = started(library_.am_send(route.endpoint_, id_of(task->kind), &task->label,
@@ -239,6 +262,7 @@ UcxWorker::Outcome UcxWorker::fetch(void* descriptor, UcxTaskPtr& task) {
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.recv_am = fetched;
   param.user_data = task.get();
+  add_memory_type(task->into.device_target, device_memory_, param);
   return started(library_.am_receive(worker_, descriptor, task->into.data, task->into.size, &param), task);
 }
 

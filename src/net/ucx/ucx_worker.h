@@ -52,8 +52,10 @@ using UcxTaskPtr = std::unique_ptr<UcxTask>;
 /// lists, which take_events() empties. Thread-safe.
 class UcxWorker {
  public:
-  /// Throws kUnsupported if UCX has no device that `options` allow.
-  UcxWorker(Executor& executor, const UcxOptions& options);
+  /// `device_memory`: in which segments may be, if UCX supports it. Throws kUnsupported if UCX has no device that
+  /// `options` allow.
+  UcxWorker(Executor& executor, const UcxOptions& options,
+            DeviceMemoryKind device_memory = DeviceMemoryKind::kNone);
   /// Closes all routes; no operation uses its memory afterwards. With UCX 1.13, UCX's worker and the memory of
   /// its operations are leaked instead while a peer is connecting, or may be: see unpaired().
   ~UcxWorker();
@@ -61,6 +63,8 @@ class UcxWorker {
   UcxWorker& operator=(const UcxWorker&) = delete;
 
   const UcxLibrary& library() const { return library_; }
+  /// In which memory segments with a device_target are.
+  DeviceMemoryKind device_memory() const { return device_memory_; }
   /// The worker's address for peers, in UCX's form.
   const Bytes& address() const { return address_; }
   /// Readable if there is something to progress(), after arm() returned true.
@@ -136,6 +140,7 @@ class UcxWorker {
 
   Executor& executor_;
   const UcxLibrary library_;
+  DeviceMemoryKind device_memory_;
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   int event_descriptor_ = -1;

@@ -52,9 +52,13 @@ class RpcAgent::ExtensionRegistrar final : public Registrar {
 
 RpcAgent::RpcAgent(std::shared_ptr<Runtime> runtime, FunctionTable functions, ServiceOptions options)
     : state_(std::move(runtime), std::move(functions), std::move(options)),
-      loop_(
-          state_.runtime, state_.calls, server_,
-          {.fail_expired = [this] { calls_.fail_expired(); }, .look = [this] { sender_.copying().look(); }}),
+      loop_(state_.runtime, state_.calls, server_,
+            {.fail_expired = [this] { calls_.fail_expired(); },
+             .look =
+                 [this] {
+                   sender_.copying().look();
+                   if (state_.device_memory) state_.device_memory->send_returns();
+                 }}),
       sender_(
           state_, loop_, [this](ReceivedMessage message) { receiver_.deliver_here(std::move(message)); },
           [this](const auto& channel, const Error& error) { receiver_.break_channel(channel, error); }),

@@ -5,6 +5,19 @@
 #include <utility>
 
 namespace torchspan::rpc {
+namespace {
+
+/// Lists the segments that the connection wrote to memory of device_memory().
+void find_on_device(ReceivedMessage& message) {
+  for (std::size_t i = 0; i < message.segments.size(); ++i) {
+    const Buffer& segment = message.segments[i];
+    if (segment.device_target == 0) continue;
+    const auto* memory = static_cast<const at::Tensor*>(segment.owner.get());
+    message.on_device.push_back({i, memory->device(), wire::DeviceSegment::Memory::kReceived});
+  }
+}
+
+}  // namespace
 
 MessageReceiver::MessageReceiver(AgentState& state, TransportLoop& loop, RequestSender& calls,
                                  RequestServer& server)
@@ -32,6 +45,21 @@ void MessageReceiver::on_message(const std::shared_ptr<net::Channel>& channel, n
   }
 }
 
+/// For messages of a peer whose join is not known yet, the host has memory enough.
+Buffer MessageReceiver::device_memory(const std::shared_ptr<net::Channel>& channel, std::uint32_t target,
+                                      std::size_t size) {
+  const auto peer = state_.channels->peer_of(channel.get());
+  if (!peer) return {};
+  if (!state_.device_memory)
+    throw Error(ErrorKind::kInvalid, "a tensor came for a device, which this worker never agreed to");
+  const EnvironmentScope empty{Environment()};  // as in dispatch()
+  try {
+    return state_.device_memory->receive(*peer, target, size);
+  } catch (...) {
+    throw to_error(std::current_exception());
+  }
+}
+
 /// Handles a message on the thread that polls, which may be a user's thread that waits. Resets the
 /// environment: nothing of that thread's own work (inference mode, an autograd context) may affect what
 /// others are sent.
@@ -45,6 +73,7 @@ void MessageReceiver::dispatch(PeerId peer, const std::shared_ptr<net::Channel>&
   call->message = std::move(message);
   call->frame = wire::decode_frame(call->message.header, state_.wire);
   const wire::FrameHeader& header = call->frame.header;
+  find_on_device(call->message);
   insert_shared(*call);
   if (header.type == TensorPart::kType) return receive_part(*call);
   insert_parts(*call);
@@ -89,14 +118,14 @@ void MessageReceiver::insert_shared(IncomingCall& call) {
     throw Error(ErrorKind::kInvalid,
                 "a message has tensors in device memory, which this worker never mapped");
   ReceivedMessage& message = call.message;
-  message.on_device = state_.device_memory->insert(call.from(), blob->bytes, message.segments);
+  state_.device_memory->insert(call.from(), blob->bytes, {message.segments, message.on_device});
 }
 
 void MessageReceiver::insert_parts(IncomingCall& call) {
   const auto* blob = call.frame.blob(kTensorPartsBlob);
   if (blob == nullptr) return;
   try {
-    parts_.insert(call.channel.get(), blob->bytes, call.message.segments, call.message.on_device);
+    parts_.insert(call.channel.get(), blob->bytes, {call.message.segments, call.message.on_device});
   } catch (const Error& error) {
     throw with_sender(call, error);
   }

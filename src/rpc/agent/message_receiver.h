@@ -31,6 +31,8 @@ class MessageReceiver final : public net::Handler {
   // net::Handler
   void on_accepted(const std::shared_ptr<net::Channel>& channel) override {}
   void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
+  Buffer device_memory(const std::shared_ptr<net::Channel>& channel, std::uint32_t target,
+                       std::size_t size) override;
   void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
   void on_refused(const std::string& peer, const Error& reason) override;
 

@@ -38,17 +38,30 @@ bool detach_graph_tensors(std::span<at::Tensor> tensors) {
   return any;
 }
 
-/// Adds blobs that say which of the message's segments the peer has already. Places of tensors in device memory do not
-/// count those in parts.
+/// Adds the segments that the connection carries from device to device, and blobs that say which segments the peer has
+/// already. Places of tensors in device memory do not count those in parts.
 void add_places(OutgoingMessage& out) {
+  using Way = OutgoingMessage::Way;
   SharedPlaces shared;
   SplitPlaces split;
-  for (std::size_t i = 0; i < out.is_split.size(); ++i) {
+  std::size_t carried = 0;
+  for (std::size_t i = 0; i < out.ways.size(); ++i) {
     const std::size_t segment = out.tensors.shared[i];
-    if (out.is_split[i]) {
-      split.all.push_back({static_cast<std::uint32_t>(segment), out.split[split.all.size()]->number()});
-    } else {
-      shared.all.push_back(out.lent[shared.all.size()]->place(segment - split.all.size()));
+    switch (out.ways[i]) {
+      case Way::kSplit:
+        split.all.push_back({static_cast<std::uint32_t>(segment), out.split[split.all.size()]->number()});
+        break;
+      case Way::kLent:
+        shared.all.push_back(out.lent[shared.all.size()]->place(segment - split.all.size()));
+        break;
+      case Way::kCarried: {
+        const auto& [copy, target] = out.carried[carried++];
+        const std::size_t place = segment - split.all.size() - shared.all.size();
+        out.tensors.segments.insert(
+            out.tensors.segments.begin() + static_cast<std::ptrdiff_t>(place),
+            {static_cast<const std::byte*>(copy->data_ptr()), copy->nbytes(), copy, target});
+        break;
+      }
     }
   }
   if (!shared.all.empty()) out.frame.blobs.push_back({kDeviceMemoryBlob, wire::to_payload(shared).value});
@@ -113,28 +126,46 @@ void MessageSender::pack(const CallInfo& info, PeerId to, wire::Payload& payload
   if (device::has_streams())
     options.share = to == state_.id() ? share_with_itself(use, out) : share_with_peer(info, to, use, out);
   out.tensors = wire::pack(payload.tensors, std::move(options));
-  if (!out.is_split.empty()) add_places(out);
+  if (!out.ways.empty()) add_places(out);
 }
 
-/// Tensors whose device on the peer is known may go through memory that the peer maps. Large ones go in parts if that has
-/// no room for them, or if the device is not known.
+/// Tensors whose device on the peer is known may go through memory that the peer maps, or over a connection that carries
+/// device memory. Other large ones go in parts.
 MessageSender::Share MessageSender::share_with_peer(const CallInfo& info, PeerId to, TensorUse use,
                                                     OutgoingMessage& out) {
   return [this, &info, to, use, &out](const at::Tensor& tensor, device::PendingCopies& copies) {
+    using Way = OutgoingMessage::Way;
     const auto there = state_.device_memory ? device_there(info, use, tensor.device()) : std::nullopt;
-    at::Tensor view = there ? lend(to, tensor, *there, out) : at::Tensor();
-    if (view.defined()) {
-      out.is_split.push_back(false);
+    DeviceMemory::Way way;
+    if (there) way = state_.device_memory->way_to(to, tensor, *there);
+    if (way.lent) {
+      at::Tensor view = way.lent->view_like(tensor);
       state_.copies.share(tensor, view, copies);
+      out.lent.push_back(std::move(way.lent));
+      out.ways.push_back(Way::kLent);
       return view;
     }
+    if (way.device_target != 0) {
+      at::Tensor copy = copy_on_device(tensor, copies);
+      out.carried.push_back({std::make_shared<at::Tensor>(copy), way.device_target});
+      out.ways.push_back(Way::kCarried);
+      return copy;
+    }
     SplitTensorPtr parts = split(to, tensor, there, out);
-    if (!parts) return view;
-    out.is_split.push_back(true);
-    view = parts->captured();
+    if (!parts) return at::Tensor();
+    at::Tensor captured = parts->captured();
     out.split.push_back(std::move(parts));
-    return view;
+    out.ways.push_back(Way::kSplit);
+    return captured;
   };
+}
+
+/// A dense copy with the tensor's values after the work of this thread's current stream so far.
+at::Tensor MessageSender::copy_on_device(const at::Tensor& tensor, device::PendingCopies& copies) {
+  const c10::InferenceMode normal(false);  // the receiver may differentiate it
+  at::Tensor copy = at::empty_strided(tensor.sizes(), device::dense_strides_like(tensor), tensor.options());
+  state_.copies.share(tensor, copy, copies);
+  return copy;
 }
 
 /// Null if the tensor is small.
@@ -149,9 +180,7 @@ SplitTensorPtr MessageSender::split(PeerId to, const at::Tensor& tensor, std::op
 MessageSender::Share MessageSender::share_with_itself(TensorUse use, OutgoingMessage& out) {
   if (!use.user_values && use.place.by == DevicePlace::By::kHost) return nullptr;
   return [this, &out](const at::Tensor& tensor, device::PendingCopies& copies) {
-    const c10::InferenceMode normal(false);  // the receiver may differentiate it
-    at::Tensor copy = at::empty_strided(tensor.sizes(), device::dense_strides_like(tensor), tensor.options());
-    state_.copies.share(tensor, copy, copies);
+    at::Tensor copy = copy_on_device(tensor, copies);
     out.captured.push_back(std::make_shared<at::Tensor>(copy));
     return copy;
   };
@@ -178,15 +207,6 @@ std::optional<c10::Device> MessageSender::device_there(const CallInfo& info, Ten
       break;
   }
   return std::nullopt;
-}
-
-/// Memory of the peer for a tensor; undefined if there is none.
-at::Tensor MessageSender::lend(PeerId to, const at::Tensor& tensor, c10::Device there, OutgoingMessage& out) {
-  LentTensorPtr lent = state_.device_memory->share(to, tensor, there);
-  if (!lent) return {};
-  at::Tensor view = lent->view_like(tensor);
-  out.lent.push_back(std::move(lent));
-  return view;
 }
 
 void MessageSender::undo(const CallInfo& info, const wire::Frame& frame) {

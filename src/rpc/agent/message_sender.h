@@ -66,7 +66,7 @@ class MessageSender {
   SplitTensorPtr split(PeerId to, const at::Tensor& tensor, std::optional<c10::Device> there,
                        const OutgoingMessage& out);
   std::optional<c10::Device> device_there(const CallInfo& info, TensorUse use, c10::Device here) const;
-  at::Tensor lend(PeerId to, const at::Tensor& tensor, c10::Device there, OutgoingMessage& out);
+  at::Tensor copy_on_device(const at::Tensor& tensor, device::PendingCopies& copies);
   void send_frame(const std::shared_ptr<net::Channel>& channel, const wire::Frame& frame,
                   const wire::PackedTensors& tensors, std::span<const TensorPtr> captured);
   void loop_back(const Bytes& header, const wire::PackedTensors& tensors,

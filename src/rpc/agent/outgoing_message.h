@@ -21,8 +21,14 @@ struct OutgoingMessage {
       {};  ///< to this worker itself: copies on their devices, which the receiver takes
   std::vector<LentTensorPtr> lent = {};    ///< memory of some tensors, freed after the copies in `tensors`
   std::vector<SplitTensorPtr> split = {};  ///< tensors that are sent in parts, before the frame
-  std::vector<bool> is_split =
-      {};  ///< by tensor that is in `lent` or in `split`, in the order of the message
+  /// A tensor that the connection carries from device to device.
+  struct Carried {
+    TensorPtr copy;
+    std::uint32_t target = 0;  ///< Segment::device_target
+  };
+  std::vector<Carried> carried = {};
+  enum class Way : std::uint8_t { kLent, kSplit, kCarried };
+  std::vector<Way> ways = {};  ///< of the tensors in these three lists, in the order of the message
   wire::PackedTensors tensors = {};
   std::exception_ptr failure = nullptr;  ///< an Error: why not all parts were sent
 

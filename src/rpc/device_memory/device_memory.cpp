@@ -19,6 +19,9 @@ bool stays_on_host(const net::Channel& channel) {
   return peer.starts_with("unix:") || peer.starts_with("tcp:") || peer.starts_with("sim:");
 }
 
+/// How many routes net::Segment::device_target can number.
+constexpr std::uint32_t kMostTargets = 1u << 24;
+
 OfferAnswer unwanted(std::string reason) { return {OfferOutcome::kUnwanted, std::move(reason)}; }
 
 }  // namespace
@@ -26,8 +29,9 @@ OfferAnswer unwanted(std::string reason) { return {OfferOutcome::kUnwanted, std:
 /// Waits for the answer to an offer. The answer may lead to device memory, so the pool deals with it.
 class DeviceMemory::OfferSent final : public Completion {
  public:
-  OfferSent(std::shared_ptr<DeviceMemory> memory, PeerId to, OfferDeviceMemory offer)
-      : memory_(std::move(memory)), to_(to), offer_(std::move(offer)) {}
+  /// `by_connection`: whether the connection carries device memory here.
+  OfferSent(std::shared_ptr<DeviceMemory> memory, PeerId to, OfferDeviceMemory offer, bool by_connection)
+      : memory_(std::move(memory)), to_(to), offer_(std::move(offer)), by_connection_(by_connection) {}
   void succeed(wire::Payload& reply) override {
     OfferAnswer answer{OfferOutcome::kFailed, "it answered an offer of device memory with other bytes"};
     try {
@@ -36,6 +40,10 @@ class DeviceMemory::OfferSent final : public Completion {
     }
     const auto agent = memory_->agent_.lock();
     if (!agent) return;
+    if (answer.outcome == OfferOutcome::kByConnection) {
+      if (by_connection_) return memory_->outgoing_.use_connection(to_, offer_.route);
+      answer = unwanted("its connection carries device memory, and this one does not");
+    }
     memory_->state_.host->post([memory = memory_, agent, to = to_, offer = offer_, answer] {
       memory->offer_answered(to, offer, answer);
     });
@@ -50,6 +58,7 @@ class DeviceMemory::OfferSent final : public Completion {
   const std::shared_ptr<DeviceMemory> memory_;
   const PeerId to_;
   const OfferDeviceMemory offer_;
+  const bool by_connection_;
 };
 
 /// Sends returned memory again until the peer has confirmed it.
@@ -89,18 +98,19 @@ DeviceMemory::DeviceMemory(AgentState& state, std::shared_ptr<const device::Devi
       run_after_(std::move(run_after)),
       shared_(state.runtime.metrics.counter("rpc.device_memory.sent")),
       received_(state.runtime.metrics.counter("rpc.device_memory.received")),
-      outgoing_(runtime_, state.options.device_staging_bytes) {}
+      outgoing_(runtime_, state.options.device_staging_bytes),
+      arriving_(state.copies, state.runtime.executor) {}
 
 bool DeviceMemory::reads_parts(PeerId peer) const {
   return state_.peers.protocol(peer.rank).has(kPartsInDeviceMemory);
 }
 
-LentTensorPtr DeviceMemory::share(PeerId to, const at::Tensor& tensor, c10::Device there) {
-  if (tensor.nbytes() < kLeast || to == state_.id()) return nullptr;
+DeviceMemory::Way DeviceMemory::way_to(PeerId to, const at::Tensor& tensor, c10::Device there) {
+  if (tensor.nbytes() < kLeast || to == state_.id()) return {};
   // An area that only parts could use.
-  if (tensor.nbytes() > state_.options.device_staging_bytes && !reads_parts(to)) return nullptr;
+  if (tensor.nbytes() > state_.options.device_staging_bytes && !reads_parts(to)) return {};
   OutgoingMemory::Shared shared = outgoing_.share(to, tensor.device(), there, tensor.nbytes());
-  if (shared.tensor) shared_.add();
+  if (shared.tensor || shared.device_target != 0) shared_.add();
   if (shared.offer) {
     if (const auto agent = agent_.lock()) {
       state_.host->post([self = shared_from_this(), agent, to, offer = std::move(*shared.offer)]() mutable {
@@ -108,7 +118,7 @@ LentTensorPtr DeviceMemory::share(PeerId to, const at::Tensor& tensor, c10::Devi
       });
     }
   }
-  return shared.tensor;
+  return {std::move(shared.tensor), shared.device_target};
 }
 
 std::optional<SharedArea> DeviceMemory::area_to(PeerId to, c10::Device here, c10::Device there) const {
@@ -121,10 +131,12 @@ std::optional<SharedArea> DeviceMemory::area_to(PeerId to, c10::Device here, c10
 void DeviceMemory::send_offer(PeerId to, OfferDeviceMemory offer) {
   const auto agent = agent_.lock();
   if (!agent) return;
+  bool by_connection = false;
   try {
     const PeerChannels::Link link = state_.channels->to(to.rank);
     if (link.peer != to) return outgoing_.lost(to, offer.route);
-    if (!stays_on_host(*link.channel)) {
+    by_connection = link.channel->carries_device_memory() && offer.route < kMostTargets;
+    if (!by_connection && !stays_on_host(*link.channel)) {
       std::string failure;
       outgoing_.answered(to, offer.route, unwanted("on another host"), failure);
       return;
@@ -135,7 +147,7 @@ void DeviceMemory::send_offer(PeerId to, OfferDeviceMemory offer) {
   Request request = make_request(offer);
   request.deadline = state_.runtime.executor.deadline_in(kOfferTimeout);
   agent->send(to.rank, std::move(request),
-              std::make_shared<OfferSent>(shared_from_this(), to, std::move(offer)));
+              std::make_shared<OfferSent>(shared_from_this(), to, std::move(offer), by_connection));
 }
 
 void DeviceMemory::offer_answered(PeerId by, const OfferDeviceMemory& offer, const OfferAnswer& answer) {
@@ -172,7 +184,9 @@ void DeviceMemory::begin_again_later(PeerId to, std::uint32_t route) {
 
 /// Runs on the pool.
 OfferAnswer DeviceMemory::answer(const IncomingCall& call, const OfferDeviceMemory& offer) {
-  if (!call.channel || !stays_on_host(*call.channel)) return unwanted("the offer came from another host");
+  const bool by_connection = call.channel && call.channel->carries_device_memory();
+  if (!by_connection && (!call.channel || !stays_on_host(*call.channel)))
+    return unwanted("the offer came from another host");
   try {
     c10::Device here(offer.to);
     if (here.is_cpu()) {
@@ -182,6 +196,10 @@ OfferAnswer DeviceMemory::answer(const IncomingCall& call, const OfferDeviceMemo
     }
     if (here.type() != runtime_->type()) return unwanted("its tensors go to " + here.str());
     if (const std::string why = wire::why_absent(here); !why.empty()) return unwanted(why);
+    if (by_connection) {
+      incoming_->accept(call.from(), offer, here);
+      return {OfferOutcome::kByConnection, {}};
+    }
     if (!offer.handle.empty()) incoming_->open(call.from(), offer, here);
     return {OfferOutcome::kAccepted, {}};
   } catch (...) {
@@ -207,19 +225,20 @@ void DeviceMemory::give_back(PeerId to, std::uint32_t route, std::uint64_t lease
   {
     MutexLock lock(mutex_);
     returns_[{to, route}].push_back(lease);
-    if (std::exchange(returning_, true)) return;
+    if (returning_.exchange(true)) return;
   }
   run_after_(Duration::zero(), [self = shared_from_this()] { self->send_returns(); });
 }
 
 void DeviceMemory::send_returns() {
+  if (!returning_.load(std::memory_order_relaxed)) return;
   const auto agent = agent_.lock();
   if (!agent || agent->is_stopping()) return;
   Returns returns;
   {
     MutexLock lock(mutex_);
     returns.swap(returns_);
-    returning_ = false;
+    returning_.store(false);
   }
   for (auto& [place, leases] : returns) {
     const auto& [to, route] = place;
@@ -239,6 +258,16 @@ void DeviceMemory::return_failed(PeerId to, ReleaseDeviceMemory release) {
   run_after_(kReturnPause, [self = shared_from_this(), to, release = std::move(release)] {
     for (const std::uint64_t lease : release.leases) self->give_back(to, release.route, lease);
   });
+}
+
+Buffer DeviceMemory::receive(PeerId from, std::uint32_t target, std::size_t bytes) {
+  const c10::Device device = incoming_->device_of(from, target);
+  std::optional<Buffer> memory = arriving_.allocate(device, bytes);
+  if (!memory) return {};
+  // The connection writes the memory beside the device's streams, one of which may have used it before.
+  device::Mark(state_.copies.in(device), state_.copies.events()).wait();
+  received_.add();
+  return *std::move(memory);
 }
 
 void DeviceMemory::departed(PeerId peer, const ProcessId& process) {

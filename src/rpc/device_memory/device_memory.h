@@ -15,14 +15,15 @@
 
 #include "rpc/device_memory/incoming_memory.h"
 #include "rpc/device_memory/outgoing_memory.h"
+#include "rpc/device_memory/received_memory.h"
 
 namespace torchspan::rpc {
 
 struct AgentState;
 struct IncomingCall;
 
-/// Carries tensors between devices of workers of one host through device memory: makes and answers the offers,
-/// and returns memory. The worker's agent owns it; buffers of messages may outlive both. Thread-safe.
+/// Carries tensors between devices of workers: on one host through device memory that both map, between hosts over
+/// connections that carry device memory. Makes and answers the offers, and returns memory. The worker's agent owns it; buffers of messages may outlive both. Thread-safe.
 class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
  public:
   /// Runs a short job after a delay on the thread that polls the transport, while the agent lives. Not on the pool, all
@@ -32,18 +33,25 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
   static std::shared_ptr<DeviceMemory> make(AgentState& state, RunAfter run_after);
   DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime, RunAfter run_after);
 
-  /// Memory for a tensor to a peer's device; the CPU: where the peer's map places it. Null: the tensor must
-  /// go through host memory, maybe only this time.
-  LentTensorPtr share(PeerId to, const at::Tensor& tensor, c10::Device there);
+  /// The way of a tensor to a device of a peer. Without both, it must go through host memory, maybe only this time.
+  struct Way {
+    LentTensorPtr lent = nullptr;     ///< memory for it
+    std::uint32_t device_target = 0;  ///< not 0: the connection carries it from device to device
+  };
+  /// `there`: the peer's device; the CPU: where the peer's map places it.
+  Way way_to(PeerId to, const at::Tensor& tensor, c10::Device there);
   /// The memory of which share() takes parts, if the peer has mapped it.
   std::optional<SharedArea> area_to(PeerId to, c10::Device here, c10::Device there) const;
   /// See IncomingMemory::insert().
-  std::vector<wire::DeviceSegment> insert(PeerId from, BytesView blob, std::vector<Buffer>& segments) const {
-    return incoming_->insert(from, blob, segments);
+  void insert(PeerId from, BytesView blob, ReceivedSegments segments) const {
+    incoming_->insert(from, blob, segments);
   }
+  /// Memory for a tensor that a connection carries, which no work of its device uses: see ReceivedMemory. Without data if
+  /// the device has no room. Throws Error{kInvalid} for a target that the peer did not offer. For the thread that polls.
+  Buffer receive(PeerId from, std::uint32_t target, std::size_t bytes);
 
-  /// Returns memory of which no message has buffers any longer to its owners now, instead of soon. Call it on the thread
-  /// that polls the transport.
+  /// Returns memory of which no message has buffers any longer to its owners now, instead of soon. Costs nothing if there
+  /// is none. Call it on the thread that polls the transport.
   void send_returns();
 
   OfferAnswer answer(const IncomingCall& call, const OfferDeviceMemory& offer);
@@ -73,10 +81,11 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
   Counter& received_;  ///< those that were received and returned
   OutgoingMemory outgoing_;
   std::unique_ptr<IncomingMemory> incoming_;  ///< set by make()
+  ReceivedMemory arriving_;
   std::atomic<bool> watching_{false};
   Mutex mutex_;
   Returns returns_ TORCHSPAN_GUARDED_BY(mutex_);
-  bool returning_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::atomic<bool> returning_{false};  ///< there are some
 };
 
 }  // namespace torchspan::rpc

@@ -144,6 +144,24 @@ TEST_F(OutgoingMemoryTest, AsksFirstAndAllocatesForPeersThatWantIt) {
   EXPECT_EQ(memory_.share(kOther, c10::kCPU, stand_in(1), 100).tensor, nullptr);
 }
 
+TEST_F(OutgoingMemoryTest, NeedsNoAreaWhereTheConnectionCarriesTensors) {
+  const std::uint32_t route = share().offer.value().route;
+  EXPECT_EQ(share().device_target, 0) << "before the peer has accepted";
+  memory_.use_connection(kOther, route);
+  EXPECT_EQ(share().device_target, 0) << "another peer accepted";
+  memory_.use_connection(kPeer, route);
+  const OutgoingMemory::Shared shared = share(kPeer, std::size_t{1} << 40);
+  EXPECT_EQ(shared.device_target, route);
+  EXPECT_EQ(shared.tensor, nullptr);
+  EXPECT_FALSE(shared.offer);
+  EXPECT_EQ(memory_.areas(), 0);
+  EXPECT_FALSE(memory_.area_to(kPeer, stand_in(0), stand_in(1)));
+  EXPECT_EQ(kind_of([&] { memory_.returned(kPeer, {route, {1}}); }), ErrorKind::kInvalid);
+  memory_.departed(kPeer, this_process());
+  EXPECT_EQ(memory_.areas(), 0);
+  EXPECT_TRUE(share().offer) << "its successor begins anew";
+}
+
 TEST_F(OutgoingMemoryTest, SaysWhyAPeerCannotMapIt) {
   const OfferDeviceMemory question = share().offer.value();
   const auto offer = memory_.answered(kPeer, question.route, {OfferOutcome::kAccepted, {}}, failure_);
@@ -218,7 +236,9 @@ class IncomingMemoryTest : public ::testing::Test {
     memory_.open(kPeer, offer_, stand_in(1));
   }
   std::vector<wire::DeviceSegment> insert(std::vector<SharedPlace> places, PeerId from = kPeer) {
-    return memory_.insert(from, wire::to_payload(SharedPlaces{std::move(places)}).value, segments_);
+    std::vector<wire::DeviceSegment> on_device;
+    memory_.insert(from, wire::to_payload(SharedPlaces{std::move(places)}).value, {segments_, on_device});
+    return on_device;
   }
 
   const std::shared_ptr<StandInRuntime> runtime_ = std::make_shared<StandInRuntime>();
@@ -266,6 +286,34 @@ TEST_F(IncomingMemoryTest, RefusesPlacesThatThePeerDidNotShare) {
   EXPECT_EQ(kind_of([&] { insert({{1, 7, 1, 0, 10}, {1, 7, 2, 0, 10}}); }), ErrorKind::kInvalid);
 }
 
+TEST_F(IncomingMemoryTest, KeepsSharedMemoryAndConnectionsApart) {
+  OfferDeviceMemory offer;
+  offer.route = 8;
+  memory_.accept(kPeer, offer, stand_in(0));
+  EXPECT_EQ(memory_.device_of(kPeer, 8), stand_in(0));
+  EXPECT_EQ(kind_of([&] { memory_.accept(kPeer, offer, stand_in(1)); }), ErrorKind::kInvalid);
+  EXPECT_EQ(kind_of([&] { insert({{0, 8, 1, 0, 10}}); }), ErrorKind::kInvalid);
+  for (const auto& [peer, route] : {std::pair(kPeer, 7), {kPeer, 9}, {kOther, 8}})
+    EXPECT_EQ(kind_of([&] { memory_.device_of(peer, route); }), ErrorKind::kInvalid) << route;
+  memory_.departed(kPeer);
+  EXPECT_EQ(kind_of([&] { memory_.device_of(kPeer, 8); }), ErrorKind::kInvalid);
+}
+
+TEST_F(IncomingMemoryTest, InsertsBeforeAndAfterTensorsThatTheConnectionCarried) {
+  std::vector<wire::DeviceSegment> on_device{{1, stand_in(0), wire::DeviceSegment::Memory::kReceived}};
+  memory_.insert(kPeer, wire::to_payload(SharedPlaces{{{0, 7, 1, 0, 10}, {3, 7, 2, 100, 20}}}).value,
+                 {segments_, on_device});
+  ASSERT_EQ(segments_.size(), 4);
+  ASSERT_EQ(on_device.size(), 3);
+  const auto expect = [&](std::size_t i, std::size_t index, c10::Device device) {
+    EXPECT_EQ(on_device[i].index, index);
+    EXPECT_EQ(on_device[i].device, device);
+  };
+  expect(0, 0, stand_in(1));
+  expect(1, 2, stand_in(0));
+  expect(2, 3, stand_in(1));
+}
+
 TEST_F(IncomingMemoryTest, RefusesOffersThatAreNotWhatTheySay) {
   OfferDeviceMemory other = offer_;
   EXPECT_THAT(error_of([&] { memory_.open(kPeer, other, stand_in(1)); }).what(), HasSubstr("twice"));
@@ -303,8 +351,9 @@ TEST_F(IncomingMemoryTest, DamagedPlacesAreRefused) {
     if (round % 2 == 0) bytes.resize(random() % valid.size());
     if (!bytes.empty()) bytes[random() % bytes.size()] = static_cast<std::byte>(random());
     std::vector<Buffer> segments{allocate_buffer(1), allocate_buffer(2)};
+    std::vector<wire::DeviceSegment> on_device;
     try {
-      memory_.insert(kPeer, bytes, segments);
+      memory_.insert(kPeer, bytes, {segments, on_device});
       for (const Buffer& one : segments) ASSERT_NE(one.data, nullptr);
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kInvalid);

@@ -7,18 +7,26 @@
 
 namespace torchspan::rpc {
 
-void IncomingMemory::open(PeerId from, const OfferDeviceMemory& offer, c10::Device device) {
-  {
-    MutexLock lock(mutex_);
-    const auto& routes = mapped_[from];
-    if (routes.contains(offer.route)) {
-      throw Error(ErrorKind::kInvalid, fmt::format("route {} was offered twice", offer.route));
-    }
-    if (routes.size() >= kMostRoutes) {
-      throw Error(ErrorKind::kOverloaded,
-                  fmt::format("{} areas of device memory of one worker are mapped already", routes.size()));
-    }
+void IncomingMemory::check_new(PeerId from, std::uint32_t route) {
+  MutexLock lock(mutex_);
+  const auto& routes = mapped_[from];
+  if (routes.contains(route)) {
+    throw Error(ErrorKind::kInvalid, fmt::format("route {} was offered twice", route));
   }
+  if (routes.size() >= kMostRoutes) {
+    throw Error(ErrorKind::kOverloaded,
+                fmt::format("{} areas of device memory of one worker are mapped already", routes.size()));
+  }
+}
+
+void IncomingMemory::accept(PeerId from, const OfferDeviceMemory& offer, c10::Device device) {
+  check_new(from, offer.route);
+  MutexLock lock(mutex_);
+  mapped_[from].emplace(offer.route, Mapped{device});
+}
+
+void IncomingMemory::open(PeerId from, const OfferDeviceMemory& offer, c10::Device device) {
+  check_new(from, offer.route);
   if (offer.bytes == 0 || offer.bytes > std::numeric_limits<std::ptrdiff_t>::max()) {
     throw Error(ErrorKind::kInvalid, fmt::format("an area of {} bytes was offered", offer.bytes));
   }
@@ -29,36 +37,44 @@ void IncomingMemory::open(PeerId from, const OfferDeviceMemory& offer, c10::Devi
   mapped_[from].emplace(offer.route, Mapped{device, bytes, std::move(memory)});
 }
 
-IncomingMemory::Mapped IncomingMemory::find(PeerId from, const SharedPlace& place) const {
+IncomingMemory::Mapped IncomingMemory::find(PeerId from, std::uint32_t route) const {
   MutexLock lock(mutex_);
   const auto peer = mapped_.find(from);
   if (peer != mapped_.end()) {
-    const auto route = peer->second.find(place.route);
-    if (route != peer->second.end()) return route->second;
+    const auto found = peer->second.find(route);
+    if (found != peer->second.end()) return found->second;
   }
   throw Error(ErrorKind::kInvalid,
-              fmt::format("a tensor is in device memory of route {}, which was not offered", place.route));
+              fmt::format("a tensor is in device memory of route {}, which was not offered", route));
 }
 
-std::vector<wire::DeviceSegment> IncomingMemory::insert(PeerId from, BytesView blob,
-                                                        std::vector<Buffer>& segments) const {
+c10::Device IncomingMemory::device_of(PeerId from, std::uint32_t route) const {
+  const Mapped found = find(from, route);
+  if (found.memory) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("a tensor came over the connection for route {}, which is shared memory", route));
+  }
+  return found.device;
+}
+
+void IncomingMemory::insert(PeerId from, BytesView blob, ReceivedSegments segments) const {
   wire::Payload payload;
   payload.value.assign(blob.begin(), blob.end());
   const auto places = wire::from_payload<SharedPlaces>(payload);
-  std::vector<wire::DeviceSegment> on_device;
+  const SharedPlace* before = nullptr;
   for (const SharedPlace& place : places.all) {
-    const Mapped area = find(from, place);
+    const Mapped area = find(from, place.route);
     if (place.bytes == 0 || place.offset > area.bytes || place.bytes > area.bytes - place.offset) {
       throw Error(ErrorKind::kInvalid,
                   fmt::format("a tensor of {} bytes at {} is outside of the {} bytes of device memory that "
                               "were offered as route {}",
                               place.bytes, place.offset, area.bytes, place.route));
     }
-    const bool ascends = on_device.empty() || place.segment > on_device.back().index;
-    if (!ascends || place.segment > segments.size()) {
+    const bool ascends = before == nullptr || place.segment > before->segment;
+    if (!ascends || place.segment > segments.all.size()) {
       throw Error(ErrorKind::kInvalid,
                   fmt::format("a tensor in device memory is segment {} of a message with {} others",
-                              place.segment, segments.size()));
+                              place.segment, segments.all.size()));
     }
     Buffer buffer;
     buffer.data = area.memory.get() + place.offset;
@@ -66,10 +82,9 @@ std::vector<wire::DeviceSegment> IncomingMemory::insert(PeerId from, BytesView b
     buffer.owner =
         std::shared_ptr<void>(buffer.data, [memory = area.memory, from, place, give_back = give_back_](
                                                void*) { give_back(from, place.route, place.lease); });
-    segments.insert(segments.begin() + place.segment, std::move(buffer));
-    on_device.push_back({place.segment, area.device});
+    segments.insert(place.segment, std::move(buffer), area.device, wire::DeviceSegment::Memory::kShared);
+    before = &place;
   }
-  return on_device;
 }
 
 void IncomingMemory::departed(PeerId peer) {

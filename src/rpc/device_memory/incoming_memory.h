@@ -10,12 +10,13 @@
 
 #include "device/api/device_runtime.h"
 #include "rpc/device_memory/messages.h"
+#include "rpc/device_memory/received_segments.h"
 #include "rpc/peers/peer_id.h"
-#include "wire/api/tensors.h"
 
 namespace torchspan::rpc {
 
-/// The memory of peers that this worker maps, by the peers' numbers. Thread-safe.
+/// The memory of peers that this worker maps, by the peers' numbers; and on which devices tensors arrive that a
+/// connection carries from device to device. Thread-safe.
 class IncomingMemory {
  public:
   /// Called when a tensor has been copied out, on any thread, which may hold locks.
@@ -26,9 +27,13 @@ class IncomingMemory {
   /// Maps a peer's memory for tensors that go to `device`. Throws Error if that is impossible, or for too many
   /// offers of one peer.
   void open(PeerId from, const OfferDeviceMemory& offer, c10::Device device);
+  /// The same for a route over a connection: remembers `device`.
+  void accept(PeerId from, const OfferDeviceMemory& offer, c10::Device device);
+  /// Where tensors of such a route go. Throws Error{kInvalid} for a route that the peer did not offer.
+  c10::Device device_of(PeerId from, std::uint32_t route) const;
   /// Inserts the tensors that a message's blob names among its segments. Destroying the last copy of such a buffer's
   /// owner returns the memory. Throws Error{kInvalid} for places outside of what the peer shared.
-  std::vector<wire::DeviceSegment> insert(PeerId from, BytesView blob, std::vector<Buffer>& segments) const;
+  void insert(PeerId from, BytesView blob, ReceivedSegments segments) const;
   /// Unmaps a peer's memory when its last message is gone.
   void departed(PeerId peer);
 
@@ -37,10 +42,11 @@ class IncomingMemory {
   static constexpr std::size_t kMostRoutes = 256;
   struct Mapped {
     c10::Device device;
-    std::size_t bytes;
-    std::shared_ptr<std::byte> memory;
+    std::size_t bytes = 0;
+    std::shared_ptr<std::byte> memory = nullptr;  ///< null: tensors come over the connection
   };
-  Mapped find(PeerId from, const SharedPlace& place) const;
+  void check_new(PeerId from, std::uint32_t route);
+  Mapped find(PeerId from, std::uint32_t route) const;
 
   const std::shared_ptr<const device::DeviceRuntime> runtime_;
   const Return give_back_;

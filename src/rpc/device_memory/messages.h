@@ -12,6 +12,9 @@ enum class OfferOutcome : std::uint8_t {
   kAccepted,
   kUnwanted,  ///< the receiver has no use for the memory, or cannot map any
   kFailed,    ///< mapping it failed
+  /// No memory is needed: the connection on which the offer came carries device memory. The route of the offer is then
+  /// net::Segment::device_target.
+  kByConnection,
 };
 
 /// What the receiver of an offer does with it.

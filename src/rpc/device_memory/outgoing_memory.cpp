@@ -31,16 +31,17 @@ OutgoingMemory::Shared OutgoingMemory::share(PeerId to, c10::Device here, c10::D
       number = ++last_route_;
       numbers_.emplace(key, number);
       const Route& route = routes_.emplace(number, Route{key, here}).first->second;
-      return {nullptr, offer_of(number, route)};
+      return {.offer = offer_of(number, route)};
     }
     number = found->second;
     const Route& route = routes_.at(number);
+    if (route.state == State::kConnection) return {.device_target = number};
     if (route.state != State::kReady) return {};
     area = route.area;
   }
   const std::optional<Lease> lease = area->take(bytes);
   if (!lease) return {};
-  return {std::make_shared<const LentTensor>(std::move(area), *lease, number), std::nullopt};
+  return {.tensor = std::make_shared<const LentTensor>(std::move(area), *lease, number)};
 }
 
 std::optional<SharedArea> OutgoingMemory::area_to(PeerId to, c10::Device here, c10::Device there) const {
@@ -114,6 +115,12 @@ std::optional<OfferDeviceMemory> OutgoingMemory::allocate(PeerId by, std::uint32
   }
   route->area = std::move(area);
   return offer;
+}
+
+void OutgoingMemory::use_connection(PeerId by, std::uint32_t number) {
+  MutexLock lock(mutex_);
+  Route* route = find(by, number);
+  if (route != nullptr && route->state == State::kAsking) route->state = State::kConnection;
 }
 
 bool OutgoingMemory::lacks_memory(PeerId to, std::uint32_t number) {

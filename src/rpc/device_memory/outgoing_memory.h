@@ -32,8 +32,10 @@ class OutgoingMemory {
       : runtime_(std::move(runtime)), bytes_(bytes) {}
 
   struct Shared {
-    LentTensorPtr tensor;                    ///< null: it must go through host memory
-    std::optional<OfferDeviceMemory> offer;  ///< the first tensor on a new route: send this to the peer
+    LentTensorPtr tensor = nullptr;  ///< null: it must go another way
+    std::optional<OfferDeviceMemory> offer =
+        std::nullopt;                 ///< the first on a new route: send this to the peer
+    std::uint32_t device_target = 0;  ///< not 0: the connection carries it
   };
   /// Memory for a tensor of `bytes` bytes on `here` that goes to a peer's device `there`; the CPU: where the
   /// peer's device map places it.
@@ -45,6 +47,8 @@ class OutgoingMemory {
   /// is set to why tensors of this route go through host memory, if this should be logged.
   std::optional<OfferDeviceMemory> answered(PeerId by, std::uint32_t route, const OfferAnswer& answer,
                                             std::string& failure);
+  /// The peer has accepted an offer of tensors that the connection carries from device to device.
+  void use_connection(PeerId by, std::uint32_t route);
   /// Whether this worker had no device memory for the route. lost() allows another attempt.
   bool lacks_memory(PeerId to, std::uint32_t route);
   /// The offer was lost: the next tensor begins again.
@@ -65,7 +69,7 @@ class OutgoingMemory {
     std::string here, there;
     friend auto operator<=>(const Key&, const Key&) = default;
   };
-  enum class State { kAsking, kOffering, kReady, kRefused, kNoMemory };
+  enum class State { kAsking, kOffering, kReady, kRefused, kNoMemory, kConnection };
   struct Route {
     Key key;
     c10::Device here;

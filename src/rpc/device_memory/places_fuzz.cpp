@@ -49,8 +49,9 @@ void fuzz_places(BytesView input) {
   offer.bytes = kArea;
   memory.open(kPeer, offer, c10::Device(c10::DeviceType::PrivateUse1, 0));
   std::vector<Buffer> segments{allocate_buffer(1), allocate_buffer(2)};
+  std::vector<wire::DeviceSegment> on_device;
   try {
-    const auto on_device = memory.insert(kPeer, input, segments);
+    memory.insert(kPeer, input, {segments, on_device});
     taken = on_device.size();
     require(segments.size() == taken + 2);
     for (const wire::DeviceSegment& one : on_device) {

@@ -101,8 +101,7 @@ IncomingParts::Partial IncomingParts::take(Tensors& tensors, std::uint64_t numbe
   return whole;
 }
 
-void IncomingParts::insert(const net::Channel* channel, BytesView blob, std::vector<Buffer>& segments,
-                           std::vector<wire::DeviceSegment>& on_device) {
+void IncomingParts::insert(const net::Channel* channel, BytesView blob, ReceivedSegments segments) {
   wire::Payload payload;
   payload.value.assign(blob.begin(), blob.end());
   const auto places = wire::from_payload<SplitPlaces>(payload);
@@ -110,17 +109,14 @@ void IncomingParts::insert(const net::Channel* channel, BytesView blob, std::vec
   const SplitPlace* before = nullptr;
   for (const SplitPlace& place : places.all) {
     const bool ascends = before == nullptr || place.segment > before->segment;
-    if (!ascends || place.segment > segments.size()) {
+    if (!ascends || place.segment > segments.all.size()) {
       refuse_part(fmt::format("a tensor in parts is segment {} of a message with {} others", place.segment,
-                              segments.size()));
+                              segments.all.size()));
     }
     Partial whole = take(tensors, place.tensor);
-    segments.insert(segments.begin() + place.segment, std::move(whole.memory));
-    auto later = on_device.begin();
-    while (later != on_device.end() && later->index < place.segment) ++later;
-    for (auto other = later; other != on_device.end(); ++other) ++other->index;
-    if (!whole.device.is_cpu())
-      on_device.insert(later, {place.segment, whole.device, wire::DeviceSegment::Memory::kReceived});
+    std::optional<c10::Device> device;
+    if (!whole.device.is_cpu()) device = whole.device;
+    segments.insert(place.segment, std::move(whole.memory), device, wire::DeviceSegment::Memory::kReceived);
     before = &place;
   }
 }

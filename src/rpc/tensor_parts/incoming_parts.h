@@ -8,9 +8,9 @@
 #include <torchspan/detail/core/buffer.h>
 #include <torchspan/detail/net/transport.h>
 
+#include "rpc/device_memory/received_memory.h"
+#include "rpc/device_memory/received_segments.h"
 #include "rpc/tensor_parts/messages.h"
-#include "rpc/tensor_parts/received_memory.h"
-#include "wire/api/tensors.h"
 
 namespace torchspan::rpc {
 
@@ -26,9 +26,8 @@ class IncomingParts {
   /// for the copy.
   void receive(const net::Channel* channel, const TensorPart& part, const std::vector<Buffer>& segments,
                std::optional<c10::Device> device = std::nullopt);
-  /// Inserts the tensors that a message's blob names among its segments, and their places in `on_device`.
-  void insert(const net::Channel* channel, BytesView blob, std::vector<Buffer>& segments,
-              std::vector<wire::DeviceSegment>& on_device);
+  /// Inserts the tensors that a message's blob names among its segments.
+  void insert(const net::Channel* channel, BytesView blob, ReceivedSegments segments);
   /// The connection has ended: frees what arrived on it.
   void closed(const net::Channel* channel) { channels_.erase(channel); }
   /// How many tensors wait for their message or for other parts.

@@ -23,8 +23,9 @@ class PartBuffers {
   virtual ~PartBuffers() = default;
   /// The stream of the copies. Make it wait for the tensor before fill().
   virtual const c10::Stream& stream() const = 0;
-  /// Whether fill() has room for a part. Forgets parts that the channel or the peer no longer needs.
-  virtual bool has_room() = 0;
+  /// Whether fill() has room for a part of a tensor of which `rest` bytes are left. Forgets parts that the channel or the
+  /// peer no longer needs.
+  virtual bool has_room(std::size_t rest) = 0;
   /// Begins to copy the next part of a dense tensor, from a byte on. Returns the part's bytes; 0 if there is no room.
   virtual std::size_t fill(const at::Tensor& tensor, std::size_t from) = 0;
   /// Whether take() returns a part. Does not wait.
@@ -44,7 +45,7 @@ class HostBuffers final : public PartBuffers {
   /// `part`: bytes of a part.
   HostBuffers(c10::Device device, std::size_t part) : ring_(device, part) {}
   const c10::Stream& stream() const override { return ring_.stream(); }
-  bool has_room() override { return ring_.has_room(); }
+  bool has_room(std::size_t) override { return ring_.has_room(); }
   std::size_t fill(const at::Tensor& tensor, std::size_t from) override;
   bool ready() const override { return ring_.ready(); }
   std::optional<Part> take() override;

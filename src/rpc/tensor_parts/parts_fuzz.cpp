@@ -33,7 +33,7 @@ void fuzz_parts(BytesView input) {
     const std::size_t waiting = table.waiting();
     std::vector<Buffer> segments{allocate_buffer(300)};
     std::vector<wire::DeviceSegment> on_device{{0, c10::kCPU}};
-    table.insert(nullptr, input.empty() ? input : input.subspan(1), segments, on_device);
+    table.insert(nullptr, input.empty() ? input : input.subspan(1), {segments, on_device});
     require(segments.size() - 1 == waiting - table.waiting());
     require(segments.at(on_device.front().index).size == 300);
   } catch (const Error& error) {

@@ -60,11 +60,11 @@ void SharedBuffers::forget_written() noexcept {
   });
 }
 
-bool SharedBuffers::has_room() {
+bool SharedBuffers::has_room(std::size_t rest) {
   forget_returned();
   const std::size_t lent = lent_parts();
-  if (lent < kMostParts && shared_.area->has_room(part_)) return true;
-  return lent == 0 && host_.has_room();
+  if (lent < kMostParts && shared_.area->has_room(std::min(part_, rest))) return true;
+  return lent == 0 && host_.has_room(rest);
 }
 
 std::size_t SharedBuffers::fill(const at::Tensor& tensor, std::size_t from) {

@@ -26,7 +26,7 @@ class SharedBuffers final : public PartBuffers {
   static std::size_t part_of(const LentArea& area);
 
   const c10::Stream& stream() const override { return host_.stream(); }
-  bool has_room() override;
+  bool has_room(std::size_t rest) override;
   std::size_t fill(const at::Tensor& tensor, std::size_t from) override;
   bool ready() const override;
   std::optional<Part> take() override;

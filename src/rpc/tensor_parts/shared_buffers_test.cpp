@@ -8,9 +8,9 @@
 #include <ATen/ATen.h>
 
 #include "device/api/memory_view.h"
+#include "rpc/device_memory/received_memory.h"
 #include "rpc/tensor_parts/incoming_parts.h"
 #include "rpc/tensor_parts/outgoing_parts.h"
-#include "rpc/tensor_parts/received_memory.h"
 #include "tests/support/errors.h"
 #include "tests/support/stand_in_device.h"
 #include "tests/support/stand_in_runtime.h"
@@ -99,8 +99,8 @@ class PartsInDeviceMemory : public ::testing::Test {
   void expect_arrived(const net::Channel* channel, SplitTensor& split, const at::Tensor& tensor, bool stays) {
     std::vector<Buffer> segments;
     std::vector<wire::DeviceSegment> on_device;
-    receiver_.insert(channel, wire::to_payload(SplitPlaces{{{0, split.number()}}}).value, segments,
-                     on_device);
+    receiver_.insert(channel, wire::to_payload(SplitPlaces{{{0, split.number()}}}).value,
+                     {segments, on_device});
     split.message_sent();
     ASSERT_EQ(on_device.size(), stays ? 1 : 0);
     const at::Tensor plain = tensor.cpu();
@@ -327,8 +327,8 @@ TEST_F(PartsInDeviceMemory, RandomOrders) {
       } else {
         std::vector<Buffer> segments;
         std::vector<wire::DeviceSegment> on_device;
-        receiver_.insert(channel.get(), wire::to_payload(SplitPlaces{{{0, one->number()}}}).value, segments,
-                         on_device);
+        receiver_.insert(channel.get(), wire::to_payload(SplitPlaces{{{0, one->number()}}}).value,
+                         {segments, on_device});
         one->message_sent();
         const c10::Device where = on_device.empty() ? c10::Device(c10::kCPU) : on_device[0].device;
         const at::Tensor got = device::view_memory(segments[0].data, tensor.sizes(), {1}, at::kByte, where);

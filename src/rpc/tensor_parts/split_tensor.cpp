@@ -25,8 +25,13 @@ bool PartLine::enter(std::uint64_t number) {
     alive_->fetch_sub(1);
     return false;
   }
-  MutexLock lock(mutex_);
-  waiting_.push_back(number);
+  try {
+    MutexLock lock(mutex_);
+    waiting_.push_back(number);
+  } catch (...) {  // no memory
+    alive_->fetch_sub(1);
+    throw;
+  }
   return true;
 }
 
@@ -75,7 +80,7 @@ void SplitTensor::fill() {
 bool SplitTensor::can_advance() const {
   if (done() || !way_.line->is_first(way_.number)) return false;
   PartBuffers& buffers = way_.line->buffers();
-  return buffers.ready() || (copied_ < total_ && buffers.has_room());
+  return buffers.ready() || (copied_ < total_ && buffers.has_room(total_ - copied_));
 }
 
 std::size_t SplitTensor::advance(const std::shared_ptr<net::Channel>& channel) {

@@ -75,8 +75,8 @@ class TensorParts : public ::testing::Test {
   std::vector<Buffer> arrived(std::vector<SplitPlace> places) {
     std::vector<Buffer> segments;
     std::vector<wire::DeviceSegment> on_device;
-    receiver_.insert(channel_.get(), wire::to_payload(SplitPlaces{std::move(places)}).value, segments,
-                     on_device);
+    receiver_.insert(channel_.get(), wire::to_payload(SplitPlaces{std::move(places)}).value,
+                     {segments, on_device});
     return segments;
   }
   void expect_arrived(const SplitTensor& split, const at::Tensor& tensor) {
@@ -286,7 +286,7 @@ class LyingPeer : public ::testing::Test {
     table_.receive(nullptr, {tensor, bytes}, segments);
   }
   std::size_t insert(std::vector<SplitPlace> places) {
-    table_.insert(nullptr, wire::to_payload(SplitPlaces{std::move(places)}).value, segments_, on_device_);
+    table_.insert(nullptr, wire::to_payload(SplitPlaces{std::move(places)}).value, {segments_, on_device_});
     return segments_.size();
   }
   const std::unique_ptr<Executor> executor_ = make_executor();

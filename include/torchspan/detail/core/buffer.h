@@ -12,6 +12,7 @@ struct Buffer {
   std::byte* data = nullptr;
   std::size_t size = 0;
   std::shared_ptr<void> owner;
+  std::uint32_t device_target = 0;  ///< not 0: in device memory, and the sender's Segment::device_target
 };
 
 /// Allocates the memory into which a message segment is received. A transport calls it per segment, after
@@ -29,6 +30,9 @@ struct Segment {
   const std::byte* data = nullptr;
   std::size_t size = 0;
   std::shared_ptr<const void> keep;
+  /// Not 0: the bytes are in device memory, have `keep`, and the device has written them. The number tells the
+  /// receiver on which of its devices they go; both sides have agreed on it. For channels that carry device memory.
+  std::uint32_t device_target = 0;
 };
 
 /// Globally unique id: the rank of the worker that made it, and that worker's counter.

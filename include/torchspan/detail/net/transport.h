@@ -35,6 +35,8 @@ class Channel {
   /// Sends what is queued, then closes. poll() reports on_closed once, when the peer has acknowledged or
   /// after TransportOptions::linger; incoming messages may still arrive before that.
   virtual void close() = 0;
+  /// Whether segments may be in device memory here, which arrive in device memory if the peer's channel carries it, too.
+  virtual bool carries_device_memory() const { return false; }
   /// From cork() to uncork(), small messages may be collected and are then sent together.
   virtual void cork() {}
   virtual void uncork() {}
@@ -50,6 +52,12 @@ class Handler {
   /// A peer connected and proved that it knows the secret.
   virtual void on_accepted(const std::shared_ptr<Channel>& channel) = 0;
   virtual void on_message(const std::shared_ptr<Channel>& channel, Message message) = 0;
+  /// Memory for a segment with this Segment::device_target. No work that the device has been given may use it. Without
+  /// `data`, the segment goes to host memory. May throw Error: the channel ends with it.
+  virtual Buffer device_memory(const std::shared_ptr<Channel>& /*channel*/, std::uint32_t /*target*/,
+                               std::size_t /*size*/) {
+    return {};
+  }
   /// Last event of every channel: kDisconnected (no listener, peer died, or closed by either side),
   /// kTimedOut (connecting or handshake), kDenied (wrong secret or user), kInvalid (protocol violation by
   /// the peer), kUnsupported (protocol version), kOverloaded (out of descriptors or memory here).
@@ -59,10 +67,19 @@ class Handler {
   virtual void on_refused(const std::string& /*peer*/, const Error& /*reason*/) {}
 };
 
+/// What the memory of a worker's devices is to a transport.
+enum class DeviceMemoryKind : std::uint8_t {
+  kNone,  ///< there are no devices whose memory it may carry
+  kCuda,
+  kHost,  ///< host memory, in tests
+};
+
 struct TransportOptions {
   Secret secret;  ///< proved by both sides before the first message
   /// Allocates memory for received segments. A transport may use its own memory only with the default.
   BufferAllocator allocator = allocate_buffer;
+  /// Segments in such memory may be sent over channels that carry it: those of UCX, if UCX supports it, and of `sim`.
+  DeviceMemoryKind device_memory = DeviceMemoryKind::kNone;
   std::uint64_t max_header = std::uint64_t{1} << 30;   ///< bytes per message header
   std::uint64_t max_message = std::uint64_t{1} << 40;  ///< bytes per message
   std::uint32_t max_segments = 1u << 20;               ///< segments per message

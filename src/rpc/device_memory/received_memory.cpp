@@ -1,4 +1,4 @@
-#include "rpc/tensor_parts/received_memory.h"
+#include "rpc/device_memory/received_memory.h"
 
 #include <exception>
 #include <limits>
