@@ -21,7 +21,7 @@ esac
 TESTS = ("device_suites", "engine_test", "data_parallel_test", "collective_conformance_test", "cluster_device_groups_test",
          "cluster_device_state_test", "cluster_devices_test",
          "cluster_device_memory_test", "cluster_device_pipelines_test", "cluster_device_training_test")
-FILTERED = ("collective_conformance_test", "cluster_device_training_test")
+FILTERED = ("collective_conformance_test", "cluster_device_memory_test", "cluster_device_training_test")
 DEMO = """#!/bin/sh
 echo 'trained on 25600 images in 5.1 s: 5000 images/s'
 """
@@ -86,7 +86,7 @@ class GpuCheck(unittest.TestCase):
         code, output = self.run_tool()
         self.assertEqual(code, 0, output)
         table = self.table(output)
-        for name in (*TESTS, "nccl_groups", "nccl_training", "configure", "build", "data_parallel", "pipeline", "figures"):
+        for name in (*TESTS, "ucx_memory", "nccl_groups", "nccl_training", "configure", "build", "data_parallel", "pipeline", "figures"):
             self.assertTrue(table[name].startswith("ok "), output)
         self.assertEqual(table["demo on cpu against CPU"], "1.00 (5000 and 5000 images/s)")
         self.assertIn("(goal 0.30)", output.split("\n\n")[-1])
@@ -109,11 +109,20 @@ class GpuCheck(unittest.TestCase):
         code, output = self.run_tool()
         self.assertEqual(code, 0, output)
         self.assertTrue(self.table(output)["nccl_groups"].startswith("not possible "), output)
+        self.program("cluster_device_memory_test", "#!/bin/sh\necho '[  SKIPPED ] 2 tests'\necho '[  PASSED  ] 0 tests.'\n")
+        code, output = self.run_tool()
+        self.assertEqual(code, 0, output)
+        self.assertTrue(self.table(output)["ucx_memory"].startswith("not possible "), output)
 
     def configured(self):
         code, output = self.run_tool()
         self.assertEqual(code, 0, output)
         return (self.logs / "configure.log").read_text()
+
+    def test_only_a_collected_ucx_is_used(self):
+        self.assertIn("-DTORCHSPAN_UCX=OFF", self.configured())
+        (self.root / ".deps/usr/include/ucp").mkdir(parents=True)
+        self.assertIn("-DTORCHSPAN_UCX=ON", self.configured())
 
     def test_the_trial_builds_with_cuda_if_libtorch_has_its_libraries(self):
         self.toolkit = "/toolkit"
