@@ -68,8 +68,8 @@ enum class UcxNetwork : std::uint8_t {
   kIsolated,  ///< also TCP: you assert that only the job's workers reach this network
 };
 
-/// UCX (openucx.org) between hosts with fast fabrics; TLS authenticates the peers and detects their death. From
-/// release 1.16 on, built with CUDA, it carries tensors from GPU to GPU, which was not run on a GPU.
+/// UCX (openucx.org) between hosts with fast fabrics; TLS authenticates the peers and detects their death. A
+/// UCX of release 1.19 or later with CUDA also carries tensors from GPU to GPU; this has not run on a GPU.
 /// Tested over UCX's TCP on one host only: run the conformance suite's "Ucx" row on your RDMA devices
 /// before relying on it.
 struct UcxOptions {

@@ -50,7 +50,9 @@ std::uint64_t check_message(BytesView header, std::span<const Segment> segments,
   std::uint64_t size = header.size();
   for (const Segment& segment : segments) {
     size += segment.size;
-    if (segment.device_target != 0 && (!limits.device_memory || segment.size == 0 || !segment.keep))
+    if (segment.device_target == 0) continue;
+    if (!limits.device_memory || segment.device_target >= kDeviceTargets || segment.size == 0 ||
+        !segment.keep)
       throw Error(ErrorKind::kInvalid,
                   "a message has a segment in device memory, which this connection does not carry");
   }

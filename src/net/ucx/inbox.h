@@ -27,8 +27,8 @@ struct UcxLabel {
 /// What a frame says of a segment that is not in it: a u64 with the segment's number, from 1 on, in the lower 40 bits,
 /// and above them Segment::device_target; 0 unless both sides carry device memory.
 struct UcxAnnouncement {
-  static constexpr int kNumberBits = 40;
-  static constexpr std::uint32_t kMostTargets = 1u << (64 - kNumberBits);
+  static constexpr int kNumberBits = 40;  // a petabyte of the smallest segments
+  static_assert(kDeviceTargets == 1u << (64 - kNumberBits));
   std::uint64_t number = 0;
   std::uint32_t device_target = 0;
   std::uint64_t word() const { return number | std::uint64_t{device_target} << kNumberBits; }

@@ -14,9 +14,8 @@ struct UcxLibrary {
   /// then (ucp_request.c: "got REP message"); the assertion was removed in 1.14.
   bool can_destroy_while_connecting() const { return major > 1 || minor >= 14; }
 
-  /// Whether active messages may be in CUDA memory. Releases before 1.16 crash with some of them, unless their newer
-  /// protocols (UCX_PROTO_ENABLE) are on.
-  bool can_send_from_cuda() const { return major > 1 || minor >= 16; }
+  /// Whether active messages may be in CUDA memory on any thread. Releases before 1.19 need a CUDA context there.
+  bool can_send_from_cuda() const { return major > 1 || minor >= 19; }
 
   unsigned major = 0;
   unsigned minor = 0;

@@ -10,6 +10,8 @@ namespace torchspan::net {
 namespace {
 
 constexpr std::uint64_t kWorkerToken = TlsTransport::kForeignTokens;
+/// Between looks at a UCX that cannot wake this thread.
+constexpr Duration kBlindSleep = std::chrono::milliseconds(1);
 /// After UCX lost a peer, TLS most likely reports the reason within this time.
 constexpr Duration kGrace = std::chrono::seconds(1);
 
@@ -117,10 +119,13 @@ bool UcxTransport::prepare_sleep(Deadline& until) { return may_sleep(until) && t
 
 bool UcxTransport::may_sleep(Deadline& until) {
   if (request_queue_->pending() || worker_.has_events()) return false;
-  while (!worker_.arm()) {
+  UcxWorker::Armed armed = worker_.arm();
+  while (armed == UcxWorker::Armed::kBusy) {
     worker_.progress();
     if (worker_.has_events()) return false;
+    armed = worker_.arm();
   }
+  if (armed == UcxWorker::Armed::kFailed) until = earlier(until, executor_.deadline_in(kBlindSleep));
   until = earlier(until, timers_.next());
   return true;
 }

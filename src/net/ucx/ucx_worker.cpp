@@ -25,15 +25,6 @@ std::optional<UcxLabel> label_of(const void* header, std::size_t size) {
   return label;
 }
 
-std::string advice(const UcxOptions& options) {
-  if (options.network == UcxNetwork::kIsolated) {
-    return "name the network's devices in UcxOptions::devices as 'ucx_info -d' does, or use the tls "
-           "transport";
-  }
-  return "'ucx_info -d' lists the devices. On a network that only the job's workers can reach, "
-         "UcxOptions::network = UcxNetwork::kIsolated lets UCX use TCP; otherwise use the tls transport";
-}
-
 /// Gives up ownership of the memory that operations use.
 void leak(std::unordered_map<const UcxTask*, UcxTaskPtr>& tasks) {
   for (auto& [key, task] : tasks) {
@@ -42,17 +33,6 @@ void leak(std::unordered_map<const UcxTask*, UcxTaskPtr>& tasks) {
     static_cast<void>(task.release());
   }
   tasks.clear();
-}
-
-/// A network device may take a second after it was enabled until it counts as running.
-constexpr Duration kDevicesComeUp = std::chrono::seconds(3);
-constexpr Duration kDeviceLook = std::chrono::milliseconds(100);
-
-bool supports_cuda(const UcxLibrary& library, ucp_context_h context) {
-  ucp_context_attr_t attributes{};
-  attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
-  return library.context_query(context, &attributes) == UCS_OK &&
-         (attributes.memory_types >> static_cast<unsigned>(UCS_MEMORY_TYPE_CUDA) & 1) != 0;
 }
 
 /// Tells UCX in which memory an operation's bytes are, if they are on a device.
@@ -65,11 +45,9 @@ void add_memory_type(std::uint32_t device_target, DeviceMemoryKind kind, ucp_req
 }  // namespace
 
 UcxWorker::UcxWorker(Executor& executor, const UcxOptions& options, DeviceMemoryKind device_memory)
-    : executor_(executor), device_memory_(device_memory) {
-  if (device_memory == DeviceMemoryKind::kCuda && !library_.can_send_from_cuda())
-    device_memory_ = DeviceMemoryKind::kNone;
+    : executor_(executor),
+      context_(std::make_unique<const UcxContext>(executor, library_, options, device_memory)) {
   try {
-    make_context(options);
     make_worker();
   } catch (...) {
     tear_down();
@@ -77,51 +55,11 @@ UcxWorker::UcxWorker(Executor& executor, const UcxOptions& options, DeviceMemory
   }
 }
 
-void UcxWorker::make_context(const UcxOptions& options) {
-  ucp_config_t* config = nullptr;
-  ucs_status_t status = library_.config_read(nullptr, nullptr, &config);
-  if (status != UCS_OK) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("UCX rejects its configuration ({}): check the environment variables UCX_*",
-                            text_of(status)));
-  }
-  const std::shared_ptr<ucp_config_t> kept(config, library_.config_release);
-  const auto set = [&](const char* name, const std::string& value) {
-    status = library_.config_modify(config, name, value.c_str());
-    if (status == UCS_OK) return;
-    throw Error(ErrorKind::kInvalid, fmt::format("UCX rejects {}={}: {}", name, value, text_of(status)));
-  };
-  const std::string copies = device_memory_ == DeviceMemoryKind::kCuda ? ",cuda" : "";
-  set("TLS", (options.network == UcxNetwork::kIsolated ? "ib,tcp" : "ib") + copies);
-  if (options.network == UcxNetwork::kIsolated) {
-    // UCX 1.13 aborts (uct_iface.h: comp->count > 0) when a peer dies to which TCP sends memory without a
-    // copy.
-    set("ZCOPY_THRESH", "inf");
-  }
-  if (!options.devices.empty()) set("NET_DEVICES", options.devices);
-  ucp_params_t params{};
-  params.field_mask = UCP_PARAM_FIELD_FEATURES;
-  params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
-  const Deadline patience = executor_.deadline_in(kDevicesComeUp);
-  do {
-    status = library_.init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &context_);
-    if (status == UCS_OK) {
-      if (device_memory_ == DeviceMemoryKind::kCuda && !supports_cuda(library_, context_))
-        device_memory_ = DeviceMemoryKind::kNone;
-      return;
-    }
-    if (status == UCS_ERR_NO_DEVICE) executor_.sleep(kDeviceLook);
-  } while (status == UCS_ERR_NO_DEVICE && !patience.passed(executor_.now()));
-  context_ = nullptr;
-  throw Error(ErrorKind::kUnsupported,
-              fmt::format("UCX finds no device that it may use ({}): {}", text_of(status), advice(options)));
-}
-
 void UcxWorker::make_worker() {
   ucp_worker_params_t params{};
   params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
   params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
-  ucs_status_t status = library_.worker_create(context_, &params, &worker_);
+  ucs_status_t status = library_.worker_create(context_->handle(), &params, &worker_);
   if (status == UCS_OK) status = library_.worker_get_efd(worker_, &event_descriptor_);
   ucp_address_t* address = nullptr;
   std::size_t size = 0;
@@ -171,11 +109,11 @@ void UcxWorker::tear_down() {
            [this]() TORCHSPAN_UNCHECKED { return under_way_.empty() && closing_ == 0; });
     if (leaks) {
       MutexLock lock(mutex_);
+      static_cast<void>(context_.release());
       return leak(under_way_);
     }
     library_.worker_destroy(worker_);
   }
-  if (context_ != nullptr) library_.cleanup(context_);
 }
 
 void UcxWorker::for_routes(const std::function<void(UcxRoute&)>& step) {
@@ -245,7 +183,7 @@ UcxWorker::Outcome UcxWorker::send_locked(UcxRoute& route, UcxTaskPtr& task) {
   param.flags = is_eager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
   param.cb.send = finished;
   param.user_data = task.get();
-  add_memory_type(task->segment.device_target, device_memory_, param);
+  add_memory_type(task->segment.device_target, device_memory(), param);
   const void* const data = is_eager ? task->chunk.data() : task->segment.data;
   const std::size_t size = is_eager ? task->chunk.size() : task->segment.size;
   const Outcome outcome = started(library_.am_send(route.endpoint_, id_of(task->kind), &task->label,
@@ -262,7 +200,7 @@ UcxWorker::Outcome UcxWorker::fetch(void* descriptor, UcxTaskPtr& task) {
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.recv_am = fetched;
   param.user_data = task.get();
-  add_memory_type(task->into.device_target, device_memory_, param);
+  add_memory_type(task->into.device_target, device_memory(), param);
   return started(library_.am_receive(worker_, descriptor, task->into.data, task->into.size, &param), task);
 }
 
@@ -301,9 +239,10 @@ UcxWorker::Events UcxWorker::take_events() {
   return std::exchange(news_, {});
 }
 
-bool UcxWorker::arm() {
+UcxWorker::Armed UcxWorker::arm() {
   MutexLock lock(mutex_);
-  return library_.worker_arm(worker_) != UCS_ERR_BUSY;
+  const ucs_status_t status = library_.worker_arm(worker_);
+  return status == UCS_OK ? Armed::kYes : status == UCS_ERR_BUSY ? Armed::kBusy : Armed::kFailed;
 }
 
 // UCX calls the following functions from inside its own, so the calling thread holds the lock.

@@ -15,6 +15,7 @@
 
 #include "net/api/ucx.h"
 #include "net/ucx/inbox.h"
+#include "net/ucx/ucx_context.h"
 #include "net/ucx/ucx_library.h"
 
 namespace torchspan::net {
@@ -64,7 +65,7 @@ class UcxWorker {
 
   const UcxLibrary& library() const { return library_; }
   /// In which memory segments with a device_target are.
-  DeviceMemoryKind device_memory() const { return device_memory_; }
+  DeviceMemoryKind device_memory() const { return context_->device_memory(); }
   /// The worker's address for peers, in UCX's form.
   const Bytes& address() const { return address_; }
   /// Readable if there is something to progress(), after arm() returned true.
@@ -107,9 +108,12 @@ class UcxWorker {
   bool progress();
   bool has_events() const;
   Events take_events();
-  /// Makes the descriptor readable at the next event; returns false if there is something to progress
-  /// already.
-  bool arm();
+  enum class Armed : std::uint8_t {
+    kYes,     ///< the descriptor becomes readable at the next event
+    kBusy,    ///< there is something to progress already
+    kFailed,  ///< events may come without a notice
+  };
+  Armed arm();
 
  private:
   static void finished(void* request, ucs_status_t status, void* task) TORCHSPAN_UNCHECKED;
@@ -122,7 +126,6 @@ class UcxWorker {
                                     std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
   static ucs_status_t segment_arrived(void* worker, const void* header, std::size_t header_size, void* data,
                                       std::size_t size, const ucp_am_recv_param_t* param) TORCHSPAN_UNCHECKED;
-  void make_context(const UcxOptions& options);
   void make_worker();
   void tear_down();
   void listen_for(UcxTask::Kind kind, ucp_am_recv_callback_t callback);
@@ -140,8 +143,7 @@ class UcxWorker {
 
   Executor& executor_;
   const UcxLibrary library_;
-  DeviceMemoryKind device_memory_;
-  ucp_context_h context_ = nullptr;
+  std::unique_ptr<const UcxContext> context_;
   ucp_worker_h worker_ = nullptr;
   int event_descriptor_ = -1;
   Bytes address_;

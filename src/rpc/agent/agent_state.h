@@ -32,8 +32,9 @@ struct AgentState {
   const ServiceOptions options;
   const Devices devices;
   device::CopyStreams copies;
-  std::shared_ptr<DeviceMemory> device_memory;  ///< null: tensors go through host memory
-  std::weak_ptr<Endpoint> endpoint;             ///< the agent; a posted job locks it to keep the agent alive
+  ReceivedMemory received{copies, runtime.executor};  ///< for the thread that polls
+  std::shared_ptr<DeviceMemory> device_memory;        ///< null: tensors go through host memory
+  std::weak_ptr<Endpoint> endpoint;  ///< the agent; a posted job locks it to keep the agent alive
   WorkerInfo self;
   std::uint64_t instance = 0;
   std::uint32_t incarnation = 0;

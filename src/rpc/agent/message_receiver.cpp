@@ -29,7 +29,7 @@ MessageReceiver::MessageReceiver(AgentState& state, TransportLoop& loop, Request
           state, loop,
           [this](const auto& channel, net::Message message) { on_message(channel, std::move(message)); },
           [this](const auto& channel, const Error& error) { break_channel(channel, error); }),
-      parts_(state.copies, state.runtime.executor),
+      parts_(state.copies, state.received),
       received_parts_(state.runtime.metrics.counter("rpc.tensor_parts.received")),
       refusals_(state.runtime.log, state.runtime.executor) {}
 

@@ -137,7 +137,7 @@ MessageSender::Share MessageSender::share_with_peer(const CallInfo& info, PeerId
     using Way = OutgoingMessage::Way;
     const auto there = state_.device_memory ? device_there(info, use, tensor.device()) : std::nullopt;
     DeviceMemory::Way way;
-    if (there) way = state_.device_memory->way_to(to, tensor, *there);
+    if (there) way = state_.device_memory->way_to(to, tensor, *there, use.channel->carries_device_memory());
     if (way.lent) {
       at::Tensor view = way.lent->view_like(tensor);
       state_.copies.share(tensor, view, copies);
@@ -147,7 +147,11 @@ MessageSender::Share MessageSender::share_with_peer(const CallInfo& info, PeerId
     }
     if (way.device_target != 0) {
       at::Tensor copy = copy_on_device(tensor, copies);
-      out.carried.push_back({std::make_shared<at::Tensor>(copy), way.device_target});
+      const TensorPtr kept(new at::Tensor(copy), [room = std::move(way.room)](at::Tensor* sent) mutable {
+        delete sent;
+        room.reset();
+      });
+      out.carried.push_back({kept, way.device_target});
       out.ways.push_back(Way::kCarried);
       return copy;
     }

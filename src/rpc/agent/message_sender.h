@@ -22,8 +22,9 @@ inline constexpr const char* kNoGradBlob = "rpc.no_grad";
 
 /// What the tensors of a message to be sent are.
 struct TensorUse {
-  bool user_values = false;  ///< interceptors see them
-  DevicePlace place = {};    ///< Request::place
+  bool user_values = false;               ///< interceptors see them
+  DevicePlace place = {};                 ///< Request::place
+  const net::Channel* channel = nullptr;  ///< on which it is going to be sent; null: to this worker itself
 };
 
 /// A reply that a call failed, or another small reply that must arrive.

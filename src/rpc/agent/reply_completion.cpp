@@ -34,7 +34,8 @@ void ReplyCompletion::succeed(wire::Payload& reply) {
   try {
     OutgoingMessage out = [&] {
       const EnvironmentScope serving(Environment::of_call(call_));
-      return sender_.prepare(info, call_->from(), reply, {call_->user_values});
+      return sender_.prepare(info, call_->from(), reply,
+                             {.user_values = call_->user_values, .channel = call_->channel.get()});
     }();
     out.frame.header.type = info.type;
     out.frame.header.flags |= wire::kFlagReply;

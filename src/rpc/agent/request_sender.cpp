@@ -58,9 +58,10 @@ ReferencePtr RequestSender::create(std::uint32_t to, Request request, const std:
   return user;
 }
 
-OutgoingMessage RequestSender::prepare(const CallInfo& info, PeerId peer, Request& request,
+OutgoingMessage RequestSender::prepare(const CallInfo& info, const PeerChannels::Link& link, Request& request,
                                        const wire::Handle* creation) {
-  OutgoingMessage out = sender_.prepare(info, peer, request.payload, {request.user_values, request.place});
+  OutgoingMessage out = sender_.prepare(info, link.peer, request.payload,
+                                        {request.user_values, request.place, link.channel.get()});
   out.frame.header.type = request.type;
   out.frame.header.features |= request.feature;
   if (!request.deadline.is_never()) {
@@ -102,7 +103,7 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
       throw Error(ErrorKind::kDisconnected, "another process took the worker's place meanwhile; call again");
     // What this worker itself does for the call comes after the caller's streams, which share its memory.
     if (to == state_.self.rank) state_.copies.order_defaults_after(call.streams);
-    OutgoingMessage out = prepare(info, link.peer, request, creation);
+    OutgoingMessage out = prepare(info, link, request, creation);
     start_or_copy(id, call, std::move(out), std::move(link), created);
     watch_stop(id, {request.stop, request.inherited_stop});
   } catch (...) {
@@ -211,6 +212,7 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
       state_.channels->drop(channel.get());  // it broke before the call was sent: try a new connection
       PeerChannels::Link fresh = state_.channels->to(to);
       if (fresh.peer != link.peer) throw;  // the handles in it are for the process that had the rank before
+      if (!out.carried.empty() && !fresh.channel->carries_device_memory()) throw;
       link = std::move(fresh);
     }
   }

@@ -39,7 +39,8 @@ class RequestSender {
   void check_may_start(const Request& request, TimePoint now) const;
   void check_feature(const Request& request, std::uint32_t to) const;
   /// Builds the frame of a request to `peer`.
-  OutgoingMessage prepare(const CallInfo& info, PeerId peer, Request& request, const wire::Handle* creation);
+  OutgoingMessage prepare(const CallInfo& info, const PeerChannels::Link& link, Request& request,
+                          const wire::Handle* creation);
   /// Sends the request, or keeps it in the table until its tensors have been copied from their devices.
   void start_or_copy(std::uint64_t id, PendingCall& call, OutgoingMessage out, PeerChannels::Link link,
                      std::optional<wire::Handle> creation);

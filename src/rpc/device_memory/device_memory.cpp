@@ -19,8 +19,8 @@ bool stays_on_host(const net::Channel& channel) {
   return peer.starts_with("unix:") || peer.starts_with("tcp:") || peer.starts_with("sim:");
 }
 
-/// How many routes net::Segment::device_target can number.
-constexpr std::uint32_t kMostTargets = 1u << 24;
+/// Bytes of a device whose copies wait until connections have sent them. One tensor may be larger.
+constexpr std::size_t kMostCarried = std::size_t{1} << 30;
 
 OfferAnswer unwanted(std::string reason) { return {OfferOutcome::kUnwanted, std::move(reason)}; }
 
@@ -98,19 +98,26 @@ DeviceMemory::DeviceMemory(AgentState& state, std::shared_ptr<const device::Devi
       run_after_(std::move(run_after)),
       shared_(state.runtime.metrics.counter("rpc.device_memory.sent")),
       received_(state.runtime.metrics.counter("rpc.device_memory.received")),
-      outgoing_(runtime_, state.options.device_staging_bytes),
-      arriving_(state.copies, state.runtime.executor) {}
+      outgoing_(runtime_, state.options.device_staging_bytes) {}
 
 bool DeviceMemory::reads_parts(PeerId peer) const {
   return state_.peers.protocol(peer.rank).has(kPartsInDeviceMemory);
 }
 
-DeviceMemory::Way DeviceMemory::way_to(PeerId to, const at::Tensor& tensor, c10::Device there) {
+std::shared_ptr<const void> DeviceMemory::room_on(c10::Device device, std::size_t bytes) {
+  MutexLock lock(mutex_);
+  return carried_.try_emplace(device.str(), kMostCarried).first->second.reserve(bytes);
+}
+
+DeviceMemory::Way DeviceMemory::way_to(PeerId to, const at::Tensor& tensor, c10::Device there, bool carries) {
   if (tensor.nbytes() < kLeast || to == state_.id()) return {};
   // An area that only parts could use.
   if (tensor.nbytes() > state_.options.device_staging_bytes && !reads_parts(to)) return {};
   OutgoingMemory::Shared shared = outgoing_.share(to, tensor.device(), there, tensor.nbytes());
-  if (shared.tensor || shared.device_target != 0) shared_.add();
+  Way way{.lent = std::move(shared.tensor)};
+  if (carries && shared.device_target != 0) way.room = room_on(tensor.device(), tensor.nbytes());
+  if (way.room) way.device_target = shared.device_target;
+  if (way.lent || way.room) shared_.add();
   if (shared.offer) {
     if (const auto agent = agent_.lock()) {
       state_.host->post([self = shared_from_this(), agent, to, offer = std::move(*shared.offer)]() mutable {
@@ -118,7 +125,7 @@ DeviceMemory::Way DeviceMemory::way_to(PeerId to, const at::Tensor& tensor, c10:
       });
     }
   }
-  return {std::move(shared.tensor), shared.device_target};
+  return way;
 }
 
 std::optional<SharedArea> DeviceMemory::area_to(PeerId to, c10::Device here, c10::Device there) const {
@@ -135,7 +142,7 @@ void DeviceMemory::send_offer(PeerId to, OfferDeviceMemory offer) {
   try {
     const PeerChannels::Link link = state_.channels->to(to.rank);
     if (link.peer != to) return outgoing_.lost(to, offer.route);
-    by_connection = link.channel->carries_device_memory() && offer.route < kMostTargets;
+    by_connection = link.channel->carries_device_memory() && offer.route < net::kDeviceTargets;
     if (!by_connection && !stays_on_host(*link.channel)) {
       std::string failure;
       outgoing_.answered(to, offer.route, unwanted("on another host"), failure);
@@ -262,7 +269,7 @@ void DeviceMemory::return_failed(PeerId to, ReleaseDeviceMemory release) {
 
 Buffer DeviceMemory::receive(PeerId from, std::uint32_t target, std::size_t bytes) {
   const c10::Device device = incoming_->device_of(from, target);
-  std::optional<Buffer> memory = arriving_.allocate(device, bytes);
+  std::optional<Buffer> memory = state_.received.allocate(device, bytes);
   if (!memory) return {};
   // The connection writes the memory beside the device's streams, one of which may have used it before.
   device::Mark(state_.copies.in(device), state_.copies.events()).wait();

@@ -23,7 +23,8 @@ struct AgentState;
 struct IncomingCall;
 
 /// Carries tensors between devices of workers: on one host through device memory that both map, between hosts over
-/// connections that carry device memory. Makes and answers the offers, and returns memory. The worker's agent owns it; buffers of messages may outlive both. Thread-safe.
+/// connections that carry device memory. Makes and answers the offers, and returns memory. The worker's agent owns it;
+/// buffers of messages may outlive both. Thread-safe.
 class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
  public:
   /// Runs a short job after a delay on the thread that polls the transport, while the agent lives. Not on the pool, all
@@ -35,12 +36,15 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
 
   /// The way of a tensor to a device of a peer. Without both, it must go through host memory, maybe only this time.
   struct Way {
-    LentTensorPtr lent = nullptr;     ///< memory for it
-    std::uint32_t device_target = 0;  ///< not 0: the connection carries it from device to device
+    LentTensorPtr lent = nullptr;  ///< memory for it
+    /// Not 0: the connection carries a copy of it from device to device, which keeps `room`.
+    std::uint32_t device_target = 0;
+    std::shared_ptr<const void> room = nullptr;
   };
-  /// `there`: the peer's device; the CPU: where the peer's map places it.
-  Way way_to(PeerId to, const at::Tensor& tensor, c10::Device there);
-  /// The memory of which share() takes parts, if the peer has mapped it.
+  /// `there`: the peer's device; the CPU: where the peer's map places it. `carries`: whether the tensor's connection
+  /// carries device memory.
+  Way way_to(PeerId to, const at::Tensor& tensor, c10::Device there, bool carries);
+  /// The memory of which way_to() lends parts, if the peer has mapped it.
   std::optional<SharedArea> area_to(PeerId to, c10::Device here, c10::Device there) const;
   /// See IncomingMemory::insert().
   void insert(PeerId from, BytesView blob, ReceivedSegments segments) const {
@@ -65,6 +69,7 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
   /// Below, two copies and a message that returns the memory cost more than the way through the host.
   static constexpr std::size_t kLeast = std::size_t{64} << 10;
 
+  std::shared_ptr<const void> room_on(c10::Device device, std::size_t bytes);
   void send_offer(PeerId to, OfferDeviceMemory offer);
   void offer_answered(PeerId by, const OfferDeviceMemory& offer, const OfferAnswer& answer);
   void begin_again_later(PeerId to, std::uint32_t route);
@@ -81,9 +86,10 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
   Counter& received_;  ///< those that were received and returned
   OutgoingMemory outgoing_;
   std::unique_ptr<IncomingMemory> incoming_;  ///< set by make()
-  ReceivedMemory arriving_;
   std::atomic<bool> watching_{false};
   Mutex mutex_;
+  std::map<std::string, ByteBudget> carried_
+      TORCHSPAN_GUARDED_BY(mutex_);  ///< copies that are being sent, by device
   Returns returns_ TORCHSPAN_GUARDED_BY(mutex_);
   std::atomic<bool> returning_{false};  ///< there are some
 };

@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 
 #include "rendezvous/api/process_stat.h"
+#include "rpc/device_memory/byte_budget.h"
 #include "rpc/device_memory/incoming_memory.h"
 #include "rpc/device_memory/outgoing_memory.h"
 #include "tests/support/errors.h"
@@ -297,6 +298,34 @@ TEST_F(IncomingMemoryTest, KeepsSharedMemoryAndConnectionsApart) {
     EXPECT_EQ(kind_of([&] { memory_.device_of(peer, route); }), ErrorKind::kInvalid) << route;
   memory_.departed(kPeer);
   EXPECT_EQ(kind_of([&] { memory_.device_of(kPeer, 8); }), ErrorKind::kInvalid);
+}
+
+TEST_F(IncomingMemoryTest, ALostAnswerLeavesNoRouteOfAConnection) {
+  OfferDeviceMemory offer;
+  offer.from = "cuda:0";
+  for (std::uint32_t route = 8; route < 400; ++route) {
+    offer.route = route;
+    memory_.accept(kPeer, offer, stand_in(0));
+  }
+  EXPECT_EQ(memory_.device_of(kPeer, 399), stand_in(0));
+  EXPECT_EQ(kind_of([&] { memory_.device_of(kPeer, 398); }), ErrorKind::kInvalid);
+  EXPECT_NO_THROW(insert({{0, 7, 1, 0, 10}})) << "shared memory stays";
+}
+
+TEST(ByteBudget, LimitsWhatIsInUseAndAdmitsOneOfAnySize) {
+  auto budget = std::make_unique<ByteBudget>(100);
+  std::shared_ptr<const void> large = budget->reserve(1000);
+  EXPECT_NE(large, nullptr);
+  EXPECT_EQ(budget->reserve(1), nullptr);
+  large.reset();
+  const std::shared_ptr<const void> first = budget->reserve(60);
+  std::shared_ptr<const void> second = budget->reserve(40);
+  EXPECT_NE(second, nullptr);
+  EXPECT_EQ(budget->reserve(1), nullptr);
+  second.reset();
+  EXPECT_EQ(budget->reserve(41), nullptr);
+  EXPECT_NE(budget->reserve(40), nullptr);
+  budget.reset();  // reservations may outlive it
 }
 
 TEST_F(IncomingMemoryTest, InsertsBeforeAndAfterTensorsThatTheConnectionCarried) {

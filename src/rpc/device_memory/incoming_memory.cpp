@@ -20,9 +20,16 @@ void IncomingMemory::check_new(PeerId from, std::uint32_t route) {
 }
 
 void IncomingMemory::accept(PeerId from, const OfferDeviceMemory& offer, c10::Device device) {
+  const std::string devices = offer.from + " " + offer.to;
+  {
+    MutexLock lock(mutex_);
+    std::erase_if(mapped_[from], [&](const auto& route) {
+      return !route.second.memory && route.second.devices == devices && route.first < offer.route;
+    });
+  }
   check_new(from, offer.route);
   MutexLock lock(mutex_);
-  mapped_[from].emplace(offer.route, Mapped{device});
+  mapped_[from].emplace(offer.route, Mapped{.device = device, .devices = devices});
 }
 
 void IncomingMemory::open(PeerId from, const OfferDeviceMemory& offer, c10::Device device) {

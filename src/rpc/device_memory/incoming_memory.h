@@ -2,6 +2,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -27,7 +28,8 @@ class IncomingMemory {
   /// Maps a peer's memory for tensors that go to `device`. Throws Error if that is impossible, or for too many
   /// offers of one peer.
   void open(PeerId from, const OfferDeviceMemory& offer, c10::Device device);
-  /// The same for a route over a connection: remembers `device`.
+  /// The same for a route over a connection: remembers `device`. Replaces an earlier such offer for the same devices, whose
+  /// answer was lost.
   void accept(PeerId from, const OfferDeviceMemory& offer, c10::Device device);
   /// Where tensors of such a route go. Throws Error{kInvalid} for a route that the peer did not offer.
   c10::Device device_of(PeerId from, std::uint32_t route) const;
@@ -44,6 +46,7 @@ class IncomingMemory {
     c10::Device device;
     std::size_t bytes = 0;
     std::shared_ptr<std::byte> memory = nullptr;  ///< null: tensors come over the connection
+    std::string devices = {};                     ///< those of the offer, then
   };
   void check_new(PeerId from, std::uint32_t route);
   Mapped find(PeerId from, std::uint32_t route) const;

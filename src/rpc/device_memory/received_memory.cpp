@@ -14,11 +14,11 @@ constexpr Duration kFullPause = std::chrono::minutes(1);
 }  // namespace
 
 std::optional<Buffer> ReceivedMemory::allocate(c10::Device device, std::size_t bytes) {
-  Room& room = rooms_[device];
-  const std::size_t used = room.used->load();
-  const bool fits = used == 0 || (used <= most_ && bytes <= most_ - used);
-  if (!fits || bytes > std::numeric_limits<std::ptrdiff_t>::max() || executor_.now() < room.full_until)
+  Room& room = rooms_.try_emplace(device, Room{ByteBudget(most_)}).first->second;
+  if (bytes > std::numeric_limits<std::ptrdiff_t>::max() || executor_.now() < room.full_until)
     return std::nullopt;
+  std::shared_ptr<const void> reserved = room.budget.reserve(bytes);
+  if (!reserved) return std::nullopt;
   at::Tensor memory;
   try {
     device::StreamsScope scope;
@@ -29,12 +29,11 @@ std::optional<Buffer> ReceivedMemory::allocate(c10::Device device, std::size_t b
     room.full_until = executor_.now() + kFullPause;
     return std::nullopt;
   }
-  room.used->fetch_add(bytes);
   auto* const data = static_cast<std::byte*>(memory.data_ptr());
   const std::shared_ptr<at::Tensor> owner(new at::Tensor(std::move(memory)),
-                                          [used = room.used, bytes](at::Tensor* tensor) {
+                                          [reserved = std::move(reserved)](at::Tensor* tensor) mutable {
                                             delete tensor;
-                                            used->fetch_sub(bytes);
+                                            reserved.reset();
                                           });
   return Buffer{data, bytes, owner};
 }

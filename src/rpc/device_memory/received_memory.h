@@ -1,5 +1,4 @@
 #pragma once
-#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -10,6 +9,8 @@
 #include <torchspan/detail/core/buffer.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/device/copies.h>
+
+#include "rpc/device_memory/byte_budget.h"
 
 namespace torchspan::rpc {
 
@@ -28,7 +29,7 @@ class ReceivedMemory {
 
  private:
   struct Room {
-    std::shared_ptr<std::atomic<std::size_t>> used = std::make_shared<std::atomic<std::size_t>>(0);
+    ByteBudget budget;
     TimePoint full_until = TimePoint::min();
   };
   device::CopyStreams& copies_;

@@ -20,8 +20,8 @@ namespace torchspan::rpc {
 /// those of a device that failed; the connection must end.
 class IncomingParts {
  public:
-  IncomingParts(device::CopyStreams& copies, Executor& executor)
-      : copies_(copies), received_(copies, executor) {}
+  IncomingParts(device::CopyStreams& copies, ReceivedMemory& received)
+      : copies_(copies), received_(received) {}
   /// A TensorPart has arrived with these segments. `device`: where its only segment is, if it is in device memory. Waits
   /// for the copy.
   void receive(const net::Channel* channel, const TensorPart& part, const std::vector<Buffer>& segments,
@@ -50,7 +50,7 @@ class IncomingParts {
   static Partial take(Tensors& tensors, std::uint64_t number);
 
   device::CopyStreams& copies_;
-  ReceivedMemory received_;
+  ReceivedMemory& received_;
   std::map<const net::Channel*, Tensors> channels_;
 };
 

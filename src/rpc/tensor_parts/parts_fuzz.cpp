@@ -21,7 +21,8 @@ void require(bool condition) {
 void fuzz_parts(BytesView input) {
   device::CopyStreams copies;
   const std::unique_ptr<Executor> executor = make_executor();
-  IncomingParts table(copies, *executor);
+  ReceivedMemory received(copies, *executor);
+  IncomingParts table(copies, received);
   try {
     while (input.size() >= 4 && input[0] != std::byte{0}) {
       const auto number = [&](std::size_t at) { return std::to_integer<std::size_t>(input[at]); };

@@ -123,7 +123,8 @@ class PartsInDeviceMemory : public ::testing::Test {
   const net::Channel* ended_ = nullptr;
   const std::unique_ptr<Executor> executor_ = make_executor();
   device::CopyStreams copies_;
-  IncomingParts receiver_{copies_, *executor_};
+  ReceivedMemory received_{copies_, *executor_};
+  IncomingParts receiver_{copies_, received_};
   OutgoingParts sender_{std::make_shared<device::EventPool>(),
                         [this](const net::Channel* channel) { return channel != ended_; }};
   const std::shared_ptr<LendingChannel> channel_ = connect();

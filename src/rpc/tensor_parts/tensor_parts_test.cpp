@@ -97,7 +97,8 @@ class TensorParts : public ::testing::Test {
   StandInStreams& device_ = StandInStreams::get();
   const std::unique_ptr<Executor> executor_ = make_executor();
   device::CopyStreams copies_;
-  IncomingParts receiver_{copies_, *executor_};
+  ReceivedMemory received_{copies_, *executor_};
+  IncomingParts receiver_{copies_, received_};
   OutgoingParts sender_{std::make_shared<device::EventPool>(), [](const net::Channel*) { return true; },
                         kPart};
   const std::shared_ptr<SlowChannel> channel_ = std::make_shared<SlowChannel>(receiver_);
@@ -291,7 +292,8 @@ class LyingPeer : public ::testing::Test {
   }
   const std::unique_ptr<Executor> executor_ = make_executor();
   device::CopyStreams copies_;
-  IncomingParts table_{copies_, *executor_};
+  ReceivedMemory received_{copies_, *executor_};
+  IncomingParts table_{copies_, received_};
   std::vector<Buffer> segments_{allocate_buffer(1), allocate_buffer(2)};
   std::vector<wire::DeviceSegment> on_device_{{1, c10::kCPU}};
 };

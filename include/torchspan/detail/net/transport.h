@@ -67,6 +67,9 @@ class Handler {
   virtual void on_refused(const std::string& /*peer*/, const Error& /*reason*/) {}
 };
 
+/// Segment::device_target is less than this.
+inline constexpr std::uint32_t kDeviceTargets = 1u << 24;
+
 /// What the memory of a worker's devices is to a transport.
 enum class DeviceMemoryKind : std::uint8_t {
   kNone,  ///< there are no devices whose memory it may carry
