@@ -226,6 +226,10 @@ TEST(ClusterDevicePipelines, GradientsOfReplicasGoThroughSharedMemory) {
   expect_all_end_well(world);
 }
 
+TEST(ClusterDevicePipelines, ActivationsAndGradientsGoOverUcx) { run_over_ucx("train_pipeline"); }
+
+TEST(ClusterDevicePipelines, GradientsOfReplicasGoOverUcx) { run_over_ucx("train_replicas", 4); }
+
 TEST(ClusterDevicePipelines, OnlyGradientsOfThoseThatOffloadGoThroughSharedMemory) {
   ProcessWorld world(2);
   world.start_all("train_offloading");

@@ -117,6 +117,20 @@ inline void await_returns(DeviceWorker& self) {
   require(await(self.executor(), [&] { return total(kReceived) == total(kSent); }),
           "all tensors that were sent through device memory are received");
 }
+/// Runs a scenario over UCX's TCP; skips the test without UCX. `without`: the rank whose UCX carries no
+/// device memory.
+inline void run_over_ucx(const std::string& scenario, int workers = 2, int without = -1) {
+  ProcessWorld world(workers);
+  for (int rank = 0; rank < workers; ++rank) {
+    std::map<std::string, std::string> changes{{"TEST_UCX", "1"}};
+    if (rank == without) changes["TEST_NO_DEVICES"] = "1";
+    world.start(rank, scenario, changes);
+  }
+  world.process(0).wait(world.executor(), std::chrono::seconds(60));
+  if (world.process(0).output().find("built without UCX") != std::string::npos) GTEST_SKIP() << "no UCX";
+  expect_all_end_well(world);
+}
+
 /// Ends the process if the stand-in devices saw a race.
 inline void require_no_race() {
   for (const std::string& race : StandInStreams::get().take_races()) require(false, race);
