@@ -20,6 +20,8 @@ class UcxContext {
              DeviceMemoryKind device_memory);
 
   ucp_context_h handle() const { return handle_.get(); }
+  /// Never frees the context, which a worker of UCX goes on using.
+  void leak() { static_cast<void>(handle_.release()); }
   /// In which memory segments with a device_target are.
   DeviceMemoryKind device_memory() const { return device_memory_; }
 

@@ -45,8 +45,7 @@ void add_memory_type(std::uint32_t device_target, DeviceMemoryKind kind, ucp_req
 }  // namespace
 
 UcxWorker::UcxWorker(Executor& executor, const UcxOptions& options, DeviceMemoryKind device_memory)
-    : executor_(executor),
-      context_(std::make_unique<const UcxContext>(executor, library_, options, device_memory)) {
+    : executor_(executor), context_(executor, library_, options, device_memory) {
   try {
     make_worker();
   } catch (...) {
@@ -59,7 +58,7 @@ void UcxWorker::make_worker() {
   ucp_worker_params_t params{};
   params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
   params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
-  ucs_status_t status = library_.worker_create(context_->handle(), &params, &worker_);
+  ucs_status_t status = library_.worker_create(context_.handle(), &params, &worker_);
   if (status == UCS_OK) status = library_.worker_get_efd(worker_, &event_descriptor_);
   ucp_address_t* address = nullptr;
   std::size_t size = 0;
@@ -109,7 +108,7 @@ void UcxWorker::tear_down() {
            [this]() TORCHSPAN_UNCHECKED { return under_way_.empty() && closing_ == 0; });
     if (leaks) {
       MutexLock lock(mutex_);
-      static_cast<void>(context_.release());
+      context_.leak();
       return leak(under_way_);
     }
     library_.worker_destroy(worker_);

@@ -65,7 +65,7 @@ class UcxWorker {
 
   const UcxLibrary& library() const { return library_; }
   /// In which memory segments with a device_target are.
-  DeviceMemoryKind device_memory() const { return context_->device_memory(); }
+  DeviceMemoryKind device_memory() const { return context_.device_memory(); }
   /// The worker's address for peers, in UCX's form.
   const Bytes& address() const { return address_; }
   /// Readable if there is something to progress(), after arm() returned true.
@@ -143,7 +143,7 @@ class UcxWorker {
 
   Executor& executor_;
   const UcxLibrary library_;
-  std::unique_ptr<const UcxContext> context_;
+  UcxContext context_;
   ucp_worker_h worker_ = nullptr;
   int event_descriptor_ = -1;
   Bytes address_;
