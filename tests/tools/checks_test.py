@@ -352,6 +352,10 @@ class Docs(Tree):
         self.guide(("", "start();\n"))
         self.assert_reports("check-docs", ("docs/guide.md:4", "ignoring returned value"))
 
+    def test_an_uncompiled_block_is_not_compiled(self):
+        self.guide((" uncompiled", "#include <no_such_header.h>\nanswer(3);\n"), ("", "answer();\n"))
+        self.assertIn("1 blocks of 1 documents, 1 compiled: clean", self.assert_clean("check-docs"))
+
     def test_a_kind_of_block_that_does_not_exist_is_named(self):
         self.guide((" fragment", "answer();\n"))
         self.assert_reports("check-docs", ("docs/guide.md:3", "a block is"))

@@ -294,10 +294,14 @@ TEST_F(IncomingMemoryTest, KeepsSharedMemoryAndConnectionsApart) {
   EXPECT_EQ(memory_.device_of(kPeer, 8), stand_in(0));
   EXPECT_EQ(kind_of([&] { memory_.accept(kPeer, offer, stand_in(1)); }), ErrorKind::kInvalid);
   EXPECT_EQ(kind_of([&] { insert({{0, 8, 1, 0, 10}}); }), ErrorKind::kInvalid);
-  for (const auto& [peer, route] : {std::pair(kPeer, 7), {kPeer, 9}, {kOther, 8}})
-    EXPECT_EQ(kind_of([&] { memory_.device_of(peer, route); }), ErrorKind::kInvalid) << route;
+  const auto device_of = [&](const PeerId& peer, std::uint32_t route) {
+    return kind_of([&] { memory_.device_of(peer, route); });
+  };
+  EXPECT_EQ(device_of(kPeer, 7), ErrorKind::kInvalid) << "shared memory";
+  EXPECT_EQ(device_of(kPeer, 9), ErrorKind::kInvalid) << "not offered";
+  EXPECT_EQ(device_of(kOther, 8), ErrorKind::kInvalid) << "another peer's";
   memory_.departed(kPeer);
-  EXPECT_EQ(kind_of([&] { memory_.device_of(kPeer, 8); }), ErrorKind::kInvalid);
+  EXPECT_EQ(device_of(kPeer, 8), ErrorKind::kInvalid) << "departed";
 }
 
 TEST_F(IncomingMemoryTest, ALostAnswerLeavesNoRouteOfAConnection) {
