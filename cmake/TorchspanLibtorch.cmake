@@ -6,8 +6,16 @@
 set(torchspan_find_hint "pass -DCMAKE_PREFIX_PATH=\"$(python3 -c 'import torch; print(torch.utils.cmake_prefix_path)')\" \
 for pip's torch or the folder of an unpacked libtorch zip, or install Debian's libtorch-dev (tools/install-deps)")
 
+# A build folder remembers its LibTorch; another CMAKE_PREFIX_PATH asks for another one.
+if(DEFINED TORCHSPAN_LIBTORCH_SEARCHED
+   AND NOT TORCHSPAN_LIBTORCH_SEARCHED STREQUAL "${CMAKE_PREFIX_PATH}"
+   AND TORCHSPAN_LIBTORCH_FOUND STREQUAL "${Torch_DIR}")
+  unset(Torch_DIR CACHE)
+endif()
 # Only finds the folder and the version: the package's own configuration is not run here.
 find_package(Torch CONFIG QUIET CONFIGS TorchConfigVersion.cmake)
+set(TORCHSPAN_LIBTORCH_SEARCHED "${CMAKE_PREFIX_PATH}" CACHE INTERNAL "where LibTorch was searched")
+set(TORCHSPAN_LIBTORCH_FOUND "${Torch_DIR}" CACHE INTERNAL "and found")
 if(NOT Torch_FOUND)
   message(FATAL_ERROR "TorchSpan needs LibTorch, which was not found: ${torchspan_find_hint}.")
 endif()
@@ -30,6 +38,11 @@ endif()
 
 get_filename_component(TORCHSPAN_LIBTORCH_PREFIX ${Torch_DIR}/../../.. ABSOLUTE)
 if(NOT EXISTS ${TORCHSPAN_LIBTORCH_PREFIX}/lib/libtorch_cpu.so)
+  if(EXISTS ${TORCHSPAN_LIBTORCH_PREFIX}/lib/libc10.so)
+    message(FATAL_ERROR "LibTorch ${TORCHSPAN_LIBTORCH_VERSION} in ${TORCHSPAN_LIBTORCH_PREFIX} has no libtorch_cpu.so: \
+install it again (pip install --force-reinstall torch).")
+  endif()
+  message(STATUS "LibTorch ${TORCHSPAN_LIBTORCH_VERSION}, the system's: ${Torch_DIR}")
   set(TORCHSPAN_LIBTORCH_PREFIX "")
   find_package(Torch REQUIRED)
   set(TORCHSPAN_LIBTORCH ${TORCH_LIBRARIES})
@@ -46,7 +59,12 @@ endif()
 
 # The missing libraries that one of LibTorch's libraries needs, for a message.
 function(torchspan_missing_libraries library result)
-  execute_process(COMMAND ldd ${library} OUTPUT_VARIABLE needed ERROR_QUIET)
+  execute_process(COMMAND ldd ${library} OUTPUT_VARIABLE needed ERROR_QUIET RESULT_VARIABLE failed)
+  if(failed EQUAL 1)
+    get_filename_component(name ${library} NAME)
+    set(${result} "a ${name} for ${CMAKE_HOST_SYSTEM_PROCESSOR}" PARENT_SCOPE)
+    return()
+  endif()
   string(REGEX MATCHALL "[^ \t\n]+ => not found" missing "${needed}")
   list(TRANSFORM missing REPLACE " .*" "")
   list(JOIN missing ", " missing)
@@ -102,7 +120,11 @@ if(NOT TARGET libtorch::torch)
   target_link_libraries(libtorch::torch_cpu INTERFACE libtorch::c10)
   if(TORCHSPAN_LIBTORCH_VERSION VERSION_GREATER_EQUAL 2.10)
     # Its headers include nlohmann/json.hpp, which the package does not contain.
-    find_package(nlohmann_json REQUIRED)
+    find_package(nlohmann_json QUIET)
+    if(NOT nlohmann_json_FOUND)
+      message(FATAL_ERROR "The headers of LibTorch ${TORCHSPAN_LIBTORCH_VERSION} need nlohmann-json, which was not \
+found: install it (apt install nlohmann-json3-dev).")
+    endif()
     target_link_libraries(libtorch::torch_cpu INTERFACE nlohmann_json::nlohmann_json)
   endif()
   add_library(libtorch::torch INTERFACE IMPORTED GLOBAL)

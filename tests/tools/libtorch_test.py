@@ -104,6 +104,32 @@ class FindLibTorch(unittest.TestCase):
         text = self.refused(self.wheel(cpu_needs=("probe_cudart",)))
         self.assertIn("because libprobe_cudart.so is missing: install", text)
 
+    def test_a_library_of_another_machine(self):
+        prefix = self.wheel()
+        (prefix / "lib" / "libtorch_cpu.so").write_bytes(b"\x7fELF of another machine")
+        self.assertRegex(self.refused(prefix), r"because a libtorch_cpu.so for \S+ is missing: install")
+
+    def test_half_a_wheel(self):
+        prefix = self.wheel()
+        (prefix / "lib" / "libtorch_cpu.so").unlink()
+        self.assertIn("has no libtorch_cpu.so: install it again", self.refused(prefix))
+
+    def test_headers_that_need_a_package_that_is_missing(self):
+        text = self.refused(self.wheel(), "-DCMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON")
+        self.assertIn("need nlohmann-json, which was not found: install it", text)
+
+    def test_another_prefix_in_the_same_build_folder(self):
+        first = self.wheel()
+        self.assertIn("probe: 2.15.0", self.accepted(first))
+        first.parent.rename(self.root / "first")
+        second = self.wheel(version="2.14.0")
+        self.assertIn("probe: 2.14.0", self.accepted(second))
+        first = self.root / "first" / "torch"
+        self.assertIn("probe: 2.15.0", self.accepted(first))
+        self.assertIn("probe: 2.15.0", self.accepted(first), "nothing changed")
+        given = second / "share" / "cmake" / "Torch"
+        self.assertIn("probe: 2.14.0", self.accepted("/nowhere", f"-DTorch_DIR={given}"))
+
     def test_none(self):
         text = self.refused("/nowhere", "-DWITHOUT_THE_SYSTEM=ON")
         self.assertIn("TorchSpan needs LibTorch, which was not found: pass -DCMAKE_PREFIX_PATH=", text)
