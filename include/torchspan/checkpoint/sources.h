@@ -42,6 +42,7 @@ using SourcePtr = std::unique_ptr<StateSource>;
 
 /// Parameters and buffers by name. A tensor with several names is saved under the first one.
 SourcePtr module_source(std::shared_ptr<torch::nn::Module> module);
+SourcePtr module_source(torch::nn::Module& module);
 /// The layers that this worker owns: "layers.<number>.<name>", so that any number of stages can restore them.
 SourcePtr pipeline_source(pipeline::Pipeline& pipeline);
 SourcePtr optimizer_source(optim::Optimizer& optimizer);
@@ -104,7 +105,7 @@ template <class T>
 T value_as(const Value& value);
 }  // namespace detail
 
-/// Selects the adapter: objects with a state_source() (ZeroRedundancyOptimizer), modules (holders, shared_ptr,
+/// Selects the adapter: objects with a state_source() (ZeroRedundancyOptimizer), modules (also their holders, shared_ptr,
 /// DistributedDataParallel, RRefs), pipelines, optimizers, any object with state_dict() and load_state_dict(StateDict)
 /// (LRScheduler, GradScaler) or with save() and load() over archives (data samplers), torch::optim's schedules,
 /// tensors, numbers, flags and strings.
@@ -137,6 +138,8 @@ SourcePtr source_of(T& object) {
                              [&object](const optim::StateDict& state) { object.load_state_dict(state); });
   } else if constexpr (std::is_base_of_v<torch::optim::LRScheduler, T>) {
     return torch_schedule_source(object);
+  } else if constexpr (std::is_base_of_v<torch::nn::Module, T>) {
+    return module_source(static_cast<torch::nn::Module&>(object));
   } else if constexpr (std::is_same_v<T, bool> || std::is_same_v<T, std::string> ||
                        std::is_floating_point_v<T> || std::is_integral_v<T>) {
     using Stored = std::conditional_t<std::is_same_v<T, bool> || std::is_same_v<T, std::string>, T,

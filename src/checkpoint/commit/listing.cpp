@@ -46,7 +46,7 @@ void check_same_tensor(const Gathered& known, const ListedPart& part, const std:
   const ListedPart& first = *known.first;
   if (first.fingerprint != part.fingerprint) {
     throw_invalid(
-        fmt::format("{} and {} save different states as '{}', which are no replicas; register "
+        fmt::format("{} and {} save different states as '{}', which are not replicas; register "
                     "it with add_per_rank(), or under different names",
                     first_writer, writer, part.name));
   }

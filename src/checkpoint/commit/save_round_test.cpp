@@ -287,10 +287,10 @@ TEST(SavePlan, NamesTheRanksThatDisagree) {
   EXPECT_THAT(refusal({{half}, {whole}}), HasSubstr("overlap"));
   ListedPart marked = whole;
   marked.fingerprint = 3;
-  EXPECT_THAT(refusal({{whole}, {marked}}), HasSubstr("which are no replicas"));
+  EXPECT_THAT(refusal({{whole}, {marked}}), HasSubstr("which are not replicas"));
   ListedPart longer = other;
   longer.fingerprint = 4;
-  EXPECT_THAT(refusal({{marked}, {longer}}), HasSubstr("which are no replicas"));
+  EXPECT_THAT(refusal({{marked}, {longer}}), HasSubstr("which are not replicas"));
 }
 
 // LibTorch names the parameters of an optimizer's archive by their addresses, whose lengths differ between processes.

@@ -76,7 +76,7 @@ std::uint64_t byte_count(ElementType type, const Sizes& shape, const std::string
   if (!count || __builtin_mul_overflow(*count, std::int64_t{bits_of(type)}, &bits))
     throw_invalid(fmt::format("{}: the shape {} is too large", what, describe(shape)));
   if (bits % 8 != 0) {
-    throw_invalid(fmt::format("{}: {} elements of dtype {} are no whole number of bytes", what, *count,
+    throw_invalid(fmt::format("{}: {} elements of dtype {} are not a whole number of bytes", what, *count,
                               to_string(type)));
   }
   return static_cast<std::uint64_t>(bits) / 8;

@@ -57,7 +57,7 @@ TEST(SafetensorsHeader, RefusesWhatTheFormatForbids) {
       refusal(
           R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
           8),
-      HasSubstr("'a' is there twice"));
+      HasSubstr("'a' appears twice"));
   EXPECT_THAT(refusal(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})", 8),
               HasSubstr("begins at 4"));
   EXPECT_THAT(

@@ -30,7 +30,7 @@ class StrictHandler final : public nlohmann::json_sax<Json> {
   bool end_object() override { return close(); }
   bool end_array() override { return close(); }
   bool key(string_t& name) override {
-    if (open_.back()->contains(name)) return fail(fmt::format("the key '{}' is there twice", name));
+    if (open_.back()->contains(name)) return fail(fmt::format("the key '{}' appears twice", name));
     key_ = std::move(name);
     return true;
   }

@@ -409,11 +409,12 @@ TEST(CheckpointManager, ChecksWhatIsRegistered) {
   const torch::nn::Linear layer(2, 2);
   manager.add("m", layer);
   EXPECT_THAT(invalid_text([&] { manager.add("m.ema", x); }),
-              HasSubstr("'m.ema' cannot be registered beside 'm'"));
+              HasSubstr("'m.ema' cannot be registered together with 'm'"));
   manager.add("y.ema", x);
   EXPECT_THAT(
       invalid_text([&] { manager.add("y", layer); }),
-      HasSubstr("'y.ema' cannot be registered beside 'y', whose tensors have names that begin with 'y.'"));
+      HasSubstr(
+          "'y.ema' cannot be registered together with 'y', whose tensors have names that begin with 'y.'"));
   manager.add_per_rank("y", x);
   manager.add("y_ema", layer);
   manager.add("sparse", sparse);

@@ -59,6 +59,25 @@ TEST(CheckpointManager, SavesTensorsOfAnyDtypeAndShape) {
   }
 }
 
+TEST(CheckpointManager, SavesAModuleUnderTheSameNamesHoweverItIsRegistered) {
+  const TemporaryFolder folder;
+  torch::nn::SequentialImpl saved(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4));
+  saved.forward(torch::randn({5, 3}));
+  {
+    CheckpointManager manager({.directory = folder.path()});
+    manager.add("model", saved);
+    manager.save(1);
+  }
+  torch::nn::Sequential restored(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4));
+  CheckpointManager manager({.directory = folder.path()});
+  manager.add("model", restored);
+  EXPECT_EQ(manager.restore(), 1);
+  for (const auto& item : saved.named_parameters())
+    EXPECT_TRUE(restored->named_parameters()[item.key()].equal(item.value())) << item.key();
+  for (const auto& item : saved.named_buffers())
+    EXPECT_TRUE(restored->named_buffers()[item.key()].equal(item.value())) << item.key();
+}
+
 TEST(CheckpointManager, SavesTheValuesOfConjugatedTensors) {
   const TemporaryFolder folder;
   torch::nn::Linear saved(3, 4), restored(3, 4);

@@ -116,6 +116,10 @@ SourcePtr module_source(std::shared_ptr<torch::nn::Module> module) {
   return std::make_unique<ModuleSource>(std::move(module));
 }
 
+SourcePtr module_source(torch::nn::Module& module) {
+  return module_source(std::shared_ptr<torch::nn::Module>(std::shared_ptr<void>(), &module));
+}
+
 SourcePtr pipeline_source(pipeline::Pipeline& pipeline) { return std::make_unique<PipelineSource>(pipeline); }
 
 std::vector<std::string> parameter_names(const pipeline::Pipeline& pipeline) {

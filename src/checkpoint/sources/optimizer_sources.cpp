@@ -244,7 +244,7 @@ SourcePtr torch_schedule_source(torch::optim::LRScheduler& schedule) {
                       [&schedule](const Value& value) {
                         const auto steps = detail::value_as<std::int64_t>(value);
                         if (steps < 0 || steps > std::numeric_limits<unsigned>::max())
-                          throw_invalid(fmt::format("{} is no number of steps", steps));
+                          throw_invalid(fmt::format("{} is not a number of steps", steps));
                         StepCount::of(schedule) = static_cast<unsigned>(steps);
                       });
 }

@@ -12,7 +12,7 @@ namespace {
 void require_not_below(const std::string& owner, const StateSource& source, const std::string& name) {
   if (!source.owns_names() || !name.starts_with(owner + ".")) return;
   throw_invalid(fmt::format(
-      "'{}' cannot be registered beside '{}', whose tensors have names that begin with '{}.'; use a "
+      "'{}' cannot be registered together with '{}', whose tensors have names that begin with '{}.'; use a "
       "name without this beginning",
       name, owner, owner));
 }

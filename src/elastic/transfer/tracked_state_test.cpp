@@ -28,8 +28,8 @@ TEST(TrackedState, RefusesNamesThatItCouldNotTellApart) {
   add("steps.first");
   EXPECT_THAT(refusal("module"), HasSubstr("under the taken name 'module'"));
   EXPECT_THAT(refusal(""), HasSubstr("under the empty name"));
-  EXPECT_THAT(refusal("module.ema"), HasSubstr("'module.ema' cannot be registered beside 'module'"));
-  EXPECT_THAT(refusal("steps"), HasSubstr("'steps.first' cannot be registered beside 'steps'"));
+  EXPECT_THAT(refusal("module.ema"), HasSubstr("'module.ema' cannot be registered together with 'module'"));
+  EXPECT_THAT(refusal("steps"), HasSubstr("'steps.first' cannot be registered together with 'steps'"));
   state.add("steps", checkpoint::source_of(number));  // has one value, of this name
 }
 
