@@ -45,7 +45,7 @@ void NoteParser::feed(BytesView bytes, bool truncated, std::deque<Note>& notes) 
       continue;
     }
     if (kind != Note::Kind::kBlock && kind != Note::Kind::kRetired) {
-      throw Error(ErrorKind::kInvalid, "sent an unknown note beside its ring");
+      throw Error(ErrorKind::kInvalid, "sent a note of an unknown type");
     }
     if (partial_.size() - at < kNoteBytes) break;
     ByteReader reader(BytesView(partial_).subspan(at + 8, kNoteBytes - 8));

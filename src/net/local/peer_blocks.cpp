@@ -34,7 +34,8 @@ void PeerBlocks::add(std::uint64_t block, std::uint64_t size, const Descriptor& 
     throw Error(ErrorKind::kInvalid, fmt::format("passed more than {} blocks of memory", kMostBlocks));
   }
   if (blocks_.contains(block) || block == 0 || size < kBlockHeaderBytes) {
-    throw Error(ErrorKind::kInvalid, fmt::format("passed block {} twice, or without room", block));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("passed block {} twice, or with an invalid number or size", block));
   }
   blocks_.emplace(block, std::make_shared<Block>(share_, map_memory(share_->faults, descriptor, size)));
 }

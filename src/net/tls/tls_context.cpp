@@ -50,7 +50,7 @@ int key_for_listening(SSL* ssl, const unsigned char* identity, std::size_t size,
 std::unique_ptr<BIO_METHOD, Release<BIO_meth_free>> make_method() {
   std::unique_ptr<BIO_METHOD, Release<BIO_meth_free>> method(
       BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "torchspan"));
-  if (method == nullptr) throw_openssl("has no room for a BIO");
+  if (method == nullptr) throw_openssl("cannot allocate a BIO");
   BIO_meth_set_read(method.get(), [](BIO* bio, char* to, int size) {
     return static_cast<TlsHandshake*>(BIO_get_data(bio))->pull(bio, to, size);
   });

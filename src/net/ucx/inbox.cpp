@@ -30,7 +30,7 @@ void UcxInbox::add_chunk(std::uint64_t number, Bytes bytes) {
   if (bytes.empty() || bytes.size() > kUcxChunkBytes)
     throw_invalid("received a chunk of a wrong size", number);
   if (number < next_chunk_ || number - next_chunk_ >= kMostEarly) {
-    throw_invalid("received a chunk that was not due", number);
+    throw_invalid("received an unexpected chunk", number);
   }
   if (number != next_chunk_) {
     if (!early_chunks_.try_emplace(number, std::move(bytes)).second)
@@ -59,8 +59,7 @@ void UcxInbox::parse(BytesView bytes) {
 
 Buffer UcxInbox::announce(UcxAnnouncement announcement, std::size_t size) {
   const std::uint64_t number = announcement.number;
-  if (number != announced_ || size == 0)
-    throw_invalid("a frame announced a segment that was not due", number);
+  if (number != announced_ || size == 0) throw_invalid("a frame announced an unexpected segment", number);
   if (announcement.device_target != 0 && !device_memory_)
     throw_invalid("a frame announced a segment for device memory, which this side does not carry", number);
   ++announced_;
@@ -90,8 +89,11 @@ void UcxInbox::add_offer(std::uint64_t number, UcxOffer offer) {
   const bool due = number >= announced_ ? number - announced_ < kMostEarly
                                         : awaited != awaited_.end() && awaited->second.buffer.data == nullptr;
   if (!due || offers_.contains(number) || offers_.size() >= kMostEarly) {
-    throw_invalid("received a segment that was not due", number);
+    throw_invalid("received an unexpected segment", number);
   }
+  const std::uint64_t oldest = awaited_.empty() ? announced_ : awaited_.begin()->first;
+  if (offer.descriptor != nullptr && number - oldest >= kMostEarly)
+    throw_invalid("received a segment too far behind a missing one", number);
   if (awaited != awaited_.end() && awaited->second.size != offer.size) {
     throw_invalid("received a segment whose size differs from the announced one", number);
   }

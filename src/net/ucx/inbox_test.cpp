@@ -193,6 +193,26 @@ TEST_F(MalformedUcxPeer, CannotFillMemoryBehindASegmentThatNeverArrives) {
   EXPECT_TRUE(came.empty());
 }
 
+TEST_F(MalformedUcxPeer, CannotHaveSegmentsFetchedBehindOneThatNeverArrives) {
+  inbox_.add_chunk(0, sender_.stream);
+  std::uint64_t chunk = 1, number = 2;
+  EXPECT_EQ(kind_of([&] {
+              for (; number < 10'000; ++number) {
+                sender_.stream.clear();
+                sender_.send({}, {Bytes(1000)}, 1000);
+                inbox_.add_chunk(chunk++, sender_.stream);
+                inbox_.add_offer(number, offer(1000));
+                EXPECT_TRUE(inbox_.next_fetch());
+                inbox_.fetched(number);
+                std::vector<Message> came;
+                inbox_.take(came);
+              }
+            }),
+            ErrorKind::kInvalid);
+  EXPECT_GT(number, kUcxSegmentsUnderWay) << "an honest sender goes so far";
+  EXPECT_LE(number, 2000u);
+}
+
 TEST_F(MalformedUcxPeer, IsCutOffBeyondTheLimitsAndWithoutMemory) {
   Sender large;
   large.send({}, {Bytes(2 << 20)}, 1000);

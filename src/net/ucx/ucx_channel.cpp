@@ -129,9 +129,14 @@ bool UcxChannel::may_go_on() const { return apart_.empty() || sent_ < apart_.fro
 
 void UcxChannel::flush_locked(bool patient, Released& released) {
   if (route_ == nullptr || ended_ || broken_) return;
-  // A segment that UCX sends at once lets the stream continue.
-  bool goes_on = true;
-  while (goes_on) goes_on = send_chunks(patient, released) && send_segments(patient, released);
+  try {
+    // A segment that UCX sends at once lets the stream continue.
+    bool goes_on = true;
+    while (goes_on) goes_on = send_chunks(patient, released) && send_segments(patient, released);
+  } catch (const std::exception&) {  // the stream cannot be continued
+    broken_ = "no memory left to send a message";
+    return request_queue_->post_review(options_.token);
+  }
   // The driver continues with the rest once it wakes, and so does UCX with the tasks that it took over.
   if (patient) posted_ = false;
   if (!posted_ && (patient ? more_to_send() : !quiet())) {

@@ -155,8 +155,8 @@ bool UcxTransport::take_requests() {
 void UcxTransport::attempt(const LinkPtr& link, const std::function<void()>& step) {
   try {
     step();
-  } catch (const Error& error) {
-    if (links_.contains(link->token)) end(*link, error);
+  } catch (const std::exception&) {
+    if (links_.contains(link->token)) end(*link, to_error(std::current_exception()));
   }
 }
 
@@ -247,7 +247,13 @@ void UcxTransport::fetch_and_deliver(UcxLink& link) {
     failure.emplace(error.kind(), fmt::format("'{}' is cut off: {}", link.channel->peer(), error.message()));
   }
   std::vector<Message> messages;
-  link.inbox.take(messages);
+  try {
+    link.inbox.take(messages);
+  } catch (const Error& error) {
+    if (!failure)
+      failure.emplace(error.kind(),
+                      fmt::format("'{}' is cut off: {}", link.channel->peer(), error.message()));
+  }
   for (Message& message : messages) handler_.on_message(link.channel, std::move(message));
   if (failure) throw Error(*failure);
   review(link);
@@ -260,7 +266,7 @@ void UcxTransport::fetch_all(UcxLink& link) {
     task->label = {link.label, fetch->number};
     task->into = std::move(fetch->into);
     task->link = link.token;
-    switch (worker_.fetch(fetch->descriptor, task)) {
+    switch (worker_.fetch(*link.route, fetch->descriptor, task)) {
       case UcxWorker::Outcome::kDone:
         segments_.add();
         link.inbox.fetched(fetch->number);

@@ -258,6 +258,55 @@ TEST_F(UcxTransportTest, CutsOffAPeerThatSendsGarbageThroughUcxAndDropsUnaddress
   EXPECT_TRUE(journal_.received.empty());
 }
 
+/// A peer dies between its offer of a segment and the fetch.
+TEST_F(UcxTransportTest, FreesTheMemoryOfAFetchWhosePeerHasDied) {
+  UcxWorker receiver(*executor_, on_loopback());
+  auto sender = std::make_unique<UcxWorker>(*executor_, on_loopback());
+  const auto send = [](UcxWorker& worker, UcxRoute& route, UcxTask::Kind kind, const Bytes& bytes) {
+    auto task = std::make_unique<UcxTask>();
+    task->kind = kind;
+    task->segment = {bytes.data(), bytes.size(), nullptr};
+    worker.send(route, task, true);
+  };
+  const Bytes bytes(1 << 20, std::byte{7});
+  int hellos = 0;
+  void* descriptor = nullptr;
+  bool failed = false;
+  const auto drive = [&](const std::function<bool()>& done) {
+    for (const Deadline limit = executor_->deadline_in(std::chrono::seconds(20)); !done();) {
+      ASSERT_FALSE(limit.passed(executor_->now()));
+      for (UcxWorker* worker : {&receiver, sender.get()}) {
+        if (worker == nullptr) continue;
+        worker->progress();
+        const UcxWorker::Events events = worker->take_events();
+        failed |= !events.failed.empty();
+        for (const UcxWorker::Arrival& arrival : events.arrivals) {
+          hellos += arrival.kind == UcxTask::Kind::kHello ? 1 : 0;
+          if (arrival.offer.descriptor != nullptr) descriptor = arrival.offer.descriptor;
+        }
+      }
+    }
+  };
+  // One side after the other, as the transport connects.
+  const auto there = sender->open_route(receiver.address());
+  send(*sender, *there, UcxTask::Kind::kHello, {});
+  ASSERT_NO_FATAL_FAILURE(drive([&] { return hellos == 1; }));
+  const auto back = receiver.open_route(sender->address());
+  send(receiver, *back, UcxTask::Kind::kHello, {});
+  ASSERT_NO_FATAL_FAILURE(drive([&] { return hellos == 2; }));
+  send(*sender, *there, UcxTask::Kind::kSegment, bytes);
+  ASSERT_NO_FATAL_FAILURE(drive([&] { return descriptor != nullptr; }));
+  sender.reset();
+  ASSERT_NO_FATAL_FAILURE(drive([&] { return failed; }));
+  auto task = std::make_unique<UcxTask>();
+  task->kind = UcxTask::Kind::kFetch;
+  task->into = allocate_buffer(bytes.size());
+  const std::weak_ptr<const void> memory = task->into.owner;
+  EXPECT_EQ(receiver.fetch(*back, descriptor, task), UcxWorker::Outcome::kFailed);
+  task.reset();
+  EXPECT_TRUE(memory.expired());
+}
+
 TEST_F(UcxTransportTest, RejectsAnAuthenticatedPeerWithAnInvalidUcxGreeting) {
   start({});
   OddPeer peer(*executor_, address_);

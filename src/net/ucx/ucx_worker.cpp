@@ -185,30 +185,43 @@ UcxWorker::Outcome UcxWorker::send_locked(UcxRoute& route, UcxTaskPtr& task) {
   add_memory_type(task->segment.device_target, device_memory(), param);
   const void* const data = is_eager ? task->chunk.data() : task->segment.data;
   const std::size_t size = is_eager ? task->chunk.size() : task->segment.size;
-  const Outcome outcome = started(library_.am_send(route.endpoint_, id_of(task->kind), &task->label,
-                                                   sizeof task->label, data, size, &param),
-                                  task);
+  const Outcome outcome = start(task, [&](const UcxTask& its) {
+    return library_.am_send(route.endpoint_, id_of(its.kind), &its.label, sizeof its.label, data, size,
+                            &param);
+  });
   route.is_connected_ |= outcome == Outcome::kDone;
   return outcome;
 }
 
-UcxWorker::Outcome UcxWorker::fetch(void* descriptor, UcxTaskPtr& task) {
+UcxWorker::Outcome UcxWorker::fetch(const UcxRoute& route, void* descriptor, UcxTaskPtr& task) {
   MutexLock lock(mutex_);
+  // Without its endpoint, UCX 1.13 would never complete it.
+  if (route.endpoint_ == nullptr) {
+    library_.am_release(worker_, descriptor);
+    return Outcome::kFailed;
+  }
   task->worker = this;
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.recv_am = fetched;
   param.user_data = task.get();
   add_memory_type(task->into.device_target, device_memory(), param);
-  return started(library_.am_receive(worker_, descriptor, task->into.data, task->into.size, &param), task);
+  return start(task, [&](const UcxTask& its) {
+    return library_.am_receive(worker_, descriptor, its.into.data, its.into.size, &param);
+  });
 }
 
-UcxWorker::Outcome UcxWorker::started(ucs_status_ptr_t request, UcxTaskPtr& task) {
-  if (request == nullptr) return Outcome::kDone;
-  if (UCS_PTR_IS_ERR(request)) return Outcome::kFailed;
-  const UcxTask* const key = task.get();
-  under_way_.emplace(key, std::move(task));
-  return Outcome::kUnderWay;
+/// Takes over the task while UCX begins with it: UCX may call back before it returns.
+UcxWorker::Outcome UcxWorker::start(UcxTaskPtr& task,
+                                    const std::function<ucs_status_ptr_t(const UcxTask&)>& begin) {
+  const UcxTask& its = *task;
+  under_way_[&its] = std::move(task);
+  const ucs_status_ptr_t request = begin(its);
+  if (request != nullptr && !UCS_PTR_IS_ERR(request)) return Outcome::kUnderWay;
+  auto back = under_way_.extract(&its);
+  if (back.empty()) return Outcome::kUnderWay;  // it did call back
+  task = std::move(back.mapped());
+  return request == nullptr ? Outcome::kDone : Outcome::kFailed;
 }
 
 void UcxWorker::release(void* descriptor) {

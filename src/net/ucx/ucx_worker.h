@@ -84,8 +84,9 @@ class UcxWorker {
   Outcome send(UcxRoute& route, UcxTaskPtr& task, bool patient);
   /// States that a peer has this worker's address, and may connect to it without a route of this side.
   void unpaired() { is_unpaired_ = true; }
-  /// Fetches the data of `descriptor` into the task's memory; consumes the descriptor.
-  Outcome fetch(void* descriptor, UcxTaskPtr& task);
+  /// Fetches the data of `descriptor`, which came from the peer of `route`, into the task's memory; consumes the
+  /// descriptor.
+  Outcome fetch(const UcxRoute& route, void* descriptor, UcxTaskPtr& task);
   /// Discards the data of `descriptor`.
   void release(void* descriptor);
 
@@ -130,7 +131,8 @@ class UcxWorker {
   void tear_down();
   void listen_for(UcxTask::Kind kind, ucp_am_recv_callback_t callback);
   Outcome send_locked(UcxRoute& route, UcxTaskPtr& task) TORCHSPAN_REQUIRES(mutex_);
-  Outcome started(ucs_status_ptr_t request, UcxTaskPtr& task) TORCHSPAN_REQUIRES(mutex_);
+  Outcome start(UcxTaskPtr& task, const std::function<ucs_status_ptr_t(const UcxTask&)>& begin)
+      TORCHSPAN_REQUIRES(mutex_);
   void finish(UcxTask* task, void* request, ucs_status_t status) TORCHSPAN_REQUIRES(mutex_);
   void close_failed() TORCHSPAN_REQUIRES(mutex_);
   enum class Ending : std::uint8_t { kFlush, kClose };

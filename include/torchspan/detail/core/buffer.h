@@ -30,8 +30,8 @@ struct Segment {
   const std::byte* data = nullptr;
   std::size_t size = 0;
   std::shared_ptr<const void> keep;
-  /// Not 0: the bytes are in device memory, have `keep`, and the device has written them. The number tells the
-  /// receiver on which of its devices they go; both sides have agreed on it. For channels that carry device memory.
+  /// Not 0: the bytes are in device memory, have `keep`, and the device has written them. The number gives the
+  /// device of the receiver where they are placed; both sides agreed on it. For channels that carry device memory.
   std::uint32_t device_target = 0;
 };
 

@@ -35,7 +35,7 @@ class Pool final : public FutureHost {
   /// Queues `job`. Runs it on the calling thread if no thread can be started, or after stop().
   void post(UniqueFunction<void()> job) override;
   /// Parks; a pool thread counts as blocked. If jobs are queued, every thread is blocked and no more can be
-  /// started, the youngest wait throws kOverloaded, which always frees a thread.
+  /// started, the newest wait throws kOverloaded, which always frees a thread.
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
 
   /// Runs queued jobs, then ends and joins the threads. Later posts run on the posting thread. Throws
