@@ -20,6 +20,8 @@ void check(bool good, std::string text) {
   if (!good) throw Error(ErrorKind::kInvalid, std::move(text));
 }
 
+std::string text_of(at::IntArrayRef sizes) { return fmt::format("[{}]", fmt::join(sizes.vec(), ", ")); }
+
 void check_tensor(const Backend& backend, std::string_view call, const at::Tensor& tensor,
                   bool sparse_too = false) {
   check(tensor.defined(),
@@ -27,10 +29,14 @@ void check_tensor(const Backend& backend, std::string_view call, const at::Tenso
   if (!backend.takes(tensor.device())) {
     throw Error(
         ErrorKind::kUnsupported,
-        fmt::format("{} of a tensor on {}: the backend of this group ({}) does not support that device; "
-                    "pass the tensor's .to(at::kCPU) and copy the result back{}",
-                    call, tensor.device().str(), backend.name(),
-                    tensor.is_meta() ? "; a meta tensor has no values to send" : ""));
+        fmt::format(
+            "{} of a {} tensor {} on {}: the backend of this group ({}, here rank {} of {}) does not support "
+            "that device; {}",
+            call, c10::toString(tensor.scalar_type()), text_of(tensor.sizes()), tensor.device().str(),
+            backend.name(), backend.rank(), backend.size(),
+            tensor.is_meta() ? "a meta tensor has no values to send"
+                             : "make the group with this GroupOptions::device, or move the tensor to the "
+                               "group's device or the CPU"));
   }
   if (tensor.layout() == at::kStrided || (sparse_too && tensor.layout() == at::kSparse)) {
     if (!tensor.is_quantized()) return;
@@ -39,8 +45,6 @@ void check_tensor(const Backend& backend, std::string_view call, const at::Tenso
               fmt::format("{} takes {}tensors that are not quantized; convert this one first", call,
                           sparse_too ? "dense and sparse COO " : "dense "));
 }
-
-std::string text_of(at::IntArrayRef sizes) { return fmt::format("[{}]", fmt::join(sizes.vec(), ", ")); }
 
 void check_rank(const char* what, int rank, int size) {
   check(rank >= 0 && rank < size,
@@ -70,9 +74,11 @@ void check_alike(const Backend& backend, std::string_view call, const std::vecto
   for (const at::Tensor& tensor : tensors) {
     check_tensor(backend, call, tensor);
     check(tensor.scalar_type() == tensors[0].scalar_type() && tensor.device() == tensors[0].device(),
-          fmt::format("the tensors of {} are {} on {} and {} on {}; make one call for each dtype and device",
-                      call, c10::toString(tensors[0].scalar_type()), tensors[0].device().str(),
-                      c10::toString(tensor.scalar_type()), tensor.device().str()));
+          fmt::format(
+              "the tensors of {} on rank {} of the group are {} on {} and {} on {}; make one call for each "
+              "dtype and device",
+              call, backend.rank(), c10::toString(tensors[0].scalar_type()), tensors[0].device().str(),
+              c10::toString(tensor.scalar_type()), tensor.device().str()));
   }
 }
 

@@ -1,8 +1,10 @@
 #include <algorithm>
+#include <array>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <sys/stat.h>
 
@@ -57,6 +59,15 @@ Bytes encode_plan(const std::vector<int>& ranks, const GroupOptions& options) {
   return writer.take();
 }
 
+/// By value.
+constexpr std::array<std::string_view, 8> kBackendKinds{
+    "kAutomatic", "kSharedMemory", "kC10d", "kMpi", "kHierarchical", "kNccl", "kCudaIpc", "kNetwork"};
+constexpr std::array<std::string_view, 3> kNetworks{"kEncrypted", "kThisHostOnly", "kIsolated"};
+
+std::string_view name_of(std::span<const std::string_view> names, std::uint8_t value) {
+  return value < names.size() ? names[value] : "unknown";
+}
+
 std::string describe_plan(BytesView plan) {
   ByteReader reader(plan);
   const std::int64_t step = reader.get<int>();
@@ -69,7 +80,8 @@ std::string describe_plan(BytesView plan) {
     const std::int64_t count = reader.get<std::uint32_t>(), first = reader.get<int>();
     ranks = fmt::format("{} to {} in steps of {}", first, first + (count - 1) * step, step);
   }
-  const auto backend = reader.get<std::uint8_t>(), network = reader.get<std::uint8_t>();
+  const std::string_view backend = name_of(kBackendKinds, reader.get<std::uint8_t>());
+  const std::string_view network = name_of(kNetworks, reader.get<std::uint8_t>());
   return fmt::format("ranks {}, backend {}, network {}, device {}", ranks, backend, network,
                      reader.get_string());
 }

@@ -11,10 +11,10 @@
 #include <ATen/quantized/Quantizer.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/Layout.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <torchspan/wire.h>
 
+#include "device/api/presence.h"
 #include "wire/compat.h"
 #include "wire/tensor_block.h"
 
@@ -370,7 +370,7 @@ class Unpacker {
   /// The tensor's device in this process. `received`: where it is now.
   c10::Device device_of(const Flags& flags, c10::Device received) const {
     if (!flags.placed) return options_.place ? options_.place(flags.device) : received;
-    const std::string why = why_absent(flags.device);
+    const std::string why = device::why_absent(flags.device);
     if (!why.empty())
       throw_invalid(fmt::format("a tensor was sent to device '{}', but {}", flags.device.str(), why));
     return flags.device;
@@ -415,16 +415,6 @@ class Unpacker {
 };
 
 }  // namespace
-
-std::string why_absent(c10::Device device) {
-  if (device.is_cpu()) return {};
-  if (device.is_meta()) return "a meta tensor has no data";
-  const bool known = c10::impl::hasDeviceGuardImpl(device.type());
-  const int count = known ? c10::impl::getDeviceGuardImpl(device.type())->deviceCount() : 0;
-  if (count > 0 && device.index() < count) return {};
-  return fmt::format("this process has {} {} device{}", count == 0 ? "no" : std::to_string(count),
-                     c10::DeviceTypeName(device.type(), /*lower_case=*/true), count == 1 ? "" : "s");
-}
 
 PackedTensors pack(std::span<const at::Tensor> tensors, PackOptions options) {
   return Packer(std::move(options)).pack(tensors);

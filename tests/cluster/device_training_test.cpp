@@ -304,6 +304,9 @@ void refuses_several_devices(BackendKind kind) {
     const Tensors elsewhere{toy::leaf({3}).detach().to(test_device(1)).set_requires_grad(true)};
     require_error({"rank 0 cannot begin", "'p0' is on " + test_device(1).str(), "GroupOptions::device"},
                   [&] { Reducer reducer(toy::named(elsewhere), group, {}); });
+    const c10::Device mixed = group.rank() == 0 ? test_device(0) : c10::Device(c10::kCPU);
+    const Tensors partly{toy::leaf({3}).detach().to(mixed).set_requires_grad(true)};
+    require_error({"rank 1", "'p0' is", "cpu"}, [&] { Reducer reducer(toy::named(partly), group, {}); });
   });
 }
 

@@ -105,13 +105,13 @@ TEST(DeviceGroups, NameTheRanksThatShareAGpuWhichNcclRefuses) {
 }
 
 TEST(DeviceGroups, NameADeviceThatDoesNotExist) {
-  EXPECT_THAT(
-      errors_of([](CollectiveWorld::Rank self) {
-        GroupOptions options = on_device(BackendKind::kCudaIpc);
-        if (self.rank == 1) options.device = stand_in(7);
-        make_with(self, options, stand_in_services(BackendKind::kCudaIpc));
-      }),
-      Each(AllOf(HasSubstr("worker1"), HasSubstr("there is no privateuseone:7"), HasSubstr("2 devices"))));
+  EXPECT_THAT(errors_of([](CollectiveWorld::Rank self) {
+                GroupOptions options = on_device(BackendKind::kCudaIpc);
+                if (self.rank == 1) options.device = stand_in(7);
+                make_with(self, options, stand_in_services(BackendKind::kCudaIpc));
+              }),
+              Each(AllOf(HasSubstr("worker1"), HasSubstr("there is no privateuseone:7"),
+                         HasSubstr("2 privateuseone devices"), HasSubstr("choose a smaller index"))));
 }
 
 TEST(DeviceGroups, WithoutADriverOrTheCudaHalfOfLibTorchSayWhatIsMissing) {
@@ -127,6 +127,14 @@ TEST(DeviceGroups, WithoutADriverOrTheCudaHalfOfLibTorchSayWhatIsMissing) {
                          ::testing::AnyOf(HasSubstr("TORCHSPAN_CUDA=ON"), HasSubstr("nvidia-smi")))));
 }
 
+TEST(DeviceGroups, SayThatTorchSpanWasBuiltWithoutCudasRuntime) {
+  DeviceServices services = stand_in_services(BackendKind::kCudaIpc);
+  services.runtime = nullptr;
+  EXPECT_THAT(errors_of_making(on_device(BackendKind::kCudaIpc), services),
+              Each(AllOf(HasSubstr("unsupported"), HasSubstr("worker0"), HasSubstr("privateuseone"),
+                         HasSubstr("TORCHSPAN_CUDA=ON"))));
+}
+
 TEST(DeviceGroups, RefuseRanksWithAndWithoutADevice) {
   EXPECT_THAT(errors_of([&](CollectiveWorld::Rank self) {
                 GroupOptions options = on_device(BackendKind::kCudaIpc);
@@ -134,7 +142,8 @@ TEST(DeviceGroups, RefuseRanksWithAndWithoutADevice) {
                 make_with(self, options, stand_in_services(BackendKind::kCudaIpc));
               }),
               Each(AllOf(HasSubstr("worker0"), HasSubstr("device privateuseone"), HasSubstr("worker1"),
-                         HasSubstr("device none"), HasSubstr("GroupOptions::device"))));
+                         HasSubstr("device none"), HasSubstr("GroupOptions::device"),
+                         HasSubstr("backend kCudaIpc"), HasSubstr("network kEncrypted"))));
 }
 
 TEST(DeviceGroups, RefuseABackendForTheCpuAndADeviceBackendWithoutADevice) {
@@ -156,6 +165,22 @@ TEST(DeviceGroups, NameTheRankWhoseMemoryCannotBeMapped) {
               Each(AllOf(HasSubstr("rank 1"), HasSubstr("its compute mode forbids it"))));
 }
 
+/// As in two containers: each rank exports its memory, and rank 1 cannot open that of the other one.
+TEST(DeviceGroups, NameTheRanksOfWhichOneCannotMapTheMemoryOfTheOther) {
+  class Contained final : public StandInRuntime {
+    std::shared_ptr<std::byte> open_memory(c10::Device, BytesView, std::size_t) const override {
+      throw Error(ErrorKind::kUnsupported, "no such process here");
+    }
+  };
+  EXPECT_THAT(errors_of([](CollectiveWorld::Rank self) {
+                DeviceServices services = stand_in_services(BackendKind::kCudaIpc);
+                if (self.rank == 1) services.runtime = std::make_shared<Contained>();
+                make_with(self, on_device(BackendKind::kCudaIpc), services);
+              }),
+              Each(AllOf(HasSubstr("rank 1 cannot map the memory of rank 0"),
+                         HasSubstr("no such process here"), HasSubstr("one container"), HasSubstr("kNccl"))));
+}
+
 TEST(DeviceGroups, NameRanksOfWhichOnePassesATensorOnTheCpu) {
   for (const BackendKind kind : {BackendKind::kNccl, BackendKind::kCudaIpc}) {
     const auto errors = errors_of([&](CollectiveWorld::Rank self) {
@@ -174,7 +199,35 @@ TEST(DeviceGroups, RefuseATensorOnAnotherDevice) {
                                               stand_in_services(BackendKind::kCudaIpc));
                 group.all_reduce(at::ones({3}).to(stand_in(1))).wait();
               }),
-              Each(AllOf(HasSubstr("privateuseone:1"), HasSubstr("cuda_ipc"))));
+              Each(AllOf(HasSubstr("all_reduce of a Float tensor [3] on privateuseone:1"),
+                         HasSubstr("cuda_ipc"), HasSubstr("GroupOptions::device"))));
+}
+
+TEST(DeviceGroups, NameTensorsOfOneCallOnSeveralDevices) {
+  const auto errors = errors_of([&](CollectiveWorld::Rank self) {
+    const Group group =
+        make_with(self, on_device(BackendKind::kCudaIpc), stand_in_services(BackendKind::kCudaIpc));
+    const auto text_of = [](const auto& call) -> std::string {
+      try {
+        call();
+      } catch (const Error& error) {
+        return error.what();
+      }
+      return "nothing was thrown";
+    };
+    const auto its_rank = HasSubstr("rank " + std::to_string(self.rank) + " of the group");
+    EXPECT_THAT(text_of([&] {
+                  group.all_to_all({ones_there(3), at::ones({3})});
+                }),
+                AllOf(its_rank, HasSubstr("part 0 is on privateuseone"), HasSubstr("move all of them")));
+    EXPECT_THAT(text_of([&] {
+                  all_reduce_coalesced(group, {ones_there(3), at::ones({3})});
+                }),
+                AllOf(its_rank, HasSubstr("Float on privateuseone"), HasSubstr("Float on cpu"),
+                      HasSubstr("one call for each dtype and device")));
+    group.all_reduce(ones_there(3)).wait();  // the group works
+  });
+  EXPECT_THAT(errors, Each("nothing was thrown"));
 }
 
 /// What a worker lists as waits of an operation on devices, without the announcement of its control group.

@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 
+#include "tests/parity/rpc_faults.h"
 #include "tests/parity/rpc_world.h"
 #include "tests/support/stand_in_device.h"
 #include "tests/support/stand_in_runtime.h"
@@ -88,6 +89,14 @@ class RpcDeviceMemory : public ::testing::Test {
       nap(worker, std::chrono::milliseconds(1));
     }
     ADD_FAILURE() << "all tensors went through host memory";
+  }
+  /// Expects that one tensor can go each way again, which needs the memory of all that were sent before.
+  static void all_return(Worker& worker) {
+    nap(worker, std::chrono::seconds(3));
+    const std::int64_t here = sent(worker), there = worker.rpc_sync(1, kSent);
+    expect_all(worker.rpc_sync(1, kTwice, on_device(7)), 14);
+    EXPECT_EQ(sent(worker) - here, 1);
+    EXPECT_EQ(worker.rpc_sync(1, kSent) - there, 1);
   }
   StandInStreams& device_ = StandInStreams::get();
 };
@@ -222,11 +231,40 @@ TEST_P(RpcDeviceWays, CallsThatFailReturnTheirMemory) {
       EXPECT_EQ(kind_of([&] { stopped.wait(); }), ErrorKind::kCancelled);
       EXPECT_EQ(sent(worker) - before, 1);
     }
-    // Late replies have come meanwhile, whose memory the other worker has again.
-    nap(worker, std::chrono::seconds(3));
-    const std::int64_t there = worker.rpc_sync(1, kSent);
-    expect_all(worker.rpc_sync(1, kTwice, on_device(7)), 14);
-    EXPECT_EQ(worker.rpc_sync(1, kSent) - there, 1);
+    all_return(worker);  // with late replies, whose memory the other worker has again
+  });
+}
+
+TEST_P(RpcDeviceWays, AMessageWithoutMemoryFailsItsCallOnly) {
+  on_first_in(GetParam() ? connected_world() : world(300 << 10), [](Worker& worker, SimCluster& world) {
+    connect(worker);
+    for (const std::string from : {"worker0", "worker1"}) {
+      nap(worker, std::chrono::seconds(1));
+      run_out_of_memory(world, from);
+      EXPECT_THAT(error_of([&] { worker.rpc_sync(1, kTwice, on_device(1)); }).what(), HasSubstr("bad_alloc"));
+      all_return(worker);
+    }
+  });
+}
+
+/// The connections break while arguments and results are on the way, and the workers connect again.
+TEST_F(RpcDeviceMemory, TensorsUnderWayAreFreedWhenTheirConnectionBreaks) {
+  on_first_in(connected_world(), [](Worker& worker, SimCluster& world) {
+    connect(worker);
+    for (int round = 0; round < 20; ++round) {
+      std::vector<Future<at::Tensor>> all;
+      for (int i = 0; i < 4; ++i) all.push_back(worker.rpc_async(1, kTwice, on_device(i)));
+      nap(worker, std::chrono::microseconds(10 * round));
+      world.network().sever("worker0", "worker1");
+      for (int i = 0; i < 4; ++i) {
+        try {
+          expect_all(all[static_cast<std::size_t>(i)].wait(), 2.0 * i);
+        } catch (const Error& error) {
+          EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
+        }
+      }
+    }
+    all_return(worker);
   });
 }
 

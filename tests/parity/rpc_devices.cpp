@@ -30,11 +30,13 @@ std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
 at::Tensor made_on(const c10::Device& device) { return at::full({2}, 5.0).to(device); }
 /// Calls the next worker with its arguments.
 at::Tensor through(Worker& worker, const at::Tensor& x);
+at::Tensor row_of(const at::Tensor& x, std::int64_t row) { return x[row]; }
 
 constexpr Function<add_there> kAddThere{"add_there"};
 constexpr Function<devices_of> kDevicesOf{"devices_of"};
 constexpr Function<made_on> kMadeOn{"made_on"};
 constexpr Function<through> kThrough{"through"};
+constexpr Function<row_of> kRowOf{"row_of"};
 
 at::Tensor through(Worker& worker, const at::Tensor& x) {
   return worker.rpc_sync("worker2", kMadeOn, x.device()) + x;
@@ -42,7 +44,8 @@ at::Tensor through(Worker& worker, const at::Tensor& x) {
 
 /// Worker r has maps[r].
 ClusterOptions world(const std::vector<Maps>& maps, int workers = 2) {
-  ClusterOptions options = world_of(workers, FunctionTable().add(kAddThere, kDevicesOf, kMadeOn, kThrough));
+  ClusterOptions options =
+      world_of(workers, FunctionTable().add(kAddThere, kDevicesOf, kMadeOn, kThrough, kRowOf));
   options.adjust = [maps](int rank, WorkerPlan& plan) {
     if (static_cast<std::size_t>(rank) < maps.size()) plan.service.device_maps = maps[rank];
   };
@@ -76,7 +79,7 @@ INSTANTIATE_TEST_SUITE_P(All, DevicePlacement, ::testing::ValuesIn(placements())
 
 /// device_map_cpu, device_map_gpu_default, device_map_gpu_mixed_… of the peer: all 27.
 // peer: rpc_test.py `device_maps_{cpu,gpu}_*` (the placements), `device_maps_multi_gpu`(`_self`),
-//   `device_map_gpu_mixed_*`: same, on a stand-in device; a worker's calls to itself need no map
+//   `device_maps_return_to_gpu`(`_self`), `device_maps_remote`, `device_map_gpu_mixed_*`: same, on a stand-in device; a worker's calls to itself need no map
 TEST_P(DevicePlacement, ArgumentsGoByTheMapAndResultsByItsInverse) {
   const Placement& place = GetParam();
   std::vector<DeviceMap::Pair> pairs{{place.here, place.there}};
@@ -114,6 +117,31 @@ TEST(RpcDevices, DeviceMapsMultiGpu) {
     EXPECT_EQ(worker.rpc_sync("worker1", kMadeOn, stand_in(1)).device(), stand_in(0));
     EXPECT_EQ(worker.rpc_sync("worker1", kMadeOn, stand_in(0)).device(), stand_in(1));
     EXPECT_EQ(worker.rpc_sync("worker1", kMadeOn, kCpu).device(), kCpu);
+  });
+}
+
+// peer: rpc_test.py `tensor_view_as_return_value`: same, on a stand-in device
+TEST(RpcDevices, TensorViewAsReturnValue) {
+  on_first(world({to_worker1({{stand_in(0), stand_in(1)}})}), [](Worker& worker) {
+    const at::Tensor x = at::arange(12, at::kDouble).view({3, 4});
+    for (const int to : {1, 0}) {
+      for (std::int64_t row = 0; row < 3; ++row) {
+        const at::Tensor view = worker.rpc_sync(to, kRowOf, x.to(stand_in(0)), row);
+        EXPECT_EQ(view.device(), stand_in(0));
+        EXPECT_TRUE(at::equal(view.cpu(), x[row]));
+      }
+    }
+  });
+}
+
+// peer: rpc_test.py `device_mismatch`: same: LibTorch's error on the other worker, and the connection stays
+TEST(RpcDevices, DeviceMismatch) {
+  on_first(world({to_worker1({{stand_in(0), stand_in(1)}, {kCpu, kCpu}})}), [](Worker& worker) {
+    const at::Tensor x = at::ones({2});
+    const Error error = error_of([&] { worker.rpc_sync("worker1", "aten::add", {x.to(stand_in(0)), x}); });
+    EXPECT_EQ(error.kind(), ErrorKind::kRemoteFailure);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("privateuseone:1"), HasSubstr("cpu"), HasSubstr("'worker1'")));
+    EXPECT_EQ(worker.rpc_sync("worker1", kMadeOn, stand_in(1)).device(), stand_in(0));
   });
 }
 
@@ -161,12 +189,13 @@ TEST(RpcDevices, ResultsGoByTheCallersMapNotByTheCallees) {
 }
 
 /// device_maps_missing_config, …_remote, …_loop: an error at once, not a timeout, and the worker continues.
-// peer: rpc_test.py `device_maps_missing_config`(`_loop`, `_remote`, `_response`, `_response_loop`,
+// peer: rpc_test.py `device_maps_missing_config`(`_loop`, `_remote`, `_not_timeout`, `_response`, `_response_loop`,
 //   `_remote_response`): better: the error names tensor, device, worker, call and call site; without any map,
 //   tensors arrive on the CPU
 TEST(RpcDevices, DeviceMapsMissingConfig) {
   on_first(world({to_worker1({{stand_in(0), stand_in(1)}})}), [](Worker& worker) {
     const at::Tensor lost = at::ones({2}).to(stand_in(1)), mapped = at::ones({2}).to(stand_in(0));
+    const TimePoint begin = now(worker);
     for (int time = 0; time < 3; ++time) {
       const Error error =
           error_of([&] { worker.rpc_sync("worker1", kAddThere, mapped, lost, stand_in(1), kCpu); });
@@ -177,6 +206,7 @@ TEST(RpcDevices, DeviceMapsMissingConfig) {
       expect_error(ErrorKind::kInvalid, "privateuseone:1",
                    [&] { worker.remote("worker1", kAddThere, mapped, lost, stand_in(1), kCpu).to_here(); });
     }
+    EXPECT_LT(now(worker) - begin, std::chrono::seconds(1));
     EXPECT_TRUE(worker.rpc_sync("worker1", kAddThere, mapped, mapped, stand_in(1), kCpu).is_cpu());
   });
 }

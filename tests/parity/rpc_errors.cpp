@@ -1,6 +1,7 @@
 // Failures in user code, in the table of functions, and on the way.
 #include <ATen/ATen.h>
 
+#include "tests/parity/rpc_faults.h"
 #include "tests/parity/rpc_world.h"
 
 namespace torchspan::rpc_errors {
@@ -249,6 +250,19 @@ TEST(RpcConformance, RemoteThrow) {
     EXPECT_EQ(error.kind(), ErrorKind::kRemoteFailure);
     EXPECT_EQ(error.frames().at(0).worker, "worker1");
     EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 1, 2), 3);
+  });
+}
+
+/// For the request, and for its reply.
+TEST(RpcErrors, ACallWithoutMemoryForAMessageFailsAlone) {
+  on_first_in(world_of(2, functions()), [](Worker& worker, SimCluster& world) {
+    for (const std::string from : {"worker0", "worker1"}) {
+      EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 1, 2), 3);
+      run_out_of_memory(world, from);
+      const Error error = error_of([&] { worker.rpc_sync("worker1", kAdd, 3, 4); });
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("bad_alloc"), HasSubstr("'add'"), HasSubstr("'worker1'")));
+      EXPECT_EQ(worker.rpc_sync("worker1", kAdd, 5, 6), 11);
+    }
   });
 }
 

@@ -277,10 +277,12 @@ TEST(RpcConformance, WarnsOfValuesInUseByOthersInAnOpenWorld) {
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
   ::testing::internal::CaptureStderr();
   EXPECT_FALSE(leave_while_held(false, true));
-  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
-              AllOf(HasSubstr("torchspan[worker1] warning: 1 values end though other workers refer to them"),
-                    HasSubstr("leak: value 0:1, "), HasSubstr("Board, made by 'worker0' at "),
-                    HasSubstr("held by 'worker0'")));
+  EXPECT_THAT(
+      ::testing::internal::GetCapturedStderr(),
+      AllOf(HasSubstr(
+                "torchspan[worker1] warning: 1 values are destroyed although other workers refer to them"),
+            HasSubstr("leak: value 0:1, "), HasSubstr("Board, made by 'worker0' at "),
+            HasSubstr("held by 'worker0'")));
 }
 
 // peer: rpc_test.py/rref ignore_rref_leak: same: references that programs hold are released silently, unless

@@ -58,6 +58,15 @@ constexpr Function<through_slowly> kThroughSlowly{"through_slowly"};
 constexpr Function<swap_stream> kSwapStream{"swap_stream"};
 constexpr Function<add_in_place> kAddInPlace{"add_in_place"};
 
+/// A module without autograd, as far as streams are concerned.
+struct Scale {
+  explicit Scale(at::Tensor its_factor) : factor(std::move(its_factor)) {}
+  at::Tensor forward(const at::Tensor& x) const { return x * factor; }
+  at::Tensor factor;
+};
+constexpr Class<Scale, at::Tensor> kScale{"Scale"};
+constexpr Function<&Scale::forward> kForward{"Scale.forward"};
+
 int next_of(const Worker& worker) { return (worker.rank() + 1) % worker.world_size(); }
 
 at::Tensor through(Worker& worker, const at::Tensor& x) {
@@ -99,7 +108,7 @@ class RpcStreams : public ::testing::TestWithParam<bool> {
   static ClusterOptions world(int workers = 2) {
     ClusterOptions options =
         world_of(workers, FunctionTable().add(kTwice, kSameAll, kNeedsGradient, kIsInference, kThrough,
-                                              kThroughSlowly, kSwapStream, kAddInPlace));
+                                              kThroughSlowly, kSwapStream, kAddInPlace, kScale, kForward));
     if (GetParam()) options.service.device_runtime = test_runtime();
     options.adjust = [workers](int rank, WorkerPlan& plan) {
       for (int other = 0; other < workers; ++other) {
@@ -149,7 +158,7 @@ TEST_P(RpcStreams, ArgumentsAndResultsAreReadyOnTheCallersStream) {
   }
 }
 
-// peer: rpc_test.py custom_stream
+// peer: rpc_test.py `async_execution_with_cuda_future`, `async_execution_nested_with_cuda_future`: same, with coroutines
 TEST_P(RpcStreams, NestedCallsOnOtherStreamsAreOrdered) {
   on_first(world(3), [&](Worker& worker) {
     for (const std::int64_t elements : {kSmall, kLarge}) {
@@ -254,7 +263,7 @@ TEST_P(RpcStreams, HandlersStartOnTheDefaultStreams) {
   });
 }
 
-// peer: rpc_test.py `rref_synchronization`1 to 5, `rref_to_here_synchronization`1 to 4
+// peer: rpc_test.py `rref_as_arg_synchronization`1 to 5, `rref_to_here_synchronization`1 to 4
 //   of the CUDA suite: same, over simulated devices; handlers of a worker are ordered on its default streams
 TEST_P(RpcStreams, CallsOfAWorkerToItselfAreOrderedWithTheCallersStreams) {
   on_first(world(), [&](Worker& worker) {
@@ -270,6 +279,27 @@ TEST_P(RpcStreams, CallsOfAWorkerToItselfAreOrderedWithTheCallersStreams) {
     order(side, main_stream());
     device::keep_memory_for(value.local_value(), main_stream());
   });
+}
+
+// peer: rpc_test.py `rref_forward_synchronization`1 to 4, `owner_rref_forward_synchronization`1 to 4 of the CUDA suite:
+//   same, over simulated devices that report races
+TEST_P(RpcStreams, CallsThroughReferencesAreOrderedWithTheCallersStreams) {
+  for (const std::int64_t elements : {kSmall, kLarge}) {
+    on_first(world(), [&](Worker& worker) {
+      const c10::Stream side = side_stream();
+      order(main_stream(), side);
+      const c10::StreamGuard guard(side);
+      for (const int owner : {1, 0}) {
+        const at::Tensor factor = on_device(2, elements) + 1;  // made on the side stream
+        const RRef<Scale> scale = worker.remote(owner, kScale, factor);
+        at::Tensor x = on_device(1, elements);
+        for (int i = 0; i < 3; ++i) x = scale.rpc_sync(kForward, x) + 1;
+        expect_all(x, 40);
+        expect_all(scale.rpc_async(kForward, x + 1).wait() + 1, 124);
+        expect_all(scale.remote(kForward, x + 2).to_here() + 1, 127);
+      }
+    });
+  }
 }
 
 std::int64_t bytes_sent(const Worker& worker) {

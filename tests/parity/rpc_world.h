@@ -34,27 +34,36 @@ inline ClusterOptions world_of(int workers, FunctionTable functions = {}) {
   return options;
 }
 
-/// Runs `body` on every worker of a world, under the seeds 1, 2 and 3; under the last one, waiting callers
-/// drive the transport.
-inline void on_all(const ClusterOptions& options, const std::function<void(Worker&)>& body) {
+/// Runs `body` on every worker of a world, with access to its network, under the seeds 1, 2 and 3; under the last one,
+/// waiting callers drive the transport.
+inline void on_all_in(const ClusterOptions& options, const std::function<void(Worker&, SimCluster&)>& body) {
   for (std::uint64_t seed = 1; seed <= 3 && !::testing::Test::HasFailure(); ++seed) {
     ClusterOptions seeded = options;
     seeded.seed = seed;
     if (seed == 3) seeded.spin = std::chrono::microseconds(150);
     SimCluster world(std::move(seeded));
     try {
-      world.run(body);
+      world.run([&](Worker& worker) { body(worker, world); });
     } catch (const std::exception& failure) {
       ADD_FAILURE() << failure.what();
     }
     if (::testing::Test::HasFailure()) ADD_FAILURE() << "seed " << seed;
   }
 }
+inline void on_all(const ClusterOptions& options, const std::function<void(Worker&)>& body) {
+  on_all_in(options, [&](Worker& worker, SimCluster&) { body(worker); });
+}
 
 /// Runs `body` on worker 0 of a world; the others serve.
 inline void on_first(const ClusterOptions& options, const std::function<void(Worker&)>& body) {
   on_all(options, [&](Worker& worker) {
     if (worker.rank() == 0) body(worker);
+  });
+}
+inline void on_first_in(const ClusterOptions& options,
+                        const std::function<void(Worker&, SimCluster&)>& body) {
+  on_all_in(options, [&](Worker& worker, SimCluster& world) {
+    if (worker.rank() == 0) body(worker, world);
   });
 }
 

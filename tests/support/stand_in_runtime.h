@@ -22,7 +22,7 @@
 namespace torchspan::testing {
 
 /// Thread-safe. `shared`: all ranks say that they use one physical device.
-class StandInRuntime final : public device::DeviceRuntime {
+class StandInRuntime : public device::DeviceRuntime {
  public:
   explicit StandInRuntime(bool shared = true, std::string refusal = {})
       : shared_(shared), refusal_(std::move(refusal)) {

@@ -96,7 +96,7 @@ struct ReceivedMessage {
 /// a mismatch (operation, dtype, shape, reduction, root) fails on all with kInvalid naming two ranks and
 /// calls. Operations return at once and complete in order; results have the same bits on all ranks and in
 /// all runs of one group size. A dead (kDisconnected) or late (kTimedOut) rank is named and breaks the
-/// group: later calls fail with that error. Errors thrown at once (kInvalid, kUnsupported) break nothing.
+/// group: later calls fail with that error. Errors thrown immediately (kInvalid, kUnsupported) do not break it.
 class Group {
  public:
   /// Collective over options.ranks; kInvalid if these differ or omit this rank. A death reported by `world`
@@ -106,7 +106,7 @@ class Group {
   static Group make(GroupRuntime runtime, rendezvous::Membership& world, GroupOptions options = {});
   /// A group over an existing backend; not null.
   explicit Group(std::shared_ptr<Backend> backend);
-  /// The same, whose operations are spans of `runtime`. `messages`: how make() gives it send() and recv().
+  /// The same, but records operations as spans of `runtime`. `messages` implements send() and recv(); set by make().
   Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& runtime,
         std::shared_ptr<PointToPoint> messages = nullptr);
 
@@ -144,9 +144,9 @@ class Group {
   /// all_reduce() whose result only `root` gets, in place; the tensors of the others stay as they are. Costs about
   /// half of all_reduce() over shared memory and kNetwork, and as much elsewhere. Dense tensors only.
   Future<at::Tensor> reduce(at::Tensor tensor, int root, ReduceOp reduction = kSum) const;
-  /// Sends `tensor` to another rank, which calls recv() with the same tag (0 or more). Any order relative to other
+  /// Sends `tensor` to another rank, which calls recv() with the same tag (0 or more). Needs no order relative to other
   /// operations and ranks; messages of one tag arrive in the order of calls. Completes with `tensor` when the rank
-  /// has received it. Only groups of make() and their parts have it, on every backend; kUnsupported for others.
+  /// has received it. For groups from make() and their splits, on every backend; otherwise kUnsupported.
   Future<at::Tensor> send(at::Tensor tensor, int to, int tag = 0) const;
   /// Overwrites `tensor` with one that rank `from` sends, of the same dtype and shape. A tensor on a device
   /// passes through the CPU, as in send(), which then blocks while it copies.

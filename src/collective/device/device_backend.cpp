@@ -218,16 +218,15 @@ Future<at::Tensor> all_reduce_sparse(DeviceQueue& queue, const at::Tensor& tenso
 }
 
 /// Whether the parts are on the CPU; throws if some of them are.
-bool all_on_cpu(const char* call, const Tensors& parts) {
+bool all_on_cpu(const char* call, const Tensors& parts, int rank) {
   const auto on_cpu = [](const at::Tensor& part) { return part.is_cpu(); };
   if (!std::any_of(parts.begin(), parts.end(), on_cpu)) return false;
   for (std::size_t to = 0; to < parts.size(); ++to) {
     if (parts[to].is_cpu()) continue;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("the parts of {} are on several devices: part {} is on {}, another one is on the CPU; "
-                    "move all of them to one of the two",
-                    call, to, parts[to].device().str()));
+    throw Error(ErrorKind::kInvalid, fmt::format("the parts of {} on rank {} of the group are on several "
+                                                 "devices: part {} is on {}, another one is "
+                                                 "on the CPU; move all of them to one of the two",
+                                                 call, rank, to, parts[to].device().str()));
   }
   return true;
 }
@@ -327,7 +326,7 @@ Future<Tensors> DeviceBackend::coalesced(CoalescedCall call, at::Tensor flat) {
 }
 
 Future<Tensors> DeviceBackend::all_to_all(Tensors parts) {
-  if (all_on_cpu("all_to_all", parts)) return control().all_to_all(std::move(parts));
+  if (all_on_cpu("all_to_all", parts, rank())) return control().all_to_all(std::move(parts));
   CallLine line{fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()))};
   return exchange(*queue_, std::move(line), std::move(parts));
 }
@@ -335,7 +334,7 @@ Future<Tensors> DeviceBackend::all_to_all(Tensors parts) {
 Future<Tensors> DeviceBackend::rooted_all_to_all(RootedCall call, Tensors parts) {
   const bool gathers = call.verb == RootedCall::Verb::kGather;
   const char* const verb = gathers ? "gather" : "scatter";
-  if (all_on_cpu(verb, parts)) return control().rooted_all_to_all(call, std::move(parts));
+  if (all_on_cpu(verb, parts, rank())) return control().rooted_all_to_all(call, std::move(parts));
   CallLine line{fmt::format("{}({}, {} rank {})", verb, c10::toString(parts[0].scalar_type()),
                             gathers ? "to" : "from", call.root)};
   return exchange(*queue_, std::move(line), std::move(parts));

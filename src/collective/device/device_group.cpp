@@ -9,6 +9,7 @@
 #include "collective/device/device_backend.h"
 #include "collective/nccl/nccl_engine.h"
 #include "collective/single.h"
+#include "device/api/presence.h"
 
 namespace torchspan::collective {
 namespace {
@@ -185,32 +186,13 @@ class Selection {
 }  // namespace
 
 c10::Device check_device_exists(c10::Device device) {
-  const std::string type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
-  if (!c10::impl::hasDeviceGuardImpl(device.type())) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("this program has no {} devices, because it is linked with LibTorch's CPU half: use a "
-                    "LibTorch for CUDA and configure with TORCHSPAN_CUDA=ON",
-                    type));
+  const device::DeviceCount here = device::count_devices(device.type());
+  const std::string why = device::why_absent(device, here);
+  if (!why.empty()) {
+    throw Error(here.count == 0 ? ErrorKind::kUnsupported : ErrorKind::kInvalid,
+                fmt::format("there is no {}: {}", device.str(), why));
   }
-  const auto* guard = c10::impl::getDeviceGuardImpl(device.type());
-  const c10::DeviceIndex count = guard->deviceCount();
-  if (count == 0) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("this process sees no {} device: check the driver (nvidia-smi) and "
-                            "CUDA_VISIBLE_DEVICES",
-                            type));
-  }
-  if (!device.has_index()) return guard->getDevice();
-  if (device.index() >= count) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("there is no {}: this process sees {} ({} to {}), so choose a smaller index, such as "
-                    "the local rank, or change CUDA_VISIBLE_DEVICES",
-                    device.str(), count == 1 ? "one device" : fmt::format("{} devices", count), type + ":0",
-                    fmt::format("{}:{}", type, count - 1)));
-  }
-  return device;
+  return device.has_index() ? device : c10::impl::getDeviceGuardImpl(device.type())->getDevice();
 }
 
 std::shared_ptr<Backend> make_device_backend(const DeviceServices& services, const DeviceGroupPlan& plan) {

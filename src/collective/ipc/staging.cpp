@@ -74,10 +74,11 @@ Staging::Staging(const EngineParts& parts, std::size_t area_bytes) : parts_(part
   for (const Bytes& theirs : control.all_gather_bytes(outcome.bytes(), parts.timeout)) {
     const std::string text = ByteReader(theirs).get_string();
     if (text.empty()) continue;
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("the ranks cannot map each other's device memory: {}; use BackendKind::kNccl, or "
-                            "ranks without a device",
-                            text));
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("the ranks cannot map each other's device memory: {}; run them in one container, which "
+                    "shares process numbers and memory, or use BackendKind::kNccl",
+                    text));
   }
 }
 

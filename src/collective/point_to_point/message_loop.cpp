@@ -186,7 +186,7 @@ void MessageLoop::received(int rank, const channels::Note& note, Buffer data) {
   } else if (const auto* done = std::get_if<channels::Done>(&note)) {
     const auto operation = queue_.sending(rank, done->number);
     if (operation->moved != operation->bytes())
-      throw Error(ErrorKind::kInvalid, "it has not got all the data");
+      throw Error(ErrorKind::kInvalid, "it has not received all the data");
     queue_.finish(*operation);
     operation->succeed();
   } else if (const auto* abort = std::get_if<channels::Abort>(&note)) {

@@ -87,7 +87,7 @@ void MessageQueue::begin_receiving(const MessageOperationPtr& operation, int ran
 MessageOperationPtr MessageQueue::find(const Numbered& operations, const Key& key) {
   const auto found = operations.find(key);
   if (found != operations.end()) return found->second;
-  throw Error(ErrorKind::kInvalid, fmt::format("message {} is not under way", key.second));
+  throw Error(ErrorKind::kInvalid, fmt::format("message {} is not in flight", key.second));
 }
 
 void MessageQueue::finish(const MessageOperation& operation) {

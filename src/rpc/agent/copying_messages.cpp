@@ -20,7 +20,9 @@ constexpr std::size_t kSmall = std::size_t{256} << 10;
 
 bool is_small(const OutgoingMessage& out) {
   std::size_t bytes = 0;
-  for (const Segment& segment : out.tensors.segments) bytes += segment.size;
+  for (const Segment& segment : out.tensors.segments) {
+    if (segment.device_target == 0) bytes += segment.size;
+  }
   return bytes <= kSmall;
 }
 
@@ -34,15 +36,29 @@ CopyingMessages::CopyingMessages(AgentState& state, TransportLoop& loop, Counter
 
 void CopyingMessages::add(OutgoingMessage out, std::shared_ptr<net::Channel> channel, Deadline deadline,
                           UniqueFunction<void(OutgoingMessage&)> next) {
-  const CopyingPtr copying(new Copying{std::move(out), std::move(channel), deadline, std::move(next)});
-  {
+  CopyingPtr copying;
+  try {
+    copying = std::make_shared<Copying>();
     MutexLock lock(mutex_);
     if (drops_) return;
+    messages_.emplace(last_number_ + 1, copying);
     copying->number = ++last_number_;
-    messages_.emplace(copying->number, copying);
+    copying->out = std::move(out);
+    copying->channel = std::move(channel);
+    copying->deadline = deadline;
+    copying->next = std::move(next);
     count_.fetch_add(1);
+  } catch (const std::exception&) {
+    out.failure = std::make_exception_ptr(to_error(std::current_exception()));
+    return next(out);
   }
-  look_after(copying, kFirstPause);
+  try {
+    look_after(copying, kFirstPause);
+  } catch (const std::exception&) {
+    if (copying->busy.exchange(true)) return;  // a thread that polls has it
+    copying->out.failure = std::make_exception_ptr(to_error(std::current_exception()));
+    pass_on(copying);
+  }
 }
 
 bool CopyingMessages::soon_ready(OutgoingMessage& out) const {

@@ -195,7 +195,7 @@ void GracefulShutdown::report_leaks(const char* why) {
   if (!state_.options.report_leaks) return;
   const std::vector<RRefInfo> leaks = state_.references->list_owners();
   if (leaks.empty()) return;
-  runtime_.log.warning(fmt::format("{} values end though {}:", leaks.size(), why));
+  runtime_.log.warning(fmt::format("{} values are destroyed although {}:", leaks.size(), why));
   for (const std::string& line : leak_lines(leaks)) runtime_.log.warning("leak: " + line);
 }
 

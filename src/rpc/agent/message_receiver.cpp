@@ -51,7 +51,7 @@ Buffer MessageReceiver::device_memory(const std::shared_ptr<net::Channel>& chann
   const auto peer = state_.channels->peer_of(channel.get());
   if (!peer) return {};
   if (!state_.device_memory)
-    throw Error(ErrorKind::kInvalid, "a tensor came for a device, which this worker never agreed to");
+    throw Error(ErrorKind::kInvalid, "a tensor arrived for a device that this worker did not agree to");
   const EnvironmentScope empty{Environment()};  // as in dispatch()
   try {
     return state_.device_memory->receive(*peer, target, size);

@@ -61,7 +61,8 @@ void ReplyCompletion::try_to_send(const CallInfo& info, OutgoingMessage& out) {
 void ReplyCompletion::send(const CallInfo& info, OutgoingMessage& out) {
   try {
     sender_.send(call_->channel, out);
-  } catch (const Error& error) {
+  } catch (const std::exception&) {
+    const Error error = to_error(std::current_exception());
     const bool small = out.tensors.segments.empty() && out.split.empty();
     if (error.kind() == ErrorKind::kOverloaded && !call_->user_values && small) {
       // The caller reads kOverloaded as a request that was not served, so such a reply waits for room.

@@ -202,13 +202,13 @@ bool RequestSender::start(std::uint64_t id, PendingCall& call, const OutgoingMes
       sender_.send(channel, out);
       if (channel) stopped_peers_.watch();
       return true;
-    } catch (const Error& error) {
+    } catch (const std::exception&) {
+      const ErrorKind kind = to_error(std::current_exception()).kind();
       state_.sent.fetch_sub(1);
       auto back = state_.calls.take(id);
       if (!back) return false;  // ended by the closing of its channel
       call = std::move(*back);
-      if (!again || !channel || error.kind() != ErrorKind::kDisconnected || !state_.peers.is_present(to))
-        throw;
+      if (!again || !channel || kind != ErrorKind::kDisconnected || !state_.peers.is_present(to)) throw;
       state_.channels->drop(channel.get());  // it broke before the call was sent: try a new connection
       PeerChannels::Link fresh = state_.channels->to(to);
       if (fresh.peer != link.peer) throw;  // the handles in it are for the process that had the rank before

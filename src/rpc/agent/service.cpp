@@ -32,7 +32,7 @@ WorkerService::~WorkerService() {
   } catch (...) {
     impl_->agent->runtime().log.error(
         fmt::format("this worker could not be stopped when its Session or WorkerService was destroyed, and "
-                    "stays in memory; destroy that on a thread that the program started: {}",
+                    "stays in memory; destroy the object on a thread that the program started: {}",
                     describe(std::current_exception()).text));
     impl_->agent->keep_alive();  // its threads still use it
   }

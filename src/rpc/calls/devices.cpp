@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "device/api/presence.h"
 #include "wire/api/tensors.h"
 
 namespace torchspan {
@@ -45,11 +46,12 @@ namespace rpc {
 void Devices::check_here() const {
   for (const auto& [peer, map] : maps_) {
     for (const DeviceMap::Pair& pair : map.pairs()) {
-      const std::string why = wire::why_absent(pair.first);
+      const std::string why = device::why_absent(pair.first);
       if (why.empty()) continue;
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("worker '{}' has a device map for worker '{}' that names its own {}: {}",
-                              self_.name, peer, pair.first.str(), why));
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("worker '{}' (rank {}) has a device map for worker '{}' that names its own {}, but {}",
+                      self_.name, self_.rank, peer, pair.first.str(), why));
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "device/api/presence.h"
 #include "rpc/agent/agent_state.h"
 
 namespace torchspan::rpc {
@@ -42,7 +43,7 @@ class DeviceMemory::OfferSent final : public Completion {
     if (!agent) return;
     if (answer.outcome == OfferOutcome::kByConnection) {
       if (by_connection_) return memory_->outgoing_.use_connection(to_, offer_.route);
-      answer = unwanted("its connection carries device memory, and this one does not");
+      return memory_->outgoing_.lost(to_, offer_.route);  // it went over another connection than expected
     }
     memory_->state_.host->post([memory = memory_, agent, to = to_, offer = offer_, answer] {
       memory->offer_answered(to, offer, answer);
@@ -202,7 +203,7 @@ OfferAnswer DeviceMemory::answer(const IncomingCall& call, const OfferDeviceMemo
       here = place(c10::Device(offer.from));
     }
     if (here.type() != runtime_->type()) return unwanted("its tensors go to " + here.str());
-    if (const std::string why = wire::why_absent(here); !why.empty()) return unwanted(why);
+    if (const std::string why = device::why_absent(here); !why.empty()) return unwanted(why);
     if (by_connection) {
       incoming_->accept(call.from(), offer, here);
       return {OfferOutcome::kByConnection, {}};

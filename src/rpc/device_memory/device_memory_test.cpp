@@ -163,6 +163,16 @@ TEST_F(OutgoingMemoryTest, NeedsNoAreaWhereTheConnectionCarriesTensors) {
   EXPECT_TRUE(share().offer) << "its successor begins anew";
 }
 
+/// The question went over another connection than the offer.
+TEST_F(OutgoingMemoryTest, FreesItsAreaIfTheOffersConnectionCarriesTensors) {
+  const OfferDeviceMemory question = share().offer.value();
+  EXPECT_TRUE(memory_.answered(kPeer, question.route, {OfferOutcome::kAccepted, {}}, failure_));
+  EXPECT_EQ(memory_.areas(), 1);
+  memory_.use_connection(kPeer, question.route);
+  EXPECT_EQ(memory_.areas(), 0);
+  EXPECT_EQ(share().device_target, question.route);
+}
+
 TEST_F(OutgoingMemoryTest, SaysWhyAPeerCannotMapIt) {
   const OfferDeviceMemory question = share().offer.value();
   const auto offer = memory_.answered(kPeer, question.route, {OfferOutcome::kAccepted, {}}, failure_);
@@ -289,6 +299,7 @@ TEST_F(IncomingMemoryTest, RefusesPlacesThatThePeerDidNotShare) {
 
 TEST_F(IncomingMemoryTest, KeepsSharedMemoryAndConnectionsApart) {
   OfferDeviceMemory offer;
+  offer.from = offer.to = "cuda:0";
   offer.route = 8;
   memory_.accept(kPeer, offer, stand_in(0));
   EXPECT_EQ(memory_.device_of(kPeer, 8), stand_in(0));
@@ -306,7 +317,7 @@ TEST_F(IncomingMemoryTest, KeepsSharedMemoryAndConnectionsApart) {
 
 TEST_F(IncomingMemoryTest, ALostAnswerLeavesNoRouteOfAConnection) {
   OfferDeviceMemory offer;
-  offer.from = "cuda:0";
+  offer.from = offer.to = "cuda:0";
   for (std::uint32_t route = 8; route < 400; ++route) {
     offer.route = route;
     memory_.accept(kPeer, offer, stand_in(0));
@@ -314,6 +325,32 @@ TEST_F(IncomingMemoryTest, ALostAnswerLeavesNoRouteOfAConnection) {
   EXPECT_EQ(memory_.device_of(kPeer, 399), stand_in(0));
   EXPECT_EQ(kind_of([&] { memory_.device_of(kPeer, 398); }), ErrorKind::kInvalid);
   EXPECT_NO_THROW(insert({{0, 7, 1, 0, 10}})) << "shared memory stays";
+}
+
+TEST_F(IncomingMemoryTest, KeepsNothingOfAPeerThatDepartsMeanwhile) {
+  class Departing final : public StandInRuntime {
+   public:
+    std::shared_ptr<std::byte> open_memory(c10::Device device, BytesView handle,
+                                           std::size_t bytes) const override {
+      auto memory = StandInRuntime::open_memory(device, handle, bytes);
+      opened = memory;
+      on_open();
+      return memory;
+    }
+    std::function<void()> on_open;
+    mutable std::weak_ptr<std::byte> opened;
+  };
+  const auto runtime = std::make_shared<Departing>();
+  IncomingMemory memory(runtime, [](PeerId, std::uint32_t, std::uint64_t) {});
+  runtime->on_open = [&] { memory.departed(kPeer); };
+  EXPECT_EQ(kind_of([&] { memory.open(kPeer, offer_, stand_in(1)); }), ErrorKind::kDisconnected);
+  EXPECT_TRUE(runtime->opened.expired());
+  offer_.route = 8;
+  offer_.from = offer_.to = "cuda:0";
+  EXPECT_EQ(kind_of([&] { memory.accept(kPeer, offer_, stand_in(1)); }), ErrorKind::kDisconnected);
+  const PeerId successor{kPeer.rank, kPeer.incarnation + 1};
+  memory.accept(successor, offer_, stand_in(1));
+  EXPECT_EQ(memory.device_of(successor, 8), stand_in(1));
 }
 
 TEST(ByteBudget, LimitsWhatIsInUseAndAdmitsOneOfAnySize) {

@@ -1,5 +1,6 @@
 #include "rpc/device_memory/incoming_memory.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 #include <limits>
 
@@ -8,7 +9,9 @@
 namespace torchspan::rpc {
 
 void IncomingMemory::check_new(PeerId from, std::uint32_t route) {
-  MutexLock lock(mutex_);
+  const auto departed = departed_.find(from.rank);
+  if (departed != departed_.end() && from.incarnation <= departed->second)
+    throw Error(ErrorKind::kDisconnected, "the worker that offered device memory has departed");
   const auto& routes = mapped_[from];
   if (routes.contains(route)) {
     throw Error(ErrorKind::kInvalid, fmt::format("route {} was offered twice", route));
@@ -20,28 +23,33 @@ void IncomingMemory::check_new(PeerId from, std::uint32_t route) {
 }
 
 void IncomingMemory::accept(PeerId from, const OfferDeviceMemory& offer, c10::Device device) {
-  const std::string devices = offer.from + " " + offer.to;
-  {
-    MutexLock lock(mutex_);
-    std::erase_if(mapped_[from], [&](const auto& route) {
+  const std::string devices = c10::Device(offer.from).str() + " " + c10::Device(offer.to).str();
+  MutexLock lock(mutex_);
+  const auto peer = mapped_.find(from);
+  if (peer != mapped_.end()) {
+    std::erase_if(peer->second, [&](const auto& route) {
       return !route.second.memory && route.second.devices == devices && route.first < offer.route;
     });
   }
   check_new(from, offer.route);
-  MutexLock lock(mutex_);
   mapped_[from].emplace(offer.route, Mapped{.device = device, .devices = devices});
 }
 
 void IncomingMemory::open(PeerId from, const OfferDeviceMemory& offer, c10::Device device) {
-  check_new(from, offer.route);
+  {
+    MutexLock lock(mutex_);
+    check_new(from, offer.route);
+  }
   if (offer.bytes == 0 || offer.bytes > std::numeric_limits<std::ptrdiff_t>::max()) {
     throw Error(ErrorKind::kInvalid, fmt::format("an area of {} bytes was offered", offer.bytes));
   }
   const auto bytes = static_cast<std::size_t>(offer.bytes);
   const auto* handle = reinterpret_cast<const std::byte*>(offer.handle.data());
   auto memory = runtime_->open_memory(device, BytesView(handle, offer.handle.size()), bytes);
+  Mapped mapped{device, bytes, std::move(memory)};  // unmapped without the lock
   MutexLock lock(mutex_);
-  mapped_[from].emplace(offer.route, Mapped{device, bytes, std::move(memory)});
+  check_new(from, offer.route);  // it may have departed meanwhile
+  mapped_[from].emplace(offer.route, std::move(mapped));
 }
 
 IncomingMemory::Mapped IncomingMemory::find(PeerId from, std::uint32_t route) const {
@@ -97,6 +105,8 @@ void IncomingMemory::insert(PeerId from, BytesView blob, ReceivedSegments segmen
 void IncomingMemory::departed(PeerId peer) {
   std::map<std::uint32_t, Mapped> gone;  // unmapped without the lock
   MutexLock lock(mutex_);
+  std::uint32_t& last = departed_.try_emplace(peer.rank, peer.incarnation).first->second;
+  last = std::max(last, peer.incarnation);
   const auto found = mapped_.find(peer);
   if (found == mapped_.end()) return;
   gone.swap(found->second);

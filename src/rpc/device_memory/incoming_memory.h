@@ -48,13 +48,15 @@ class IncomingMemory {
     std::shared_ptr<std::byte> memory = nullptr;  ///< null: tensors come over the connection
     std::string devices = {};                     ///< those of the offer, then
   };
-  void check_new(PeerId from, std::uint32_t route);
+  void check_new(PeerId from, std::uint32_t route) TORCHSPAN_REQUIRES(mutex_);
   Mapped find(PeerId from, std::uint32_t route) const;
 
   const std::shared_ptr<const device::DeviceRuntime> runtime_;
   const Return give_back_;
   mutable Mutex mutex_;
   std::map<PeerId, std::map<std::uint32_t, Mapped>> mapped_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<std::uint32_t, std::uint32_t> departed_
+      TORCHSPAN_GUARDED_BY(mutex_);  ///< the last incarnation of each rank
 };
 
 }  // namespace torchspan::rpc

@@ -67,7 +67,7 @@ void LentArea::returned(std::uint64_t lease) {
   const bool never = lease == 0 || lease > last_lease_ || (part != parts_.end() && !part->second.lent);
   if (never) {
     throw Error(ErrorKind::kInvalid,
-                fmt::format("it returned lease {} of device memory, which it never got", lease));
+                fmt::format("it returned lease {} of device memory, which it does not hold", lease));
   }
   if (part != parts_.end()) parts_.erase(part);
 }

@@ -108,7 +108,7 @@ std::optional<OfferDeviceMemory> OutgoingMemory::allocate(PeerId by, std::uint32
   }
   MutexLock lock(mutex_);
   Route* route = find(by, number);
-  if (route == nullptr) return std::nullopt;
+  if (route == nullptr || route->state != State::kOffering) return std::nullopt;
   if (!area) {
     route->state = refused;
     return std::nullopt;
@@ -118,9 +118,13 @@ std::optional<OfferDeviceMemory> OutgoingMemory::allocate(PeerId by, std::uint32
 }
 
 void OutgoingMemory::use_connection(PeerId by, std::uint32_t number) {
+  std::shared_ptr<LentArea> area;  // freed without the lock
   MutexLock lock(mutex_);
   Route* route = find(by, number);
-  if (route != nullptr && route->state == State::kAsking) route->state = State::kConnection;
+  // The question may have gone over another connection than the offer.
+  if (route == nullptr || (route->state != State::kAsking && route->state != State::kOffering)) return;
+  route->state = State::kConnection;
+  area = std::move(route->area);
 }
 
 bool OutgoingMemory::lacks_memory(PeerId to, std::uint32_t number) {

@@ -303,7 +303,7 @@ Error RRefDriver::refused(GlobalId value, const Refusal& refusal) const {
       return Error(ErrorKind::kCancelled, fmt::format("{}{}, which created it, cancelled the creation: {}",
                                                       what, who, refusal.text));
     case Refusal::Why::kOtherOwner:
-      return gone("it lived in an earlier process of its owner, which ended");
+      return gone("it belonged to an earlier process of its owner, which ended");
     case Refusal::Why::kOwnerGone:
       return gone(who + ", its owner, died or left, and the value with it");
     case Refusal::Why::kSenderGone:

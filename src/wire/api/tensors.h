@@ -68,10 +68,6 @@ struct UnpackOptions {
   std::span<const DeviceSegment> on_device = {};
 };
 
-/// Returns why no tensor can be on `device` in this process ("this process has 1 cuda device"), or an empty
-/// text.
-std::string why_absent(c10::Device device);
-
 /// Rebuilds the tensors that pack() described. Each buffer becomes a tensor's storage without a copy; the
 /// tensor is writable and resizable, and has the sender's dtype, sizes, strides, expanded dimensions, sparse
 /// layout, quantization and requires_grad (as a leaf). Copies to a device are complete on return. Throws

@@ -54,7 +54,7 @@ struct Handle {
   friend bool operator==(const Handle&, const Handle&) = default;
 };
 
-/// A message to send; its tensors' bytes are sent beside it as the transport's segments.
+/// A message to send; its tensors' bytes are sent with it as the transport's segments.
 struct Frame {
   FrameHeader header;
   std::vector<NamedBlob> blobs;
