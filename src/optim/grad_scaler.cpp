@@ -54,7 +54,7 @@ at::Tensor GradScaler::scale(const at::Tensor& output) const {
 
 void GradScaler::check_first_unscale(const void* optimizer) const {
   const auto found = iteration_.find(optimizer);
-  if (found == iteration_.end()) return;
+  if (found == iteration_.end() || found->second.unchanged) return;
   if (!found->second.complete) reject(kUnscaleFailed);
   reject(found->second.stepped ? "unscale_() was called after step(); call update() first"
                                : "unscale_() was already called for this optimizer since the last update()");
@@ -62,9 +62,15 @@ void GradScaler::check_first_unscale(const void* optimizer) const {
 
 void GradScaler::unscale(const void* optimizer, const std::vector<at::Tensor>& parameters) {
   if (!options_.enabled) return;
+  refuse_steps_in_backward(parameters, "unscale_()");
+  unscale(optimizer, [&](double scale) { return unscale_gradients(gradients_of(parameters), scale); });
+}
+
+void GradScaler::unscale(const void* optimizer, const std::function<bool(double scale)>& divide) {
+  if (!options_.enabled) return;
   check_first_unscale(optimizer);
   iteration_[optimizer] = {};
-  bool found_inf = unscale_gradients(gradients_of(parameters), scale_);
+  bool found_inf = divide(scale_);
   if (options_.agree) found_inf = options_.agree(found_inf);
   iteration_[optimizer] = {.complete = true, .found_inf = found_inf};
 }
@@ -72,13 +78,14 @@ void GradScaler::unscale(const void* optimizer, const std::vector<at::Tensor>& p
 void GradScaler::unscale_(DistributedOptimizer& optimizer, const autograd::ContextView& context) {
   if (!options_.enabled) return;
   check_first_unscale(&optimizer);
+  iteration_[&optimizer] = {.unchanged = true};
   const bool found_inf = !optimizer.scale_gradients(context, 1 / scale_, options_.replicas);
   iteration_[&optimizer] = {.complete = true, .found_inf = found_inf};
 }
 
 bool GradScaler::begin_step(const void* optimizer) const {
   const auto found = iteration_.find(optimizer);
-  if (found == iteration_.end()) return false;
+  if (found == iteration_.end() || found->second.unchanged) return false;
   if (!found->second.complete) reject(kUnscaleFailed);
   if (found->second.stepped) reject("step() was already called for this optimizer since the last update()");
   return true;

@@ -78,6 +78,20 @@ TEST(GradScaler, StepsOptimizersOfLibTorch) {
   EXPECT_TRUE(at::allclose(value.detach(), torch::tensor({0.0, -3.0, 2.0}, torch::kDouble)));
 }
 
+TEST(GradScaler, RefusesParametersThatAreSteppedInBackward) {
+  const at::Tensor weight = torch::ones({2}).set_requires_grad(true);
+  Optimizer optimizer({weight}, SGD{.lr = 1});
+  GradScaler scaler({.init_scale = 8});
+  {
+    const BackwardSteps steps = optimizer.step_in_backward();
+    EXPECT_THAT(torchspan::testing::error_text([&] { scaler.step(optimizer); }),
+                ::testing::HasSubstr("step_in_backward() steps parameter 0 of 1"));
+  }
+  scaler.scale(weight.sum()).backward();
+  EXPECT_TRUE(scaler.step(optimizer));
+  EXPECT_TRUE(weight.equal(torch::zeros({2})));
+}
+
 TEST(GradScaler, DividesAGradientOnceWhoseParameterIsListedTwice) {
   at::Tensor value = parameter();
   torch::optim::SGD optimizer({value, value}, torch::optim::SGDOptions(0.5));

@@ -158,6 +158,7 @@ void Optimizer::zero_grad(bool set_to_none) {
 }
 
 double Optimizer::clip_grad_norm(double max_norm, double norm_type) {
+  refuse_steps_in_backward(parameters(), "clip_grad_norm()");
   return optim::clip_grad_norm(parameters(), max_norm, norm_type);
 }
 

@@ -249,6 +249,7 @@ TEST(InBackward, StepsEachParameterWithTheBitsOfAStepAfterwardsAndHoldsOneGradie
   }
   {
     const BackwardSteps steps = stepped.step_in_backward();
+    EXPECT_THROW(stepped.clip_grad_norm(1), Error) << "no gradient would be left";
     for (int step = 0; step < 5; ++step) {
       plain.zero_grad();
       after->forward(x).square().mean().backward();

@@ -1,9 +1,14 @@
 #include "optim/parameters.h"
 
+#include <fmt/format.h>
 #include <unordered_set>
 
 #include <ATen/core/ivalue.h>
 #include <torch/nn/module.h>
+
+#include <torchspan/core/error.h>
+
+#include "engine/api/gradient_use.h"
 
 namespace torchspan::optim {
 
@@ -26,6 +31,18 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) 
       gradients.push_back(gradient);
   }
   return gradients;
+}
+
+void refuse_steps_in_backward(const std::vector<at::Tensor>& parameters, const char* verb) {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!parameters[i].requires_grad() ||
+        !engine::has_gradient_use(parameters[i], engine::GradientUse::kSteps))
+      continue;
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("{} needs all gradients, but step_in_backward() steps parameter {} of {} during "
+                            "backward(): call step() after it instead",
+                            verb, i, parameters.size()));
+  }
 }
 
 }  // namespace torchspan::optim

@@ -18,4 +18,7 @@ std::vector<std::pair<std::string, at::Tensor>> named_parameters_of(const torch:
 /// The defined `.grad` of parameters. That of a parameter that is listed several times is returned once.
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters);
 
+/// Throws Error{kInvalid} if backward() steps one of the parameters: then no gradient is left for `verb`.
+void refuse_steps_in_backward(const std::vector<at::Tensor>& parameters, const char* verb);
+
 }  // namespace torchspan::optim

@@ -169,6 +169,7 @@ class DistributedOptimizer : public LRTarget {
   std::vector<std::string> kinds_;
   std::vector<double> rates_;
   GradientScale scale_;
+  std::optional<std::uint64_t> in_backward_of_;  ///< the last context of step_in_backward()
 };
 
 }  // namespace torchspan::optim

@@ -1,4 +1,5 @@
 #pragma once
+#include <concepts>
 #include <functional>
 #include <map>
 #include <vector>
@@ -27,6 +28,17 @@ struct GradScalerOptions {
   std::function<bool(bool)> agree = {};
 };
 
+namespace detail {
+/// Of an optimizer of LibTorch.
+template <class O>
+std::vector<at::Tensor> parameters_of(O& optimizer) {
+  std::vector<at::Tensor> all;
+  for (auto& group : optimizer.param_groups())
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  return all;
+}
+}  // namespace detail
+
 /// Loss scaling for mixed-precision training, as torch.amp.GradScaler (Micikevicius et al., Mixed Precision
 /// Training, ICLR 2018): multiplies the loss so that small gradients do not underflow in half precision,
 /// divides the gradients before the step, and skips steps whose gradients are not finite. Each iteration:
@@ -46,13 +58,22 @@ class GradScaler {
   void unscale_(Optimizer& optimizer) { unscale(&optimizer, optimizer.parameters()); }
   template <class O>
   requires requires(O& optimizer) { optimizer.param_groups(); }
-  void unscale_(O& optimizer) { unscale(&optimizer, parameters_of(optimizer)); }
+  void unscale_(O& optimizer) { unscale(&optimizer, detail::parameters_of(optimizer)); }
+  /// The same for a ZeroRedundancyOptimizer, on all ranks.
+  template <class O>
+  requires requires(O& optimizer, double scale) {
+    { optimizer.unscale(scale) } -> std::same_as<bool>;
+  }
+  void unscale_(O& optimizer) {
+    unscale(&optimizer, [&optimizer](double scale) { return optimizer.unscale(scale); });
+  }
   /// Divides the gradients that the next step() of `optimizer` with `context` uses; call it before
   /// clip_grad_norm(). Those in the context are unchanged.
   void unscale_(DistributedOptimizer& optimizer, const autograd::ContextView& context);
 
-  /// Steps unless a gradient is not finite; returns whether it stepped. O is a class of torch::optim or
-  /// optim::Optimizer. Throws Error{kInvalid} if called twice for one optimizer before update().
+  /// Steps unless a gradient is not finite; returns whether it stepped. O is a class of torch::optim,
+  /// optim::Optimizer or ZeroRedundancyOptimizer. Throws Error{kInvalid} if called twice for one optimizer before
+  /// update().
   template <class O>
   bool step(O& optimizer) {
     if (!begin_step(&optimizer)) unscale_(optimizer);
@@ -80,20 +101,15 @@ class GradScaler {
 
  private:
   struct Progress {
-    bool complete = false;  ///< unscaled without an error
+    bool complete = false;   ///< unscaled without an error
+    bool unchanged = false;  ///< unscale_() failed before it changed anything: it may be called again
     bool found_inf = false;
     bool stepped = false;
   };
-  template <class O>
-  static std::vector<at::Tensor> parameters_of(O& optimizer) {
-    std::vector<at::Tensor> all;
-    for (auto& group : optimizer.param_groups()) {
-      all.insert(all.end(), group.params().begin(), group.params().end());
-    }
-    return all;
-  }
   void check_first_unscale(const void* optimizer) const;
   void unscale(const void* optimizer, const std::vector<at::Tensor>& parameters);
+  /// `divide`: divides the gradients by the scale; returns whether one is not finite.
+  void unscale(const void* optimizer, const std::function<bool(double scale)>& divide);
   /// Returns whether the optimizer is unscaled.
   bool begin_step(const void* optimizer) const;
   /// Returns whether to step.

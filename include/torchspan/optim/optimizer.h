@@ -93,9 +93,9 @@ class Optimizer : public LRTarget {
   /// Updates one of the parameters. Throws Error{kInvalid} for any other tensor.
   void step_one(const at::Tensor& parameter, const at::Tensor& gradient);
   /// Steps each parameter in backward() as soon as its gradient is final and then clears its `.grad`, while
-  /// the result lives. Every pass is one step; clip_grad_norm() finds no gradients. This object must
-  /// outlive the result, and the result must not be destroyed during a pass. Throws Error{kInvalid} for a
-  /// parameter that DistributedDataParallel averages.
+  /// the result lives. Every pass is one step; clip_grad_norm() and GradScaler throw meanwhile. This
+  /// object must outlive the result, and the result must not be destroyed during a pass. Throws Error{kInvalid}
+  /// for a parameter that DistributedDataParallel averages.
   BackwardSteps step_in_backward() { return BackwardSteps(*this); }
   /// Resets every `.grad`, to undefined or to zeros.
   void zero_grad(bool set_to_none = true);

@@ -28,7 +28,7 @@ struct FullyShardedOptions {
   /// Gradients of parameters of at least this size are reduced alone, as soon as backward has computed them, from the
   /// last such parameter of a unit to the first; those of smaller ones together.
   std::size_t alone_bytes = std::size_t{1} << 20;
-  /// Gradients that are reduced while backward goes on. If there are more, backward waits.
+  /// Limit of the gradients that are reduced while backward continues. Beyond it, backward waits.
   std::size_t overlap_bytes = std::size_t{16} << 20;
   /// Over shared memory, the parameters of a unit of at least this size are not copied when they are gathered: each rank
   /// reads the others' parts where they are, and must not write to gathered parameters (SIGSEGV). 0: all are copied, as

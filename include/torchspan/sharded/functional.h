@@ -36,7 +36,7 @@ at::Tensor own_part(const at::Tensor& whole, const collective::Group& group, std
 /// The mean cross entropy of scores whose classes are divided among the ranks, such as the outputs of a
 /// ColumnParallelLinear: `part`, of shape [..., this rank's classes], has the classes after those of lower ranks.
 /// `targets`, of shape [...], has class numbers, the same on all ranks. Never gathers the scores. Float32 at least.
-/// Throws Error{kInvalid} for a number without a class.
+/// Throws Error{kInvalid} for a class number that is out of range.
 at::Tensor vocabulary_parallel_cross_entropy(const at::Tensor& part, const at::Tensor& targets,
                                              const collective::Group& group);
 

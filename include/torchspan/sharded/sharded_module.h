@@ -27,7 +27,7 @@ template <class Base, class Forward = decltype(&Base::forward)>
 class ShardedImpl;
 
 /// `Base` as a unit of a FullyShardedDataParallel, or of a ZeroRedundancyOptimizer with overlap_forward: same
-/// constructors, names and forward, whose default arguments are lost. `Base` has exactly one forward, which is no
+/// constructors, names and forward, whose default arguments are lost. `Base` has exactly one forward, not a
 /// template.
 template <class Base, class Owner, class Result, class... Inputs>
 class ShardedImpl<Base, Result (Owner::*)(Inputs...)> : public Base, public sharded::UnitModule {

@@ -63,7 +63,7 @@ class ColumnParallelLinearImpl : public TensorParallelModule {
   void pretty_print(std::ostream& stream) const override;
 
   at::Tensor weight;  ///< [out / ranks, in]
-  at::Tensor bias;    ///< [out / ranks]; undefined without
+  at::Tensor bias;    ///< [out / ranks]; undefined if there is no bias
 
  private:
   const ColumnParallelOptions options_;
@@ -89,7 +89,7 @@ class RowParallelLinearImpl : public TensorParallelModule {
   void pretty_print(std::ostream& stream) const override;
 
   at::Tensor weight;  ///< [out, in / ranks]
-  at::Tensor bias;    ///< [out], whole; undefined without
+  at::Tensor bias;    ///< [out], whole; undefined if there is no bias
 
  private:
   const RowParallelOptions options_;
@@ -102,7 +102,7 @@ class VocabularyParallelEmbeddingImpl : public TensorParallelModule {
  public:
   VocabularyParallelEmbeddingImpl(std::int64_t rows, std::int64_t width, collective::Group group);
   VocabularyParallelEmbeddingImpl(const torch::nn::Embedding& whole, collective::Group group);
-  /// Throws Error{kInvalid} for an index without a row; on a device, the check waits for it.
+  /// Throws Error{kInvalid} for an index out of range; on a device, this check waits for the device.
   at::Tensor forward(const at::Tensor& indices);
   std::vector<ParameterPart> parts() const override;
   void pretty_print(std::ostream& stream) const override;

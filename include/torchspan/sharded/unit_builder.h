@@ -16,7 +16,7 @@ class ShardedModel;
 
 }  // namespace sharded
 
-/// Builds the units of a model one at a time and divides each at once, so that no rank ever has the memory of the whole
+/// Builds the units of a model one at a time and divides each at once, so that no rank ever allocates the whole
 /// model. Pass it to the model's constructor, and then to FullyShardedDataParallel. Use it from one thread.
 class UnitBuilder {
  public:

@@ -12,8 +12,8 @@ namespace sharded {
 /// Options of ZeroRedundancyOptimizer. Must be equal on all ranks.
 struct ZeroOptions {
   /// Releases the memory of the other ranks' parts of a bucket as soon as it is reduced, so that a rank keeps its part
-  /// of the gradients and few whole buckets (ZeRO stage 2). Costs page faults in each backward pass. Without effect on
-  /// devices and without DataParallelOptions::gradient_as_bucket_view.
+  /// of the gradients and few whole buckets (ZeRO stage 2). Costs page faults in each backward pass. Has no effect on
+  /// devices or without DataParallelOptions::gradient_as_bucket_view.
   bool divide_gradients = false;
   /// step() returns while the other ranks' parts of the parameters arrive. The next forward of the wrapper waits for
   /// them, that of a ts::Sharded module for its own; call synchronize() before you use parameters in another way.
@@ -59,6 +59,9 @@ class ZeroRedundancyOptimizer : public optim::LRTarget {
   std::size_t arriving() const;
   /// Scales the averages to a total norm of at most `max_norm`; returns the norm before scaling. Collective.
   double clip_grad_norm(double max_norm, double norm_type = 2);
+  /// Divides the averages by `scale`; returns whether one is not finite on any rank. Collective; GradScaler calls it.
+  /// Throws Error{kUnsupported} in join().
+  bool unscale(double scale);
   /// Resets every `.grad` to undefined. In join(), ranks without batches wait after each reduction until the others
   /// call step() or this: to skip a step, call it on all ranks that have batches, before their next forward. Throws
   /// Error{kInvalid} there, and clears nothing, if one of them calls step() instead.

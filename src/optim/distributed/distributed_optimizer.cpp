@@ -218,6 +218,7 @@ void DistributedOptimizer::step(const autograd::ContextView& context) {
 
 void DistributedOptimizer::step_in_backward(const autograd::ContextView& context) {
   check_alive(worker_, context, "step_in_backward()");
+  in_backward_of_ = context.id();
   std::map<Owner, Future<Unit>> answers;
   for (const auto& [owner, share] : shares_) {
     context.add_worker(owner);  // this may be the owner's only message in the context
@@ -259,6 +260,13 @@ bool DistributedOptimizer::scale_gradients(const autograd::ContextView& context,
 double DistributedOptimizer::norm_of(const autograd::ContextView& context, const ClipOptions& options,
                                      const char* verb) const {
   const auto norm_here = [&] {
+    if (in_backward_of_ == context.id()) {
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("{}() needs all gradients, but step_in_backward() of this optimizer steps autograd "
+                      "context {:#x} during backward(); call step() after it instead",
+                      verb, context.id()));
+    }
     std::map<Owner, Future<GradientNorm>> answers;
     for (const auto& [owner, share] : shares_) {
       answers.emplace(owner,

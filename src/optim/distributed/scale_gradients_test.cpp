@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <limits>
+#include <optional>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
@@ -114,6 +115,44 @@ TEST(ScaleGradients, LetsClippingMeasureUnscaledGradients) {
     EXPECT_TRUE(scaler.step(optimizer, context));
     EXPECT_THAT(chain.values(), ::testing::Pointwise(::testing::DoubleNear(1e-6),
                                                      {2 - 15 / norm, 3 - 10 / norm, 5 - 6 / norm}));
+  });
+}
+
+TEST(ScaleGradients, RefusesGradientsThatAreSteppedInBackward) {
+  on_first([](Worker& worker) {
+    const Chain chain(worker);
+    DistributedOptimizer optimizer(worker, SGD{.lr = 0.01}, {chain.first, chain.second, chain.here});
+    GradScaler scaler({.init_scale = 8});
+    {
+      Context context(worker);
+      optimizer.step_in_backward(context);
+      EXPECT_THAT(invalid_text([&] { scaler.step(optimizer, context); }), HasSubstr("step_in_backward()"));
+      EXPECT_THAT(invalid_text([&] { optimizer.clip_grad_norm(context, 1); }),
+                  HasSubstr("step_in_backward()"));
+      scaler.update();
+    }
+    EXPECT_EQ(scaler.get_scale(), 8) << "a failed unscale_() keeps it";
+    Context context(worker);
+    context.backward(scaler.scale(chain.loss(1)));
+    EXPECT_TRUE(scaler.step(optimizer, context));
+  });
+}
+
+/// Unlike that of a local optimizer, it has changed nothing.
+TEST(ScaleGradients, MayBeRepeatedAfterAFailure) {
+  on_first([](Worker& worker) {
+    const Chain chain(worker);
+    DistributedOptimizer optimizer(worker, SGD{.lr = 0.01}, {chain.first, chain.second, chain.here});
+    GradScaler scaler({.init_scale = 8});
+    Context context(worker);
+    context.backward(scaler.scale(chain.loss(1)));
+    std::optional<Context> ended(std::in_place, worker);
+    const autograd::ContextView old = *ended;
+    ended.reset();
+    EXPECT_ANY_THROW(scaler.unscale_(optimizer, old));
+    EXPECT_TRUE(scaler.step(optimizer, context));
+    scaler.update();
+    EXPECT_THAT(chain.values(), ::testing::Pointwise(::testing::DoubleNear(1e-12), {1.85, 2.9, 4.94}));
   });
 }
 

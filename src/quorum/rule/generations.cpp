@@ -85,7 +85,11 @@ void Generations::decide(TimePoint now) {
     return;
   }
   late_at_ = Deadline::never();
-  if (static_cast<int>(reports_.size()) < most(&Report::min_ranks, /*largest=*/true)) {
+  // Those that may still come have no state.
+  const bool lost = current_.number > 0 && std::ranges::none_of(expected_, [&](int rank) {
+                      return reports_.contains(rank) && is_trusted(rank, reports_.at(rank));
+                    });
+  if (!lost && static_cast<int>(reports_.size()) < most(&Report::min_ranks, /*largest=*/true)) {
     if (too_few_at_.is_never())
       too_few_at_ = deadline_after(now, most(&Report::too_few_limit, /*largest=*/false));
     return;

@@ -165,6 +165,22 @@ TEST(Generations, WaitForTheLeastNumberOfRanks) {
               HasSubstr("only 1 rank can train, and min_ranks is 2: rank 1: worker1 died"));
 }
 
+/// All ranks gave up, so nobody has a state: ranks that come back do not wait for others.
+TEST(Generations, EndAtOnceWhenNoRankThatIsLeftHasTheState) {
+  Table table(2);
+  table.begin(2);
+  table.table.gone(1, "worker1 died", table.now);
+  table.report(0, {.generation = 2, .committed = 3, .holds_state = true, .min_ranks = 2});
+  table.pass(seconds(21));
+  ASSERT_EQ(table.errors.count(0), 1u);
+  EXPECT_EQ(table.errors.at(0).kind(), ErrorKind::kTimedOut);
+  table.errors.clear();
+  table.report(0, {.generation = 2, .committed = 3, .holds_state = true, .min_ranks = 2});
+  ASSERT_EQ(table.errors.count(0), 1u);
+  EXPECT_EQ(table.errors.at(0).kind(), ErrorKind::kDisconnected);
+  EXPECT_THAT(table.errors.at(0).message(), HasSubstr("restart the job from its last checkpoint"));
+}
+
 TEST(Generations, NameOnlyTheRanksThatAreMissingWhenTooFewAreLeft) {
   Table table(3);
   table.begin(3);

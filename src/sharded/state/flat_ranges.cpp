@@ -62,6 +62,7 @@ class RangedOptimizerSource final : public checkpoint::StateSource {
       const bool of_parameter = !name.parameter.empty();
       // Other ranks save what this one has no part of.
       if (of_parameter && (range == ranges_.end() || !range->second.is_saved())) continue;
+      if (of_parameter) check_divisible(name, item, range->second);
       if (of_parameter && is_ranged(name, item.value(), range->second)) {
         save_range(writer, item.key(), item.value(), range->second);
       } else {
@@ -106,6 +107,20 @@ class RangedOptimizerSource final : public checkpoint::StateSource {
  private:
   static bool is_ranged(const EntryName& name, const at::Tensor& value, const FlatRange& range) {
     return name.entry != "step" && value.dim() == 1 && value.numel() == range.count();
+  }
+
+  /// Ranks would take a state of each other's elements for replicas of one.
+  static void check_divisible(const EntryName& name, const optim::StateDict::Item& item,
+                              const FlatRange& range) {
+    const bool divided = range.count() < c10::multiply_integers(range.shape);
+    if (!divided || name.entry == "step" || item.value().numel() == 1 || is_ranged(name, item.value(), range))
+      return;
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format(
+            "the optimizer's state '{}' cannot be saved in parts, because it does not have one number "
+            "for each element of its parameter: complex parameters cannot be divided then",
+            item.key()));
   }
 
   optim::Optimizer& optimizer_;

@@ -34,4 +34,19 @@ double clip_over_ranks(const collective::Group& group, const std::vector<at::Ten
   return norm;
 }
 
+bool unscale_over_ranks(const collective::Group& group, const std::vector<at::Tensor>& gradients,
+                        double scale) {
+  const at::NoGradGuard no_grad;
+  at::Tensor wrong;  // on the device of the gradients
+  for (const at::Tensor& gradient : gradients) {
+    const at::Tensor here = at::isfinite(gradient).logical_not_().any();
+    wrong = wrong.defined() ? wrong.logical_or(here) : here;
+    gradient.div_(scale);
+  }
+  const at::Tensor any = at::zeros({1}, at::kInt);
+  any.fill_(wrong.defined() && wrong.item<bool>() ? 1 : 0);
+  group.all_reduce(any, collective::kMax).wait();
+  return any.item<int>() != 0;
+}
+
 }  // namespace torchspan::sharded

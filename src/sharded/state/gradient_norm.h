@@ -20,4 +20,8 @@ struct ClipTerms {
 double clip_over_ranks(const collective::Group& group, const std::vector<at::Tensor>& gradients,
                        const ClipTerms& terms);
 
+/// Collective: divides such gradients by `scale`; returns whether an element is not finite on any rank.
+bool unscale_over_ranks(const collective::Group& group, const std::vector<at::Tensor>& gradients,
+                        double scale);
+
 }  // namespace torchspan::sharded

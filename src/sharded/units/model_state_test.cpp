@@ -75,7 +75,7 @@ TEST(ModelState, IsFoundByParametersWhateverTheirNamesOrSizes) {
         self.group.barrier();
         optim::Optimizer other(*Dense(1), optim::Adam());
         EXPECT_THAT(error_text([&] { model.optimizer_source(other); }),
-                    HasSubstr("is no parameter of this FullyShardedDataParallel"));
+                    HasSubstr("is not a parameter of this FullyShardedDataParallel"));
       });
       model_state = std::make_unique<MemoryState>(models);
       optimizer_state = std::make_unique<MemoryState>(optimizers);

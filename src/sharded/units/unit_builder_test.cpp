@@ -127,5 +127,16 @@ TEST(UnitBuilder, AParameterThatAUnitSharesIsNamed) {
   });
 }
 
+TEST(UnitBuilder, AParameterOnAnotherDeviceIsNamed) {
+  on_ranks(2, [&](const Rank& self) {
+    auto net = std::make_shared<torch::nn::Module>();
+    net->register_parameter("here", values({2}, 1));
+    net->register_parameter("elsewhere", at::empty({2}, at::TensorOptions(at::kMeta).dtype(at::kDouble)));
+    const std::string text = error_text([&] { WrappedUnits(net, UnitBuilder(self.group).model()); });
+    EXPECT_THAT(text, HasSubstr("'elsewhere' is on meta and the first one on cpu"));
+    EXPECT_THAT(text, HasSubstr("module->to(device)"));
+  });
+}
+
 }  // namespace
 }  // namespace torchspan::sharded::unit_builder_test

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fmt/format.h>
 #include <map>
+#include <set>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -10,6 +11,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "sharded/state/overlapping.h"
 #include "sharded/units/unit.h"
 
 namespace torchspan::sharded {
@@ -61,6 +63,25 @@ bool name_built(const ListedUnit& unit, const std::string& name, const at::Tenso
   return unit.divided && unit.divided->name_parameter(tensor, name);
 }
 
+/// Dividing parameters would end that they share memory.
+void check_memory(const torch::nn::Module& module) {
+  std::vector<std::string> names;
+  std::vector<at::Tensor> tensors;
+  std::set<const c10::TensorImpl*> seen;
+  for (const auto& item : module.named_parameters()) {
+    if (!item.value().defined() || !seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
+    names.push_back(item.key());
+    tensors.push_back(item.value());
+  }
+  if (const auto shared = overlapping(tensors)) {
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("parameters '{}' and '{}' share memory, which would end: register one tensor in both "
+                    "modules",
+                    names[shared->first], names[shared->second]));
+  }
+}
+
 }  // namespace
 
 std::vector<ListedUnit> units_of(torch::nn::Module& module, const std::vector<std::shared_ptr<Unit>>& built) {
@@ -76,8 +97,10 @@ std::vector<ListedUnit> units_of(torch::nn::Module& module, const std::vector<st
     if (tensor.layout() != at::kStrided || tensor.device() != first.device()) {
       throw Error(
           ErrorKind::kUnsupported,
-          fmt::format("parameter '{}' is on {} and the first one on {}; all must be dense and on one device",
-                      item.key(), tensor.device().str(), first.device().str()));
+          fmt::format(
+              "parameter '{}' is on {} and the first one on {}; all must be dense and on one device: call "
+              "module->to(device) before the module is sharded",
+              item.key(), tensor.device().str(), first.device().str()));
     }
     const std::size_t unit = walk.unit_of(tensor);
     if (name_built(units[unit], item.key(), tensor)) continue;
@@ -91,6 +114,7 @@ std::vector<ListedUnit> units_of(torch::nn::Module& module, const std::vector<st
     if (parts.size() <= unit) parts.resize(unit + 1);
     parts[unit][{tensor.scalar_type(), tensor.requires_grad()}].push_back({item.key(), tensor});
   }
+  check_memory(module);
   for (std::size_t unit = 0; unit < parts.size(); ++unit) {
     for (auto& [kind, parameters] : parts[unit]) units[unit].parts.push_back(std::move(parameters));
   }

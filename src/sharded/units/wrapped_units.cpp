@@ -173,7 +173,7 @@ checkpoint::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer
     const auto found = range_of.find(parameter.unsafeGetTensorImpl());
     if (found == range_of.end()) {
       throw_invalid(fmt::format(
-          "{} of the optimizer is no parameter of this FullyShardedDataParallel: make the optimizer "
+          "{} of the optimizer is not a parameter of this FullyShardedDataParallel: make the optimizer "
           "of the wrapped module's parameters, after wrapping it",
           optimizer.describe(parameter)));
     }

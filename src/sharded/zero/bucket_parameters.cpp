@@ -1,6 +1,7 @@
 #include "sharded/zero/bucket_parameters.h"
 
 #include <algorithm>
+#include <fmt/format.h>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -16,11 +17,37 @@ BucketParameters::BucketParameters(collective::Group group, std::vector<BucketSh
     const at::Tensor& like = parameters[bucket.places[0].parameter].tensor;
     flats_.push_back(shared_or_private(group_, bucket.count, like.options().requires_grad(false)));
     for (const BucketShards::Place& place : bucket.places) {
-      const at::Tensor& parameter = parameters[place.parameter].tensor;
-      const at::Tensor view = flats_.back().narrow(0, place.offset, place.count).view(parameter.sizes());
-      view.copy_(parameter);
-      parameter.set_data(view);
+      const data_parallel::Parameter& parameter = parameters[place.parameter];
+      const at::Tensor view =
+          flats_.back().narrow(0, place.offset, place.count).view(parameter.tensor.sizes());
+      view.copy_(parameter.tensor);
+      parameter.tensor.set_data(view);
+      held_.push_back({parameter, view, flats_.size() - 1});
     }
+  }
+}
+
+void BucketParameters::adopt() {
+  for (const Held& held : held_) {
+    const at::Tensor& tensor = held.parameter.tensor;
+    const bool fits = tensor.sizes() == held.view.sizes() &&
+                      tensor.scalar_type() == held.view.scalar_type() &&
+                      tensor.device() == held.view.device();
+    if (!fits) {
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("parameter '{}' is {} {} on {} now, but was {} {} on {} when the "
+                      "ZeroRedundancyOptimizer was made; convert the module before",
+                      held.parameter.name, c10::toString(tensor.scalar_type()), c10::str(tensor.sizes()),
+                      tensor.device().str(), c10::toString(held.view.scalar_type()),
+                      c10::str(held.view.sizes()), held.view.device().str()));
+    }
+    if (tensor.numel() == 0 || (tensor.data_ptr() == held.view.data_ptr() && tensor.is_contiguous()))
+      continue;
+    wait(held.bucket);  // the step before it
+    const at::NoGradGuard no_grad;
+    held.view.copy_(tensor);
+    tensor.set_data(held.view);
   }
 }
 

@@ -26,6 +26,10 @@ class BucketParameters {
   BucketParameters(const BucketParameters&) = delete;
   BucketParameters& operator=(const BucketParameters&) = delete;
 
+  /// Moves parameters that the program gave other memory, as torch::load() does, back into the flat tensors, with their
+  /// new values. Throws Error{kInvalid} for one whose shape, dtype or device has changed.
+  void adopt();
+
   std::size_t size() const { return flats_.size(); }
   const at::Tensor& flat(std::size_t bucket) const { return flats_[bucket]; }
   /// Collective: begins to replace the other ranks' parts of a bucket by theirs.
@@ -37,6 +41,11 @@ class BucketParameters {
   std::size_t arriving() const;
 
  private:
+  struct Held {
+    data_parallel::Parameter parameter;
+    at::Tensor view;  ///< its place in the flat tensor
+    std::size_t bucket;
+  };
   struct Gather {
     PartGather parts;
     Future<at::Tensor> remainder;
@@ -45,6 +54,7 @@ class BucketParameters {
   const collective::Group group_;
   const std::vector<BucketShards> layout_;
   std::vector<at::Tensor> flats_;
+  std::vector<Held> held_;
   std::vector<std::optional<Gather>> gathers_;  ///< by bucket
   std::exception_ptr failure_;
 };

@@ -19,6 +19,7 @@
 #include "sharded/state/entry_name.h"
 #include "sharded/state/flat_ranges.h"
 #include "sharded/state/gradient_norm.h"
+#include "sharded/state/overlapping.h"
 #include "sharded/zero/bucket_parameters.h"
 #include "sharded/zero/gradient_scatter.h"
 #include "sharded/zero/join_protocol.h"
@@ -43,6 +44,7 @@ class ZeroRedundancyOptimizer::Impl {
 
   void step();
   double clip(double max_norm, double norm_type);
+  bool unscale(double scale);
   /// On a rank without batches, after a reduction: takes part in what the others do until they have stepped or
   /// cleared their gradients, with the gradients in the buckets. If the reduction failed, only forgets it.
   void shadow(bool reduced);
@@ -74,6 +76,8 @@ class ZeroRedundancyOptimizer::Impl {
   /// The averages of a piece, as a view of what step() uses.
   at::Tensor gradient_of(const Piece& piece, bool shadow) const;
   void step(bool shadow);
+  /// The averages of all pieces that have one.
+  std::vector<at::Tensor> averages(bool shadow) const;
   double clip(const sharded::ClipTerms& terms, bool shadow);
   void clear();
   std::vector<bool> agree_on_used(bool shadow, const std::string& failure);
@@ -134,7 +138,12 @@ void connect(data_parallel::WrappedModule& wrapped,
   };
   wrapped.set_optimizer_hooks(
       {[call] { call([](Impl& one) { one.begin_forward(); }); },
-       [call] { call([](Impl& one) { one.parameters().wait_all(); }); },
+       [call] {
+         call([](Impl& one) {
+           one.parameters().adopt();
+           one.parameters().wait_all();
+         });
+       },
        [call](bool reduced) { call([reduced](Impl& one) { one.shadow(reduced); }); },
        [call](const std::string& reason) { call([&reason](Impl& one) { one.join().give_up(reason); }); },
        [call] { call([](Impl& one) { one.join().check_round(); }); },
@@ -206,6 +215,7 @@ void ZeroRedundancyOptimizer::Impl::make_waits() {
 }
 
 void ZeroRedundancyOptimizer::Impl::begin_forward() {
+  parameters_->adopt();
   if (!waits_) return parameters_->wait_all();
   for (const std::size_t bucket : waits_->others()) parameters_->wait(bucket);
 }
@@ -246,6 +256,13 @@ std::string ZeroRedundancyOptimizer::Impl::refusal(const std::vector<optim::Para
     if (!parameter.tensor.is_contiguous())
       return fmt::format("parameter '{}' is not contiguous; make it contiguous before wrapping",
                          parameter.name);
+  }
+  std::vector<at::Tensor> tensors;
+  for (const Parameter& parameter : trained_) tensors.push_back(parameter.tensor);
+  if (const auto shared = sharded::overlapping(tensors)) {
+    return fmt::format(
+        "parameters '{}' and '{}' share memory, which would end: register one tensor in both modules",
+        trained_[shared->first].name, trained_[shared->second].name);
   }
   return {};
 }
@@ -341,6 +358,7 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
   std::vector<at::Tensor> gradients;
   std::string failure;
   try {
+    parameters_->adopt();
     for (const Piece& piece : pieces_) gradients.push_back(gradient_of(piece, shadow));
   } catch (const Error& error) {
     failure = error.message();
@@ -372,7 +390,7 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
   shadow ? pending_->forget() : clear();
 }
 
-double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool shadow) {
+std::vector<at::Tensor> ZeroRedundancyOptimizer::Impl::averages(bool shadow) const {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
   for (const Piece& piece : pieces_) {
@@ -380,7 +398,19 @@ double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool
     if (at::Tensor gradient = gradient_of(piece, shadow); gradient.defined())
       gradients.push_back(std::move(gradient));
   }
-  return sharded::clip_over_ranks(group_, gradients, terms);
+  return gradients;
+}
+
+double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool shadow) {
+  return sharded::clip_over_ranks(group_, averages(shadow), terms);
+}
+
+bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
+  if (join_->is_followed())
+    throw Error(ErrorKind::kUnsupported,
+                "in join(), gradients of a ZeroRedundancyOptimizer cannot be unscaled");
+  pending_->check("unscale");
+  return sharded::unscale_over_ranks(group_, averages(/*shadow=*/false), scale);
 }
 
 void ZeroRedundancyOptimizer::Impl::step() {
@@ -441,6 +471,7 @@ std::size_t ZeroRedundancyOptimizer::arriving() const { return impl_->parameters
 double ZeroRedundancyOptimizer::clip_grad_norm(double max_norm, double norm_type) {
   return impl_->clip(max_norm, norm_type);
 }
+bool ZeroRedundancyOptimizer::unscale(double scale) { return impl_->unscale(scale); }
 void ZeroRedundancyOptimizer::zero_grad() { impl_->zero_grad(); }
 std::vector<double> ZeroRedundancyOptimizer::lrs() const { return impl_->optimizer().lrs(); }
 void ZeroRedundancyOptimizer::set_lrs(const std::vector<double>& rates) { impl_->optimizer().set_lrs(rates); }
