@@ -40,7 +40,9 @@ void add(bench::Rank& rank, bench::Bench& bench, const bench::TensorSize& size) 
 void measure() {
   bench::Rank rank({});
   const std::vector<int> ranks = rank.group().ranks();
-  rank.add_peer("gloo", collective::connect_gloo(rank.link(), ranks, {.timeout = std::chrono::seconds(60)}));
+  if (collective::has_gloo())  // pip's LibTorch has no headers of it
+    rank.add_peer("gloo",
+                  collective::connect_gloo(rank.link(), ranks, {.timeout = std::chrono::seconds(60)}));
   const auto& environment = rank.environment();
   if (environment.launcher == rendezvous::Launcher::kOpenMpi) {
     rank.add_peer("openmpi", collective::connect_mpi(ranks, environment.rank, environment.world_size));
