@@ -1,4 +1,4 @@
 #pragma once
-// Data-parallel training that goes on without ranks that die, in the same processes. See docs/elastic.md.
+// Training that continues when ranks die, in the processes of the other ranks. See docs/elastic.md.
 #include <torchspan/elastic/recovering_trainer.h>
 #include <torchspan/elastic/trainer.h>

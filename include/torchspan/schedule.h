@@ -114,8 +114,8 @@ Table zero_bubble_v(Shape shape);
 /// 2024, and DualPipeV, 2025; ScheduleDualPipeV in PyTorch).
 Table dual_pipe_v(Shape shape);
 /// Searches for a short step with split backwards for any placement, costs (one for each stage, or one for
-/// all) and most memory of a rank (in the unit of Costs::activation): the heuristic of Qi et al. (2023,
-/// section 4.1) with several settings, and ZB-H1, ZB-H2 or ZBV; the best is kept. Needs room for one
+/// all) and memory limit of a rank (in the unit of Costs::activation): the heuristic of Qi et al. (2023,
+/// section 4.1) with several settings, and ZB-H1, ZB-H2 or ZBV; the best is kept. The limit must allow one
 /// micro-batch.
 Table zero_bubble(const Placement& placement, const std::vector<Costs>& costs,
                   double memory_limit = std::numeric_limits<double>::infinity());

@@ -100,7 +100,7 @@ bool give_to_sink(const torch::autograd::AccumulateGrad& node, at::Tensor gradie
   if (node.variable.grad_fn()) {
     throw Error(
         ErrorKind::kInvalid,
-        "this leaf was changed in place after it was used, so it is not a leaf any more; change it under "
+        "this leaf was changed in place after it was used, so it is no longer a leaf; change it under "
         "NoGradGuard, or change a copy");
   }
   if (!node.variable.requires_grad()) return false;

@@ -83,8 +83,8 @@ class ContextView {
   /// that the pass has failed. Throws Error: kInvalid, naming the worker, while a pass runs; kTimedOut.
   /// After either it may be called again.
   void clear_gradients(Duration timeout = std::chrono::seconds(30)) const;
-  /// Offers the gradients of later passes on this worker to `taker` before they are stored. With several
-  /// takers the first that takes a gradient gets it. An exception from a taker fails the pass.
+  /// Offers the gradients of later passes on this worker to `taker` before they are stored. Each gradient
+  /// goes to the first taker that accepts it. An exception from a taker fails the pass.
   void offer_gradients(GradientTaker taker) const;
   /// Whether a pass has begun in this context, as far as this worker took part in it.
   bool saw_backward() const;

@@ -7,7 +7,7 @@ namespace torchspan::autograd {
 
 /// The tensors of one message that carry gradients, as recorded by the sending worker; or a loss.
 struct GraphPart {
-  std::uint64_t message = 0;           ///< globally unique; 0: a loss of the asking worker
+  std::uint64_t message = 0;           ///< globally unique; 0: a loss on the worker that collects the graph
   std::string call;                    ///< function or operator name
   std::string site;                    ///< call site ("train.cpp:41"), if known
   bool reply = false;                  ///< true: a result; false: arguments
@@ -21,7 +21,7 @@ struct GraphPart {
 struct WorkerGraph {
   std::string worker;
   std::uint32_t rank = 0;
-  bool silent = false;  ///< no answer: its part, and parts behind it, are missing
+  bool silent = false;  ///< no answer: its part, and parts reached only through it, are missing
   std::vector<GraphPart> parts;
 };
 

@@ -31,7 +31,7 @@ struct AveragingLevel {
 class ModelAverager {
  public:
   /// Collective: throws Error{kInvalid} on all ranks of a level if their parameters, periods or warmups differ.
-  /// Periods must grow, each a multiple of the one before. The first `warmup_steps` steps average nothing.
+  /// Periods must increase, each a multiple of the previous one. The first `warmup_steps` steps average nothing.
   ModelAverager(std::vector<at::Tensor> parameters, std::vector<AveragingLevel> levels,
                 std::int64_t warmup_steps = 0);
   ModelAverager(std::vector<at::Tensor> parameters, collective::Group group, std::int64_t period,
@@ -57,7 +57,7 @@ struct DiLoCoOptions {
   double outer_momentum = 0.9;  ///< of Nesterov's method
   /// Parts of the model, of similar size, that are averaged in turn, evenly spread over a period.
   int fragments = 1;
-  std::int64_t delay = 0;  ///< inner steps during which an average may be under way; less than period
+  std::int64_t delay = 0;  ///< inner steps for which an average may be in flight; less than period
   double keep = 0;         ///< share of the local value that stays when an average arrives, from 0 to 1
 };
 
@@ -76,7 +76,7 @@ class DiLoCo {
 
   /// Call after each inner optimizer step. Returns whether the parameters have received an outer step.
   bool step();
-  /// Waits for averages under way and applies them. Call it on all ranks after the last step and before a
+  /// Waits for averages in flight and applies them. Call it on all ranks after the last step and before a
   /// checkpoint.
   void finish();
 

@@ -9,7 +9,7 @@
 
 namespace torchspan {
 
-/// How far a training has come.
+/// Progress of a training run.
 struct ElasticPosition {
   std::int64_t step = 0;   ///< committed steps
   std::int64_t epoch = 0;  ///< committed epochs
@@ -28,8 +28,8 @@ struct ElasticOptions {
   ElasticPosition start = {};  ///< of the state that rank 0 begins with, such as that of a checkpoint
   int min_ranks = 1;           ///< with fewer ranks, training waits for replacements
   Duration too_few_limit = std::chrono::minutes(10);  ///< the longest such wait; run() then throws kTimedOut
-  /// How long ranks wait for a late one, such as a stopped process, before they continue without it. More than the
-  /// longest step takes, and than a copy of the state to a new rank takes. A rank that was left out joins again.
+  /// How long ranks wait for a late rank, such as a stopped process, before they continue without it. Must exceed the
+  /// longest step and the time to copy the state to a new rank. A rank that was left out joins again.
   Duration step_timeout = std::chrono::minutes(2);
   collective::GroupOptions group = {};  ///< backend, network and device
   data_parallel::DataParallelOptions data_parallel = {};

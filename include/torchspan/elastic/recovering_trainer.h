@@ -27,11 +27,11 @@ struct RecoveryOptions {
   void validate() const;
 };
 
-/// How often the objects of a training were created again, and where its state came from.
+/// How many times the objects of a training run were created again, and where its state came from.
 struct RecoveryReport {
-  int rebuilds = 0;          ///< how often the objects were created again in this process
-  int from_copies = 0;       ///< how often the state came from memory
-  int from_checkpoints = 0;  ///< and from a checkpoint
+  int rebuilds = 0;          ///< times the objects were created again in this process
+  int from_copies = 0;       ///< times the state came from memory
+  int from_checkpoints = 0;  ///< times the state came from a checkpoint
 };
 
 /// Where the objects of a program register their state each time they are created. See RecoveringTrainer.
@@ -89,7 +89,7 @@ class RecoveringTrainer {
       };
     });
   }
-  /// Of run() so far.
+  /// The counts of run() so far.
   const RecoveryReport& report() const;
 
  private:

@@ -14,9 +14,9 @@ struct CompareOptions {
   int ranks = 1;
   int micro_batches = 1;
   /// Costs of one micro-batch through all layers of a rank: one entry for all ranks, or one for each. A
-  /// schedule with several stages per rank divides them evenly; transfers stay as long.
+  /// schedule with several stages per rank divides them evenly; transfer times do not change.
   std::vector<Costs> costs = {Costs{}};
-  /// Most memory of a rank, in the unit of Costs::activation.
+  /// Memory limit of a rank, in the unit of Costs::activation.
   double memory_limit = std::numeric_limits<double>::infinity();
 };
 
@@ -36,7 +36,7 @@ struct Comparison {
 
 /// Simulates each schedule that is defined for the pipeline, with one and two stages per rank, and
 /// zero_bubble() for its memory limit. Those that fit come first; then the shortest step, the shortest
-/// step_period(), the least memory. Throws Error{kInvalid} that names the field, or if the limit has no room
+/// step_period(), the least memory. Throws Error{kInvalid} that names the field, or if the limit is too small
 /// for one micro-batch.
 Comparison compare(const CompareOptions& options);
 

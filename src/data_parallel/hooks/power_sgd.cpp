@@ -262,7 +262,7 @@ void PowerSgd::State::load(const std::vector<std::pair<std::string, at::Tensor>>
       factors[name.substr(std::string(kFactor).size())] = tensor.clone();
     } else {
       throw Error(ErrorKind::kInvalid,
-                  fmt::format("'{}' is no part of the state of PowerSgd; its entries are iteration, "
+                  fmt::format("'{}' is not part of the state of PowerSgd; its entries are iteration, "
                               "error.<parameter> and factor.<parameter>",
                               name));
     }

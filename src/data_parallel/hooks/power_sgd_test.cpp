@@ -236,7 +236,7 @@ TEST(PowerSgd, RejectsOptionsAndStatesWithoutAMeaning) {
   EXPECT_THAT(error_text([] {
                 PowerSgd().load_state({{"momentum.p0", at::zeros({2, 2})}});
               }),
-              HasSubstr("'momentum.p0' is no part of the state"));
+              HasSubstr("'momentum.p0' is not part of the state"));
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({6, 4})};
     PowerSgd power(kAlways);

@@ -141,7 +141,7 @@ class Training::Impl {
     failed_.begin(members_, departures);
     if (!client_.meet(members_, options_.step_timeout)) {
       worker_.runtime().log.info(fmt::format(
-          "generation {} of '{}' ended before all of its ranks were there: another rank needs the next one",
+          "generation {} of '{}' ended before all of its ranks had joined: another rank needs the next one",
           members_.number, options_.name));
       return;
     }

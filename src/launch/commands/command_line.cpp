@@ -73,7 +73,7 @@ void describe_schedule(CommandLine& line) {
       ->check(CLI::Range(1, 16));
   command.add_option(
       "--memory", shown.memory,
-      "Most memory of a rank, for best and zero-bubble: activations of a micro-batch, or with a "
+      "Memory limit of a rank, for best and zero-bubble: activations of a micro-batch, or with a "
       "costs file in bytes 4GiB and the like");
   command.add_option("--forward", shown.forward,
                      "Milliseconds of a micro-batch's forward through all of a stage");

@@ -50,7 +50,7 @@ Finding judge_blas(const Machine& machine) {
   if (file.find("openblas") != std::string::npos) {
     return {
         Verdict::kNote, "BLAS", file,
-        "this flavor keeps a thread pool beside OpenMP's; better: apt install "
+        "this flavor keeps a thread pool in addition to OpenMP's; better: apt install "
         "libopenblas0-openmp, then as root: update-alternatives --config libblas.so.3-$(uname -m)-linux-gnu"};
   }
   if (file.find("/blas/") != std::string::npos) {

@@ -20,7 +20,7 @@ void describe_restarts(CLI::App& run, RunOptions& options) {
       ->check(CLI::Range(0, 1000));
   run.add_option(
          "--max-replacements", options.job.restarts.most_replacements,
-         "Start a failed worker other than rank 0 again while the others go on, up to this many times "
+         "Start a failed worker other than rank 0 again while the others continue, up to this many times "
          "for all workers together; then --max-restarts applies. The program must handle the death of a "
          "worker")
       ->check(CLI::Range(0, 100000));

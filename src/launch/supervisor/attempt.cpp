@@ -163,12 +163,12 @@ std::optional<std::string> Attempt::plan_replacements(TimePoint now) {
   for (Ending& ending : endings_) {
     if (!is_new(ending)) continue;
     ending.replaced = true;
-    context_.display.say(
-        fmt::format("torchspan: {} (rank {}, pid {}) {}; it starts again in {:.1f} s, and the others go on "
-                    "(replacement {} of {})\n",
-                    ending.name, ending.rank, ending.pid, describe(ending),
-                    to_seconds(replacements_.start_of(ending.rank) - now), replacements_.used(),
-                    context_.options.restarts.most_replacements));
+    context_.display.say(fmt::format(
+        "torchspan: {} (rank {}, pid {}) {}; it starts again in {:.1f} s, and the others continue "
+        "(replacement {} of {})\n",
+        ending.name, ending.rank, ending.pid, describe(ending),
+        to_seconds(replacements_.start_of(ending.rank) - now), replacements_.used(),
+        context_.options.restarts.most_replacements));
   }
   return std::nullopt;
 }

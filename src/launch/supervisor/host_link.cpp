@@ -145,7 +145,7 @@ void HostLink::ask(Question& question, int node, const HostMessage& header, Dead
   const std::string& address = addresses_[place];
   std::optional<HostReport>& answer = question.answers[place];
   if (!trouble_.empty() || !listening_) {
-    answer = absent(node, trouble_.empty() ? "the launchers have not met" : trouble_);
+    answer = absent(node, trouble_.empty() ? "the launchers have not connected" : trouble_);
   } else if (address.empty()) {
     answer = absent(
         node,

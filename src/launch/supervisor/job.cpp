@@ -468,8 +468,9 @@ int run_job(Executor& executor, JobOptions options) {
     throw_invalid(fmt::format("the number of workers is {}; expected 1 or more", options.workers));
   }
   if (options.least_workers > options.workers) {
-    throw_invalid(fmt::format("the least number of workers is {}; expected at most {}, the number of workers",
-                              options.least_workers, options.workers));
+    throw_invalid(
+        fmt::format("the minimum number of workers is {}; expected at most {}, the number of workers",
+                    options.least_workers, options.workers));
   }
   if (options.command.empty()) throw_invalid("there is no program to run");
   const RaisedOpenFiles raised;

@@ -153,7 +153,7 @@ bool JobNodes::may_start_alone() {
     const bool refused =
         node_ != 0 && (gone_->kind() == ErrorKind::kInvalid || gone_->kind() == ErrorKind::kUnsupported);
     if (different_ || !refused) throw Error(*gone_);
-    link_.set_trouble("this launcher has not met the others: " + gone_->message());
+    link_.set_trouble("this launcher has not connected to the others:  " + gone_->message());
   } else if (!all_ready_ || (node_ != 0 && !gone_)) {
     return false;
   }

@@ -22,7 +22,7 @@ constexpr Duration kRoundLimit = std::chrono::seconds(30);
 constexpr Duration kLeaveLimit = std::chrono::seconds(2);
 
 Error left_before_all_met() {
-  return {ErrorKind::kCancelled, "this launcher ended before those of all hosts had met"};
+  return {ErrorKind::kCancelled, "this launcher ended before the launchers of all hosts had connected"};
 }
 
 }  // namespace

@@ -79,7 +79,7 @@ void Client::add_handlers() {
     try {
       send_to_store(encode_message(Pong{message.sent, now, runtime_.executor.now()}));
     } catch (const Error& error) {
-      runtime_.log.debug(fmt::format("no sign of life could be sent to the store: {}", error.message()));
+      runtime_.log.debug(fmt::format("a heartbeat to the store could not be sent: {}", error.message()));
     }
   });
   messages_.on<DeclaredDead>([this](DeclaredDead message) {
@@ -336,7 +336,7 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
     if (found->second.death) gone = *found->second.death;
     if (!gone)
       gone.emplace(ErrorKind::kDisconnected,
-                   store_.declared_dead ? fmt::format("{} is lost to this worker: {}", server, cause)
+                   store_.declared_dead ? fmt::format("{} no longer serves this worker: {}", server, cause)
                    : rank0_left         ? fmt::format("the store closed, since {} left the world", server)
                                         : fmt::format("{} died, and the store with it: {}", server, cause));
     store_gone_ = gone;

@@ -17,15 +17,15 @@ class Module;
 
 namespace torchspan::data_parallel {
 
-/// What an optimizer does that steps and gathers the parameters of a WrappedModule. Empty functions: nothing.
+/// Callbacks of an optimizer that steps and gathers the parameters of a WrappedModule. Empty ones are skipped.
 struct OptimizerHooks {
   std::function<void()> before_forward;    ///< of the module, also without gradients
   std::function<void()> before_broadcast;  ///< of the parameters
   /// In join(), on a rank without batches: after each reduction that it takes part in. True: the reduction succeeded,
   /// and the other ranks step or clear the gradients next. False: it failed on all ranks.
   std::function<void(bool reduced)> after_shadow;
-  /// In join(), on a rank whose body has thrown, or whose part in the other ranks' reductions has failed after its body
-  /// returned: with the text of the exception, before the other ranks learn of it.
+  /// In join(), if the body throws on this rank, or if its part in the others' reductions fails after the body
+  /// returned: called with the text of the exception, before the other ranks are notified.
   std::function<void(const std::string& reason)> body_failed;
   /// In join(), on a rank that has a batch: before it begins a forward with gradients or a reduction. An exception
   /// prevents that; it must be thrown on all such ranks.

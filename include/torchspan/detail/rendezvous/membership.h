@@ -191,7 +191,7 @@ class Membership {
   void all_gather_bytes_async(const std::string& tag, BytesView mine, std::vector<int> ranks,
                               Deadline deadline, GatherCallback done);
 
-  /// Like barrier(), and returns the sums of all ranks' counts, of which each rank gives equally many, and the
+  /// Like barrier(), and returns the sums of all ranks' counts (each rank gives the same number of them) and the
   /// first notes. An empty note is none. The answer's size does not depend on the number of ranks.
   CountSums sum(const std::string& tag, std::vector<std::uint64_t> counts, BytesView note,
                 std::vector<int> ranks, const Wait& wait);
@@ -201,7 +201,7 @@ class Membership {
     std::unique_ptr<net::Transport> transport;
     std::string address;
   };
-  /// Makes a transport for this worker's own connections to other members, beside those to the store and
+  /// Makes a transport for this worker's own connections to other members, separate from those to the store, but
   /// with the same kind of authentication and encryption. It listens at a free port of the address at which
   /// other hosts reach this worker; on loopback if the store does. `use` differs for every transport of a
   /// worker. The transport may outlive this object. Throws kInvalid in a world of one.
