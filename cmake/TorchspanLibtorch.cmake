@@ -6,16 +6,21 @@
 set(torchspan_find_hint "pass -DCMAKE_PREFIX_PATH=\"$(python3 -c 'import torch; print(torch.utils.cmake_prefix_path)')\" \
 for pip's torch or the folder of an unpacked libtorch zip, or install Debian's libtorch-dev (tools/install-deps)")
 
-# A build folder remembers its LibTorch; another CMAKE_PREFIX_PATH asks for another one.
-if(DEFINED TORCHSPAN_LIBTORCH_SEARCHED
+# A build folder remembers the LibTorch that was found; another CMAKE_PREFIX_PATH asks for another one. A Torch_DIR that
+# was given stays.
+if(NOT TARGET libtorch::torch
+   AND DEFINED TORCHSPAN_LIBTORCH_SEARCHED
    AND NOT TORCHSPAN_LIBTORCH_SEARCHED STREQUAL "${CMAKE_PREFIX_PATH}"
    AND TORCHSPAN_LIBTORCH_FOUND STREQUAL "${Torch_DIR}")
   unset(Torch_DIR CACHE)
 endif()
+set(torchspan_given "${Torch_DIR}")
 # Only finds the folder and the version: the package's own configuration is not run here.
 find_package(Torch CONFIG QUIET CONFIGS TorchConfigVersion.cmake)
 set(TORCHSPAN_LIBTORCH_SEARCHED "${CMAKE_PREFIX_PATH}" CACHE INTERNAL "where LibTorch was searched")
-set(TORCHSPAN_LIBTORCH_FOUND "${Torch_DIR}" CACHE INTERNAL "and found")
+if(NOT torchspan_given)
+  set(TORCHSPAN_LIBTORCH_FOUND "${Torch_DIR}" CACHE INTERNAL "and found")
+endif()
 if(NOT Torch_FOUND)
   message(FATAL_ERROR "TorchSpan needs LibTorch, which was not found: ${torchspan_find_hint}.")
 endif()

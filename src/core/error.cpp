@@ -2,7 +2,6 @@
 #include <cxxabi.h>
 #include <fmt/format.h>
 #include <memory>
-#include <new>
 #include <typeinfo>
 
 #include <torchspan/core/error.h>
@@ -116,8 +115,6 @@ Error to_error(const std::exception_ptr& exception) {
   } catch (const std::nested_exception& rebuilt) {
     if (rebuilt.nested_ptr()) return to_error(rebuilt.nested_ptr());
     return Error(ErrorKind::kInvalid, describe(exception).text);
-  } catch (const std::bad_alloc&) {
-    return Error(ErrorKind::kOverloaded, "no memory left (std::bad_alloc)");
   } catch (...) {
     ExceptionDescription description = describe(exception);
     return Error(ErrorKind::kInvalid, fmt::format("{}: {}", description.type, description.text));

@@ -63,14 +63,18 @@ void GradScaler::check_first_unscale(const void* optimizer) const {
 void GradScaler::unscale(const void* optimizer, const std::vector<at::Tensor>& parameters) {
   if (!options_.enabled) return;
   refuse_steps_in_backward(parameters, "unscale_()");
-  unscale(optimizer, [&](double scale) { return unscale_gradients(gradients_of(parameters), scale); });
+  unscale(optimizer, [&](double scale) {
+    iteration_[optimizer] = {};  // from here on, some gradients may be divided
+    return unscale_gradients(gradients_of(parameters), scale);
+  });
 }
 
 void GradScaler::unscale(const void* optimizer, const std::function<bool(double scale)>& divide) {
   if (!options_.enabled) return;
   check_first_unscale(optimizer);
-  iteration_[optimizer] = {};
+  iteration_[optimizer] = {.unchanged = true};
   bool found_inf = divide(scale_);
+  iteration_[optimizer] = {};
   if (options_.agree) found_inf = options_.agree(found_inf);
   iteration_[optimizer] = {.complete = true, .found_inf = found_inf};
 }

@@ -127,7 +127,7 @@ TEST(Session, MayEndOnItsOwnThread) {
                Error);
   while (!ended.load()) worker.runtime().executor.sleep(std::chrono::milliseconds(1));
   EXPECT_THAT(::testing::internal::GetCapturedStderr(),
-              HasSubstr("destroy that on a thread that the program started"));
+              HasSubstr("destroy the object on a thread that the program started"));
   expect_cancelled("rpc_sync", [&] { worker.rpc_sync(0, kTwice, input()); });
 }
 

@@ -157,8 +157,8 @@ TEST_P(CollectiveGroups, RefusesTensorsOfOtherDevicesAndGoesOn) {
         ADD_FAILURE() << "nothing was thrown";
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
-        EXPECT_THAT(error.what(),
-                    ::testing::AllOf(::testing::HasSubstr("on meta"), ::testing::HasSubstr(".to(at::kCPU)")));
+        EXPECT_THAT(error.what(), ::testing::AllOf(::testing::HasSubstr("on meta"),
+                                                   ::testing::HasSubstr("a meta tensor has no values")));
       }
     };
     refused([&] { static_cast<void>(group.all_reduce(meta)); });

@@ -129,6 +129,7 @@ class FindLibTorch(unittest.TestCase):
         self.assertIn("probe: 2.15.0", self.accepted(first), "nothing changed")
         given = second / "share" / "cmake" / "Torch"
         self.assertIn("probe: 2.14.0", self.accepted("/nowhere", f"-DTorch_DIR={given}"))
+        self.assertIn("probe: 2.14.0", self.accepted(first), "what was given stays")
 
     def test_none(self):
         text = self.refused("/nowhere", "-DWITHOUT_THE_SYSTEM=ON")

@@ -91,14 +91,21 @@ void UcxInbox::add_offer(std::uint64_t number, UcxOffer offer) {
   if (!due || offers_.contains(number) || offers_.size() >= kMostEarly) {
     throw_invalid("received an unexpected segment", number);
   }
-  const std::uint64_t oldest = awaited_.empty() ? announced_ : awaited_.begin()->first;
-  if (offer.descriptor != nullptr && number - oldest >= kMostEarly)
+  if (number - first_missing() >= kMostEarly)
     throw_invalid("received a segment too far behind a missing one", number);
   if (awaited != awaited_.end() && awaited->second.size != offer.size) {
     throw_invalid("received a segment whose size differs from the announced one", number);
   }
   offers_.emplace(number, std::move(offer));
   if (awaited != awaited_.end()) ready_.push_back(number);
+}
+
+std::uint64_t UcxInbox::first_missing() {
+  for (; missing_ < announced_; ++missing_) {
+    const auto found = awaited_.find(missing_);
+    if (found != awaited_.end() && !found->second.done) break;
+  }
+  return missing_;
 }
 
 void UcxInbox::match(std::uint64_t number) {

@@ -98,6 +98,8 @@ class UcxInbox {
   Buffer announce(UcxAnnouncement announcement, std::size_t size);
   Buffer allocate(const Awaited& awaited) const;
   void match(std::uint64_t number);
+  /// The first segment that was not received.
+  std::uint64_t first_missing();
   void parse(BytesView bytes);
   void add_pending(Message message);
 
@@ -107,6 +109,7 @@ class UcxInbox {
   std::uint64_t next_chunk_ = 0;
   std::map<std::uint64_t, Bytes> early_chunks_;
   std::uint64_t announced_ = 1;  ///< the next segment that a frame announces
+  std::uint64_t missing_ = 1;    ///< at most first_missing()
   std::uint64_t assigned_ = 1;   ///< the next announced segment whose frame is not complete
   std::map<std::uint64_t, Awaited> awaited_;
   std::map<std::uint64_t, UcxOffer> offers_;

@@ -205,13 +205,11 @@ bool UcxChannel::send_segments(bool patient, Released& released) {
     task->link = options_.token;
     const UcxWorker::Outcome outcome = worker_->send(*route_, task, patient);
     if (outcome != UcxWorker::Outcome::kUnderWay && outcome != UcxWorker::Outcome::kDone) return false;
+    if (outcome == UcxWorker::Outcome::kUnderWay) ++under_way_;
     unsent_.fetch_sub(size, std::memory_order_relaxed);
     offered_bytes_ += size;
     released.push_back(std::move(apart_[offered_++].segment.keep));
-    if (outcome == UcxWorker::Outcome::kUnderWay) {
-      ++under_way_;
-      continue;
-    }
+    if (outcome == UcxWorker::Outcome::kUnderWay) continue;
     released.push_back(std::move(task->segment.keep));
     segment_done(first_apart_ + offered_ - 1);
     freed = true;

@@ -217,7 +217,8 @@ void UcxTransport::take_arrivals(std::vector<UcxWorker::Arrival> arrivals) {
         } else {
           link->inbox.add_offer(arrival.label.number, std::move(arrival.offer));
         }
-      } catch (const Error& error) {
+      } catch (const std::exception&) {
+        const Error error = to_error(std::current_exception());
         drop(arrival);
         // Delivers what arrived before.
         const std::string peer = link->channel->peer();

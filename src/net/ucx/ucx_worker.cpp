@@ -161,6 +161,19 @@ std::shared_ptr<UcxRoute> UcxWorker::open_route(BytesView address) {
   return route;
 }
 
+/// Takes over the task while UCX begins with it: UCX may call back before it returns.
+template <class Begin>
+UcxWorker::Outcome UcxWorker::start(UcxTaskPtr& task, const Begin& begin) {
+  const UcxTask& its = *task;
+  under_way_[&its] = std::move(task);
+  const ucs_status_ptr_t request = begin(its);
+  if (request != nullptr && !UCS_PTR_IS_ERR(request)) return Outcome::kUnderWay;
+  auto back = under_way_.extract(&its);
+  if (back.empty()) return Outcome::kUnderWay;  // it did call back
+  task = std::move(back.mapped());
+  return request == nullptr ? Outcome::kDone : Outcome::kFailed;
+}
+
 UcxWorker::Outcome UcxWorker::send(UcxRoute& route, UcxTaskPtr& task, bool patient) {
   if (patient) {
     MutexLock lock(mutex_);
@@ -209,19 +222,6 @@ UcxWorker::Outcome UcxWorker::fetch(const UcxRoute& route, void* descriptor, Ucx
   return start(task, [&](const UcxTask& its) {
     return library_.am_receive(worker_, descriptor, its.into.data, its.into.size, &param);
   });
-}
-
-/// Takes over the task while UCX begins with it: UCX may call back before it returns.
-UcxWorker::Outcome UcxWorker::start(UcxTaskPtr& task,
-                                    const std::function<ucs_status_ptr_t(const UcxTask&)>& begin) {
-  const UcxTask& its = *task;
-  under_way_[&its] = std::move(task);
-  const ucs_status_ptr_t request = begin(its);
-  if (request != nullptr && !UCS_PTR_IS_ERR(request)) return Outcome::kUnderWay;
-  auto back = under_way_.extract(&its);
-  if (back.empty()) return Outcome::kUnderWay;  // it did call back
-  task = std::move(back.mapped());
-  return request == nullptr ? Outcome::kDone : Outcome::kFailed;
 }
 
 void UcxWorker::release(void* descriptor) {

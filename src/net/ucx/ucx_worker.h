@@ -131,8 +131,8 @@ class UcxWorker {
   void tear_down();
   void listen_for(UcxTask::Kind kind, ucp_am_recv_callback_t callback);
   Outcome send_locked(UcxRoute& route, UcxTaskPtr& task) TORCHSPAN_REQUIRES(mutex_);
-  Outcome start(UcxTaskPtr& task, const std::function<ucs_status_ptr_t(const UcxTask&)>& begin)
-      TORCHSPAN_REQUIRES(mutex_);
+  template <class Begin>
+  Outcome start(UcxTaskPtr& task, const Begin& begin) TORCHSPAN_REQUIRES(mutex_);
   void finish(UcxTask* task, void* request, ucs_status_t status) TORCHSPAN_REQUIRES(mutex_);
   void close_failed() TORCHSPAN_REQUIRES(mutex_);
   enum class Ending : std::uint8_t { kFlush, kClose };

@@ -144,11 +144,11 @@ TEST(ScaleGradients, MayBeRepeatedAfterAFailure) {
     const Chain chain(worker);
     DistributedOptimizer optimizer(worker, SGD{.lr = 0.01}, {chain.first, chain.second, chain.here});
     GradScaler scaler({.init_scale = 8});
-    Context context(worker);
-    context.backward(scaler.scale(chain.loss(1)));
     std::optional<Context> ended(std::in_place, worker);
     const autograd::ContextView old = *ended;
     ended.reset();
+    Context context(worker);
+    context.backward(scaler.scale(chain.loss(1)));
     EXPECT_ANY_THROW(scaler.unscale_(optimizer, old));
     EXPECT_TRUE(scaler.step(optimizer, context));
     scaler.update();

@@ -175,7 +175,8 @@ TEST(Generations, EndAtOnceWhenNoRankThatIsLeftHasTheState) {
   ASSERT_EQ(table.errors.count(0), 1u);
   EXPECT_EQ(table.errors.at(0).kind(), ErrorKind::kTimedOut);
   table.errors.clear();
-  table.report(0, {.generation = 2, .committed = 3, .holds_state = true, .min_ranks = 2});
+  table.table.gone(0, "its run() threw", table.now);
+  table.report(0, {.min_ranks = 2});
   ASSERT_EQ(table.errors.count(0), 1u);
   EXPECT_EQ(table.errors.at(0).kind(), ErrorKind::kDisconnected);
   EXPECT_THAT(table.errors.at(0).message(), HasSubstr("restart the job from its last checkpoint"));

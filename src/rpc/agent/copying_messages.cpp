@@ -73,6 +73,10 @@ bool CopyingMessages::soon_ready(OutgoingMessage& out) const {
 /// The thread may be a user's that waits: nothing of its own work may affect what is sent.
 void CopyingMessages::look() {
   if (count_.load(std::memory_order_relaxed) == 0 || looking_.exchange(true)) return;
+  struct Looked {
+    std::atomic<bool>& flag;
+    ~Looked() { flag.store(false); }
+  } const looked{looking_};
   std::vector<CopyingPtr> oldest;
   {
     MutexLock lock(mutex_);
@@ -81,10 +85,6 @@ void CopyingMessages::look() {
       if (oldest.size() == kMostAsked) break;
     }
   }
-  struct Looked {
-    std::atomic<bool>& flag;
-    ~Looked() { flag.store(false); }
-  } const looked{looking_};
   const EnvironmentScope empty{Environment()};
   for (CopyingPtr& one : oldest) {
     if (ask(one) != Answer::kCopied) continue;

@@ -286,7 +286,8 @@ void MessageSender::loop_back(const Bytes& header, const wire::PackedTensors& te
 void MessageSender::send_reply(SmallReply reply) {
   try {
     return send(reply.channel, reply.frame);
-  } catch (const Error& error) {
+  } catch (const std::exception&) {
+    const Error error = to_error(std::current_exception());
     const bool full = error.kind() == ErrorKind::kOverloaded && !state_.stopping.load();
     if (!full || reply.deadline.passed(state_.runtime.executor.now())) {
       return state_.runtime.log.info(

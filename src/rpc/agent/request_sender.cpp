@@ -1,6 +1,7 @@
 #include "rpc/agent/request_sender.h"
 
 #include <fmt/format.h>
+#include <new>
 #include <utility>
 
 #include <torchspan/detail/rpc/environment.h>
@@ -36,6 +37,18 @@ class RemoteCreation final : public Completion {
   std::shared_ptr<References> references_;
   std::shared_ptr<UserReference> user_;
 };
+
+/// The current exception. Lack of memory is kOverloaded: the request was not sent, and may be later.
+std::exception_ptr why_unsent() {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    return std::make_exception_ptr(
+        Error(ErrorKind::kOverloaded, "no memory left to send it (std::bad_alloc)"));
+  } catch (...) {
+    return std::current_exception();
+  }
+}
 
 }  // namespace
 
@@ -160,7 +173,7 @@ void RequestSender::start_or_undo(std::uint64_t id, PendingCall& call, OutgoingM
 
 void RequestSender::fail_unsent(std::uint64_t id, PendingCall& call,
                                 const std::optional<wire::Handle>& creation) {
-  const std::exception_ptr error = annotate(call, std::current_exception());
+  const std::exception_ptr error = annotate(call, why_unsent());
   if (!creation && await_death_report(id, call, error)) return;
   if (creation) state_.references->creation_not_sent(creation->fork, error);
   call.completion->fail(error);
@@ -271,7 +284,7 @@ void RequestSender::cancel(std::uint64_t id) {
       frame.header.call = id;
       frame.header.version = state_.peers.protocol(call->peer).version;
       sender_.send(state_.channels->to(call->peer).channel, frame);
-    } catch (const Error&) {  // the broken connection then stops the handler
+    } catch (const std::exception&) {  // the broken connection then stops the handler
     }
   }
   call->completion->fail(annotate(

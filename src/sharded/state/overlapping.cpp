@@ -12,10 +12,8 @@ struct Extent {
 };
 
 Extent extent_of(const at::Tensor& tensor, std::size_t index) {
-  std::int64_t last = 0;
-  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
   const auto* begin = static_cast<const std::byte*>(tensor.data_ptr());
-  return {begin, begin + (last + 1) * static_cast<std::int64_t>(tensor.element_size()), index};
+  return {begin, begin + tensor.nbytes(), index};
 }
 
 }  // namespace
@@ -23,7 +21,8 @@ Extent extent_of(const at::Tensor& tensor, std::size_t index) {
 std::optional<std::pair<std::size_t, std::size_t>> overlapping(const std::vector<at::Tensor>& tensors) {
   std::vector<Extent> extents;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].numel() > 0 && tensors[i].data_ptr() != nullptr)
+    if (tensors[i].numel() > 0 && tensors[i].is_non_overlapping_and_dense() &&
+        tensors[i].data_ptr() != nullptr)
       extents.push_back(extent_of(tensors[i], i));
   }
   std::ranges::sort(extents, {}, &Extent::begin);

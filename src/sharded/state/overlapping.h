@@ -9,7 +9,8 @@
 
 namespace torchspan::sharded {
 
-/// The indices of two tensors that have elements in the same memory; nullopt if there are none.
+/// The indices of two tensors that have elements in the same memory; nullopt if there are none. Ignores tensors with
+/// gaps between their elements.
 std::optional<std::pair<std::size_t, std::size_t>> overlapping(const std::vector<at::Tensor>& tensors);
 
 }  // namespace torchspan::sharded

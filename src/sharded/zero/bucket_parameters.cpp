@@ -27,27 +27,35 @@ BucketParameters::BucketParameters(collective::Group group, std::vector<BucketSh
   }
 }
 
+bool BucketParameters::Held::fits() const {
+  const at::Tensor& tensor = parameter.tensor;
+  return tensor.sizes() == view.sizes() && tensor.scalar_type() == view.scalar_type() &&
+         tensor.device() == view.device();
+}
+
 void BucketParameters::adopt() {
   for (const Held& held : held_) {
     const at::Tensor& tensor = held.parameter.tensor;
-    const bool fits = tensor.sizes() == held.view.sizes() &&
-                      tensor.scalar_type() == held.view.scalar_type() &&
-                      tensor.device() == held.view.device();
-    if (!fits) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("parameter '{}' is {} {} on {} now, but was {} {} on {} when the "
-                      "ZeroRedundancyOptimizer was made; convert the module before",
-                      held.parameter.name, c10::toString(tensor.scalar_type()), c10::str(tensor.sizes()),
-                      tensor.device().str(), c10::toString(held.view.scalar_type()),
-                      c10::str(held.view.sizes()), held.view.device().str()));
-    }
-    if (tensor.numel() == 0 || (tensor.data_ptr() == held.view.data_ptr() && tensor.is_contiguous()))
-      continue;
+    if (tensor.numel() == 0 || !held.fits()) continue;
+    if (tensor.data_ptr() == held.view.data_ptr() && tensor.is_contiguous()) continue;
     wait(held.bucket);  // the step before it
     const at::NoGradGuard no_grad;
     held.view.copy_(tensor);
     tensor.set_data(held.view);
+  }
+}
+
+void BucketParameters::check() const {
+  for (const Held& held : held_) {
+    if (held.fits()) continue;
+    const at::Tensor& tensor = held.parameter.tensor;
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("parameter '{}' is {} {} on {} now, but was {} {} on {} when the "
+                    "ZeroRedundancyOptimizer was made; convert the module before",
+                    held.parameter.name, c10::toString(tensor.scalar_type()), c10::str(tensor.sizes()),
+                    tensor.device().str(), c10::toString(held.view.scalar_type()),
+                    c10::str(held.view.sizes()), held.view.device().str()));
   }
 }
 

@@ -27,8 +27,16 @@ class BucketParameters {
   BucketParameters& operator=(const BucketParameters&) = delete;
 
   /// Moves parameters that the program gave other memory, as torch::load() does, back into the flat tensors, with their
-  /// new values. Throws Error{kInvalid} for one whose shape, dtype or device has changed.
+  /// new values, unless their shape, dtype or device has changed.
   void adopt();
+  /// Throws Error{kInvalid} for a parameter that adopt() left out.
+  void check() const;
+
+  /// The same, and returns when all buckets are whole.
+  void settle() {
+    adopt();
+    wait_all();
+  }
 
   std::size_t size() const { return flats_.size(); }
   const at::Tensor& flat(std::size_t bucket) const { return flats_[bucket]; }
@@ -45,6 +53,7 @@ class BucketParameters {
     data_parallel::Parameter parameter;
     at::Tensor view;  ///< its place in the flat tensor
     std::size_t bucket;
+    bool fits() const;
   };
   struct Gather {
     PartGather parts;

@@ -138,12 +138,7 @@ void connect(data_parallel::WrappedModule& wrapped,
   };
   wrapped.set_optimizer_hooks(
       {[call] { call([](Impl& one) { one.begin_forward(); }); },
-       [call] {
-         call([](Impl& one) {
-           one.parameters().adopt();
-           one.parameters().wait_all();
-         });
-       },
+       [call] { call([](Impl& one) { one.parameters().settle(); }); },
        [call](bool reduced) { call([reduced](Impl& one) { one.shadow(reduced); }); },
        [call](const std::string& reason) { call([&reason](Impl& one) { one.join().give_up(reason); }); },
        [call] { call([](Impl& one) { one.join().check_round(); }); },
@@ -215,7 +210,8 @@ void ZeroRedundancyOptimizer::Impl::make_waits() {
 }
 
 void ZeroRedundancyOptimizer::Impl::begin_forward() {
-  parameters_->adopt();
+  // Without gradients, the program may compute with other parameters for a while, such as averages.
+  if (at::GradMode::is_enabled()) parameters_->adopt();
   if (!waits_) return parameters_->wait_all();
   for (const std::size_t bucket : waits_->others()) parameters_->wait(bucket);
 }
@@ -359,6 +355,7 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
   std::string failure;
   try {
     parameters_->adopt();
+    parameters_->check();
     for (const Piece& piece : pieces_) gradients.push_back(gradient_of(piece, shadow));
   } catch (const Error& error) {
     failure = error.message();
@@ -410,7 +407,15 @@ bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
     throw Error(ErrorKind::kUnsupported,
                 "in join(), gradients of a ZeroRedundancyOptimizer cannot be unscaled");
   pending_->check("unscale");
-  return sharded::unscale_over_ranks(group_, averages(/*shadow=*/false), scale);
+  std::vector<at::Tensor> gradients;
+  data_parallel::Agreement mine;
+  try {
+    gradients = averages(/*shadow=*/false);
+  } catch (const Error& error) {
+    mine.failure = error.message();
+  }
+  data_parallel::agree(group_, mine);
+  return sharded::unscale_over_ranks(group_, gradients, scale);
 }
 
 void ZeroRedundancyOptimizer::Impl::step() {
