@@ -213,6 +213,34 @@ TEST_F(MalformedUcxPeer, CannotHaveSegmentsFetchedBehindOneThatNeverArrives) {
   EXPECT_LE(number, 2000u);
 }
 
+/// Segments of an incomplete frame cannot be taken, but they are fetched.
+TEST(UcxInboxTest, FetchesAllSegmentsOfALargeMessageBeforeItsFrameIsComplete) {
+  constexpr std::uint64_t kSegments = 3000;
+  Sender sender;
+  sender.send({}, std::vector<Bytes>(kSegments, Bytes(1000)), 1000);
+  UcxInbox inbox{TransportOptions()};
+  const std::size_t all_but_one = sender.stream.size() - 1;
+  std::uint64_t chunk = 0;
+  for (std::size_t at = 0; at < all_but_one; at += kUcxChunkBytes) {
+    const std::size_t size = std::min(kUcxChunkBytes, all_but_one - at);
+    inbox.add_chunk(chunk++, {sender.stream.begin() + at, sender.stream.begin() + at + size});
+  }
+  int offered = 0;
+  for (std::uint64_t number = 1; number < kSegments; ++number) {
+    inbox.add_offer(number, {.size = 1000, .descriptor = &offered});
+    ASSERT_TRUE(inbox.next_fetch()) << number;
+    inbox.fetched(number);
+  }
+  inbox.add_chunk(chunk, {sender.stream.end() - 1, sender.stream.end()});
+  inbox.add_offer(kSegments, {.size = 1000, .descriptor = &offered});
+  ASSERT_TRUE(inbox.next_fetch());
+  inbox.fetched(kSegments);
+  std::vector<Message> came;
+  inbox.take(came);
+  ASSERT_EQ(came.size(), 1);
+  EXPECT_EQ(came[0].segments.size(), kSegments);
+}
+
 TEST_F(MalformedUcxPeer, IsCutOffBeyondTheLimitsAndWithoutMemory) {
   Sender large;
   large.send({}, {Bytes(2 << 20)}, 1000);

@@ -8,6 +8,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/util/accumulate.h>
 
 #include <torchspan/core/error.h>
 
