@@ -32,7 +32,7 @@ class BucketParameters {
   /// Throws Error{kInvalid} for a parameter that adopt() left out.
   void check() const;
 
-  /// The same, and returns when all buckets are whole.
+  /// adopt(), and returns when all buckets are whole.
   void settle() {
     adopt();
     wait_all();
