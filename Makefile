@@ -1,7 +1,8 @@
 # TorchSpan's commands. Each one installs missing packages, builds only what it needs, and may be repeated: nothing is
 # installed or built twice.
-#   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST; PRESET=dev uses what 'make test' built
-#   make test [ARGS="-R rpc"]       build everything and run every test; ARGS go to ctest
+#   make demo [ARGS="--data DIR"]   train a model over three processes on Fashion-MNIST; 'make test' uses what this built
+#   make test [ARGS="-R rpc"]       build everything and run every test; ARGS go to ctest; then tools/slow-tests lists the
+#                                   slowest cases
 #   make check                      arrows, project rules, classes, format, spelling, headers, code and commands in documents,
 #                                   clang-tidy; CHECK_SECONDS=600 limits those that compile
 #   make bench [SECTION=rpc]        run all benchmarks or one, write build/bench/*.json and report.html; LIBTORCH=torch2
@@ -38,8 +39,8 @@ ARGS ?=
 CONFIGURE ?=
 # Empty: Debian's LibTorch; torch2: pip's.
 LIBTORCH ?=
-# Of the demo's build.
-PRESET ?= release
+# Of the demo's build: release measures what users install.
+PRESET ?= dev
 # Of the Debian packages: static or shared.
 LAYOUT ?= static
 # Worker processes share the cores, so a thread pool in each would oversubscribe them.
@@ -65,7 +66,7 @@ test:
 	@tools/install-deps build
 	@$(call configure,dev)
 	@ninja -C build/dev -j $(JOBS)
-	@ctest --test-dir build/dev -j $(TEST_JOBS) --test-output-size-failed 100000000 --no-tests=error $(ARGS) \
+	@ctest --test-dir build/dev -j $(TEST_JOBS) --test-output-size-passed 10000000 --test-output-size-failed 100000000 --no-tests=error $(ARGS) \
 	  || { tools/show-failures build/dev; false; }
 
 check:
@@ -109,12 +110,20 @@ survive:
 long:
 	@tools/install-deps build
 	@$(call configure,dev)
-	@ninja -C build/dev -j $(JOBS) pipeline_test autograd_test rpc_test sharded_test cluster_autograd_test
+	@ninja -C build/dev -j $(JOBS) pipeline_test autograd_test rpc_test sharded_test quorum_test data_parallel_test engine_test cluster_test collective_conformance_test \
+	  core_test schedule_test unauthenticated_peers
 	@TORCHSPAN_CASES=$(CASES) build/dev/bin/pipeline_test --gtest_filter='Oracle.*'
 	@TORCHSPAN_CASES=$$(( $(CASES) * 4 )) build/dev/bin/autograd_test --gtest_filter='RandomPrograms.*'
 	@TORCHSPAN_CASES=$(CASES) build/dev/bin/sharded_test --gtest_filter='RandomModels.*'
-	@TORCHSPAN_PASSES=$$(( $(CASES) * 20 )) build/dev/bin/cluster_autograd_test --gtest_filter='*ManyPasses'
+	@TORCHSPAN_CASES=$(CASES) build/dev/bin/data_parallel_test --gtest_filter='RandomSteps.*'
+	@TORCHSPAN_CASES=$(CASES) build/dev/bin/engine_test --gtest_filter='EngineStreams.*RandomGraphs'
+	@TORCHSPAN_PASSES=$$(( $(CASES) * 20 )) build/dev/bin/cluster_test --gtest_filter='*ManyPasses'
 	@TORCHSPAN_CASES=$$(( $(CASES) * 200 )) build/dev/bin/rpc_test --gtest_filter='RRefProtocol.*'
+	@TORCHSPAN_CASES=$$(( $(CASES) / 10 )) build/dev/bin/collective_conformance_test --gtest_filter='Simulated*'
+	@TORCHSPAN_CASES=$$(( $(CASES) * 200 )) build/dev/bin/quorum_test --gtest_filter='CommitRule.*'
+	@TORCHSPAN_CASES=$$(( $(CASES) / 10 )) build/dev/bin/core_test --gtest_filter='Pool*:Future.*:Task*:SimExecutor.*'
+	@TORCHSPAN_CASES=$$(( $(CASES) / 5 )) build/dev/bin/schedule_test --gtest_filter='*Seed*:*Formula*'
+	@TORCHSPAN_CASES=$$(( $(CASES) * 2 )) build/dev/bin/unauthenticated_peers --gtest_filter='*Flood*:*Garbage*:*Leave*'
 
 PACKAGE := package$(if $(filter-out static,$(LAYOUT)),-$(LAYOUT))
 package:

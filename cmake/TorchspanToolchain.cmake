@@ -13,18 +13,24 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
 
 find_program(TORCHSPAN_CCACHE ccache)
 if(TORCHSPAN_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-  # ccache caches users of a precompiled header only with these settings; with a base directory, a clone in another
-  # folder uses what the first one compiled.
+  # ccache caches users of a precompiled header only with these settings; with a base directory, and without this folder
+  # in __FILE__, a clone in another folder uses what the first one compiled. precompile.py writes the headers' checksums.
+  find_package(Python3 REQUIRED COMPONENTS Interpreter)
   set(CMAKE_CXX_COMPILER_LAUNCHER
       ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
-      CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1
+      CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1 CCACHE_PCH_EXTSUM=1
       ${TORCHSPAN_CCACHE})
+  set(TORCHSPAN_PCH_LAUNCHER ${Python3_EXECUTABLE} -B ${PROJECT_SOURCE_DIR}/cmake/precompile.py ${PROJECT_SOURCE_DIR})
+  add_compile_options(-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=)
 endif()
 find_program(TORCHSPAN_MOLD mold)
 if(TORCHSPAN_MOLD)
   add_link_options(-fuse-ld=mold)
 endif()
 
+if(TORCHSPAN_DEBUG_INFO)
+  add_compile_options(-g1)
+endif()
 add_compile_options(-Wall -Wextra -Wno-unused-parameter -fno-omit-frame-pointer)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # gcc 12 reports these inside its own and LibTorch's inlined headers.
@@ -38,7 +44,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     add_compile_options(-Wno-subobject-linkage)
   endif()
 elseif(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
-  add_compile_options(-Wthread-safety)
+  # A precompiled header that names no times is the same bytes in each build, so ccache knows the sources behind it.
+  # libstdc++'s std::stable_sort uses what is deprecated since C++17, and silences gcc only.
+  add_compile_options(-Wthread-safety -Wno-deprecated-declarations "SHELL:-Xclang -fno-pch-timestamp")
 endif()
 if(TORCHSPAN_SANITIZE)
   add_compile_options(-fsanitize=${TORCHSPAN_SANITIZE} -fno-sanitize-recover=all)

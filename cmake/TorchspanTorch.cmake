@@ -1,4 +1,4 @@
-# LibTorch and the precompiled headers that torch-side targets share.
+# LibTorch and the precompiled headers of the targets that use it.
 include(TorchspanLibtorch)
 
 # LibTorch's own headers are not ours to warn about.
@@ -6,20 +6,10 @@ add_library(torchspan_torch INTERFACE)
 target_include_directories(torchspan_torch SYSTEM INTERFACE ${TORCHSPAN_LIBTORCH_INCLUDE})
 target_link_libraries(torchspan_torch INTERFACE ${TORCHSPAN_LIBTORCH})
 
-# A precompiled torch/torch.h costs each source four times as much as the narrow one (measured on 2 slow cores: 15 s against
-# 3.8 s for an empty source), so only targets that use it get the large one. A precompiled header serves one optimization
-# level: tests and examples have their own if theirs differs from the libraries'.
-function(torchspan_precompile name header)
-  add_library(${name} STATIC ${PROJECT_SOURCE_DIR}/cmake/torch_pch.cpp)
-  target_link_libraries(${name} PUBLIC torchspan_torch)
-  target_compile_options(${name} PRIVATE ${ARGN})
-  target_precompile_headers(${name} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/${header})
-endfunction()
+# A precompiled torch/torch.h costs each source four times as much as the narrow one, so only targets that use it get the large
+# one.
 foreach(size narrow whole)
-  torchspan_precompile(torchspan_torch_${size} torch_${size}.h)
-  if(TORCHSPAN_PROGRAM_OPTIONS)
-    torchspan_precompile(torchspan_torch_${size}_programs torch_${size}.h ${TORCHSPAN_PROGRAM_OPTIONS})
-  endif()
+  torchspan_precompile(torch_${size} ${PROJECT_SOURCE_DIR}/cmake/torch_${size}.h LINK torchspan_torch)
 endforeach()
 
 # Sets `result` to whether a file includes LibTorch's modules or optimizers, itself or through headers of this tree.
@@ -48,15 +38,8 @@ function(torchspan_sees_modules result file)
 endfunction()
 
 # torchspan_use_torch(target [PROGRAM]): links a target with LibTorch and gives it the precompiled header that suits its
-# sources. PROGRAM: a test or an example, or a part of one, which is compiled with TORCHSPAN_PROGRAM_OPTIONS.
-# The headers are compiled with -fPIC, so executables are too (CMake would give them -fPIE).
+# sources (TorchspanPrecompiled.cmake).
 function(torchspan_use_torch target)
-  cmake_parse_arguments(PARSE_ARGV 1 USE "PROGRAM" "" "")
-  get_target_property(type ${target} TYPE)
-  if(type STREQUAL "EXECUTABLE")
-    set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
-    target_compile_options(${target} PRIVATE -fPIC)
-  endif()
   target_link_libraries(${target} PUBLIC torchspan_torch)
   get_target_property(sources ${target} SOURCES)
   set(size narrow)
@@ -69,9 +52,5 @@ function(torchspan_use_torch target)
       endif()
     endif()
   endforeach()
-  if(USE_PROGRAM AND TORCHSPAN_PROGRAM_OPTIONS)
-    target_compile_options(${target} PRIVATE ${TORCHSPAN_PROGRAM_OPTIONS})
-    set(size ${size}_programs)
-  endif()
-  target_precompile_headers(${target} REUSE_FROM torchspan_torch_${size})
+  torchspan_use_precompiled(${target} torch_${size} ${ARGN})
 endfunction()

@@ -10,7 +10,7 @@
 
 #include "tests/support/processes.h"
 
-namespace tutorial {
+namespace tutorial::tutorial_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -56,4 +56,4 @@ TEST_F(Tutorial, SaysHowItIsCalled) {
 }
 
 }  // namespace
-}  // namespace tutorial
+}  // namespace tutorial::tutorial_test

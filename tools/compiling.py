@@ -1,6 +1,7 @@
-"""How the check tools call compilers: flags from the build's compile_commands.json, two jobs at a time, and a
-cache of what was found clean, keyed by content."""
+"""How the check tools call compilers: flags and precompiled headers from the build's compile_commands.json, two jobs at a
+time, and a cache, keyed by content, of what was found clean and of the tools' own precompiled headers."""
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -14,26 +15,35 @@ from source_tree import ContentHash, includes_of, read
 
 JOBS = 2
 LAST_COMMITS = 20
+UNUSED_DAYS = 30  # entries of the cache that no run has used for this long are removed
 TORCH_PREFIXES = ("ATen/", "c10/", "caffe2/", "torch/")
+FRONT_END = re.compile(r"torch/(torch|nn|optim)")  # as in cmake/TorchspanTorch.cmake
 LIBTORCH_FRONT_END = Path("/usr/include/torch/csrc/api/include")
 
 
 class Flags:
-    """The preprocessor flags of a file, without what belongs to one compiler, one machine or the build itself."""
+    """The preprocessor flags of a file, without what belongs to one compiler, one machine or the build itself; and the
+    build's precompiled headers."""
 
     def __init__(self, root):
         self.root = root
         self.known = {}
         self.unit = {}  # the unity source that a source is compiled in
         self.torch = [f"-isystem{LIBTORCH_FRONT_END}"] if LIBTORCH_FRONT_END.is_dir() else []
+        self.precompiled = {}  # by target
         database = root / "build" / "dev" / "compile_commands.json"
         for entry in json.loads(database.read_text()) if database.is_file() else []:
-            flags = self._portable(shlex.split(entry["command"]))
-            for path in self._sources_of(Path(entry["file"])):
+            words, source = shlex.split(entry["command"]), Path(entry["file"])
+            flags = self._portable(words)
+            if source.name == "cmake_pch.hxx.cxx":
+                target = source.parent.name.removesuffix(".dir")
+                self.precompiled[target] = BuildHeader(root, Path(entry["directory"]), words)
+                if target == "torchspan_torch_whole":
+                    self.torch = flags
+                continue
+            for path in self._sources_of(source):
                 self.known[path] = flags
                 self.unit[path] = entry["file"]
-                if path == "cmake/torch_pch.cpp":
-                    self.torch = flags
 
     def _sources_of(self, path):
         """The source itself, or those that a unity source includes."""
@@ -62,13 +72,50 @@ class Flags:
         return next((flags for known, flags in self.known.items() if known.startswith(folder)), None)
 
     def of(self, path, torch):
-        extra = self.known.get(str(path)) or self._of_neighbour(path) or (self.torch if torch else [])
+        return self._with_ours(self.known.get(str(path)) or self._of_neighbour(path) or (self.torch if torch else []))
+
+    def torch_only(self):
+        """Those of a file that uses nothing but LibTorch."""
+        return self._with_ours(self.torch)
+
+    def _with_ours(self, extra):
         ours = ["-std=c++20", "-Iinclude", "-Isrc", "-I."]
         return ours + [flag for flag in dict.fromkeys(extra) if flag not in ours]
 
 
-def uses_torch(root, hashes, path):
-    """Whether a file sees a LibTorch header, itself or through what it includes."""
+class BuildHeader:
+    """A precompiled header of the build: its compiler, the options of a source that uses it, and what determines it."""
+
+    def __init__(self, root, folder, words):
+        self.root, self.folder = root, folder
+        self.compiler, *words = words
+        self.output = words[words.index("-o") + 1]
+        self.flags = []
+        skip = 0
+        for first, second in zip(words, words[1:] + [""]):
+            if skip:
+                skip -= 1
+            elif first in ("-o", "-c", "-x") or (first, second) == ("-Xclang", "-emit-pch"):
+                skip = 1
+            elif first != "-fpch-instantiate-templates":
+                self.flags.append(first)
+        if self.output.endswith(".pch"):
+            self.flags += ["-Xclang", "-include-pch", "-Xclang", str(folder / self.output)]
+
+    def salt(self):
+        """The same in all clones: the options, and the headers that it includes."""
+        text = (self.folder / self.output).with_suffix("")
+        named = text.read_text() if text.is_file() else ""
+        ours = [Path(path) for path in re.findall(r'#include "(.*)"', named) if Path(path).is_file()]
+        return "\n".join([*self.flags, named]).replace(str(self.root), "") + "".join(path.read_text() for path in ours)
+
+    def build(self):
+        """Builds it if it is missing or stale. Returns what ninja says if that fails."""
+        done = subprocess.run(["ninja", "-C", str(self.folder), self.output], capture_output=True, text=True, check=False)
+        return (done.stdout + done.stderr).strip() if done.returncode else ""
+
+
+def _sees(root, hashes, path, matches):
     hashes.of(path)
     seen, waiting = set(), [Path(path)]
     while waiting:
@@ -76,25 +123,97 @@ def uses_torch(root, hashes, path):
         if current in seen:
             continue
         seen.add(current)
-        if any(include.path.startswith(TORCH_PREFIXES) for include in includes_of(read(root, current))):
+        if any(matches(include.path) for include in hashes.includes[current]):
             return True
-        waiting.extend(hashes.links.get(current, []))
+        waiting.extend(hashes.links[current])
     return False
+
+
+def uses_torch(root, hashes, path):
+    """Whether a file sees a LibTorch header, itself or through what it includes."""
+    return _sees(root, hashes, path, lambda name: name.startswith(TORCH_PREFIXES))
+
+
+def uses_front_end(root, hashes, path):
+    """Whether a file sees LibTorch's modules or optimizers, itself or through what it includes."""
+    return _sees(root, hashes, path, FRONT_END.match)
+
+
+def cache_folder(name):
+    """The folder `name` of the cache, without the entries that no run has used for UNUSED_DAYS."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("TORCHSPAN_CHECK_CACHE") or Path(home) / "torchspan-check") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_unused(folder, UNUSED_DAYS)
+    return folder
+
+
+def remove_unused(folder, days, prefix=""):
+    """Removes the files that were last touched before; those with the same stem belong together."""
+    used = {}
+    for path in Path(folder).glob(prefix + "*"):
+        with contextlib.suppress(FileNotFoundError):  # another run removes files too
+            used[path] = path.stat().st_mtime
+    oldest = time.time() - days * 24 * 3600
+    kept = {path.stem for path, last in used.items() if last >= oldest}
+    for path in used:
+        if path.stem not in kept:
+            path.unlink(missing_ok=True)
 
 
 class CleanCache:
     """Remembers, across clones and builds, which content was found clean under which tool and flags."""
 
     def __init__(self, tool):
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        self.folder = Path(os.environ.get("TORCHSPAN_CHECK_CACHE") or Path(home) / "torchspan-check") / tool
+        self.folder = cache_folder(tool)
 
     def knows(self, key):
-        return (self.folder / key).is_file()
+        known = (self.folder / key).is_file()
+        if known:
+            self.add(key)  # it was used
+        return known
 
     def add(self, key):
-        self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / key).touch()
+
+
+class Precompiler:
+    """Makes precompiled headers for clang and keeps them in the cache."""
+
+    def __init__(self, compiler, root):
+        self.compiler, self.root = compiler, root
+        self.version = version_of(compiler)
+        self.folder = cache_folder("precompiled")
+
+    def make(self, name, text, flags):
+        """A precompiled header of `text`; None (and a slower run) if it cannot be made. Removes those of the same name that
+        no run has used for a day."""
+        if "clang" not in self.version:
+            return None
+        key = hashlib.sha256("\n".join([self.version, libtorch_version(), *flags, text]).encode()).hexdigest()
+        output = self.folder / f"{name}-{key}.pch"
+        if output.is_file() and self._loads(output, flags):
+            output.touch()
+        elif not self._compile(output, text, flags):
+            return None
+        remove_unused(self.folder, 1, f"{name}-")
+        return output
+
+    def _compile(self, output, text, flags):
+        header, fresh = output.with_suffix(".h"), output.with_suffix(f".{os.getpid()}")
+        if not header.is_file():
+            header.write_text(text)
+        command = [self.compiler, *flags, "-fpch-instantiate-templates", "-x", "c++-header", str(header), "-o", str(fresh)]
+        done = subprocess.run(command, cwd=self.root, capture_output=True, check=False)
+        if done.returncode == 0:
+            fresh.replace(output)
+        fresh.unlink(missing_ok=True)
+        return done.returncode == 0
+
+    def _loads(self, output, flags):
+        """False if the compiler rejects it, for example because a system header changed."""
+        command = [self.compiler, *flags, "-include-pch", str(output), "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(command, cwd=self.root, capture_output=True, check=False).returncode == 0
 
 
 def _git(root, *words):

@@ -140,6 +140,7 @@ class ContentHash:
         self.root = Path(root)
         self.salt = salt.encode()
         self.links = {}
+        self.includes = {}
 
     def of(self, path):
         seen, waiting = set(), [Path(path)]
@@ -156,7 +157,8 @@ class ContentHash:
     def _included(self, path):
         if path not in self.links:
             found = []
-            for include in includes_of(read(self.root, path)):
+            self.includes[path] = includes_of(read(self.root, path))
+            for include in self.includes[path]:
                 places = [Path("include"), Path("src"), Path("."), path.parent]
                 found.extend(
                     Path(os.path.normpath(place / include.path))

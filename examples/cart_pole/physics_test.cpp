@@ -6,7 +6,7 @@
 
 #include <ATen/ATen.h>
 
-namespace cart_pole {
+namespace cart_pole::physics_test {
 namespace {
 
 /// Both equations of motion, which the accelerations of a step must satisfy: of the cart with its pole, and of the pole
@@ -57,4 +57,4 @@ TEST(Carts, EndAnEpisodeAfterItsLongestTime) {
 }
 
 }  // namespace
-}  // namespace cart_pole
+}  // namespace cart_pole::physics_test

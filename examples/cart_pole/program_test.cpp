@@ -13,7 +13,7 @@
 #include "cart_pole/agent.h"
 #include "tests/support/processes.h"
 
-namespace cart_pole {
+namespace cart_pole::program_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -97,4 +97,4 @@ TEST(CartPole, MeasuresFirstEpisodes) {
 }
 
 }  // namespace
-}  // namespace cart_pole
+}  // namespace cart_pole::program_test

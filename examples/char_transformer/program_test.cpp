@@ -17,9 +17,9 @@ namespace {
 
 using ::testing::HasSubstr;
 
-class Program : public ExampleProgram {
+class CharTransformerProgram : public ExampleProgram {
  protected:
-  Program()
+  CharTransformerProgram()
       : ExampleProgram("char_transformer_pipeline",
                        {{"--width", "16"},
                         {"--heads", "2"},
@@ -41,7 +41,7 @@ class Program : public ExampleProgram {
   }
 };
 
-TEST_F(Program, LearnsTheSameOnOneTwoAndThreeWorkers) {
+TEST_F(CharTransformerProgram, LearnsTheSameOnOneTwoAndThreeWorkers) {
   for (const bool tied : {false, true}) {
     std::vector<std::string> arguments = {"--steps", "60", "--dropout", "0.1"};
     if (tied) arguments.insert(arguments.end(), {"--tied", ""});
@@ -59,7 +59,7 @@ TEST_F(Program, LearnsTheSameOnOneTwoAndThreeWorkers) {
   }
 }
 
-TEST_F(Program, LearnsTheSameWithSplitBackwardsAndCopiesOfTheMatrix) {
+TEST_F(CharTransformerProgram, LearnsTheSameWithSplitBackwardsAndCopiesOfTheMatrix) {
   const std::vector<std::string> tied = {"--steps", "60", "--dropout", "0.1", "--tied", ""};
   const double whole = loss_in(run(1, tied).output);
   for (const char* schedule : {"zb-h1", "zbv"}) {
@@ -72,7 +72,7 @@ TEST_F(Program, LearnsTheSameWithSplitBackwardsAndCopiesOfTheMatrix) {
   }
 }
 
-TEST_F(Program, ResumesWithTiedCopies) {
+TEST_F(CharTransformerProgram, ResumesWithTiedCopies) {
   const std::vector<std::string> common = {"--dropout",  "0",     "--tied",       "",
                                            "--schedule", "zb-h1", "--checkpoint", folder_.path() + "/state"};
   std::vector<std::string> first = common, second = common, alone = {common.begin(), common.end() - 2};
@@ -85,7 +85,7 @@ TEST_F(Program, ResumesWithTiedCopies) {
   EXPECT_NEAR(loss_in(resumed.output), loss_in(run(2, alone).output), 1e-3);
 }
 
-TEST_F(Program, DrawsItsLastStepBesideThePlan) {
+TEST_F(CharTransformerProgram, DrawsItsLastStepBesideThePlan) {
   const std::string drawing = folder_.path() + "/step.svg";
   const Outcome outcome = run(2, {"--steps", "2", "--draw", drawing});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
@@ -95,7 +95,7 @@ TEST_F(Program, DrawsItsLastStepBesideThePlan) {
   EXPECT_THAT(svg, HasSubstr("measured"));
 }
 
-TEST_F(Program, ReportsBeforeTrainingThatADrawingCannotBeWritten) {
+TEST_F(CharTransformerProgram, ReportsBeforeTrainingThatADrawingCannotBeWritten) {
   const std::string drawing = folder_.path() + "/nowhere/step.svg";
   const Outcome outcome = run(2, {"--steps", "2", "--draw", drawing});
   EXPECT_EQ(outcome.exit_code, 1) << outcome.output;
@@ -104,7 +104,7 @@ TEST_F(Program, ReportsBeforeTrainingThatADrawingCannotBeWritten) {
   EXPECT_EQ(run(2, {"--steps", "2", "--draw", "/dev/full"}).exit_code, 1);
 }
 
-TEST_F(Program, EndsWithAnErrorWhenALossIsNotFinite) {
+TEST_F(CharTransformerProgram, EndsWithAnErrorWhenALossIsNotFinite) {
   // After the last step, only the loss on held-out text shows the failure.
   const Outcome last = run(2, {"--steps", "1", "--lr", "1e30"});
   EXPECT_EQ(last.exit_code, 1) << last.output;
@@ -114,7 +114,7 @@ TEST_F(Program, EndsWithAnErrorWhenALossIsNotFinite) {
   EXPECT_THAT(inside.output, HasSubstr("the loss is not a finite number after step"));
 }
 
-TEST_F(Program, ReportsInvalidOptions) {
+TEST_F(CharTransformerProgram, ReportsInvalidOptions) {
   EXPECT_THAT(run(2, {"--heads", "3"}).output, HasSubstr("--width 16 is not a multiple of --heads 3"));
   EXPECT_THAT(run(3, {"--blocks", "2"}).output, HasSubstr("3 workers cannot share 2 blocks"));
   EXPECT_THAT(run(2, {"--text", "nowhere"}).output, HasSubstr("fetch it with tools/fetch-data"));

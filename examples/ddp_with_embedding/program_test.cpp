@@ -38,7 +38,7 @@ void write_ratings(const std::string& file, int count) {
   }
 }
 
-class Program : public ::testing::Test {
+class DdpWithEmbeddingProgram : public ::testing::Test {
  protected:
   void SetUp() override { write_ratings(file_, 3000); }
 
@@ -64,7 +64,7 @@ class Program : public ::testing::Test {
 };
 
 /// 100 ratings of a batch divide into 34, 33 and 33.
-TEST_F(Program, TrainsBothPartsAsOneProcessWouldOnAnyNumberOfTrainers) {
+TEST_F(DdpWithEmbeddingProgram, TrainsBothPartsAsOneProcessWouldOnAnyNumberOfTrainers) {
   for (const int workers : {1, 2, 4, 5}) {
     SCOPED_TRACE(workers);
     const auto [code, output] =
@@ -82,7 +82,7 @@ TEST_F(Program, TrainsBothPartsAsOneProcessWouldOnAnyNumberOfTrainers) {
   }
 }
 
-TEST_F(Program, ReportsInvalidOptions) {
+TEST_F(DdpWithEmbeddingProgram, ReportsInvalidOptions) {
   EXPECT_THAT(run(4, {"--data", "/nowhere.csv"}).second,
               HasSubstr("cannot read /nowhere.csv: run tools/fetch-data"));
   EXPECT_THAT(run(4, {"--limit", "100", "--batch", "91"}).second,
@@ -92,7 +92,7 @@ TEST_F(Program, ReportsInvalidOptions) {
   EXPECT_NE(run(1, {"--table-lr", "-1"}).first, 0);
 }
 
-TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
+TEST_F(DdpWithEmbeddingProgram, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
   const auto [code, output] = run(4, {"--table-lr", "1e8", "--batch", "100"});
   EXPECT_NE(code, 0) << output;
   EXPECT_THAT(output, HasSubstr("the loss is not a finite number in epoch 1: lower --lr or --table-lr"));

@@ -14,7 +14,7 @@
 #include "fashion_mnist/synthetic.h"
 #include "tests/support/processes.h"
 
-namespace fashion_mnist {
+namespace fashion_mnist::dataset_test {
 namespace {
 
 using namespace testing;
@@ -181,4 +181,4 @@ TEST(Batches, AreShuffledByTheirSeedAlone) {
 }
 
 }  // namespace
-}  // namespace fashion_mnist
+}  // namespace fashion_mnist::dataset_test

@@ -7,7 +7,7 @@
 
 #include "fashion_mnist/dataset.h"
 
-namespace fashion_mnist {
+namespace fashion_mnist::model_test {
 namespace {
 
 template <class Half>
@@ -79,4 +79,4 @@ TEST(Model, RecordsNoGradientsInEvaluationAndReportsItsWork) {
 }
 
 }  // namespace
-}  // namespace fashion_mnist
+}  // namespace fashion_mnist::model_test

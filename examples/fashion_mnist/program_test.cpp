@@ -10,7 +10,7 @@
 #include "fashion_mnist/synthetic.h"
 #include "tests/support/processes.h"
 
-namespace fashion_mnist {
+namespace fashion_mnist::program_test {
 namespace {
 
 using ::testing::AllOf;
@@ -27,7 +27,7 @@ constexpr const char* kLessTraffic = "fashion_mnist_less_traffic";
 constexpr const char* kElastic = "fashion_mnist_elastic";
 constexpr const char* kServed = "fashion_mnist_server";
 
-class Program : public ::testing::Test {
+class FashionMnistProgram : public ::testing::Test {
  protected:
   void SetUp() override { testing::write_dataset(folder_.path(), 320, 60); }
 
@@ -65,7 +65,7 @@ class Program : public ::testing::Test {
   const std::unique_ptr<torchspan::Executor> executor_ = torchspan::make_executor();
 };
 
-TEST_F(Program, LearnsAcrossThreeWorkersAndReportsThePlacement) {
+TEST_F(FashionMnistProgram, LearnsAcrossThreeWorkersAndReportsThePlacement) {
   const Outcome outcome = run_workers(3, {"--data", folder_.path(), "--batch", "32", "--epochs", "3"});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
   EXPECT_GE(accuracy_in(outcome.output), 90) << outcome.output;
@@ -75,7 +75,7 @@ TEST_F(Program, LearnsAcrossThreeWorkersAndReportsThePlacement) {
       << outcome.output;
 }
 
-TEST_F(Program, GoesOnWhenARankDiesAndTakesInItsReplacement) {
+TEST_F(FashionMnistProgram, GoesOnWhenARankDiesAndTakesInItsReplacement) {
   const Outcome outcome =
       run({"torchspan", "run", "-n", "3", "--max-replacements", "3", "--restart-backoff", "10ms", kElastic},
           {"--data", folder_.path(), "--batch", "16", "--epochs", "40", "--die-at", "30"});
@@ -86,7 +86,7 @@ TEST_F(Program, GoesOnWhenARankDiesAndTakesInItsReplacement) {
   EXPECT_GE(accuracy_in(outcome.output), 90) << outcome.output;
 }
 
-TEST_F(Program, ServesEveryCallWhileItTrains) {
+TEST_F(FashionMnistProgram, ServesEveryCallWhileItTrains) {
   for (const int workers : {1, 4}) {
     SCOPED_TRACE(workers);
     const Outcome outcome = run_workers(
@@ -106,7 +106,7 @@ TEST_F(Program, ServesEveryCallWhileItTrains) {
   }
 }
 
-TEST_F(Program, GivesTheSameResultAloneAsAcrossThreeWorkers) {
+TEST_F(FashionMnistProgram, GivesTheSameResultAloneAsAcrossThreeWorkers) {
   const std::vector<std::string> arguments = {"--data",      folder_.path(), "--batch",  "32",
                                               "--limit",     "160",          "--epochs", "1",
                                               "--optimizer", "adagrad",      "--seed",   "5"};
@@ -118,7 +118,7 @@ TEST_F(Program, GivesTheSameResultAloneAsAcrossThreeWorkers) {
   EXPECT_EQ(accuracy_in(alone.output), accuracy_in(together.output)) << alone.output << together.output;
 }
 
-TEST_F(Program, ResumesFromItsCheckpointWithTheSameResult) {
+TEST_F(FashionMnistProgram, ResumesFromItsCheckpointWithTheSameResult) {
   const std::string checkpoints = folder_.path() + "/checkpoints";
   const auto arguments = [&](const char* epochs) {
     return std::vector<std::string>{"--data", folder_.path(), "--batch", "32", "--epochs", epochs};
@@ -144,7 +144,7 @@ TEST_F(Program, ResumesFromItsCheckpointWithTheSameResult) {
   EXPECT_EQ(resumed.back(), losses.back());
 }
 
-TEST_F(Program, WritesTheGraphOfAStepOverAllWorkers) {
+TEST_F(FashionMnistProgram, WritesTheGraphOfAStepOverAllWorkers) {
   const std::string path = folder_.path() + "/step.dot";
   const Outcome outcome =
       run_workers(3, {"--data", folder_.path(), "--limit", "32", "--epochs", "1", "--graph", path});
@@ -156,20 +156,20 @@ TEST_F(Program, WritesTheGraphOfAStepOverAllWorkers) {
                          HasSubstr("fashion_mnist_model_parallel.cpp:")));
 }
 
-TEST_F(Program, EndsEveryWorkerWithTheErrorWhenTheDataIsMissing) {
+TEST_F(FashionMnistProgram, EndsEveryWorkerWithTheErrorWhenTheDataIsMissing) {
   const Outcome outcome = run_workers(3, {"--data", folder_.path() + "/nowhere"});
   EXPECT_EQ(outcome.exit_code, 1) << outcome.output;
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("nowhere/train-images-idx3-ubyte.gz"), HasSubstr("--data DIR"),
                                     Not(HasSubstr("test accuracy"))));
 }
 
-TEST_F(Program, RejectsAWrongOptionBeforeItWaitsForOtherWorkers) {
+TEST_F(FashionMnistProgram, RejectsAWrongOptionBeforeItWaitsForOtherWorkers) {
   const Outcome outcome = run({kModelParallel}, {"--data", folder_.path(), "--lr", "-1"});
   EXPECT_EQ(outcome.exit_code, 1);
   EXPECT_THAT(outcome.output, HasSubstr("lr = -1"));
 }
 
-TEST_F(Program, RejectsADeviceThatIsNotThere) {
+TEST_F(FashionMnistProgram, RejectsADeviceThatIsNotThere) {
   for (const char* program : {kModelParallel, kDataParallel}) {
     const Outcome outcome = run({program}, {"--data", folder_.path(), "--device", "gpu"});
     EXPECT_EQ(outcome.exit_code, 1);
@@ -181,7 +181,7 @@ TEST_F(Program, RejectsADeviceThatIsNotThere) {
   }
 }
 
-TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
+TEST_F(FashionMnistProgram, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
   const Outcome outcome =
       run_workers(3, {"--data", folder_.path(), "--batch", "32", "--epochs", "1", "--lr", "1e9"});
   EXPECT_EQ(outcome.exit_code, 1) << outcome.output;
@@ -191,7 +191,7 @@ TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
 
 // 161 images in batches of 32: each rank gets 11, 11 or 10 images, and the last batch of one image leaves the
 // other ranks empty parts.
-TEST_F(Program, TrainsDataParallelAsOneProcessWouldHoweverABatchIsCut) {
+TEST_F(FashionMnistProgram, TrainsDataParallelAsOneProcessWouldHoweverABatchIsCut) {
   const std::vector<std::string> arguments = {"--data", folder_.path(), "--batch", "32", "--limit",  "161",
                                               "--lr",   "0.02",         "--seed",  "5",  "--epochs", "4"};
   const Outcome alone = run({kDataParallel}, arguments);
@@ -216,7 +216,7 @@ TEST_F(Program, TrainsDataParallelAsOneProcessWouldHoweverABatchIsCut) {
   }
 }
 
-TEST_F(Program, TrainsDataParallelAsOneProcessToTheRoundingOfDouble) {
+TEST_F(FashionMnistProgram, TrainsDataParallelAsOneProcessToTheRoundingOfDouble) {
   const Outcome outcome =
       run_workers(3, {"--data", folder_.path(), "--batch", "50", "--epochs", "2", "--lr", "0.02", "--double"},
                   kDataParallel);
@@ -230,7 +230,7 @@ TEST_F(Program, TrainsDataParallelAsOneProcessToTheRoundingOfDouble) {
   }
 }
 
-TEST_F(Program, TrainsDataParallelWithoutTheComparison) {
+TEST_F(FashionMnistProgram, TrainsDataParallelWithoutTheComparison) {
   const Outcome outcome = run_workers(
       2, {"--data", folder_.path(), "--batch", "32", "--epochs", "5", "--no-compare"}, kDataParallel);
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
@@ -238,7 +238,7 @@ TEST_F(Program, TrainsDataParallelWithoutTheComparison) {
   EXPECT_THAT(outcome.output, Not(HasSubstr("one process")));
 }
 
-TEST_F(Program, TrainsWithLessTraffic) {
+TEST_F(FashionMnistProgram, TrainsWithLessTraffic) {
   const Outcome outcome =
       run_workers(2,
                   {"--data", folder_.path(), "--batch", "31", "--epochs", "8", "--lr", "0.02", "--start",
@@ -257,7 +257,7 @@ TEST_F(Program, TrainsWithLessTraffic) {
   }
 }
 
-TEST_F(Program, ReportsInvalidOptionsOfDataParallelTraining) {
+TEST_F(FashionMnistProgram, ReportsInvalidOptionsOfDataParallelTraining) {
   const auto output_of = [&](const std::vector<std::string>& options) {
     std::vector<std::string> arguments = {"--data", folder_.path(), "--epochs", "1"};
     arguments.insert(arguments.end(), options.begin(), options.end());
@@ -273,4 +273,4 @@ TEST_F(Program, ReportsInvalidOptionsOfDataParallelTraining) {
 }
 
 }  // namespace
-}  // namespace fashion_mnist
+}  // namespace fashion_mnist::program_test

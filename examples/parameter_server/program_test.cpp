@@ -17,7 +17,7 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-class Program : public ::testing::Test {
+class ParameterServerProgram : public ::testing::Test {
  protected:
   void SetUp() override { fashion_mnist::testing::write_dataset(folder_.path(), 320, 60); }
 
@@ -42,7 +42,7 @@ class Program : public ::testing::Test {
 };
 
 /// 51 images divide into 17 for each of three trainers, and 26 and 25 for two; the last batch has 14.
-TEST_F(Program, TrainsAsOneProcessWouldWhenItWaitsForAllTrainers) {
+TEST_F(ParameterServerProgram, TrainsAsOneProcessWouldWhenItWaitsForAllTrainers) {
   for (const int workers : {1, 3, 4}) {
     SCOPED_TRACE(workers);
     const auto [code, output] = run(workers, {"--double", "--batch", "51", "--epochs", "4", "--lr", "0.02"});
@@ -58,7 +58,7 @@ TEST_F(Program, TrainsAsOneProcessWouldWhenItWaitsForAllTrainers) {
   }
 }
 
-TEST_F(Program, LearnsAndEndsWhenStepsDoNotWaitForAllTrainers) {
+TEST_F(ParameterServerProgram, LearnsAndEndsWhenStepsDoNotWaitForAllTrainers) {
   for (const int wait_for : {1, 2}) {
     // Momentum and late gradients together would be unstable in some of the schedules.
     const auto [code, output] = run(4, {"--batch", "48", "--epochs", "12", "--lr", "0.02", "--momentum", "0",
@@ -72,7 +72,7 @@ TEST_F(Program, LearnsAndEndsWhenStepsDoNotWaitForAllTrainers) {
   }
 }
 
-TEST_F(Program, ReportsInvalidOptions) {
+TEST_F(ParameterServerProgram, ReportsInvalidOptions) {
   EXPECT_THAT(run(3, {"--wait-for", "3"}).second,
               HasSubstr("--wait-for 3 and --batch 128 do not fit 2 trainers"));
   EXPECT_THAT(run(4, {"--batch", "2"}).second, HasSubstr("--batch 2 do not fit 3 trainers"));
@@ -81,7 +81,7 @@ TEST_F(Program, ReportsInvalidOptions) {
   EXPECT_NE(run(1, {"--momentum", "1"}).first, 0);
 }
 
-TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
+TEST_F(ParameterServerProgram, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
   const auto [code, output] = run(3, {"--lr", "1e9"});
   EXPECT_NE(code, 0) << output;
   EXPECT_THAT(output, HasSubstr("the loss is not a finite number: lower --lr"));

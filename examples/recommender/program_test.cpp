@@ -16,7 +16,7 @@
 #include "recommender/ratings.h"
 #include "tests/support/processes.h"
 
-namespace recommender {
+namespace recommender::program_test {
 namespace {
 
 using ::testing::AllOf;
@@ -131,4 +131,4 @@ TEST_F(Recommender, BiasesAreThoseOfATwoWayTable) {
 }
 
 }  // namespace
-}  // namespace recommender
+}  // namespace recommender::program_test

@@ -17,9 +17,9 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-class Program : public char_transformer::ExampleProgram {
+class RnnProgram : public char_transformer::ExampleProgram {
  protected:
-  Program()
+  RnnProgram()
       : ExampleProgram("rnn", {{"--width", "24"}, {"--rows", "4"}, {"--context", "12"}, {"--lr", "0.02"}},
                        "the whale — the white whale; call me ") {}
 
@@ -30,7 +30,7 @@ class Program : public char_transformer::ExampleProgram {
   }
 };
 
-TEST_F(Program, TrainsAsLibTorchInOneProcessWhereverItsPartsAre) {
+TEST_F(RnnProgram, TrainsAsLibTorchInOneProcessWhereverItsPartsAre) {
   for (const int workers : {1, 2, 3}) {
     SCOPED_TRACE(workers);
     const Outcome outcome = run(workers, {{"--steps", "120"}, {"--double", ""}});
@@ -50,7 +50,7 @@ TEST_F(Program, TrainsAsLibTorchInOneProcessWhereverItsPartsAre) {
   }
 }
 
-TEST_F(Program, ReportsInvalidOptions) {
+TEST_F(RnnProgram, ReportsInvalidOptions) {
   EXPECT_THAT(run(4, {}).output, HasSubstr("4 workers: the model has parts for 3 at most"));
   EXPECT_THAT(run(2, {{"--rows", "60"}}).output, HasSubstr("lower --rows or --context"));
   EXPECT_THAT(run(2, {{"--text", "nowhere"}}).output, HasSubstr("fetch it with tools/fetch-data"));
@@ -61,7 +61,7 @@ TEST_F(Program, ReportsInvalidOptions) {
     EXPECT_NE(run(1, wrong).exit_code, 0);
 }
 
-TEST_F(Program, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
+TEST_F(RnnProgram, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {
   const Outcome outcome = run(3, {{"--lr", "1e37"}, {"--steps", "10"}});
   EXPECT_NE(outcome.exit_code, 0) << outcome.output;
   EXPECT_THAT(outcome.output, HasSubstr("the loss is not a finite number in step"));

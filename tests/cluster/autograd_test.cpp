@@ -9,7 +9,7 @@
 #include "tests/support/environment.h"
 #include "tests/support/memory.h"
 
-namespace torchspan {
+namespace torchspan::autograd_test {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -244,7 +244,7 @@ void short_stalls() {
 
 TEST(ClusterAutograd, APassThatEndsDuringASurveySucceeds) {
   ProcessWorld world(3);
-  world.start_all("short_stalls");
+  world.start_all("autograd.short_stalls");
   expect_all_end_well(world, seconds(60));
 }
 
@@ -270,14 +270,14 @@ void root_is_killed() {
 
 TEST(ClusterAutograd, RandomProgramsHaveTheGradientsOfOneProcess) {
   ProcessWorld world(kProcesses);
-  world.start_all("programs");
+  world.start_all("autograd.programs");
   expect_all_end_well(world, seconds(250));
 }
 
 /// TORCHSPAN_PASSES makes more.
 TEST(ClusterAutograd, LeavesNothingBehindAfterManyPasses) {
   ProcessWorld world(3);
-  world.start_all("many_passes");
+  world.start_all("autograd.many_passes");
   expect_all_end_well(world, seconds(250));
   std::fputs(world.process(0).output().c_str(), stdout);
 }
@@ -286,7 +286,7 @@ TEST(ClusterAutograd, LeavesNothingBehindAfterManyPasses) {
 // peer: dist_autograd_test.py async_dist_autograd
 TEST(ClusterAutograd, AsyncDistAutograd) {
   ProcessWorld world(kProcesses);
-  world.start_all("many_threads");
+  world.start_all("autograd.many_threads");
   expect_all_end_well(world, seconds(120));
 }
 
@@ -302,7 +302,8 @@ TEST(ClusterAutograd, EndsPassesAtOnceWhenAWorkerIsKilled) {
     SCOPED_TRACE("worker" + victim + " after " + moment + " ms");
     ProcessWorld world(kProcesses);
     for (int rank = 0; rank < kProcesses; ++rank) {
-      world.start(rank, "another_is_killed", {{"TORCHSPAN_MOMENT", moment}, {"TORCHSPAN_VICTIM", victim}});
+      world.start(rank, "autograd.another_is_killed",
+                  {{"TORCHSPAN_MOMENT", moment}, {"TORCHSPAN_VICTIM", victim}});
     }
     expect_rank_0_ends_well(world);
   }
@@ -315,21 +316,18 @@ TEST(ClusterAutograd, ForgetsPassesWhoseRootIsKilled) {
     SCOPED_TRACE("after " + moment + " ms");
     ProcessWorld world(kProcesses);
     for (int rank = 0; rank < kProcesses; ++rank) {
-      world.start(rank, "root_is_killed", {{"TORCHSPAN_MOMENT", moment}});
+      world.start(rank, "autograd.root_is_killed", {{"TORCHSPAN_MOMENT", moment}});
     }
     expect_rank_0_ends_well(world);
   }
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("autograd", {{"programs", programs},
+                                                 {"many_passes", many_passes},
+                                                 {"many_threads", many_threads},
+                                                 {"another_is_killed", another_is_killed},
+                                                 {"short_stalls", short_stalls},
+                                                 {"root_is_killed", root_is_killed}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"programs", torchspan::programs},
-                                           {"many_passes", torchspan::many_passes},
-                                           {"many_threads", torchspan::many_threads},
-                                           {"another_is_killed", torchspan::another_is_killed},
-                                           {"short_stalls", torchspan::short_stalls},
-                                           {"root_is_killed", torchspan::root_is_killed}});
-}
+}  // namespace
+}  // namespace torchspan::autograd_test

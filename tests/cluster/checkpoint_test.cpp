@@ -10,7 +10,7 @@
 
 #include "tests/support/cluster_main.h"
 
-namespace torchspan {
+namespace torchspan::checkpoint_test {
 namespace {
 
 using std::chrono::seconds;
@@ -30,7 +30,7 @@ torch::nn::Sequential wide_model() {
 }
 
 /// Of the last life of a training.
-constexpr int kSteps = 100;
+constexpr int kSteps = 40;
 
 /// Trains a data-parallel model; saves after every step until TEST_LAST, from the newest checkpoint.
 void train_replicas() {
@@ -84,7 +84,8 @@ std::string trained(int last, const std::vector<int>& victims) {
   for (const int victim : victims) {
     std::filesystem::remove(world.folder() + "/step");
     for (int rank = 0; rank < 2; ++rank)
-      world.start(rank, "train_replicas", {{"TEST_LAST", "1000000"}, {"TORCHSPAN_LOG_LEVEL", "off"}});
+      world.start(rank, "checkpoint.train_replicas",
+                  {{"TEST_LAST", "1000000"}, {"TORCHSPAN_LOG_LEVEL", "off"}});
     const Deadline limit = world.executor().deadline_in(seconds(60));
     while (text_of(world.folder() + "/step").empty() && !limit.passed(world.executor().now()))
       world.executor().sleep(std::chrono::milliseconds(2));
@@ -96,7 +97,7 @@ std::string trained(int last, const std::vector<int>& victims) {
     first += 2;
   }
   for (int rank = 0; rank < 2; ++rank)
-    world.start(rank, "train_replicas", {{"TEST_LAST", std::to_string(last)}});
+    world.start(rank, "checkpoint.train_replicas", {{"TEST_LAST", std::to_string(last)}});
   for (std::size_t rank = 0; rank < 2; ++rank) {
     EXPECT_TRUE(world.process(first + rank).wait(world.executor(), seconds(120)));
     EXPECT_EQ(world.process(first + rank).exit_code(), 0) << world.process(first + rank).output();
@@ -147,17 +148,13 @@ void save_with_a_failing_rank() {
 
 TEST(CheckpointProcesses, HaveNoCheckpointIfOneRankCannotWrite) {
   ProcessWorld world(2);
-  world.start_all("save_with_a_failing_rank");
+  world.start_all("checkpoint.save_with_a_failing_rank");
   expect_all_end_well(world, seconds(60));
   EXPECT_FALSE(std::filesystem::exists(world.folder() + "/checkpoints/step-00000002"));
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("checkpoint", {{"train_replicas", train_replicas},
+                                                   {"save_with_a_failing_rank", save_with_a_failing_rank}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv,
-      {{"train_replicas", torchspan::train_replicas},
-       {"save_with_a_failing_rank", torchspan::save_with_a_failing_rank}});
-}
+}  // namespace
+}  // namespace torchspan::checkpoint_test

@@ -11,7 +11,7 @@
 #include "tests/cluster/hosts_suite.h"
 #include "tests/support/gloo.h"
 
-namespace torchspan {
+namespace torchspan::containers_test {
 namespace {
 
 using std::chrono::seconds;
@@ -105,7 +105,7 @@ class Containers : public testing::Hosts {
           {"TORCHSPAN_RUNTIME_DIR", world.folder() + "/" + (is_near ? near : far)}};
       variables.insert(changes.begin(), changes.end());
       const std::string hidden = together ? "" : world.folder() + "/" + (is_near ? far : near);
-      world.start(rank, "sums_and_calls", variables,
+      world.start(rank, "containers.sums_and_calls", variables,
                   (is_near ? network_.near : network_.far).through(hidden));
     }
   }
@@ -126,9 +126,7 @@ TEST_F(Containers, OfOneMachineShareMemoryWhenTheyHaveAFolderInCommon) {
   }
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("containers", {{"sums_and_calls", sums_and_calls}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv, {{"sums_and_calls", torchspan::sums_and_calls}});
-}
+}  // namespace
+}  // namespace torchspan::containers_test

@@ -258,7 +258,8 @@ TEST_P(DeviceGroupsOfProcesses, AreRight) {
   const bool own = row.kind != BackendKind::kCudaIpc;
   ProcessWorld world(row.ranks);
   for (int rank = 0; rank < row.ranks; ++rank) {
-    world.start(rank, name_of(row), own ? own_gpu(rank, row.ranks) : std::map<std::string, std::string>());
+    world.start(rank, "device_groups." + name_of(row),
+                own ? own_gpu(rank, row.ranks) : std::map<std::string, std::string>());
   }
   if (row.scenario != "death") return expect_all_end_well(world, std::chrono::seconds(120));
   for (const std::size_t rank : {0, 2}) {
@@ -269,9 +270,7 @@ TEST_P(DeviceGroupsOfProcesses, AreRight) {
   EXPECT_EQ(world.process(1).exit_code(), 128 + SIGKILL) << world.process(1).output();
 }
 
+const testing::Scenarios kScenarios("device_groups", scenarios());
+
 }  // namespace
 }  // namespace torchspan::device_groups_test
-
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv, torchspan::device_groups_test::scenarios());
-}

@@ -11,7 +11,7 @@
 #include "tests/support/errors.h"
 #include "tests/support/test_device.h"
 
-namespace torchspan {
+namespace torchspan::device_memory_test {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -331,33 +331,36 @@ void keep_for_the_living() {
 
 TEST(ClusterDeviceMemory, TwoProcessesExchangeTensors) {
   ProcessWorld world(2);
-  world.start_all("exchange");
+  world.start_all("device_memory.exchange");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDeviceMemory, GradientsOfTwoProcessesGoThroughIt) {
   ProcessWorld world(2);
-  world.start_all("differentiate");
+  world.start_all("device_memory.differentiate");
   expect_all_end_well(world);
 }
 
-TEST(ClusterDeviceMemory, TwoProcessesExchangeTensorsOverUcx) { run_over_ucx("exchange_over_ucx"); }
+TEST(ClusterDeviceMemory, TwoProcessesExchangeTensorsOverUcx) {
+  run_over_ucx("device_memory.exchange_over_ucx");
+}
 
-TEST(ClusterDeviceMemory, GradientsOfTwoProcessesGoOverUcx) { run_over_ucx("differentiate"); }
+TEST(ClusterDeviceMemory, GradientsOfTwoProcessesGoOverUcx) { run_over_ucx("device_memory.differentiate"); }
 
 TEST(ClusterDeviceMemory, TensorsGoThroughTheHostIfTheUcxOfOneProcessCarriesNone) {
-  for (const int rank : {0, 1}) run_over_ucx("exchange_without_shared_memory", 2, rank);
+  for (const int rank : {0, 1}) run_over_ucx("device_memory.exchange_without_shared_memory", 2, rank);
 }
 
 TEST(ClusterDeviceMemory, LargerTensorsGoInParts) {
   ProcessWorld world(2);
-  world.start_all("exchange_large");
+  world.start_all("device_memory.exchange_large");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDeviceMemory, LargerTensorsGoThroughTheHostInPartsWithoutIt) {
   ProcessWorld world(2);
-  for (const int rank : {0, 1}) world.start(rank, "exchange_large", {{"TEST_REFUSES", "as the test wants"}});
+  for (const int rank : {0, 1})
+    world.start(rank, "device_memory.exchange_large", {{"TEST_REFUSES", "as the test wants"}});
   expect_all_end_well(world);
 }
 
@@ -372,7 +375,7 @@ TEST(ClusterDeviceMemory, ProcessesThatCannotShareMemoryWarnOnceAndUseHostMemory
   ProcessWorld world(2);
   const std::string reason = "device memory of process 17 cannot be mapped here: invalid device context";
   for (const int rank : {0, 1})
-    world.start(rank, "exchange_without_shared_memory", {{"TEST_REFUSES", reason}});
+    world.start(rank, "device_memory.exchange_without_shared_memory", {{"TEST_REFUSES", reason}});
   expect_all_end_well(world);
   const std::string sender = world.process(0).output(), receiver = world.process(1).output();
   const std::string devices = test_device(0).str() + " of worker 'worker0' (rank 0)";
@@ -398,9 +401,12 @@ TEST_P(ClusterDeviceMemoryDeath, TheOtherWorkerGetsAnErrorAndItsMemoryBack) {
   const std::string phase = GetParam();
   const bool in_a_call = phase == "call" || phase == "backward" || phase == "parts";
   const std::string dies_in = in_a_call ? "" : phase;
-  world.start(0, "outlive", {{"TEST_DIES_IN", phase == "call" ? "" : in_a_call ? phase : "never"}});
-  Process& dying =
-      world.start(1, phase == "parts" ? "die_in_parts" : "die_early", {{"TEST_DIES_IN", dies_in}});
+  world.start(0, "device_memory.outlive",
+              {{"TEST_DIES_IN", phase == "call" ? ""
+                                : in_a_call     ? phase
+                                                : "never"}});
+  Process& dying = world.start(1, phase == "parts" ? "device_memory.die_in_parts" : "device_memory.die_early",
+                               {{"TEST_DIES_IN", dies_in}});
   EXPECT_TRUE(world.process(0).wait(world.executor(), std::chrono::seconds(60)));
   EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
   EXPECT_TRUE(dying.wait(world.executor(), std::chrono::seconds(10)));
@@ -410,24 +416,21 @@ TEST_P(ClusterDeviceMemoryDeath, TheOtherWorkerGetsAnErrorAndItsMemoryBack) {
 
 TEST(ClusterDeviceMemory, TheMemoryOfAWorkerThatLeftIsKeptUntilItsProcessEnds) {
   ProcessWorld world(2);
-  world.start_all("keep_for_the_living");
+  world.start_all("device_memory.keep_for_the_living");
   expect_all_end_well(world);
   remove_areas_of(world.process(1).pid());
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("device_memory",
+                                    {{"exchange", exchange},
+                                     {"exchange_large", exchange_large},
+                                     {"exchange_over_ucx", exchange_over_ucx},
+                                     {"differentiate", differentiate},
+                                     {"exchange_without_shared_memory", exchange_without_shared_memory},
+                                     {"outlive", outlive},
+                                     {"die_early", die_early},
+                                     {"die_in_parts", die_in_parts},
+                                     {"keep_for_the_living", keep_for_the_living}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv,
-      {{"exchange", torchspan::exchange},
-       {"exchange_large", torchspan::exchange_large},
-       {"exchange_over_ucx", torchspan::exchange_over_ucx},
-       {"differentiate", torchspan::differentiate},
-       {"exchange_without_shared_memory", torchspan::exchange_without_shared_memory},
-       {"outlive", torchspan::outlive},
-       {"die_early", torchspan::die_early},
-       {"die_in_parts", torchspan::die_in_parts},
-       {"keep_for_the_living", torchspan::keep_for_the_living}});
-}
+}  // namespace
+}  // namespace torchspan::device_memory_test

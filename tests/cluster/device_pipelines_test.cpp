@@ -210,48 +210,48 @@ void measure_function_with_skip() {
 
 TEST(ClusterDevicePipelines, ActivationsAndGradientsGoThroughSharedMemory) {
   ProcessWorld world(2);
-  world.start_all("train_pipeline");
+  world.start_all("device_pipelines.train_pipeline");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDevicePipelines, GradientsOfTiedParametersGoThroughSharedMemory) {
   ProcessWorld world(2);
-  world.start_all("train_tied_pipeline");
+  world.start_all("device_pipelines.train_tied_pipeline");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDevicePipelines, GradientsOfReplicasGoThroughSharedMemory) {
   ProcessWorld world(4);
-  world.start_all("train_replicas");
+  world.start_all("device_pipelines.train_replicas");
   expect_all_end_well(world);
 }
 
-TEST(ClusterDevicePipelines, ActivationsAndGradientsGoOverUcx) { run_over_ucx("train_pipeline"); }
+TEST(ClusterDevicePipelines, ActivationsAndGradientsGoOverUcx) {
+  run_over_ucx("device_pipelines.train_pipeline");
+}
 
-TEST(ClusterDevicePipelines, GradientsOfReplicasGoOverUcx) { run_over_ucx("train_replicas", 4); }
+TEST(ClusterDevicePipelines, GradientsOfReplicasGoOverUcx) {
+  run_over_ucx("device_pipelines.train_replicas", 4);
+}
 
 TEST(ClusterDevicePipelines, OnlyGradientsOfThoseThatOffloadGoThroughSharedMemory) {
   ProcessWorld world(2);
-  world.start_all("train_offloading");
+  world.start_all("device_pipelines.train_offloading");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDevicePipelines, MeasuredStagesWithoutParametersGetTensorsWhereTheyDoInAStep) {
   ProcessWorld world(2);
-  world.start_all("measure_function_with_skip");
+  world.start_all("device_pipelines.measure_function_with_skip");
   expect_all_end_well(world);
 }
 
+const testing::Scenarios kScenarios("device_pipelines",
+                                    {{"train_pipeline", train_pipeline},
+                                     {"train_tied_pipeline", train_tied_pipeline},
+                                     {"train_replicas", train_replicas},
+                                     {"train_offloading", train_offloading},
+                                     {"measure_function_with_skip", measure_function_with_skip}});
+
 }  // namespace
 }  // namespace torchspan::device_pipelines_test
-
-int main(int argc, char** argv) {
-  namespace suite = torchspan::device_pipelines_test;
-  return torchspan::testing::cluster_main(
-      argc, argv,
-      {{"train_pipeline", suite::train_pipeline},
-       {"train_tied_pipeline", suite::train_tied_pipeline},
-       {"train_replicas", suite::train_replicas},
-       {"train_offloading", suite::train_offloading},
-       {"measure_function_with_skip", suite::measure_function_with_skip}});
-}

@@ -203,14 +203,11 @@ void normalizes_over_ranks() {
 
 TEST_F(DeviceState, SyncBatchNormNormalizesOverTheBatchesOfTwoProcesses) {
   ProcessWorld world(2);
-  for (int rank = 0; rank < 2; ++rank) world.start(rank, "normalizes_over_ranks");
+  for (int rank = 0; rank < 2; ++rank) world.start(rank, "device_state.normalizes_over_ranks");
   expect_all_end_well(world);
 }
 
+const testing::Scenarios kScenarios("device_state", {{"normalizes_over_ranks", normalizes_over_ranks}});
+
 }  // namespace
 }  // namespace torchspan::device_state_test
-
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv, {{"normalizes_over_ranks", torchspan::device_state_test::normalizes_over_ranks}});
-}

@@ -419,14 +419,13 @@ TEST_P(DeviceTraining, OfSeveralProcessesIsRight) {
   const int ranks = ranks_of(kind);
   ProcessWorld world(ranks);
   for (int rank = 0; rank < ranks; ++rank) {
-    world.start(rank, GetParam(), nccl ? own_gpu(rank, ranks) : std::map<std::string, std::string>());
+    world.start(rank, "device_training." + GetParam(),
+                nccl ? own_gpu(rank, ranks) : std::map<std::string, std::string>());
   }
   expect_all_end_well(world);
 }
 
+const testing::Scenarios kScenarios("device_training", scenarios());
+
 }  // namespace
 }  // namespace torchspan::device_training_test
-
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv, torchspan::device_training_test::scenarios());
-}

@@ -14,7 +14,7 @@
 #include "tests/support/cluster_main.h"
 #include "tests/support/test_device.h"
 
-namespace torchspan {
+namespace torchspan::devices_test {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
@@ -421,44 +421,44 @@ void compute_under_autocast() {
 
 TEST(ClusterDevices, AHandlerComputesUnderTheAutocastOfItsCaller) {
   ProcessWorld world(2);
-  world.start_all("compute_under_autocast");
+  world.start_all("devices.compute_under_autocast");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDevices, ThreeProcessesWithDevicesTrainAsOneWithout) {
   if (test_device_count() < 2) GTEST_SKIP() << "it needs two devices";
   ProcessWorld world(3);
-  world.start_all("train");
+  world.start_all("devices.train");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDevices, PipelinesWithStagesOnDevicesComputeTheGradientsOfOneProcess) {
   ProcessWorld world(2);
-  world.start_all("train_pipelines");
+  world.start_all("devices.train_pipelines");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDevices, PipelinesReadLossesAndNormsOfGradientsOnce) {
   ProcessWorld world(2);
-  world.start_all("read_losses_and_norms_once");
+  world.start_all("devices.read_losses_and_norms_once");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDevices, OffloadedActivationsLeaveTheDevicesAndComeBack) {
   ProcessWorld world(2);
-  world.start_all("offload_activations");
+  world.start_all("devices.offload_activations");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDevices, TiedParametersOnDevicesHaveTheGradientsOfOneProcess) {
   ProcessWorld world(2);
-  world.start_all("train_tied");
+  world.start_all("devices.train_tied");
   expect_all_end_well(world);
 }
 
 TEST(ClusterDevices, ReplicasOnDevicesHaveTheGradientsOfOneProcess) {
   ProcessWorld world(4);
-  world.start_all("train_replicas");
+  world.start_all("devices.train_replicas");
   expect_all_end_well(world);
 }
 
@@ -474,17 +474,13 @@ TEST(ClusterDevices, ASessionRefusesAMapOfADeviceThatItLacks) {
   }
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("devices", {{"train", train},
+                                                {"train_pipelines", train_pipelines},
+                                                {"read_losses_and_norms_once", read_losses_and_norms_once},
+                                                {"offload_activations", offload_activations},
+                                                {"train_tied", train_tied},
+                                                {"train_replicas", train_replicas},
+                                                {"compute_under_autocast", compute_under_autocast}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv,
-      {{"train", torchspan::train},
-       {"train_pipelines", torchspan::train_pipelines},
-       {"read_losses_and_norms_once", torchspan::read_losses_and_norms_once},
-       {"offload_activations", torchspan::offload_activations},
-       {"train_tied", torchspan::train_tied},
-       {"train_replicas", torchspan::train_replicas},
-       {"compute_under_autocast", torchspan::compute_under_autocast}});
-}
+}  // namespace
+}  // namespace torchspan::devices_test

@@ -12,7 +12,7 @@
 #include "tests/support/cluster_main.h"
 #include "tests/support/errors.h"
 
-namespace torchspan {
+namespace torchspan::failures_test {
 namespace {
 
 using testing::expect_all_end_well;
@@ -143,7 +143,7 @@ std::pair<int, std::string> launch(const std::string& scenario, const std::strin
 }
 
 TEST(Cluster, LauncherReportsTheCodeOfAWorkerThatEndedItsSessionEarly) {
-  const auto [code, output] = launch("ends_early", "7");
+  const auto [code, output] = launch("failures.ends_early", "7");
   EXPECT_EQ(code, 7) << output;
   EXPECT_THAT(output,
               ::testing::ContainsRegex("first failure: worker0 .rank 0, pid [0-9]+. exited with code 7"));
@@ -151,7 +151,7 @@ TEST(Cluster, LauncherReportsTheCodeOfAWorkerThatEndedItsSessionEarly) {
 }
 
 TEST(Cluster, LauncherReportsAWorkerThatEndedWithoutShutdown) {
-  const auto [code, output] = launch("ends_early", "0");
+  const auto [code, output] = launch("failures.ends_early", "0");
   EXPECT_EQ(code, 1) << output;
   EXPECT_THAT(output,
               ::testing::ContainsRegex(
@@ -159,7 +159,7 @@ TEST(Cluster, LauncherReportsAWorkerThatEndedWithoutShutdown) {
 }
 
 TEST(Cluster, LauncherShowsTheErrorThatEndedASession) {
-  const auto [code, output] = launch("throws_in_its_body");
+  const auto [code, output] = launch("failures.throws_in_its_body");
   EXPECT_EQ(code, 1) << output;
   EXPECT_THAT(output,
               ::testing::ContainsRegex("first failure: worker1 .rank 1, pid [0-9]+. exited with code 1"));
@@ -200,13 +200,13 @@ void has_a_limit_for_shutdown() {
 
 TEST(Cluster, ASessionThatEndsWithItsScopeServesTheOthersUntilTheyAreDone) {
   ProcessWorld world(3);
-  world.start_all("leaves_by_scope");
+  world.start_all("failures.leaves_by_scope");
   expect_all_end_well(world);
 }
 
 TEST(Cluster, AnExceptionOfTheBodyReachesTheOtherWorkers) {
   ProcessWorld world(3);
-  world.start_all("throws_in_its_body");
+  world.start_all("failures.throws_in_its_body");
   for (const std::size_t rank : {0, 2}) {
     EXPECT_TRUE(world.process(rank).wait(world.executor(), std::chrono::seconds(60)));
     EXPECT_EQ(world.process(rank).exit_code(), 1);
@@ -218,31 +218,31 @@ TEST(Cluster, AnExceptionOfTheBodyReachesTheOtherWorkers) {
 
 TEST(Cluster, ShutdownEndsAtItsDefaultLimit) {
   ProcessWorld world(2);
-  world.start_all("has_a_limit_for_shutdown");
+  world.start_all("failures.has_a_limit_for_shutdown");
   expect_all_end_well(world);
 }
 
 TEST(Cluster, CallsAcrossProcesses) {
   ProcessWorld world(3);
-  world.start_all("calls_work");
+  world.start_all("failures.calls_work");
   expect_all_end_well(world);
 }
 
 TEST(Cluster, ReportsARemoteExceptionWithItsTypeTextWorkerAndPlace) {
   ProcessWorld world(2);
-  world.start_all("remote_exception");
+  world.start_all("failures.remote_exception");
   expect_all_end_well(world);
 }
 
 TEST(Cluster, RefusesAnUnknownFunction) {
   ProcessWorld world(2);
-  world.start_all("unknown_function");
+  world.start_all("failures.unknown_function");
   expect_all_end_well(world);
 }
 
 TEST(Cluster, FailsACallSoonAfterItsWorkerIsKilled) {
   ProcessWorld world(3);
-  world.start_all("worker_dies_during_a_call");
+  world.start_all("failures.worker_dies_during_a_call");
   ASSERT_TRUE(world.process(0).wait(world.executor(), std::chrono::seconds(60)));
   EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
 }
@@ -250,7 +250,7 @@ TEST(Cluster, FailsACallSoonAfterItsWorkerIsKilled) {
 TEST(Cluster, FailsACallSoonThoughAForkedChildOfTheKilledWorkerLives) {
   ProcessWorld world(3);
   for (int rank = 0; rank < 3; ++rank) {
-    world.start(rank, "worker_dies_during_a_call", {{"TORCHSPAN_TEST_CHILD", "1"}});
+    world.start(rank, "failures.worker_dies_during_a_call", {{"TORCHSPAN_TEST_CHILD", "1"}});
   }
   ASSERT_TRUE(world.process(0).wait(world.executor(), std::chrono::seconds(60)));
   EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
@@ -258,8 +258,8 @@ TEST(Cluster, FailsACallSoonThoughAForkedChildOfTheKilledWorkerLives) {
 
 TEST(Cluster, NamesTheWorkerThatNeverConnected) {
   ProcessWorld world(3);
-  Process& first = world.start(0, "join_only");
-  Process& second = world.start(1, "join_only");
+  Process& first = world.start(0, "failures.join_only");
+  Process& second = world.start(1, "failures.join_only");
   for (Process* process : {&first, &second}) {
     ASSERT_TRUE(process->wait(world.executor(), std::chrono::seconds(30)));
     EXPECT_EQ(process->exit_code(), 1);
@@ -270,8 +270,8 @@ TEST(Cluster, NamesTheWorkerThatNeverConnected) {
 
 TEST(Cluster, RefusesTwoWorkersWithOneNameOnBoth) {
   ProcessWorld world(2);
-  Process& first = world.start(0, "join_only", {{"TORCHSPAN_NAME", "twin"}});
-  Process& second = world.start(1, "join_only", {{"TORCHSPAN_NAME", "twin"}});
+  Process& first = world.start(0, "failures.join_only", {{"TORCHSPAN_NAME", "twin"}});
+  Process& second = world.start(1, "failures.join_only", {{"TORCHSPAN_NAME", "twin"}});
   for (Process* process : {&first, &second}) {
     ASSERT_TRUE(process->wait(world.executor(), std::chrono::seconds(30)));
     EXPECT_EQ(process->exit_code(), 1);
@@ -281,8 +281,8 @@ TEST(Cluster, RefusesTwoWorkersWithOneNameOnBoth) {
 
 TEST(Cluster, RefusesWorldSizesThatDoNotMatch) {
   ProcessWorld world(2);
-  Process& first = world.start(0, "join_only");
-  Process& second = world.start(1, "join_only", {{"WORLD_SIZE", "3"}});
+  Process& first = world.start(0, "failures.join_only");
+  Process& second = world.start(1, "failures.join_only", {{"WORLD_SIZE", "3"}});
   for (Process* process : {&first, &second}) {
     ASSERT_TRUE(process->wait(world.executor(), std::chrono::seconds(30)));
     EXPECT_EQ(process->exit_code(), 1);
@@ -292,7 +292,7 @@ TEST(Cluster, RefusesWorldSizesThatDoNotMatch) {
 
 TEST(Cluster, RefusesARankOutsideItsWorld) {
   ProcessWorld world(2);
-  Process& process = world.start(5, "join_only");
+  Process& process = world.start(5, "failures.join_only");
   ASSERT_TRUE(process.wait(world.executor(), std::chrono::seconds(30)));
   EXPECT_EQ(process.exit_code(), 1);
   EXPECT_THAT(process.output(), HasSubstr("RANK"));
@@ -307,7 +307,7 @@ TEST(Cluster, ReportsThatThePortIsInUse) {
   address.sin_port = htons(static_cast<std::uint16_t>(world.port()));
   ASSERT_EQ(bind(taken, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
   ASSERT_EQ(listen(taken, 1), 0);
-  Process& process = world.start(0, "join_only");
+  Process& process = world.start(0, "failures.join_only");
   ASSERT_TRUE(process.wait(world.executor(), std::chrono::seconds(30)));
   EXPECT_EQ(process.exit_code(), 1);
   EXPECT_THAT(process.output(), HasSubstr(std::to_string(world.port())));
@@ -315,19 +315,15 @@ TEST(Cluster, ReportsThatThePortIsInUse) {
   close(taken);
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("failures", {{"calls_work", calls_work},
+                                                 {"remote_exception", remote_exception},
+                                                 {"unknown_function", unknown_function},
+                                                 {"worker_dies_during_a_call", worker_dies_during_a_call},
+                                                 {"join_only", join_only},
+                                                 {"ends_early", ends_early},
+                                                 {"leaves_by_scope", leaves_by_scope},
+                                                 {"throws_in_its_body", throws_in_its_body},
+                                                 {"has_a_limit_for_shutdown", has_a_limit_for_shutdown}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv,
-      {{"calls_work", torchspan::calls_work},
-       {"remote_exception", torchspan::remote_exception},
-       {"unknown_function", torchspan::unknown_function},
-       {"worker_dies_during_a_call", torchspan::worker_dies_during_a_call},
-       {"join_only", torchspan::join_only},
-       {"ends_early", torchspan::ends_early},
-       {"leaves_by_scope", torchspan::leaves_by_scope},
-       {"throws_in_its_body", torchspan::throws_in_its_body},
-       {"has_a_limit_for_shutdown", torchspan::has_a_limit_for_shutdown}});
-}
+}  // namespace
+}  // namespace torchspan::failures_test

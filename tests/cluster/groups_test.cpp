@@ -13,7 +13,7 @@
 #include "tests/support/cluster_main.h"
 #include "tests/support/gloo.h"
 
-namespace torchspan {
+namespace torchspan::groups_test {
 namespace {
 
 using std::chrono::seconds;
@@ -52,7 +52,7 @@ void sums_and_calls() {
 
 TEST(Groups, WorkTogetherWithCalls) {
   ProcessWorld world(3);
-  world.start_all("sums_and_calls");
+  world.start_all("groups.sums_and_calls");
   expect_all_end_well(world);
 }
 
@@ -78,7 +78,7 @@ void group_of_some() {
 
 TEST(Groups, MayContainASubsetOfTheWorkers) {
   ProcessWorld world(3);
-  world.start_all("group_of_some");
+  world.start_all("groups.group_of_some");
   expect_all_end_well(world);
 }
 
@@ -146,7 +146,9 @@ std::vector<collective::GroupOptions> all_kinds() {
 void outlives_its_session() {
   const std::string ending = std::getenv("TEST_ENDING");
   static Kept last;  // destroyed after main()
-  std::optional<Session> session(std::in_place, WorkerOptions::from_env());
+  WorkerOptions options = WorkerOptions::from_env();
+  options.leave_timeout = seconds(1);  // rank 0 leaves while the other one stays
+  std::optional<Session> session(std::in_place, std::move(options));
   std::vector<std::unique_ptr<Kept>> kept;
   for (const auto& options : all_kinds()) {
     kept.push_back(std::make_unique<Kept>());
@@ -181,7 +183,7 @@ TEST_P(GroupsThatOutliveTheirSession, FailWithCancelled) {
   const auto& [ranks, ending] = GetParam();
   ProcessWorld world(ranks);
   for (int rank = 0; rank < ranks; ++rank) {
-    world.start(rank, "outlives_its_session", {{"TEST_ENDING", ending}});
+    world.start(rank, "groups.outlives_its_session", {{"TEST_ENDING", ending}});
   }
   expect_all_end_well(world);
 }
@@ -193,13 +195,9 @@ TEST(Groups, AWorldOfOneHasAGroupToo) {
   EXPECT_EQ(group.all_reduce(at::ones({2})).wait().sum().item<int>(), 2);
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("groups", {{"sums_and_calls", sums_and_calls},
+                                               {"group_of_some", group_of_some},
+                                               {"outlives_its_session", outlives_its_session}});
 
-int main(int argc, char** argv) {
-  using namespace torchspan;
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"sums_and_calls", sums_and_calls},
-                                           {"group_of_some", group_of_some},
-                                           {"outlives_its_session", outlives_its_session}});
-}
+}  // namespace
+}  // namespace torchspan::groups_test

@@ -14,7 +14,7 @@
 #include "elastic/data/sample_dealer.h"
 #include "tests/cluster/hosts_suite.h"
 
-namespace torchspan {
+namespace torchspan::hosts_elastic_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -114,7 +114,7 @@ class ElasticOverHosts : public testing::Hosts {
  protected:
   Process& start_rank(ProcessWorld& world, int rank, int dies_at, const char* life) {
     return start(
-        world, rank, rank < 2 ? network_.near : network_.far, "train",
+        world, rank, rank < 2 ? network_.near : network_.far, "hosts_elastic.train",
         {{"TEST_FOLDER", world.folder()}, {"TEST_DIES_AT", std::to_string(dies_at)}, {"TEST_LIFE", life}});
   }
 };
@@ -147,9 +147,7 @@ TEST_F(ElasticOverHosts, GoesOnAfterTheDeathOfARankOnEitherHost) {
   }
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("hosts_elastic", {{"train", train}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv, {{"train", torchspan::train}});
-}
+}  // namespace
+}  // namespace torchspan::hosts_elastic_test

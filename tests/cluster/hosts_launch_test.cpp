@@ -11,7 +11,7 @@
 
 #include "tests/cluster/hosts_suite.h"
 
-namespace torchspan {
+namespace torchspan::hosts_launch_test {
 namespace {
 
 using std::chrono::seconds;
@@ -74,7 +74,7 @@ class HostsLaunch : public testing::Hosts {
   }
   /// The launcher of one host, as its user would start it.
   std::unique_ptr<Process> launch(int node, std::vector<std::string> options,
-                                  const std::string& scenario = "sum_of_all") const {
+                                  const std::string& scenario = "hosts_launch.sum_of_all") const {
     const testing::TestHost& host = node == 0 ? network_.near : network_.far;
     const auto self = std::filesystem::read_symlink("/proc/self/exe");
     std::vector<std::string> command = host.through();
@@ -115,7 +115,7 @@ TEST_F(HostsLaunch, RestartsTheWorkersOfBothHostsAfterADeathOnEither) {
       hosts.push_back(launch(node,
                              {"--rdzv", rdzv, "--port-range", "29660-29699", "--max-restarts", "1",
                               "--restart-backoff", "100ms", "--env", "TEST_VICTIM=" + victim},
-                             "sum_after_a_death"));
+                             "hosts_launch.sum_after_a_death"));
     }
     for (const auto& host : hosts) {
       ASSERT_TRUE(host->wait(*executor, seconds(90))) << host->output();
@@ -134,7 +134,7 @@ TEST_F(HostsLaunch, EndsOnBothHostsWhenALauncherDies) {
     SCOPED_TRACE(victim);
     std::vector<std::unique_ptr<Process>> hosts;
     for (const int node : {0, 1}) {
-      hosts.push_back(launch(node, {"--rdzv", rdzv, "--max-restarts", "3"}, "wait_forever"));
+      hosts.push_back(launch(node, {"--rdzv", rdzv, "--max-restarts", "3"}, "hosts_launch.wait_forever"));
     }
     std::vector<pid_t> workers;
     const Deadline started = executor->deadline_in(seconds(60));
@@ -172,12 +172,9 @@ TEST_F(HostsLaunch, EndsWithAnErrorIfTheOtherHostNeverStarts) {
   EXPECT_THAT(near->output(), HasSubstr("did not join within 2 s: 1"));
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("hosts_launch", {{"sum_of_all", sum_of_all},
+                                                     {"sum_after_a_death", sum_after_a_death},
+                                                     {"wait_forever", wait_forever}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"sum_of_all", torchspan::sum_of_all},
-                                           {"sum_after_a_death", torchspan::sum_after_a_death},
-                                           {"wait_forever", torchspan::wait_forever}});
-}
+}  // namespace
+}  // namespace torchspan::hosts_launch_test

@@ -13,7 +13,7 @@
 #include "tests/support/errors.h"
 #include "tests/support/slow_network.h"
 
-namespace torchspan {
+namespace torchspan::hosts_pipeline_test {
 namespace {
 
 using pipeline::Layers;
@@ -157,14 +157,14 @@ class PipelineOverHosts : public testing::Hosts {};
 // peer: pipelining (documented) stages on several hosts: same
 TEST_F(PipelineOverHosts, TrainsLikeThePlainModel) {
   ProcessWorld world(kWorkers);
-  start_all(world, network_.near, network_.far, "train");
+  start_all(world, network_.near, network_.far, "hosts_pipeline.train");
   expect_all_end_well(world);
 }
 
 // peer: pipelining (documented) a lost host: better: every worker names a worker of the other host
 TEST_F(PipelineOverHosts, NamesWhatItLostWhenTheCableIsPulled) {
   ProcessWorld world(kWorkers);
-  start_all(world, network_.near, network_.far, "lose_the_network");
+  start_all(world, network_.near, network_.far, "hosts_pipeline.lose_the_network");
   expect_named_losses(world, [&] { EXPECT_TRUE(network_.pull_cable()); });
 }
 
@@ -178,20 +178,18 @@ class PipelineOverASlowLink : public ::testing::Test {
 
 TEST_F(PipelineOverASlowLink, TrainsLikeThePlainModel) {
   ProcessWorld world(kWorkers);
-  start_all(world, network_.near, network_.far, "train");
+  start_all(world, network_.near, network_.far, "hosts_pipeline.train");
   expect_all_end_well(world);
 }
 
 TEST_F(PipelineOverASlowLink, NamesWhatItLostWhenPacketsVanish) {
   ProcessWorld world(kWorkers);
-  start_all(world, network_.near, network_.far, "lose_the_network");
+  start_all(world, network_.near, network_.far, "hosts_pipeline.lose_the_network");
   expect_named_losses(world, [&] { network_.set_cut(true); });
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("hosts_pipeline",
+                                    {{"train", train}, {"lose_the_network", lose_the_network}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv, {{"train", torchspan::train}, {"lose_the_network", torchspan::lose_the_network}});
-}
+}  // namespace
+}  // namespace torchspan::hosts_pipeline_test

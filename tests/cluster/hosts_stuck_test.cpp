@@ -13,7 +13,7 @@
 
 #include "tests/cluster/hosts_suite.h"
 
-namespace torchspan {
+namespace torchspan::hosts_stuck_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -157,7 +157,7 @@ class StuckOnTwoHosts : public testing::Hosts {
 TEST_F(StuckOnTwoHosts, StacksNamesAStoppedRankOfTheOtherHostFirst) {
   for (const char* restarts : {"0", "1"}) {
     SCOPED_TRACE(restarts);
-    launch("barriers", {"--max-restarts", restarts, "--port-range", "29660-29699"}, 29655);
+    launch("hosts_stuck.barriers", {"--max-restarts", restarts, "--port-range", "29660-29699"}, 29655);
     const int stopped = process_of(3);
     const std::string process = std::to_string(stopped);
     for (const int node : {0, 1}) {
@@ -184,7 +184,7 @@ TEST_F(StuckOnTwoHosts, StacksNamesAStoppedRankOfTheOtherHostFirst) {
 }
 
 TEST_F(StuckOnTwoHosts, ThePageAfterATimeOutNamesTheRankOfTheOtherHost) {
-  launch("call_of_a_busy_rank", {"--port-range", "29660-29699"}, 29656);
+  launch("hosts_stuck.call_of_a_busy_rank", {"--port-range", "29660-29699"}, 29656);
   end(*hosts_[0]);
   hosts_[1]->kill(SIGINT);
   end(*hosts_[1]);
@@ -199,11 +199,8 @@ TEST_F(StuckOnTwoHosts, ThePageAfterATimeOutNamesTheRankOfTheOtherHost) {
                                          HasSubstr("all workers: " + temporary(0))));
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("hosts_stuck",
+                                    {{"barriers", barriers}, {"call_of_a_busy_rank", call_of_a_busy_rank}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv,
-      {{"barriers", torchspan::barriers}, {"call_of_a_busy_rank", torchspan::call_of_a_busy_rank}});
-}
+}  // namespace
+}  // namespace torchspan::hosts_stuck_test

@@ -19,7 +19,7 @@
 
 #include "tests/support/cluster_main.h"
 
-namespace torchspan {
+namespace torchspan::module_spans_test {
 namespace {
 
 using nlohmann::json;
@@ -55,7 +55,8 @@ json merged_trace(const std::string& folder) {
   const auto executor = make_executor();
   const std::string out = folder + "/run.json", trace = folder + "/trace";
   Process run({command, "run", "-n", "2", "--trace", trace, self.string()},
-              {{"TORCHSPAN_TEST_SCENARIO", "train"}, {"OMP_NUM_THREADS", "1"}}, folder + "/run.out");
+              {{"TORCHSPAN_TEST_SCENARIO", "module_spans.train"}, {"OMP_NUM_THREADS", "1"}},
+              folder + "/run.out");
   EXPECT_TRUE(run.wait(*executor, std::chrono::seconds(100)));
   EXPECT_EQ(run.exit_code(), 0) << run.output();
   Process merge({command, "trace", trace, "-o", out}, {}, folder + "/trace.out");
@@ -97,9 +98,7 @@ TEST(ModuleSpansOfAJob, LieInsideTheStepsOfEachRank) {
   }
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("module_spans", {{"train", train}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv, {{"train", torchspan::train}});
-}
+}  // namespace
+}  // namespace torchspan::module_spans_test

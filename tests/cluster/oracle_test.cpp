@@ -7,7 +7,7 @@
 
 #include "tests/support/cluster_main.h"
 
-namespace torchspan {
+namespace torchspan::oracle_test {
 namespace {
 
 using testing::expect_all_end_well;
@@ -138,7 +138,7 @@ void oracle() {
 //   parameter
 TEST(Oracle, ThreeProcessesTrainAsOneDoes) {
   ProcessWorld world(3);
-  world.start_all("oracle");
+  world.start_all("oracle.oracle");
   expect_all_end_well(world, std::chrono::seconds(120));
 }
 
@@ -166,9 +166,7 @@ TEST(Oracle, AWorldOfOneTrainsAsOneProcessDoes) {
   session.shutdown();
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("oracle", {{"oracle", oracle}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv, {{"oracle", torchspan::oracle}});
-}
+}  // namespace
+}  // namespace torchspan::oracle_test

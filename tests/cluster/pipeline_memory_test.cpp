@@ -13,7 +13,7 @@
 #include "tests/support/cluster_main.h"
 #include "tests/support/memory.h"
 
-namespace torchspan {
+namespace torchspan::pipeline_memory_test {
 namespace {
 
 using pipeline::ActivationCheckpoint;
@@ -162,15 +162,13 @@ void compare_peaks() {
 TEST(PipelineMemoryOfProcesses, IsThePeakOfTheSimulationWithMeasuredCosts) {
   if (testing::kFreedMemoryIsKept || heap_in_use() == 0) GTEST_SKIP() << "the allocator does not count";
   ProcessWorld world(2);
-  world.start_all("compare_peaks");
+  world.start_all("pipeline_memory.compare_peaks");
   expect_all_end_well(world, std::chrono::seconds(120));
   for (std::size_t rank = 0; rank < world.size(); ++rank)
     std::printf("%s", world.process(rank).output().c_str());
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("pipeline_memory", {{"compare_peaks", compare_peaks}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv, {{"compare_peaks", torchspan::compare_peaks}});
-}
+}  // namespace
+}  // namespace torchspan::pipeline_memory_test

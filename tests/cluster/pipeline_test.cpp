@@ -13,7 +13,7 @@
 
 #include "tests/support/cluster_main.h"
 
-namespace torchspan {
+namespace torchspan::pipeline_test {
 namespace {
 
 using pipeline::ActivationCheckpoint;
@@ -88,7 +88,7 @@ void train() {
 
 TEST(PipelineProcesses, TrainLikeThePlainModel) {
   ProcessWorld world(3);
-  world.start_all("train");
+  world.start_all("pipeline.train");
   expect_all_end_well(world, seconds(120));
 }
 
@@ -139,7 +139,7 @@ void train_with_split_backwards() {
 //   `pipeline_schedule_runtime_custom_sched`
 TEST(PipelineProcesses, TrainLikeThePlainModelWithSplitBackwardsAndATiedWeight) {
   ProcessWorld world(2);
-  world.start_all("train_with_split_backwards");
+  world.start_all("pipeline.train_with_split_backwards");
   expect_all_end_well(world, seconds(120));
 }
 
@@ -184,7 +184,7 @@ void train_replicas() {
 // peer: pipelining `manual_with_data_parallel`
 TEST(PipelineProcesses, ReplicasTrainLikeThePlainModel) {
   ProcessWorld world(4);
-  world.start_all("train_replicas");
+  world.start_all("pipeline.train_replicas");
   expect_all_end_well(world, seconds(120));
 }
 
@@ -215,7 +215,7 @@ void make_weights() {
 
 TEST(PipelineProcesses, InitialWeightsDoNotDependOnTheSplit) {
   ProcessWorld world(3);
-  world.start_all("make_weights");
+  world.start_all("pipeline.make_weights");
   expect_all_end_well(world, seconds(120));
 }
 
@@ -244,7 +244,7 @@ TEST(PipelineProcesses, LogTheirActionsAtDebugLevel) {
   for (const bool debug : {false, true}) {
     ProcessWorld world(2);
     for (int rank = 0; rank < 2; ++rank)
-      world.start(rank, "do_something", {{"TORCHSPAN_LOG_LEVEL", debug ? "debug" : "warning"}});
+      world.start(rank, "pipeline.do_something", {{"TORCHSPAN_LOG_LEVEL", debug ? "debug" : "warning"}});
     expect_all_end_well(world, seconds(120));
     const std::string text = world.process(0).output();
     if (!debug) {
@@ -315,11 +315,13 @@ void be_killed_in_a_replica() { be_struck(SIGKILL, 2); }
 
 class Struck : public ::testing::TestWithParam<int> {
  protected:
-  /// Starts a world and returns once its victim has died or stopped.
-  void strike(ProcessWorld& world, const std::string& scenario, int ranks = 3) {
+  /// Starts a world and returns once its victim has died or stopped. `stopped_limit`: s; how long a worker may be stopped.
+  void strike(ProcessWorld& world, const std::string& scenario, int ranks, const std::string& stopped_limit) {
     for (int rank = 0; rank < ranks; ++rank) {
       world.start(rank, scenario,
-                  {{"TEST_VICTIM", std::to_string(GetParam())}, {"TORCHSPAN_RUNTIME_DIR", world.folder()}});
+                  {{"TEST_VICTIM", std::to_string(GetParam())},
+                   {"TORCHSPAN_STOPPED_LIMIT", stopped_limit},
+                   {"TORCHSPAN_RUNTIME_DIR", world.folder()}});
     }
     const Deadline deadline = world.executor().deadline_in(seconds(60));
     while (!std::filesystem::exists(world.folder() + "/struck")) {
@@ -327,38 +329,36 @@ class Struck : public ::testing::TestWithParam<int> {
       world.executor().sleep(std::chrono::milliseconds(1));
     }
   }
-  void expect_survivors_named_it(ProcessWorld& world, Duration limit, int ranks = 3) {
-    const TimePoint begin = world.executor().now();
+  void expect_survivors_named_it(ProcessWorld& world, int ranks) {
     for (int rank = 0; rank < ranks; ++rank) {
       if (rank == GetParam()) continue;
       testing::Process& survivor = world.process(static_cast<std::size_t>(rank));
-      EXPECT_TRUE(survivor.wait(world.executor(), limit)) << "rank " << rank << " hangs";
+      EXPECT_TRUE(survivor.wait(world.executor(), seconds(40))) << "rank " << rank << " hangs";
       EXPECT_EQ(survivor.exit_code(), 0) << survivor.output();
     }
-    EXPECT_LT(world.executor().now() - begin, limit);
   }
 };
 
-/// A stopped worker would be noticed after 5 s.
+/// A stopped worker would not be noticed: only the end of its connections ends the step.
 TEST_P(Struck, AKilledWorkerEndsTheStepAtOnce) {
   ProcessWorld world(3);
-  strike(world, "be_killed");
-  expect_survivors_named_it(world, seconds(4));
+  strike(world, "pipeline.be_killed", 3, "600");
+  expect_survivors_named_it(world, 3);
 }
 
 TEST_P(Struck, AKilledWorkerOfAReplicaEndsTheStepOfAllReplicas) {
   ProcessWorld world(4);
-  strike(world, "be_killed_in_a_replica", 4);
-  expect_survivors_named_it(world, seconds(4), 4);
+  strike(world, "pipeline.be_killed_in_a_replica", 4, "600");
+  expect_survivors_named_it(world, 4);
 }
 
 TEST_P(Struck, AStoppedWorkerEndsTheStepForTheOthers) {
   ProcessWorld world(3);
-  strike(world, "be_stopped");
-  expect_survivors_named_it(world, seconds(10));
+  strike(world, "pipeline.be_stopped", 3, "1");
+  expect_survivors_named_it(world, 3);
   testing::Process& victim = world.process(static_cast<std::size_t>(GetParam()));
   victim.kill(SIGCONT);
-  EXPECT_TRUE(victim.wait(world.executor(), seconds(10))) << "the stopped worker hangs";
+  EXPECT_TRUE(victim.wait(world.executor(), seconds(40))) << "the stopped worker hangs";
 }
 
 /// A worker that a debugger stops in a step, for longer than any worker waits by default.
@@ -380,7 +380,7 @@ void be_paused() {
 /// Starts a world whose worker 1 is stopped in its second step; returns once it is.
 void pause_world(ProcessWorld& world, const std::string& limit) {
   for (int rank = 0; rank < 3; ++rank) {
-    world.start(rank, "be_paused",
+    world.start(rank, "pipeline.be_paused",
                 {{"TORCHSPAN_STOPPED_LIMIT", limit}, {"TORCHSPAN_RUNTIME_DIR", world.folder()}});
   }
   const Deadline deadline = world.executor().deadline_in(seconds(60));
@@ -391,14 +391,14 @@ void pause_world(ProcessWorld& world, const std::string& limit) {
 }
 
 TEST(PipelineProcesses, AWorkerMayBeStoppedUpToTheLimit) {
-  for (const std::string limit : {"0", "60"}) {
-    SCOPED_TRACE(limit);
-    ProcessWorld world(3);
-    pause_world(world, limit);
-    world.executor().sleep(seconds(7));  // the default is 5
-    EXPECT_FALSE(world.process(0).wait(world.executor(), seconds(0))) << world.process(0).output();
-    world.process(1).kill(SIGCONT);
-    expect_all_end_well(world, seconds(60));
+  ProcessWorld without_limit(3), with_limit(3);
+  pause_world(without_limit, "0");
+  pause_world(with_limit, "60");
+  with_limit.executor().sleep(seconds(7));  // the default is 5
+  for (ProcessWorld* world : {&without_limit, &with_limit}) {
+    EXPECT_FALSE(world->process(0).wait(world->executor(), seconds(0))) << world->process(0).output();
+    world->process(1).kill(SIGCONT);
+    expect_all_end_well(*world, seconds(60));
   }
 }
 
@@ -415,19 +415,15 @@ TEST(PipelineProcesses, AShorterLimitEndsTheStepAndIsNamed) {
 
 INSTANTIATE_TEST_SUITE_P(Stages, Struck, ::testing::Values(0, 1, 2));
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("pipeline", {{"train", train},
+                                                 {"train_with_split_backwards", train_with_split_backwards},
+                                                 {"train_replicas", train_replicas},
+                                                 {"make_weights", make_weights},
+                                                 {"do_something", do_something},
+                                                 {"be_paused", be_paused},
+                                                 {"be_killed", be_killed},
+                                                 {"be_killed_in_a_replica", be_killed_in_a_replica},
+                                                 {"be_stopped", be_stopped}});
 
-int main(int argc, char** argv) {
-  using namespace torchspan;
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"train", train},
-                                           {"train_with_split_backwards", train_with_split_backwards},
-                                           {"train_replicas", train_replicas},
-                                           {"make_weights", make_weights},
-                                           {"do_something", do_something},
-                                           {"be_paused", be_paused},
-                                           {"be_killed", be_killed},
-                                           {"be_killed_in_a_replica", be_killed_in_a_replica},
-                                           {"be_stopped", be_stopped}});
-}
+}  // namespace
+}  // namespace torchspan::pipeline_test

@@ -17,7 +17,7 @@
 #include "tests/support/cluster_main.h"
 #include "tests/support/environment.h"
 
-namespace torchspan {
+namespace torchspan::recovering_trainer_test {
 namespace {
 
 using std::chrono::microseconds;
@@ -251,6 +251,28 @@ class Recovering : public ::testing::Test {
     int save = 7, copy = 0;
   };
 
+  static std::string sums_in(const std::string& folder) {
+    std::string sums;
+    for (int rank = 0; rank < kRanks; ++rank) sums += text_of(fmt::format("{}/sum{}", folder, rank)) + " ";
+    return sums;
+  }
+  /// The results of a run in which no process dies or stops, and which therefore needs no launcher.
+  static std::string undisturbed(const std::string& scenario) {
+    const testing::TemporaryFolder place;
+    testing::ProcessWorld world(kRanks);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      world.start(rank, scenario,
+                  {{"TEST_FOLDER", place.path()},
+                   {"TEST_DEATHS", ""},
+                   {"TEST_SAVE", "7"},
+                   {"TEST_COPY", "0"},
+                   {"TEST_STOP", ""},
+                   {"TEST_TIMEOUT", "60"},
+                   {"TEST_LIMIT", "60"}});
+    }
+    testing::expect_all_end_well(world);
+    return sums_in(place.path());
+  }
   Outcome run(const std::string& scenario, const std::string& deaths, Intervals intervals,
               int replacements = 9, const Stop& stop = {}) {
     const testing::TemporaryFolder place;
@@ -274,8 +296,8 @@ class Recovering : public ::testing::Test {
     Outcome outcome;
     outcome.exit_code = launcher.exit_code();
     outcome.output = launcher.output();
+    outcome.sums = sums_in(place.path());
     for (int rank = 0; rank < kRanks; ++rank) {
-      outcome.sums += text_of(fmt::format("{}/sum{}", place.path(), rank)) + " ";
       std::istringstream numbers(text_of(fmt::format("{}/report{}", place.path(), rank)));
       RecoveryReport& report = outcome.reports.emplace_back();
       numbers >> report.rebuilds >> report.from_copies >> report.from_checkpoints;
@@ -303,7 +325,7 @@ class Recovering : public ::testing::Test {
 };
 
 TEST_F(Recovering, PipelinesGoOnFromMemoryAfterDeathsAtEveryMoment) {
-  const std::string expected = survive("train_pipeline", "", {.save = 7}).sums;
+  const std::string expected = undisturbed("recovering_trainer.train_pipeline");
   ASSERT_GT(expected.size(), 30u);
   const auto seed = testing::number_from("TORCHSPAN_SEED", std::uint64_t{1});
   SCOPED_TRACE("TORCHSPAN_SEED=" + std::to_string(seed));
@@ -315,7 +337,7 @@ TEST_F(Recovering, PipelinesGoOnFromMemoryAfterDeathsAtEveryMoment) {
        {fmt::format("1/0:step@{}", step()), std::string("2/0:copy@24"),
         std::string("1/0:step@20;1/1:step@44"), std::string("3/0:step@16;1/0:build@1"),
         std::string("1/0:step@30;3/0:load@0")}) {
-    const Outcome outcome = survive("train_pipeline", deaths, {.save = 1000, .copy = 4});
+    const Outcome outcome = survive("recovering_trainer.train_pipeline", deaths, {.save = 1000, .copy = 4});
     EXPECT_EQ(outcome.sums, expected) << deaths << "\n" << outcome.output;
     EXPECT_GE(outcome.reports[0].rebuilds, 1) << deaths;
     EXPECT_GE(outcome.reports[0].from_copies, 1) << deaths << "\n" << outcome.output;
@@ -323,29 +345,30 @@ TEST_F(Recovering, PipelinesGoOnFromMemoryAfterDeathsAtEveryMoment) {
 }
 
 TEST_F(Recovering, PipelinesGoOnFromTheNewestCheckpointWithoutCopiesOrIfTheyAreLost) {
-  const std::string expected = survive("train_pipeline", "", {.save = 7}).sums;
+  const std::string expected = undisturbed("recovering_trainer.train_pipeline");
   // While the state is saved; neighbors at nearly the same time.
-  Outcome outcome = survive("train_pipeline", "2/0:copy@21;1/0:step@40", {.save = 7});
+  Outcome outcome = survive("recovering_trainer.train_pipeline", "2/0:copy@21;1/0:step@40", {.save = 7});
   EXPECT_EQ(outcome.sums, expected) << outcome.output;
   EXPECT_EQ(outcome.reports[0].from_copies, 0);
   EXPECT_GE(outcome.reports[0].from_checkpoints, 2) << outcome.output;
   // Before the first checkpoint of a step: from the initial state.
-  outcome = survive("train_pipeline", "3/0:step@2", {.save = 7});
+  outcome = survive("recovering_trainer.train_pipeline", "3/0:step@2", {.save = 7});
   EXPECT_EQ(outcome.sums, expected) << outcome.output;
-  outcome = survive("train_pipeline", "1/0:step@33;2/0:step@33", {.save = 7, .copy = 4});
+  outcome = survive("recovering_trainer.train_pipeline", "1/0:step@33;2/0:step@33", {.save = 7, .copy = 4});
   EXPECT_EQ(outcome.sums, expected) << outcome.output;
   EXPECT_GE(outcome.reports[0].rebuilds, 1);
 }
 
 TEST_F(Recovering, RemoteModulesGoOnFromTheNewestCheckpoint) {
-  const std::string expected = survive("train_remotely", "", {.save = 7}).sums;
-  const Outcome outcome = survive("train_remotely", "1/0:step@14;2/0:step@35", {.save = 7});
+  const std::string expected = undisturbed("recovering_trainer.train_remotely");
+  const Outcome outcome =
+      survive("recovering_trainer.train_remotely", "1/0:step@14;2/0:step@35", {.save = 7});
   EXPECT_EQ(outcome.sums, expected) << outcome.output;
   EXPECT_GE(outcome.reports[0].rebuilds, 2);
 }
 
 TEST_F(Recovering, PipelinesWaitForAStoppedProcessAndGoOnWithIt) {
-  const std::string expected = survive("train_pipeline", "", {.save = 7}).sums;
+  const std::string expected = undisturbed("recovering_trainer.train_pipeline");
   // In a step; while the state is saved; rank 0, which has the store; while the state comes back after a death.
   struct Case {
     std::string deaths;
@@ -358,7 +381,7 @@ TEST_F(Recovering, PipelinesWaitForAStoppedProcessAndGoOnWithIt) {
         Case{"", {.where = "0/0:step@20", .timeout = 5}, {.save = 7, .copy = 4}},
         Case{"1/0:step@30", {.where = "3/0:load@0", .timeout = 5}, {.save = 1000, .copy = 4}}}) {
     SCOPED_TRACE(one.stop.where);
-    const Outcome outcome = survive("train_pipeline", one.deaths, one.intervals, one.stop);
+    const Outcome outcome = survive("recovering_trainer.train_pipeline", one.deaths, one.intervals, one.stop);
     EXPECT_EQ(outcome.sums, expected) << outcome.output;
     for (const RecoveryReport& report : outcome.reports) EXPECT_LE(report.rebuilds, 3) << outcome.output;
     EXPECT_GE(outcome.reports[0].rebuilds, 1);
@@ -368,21 +391,22 @@ TEST_F(Recovering, PipelinesWaitForAStoppedProcessAndGoOnWithIt) {
 }
 
 TEST_F(Recovering, PipelinesGoOnWithTheReplacementOfAStoppedProcessThatIsKilled) {
-  const std::string expected = survive("train_pipeline", "", {.save = 7}).sums;
-  const Outcome outcome =
-      survive("train_pipeline", "", {.save = 1000, .copy = 4}, {.where = "2/0:step@20", .signal = SIGKILL});
+  const std::string expected = undisturbed("recovering_trainer.train_pipeline");
+  const Outcome outcome = survive("recovering_trainer.train_pipeline", "", {.save = 1000, .copy = 4},
+                                  {.where = "2/0:step@20", .signal = SIGKILL});
   EXPECT_EQ(outcome.sums, expected) << outcome.output;
   EXPECT_GE(outcome.reports[0].from_copies, 1) << outcome.output;
 }
 
 TEST_F(Recovering, RemoteModulesWaitForAStoppedProcess) {
-  const std::string expected = survive("train_remotely", "", {.save = 7}).sums;
-  const Outcome outcome = survive("train_remotely", "", {.save = 7}, {.where = "1/0:step@14", .timeout = 5});
+  const std::string expected = undisturbed("recovering_trainer.train_remotely");
+  const Outcome outcome =
+      survive("recovering_trainer.train_remotely", "", {.save = 7}, {.where = "1/0:step@14", .timeout = 5});
   EXPECT_EQ(outcome.sums, expected) << outcome.output;
 }
 
 TEST_F(Recovering, AProcessThatStaysStoppedEndsTheTrainingWithItsNameAndAdvice) {
-  const Outcome outcome = run("train_pipeline", "", {.save = 7, .copy = 4}, 9,
+  const Outcome outcome = run("recovering_trainer.train_pipeline", "", {.save = 7, .copy = 4}, 9,
                               {.where = "2/0:step@20", .signal = 0, .timeout = 5, .limit = 3});
   EXPECT_NE(outcome.exit_code, 0);
   EXPECT_THAT(outcome.output,
@@ -393,17 +417,14 @@ TEST_F(Recovering, AProcessThatStaysStoppedEndsTheTrainingWithItsNameAndAdvice) 
 }
 
 TEST_F(Recovering, AProgramThatFailsEndsTheTrainingOnAllRanks) {
-  const Outcome outcome = run("fail", "", {.save = 7, .copy = 3}, 0);
+  const Outcome outcome = run("recovering_trainer.fail", "", {.save = 7, .copy = 3}, 0);
   EXPECT_NE(outcome.exit_code, 0);
   EXPECT_THAT(outcome.output, ::testing::HasSubstr("the program of this rank failed"));
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("recovering_trainer", {{"train_pipeline", train_pipeline},
+                                                           {"train_remotely", train_remotely},
+                                                           {"fail", fail}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"train_pipeline", torchspan::train_pipeline},
-                                           {"train_remotely", torchspan::train_remotely},
-                                           {"fail", torchspan::fail}});
-}
+}  // namespace
+}  // namespace torchspan::recovering_trainer_test

@@ -13,7 +13,7 @@
 
 #include "tests/support/cluster_main.h"
 
-namespace torchspan {
+namespace torchspan::recovery_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -197,6 +197,22 @@ class Recovery : public ::testing::Test {
     std::vector<std::vector<std::string>> starts;  ///< process ids, by rank
   };
 
+  static std::string sums_in(const std::string& folder) {
+    std::string sums;
+    for (int rank = 0; rank < 3; ++rank) sums += text_of(fmt::format("{}/sum{}", folder, rank)) + " ";
+    return sums;
+  }
+  /// The results of a run without a death, which therefore needs no launcher.
+  static std::string undisturbed(const std::string& scenario) {
+    const testing::TemporaryFolder place;
+    testing::ProcessWorld world(3);
+    for (int rank = 0; rank < 3; ++rank) {
+      world.start(rank, scenario,
+                  {{"TEST_FOLDER", place.path()}, {"TEST_DEATH", ""}, {"TORCHSPAN_REPLACEMENT_COUNT", "0"}});
+    }
+    testing::expect_all_end_well(world);
+    return sums_in(place.path());
+  }
   Outcome run(const std::string& scenario, const std::string& death) {
     const testing::TemporaryFolder place;
     const std::string self = std::filesystem::read_symlink("/proc/self/exe");
@@ -211,8 +227,8 @@ class Recovery : public ::testing::Test {
     EXPECT_TRUE(launcher.wait(*executor_, seconds(120)));
     EXPECT_EQ(launcher.exit_code(), 0) << death << "\n" << launcher.output();
     Outcome outcome;
+    outcome.sums = sums_in(place.path());
     for (int rank = 0; rank < 3; ++rank) {
-      outcome.sums += text_of(fmt::format("{}/sum{}", place.path(), rank)) + " ";
       std::istringstream lines(text_of(fmt::format("{}/starts{}", place.path(), rank)));
       outcome.starts.emplace_back();
       for (std::string line; std::getline(lines, line);) outcome.starts.back().push_back(line);
@@ -223,8 +239,8 @@ class Recovery : public ::testing::Test {
 };
 
 TEST_F(Recovery, OfAPipelineGoesOnInTheSameProcessesWithTheSameResult) {
-  const Outcome expected = run("train_pipeline", "");
-  EXPECT_GT(expected.sums.size(), 10u);
+  const std::string expected = undisturbed("recovery.train_pipeline");
+  EXPECT_GT(expected.size(), 10u);
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(seed);
   std::mt19937 random(seed);
@@ -232,32 +248,29 @@ TEST_F(Recovery, OfAPipelineGoesOnInTheSameProcessesWithTheSameResult) {
   // One death; two of one worker; two at nearly the same time.
   for (const std::string& death : {fmt::format("1/0:{}", step()), fmt::format("2/0:{};2/1:{}", 20, 40),
                                    fmt::format("1/0:{0};2/0:{0}", step())}) {
-    const Outcome outcome = run("train_pipeline", death);
-    EXPECT_EQ(outcome.sums, expected.sums) << death;
+    const Outcome outcome = run("recovery.train_pipeline", death);
+    EXPECT_EQ(outcome.sums, expected) << death;
     EXPECT_EQ(std::set(outcome.starts[0].begin(), outcome.starts[0].end()).size(), 1u) << "rank 0 has stayed";
     EXPECT_GE(outcome.starts[0].size(), 2u) << "and has trained again";
   }
 }
 
 TEST_F(Recovery, OfRemoteModulesGoesOnInTheSameProcessesWithTheSameResult) {
-  const Outcome expected = run("train_remotely", "");
+  const std::string expected = undisturbed("recovery.train_remotely");
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(seed);
   std::mt19937 random(seed);
   for (const int victim : {1, 2}) {
     const std::string death = fmt::format("{}/0:{}", victim, random() % kSteps);
-    const Outcome outcome = run("train_remotely", death);
-    EXPECT_EQ(outcome.sums, expected.sums) << death;
+    const Outcome outcome = run("recovery.train_remotely", death);
+    EXPECT_EQ(outcome.sums, expected) << death;
     EXPECT_EQ(std::set(outcome.starts[0].begin(), outcome.starts[0].end()).size(), 1u) << "rank 0 has stayed";
     EXPECT_GE(outcome.starts[0].size(), 2u) << "and has trained again";
   }
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("recovery",
+                                    {{"train_pipeline", train_pipeline}, {"train_remotely", train_remotely}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv,
-      {{"train_pipeline", torchspan::train_pipeline}, {"train_remotely", torchspan::train_remotely}});
-}
+}  // namespace
+}  // namespace torchspan::recovery_test

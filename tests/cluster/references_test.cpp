@@ -16,7 +16,7 @@
 #include "tests/support/environment.h"
 #include "tests/support/memory.h"
 
-namespace torchspan {
+namespace torchspan::references_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -230,7 +230,7 @@ class KilledWorkers : public ::testing::TestWithParam<int> {};
 TEST_P(KilledWorkers, LeaveEmptyTablesAndNoValueBehind) {
   ProcessWorld world(kWorkers);
   for (int rank = 0; rank < kWorkers; ++rank)
-    world.start(rank, "survive", {{"TEST_SEED", std::to_string(GetParam())}});
+    world.start(rank, "references.survive", {{"TEST_SEED", std::to_string(GetParam())}});
   int killed = 0;
   for (std::size_t i = 0; i < world.size(); ++i) {
     ASSERT_TRUE(world.process(i).wait(world.executor(), seconds(60)))
@@ -292,16 +292,13 @@ void churn() {
 /// A leak of 11 bytes per reference would exceed the margin.
 TEST(Cluster, MemoryComesBackAfterAHundredThousandReferences) {
   ProcessWorld world(3);
-  world.start_all("churn");
+  world.start_all("references.churn");
   expect_all_end_well(world, seconds(120));
   for (std::size_t rank = 0; rank < world.size(); ++rank)
     std::printf("%s", world.process(rank).output().c_str());
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("references", {{"survive", survive}, {"churn", churn}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"survive", torchspan::survive}, {"churn", torchspan::churn}});
-}
+}  // namespace
+}  // namespace torchspan::references_test

@@ -7,7 +7,7 @@
 
 #include "tests/support/cluster_main.h"
 
-namespace torchspan {
+namespace torchspan::replacement_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -107,15 +107,16 @@ class ReplacedWorkers : public ::testing::Test {
 };
 
 TEST_F(ReplacedWorkers, JoinTheRunningWorldOfTheOthers) {
-  EXPECT_EQ(
-      run("fixed_world", {"--max-replacements", "4", "--restart-backoff", "10ms", "--give-up-after", "0"}), 0)
+  EXPECT_EQ(run("replacement.fixed_world",
+                {"--max-replacements", "4", "--restart-backoff", "10ms", "--give-up-after", "0"}),
+            0)
       << output_;
   EXPECT_THAT(output_, AllOf(HasSubstr("was killed by SIGKILL"), HasSubstr("(replacement 4 of 4)"),
                              Not(HasSubstr("stopping the others"))));
 }
 
 TEST_F(ReplacedWorkers, OfAProgramThatDoesNotSurviveADeathLeadToARestart) {
-  EXPECT_EQ(run("dies_with_others",
+  EXPECT_EQ(run("replacement.dies_with_others",
                 {"--max-replacements", "9", "--max-restarts", "1", "--restart-backoff", "10ms"}),
             0)
       << output_;
@@ -124,11 +125,8 @@ TEST_F(ReplacedWorkers, OfAProgramThatDoesNotSurviveADeathLeadToARestart) {
                     HasSubstr("was killed by SIGKILL"), HasSubstr("torchspan: attempt 2 succeeded")));
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("replacement",
+                                    {{"fixed_world", fixed_world}, {"dies_with_others", dies_with_others}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(
-      argc, argv,
-      {{"fixed_world", torchspan::fixed_world}, {"dies_with_others", torchspan::dies_with_others}});
-}
+}  // namespace
+}  // namespace torchspan::replacement_test

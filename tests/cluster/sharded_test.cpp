@@ -11,7 +11,7 @@
 
 #include "tests/support/cluster_main.h"
 
-namespace torchspan {
+namespace torchspan::sharded_test {
 namespace {
 
 using std::chrono::seconds;
@@ -176,24 +176,25 @@ void continue_on(const std::vector<int>& sizes, const std::string& scenario, con
     check();
   }
   steps += 3;
-  run_world(2, "train_plain",
+  run_world(2, "sharded.train_plain",
             {{"TEST_FOLDER", place.path()}, {"TEST_LAST", std::to_string(steps)}, {"TEST_FROM", folder}});
   check();
 }
 
 TEST(ShardedProcesses, FullyShardedContinuesOnOtherNumbersOfRanksAndAsReplicas) {
-  continue_on({4, 2, 1}, "train_fully_sharded", "fully");
+  continue_on({4, 2, 1}, "sharded.train_fully_sharded", "fully");
 }
 
 TEST(ShardedProcesses, ZeroContinuesOnOtherNumbersOfRanksAndAsReplicas) {
-  continue_on({3, 2, 1}, "train_zero", "zero");
+  continue_on({3, 2, 1}, "sharded.train_zero", "zero");
 }
 
 TEST(ShardedProcesses, TheOthersNameARankThatIsKilled) {
   testing::TemporaryFolder place;
   ProcessWorld world(3);
   for (int rank = 0; rank < 3; ++rank)
-    world.start(rank, "train_for_ever", {{"TEST_FOLDER", place.path()}, {"TORCHSPAN_LOG_LEVEL", "off"}});
+    world.start(rank, "sharded.train_for_ever",
+                {{"TEST_FOLDER", place.path()}, {"TORCHSPAN_LOG_LEVEL", "off"}});
   const Deadline limit = world.executor().deadline_in(seconds(60));
   while (!std::filesystem::exists(place.path() + "/started1") && !limit.passed(world.executor().now()))
     world.executor().sleep(std::chrono::milliseconds(2));
@@ -205,13 +206,10 @@ TEST(ShardedProcesses, TheOthersNameARankThatIsKilled) {
   }
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("sharded", {{"train_fully_sharded", train_fully_sharded},
+                                                {"train_zero", train_zero},
+                                                {"train_plain", train_plain},
+                                                {"train_for_ever", train_for_ever}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"train_fully_sharded", torchspan::train_fully_sharded},
-                                           {"train_zero", torchspan::train_zero},
-                                           {"train_plain", torchspan::train_plain},
-                                           {"train_for_ever", torchspan::train_for_ever}});
-}
+}  // namespace
+}  // namespace torchspan::sharded_test

@@ -18,7 +18,7 @@
 #include "launch/display/terminal_screen.h"
 #include "tests/support/cluster_main.h"
 
-namespace torchspan {
+namespace torchspan::stuck_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -158,7 +158,7 @@ class StuckJobs : public ::testing::Test {
 };
 
 TEST_F(StuckJobs, NameTheRankThatIsMissingInACollective) {
-  const std::string output = run(3, "missing_rank");
+  const std::string output = run(3, "stuck.missing_rank");
   const std::string suspect = "rank 1 is not in it: it has been in 'augment'";
   EXPECT_THAT(output, AllOf(HasSubstr("timed out after "), HasSubstr("probable cause:"),
                             HasSubstr("first suspect:"), HasSubstr(suspect)));
@@ -170,7 +170,7 @@ TEST_F(StuckJobs, NameTheRankThatIsMissingInACollective) {
 }
 
 TEST_F(StuckJobs, NameWhatAllRanksDoFromWhichAMessageMayCome) {
-  const std::string output = run(3, "missing_message");
+  const std::string output = run(3, "stuck.missing_message");
   EXPECT_THAT(
       output,
       AllOf(HasSubstr("'recv(Float [3] from any rank, tag 4)' number 0 timed out after"),
@@ -183,7 +183,7 @@ TEST_F(StuckJobs, NameWhatAllRanksDoFromWhichAMessageMayCome) {
 }
 
 TEST_F(StuckJobs, NameCallsThatWaitForEachOther) {
-  const std::string output = run(2, "mutual_calls");
+  const std::string output = run(2, "stuck.mutual_calls");
   EXPECT_THAT(
       output,
       AllOf(
@@ -196,7 +196,7 @@ TEST_F(StuckJobs, NameCallsThatWaitForEachOther) {
 }
 
 TEST_F(StuckJobs, NameAStoppedProcess) {
-  const std::string output = run(3, "stopped_process");
+  const std::string output = run(3, "stuck.stopped_process");
   EXPECT_THAT(output,
               AllOf(HasSubstr("the call 'leaf' to worker1"), HasSubstr("first suspect: rank 1 (worker1, pid"),
                     HasSubstr("is stopped by a signal; to continue it: kill -CONT")));
@@ -209,7 +209,7 @@ TEST_F(StuckJobs, ShowTheStragglerOnATerminal) {
   ASSERT_EQ(openpty(&master, &slave, name.data(), nullptr, &size), 0);
   fcntl(master, F_SETFL, O_NONBLOCK);
   launch::TerminalScreen screen(100, 40, true);
-  const auto job = launch(2, "slow_rank", name.data());
+  const auto job = launch(2, "stuck.slow_rank", name.data());
   std::string straggler, waiter;
   const Deadline limit = executor_->deadline_in(seconds(60));
   for (bool ended = false; !ended && !limit.passed(executor_->now());) {
@@ -236,14 +236,11 @@ TEST_F(StuckJobs, ShowTheStragglerOnATerminal) {
   close(slave);
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("stuck", {{"missing_rank", missing_rank},
+                                              {"missing_message", missing_message},
+                                              {"mutual_calls", mutual_calls},
+                                              {"stopped_process", stopped_process},
+                                              {"slow_rank", slow_rank}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"missing_rank", torchspan::missing_rank},
-                                           {"missing_message", torchspan::missing_message},
-                                           {"mutual_calls", torchspan::mutual_calls},
-                                           {"stopped_process", torchspan::stopped_process},
-                                           {"slow_rank", torchspan::slow_rank}});
-}
+}  // namespace
+}  // namespace torchspan::stuck_test

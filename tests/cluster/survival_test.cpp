@@ -21,7 +21,7 @@
 #include "tests/support/cluster_main.h"
 #include "tests/support/environment.h"
 
-namespace torchspan {
+namespace torchspan::survival_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -249,7 +249,7 @@ class Survival {
       variables["TEST_DEATH"] = deaths.front();
       deaths.erase(deaths.begin());
     }
-    Process& process = world_.start(rank, "train", variables);
+    Process& process = world_.start(rank, "survival.train", variables);
     living_[rank] = &process;
     return process;
   }
@@ -459,9 +459,7 @@ TEST(Survival, GoesOnWithoutAStoppedProcessWhichJoinsAgain) {
   survival.expect_right_result();
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("survival", {{"train", train}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv, {{"train", torchspan::train}});
-}
+}  // namespace
+}  // namespace torchspan::survival_test

@@ -7,7 +7,7 @@
 #include "tests/support/cluster_main.h"
 #include "tests/support/errors.h"
 
-namespace torchspan {
+namespace torchspan::worlds_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -135,19 +135,19 @@ void open_host() {
 // peer: rpc/more calls to a stopped process fail, and name the signal that continues it: better
 TEST(Worlds, DistinguishAStoppedWorkerFromADeadOne) {
   ProcessWorld world(3);
-  world.start_all("stopped_worker");
+  world.start_all("worlds.stopped_worker");
   expect_all_end_well(world);
 }
 
 TEST(Worlds, WaitForASlowHandler) {
   ProcessWorld world(2);
-  world.start_all("slow_handler");
+  world.start_all("worlds.slow_handler");
   expect_all_end_well(world);
 }
 
 TEST(Worlds, CanBeJoinedAgainByTheSameProcesses) {
   ProcessWorld world(2);
-  world.start_all("init_twice");
+  world.start_all("worlds.init_twice");
   expect_all_end_well(world);
 }
 
@@ -156,11 +156,11 @@ TEST(Worlds, CanBeJoinedAgainByTheSameProcesses) {
 TEST(Worlds, ReadmitAKilledWorker) {
   ProcessWorld world(2);
   const std::map<std::string, std::string> open{{"WORLD_SIZE", "0"}, {"LOCAL_WORLD_SIZE", "0"}};
-  auto& first = world.start(0, "open_first", open);
-  auto& killed = world.start(1, "open_member", open);
+  auto& first = world.start(0, "worlds.open_first", open);
+  auto& killed = world.start(1, "worlds.open_member", open);
   ASSERT_TRUE(killed.wait(world.executor(), seconds(60)));
   EXPECT_EQ(killed.exit_code(), 128 + SIGKILL) << killed.output();
-  auto& next = world.start(1, "open_member", open);
+  auto& next = world.start(1, "worlds.open_member", open);
   ASSERT_TRUE(next.wait(world.executor(), seconds(60)));
   EXPECT_EQ(next.exit_code(), 0) << next.output();
   ASSERT_TRUE(first.wait(world.executor(), seconds(60)));
@@ -171,22 +171,19 @@ TEST(Worlds, ReadmitAKilledWorker) {
 //   worker; a worker without rank and name is rejected
 TEST(Worlds, AssignRanksToWorkersThatNameNone) {
   ProcessWorld world(3);
-  world.start(0, "open_host", {{"WORLD_SIZE", "0"}});
+  world.start(0, "worlds.open_host", {{"WORLD_SIZE", "0"}});
   for (const char* name : {"anna", "bert"})
-    world.start(1, "open_any_rank", {{"WORLD_SIZE", "0"}, {"RANK", ""}, {"TORCHSPAN_NAME", name}});
+    world.start(1, "worlds.open_any_rank", {{"WORLD_SIZE", "0"}, {"RANK", ""}, {"TORCHSPAN_NAME", name}});
   expect_all_end_well(world);
 }
 
-}  // namespace
-}  // namespace torchspan
+const testing::Scenarios kScenarios("worlds", {{"stopped_worker", stopped_worker},
+                                               {"slow_handler", slow_handler},
+                                               {"init_twice", init_twice},
+                                               {"open_first", open_first},
+                                               {"open_member", open_member},
+                                               {"open_any_rank", open_any_rank},
+                                               {"open_host", open_host}});
 
-int main(int argc, char** argv) {
-  return torchspan::testing::cluster_main(argc, argv,
-                                          {{"stopped_worker", torchspan::stopped_worker},
-                                           {"slow_handler", torchspan::slow_handler},
-                                           {"init_twice", torchspan::init_twice},
-                                           {"open_first", torchspan::open_first},
-                                           {"open_member", torchspan::open_member},
-                                           {"open_any_rank", torchspan::open_any_rank},
-                                           {"open_host", torchspan::open_host}});
-}
+}  // namespace
+}  // namespace torchspan::worlds_test

@@ -70,7 +70,7 @@ TEST(DeviceGroups, SayThatNcclIsMissingAndWhatToDo) {
 
 TEST(DeviceGroups, RefuseALibraryThatIsNotNcclAndAnOldOne) {
   DeviceServices services = stand_in_services(BackendKind::kNccl);
-  services.nccl_library = TORCHSPAN_FAKE_OLD_NCCL;
+  services.nccl_library = fake_nccl_old();
   EXPECT_THAT(errors_of_making(on_device(BackendKind::kNccl), services),
               Each(AllOf(HasSubstr("has no function ncclGetUniqueId"), HasSubstr("2.14 or later"))));
   const FakeNccl faults;
@@ -217,11 +217,11 @@ TEST(DeviceGroups, NameTensorsOfOneCallOnSeveralDevices) {
     };
     const auto its_rank = HasSubstr("rank " + std::to_string(self.rank) + " of the group");
     EXPECT_THAT(text_of([&] {
-                  group.all_to_all({ones_there(3), at::ones({3})});
+                  static_cast<void>(group.all_to_all({ones_there(3), at::ones({3})}));
                 }),
                 AllOf(its_rank, HasSubstr("part 0 is on privateuseone"), HasSubstr("move all of them")));
     EXPECT_THAT(text_of([&] {
-                  all_reduce_coalesced(group, {ones_there(3), at::ones({3})});
+                  static_cast<void>(all_reduce_coalesced(group, {ones_there(3), at::ones({3})}));
                 }),
                 AllOf(its_rank, HasSubstr("Float on privateuseone"), HasSubstr("Float on cpu"),
                       HasSubstr("one call for each dtype and device")));

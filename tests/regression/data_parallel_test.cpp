@@ -14,7 +14,7 @@
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
-namespace torchspan {
+namespace torchspan::data_parallel_defects_test {
 namespace {
 
 using data_parallel::DataParallelOptions;
@@ -162,4 +162,4 @@ TEST(SilentWrongResult, AnOptimizerThatStepsInBackwardIsRefusedWhicheverIsMadeFi
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::data_parallel_defects_test

@@ -13,7 +13,7 @@
 
 #include "tests/support/pipeline_world.h"
 
-namespace torchspan {
+namespace torchspan::pipeline_defects_test {
 namespace {
 
 using pipeline::ActivationCheckpoint;
@@ -448,4 +448,4 @@ TEST(PipelineDefects, SixRowsInFourAreFourMicroBatches) {
 }
 
 }  // namespace
-}  // namespace torchspan
+}  // namespace torchspan::pipeline_defects_test

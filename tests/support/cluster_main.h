@@ -9,9 +9,23 @@ namespace torchspan::testing {
 
 using Scenario = std::function<void()>;
 
+/// What the processes of a test source may do, for programs of several sources: each declares one such constant. The
+/// processes of `suite` start a scenario as "suite.name".
+struct Scenarios {
+  Scenarios(const std::string& suite, const std::map<std::string, Scenario>& scenarios) {
+    for (const auto& [name, scenario] : scenarios) all()[suite + '.' + name] = scenario;
+  }
+  /// Those of all sources, like the tests that GoogleTest registers.
+  static std::map<std::string, Scenario>& all() {
+    static std::map<std::string, Scenario> scenarios;
+    return scenarios;
+  }
+};
+
 /// main() of a cluster suite: runs the scenario that the environment names, or the tests. An exception of a
 /// scenario is printed and makes the exit code 1.
-inline int cluster_main(int argc, char** argv, const std::map<std::string, Scenario>& scenarios) {
+inline int cluster_main(int argc, char** argv,
+                        const std::map<std::string, Scenario>& scenarios = Scenarios::all()) {
   const auto run = [&scenarios] {
     try {
       scenarios.at(std::getenv("TORCHSPAN_TEST_SCENARIO"))();

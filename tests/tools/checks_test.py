@@ -9,8 +9,6 @@ import unittest
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent.parent.parent / "tools"
-sys.path.insert(0, str(TOOLS))
-import compiling  # noqa: E402  (from the folder of the tools)
 
 ROOMS = """
 torchspan_room(core LINK Threads::Threads)
@@ -50,9 +48,9 @@ class Tree(unittest.TestCase):
         self.assertEqual(code, 0, output)
         return output
 
-    def assert_reports(self, tool, *places):
+    def assert_reports(self, tool, *places, compiler=None):
         """Exactly these (place, text) findings, in any order."""
-        code, output = self.run_tool(tool)
+        code, output = self.run_tool(tool, *(["--compiler", compiler] if compiler else []))
         found = [line for line in output.splitlines()[:-1]]
         self.assertEqual(code, 1, output)
         self.assertEqual(len(found), len(places), output)
@@ -255,22 +253,17 @@ class Headers(Tree):
         self.assertIn("2 compiled: clean", self.assert_clean("check-headers", "--compiler", "g++"))
 
 
-class ChangedFirst(unittest.TestCase):
-    def test_files_of_the_last_commits_come_before_older_ones(self):
-        with tempfile.TemporaryDirectory() as folder:
-            def git(*words):
-                subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=folder, check=True,
-                               capture_output=True)
-            git("init", "-q")
-            for name in ["a", *map(str, range(compiling.LAST_COMMITS + 1)), "z"]:
-                (Path(folder) / name).write_text(name)
-                git("add", name)
-                git("commit", "-q", "-m", name)
-            ordered = compiling.changed_first(Path(folder), [Path("a"), Path("z"), Path("new")])
-            self.assertEqual(ordered, [Path("z"), Path("a"), Path("new")])
-            (Path(folder) / "new").touch()
-            ordered = compiling.changed_first(Path(folder), [Path("a"), Path("z"), Path("new")])
-            self.assertEqual(ordered, [Path("new"), Path("z"), Path("a")])
+    @unittest.skipUnless(shutil.which("clang++-19"), "needs clang 19")
+    def test_a_precompiled_header_hides_no_missing_include(self):
+        shutil.rmtree(self.root / "include")
+        base = "#pragma once\n#include <chrono>\n#include <string>\n"
+        self.write("include/torchspan/net/full.h", base + "#include <vector>\nusing Names = std::vector<std::string>;\n")
+        self.write("include/torchspan/net/user.h", "#pragma once\n#include <torchspan/net/full.h>\nusing All = Names;\n")
+        self.write("include/torchspan/net/lean.h", base + "#include <vector>\nusing Map = std::map<int, std::string>;\n")
+        self.write("include/torchspan/net/less.h", base + "#if 0\n#include <vector>\n#endif\nusing List = std::vector<int>;\n")
+        self.assert_reports("check-headers", ("include/torchspan/net/lean.h:5", "<torchspan/net/lean.h>"),
+                            ("include/torchspan/net/less.h:7", "<torchspan/net/less.h>"), compiler="clang++-19")
+        self.assertEqual([path.name[:17] for path in (self.root / "cache/precompiled").glob("*.pch")], ["headers-standard-"])
 
 
 @unittest.skipUnless(shutil.which("clang-tidy"), "needs clang-tidy")
@@ -322,8 +315,8 @@ class InstallDeps(unittest.TestCase):
             self.assertIn("clang-tidy", done.stderr)
 
 
-class Docs(Tree):
-    """Code blocks of documents, compiled with what docs/snippets declares for them."""
+class Guide(Tree):
+    """A document, and what docs/snippets declares for it."""
 
     def setUp(self):
         super().setUp()
@@ -331,6 +324,10 @@ class Docs(Tree):
 
     def guide(self, *blocks):
         self.write("docs/guide.md", "# Guide\n\n" + "\n".join(f"```cpp{kind}\n{code}```\n" for kind, code in blocks))
+
+
+class Docs(Guide):
+    """Code blocks of documents, compiled without a build."""
 
     def test_statements_declarations_and_programs_compile(self):
         self.guide(("", "int x = answer();\n"), ("", "int x = 2;\n"), (" declarations", "int twice(int x) { return 2 * x; }\n"),
@@ -359,6 +356,44 @@ class Docs(Tree):
     def test_a_kind_of_block_that_does_not_exist_is_named(self):
         self.guide((" fragment", "answer();\n"))
         self.assert_reports("check-docs", ("docs/guide.md:3", "a block is"))
+
+
+@unittest.skipUnless(shutil.which("clang++-19") and shutil.which("ninja"), "needs clang 19 and ninja")
+class DocsWithABuild(Guide):
+    """Documents compiled with the precompiled header of a build, whose one header is docs/precompiled.h."""
+
+    def setUp(self):
+        super().setUp()
+        build = self.root / "build/dev"
+        self.write("docs/precompiled.h", "#pragma once\n#include <vector>\n")
+        ninja, entries = ["rule compile", "  command = $line", "  depfile = $out.d", "  deps = gcc"], []
+        for size in ("narrow", "whole"):
+            folder = f"CMakeFiles/torchspan_torch_{size}_programs.dir"
+            self.write(f"build/dev/{folder}/cmake_pch.hxx", f'#include "{self.root}/docs/precompiled.h"\n')
+            self.write(f"build/dev/{folder}/cmake_pch.hxx.cxx", "")
+            text, output = build / folder / "cmake_pch.hxx", f"{folder}/cmake_pch.hxx.pch"
+            line = (f"clang++-19 -std=c++20 -DOF_THE_BUILD=1 -Xclang -emit-pch -Xclang -include -Xclang {text} -x c++-header "
+                    f"-o {output} -c {text}.cxx")
+            entries.append({"directory": str(build), "command": line, "file": f"{text}.cxx"})
+            ninja += [f"build {output}: compile", f"  line = {line} -MD -MF {output}.d"]
+        self.write("build/dev/compile_commands.json", json.dumps(entries))
+        self.write("build/dev/build.ninja", "\n".join(ninja) + "\n")
+
+    def test_the_precompiled_header_is_used_and_built_again_after_a_change(self):
+        self.guide(("", "std::vector<int> all{answer(), OF_THE_BUILD};\n"))
+        self.assertIn("1 compiled: clean", self.assert_clean("check-docs"))
+        self.write("docs/precompiled.h", "#pragma once\n#include <string>\n#include <vector>\n")
+        self.assertIn("1 compiled: clean", self.assert_clean("check-docs"))
+        self.guide(("", "start();\n"))
+        self.assert_reports("check-docs", ("docs/guide.md:4", "ignoring return value"))
+
+    def test_a_precompiled_header_that_cannot_be_built_is_reported(self):
+        self.guide(("", "answer();\n"))
+        self.write("docs/precompiled.h", "#include <no_such_header.h>\n")
+        code, output = self.run_tool("check-docs")
+        self.assertEqual(code, 2, output)
+        self.assertIn("ninja cannot build the precompiled header", output)
+        self.assertIn("no_such_header.h", output)
 
 
 class WireTables(Tree):

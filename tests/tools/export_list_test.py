@@ -1,4 +1,5 @@
 """cmake/export_list.py: which compiled names libtorchspan.so exports, for small headers and libraries."""
+import functools
 import re
 import subprocess
 import tempfile
@@ -63,49 +64,47 @@ int* use() { return &other::shared(); }
 """
 
 
-class ExportList(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-        (self.root / "include").mkdir()
-
-    def exported(self, header=HEADER, source=SOURCE):
-        """The demangled exports of a library that is linked with the list."""
-        (self.root / "include" / "public.h").write_text(header)
-        (self.root / "library.cpp").write_text(source)
-        map_file, archive, library = (self.root / name for name in ("list.map", "library.a", "library.so"))
+@functools.cache
+def exported(header=HEADER, source=SOURCE):
+    """The demangled exports of a library that is linked with the list."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "include").mkdir()
+        (root / "include" / "public.h").write_text(header)
+        (root / "library.cpp").write_text(source)
+        map_file, archive, library = (root / name for name in ("list.map", "library.a", "library.so"))
         def run(*command):
-            return subprocess.run(command, cwd=self.root, check=True, capture_output=True, text=True).stdout
+            return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
         run("c++", "-std=c++20", "-fPIC", "-Iinclude", "-c", "library.cpp", "-o", "library.o")
         run("ar", "rcs", archive, "library.o")
-        run(ROOT / "cmake/export_list.py", self.root / "include", "nm", map_file, archive)
+        run(ROOT / "cmake/export_list.py", root / "include", "nm", map_file, archive)
         run("c++", "-shared", "library.o", f"-Wl,--version-script={map_file}", "-o", library)
         lines = run("nm", "-D", "-C", "--defined-only", library).splitlines()
         return {re.sub(r"\(.*", "", line.split(" ", 2)[2]) for line in lines}
 
+
+class ExportList(unittest.TestCase):
     def test_exports_what_headers_declare(self):
-        exported = self.exported()
         self.assertLessEqual({"torchspan::Worker::Worker", "torchspan::Worker::~Worker", "torchspan::Worker::run",
                               "torchspan::Worker::Options::Options", "torchspan::detail::helper", "torchspan::operator==",
                               "torchspan::counter", "typeinfo for torchspan::Worker", "vtable for torchspan::Worker",
-                              "torchspan::Holder<int, void>::get"}, exported)
+                              "torchspan::Holder<int, void>::get"}, exported())
 
     def test_hides_the_rest(self):
         hidden = ("Impl", "Announced", "Private", "befriended", "private_function", "use")
-        self.assertEqual([name for name in self.exported() if any(word in name for word in hidden)], [])
+        self.assertEqual([name for name in exported() if any(word in name for word in hidden)], [])
 
     def test_exports_statics_of_inline_functions_of_other_libraries(self):
-        self.assertIn("other::shared", self.exported())
+        self.assertIn("other::shared", exported())
 
     def test_an_unclosed_header_is_an_error_that_names_it(self):
         with self.assertRaises(subprocess.CalledProcessError) as caught:
-            self.exported("namespace torchspan { class Open {", "int x;")
+            exported("namespace torchspan { class Open {", "int x;")
         self.assertIn("public.h: '{' is not closed", caught.exception.stderr)
 
     def test_a_library_without_public_names_is_an_error(self):
         with self.assertRaises(subprocess.CalledProcessError) as caught:
-            self.exported("namespace torchspan { class Other {}; }", "int x;")
+            exported("namespace torchspan { class Other {}; }", "int x;")
         self.assertIn("no library defines anything", caught.exception.stderr)
 
 

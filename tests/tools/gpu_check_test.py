@@ -18,11 +18,8 @@ case "$2" in
 *) echo 2.0 ;;
 esac
 """
-TESTS = ("device_suites", "engine_test", "data_parallel_test", "collective_conformance_test", "cluster_device_groups_test",
-         "cluster_device_state_test", "cluster_devices_test",
-         "cluster_device_memory_test", "cluster_device_pipelines_test", "cluster_device_training_test")
-FILTERED = ("collective_conformance_test", "cluster_device_memory_test",
-            "cluster_device_pipelines_test", "cluster_device_training_test")
+TESTS = ("device_suites", "engine_test", "data_parallel_test", "collective_conformance_test", "cluster_device_test")
+FILTERED = ("collective_conformance_test", "cluster_device_test")
 DEMO = """#!/bin/sh
 echo 'trained on 25600 images in 5.1 s: 5000 images/s'
 """
@@ -87,7 +84,7 @@ class GpuCheck(unittest.TestCase):
         code, output = self.run_tool()
         self.assertEqual(code, 0, output)
         table = self.table(output)
-        for name in (*TESTS, "ucx_memory", "ucx_pipelines", "nccl_groups", "nccl_training", "configure", "build", "data_parallel", "pipeline", "figures"):
+        for name in (*TESTS, "ucx", "nccl_groups", "nccl_training", "configure", "build", "data_parallel", "pipeline", "figures"):
             self.assertTrue(table[name].startswith("ok "), output)
         self.assertEqual(table["demo on cpu against CPU"], "1.00 (5000 and 5000 images/s)")
         self.assertIn("(goal 0.30)", output.split("\n\n")[-1])
@@ -102,18 +99,15 @@ class GpuCheck(unittest.TestCase):
         code, output = self.run_tool()
         self.assertEqual(code, 0, output)
         self.assertIn("--gtest_filter=NcclEngine.* ", (self.logs / "collective_conformance_test.log").read_text())
-        self.assertIn("--gtest_filter=*-*/nccl_* ", (self.logs / "cluster_device_training_test.log").read_text())
+        self.assertIn("--gtest_filter=*-*/nccl_*:*Ucx* ", (self.logs / "cluster_device_test.log").read_text())
         self.assertIn("--gtest_filter=*/nccl_views:", (self.logs / "nccl_training.log").read_text())
 
     def test_tests_that_skip_themselves_are_no_failure_and_not_called_ok(self):
-        self.program("cluster_device_groups_test", "#!/bin/sh\necho '[  SKIPPED ] 2 tests'\necho '[  PASSED  ] 0 tests.'\n")
+        self.program("cluster_device_test", "#!/bin/sh\necho '[  SKIPPED ] 2 tests'\necho '[  PASSED  ] 0 tests.'\n")
         code, output = self.run_tool()
         self.assertEqual(code, 0, output)
         self.assertTrue(self.table(output)["nccl_groups"].startswith("not possible "), output)
-        self.program("cluster_device_memory_test", "#!/bin/sh\necho '[  SKIPPED ] 2 tests'\necho '[  PASSED  ] 0 tests.'\n")
-        code, output = self.run_tool()
-        self.assertEqual(code, 0, output)
-        self.assertTrue(self.table(output)["ucx_memory"].startswith("not possible "), output)
+        self.assertTrue(self.table(output)["ucx"].startswith("not possible "), output)
 
     def configured(self):
         code, output = self.run_tool()

@@ -16,23 +16,27 @@ def run(*command, **more):
 
 @unittest.skipUnless((ROOT / ".git").exists() and shutil.which("git"), "the sources are not a checkout")
 class Tarball(unittest.TestCase):
-    def setUp(self):
+    @classmethod
+    def setUpClass(cls):
         folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = Path(folder.name)
+        cls.first_checkout = cls.checkout("first")
+        cls.first = cls.tarball_of(cls.first_checkout)
 
-    def checkout(self, name):
+    @classmethod
+    def checkout(cls, name):
         """A clone of the committed state, without sharing its times with the others."""
-        path = self.folder / name
+        path = cls.folder / name
         run("git", "clone", "--quiet", "--shared", str(ROOT), str(path))
         return path
 
-    def tarball_of(self, checkout, **more):
+    @staticmethod
+    def tarball_of(checkout, **more):
         printed = run("make", "tarball", cwd=checkout, **more).split()[-1]
         return checkout / printed
 
     def test_two_checkouts_give_the_same_bytes(self):
-        first = self.tarball_of(self.checkout("first"))
         second_checkout = self.checkout("a/second")
         for path in second_checkout.rglob("*"):
             if path.is_file() and ".git" not in path.parts:
@@ -41,17 +45,16 @@ class Tarball(unittest.TestCase):
         (second_checkout / "not_committed.txt").write_text("left out")
         second = self.tarball_of(second_checkout, preexec_fn=lambda: os.umask(0o077),
                                  env={**os.environ, "TZ": "Asia/Tokyo", "LC_ALL": "C"})
-        self.assertEqual(first.name, second.name)
-        self.assertEqual(first.read_bytes(), second.read_bytes())
+        self.assertEqual(self.first.name, second.name)
+        self.assertEqual(self.first.read_bytes(), second.read_bytes())
 
     def test_it_contains_the_commit_and_nothing_else(self):
-        checkout = self.checkout("only")
-        with tarfile.open(self.tarball_of(checkout)) as archive:
+        with tarfile.open(self.first) as archive:
             members = archive.getmembers()
         top = members[0].name.split("/")[0]
         self.assertRegex(top, r"^torchspan-\d+\.\d+\.\d+$")
         files = {member.name.removeprefix(top + "/") for member in members if not member.isdir()}
-        self.assertEqual(files, set(run("git", "-C", str(checkout), "ls-files").splitlines()))
+        self.assertEqual(files, set(run("git", "-C", str(self.first_checkout), "ls-files").splitlines()))
         self.assertEqual({(member.uid, member.uname) for member in members}, {(0, "root")})
         self.assertEqual(len({member.mtime for member in members}), 1)
 

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <sstream>
 
+#include "tests/wire_versions/source_folder.h"
+
 namespace torchspan::wire_versions {
 namespace {
 
@@ -18,9 +20,7 @@ constexpr const char* kWhatToDo =
     "a folder with the new bytes beside tests/wire_versions/0.1. Only what no release has written may be "
     "replaced.";
 
-std::string path_of(const std::string& name) {
-  return std::string(TORCHSPAN_SOURCE_DIR) + "/tests/wire_versions/0.1/" + name;
-}
+std::string path_of(const std::string& name) { return source_folder() + "/tests/wire_versions/0.1/" + name; }
 
 std::string to_hex(BytesView bytes) {
   constexpr char kDigits[] = "0123456789abcdef";
@@ -53,7 +53,7 @@ void add_line(const std::string& name, const Fixture& fixture) {
 }  // namespace
 
 std::string read_source(const std::string& path) {
-  std::ifstream file(std::string(TORCHSPAN_SOURCE_DIR) + "/" + path);
+  std::ifstream file(source_folder() + "/" + path);
   std::ostringstream text;
   text << file.rdbuf();
   EXPECT_FALSE(text.str().empty()) << path << " cannot be read";

@@ -326,7 +326,7 @@ class FunctionTable {
   template <class Token>
   requires requires(const Token& token) { token.tokens(); }
   void add_one(const Token& token) {
-    std::apply([this](const auto&... tokens) { add(tokens...); }, token.tokens());
+    std::apply([this](const auto&... tokens) { this->add(tokens...); }, token.tokens());
   }
   template <auto kFunction>
   void add_one(const Function<kFunction>& token) {

@@ -22,11 +22,12 @@ struct Report {
 /// A set of ranks that trains together until one of them ends or fails, or another one joins.
 struct Generation {
   std::uint64_t number = 0;
-  std::int64_t step = 0;     ///< steps that are committed
-  std::int64_t target = 0;   ///< the most steps that any of its ranks requests
-  std::vector<int> ranks;    ///< ascending
-  std::vector<int> holders;  ///< ranks that have the state after `step`; the others copy it from the last one
-  bool complete = false;     ///< all ranks hold the state and need no further step
+  std::int64_t step = 0;    ///< steps that are committed
+  std::int64_t target = 0;  ///< the most steps that any of its ranks requests
+  std::vector<int> ranks;   ///< ascending
+  /// Ranks that have the state after `step`; the others copy it from the last one.
+  std::vector<int> holders = {};
+  bool complete = false;  ///< all ranks hold the state and need no further step
   friend bool operator==(const Generation&, const Generation&) = default;
 };
 

@@ -6,14 +6,9 @@
 
 namespace torchspan::testing {
 
-/// The path of a library with NCCL's interface; the build defines it.
-inline std::string fake_nccl() {
-#ifdef TORCHSPAN_FAKE_NCCL
-  return TORCHSPAN_FAKE_NCCL;
-#else
-  return "libfake_nccl.so";
-#endif
-}
+/// Libraries with NCCL's interface, and with one that is too old, beside the test programs, which find them by these names.
+inline std::string fake_nccl() { return "libfake_nccl.so"; }
+inline std::string fake_nccl_old() { return "libfake_nccl_old.so"; }
 
 /// The faults of this process's fake NCCL, which end with this object.
 class FakeNccl {

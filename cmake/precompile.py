@@ -1,0 +1,48 @@
+"""Runs a compiler; after it made a precompiled header, writes a file beside it, named '….sum', with a hash of all that went
+in: the compiler, its options and every header.
+
+ccache takes this file for the header itself. Precompiled headers have hundreds of megabytes and contain the paths of the
+build, so without it ccache would read all of them for each source, and sources behind two of them would have nothing in
+common. Usage: precompile.py SOURCE_FOLDER COMPILER ARGUMENT...
+"""
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def headers_of(dependencies):
+    """The files of a makefile's rule, without its target."""
+    words = re.split(r"(?<!\\)\s+", Path(dependencies).read_text().replace("\\\n", " ").partition(": ")[2])
+    return {os.path.abspath(word) for word in words if word}
+
+
+def checksum(source_folder, command, dependencies):
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
+    digest = hashlib.sha256(version.encode())
+    build_folder = os.getcwd()
+
+    def in_every_clone(text):
+        return text.replace(build_folder, "BUILD").replace(source_folder, "SOURCE")
+
+    for word in command[1:]:
+        digest.update(in_every_clone(word).encode() + b"\0")
+    for path in sorted(headers_of(dependencies), key=in_every_clone):
+        # CMake's own header contains the path of ours.
+        digest.update(Path(path).read_bytes().replace(source_folder.encode(), b"SOURCE"))
+    return digest.hexdigest()
+
+
+def main():
+    source_folder, *command = sys.argv[1:]
+    code = subprocess.run(command, check=False).returncode
+    output = command[command.index("-o") + 1] if "-o" in command else ""
+    if code == 0 and output.endswith((".pch", ".gch")):
+        Path(output + ".sum").write_text(checksum(source_folder, command, command[command.index("-MF") + 1]))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
