@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "data_parallel/toy_model.h"
+#include "tests/support/environment.h"
 
 /// Random programs of steps (accumulation, unused parameters, several forwards and backwards, zeroing or not)
 /// against a simple model of gradients without buckets.
@@ -165,7 +166,8 @@ void compare(const Oracle& oracle, const Tensors& parameters, int rank) {
 }
 
 TEST(RandomSteps, EqualTheGradientsOfThePlainModel) {
-  for (unsigned seed = 0; seed < 150; ++seed) {
+  const auto cases = torchspan::testing::number_from("TORCHSPAN_CASES", 40u);
+  for (unsigned seed = 0; seed < cases; ++seed) {
     SCOPED_TRACE(seed);
     const Program program = random_program(seed);
     on_ranks(

@@ -17,6 +17,7 @@
 #include "engine/api/grad_field_sink.h"
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
+#include "tests/support/environment.h"
 #include "tests/support/test_device.h"
 
 namespace torchspan::engine::streams_test {
@@ -388,7 +389,8 @@ std::vector<Tensor> random_graph(std::uint32_t seed, const std::vector<Tensor>& 
 }
 
 TEST_F(EngineStreams, GiveTheGradientsOfTheCpuOnRandomGraphs) {
-  for (std::uint32_t seed = 1; seed <= 60; ++seed) {
+  const auto cases = torchspan::testing::number_from("TORCHSPAN_CASES", 20u);
+  for (std::uint32_t seed = 1; seed <= cases; ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
     torch::manual_seed(seed);
     std::vector<Tensor> values, here, there;

@@ -105,7 +105,7 @@ TEST(ReceiveBuffers, NeverHandsOutTheSameMemoryTwice) {
     threads.push_back(executor->spawn("user", [&, mark] {
       std::mt19937 random(seed + mark);
       std::vector<Buffer> held;
-      for (int turn = 0; turn < 200; ++turn) {
+      for (int turn = 0; turn < 70; ++turn) {
         Buffer buffer = buffers(kMiB + random() % (kMiB / 2));
         for (std::size_t i = 0; i < buffer.size; i += kStep) buffer.data[i] = std::byte(mark);
         held.push_back(std::move(buffer));

@@ -5,11 +5,13 @@
 #include <torchspan/core/error.h>
 
 #include "schedule/test_tables.h"
+#include "tests/support/environment.h"
 
 namespace torchspan::schedule::tables_test {
 namespace {
 
 using ::testing::HasSubstr;
+using torchspan::testing::number_from;
 
 /// The most micro-batches between their forward and their backward at one stage, by the order of its rank
 /// alone.
@@ -89,7 +91,7 @@ TEST(Tables, EveryScheduleOfEveryShapeIsValid) {
       ASSERT_NO_THROW(validate(one_forward_one_backward(Shape{.ranks = p, .micro_batches = m})));
       for (int v = 1; v <= 4; ++v) {
         const Shape shape{.ranks = p, .micro_batches = m, .stages_per_rank = v};
-        SCOPED_TRACE(testing::Message()
+        SCOPED_TRACE(::testing::Message()
                      << p << " ranks, " << m << " micro-batches, " << v << " stages a rank");
         for (const Table& table : {forward_only(looped(shape)), gpipe(looped(shape)),
                                    looped_breadth_first(shape), one_forward_one_backward(looped(shape))}) {
@@ -118,7 +120,9 @@ TEST(Tables, ListSchedulingFindsOneForwardOneBackwardByItself) {
 }
 
 class TablesOfSeed : public ::testing::TestWithParam<std::uint64_t> {};
-INSTANTIATE_TEST_SUITE_P(Seeds, TablesOfSeed, ::testing::Range<std::uint64_t>(1, 401));
+INSTANTIATE_TEST_SUITE_P(Seeds, TablesOfSeed,
+                         ::testing::Range<std::uint64_t>(1, 1 + number_from("TORCHSPAN_CASES",
+                                                                            std::uint64_t{100})));
 
 TEST_P(TablesOfSeed, AnyPlacementGetsValidTablesOfAllItsActions) {
   std::mt19937_64 random(GetParam());

@@ -62,7 +62,7 @@ TEST_P(CollectiveAnySource, ReceivesFromAllRanksAtOnceAndNamesTheSource) {
         std::vector<Future<ReceivedMessage>> received;
         std::vector<Future<at::Tensor>> sent;
         for (const int other : others(group.rank())) {
-          tensors.push_back(empty_like_row(contents(other, group.rank(), length, dtype)));
+          tensors.push_back(on_row(at::zeros({length}, dtype)));
           received.push_back(group.recv(tensors.back(), kAnySource, tag));
           sent.push_back(group.send(on_row(contents(group.rank(), other, length, dtype)), other, tag));
         }
@@ -84,27 +84,31 @@ TEST_P(CollectiveAnySource, ReceivesFromAllRanksAtOnceAndNamesTheSource) {
 
 // peer: c10d `testSendRecvAnySource`
 TEST_P(CollectiveAnySource, TheSenderMayBeEarlierOrLater) {
+  const auto exchange = [this](Group& group, bool sends_first, std::int64_t length) {
+    const bool receives = group.rank() == ranks() - 1;
+    std::vector<Receive> received;
+    std::vector<Future<at::Tensor>> sent;
+    const auto act = [&](bool now) {
+      if (!now) return;
+      if (receives) {
+        for (int i = 1; i < ranks(); ++i) received.push_back(receive(group, length));
+      } else {
+        sent.push_back(group.send(message(group.rank(), length), ranks() - 1));
+      }
+    };
+    act(receives != sends_first);
+    group.barrier();
+    act(receives == sends_first);
+    for (const Receive& one : received) EXPECT_EQ(one.source(), one.first());
+    wait_all(sent, seconds(60));
+  };
+  std::vector<Body> exchanges;  // each connects the ranks of a new group
   for (const bool sends_first : {true, false}) {
-    for (const std::int64_t length : {1L, 100000L}) {
-      run([&](Group& group) {
-        const bool receives = group.rank() == ranks() - 1;
-        std::vector<Receive> received;
-        std::vector<Future<at::Tensor>> sent;
-        const auto act = [&](bool now) {
-          if (!now) return;
-          if (receives) {
-            for (int i = 1; i < ranks(); ++i) received.push_back(receive(group, length));
-          } else {
-            sent.push_back(group.send(message(group.rank(), length), ranks() - 1));
-          }
-        };
-        act(receives != sends_first);
-        group.barrier();
-        act(receives == sends_first);
-        for (const Receive& one : received) EXPECT_EQ(one.source(), one.first());
-        wait_all(sent, seconds(60));
-      });
-    }
+    for (const std::int64_t length : {1L, 100000L})
+      exchanges.push_back([=](Group& group) { exchange(group, sends_first, length); });
+  }
+  for (const auto& errors : errors_of_each(exchanges)) {
+    for (const Error& error : errors) EXPECT_THAT(error.what(), HasSubstr("nothing was thrown"));
   }
 }
 
@@ -288,11 +292,14 @@ TEST(CollectiveAnySourceAlone, AGroupOfOneRankHasNoSource) {
 }
 
 TEST_P(CollectiveAnySource, NamesBothCallsIfDtypeOrShapeDiffers) {
+  std::vector<Body> exchanges;
   for (const MismatchedMessage& pair : mismatched_messages()) {
-    const auto errors = errors_of(options(), [&](Group& group) {
+    exchanges.push_back([pair](Group& group) {
       if (group.rank() == 1) group.send(on_row(pair.sent), 0, 7).wait(seconds(60));
       if (group.rank() == 0) group.recv(on_row(pair.received), kAnySource, 7).wait(seconds(60));
     });
+  }
+  for (const auto& errors : errors_of_each(exchanges)) {
     for (int rank = 0; rank < 2; ++rank) {
       EXPECT_EQ(errors[rank].kind(), ErrorKind::kInvalid) << errors[rank].what();
       EXPECT_THAT(errors[rank].what(), AllOf(HasSubstr("worker0"), HasSubstr("worker1"), HasSubstr("send("),
@@ -302,40 +309,38 @@ TEST_P(CollectiveAnySource, NamesBothCallsIfDtypeOrShapeDiffers) {
 }
 
 TEST_P(CollectiveAnySource, ATimeoutNamesAllRanksAndWhatTheySendInstead) {
-  if (ranks() > 3) return;  // each row takes as long as the timeout
-  GroupOptions options = this->options();
-  options.timeout = seconds(4);
-  std::atomic<bool> called{false}, failed{false};
-  const auto errors = errors_of(options, [&](Group& group) {
+  std::atomic<bool> failed{false};
+  const auto exchange = [&](Group& group) {
     if (group.rank() == 0) {
-      const Future<ReceivedMessage> pending = group.recv(on_row(at::ones({3})), kAnySource, 1);
-      called = true;
+      group.recv(on_row(at::ones({1})), 1, 3).wait(seconds(60));  // so the message with tag 2 has arrived
       try {
+        const Future<ReceivedMessage> pending = group.recv(on_row(at::ones({3})), kAnySource, 1);
+        pass_limit();
         pending.wait(seconds(60));
       } catch (...) {
         failed = true;
         throw;
       }
     } else if (group.rank() == 1) {
-      while (!called.load()) world_.executor().sleep(milliseconds(5));
-      world_.executor().sleep(seconds(2));  // its own timeout is later
       const auto pending = group.send(on_row(at::ones({5})), 0, 2);
+      group.send(on_row(at::ones({1})), 0, 3).wait(seconds(60));
       while (!failed.load()) world_.executor().sleep(milliseconds(5));
       pending.wait(seconds(60));
     }
-  });
+  };
+  const auto errors = errors_of_late(exchange);
   for (int rank = 0; rank < 2; ++rank) {
     EXPECT_EQ(errors[rank].kind(), ErrorKind::kTimedOut) << errors[rank].what();
   }
   EXPECT_THAT(errors[0].what(), AllOf(HasSubstr("recv(Float [3] from any rank, tag 1)"),
-                                      HasSubstr("waited 4 s"), HasSubstr("sends Float [5] with tag 2")));
+                                      HasSubstr("waited 20 s"), HasSubstr("sends Float [5] with tag 2")));
   for (const int other : others(0)) {
     EXPECT_THAT(errors[0].what(), HasSubstr("worker" + std::to_string(other)));
   }
 }
 
 TEST_P(CollectiveAnySource, FailsWithTheGroupThatIsAborted) {
-  const auto errors = errors_of(options(), [&](Group& group) {
+  const auto errors = errors_of([&](Group& group) {
     if (group.rank() != 0) return;
     const Receive pending = receive(group);
     group.abort(Error(ErrorKind::kCancelled, "the trainer gave up"));

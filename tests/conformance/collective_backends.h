@@ -72,6 +72,14 @@ inline std::vector<CollectiveRow> collective_rows() {
   return rows;
 }
 
+/// The rows with so many ranks: one or more of each backend for 2 and 3. Three ranks suffice where the code does not depend
+/// on their number: one is late or dead, or calls something else, and two others notice it.
+inline std::vector<CollectiveRow> rows_of(int ranks) {
+  std::vector<CollectiveRow> rows = collective_rows();
+  std::erase_if(rows, [=](const CollectiveRow& row) { return row.ranks != ranks; });
+  return rows;
+}
+
 inline std::string row_name(const ::testing::TestParamInfo<CollectiveRow>& info) {
   const CollectiveRow& row = info.param;
   const bool gloo =
@@ -99,8 +107,16 @@ class CollectiveSuite : public ::testing::TestWithParam<CollectiveRow> {
     return result.sizes() == oracle.sizes() && at::allclose(result, oracle, tolerance, tolerance);
   }
   void run(std::function<void(collective::Group&)> body) { world_.run(std::move(body), options()); }
+  /// random_inputs() of all ranks. Do not write to them.
+  SharedInputs inputs_of_ranks(at::IntArrayRef sizes, at::ScalarType dtype, std::uint64_t seed) {
+    return inputs_.get(ranks(), sizes, dtype, seed);
+  }
+  /// Whether all sizes are tested with this root: the first and the last one. Large tensors take long, and the code for
+  /// them does not depend on the root between those.
+  bool is_outer(int root) const { return root == 0 || root == ranks() - 1; }
 
   CollectiveWorld world_;
+  InputsOfRanks inputs_;
 };
 
 }  // namespace torchspan::testing

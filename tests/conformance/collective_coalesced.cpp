@@ -18,10 +18,10 @@ using Shapes = std::vector<std::vector<std::int64_t>>;
 class CollectiveCoalesced : public CollectiveSuite {
  protected:
   /// inputs[rank][i] has shapes[i].
-  std::vector<Tensors> inputs_of(const Shapes& shapes, at::ScalarType dtype) const {
+  std::vector<Tensors> inputs_of(const Shapes& shapes, at::ScalarType dtype) {
     std::vector<Tensors> inputs(static_cast<std::size_t>(ranks()));
     for (std::size_t i = 0; i < shapes.size(); ++i) {
-      const auto all = random_inputs(ranks(), shapes[i], dtype, 31 * i + 5);
+      const SharedInputs all = inputs_of_ranks(shapes[i], dtype, 31 * i + 5);
       for (int rank = 0; rank < ranks(); ++rank) inputs[rank].push_back(all[rank]);
     }
     return inputs;
@@ -97,12 +97,13 @@ TEST_P(CollectiveCoalesced, GathersEachTensorIntoItsOutput) {
 TEST_P(CollectiveCoalesced, RejectsInvalidArgumentsAndContinues) {
   run([&](Group& group) {
     const at::Tensor one = at::ones({ranks()});
-    EXPECT_THROW(all_reduce_coalesced(group, {}), Error);
-    EXPECT_THROW(all_reduce_coalesced(group, {one, at::Tensor()}), Error);
-    EXPECT_THROW(all_reduce_coalesced(group, {one, at::ones({1}, at::kInt)}), Error);
-    EXPECT_THROW(reduce_scatter_coalesced(group, {one, at::scalar_tensor(1)}), Error);
-    EXPECT_THROW(all_gather_into_tensor_coalesced(group, {one}, {one, one}), Error);
-    EXPECT_THROW(all_gather_into_tensor_coalesced(group, {at::ones({ranks() + 1, 3})}, {at::ones({3})}),
+    EXPECT_THROW(static_cast<void>(all_reduce_coalesced(group, {})), Error);
+    EXPECT_THROW(static_cast<void>(all_reduce_coalesced(group, {one, at::Tensor()})), Error);
+    EXPECT_THROW(static_cast<void>(all_reduce_coalesced(group, {one, at::ones({1}, at::kInt)})), Error);
+    EXPECT_THROW(static_cast<void>(reduce_scatter_coalesced(group, {one, at::scalar_tensor(1)})), Error);
+    EXPECT_THROW(static_cast<void>(all_gather_into_tensor_coalesced(group, {one}, {one, one})), Error);
+    EXPECT_THROW(static_cast<void>(
+                     all_gather_into_tensor_coalesced(group, {at::ones({ranks() + 1, 3})}, {at::ones({3})})),
                  Error);
     EXPECT_EQ(group.all_reduce(at::ones({1})).wait().item<int>(), ranks());
   });

@@ -23,7 +23,7 @@ TEST_P(CollectiveGroups, KeepsManyOperationsOfAllSizesInFlight) {
     std::vector<at::Tensor> mine;
     std::vector<Future<at::Tensor>> pending;
     for (int i = 0; i < 60; ++i) {
-      const std::int64_t length = i % 3 == 0 ? 200000 + i : 10 + i;
+      const std::int64_t length = i % 12 == 0 ? 200000 + i : i % 3 == 0 ? 30000 + i : 10 + i;
       mine.push_back(at::full({length}, group.rank() + i, at::kLong));
       pending.push_back(group.all_reduce(mine.back()));
     }
@@ -174,8 +174,8 @@ TEST_P(CollectiveGroups, RefusesTensorsOfOtherDevicesAndGoesOn) {
 
 TEST_P(CollectiveGroups, GivesAllRanksTheSameBits) {
   run([&](Group& group) {
-    for (const std::int64_t length : {11L, 30000L, 1000003L}) {
-      at::Tensor mine = random_inputs(ranks(), {length}, at::kFloat, length)[group.rank()] * 1e3;
+    for (const std::int64_t length : {11L, 30000L, 300007L}) {
+      at::Tensor mine = inputs_of_ranks({length}, at::kFloat, length)[group.rank()] * 1e3;
       group.all_reduce(mine).wait();
       for (const at::Tensor& other : group.all_gather(mine).wait()) EXPECT_TRUE(same_bits(other, mine));
     }
@@ -206,11 +206,11 @@ TEST_P(CollectiveGroups, WorksBesideGroupsWithOtherRankOrders) {
 // peer: c10d allreduce_error
 TEST_P(CollectiveGroups, RejectsInvalidArgumentsAndContinues) {
   run([&](Group& group) {
-    EXPECT_THROW(group.all_reduce(at::Tensor()), Error);
-    EXPECT_THROW(group.broadcast(at::ones({1}), ranks()), Error);
-    EXPECT_THROW(group.broadcast(at::ones({1}), -1), Error);
-    EXPECT_THROW(group.all_to_all({}), Error);
-    EXPECT_THROW(group.reduce_scatter(at::scalar_tensor(1)), Error);
+    EXPECT_THROW(static_cast<void>(group.all_reduce(at::Tensor())), Error);
+    EXPECT_THROW(static_cast<void>(group.broadcast(at::ones({1}), ranks())), Error);
+    EXPECT_THROW(static_cast<void>(group.broadcast(at::ones({1}), -1)), Error);
+    EXPECT_THROW(static_cast<void>(group.all_to_all({})), Error);
+    EXPECT_THROW(static_cast<void>(group.reduce_scatter(at::scalar_tensor(1))), Error);
     EXPECT_THROW(group.split(-1, 0), Error);
     EXPECT_THROW(group.allocate({-1}, at::kFloat), Error);
     EXPECT_THROW(Group(nullptr), Error);
@@ -221,7 +221,7 @@ TEST_P(CollectiveGroups, RejectsInvalidArgumentsAndContinues) {
 TEST_P(CollectiveGroups, DoesNotCollapseWhenRanksTakeTurnsOnACore) {
   run([&](Group& group) {
     at::Tensor mine = at::ones({16}, at::kLong);
-    for (int i = 0; i < 300; ++i) {
+    for (int i = 0; i < 100; ++i) {
       mine.fill_(1);
       group.all_reduce(mine).wait();
       ASSERT_EQ(mine[15].item<int>(), ranks());
@@ -238,12 +238,14 @@ TEST(CollectiveHosts, SlicesForSeveralRanksOfAHostGiveTheResultsOfOneProcess) {
   for (const Placement& placement : {Placement{8, 2}, Placement{7, 3}, Placement{11, 2}, Placement{3, 3}}) {
     SCOPED_TRACE(::testing::Message() << placement.ranks << " ranks on " << placement.hosts << " hosts");
     CollectiveWorld world(placement.ranks, placement.hosts);
+    InputsOfRanks inputs_of_ranks;
     world.run(
         [&](Group& group) {
           for (const std::int64_t length : {1000L, 70001L, 300007L, 1300003L}) {
+            const SharedInputs inputs = inputs_of_ranks.get(placement.ranks, {length}, at::kLong, length);
             for (const ReduceOp reduction : {kSum, kMax}) {
-              const auto inputs = random_inputs(placement.ranks, {length}, at::kLong, length);
-              const at::Tensor wanted = reduce_alone(inputs, reduction), mine = inputs[group.rank()].clone();
+              if (length == 1300003 && reduction != kSum) continue;  // chunks do not depend on the reduction
+              const at::Tensor wanted = inputs.reduced(reduction), mine = inputs[group.rank()].clone();
               EXPECT_TRUE(same_bits(group.all_reduce(mine, reduction).wait(), wanted)) << length;
               const int root = static_cast<int>(length) % placement.ranks;
               const at::Tensor again = group.reduce(inputs[group.rank()].clone(), root, reduction).wait();

@@ -1,5 +1,7 @@
 #pragma once
+#include <functional>
 #include <optional>
+#include <vector>
 
 #include <ATen/ATen.h>
 
@@ -46,28 +48,42 @@ class MessageSuite : public CollectiveSuite {
     });
   }
 
-  /// What each rank throws; `body` runs with a group on every rank, which ends after all ranks are done.
-  std::vector<Error> errors_of(const collective::GroupOptions& options,
-                               const std::function<void(collective::Group&)>& body) {
-    std::vector<Error> errors;
+  using Body = std::function<void(collective::Group&)>;
+  /// What each rank throws in each of `bodies`, which run in turn, each with a group of its own on every rank. A group ends
+  /// after all ranks are done with its body.
+  std::vector<std::vector<Error>> errors_of_each(const std::vector<Body>& bodies) {
+    std::vector<std::vector<Error>> errors(
+        bodies.size(), std::vector<Error>(static_cast<std::size_t>(ranks()), nothing_thrown()));
     for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
-           collective::Group group = make_group_of_row(self.runtime, self.membership, options);
-           std::exception_ptr failure;
-           try {
-             // All have made it. A barrier of the group would have the timeout that a test is about.
-             self.membership.barrier("test.made", {},
-                                     world_.executor().deadline_in(std::chrono::seconds(60)));
-             body(group);
-           } catch (...) {
-             failure = std::current_exception();
+           for (std::size_t i = 0; i < bodies.size(); ++i) {
+             if (const auto error = error_in(self, options(), bodies[i]))
+               errors[i][static_cast<std::size_t>(self.rank)] = *error;
            }
-           self.membership.barrier("test.end", {}, world_.executor().deadline_in(std::chrono::seconds(60)));
-           if (failure) std::rethrow_exception(failure);
          })) {
-      errors.push_back(failure ? to_error(failure) : Error(ErrorKind::kInvalid, "nothing was thrown"));
+      EXPECT_FALSE(failure) << describe(failure).text;
     }
     return errors;
   }
+  /// The same for one body. Rank 0 has a limit of its own, which passes first.
+  std::vector<Error> errors_of(const Body& body, Duration limit_of_rank_0 = std::chrono::seconds(60)) {
+    std::vector<Error> errors(static_cast<std::size_t>(ranks()), nothing_thrown());
+    for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+           collective::GroupOptions options = this->options();
+           options.timeout = self.rank == 0 ? limit_of_rank_0 : Duration(std::chrono::seconds(60));
+           if (const auto error = error_in(self, options, body))
+             errors[static_cast<std::size_t>(self.rank)] = *error;
+         })) {
+      EXPECT_FALSE(failure) << describe(failure).text;
+    }
+    return errors;
+  }
+
+  /// Runs errors_of() with a limit of rank 0 that passes when rank 0 calls pass_limit().
+  std::vector<Error> errors_of_late(const Body& body) {
+    world_.make_clocks();
+    return errors_of(body, kLimit);
+  }
+  void pass_limit() { world_.clock(0).move_forward(kLimit + std::chrono::seconds(5)); }
 
   /// What `call` throws.
   static Error thrown_by(const std::function<void()>& call) {
@@ -76,7 +92,30 @@ class MessageSuite : public CollectiveSuite {
     } catch (const Error& error) {
       return error;
     }
-    return {ErrorKind::kInvalid, "nothing was thrown"};
+    return nothing_thrown();
+  }
+
+ private:
+  static constexpr Duration kLimit = std::chrono::seconds(20);
+
+  static Error nothing_thrown() { return {ErrorKind::kInvalid, "nothing was thrown"}; }
+
+  std::optional<Error> error_in(CollectiveWorld::Rank self, const collective::GroupOptions& options,
+                                const Body& body) {
+    const auto meet = [&](const char* name) {
+      self.membership.barrier(name, {}, world_.executor().deadline_in(std::chrono::seconds(60)));
+    };
+    collective::Group group = make_group_of_row(self.runtime, self.membership, options);
+    std::optional<Error> error;
+    try {
+      // All have made it. A barrier of the group would have the timeout that a test is about.
+      meet("test.made");
+      body(group);
+    } catch (...) {
+      error = to_error(std::current_exception());
+    }
+    meet("test.end");
+    return error;
   }
 };
 

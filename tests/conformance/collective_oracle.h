@@ -1,12 +1,16 @@
 #pragma once
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
 #include <vector>
 
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
 
 #include <torchspan/collective/group.h>
+#include <torchspan/detail/core/mutex.h>
 
 #include "tests/support/reduce_step.h"
 
@@ -76,5 +80,58 @@ inline at::Tensor reduce_alone(const std::vector<at::Tensor>& inputs, collective
   }
   return result.to(dtype);
 }
+
+/// The tensors of all ranks. Ranks that are threads of one process share them; do not write to them. Thread-safe.
+class SharedInputs {
+ public:
+  explicit SharedInputs(std::vector<at::Tensor> tensors)
+      : tensors_(std::make_shared<const std::vector<at::Tensor>>(std::move(tensors))) {}
+
+  const std::vector<at::Tensor>& all() const { return *tensors_; }
+  std::size_t size() const { return tensors_->size(); }
+  const at::Tensor& operator[](std::size_t rank) const { return tensors_->at(rank); }
+  /// reduce_alone(), which the first rank that asks computes.
+  at::Tensor reduced(collective::ReduceOp reduction) const {
+    MutexLock lock(results_->mutex);
+    at::Tensor& result = results_->by_reduction[reduction];
+    if (!result.defined()) result = reduce_alone(*tensors_, reduction);
+    return result;
+  }
+
+ private:
+  struct Results {
+    Mutex mutex;  // held while a result is computed
+    std::map<collective::ReduceOp, at::Tensor> by_reduction TORCHSPAN_GUARDED_BY(mutex);
+  };
+  std::shared_ptr<const std::vector<at::Tensor>> tensors_;
+  std::shared_ptr<Results> results_ = std::make_shared<Results>();
+};
+
+/// random_inputs(), which the first rank that asks draws: otherwise, each of P ranks would draw the tensors of P ranks.
+/// Thread-safe.
+class InputsOfRanks {
+ public:
+  SharedInputs get(int ranks, at::IntArrayRef sizes, at::ScalarType dtype, std::uint64_t seed) {
+    const Key key{ranks, sizes.vec(), dtype, seed};
+    MutexLock lock(mutex_);
+    for (const auto& [known, inputs] : latest_) {
+      if (known == key) return inputs;
+    }
+    constexpr std::size_t kMost = 8;  // no rank is far ahead of the others
+    if (latest_.size() == kMost) latest_.pop_front();
+    return latest_.emplace_back(key, SharedInputs(random_inputs(ranks, sizes, dtype, seed))).second;
+  }
+
+ private:
+  struct Key {
+    int ranks;
+    std::vector<std::int64_t> sizes;
+    at::ScalarType dtype;
+    std::uint64_t seed;
+    bool operator==(const Key&) const = default;
+  };
+  Mutex mutex_;  // held while tensors are drawn
+  std::deque<std::pair<Key, SharedInputs>> latest_ TORCHSPAN_GUARDED_BY(mutex_);
+};
 
 }  // namespace torchspan::testing

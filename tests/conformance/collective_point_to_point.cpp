@@ -30,7 +30,7 @@ TEST_P(CollectivePointToPoint, PassesTensorsOfAllDtypesAndSizesBetweenAllPairs) 
         std::vector<at::Tensor> received;
         std::vector<Future<at::Tensor>> pending;
         for (int peer = 0; peer < ranks(); ++peer) {
-          received.push_back(empty_like_row(contents(peer, group.rank(), length, dtype)));
+          received.push_back(on_row(at::zeros({length}, dtype)));
           if (peer == group.rank()) continue;
           pending.push_back(group.send(on_row(contents(group.rank(), peer, length, dtype)), peer));
           pending.push_back(group.recv(received.back(), peer));
@@ -194,11 +194,14 @@ TEST_P(CollectivePointToPoint, GroupsThatAreMadeFromABackendSayThatTheyHaveNone)
 
 // peer: c10d sends and receives of different sizes: better: both calls are named
 TEST_P(CollectivePointToPoint, NamesBothCallsIfDtypeOrShapeDiffers) {
+  std::vector<Body> exchanges;
   for (const MismatchedMessage& pair : mismatched_messages()) {
-    const auto errors = errors_of(options(), [&](Group& group) {
+    exchanges.push_back([pair](Group& group) {
       if (group.rank() == 0) group.send(on_row(pair.sent), 1, 7).wait(seconds(60));
       if (group.rank() == 1) group.recv(on_row(pair.received), 0, 7).wait(seconds(60));
     });
+  }
+  for (const auto& errors : errors_of_each(exchanges)) {
     for (int rank = 0; rank < 2; ++rank) {
       EXPECT_EQ(errors[rank].kind(), ErrorKind::kInvalid) << errors[rank].what();
       EXPECT_THAT(errors[rank].what(), AllOf(HasSubstr("worker0"), HasSubstr("worker1"), HasSubstr("send("),
@@ -209,45 +212,49 @@ TEST_P(CollectivePointToPoint, NamesBothCallsIfDtypeOrShapeDiffers) {
 
 // peer: c10d `testRecvTimeout`, `test_timeout_in_wait`: better: the late rank is named, with what it sends instead
 TEST_P(CollectivePointToPoint, NamesALateRankAndWhatItSendsInstead) {
-  GroupOptions options = this->options();
-  options.timeout = seconds(3);
   std::atomic<bool> failed{false};
-  const auto errors = errors_of(options, [&](Group& group) {
+  const auto exchange = [&](Group& group) {
     if (group.rank() == 1) {
-      // Answers, so that both are connected, but with another tag.
       const auto pending = group.send(on_row(at::ones({5})), 0, 2);
+      group.send(on_row(at::ones({1})), 0, 3).wait(seconds(60));
       while (!failed.load()) world_.executor().sleep(milliseconds(5));
       pending.wait(seconds(60));
     } else if (group.rank() == 0) {
+      group.recv(on_row(at::ones({1})), 1, 3).wait(seconds(60));  // so the message with tag 2 has arrived
       try {
-        group.recv(on_row(at::ones({3})), 1, 1).wait(seconds(60));
+        const auto pending = group.recv(on_row(at::ones({3})), 1, 1);
+        pass_limit();
+        pending.wait(seconds(60));
       } catch (...) {
         failed = true;
         throw;
       }
     }
-  });
+  };
+  const auto errors = errors_of_late(exchange);
   for (int rank = 0; rank < 2; ++rank) {
     EXPECT_EQ(errors[rank].kind(), ErrorKind::kTimedOut) << errors[rank].what();
     EXPECT_THAT(errors[rank].what(), HasSubstr("worker"));
   }
-  EXPECT_THAT(errors[0].what(), AllOf(HasSubstr("recv(Float [3] from rank 1, tag 1)"), HasSubstr("worker1")));
+  EXPECT_THAT(errors[0].what(), AllOf(HasSubstr("recv(Float [3] from rank 1, tag 1)"), HasSubstr("worker1"),
+                                      HasSubstr("it sends Float [5] with tag 2")));
 }
 
 TEST_P(CollectivePointToPoint, ASendThatNoRankReceivesTimesOut) {
-  GroupOptions options = this->options();
-  options.timeout = seconds(3);
-  const auto errors = errors_of(options, [&](Group& group) {
+  const auto send = [&](Group& group) {
     if (group.rank() != 0) return;
-    EXPECT_THROW(group.send(on_row(at::ones({100000})), 1).wait(seconds(60)), Error);
+    const auto large = group.send(on_row(at::ones({100000})), 1);
+    pass_limit();
+    EXPECT_THROW(large.wait(seconds(60)), Error);
     group.send(on_row(at::ones({3})), 1).wait(seconds(60));
-  });
+  };
+  const auto errors = errors_of_late(send);
   EXPECT_EQ(errors[0].kind(), ErrorKind::kTimedOut) << errors[0].what();
   EXPECT_THAT(errors[0].what(), AllOf(HasSubstr("worker1"), HasSubstr("send(Float [3] to rank 1, tag 0)")));
 }
 
 TEST_P(CollectivePointToPoint, FailWithTheGroupThatIsAborted) {
-  const auto errors = errors_of(options(), [&](Group& group) {
+  const auto errors = errors_of([&](Group& group) {
     if (group.rank() == 0) {
       const auto pending = group.recv(on_row(at::ones({3})), 1);
       group.abort(Error(ErrorKind::kCancelled, "the trainer gave up"));

@@ -73,7 +73,7 @@ void expect_like_one_process(Group& group, const Step& step) {
 
 TEST_F(SimulatedGroups, RandomProgramsComputeWhatOneProcessComputes) {
   for (const int ranks : {1, 2, 3, 4, 8}) {
-    for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+    for (std::uint64_t seed = 1; seed <= seeds_or(2); ++seed) {
       SCOPED_TRACE(::testing::Message() << ranks << " ranks, seed " << seed);
       SimulatedWorld world(seed, ranks, {.jitter = milliseconds(1)});
       run(world, seconds(60), [&](Group& group, Membership&) {
@@ -176,10 +176,10 @@ TEST_F(SimulatedGroups, MessagesAndTimeOfAnAllReduceGrowWithTheLogarithmOfTheRan
 
 TEST_F(SimulatedGroups, ADeathAtAnyTimeIsNamedOnAllOtherRanks) {
   for (const int ranks : {2, 3, 4, 8}) {
-    for (std::uint64_t seed = 1; seed <= 12; ++seed) {
+    for (std::uint64_t seed = 1; seed <= seeds_or(4); ++seed) {
       SCOPED_TRACE(::testing::Message() << ranks << " ranks, seed " << seed);
       SimulatedWorld world(seed, ranks, {.jitter = microseconds(50)});
-      const Duration when = microseconds(200 * seed * seed);
+      const Duration when = time_of_death(seed);
       std::atomic<int> named{0};
       world.run([&](int rank) {
         Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
@@ -218,7 +218,7 @@ TEST_F(SimulatedGroups, ADeathAtAnyTimeIsNamedOnAllOtherRanks) {
 }
 
 TEST_F(SimulatedGroups, ARankWhoseDataStopArrivingIsLate) {
-  for (std::uint64_t seed = 1; seed <= 6; ++seed) {
+  for (std::uint64_t seed = 1; seed <= seeds_or(3); ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
     SimulatedWorld world(seed, 3);
     std::atomic<int> failed{0};

@@ -35,7 +35,7 @@ at::Tensor message_of(int from, int to, int number) {
 
 TEST_F(SimulatedMessages, MessagesBetweenAllPairsArriveInEveryOrderOfEvents) {
   for (const int ranks : {2, 3, 5}) {
-    for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+    for (std::uint64_t seed = 1; seed <= seeds_or(2); ++seed) {
       SCOPED_TRACE(::testing::Message() << ranks << " ranks, seed " << seed);
       SimulatedWorld world(seed, ranks, {.jitter = milliseconds(2)});
       run(world, seconds(60), [&](Group& group, Membership&) {
@@ -63,7 +63,7 @@ TEST_F(SimulatedMessages, MessagesBetweenAllPairsArriveInEveryOrderOfEvents) {
 
 /// All ranks exchange messages until rank 1 is killed, at a time that depends on the seed. The others must get an error that
 /// names it. `exchange` never returns.
-void expect_that_a_death_is_named(int ranks, std::uint64_t seed,
+void expect_that_a_death_is_named(int ranks, std::uint64_t seed, Duration when,
                                   const std::function<void(Group&)>& exchange) {
   SCOPED_TRACE(::testing::Message() << "seed " << seed);
   SimulatedWorld world(seed, ranks, {.jitter = microseconds(50)});
@@ -79,7 +79,7 @@ void expect_that_a_death_is_named(int ranks, std::uint64_t seed,
     Thread killer;
     if (rank == 1) {
       killer = world.executor().spawn("killer", [&] {
-        world.executor().sleep(microseconds(300 * seed * seed));
+        world.executor().sleep(when);
         world.kill(1);
       });
     }
@@ -99,8 +99,8 @@ void expect_that_a_death_is_named(int ranks, std::uint64_t seed,
 }
 
 TEST_F(SimulatedMessages, ADeathAtAnyTimeIsNamedByTheMessagesOfAllOtherRanks) {
-  for (std::uint64_t seed = 1; seed <= 12; ++seed) {
-    expect_that_a_death_is_named(3, seed, [](Group& group) {
+  for (std::uint64_t seed = 1; seed <= seeds_or(5); ++seed) {
+    expect_that_a_death_is_named(3, seed, time_of_death(seed), [](Group& group) {
       for (int number = 0;; ++number) {
         std::vector<Future<at::Tensor>> pending;
         for (int peer = 0; peer < group.size(); ++peer) {
@@ -117,7 +117,7 @@ TEST_F(SimulatedMessages, ADeathAtAnyTimeIsNamedByTheMessagesOfAllOtherRanks) {
 /// Each rank sends messages of two tags to random others, which receive all of them from any rank.
 TEST_F(SimulatedMessages, MessagesFromAnyRankArriveInEveryOrderOfEvents) {
   for (const int ranks : {2, 3, 5}) {
-    for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+    for (std::uint64_t seed = 1; seed <= seeds_or(2); ++seed) {
       SCOPED_TRACE(::testing::Message() << ranks << " ranks, seed " << seed);
       SimulatedWorld world(seed, ranks, {.jitter = milliseconds(2)});
       run(world, seconds(60), [&](Group& group, Membership&) {
@@ -159,7 +159,7 @@ TEST_F(SimulatedMessages, MessagesFromAnyRankArriveInEveryOrderOfEvents) {
 
 /// Every sender has more messages than the receiver takes.
 TEST_F(SimulatedMessages, AReceiverFromAnyRankStarvesNoSender) {
-  for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+  for (std::uint64_t seed = 1; seed <= seeds_or(2); ++seed) {
     constexpr int kRanks = 6, kOutstanding = 4, kReceived = 200;
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
     SimulatedWorld world(seed, kRanks, {.jitter = microseconds(50)});
@@ -194,8 +194,8 @@ TEST_F(SimulatedMessages, AReceiverFromAnyRankStarvesNoSender) {
 }
 
 TEST_F(SimulatedMessages, ADeathAtAnyTimeFailsReceivesFromAnyRank) {
-  for (std::uint64_t seed = 1; seed <= 12; ++seed) {
-    expect_that_a_death_is_named(4, seed, [](Group& group) {
+  for (std::uint64_t seed = 1; seed <= seeds_or(5); ++seed) {
+    expect_that_a_death_is_named(4, seed, time_of_death(seed), [](Group& group) {
       // Rank 0 receives from any rank for ever; rank 3 sends nothing, and waits for a message from any rank.
       if (group.rank() == 3) group.recv(at::zeros({3}), kAnySource, 1).wait();
       for (;;) {

@@ -22,6 +22,9 @@ struct Topology {
 class CollectiveTopologies : public ::testing::TestWithParam<Topology> {
  protected:
   int ranks() const { return static_cast<int>(GetParam().hosts.size()); }
+  SharedInputs inputs_of_ranks(std::int64_t length) {
+    return inputs_.get(ranks(), {length * ranks()}, at::kLong, static_cast<std::uint64_t>(length));
+  }
 
   void run(BackendKind backend, const std::function<void(const Group&)>& body) {
     if (mpi_place()) return;
@@ -34,6 +37,9 @@ class CollectiveTopologies : public ::testing::TestWithParam<Topology> {
         },
         {.backend = backend});
   }
+
+ private:
+  InputsOfRanks inputs_;
 };
 INSTANTIATE_TEST_SUITE_P(
     Hosts, CollectiveTopologies,
@@ -43,18 +49,17 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return "Of" + info.param.name; });
 
 /// Sums, gathers, scatters and exchanges of integers, against one process.
-void expect_results_of_one_process(const Group& group, std::int64_t length) {
+void expect_results_of_one_process(const Group& group, std::int64_t length, const SharedInputs& inputs) {
   const int ranks = group.size(), rank = group.rank();
-  const auto inputs = random_inputs(ranks, {length * ranks}, at::kLong, static_cast<std::uint64_t>(length));
   const auto part = [&](const at::Tensor& whole, int of) { return whole.narrow(0, of * length, length); };
-  const at::Tensor sum = reduce_alone(inputs, kSum);
+  const at::Tensor sum = inputs.reduced(kSum);
   const at::Tensor& mine = inputs[rank];
   EXPECT_TRUE(same_bits(group.all_reduce(mine.clone()).wait(), sum));
   EXPECT_TRUE(same_bits(group.reduce_scatter(mine.clone()).wait(), part(sum, rank)));
   const auto all = group.all_gather(mine).wait();
   const at::Tensor joined =
       group.all_gather_into_tensor(at::zeros({ranks * length * ranks}, at::kLong), mine).wait();
-  EXPECT_TRUE(same_bits(joined, at::cat(inputs)));
+  EXPECT_TRUE(same_bits(joined, at::cat(inputs.all())));
   std::vector<at::Tensor> parts;
   for (int to = 0; to < ranks; ++to) parts.push_back(part(mine, to));
   const auto exchanged = group.all_to_all(parts).wait();
@@ -63,6 +68,7 @@ void expect_results_of_one_process(const Group& group, std::int64_t length) {
     EXPECT_TRUE(same_bits(exchanged[from], part(inputs[from], rank)));
   }
   for (int root = 0; root < ranks; ++root) {
+    if (length > 1000 && root != 0 && root != ranks / 2 && root != ranks - 1) continue;
     EXPECT_TRUE(same_bits(group.broadcast(mine.clone(), root).wait(), inputs[root])) << "root " << root;
     const at::Tensor reduced = group.reduce(mine.clone(), root).wait();
     EXPECT_TRUE(same_bits(reduced, root == rank ? sum : mine)) << "root " << root;
@@ -81,10 +87,13 @@ void expect_results_of_one_process(const Group& group, std::int64_t length) {
 
 TEST_P(CollectiveTopologies, GiveTheResultsOfOneProcess) {
   for (const BackendKind backend : {BackendKind::kHierarchical, BackendKind::kNetwork}) {
+    // The network backend treats all hosts alike: one topology of each size suffices.
+    if (backend == BackendKind::kNetwork && ranks() == 6 && GetParam().name != "3x2") continue;
     SCOPED_TRACE(name_of(backend));
-    run(backend, [](const Group& group) {
-      // The last size has slices for several ranks of a host.
-      for (const std::int64_t length : {0L, 1L, 700L, 40003L}) expect_results_of_one_process(group, length);
+    run(backend, [&](const Group& group) {
+      // The last size has slices for several ranks of a host: up to four of at least 256 KiB.
+      for (const std::int64_t length : {0L, 1L, 700L, 40003L})
+        expect_results_of_one_process(group, length, inputs_of_ranks(length));
     });
   }
 }

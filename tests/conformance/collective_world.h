@@ -12,6 +12,7 @@
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
+#include "tests/conformance/collective_clock.h"
 #include "tests/conformance/collective_mpi.h"
 #include "tests/support/processes.h"
 
@@ -31,6 +32,12 @@ class CollectiveWorld {
 
   /// Makes rank i claim to be on host `hosts[i]`.
   void place(std::vector<int> hosts) { placement_ = std::move(hosts); }
+  /// Gives every rank a clock of its own, which the test can move forward. Call it before the ranks run.
+  void make_clocks() {
+    while (clocks_.size() < static_cast<std::size_t>(size_))
+      clocks_.push_back(std::make_unique<MovableClock>(*executor_));
+  }
+  MovableClock& clock(int rank) { return *clocks_.at(static_cast<std::size_t>(rank)); }
   int size() const { return size_; }
   Executor& executor() { return *executor_; }
 
@@ -85,7 +92,8 @@ class CollectiveWorld {
 
  private:
   void live(int rank, const std::function<void(Rank)>& body) {
-    Runtime runtime(*executor_, "worker" + std::to_string(rank));
+    Executor& executor = clocks_.empty() ? *executor_ : clock(rank);
+    Runtime runtime(executor, "worker" + std::to_string(rank));
     rendezvous::MembershipOptions options;
     options.name = "worker" + std::to_string(rank);
     options.rank = rank;
@@ -97,13 +105,15 @@ class CollectiveWorld {
     if (hosts_ > 1) options.host_id = "host" + std::to_string(rank % hosts_);
     if (!placement_.empty())
       options.host_id = "host" + std::to_string(placement_.at(static_cast<std::size_t>(rank)));
+    net::TlsOptions tls;
+    tls.dead_after = std::chrono::seconds(60);
     const auto membership =
         rendezvous::Membership::join(runtime,
-                                     tls_ ? rendezvous::tls_transports(*executor_, secret_)
-                                          : rendezvous::stream_transports(*executor_, secret_),
+                                     tls_ ? rendezvous::tls_transports(executor, secret_, tls)
+                                          : rendezvous::stream_transports(executor, secret_),
                                      options);
     body({runtime, *membership, rank});
-    membership->leave(executor_->deadline_in(std::chrono::seconds(60)));
+    membership->leave(executor.deadline_in(std::chrono::seconds(60)));
   }
 
   /// The same in all processes, because all run the same tests.
@@ -129,6 +139,7 @@ class CollectiveWorld {
   std::optional<ReservedPort> port_;  ///< of the store, over TLS
   std::string store_;
   const std::unique_ptr<Executor> executor_;
+  std::vector<std::unique_ptr<MovableClock>> clocks_;  ///< by rank; empty: the system's
 };
 
 }  // namespace torchspan::testing

@@ -14,6 +14,9 @@ namespace torchspan::net::conformance {
 Secret common_secret();
 TransportOptions honest_options();
 
+/// TlsOptions::dead_after of all peers: no busy machine stops one of them for so long.
+inline constexpr Duration kLongSilence = std::chrono::minutes(1);
+
 /// A peer that connects to a worker without knowing the protocol.
 class UnauthenticatedPeer {
  public:
@@ -57,8 +60,10 @@ class World {
   virtual std::string greeting_start() { return "\x89TSPAN"; }
   /// Whether EchoPeer::kill() takes effect at once, like the end of a process, and must be reported at once.
   virtual bool dies_at_once() const { return true; }
-  /// Whether a peer that is silent for five seconds counts as dead.
+  /// Whether a peer that is silent for TlsOptions::dead_after counts as dead.
   virtual bool silence_is_death() const { return false; }
+  /// TlsOptions::dead_after of the transports that are made in this process from now on. Returns false if they have none.
+  virtual bool set_dead_after(Duration) { return false; }
   /// Starts an echo at listen_address(name). The same name again after kill() starts its replacement.
   virtual std::unique_ptr<EchoPeer> start_echo(const std::string& name) = 0;
 };

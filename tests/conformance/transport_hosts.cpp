@@ -21,6 +21,10 @@ namespace {
 
 constexpr const char* kNear = "10.77.0.1";
 constexpr const char* kFar = "10.77.0.2";
+/// TlsOptions::dead_after of both hosts.
+constexpr Duration kDeadAfter = std::chrono::milliseconds(1200);
+/// How long the far host waits for a handshake.
+constexpr Duration kFarPatience = std::chrono::seconds(2);
 /// Begins a line of the far host about a connection that it refused.
 const std::string kRefused = "refused: ";
 
@@ -40,7 +44,9 @@ bool run(const std::string& command) { return std::system((command + " >/dev/nul
   Listening far;
   far.echo = true;
   far.refused = [&wire](const Error& reason) { wire.write_line(kRefused + reason.what()); };
-  const auto transport = make_transport(*executor, far);
+  TransportOptions options;
+  options.handshake_timeout = kFarPatience;
+  const auto transport = make_transport(*executor, far, kDeadAfter, std::move(options));
   wire.write_line(up ? transport->listen(std::string("tls:") + kFar + ":0") : "no link");
   drive_until(*executor, *transport, [&] { return !far.closed.empty(); });
   wire.write_line(std::to_string(executor->now().time_since_epoch().count()));
@@ -93,7 +99,7 @@ class TwoHosts : public ::testing::Test {
   void pull_cable_and_listen(bool busy) {
     const auto executor = make_executor();
     Listening near;
-    const auto transport = make_transport(*executor, near);
+    const auto transport = make_transport(*executor, near, kDeadAfter);
     const auto channel = transport->connect(address_, Deadline::never());
     channel->send(Bytes(8), {});
     ASSERT_TRUE(
@@ -119,12 +125,12 @@ class TwoHosts : public ::testing::Test {
     std::string there = wire_->read_line();
     while (there.starts_with(kRefused)) there = wire_->read_line();
     EXPECT_EQ(near.closed.at(0).kind(), ErrorKind::kDisconnected);
-    EXPECT_THAT(near.closed.at(0).message(), ::testing::HasSubstr("silent for 5.0 s"));
+    EXPECT_THAT(near.closed.at(0).message(), ::testing::HasSubstr("silent for 1.2 s"));
     EXPECT_THAT(there, ::testing::HasSubstr("disconnected"));
-    EXPECT_THAT(there, ::testing::HasSubstr("silent for 5.0 s"));
+    EXPECT_THAT(there, ::testing::HasSubstr("silent for 1.2 s"));
     for (const Duration time : {here, heard - pulled}) {
-      EXPECT_LT(time, std::chrono::seconds(8));
-      EXPECT_GT(time, std::chrono::seconds(4));
+      EXPECT_LT(time, std::chrono::seconds(10));
+      EXPECT_GT(time, kDeadAfter / 2);
     }
     ASSERT_TRUE(run("ip link set near up"));
     const std::size_t before = near.messages;
@@ -142,18 +148,18 @@ class TwoHosts : public ::testing::Test {
                " root tbf rate 100mbit latency 50ms burst " + std::to_string(most));
   }
   /// Why a connection to the far host fails, which must happen soon after the time limit for handshakes.
-  Error failure_of_dial(Duration limit = std::chrono::seconds(3)) const {
+  Error failure_of_dial(Duration limit = kFarPatience / 3) const {
     const auto executor = make_executor();
     Listening near;
     TransportOptions options;
     options.handshake_timeout = limit;
-    const auto transport = make_transport(*executor, near, options);
+    const auto transport = make_transport(*executor, near, kDeadAfter, options);
     const TimePoint start = executor->now();
     const auto channel = transport->connect(address_, Deadline::never());
     channel->send(Bytes(8), {});
     if (!drive_until(*executor, *transport, [&] { return !near.closed.empty(); }))
       return Error(ErrorKind::kInvalid, "it did not fail");
-    EXPECT_LT(executor->now() - start, limit + std::chrono::seconds(2));
+    EXPECT_LT(executor->now() - start, limit + std::chrono::seconds(10));
     return near.closed.at(0);
   }
 
@@ -165,12 +171,12 @@ class TwoHosts : public ::testing::Test {
   Descriptor home_;
 };
 
-TEST_F(TwoHosts, BothReportAPulledCableWithinSixSecondsWhileIdle) {
+TEST_F(TwoHosts, BothReportAPulledCableWhenTheSilenceIsTooLongWhileIdle) {
   if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
   pull_cable_and_listen(false);
 }
 
-TEST_F(TwoHosts, BothReportAPulledCableWithinSixSecondsDuringBulk) {
+TEST_F(TwoHosts, BothReportAPulledCableWhenTheSilenceIsTooLongDuringBulk) {
   if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
   pull_cable_and_listen(true);
 }
@@ -181,21 +187,21 @@ TEST_F(TwoHosts, StayConnectedWhileASlowLinkIsFullForLongerThanASilenceMayLast) 
     GTEST_SKIP() << "this system has no queueing discipline tbf";
   const auto executor = make_executor();
   Listening near;
-  const auto transport = make_transport(*executor, near);
+  const auto transport = make_transport(*executor, near, kDeadAfter);
   const auto channel = transport->connect(address_, Deadline::never());
-  const Buffer bulk = allocate_buffer(4 << 20);
+  const Buffer bulk = allocate_buffer(3 << 20);
   const Segment segment{bulk.data, bulk.size, bulk.owner};
   const TimePoint start = executor->now();
-  for (int i = 0; i < 5; ++i) channel->send(Bytes(8), std::span(&segment, 1));
-  EXPECT_TRUE(drive_until(*executor, *transport, [&] { return near.messages == 5 || !near.closed.empty(); }));
+  for (int i = 0; i < 2; ++i) channel->send(Bytes(8), std::span(&segment, 1));
+  EXPECT_TRUE(drive_until(*executor, *transport, [&] { return near.messages == 2 || !near.closed.empty(); }));
   EXPECT_TRUE(near.closed.empty()) << near.closed.at(0).what();
-  EXPECT_GT(executor->now() - start, TlsOptions().dead_after) << "the link is not slow";
+  EXPECT_GT(executor->now() - start, 2 * kDeadAfter) << "the link is not slow";
 }
 
 TEST_F(TwoHosts, AreToldIfOnlySmallPacketsReachThePeer) {
   if (const std::string why = connect_hosts(); !why.empty()) GTEST_SKIP() << "no two hosts: " << why;
   if (!lose_packets_above(1200, false)) GTEST_SKIP() << "this system has no queueing discipline tbf";
-  EXPECT_THAT(failure_of_dial(std::chrono::seconds(8)).message(), ::testing::HasSubstr("see its log"));
+  EXPECT_THAT(failure_of_dial(std::chrono::seconds(30)).message(), ::testing::HasSubstr("see its log"));
   // The packets are lost on this host, and its system knows it; the other host sees what a black hole is like.
   EXPECT_THAT(wire_->read_line(),
               ::testing::AllOf(::testing::HasSubstr("timed out"), ::testing::HasSubstr("MTU")));

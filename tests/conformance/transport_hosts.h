@@ -50,9 +50,10 @@ class Wire {
 };
 
 inline std::unique_ptr<Transport> make_transport(Executor& executor, Handler& handler,
+                                                 Duration dead_after = TlsOptions().dead_after,
                                                  TransportOptions options = {}) {
   options.secret = Secret::from_bytes(Bytes(32, std::byte{'k'}));
-  return make_tls_transport(executor, handler, std::move(options));
+  return make_tls_transport(executor, handler, std::move(options), {.dead_after = dead_after});
 }
 
 /// Drives the transport until something has happened, for at most 30 s; returns whether it has.

@@ -25,7 +25,7 @@ class NetworkWorld final : public World {
   std::unique_ptr<Transport> make_transport(const std::string& name, Handler& handler,
                                             TransportOptions options) override {
     return make_marked_network_transport(*executor_, handler, std::move(options),
-                                         {.host_mark = mark_of(name)});
+                                         {.network = network_, .host_mark = mark_of(name)});
   }
   std::string listen_address(const std::string& name) override {
     const auto known = echoes_.find(name);
@@ -47,6 +47,10 @@ class NetworkWorld final : public World {
     });
   }
   bool silence_is_death() const override { return hosts_ == Hosts::kSeveral; }
+  bool set_dead_after(Duration time) override {
+    network_.tls.dead_after = time;
+    return true;
+  }
   std::string greeting_start() override {
     return hosts_ == Hosts::kOne ? World::greeting_start() : std::string("\x16\x03\x01\x02\x00\x01", 6);
   }
@@ -69,6 +73,7 @@ class NetworkWorld final : public World {
 
   const Hosts hosts_;
   const Peers peers_;
+  NetworkOptions network_{.tls = {.dead_after = kLongSilence}};
   const std::unique_ptr<Executor> executor_ = make_executor();
   const torchspan::testing::TemporaryFolder folder_;
   Descriptor reserved_;

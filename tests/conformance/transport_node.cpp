@@ -22,6 +22,24 @@ Bytes bytes_of(std::string_view text) {
   return {view.begin(), view.end()};
 }
 
+// The tests are compiled without optimization, so they fill and compare words and not single bytes.
+bool operator==(const Parcel& a, const Parcel& b) {
+  const auto equal = [](const Bytes& one, const Bytes& other) {
+    return one.size() == other.size() &&
+           (one.empty() || std::memcmp(one.data(), other.data(), one.size()) == 0);
+  };
+  return equal(a.header, b.header) && std::ranges::equal(a.segments, b.segments, equal);
+}
+
+Bytes pattern(std::size_t size, std::uint64_t salt) {
+  Bytes bytes(size);
+  // An odd factor gives no two words of a message the same value.
+  std::uint64_t word = (salt + 1) * 0xd1342543de82ef95;
+  for (std::size_t at = 0; at < size; at += sizeof word, word += 0x9e3779b97f4a7c15)
+    std::memcpy(bytes.data() + at, &word, std::min(sizeof word, size - at));
+  return bytes;
+}
+
 Parcel numbered(std::uint64_t number) {
   ByteWriter writer;
   writer.put(number);
@@ -39,9 +57,7 @@ Parcel parcel_of(const Message& message) {
 
 Parcel random_parcel(std::mt19937& random) {
   const auto fill = [&](std::size_t most) {
-    Bytes bytes(random() % 4 == 0 ? 0 : random() % (most + 1));
-    for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
-    return bytes;
+    return pattern(random() % 4 == 0 ? 0 : random() % (most + 1), random());
   };
   Parcel parcel{fill(500), std::vector<Bytes>(random() % 6)};
   for (Bytes& segment : parcel.segments) segment = fill(random() % 5 == 0 ? 200'000 : 3'000);
@@ -185,6 +201,14 @@ Error Node::wait_for_end(const std::shared_ptr<Channel>& channel) {
 std::shared_ptr<Channel> Node::wait_for_caller() {
   wait_until([](const Journal& journal) { return !journal.accepted.empty(); });
   return journal().accepted.at(0);
+}
+
+std::vector<Parcel> Node::take_parcels() {
+  MutexLock lock(mutex_);
+  std::vector<Parcel> parcels;
+  for (Journal::Received& one : journal_.received) parcels.push_back(std::move(one.parcel));
+  journal_.received.clear();
+  return parcels;
 }
 
 Journal Node::journal() const {

@@ -17,13 +17,15 @@ namespace torchspan::net::conformance {
 struct Parcel {
   Bytes header;
   std::vector<Bytes> segments;
-  friend bool operator==(const Parcel&, const Parcel&) = default;
+  friend bool operator==(const Parcel& a, const Parcel& b);
 };
 
 Bytes bytes_of(std::string_view text);
 Parcel numbered(std::uint64_t number);
 std::uint64_t number_of(const Parcel& parcel);
 Parcel parcel_of(const Message& message);
+/// Bytes that depend on their place and on `salt`.
+Bytes pattern(std::size_t size, std::uint64_t salt);
 /// Header and segments of random sizes, empty ones among them.
 Parcel random_parcel(std::mt19937& random);
 /// Sends with borrowed segments.
@@ -87,6 +89,8 @@ class Node final : public Handler {
   /// The first accepted channel, or null.
   std::shared_ptr<Channel> wait_for_caller();
   Journal journal() const;
+  /// Removes the received messages from the journal. For bulk: journal() copies them.
+  std::vector<Parcel> take_parcels();
 
   void on_accepted(const std::shared_ptr<Channel>& channel) override;
   void on_message(const std::shared_ptr<Channel>& channel, Message message) override;

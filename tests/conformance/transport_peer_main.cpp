@@ -55,6 +55,7 @@ int main(int count, char** arguments) {
   using namespace torchspan::net::conformance;
   if (count < 3 || count == 5 || count > 6) return 2;
   torchspan::net::MarkedNetworkOptions network;
+  network.network.tls.dead_after = kLongSilence;
   if (count == 4) network.host_mark = arguments[3];
   if (count == 6) {
     network.network.tls.certificate_file = arguments[3];

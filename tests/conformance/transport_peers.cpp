@@ -19,7 +19,7 @@ TEST_P(TransportPeerConformance, EchoesWhatWasSent) {
     std::vector<Parcel> sent;
     for (int i = 0; i < 100; ++i) send(*channel, sent.emplace_back(random_parcel(random)));
     node.wait_for_messages(sent.size());
-    EXPECT_TRUE(node.journal().parcels() == sent);
+    EXPECT_TRUE(node.take_parcels() == sent);
   });
 }
 
@@ -28,12 +28,11 @@ TEST_P(TransportPeerConformance, EchoesBulk) {
     const auto echo = world.start_echo("echo");
     Node node(world, "node");
     const auto channel = node.connect(echo->address());
-    Parcel parcel{bytes_of("bulk"), {Bytes(64 << 20)}};
-    for (std::size_t i = 0; i < parcel.segments[0].size(); i += 4096)
-      parcel.segments[0][i] = std::byte(i >> 12);
+    // More than any transport sends ahead: 16 MiB. A larger one is in DeliversHugeSegmentsAndHeaders.
+    const Parcel parcel{bytes_of("bulk"), {pattern(20 << 20, 6)}};
     send(*channel, parcel);
     node.wait_for_messages(1);
-    EXPECT_TRUE(node.journal().parcels().at(0) == parcel);
+    EXPECT_TRUE(node.take_parcels().at(0) == parcel);
   });
 }
 
@@ -48,7 +47,7 @@ TEST_P(TransportPeerConformance, ReportsAtOnceThatAnIdlePeerWasKilled) {
     const TimePoint killed = world.executor().now();
     echo->kill();
     const Error error = node.wait_for_end(channel);
-    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(4)) << "silence lasts 5 s";
+    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(10)) << "silence lasts a minute";
     EXPECT_EQ(error.kind(), ErrorKind::kDisconnected);
     EXPECT_THAT(error.message(), HasSubstr(name));
     EXPECT_THAT(error.message(), HasSubstr("died or was killed"));
@@ -69,7 +68,7 @@ TEST_P(TransportPeerConformance, ReportsAtOnceThatAPeerWasKilledThoughItsForkedC
     const TimePoint killed = world.executor().now();
     echo->kill();
     EXPECT_EQ(node.wait_for_end(channel).kind(), ErrorKind::kDisconnected);
-    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(4)) << "silence lasts 5 s";
+    EXPECT_LT(world.executor().now() - killed, std::chrono::seconds(10)) << "silence lasts a minute";
     // The child must not keep the address in use either.
     const auto again = world.start_echo("echo");
     ASSERT_EQ(again->address(), address);
@@ -115,7 +114,7 @@ TEST_P(TransportPeerConformance, ReportsWithinASecondThatAPeerWasKilledDuringATr
     // A busy machine may be slow once; a transport that waits for silence is slow every time.
     Duration quickest = kill_amid_bulk(world);
     if (!world.dies_at_once()) return;
-    for (int more = 0; more < 2 && quickest >= std::chrono::seconds(1); ++more) {
+    for (int more = 0; more < 9 && quickest >= std::chrono::seconds(1); ++more) {
       quickest = std::min(quickest, kill_amid_bulk(world));
     }
     EXPECT_LT(quickest, std::chrono::seconds(1));

@@ -18,6 +18,7 @@ enum class Proof { kSecret, kCertificate };
 class TlsWorld final : public World {
  public:
   TlsWorld(Proof proof, Peers peers, TlsOptions tls) : proof_(proof), peers_(peers), tls_(std::move(tls)) {
+    tls_.dead_after = kLongSilence;
     if (proof_ == Proof::kSecret) return;
     for (const auto* authority : {&ours_, &foreign_}) {
       (*authority)->issue("worker", "DNS:localhost,IP:127.0.0.1");
@@ -41,6 +42,10 @@ class TlsWorld final : public World {
         [](const std::string& text) { return *numeric_address(parse_tls_address(text)); });
   }
   bool silence_is_death() const override { return true; }
+  bool set_dead_after(Duration time) override {
+    tls_.dead_after = time;
+    return true;
+  }
   std::string greeting_start() override { return {"\x16\x03\x01\x02\x00\x01", 6}; }
   std::unique_ptr<EchoPeer> start_echo(const std::string& name) override {
     std::unique_ptr<EchoPeer> echo;
@@ -71,7 +76,7 @@ class TlsWorld final : public World {
 
   const Proof proof_;
   const Peers peers_;
-  const TlsOptions tls_;
+  TlsOptions tls_;
   const std::unique_ptr<Executor> executor_ = make_executor();
   const testing::TemporaryFolder folder_;
   const std::unique_ptr<testing::TestAuthority> ours_ =

@@ -22,16 +22,6 @@ struct Pair {
   std::shared_ptr<Channel> channel;
 };
 
-Bytes pattern(std::size_t size, std::uint64_t salt) {
-  Bytes bytes(size);
-  std::mt19937_64 random(salt);
-  for (std::size_t at = 0; at < size; at += sizeof(std::uint64_t)) {
-    const std::uint64_t value = random();
-    std::memcpy(bytes.data() + at, &value, std::min(sizeof value, size - at));
-  }
-  return bytes;
-}
-
 TEST_P(TransportConformance, DeliversMessagesInOrderFromBeforeTheHandshakeOn) {
   in_world([](World& world) {
     Pair pair(world);
@@ -94,12 +84,15 @@ TEST_P(TransportConformance, DeliversThousandsOfSegmentsInOneMessage) {
 }
 
 TEST_P(TransportConformance, DeliversHugeSegmentsAndHeaders) {
-  in_world([](World& world) {
+  // More than a transport sends ahead, which is 16 MiB; and more than TLS holds of a message whose parts come over
+  // several connections.
+  const std::size_t huge = std::size_t{GetParam().name == "Secret" ? 64u : 20u} << 20;
+  in_world([huge](World& world) {
     Pair pair(world);
-    const Parcel parcel{pattern(3'000'001, 1), {pattern(64 << 20, 2), {}, pattern(5'000'003, 3)}};
+    const Parcel parcel{pattern(3'000'001, 1), {pattern(huge, 2), {}, pattern(5'000'003, 3)}};
     send(*pair.channel, parcel);
     pair.listener.wait_for_messages(1);
-    EXPECT_TRUE(pair.listener.journal().received.at(0).parcel == parcel);
+    EXPECT_TRUE(pair.listener.take_parcels().at(0) == parcel);
   });
 }
 
@@ -107,16 +100,17 @@ TEST_P(TransportConformance, DeliversBulkInBothDirectionsAtOnce) {
   in_world([](World& world) {
     Pair pair(world);
     const auto back = pair.listener.wait_for_caller();
-    const Parcel there{bytes_of("there"), {pattern(16 << 20, 4)}},
-        home{bytes_of("home"), {pattern(16 << 20, 5)}};
+    // Three exceed all that a transport sends ahead: 16 MiB.
+    const Parcel there{bytes_of("there"), {pattern(6 << 20, 4)}},
+        home{bytes_of("home"), {pattern(6 << 20, 5)}};
     for (int i = 0; i < 3; ++i) {
       send(*pair.channel, there);
       send(*back, home);
     }
     pair.listener.wait_for_messages(3);
     pair.dialer.wait_for_messages(3);
-    EXPECT_TRUE(pair.listener.journal().parcels() == std::vector<Parcel>(3, there));
-    EXPECT_TRUE(pair.dialer.journal().parcels() == std::vector<Parcel>(3, home));
+    EXPECT_TRUE(pair.listener.take_parcels() == std::vector<Parcel>(3, there));
+    EXPECT_TRUE(pair.dialer.take_parcels() == std::vector<Parcel>(3, home));
   });
 }
 

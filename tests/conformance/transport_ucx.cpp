@@ -18,7 +18,7 @@ class UcxWorld final : public World {
   std::unique_ptr<Transport> make_transport(const std::string&, Handler& handler,
                                             TransportOptions options) override {
     return make_ucx_transport(*executor_, handler, std::move(options),
-                              {.network = UcxNetwork::kIsolated, .devices = "lo"});
+                              {.network = UcxNetwork::kIsolated, .devices = "lo", .tls = tls_});
   }
   std::string listen_address(const std::string& name) override {
     const auto known = echoes_.find(name);
@@ -26,6 +26,10 @@ class UcxWorld final : public World {
   }
   std::string unused_address() override { return reserve_port(reserved_, "ucx"); }
   bool silence_is_death() const override { return true; }
+  bool set_dead_after(Duration time) override {
+    tls_.dead_after = time;
+    return true;
+  }
   /// UCX takes a while to end the endpoints of a transport in a thread.
   bool dies_at_once() const override { return peers_ == Peers::kProcesses; }
   std::unique_ptr<UnauthenticatedPeer> make_unauthenticated_peer() override {
@@ -46,6 +50,7 @@ class UcxWorld final : public World {
 
  private:
   const Peers peers_;
+  TlsOptions tls_{.dead_after = kLongSilence};
   const std::unique_ptr<Executor> executor_ = make_executor();
   Descriptor reserved_;
   std::map<std::string, std::string> echoes_;

@@ -16,14 +16,14 @@
 #include "net/api/sim.h"
 
 /// What worlds of many simulated workers cost. The tests measure the sizes in TORCHSPAN_SCALE_WORKERS (default
-/// "64 256") and assert how the costs grow; with TORCHSPAN_SCALE_OUT, they append one line of JSON per
+/// "64 128") and assert how the costs grow; with TORCHSPAN_SCALE_OUT, they append one line of JSON per
 /// measurement to that file, from which tools/scale-report makes the plots of docs/architecture/scale.md.
 namespace torchspan::testing::scale {
 
 /// The sizes of worlds to measure, at most `most`.
 inline std::vector<int> world_sizes(int most = 1 << 20) {
   const char* given = std::getenv("TORCHSPAN_SCALE_WORKERS");
-  std::istringstream words(given != nullptr ? given : "64 256");
+  std::istringstream words(given != nullptr ? given : "64 128");
   std::vector<int> sizes;
   for (int size = 0; words >> size;) {
     if (size <= most) sizes.push_back(size);

@@ -92,10 +92,11 @@ class Traffic {
   Thread thread_;
 };
 
-/// Unauthenticated peers: calls step() repeatedly, at least `least` times.
+/// Unauthenticated peers: calls step() repeatedly, at least `least` times and until `done`.
 struct Attack {
   std::function<void()> step;
   int least = 1;
+  std::function<bool()> done = [] { return true; };
   Duration pace = kPace;
   std::function<std::uint64_t()> admitted = [] {
     return std::uint64_t{0};
@@ -118,7 +119,9 @@ class UnauthenticatedPeers : public ::testing::TestWithParam<ListenerKind> {
       std::atomic<bool> stopping{false};
       std::atomic<int> steps{0};
       Thread attackers = listener.executor().spawn("attackers", [&] {
-        while (!stopping || steps < attack.least) {
+        const Deadline deadline = listener.executor().deadline_in(std::chrono::seconds(30));
+        while (!stopping || steps < attack.least ||
+               !(attack.done() || deadline.passed(listener.executor().now()))) {
           attack.step();
           ++steps;
           if (attack.pace != Duration::zero()) listener.executor().sleep(attack.pace);
@@ -130,9 +133,10 @@ class UnauthenticatedPeers : public ::testing::TestWithParam<ListenerKind> {
         ++honest;
         for (int k = 0; k < 5 && new_peer; ++k) EXPECT_TRUE(new_peer->exchange());
       }
+      EXPECT_TRUE(happens([&] { return traffic.rounds() > before + 10; }, listener))
+          << "honest traffic stood still";
       stopping = true;
       attackers.join();
-      EXPECT_GT(traffic.rounds(), before + 10) << "honest traffic stood still";
       EXPECT_LE(watch.files(), files + kMaxUnauthenticated + 16);
       EXPECT_TRUE(!kMemoryIsMeasurable || watch.memory() <= memory + kMostMemory)
           << watch.memory() << " bytes, before " << memory;

@@ -12,6 +12,7 @@
 #include "net/tls/tls_session.h"
 #include "rendezvous/messages/messages.h"
 #include "tests/security/unauthenticated_attack.h"
+#include "tests/support/environment.h"
 #include "tests/support/fuzz_seeds.h"
 
 /// Unauthenticated peers at every listener that they can reach. The listener is a separate process, so that
@@ -19,15 +20,18 @@
 namespace torchspan::net::conformance::unauthenticated_peers {
 namespace {
 
+/// Connections in an attack by peers that differ at random.
+const int kSteps = torchspan::testing::number_from("TORCHSPAN_CASES", 400);
+
 TEST_P(UnauthenticatedPeers, ThatSendNothingAreDisconnected) {
   AttackedListener listener(GetParam());
   under(listener, {.step =
                        [&] {
-                         hold(listener.dial(), 300);
+                         hold(listener.dial(), 200);
                          listener.executor().sleep(std::chrono::milliseconds(1));
                        },
-                   .least = 600});
-  EXPECT_GE(refused_, 300u);
+                   .least = 300});
+  EXPECT_GE(refused_, 150u);
 }
 
 TEST_P(UnauthenticatedPeers, ThatSendGarbageAreDisconnected) {
@@ -39,8 +43,7 @@ TEST_P(UnauthenticatedPeers, ThatSendGarbageAreDisconnected) {
   under(listener, {.step =
                        [&] {
                          Descriptor socket = listener.dial();
-                         Bytes bytes(random() % 5 == 0 ? 200'000 : random() % 2000);
-                         for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+                         Bytes bytes = pattern(random() % 5 == 0 ? 200'000 : random() % 2000, random());
                          // Some start with valid bytes.
                          if (random() % 2 == 0)
                            std::copy_n(opening.begin(),
@@ -50,8 +53,8 @@ TEST_P(UnauthenticatedPeers, ThatSendGarbageAreDisconnected) {
                          if (socket) send_now(socket, bytes);
                          hold(std::move(socket), 60);
                        },
-                   .least = 2000});
-  EXPECT_GE(refused_, 500u);
+                   .least = kSteps});
+  EXPECT_GE(refused_, static_cast<std::uint64_t>(kSteps) / 4);
 }
 
 TEST_P(UnauthenticatedPeers, WithAnotherSecretAreDenied) {
@@ -88,10 +91,10 @@ TEST_P(UnauthenticatedPeers, WithAnotherSecretAreDenied) {
                          }
                          drive(5);
                        },
-                   .least = 300});
+                   .least = 150});
   drive(0);
-  EXPECT_GE(denied_, 250u);
-  EXPECT_GE(wrong.denied, 250);
+  EXPECT_GE(denied_, 125u);
+  EXPECT_GE(wrong.denied, 125);
 }
 
 /// Relays between an honest dialer and the victim, and copies what the dialer sends.
@@ -143,17 +146,19 @@ TEST_P(UnauthenticatedPeers, ThatReplayAConnectionAreRejected) {
                          // More than the listener can answer would test the processor, not the proofs.
                          listener.executor().sleep(std::chrono::milliseconds(3));
                        },
-                   .least = 500});
-  EXPECT_GE(refused_, 300u);
+                   .least = 150});
+  EXPECT_GE(refused_, 90u);
 }
 
-TEST_P(UnauthenticatedPeers, AreRejectedInAFloodOfTenThousand) {
-  constexpr int kMany = 10'000;
+TEST_P(UnauthenticatedPeers, AreRejectedInAFlood) {
+  // Ten thousand are more than the 4096 that the system queues for a listener. The two kinds of sockets are enough.
+  const bool is_long = GetParam().name == "Unix" || GetParam().name == "Tcp";
+  const int many = torchspan::testing::number_from("TORCHSPAN_CASES", is_long ? 10'000 : 1500);
   rlimit limit{}, raised{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
   raised = {limit.rlim_max, limit.rlim_max};
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &raised), 0);
-  const std::size_t most = std::min<rlim_t>(limit.rlim_max, kMany + 500) - 400;
+  const std::size_t most = std::min<rlim_t>(limit.rlim_max, static_cast<rlim_t>(many) + 500) - 400;
   AttackedListener listener(GetParam());
   int dialled = 0;
   under(listener, {.step =
@@ -163,11 +168,11 @@ TEST_P(UnauthenticatedPeers, AreRejectedInAFloodOfTenThousand) {
                          if (!socket) return listener.executor().sleep(std::chrono::milliseconds(1));
                          ++dialled;
                          hold(std::move(socket), most);
-                         if (dialled >= kMany) listener.executor().sleep(std::chrono::milliseconds(1));
+                         if (dialled >= many) listener.executor().sleep(std::chrono::milliseconds(1));
                        },
-                   .least = kMany,
+                   .least = many,
                    .pace = Duration::zero()});
-  EXPECT_GE(dialled, kMany / 2);
+  EXPECT_GE(dialled, many / 2);
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
 }
 
@@ -195,7 +200,8 @@ TEST_P(UnauthenticatedPeers, ThatSendTheirHandshakeSlowlyAreDisconnected) {
                          listener.executor().sleep(std::chrono::milliseconds(2));
                          if (hung_up_on >= 80) senders.clear();
                        },
-                   .least = 600});
+                   .least = 200,
+                   .done = [&] { return hung_up_on >= 80; }});
   EXPECT_GE(hung_up_on, 80);
 }
 
@@ -217,8 +223,8 @@ TEST_P(UnauthenticatedPeers, ThatLeaveDuringTheHandshakeAreForgotten) {
                            ::shutdown(socket.get(), random() % 2 == 0 ? SHUT_WR : SHUT_RD);
                          hold(std::move(socket), random() % 100);
                        },
-                   .least = 3000});
-  EXPECT_GE(refused_, 500u);
+                   .least = kSteps});
+  EXPECT_GE(refused_, static_cast<std::uint64_t>(kSteps) / 6);
 }
 
 /// Messages that claim to be endless where a frame or a proof is expected.
@@ -252,8 +258,8 @@ TEST_P(UnauthenticatedPeers, ThatClaimHugeLengthsGetNoMemory) {
                          send_now(socket, Bytes(100'000));
                          hold(std::move(socket), 50);
                        },
-                   .least = 1000});
-  EXPECT_GE(refused_, 300u);
+                   .least = 400});
+  EXPECT_GE(refused_, 120u);
 }
 
 enum class ClaimOutcome : std::uint8_t { kRejected, kCutOff, kKept };
@@ -362,7 +368,7 @@ TEST_P(UnauthenticatedPeers, WithTheSecretThatClaimHugeLengthsAreCutOff) {
                          ++admitted;
                          ++next;
                        },
-                   .least = 150,
+                   .done = [&] { return next > claims.size(); },
                    .admitted = [&] { return admitted; }});
   EXPECT_GT(next, claims.size()) << "not every claim was made";
 }
@@ -380,8 +386,8 @@ TEST_P(UnauthenticatedPeers, ThatPassDescriptorsLeaveNone) {
                          }
                          hold(std::move(socket), 50);
                        },
-                   .least = 1000});
-  EXPECT_GE(refused_, 300u);
+                   .least = 400});
+  EXPECT_GE(refused_, 120u);
 }
 
 TEST_P(UnauthenticatedPeers, ThatExhaustDescriptorsDoNotMakeItSpin) {
@@ -396,7 +402,7 @@ TEST_P(UnauthenticatedPeers, ThatExhaustDescriptorsDoNotMakeItSpin) {
   // Faster than the listener closes silent connections.
   for (int i = 0; i < 4 * kDescriptors && listener.counts().overloaded == before.overloaded; ++i)
     hold(listener.dial(), 200);
-  while (listener.executor().now() - began < std::chrono::seconds(2) || rounds < 25) {
+  while (listener.executor().now() - began < std::chrono::milliseconds(700) || rounds < 25) {
     hold(listener.dial(), 200);
     EXPECT_TRUE(early->exchange());
     ++rounds;

@@ -55,7 +55,9 @@ class CurrentLanes {
   }
 };
 
-/// Vector clocks of all streams, and the copies that their streams have not come to yet.
+/// Vector clocks of all streams, and the copies that their streams have not come to yet. Every operation comes after what
+/// the host knows to be complete; the clocks of streams do not repeat that, so that an operation costs the same after a
+/// process has used many streams.
 class StreamClocks {
  public:
   using Clock = std::map<Lane, std::uint64_t>;
@@ -70,8 +72,16 @@ class StreamClocks {
   void begin(Lane lane) {
     Clock& clock = streams_[lane].clock;
     ++clock[lane];
-    merge(clock, completed_);
+    std::erase_if(clock, [&](const auto& entry) {
+      return entry.first != lane && reaches(completed_, entry.first, entry.second);
+    });
     run_pending(Clock(clock));
+  }
+  /// Whether the current operation of a stream runs after that of another one.
+  bool is_after(Lane lane, Lane other, std::uint64_t time) const {
+    if (reaches(completed_, other, time)) return true;
+    const auto found = streams_.find(lane);
+    return found != streams_.end() && reaches(found->second.clock, other, time);
   }
   /// Makes the later work of a stream wait.
   void wait(Lane lane, const Clock& clock) { merge(streams_[lane].clock, clock); }
@@ -89,11 +99,6 @@ class StreamClocks {
     return std::all_of(clock.begin(), clock.end(),
                        [this](const auto& entry) { return reaches(completed_, entry.first, entry.second); });
   }
-  const Clock& completed() const { return completed_; }
-  static bool reaches(const Clock& clock, Lane lane, std::uint64_t time) {
-    const auto found = clock.find(lane);
-    return time == 0 || (found != clock.end() && found->second >= time);
-  }
   void run_pending(const Clock& clock) {
     for (const auto& [lane, time] : clock) {
       auto& pending = streams_[lane].pending;
@@ -106,6 +111,10 @@ class StreamClocks {
   }
 
  private:
+  static bool reaches(const Clock& clock, Lane lane, std::uint64_t time) {
+    const auto found = clock.find(lane);
+    return time == 0 || (found != clock.end() && found->second >= time);
+  }
   static void merge(Clock& into, const Clock& from) {
     for (const auto& [lane, time] : from) into[lane] = std::max(into[lane], time);
   }
@@ -258,12 +267,10 @@ class StandInStreams {
   /// A caching allocator gives freed memory to the next operation of its home stream.
   void freed(const DeviceBlock& block) {
     MutexLock lock(mutex_);
-    const StreamClocks::Clock& home = clocks_.at(block.home).clock;
     for (const auto* accesses : {&block.writes, &block.reads}) {
       for (const DeviceAccess& access : *accesses) {
         if (access.lane == block.home || block.recorded.contains(access.lane)) continue;
-        if (StreamClocks::reaches(home, access.lane, access.time)) continue;
-        if (StreamClocks::reaches(clocks_.completed(), access.lane, access.time)) continue;
+        if (clocks_.is_after(block.home, access.lane, access.time)) continue;
         races_.push_back("memory of " + name_of(block.home) + " was freed while '" + access.operation +
                          "' on " + name_of(access.lane) + " may still use it");
       }
@@ -337,12 +344,11 @@ class DeviceOperation {
  private:
   bool uses(DeviceBlock& block, DeviceAccess access, bool writes) const TORCHSPAN_UNCHECKED {
     if (access.begin == access.end) return true;
-    const StreamClocks::Clock& clock = streams_.clocks_.at(lane_).clock;
     bool ordered = true;
     const auto check = [&](const std::vector<DeviceAccess>& earlier, const char* did) TORCHSPAN_UNCHECKED {
       for (const DeviceAccess& other : earlier) {
         if (other.end <= access.begin || access.end <= other.begin) continue;
-        if (StreamClocks::reaches(clock, other.lane, other.time)) continue;
+        if (streams_.clocks_.is_after(lane_, other.lane, other.time)) continue;
         ordered = false;
         streams_.races_.push_back("'" + name_ + "' on " + name_of(lane_) + (writes ? " writes" : " reads") +
                                   " what '" + other.operation + "' " + did + " on " + name_of(other.lane) +

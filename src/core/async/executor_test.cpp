@@ -84,7 +84,7 @@ TEST_F(RealParker, WakesASleeperInEachOfManyTurns) {
 // The unparker aims at the moment at which the sleeper times out, and adjusts its aim by which of the two
 // came first. In either case the token ends this park or the next one.
 TEST_F(RealParker, LosesNoTokenWhenUnparkRacesWithTheDeadline) {
-  constexpr int kTurns = 5000;
+  constexpr int kTurns = 1500;
   const auto parker = executor_->make_parker();
   std::atomic<int> turn{0}, aim_ns{30'000};
   Thread thread = executor_->spawn("unparks", [&] {
@@ -120,7 +120,8 @@ TEST_F(RealParker, LosesNoTokenWhenUnparkRacesWithTheDeadline) {
 // What was written before an unpark must be visible after the park that its token ends, also if a second
 // unpark arrives while the first token is being taken.
 TEST_F(RealParker, MakesWritesBeforeEachOfTwoUnparksVisible) {
-  constexpr int kTurns = 50000;
+  // The two pauses below have 61 × 53 combinations.
+  constexpr int kTurns = 3 * 61 * 53;
   const auto parker = executor_->make_parker();
   std::atomic<int> turn{0}, first{0}, second{0};
   Thread thread = executor_->spawn("unparks", [&] {

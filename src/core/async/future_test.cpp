@@ -24,7 +24,7 @@ ErrorKind failure_of(const Future<T>& future) {
 }
 
 TEST(Future, GivesItsValueToEveryCopyAnyNumberOfTimes) {
-  everywhere(30, [](Executor& executor) {
+  everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<std::string> promise(pool.host());
     const Future<std::string> future = promise.future();
@@ -76,7 +76,7 @@ class CountingGate final : public ValueGate {
 };
 
 TEST(ValueGate, IsPassedByEveryTakerAndRenewedForContinuations) {
-  everywhere(30, [](Executor& executor) {
+  everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
     const auto gate = std::make_shared<CountingGate>();
     Promise<int> promise(pool.host());
@@ -94,7 +94,7 @@ TEST(ValueGate, IsPassedByEveryTakerAndRenewedForContinuations) {
 }
 
 TEST(ValueGate, OfSeveralFuturesIsPassedForAll) {
-  everywhere(30, [](Executor& executor) {
+  everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
     const auto first = std::make_shared<CountingGate>(), second = std::make_shared<CountingGate>();
     Promise<int> one(pool.host()), other(pool.host());
@@ -109,7 +109,7 @@ TEST(ValueGate, OfSeveralFuturesIsPassedForAll) {
 }
 
 TEST(ValueGate, MakesSynchronizeWaitAndReportsItsFailure) {
-  everywhere(30, [](Executor& executor) {
+  everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
     const auto gate = std::make_shared<CountingGate>(3);
     Promise<int> promise(pool.host());
@@ -125,7 +125,7 @@ TEST(ValueGate, MakesSynchronizeWaitAndReportsItsFailure) {
 }
 
 TEST(Promise, LetsTheFirstOfManySettersWin) {
-  everywhere(100, [](Executor& executor) {
+  everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<int> promise(pool.host());
     std::atomic<int> wins{0}, winner{-1};
@@ -163,7 +163,7 @@ TEST(Promise, LeavesALosingValueWithItsOwner) {
 }
 
 TEST(Promise, CancelsItsFutureWhenDropped) {
-  everywhere(30, [](Executor& executor) {
+  everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
     auto promise = std::make_unique<Promise<int>>(pool.host());
     const Future<int> future = promise->future();
@@ -269,7 +269,7 @@ TEST(FutureWait, ReportsCompletionWithoutThrowingTheFailure) {
 }
 
 TEST(FutureWait, WakesEveryWaiterInTime) {
-  everywhere(100, [](Executor& executor) {
+  everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<int> promise(pool.host());
     std::atomic<int> got{0}, timed_out{0};
@@ -302,7 +302,7 @@ TEST(FutureWait, RefusesToWaitWhenTheHostIsGone) {
 }
 
 TEST(FutureThen, PassesValuesAlongAChain) {
-  everywhere(50, [](Executor& executor) {
+  everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<int> promise(pool.host());
     Future<std::string> text = promise.future()
@@ -316,7 +316,7 @@ TEST(FutureThen, PassesValuesAlongAChain) {
 }
 
 TEST(FutureThen, PassesErrorsAlongAChainUntilACallbackHandlesThem) {
-  everywhere(50, [](Executor& executor) {
+  everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<int> promise(pool.host());
     std::atomic<int> calls{0};
@@ -347,7 +347,7 @@ TEST(FutureThen, FailsWithTheExceptionOfTheCallback) {
 }
 
 TEST(FutureThen, RunsEachOfManyCallbacksOnceWheneverItWasAdded) {
-  everywhere(100, [](Executor& executor) {
+  everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 3});
     Promise<int> promise(pool.host());
     std::atomic<int> calls{0};
@@ -366,7 +366,7 @@ TEST(FutureThen, RunsEachOfManyCallbacksOnceWheneverItWasAdded) {
 }
 
 TEST(FutureThen, RunsOnAPoolThreadEvenWhenTheFutureIsComplete) {
-  everywhere(30, [](Executor& executor) {
+  everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<int> promise(pool.host());
     promise.set_value(1);
@@ -378,7 +378,7 @@ TEST(FutureThen, RunsOnAPoolThreadEvenWhenTheFutureIsComplete) {
 // The completing thread may hold a lock that the callback takes: in simulation, a callback that ran inside
 // set_value would deadlock.
 TEST(FutureThen, NeverRunsInsideSetValueNorUnderTheCompletersLock) {
-  for_seeds(100, [](SimExecutor& executor) {
+  for_seeds(25, [](SimExecutor& executor) {
     OwnedPool pool(executor);
     Mutex mutex;
     Promise<int> value(pool.host()), failure(pool.host());
@@ -435,7 +435,7 @@ TEST(Future, CanBeCreatedReadyOrFailed) {
 
 // Random trees of futures: every value must be the sum that a plain computation gives.
 TEST(Future, ComputesTheSameAsASequentialProgram) {
-  for_seeds(200, [](SimExecutor& executor) {
+  for_seeds(50, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1 + executor.random() % 3});
     std::vector<Future<std::int64_t>> futures;
     std::vector<std::int64_t> expected;

@@ -53,7 +53,7 @@ TEST(Pool, RejectsInvalidThreadCounts) {
 }
 
 TEST(Pool, RunsEveryJobOnceOnItsOwnThreads) {
-  everywhere(100, [](Executor& executor) {
+  everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 3});
     std::vector<std::atomic<int>> runs(60);
     std::vector<Thread> posters;
@@ -85,7 +85,7 @@ TEST(Pool, StartsNoThreadBeforeThereIsWork) {
 }
 
 TEST(Pool, RunsNoMoreJobsAtOnceThanItHasThreads) {
-  for_seeds(100, [](SimExecutor& executor) {
+  for_seeds(25, [](SimExecutor& executor) {
     const std::size_t threads = 1 + executor.random() % 3;
     OwnedPool pool(executor, {.threads = threads});
     std::size_t running = 0, most = 0;
@@ -102,7 +102,7 @@ TEST(Pool, RunsNoMoreJobsAtOnceThanItHasThreads) {
 }
 
 TEST(Pool, StartsNoJobWhileThreadsThatReturnFromAWaitKeepItBusy) {
-  for_seeds(100, [](SimExecutor& executor) {
+  for_seeds(25, [](SimExecutor& executor) {
     const std::size_t threads = 1 + executor.random() % 3;
     OwnedPool pool(executor, {.threads = threads});
     Promise<void> promise(pool.host());
@@ -125,7 +125,7 @@ TEST(Pool, StartsNoJobWhileThreadsThatReturnFromAWaitKeepItBusy) {
 }
 
 TEST(Pool, RunsJobsInTheOrderOfPostingOnOneThread) {
-  everywhere(30, [](Executor& executor) {
+  everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1});
     std::vector<int> order;
     for (int i = 0; i < 10; ++i) pool->post([&, i] { order.push_back(i); });
@@ -138,7 +138,7 @@ TEST(Pool, RunsJobsInTheOrderOfPostingOnOneThread) {
 
 // peer: rpc/more nested calls never starve
 TEST(PoolGrowth, CompletesANestOfFiftyWaitsWithOneThread) {
-  everywhere(50, [](Executor& executor) {
+  everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1});
     EXPECT_EQ(async(pool.host(), [&] { return nest(pool.host(), 50); }).wait(), 50);
     EXPECT_LE(pool->thread_count(), 51u);
@@ -146,7 +146,7 @@ TEST(PoolGrowth, CompletesANestOfFiftyWaitsWithOneThread) {
 }
 
 TEST(PoolGrowth, ReplacesAThreadThatIsInABlockingScope) {
-  everywhere(100, [](Executor& executor) {
+  everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1});
     const auto parker = executor.make_parker();
     Future<bool> blocked = async(pool.host(), [&] {
@@ -161,7 +161,7 @@ TEST(PoolGrowth, ReplacesAThreadThatIsInABlockingScope) {
 }
 
 TEST(PoolGrowth, CountsAThreadOnceHoweverItsScopesNest) {
-  for_seeds(100, [](SimExecutor& executor) {
+  for_seeds(25, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1});
     Promise<void> promise(pool.host());
     int running = 0;
@@ -195,7 +195,7 @@ TEST(PoolGrowth, IgnoresScopesAndWaitsOfOtherThreads) {
 
 // peer: rpc/more nested calls never starve
 TEST(PoolCap, ReportsOverloadToTheDeepestNestedWaitInsteadOfHanging) {
-  everywhere(100, [](Executor& executor) {
+  everywhere(25, [](Executor& executor) {
     std::atomic<bool> overloaded{false};
     std::function<void()> nest_for_ever;
     OwnedPool pool(executor, {.threads = 2, .max_threads = 8});
@@ -217,7 +217,7 @@ TEST(PoolCap, ReportsOverloadToTheDeepestNestedWaitInsteadOfHanging) {
 }
 
 TEST(PoolCap, ReportsOverloadToAWaitThatBeganBeforeTheJobsWerePosted) {
-  everywhere(100, [](Executor& executor) {
+  everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 2});
     Promise<int> never(pool.host());
     std::atomic<int> waiting{0};
@@ -239,7 +239,7 @@ TEST(PoolCap, ReportsOverloadToAWaitThatBeganBeforeTheJobsWerePosted) {
 
 // The last thread may wait although jobs are queued, if another thread has been woken and has not run yet.
 TEST(PoolCap, LetsAThreadWaitWhenAnotherIsAboutToBecomeFree) {
-  for_seeds(200, [](SimExecutor& executor) {
+  for_seeds(50, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 2});
     Promise<int> promise(pool.host());
     Future<int> first = async(pool.host(), [&] { return promise.future().wait(); });
@@ -253,7 +253,7 @@ TEST(PoolCap, LetsAThreadWaitWhenAnotherIsAboutToBecomeFree) {
 }
 
 TEST(PoolCap, AnExtraThreadServesAWaitThatMustNotFail) {
-  everywhere(100, [](Executor& executor) {
+  everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 1});
     const auto nested = [&pool] { return async(pool.host(), [] { return 7; }).wait(); };
     EXPECT_EQ(kind_of([&] { async(pool.host(), nested).wait(); }), ErrorKind::kOverloaded);
@@ -266,7 +266,7 @@ TEST(PoolCap, AnExtraThreadServesAWaitThatMustNotFail) {
 }
 
 TEST(PoolStop, RunsWhatIsQueuedFirst) {
-  everywhere(100, [](Executor& executor) {
+  everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 2});
     std::atomic<int> runs{0};
     for (int i = 0; i < 50; ++i) {
@@ -280,7 +280,7 @@ TEST(PoolStop, RunsWhatIsQueuedFirst) {
 }
 
 TEST(PoolStop, StillReplacesThreadsThatBlock) {
-  everywhere(200, [](Executor& executor) {
+  everywhere(50, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1});
     Promise<int> promise(pool.host());
     std::atomic<int> got{0};
@@ -321,7 +321,7 @@ TEST(PoolStop, RefusesOnAThreadOfThePoolItself) {
 }
 
 TEST(PoolIdle, EndsThreadsBeyondItsSizeAfterAWhileAndGrowsAgain) {
-  for_seeds(50, [](SimExecutor& executor) {
+  for_seeds(13, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 2, .linger = 3s});
     for (int round = 0; round < 2; ++round) {
       EXPECT_EQ(async(pool.host(), [&] { return nest(pool.host(), 20); }).wait(), 20);
@@ -335,7 +335,7 @@ TEST(PoolIdle, EndsThreadsBeyondItsSizeAfterAWhileAndGrowsAgain) {
 }
 
 TEST(PoolIdle, LosesNoJobPostedWhileAThreadEnds) {
-  for_seeds(200, [](SimExecutor& executor) {
+  for_seeds(50, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1, .linger = 1ms});
     int runs = 0;
     for (int round = 0; round < 5; ++round) {
@@ -382,7 +382,7 @@ TEST(PoolWithoutThreads, RunsJobsOnTheirPosters) {
 }
 
 TEST(PoolWithoutThreads, UsesItsExistingThreadsAndReportsOverloadWhenTheyAllWait) {
-  everywhere(50, [](Executor& executor) {
+  everywhere(13, [](Executor& executor) {
     FewThreads few(executor, 3);
     OwnedPool pool(few, {.threads = 4});
     std::atomic<int> runs{0};
@@ -420,7 +420,7 @@ int run_random_nest(SimExecutor& executor, const std::shared_ptr<Pool>& pool, in
 }
 
 TEST(Pool, SurvivesRandomNestsOfWaitsScopesAndContinuations) {
-  for_seeds(300, [](SimExecutor& executor) {
+  for_seeds(75, [](SimExecutor& executor) {
     const std::size_t threads = 1 + executor.random() % 3;
     OwnedPool pool(executor, {.threads = threads, .max_threads = 4096, .linger = 10us});
     std::vector<Future<int>> results;
@@ -433,7 +433,7 @@ TEST(Pool, SurvivesRandomNestsOfWaitsScopesAndContinuations) {
 
 TEST(Pool, EndsEveryRandomNestWithAValueOrOverloadUnderASmallCap) {
   int overloaded = 0;
-  for_seeds(300, [&](SimExecutor& executor) {
+  for_seeds(75, [&](SimExecutor& executor) {
     const std::size_t threads = 1 + executor.random() % 2;
     OwnedPool pool(executor,
                    {.threads = threads, .max_threads = threads + executor.random() % 3, .linger = 10us});

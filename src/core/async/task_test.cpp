@@ -64,7 +64,7 @@ TEST(Task, ReturnsThroughNestedTasks) {
 }
 
 TEST(Task, AwaitsFuturesThatOtherThreadsComplete) {
-  everywhere(200, [](Executor& executor) {
+  everywhere(50, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<int> left(pool.host()), right(pool.host());
     Future<int> sum = start(add(left.future(), right.future()), pool.host());
@@ -75,7 +75,7 @@ TEST(Task, AwaitsFuturesThatOtherThreadsComplete) {
 }
 
 TEST(Task, PassesErrorsOfTasksAndFuturesThroughTheAwait) {
-  everywhere(50, [](Executor& executor) {
+  everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor);
     Promise<int> promise(pool.host());
     Future<int> recovered = start(recover(promise.future()), pool.host());
@@ -87,7 +87,7 @@ TEST(Task, PassesErrorsOfTasksAndFuturesThroughTheAwait) {
 }
 
 TEST(Task, CompletesWhenTheAwaitedPromiseIsDropped) {
-  everywhere(50, [](Executor& executor) {
+  everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor);
     auto promise = std::make_unique<Promise<int>>(pool.host());
     Future<int> recovered = start(recover(promise->future()), pool.host());
@@ -128,7 +128,8 @@ TEST(Task, UsesNoStackForAwaitsThatNeedNotWait) {
     for (int i = 0; i < times; ++i) sum += co_await constant(1) + co_await make_ready_future<int>(1);
     co_return sum;
   };
-  EXPECT_EQ(start(loop(1'000'000), {}).wait(), 2'000'000);
+  // A stack has 8 MiB, and a turn could not leave less than two frames of 16 bytes there.
+  EXPECT_EQ(start(loop(300'000), {}).wait(), 600'000);
 }
 
 TEST(Task, ReturnsThroughADeepNestWithoutUsingTheStack) {
@@ -142,7 +143,7 @@ TEST(Task, ReturnsThroughADeepNestWithoutUsingTheStack) {
 }
 
 TEST(Task, ResumesOnThePoolOfTheAwaitedFuture) {
-  everywhere(30, [](Executor& executor) {
+  everywhere(10, [](Executor& executor) {
     OwnedPool home(executor, {.name = "home"}), other(executor, {.name = "other"});
     Promise<int> promise(other.host());
     const auto where = [](Future<int> future, Pool& pool) -> Task<bool> {
@@ -156,7 +157,7 @@ TEST(Task, ResumesOnThePoolOfTheAwaitedFuture) {
 }
 
 TEST(Task, DestroysItsLocalsAndArgumentsBeforeItsFutureCompletes) {
-  everywhere(50, [](Executor& executor) {
+  everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor);
     const auto token = std::make_shared<int>(1);
     const auto hold = [](std::shared_ptr<int> argument, Future<int> future) -> Task<int> {
@@ -258,7 +259,7 @@ Task<int> outer_steps(Witness& witness, std::vector<Future<int>> futures) {
 }
 
 TEST(TaskEnvironment, SeesEachStepInsideRunAndTheStateFollowsTheCoroutine) {
-  everywhere(300, [](Executor& executor) {
+  everywhere(75, [](Executor& executor) {
     ThreadState state;
     std::vector<std::shared_ptr<Recorder>> recorders;
     {
@@ -295,7 +296,7 @@ TEST(TaskEnvironment, SeesEachStepInsideRunAndTheStateFollowsTheCoroutine) {
 }
 
 TEST(TaskEnvironment, HasLeftTheThreadWhenTheTasksFutureCompletes) {
-  for_seeds(50, [](SimExecutor& executor) {
+  for_seeds(13, [](SimExecutor& executor) {
     ThreadState state;
     const auto recorder = std::make_shared<Recorder>(executor, state, 5);
     Witness witness{state, *recorder, 5};

@@ -5,14 +5,16 @@
 #include <torchspan/detail/core/executor.h>
 
 #include "core/api/sim_executor.h"
+#include "tests/support/environment.h"
 
 namespace torchspan {
 
 /// For tests: runs `body(SimExecutor&)` as the main thread of a simulated process, once for each seed from 1
-/// on; stops at the first seed that fails a check, and names it.
+/// on; stops at the first seed that fails a check, and names it. TORCHSPAN_CASES replaces the number of seeds.
 template <class Body>
 void for_seeds(std::uint64_t seeds, Body body) {
-  for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
+  const std::uint64_t last = testing::number_from("TORCHSPAN_CASES", seeds);
+  for (std::uint64_t seed = 1; seed <= last; ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
     SimExecutor executor(seed);
     executor.run([&] { body(executor); });

@@ -201,7 +201,7 @@ TEST_F(TlsTransportTest, EndsAChannelThatLostALane) {
 }
 
 TEST_F(TlsTransportTest, EndsAChannelWhosePeerIsSilent) {
-  start({}, {.heartbeat = std::chrono::milliseconds(50), .dead_after = std::chrono::seconds(2)});
+  start({}, {.heartbeat = std::chrono::milliseconds(50), .dead_after = std::chrono::seconds(1)});
   const TimePoint start = executor_->now();
   std::shared_ptr<Channel> channel;
   const auto peer = be_dialed(channel);
@@ -211,10 +211,10 @@ TEST_F(TlsTransportTest, EndsAChannelWhosePeerIsSilent) {
     peer->receives(0);
     return !journal_.closed.empty();
   });
-  EXPECT_GE(executor_->now() - start, std::chrono::seconds(2));
+  EXPECT_GE(executor_->now() - start, std::chrono::seconds(1));
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
-  EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("silent for 2.0 s"));
-  EXPECT_EQ(journal_.closed.at(0).elapsed(), std::chrono::seconds(2));
+  EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("silent for 1.0 s"));
+  EXPECT_EQ(journal_.closed.at(0).elapsed(), std::chrono::seconds(1));
   // This side sent heartbeats all the time.
   peer->take(kPrefixBytes + 8);
   ASSERT_TRUE(peer->receives(3 * kPrefixBytes));
@@ -223,10 +223,10 @@ TEST_F(TlsTransportTest, EndsAChannelWhosePeerIsSilent) {
 }
 
 TEST_F(TlsTransportTest, KeepsAnIdleChannelAndOneWithoutMessagesInOneDirection) {
-  start({}, {.heartbeat = std::chrono::milliseconds(100), .dead_after = std::chrono::seconds(1)});
+  start({}, {.heartbeat = std::chrono::milliseconds(50), .dead_after = std::chrono::milliseconds(500)});
   const auto idle = transport_->connect(address_, Deadline::never());
   const auto busy = transport_->connect(address_, Deadline::never());
-  const Deadline later = executor_->deadline_in(std::chrono::milliseconds(2200));
+  const Deadline later = executor_->deadline_in(std::chrono::milliseconds(1100));
   drive_until([&] {
     if (busy->unsent_bytes() == 0) busy->send(Bytes(1000), {});
     return later.passed(executor_->now());

@@ -5,11 +5,13 @@
 #include <torchspan/schedule/csv.h>
 
 #include "schedule/test_tables.h"
+#include "tests/support/environment.h"
 
 namespace torchspan::schedule::csv_test {
 namespace {
 
 using ::testing::HasSubstr;
+using torchspan::testing::number_from;
 
 /// The error text of reading a file as a table; empty if it is one.
 std::string error_of(std::string_view text) {
@@ -155,7 +157,9 @@ TEST(Csv, EveryScheduleSurvivesARoundTrip) {
 }
 
 class CsvSeed : public ::testing::TestWithParam<std::uint64_t> {};
-INSTANTIATE_TEST_SUITE_P(Seeds, CsvSeed, ::testing::Range<std::uint64_t>(1, 201));
+INSTANTIATE_TEST_SUITE_P(Seeds, CsvSeed,
+                         ::testing::Range<std::uint64_t>(1, 1 + number_from("TORCHSPAN_CASES",
+                                                                            std::uint64_t{40})));
 
 /// A random table whose placement may leave ranks without stages.
 Table random_table(std::mt19937_64& random) {

@@ -16,17 +16,18 @@ using ::testing::Not;
 
 /// Whether tags are closed in the order in which they were opened, and the text contains no unescaped < or &.
 std::string xml_complaint(const std::string& xml) {
+  const std::regex entity("^&(amp|lt|gt);"), rest("^/?(\\w+)[\\s\\S]*$"),
+      whole("/?\\w+(\\s+[\\w:-]+=\"[^\"<]*\")*/?");
   std::vector<std::string> open;
   for (std::size_t at = 0; at < xml.size(); ++at) {
-    if (xml[at] == '&' && !std::regex_search(xml.substr(at, 6), std::regex("^&(amp|lt|gt);")))
-      return "stray &";
+    if (xml[at] == '&' && !std::regex_search(xml.substr(at, 6), entity)) return "stray &";
     if (xml[at] == '>') return "stray > at " + std::to_string(at);
     if (xml[at] != '<') continue;
     const std::size_t end = xml.find('>', at);
     if (end == std::string::npos) return "tag without end";
     const std::string tag = xml.substr(at + 1, end - at - 1);
-    const std::string name = std::regex_replace(tag, std::regex("^/?(\\w+)[\\s\\S]*$"), "$1");
-    if (!std::regex_match(tag, std::regex("/?\\w+(\\s+[\\w:-]+=\"[^\"<]*\")*/?"))) return "not a tag: " + tag;
+    const std::string name = std::regex_replace(tag, rest, "$1");
+    if (!std::regex_match(tag, whole)) return "not a tag: " + tag;
     if (tag.front() == '/') {
       if (open.empty() || open.back() != name) return "closes what is not open: " + tag;
       open.pop_back();

@@ -1,4 +1,5 @@
 // Parts of parameters in memory that the ranks share, and ranks that have none left.
+#include <chrono>
 #include <functional>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -170,7 +171,8 @@ TEST(ShardedMemory, PartsDoNotChangeWhileAnotherRankReadsThem) {
       FullyShardedDataParallel<Sharded<Late>> model(net, self.group, {.mapped_bytes = 1});
       if (self.rank == 1) {  // rank 0 has all elements of so small a unit
         net->late = [&] {
-          for (int i = 0; i < 20000; ++i) self.runtime.executor.yield();
+          const Deadline late = self.runtime.executor.deadline_in(std::chrono::milliseconds(5));
+          while (!late.passed(self.runtime.executor.now())) self.runtime.executor.yield();
         };
       }
       const auto step_on = [&](int step) {
