@@ -201,6 +201,8 @@ def is_public(path, declared):
 def exported(symbol, kind, text, declared):
     """Decides about a compiled name. `text` is its demangled form."""
     path = path_of(symbol)
+    if symbol.startswith("_ZTC"):  # tables for the time of construction: only the class's own code reads them
+        return False
     if path[:1] != ("torchspan",):
         return kind in "uV" and not re.match(r"_ZT[VTISC]|DW\.ref\.", symbol) and "9torchspan" not in symbol
     if not is_public(path, declared):
