@@ -13,8 +13,8 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
 
 find_program(TORCHSPAN_CCACHE ccache)
 if(TORCHSPAN_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-  # ccache caches users of a precompiled header only with these settings; with a base directory, and without this folder
-  # in __FILE__, a clone in another folder uses what the first one compiled. precompile.py writes the headers' checksums.
+  # ccache caches users of a precompiled header only with these settings. precompile.py writes the headers' checksums. Base
+  # directory and __FILE__ are relative, for clones in other folders (docs/adr/0012).
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
   set(CMAKE_CXX_COMPILER_LAUNCHER
       ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
