@@ -44,7 +44,7 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     add_compile_options(-Wno-subobject-linkage)
   endif()
 elseif(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
-  # A precompiled header that names no times is the same bytes in each build, so ccache knows the sources behind it.
+  # ccache caches the users of a precompiled header of clang only if it names no times.
   # libstdc++'s std::stable_sort uses what is deprecated since C++17, and silences gcc only.
   add_compile_options(-Wthread-safety -Wno-deprecated-declarations "SHELL:-Xclang -fno-pch-timestamp")
 endif()
