@@ -8,9 +8,11 @@ target_link_libraries(torchspan_torch INTERFACE ${TORCHSPAN_LIBTORCH})
 
 # A precompiled torch/torch.h costs each source four times as much as the narrow one, so only targets that use it get the large
 # one.
-foreach(size narrow whole)
-  torchspan_precompile(torch_${size} ${PROJECT_SOURCE_DIR}/cmake/torch_${size}.h LINK torchspan_torch)
-endforeach()
+torchspan_precompile(torch_narrow ${PROJECT_SOURCE_DIR}/cmake/torch_narrow.h LINK torchspan_torch)
+torchspan_precompile(
+  torch_whole ${PROJECT_SOURCE_DIR}/cmake/torch_whole.h
+  PUBLIC <torchspan/torchspan.h> <torchspan/elastic.h> <torchspan/sharded.h>
+  LINK torchspan_torch)
 
 # Sets `result` to whether a file includes LibTorch's modules or optimizers, itself or through headers of this tree.
 function(torchspan_sees_modules result file)
@@ -37,7 +39,7 @@ function(torchspan_sees_modules result file)
   set(${result} ${sees} PARENT_SCOPE)
 endfunction()
 
-# torchspan_use_torch(target [PROGRAM]): links a target with LibTorch and gives it the precompiled header that suits its
+# torchspan_use_torch(target [LIGHT | PROGRAM]): links a target with LibTorch and gives it the precompiled header that suits its
 # sources (TorchspanPrecompiled.cmake).
 function(torchspan_use_torch target)
   target_link_libraries(${target} PUBLIC torchspan_torch)

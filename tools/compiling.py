@@ -38,7 +38,7 @@ class Flags:
             if source.name == "cmake_pch.hxx.cxx":
                 target = source.parent.name.removesuffix(".dir")
                 self.precompiled[target] = BuildHeader(root, Path(entry["directory"]), words)
-                if target == "torchspan_torch_whole":
+                if target == "torchspan_torch_whole_room":
                     self.torch = flags
                 continue
             for path in self._sources_of(source):
