@@ -32,14 +32,16 @@ inline void instantiate(torch::data::datasets::MNIST& images, torch::data::datas
                         const c10::ListType& list, const c10::FutureType& future) {
   using namespace torch::nn;
   using namespace torch::optim;
-  (void)&clone<AdaptiveLogSoftmaxWithLossImpl, BilinearImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl, ConvTranspose1dImpl,
-               ConvTranspose2dImpl, ConvTranspose3dImpl, CrossMapLRN2dImpl, EmbeddingBagImpl, EmbeddingImpl, FoldImpl,
-               FractionalMaxPool2dImpl, FractionalMaxPool3dImpl, GroupNormImpl, GRUCellImpl, GRUImpl, LayerNormImpl, LinearImpl,
-               LocalResponseNormImpl, LogSoftmaxImpl, LSTMCellImpl, LSTMImpl, ModuleDictImpl, MultiheadAttentionImpl,
-               ParameterDictImpl, RNNCellImpl, RNNImpl, SequentialImpl, SoftmaxImpl, SoftminImpl, ThresholdImpl,
-               TransformerDecoderImpl, TransformerDecoderLayerImpl, TransformerEncoderImpl, TransformerEncoderLayerImpl,
-               UnflattenImpl, UnfoldImpl, ZeroPad2dImpl>;
-  (void)&copy<AdagradParamState, AdamParamState, AdamWParamState, LBFGSParamState, RMSpropParamState, SGDParamState>;
+  (void)&clone<AdaptiveLogSoftmaxWithLossImpl, BilinearImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl,
+               ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl, CrossMapLRN2dImpl,
+               EmbeddingBagImpl, EmbeddingImpl, FoldImpl, FractionalMaxPool2dImpl, FractionalMaxPool3dImpl,
+               GroupNormImpl, GRUCellImpl, GRUImpl, LayerNormImpl, LinearImpl, LocalResponseNormImpl,
+               LogSoftmaxImpl, LSTMCellImpl, LSTMImpl, ModuleDictImpl, MultiheadAttentionImpl,
+               ParameterDictImpl, RNNCellImpl, RNNImpl, SequentialImpl, SoftmaxImpl, SoftminImpl,
+               ThresholdImpl, TransformerDecoderImpl, TransformerDecoderLayerImpl, TransformerEncoderImpl,
+               TransformerEncoderLayerImpl, UnflattenImpl, UnfoldImpl, ZeroPad2dImpl>;
+  (void)&copy<AdagradParamState, AdamParamState, AdamWParamState, LBFGSParamState, RMSpropParamState,
+              SGDParamState>;
   (void)&print_and_reset<1, Conv1dImpl, ConvTranspose1dImpl>;
   (void)&print_and_reset<2, Conv2dImpl, ConvTranspose2dImpl>;
   (void)&print_and_reset<3, Conv3dImpl, ConvTranspose3dImpl>;
