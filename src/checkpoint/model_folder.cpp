@@ -19,6 +19,7 @@
 #include "checkpoint/sources/module_tensors.h"
 #include "checkpoint/state/folder_reader.h"
 #include "checkpoint/state/torch_types.h"
+#include "state/api/place.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -91,6 +92,16 @@ bool is_numbered_name(std::string_view name) {
   });
 }
 
+void require_whole(const ModuleTensor& entry) {
+  const state::PlacePtr place = state::place_of(entry.tensor);
+  if (!place || !place->divided || entry.tensor.sizes() == at::IntArrayRef(place->shape)) return;
+  throw_invalid(fmt::format(
+      "this rank has a part of '{}', whose shape is {}, so save_model() cannot save it: save a checkpoint "
+      "(CheckpointManager) "
+      "and load that in one process; for a FullyShardedDataParallel alone, call with_full_parameters()",
+      entry.names.front(), describe(place->shape)));
+}
+
 /// The parameters and buffers of a module, divided into files.
 std::vector<NamedTensors> divide(const torch::nn::Module& module, std::uint64_t max_file_bytes) {
   std::vector<ModuleTensor> all;
@@ -98,6 +109,7 @@ std::vector<NamedTensors> divide(const torch::nn::Module& module, std::uint64_t 
   std::vector<NamedTensors> files(1);
   std::uint64_t bytes = 0;
   for (const ModuleTensor& entry : all) {
+    require_whole(entry);
     if (bytes > 0 && bytes + entry.tensor.nbytes() > max_file_bytes) {
       files.emplace_back();
       bytes = 0;

@@ -11,6 +11,7 @@
 #include "device/api/half.h"
 #include "optim/parameters.h"
 #include "optim/unscale.h"
+#include "state/api/gradient_norm.h"
 
 namespace torchspan::optim {
 namespace {
@@ -65,7 +66,8 @@ void GradScaler::unscale(const void* optimizer, const std::vector<at::Tensor>& p
   refuse_steps_in_backward(parameters, "unscale_()");
   unscale(optimizer, [&](double scale) {
     iteration_[optimizer] = {};  // from here on, some gradients may be divided
-    return unscale_gradients(gradients_of(parameters), scale);
+    const bool found = unscale_gradients(gradients_of(parameters), scale);
+    return state::on_any_rank(state::gradients_at_places(parameters), found);
   });
 }
 

@@ -15,9 +15,9 @@
 #include "pipeline/layers/micro_batches.h"
 #include "pipeline/policies/tables.h"
 #include "pipeline/runtime/cache_state.h"
-#include "pipeline/runtime/clip_gradients.h"
 #include "pipeline/runtime/handshake.h"
 #include "pipeline/runtime/overlapped_steps.h"
+#include "pipeline/runtime/places.h"
 #include "pipeline/runtime/replica_begins.h"
 #include "pipeline/runtime/step.h"
 #include "pipeline/runtime/step_failures.h"
@@ -29,7 +29,8 @@ class Pipeline::Impl {
   Impl(const Worker& worker, const Layers& layers, PipelineOptions options)
       : local_(make_local(worker, layers, std::move(options))),
         tables_(local_),
-        overlapped_(local_, parameters()) {
+        overlapped_(local_, parameters()),
+        places_(local_, parameters()) {
     tables_.check();
     if (local_.options.offload) offloader_.emplace();
   }
@@ -86,6 +87,7 @@ class Pipeline::Impl {
   std::unique_ptr<Step> step_;  ///< also between forward() and backward()
   std::array<Loss, 2> losses_;  ///< of overlapping steps, which refer to them; by step modulo 2
   OverlappedSteps overlapped_;
+  PipelinePlaces places_;
   Batch output_;
   StepReport report_;
 };
@@ -405,7 +407,7 @@ double Pipeline::Impl::clip(double max_norm, double norm_type) {
                     "steps with StepOptions::no_sync; clip after a step without it",
                     local_.options.name));
   }
-  return clip_gradients(local_, parameters(), max_norm, norm_type);
+  return clip_gradients(parameters(), max_norm, norm_type);
 }
 
 Pipeline::Pipeline(const Worker& worker, const Layers& layers, PipelineOptions options)

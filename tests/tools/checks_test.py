@@ -206,13 +206,15 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
                             ("include/torchspan/rpc/bare.h:1", "[guard]"))
 
     def test_unfinished_work_long_files_and_machine_paths_are_named(self):
-        self.write("src/net/later.cpp", "// TO" "DO: later\n" + "\n" * 499)
-        self.write("src/net/long.cpp", "\n" * 501)
+        self.write("src/net/later.cpp", "// TO" "DO: later\n" + "\n" * 1199)
+        self.write("src/net/long.cpp", "\n" * 1201)
+        self.write("src/net/long.h", "#pragma once\n" + "\n" * 400)
         self.write("docs/where.md", "Look at /work" "/main.\nOr at /usr/share and https://a.b/work" "/x.\n")
         self.write("src/net/README.md", "line\n" * 41)
         self.write("src/net/off_test.cpp", "TEST(Net, DISABLED_Flaky) {}\n")
         self.assert_reports("check-rules", ("src/net/later.cpp:1", "[unfinished]"),
-                            ("src/net/long.cpp:501", "[long-file]"), ("docs/where.md:1", "[machine-path]"),
+                            ("src/net/long.cpp:1201", "[long-file] 1201 lines; at most 1200"),
+                            ("src/net/long.h:401", "[long-file] 401 lines; at most 400"), ("docs/where.md:1", "[machine-path]"),
                             ("src/net/README.md:41", "[long-guide]"), ("src/net/off_test.cpp:1", "[disabled-test]"))
 
     def test_long_main_files_of_examples_are_named(self):

@@ -29,18 +29,22 @@ struct ParameterPart {
   std::int64_t first = 0;
 };
 
-/// A module that has parts of parameters.
+/// A module that has parts of parameters. Checkpoints, clipping, GradScaler and FullyShardedDataParallel find them.
 class TensorParallelModule : public torch::nn::Module {
  public:
   /// Parameters that are not listed are whole, with the same values on all ranks.
-  virtual std::vector<ParameterPart> parts() const = 0;
+  const std::vector<ParameterPart>& parts() const { return parts_; }
   const collective::Group& group() const { return group_; }
 
  protected:
   TensorParallelModule(std::string name, collective::Group group);
+  /// Registers this rank's part of a parameter, whose whole has `size` elements along `dim`; `first`: where it begins.
+  at::Tensor& register_part(std::string name, at::Tensor part, std::int64_t dim, std::int64_t first,
+                            std::int64_t size);
 
  private:
   const collective::Group group_;
+  std::vector<ParameterPart> parts_;
 };
 
 struct ColumnParallelOptions {
@@ -59,7 +63,6 @@ class ColumnParallelLinearImpl : public TensorParallelModule {
   ColumnParallelLinearImpl(const torch::nn::Linear& whole, collective::Group group,
                            ColumnParallelOptions options = {});
   at::Tensor forward(const at::Tensor& input);
-  std::vector<ParameterPart> parts() const override;
   void pretty_print(std::ostream& stream) const override;
 
   at::Tensor weight;  ///< [out / ranks, in]
@@ -85,7 +88,6 @@ class RowParallelLinearImpl : public TensorParallelModule {
   RowParallelLinearImpl(const torch::nn::Linear& whole, collective::Group group,
                         RowParallelOptions options = {});
   at::Tensor forward(const at::Tensor& input);
-  std::vector<ParameterPart> parts() const override;
   void pretty_print(std::ostream& stream) const override;
 
   at::Tensor weight;  ///< [out, in / ranks]
@@ -104,7 +106,6 @@ class VocabularyParallelEmbeddingImpl : public TensorParallelModule {
   VocabularyParallelEmbeddingImpl(const torch::nn::Embedding& whole, collective::Group group);
   /// Throws Error{kInvalid} for an index out of range; on a device, this check waits for the device.
   at::Tensor forward(const at::Tensor& indices);
-  std::vector<ParameterPart> parts() const override;
   void pretty_print(std::ostream& stream) const override;
 
   at::Tensor weight;  ///< [this rank's rows, width]
@@ -120,7 +121,6 @@ class SequenceParallelLayerNormImpl : public TensorParallelModule {
  public:
   SequenceParallelLayerNormImpl(const torch::nn::LayerNormOptions& options, collective::Group group);
   at::Tensor forward(const at::Tensor& part);
-  std::vector<ParameterPart> parts() const override { return {}; }
   void pretty_print(std::ostream& stream) const override;
 
   at::Tensor weight, bias;  ///< undefined unless options.elementwise_affine()
@@ -130,10 +130,9 @@ class SequenceParallelLayerNormImpl : public TensorParallelModule {
 };
 TORCH_MODULE(SequenceParallelLayerNorm);
 
-/// For CheckpointManager::add_source(): the parameters and buffers of a module with such layers under the names and
-/// shapes of the whole module, so that any number of ranks, or a program without parts, restores them.
+/// checkpoint::module_source() and checkpoint::optimizer_source(), which save parts under the names and shapes of the whole
+/// module. CheckpointManager::add() does the same.
 std::unique_ptr<checkpoint::StateSource> tensor_parallel_source(std::shared_ptr<torch::nn::Module> module);
-/// The same for the state of an optimizer made as optim::Optimizer(module, spec), which must outlive the source.
 std::unique_ptr<checkpoint::StateSource> tensor_parallel_optimizer_source(optim::Optimizer& optimizer,
                                                                           const torch::nn::Module& module);
 

@@ -9,10 +9,12 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
 
+#include "checkpoint/sources/placed.h"
 #include "checkpoint/state/names.h"
 
 namespace torchspan::checkpoint {
@@ -25,6 +27,28 @@ std::string listed(const std::vector<std::string>& names) {
   std::string text = fmt::format("'{}'", fmt::join(names.begin(), names.begin() + shown, "', '"));
   if (names.size() > shown) text += fmt::format(" and {} more", names.size() - shown);
   return text;
+}
+
+/// A tensor of the module, and the names under which the checkpoint has it.
+struct Found {
+  at::Tensor tensor;
+  state::PlacePtr place;
+  std::vector<std::string> names = {};
+};
+
+/// Throws Error{kInvalid} if the names of a tied tensor have different values: all but one would be lost.
+void require_one_value(const StateReader& reader, const Found& tied) {
+  if (tied.names.size() < 2) return;
+  const at::Tensor first = reader.read(tied.names.front());
+  for (std::size_t i = 1; i < tied.names.size(); ++i) {
+    const at::Tensor other = reader.read(tied.names[i]);
+    if (first.scalar_type() == other.scalar_type() && at::equal(first, other)) continue;
+    throw_invalid(
+        fmt::format("'{}' and '{}' are one tensor in this program, but have different values in the "
+                    "checkpoint: load it into a module in "
+                    "which they are not tied, or remove one of them from the file",
+                    reader.full_name(tied.names.front()), reader.full_name(tied.names[i])));
+  }
 }
 
 }  // namespace
@@ -44,19 +68,23 @@ void append_module_tensors(std::vector<ModuleTensor>& all, const torch::nn::Modu
 }
 
 void save_module_tensors(StateWriter& writer, const std::vector<ModuleTensor>& tensors) {
-  for (const ModuleTensor& entry : tensors) writer.add(entry.names.front(), entry.tensor);
+  for (const ModuleTensor& entry : tensors)
+    save_at_place(writer, entry.names.front(), entry.tensor, state::place_of(entry.tensor));
 }
 
 void load_module_tensors(const StateReader& reader, const std::vector<ModuleTensor>& tensors,
                          const LoadRules& rules) {
   std::vector<std::string> missing;
-  std::vector<std::pair<std::string, at::Tensor>> found;
-  std::set<std::string> known;
+  std::vector<Found> found;
+  std::set<std::string> known, known_of_ranks;
   for (const ModuleTensor& entry : tensors) {
-    known.insert(entry.names.begin(), entry.names.end());
-    const auto name = std::ranges::find_if(entry.names, [&](const auto& any) { return reader.has(any); });
-    if (name != entry.names.end()) {
-      found.emplace_back(*name, entry.tensor);
+    Found one{entry.tensor, state::place_of(entry.tensor)};
+    for (const std::string& name : entry.names) {
+      (one.place && one.place->own ? known_of_ranks : known).insert(name);
+      if (auto saved = saved_name(reader, name, one.place)) one.names.push_back(std::move(*saved));
+    }
+    if (!one.names.empty()) {
+      found.push_back(std::move(one));
     } else if (!rules.allow_missing) {
       missing.push_back(reader.full_name(entry.names.front()));
     }
@@ -64,7 +92,9 @@ void load_module_tensors(const StateReader& reader, const std::vector<ModuleTens
   std::vector<std::string> unknown;
   if (!rules.allow_unexpected) {
     for (const std::string& name : reader.names()) {
-      if (!known.contains(name)) unknown.push_back(reader.full_name(name));
+      const bool of_rank =
+          known_of_ranks.contains(name) || known_of_ranks.contains(name_of_any_rank(name).value_or(""));
+      if (!known.contains(name) && !of_rank) unknown.push_back(reader.full_name(name));
     }
   }
   if (!missing.empty() || !unknown.empty()) {
@@ -73,15 +103,12 @@ void load_module_tensors(const StateReader& reader, const std::vector<ModuleTens
     if (!unknown.empty()) text += fmt::format("; the module lacks {}", listed(unknown));
     throw_invalid(text);
   }
-  for (const auto& [name, tensor] : found) reader.check(name, tensor, rules.cast);
-  const at::NoGradGuard no_grad;
-  for (const auto& [name, tensor] : found) {
-    if (reader.dtype_of(reader.full_name(name)) != tensor.scalar_type()) {
-      tensor.detach().copy_(reader.read(name));
-    } else {
-      reader.read_into(name, tensor);
-    }
+  for (const Found& one : found) {
+    for (const std::string& name : one.names) check_at_place(reader, name, one.tensor, one.place, rules.cast);
+    require_one_value(reader, one);
   }
+  const at::NoGradGuard no_grad;
+  for (const Found& one : found) load_at_place(reader, one.names.front(), one.tensor.detach(), one.place);
 }
 
 }  // namespace torchspan::checkpoint

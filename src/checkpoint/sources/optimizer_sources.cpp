@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <functional>
 #include <limits>
+#include <map>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -12,6 +13,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/util/accumulate.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/serialize/archive.h>
@@ -22,7 +24,10 @@
 #include <torchspan/optim/functional.h>
 
 #include "checkpoint/files/checksum.h"
+#include "checkpoint/sources/placed.h"
 #include "checkpoint/state/torch_types.h"
+#include "optim/api/entry_name.h"
+#include "optim/api/load_exactly.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -36,23 +41,100 @@ std::string entry_owner(const std::string& name) {
   return name.substr(0, std::min(name.rfind('.'), name.size()));
 }
 
-/// Restores the parameters that this rank has; other ranks may have saved more.
+/// What belongs to elements of a parameter is where the parameter is. Restores the parameters that this rank has; other ranks
+/// may have saved more.
 class OptimizerSource final : public StateSource {
  public:
   explicit OptimizerSource(optim::Optimizer& optimizer) : optimizer_(optimizer) {}
 
-  void save(StateWriter& writer) const override { save_entries(writer, optimizer_.state_view()); }
+  void save(StateWriter& writer) const override {
+    const std::map<std::string, Owned> places = places_by_owner();
+    for (const auto& item : optimizer_.state_view()) {
+      const auto owned = places.find(entry_owner(item.key()));
+      if (owned == places.end()) {
+        writer.add(item.key(), item.value());
+        continue;
+      }
+      const auto& [place, sizes] = owned->second;
+      if (place->own || is_elementwise(item.key(), item.value(), owned->second)) {
+        save_at_place(writer, item.key(), item.value(), place);
+      } else if (place->count() > 0 ||
+                 c10::multiply_integers(place->shape) == 0) {  // else other ranks save it
+        require_not_divided(item, *place);
+        writer.add(item.key(), item.value());
+      }
+    }
+  }
+
   void load(const StateReader& reader) override {
     std::set<std::string> mine;
     for (const auto& entry : optimizer_.state_view()) mine.insert(entry_owner(entry.key()));
+    const std::map<std::string, Owned> places = places_by_owner();
     optim::StateDict state;
-    for (const std::string& name : reader.names()) {
-      if (mine.contains(entry_owner(name))) state.insert(name, reader.read(name));
+    for (const std::string& saved : reader.names()) {
+      const std::optional<std::string> without_rank = name_of_any_rank(saved);
+      const bool is_own = without_rank && mine.contains(entry_owner(*without_rank));
+      const std::string& name = is_own ? *without_rank : saved;
+      const auto owned = places.find(entry_owner(name));
+      if (!mine.contains(entry_owner(name)) || (is_own && owned == places.end())) continue;
+      if (owned == places.end()) {
+        state.insert(name, reader.read(saved));
+      } else if (saved_name(reader, name, owned->second.place) == saved) {
+        state.insert(name, loaded(reader, saved, owned->second));
+      }
+    }
+    for (const auto& [owner, owned] : places) {
+      // A rank without elements of a parameter may keep a placeholder that no other optimizer has.
+      if (owned.place->divided && owned.place->count() == 0 && state.find(owner + ".step") == nullptr)
+        state.insert(owner + ".step", at::scalar_tensor(0, at::kLong));
     }
     optimizer_.load_state_dict(state);
   }
 
  private:
+  /// A parameter with a place.
+  struct Owned {
+    state::PlacePtr place;
+    at::IntArrayRef sizes;  ///< of this rank's elements
+  };
+
+  std::map<std::string, Owned> places_by_owner() const {
+    std::map<std::string, Owned> places;
+    for (const auto& [owner, parameter] : optim::owned_parameters(optimizer_)) {
+      const state::PlacePtr placed = state::place_of(parameter);
+      if (!placed || (!placed->divided && !placed->own)) continue;
+      const at::IntArrayRef sizes = placed->elements.defined() ? placed->elements.sizes() : parameter.sizes();
+      auto place = std::make_shared<state::Place>(*placed);
+      place->elements = at::Tensor();  // those of the parameter
+      places.emplace(owner, Owned{std::move(place), sizes});
+    }
+    return places;
+  }
+
+  static bool is_step(const std::string& key) { return key.ends_with(".step"); }
+  static bool is_elementwise(const std::string& key, const at::Tensor& value, const Owned& owned) {
+    return owned.place->divided && !is_step(key) && value.sizes() == owned.sizes;
+  }
+
+  /// Ranks would take a state of each other's elements for replicas of one.
+  static void require_not_divided(const optim::StateDict::Item& item, const state::Place& place) {
+    const bool divided = place.count() < c10::multiply_integers(place.shape);
+    if (!divided || is_step(item.key()) || item.value().numel() == 1) return;
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("the optimizer's state '{}' cannot be saved in parts, because it does not have "
+                            "one number for each "
+                            "element of its parameter: complex parameters cannot be divided then",
+                            item.key()));
+  }
+
+  static at::Tensor loaded(const StateReader& reader, const std::string& saved, const Owned& owned) {
+    const state::Place& place = *owned.place;
+    if (place.own || is_step(saved) || reader.shape(saved) != place.shape) return reader.read(saved);
+    const at::Tensor elements = at::empty(owned.sizes, reader.dtype_of(reader.full_name(saved)));
+    load_at_place(reader, saved, elements, owned.place);
+    return elements;
+  }
+
   optim::Optimizer& optimizer_;
 };
 
@@ -191,7 +273,9 @@ class TorchOptimizerSource final : public StateSource {
   explicit TorchOptimizerSource(torch::optim::Optimizer& optimizer)
       : optimizer_(optimizer),
         archive_([&optimizer](torch::serialize::OutputArchive& archive) { optimizer.save(archive); },
-                 [&optimizer](torch::serialize::InputArchive& archive) { optimizer.load(archive); },
+                 [&optimizer](torch::serialize::InputArchive& archive) {
+                   optim::load_exactly(optimizer, archive);
+                 },
                  [&optimizer] { return fingerprint_of(optimizer); }) {}
 
   void save(StateWriter& writer) const override {

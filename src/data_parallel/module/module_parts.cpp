@@ -82,4 +82,25 @@ ModuleParts parts_of(const torch::nn::Module& module, const DataParallelOptions&
   return parts;
 }
 
+void mark_own(const torch::nn::Module& module, const DataParallelOptions& options,
+              const state::RanksPtr& ranks) {
+  const Names ignored(options.ignored_parameters.begin(), options.ignored_parameters.end());
+  const auto mark = [&](const at::Tensor& tensor, bool exchangeable) {
+    if (!tensor.defined()) return;
+    const state::PlacePtr before = state::place_of(tensor);
+    state::Place place = before ? *before : state::Place();
+    if (place.own) return;
+    place.own = true;
+    place.exchangeable = exchangeable;
+    place.among.insert(place.among.begin(), ranks);
+    state::set_place(tensor, std::make_shared<state::Place>(std::move(place)));
+  };
+  for (const auto& item : module.named_parameters()) {
+    if (ignored.contains(item.key())) mark(item.value(), false);
+  }
+  for (const auto& item : module.named_buffers()) {
+    if (!options.broadcast_buffers || ignored.contains(item.key())) mark(item.value(), true);
+  }
+}
+
 }  // namespace torchspan::data_parallel

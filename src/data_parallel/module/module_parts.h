@@ -8,6 +8,8 @@
 
 #include <torchspan/data_parallel/options.h>
 
+#include "state/api/place.h"
+
 namespace torch::nn {
 class Module;
 }
@@ -23,5 +25,9 @@ struct ModuleParts {
 
 /// Throws Error{kInvalid} for a name in the options that the module does not have.
 ModuleParts parts_of(const torch::nn::Module& module, const DataParallelOptions& options);
+/// Gives places to what each rank keeps for itself: ignored parameters and buffers, and all buffers without
+/// broadcast_buffers.
+void mark_own(const torch::nn::Module& module, const DataParallelOptions& options,
+              const state::RanksPtr& ranks);
 
 }  // namespace torchspan::data_parallel

@@ -11,6 +11,7 @@
 
 #include "data_parallel/advice.h"
 #include "data_parallel/api/agreement.h"
+#include "data_parallel/api/group_ranks.h"
 #include "data_parallel/module/broadcast.h"
 #include "data_parallel/module/join.h"
 #include "data_parallel/module/module_parts.h"
@@ -64,6 +65,7 @@ class WrappedModule::Impl {
         buffers_(buffers_of(parts_)),
         reducer_(parts_.parameters, group, options) {
     if (options_.initial_sync) synchronize_state(0);
+    mark_own(*module, options_, ranks_of(group, state::kDataParallel));
   }
 
   const collective::Group& group() const { return reducer_.group(); }

@@ -4,7 +4,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/group.h>
+#include "state/api/gradient_norm.h"
 
 namespace torchspan::sharded {
 
@@ -15,13 +15,11 @@ struct ClipTerms {
   double max_norm, norm_type;
 };
 
-/// Collective: scales gradients, of which each rank has other elements, to a total norm of at most `max_norm`.
-/// Returns the norm before scaling.
-double clip_over_ranks(const collective::Group& group, const std::vector<at::Tensor>& gradients,
-                       const ClipTerms& terms);
+/// Collective over the ranks of the places: scales gradients to a total norm of at most `max_norm`. Returns the norm before
+/// scaling.
+double clip_at_places(const std::vector<state::PlacedGradient>& gradients, const ClipTerms& terms);
 
-/// Collective: divides such gradients by `scale`; returns whether an element is not finite on any rank.
-bool unscale_over_ranks(const collective::Group& group, const std::vector<at::Tensor>& gradients,
-                        double scale);
+/// Collective over them: divides gradients by `scale`; returns whether an element is not finite on any rank.
+bool unscale_at_places(const std::vector<state::PlacedGradient>& gradients, double scale);
 
 }  // namespace torchspan::sharded

@@ -1,8 +1,9 @@
 #pragma once
-// A checkpoint in memory, for tests: what all ranks save, put together.
+// A checkpoint in memory, for tests: what all ranks save, put together. The same box of several ranks is a replica.
 #include <gtest/gtest.h>
 #include <map>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -18,9 +19,11 @@ class MemoryState final : public checkpoint::StateReader {
   /// Puts together what the ranks' writers have. Fails the test if shards overlap or leave gaps.
   explicit MemoryState(const std::vector<checkpoint::StateWriter>& writers) {
     std::map<std::string, at::Tensor> covered;
+    std::map<std::tuple<std::string, std::vector<std::int64_t>, std::vector<std::int64_t>>,
+             const checkpoint::StateWriter*>
+        writer_of;  // of each box
     for (const auto& writer : writers) {
       for (const auto& [name, value] : writer.values()) values_.emplace(name, value);
-      std::map<std::string, bool> mine;
       for (const checkpoint::StateTensor& part : writer.tensors()) {
         at::Tensor& whole = tensors_[part.name];
         at::Tensor& count = covered[part.name];
@@ -28,8 +31,12 @@ class MemoryState final : public checkpoint::StateReader {
           whole = at::zeros(part.shape, part.tensor.options());
           count = at::zeros(part.shape, at::kInt);
         }
-        const bool replica = part.tensor.sizes() == whole.sizes() && count.gt(0).all().item<bool>();
-        box_of(whole, part.tensor.sizes(), part.offset).copy_(part.tensor);
+        const auto [first, is_new] =
+            writer_of.emplace(std::tuple(part.name, part.offset, part.tensor.sizes().vec()), &writer);
+        const bool replica = !is_new && first->second != &writer;  // the same box of another rank
+        const at::Tensor box = box_of(whole, part.tensor.sizes(), part.offset);
+        if (replica) EXPECT_TRUE(at::equal(box, part.tensor)) << part.name << ": replicas differ";
+        box.copy_(part.tensor);
         if (!replica) box_of(count, part.tensor.sizes(), part.offset).add_(1);
       }
     }

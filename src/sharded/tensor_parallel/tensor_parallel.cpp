@@ -5,9 +5,13 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <torchspan/checkpoint/sources.h>
 #include <torchspan/core/error.h>
 #include <torchspan/sharded/functional.h>
 #include <torchspan/sharded/tensor_parallel.h>
+
+#include "data_parallel/api/group_ranks.h"
+#include "state/api/place.h"
 
 namespace torchspan {
 namespace {
@@ -42,6 +46,19 @@ std::string in_words(const Group& group) { return fmt::format("rank {} of {}", g
 TensorParallelModule::TensorParallelModule(std::string name, Group group)
     : torch::nn::Module(std::move(name)), group_(std::move(group)) {}
 
+at::Tensor& TensorParallelModule::register_part(std::string name, at::Tensor part, std::int64_t dim,
+                                                std::int64_t first, std::int64_t size) {
+  state::Sizes shape = part.sizes().vec(), offset(shape.size(), 0);
+  shape.at(static_cast<std::size_t>(dim)) = size;
+  offset.at(static_cast<std::size_t>(dim)) = first;
+  at::Tensor& registered = register_parameter(name, std::move(part));
+  state::set_place(registered, std::make_shared<state::Place>(
+                                   state::part_of(shape, std::move(offset), registered.sizes().vec(),
+                                                  data_parallel::ranks_of(group_, state::kTensorParallel))));
+  parts_.push_back({std::move(name), std::move(shape), dim, first});
+  return registered;
+}
+
 ColumnParallelLinearImpl::ColumnParallelLinearImpl(std::int64_t in, std::int64_t out, Group group,
                                                    ColumnParallelOptions options)
     : ColumnParallelLinearImpl(torch::nn::Linear(in, out), std::move(group), options) {}
@@ -49,9 +66,11 @@ ColumnParallelLinearImpl::ColumnParallelLinearImpl(std::int64_t in, std::int64_t
 ColumnParallelLinearImpl::ColumnParallelLinearImpl(const torch::nn::Linear& whole, Group group,
                                                    ColumnParallelOptions options)
     : TensorParallelModule("ColumnParallelLinear", std::move(group)), options_(options) {
-  weight = register_parameter("weight", even_share(whole->weight, this->group(), 0, "output features"));
+  const std::int64_t out = whole->weight.size(0), first = this->group().rank() * (out / this->group().size());
+  weight =
+      register_part("weight", even_share(whole->weight, this->group(), 0, "output features"), 0, first, out);
   if (!whole->bias.defined()) return;
-  bias = register_parameter("bias", even_share(whole->bias, this->group(), 0, "output features"));
+  bias = register_part("bias", even_share(whole->bias, this->group(), 0, "output features"), 0, first, out);
 }
 
 at::Tensor ColumnParallelLinearImpl::forward(const at::Tensor& input) {
@@ -60,13 +79,6 @@ at::Tensor ColumnParallelLinearImpl::forward(const at::Tensor& input) {
                                : functional::copy_to_ranks(input, group());
   const at::Tensor output = at::linear(whole, weight, bias);
   return options_.gather_output ? functional::gather_parts(output, group()) : output;
-}
-
-std::vector<ParameterPart> ColumnParallelLinearImpl::parts() const {
-  const std::int64_t out = whole_size(weight, 0, group()), first = group().rank() * weight.size(0);
-  std::vector<ParameterPart> parts = {{"weight", {out, weight.size(1)}, 0, first}};
-  if (bias.defined()) parts.push_back({"bias", {out}, 0, first});
-  return parts;
 }
 
 void ColumnParallelLinearImpl::pretty_print(std::ostream& stream) const {
@@ -81,7 +93,9 @@ RowParallelLinearImpl::RowParallelLinearImpl(std::int64_t in, std::int64_t out, 
 RowParallelLinearImpl::RowParallelLinearImpl(const torch::nn::Linear& whole, Group group,
                                              RowParallelOptions options)
     : TensorParallelModule("RowParallelLinear", std::move(group)), options_(options) {
-  weight = register_parameter("weight", even_share(whole->weight, this->group(), 1, "input features"));
+  const std::int64_t in = whole->weight.size(1), first = this->group().rank() * (in / this->group().size());
+  weight =
+      register_part("weight", even_share(whole->weight, this->group(), 1, "input features"), 1, first, in);
   if (whole->bias.defined()) bias = register_parameter("bias", of_rank_0(whole->bias, this->group()));
 }
 
@@ -94,10 +108,6 @@ at::Tensor RowParallelLinearImpl::forward(const at::Tensor& input) {
   }
   const at::Tensor output = functional::reduce_scatter(summand, group(), *options_.sequence_dim);
   return bias.defined() ? output + functional::copy_to_ranks(bias, group()) : output;
-}
-
-std::vector<ParameterPart> RowParallelLinearImpl::parts() const {
-  return {{"weight", {weight.size(0), whole_size(weight, 1, group())}, 1, group().rank() * weight.size(1)}};
 }
 
 void RowParallelLinearImpl::pretty_print(std::ostream& stream) const {
@@ -125,7 +135,8 @@ VocabularyParallelEmbeddingImpl::VocabularyParallelEmbeddingImpl(const torch::nn
   const std::int64_t share = rows_ / ranks.size(), more = rows_ % ranks.size();
   first_ = ranks.rank() * share + std::min<std::int64_t>(ranks.rank(), more);
   const std::int64_t count = share + (ranks.rank() < more ? 1 : 0);
-  weight = register_parameter("weight", of_rank_0(whole->weight, ranks).narrow(0, first_, count).clone());
+  weight = register_part("weight", of_rank_0(whole->weight, ranks).narrow(0, first_, count).clone(), 0,
+                         first_, rows_);
 }
 
 at::Tensor VocabularyParallelEmbeddingImpl::forward(const at::Tensor& indices) {
@@ -139,10 +150,6 @@ at::Tensor VocabularyParallelEmbeddingImpl::forward(const at::Tensor& indices) {
   const at::Tensor here = indices.ge(first_).logical_and(indices.lt(first_ + weight.size(0)));
   const at::Tensor local = at::embedding(weight, at::where(here, indices - first_, at::zeros_like(indices)));
   return functional::sum_over_ranks(local * here.unsqueeze(-1).to(local.scalar_type()), group());
-}
-
-std::vector<ParameterPart> VocabularyParallelEmbeddingImpl::parts() const {
-  return {{"weight", {rows_, weight.size(1)}, 0, first_}};
 }
 
 void VocabularyParallelEmbeddingImpl::pretty_print(std::ostream& stream) const {
@@ -167,6 +174,15 @@ at::Tensor SequenceParallelLayerNormImpl::forward(const at::Tensor& part) {
 void SequenceParallelLayerNormImpl::pretty_print(std::ostream& stream) const {
   stream << fmt::format("torchspan::SequenceParallelLayerNorm([{}], {})",
                         fmt::join(options_.normalized_shape(), ", "), in_words(group()));
+}
+
+std::unique_ptr<checkpoint::StateSource> tensor_parallel_source(std::shared_ptr<torch::nn::Module> module) {
+  return checkpoint::module_source(std::move(module));
+}
+
+std::unique_ptr<checkpoint::StateSource> tensor_parallel_optimizer_source(optim::Optimizer& optimizer,
+                                                                          const torch::nn::Module&) {
+  return checkpoint::optimizer_source(optimizer);
 }
 
 }  // namespace torchspan

@@ -11,11 +11,14 @@
 
 #include <torchspan/core/error.h>
 
+#include "data_parallel/api/group_ranks.h"
+
 namespace torchspan::sharded {
 
 FlatParameters::FlatParameters(const std::vector<NamedParameter>& parameters, FlatLayout layout, Terms terms)
     : layout_(std::move(layout)),
       group_(std::move(terms.group)),
+      ranks_(data_parallel::ranks_of(group_, state::kDataParallel)),
       pool_(std::move(terms.pool)),
       maps_(terms.maps) {
   const at::NoGradGuard no_grad;
@@ -36,10 +39,14 @@ void FlatParameters::add(const NamedParameter& parameter) {
   const std::int64_t from = segment.chunk * group_.rank(), to = from + segment.chunk;
   const std::int64_t begin = std::clamp(from, offset, offset + count);
   const std::int64_t end = std::clamp(to, offset, offset + count);
-  Entry entry{name, tensor, {tensor.sizes().vec(), begin - offset, end - offset}, {}, {}};
+  Entry entry{name, tensor, {}, {}};
   entry.full = full_.narrow(0, layout_.offset(index), count).view(tensor.sizes()).variable_data();
   entry.part = part_.narrow(0, segment.part + (begin < end ? begin - from : 0), end - begin).variable_data();
   whole_.narrow(0, layout_.offset(index), count).view(tensor.sizes()).copy_(tensor);
+  state::Place place =
+      state::range_of(state::place_of(tensor), tensor.sizes().vec(), begin - offset, end - offset, ranks_);
+  place.elements = entry.part;
+  state::set_place(tensor, std::make_shared<state::Place>(std::move(place)));
   tensor.set_data(entry.part);
   entries_.push_back(std::move(entry));
 }

@@ -9,11 +9,11 @@
 
 #include <torchspan/collective/group.h>
 
-#include "sharded/state/flat_ranges.h"
 #include "sharded/state/part_gather.h"
 #include "sharded/units/buffer_pool.h"
 #include "sharded/units/flat_layout.h"
 #include "sharded/units/joined_parts.h"
+#include "state/api/place.h"
 
 namespace torchspan::sharded {
 
@@ -31,7 +31,6 @@ class FlatParameters {
   struct Entry {
     std::string name;
     at::Tensor tensor;
-    FlatRange range;        ///< elements of the parameter on this rank
     at::Tensor full, part;  ///< what the parameter is set to
   };
 
@@ -90,6 +89,7 @@ class FlatParameters {
 
   const FlatLayout layout_;
   const collective::Group group_;
+  const state::RanksPtr ranks_;
   const std::shared_ptr<BufferPool> pool_;
   const bool maps_;
   std::vector<Entry> entries_;

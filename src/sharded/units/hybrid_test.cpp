@@ -81,7 +81,7 @@ TEST(HybridSharding, CopiesTrainAsOneProcessAndHaveEqualParts) {
       });
       self.group.barrier();
     });
-    // MemoryState fails if two copies save the same part.
+    // Copies save the same parts as replicas; MemoryState fails if these differ.
     const MemoryState model_state(models), optimizer_state(optimizers);
     for (const auto& item : wanted->named_parameters())
       EXPECT_TRUE(at::allclose(model_state.read(item.key()), item.value(), 1e-10, 1e-12)) << item.key();

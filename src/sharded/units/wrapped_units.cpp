@@ -1,6 +1,5 @@
 #include <fmt/format.h>
 #include <set>
-#include <unordered_map>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -12,9 +11,6 @@
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
 #include "engine/api/gradient_use.h"
-#include "sharded/state/entry_name.h"
-#include "sharded/state/flat_ranges.h"
-#include "sharded/state/gradient_norm.h"
 #include "sharded/units/sharded_model.h"
 #include "sharded/units/unit.h"
 
@@ -41,51 +37,6 @@ void check_gradient_use(const Entry& entry) {
                   "backward",
                   entry.name));
 }
-
-class UnitsSource final : public checkpoint::StateSource {
- public:
-  UnitsSource(std::shared_ptr<ShardedModel> model, const torch::nn::Module& module)
-      : model_(std::move(model)) {
-    for (const auto& item : module.named_buffers()) {
-      if (item.value().defined() && seen_.insert(item.value().unsafeGetTensorImpl()).second)
-        buffers_.emplace_back(item.key(), item.value());
-    }
-  }
-
-  void save(checkpoint::StateWriter& writer) const override {
-    if (!model_->groups().is_first_copy()) return;
-    for_each_entry(*model_, [&](const Entry& entry) {
-      if (entry.range.is_saved()) save_range(writer, entry.name, entry.part, entry.range);
-    });
-    for (const auto& [name, buffer] : buffers_) writer.add(name, buffer);
-  }
-
-  void load(const checkpoint::StateReader& reader) override {
-    for_each_entry(*model_,
-                   [&](const Entry& entry) { check_range(reader, entry.name, entry.part, entry.range); });
-    for (const auto& [name, buffer] : buffers_) reader.check(name, buffer);
-    const at::NoGradGuard no_grad;
-    for_each_entry(*model_,
-                   [&](const Entry& entry) { load_range(reader, entry.name, entry.part, entry.range); });
-    for (const auto& [name, buffer] : buffers_) reader.read_into(name, buffer);
-  }
-
- private:
-  const std::shared_ptr<ShardedModel> model_;
-  std::set<const c10::TensorImpl*> seen_;
-  std::vector<std::pair<std::string, at::Tensor>> buffers_;
-};
-
-/// The state of a copy of the model that the ranks of another copy save.
-class LoadedSource final : public checkpoint::StateSource {
- public:
-  explicit LoadedSource(checkpoint::SourcePtr source) : source_(std::move(source)) {}
-  void save(checkpoint::StateWriter&) const override {}
-  void load(const checkpoint::StateReader& reader) override { source_->load(reader); }
-
- private:
-  const checkpoint::SourcePtr source_;
-};
 
 }  // namespace
 
@@ -131,12 +82,9 @@ void WrappedUnits::zero_grad() {
 }
 
 double WrappedUnits::clip_grad_norm(double max_norm, double norm_type) {
-  const ClipTerms terms(max_norm, norm_type);
-  std::vector<at::Tensor> gradients;
-  for_each_entry(*model_, [&](const Entry& entry) {
-    if (entry.tensor.mutable_grad().defined()) gradients.push_back(entry.tensor.mutable_grad());
-  });
-  return clip_over_ranks(model_->groups().copy(), gradients, terms);
+  std::vector<at::Tensor> parameters;
+  for_each_entry(*model_, [&](const Entry& entry) { parameters.push_back(entry.tensor); });
+  return optim::clip_grad_norm(parameters, max_norm, norm_type);
 }
 
 bool WrappedUnits::on_any_rank(bool finding) {
@@ -159,29 +107,19 @@ void WrappedUnits::with_full_parameters(const std::function<void()>& body) {
   model_->groups().await_readers();
 }
 
-checkpoint::SourcePtr WrappedUnits::module_source() {
-  return std::make_unique<UnitsSource>(model_, *module_);
-}
+checkpoint::SourcePtr WrappedUnits::module_source() { return checkpoint::module_source(module_); }
 
 checkpoint::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer) {
-  std::unordered_map<const c10::TensorImpl*, FlatRange> range_of;
-  for_each_entry(*model_, [&](const Entry& entry) {
-    range_of.emplace(entry.tensor.unsafeGetTensorImpl(), entry.range);
-  });
-  RangeByOwner ranges;
-  for (const auto& [owner, parameter] : owned_parameters(optimizer)) {
-    const auto found = range_of.find(parameter.unsafeGetTensorImpl());
-    if (found == range_of.end()) {
-      throw_invalid(fmt::format(
-          "{} of the optimizer is not a parameter of this FullyShardedDataParallel: make the optimizer "
-          "of the wrapped module's parameters, after wrapping it",
-          optimizer.describe(parameter)));
-    }
-    ranges.emplace(owner, found->second);
+  std::set<const c10::TensorImpl*> known;
+  for_each_entry(*model_, [&](const Entry& entry) { known.insert(entry.tensor.unsafeGetTensorImpl()); });
+  for (const at::Tensor& parameter : optimizer.parameters()) {
+    if (known.contains(parameter.unsafeGetTensorImpl())) continue;
+    throw_invalid(fmt::format(
+        "{} of the optimizer is not a parameter of this FullyShardedDataParallel: make the optimizer "
+        "of the wrapped module's parameters, after wrapping it",
+        optimizer.describe(parameter)));
   }
-  auto source = ranged_optimizer_source(optimizer, std::move(ranges));
-  if (model_->groups().is_first_copy()) return source;
-  return std::make_unique<LoadedSource>(std::move(source));
+  return checkpoint::optimizer_source(optimizer);
 }
 
 FullyShardedStats WrappedUnits::stats() const {

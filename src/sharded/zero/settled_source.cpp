@@ -1,5 +1,8 @@
 #include "sharded/zero/settled_source.h"
 
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/scalar_tensor.h>
+
 #include <torchspan/core/error.h>
 
 namespace torchspan::sharded {
@@ -7,6 +10,8 @@ namespace torchspan::sharded {
 void SettledSource::save(checkpoint::StateWriter& writer) const {
   check();
   source_->save(writer);
+  for (const std::string& owner : never_stepped_)
+    writer.add(owner + ".step", at::scalar_tensor(0, at::kLong));
 }
 
 void SettledSource::load(const checkpoint::StateReader& reader) {

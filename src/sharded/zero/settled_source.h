@@ -1,16 +1,23 @@
 #pragma once
 #include <functional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <torchspan/checkpoint/sources.h>
 
 namespace torchspan::sharded {
 
-/// Refuses to save or load while parameters arrive: those of the module are then of two steps.
+/// The state of an optimizer of pieces, and of parameters that an optimizer of the whole module would have without stepping
+/// them. Refuses to save or load while parameters arrive: those of the module are then of two steps.
 class SettledSource final : public checkpoint::StateSource {
  public:
-  SettledSource(checkpoint::SourcePtr source, std::function<bool()> arriving)
-      : source_(std::move(source)), arriving_(std::move(arriving)) {}
+  /// `never_stepped`: EntryName::owner of each.
+  SettledSource(checkpoint::SourcePtr source, std::vector<std::string> never_stepped,
+                std::function<bool()> arriving)
+      : source_(std::move(source)),
+        never_stepped_(std::move(never_stepped)),
+        arriving_(std::move(arriving)) {}
   /// Throw Error{kInvalid} while parameters arrive.
   void save(checkpoint::StateWriter& writer) const override;
   void load(const checkpoint::StateReader& reader) override;
@@ -19,6 +26,7 @@ class SettledSource final : public checkpoint::StateSource {
   void check() const;
 
   const checkpoint::SourcePtr source_;
+  const std::vector<std::string> never_stepped_;
   const std::function<bool()> arriving_;
 };
 

@@ -16,8 +16,8 @@
 #include <torchspan/sharded/zero_redundancy_optimizer.h>
 
 #include "data_parallel/api/agreement.h"
-#include "sharded/state/entry_name.h"
-#include "sharded/state/flat_ranges.h"
+#include "data_parallel/api/group_ranks.h"
+#include "optim/api/entry_name.h"
 #include "sharded/state/gradient_norm.h"
 #include "sharded/state/overlapping.h"
 #include "sharded/zero/bucket_parameters.h"
@@ -53,9 +53,8 @@ class ZeroRedundancyOptimizer::Impl {
   const sharded::JoinProtocol& join() const { return *join_; }
   void zero_grad();
   optim::Optimizer& optimizer() { return *optimizer_; }
-  checkpoint::SourcePtr state_source() {
-    return sharded::ranged_optimizer_source(*optimizer_, ranges_, never_stepped_);
-  }
+  /// Owners (EntryName::owner) of parameters that an optimizer of the whole module would have, and that are never stepped.
+  const std::vector<std::string>& never_stepped() const { return never_stepped_; }
   sharded::BucketParameters& parameters() { return *parameters_; }
   /// Waits for the parameters that no unit waits for.
   void begin_forward();
@@ -72,12 +71,13 @@ class ZeroRedundancyOptimizer::Impl {
 
   std::string refusal(const std::vector<optim::ParamGroup>& groups) const;
   std::size_t index_of(const at::Tensor& parameter) const;
+  std::string name_in_module(const at::Tensor& parameter) const;
   void make_optimizer(std::vector<optim::ParamGroup> groups);
   /// The averages of a piece, as a view of what step() uses.
   at::Tensor gradient_of(const Piece& piece, bool shadow) const;
   void step(bool shadow);
-  /// The averages of all pieces that have one.
-  std::vector<at::Tensor> averages(bool shadow) const;
+  /// The averages of all pieces; undefined for those without one.
+  std::vector<state::PlacedGradient> averages(bool shadow) const;
   double clip(const sharded::ClipTerms& terms, bool shadow);
   void clear();
   std::vector<bool> agree_on_used(bool shadow, const std::string& failure);
@@ -87,12 +87,14 @@ class ZeroRedundancyOptimizer::Impl {
   const sharded::ZeroOptions options_;
   const std::vector<Parameter> trained_;
   const collective::Group group_;
+  const state::RanksPtr ranks_;
+  std::vector<state::PlacedGradient>
+      others_;  ///< the places of parameters of which this rank may have no part
   std::shared_ptr<sharded::GradientScatter> scatter_;
   std::unique_ptr<sharded::BucketParameters> parameters_;
   std::unique_ptr<sharded::UnitWaits> waits_;  // null: the forward of the whole module waits for everything
   std::vector<Piece> pieces_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> piece_of_;
-  sharded::RangeByOwner ranges_;
   std::vector<std::string> never_stepped_;  // also of parameters without elements
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::shared_ptr<sharded::PendingAverages> pending_;
@@ -103,6 +105,11 @@ namespace {
 
 constexpr std::array<std::string_view, 8> kElementwise = {"SGD",      "Adam",    "AdamW", "Adagrad",
                                                           "Adadelta", "RMSprop", "Rprop", "Adamax"};
+
+/// Of a group with this index.
+std::string label_of(const optim::ParamGroup& group, std::size_t index) {
+  return group.label.empty() ? std::to_string(index) : group.label;
+}
 
 optim::ParamGroup group_of_all(const data_parallel::WrappedModule& wrapped, optim::OptimizerSpec spec) {
   std::vector<at::Tensor> tensors;
@@ -124,7 +131,7 @@ std::vector<std::string> others_of(const data_parallel::WrappedModule& wrapped,
   std::vector<std::string> owners;
   for (std::size_t i = 0; i < all.parameters.size(); ++i) {
     if (!averaged.contains(all.parameters[i].unsafeGetTensorImpl()))
-      owners.push_back(sharded::owner_name("0", all.names[i]));
+      owners.push_back(optim::owner_name("0", all.names[i]));
   }
   return owners;
 }
@@ -154,6 +161,7 @@ ZeroRedundancyOptimizer::Impl::Impl(std::shared_ptr<data_parallel::WrappedModule
       options_(options),
       trained_(wrapped_->parameters()),
       group_(wrapped_->reducer().group().split(0, wrapped_->reducer().group().rank())),
+      ranks_(data_parallel::ranks_of(group_, state::kDataParallel)),
       never_stepped_(std::move(never_stepped)) {
   const auto agree = [&](const std::string& failure) {
     data_parallel::Agreement mine;
@@ -222,6 +230,13 @@ std::size_t ZeroRedundancyOptimizer::Impl::index_of(const at::Tensor& parameter)
   return static_cast<std::size_t>(found - trained_.begin());
 }
 
+std::string ZeroRedundancyOptimizer::Impl::name_in_module(const at::Tensor& parameter) const {
+  for (const auto& item : wrapped_->module()->named_parameters()) {
+    if (item.value().is_same(parameter)) return item.key();
+  }
+  return "(of another module)";
+}
+
 /// Why this rank cannot build the optimizer; empty if it can.
 std::string ZeroRedundancyOptimizer::Impl::refusal(const std::vector<optim::ParamGroup>& groups) const {
   if (groups.empty()) return "a ZeroRedundancyOptimizer needs at least one group of parameters";
@@ -236,9 +251,11 @@ std::string ZeroRedundancyOptimizer::Impl::refusal(const std::vector<optim::Para
     for (std::size_t i = 0; i < group.parameters.size(); ++i) {
       const std::size_t index = index_of(group.parameters[i]);
       if (index == trained_.size()) {
+        if (!group.parameters[i].requires_grad()) continue;  // frozen: listed, but never stepped
         return fmt::format(
-            "parameter {} of a group is not averaged by the DistributedDataParallel: it is frozen, "
-            "ignored, or of another module",
+            "parameter {} of a group is not averaged by the DistributedDataParallel: it is ignored, of "
+            "another module, or was "
+            "frozen when the module was wrapped",
             i < group.names.size() ? "'" + group.names[i] + "'" : std::to_string(i));
       }
       const Parameter& parameter = trained_[index];
@@ -272,8 +289,13 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
   std::vector<Membership> members(trained_.size());
   for (std::size_t g = 0; g < groups.size(); ++g) {
     for (std::size_t i = 0; i < groups[g].parameters.size(); ++i) {
-      const std::size_t index = index_of(groups[g].parameters[i]);
-      members[index] = {g, i < groups[g].names.size() ? groups[g].names[i] : trained_[index].name};
+      const at::Tensor& parameter = groups[g].parameters[i];
+      const std::string name = i < groups[g].names.size() ? groups[g].names[i] : name_in_module(parameter);
+      if (const std::size_t index = index_of(parameter); index < trained_.size()) {
+        members[index] = {g, name};
+      } else {
+        never_stepped_.push_back(optim::owner_name(label_of(groups[g], g), name));
+      }
     }
     groups[g].parameters.clear();
     groups[g].names.clear();
@@ -284,6 +306,10 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
       if (group == kNoGroup) continue;
       const at::Tensor values =
           parameters_->flat(b).narrow(0, place.offset, place.end - place.begin).detach();
+      const at::Tensor& whole = trained_[place.parameter].tensor;
+      state::set_place(
+          values, std::make_shared<state::Place>(state::range_of(state::place_of(whole), whole.sizes().vec(),
+                                                                 place.begin, place.end, ranks_)));
       piece_of_.emplace(values.unsafeGetTensorImpl(), pieces_.size());
       pieces_.push_back({b, place, values});
       groups[group].parameters.push_back(values);
@@ -292,22 +318,23 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
   }
   for (std::size_t i = 0; i < trained_.size(); ++i) {
     const auto& [group, name] = members[i];
+    const at::Tensor& whole = trained_[i].tensor;
+    if (group != kNoGroup) {
+      others_.push_back({{},
+                         std::make_shared<state::Place>(
+                             state::range_of(state::place_of(whole), whole.sizes().vec(), 0, 0, ranks_))});
+    }
     if (group == kNoGroup || trained_[i].tensor.numel() > 0) continue;
-    const std::string& label = groups[group].label;
-    never_stepped_.push_back(sharded::owner_name(label.empty() ? std::to_string(group) : label, name));
+    never_stepped_.push_back(optim::owner_name(label_of(groups[group], group), name));
   }
   for (optim::ParamGroup& group : groups) {
     if (!group.parameters.empty()) continue;
     group.parameters.push_back(at::empty({0}));  // this rank owns no elements of the group
+    state::set_place(group.parameters.back(),
+                     std::make_shared<state::Place>(state::range_of(nullptr, {1}, 0, 0, ranks_)));
     group.names.emplace_back("(none)");
   }
   optimizer_ = std::make_unique<optim::Optimizer>(std::move(groups));
-  for (const auto& [owner, parameter] : sharded::owned_parameters(*optimizer_)) {
-    const auto found = piece_of_.find(parameter.unsafeGetTensorImpl());
-    if (found == piece_of_.end()) continue;
-    const BucketShards::Piece& place = pieces_[found->second].place;
-    ranges_[owner] = {trained_[place.parameter].tensor.sizes().vec(), place.begin, place.end};
-  }
 }
 
 at::Tensor ZeroRedundancyOptimizer::Impl::gradient_of(const Piece& piece, bool shadow) const {
@@ -387,19 +414,18 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
   shadow ? pending_->forget() : clear();
 }
 
-std::vector<at::Tensor> ZeroRedundancyOptimizer::Impl::averages(bool shadow) const {
+std::vector<state::PlacedGradient> ZeroRedundancyOptimizer::Impl::averages(bool shadow) const {
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> gradients;
+  std::vector<state::PlacedGradient> gradients = others_;
   for (const Piece& piece : pieces_) {
-    if (!shadow && !trained_[piece.place.parameter].tensor.grad().defined()) continue;
-    if (at::Tensor gradient = gradient_of(piece, shadow); gradient.defined())
-      gradients.push_back(std::move(gradient));
+    const bool has = shadow || trained_[piece.place.parameter].tensor.grad().defined();
+    gradients.push_back({has ? gradient_of(piece, shadow) : at::Tensor(), state::place_of(piece.values)});
   }
   return gradients;
 }
 
 double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool shadow) {
-  return sharded::clip_over_ranks(group_, averages(shadow), terms);
+  return sharded::clip_at_places(averages(shadow), terms);
 }
 
 bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
@@ -407,7 +433,7 @@ bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
     throw Error(ErrorKind::kUnsupported,
                 "in join(), gradients of a ZeroRedundancyOptimizer cannot be unscaled");
   pending_->check("unscale");
-  std::vector<at::Tensor> gradients;
+  std::vector<state::PlacedGradient> gradients;
   data_parallel::Agreement mine;
   try {
     gradients = averages(/*shadow=*/false);
@@ -415,7 +441,7 @@ bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
     mine.failure = error.message();
   }
   data_parallel::agree(group_, mine);
-  return sharded::unscale_over_ranks(group_, gradients, scale);
+  return sharded::unscale_at_places(gradients, scale);
 }
 
 void ZeroRedundancyOptimizer::Impl::step() {
@@ -482,10 +508,12 @@ std::vector<double> ZeroRedundancyOptimizer::lrs() const { return impl_->optimiz
 void ZeroRedundancyOptimizer::set_lrs(const std::vector<double>& rates) { impl_->optimizer().set_lrs(rates); }
 void ZeroRedundancyOptimizer::set_lr(double lr) { impl_->optimizer().set_lr(lr); }
 checkpoint::SourcePtr ZeroRedundancyOptimizer::state_source() {
-  return std::make_unique<sharded::SettledSource>(impl_->state_source(), [weak = std::weak_ptr<Impl>(impl_)] {
+  const auto arriving = [weak = std::weak_ptr<Impl>(impl_)] {
     const auto impl = weak.lock();
     return impl && impl->parameters().arriving() > 0;
-  });
+  };
+  return std::make_unique<sharded::SettledSource>(checkpoint::optimizer_source(impl_->optimizer()),
+                                                  impl_->never_stepped(), arriving);
 }
 
 std::size_t ZeroRedundancyOptimizer::state_bytes() const {

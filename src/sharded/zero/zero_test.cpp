@@ -239,11 +239,11 @@ TEST(ZeroRedundancy, RefusesWhatCannotBeDivided) {
                 HasSubstr("'SparseAdam' is not known to update each element separately"));
     EXPECT_THAT(error_text([&] {
                   std::vector<optim::ParamGroup> groups;
-                  groups.emplace_back(std::vector<at::Tensor>{net->frozen}, optim::SGD({.lr = 0.1}),
-                                      std::vector<std::string>{"frozen"});
+                  groups.emplace_back(std::vector<at::Tensor>{Net()->first}, optim::SGD({.lr = 0.1}),
+                                      std::vector<std::string>{"other"});
                   ZeroRedundancyOptimizer(ddp, groups);
                 }),
-                HasSubstr("parameter 'frozen' of a group is not averaged"));
+                HasSubstr("parameter 'other' of a group is not averaged"));
     const optim::OptimizerSpec mixed =
         self.rank == 0 ? optim::OptimizerSpec(optim::SGD({.lr = 0.1})) : optim::OptimizerSpec(optim::Adam());
     EXPECT_THAT(error_text([&] { ZeroRedundancyOptimizer(ddp, mixed); }), HasSubstr("the optimizer"));
@@ -253,6 +253,36 @@ TEST(ZeroRedundancy, RefusesWhatCannotBeDivided) {
     EXPECT_THAT(error_text([&] { ZeroRedundancyOptimizer(strided, optim::SGD({.lr = 0.1})); }),
                 HasSubstr("parameter 'weight' is not contiguous"));
   });
+}
+
+TEST(ZeroRedundancy, ListsFrozenParametersOfItsGroupsAsAnOptimizerOfTheModuleDoes) {
+  const auto groups_of = [](Net& net) {
+    std::vector<optim::ParamGroup> groups;
+    groups.emplace_back(std::vector<at::Tensor>{net->first, net->frozen}, optim::Adam({.lr = 0.1}),
+                        std::vector<std::string>{"first", "frozen"});
+    groups.emplace_back(std::vector<at::Tensor>{net->bias}, optim::SGD({.lr = 0.2}),
+                        std::vector<std::string>{"bias"});
+    groups.back().label = "biases";
+    return groups;
+  };
+  std::vector<checkpoint::StateWriter> writers(2), plain(1);
+  on_ranks(2, [&](const Rank& self) {
+    Net net;
+    DistributedDataParallel ddp(net, self.group);
+    ZeroRedundancyOptimizer zero(ddp, groups_of(net));
+    ddp(input(0, 0), true).backward();
+    zero.step();
+    zero.state_source()->save(writers[static_cast<std::size_t>(self.rank)]);
+    self.group.barrier();
+  });
+  const MemoryState state(writers);
+  Net net;
+  optim::Optimizer whole(groups_of(net));
+  checkpoint::source_of(whole)->load(state);
+  checkpoint::source_of(whole)->save(plain[0]);
+  const MemoryState again(plain);
+  for (const auto& [name, tensor] : again.tensors()) EXPECT_TRUE(at::equal(tensor, state.read(name))) << name;
+  EXPECT_EQ(again.tensors().size(), state.tensors().size());
 }
 
 // peer: zero test_zero_grad: same

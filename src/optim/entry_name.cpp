@@ -1,8 +1,8 @@
-#include "sharded/state/entry_name.h"
+#include "optim/api/entry_name.h"
 
 #include <string_view>
 
-namespace torchspan::sharded {
+namespace torchspan::optim {
 namespace {
 
 constexpr std::string_view kParameter = ".parameter.";
@@ -21,7 +21,7 @@ std::string owner_name(const std::string& label, const std::string& parameter) {
   return "group." + label + std::string(kParameter) + parameter;
 }
 
-std::vector<OwnedParameter> owned_parameters(const optim::Optimizer& optimizer) {
+std::vector<OwnedParameter> owned_parameters(const Optimizer& optimizer) {
   const std::vector<at::Tensor> parameters = optimizer.parameters();
   std::vector<OwnedParameter> owned;
   for (const auto& item : optimizer.state_view()) {  // in the same order, at least one entry of each
@@ -32,4 +32,4 @@ std::vector<OwnedParameter> owned_parameters(const optim::Optimizer& optimizer) 
   return owned;
 }
 
-}  // namespace torchspan::sharded
+}  // namespace torchspan::optim

@@ -7,7 +7,7 @@
 
 #include <torchspan/optim/optimizer.h>
 
-namespace torchspan::sharded {
+namespace torchspan::optim {
 
 /// Names of an entry of an optimizer's state: "weight" and "exp_avg" of "group.0.parameter.weight.exp_avg". All are
 /// empty if `key` is not an entry of a parameter.
@@ -26,6 +26,6 @@ struct OwnedParameter {
   at::Tensor tensor;
 };
 /// The parameters of an optimizer, in the order of parameters().
-std::vector<OwnedParameter> owned_parameters(const optim::Optimizer& optimizer);
+std::vector<OwnedParameter> owned_parameters(const Optimizer& optimizer);
 
-}  // namespace torchspan::sharded
+}  // namespace torchspan::optim

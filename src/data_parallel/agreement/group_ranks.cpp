@@ -1,0 +1,48 @@
+#include "data_parallel/api/group_ranks.h"
+
+#include <cmath>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/zeros.h>
+
+namespace torchspan::data_parallel {
+namespace {
+
+class GroupRanks final : public state::Ranks {
+ public:
+  GroupRanks(collective::Group group, int level) : group_(std::move(group)), level_(level) {}
+
+  const void* identity() const override { return group_.backend().get(); }
+  int level() const override { return level_; }
+  int rank() const override { return group_.rank(); }
+  int size() const override { return group_.size(); }
+  std::string describe() const override { return fmt::format("ranks {}", fmt::join(group_.ranks(), ", ")); }
+
+  /// Backends may lose a NaN in a maximum, so which numbers are NaN is reduced, too.
+  void reduce(std::vector<double>& numbers, bool maximum) const override {
+    const auto count = static_cast<std::int64_t>(numbers.size());
+    const at::Tensor all = at::zeros({2 * count}, at::kDouble);
+    auto* values = all.data_ptr<double>();
+    for (std::int64_t i = 0; i < count; ++i) {
+      const double number = numbers[static_cast<std::size_t>(i)];
+      (std::isnan(number) ? values[count + i] : values[i]) = std::isnan(number) ? 1 : number;
+    }
+    group_.all_reduce(all, maximum ? collective::kMax : collective::kSum).wait();
+    for (std::int64_t i = 0; i < count; ++i)
+      numbers[static_cast<std::size_t>(i)] = values[count + i] > 0 ? std::nan("") : values[i];
+  }
+
+ private:
+  const collective::Group group_;
+  const int level_;
+};
+
+}  // namespace
+
+state::RanksPtr ranks_of(const collective::Group& group, int level) {
+  return std::make_shared<GroupRanks>(group, level);
+}
+
+}  // namespace torchspan::data_parallel

@@ -1,0 +1,79 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
+namespace torchspan::state {
+
+using Sizes = std::vector<std::int64_t>;
+
+/// A part of a tensor.
+struct Box {
+  Sizes offset, size;
+  friend bool operator==(const Box&, const Box&) = default;
+};
+
+/// Ranks that hold different elements of a model.
+class Ranks {
+ public:
+  virtual ~Ranks() = default;
+  /// Equal for the same ranks of one process.
+  virtual const void* identity() const = 0;
+  /// Numbers are reduced over ranks with a lower level first: those with a higher level may hold different tensors.
+  virtual int level() const = 0;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  /// "ranks 0, 2 and 4", for errors.
+  virtual std::string describe() const = 0;
+  /// Collective: replaces each number by the sum, or the maximum, of those of all ranks. NaN of any rank gives NaN.
+  virtual void reduce(std::vector<double>& numbers, bool maximum) const = 0;
+};
+using RanksPtr = std::shared_ptr<const Ranks>;
+
+/// Levels of Ranks::level().
+inline constexpr int kTensorParallel = 0, kDataParallel = 1, kPipeline = 2;
+
+/// Where a parameter or buffer, and what belongs to its elements (gradients, states of optimizers), is. A tensor without a
+/// place is whole, and the same on all ranks that have it.
+struct Place {
+  /// The tensor has the elements `boxes` of one with this shape, one box after the other in row-major order. False: it is
+  /// whole.
+  bool divided = false;
+  Sizes shape = {};
+  std::vector<Box> boxes = {};
+  /// This rank has values of its own. `exchangeable`: those of another rank will do, such as running statistics.
+  bool own = false, exchangeable = false;
+  /// Another tensor with the same values counts instead of this one, for example the first copy of a tied parameter.
+  bool repeated = false;
+  /// Who has the other elements, or other tensors of the model.
+  std::vector<RanksPtr> among = {};
+  /// The elements of this rank, if the tensor itself is something else at times. Undefined: the tensor.
+  at::Tensor elements = {};
+
+  std::int64_t count() const;  ///< of the elements in `boxes`
+};
+using PlacePtr = std::shared_ptr<const Place>;
+
+/// Sets the place of a parameter or buffer, which every handle of the tensor shares; null removes it. Moving or converting
+/// the tensor keeps it, a copy has none. Call it on the thread that trains.
+void set_place(const at::Tensor& tensor, PlacePtr place);
+/// Null for a tensor without one.
+PlacePtr place_of(const at::Tensor& tensor);
+
+/// The place of a tensor with these sizes that begins at `offset` of one with `shape`.
+Place part_of(Sizes shape, Sizes offset, Sizes size, RanksPtr among);
+/// The place of the elements [begin, end), in row-major order, of a tensor with `sizes` that is at `whole` (null: it has no
+/// place) and is now divided among more ranks.
+Place range_of(const PlacePtr& whole, const Sizes& sizes, std::int64_t begin, std::int64_t end,
+               RanksPtr among);
+
+/// Divides the elements [begin, end) of a tensor into boxes of adjacent elements, in order: at most 2 * dimensions - 1.
+std::vector<Box> boxes_of(const Sizes& shape, std::int64_t begin, std::int64_t end);
+/// The elements of one box, as a view of `elements`, which has those of all boxes of the place.
+at::Tensor box_in(const at::Tensor& elements, const Place& place, std::size_t box);
+
+}  // namespace torchspan::state

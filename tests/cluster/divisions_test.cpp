@@ -1,0 +1,221 @@
+// Models that are divided in two ways, over real processes, saved and clipped by a program that names the module and the
+// optimizer only; and what one process computes.
+#include <filesystem>
+#include <fmt/format.h>
+
+#include <torch/torch.h>
+
+#include <torchspan/sharded.h>
+#include <torchspan/sharded/tensor_parallel.h>
+#include <torchspan/torchspan.h>
+
+#include "tests/support/cluster_main.h"
+
+namespace torchspan::divisions_test {
+namespace {
+
+using pipeline::Layers;
+using pipeline::Pipeline;
+using std::chrono::seconds;
+using testing::expect_all_end_well;
+using testing::ProcessWorld;
+using testing::require;
+
+constexpr std::int64_t kWidth = 6;
+constexpr double kMaxNorm = 0.05;
+constexpr int kSteps = 3;
+
+at::Tensor values(at::IntArrayRef sizes, double seed) {
+  std::int64_t count = 1;
+  for (const auto size : sizes) count *= size;
+  return torch::arange(count, torch::kDouble).mul(0.71).add(seed).sin().reshape(sizes).mul(0.5);
+}
+
+torch::nn::Linear linear(double seed) {
+  torch::nn::Linear layer(kWidth, kWidth);
+  layer->to(torch::kDouble);
+  const torch::NoGradGuard no_grad;
+  layer->weight.copy_(values({kWidth, kWidth}, seed));
+  layer->bias.copy_(values({kWidth}, seed + 1));
+  return layer;
+}
+
+struct WholeBlockImpl : torch::nn::Module {
+  explicit WholeBlockImpl(double seed)
+      : up(register_module("up", linear(seed))), down(register_module("down", linear(seed + 3))) {}
+  at::Tensor forward(const at::Tensor& x) { return x + down(at::tanh(up(x))); }
+  torch::nn::Linear up, down;
+};
+TORCH_MODULE(WholeBlock);
+
+struct ParallelBlockImpl : torch::nn::Module {
+  ParallelBlockImpl(double seed, const collective::Group& group)
+      : up(register_module("up", ColumnParallelLinear(linear(seed), group))),
+        down(register_module("down", RowParallelLinear(linear(seed + 3), group))) {}
+  at::Tensor forward(const at::Tensor& x) { return x + down(at::tanh(up(x))); }
+  ColumnParallelLinear up;
+  RowParallelLinear down;
+};
+TORCH_MODULE(ParallelBlock);
+
+at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
+  return at::mse_loss(output, target);
+}
+
+/// The same training in one process: the norms before clipping, and the parameters at the end.
+struct Expected {
+  Expected() : blocks{WholeBlock(1), WholeBlock(10)} {
+    std::vector<at::Tensor> parameters;
+    for (WholeBlock& block : blocks) {
+      for (const at::Tensor& parameter : block->parameters()) parameters.push_back(parameter);
+    }
+    optim::Optimizer optimizer(parameters, optim::Adam{.lr = 0.02});
+    for (int step = 0; step < kSteps; ++step) {
+      optimizer.zero_grad();
+      mean_square(blocks[1](blocks[0](values({8, kWidth}, step))), values({8, kWidth}, step + 50)).backward();
+      norms.push_back(optimizer.clip_grad_norm(kMaxNorm));
+      optimizer.step();
+    }
+  }
+  std::vector<WholeBlock> blocks;
+  std::vector<double> norms;
+};
+
+std::string folder() {
+  const char* value = std::getenv("TEST_FOLDER");
+  return value == nullptr ? "" : value;
+}
+
+/// Ranks 0 and 1 have halves of the first stage, ranks 2 and 3 of the second one: two pipelines.
+void train_pipelines_of_tensor_parallel_layers() {
+  Session session(WorkerOptions::from_env());
+  {
+    const Expected expected;
+    const int half = session.rank() % 2;
+    const collective::Group stage = session.group().split(session.rank() / 2, session.rank());
+    Layers layers;
+    layers.add<ParallelBlock>(1.0, stage);
+    layers.add<ParallelBlock>(10.0, stage);
+    Pipeline pipe(session.worker(), layers,
+                  {.balance = {1, 1},
+                   .workers = {fmt::format("worker{}", half), fmt::format("worker{}", half + 2)},
+                   .micro_batches = 2,
+                   .name = fmt::format("half {}", half)});
+    optim::Optimizer optimizer(
+        {optim::ParamGroup(pipe.parameters(), optim::Adam{.lr = 0.02}, checkpoint::parameter_names(pipe))});
+    CheckpointManager manager(session, {.directory = folder()});
+    manager.add("model", pipe);
+    manager.add("optimizer", optimizer);
+    for (int step = 0; step < kSteps; ++step) {
+      optimizer.zero_grad();
+      pipe.train_step(values({8, kWidth}, step), values({8, kWidth}, step + 50), mean_square);
+      const double wanted = expected.norms[static_cast<std::size_t>(step)];
+      // Both ways to clip; the second one finds what the first one has left.
+      const double first = step == 1 ? optimizer.clip_grad_norm(kMaxNorm) : pipe.clip_grad_norm(kMaxNorm);
+      require(std::abs(first - wanted) < 1e-10,
+              fmt::format("the norm of step {} is {}, not {}", step, first, wanted));
+      const double second = step == 1 ? pipe.clip_grad_norm(1e9) : optimizer.clip_grad_norm(1e9);
+      require(std::abs(second - std::min(wanted, kMaxNorm)) < 1e-5,
+              fmt::format("the norm after clipping is {}", second));
+      optimizer.step();
+    }
+    manager.save(kSteps);
+    manager.wait();
+    if (session.rank() == 0) {
+      const Checkpoint saved = Checkpoint::newest(folder());
+      for (int layer = 0; layer < 2; ++layer) {
+        for (const auto& item : expected.blocks[static_cast<std::size_t>(layer)]->named_parameters()) {
+          const std::string name = fmt::format("model.layers.{}.{}", layer, item.key());
+          require(at::allclose(saved.read(name), item.value(), 1e-9, 1e-12), name);
+        }
+      }
+      const std::string moment = "optimizer.group.0.parameter.layers.1.up.weight.exp_avg";
+      require(saved.read(moment).sizes() == at::IntArrayRef({kWidth, kWidth}), moment);
+    }
+    session.group().barrier();
+    // The scaler agrees over all parts and stages: one that is not finite makes all skip.
+    optim::GradScaler scaler;
+    pipe.train_step(values({8, kWidth}, 0), values({8, kWidth}, 50), mean_square);
+    if (session.rank() == 3)
+      pipe.parameters()[0].mutable_grad().fill_(std::numeric_limits<double>::infinity());
+    require(!scaler.step(optimizer), "the step was not skipped");
+  }
+  session.shutdown();
+}
+
+// peer: fsdp `test_3d_mlp_with_nd_mesh`: differs: pipelines of tensor-parallel layers
+TEST(Divisions, PipelinesOfTensorParallelLayersAreClippedAndSavedAsOneModel) {
+  const testing::TemporaryFolder place;
+  ProcessWorld world(4);
+  for (int rank = 0; rank < 4; ++rank)
+    world.start(rank, "divisions.train_pipelines_of_tensor_parallel_layers", {{"TEST_FOLDER", place.path()}});
+  expect_all_end_well(world, seconds(120));
+}
+
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(const collective::Group& halves)
+      : first(register_module("first", Sharded<ParallelBlock>(1.0, halves))),
+        second(register_module("second", Sharded<ParallelBlock>(10.0, halves))) {}
+  at::Tensor forward(const at::Tensor& x) { return second->forward(first->forward(x)); }
+  Sharded<ParallelBlock> first, second;
+};
+TORCH_MODULE(Net);
+
+/// Saves and restores with the module and the optimizer only, as programs without divided state do.
+void train_sharded_tensor_parallel_layers() {
+  Session session(WorkerOptions::from_env());
+  {
+    const Expected expected;
+    const int halves = session.world_size() == 4 ? 2 : 1;  // on two ranks, the layers are whole in each
+    const collective::Group parts = session.group().split(session.rank() / halves, session.rank());
+    const collective::Group shards = session.group().split(session.rank() % halves, session.rank());
+    Net net(parts);
+    FullyShardedDataParallel<Net> model(net, shards);
+    optim::Optimizer optimizer(*net, optim::Adam{.lr = session.world_size() == 4 ? 0.02 : 7});
+    CheckpointManager manager(session, {.directory = folder()});
+    manager.add("model", net);
+    manager.add("optimizer", optimizer);
+    const auto first = static_cast<int>(manager.restore_or(0));
+    const int last = session.world_size() == 4 ? 1 : kSteps;
+    for (int step = first; step < last; ++step) {
+      optimizer.zero_grad();
+      mean_square(model(values({8, kWidth}, step)), values({8, kWidth}, step + 50)).backward();
+      const double norm = optimizer.clip_grad_norm(kMaxNorm),
+                   wanted = expected.norms[static_cast<std::size_t>(step)];
+      require(std::abs(norm - wanted) < 1e-10,
+              fmt::format("the norm of step {} is {}, not {}", step, norm, wanted));
+      optimizer.step();
+    }
+    manager.save(last);
+    manager.wait();
+    if (session.rank() == 0 && last == kSteps) {
+      const Checkpoint saved = Checkpoint::newest(folder());
+      const std::array<const char*, 2> names{"first", "second"};
+      for (std::size_t block = 0; block < 2; ++block) {
+        for (const auto& item : expected.blocks[block]->named_parameters()) {
+          const std::string name = fmt::format("model.{}.{}", names[block], item.key());
+          require(at::allclose(saved.read(name), item.value(), 1e-9, 1e-12), name);
+        }
+      }
+    }
+    session.group().barrier();
+  }
+  session.shutdown();
+}
+
+TEST(Divisions, ShardedTensorParallelLayersContinueOnOtherNumbersOfRanks) {
+  const testing::TemporaryFolder place;
+  for (const int ranks : {4, 2}) {
+    ProcessWorld world(ranks);
+    for (int rank = 0; rank < ranks; ++rank)
+      world.start(rank, "divisions.train_sharded_tensor_parallel_layers", {{"TEST_FOLDER", place.path()}});
+    expect_all_end_well(world, seconds(120));
+  }
+}
+
+const testing::Scenarios kScenarios(
+    "divisions", {{"train_pipelines_of_tensor_parallel_layers", train_pipelines_of_tensor_parallel_layers},
+                  {"train_sharded_tensor_parallel_layers", train_sharded_tensor_parallel_layers}});
+
+}  // namespace
+}  // namespace torchspan::divisions_test
