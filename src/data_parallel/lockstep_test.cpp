@@ -263,6 +263,56 @@ TEST(TwoWrappers, MayEndTheirBackwardInADifferentOrderOnEachRank) {
   });
 }
 
+/// A wrapper of its own for each head, of one encoder.
+struct HeadImpl : nn::Module {
+  explicit HeadImpl(Two encoder)
+      : encoder(register_module("encoder", std::move(encoder))),
+        scale(register_parameter("scale", at::ones({1}))) {}
+  at::Tensor forward(double a, double b) { return encoder(fed(a), fed(b)) * scale; }
+  Two encoder{nullptr};
+  at::Tensor scale;
+};
+TORCH_MODULE(Head);
+
+// The second wrapper once took the passes of the first for passes of the module without its wrapper.
+TEST(TwoWrappers, OfOneEncoderMayHaveSeparateBackwardPasses) {
+  for (const bool fixed : {true, false}) {
+    on_ranks(2, [&](const Rank& self) {
+      Two encoder;
+      const DataParallelOptions options{.static_graph = fixed, .unwrapped_backward = Unwrapped::kThrow};
+      DistributedDataParallel one(Head(encoder), self.group, options),
+          other(Head(encoder), self.group, options);
+      for (int step = 0; step < 4; ++step) {
+        for (auto* model : {&one, &other}) {
+          for (const auto& parameter : model->module()->parameters()) parameter.mutable_grad() = at::Tensor();
+        }
+        {
+          const auto accumulated = one.no_sync();
+          one(self.rank, 0).backward();
+        }
+        one(1 + self.rank, step).backward();
+        EXPECT_EQ(averaged(encoder->a), 0.5 + 1.5) << "step " << step;
+        other(3 + self.rank, step).backward();
+        EXPECT_EQ(averaged(encoder->a), 2 + 3.5) << "step " << step;
+        EXPECT_EQ(averaged(other.module()->scale), 3.5 + step) << "step " << step;
+      }
+      // Past both wrappers, it still is an error.
+      EXPECT_NE(caught([&] { encoder(fed(1), fed(1)).backward(); }).find("did not go through an output"),
+                std::string::npos);
+    });
+  }
+}
+
+TEST(TwoWrappers, OverOtherRanksDoNotExcuseAPassPastTheFirst) {
+  on_ranks(2, [](const Rank& self) {
+    Two encoder;
+    DistributedDataParallel all(Head(encoder), self.group, {.unwrapped_backward = Unwrapped::kThrow});
+    DistributedDataParallel alone(Head(encoder), self.group.split(self.rank, 0));
+    EXPECT_NE(caught([&] { alone(1, 1).backward(); }).find("did not go through an output"),
+              std::string::npos);
+  });
+}
+
 // Uneven batches without join(): the rank with more batches waits for one that has destroyed its wrapper. The
 // error names that rank and suggests join().
 TEST(Lockstep, ARankWithMoreBatchesIsReferredToJoin) {

@@ -5,6 +5,7 @@
 namespace torchspan::data_parallel {
 
 bool LocalPass::begin(const std::shared_ptr<engine::PassEnd>& end) {
+  begun_ = true;
   stray_ = false;
   if (end_ == end) return false;
   end_ = end;
@@ -12,15 +13,16 @@ bool LocalPass::begin(const std::shared_ptr<engine::PassEnd>& end) {
   return true;
 }
 
-bool LocalPass::add(const std::shared_ptr<engine::PassEnd>& end, std::size_t slot) {
-  const bool first = end_ == nullptr;
-  if (first) {
-    stray_ = true;
+bool LocalPass::add(const std::shared_ptr<engine::PassEnd>& end, std::size_t slot, bool expected_elsewhere) {
+  if (is_idle()) {
+    begun_ = stray_ = false;
     end_ = end;
     std::fill(arrived_.begin(), arrived_.end(), 0);
   }
   arrived_[slot] = 1;
-  return first;
+  const bool becomes_stray = !expected_elsewhere && !begun_ && !stray_;
+  stray_ = stray_ || becomes_stray;
+  return becomes_stray;
 }
 
 std::vector<std::size_t> LocalPass::take(const std::shared_ptr<engine::PassEnd>& end) {

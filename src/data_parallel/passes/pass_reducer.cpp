@@ -161,20 +161,29 @@ void PassReducer::gradient_ready(engine::GradientSink& sink, std::size_t slot) {
   const at::Tensor gradient = sink.gradient(parts_->slots.tensor(slot));
   if (gradient.defined()) parts_->status.note_used(slot % parts_->slots.count());
   RoundPtr round;
-  bool stray = false;
+  bool reduces = false;
   {
     MutexLock lock(mutex_);
-    if (!round_ || !accepting_) {
-      stray = local_.add(sink.end(), slot);
-    } else if (is_complete(slot)) {
-      round = round_;
-    }
+    reduces = round_ && accepting_;
+    if (reduces && is_complete(slot)) round = round_;
   }
-  if (stray) watch_stray(sink, slot);
+  if (!reduces) return note_local(sink, slot);
   if (!round) return;
   round->gradients().accept(slot);
   round->gradients().fill(sink, slot, gradient);
   round->gradients().launch_full();
+}
+
+void PassReducer::note_local(engine::GradientSink& sink, std::size_t slot) {
+  const bool expected = parts_->hooks.is_expected_elsewhere(slot, sink);
+  bool first = false, stray = false;
+  {
+    MutexLock lock(mutex_);
+    first = local_.is_idle();
+    stray = local_.add(sink.end(), slot, expected);
+  }
+  if (stray) watch_stray(sink, slot);
+  if (first) forget_after(sink);
 }
 
 bool PassReducer::is_complete(std::size_t slot) {
@@ -204,6 +213,11 @@ bool PassReducer::is_reducing() const {
   return round_ && accepting_;
 }
 
+bool PassReducer::expects_gradients(const engine::GradientSink& sink) const {
+  MutexLock lock(mutex_);
+  return (round_ && accepting_) || local_.has_begun(sink.end().get());
+}
+
 void PassReducer::watch_stray(engine::GradientSink& sink, std::size_t slot) {
   sink.after_work([weak = weak_from_this(), slot, end = sink.end().get()](const engine::PassStatus& status) {
     const auto self = weak.lock();
@@ -214,7 +228,6 @@ void PassReducer::watch_stray(engine::GradientSink& sink, std::size_t slot) {
     }
     self->report_stray(slot);
   });
-  forget_after(sink);
 }
 
 void PassReducer::report_stray(std::size_t slot) {

@@ -43,6 +43,7 @@ class PassReducer final : public MarkListener,
   void gradient_ready(engine::GradientSink& sink, std::size_t slot) override;
   void gradient_failed(const std::string& text) override;
   bool is_reducing() const override;
+  bool expects_gradients(const engine::GradientSink& sink) const override;
   const std::vector<int>& ranks() const override { return parts_->group.ranks(); }
 
  private:
@@ -56,6 +57,8 @@ class PassReducer final : public MarkListener,
   Start begin_round(engine::GradientSink& sink, const ForwardLog::Record& record, bool others_unfinished)
       TORCHSPAN_REQUIRES(mutex_);
   void begin_local_pass(engine::GradientSink& sink);
+  /// A gradient arrived, and no round takes it.
+  void note_local(engine::GradientSink& sink, std::size_t slot);
   void listen(engine::GradientSink& sink, const RoundPtr& round);
   void forget_after(engine::GradientSink& sink);
   void watch_stray(engine::GradientSink& sink, std::size_t slot);

@@ -105,6 +105,17 @@ bool SlotHooks::is_shared(std::size_t slot) const {
   return shared;
 }
 
+bool SlotHooks::is_expected_elsewhere(std::size_t slot, const engine::GradientSink& sink) const {
+  const auto mine = listener_.lock();
+  for (const auto& hook : hooked_[slot].first->post_hooks()) {
+    const auto* found = dynamic_cast<const SlotHook*>(hook.get());
+    const auto other = found == nullptr ? nullptr : found->listener();
+    if (mine && other && other != mine && other->ranks() == mine->ranks() && other->expects_gradients(sink))
+      return true;
+  }
+  return false;
+}
+
 std::string SlotHooks::describe_missing(const std::vector<std::size_t>& slots) const {
   const std::string names = slots_.names(slots);
   for (const std::size_t slot : slots) {

@@ -26,6 +26,8 @@ class SlotListener {
   virtual void gradient_failed(const std::string& text) = 0;
   /// Whether a reduction takes gradients now.
   virtual bool is_reducing() const = 0;
+  /// Whether the pass came through an output of this listener's wrapper, reduced or under no_sync.
+  virtual bool expects_gradients(const engine::GradientSink& sink) const = 0;
   /// Global ranks over which gradients are averaged.
   virtual const std::vector<int>& ranks() const = 0;
 };
@@ -55,6 +57,8 @@ class SlotHooks {
   /// Whether another reducer also averages the slot's gradient. Throws Error{kInvalid} if that reducer does
   /// so in this pass over other ranks.
   bool is_shared(std::size_t slot) const;
+  /// Whether another reducer over the same ranks expects the slot's gradient in this pass.
+  bool is_expected_elsewhere(std::size_t slot, const engine::GradientSink& sink) const;
   /// Names of slots without a gradient, with the reason if no pass can reach one of them.
   std::string describe_missing(const std::vector<std::size_t>& slots) const;
 
