@@ -89,6 +89,56 @@ TEST(ZeroJoin, RanksWithoutBatchesFollowFailedReductionsAndSkippedSteps) {
   }
 }
 
+TEST(ZeroJoin, RanksWithoutBatchesStepAtTheLearningRateOfTheOthers) {
+  for (const int group_count : {1, 2}) {
+    on_ranks(3, [&](const Rank& self) {
+      Net mine, replica;
+      Model sharded(mine, self.group), plain(replica, self.group);
+      const auto groups_of = [&](Net& net) {
+        std::vector<optim::ParamGroup> groups;
+        if (group_count == 1) groups.emplace_back(*net, optim::SGD({.lr = 0.1}));
+        if (group_count == 2) {
+          groups.emplace_back(std::vector<at::Tensor>{net->weight}, optim::SGD({.lr = 0.1}));
+          groups.emplace_back(std::vector<at::Tensor>{net->bias}, optim::Adam({.lr = 0.02}));
+        }
+        return groups;
+      };
+      ZeroRedundancyOptimizer zero(sharded, groups_of(mine));
+      optim::Optimizer optimizer(groups_of(replica));
+      const auto train_at_rates = [&](Model& model, auto& trained) {
+        model.join([&] {
+          for (int i = 0; i < 1 + 2 * self.rank; ++i) {
+            trained.set_lr(0.3 / (i + 1));  // a schedule that is called after each batch
+            model(input(self.rank, i), false).backward();
+            trained.step();
+            trained.zero_grad();
+          }
+        });
+      };
+      train_at_rates(sharded, zero);
+      train_at_rates(plain, optimizer);
+      expect_equal_parameters(*mine, *replica);
+      EXPECT_EQ(zero.lrs().back(), 0.3 / 5) << "that of the last step";
+    });
+  }
+}
+
+TEST(ZeroJoin, DifferentLearningRatesAreRefusedOnAllRanksBeforeAnythingChanges) {
+  on_ranks(2, [](const Rank& self) {
+    Net net;
+    Model model(net, self.group);
+    ZeroRedundancyOptimizer zero(model, optim::SGD({.lr = 0.1}));
+    const at::Tensor before = net->weight.detach().clone();
+    model(input(self.rank, 0), false).backward();
+    if (self.rank == 1) zero.set_lr(0.5);
+    EXPECT_THAT(invalid_text([&] { zero.step(); }), HasSubstr("learning rates from 0.1 to 0.5 in group 0"));
+    EXPECT_TRUE(at::equal(net->weight, before));
+    zero.set_lr(0.2);
+    zero.step();
+    EXPECT_FALSE(at::equal(net->weight, before));
+  });
+}
+
 TEST(ZeroJoin, AFailedReductionIsNotStepped) {
   on_ranks(2, [](const Rank& self) {
     Net net;

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <limits>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
@@ -80,7 +81,7 @@ class ZeroRedundancyOptimizer::Impl {
   std::vector<state::PlacedGradient> averages(bool shadow) const;
   double clip(const sharded::ClipTerms& terms, bool shadow);
   void clear();
-  std::vector<bool> agree_on_used(bool shadow, const std::string& failure);
+  std::vector<bool> agree_on_step(bool shadow, const std::string& failure);
   void make_waits();
 
   const std::shared_ptr<data_parallel::WrappedModule> wrapped_;
@@ -356,21 +357,45 @@ at::Tensor ZeroRedundancyOptimizer::Impl::gradient_of(const Piece& piece, bool s
   return gradient.detach().view({-1}).narrow(0, piece.place.begin, count);
 }
 
-/// Collective: which parameters have a gradient on any rank. Throws on all ranks if one has failed.
-std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_used(bool shadow, const std::string& failure) {
-  const at::Tensor status = at::zeros({static_cast<std::int64_t>(trained_.size()) + 1}, at::kInt);
-  auto* values = status.data_ptr<std::int32_t>();
+/// Collective: which parameters have a gradient on any rank. Gives a rank without batches the learning rates of the others.
+/// Throws on all ranks if one has failed, or if those with batches have different rates.
+std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(bool shadow, const std::string& failure) {
+  std::vector<double> rates = optimizer_->lrs();
+  const std::size_t count = trained_.size();
+  const at::Tensor status = at::zeros({static_cast<std::int64_t>(1 + count + 2 * rates.size())}, at::kDouble);
+  auto* values = status.data_ptr<double>();
   values[0] = failure.empty() ? 0 : 1;
-  for (std::size_t i = 0; i < trained_.size(); ++i)
+  for (std::size_t i = 0; i < count; ++i)
     values[i + 1] = !shadow && trained_[i].tensor.grad().defined() ? 1 : 0;
+  double* largest = values + 1 + count;
+  double* negated = largest + rates.size();
+  for (std::size_t g = 0; g < rates.size(); ++g) {
+    const bool none = shadow || std::isnan(rates[g]);  // the optimizer has no rate
+    largest[g] = none ? -std::numeric_limits<double>::infinity() : rates[g];
+    negated[g] = none ? -std::numeric_limits<double>::infinity() : -rates[g];
+  }
   group_.all_reduce(status, collective::kMax).wait();
   if (values[0] != 0) {
     data_parallel::Agreement mine;
     mine.failure = failure;
     data_parallel::agree(group_, mine);
   }
+  for (std::size_t g = 0; g < rates.size(); ++g) {
+    if (std::isinf(largest[g])) continue;
+    if (largest[g] != -negated[g]) {
+      throw Error(ErrorKind::kInvalid,
+                  fmt::format("the ranks have learning rates from {} to {} in group {} of a "
+                              "ZeroRedundancyOptimizer, of which "
+                              "each steps a part: set the same on all ranks, for example by as many calls of "
+                              "a schedule; a rank "
+                              "that had fewer batches in join() has called it less often",
+                              -negated[g], largest[g], g));
+    }
+    rates[g] = largest[g];
+  }
+  if (shadow) optimizer_->set_lrs(rates);
   std::vector<bool> used;
-  for (std::size_t i = 0; i < trained_.size(); ++i) used.push_back(values[i + 1] != 0);
+  for (std::size_t i = 0; i < count; ++i) used.push_back(values[i + 1] != 0);
   return used;
 }
 
@@ -387,7 +412,7 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
   } catch (const Error& error) {
     failure = error.message();
   }
-  const std::vector<bool> used = agree_on_used(shadow, failure);
+  const std::vector<bool> used = agree_on_step(shadow, failure);
   try {
     for (std::size_t bucket = parameters_->size(); bucket-- > 0;) {
       optimizer_->step([&](const at::Tensor& values) {
