@@ -22,6 +22,8 @@ struct GradientBucket {
   std::vector<std::string> parameters;  ///< parameter names
   std::vector<at::Tensor> parameter_tensors;
   double divisor = 1;  ///< turns a sum over all ranks into the average
+  /// This rank has given up its backward pass: it sends zeros, and the reduction fails on all ranks.
+  bool given_up = false;
 };
 
 /// Reduces one bucket over all ranks; the future's value is the average, shaped like `buffer` and possibly

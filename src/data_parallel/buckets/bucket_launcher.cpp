@@ -86,10 +86,15 @@ void BucketLauncher::launch_zeros(RoundTimer& timer) {
 void BucketLauncher::launch(std::size_t bucket, RoundTimer& timer) {
   const at::NoGradGuard no_grad;
   if (bucket == 0) timer.launches_begin();
-  set_broken();  // unless the launch succeeds
+  bool given_up = false;
+  {
+    MutexLock lock(mutex_);
+    broken_ = true;  // unless the launch succeeds
+    given_up = stopped_;
+  }
   const StreamScope on_stream(stream_.stream());
   wait_for_producers(bucket);
-  works_[bucket] = reducer_.reduce(*buckets_, bucket, divisor_);
+  works_[bucket] = reducer_.reduce(*buckets_, bucket, {divisor_, given_up});
   {
     MutexLock lock(mutex_);
     broken_ = false;

@@ -44,14 +44,15 @@ GradientBucket BucketReducer::hook_argument(const Buckets& buckets, std::size_t 
   return argument;
 }
 
-Future<at::Tensor> BucketReducer::reduce(Buckets& buckets, std::size_t bucket, double divisor) const {
+Future<at::Tensor> BucketReducer::reduce(Buckets& buckets, std::size_t bucket, const Terms& terms) const {
   at::Tensor outgoing = buckets.outgoing(bucket);
   if (!hook_) {
-    const bool averages = group_averages(buckets.dtype(bucket), divisor);
+    const bool averages = group_averages(buckets.dtype(bucket), terms.divisor);
     return group_.all_reduce(outgoing, averages ? collective::kAvg : collective::kSum);
   }
   GradientBucket argument = hook_argument(buckets, bucket);
-  argument.divisor = divisor;
+  argument.divisor = terms.divisor;
+  argument.given_up = terms.given_up;
   argument.buffer = outgoing;
   Future<at::Tensor> work = hook_(argument, group_);
   if (!work.valid()) {

@@ -24,8 +24,12 @@ class BucketReducer {
 
   /// Returns the factor that is applied to a gradient when it is copied into a bucket of `dtype`.
   double factor(at::ScalarType dtype, double divisor) const;
+  struct Terms {
+    double divisor = 1;
+    bool given_up = false;  ///< GradientBucket::given_up
+  };
   /// Starts the reduction of a bucket. Runs user code if there is a hook, which may throw.
-  Future<at::Tensor> reduce(Buckets& buckets, std::size_t bucket, double divisor) const;
+  Future<at::Tensor> reduce(Buckets& buckets, std::size_t bucket, const Terms& terms) const;
   /// Throws Error{kInvalid} if a hook's result does not fit the bucket.
   void check(const Buckets& buckets, std::size_t bucket, const at::Tensor& reduced) const;
 

@@ -19,8 +19,8 @@ Future<at::Tensor> GradientScatter::reduce(const data_parallel::GradientBucket& 
   {
     MutexLock lock(mutex_);
     closed = closed_;
-    if (bucket.index == 0) ++begun_;
-    left_over = begun_ > 1;
+    if (bucket.index == 0 && !bucket.given_up) ++begun_;
+    left_over = begun_ > 1 && !bucket.given_up;
     buffers_[bucket.index] = bucket.buffer;
   }
   const at::ScalarType dtype = bucket.buffer.scalar_type();

@@ -31,7 +31,8 @@ class GradientScatter final : public std::enable_shared_from_this<GradientScatte
   Future<at::Tensor> reduce(const data_parallel::GradientBucket& bucket, const collective::Group& group);
   /// The last reduction's memory of a bucket; undefined before the first.
   at::Tensor buffer(std::size_t bucket) const;
-  /// Number of reductions that have begun since the last clear(), also those that failed. Buckets are reduced in order.
+  /// Number of reductions of this rank's passes that have begun since the last clear(), also those that failed. Buckets are
+  /// reduced in order.
   std::uint64_t begun() const;
   void clear();
   /// From now on buckets are all-reduced: there is no optimizer for the parts.

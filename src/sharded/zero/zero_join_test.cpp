@@ -139,6 +139,37 @@ TEST(ZeroJoin, DifferentLearningRatesAreRefusedOnAllRanksBeforeAnythingChanges) 
   });
 }
 
+TEST(ZeroJoin, AnExceptionBetweenForwardAndBackwardOnOneRankSkipsThatStepAsWithoutZero) {
+  for (const bool clears : {true, false}) {
+    on_ranks(3, [&](const Rank& self) {
+      Net mine, replica;
+      Model sharded(mine, self.group), plain(replica, self.group);
+      const optim::OptimizerSpec spec = optim::SGD({.lr = 0.1, .momentum = 0.9});
+      ZeroRedundancyOptimizer zero(sharded, spec);
+      optim::Optimizer optimizer(*replica, spec);
+      const auto train_on = [&](Model& model, auto& trained) {
+        std::string failures;
+        for (int step = 0; step < 5; ++step) {
+          try {
+            trained.zero_grad();
+            const at::Tensor loss = model(input(self.rank, step), false);
+            if (step == 1 && self.rank == 1) throw std::runtime_error("no such sample");
+            loss.backward();
+            trained.step();
+          } catch (const std::exception& error) {
+            failures += std::to_string(step) + " ";
+            if (clears) trained.zero_grad();
+          }
+        }
+        return failures;
+      };
+      const std::string with = train_on(sharded, zero), without = train_on(plain, optimizer);
+      EXPECT_EQ(with, without) << "rank " << self.rank;
+      expect_equal_parameters(*mine, *replica);
+    });
+  }
+}
+
 TEST(ZeroJoin, AFailedReductionIsNotStepped) {
   on_ranks(2, [](const Rank& self) {
     Net net;
