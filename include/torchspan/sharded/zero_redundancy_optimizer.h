@@ -28,6 +28,8 @@ struct ZeroOptions {
 /// this class. For optimizers that update each element separately. Use it from the training thread.
 class ZeroRedundancyOptimizer : public optim::LRTarget {
  public:
+  using GradientOf = optim::Optimizer::GradientOf;
+
   /// Collective, before the first backward pass. Optimizes all parameters that `ddp` averages; sets its
   /// communication hook and moves its parameters into flat buffers. Throws Error{kUnsupported} on all ranks for
   /// SparseAdam, optimizers that are not in this library, sparse gradients and parameters that are not contiguous.
@@ -50,15 +52,16 @@ class ZeroRedundancyOptimizer : public optim::LRTarget {
 
   /// Collective: updates every parameter that has a gradient on any rank and clears all gradients. A failure on one
   /// rank before the update throws on all and changes nothing. Without a successful reduction since the last step or
-  /// zero_grad() it throws Error{kInvalid}.
-  void step();
+  /// zero_grad() it throws Error{kInvalid}. `gradient_of`: where the averages are instead of `.grad`, after
+  /// context.backward(): `[&](const at::Tensor& parameter) { return context.gradient(parameter); }`.
+  void step(const GradientOf& gradient_of = {});
   /// With overlap_forward: returns when all parameters have arrived. Throws what the gathers threw; the parameters are
   /// then incomplete.
   void synchronize();
   /// With overlap_forward: number of buckets whose parameters may still arrive.
   std::size_t arriving() const;
   /// Scales the averages to a total norm of at most `max_norm`; returns the norm before scaling. Collective.
-  double clip_grad_norm(double max_norm, double norm_type = 2);
+  double clip_grad_norm(double max_norm, double norm_type = 2, const GradientOf& gradient_of = {});
   /// Divides the averages by `scale`; returns whether one is not finite on any rank. Collective; GradScaler calls it.
   /// Throws Error{kUnsupported} in join().
   bool unscale(double scale);

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <functional>
 #include <limits>
 #include <map>
 #include <unordered_map>
@@ -43,8 +44,8 @@ class ZeroRedundancyOptimizer::Impl {
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
-  void step();
-  double clip(double max_norm, double norm_type);
+  void step(const GradientOf& gradient_of);
+  double clip(double max_norm, double norm_type, const GradientOf& gradient_of);
   bool unscale(double scale);
   /// On a rank without batches, after a reduction: takes part in what the others do until they have stepped or
   /// cleared their gradients, with the gradients in the buckets. If the reduction failed, only forgets it.
@@ -74,6 +75,9 @@ class ZeroRedundancyOptimizer::Impl {
   std::size_t index_of(const at::Tensor& parameter) const;
   std::string name_in_module(const at::Tensor& parameter) const;
   void make_optimizer(std::vector<optim::ParamGroup> groups);
+  at::Tensor whole_gradient(const Parameter& parameter) const {
+    return gradient_of_ ? gradient_of_(parameter.tensor) : parameter.tensor.grad();
+  }
   /// The averages of a piece, as a view of what step() uses.
   at::Tensor gradient_of(const Piece& piece, bool shadow) const;
   void step(bool shadow);
@@ -100,12 +104,35 @@ class ZeroRedundancyOptimizer::Impl {
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::shared_ptr<sharded::PendingAverages> pending_;
   std::unique_ptr<sharded::JoinProtocol> join_;
+  GradientOf gradient_of_;  ///< of a call; empty: `.grad`
 };
 
 namespace {
 
 constexpr std::array<std::string_view, 8> kElementwise = {"SGD",      "Adam",    "AdamW", "Adagrad",
                                                           "Adadelta", "RMSprop", "Rprop", "Adamax"};
+
+constexpr const char* kNoGradients =
+    "{}() of a ZeroRedundancyOptimizer found no gradient on any rank, although a backward pass was reduced: "
+    "after "
+    "context.backward() they are in the context, so pass gradient_of: [&](const at::Tensor& parameter) {{ "
+    "return "
+    "context.gradient(parameter); }}; to skip a step, call zero_grad() instead";
+
+/// Sets where gradients are for one call.
+class GradientScope {
+ public:
+  GradientScope(ZeroRedundancyOptimizer::GradientOf& place, ZeroRedundancyOptimizer::GradientOf now)
+      : place_(place) {
+    place_ = std::move(now);
+  }
+  ~GradientScope() { place_ = nullptr; }
+  GradientScope(const GradientScope&) = delete;
+  GradientScope& operator=(const GradientScope&) = delete;
+
+ private:
+  ZeroRedundancyOptimizer::GradientOf& place_;
+};
 
 /// Of a group with this index.
 std::string label_of(const optim::ParamGroup& group, std::size_t index) {
@@ -340,7 +367,7 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
 
 at::Tensor ZeroRedundancyOptimizer::Impl::gradient_of(const Piece& piece, bool shadow) const {
   const Parameter& parameter = trained_[piece.place.parameter];
-  const at::Tensor gradient = shadow ? at::Tensor() : parameter.tensor.grad();
+  const at::Tensor gradient = shadow ? at::Tensor() : whole_gradient(parameter);
   const std::int64_t count = piece.place.end - piece.place.begin;
   if (!gradient.defined()) {
     const at::Tensor buffer = scatter_->buffer(piece.bucket);
@@ -366,7 +393,7 @@ std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(bool shadow, cons
   auto* values = status.data_ptr<double>();
   values[0] = failure.empty() ? 0 : 1;
   for (std::size_t i = 0; i < count; ++i)
-    values[i + 1] = !shadow && trained_[i].tensor.grad().defined() ? 1 : 0;
+    values[i + 1] = !shadow && whole_gradient(trained_[i]).defined() ? 1 : 0;
   double* largest = values + 1 + count;
   double* negated = largest + rates.size();
   for (std::size_t g = 0; g < rates.size(); ++g) {
@@ -396,6 +423,8 @@ std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(bool shadow, cons
   if (shadow) optimizer_->set_lrs(rates);
   std::vector<bool> used;
   for (std::size_t i = 0; i < count; ++i) used.push_back(values[i + 1] != 0);
+  if (count > 0 && std::ranges::none_of(used, std::identity()))
+    throw_invalid(fmt::format(kNoGradients, "step"));
   return used;
 }
 
@@ -443,7 +472,7 @@ std::vector<state::PlacedGradient> ZeroRedundancyOptimizer::Impl::averages(bool 
   const at::NoGradGuard no_grad;
   std::vector<state::PlacedGradient> gradients = others_;
   for (const Piece& piece : pieces_) {
-    const bool has = shadow || trained_[piece.place.parameter].tensor.grad().defined();
+    const bool has = shadow || whole_gradient(trained_[piece.place.parameter]).defined();
     gradients.push_back({has ? gradient_of(piece, shadow) : at::Tensor(), state::place_of(piece.values)});
   }
   return gradients;
@@ -469,18 +498,24 @@ bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
   return sharded::unscale_at_places(gradients, scale);
 }
 
-void ZeroRedundancyOptimizer::Impl::step() {
+void ZeroRedundancyOptimizer::Impl::step(const GradientOf& gradient_of) {
+  const GradientScope scope(gradient_of_, gradient_of);
   pending_->check("step");
   join_->announce(Verb::kStep);
   step(/*shadow=*/false);
 }
 
-double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double norm_type) {
+double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double norm_type, const GradientOf& gradient_of) {
+  const GradientScope scope(gradient_of_, gradient_of);
   const sharded::ClipTerms terms(max_norm, norm_type);  // checked before anything is sent
   if (join_->is_followed())
     pending_->check("clip_grad_norm");  // ranks without batches follow reductions only
   join_->announce(Verb::kClip, max_norm, norm_type);
-  return clip(terms, /*shadow=*/false);
+  const double norm = clip(terms, /*shadow=*/false);
+  if (norm == 0 && pending_->exist() &&
+      std::ranges::none_of(trained_, [this](const Parameter& one) { return whole_gradient(one).defined(); }))
+    throw_invalid(fmt::format(kNoGradients, "clip_grad_norm"));
+  return norm;
 }
 
 void ZeroRedundancyOptimizer::Impl::shadow(bool reduced) {
@@ -521,11 +556,12 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const std::shared_ptr<data_para
 
 ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
 
-void ZeroRedundancyOptimizer::step() { impl_->step(); }
+void ZeroRedundancyOptimizer::step(const GradientOf& gradient_of) { impl_->step(gradient_of); }
 void ZeroRedundancyOptimizer::synchronize() { impl_->parameters().wait_all(); }
 std::size_t ZeroRedundancyOptimizer::arriving() const { return impl_->parameters().arriving(); }
-double ZeroRedundancyOptimizer::clip_grad_norm(double max_norm, double norm_type) {
-  return impl_->clip(max_norm, norm_type);
+double ZeroRedundancyOptimizer::clip_grad_norm(double max_norm, double norm_type,
+                                               const GradientOf& gradient_of) {
+  return impl_->clip(max_norm, norm_type, gradient_of);
 }
 bool ZeroRedundancyOptimizer::unscale(double scale) { return impl_->unscale(scale); }
 void ZeroRedundancyOptimizer::zero_grad() { impl_->zero_grad(); }
