@@ -105,8 +105,8 @@ class Containers : public testing::Hosts {
           {"TORCHSPAN_RUNTIME_DIR", world.folder() + "/" + (is_near ? near : far)}};
       variables.insert(changes.begin(), changes.end());
       const std::string hidden = together ? "" : world.folder() + "/" + (is_near ? far : near);
-      world.start(rank, "containers.sums_and_calls", variables,
-                  (is_near ? network_.near : network_.far).through(hidden));
+      variables.merge((is_near ? network_.near : network_.far).variables(hidden));
+      world.start(rank, "containers.sums_and_calls", std::move(variables));
     }
   }
 };

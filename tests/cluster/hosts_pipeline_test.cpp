@@ -121,13 +121,13 @@ void start_all(ProcessWorld& world, const testing::TestHost& near, const testing
                const std::string& scenario) {
   for (int rank = 0; rank < kWorkers; ++rank) {
     const testing::TestHost& host = rank < 2 ? near : far;
-    world.start(rank, scenario,
-                {{"MASTER_ADDR", TestNetwork::kNear},
-                 {"LOCAL_WORLD_SIZE", "2"},
-                 {"LOCAL_RANK", std::to_string(rank % 2)},
-                 {"TEST_HOST", rank < 2 ? "near" : "far"},
-                 {"TEST_ENDED", world.folder() + "/ended"}},
-                host.through());
+    std::map<std::string, std::string> changes{{"MASTER_ADDR", TestNetwork::kNear},
+                                               {"LOCAL_WORLD_SIZE", "2"},
+                                               {"LOCAL_RANK", std::to_string(rank % 2)},
+                                               {"TEST_HOST", rank < 2 ? "near" : "far"},
+                                               {"TEST_ENDED", world.folder() + "/ended"}};
+    changes.merge(host.variables());
+    world.start(rank, scenario, std::move(changes));
   }
 }
 

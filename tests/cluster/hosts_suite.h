@@ -29,7 +29,8 @@ class Hosts : public ::testing::Test {
                     {"LOCAL_WORLD_SIZE", "2"},
                     {"LOCAL_RANK", std::to_string(rank % 2)},
                     {"TEST_HOST", &host == &network_.near ? "near" : "far"}});
-    return world.start(rank, scenario, std::move(changes), host.through());
+    changes.merge(host.variables());
+    return world.start(rank, scenario, std::move(changes));
   }
   static bool says(ProcessWorld& world, Process& process, const std::string& word, Duration limit) {
     const Deadline deadline = world.executor().deadline_in(limit);

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tests/support/hosts.h"
 #include "tests/support/processes.h"
 
 namespace torchspan::testing {
@@ -28,6 +29,7 @@ inline int cluster_main(int argc, char** argv,
                         const std::map<std::string, Scenario>& scenarios = Scenarios::all()) {
   const auto run = [&scenarios] {
     try {
+      TestHost::enter_from_env();
       scenarios.at(std::getenv("TORCHSPAN_TEST_SCENARIO"))();
       std::fflush(nullptr);
       return 0;

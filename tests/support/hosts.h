@@ -2,9 +2,13 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <fcntl.h>
+#include <map>
 #include <sched.h>
 #include <signal.h>
+#include <stdexcept>
 #include <string>
+#include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -43,19 +47,38 @@ class TestHost {
 
   bool good() const { return good_; }
   pid_t pid() const { return pid_; }
-  /// Returns the program and arguments that run another program on this host, where it sees this host's
-  /// devices and, if `hidden` names a folder, nothing in that folder.
-  std::vector<std::string> through(const std::string& hidden = {}) const {
-    const std::string hide = hidden.empty() ? "" : "mount -t tmpfs tmpfs " + hidden + " && ";
-    return {
-        "/usr/bin/nsenter", enter(),   "--", "/usr/bin/unshare",
-        "--mount",          "/bin/sh", "-c", "mount -t sysfs sysfs /sys && " + hide + "exec \"$0\" \"$@\""};
+  /// Returns the program and arguments that run another program on this host, where it sees this host's devices.
+  std::vector<std::string> through() const {
+    return {"/usr/bin/nsenter", enter(),   "--", "/usr/bin/unshare",
+            "--mount",          "/bin/sh", "-c", "mount -t sysfs sysfs /sys && exec \"$0\" \"$@\""};
+  }
+  /// Returns variables with which cluster_main() moves a process to this host before it runs a scenario, so that a fork
+  /// server can start it. It sees nothing in the folder that `hidden` names, if any.
+  std::map<std::string, std::string> variables(const std::string& hidden = {}) const {
+    return {{kSpace, "/proc/" + std::to_string(pid_) + "/ns/net"}, {kHidden, hidden}};
+  }
+  /// Moves this process to the host that these variables name, if any.
+  static void enter_from_env() {
+    const char* space = std::getenv(kSpace);
+    const char* hidden = std::getenv(kHidden);
+    if (space == nullptr) return;
+    const int file = open(space, O_RDONLY | O_CLOEXEC);
+    const bool good =
+        file >= 0 && setns(file, CLONE_NEWNET) == 0 && unshare(CLONE_NEWNS) == 0 &&
+        mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+        mount("sysfs", "/sys", "sysfs", 0, nullptr) == 0 &&
+        (hidden == nullptr || *hidden == '\0' || mount("tmpfs", hidden, "tmpfs", 0, nullptr) == 0);
+    if (!good) throw std::runtime_error(std::string("cannot enter ") + space + ": " + std::strerror(errno));
+    close(file);
   }
   bool run(const std::string& command) const {
     return run_quietly("/usr/bin/nsenter " + enter() + " -- " + command);
   }
 
  private:
+  static constexpr const char* kSpace = "TEST_NETWORK_NAMESPACE";
+  static constexpr const char* kHidden = "TEST_HIDDEN_FOLDER";
+
   std::string enter() const { return "--net=/proc/" + std::to_string(pid_) + "/ns/net"; }
 
   pid_t pid_ = -1;
