@@ -25,7 +25,9 @@ using testing::ProcessWorld;
 using testing::require;
 
 constexpr int kRanks = 4;
-constexpr std::int64_t kSteps = 120, kFeatures = 300;
+constexpr std::int64_t kSteps = 160, kFeatures = 300;
+/// Of the first victim and of the second, which dies when the first has long been replaced.
+constexpr std::array<std::int64_t, 2> kDeaths{15, 95};
 /// Rank 0 waits for missing ranks at every multiple of it.
 constexpr std::int64_t kGate = 20;
 
@@ -67,14 +69,15 @@ void train() {
   optim::Optimizer optimizer = make_optimizer(net);
   ElasticTrainer trainer(session, net, elastic_options());
   trainer.add("optimizer", optimizer);
-  if (std::getenv("TEST_LIFE") == std::string("2")) std::ofstream(path_of("replaced")) << "ready";
+  const std::string life = std::getenv("TEST_LIFE");
+  if (life == "2") std::ofstream(path_of(fmt::format("replaced{}", session.rank()))) << "ready";
   std::vector<int> sizes;
   const bool complete = trainer.run(
       kSteps,
       [&](auto& model, const ElasticStep& step) {
         const Deadline limit = session.runtime().executor.deadline_in(seconds(20));
         while (step.rank == 0 && step.size < kRanks && step.number % kGate == 0 &&
-               access(path_of("replaced").c_str(), F_OK) != 0 &&
+               access(path_of(step.number < kDeaths[1] ? "replaced1" : "replaced2").c_str(), F_OK) != 0 &&
                !limit.passed(session.runtime().executor.now()))
           session.runtime().executor.sleep(milliseconds(5));
         loss_of(model, step).backward();
@@ -87,9 +90,11 @@ void train() {
   require(complete, "the trainer has the final state");
   torch::save(net, path_of(fmt::format("final{}", session.rank())));
   if (session.rank() == 0) {
-    require(std::count(sizes.begin(), sizes.end(), kRanks - 1) > 0,
-            "three ranks have trained without the dead one");
-    require(sizes.back() == kRanks, "the replacement has trained, too");
+    const auto second = sizes.begin() + kDeaths[1];
+    require(std::count(sizes.begin(), second, kRanks - 1) > 0, "three ranks have trained without rank 1");
+    require(*std::prev(second) == kRanks, "the replacement of rank 1 has trained, too");
+    require(std::count(second, sizes.end(), kRanks - 1) > 0, "three ranks have trained without rank 2");
+    require(sizes.back() == kRanks, "the replacement of rank 2 has trained, too");
   }
   session.worker().barrier();
   session.shutdown(seconds(30));
@@ -112,7 +117,7 @@ torch::nn::Linear in_one_process() {
 
 class ElasticOverHosts : public testing::Hosts {
  protected:
-  Process& start_rank(ProcessWorld& world, int rank, int dies_at, const char* life) {
+  Process& start_rank(ProcessWorld& world, int rank, std::int64_t dies_at, const char* life) {
     return start(
         world, rank, rank < 2 ? network_.near : network_.far, "hosts_elastic.train",
         {{"TEST_FOLDER", world.folder()}, {"TEST_DIES_AT", std::to_string(dies_at)}, {"TEST_LIFE", life}});
@@ -121,29 +126,32 @@ class ElasticOverHosts : public testing::Hosts {
 
 TEST_F(ElasticOverHosts, GoesOnAfterTheDeathOfARankOnEitherHost) {
   const torch::nn::Linear expected = in_one_process();
+  ProcessWorld world(kRanks);
+  std::vector<Process*> living;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const bool is_victim = rank == 1 || rank == 2;
+    living.push_back(
+        &start_rank(world, rank, is_victim ? kDeaths[static_cast<std::size_t>(rank - 1)] : -1, "1"));
+  }
   for (const int victim : {1, 2}) {
     SCOPED_TRACE(victim);
-    ProcessWorld world(kRanks);
-    std::vector<Process*> living;
-    for (int rank = 0; rank < kRanks; ++rank)
-      living.push_back(&start_rank(world, rank, rank == victim ? 15 : -1, "1"));
-    Process* dead = living[static_cast<std::size_t>(victim)];
-    ASSERT_TRUE(dead->wait(world.executor(), seconds(60))) << dead->output();
-    ASSERT_EQ(dead->exit_code(), 128 + SIGKILL) << dead->output();
-    living[static_cast<std::size_t>(victim)] = &start_rank(world, victim, -1, "2");
-    for (Process* process : living) {
-      ASSERT_TRUE(process->wait(world.executor(), seconds(90))) << process->output();
-      EXPECT_EQ(process->exit_code(), 0) << process->output();
-    }
-    torch::nn::Linear first = make_net();
-    torch::load(first, world.folder() + "/final0");
-    EXPECT_TRUE(at::allclose(first->weight, expected->weight, 1e-9, 1e-12));
-    for (int rank = 1; rank < kRanks; ++rank) {
-      torch::nn::Linear other = make_net();
-      torch::load(other, fmt::format("{}/final{}", world.folder(), rank));
-      EXPECT_TRUE(at::equal(first->weight, other->weight)) << "rank " << rank;
-      EXPECT_TRUE(at::equal(first->bias, other->bias)) << "rank " << rank;
-    }
+    Process*& process = living[static_cast<std::size_t>(victim)];
+    ASSERT_TRUE(process->wait(world.executor(), seconds(60))) << process->output();
+    ASSERT_EQ(process->exit_code(), 128 + SIGKILL) << process->output();
+    process = &start_rank(world, victim, -1, "2");
+  }
+  for (Process* process : living) {
+    ASSERT_TRUE(process->wait(world.executor(), seconds(90))) << process->output();
+    EXPECT_EQ(process->exit_code(), 0) << process->output();
+  }
+  torch::nn::Linear first = make_net();
+  torch::load(first, world.folder() + "/final0");
+  EXPECT_TRUE(at::allclose(first->weight, expected->weight, 1e-9, 1e-12));
+  for (int rank = 1; rank < kRanks; ++rank) {
+    torch::nn::Linear other = make_net();
+    torch::load(other, fmt::format("{}/final{}", world.folder(), rank));
+    EXPECT_TRUE(at::equal(first->weight, other->weight)) << "rank " << rank;
+    EXPECT_TRUE(at::equal(first->bias, other->bias)) << "rank " << rank;
   }
 }
 

@@ -15,6 +15,7 @@ namespace torchspan::hosts_launch_test {
 namespace {
 
 using std::chrono::seconds;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using testing::join_on_host;
 using testing::Process;
@@ -35,15 +36,16 @@ void sum_of_all() {
   session.shutdown(seconds(30));
 }
 
-bool is_first_attempt() { return std::getenv("TORCHSPAN_RESTART_COUNT") == std::string("0"); }
-
-/// In the first attempt, one worker dies while the others wait for it. The next one has to succeed.
-void sum_after_a_death() {
-  if (is_first_attempt()) {
+/// In each of the first attempts, one worker dies while the others wait for it: TEST_VICTIMS has its rank. The attempt
+/// after them has to succeed.
+void sum_after_deaths() {
+  const std::string victims = std::getenv("TEST_VICTIMS");
+  const auto attempt = static_cast<std::size_t>(std::stoi(std::getenv("TORCHSPAN_RESTART_COUNT")));
+  if (attempt < victims.size()) {
     Session session = join_on_host();
     const collective::Group group = session.group({.timeout = seconds(60)});
     group.barrier();
-    if (std::to_string(session.rank()) == std::getenv("TEST_VICTIM")) kill(getpid(), SIGKILL);
+    if (session.rank() == victims[attempt] - '0') kill(getpid(), SIGKILL);
     while (true) group.barrier();
   }
   sum_of_all();
@@ -108,22 +110,20 @@ TEST_F(HostsLaunch, StartsOneJobOnBothHosts) {
 TEST_F(HostsLaunch, RestartsTheWorkersOfBothHostsAfterADeathOnEither) {
   const auto executor = make_executor();
   const std::string rdzv = std::string(testing::TestNetwork::kNear) + ":29652";
-  for (const std::string victim : {"1", "2"}) {
-    SCOPED_TRACE(victim);
-    std::vector<std::unique_ptr<Process>> hosts;
-    for (const int node : {0, 1}) {
-      hosts.push_back(launch(node,
-                             {"--rdzv", rdzv, "--port-range", "29660-29699", "--max-restarts", "1",
-                              "--restart-backoff", "100ms", "--env", "TEST_VICTIM=" + victim},
-                             "hosts_launch.sum_after_a_death"));
-    }
-    for (const auto& host : hosts) {
-      ASSERT_TRUE(host->wait(*executor, seconds(90))) << host->output();
-      EXPECT_EQ(host->exit_code(), 0) << host->output();
-      EXPECT_THAT(host->output(), HasSubstr("worker" + victim + " (rank " + victim));
-      EXPECT_THAT(host->output(), HasSubstr("was killed by SIGKILL"));
-      EXPECT_THAT(host->output(), HasSubstr("attempt 2 succeeded"));
-    }
+  std::vector<std::unique_ptr<Process>> hosts;
+  for (const int node : {0, 1}) {
+    hosts.push_back(launch(node,
+                           {"--rdzv", rdzv, "--port-range", "29660-29699", "--max-restarts", "2",
+                            "--restart-backoff", "100ms", "--env", "TEST_VICTIMS=12"},
+                           "hosts_launch.sum_after_deaths"));
+  }
+  for (const auto& host : hosts) {
+    ASSERT_TRUE(host->wait(*executor, seconds(90))) << host->output();
+    EXPECT_EQ(host->exit_code(), 0) << host->output();
+    for (const std::string victim : {"1", "2"})
+      EXPECT_THAT(host->output(),
+                  ContainsRegex("worker" + victim + " \\(rank " + victim + "[^\n]* was killed by SIGKILL"));
+    EXPECT_THAT(host->output(), HasSubstr("attempt 3 succeeded"));
   }
 }
 
@@ -173,7 +173,7 @@ TEST_F(HostsLaunch, EndsWithAnErrorIfTheOtherHostNeverStarts) {
 }
 
 const testing::Scenarios kScenarios("hosts_launch", {{"sum_of_all", sum_of_all},
-                                                     {"sum_after_a_death", sum_after_a_death},
+                                                     {"sum_after_deaths", sum_after_deaths},
                                                      {"wait_forever", wait_forever}});
 
 }  // namespace
