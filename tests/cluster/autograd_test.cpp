@@ -112,8 +112,8 @@ void make_passes(Session& session, long passes) {
 void many_passes() {
   Session session(WorkerOptions::from_env(), functions());
   if (session.rank() == 0) {
-    const long passes = number_from("TORCHSPAN_PASSES", 10'000);
-    make_passes(session, 4'000);
+    const long passes = number_from("TORCHSPAN_PASSES", 4'000);
+    make_passes(session, 2'000);
     require_nothing_left(session.worker(), {0, 1, 2});
     std::vector<std::int64_t> before, remembered;
     for (int rank = 0; rank < 3; ++rank) {

@@ -192,7 +192,7 @@ TEST_F(Hosts, WorkersConnectWithoutEncryptionWhenAllDeclareTheNetworkIsolated) {
 TEST_F(Hosts, AWorkerThatDoesNotEncryptIsRejectedByAWorldThatDoes) {
   ProcessWorld world(2);
   std::map<std::string, std::string> alone{
-      {"LOCAL_WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}, {"TORCHSPAN_JOIN_TIMEOUT", "10"}};
+      {"LOCAL_WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}, {"TORCHSPAN_JOIN_TIMEOUT", "5"}};
   Process& first = start(world, 0, network_.near, "hosts.meet", alone);
   alone["TORCHSPAN_NETWORK"] = "tcp-isolated";
   Process& other = start(world, 1, network_.far, "hosts.meet", alone);
@@ -233,7 +233,7 @@ TEST_F(Hosts, AnUnknownNetworkIsRefusedByName) {
 TEST_F(Hosts, AWorkerWithAnotherSecretIsRejected) {
   ProcessWorld world(2);
   std::map<std::string, std::string> alone{{"LOCAL_WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}};
-  alone["TORCHSPAN_JOIN_TIMEOUT"] = "10";
+  alone["TORCHSPAN_JOIN_TIMEOUT"] = "5";
   Process& first = start(world, 0, network_.near, "hosts.meet", alone);
   const std::string secret = world.folder() + "/other";
   net::Secret::random().write_file(secret);

@@ -125,7 +125,7 @@ struct Trap {
   }
   void load_state_dict(const optim::StateDict& state) {
     death.at("receive", 0);
-    if (text_of("TEST_SLOW") == "1") executor.sleep(seconds(3));
+    if (text_of("TEST_SLOW") == "1") executor.sleep(seconds(2));
     applied = state["applied"].item<std::int64_t>();
   }
 };
@@ -168,7 +168,7 @@ void train() {
   ElasticOptions options = training_options();
   if (with_norm) options.samples = 96;  // a batch norm needs two values
   if (text_of("TEST_SIGNAL") == "stop") options.step_timeout = seconds(3);
-  if (text_of("TEST_SLOW") == "1") options.step_timeout = seconds(2);
+  if (text_of("TEST_SLOW") == "1") options.step_timeout = seconds(1);
   if (text_of("TEST_MIN") == "4") {
     options.min_ranks = 4;
     options.too_few_limit = seconds(1);
@@ -406,14 +406,14 @@ TEST(Survival, EndsWithAnErrorIfACopyOfTheStateTakesLongerThanTheTimeout) {
   survival.supervise();
   EXPECT_THAT(survival.failures(), ::testing::Contains(::testing::AllOf(
                                        ::testing::HasSubstr("failed before its first step"),
-                                       ::testing::HasSubstr("ElasticOptions::step_timeout (2 s)"))));
+                                       ::testing::HasSubstr("ElasticOptions::step_timeout (1 s)"))));
 }
 
 TEST(Survival, GoesOnAfterKillsAtRandomMoments) {
   const auto seed = testing::number_from("TORCHSPAN_SEED", std::uint64_t{1});
   SCOPED_TRACE("TORCHSPAN_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
-  Survival survival(2000, {});
+  Survival survival(800, {});
   int kills = 0;
   std::size_t ready = 0;
   Deadline next = Deadline::never();
@@ -422,7 +422,7 @@ TEST(Survival, GoesOnAfterKillsAtRandomMoments) {
     const std::size_t now_ready = ready_count(survival.world().folder());
     if (now_ready != ready && now_ready >= kRanks) next = executor.deadline_in(milliseconds(random() % 150));
     ready = now_ready;
-    if (kills == 3 || survival.progress() > 1500 || !next.passed(executor.now())) return;
+    if (kills == 3 || survival.progress() > 600 || !next.passed(executor.now())) return;
     next = Deadline::never();
     const auto victim = survival.living().find(1 + static_cast<int>(random() % 3));
     if (victim == survival.living().end()) return;
@@ -432,7 +432,8 @@ TEST(Survival, GoesOnAfterKillsAtRandomMoments) {
   EXPECT_EQ(survival.kills(), kills);
   EXPECT_GE(kills, 1);
   EXPECT_EQ(survival.finals().size(), static_cast<std::size_t>(kRanks));
-  for (const std::string& state : survival.finals()) EXPECT_EQ(state, replay(survival.sizes()));
+  const std::string expected = replay(survival.sizes());
+  for (const std::string& state : survival.finals()) EXPECT_EQ(state, expected);
 }
 
 TEST(Survival, GoesOnWithoutAStoppedProcessWhichJoinsAgain) {
