@@ -70,9 +70,9 @@ TEST_F(Gpt, WritesTheSameWithACacheAtEachStage) {
 }
 
 TEST_F(Gpt, ReportsInvalidOptions) {
-  EXPECT_THAT(run(3, {{"--replicas", "2"}}).output, HasSubstr("3 workers cannot be divided into 2 replicas"));
-  EXPECT_THAT(run(2, {{"--blocks", "1"}}).output, HasSubstr("2 stages cannot share 1 blocks"));
-  EXPECT_THAT(run(2, {{"--replicas", "2"}, {"--batch", "1"}}).output,
+  EXPECT_THAT(refusal(3, {{"--replicas", "2"}}), HasSubstr("3 workers cannot be divided into 2 replicas"));
+  EXPECT_THAT(refusal(2, {{"--blocks", "1"}}), HasSubstr("2 stages cannot share 1 blocks"));
+  EXPECT_THAT(refusal(2, {{"--replicas", "2"}, {"--batch", "1"}}),
               HasSubstr("--batch 1 has no row for each of 2 replicas"));
 }
 

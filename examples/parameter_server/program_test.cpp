@@ -1,4 +1,5 @@
 // Runs the example as users do, on images whose classes are easy to distinguish.
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -9,6 +10,7 @@
 #include <regex>
 
 #include "fashion_mnist/synthetic.h"
+#include "parameter_server/training.h"
 #include "tests/support/processes.h"
 
 namespace parameter_server::program_test {
@@ -73,12 +75,16 @@ TEST_F(ParameterServerProgram, LearnsAndEndsWhenStepsDoNotWaitForAllTrainers) {
 }
 
 TEST_F(ParameterServerProgram, ReportsInvalidOptions) {
-  EXPECT_THAT(run(3, {"--wait-for", "3"}).second,
-              HasSubstr("--wait-for 3 and --batch 128 do not fit 2 trainers"));
-  EXPECT_THAT(run(4, {"--batch", "2"}).second, HasSubstr("--batch 2 do not fit 3 trainers"));
-  EXPECT_THAT(run(2, {"--data", "/nowhere"}).second, HasSubstr("/nowhere/t10k-images-idx3-ubyte.gz"));
-  EXPECT_THAT(run(1, {"--help"}).second, HasSubstr("--wait-for"));
-  EXPECT_NE(run(1, {"--momentum", "1"}).first, 0);
+  EXPECT_THAT(run(2, {"--wait-for", "2"}).second,
+              HasSubstr("--wait-for 2 and --batch 128 do not fit 1 trainers"));
+  EXPECT_THAT(run(3, {"--batch", "1"}).second, HasSubstr("--batch 1 do not fit 2 trainers"));
+  EXPECT_THAT(run(1, {"--data", "/nowhere"}).second, HasSubstr("/nowhere/t10k-images-idx3-ubyte.gz"));
+  CLI::App app;
+  Options options;
+  add_options(app, options);
+  EXPECT_THAT(app.help(), HasSubstr("--wait-for"));
+  EXPECT_THROW(app.parse("--momentum 1"), CLI::ValidationError);
+  EXPECT_NO_THROW(app.parse("--momentum 0.99"));
 }
 
 TEST_F(ParameterServerProgram, EndsEveryWorkerWithAnErrorWhenTheLossIsNotFinite) {

@@ -47,6 +47,17 @@ inline ReservedPort reserve_port() {
   return std::move(*port);
 }
 
+/// Variables of rank 0 of a world of `size`, for a program that finds an error before it waits for the other ranks.
+inline std::map<std::string, std::string> first_rank_of(int size) {
+  return {{"RANK", "0"},
+          {"WORLD_SIZE", std::to_string(size)},
+          {"LOCAL_RANK", "0"},
+          {"LOCAL_WORLD_SIZE", std::to_string(size)},
+          {"MASTER_ADDR", "127.0.0.1"},
+          {"MASTER_PORT", "1"},
+          {"OMP_NUM_THREADS", "1"}};
+}
+
 /// A child process whose output goes to a file. The destructor kills it.
 class Process {
  public:
