@@ -1,7 +1,9 @@
 // Models that are divided in two ways, over real processes, saved and clipped by a program that names the module and the
 // optimizer only; and what one process computes.
-#include <filesystem>
+#include <array>
 #include <fmt/format.h>
+#include <functional>
+#include <limits>
 
 #include <torch/torch.h>
 
@@ -213,9 +215,62 @@ TEST(Divisions, ShardedTensorParallelLayersContinueOnOtherNumbersOfRanks) {
   }
 }
 
+/// A data-parallel part under ZeRO whose backward passes belong to a distributed autograd context, as in a program that also
+/// has remote tables.
+void train_zero_in_contexts() {
+  Session session(WorkerOptions::from_env());
+  {
+    const collective::Group group = session.group();
+    WholeBlock mine(1), replica(1);
+    DistributedDataParallel<WholeBlock> sharded(mine, group), plain(replica, group);
+    ZeroRedundancyOptimizer zero(sharded, optim::Adam{.lr = 0.02});
+    optim::Optimizer optimizer(*replica, optim::Adam{.lr = 0.02});
+    const auto loss_of = [&](auto& model, int step) {
+      const at::Tensor rows = values({4, kWidth}, 10 * step + session.rank());
+      return mean_square(model(rows), values({4, kWidth}, 50));
+    };
+    for (int step = 0; step < kSteps; ++step) {
+      autograd::Context context(session.worker());
+      context.backward(loss_of(sharded, step));
+      const auto gradient_of = [&](const at::Tensor& parameter) { return context.gradient(parameter); };
+      if (step == 1) {  // they are not in .grad
+        for (const auto& call : {std::function<void()>([&] { zero.step(); }),
+                                 std::function<void()>([&] { zero.clip_grad_norm(kMaxNorm); })}) {
+          std::string error;
+          try {
+            call();
+          } catch (const Error& thrown) {
+            error = thrown.message();
+          }
+          require(error.find("gradient_of") != std::string::npos, "advice, not: " + error);
+        }
+      }
+      const double norm = zero.clip_grad_norm(kMaxNorm, 2, gradient_of);
+      zero.step(gradient_of);
+      optimizer.zero_grad();
+      loss_of(plain, step).backward();
+      const double wanted = optimizer.clip_grad_norm(kMaxNorm);
+      optimizer.step();
+      require(std::abs(norm - wanted) < 1e-12,
+              fmt::format("the norm of step {} is {}, not {}", step, norm, wanted));
+    }
+    const auto expected = replica->named_parameters();
+    for (const auto& item : mine->named_parameters())
+      require(at::allclose(item.value(), expected[item.key()], 1e-10, 1e-12), item.key());
+  }
+  session.shutdown();
+}
+
+TEST(Divisions, ZeroStepsWithTheGradientsOfADistributedAutogradContext) {
+  ProcessWorld world(3);
+  world.start_all("divisions.train_zero_in_contexts");
+  expect_all_end_well(world, seconds(120));
+}
+
 const testing::Scenarios kScenarios(
     "divisions", {{"train_pipelines_of_tensor_parallel_layers", train_pipelines_of_tensor_parallel_layers},
-                  {"train_sharded_tensor_parallel_layers", train_sharded_tensor_parallel_layers}});
+                  {"train_sharded_tensor_parallel_layers", train_sharded_tensor_parallel_layers},
+                  {"train_zero_in_contexts", train_zero_in_contexts}});
 
 }  // namespace
 }  // namespace torchspan::divisions_test
