@@ -19,8 +19,6 @@ class FixedRanks final : public Ranks {
   const void* identity() const override { return this; }
   int level() const override { return level_; }
   int rank() const override { return 0; }
-  int size() const override { return 1 + static_cast<int>(others_.size()); }
-  std::string describe() const override { return "test ranks"; }
   void reduce(std::vector<double>& numbers, bool maximum) const override {
     received.push_back(numbers);
     for (const auto& other : others_) {

@@ -89,8 +89,8 @@ TEST(Places, AreSharedByAllHandlesAndStayWhenTheTensorIsConvertedOrHooksAreRegis
   const at::Tensor parameter = at::ones({3}).requires_grad_();
   EXPECT_EQ(place_of(parameter), nullptr);
   set_place(parameter, marked(1));
-  const at::Tensor& handle = parameter;
-  at::Tensor other = handle;
+  const std::vector<at::Tensor> handles{parameter};
+  const at::Tensor& other = handles.front();
   EXPECT_EQ(place_of(other)->shape, Sizes{1});
   int calls = 0;
   other.register_hook([&calls](const at::Tensor&) { ++calls; });

@@ -1,8 +1,7 @@
 #include "data_parallel/api/group_ranks.h"
 
 #include <cmath>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <utility>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/zeros.h>
@@ -17,8 +16,6 @@ class GroupRanks final : public state::Ranks {
   const void* identity() const override { return group_.backend().get(); }
   int level() const override { return level_; }
   int rank() const override { return group_.rank(); }
-  int size() const override { return group_.size(); }
-  std::string describe() const override { return fmt::format("ranks {}", fmt::join(group_.ranks(), ", ")); }
 
   /// Backends may lose a NaN in a maximum, so which numbers are NaN is reduced, too.
   void reduce(std::vector<double>& numbers, bool maximum) const override {

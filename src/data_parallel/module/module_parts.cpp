@@ -85,22 +85,21 @@ ModuleParts parts_of(const torch::nn::Module& module, const DataParallelOptions&
 void mark_own(const torch::nn::Module& module, const DataParallelOptions& options,
               const state::RanksPtr& ranks) {
   const Names ignored(options.ignored_parameters.begin(), options.ignored_parameters.end());
-  const auto mark = [&](const at::Tensor& tensor, bool exchangeable) {
+  const auto mark = [&](const at::Tensor& tensor, bool own, bool exchangeable) {
     if (!tensor.defined()) return;
     const state::PlacePtr before = state::place_of(tensor);
+    if (!own && (!before || !before->own)) return;
     state::Place place = before ? *before : state::Place();
-    if (place.own) return;
-    place.own = true;
+    if (place.own) place.among.erase(place.among.begin());  // of an earlier wrapper
+    if (own) place.among.insert(place.among.begin(), ranks);
+    place.own = own;
     place.exchangeable = exchangeable;
-    place.among.insert(place.among.begin(), ranks);
-    state::set_place(tensor, std::make_shared<state::Place>(std::move(place)));
+    const bool has_any = own || place.divided || !place.among.empty();
+    state::set_place(tensor, has_any ? std::make_shared<state::Place>(std::move(place)) : nullptr);
   };
-  for (const auto& item : module.named_parameters()) {
-    if (ignored.contains(item.key())) mark(item.value(), false);
-  }
-  for (const auto& item : module.named_buffers()) {
-    if (!options.broadcast_buffers || ignored.contains(item.key())) mark(item.value(), true);
-  }
+  for (const auto& item : module.named_parameters()) mark(item.value(), ignored.contains(item.key()), false);
+  for (const auto& item : module.named_buffers())
+    mark(item.value(), !options.broadcast_buffers || ignored.contains(item.key()), true);
 }
 
 }  // namespace torchspan::data_parallel

@@ -26,7 +26,7 @@ struct ModuleParts {
 /// Throws Error{kInvalid} for a name in the options that the module does not have.
 ModuleParts parts_of(const torch::nn::Module& module, const DataParallelOptions& options);
 /// Gives places to what each rank keeps for itself: ignored parameters and buffers, and all buffers without
-/// broadcast_buffers.
+/// broadcast_buffers. What an earlier wrapper left to each rank, and this one does not, is whole again.
 void mark_own(const torch::nn::Module& module, const DataParallelOptions& options,
               const state::RanksPtr& ranks);
 

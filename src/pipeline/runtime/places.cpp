@@ -27,8 +27,6 @@ class PipelineRanks final : public state::Ranks {
   const void* identity() const override { return this; }
   int level() const override { return state::kPipeline; }
   int rank() const override { return me_; }
-  int size() const override { return static_cast<int>(workers_.size()); }
-  std::string describe() const override { return fmt::format("workers {}", fmt::join(workers_, ", ")); }
 
   void reduce(std::vector<double>& numbers, bool maximum) const override {
     Bytes bytes(numbers.size() * sizeof(double));

@@ -417,6 +417,30 @@ TEST(OwnValues, OfBuffersSuitAnyNumberOfRanksAndThoseOfParametersOnlyTheSame) {
   });
 }
 
+TEST(OwnValues, AreThoseOfTheLastWrapperOfAModule) {
+  std::vector<checkpoint::StateWriter> writers(2);
+  on_ranks(2, [&](const Rank& self) {
+    Statistics net;
+    { DistributedDataParallel<Statistics> first(net, self.group, with_own(true)); }
+    {
+      const collective::Group later = self.group.split(0, 1 - self.rank);
+      DistributedDataParallel<Statistics> second(net, later, with_own(true));
+      checkpoint::StateWriter own;
+      checkpoint::source_of(net)->save(own);
+      bool found = false;
+      for (const auto& one : own.tensors())
+        found = found || one.name == "local.rank" + std::to_string(1 - self.rank);
+      EXPECT_TRUE(found);
+    }
+    DistributedDataParallel<Statistics> third(net, self.group);
+    checkpoint::source_of(net)->save(writers[static_cast<std::size_t>(self.rank)]);
+    self.group.barrier();
+  });
+  const MemoryState state(writers);
+  EXPECT_TRUE(state.tensors().contains("local"));
+  EXPECT_TRUE(state.tensors().contains("seen"));
+}
+
 TEST(OwnValues, ComeFromAProgramInWhichAllRanksHadTheSame) {
   std::vector<checkpoint::StateWriter> writers(1);
   Statistics whole;

@@ -1,7 +1,6 @@
 #pragma once
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -25,10 +24,8 @@ class Ranks {
   virtual const void* identity() const = 0;
   /// Numbers are reduced over ranks with a lower level first: those with a higher level may hold different tensors.
   virtual int level() const = 0;
+  /// Of this process among them.
   virtual int rank() const = 0;
-  virtual int size() const = 0;
-  /// "ranks 0, 2 and 4", for errors.
-  virtual std::string describe() const = 0;
   /// Collective: replaces each number by the sum, or the maximum, of those of all ranks. NaN of any rank gives NaN.
   virtual void reduce(std::vector<double>& numbers, bool maximum) const = 0;
 };
