@@ -1,4 +1,5 @@
 #pragma once
+#include <torchspan/autograd.h>
 #include <torchspan/checkpoint.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/adamw.h>
@@ -16,3 +17,4 @@ extern ts::DistributedDataParallel<Net>& ddp;
 extern ts::ZeroRedundancyOptimizer& zero;
 extern ts::FullyShardedDataParallel<Net>& fully_sharded;
 extern ts::optim::Optimizer& optimizer;
+extern torch::Tensor loss;
