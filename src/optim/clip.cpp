@@ -37,10 +37,7 @@ double clip_factor(double norm, double max_norm) {
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type) {
   check_type(norm_type);
   clip_factor(0, max_norm);  // checks the option on all ranks, before any of them waits
-  const auto gradients = state::gradients_at_places(parameters);
-  const double norm = state::norm_over_places(gradients, norm_type);
-  state::scale(gradients, clip_factor(norm, max_norm));
-  return norm;
+  return state::clip(state::gradients_at_places(parameters), max_norm, norm_type);
 }
 
 }  // namespace torchspan::optim

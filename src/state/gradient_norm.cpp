@@ -120,12 +120,15 @@ double clip_factor(double norm, double max_norm) {
   return factor < 1 || std::isnan(factor) ? factor : 1;
 }
 
-void scale(const std::vector<PlacedGradient>& gradients, double factor) {
-  if (factor == 1) return;
+double clip(const std::vector<PlacedGradient>& gradients, double max_norm, double norm_type) {
+  const double norm = norm_over_places(gradients, norm_type);
+  const double factor = clip_factor(norm, max_norm);
+  if (factor == 1) return norm;
   const at::NoGradGuard no_grad;
   for (const PlacedGradient& one : gradients) {
     if (one.gradient.defined()) one.gradient.mul_(factor);
   }
+  return norm;
 }
 
 bool on_any_rank(const std::vector<PlacedGradient>& gradients, bool finding) {

@@ -48,8 +48,9 @@ class OptimizerSource final : public StateSource {
   explicit OptimizerSource(optim::Optimizer& optimizer) : optimizer_(optimizer) {}
 
   void save(StateWriter& writer) const override {
-    const std::map<std::string, Owned> places = places_by_owner();
-    for (const auto& item : optimizer_.state_view()) {
+    const optim::StateDict state = optimizer_.state_view();
+    const std::map<std::string, Owned> places = places_by_owner(state);
+    for (const auto& item : state) {
       const auto owned = places.find(entry_owner(item.key()));
       if (owned == places.end()) {
         writer.add(item.key(), item.value());
@@ -68,8 +69,9 @@ class OptimizerSource final : public StateSource {
 
   void load(const StateReader& reader) override {
     std::set<std::string> mine;
-    for (const auto& entry : optimizer_.state_view()) mine.insert(entry_owner(entry.key()));
-    const std::map<std::string, Owned> places = places_by_owner();
+    const optim::StateDict now = optimizer_.state_view();
+    for (const auto& entry : now) mine.insert(entry_owner(entry.key()));
+    const std::map<std::string, Owned> places = places_by_owner(now);
     optim::StateDict state;
     for (const std::string& saved : reader.names()) {
       const std::optional<std::string> without_rank = name_of_any_rank(saved);
@@ -98,9 +100,9 @@ class OptimizerSource final : public StateSource {
     at::IntArrayRef sizes;  ///< of this rank's elements
   };
 
-  std::map<std::string, Owned> places_by_owner() const {
+  std::map<std::string, Owned> places_by_owner(const optim::StateDict& state) const {
     std::map<std::string, Owned> places;
-    for (const auto& [owner, parameter] : optim::owned_parameters(optimizer_)) {
+    for (const auto& [owner, parameter] : optim::owned_parameters(optimizer_, state)) {
       const state::PlacePtr placed = state::place_of(parameter);
       if (!placed || (!placed->divided && !placed->own)) continue;
       const at::IntArrayRef sizes = placed->elements.defined() ? placed->elements.sizes() : parameter.sizes();

@@ -9,23 +9,14 @@
 
 namespace torchspan::optim {
 
-/// Names of an entry of an optimizer's state: "weight" and "exp_avg" of "group.0.parameter.weight.exp_avg". All are
-/// empty if `key` is not an entry of a parameter.
-struct EntryName {
-  explicit EntryName(const std::string& key);
-
-  std::string parameter, entry;
-  std::string owner;  ///< "group.0.parameter.weight"
-};
-
-/// "group.0.parameter.weight"; `label`: of the group.
+/// "group.0.parameter.weight", with which the names of a parameter's entries begin; `label`: of the group.
 std::string owner_name(const std::string& label, const std::string& parameter);
 
 struct OwnedParameter {
-  std::string owner;  ///< EntryName::owner of its entries
+  std::string owner;
   at::Tensor tensor;
 };
-/// The parameters of an optimizer, in the order of parameters().
-std::vector<OwnedParameter> owned_parameters(const Optimizer& optimizer);
+/// The parameters of an optimizer whose state_view() is `state`, in the order of parameters().
+std::vector<OwnedParameter> owned_parameters(const Optimizer& optimizer, const StateDict& state);
 
 }  // namespace torchspan::optim

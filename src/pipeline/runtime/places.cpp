@@ -84,10 +84,7 @@ double clip_gradients(const std::vector<at::Tensor>& parameters, double max_norm
   if (!(norm_type > 0))
     throw Error(ErrorKind::kInvalid,
                 fmt::format("clip_grad_norm: norm_type is {}; it must be more than 0", norm_type));
-  const auto gradients = state::gradients_at_places(parameters);
-  const double norm = state::norm_over_places(gradients, norm_type);
-  state::scale(gradients, state::clip_factor(norm, max_norm));
-  return norm;
+  return state::clip(state::gradients_at_places(parameters), max_norm, norm_type);
 }
 
 }  // namespace torchspan::pipeline

@@ -13,12 +13,6 @@ ClipTerms::ClipTerms(double max, double type) : max_norm(max), norm_type(type) {
   optim::gradient_norm({}, norm_type);
 }
 
-double clip_at_places(const std::vector<state::PlacedGradient>& gradients, const ClipTerms& terms) {
-  const double norm = state::norm_over_places(gradients, terms.norm_type);
-  state::scale(gradients, state::clip_factor(norm, terms.max_norm));
-  return norm;
-}
-
 bool unscale_at_places(const std::vector<state::PlacedGradient>& gradients, double scale) {
   const at::NoGradGuard no_grad;
   at::Tensor wrong;  // on the device of the gradients

@@ -23,7 +23,6 @@ class ShardGroups {
   const collective::Group& copy() const { return copy_; }
   /// The ranks with the same part; nullopt: one copy.
   const std::optional<collective::Group>& replicas() const { return replicas_; }
-  bool is_first_copy() const { return !replicas_ || replicas_->rank() == 0; }
   void abort(const Error& cause) const;
 
   /// Sets whether ranks of a copy read each other's parts in place; returns the previous value.

@@ -12,7 +12,7 @@ namespace torchspan::sharded {
 /// them. Refuses to save or load while parameters arrive: those of the module are then of two steps.
 class SettledSource final : public checkpoint::StateSource {
  public:
-  /// `never_stepped`: EntryName::owner of each.
+  /// `never_stepped`: OwnedParameter::owner of each.
   SettledSource(checkpoint::SourcePtr source, std::vector<std::string> never_stepped,
                 std::function<bool()> arriving)
       : source_(std::move(source)),

@@ -37,7 +37,7 @@ using sharded::BucketShards;
 /// The optimizer's parts of one rank. Everything is laid out at construction.
 class ZeroRedundancyOptimizer::Impl {
  public:
-  /// `never_stepped`: owners (EntryName::owner) of parameters outside of the groups that the state lists, too.
+  /// `never_stepped`: owners (OwnedParameter::owner) of parameters outside of the groups that the state lists, too.
   Impl(std::shared_ptr<data_parallel::WrappedModule> wrapped, std::vector<optim::ParamGroup> groups,
        sharded::ZeroOptions options, std::vector<std::string> never_stepped);
   ~Impl();
@@ -55,7 +55,7 @@ class ZeroRedundancyOptimizer::Impl {
   const sharded::JoinProtocol& join() const { return *join_; }
   void zero_grad();
   optim::Optimizer& optimizer() { return *optimizer_; }
-  /// Owners (EntryName::owner) of parameters that an optimizer of the whole module would have, and that are never stepped.
+  /// Owners (OwnedParameter::owner) of parameters that an optimizer of the whole module would have, and that are never stepped.
   const std::vector<std::string>& never_stepped() const { return never_stepped_; }
   sharded::BucketParameters& parameters() { return *parameters_; }
   /// Waits for the parameters that no unit waits for.
@@ -479,7 +479,7 @@ std::vector<state::PlacedGradient> ZeroRedundancyOptimizer::Impl::averages(bool 
 }
 
 double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool shadow) {
-  return sharded::clip_at_places(averages(shadow), terms);
+  return state::clip(averages(shadow), terms.max_norm, terms.norm_type);
 }
 
 bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {

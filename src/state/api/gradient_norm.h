@@ -26,8 +26,9 @@ double norm_over_places(const std::vector<PlacedGradient>& gradients, double nor
 
 /// Factor that scales gradients with this norm to at most `max_norm`: 1, or max_norm / (norm + 1e-6) as in LibTorch.
 double clip_factor(double norm, double max_norm);
-/// Multiplies the gradients that are defined, unless the factor is 1.
-void scale(const std::vector<PlacedGradient>& gradients, double factor);
+/// Scales the gradients to a norm over places of at most `max_norm`; returns the norm before. Collective like
+/// norm_over_places(). Both numbers must be above 0.
+double clip(const std::vector<PlacedGradient>& gradients, double max_norm, double norm_type);
 
 /// Whether `finding` is true on one of the ranks among which one of the places is divided. Collective over them.
 bool on_any_rank(const std::vector<PlacedGradient>& gradients, bool finding);
