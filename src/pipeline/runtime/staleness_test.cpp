@@ -2,15 +2,20 @@
 // gradients with the parameters before the update by those of step t - 1.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
+#include <initializer_list>
+#include <optional>
+#include <random>
 
 #include <torch/torch.h>
 
 #include <torchspan/pipeline/deferred_batch_norm.h>
 
 #include "pipeline/pipeline_test_util.h"
+#include "tests/support/environment.h"
 
 namespace torchspan::pipeline::testing::staleness_test {
 namespace {
@@ -302,6 +307,153 @@ TEST(Staleness, AFailureEndsTheCallsThatReturnItsBatchOnAllWorkers) {
       EXPECT_TRUE(std::isnan(train(8)));
       EXPECT_FALSE(std::isnan(pipe.finish()));
     });
+  }
+}
+
+enum class FailsIn { kForward, kBackward, kLoss, kInput, kTarget };
+
+/// Throws in the backward of a micro-batch.
+struct FailingBackward : torch::autograd::Function<FailingBackward> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    throw std::runtime_error("planted");
+  }
+};
+
+/// A training in which one batch fails in one replica. Batches have 8 rows, and that one has 12, by which layers know it.
+struct FailingBatch {
+  std::uint64_t seed;
+  std::mt19937_64 random{seed};
+  Schedule schedule =
+      one_of<Schedule>({Schedule::kGPipe, Schedule::k1F1B, Schedule::kZBH1, Schedule::kInterleaved,
+                        Schedule::kZB1P, Schedule::kZBV, Schedule::kDualPipeV});
+  int stages_per_worker = schedule <= Schedule::k1F1B || schedule == Schedule::kZBH1 ? 1 : 2;
+  int stages = stages_per_worker == 2 ? 4 : one_of({2, 3, 4});
+  int micro_batches = stages_per_worker == 2 ? 4 : one_of({1, 2, 3, 4});
+  int replicas = one_of({1, 2});
+  ActivationCheckpoint checkpoint = one_of(
+      {ActivationCheckpoint::kNever, ActivationCheckpoint::kExceptLast, ActivationCheckpoint::kAlways});
+  bool tied = one_of({false, true});
+  bool slow = one_of({false, true});  ///< layers and workers take random times
+  FailsIn place =
+      one_of({FailsIn::kForward, FailsIn::kBackward, FailsIn::kLoss, FailsIn::kInput, FailsIn::kTarget});
+  int step = one_of({0, 1, 2, 3});
+  int stage = one_of({0, 1, 2, 3}) % stages;
+  int replica = one_of({0, 1}) % replicas;
+  int micro_batch = one_of({0, 1, 2, 3}) % micro_batches;
+
+  template <class T>
+  T one_of(std::initializer_list<T> choices) {
+    return choices.begin()[random() % choices.size()];
+  }
+  std::string text() const {
+    return fmt::format(
+        "TORCHSPAN_SEED={} TORCHSPAN_CASES=1: schedule {}, {} stages, {} micro-batches, {} replicas, "
+        "checkpoint {}, "
+        "tied {}, slow {}; batch {} of replica {} fails in place {} of stage {}, micro-batch {}",
+        seed, static_cast<int>(schedule), stages, micro_batches, replicas, static_cast<int>(checkpoint), tied,
+        slow, step, replica, static_cast<int>(place), stage, micro_batch);
+  }
+  PipelineOptions options() const {
+    PipelineOptions options{.micro_batches = micro_batches, .schedule = schedule, .checkpoint = checkpoint};
+    options.balance.assign(static_cast<std::size_t>(stages), 2);
+    options.replicas = replicas;
+    options.staleness = 1;
+    return options;
+  }
+  /// Dense layers, each with a function behind it that calls `delay`, and fails where the batch does.
+  Layers layers(const std::function<void()>& delay) const {
+    Layers layers;
+    std::vector<TiedParameter> weights;
+    for (int at = 0; at < stages; ++at) {
+      weights.emplace_back(layers.add<Dense>(static_cast<std::uint64_t>(at) + 1), "weight");
+      auto earlier = std::make_shared<int>(0);
+      layers.add_function("fails", [=, self = *this](const at::Tensor& x) -> at::Tensor {
+        delay();
+        const bool fails =
+            at == self.stage && x.size(0) * self.micro_batches == 12 && (*earlier)++ >= self.micro_batch;
+        if (fails && self.place == FailsIn::kForward) throw std::runtime_error("planted");
+        return fails && self.place == FailsIn::kBackward ? FailingBackward::apply(x) : x * 1;
+      });
+    }
+    if (tied) layers.tie({weights.front(), weights.back()});
+    return layers;
+  }
+  double train_step(Pipeline& pipe, int at, bool fails) const {
+    fails = fails && pipe.replica() == replica;
+    const auto rows = [&](int count, int what) {
+      return seeded({count, kWidth}, static_cast<std::uint64_t>(1000 * what + 2 * at + pipe.replica()));
+    };
+    const Batch input = fails && place == FailsIn::kInput ? Batch() : Batch(rows(fails ? 12 : 8, 1));
+    const Batch target = rows(!fails ? 8 : place == FailsIn::kTarget ? 3 : 12, 2);
+    const bool loss_fails = fails && place == FailsIn::kLoss;
+    return pipe.train_step(input, target, loss_of([=](const at::Tensor& output, const at::Tensor& expected) {
+                             if (loss_fails) throw std::runtime_error("planted");
+                             return mean_square(output, expected);
+                           }));
+  }
+};
+
+/// The loss and gradients of one batch on this worker.
+struct BatchResult {
+  double loss;
+  std::vector<at::Tensor> gradients;
+};
+
+/// Calls `step` without earlier gradients.
+BatchResult result_of(const Pipeline& pipe, const std::function<double()>& step) {
+  for (const at::Tensor& parameter : pipe.parameters()) parameter.mutable_grad() = at::Tensor();
+  BatchResult result{step(), {}};
+  for (const at::Tensor& parameter : pipe.parameters()) result.gradients.push_back(parameter.grad());
+  return result;
+}
+
+void expect_all_batches_but_one(Worker& worker, const FailingBatch& test) {
+  std::mt19937_64 random(test.seed * 100 + static_cast<std::uint64_t>(worker.rank()));
+  const auto delay = [&] {
+    if (test.slow) worker.runtime().executor.sleep(std::chrono::microseconds(random() % 50'000));
+  };
+  Pipeline pipe(worker, test.layers(delay), test.options());
+  constexpr int kBatches = 7;
+  std::vector<BatchResult> alone;
+  for (int batch = 0; batch < kBatches; ++batch) {
+    test.train_step(pipe, batch, false);
+    alone.push_back(result_of(pipe, [&] { return pipe.finish(); }));
+  }
+  const auto expect_result = [&](std::optional<int> batch, const BatchResult& result) {
+    EXPECT_EQ(std::isnan(result.loss), !batch);
+    if (!batch) return;
+    const BatchResult& expected = alone[static_cast<std::size_t>(*batch)];
+    EXPECT_NEAR(result.loss, expected.loss, 1e-12);
+    for (std::size_t i = 0; i < expected.gradients.size(); ++i)
+      expect_close(result.gradients[i], expected.gradients[i]);
+  };
+  std::optional<int> in_flight;
+  for (int batch = 0; batch < kBatches; ++batch) {
+    SCOPED_TRACE(fmt::format("batch {} on worker {}", batch, worker.rank()));
+    delay();
+    const auto train = [&] { return test.train_step(pipe, batch, batch == test.step); };
+    if (in_flight == test.step) {
+      EXPECT_ANY_THROW(train());  // drops this batch, too
+      in_flight.reset();
+      continue;
+    }
+    expect_result(in_flight, result_of(pipe, train));
+    in_flight = batch;
+  }
+  expect_result(in_flight, result_of(pipe, [&] { return pipe.finish(); }));
+}
+
+TEST(Staleness, ABatchThatFailsLosesNeitherTheBatchBeforeItNorThoseAfterTheNext) {
+  const auto cases = torchspan::testing::number_from("TORCHSPAN_CASES", std::uint64_t{30});
+  const auto first = torchspan::testing::number_from("TORCHSPAN_SEED", std::uint64_t{1});
+  for (std::uint64_t seed = first; seed < first + cases; ++seed) {
+    const FailingBatch test{seed};
+    SCOPED_TRACE(test.text());
+    on_workers(test.stages * test.replicas / test.stages_per_worker, seed,
+               [&](Worker& worker) { expect_all_batches_but_one(worker, test); });
+    ASSERT_FALSE(HasFailure());
   }
 }
 
