@@ -23,6 +23,7 @@
 #include "collective/single.h"
 #include "collective/world_link.h"
 #include "core/api/sim_executor.h"
+#include "rendezvous/api/names.h"
 
 namespace torchspan::collective {
 namespace {
@@ -56,6 +57,7 @@ Bytes encode_plan(const std::vector<int>& ranks, const GroupOptions& options) {
   writer.put_string(options.device && !options.device->is_cpu()
                         ? c10::DeviceTypeName(options.device->type(), /*lower_case=*/true)
                         : "none");
+  writer.put_string(options.name);  // 0.1.0 has none, so its plans differ
   return writer.take();
 }
 
@@ -82,8 +84,9 @@ std::string describe_plan(BytesView plan) {
   }
   const std::string_view backend = name_of(kBackendKinds, reader.get<std::uint8_t>());
   const std::string_view network = name_of(kNetworks, reader.get<std::uint8_t>());
-  return fmt::format("ranks {}, backend {}, network {}, device {}", ranks, backend, network,
-                     reader.get_string());
+  const std::string device = reader.get_string();
+  return fmt::format("ranks {}, backend {}, network {}, device {}{}", ranks, backend, network, device,
+                     reader.left() == 0 ? ", release 0.1" : "");
 }
 
 /// Returns the folder of the socket in a worker's address, such as "unix:/run/torchspan/0-1f.sock@…,tls:…",
@@ -107,7 +110,8 @@ class Maker {
         world_(world),
         options_(std::move(options)),
         services_(std::move(services)),
-        ranks_(options_.ranks) {
+        ranks_(options_.ranks),
+        tag_(tag_of("torchspan.group")) {
     if (ranks_.empty()) {
       for (const Member& member : world.members()) ranks_.push_back(member.rank);
     }
@@ -123,34 +127,15 @@ class Maker {
           has_device() ? check_device_exists(*options_.device) : c10::Device(c10::kCPU));
     }
     compare_plans();
-    const std::vector<Member> members = members_of_group();
-    if (has_device()) return make_on_device(members);
-    switch (options_.backend) {
-      case BackendKind::kAutomatic:
-      case BackendKind::kSharedMemory:
-      case BackendKind::kHierarchical:
-        return make_ours(members);
-      case BackendKind::kC10d: {
-        shm::LocalRanks local_ranks = find_local_ranks(members);
-        if (!local_ranks.one_network) require_isolation(local_ranks.reasons);
-        return make_serial(
-            connect_gloo(link_, ranks_, {.timeout = options_.timeout, .loopback = local_ranks.one_network}),
-            members);
-      }
-      case BackendKind::kNetwork:
-        refuse_several_hosts(members);
-        return make_serial(channels::connect_channels(link_, ranks_, {.timeout = options_.timeout}), members);
-      case BackendKind::kMpi:
-        if (!find_local_ranks(members).all_together()) require_isolation({});
-        return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
-      case BackendKind::kNccl:
-      case BackendKind::kCudaIpc:
-        throw Error(
-            ErrorKind::kInvalid,
-            "GroupOptions::backend is for GPUs, but GroupOptions::device is not set: set it on all ranks, "
-            "for example to c10::Device(c10::kCUDA, local_rank)");
+    std::shared_ptr<Backend> backend;
+    try {
+      backend = make_backend(members_of_group());
+    } catch (...) {
+      if (others_wait_) announce(to_error(std::current_exception()));
+      throw;
     }
-    throw Error(ErrorKind::kInvalid, "GroupOptions::backend is not a BackendKind; choose one of its values");
+    gather({}, ranks_);  // no rank has the group unless all have it
+    return backend;
   }
 
   /// send() and recv() of the group that make() returned; null for one rank.
@@ -171,6 +156,44 @@ class Maker {
   }
 
  private:
+  /// Rounds of groups with different names are different rounds.
+  std::string tag_of(const char* kind) const {
+    if (options_.name.empty()) return kind;
+    const std::string tag = fmt::format("{}:{}", kind, options_.name);
+    rendezvous::check_name(tag, "GroupOptions::name, with its prefix,");
+    return tag;
+  }
+
+  std::shared_ptr<Backend> make_backend(const std::vector<Member>& members) {
+    if (has_device()) return make_on_device(members);
+    switch (options_.backend) {
+      case BackendKind::kAutomatic:
+      case BackendKind::kSharedMemory:
+      case BackendKind::kHierarchical:
+        return make_ours(members);
+      case BackendKind::kC10d: {
+        shm::LocalRanks local_ranks = find_local_ranks(members);
+        if (!local_ranks.one_network) require_isolation(local_ranks.reasons);
+        return make_serial(
+            connect_gloo(link_, ranks_, {.timeout = options_.timeout, .loopback = local_ranks.one_network}),
+            members);
+      }
+      case BackendKind::kNetwork:
+        refuse_several_hosts(members);
+        return make_serial(channels::connect_channels(link_, ranks_, mesh_options()), members);
+      case BackendKind::kMpi:
+        if (!find_local_ranks(members).all_together()) require_isolation({});
+        return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
+      case BackendKind::kNccl:
+      case BackendKind::kCudaIpc:
+        throw Error(
+            ErrorKind::kInvalid,
+            "GroupOptions::backend is for GPUs, but GroupOptions::device is not set: set it on all ranks, "
+            "for example to c10::Device(c10::kCUDA, local_rank)");
+    }
+    throw Error(ErrorKind::kInvalid, "GroupOptions::backend is not a BackendKind; choose one of its values");
+  }
+
   void check_ranks() const {
     std::vector<int> sorted = ranks_;
     std::sort(sorted.begin(), sorted.end());
@@ -186,10 +209,9 @@ class Maker {
     }
   }
 
-  /// Returns the bytes of every rank, indexed by rank of the group; the membership indexes by rank of the
-  /// world.
-  std::vector<Bytes> gather(BytesView mine, const std::vector<int>& ranks) {
-    std::vector<Bytes> sorted = world_.all_gather_bytes("torchspan.group", mine, ranks, deadline_);
+  /// Returns the contributions of `ranks`, in this order; the membership's order is that of the ranks of the world.
+  std::vector<Bytes> exchange(BytesView mine, const std::vector<int>& ranks) {
+    std::vector<Bytes> sorted = world_.all_gather_bytes(tag_, mine, ranks, deadline_);
     std::vector<std::size_t> order(ranks.size());
     std::iota(order.begin(), order.end(), 0);
     std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return ranks[a] < ranks[b]; });
@@ -198,12 +220,52 @@ class Maker {
     return by_rank;
   }
 
+  /// A contribution after the comparison of plans: bytes, or why this rank could not make its part of the group.
+  static Bytes encode_step(BytesView bytes, const std::optional<Error>& failure = std::nullopt) {
+    constexpr std::size_t kMostText = std::size_t{8} << 10;
+    ByteWriter writer;
+    writer.put(static_cast<std::uint8_t>(failure ? failure->kind() : ErrorKind{}));
+    writer.put_string(failure ? std::string_view(failure->message()).substr(0, kMostText)
+                              : std::string_view());
+    writer.put_bytes(bytes);
+    return writer.take();
+  }
+
+  /// Returns the bytes of `ranks`, all or some of the group. Throws on all of them if one has failed since the last round.
+  std::vector<Bytes> gather(BytesView mine, const std::vector<int>& ranks) {
+    others_wait_ = ranks.size() < ranks_.size();
+    std::vector<Bytes> all = exchange(encode_step(mine), ranks);
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      ByteReader reader(all[i]);
+      const auto kind = static_cast<ErrorKind>(reader.get<std::uint8_t>());
+      const std::string failure = reader.get_string();
+      if (kind != ErrorKind{}) {
+        throw Error(kind, fmt::format("{} could not make its part of the group: {}",
+                                      describe(world_.member(ranks[i])), failure));
+      }
+      const BytesView bytes = reader.get_bytes(reader.left());
+      all[i] = Bytes(bytes.begin(), bytes.end());
+    }
+    others_wait_ = true;
+    return all;
+  }
+
+  /// Contributes to the next round, in which the other ranks wait for this one.
+  void announce(const Error& failure) {
+    try {
+      world_.all_gather_bytes_async(tag_, encode_step({}, failure), ranks_, deadline_,
+                                    [](const auto&, const auto&) {});
+    } catch (const Error& error) {  // this worker is leaving, which ends the round
+      runtime_->log.debug(fmt::format("a failed group was not announced: {}", error.message()));
+    }
+  }
+
   void compare_plans() {
     ByteWriter mine(encode_plan(ranks_, options_));
     // Only the first rank's time counts; equal contributions of the others make the answer small.
     const bool first_rank = world_.self().rank == ranks_[0];
     mine.put(first_rank ? runtime_->executor.now().time_since_epoch().count() : std::int64_t{0});
-    std::vector<Bytes> plans = gather(mine.bytes(), ranks_);
+    std::vector<Bytes> plans = exchange(mine.bytes(), ranks_);
     ByteReader first(plans[0]);
     first.get_bytes(plans[0].size() - sizeof number_);
     number_ = first.get<std::uint64_t>() ^ world_.member(ranks_[0]).instance;
@@ -303,6 +365,10 @@ class Maker {
     return SerialBackend::make(runtime_, std::move(collectives), std::move(serial));
   }
 
+  channels::MeshOptions mesh_options() const {
+    return {.timeout = options_.timeout, .tag = tag_of("torchspan.connections")};
+  }
+
   int place_of(int world_rank) const {
     return static_cast<int>(std::find(ranks_.begin(), ranks_.end(), world_rank) - ranks_.begin());
   }
@@ -342,8 +408,8 @@ class Maker {
     HierarchyPlan hierarchy{.ranks = ranks_, .hosts = met.leaders, .rank = plan.self, .announces = !gloo};
     Group local(met.peer_memory ? share_memory(met)
                                 : SingleBackend::make(world_.self().rank, runtime_, link_));
-    ConnectLeaders connect = [link = link_, timeout = options_.timeout](const std::vector<int>& leaders) {
-      return channels::connect_channels(link, leaders, {.timeout = timeout});
+    ConnectLeaders connect = [link = link_, options = mesh_options()](const std::vector<int>& leaders) {
+      return channels::connect_channels(link, leaders, options);
     };
     if (gloo) {
       connect = [link = link_, options = GlooOptions{options_.timeout, loopback}](const auto& leaders) {
@@ -381,6 +447,8 @@ class Maker {
   const GroupOptions options_;
   const DeviceServices services_;
   std::vector<int> ranks_;
+  const std::string tag_;     ///< of this group's rounds
+  bool others_wait_ = false;  ///< in the next round of all ranks
   std::uint64_t number_ = 0;  ///< differs for every group of the first rank
   Deadline deadline_;
 };

@@ -10,10 +10,10 @@
 #include "net/api/network.h"
 #include "net/api/stream.h"
 #include "net/api/tls.h"
+#include "rendezvous/api/names.h"
 #include "rendezvous/api/process_stat.h"
 #include "rendezvous/client/client.h"
 #include "rendezvous/messages/messages.h"
-#include "rendezvous/messages/names.h"
 #include "rendezvous/store/store_server.h"
 
 namespace torchspan::rendezvous {

@@ -2,6 +2,8 @@
 #include <filesystem>
 #include <fstream>
 #include <optional>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <torch/torch.h>
 
@@ -188,6 +190,71 @@ TEST_P(GroupsThatOutliveTheirSession, FailWithCancelled) {
   expect_all_end_well(world);
 }
 
+/// Rank 1 leaves out one group, as after an exception.
+void makes_groups_of_different_names() {
+  Session session(WorkerOptions::from_env());
+  if (session.rank() != 1) {
+    try {
+      session.group({.name = "validation", .timeout = seconds(1)});
+      throw std::runtime_error("made a group without rank 1");
+    } catch (const Error& error) {
+      const std::string text = error.what();
+      require(error.kind() == ErrorKind::kTimedOut && text.find("worker1") != std::string::npos &&
+                  text.find("waits in 'torchspan.group:training'") != std::string::npos,
+              text);
+    }
+  }
+  const collective::Group group = session.group({.name = "training"});
+  at::Tensor ones = at::ones({2});
+  group.all_reduce(ones).wait();
+  require((ones == 3).all().item<bool>(), "the sum of all ranks");
+  try {
+    session.group({.name = "two words"});
+    throw std::runtime_error("made a group with a space in its name");
+  } catch (const Error& error) {
+    require(std::string(error.what()).find("GroupOptions::name") != std::string::npos, error.what());
+  }
+  session.shutdown();
+}
+
+TEST(Groups, WithNamesWaitOnlyForRanksThatMakeTheSameOne) {
+  ProcessWorld world(3);
+  world.start_all("groups.makes_groups_of_different_names");
+  expect_all_end_well(world);
+}
+
+/// Rank 1 has no descriptors left.
+void lacks_descriptors() {
+  Session session(WorkerOptions::from_env());
+  for (const auto backend : {collective::BackendKind::kNetwork, collective::BackendKind::kSharedMemory}) {
+    rlimit limit{};
+    require(::getrlimit(RLIMIT_NOFILE, &limit) == 0, "the limit");
+    const rlimit before = limit;
+    const int next = ::dup(0);
+    ::close(next);
+    limit.rlim_cur = static_cast<rlim_t>(next);
+    if (session.rank() == 1) ::setrlimit(RLIMIT_NOFILE, &limit);
+    try {
+      session.group({.backend = backend});
+      throw std::runtime_error("made a group");
+    } catch (const Error& error) {
+      const std::string text = error.what();
+      require(error.kind() != ErrorKind::kTimedOut && text.find("worker1") != std::string::npos, text);
+    }
+    ::setrlimit(RLIMIT_NOFILE, &before);
+    at::Tensor ones = at::ones({2});
+    session.group({.backend = backend}).all_reduce(ones).wait();
+    require((ones == 3).all().item<bool>(), "the next group works");
+  }
+  session.shutdown();
+}
+
+TEST(Groups, FailOnAllRanksAtOnceIfOneOfThemHasNoDescriptors) {
+  ProcessWorld world(3);
+  world.start_all("groups.lacks_descriptors");
+  expect_all_end_well(world);
+}
+
 TEST(Groups, AWorldOfOneHasAGroupToo) {
   Session session(WorkerOptions{});
   const collective::Group group = session.group();
@@ -195,9 +262,12 @@ TEST(Groups, AWorldOfOneHasAGroupToo) {
   EXPECT_EQ(group.all_reduce(at::ones({2})).wait().sum().item<int>(), 2);
 }
 
-const testing::Scenarios kScenarios("groups", {{"sums_and_calls", sums_and_calls},
-                                               {"group_of_some", group_of_some},
-                                               {"outlives_its_session", outlives_its_session}});
+const testing::Scenarios kScenarios("groups",
+                                    {{"sums_and_calls", sums_and_calls},
+                                     {"group_of_some", group_of_some},
+                                     {"makes_groups_of_different_names", makes_groups_of_different_names},
+                                     {"lacks_descriptors", lacks_descriptors},
+                                     {"outlives_its_session", outlives_its_session}});
 
 }  // namespace
 }  // namespace torchspan::groups_test

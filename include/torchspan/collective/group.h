@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -58,6 +59,10 @@ struct GroupOptions {
   BackendKind backend = BackendKind::kAutomatic;
   Network network = Network::kEncrypted;
   std::vector<int> ranks = {};  ///< global rank of each group rank; empty: all
+  /// What the group is for, such as "replicas" (characters of worker names). A rank that makes groups in another order
+  /// than the others, for example after an exception, is then waited for by name and never paired with another group's
+  /// call. Empty: the nth calls for the same ranks match.
+  std::string name = {};
   /// The device of this rank's tensors, such as c10::Device(c10::kCUDA, local_rank); the type must be equal on
   /// all ranks. Such a group also takes tensors on the CPU. None, or the CPU: the CPU only. See docs/gpu.md.
   std::optional<c10::Device> device = std::nullopt;

@@ -88,7 +88,7 @@ void Mesh::stop_lanes(const char* why) {
 
 std::vector<Bytes> Mesh::gather(WorldLink& world, const Bytes& mine, Deadline deadline) const {
   const std::vector<Bytes> sorted = world.ask([&](rendezvous::Membership& members) {
-    return members.all_gather_bytes("torchspan.group.connections", mine, ranks_, deadline);
+    return members.all_gather_bytes(options_.tag, mine, ranks_, deadline);
   });
   std::vector<std::size_t> order(ranks_.size());
   std::iota(order.begin(), order.end(), 0);
@@ -98,21 +98,33 @@ std::vector<Bytes> Mesh::gather(WorldLink& world, const Bytes& mine, Deadline de
   return by_rank;
 }
 
-/// Returns what went wrong on this rank; empty if it is connected to all others.
-std::string Mesh::connect(WorldLink& world, Deadline deadline) {
+/// Starts the lanes; returns their addresses.
+std::vector<std::string> Mesh::listen(WorldLink& world, std::uint64_t nonce) {
   LaneEvents& events = *this;
-  Places mine{.nonce = make_nonce(world, executor_)};
+  std::vector<std::string> addresses;
   const int wanted = options_.lanes > 0 ? options_.lanes : default_lanes();
   for (int number = 0; number < std::min(wanted, kMostLanes); ++number) {
-    Lane::Plan plan{.number = number, .rank = rank_, .peers = peers_, .nonce = mine.nonce};
+    Lane::Plan plan{.number = number, .rank = rank_, .peers = peers_, .nonce = nonce};
     lanes_.push_back(std::make_unique<Lane>(executor_, std::move(plan), inbox_, events));
     lanes_.back()->listen([&](net::Handler& handler) {
       return world.ask([&](rendezvous::Membership& members) {
-        auto [transport, address] = members.listen(fmt::format("group.{:x}.{}", mine.nonce, number), handler);
+        auto [transport, address] = members.listen(fmt::format("group.{:x}.{}", nonce, number), handler);
         return Listening{std::move(transport), std::move(address)};
       });
     });
-    mine.addresses.push_back(lanes_.back()->address());
+    addresses.push_back(lanes_.back()->address());
+  }
+  return addresses;
+}
+
+/// Returns what went wrong on this rank; empty if it is connected to all others.
+std::string Mesh::connect(WorldLink& world, Deadline deadline) {
+  Places mine{.nonce = make_nonce(world, executor_)};
+  std::string trouble;
+  try {
+    mine.addresses = listen(world, mine.nonce);
+  } catch (const Error& error) {  // without addresses, no rank connects
+    trouble = fmt::format("cannot listen: {}", error.message());
   }
   std::vector<Places> places;
   std::size_t count = lanes_.size();
@@ -120,6 +132,7 @@ std::string Mesh::connect(WorldLink& world, Deadline deadline) {
     places.push_back(Places::decode(theirs));
     count = std::min(count, places.back().addresses.size());
   }
+  if (!trouble.empty()) return trouble;
   lane_count_ = static_cast<int>(count);
   const Deadline limit = earlier(deadline, executor_.deadline_in(kDialLimit));
   for (std::size_t lane = 0; lane < count; ++lane) {
@@ -139,7 +152,7 @@ std::string Mesh::connect(WorldLink& world, Deadline deadline) {
   for (const auto& lane : used) {
     for (std::string& one : lane->missing()) missing.push_back(std::move(one));
   }
-  return fmt::format("{}", fmt::join(missing, "; "));
+  return missing.empty() ? "" : fmt::format("has no connection to {}", fmt::join(missing, "; "));
 }
 
 /// Throws on all ranks if one of them is not connected.
@@ -150,7 +163,7 @@ void Mesh::agree(WorldLink& world, const std::string& trouble, Deadline deadline
   std::vector<std::string> troubles;
   for (std::size_t rank = 0; rank < answers.size(); ++rank) {
     const std::string its = ByteReader(answers[rank]).get_string();
-    if (!its.empty()) troubles.push_back(fmt::format("{} has no connection to {}", peers_[rank], its));
+    if (!its.empty()) troubles.push_back(fmt::format("{} {}", peers_[rank], its));
   }
   if (troubles.empty()) return;
   throw Error(ErrorKind::kDisconnected,

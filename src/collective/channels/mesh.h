@@ -15,6 +15,7 @@ namespace torchspan::collective::channels {
 struct MeshOptions {
   Duration timeout = std::chrono::minutes(5);
   int lanes = 0;  ///< of this rank; 0: 4 with 8 cores or more, else 2. A group uses the smallest number.
+  std::string tag = "torchspan.connections";  ///< of the membership's rounds in which the ranks connect
 };
 
 /// Connections between all ranks of a group over several lanes, authenticated by the job's secret or
@@ -53,6 +54,7 @@ class Mesh final : private LaneEvents {
   void failed(const Error& cause) override { abort(cause); }
   void aborted(const Error& cause, std::uint64_t from_call) override { inbox_.fail(cause, from_call); }
   int lane_of(std::uint32_t part) const { return static_cast<int>(part / 2) % lane_count_; }
+  std::vector<std::string> listen(WorldLink& world, std::uint64_t nonce);
   std::string connect(WorldLink& world, Deadline deadline);
   void agree(WorldLink& world, const std::string& trouble, Deadline deadline);
   std::vector<Bytes> gather(WorldLink& world, const Bytes& mine, Deadline deadline) const;

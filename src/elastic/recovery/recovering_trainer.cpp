@@ -174,7 +174,7 @@ class RecoveringTrainer::Impl {
   }
 
   void attempt(std::int64_t steps, const MakeStep& make) {
-    group_.emplace(make_group_({.timeout = options_.checkpoint.timeout}));
+    group_.emplace(make_group_({.name = "recovery", .timeout = options_.checkpoint.timeout}));
     ++round_;
     // Ranks that left an earlier attempt at different places would wait for each other under names of that attempt.
     CheckpointOptions options = options_.checkpoint;

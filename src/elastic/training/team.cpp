@@ -10,32 +10,21 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/detail/wire/codec.h>
 
 #include "elastic/transfer/tracked_state.h"
 
 namespace torchspan::elastic {
 namespace {
 
-/// A failure that comes sooner is left over from an earlier group.
-constexpr Duration kSoon = std::chrono::seconds(1);
-constexpr int kMostAttempts = 8;
-
-/// Makes the group. The membership counts the rounds of each set of ranks. A rank that missed rounds in which the others
-/// timed out fails at once in each of them; then it is in step with the others again.
 collective::Group make_team_group(const Training::MakeGroup& make_group, const ElasticOptions& options,
-                                  const quorum::Generation& generation, Executor& executor) {
+                                  const quorum::Generation& generation) {
   collective::GroupOptions group = options.group;
   group.ranks = generation.ranks;
   group.timeout = options.step_timeout;
-  for (int attempt = 1;; ++attempt) {
-    const TimePoint began = executor.now();
-    try {
-      return make_group(group);
-    } catch (const Error& error) {
-      const bool soon = executor.now() - began < std::min(kSoon, options.step_timeout / 2);
-      if (error.kind() != ErrorKind::kTimedOut || !soon || attempt == kMostAttempts) throw;
-    }
-  }
+  // Ranks that did not make the groups of all generations are not out of step.
+  group.name = fmt::format("elastic.{:016x}.{}", wire::digest(options.name), generation.number);
+  return make_group(group);
 }
 
 std::uint64_t digest_of(const torch::nn::Module& module) {
@@ -50,9 +39,8 @@ std::uint64_t digest_of(const torch::nn::Module& module) {
 }  // namespace
 
 Team::Team(const Training::MakeGroup& make_group, const ElasticOptions& options,
-           quorum::Generation generation, Executor& executor)
-    : generation_(std::move(generation)),
-      group_(make_team_group(make_group, options, generation_, executor)) {}
+           quorum::Generation generation)
+    : generation_(std::move(generation)), group_(make_team_group(make_group, options, generation_)) {}
 
 bool Team::holds(int rank) const {
   return std::binary_search(generation_.holders.begin(), generation_.holders.end(), rank);

@@ -24,8 +24,7 @@ class TrackedState;
 class Team {
  public:
   /// Collective.
-  Team(const Training::MakeGroup& make_group, const ElasticOptions& options, quorum::Generation generation,
-       Executor& executor);
+  Team(const Training::MakeGroup& make_group, const ElasticOptions& options, quorum::Generation generation);
 
   const quorum::Generation& generation() const { return generation_; }
   const collective::Group& group() const { return group_; }

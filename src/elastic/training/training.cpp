@@ -145,7 +145,7 @@ class Training::Impl {
           members_.number, options_.name));
       return;
     }
-    team_ = std::make_unique<Team>(make_group_, options_, generation, worker_.runtime().executor);
+    team_ = std::make_unique<Team>(make_group_, options_, generation);
     ElasticPosition position = cursor_.position();
     team_->copy_state(state_, position);
     cursor_.move_to(position);

@@ -10,9 +10,9 @@
 #include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/rendezvous.h>
 
+#include "rendezvous/api/names.h"
 #include "rendezvous/environment/slurm.h"
 #include "rendezvous/messages/messages.h"
-#include "rendezvous/messages/names.h"
 
 namespace torchspan::rendezvous {
 namespace {

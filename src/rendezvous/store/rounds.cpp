@@ -5,7 +5,7 @@
 #include <fmt/ranges.h>
 
 #include "core/api/saturated_time.h"
-#include "rendezvous/messages/names.h"
+#include "rendezvous/api/names.h"
 
 namespace torchspan::rendezvous {
 
@@ -235,16 +235,24 @@ void Rounds::on_gone(int rank, std::string cause) {
   erase_ended();
 }
 
-std::string Rounds::others_under_this_tag(const Key& key, const Round& round) const {
+/// Where a rank that is missing in `round` waits instead; a round under the same tag explains most.
+std::string Rounds::waits_elsewhere(const Key& key, const Round& round) const {
+  std::string elsewhere;
   for (const auto& [other_key, other] : rounds_) {
-    if (other_key.tag != key.tag || other.ended || &other == &round) continue;
-    for (const auto& [rank, arrival] : other.arrived) {
-      if (!round.expected.contains(rank)) continue;
+    if (other.ended || &other == &round) continue;
+    const auto waits = std::find_if(other.arrived.begin(), other.arrived.end(), [&](const auto& arrival) {
+      return round.expected.contains(arrival.first);
+    });
+    if (waits == other.arrived.end()) continue;
+    if (other_key.tag == key.tag) {
       return fmt::format("; but {} waits under this tag for ranks {} instead of {}: all must name the same",
-                         names_of({rank}), list_ranks(other_key.ranks.list()), list_ranks(key.ranks.list()));
+                         names_of({waits->first}), list_ranks(other_key.ranks.list()),
+                         list_ranks(key.ranks.list()));
     }
+    elsewhere = fmt::format("; but {} waits in '{}' for ranks {}", names_of({waits->first}), other_key.tag,
+                            list_ranks(other_key.ranks.list()));
   }
-  return "";
+  return elsewhere;
 }
 
 void Rounds::tick(TimePoint now) {
@@ -253,7 +261,7 @@ void Rounds::tick(TimePoint now) {
     std::vector<int> there;
     for (const auto& [rank, arrival] : round.arrived) there.push_back(rank);
     round.missing.assign(round.expected.begin(), round.expected.end());
-    round.there = fmt::format("there: {}{}", names_of(there), others_under_this_tag(key, round));
+    round.there = fmt::format("there: {}{}", names_of(there), waits_elsewhere(key, round));
     fail(round, ErrorKind::kTimedOut,
          fmt::format("the deadline passed without {}; {}", names_of(round.missing), round.there));
   }

@@ -75,7 +75,7 @@ class Rounds {
   std::string news_for(const Contribute& message) const;
   std::string names_of(const std::vector<int>& ranks) const;
   std::string text_for(int rank, const Round& round) const;
-  std::string others_under_this_tag(const Key& key, const Round& round) const;
+  std::string waits_elsewhere(const Key& key, const Round& round) const;
   const End* first_gone(const Ranks& ranks) const;
   void fail(Round& round, ErrorKind kind, std::string text);
   void complete(Round& round, bool sums);

@@ -1,4 +1,4 @@
-#include "rendezvous/messages/names.h"
+#include "rendezvous/api/names.h"
 
 #include <algorithm>
 #include <fmt/format.h>
