@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <array>
+#include <ctime>
 #include <fmt/format.h>
 #include <openssl/err.h>
 #include <openssl/x509v3.h>
@@ -26,10 +27,10 @@ constexpr std::array<unsigned char, 2> kFirstCipher = {0x13, 0x01};
 }
 
 /// Copies the key in the SSL_CTX's application data: OpenSSL changes the key object of a connection that
-/// fails.
+/// fails, and takes the key for a session to resume, which expires. The copy is made now.
 int lend_key(SSL* ssl, SSL_SESSION** session) {
   *session = SSL_SESSION_dup(static_cast<SSL_SESSION*>(SSL_CTX_get_app_data(SSL_get_SSL_CTX(ssl))));
-  return *session != nullptr;
+  return *session != nullptr && SSL_SESSION_set_time(*session, static_cast<long>(std::time(nullptr))) != 0;
 }
 
 int key_for_dialing(SSL* ssl, const EVP_MD* digest, const unsigned char** identity, std::size_t* size,

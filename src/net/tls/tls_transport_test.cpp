@@ -1,11 +1,35 @@
+#include <atomic>
+#include <ctime>
 #include <gmock/gmock.h>
 #include <random>
+#include <sys/time.h>
 
 #include "net/tls/pieces.h"
 #include "net/tls/tls_test_tools.h"
 #include "tests/support/certificates.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
+
+namespace torchspan::net::tls_transport_test {
+/// Seconds by which this process's clock is ahead, for OpenSSL.
+std::atomic<std::time_t> clock_ahead{0};
+}  // namespace torchspan::net::tls_transport_test
+
+/// In place of libc's functions; OpenSSL uses one or the other.
+extern "C" std::time_t time(std::time_t* copy) noexcept {
+  timespec now{};
+  ::clock_gettime(CLOCK_REALTIME, &now);
+  now.tv_sec += torchspan::net::tls_transport_test::clock_ahead;
+  if (copy != nullptr) *copy = now.tv_sec;
+  return now.tv_sec;
+}
+extern "C" int gettimeofday(timeval* copy, void*) noexcept {
+  timespec now{};
+  ::clock_gettime(CLOCK_REALTIME, &now);
+  *copy = {.tv_sec = now.tv_sec + torchspan::net::tls_transport_test::clock_ahead,
+           .tv_usec = now.tv_nsec / 1000};
+  return 0;
+}
 
 /// What only the TLS transport has: names, lanes, heartbeats, certificates, keys that are renewed. Everything
 /// else is in tests/conformance.
@@ -374,6 +398,42 @@ TEST_F(TlsTransportTest, ShowsItsMessagesOnTheNetworkOnlyIfThatIsDeclaredIsolate
     const bool visible = std::search(seen.begin(), seen.end(), header.begin(), header.end()) != seen.end();
     EXPECT_EQ(visible, network == TcpNetwork::kIsolated);
   }
+}
+
+/// Whether two sides with the same secret connect; their contexts may be of any age.
+bool connect(const std::shared_ptr<const TlsContext>& dialing,
+             const std::shared_ptr<const TlsContext>& listening) {
+  int ends[2];
+  EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
+  TlsSession dialer(dialing, Descriptor(ends[0]), {.role = Role::kDialer, .peer = "listener", .host = {}});
+  TlsSession listener(listening, Descriptor(ends[1]),
+                      {.role = Role::kListener, .peer = "dialer", .host = {}});
+  try {
+    for (bool one = false, other = false; !one || !other;) {
+      if (!one) one = dialer.shake_hands();
+      if (!other) other = listener.shake_hands();
+    }
+  } catch (const Error& error) {
+    ADD_FAILURE() << error.what();
+    return false;
+  }
+  return true;
+}
+
+TEST(TlsSessionTest, ConnectsAtAnyAgeOfEitherSide) {
+  const auto make = [] { return std::make_shared<const TlsContext>(test_secret(), TlsOptions()); };
+  const auto old = make();
+  EXPECT_TRUE(connect(old, old));
+  for (const int hours : {1, 24, 24 * 365 * 10}) {
+    clock_ahead = hours * 3600L;
+    EXPECT_TRUE(connect(make(), old)) << hours;
+    EXPECT_TRUE(connect(old, make())) << hours;
+    EXPECT_TRUE(connect(old, old)) << hours;
+  }
+  const auto of_the_future = make();
+  clock_ahead = -3600;  // it was set back
+  EXPECT_TRUE(connect(of_the_future, of_the_future));
+  clock_ahead = 0;
 }
 
 TEST(TlsSessionTest, RenewsItsKeysDuringTraffic) {
