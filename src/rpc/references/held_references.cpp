@@ -28,6 +28,8 @@ void HeldReferences::give_up(GlobalId fork, std::string reason, Effects& effects
 std::optional<Refusal> HeldReferences::adopt(const wire::Handle& handle, PeerId parent, const Keep& user,
                                              Effects& effects) {
   const PeerId owner{handle.owner, handle.incarnation};
+  if (users_.contains(handle.fork) || pending_.contains(handle.fork))
+    return Refusal{Refusal::Why::kSentTwice, parent, {}};
   users_[handle.fork] = {owner, handle.value, user, true};
   const Presence::Standing standing = presence_.of(owner);
   if (standing == Presence::Standing::kGone) {

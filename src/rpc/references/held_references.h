@@ -40,7 +40,8 @@ class HeldReferences {
   void give_up(GlobalId fork, std::string reason, Effects& effects);
 
   /// Adds a child received from `parent`. Done at once if the parent is the owner; otherwise asks the owner,
-  /// and fork_answered() ends it. Returns a refusal if the owner is gone.
+  /// and fork_answered() ends it. Returns a refusal if the owner is gone, and kSentTwice, without effect, for a fork that
+  /// is here.
   std::optional<Refusal> adopt(const wire::Handle& handle, PeerId parent, const Keep& user, Effects& effects);
   void fork_answered(GlobalId fork, bool counted, Effects& effects);
   bool pending(GlobalId fork) const { return pending_.contains(fork); }

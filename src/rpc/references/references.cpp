@@ -270,6 +270,10 @@ std::shared_ptr<void> References::adopt(const wire::Handle& handle, PeerId from)
     MutexLock lock(shared_->mutex);
     refusal = shared_->table.held().adopt(handle, from, user, effects);
   }
+  if (refusal && refusal->why == Refusal::Why::kSentTwice) {
+    user->detach();  // the number belongs to the other reference
+    throw Error(driver_->refused(handle.value, *refusal));
+  }
   if (refusal) {
     user->fail(std::make_exception_ptr(driver_->refused(handle.value, *refusal)));
   } else if (owner == from) {
@@ -284,12 +288,17 @@ std::vector<std::shared_ptr<void>> References::from_handles(const std::vector<wi
   std::vector<std::shared_ptr<void>> references;
   references.reserve(handles.size());
   bool lost = false;
-  for (const wire::Handle& handle : handles) {
-    if (auto reference = from_handle(handle, from)) {
-      references.push_back(std::move(*reference));
-    } else {
-      lost = true;
+  try {
+    for (const wire::Handle& handle : handles) {
+      if (auto reference = from_handle(handle, from)) {
+        references.push_back(std::move(*reference));
+      } else {
+        lost = true;
+      }
     }
+  } catch (...) {
+    driver_->release_references(std::move(references));
+    throw;
   }
   if (!lost) return references;
   driver_->release_references(std::move(references));  // gives the others back, which arrived

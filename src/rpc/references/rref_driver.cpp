@@ -308,6 +308,9 @@ Error RRefDriver::refused(GlobalId value, const Refusal& refusal) const {
       return gone(who + ", its owner, died or left, and the value with it");
     case Refusal::Why::kSenderGone:
       return gone(who + ", which sent this reference, died or left before its owner knew of it");
+    case Refusal::Why::kSentTwice:
+      return Error(ErrorKind::kInvalid,
+                   fmt::format("{} sent the number of a reference that this worker has already", who));
     case Refusal::Why::kReleased:
       break;
   }

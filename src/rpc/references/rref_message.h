@@ -39,6 +39,7 @@ struct Refusal {
     kOtherOwner,   ///< its owner was a process that had the owner's rank before
     kOwnerGone,    ///< the owner died or left
     kSenderGone,   ///< the sender has died or left, and the reference was not counted
+    kSentTwice,    ///< the sender, `who`, sent the number of a reference that is here
   };
   Why why = Why::kReleased;
   PeerId who;

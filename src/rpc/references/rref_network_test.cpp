@@ -1,14 +1,16 @@
 // Measures what references cost on a thousand workers of the simulated network, in messages and in memory,
 // with the driver, the handles and the acknowledgements that real workers have.
 #include <fmt/format.h>
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 
+#include "tests/support/errors.h"
 #include "tests/support/reference_nodes.h"
 
 namespace torchspan::rpc::rref_network_test {
 namespace {
 
 using namespace testing;  // NOLINT(google-build-using-namespace)
+using torchspan::testing::error_of;
 using Cost = ReferenceCost;
 
 TEST(RRefScale, CostsTheSameForEveryReferenceOfAThousandWorkersOnANetwork) {
@@ -38,6 +40,28 @@ struct CountedValue {
     if (alive != nullptr) --*alive;
   }
 };
+
+// A member of the world may be wrong or hostile.
+TEST(References, RefuseANumberThatIsHereAndKeepTheReferenceThatHasIt) {
+  Shared shared;
+  shared.executor.run([&] {
+    const auto holder = std::make_shared<Node>(shared, 0);
+    holder->begin(3);
+    const PeerId sender{1, 0};
+    const wire::Handle handle{.owner = 2, .value = {2, 7}, .fork = {1, 5}};
+    const auto first = holder->references().from_handles({handle}, sender);
+    for (wire::Handle again : {handle, wire::Handle{.owner = 1, .value = {1, 8}, .fork = {1, 5}}}) {
+      const wire::Handle fresh{.owner = 1, .value = {1, 9}, .fork = {1, 6}};
+      const Error error = error_of([&] { holder->references().from_handles({fresh, again}, sender); });
+      EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+      EXPECT_THAT(error.message(),
+                  ::testing::HasSubstr("sent the number of a reference that this worker has"));
+      shared.jobs->run();
+      EXPECT_EQ(holder->references().counts().users, 1u);
+    }
+    EXPECT_EQ(holder->references().list().at(0).value, "2:7");
+  });
+}
 
 // The driver releases the value on the pool even if the program also holds it. Otherwise the program might
 // release it a moment earlier, and the value's destructor would run on the thread that reads messages.
