@@ -142,6 +142,10 @@ class FutureState final : public FutureStateBase {
   std::exception_ptr error_;
 };
 
+namespace future_detail {
+[[noreturn]] void throw_empty();
+}  // namespace future_detail
+
 template <class T>
 class Promise;
 
@@ -152,42 +156,43 @@ template <class T>
 class [[nodiscard]] Future {
  public:
   using value_type = T;
+  /// An empty future: all its functions but valid() throw kInvalid, and so do functions that get it.
   Future() = default;
 
   bool valid() const { return state_ != nullptr; }
-  bool done() const { return state_->done(); }
+  bool done() const { return state().done(); }
   /// Waits for the value and returns a copy. Rethrows the failure, or throws Error{kTimedOut} after
   /// `timeout`; the future may still complete later. Do not call it while holding a lock that a handler
   /// needs.
   T wait() const { return wait(Deadline::never()); }
-  T wait(Duration timeout) const { return wait(state_->deadline_in(timeout)); }
+  T wait(Duration timeout) const { return wait(state().deadline_in(timeout)); }
   /// The same, for code that shares one deadline among several waits.
   T wait(Deadline deadline) const {
-    state_->wait(deadline);
-    if (const auto& gate = state_->gate()) gate->pass();
+    state().wait(deadline);
+    if (const auto& gate = state().gate()) gate->pass();
     if constexpr (std::is_void_v<T>) {
-      state_->value();
+      state().value();
     } else {
-      return state_->value();
+      return state().value();
     }
   }
   /// Waits for completion, successful or not, as std::future does. Returns false if `timeout` passes first; does not
   /// throw the failure.
-  bool wait_for(Duration timeout) const { return wait_until(state_->deadline_in(timeout)); }
-  bool wait_until(Deadline deadline) const { return state_->wait_until(deadline); }
+  bool wait_for(Duration timeout) const { return wait_until(state().deadline_in(timeout)); }
+  bool wait_until(Deadline deadline) const { return state().wait_until(deadline); }
   /// Waits until the value is computed, on devices too: wait() only orders this thread's later work on the
   /// device after the value. Throws as wait().
   T synchronize(Deadline deadline = Deadline::never()) const {
-    state_->wait(deadline);
-    state_->synchronize(deadline);
+    state().wait(deadline);
+    state().synchronize(deadline);
     return wait(deadline);
   }
   /// What takers of a completed future's value pass; null for most values.
-  const std::shared_ptr<const ValueGate>& gate() const { return state_->gate(); }
+  const std::shared_ptr<const ValueGate>& gate() const { return state().gate(); }
   /// The failure of a completed future, or null.
-  std::exception_ptr error() const { return state_->error(); }
+  std::exception_ptr error() const { return state().error(); }
   /// Where its waiters wait and its continuations run.
-  const std::weak_ptr<FutureHost>& host() const { return state_->host(); }
+  const std::weak_ptr<FutureHost>& host() const { return state().host(); }
 
   /// Runs `callback(Future<T>)` on a pool thread after completion, successful or not. Its result or
   /// exception completes the returned future. Runs on this thread only if the future is complete and its worker has
@@ -214,6 +219,10 @@ class [[nodiscard]] Future {
   template <class U>
   friend Future<U> make_failed_future(std::exception_ptr error);
   explicit Future(std::shared_ptr<FutureState<T>> state) : state_(std::move(state)) {}
+  FutureState<T>& state() const {
+    if (!state_) future_detail::throw_empty();
+    return *state_;
+  }
 
   std::shared_ptr<FutureState<T>> state_;
 };
@@ -296,9 +305,9 @@ template <class T>
 template <class F>
 auto Future<T>::then(F callback) const -> Future<std::invoke_result_t<F&, Future<T>>> {
   using R = std::invoke_result_t<F&, Future<T>>;
-  Promise<R> promise(state_->host());
+  Promise<R> promise(state().host());
   Future<R> result = promise.future();
-  state_->on_done_bound(
+  state().on_done_bound(
       [self = *this, promise = std::move(promise), callback = std::move(callback)]() mutable {
         const auto state = self.state_;
         promise.set_from([&] { return callback(std::move(self)); }, state->gate());
@@ -357,7 +366,8 @@ Future<future_detail::All<T>> when_all(std::vector<Future<T>> futures) {
   if (futures.empty()) return make_ready_future<future_detail::All<T>>();
   std::weak_ptr<FutureHost> host;
   for (const Future<T>& future : futures) {
-    if (host.expired()) host = future.host();  // futures that were created ready have no host
+    const std::weak_ptr<FutureHost>& its = future.host();
+    if (host.expired()) host = its;  // futures that were created ready have no host
   }
   auto collector = std::make_shared<future_detail::Collector<T>>(host, futures);
   for (const Future<T>& future : futures) {

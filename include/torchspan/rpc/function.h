@@ -269,6 +269,8 @@ Outcome run_function(Execution& invocation) {
     return {nullptr, start(std::move(task), invocation.host, invocation.environment)};
   } else if constexpr (std::is_same_v<Returned, Future<R>>) {
     Future<R> future = apply_function<kFunction>(invocation.worker, object.get(), arguments);
+    if (!future.valid())
+      throw_invalid("the function returned an empty Future; return one of a call or of a Promise");
     return {nullptr, future.then([](Future<R> done) { return value_from<R>([&] { return done.wait(); }); })};
   } else {
     return {value_from<R>([&]() -> decltype(auto) {

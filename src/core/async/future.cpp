@@ -35,6 +35,12 @@ std::shared_ptr<const ValueGate> combine_gates(std::vector<std::shared_ptr<const
   return std::make_shared<CombinedGate>(std::move(gates));
 }
 
+void future_detail::throw_empty() {
+  throw_invalid(
+      "this Future is empty: it was made by its default constructor, or moved from; use one of a call or of "
+      "a Promise");
+}
+
 bool FutureStateBase::claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
 
 void FutureStateBase::publish() {

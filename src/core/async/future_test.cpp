@@ -1,4 +1,5 @@
 #include <atomic>
+#include <functional>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <stdexcept>
@@ -431,6 +432,30 @@ TEST(Future, CanBeCreatedReadyOrFailed) {
   EXPECT_TRUE(failed.done());
   EXPECT_EQ(failure_of(failed), ErrorKind::kDisconnected);
   EXPECT_EQ(kind_of([&] { failed.wait(); }), ErrorKind::kDisconnected);
+}
+
+TEST(Future, SaysThatItIsEmptyInEveryUse) {
+  const Future<int> empty;
+  EXPECT_FALSE(empty.valid());
+  const std::vector<std::function<void()>> uses{
+      [&] { empty.wait(); },
+      [&] { empty.wait(1s); },
+      [&] { static_cast<void>(empty.wait_for(1s)); },
+      [&] { empty.synchronize(); },
+      [&] { static_cast<void>(empty.done()); },
+      [&] { static_cast<void>(empty.error()); },
+      [&] { static_cast<void>(empty.then([](const Future<int>&) {})); },
+      [&] { empty.add_done_callback([](const Future<int>&) {}); },
+      [&] {
+        static_cast<void>(when_all(std::vector<Future<int>>{make_ready_future<int>(1), empty}));
+      },
+      [&] { wait_all(std::vector<Future<int>>{empty}); },
+  };
+  for (std::size_t i = 0; i < uses.size(); ++i) {
+    const Error error = torchspan::testing::error_of(uses[i]);
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << i;
+    EXPECT_THAT(error.message(), HasSubstr("this Future is empty")) << i;
+  }
 }
 
 // Random trees of futures: every value must be the sum that a plain computation gives.

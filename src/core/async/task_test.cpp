@@ -11,11 +11,13 @@
 
 #include "core/async/pool_trials.h"
 #include "core/async/trials.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::task_test {
 namespace {
 
 using namespace std::chrono_literals;
+using torchspan::testing::kind_of;
 
 Task<int> constant(int value) { co_return value; }
 
@@ -60,6 +62,7 @@ TEST(Task, DoesNothingUntilItIsStarted) {
 
 TEST(Task, ReturnsThroughNestedTasks) {
   EXPECT_EQ(start(fibonacci(15), {}).wait(), 610);
+  EXPECT_EQ(kind_of([] { start(add({}, make_ready_future<int>(1)), {}).wait(); }), ErrorKind::kInvalid);
   EXPECT_THROW(start(fail("outer"), {}).wait(), std::out_of_range);
 }
 

@@ -39,6 +39,8 @@ constexpr Function<get_name> kWorkerName{"get_name"};
 constexpr Function<hop> kHop{"hop"};
 constexpr Function<coroutine_hop> kCoroutineHop{"coroutine_hop"};
 constexpr Function<async_add> kAsyncAdd{"async_add"};
+Future<std::int64_t> no_future() { return {}; }
+constexpr Function<no_future> kNoFuture{"no_future"};
 void sleep_ten_seconds(Worker& worker) { worker.runtime().executor.sleep(std::chrono::seconds(10)); }
 constexpr Function<sleep_ten_seconds> kSleep{"sleep_ten_seconds"};
 constexpr Class<Counter_, std::int64_t> kCounter{"Counter"};
@@ -67,8 +69,8 @@ ClusterOptions cluster(int workers, std::uint64_t seed = 1) {
   ClusterOptions options;
   options.workers = workers;
   options.seed = seed;
-  options.functions.add(kAdd, kScale, kNothing, kFail, kWorkerName, kHop, kCoroutineHop, kAsyncAdd, kCounter,
-                        kCounterAdd, kCounterGet, kReadCounter, kReadThrough, kSleep);
+  options.functions.add(kAdd, kScale, kNothing, kFail, kWorkerName, kHop, kCoroutineHop, kAsyncAdd, kNoFuture,
+                        kCounter, kCounterAdd, kCounterGet, kReadCounter, kReadThrough, kSleep);
   return options;
 }
 
@@ -138,6 +140,20 @@ TEST(Worker, ReportsTypeTextWorkerAndPlaceOfARemoteException) {
       EXPECT_EQ(error.frames()[0].text, "the disk\nis on fire");
       EXPECT_EQ(error.frames()[0].worker, "worker1");
       EXPECT_THAT(error.what(), ::testing::HasSubstr("worker_test.cpp:"));
+    }
+  });
+}
+
+TEST(Worker, NamesTheFunctionThatReturnsAnEmptyFuture) {
+  on_first(2, 1, [](Worker& worker) {
+    for (const char* to : {"worker0", "worker1"}) {
+      try {
+        worker.rpc_sync(to, kNoFuture);
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const Error& error) {
+        EXPECT_THAT(error.what(), ::testing::AllOf(::testing::HasSubstr("no_future"),
+                                                   ::testing::HasSubstr("returned an empty Future")));
+      }
     }
   });
 }
