@@ -10,4 +10,8 @@ std::string name_of_dtype(std::int8_t dtype) {
   return known ? c10::toString(static_cast<at::ScalarType>(dtype)) : std::to_string(dtype);
 }
 
+bool loses_nan(at::ScalarType dtype, ReduceOp reduction) {
+  return at::isFloatingType(dtype) && (reduction == kMin || reduction == kMax);
+}
+
 }  // namespace torchspan::collective

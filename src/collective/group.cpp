@@ -3,9 +3,11 @@
 #include <string_view>
 
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 
 #include <torchspan/collective/group.h>
+#include <torchspan/detail/core/mutex.h>
 
 #include "collective/api/gathers_in_place.h"
 #include "collective/coalesced.h"
@@ -39,11 +41,24 @@ void check_tensor(const Backend& backend, std::string_view call, const at::Tenso
                                "group's device or the CPU"));
   }
   if (tensor.layout() == at::kStrided || (sparse_too && tensor.layout() == at::kSparse)) {
+    check(!tensor._is_zerotensor(),
+          fmt::format("{} of a ZeroTensor {}, which has no memory: pass its clone()", call,
+                      text_of(tensor.sizes())));
     if (!tensor.is_quantized()) return;
   }
   throw Error(ErrorKind::kUnsupported,
               fmt::format("{} takes {}tensors that are not quantized; convert this one first", call,
                           sparse_too ? "dense and sparse COO " : "dense "));
+}
+
+/// A tensor that the operation writes.
+void check_written(const Backend& backend, std::string_view call, const at::Tensor& tensor,
+                   bool sparse_too = false) {
+  check_tensor(backend, call, tensor, sparse_too);
+  check(tensor.is_sparse() || at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+        fmt::format("{} writes a tensor {} with strides {}, of which several elements share memory, as after "
+                    "expand(): pass its clone()",
+                    call, text_of(tensor.sizes()), text_of(tensor.strides())));
 }
 
 void check_rank(const char* what, int rank, int size) {
@@ -131,7 +146,37 @@ std::string to_string(ReduceOp reduction) {
   return fmt::format("reduction {}", static_cast<int>(reduction));
 }
 
-Group::Group(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {
+/// The groups that were split from one and still live, for abort().
+class Group::Parts {
+ public:
+  void add(const Group& part) {
+    MutexLock lock(mutex_);
+    std::erase_if(parts_, [](const Part& ended) { return ended.backend.expired(); });
+    parts_.push_back({part.backend_, part.parts_});
+  }
+  void abort(const Error& cause) {
+    std::vector<Part> parts;
+    {
+      MutexLock lock(mutex_);
+      parts = parts_;
+    }
+    for (const Part& part : parts) {
+      if (const auto backend = part.backend.lock()) backend->abort(cause);
+      if (const auto its = part.parts.lock()) its->abort(cause);
+    }
+  }
+
+ private:
+  struct Part {
+    std::weak_ptr<Backend> backend;
+    std::weak_ptr<Parts> parts;
+  };
+  Mutex mutex_;
+  std::vector<Part> parts_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+Group::Group(std::shared_ptr<Backend> backend)
+    : backend_(std::move(backend)), parts_(std::make_shared<Parts>()) {
   check(backend_ != nullptr, "a group needs a backend: use Group::make()");
 }
 Group::Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& runtime,
@@ -154,11 +199,12 @@ Group Group::split(int color, int key) const {
   Group part(backend_->split(color, key));
   if (log_) part.log_ = log_->of_part(part.ranks());
   if (messages_) part.messages_ = messages_->of_part(part.backend_, number);
+  parts_->add(part);
   return part;
 }
 
 Future<at::Tensor> Group::all_reduce(at::Tensor tensor, ReduceOp reduction) const {
-  check_tensor(*backend_, "all_reduce", tensor, /*sparse_too=*/true);
+  check_written(*backend_, "all_reduce", tensor, /*sparse_too=*/true);
   const std::uint64_t bytes = logged_bytes(tensor);
   return logged(log_, "all_reduce", bytes,
                 [&] { return backend_->all_reduce(std::move(tensor), reduction); });
@@ -179,7 +225,7 @@ Future<std::vector<at::Tensor>> Group::all_gather(at::Tensor tensor) const {
 }
 
 Future<at::Tensor> Group::broadcast(at::Tensor tensor, int root) const {
-  check_tensor(*backend_, "broadcast", tensor);
+  check_written(*backend_, "broadcast", tensor);
   check_rank("root", root, size());
   const std::uint64_t bytes = logged_bytes(tensor);
   return logged(log_, "broadcast", bytes, [&] { return backend_->broadcast(std::move(tensor), root); });
@@ -200,7 +246,7 @@ Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts)
 
 Future<at::Tensor> Group::all_gather_into_tensor(at::Tensor output, at::Tensor tensor) const {
   check_tensor(*backend_, "all_gather_into_tensor", tensor);
-  check_tensor(*backend_, "all_gather_into_tensor", output);
+  check_written(*backend_, "all_gather_into_tensor", output);
   check_output("all_gather_into_tensor", output, tensor, size());
   const std::uint64_t bytes = logged_bytes(tensor);
   if (auto* in_place = dynamic_cast<GathersInPlace*>(backend_.get())) {
@@ -234,7 +280,7 @@ Future<std::vector<at::Tensor>> Group::gather(at::Tensor tensor, int root) const
 }
 
 Future<at::Tensor> Group::scatter(at::Tensor output, std::vector<at::Tensor> parts, int root) const {
-  check_tensor(*backend_, "scatter", output);
+  check_written(*backend_, "scatter", output);
   check_rank("root", root, size());
   const auto needed = static_cast<std::size_t>(root == rank() ? size() : 0);
   check(parts.size() == needed,
@@ -261,7 +307,7 @@ Future<at::Tensor> Group::scatter(at::Tensor output, std::vector<at::Tensor> par
 }
 
 Future<at::Tensor> Group::reduce(at::Tensor tensor, int root, ReduceOp reduction) const {
-  check_tensor(*backend_, "reduce", tensor);
+  check_written(*backend_, "reduce", tensor);
   check_rank("root", root, size());
   return logged(log_, "reduce", logged_bytes(tensor),
                 [&] { return backend_->reduce(std::move(tensor), root, reduction); });
@@ -271,6 +317,7 @@ Future<std::vector<at::Tensor>> all_reduce_coalesced(const Group& group, std::ve
                                                      ReduceOp reduction) {
   using Verb = CoalescedCall::Verb;
   check_alike(*group.backend_, name_of(Verb::kAllReduce), tensors);
+  for (const at::Tensor& tensor : tensors) check_written(*group.backend_, name_of(Verb::kAllReduce), tensor);
   return logged(group.log_, "all_reduce_coalesced", logged_bytes(tensors), [&] {
     std::vector<std::vector<std::int64_t>> sizes;
     for (const at::Tensor& tensor : tensors) sizes.push_back(tensor.sizes().vec());
@@ -317,7 +364,7 @@ Future<std::vector<at::Tensor>> all_gather_into_tensor_coalesced(const Group& gr
                                                       call, outputs.size(), tensors.size()));
   std::vector<std::vector<std::int64_t>> sizes;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    check_tensor(*group.backend_, call, outputs[i]);
+    check_written(*group.backend_, call, outputs[i]);
     check_output(call, outputs[i], tensors[i], group.size());
     sizes.push_back(tensors[i].sizes().vec());
   }
@@ -380,6 +427,7 @@ Future<at::Tensor> Group::send(at::Tensor tensor, int to, int tag) const {
 
 Future<at::Tensor> Group::recv(at::Tensor tensor, int from, int tag) const {
   check_message(*this, "recv", tensor, tag);
+  check_written(*backend_, "recv", tensor);
   check_peer(*this, "recv", "the sender", from);
   check_has_messages(messages_, *backend_, "recv");
   return logged(log_, "recv", logged_bytes(tensor), [&] { return messages_->recv(tensor, from, tag); });
@@ -387,6 +435,7 @@ Future<at::Tensor> Group::recv(at::Tensor tensor, int from, int tag) const {
 
 Future<ReceivedMessage> Group::recv(at::Tensor tensor, AnySource, int tag) const {
   check_message(*this, "recv", tensor, tag);
+  check_written(*backend_, "recv", tensor);
   check(size() > 1, "recv from any rank in a group of one rank, to which no other rank can send");
   check_has_messages(messages_, *backend_, "recv");
   return logged(log_, "recv", logged_bytes(tensor), [&] { return messages_->recv_from_any(tensor, tag); });
@@ -411,6 +460,9 @@ at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   return backend_->allocate(sizes, dtype);
 }
 
-void Group::abort(const Error& cause) const { backend_->abort(cause); }
+void Group::abort(const Error& cause) const {
+  backend_->abort(cause);
+  parts_->abort(cause);
+}
 
 }  // namespace torchspan::collective

@@ -181,6 +181,22 @@ TEST_P(CollectiveFailureReports, AbortEndsTheOperationsOfOtherRanks) {
   }
 }
 
+/// What the program has is the whole group; wrappers such as DistributedDataParallel run in a split of it.
+TEST_P(CollectiveFailureReports, AbortReachesTheSplitsAndTheirSplits) {
+  for (const Error& error : errors_of([&](Group& group) {
+         const Group part = group.split(0, group.rank());
+         const Group inner = part.split(0, group.rank());
+         const auto gone = [&] { return group.split(0, group.rank()); }().all_reduce(at::ones({2}));
+         EXPECT_TRUE(gone.wait_for(seconds(60)));
+         if (group.rank() == 1) group.abort(Error(ErrorKind::kCancelled, "enough"));
+         EXPECT_THAT(error_text([&] { inner.barrier(); }), HasSubstr("enough"));
+         part.all_reduce(at::ones({1 << 18})).wait();
+       })) {
+    EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
+    EXPECT_THAT(error.what(), HasSubstr("enough"));
+  }
+}
+
 /// A group ends with its world: a worker that leaves stops waiting for others, and others stop waiting for
 /// it.
 TEST_P(CollectiveFailures, OfARankThatLeavesTheWorldAreCancelledAndReportedToTheOthers) {

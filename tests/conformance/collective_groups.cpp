@@ -1,4 +1,7 @@
+#include <algorithm>
+#include <cmath>
 #include <gmock/gmock.h>
+#include <limits>
 
 #include <ATen/ATen.h>
 
@@ -215,6 +218,52 @@ TEST_P(CollectiveGroups, RejectsInvalidArgumentsAndContinues) {
     EXPECT_THROW(group.allocate({-1}, at::kFloat), Error);
     EXPECT_THROW(Group(nullptr), Error);
     EXPECT_EQ(group.all_reduce(at::ones({1})).wait().item<int>(), ranks());
+  });
+}
+
+TEST_P(CollectiveGroups, RefusesTensorsWithoutMemoryOrWithSharedMemoryAndGoesOn) {
+  run([&](Group& group) {
+    const at::Tensor zero = at::_efficientzerotensor({ranks(), 2}, at::TensorOptions());
+    const at::Tensor shared = at::ones({1}).expand({ranks(), 2});
+    const at::Tensor good = at::ones({ranks(), 2});
+    const auto refused = [&](const char* text, const std::function<void()>& call) {
+      try {
+        call();
+        ADD_FAILURE() << "nothing was thrown for " << text;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+        EXPECT_THAT(error.message(), ::testing::HasSubstr(text));
+      }
+    };
+    for (const auto& [tensor, why] : {std::pair(zero, "has no memory"), std::pair(shared, "share memory")}) {
+      refused(why, [&] { static_cast<void>(group.all_reduce(tensor)); });
+      refused(why, [&] { static_cast<void>(group.broadcast(tensor, 0)); });
+      refused(why, [&] { static_cast<void>(group.reduce(tensor, 0)); });
+      refused(why, [&] { static_cast<void>(group.all_gather_into_tensor(tensor, at::ones({2}))); });
+      refused(why, [&] { static_cast<void>(all_reduce_coalesced(group, {good, tensor})); });
+    }
+    refused("has no memory", [&] { static_cast<void>(group.all_gather(zero)); });
+    refused("has no memory", [&] { static_cast<void>(group.reduce_scatter(zero)); });
+    // What is only read may share memory.
+    EXPECT_TRUE(at::equal(group.all_gather(shared).wait()[0], good));
+    EXPECT_EQ(group.all_reduce(at::ones({1})).wait().item<int>(), ranks());
+  });
+}
+
+TEST_P(CollectiveGroups, GivesNaNOfAnyRankInMinimumAndMaximum) {
+  run([&](Group& group) {
+    for (const auto dtype : {at::kFloat, at::kDouble}) {
+      for (const ReduceOp reduction : {kMin, kMax}) {
+        for (const std::int64_t length : {3, 100'000}) {
+          // Element i is NaN on rank i, and not on those before it.
+          at::Tensor mine = at::full({length}, group.rank(), dtype);
+          mine[std::min<std::int64_t>(group.rank(), length - 1)] = std::numeric_limits<double>::quiet_NaN();
+          const at::Tensor result = group.all_reduce(mine, reduction).wait();
+          for (std::int64_t i = 0; i < 3; ++i)
+            EXPECT_EQ(std::isnan(result[i].item<double>()), i < ranks()) << i << " of " << length;
+        }
+      }
+    }
   });
 }
 

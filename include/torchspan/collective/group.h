@@ -171,8 +171,8 @@ class Group {
   /// is contiguous. Not collective. The memory lives as long as the tensor.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) const;
 
-  /// Breaks the group with `cause`: fails pending operations here, and on other ranks if the backend can
-  /// notify them.
+  /// Breaks the group and its splits (DistributedDataParallel and others split the group that they get) with `cause`:
+  /// fails pending operations here, and on other ranks if the backend can notify them.
   void abort(const Error& cause) const;
 
   const std::shared_ptr<Backend>& backend() const { return backend_; }
@@ -190,6 +190,8 @@ class Group {
   std::shared_ptr<Backend> backend_;
   std::shared_ptr<OperationLog> log_;       ///< null: none
   std::shared_ptr<PointToPoint> messages_;  ///< null: none
+  class Parts;
+  std::shared_ptr<Parts> parts_;
 };
 
 /// Group::all_reduce(), reduce_scatter() and all_gather_into_tensor() of several dense tensors, which are sent as one:

@@ -6,11 +6,13 @@
 
 #include "collective/c10d/c10d_op.h"
 #include "collective/c10d/compat.h"
+#include "collective/dtypes.h"
 #include "collective/serial/serial_backend.h"
 
 namespace torchspan::collective {
 bool C10dCollectives::reduces(at::ScalarType dtype, ReduceOp reduction) const {
   if (reduction != kSum && reduction != kMin && reduction != kMax && reduction != kProduct) return false;
+  if (loses_nan(dtype, reduction)) return false;
   switch (dtype) {
     case at::kFloat:
     case at::kDouble:

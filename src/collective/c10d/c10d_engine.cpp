@@ -7,6 +7,7 @@
 
 #include "collective/c10d/c10d_op.h"
 #include "collective/c10d/compat.h"
+#include "collective/dtypes.h"
 
 namespace torchspan::collective {
 namespace {
@@ -55,6 +56,7 @@ std::unique_ptr<C10dEngine> C10dEngine::make(const ProcessGroupFactory& factory,
 bool C10dEngine::reduces(at::ScalarType dtype, ReduceOp reduction) const {
   // Not every process group has these.
   if (reduction == kBitAnd || reduction == kBitOr || reduction == kBitXor) return false;
+  if (loses_nan(dtype, reduction)) return false;
   switch (dtype) {
     case at::kHalf:
     case at::kBFloat16:

@@ -7,6 +7,7 @@
 
 #include <torchspan/core/bytes.h>
 
+#include "collective/dtypes.h"
 #include "device/api/half.h"
 
 namespace torchspan::collective {
@@ -101,6 +102,7 @@ int HierarchicalCollectives::host_of(int rank) const {
 bool HierarchicalCollectives::reduces(at::ScalarType dtype, ReduceOp reduction) const {
   if (reduction == kAvg || device::is_half(dtype)) return false;
   if (plan_.announces) return true;
+  if (loses_nan(dtype, reduction)) return false;
   if (reduction != kSum && reduction != kMin && reduction != kMax && reduction != kProduct) return false;
   // The answer must be the same on all ranks, and only leaders have BlockingCollectives.
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kInt || dtype == at::kLong ||

@@ -8,6 +8,8 @@
 #include <mpi.h>
 #include <numeric>
 
+#include "collective/dtypes.h"
+
 namespace torchspan::collective {
 namespace {
 
@@ -67,7 +69,7 @@ class MpiCollectives final : public BlockingCollectives {
   std::string name() const override { return "mpi"; }
   bool reduces(at::ScalarType dtype, ReduceOp reduction) const override {
     const bool known = reduction == kSum || reduction == kMin || reduction == kMax || reduction == kProduct;
-    return known && mpi_type(dtype) != MPI_DATATYPE_NULL;
+    return known && !loses_nan(dtype, reduction) && mpi_type(dtype) != MPI_DATATYPE_NULL;
   }
 
   void all_reduce(at::Tensor tensor, ReduceOp reduction) override {

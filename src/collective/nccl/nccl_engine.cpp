@@ -1,5 +1,7 @@
 #include "collective/nccl/nccl_engine.h"
 
+#include "collective/dtypes.h"
+
 namespace torchspan::collective::nccl {
 namespace {
 
@@ -63,6 +65,7 @@ Operation operation_of(at::ScalarType dtype, ReduceOp reduction) {
 
 bool NcclEngine::reduces(at::ScalarType dtype, ReduceOp reduction) const {
   if (reduction == kBitAnd || reduction == kBitOr || reduction == kBitXor) return false;
+  if (loses_nan(dtype, reduction)) return false;
   return form_of(dtype) && (!at::isComplexType(dtype) || reduction == kSum || reduction == kAvg);
 }
 
