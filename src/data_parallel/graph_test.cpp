@@ -243,6 +243,99 @@ TEST(Autograd, ForSomeParametersOnlyNamesTheOthers) {
   });
 }
 
+/// y = w₂ tanh(w₁ x + b₁) + b₂, whose derivative by x does not depend on b₂.
+at::Tensor energy(const Tensors& p, const at::Tensor& x) {
+  return p[2].matmul((p[0].matmul(x) + p[1].unsqueeze(1)).tanh()) + p[3];
+}
+
+/// What a loss depends on, besides the parameters.
+struct Terms {
+  bool energy = false, forces = false;
+};
+
+/// The forces that the energy `y` exerts at `x`, and the energy.
+at::Tensor loss_with_forces(const at::Tensor& y, const at::Tensor& x, Terms terms) {
+  at::Tensor loss = at::zeros({}, at::kDouble);
+  if (terms.forces)
+    loss = loss + torch::autograd::grad({y.sum()}, {x}, {}, true, /*create_graph=*/true)[0].pow(2).sum();
+  return terms.energy ? loss + y.pow(2).sum() : loss;
+}
+
+/// Steps whose losses depend on derivatives of the outputs, on rank 0 as in `first`, on the others as in `other`.
+void expect_averaged_derivatives(const DataParallelOptions& options, Terms first, Terms other) {
+  on_ranks(2, [&](const Rank& self) {
+    const auto terms = [&](int rank) { return rank == 0 ? first : other; };
+    const bool every = terms(0).energy || terms(1).energy;
+    const auto make = [] {
+      return Tensors{leaf({4, 3}, at::kDouble), leaf({4}, at::kDouble, 0.3), leaf({2, 4}, at::kDouble, 0.7),
+                     leaf({2, 1}, at::kDouble)};
+    };
+    const auto input = [](int rank, int step) {
+      return leaf({3, 5}, at::kDouble, 0.5 + rank + 0.1 * step).detach().requires_grad_();
+    };
+    const Tensors parameters = make(), alone = make();
+    DataParallelOptions strict = options;
+    strict.unwrapped_backward = Unwrapped::kThrow;
+    Reducer reducer(named(parameters), self.group, strict);
+    for (int step = 0; step < 4; ++step) {
+      zero(parameters, step % 2 == 0);
+      zero(alone, true);
+      for (int rank = 0; rank < 2; ++rank) {
+        const at::Tensor x = input(rank, step), y = energy(alone, x);
+        (loss_with_forces(y, x, terms(rank)) / 2).backward();
+        const at::Tensor local = input(rank, 10 + step);  // accumulated first, on this rank
+        if (step == 3) (loss_with_forces(energy(alone, local), local, {.forces = true}) / 2).backward();
+      }
+      if (step == 3) {
+        const at::Tensor local = input(self.rank, 10 + step);
+        const at::Tensor y =
+            reducer.prepare_for_backward({energy(parameters, local)}, {.synchronize = false}).at(0);
+        loss_with_forces(y, local, {.forces = true}).backward();
+      }
+      const at::Tensor x = input(self.rank, step);
+      const at::Tensor y = reducer.prepare_for_backward({energy(parameters, x)}).at(0);
+      loss_with_forces(y, x, terms(self.rank)).backward();
+      for (std::size_t p = 0; p < parameters.size() - (every ? 0 : 1); ++p)
+        expect_close(parameters[p].grad(), alone[p].grad(), 1e-12);
+      if (!every && parameters[3].grad().defined()) {
+        EXPECT_EQ(parameters[3].grad().abs().max().item<double>(), 0);
+      }
+    }
+    EXPECT_EQ(reducer.reductions(), 4u);
+  });
+}
+
+// A pass through d output / d input reaches the parameters, but not the output. Each rank once kept its own gradients.
+TEST(Autograd, DerivativesOfTheOutputsByInputsAreAveraged) {
+  for (const DataParallelOptions& options :
+       {DataParallelOptions{.find_unused_parameters = true}, DataParallelOptions{.static_graph = true},
+        DataParallelOptions{.find_unused_parameters = true, .gradient_as_bucket_view = false},
+        DataParallelOptions{.find_unused_parameters = true, .partial_backward = true}})
+    expect_averaged_derivatives(small(options), {.forces = true}, {.forces = true});
+  expect_averaged_derivatives(small({}), {.energy = true, .forces = true}, {.energy = true, .forces = true});
+}
+
+// One rank adds the energy to the loss and the other does not.
+TEST(Autograd, DerivativesOfTheOutputsMayBeTheLossOfSomeRanksOnly) {
+  expect_averaged_derivatives(small({.find_unused_parameters = true}), {.energy = true, .forces = true},
+                              {.forces = true});
+  expect_averaged_derivatives(small({.find_unused_parameters = true}), {.energy = true}, {.forces = true});
+}
+
+TEST(Autograd, ADerivativeThatLeavesOutAParameterNamesIt) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{leaf({4, 3}, at::kDouble), leaf({4}, at::kDouble), leaf({2, 4}, at::kDouble),
+                             leaf({2, 1}, at::kDouble)};
+    Reducer reducer(named(parameters), self.group);
+    const at::Tensor x = leaf({3, 5}, at::kDouble);
+    const at::Tensor y = reducer.prepare_for_backward({energy(parameters, x)}).at(0);
+    const std::string text = error_text([&] { loss_with_forces(y, x, {.forces = true}).backward(); });
+    EXPECT_NE(text.find("left 1 of 4 parameters without a gradient"), std::string::npos) << text;
+    EXPECT_NE(text.find("'p3'"), std::string::npos) << text;
+    EXPECT_NE(text.find("set find_unused_parameters"), std::string::npos) << text;
+  });
+}
+
 TEST(Autograd, RecordsInPlaceChangesOfOutputs) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};

@@ -29,12 +29,19 @@ struct ForwardRecord {
   bool all_passed() const { return std::find(passed.begin(), passed.end(), false) == passed.end(); }
 };
 
+/// The mark of a forward that a pass reaches.
+struct Reached {
+  std::size_t mark = 0;
+  /// The pass goes through a derivative of the outputs: it gives gradients to any of the parameters.
+  bool derivative = false;
+};
+
 /// Is notified of passes that go through marked outputs.
 class MarkListener {
  public:
   virtual ~MarkListener() = default;
   virtual void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
-                            std::size_t mark) = 0;
+                            Reached reached) = 0;
   /// The mark's graph is destroyed while an exception propagates on this thread.
   virtual void mark_dropped(const std::shared_ptr<ForwardRecord>& record) = 0;
 };

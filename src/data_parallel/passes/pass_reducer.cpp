@@ -74,10 +74,10 @@ void PassReducer::mark_dropped(const std::shared_ptr<ForwardRecord>& record) {
 }
 
 void PassReducer::mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
-                               std::size_t mark) {
+                               Reached reached) {
   if (!parts_->hooks.pass_reaches_parameters()) return;
   settle();
-  parts_->forwards.set_passed(record, mark);
+  parts_->forwards.set_passed(record, reached.mark);
   announce(record);
   for (Future<void>& future : parts_->forwards.take_awaited(record)) sink.hold(std::move(future));
   if (!record->synchronize) return begin_local_pass(sink);
@@ -94,6 +94,8 @@ void PassReducer::mark_reached(engine::GradientSink& sink, const std::shared_ptr
       begun = round_;
     }
   }
+  if (reached.derivative && parts_->options.find_unused_parameters && !parts_->options.static_graph)
+    (running ? running : begun)->defer_all();
   if (running) {
     if (!running->enter(sink, record)) return;
     MutexLock lock(mutex_);

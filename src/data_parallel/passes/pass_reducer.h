@@ -38,7 +38,7 @@ class PassReducer final : public MarkListener,
   void refuse(const ForwardOptions& options, const std::string& reason);
 
   void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
-                    std::size_t mark) override;
+                    Reached reached) override;
   void mark_dropped(const std::shared_ptr<ForwardRecord>& record) override;
   void gradient_ready(engine::GradientSink& sink, std::size_t slot) override;
   void gradient_failed(const std::string& text) override;

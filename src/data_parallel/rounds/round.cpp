@@ -1,6 +1,7 @@
 #include "data_parallel/rounds/round.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include <torchspan/core/error.h>
@@ -53,9 +54,25 @@ bool Round::all_passed() const {
   return parts_.forwards.all_passed(records);
 }
 
+bool Round::is_deferred() const {
+  MutexLock lock(mutex_);
+  return options_.deferred || all_deferred_;
+}
+
+void Round::defer_all() {
+  MutexLock lock(mutex_);
+  all_deferred_ = true;
+}
+
 std::vector<std::size_t> Round::unreached() const {
+  const bool last = all_passed();
   std::vector<std::size_t> counts(parts_.slots.size()), slots;
   MutexLock lock(mutex_);
+  if (all_deferred_ && last) {
+    slots.resize(parts_.slots.size());
+    std::iota(slots.begin(), slots.end(), std::size_t{0});
+    return slots;
+  }
   for (const auto& record : records_) {
     for (const std::size_t slot : record->unused) ++counts[slot];
   }

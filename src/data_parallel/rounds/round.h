@@ -36,7 +36,7 @@ class Round {
   Round& operator=(const Round&) = delete;
 
   bool is_delayed() const { return options_.delayed; }
-  bool is_deferred() const { return options_.deferred; }
+  bool is_deferred() const;
   RoundGradients& gradients() { return gradients_; }
 
   /// The pass of `sink` goes through a mark of `record`. True if the pass is new to this round. Throws
@@ -44,7 +44,10 @@ class Round {
   bool enter(engine::GradientSink& sink, const ForwardLog::Record& record);
   /// Whether passes have gone through all outputs of the round's forwards.
   bool all_passed() const;
-  /// Slots that none of the round's forwards reaches.
+  /// Finds unused parameters at the end, among all of them: a pass through a derivative of the outputs does not use all
+  /// parameters that the outputs reach.
+  void defer_all();
+  /// Slots that the pass does not use, as known at its end.
   std::vector<std::size_t> unreached() const;
   /// Ends the part of the running pass; others follow.
   void pause();
@@ -87,6 +90,7 @@ class Round {
   engine::GradientSink* abandoned_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;  // sink of a round given up
   std::shared_ptr<engine::PassEnd> end_ TORCHSPAN_GUARDED_BY(mutex_);
   std::string reason_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool all_deferred_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool given_up_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   bool concluding_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::shared_ptr<Conclusion> conclusion_ TORCHSPAN_GUARDED_BY(mutex_);
