@@ -17,5 +17,5 @@ torch::Tensor loss_of(const torch::Tensor& output);
 extern Net net;
 extern ts::DistributedDataParallel<Net>& model;
 extern torch::optim::SGD& optimizer;
-extern torch::Tensor first_half, second_half;
+extern torch::Tensor first_half, second_half, positions, wanted;
 extern std::vector<Batch> mine;

@@ -1,7 +1,9 @@
 // The steps of all ranks reduce the same forward, or all fail: a failure on one rank, anywhere in a step, fails
 // the step on the other ranks. Several wrappers in one backward pass do not mix their gradients.
+#include <algorithm>
 #include <functional>
 #include <gtest/gtest.h>
+#include <random>
 #include <string>
 
 #include <ATen/core/ivalue.h>
@@ -210,6 +212,199 @@ TEST(Lockstep, ABackwardThatThrowsBeforeTheModuleFailsThatStepOnAll) {
           },
           seed);
     }
+  }
+}
+
+/// Where rank 1 throws in the third of eight steps, and where the ranks decide together whether to skip the step.
+enum class Decision : std::uint8_t {
+  kAfterBackwardByProgram,  ///< the program reduces a flag, when backward has returned
+  kAfterBackward,           ///< agree(), when backward has returned
+  kBeforeBackward,          ///< agree(), between forward and backward
+};
+
+/// All ranks skip the third step and train the others as one process does that never sees that batch.
+void expect_one_skipped_step(Decision decision, bool keeps_outputs, const DataParallelOptions& options,
+                             bool buffered) {
+  for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+    SCOPED_TRACE(seed);
+    on_ranks(
+        3,
+        [&](const Rank& self) {
+          Fragile net(buffered);
+          DistributedDataParallel model(net, self.group, options);
+          for (int step = 0; step < 8; ++step) {
+            net->zero_grad();
+            at::Tensor kept;
+            bool ok = true;
+            const auto backward = [&] { (kept * (1 + self.rank + step)).sum().backward(); };
+            const std::string text = caught([&] {
+              {
+                const auto local = model.no_sync();
+                (model(fed(1)) * 3).sum().backward();
+              }
+              at::Tensor output = model(fed(1));
+              if (keeps_outputs) kept = output;
+              if (step == 2 && self.rank == 1) throw std::runtime_error("the loss is not a number");
+              kept = output;
+              if (decision != Decision::kBeforeBackward) backward();
+            });
+            ok = text.empty();
+            if (decision == Decision::kAfterBackwardByProgram) {
+              ok = self.group.all_reduce(at::full({1}, ok ? 1 : 0, at::kInt), collective::kMin)
+                       .wait()
+                       .item<int>() != 0;
+            } else {
+              ok = model.agree(ok);
+            }
+            EXPECT_EQ(ok, step != 2) << "rank " << self.rank << ", step " << step << ": " << text;
+            if (step == 2 && self.rank != 1 && decision != Decision::kBeforeBackward) {
+              EXPECT_NE(text.find("rank 1 gave up its backward pass"), std::string::npos) << text;
+            }
+            if (!ok) continue;
+            if (decision == Decision::kBeforeBackward) backward();
+            EXPECT_EQ(averaged(net->two->a), 3 + 2 + step) << "step " << step << " on rank " << self.rank;
+          }
+        },
+        seed);
+  }
+}
+
+// The other ranks wait in backward for a rank that waits for them in an all-reduce of the program. They once did so
+// until the group's timeout, because they were notified at the next forward only.
+TEST(Lockstep, AnExceptionBetweenForwardAndBackwardReachesTheOtherRanksAtOnce) {
+  for (const bool buffered : {false, true}) {
+    for (const DataParallelOptions& options :
+         {DataParallelOptions{}, DataParallelOptions{.find_unused_parameters = true},
+          DataParallelOptions{.static_graph = true}, DataParallelOptions{.gradient_as_bucket_view = false}})
+      expect_one_skipped_step(Decision::kAfterBackwardByProgram, false, options, buffered);
+  }
+}
+
+// The exception ends the program of its rank, whose death the others are to notice where they wait.
+TEST(Lockstep, ARankThatLeavesWithItsExceptionDoesNotWaitForRanksThatAreNotInBackward) {
+  if (over_shared_memory()) GTEST_SKIP() << "ranks do not die there";
+  on_ranks(3, [&](const Rank& self) {
+    const std::string text = caught([&] {
+      Fragile net(true);
+      DistributedDataParallel model(net, self.group);
+      const at::Tensor loss = model(fed(1)).sum();
+      if (self.rank == 1) throw std::runtime_error("not a number");
+      self.group.all_reduce(loss.detach().clone()).wait();
+      loss.backward();
+    });
+    EXPECT_NE(text.find(self.rank == 1 ? "not a number" : "rank 1"), std::string::npos) << text;
+    if (self.rank == 1) self.die();
+  });
+}
+
+struct TwoHeadsImpl : nn::Module {
+  std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& x) { return {two->a * x, two->b * x}; }
+  Two two = register_module("two", Two());
+};
+TORCH_MODULE(TwoHeads);
+
+// The round waits for more passes when the exception comes.
+TEST(Lockstep, AnExceptionBetweenTwoPassesOfAForwardReachesTheOtherRanksAtOnce) {
+  on_ranks(3, [&](const Rank& self) {
+    TwoHeads net;
+    DistributedDataParallel model(net, self.group,
+                                  {.find_unused_parameters = true, .partial_backward = true});
+    for (int step = 0; step < 4; ++step) {
+      net->zero_grad();
+      const std::string text = caught([&] {
+        const auto [first, second] = model(fed(1 + self.rank + step));
+        first.sum().backward();
+        if (step == 1 && self.rank == 1) throw std::runtime_error("not a number");
+        second.sum().backward();
+      });
+      const bool ok = self.group.all_reduce(at::full({1}, text.empty() ? 1 : 0, at::kInt), collective::kMin)
+                          .wait()
+                          .item<int>() != 0;
+      EXPECT_EQ(ok, step != 1) << text;
+      if (step == 1 && self.rank != 1) {
+        EXPECT_NE(text.find("rank 1 gave up its backward pass"), std::string::npos) << text;
+      }
+      if (ok) EXPECT_EQ(averaged(net->two->b), 2 + step);
+    }
+  });
+}
+
+// Outputs that the exception does not destroy do not show that no backward follows.
+TEST(Lockstep, AgreeSkipsAStepWhetherOrNotOutputsOutliveTheException) {
+  for (const bool keeps_outputs : {false, true}) {
+    for (const bool find_unused : {false, true})
+      expect_one_skipped_step(Decision::kAfterBackward, keeps_outputs,
+                              {.find_unused_parameters = find_unused}, /*buffered=*/true);
+  }
+}
+
+// The ranks that did not throw then run no backward, and must not take the other rank's notice for their next one's.
+TEST(Lockstep, AgreeMayComeBeforeBackward) {
+  for (const bool keeps_outputs : {false, true}) {
+    for (const bool fixed : {false, true})
+      expect_one_skipped_step(Decision::kBeforeBackward, keeps_outputs, {.static_graph = fixed},
+                              /*buffered=*/true);
+  }
+}
+
+/// Where a rank throws in a step.
+enum class Place : std::uint8_t { kNowhere, kFirstLoss, kForward, kLoss, kBackward, kStep };
+
+/// One rank's steps, in which every rank may throw at a random place, the same for a seed. All skip a step in which any rank
+/// threw, and train the others.
+void skip_steps_at_random(const Rank& self, std::uint64_t seed, const DataParallelOptions& options) {
+  std::mt19937_64 random(seed);
+  const auto draw = [&](std::uint64_t count) { return random() % count; };
+  const bool buffered = draw(2) == 0, before_backward = draw(2) == 0, keeps_outputs = draw(2) == 0;
+  Fragile net(buffered);
+  DistributedDataParallel model(net, self.group, options);
+  for (int step = 0; step < 12; ++step) {
+    std::vector<Place> places;
+    for (int rank = 0; rank < self.size; ++rank) {
+      const auto place = static_cast<Place>(1 + draw(before_backward ? 3 : 5));
+      places.push_back(draw(4) == 0 ? place : Place::kNowhere);
+    }
+    const bool trains = std::count(places.begin(), places.end(), Place::kNowhere) == self.size;
+    const Place mine = places[static_cast<std::size_t>(self.rank)];
+    const auto throw_at = [&](Place place) {
+      if (mine == place) throw std::runtime_error("it threw");
+    };
+    at::Tensor kept, loss;
+    net->zero_grad();
+    const std::string text = caught([&] {
+      {
+        const auto local = model.no_sync();
+        at::Tensor output = model(fed(1));
+        throw_at(Place::kFirstLoss);
+        output.sum().backward();
+      }
+      net->throws = mine == Place::kForward;
+      at::Tensor output = model(fed(1 + self.rank + step));
+      if (keeps_outputs) kept = output;
+      throw_at(Place::kLoss);
+      loss = explosive(output * 1, mine == Place::kBackward).sum();
+      if (!before_backward) loss.backward();
+      throw_at(Place::kStep);
+    });
+    net->throws = false;
+    const bool all = model.agree(text.empty());
+    ASSERT_EQ(all, trains) << "step " << step << " on rank " << self.rank << ": " << text;
+    if (all && before_backward) loss.backward();
+    if (all) EXPECT_EQ(averaged(net->two->a), 1 + 2 + step) << "step " << step << " on rank " << self.rank;
+  }
+}
+
+TEST(Lockstep, AgreeSkipsStepsInWhichRanksThrewAnywhere) {
+  for (std::uint64_t seed = 1; seed <= 40; ++seed) {
+    SCOPED_TRACE(seed);
+    on_ranks(
+        3,
+        [&](const Rank& self) {
+          skip_steps_at_random(self, seed,
+                               {.find_unused_parameters = seed % 3 == 0, .static_graph = seed % 3 == 1});
+        },
+        seed);
+    if (::testing::Test::HasFailure()) break;
   }
 }
 

@@ -1,6 +1,9 @@
+#include <cstdint>
+#include <string>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
 #include <torchspan/core/error.h>
@@ -19,6 +22,7 @@ class Reducer::Impl {
  public:
   Impl(const Replicas& replicas, const collective::Group& group, DataParallelOptions options)
       : parts_(std::make_shared<ReducerParts>(replicas, group, std::move(options))),
+        parent_(group),
         passes_(std::make_shared<PassReducer>(parts_)) {}
 
   ReducerParts& parts() { return *parts_; }
@@ -29,29 +33,22 @@ class Reducer::Impl {
   std::vector<at::Tensor> prepare(std::vector<at::Tensor> outputs, const ForwardOptions& options);
   void register_comm_hook(CommHook hook, const std::string& name);
   void restart_count();
+  bool agree(bool ok, const BegunForwards& begun);
 
  private:
-  void refuse_dropped_forward();
-
   const std::shared_ptr<ReducerParts> parts_;
+  const collective::Group parent_;
   const std::shared_ptr<PassReducer> passes_;
+  std::uint64_t agreed_rounds_ = 0;  // number of rounds at the last agree()
 };
 
 void Reducer::Impl::begin_forward() {
   if (c10::GradMode::is_enabled()) {
     passes_->settle();
-    refuse_dropped_forward();
+    passes_->refuse_dropped();
+    passes_->settle();
   }
   parts_->meter.begin_forward();
-}
-
-void Reducer::Impl::refuse_dropped_forward() {
-  const ForwardLog::Record dropped = parts_->forwards.take_dropped();
-  if (!dropped) return;
-  passes_->announce(dropped);
-  passes_->refuse({.divisor = dropped->divisor, .leader = dropped->leader},
-                  "an exception discarded the outputs of its forward before their backward pass");
-  passes_->settle();
 }
 
 std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
@@ -93,7 +90,7 @@ void Reducer::Impl::register_comm_hook(CommHook hook, const std::string& name) {
     mine.failure = "a communication hook must be set before the first backward pass";
   }
   mine.settings = {{"the communication hook", "'" + name + "'"}};
-  agree(parts_->group, mine);
+  data_parallel::agree(parts_->group, mine);
   parts_->reducer.set_hook(std::move(hook));
 }
 
@@ -102,11 +99,47 @@ void Reducer::Impl::restart_count() {
   parts_->forwards.forget();
 }
 
+/// A rank that does not continue takes part in the reduction of a step in which it has none, because others may be in it:
+/// after the exchange, those that are not take part in it, too. All messages but the exchange are on the reducer's group,
+/// whose operations do not wait for those of `parent_`.
+bool Reducer::Impl::agree(bool ok, const BegunForwards& begun) {
+  const std::string reason = "it does not continue the step: agree(false)";
+  const auto rounds = [&] { return static_cast<std::int64_t>(parts_->meter.rounds() - agreed_rounds_); };
+  std::int64_t forwards = begun.count;
+  const auto join = [&] {
+    if (begun.join) begun.join();
+    ++forwards;
+  };
+  if (!ok && !passes_->give_up_paused(reason)) {
+    const ForwardLog::Record open = parts_->forwards.unreached();
+    const bool none = forwards == 0 && (begun.join || rounds() == 0);
+    if (none) join();
+    if (open) {
+      passes_->refuse({.divisor = open->divisor, .leader = open->leader}, reason);
+    } else if (none) {
+      passes_->refuse({}, reason);
+    }
+  }
+  const at::Tensor word = at::tensor({std::int64_t{ok ? 0 : 1}, rounds(), forwards}, at::kLong);
+  parent_.all_reduce(word, collective::kMax).wait();
+  const auto* most = word.data_ptr<std::int64_t>();
+  while (rounds() < most[1] || forwards < most[2]) {
+    if (forwards < most[2]) join();
+    if (rounds() < most[1] && !passes_->give_up_paused(reason)) passes_->refuse({}, "");
+  }
+  passes_->settle();
+  agreed_rounds_ = parts_->meter.rounds();
+  if (most[0] == 0) return true;
+  parts_->forwards.skip();
+  parts_->status.restart_count();
+  return false;
+}
+
 Reducer::Reducer(std::vector<Parameter> parameters, collective::Group group, DataParallelOptions options)
     : Reducer(Replicas{std::move(parameters)}, std::move(group), std::move(options)) {}
 
 Reducer::Reducer(Replicas replicas, collective::Group group, DataParallelOptions options) {
-  agree(group, reducer_agreement(replicas, options, group));
+  data_parallel::agree(group, reducer_agreement(replicas, options, group));
   Agreement built;  // a rank without memory for its buckets fails here on all ranks, not in the first step
   try {
     impl_ = std::make_shared<Impl>(replicas, group, std::move(options));
@@ -115,7 +148,7 @@ Reducer::Reducer(Replicas replicas, collective::Group group, DataParallelOptions
     built.failure = describe(std::current_exception()).text;
   }
   try {
-    agree(group, built);
+    data_parallel::agree(group, built);
   } catch (...) {
     if (impl_) impl_->passes().close();
     throw;
@@ -138,6 +171,7 @@ void Reducer::refuse(ForwardOptions options, const std::string& reason) {
   impl_->passes().refuse(options, reason);
 }
 void Reducer::restart_count() { impl_->restart_count(); }
+bool Reducer::agree(bool ok, const BegunForwards& begun) { return impl_->agree(ok, begun); }
 void Reducer::settle() { impl_->passes().settle(); }
 std::uint64_t Reducer::rounds() const { return impl_->parts().meter.rounds(); }
 std::uint64_t Reducer::reductions() const { return impl_->parts().meter.reductions(); }

@@ -97,6 +97,10 @@ class DistributedDataParallel {
                        data_parallel::BufferHookTime when = data_parallel::BufferHookTime::kAfterForward) {
     wrapped_->set_buffer_hook(std::move(hook), std::move(name), when);
   }
+  /// Collective: whether `ok` is true on all ranks; if not, skip the step. Call it in each step, on all ranks after
+  /// the loss or after backward, with false where an exception was caught. Backward passes of the other ranks that
+  /// wait for this one fail at once, and the next step works. Not inside join().
+  [[nodiscard]] bool agree(bool ok) { return wrapped_->agree(ok); }
   /// Broadcasts parameters and buffers from `root`, for example after it loaded a checkpoint. Collective.
   void synchronize_state(int root = 0) { wrapped_->synchronize_state(root); }
 

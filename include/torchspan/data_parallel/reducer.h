@@ -52,6 +52,13 @@ struct ForwardOptions {
       nullptr;  ///< called before each reduction; an exception fails the pass
 };
 
+/// For Reducer::agree(): the reduced forwards that this rank has begun since the last call of it.
+struct BegunForwards {
+  std::int64_t count = 0;
+  /// Starts what this rank sends in a forward that other ranks have begun, and returns at once; empty: nothing.
+  std::function<void()> join = nullptr;
+};
+
 /// Averages gradients over the ranks of a group during backward; reduces a bucket when its last gradient is
 /// ready, in the same order on all ranks. Works on an engine::GradientSink (`.grad` or an autograd
 /// context). Each step: begin_forward(), the model, prepare_for_backward() on its outputs, backward from
@@ -97,6 +104,11 @@ class Reducer {
   void refuse(ForwardOptions options, const std::string& reason);
   /// Resets the count of reduced forwards. All ranks must call it at the same point of the program.
   void restart_count();
+
+  /// Collective, once per step: whether `ok` is true on all ranks. If not, the step is skipped: backward passes of forwards
+  /// so far fail, on all ranks. Each rank may call it before or after its backward pass, or instead of one, with false also
+  /// instead of a forward. Uses the group of the constructor.
+  bool agree(bool ok, const BegunForwards& begun = {});
 
   /// Waits until the other ranks have finished a reduction that was aborted here. Call it before using
   /// group(); a forward does so automatically.

@@ -47,9 +47,9 @@ void copy_parts(const at::Tensor& flat, const std::vector<at::Tensor>& tensors,
 
 }  // namespace
 
-void broadcast_coalesced(const collective::Group& group, const std::vector<at::Tensor>& tensors, int root,
-                         std::size_t chunk_bytes) {
-  if (tensors.empty() || group.size() == 1) return;
+std::function<void()> begin_broadcast(const collective::Group& group, const std::vector<at::Tensor>& tensors,
+                                      int root, std::size_t chunk_bytes) {
+  if (tensors.empty() || group.size() == 1) return [] {};
   const at::NoGradGuard no_grad;
   const BucketAssignment chunks = compute_bucket_assignment_by_size(tensors, {chunk_bytes});
   std::vector<std::pair<at::Tensor, Future<at::Tensor>>> sent;
@@ -57,10 +57,18 @@ void broadcast_coalesced(const collective::Group& group, const std::vector<at::T
     at::Tensor flat = flat_copy(group, tensors, chosen);
     sent.emplace_back(flat, group.broadcast(flat, root));
   }
-  for (std::size_t chunk = 0; chunk < sent.size(); ++chunk) {
-    sent[chunk].second.wait();
-    if (group.rank() != root) copy_parts(sent[chunk].first, tensors, chunks.buckets[chunk]);
-  }
+  return [sent, tensors, chosen = chunks.buckets, receives = group.rank() != root] {
+    const at::NoGradGuard no_grad;
+    for (std::size_t chunk = 0; chunk < sent.size(); ++chunk) {
+      sent[chunk].second.wait();
+      if (receives) copy_parts(sent[chunk].first, tensors, chosen[chunk]);
+    }
+  };
+}
+
+void broadcast_coalesced(const collective::Group& group, const std::vector<at::Tensor>& tensors, int root,
+                         std::size_t chunk_bytes) {
+  begin_broadcast(group, tensors, root, chunk_bytes)();
 }
 
 }  // namespace torchspan::data_parallel

@@ -37,7 +37,7 @@ ModuleParts agreed_parts(const std::shared_ptr<torch::nn::Module>& module, const
   std::string ignored;
   for (const std::string& name : options.ignored_parameters) ignored += " '" + name + "'";
   mine.settings = {{"ignored_parameters", "[" + ignored + " ]"}};
-  agree(group, mine);
+  data_parallel::agree(group, mine);
   return parts;
 }
 
@@ -84,6 +84,7 @@ class WrappedModule::Impl {
       next_.announce = [this] { return announce(); };
     }
     in_forward_ = owes_.buffer_hook = synchronize_;
+    if (synchronize_) ++begun_;
     owes_.buffers = synchronize_ && options_.broadcast_buffers && !buffer_hook_;
     await_buffers();
     share_buffers();
@@ -137,9 +138,28 @@ class WrappedModule::Impl {
     const bool before = when == BufferHookTime::kBeforeForward;
     mine.settings = {{"the buffer hook", "'" + name + "'"},
                      {"the time of the buffer hook", before ? "before forward" : "after forward"}};
-    agree(group(), mine);
+    data_parallel::agree(group(), mine);
     buffer_hook_ = std::move(hook);
     buffer_hook_time_ = when;
+  }
+
+  bool agree(bool ok) {
+    if (join_) {
+      throw Error(ErrorKind::kInvalid,
+                  "agree() was called inside join(): a rank without batches cannot take part in it; let the "
+                  "exception end the join");
+    }
+    std::vector<std::function<void()>> arrivals;
+    const auto join_forward = [&] {
+      next_ = {};
+      if (options_.broadcast_buffers && !buffer_hook_)
+        arrivals.push_back(begin_broadcast(group(), buffers_, next_.leader));
+      owes_.buffer_hook = buffer_hook_ != nullptr;
+      if (buffer_hook_) call_buffer_hook();
+    };
+    const bool all = reducer_.agree(ok, {.count = std::exchange(begun_, 0), .join = join_forward});
+    for (const auto& arrival : arrivals) arrival();
+    return all;
   }
 
   void synchronize_state(int root) {
@@ -342,6 +362,7 @@ class WrappedModule::Impl {
   std::uint64_t rounds_before_hook_ = 0;
   ForwardOptions next_;
   bool in_forward_ = false;  ///< of a forward that will be reduced
+  std::int64_t begun_ = 0;   ///< such forwards since the last agree()
   struct Owes {
     bool buffers = false, buffer_hook = false;
   } owes_;
@@ -370,6 +391,7 @@ void WrappedModule::set_buffer_hook(BufferHook hook, std::string name, BufferHoo
 void WrappedModule::join(const std::function<void()>& body, const JoinOptions& options) {
   impl_->join(body, options);
 }
+bool WrappedModule::agree(bool ok) { return impl_->agree(ok); }
 void WrappedModule::synchronize_state(int root) { impl_->synchronize_state(root); }
 const std::shared_ptr<torch::nn::Module>& WrappedModule::module() const { return impl_->module(); }
 const Reducer& WrappedModule::reducer() const { return impl_->reducer(); }

@@ -4,6 +4,14 @@
 #include <utility>
 
 namespace torchspan::data_parallel {
+namespace {
+
+/// Whether other ranks may wait for the reduction that belongs to the forward. Needs the log's lock.
+bool is_awaited(const ForwardRecord& record) {
+  return record.synchronize && !record.settled && !record.any_passed();
+}
+
+}  // namespace
 
 void ForwardLog::add(const Record& record) {
   MutexLock lock(mutex_);
@@ -50,12 +58,33 @@ bool ForwardLog::others_unfinished(const Record& record) const {
 
 void ForwardLog::note_dropped(const Record& record) {
   MutexLock lock(mutex_);
-  if (record->synchronize && !record->settled && !record->any_passed() && !dropped_) dropped_ = record;
+  if (is_awaited(*record) && !dropped_) dropped_ = record;
 }
 
 ForwardLog::Record ForwardLog::take_dropped() {
   MutexLock lock(mutex_);
   return std::exchange(dropped_, nullptr);
+}
+
+ForwardLog::Record ForwardLog::unreached() const {
+  MutexLock lock(mutex_);
+  for (const auto& weak : records_) {
+    if (Record record = weak.lock(); record && is_awaited(*record)) return record;
+  }
+  return nullptr;
+}
+
+void ForwardLog::skip() {
+  forget();
+  MutexLock lock(mutex_);
+  for (const auto& weak : records_) {
+    if (const Record record = weak.lock()) record->skipped = true;
+  }
+}
+
+bool ForwardLog::is_skipped(const Record& record) const {
+  MutexLock lock(mutex_);
+  return record->skipped;
 }
 
 void ForwardLog::forget() {

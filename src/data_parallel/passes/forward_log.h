@@ -32,8 +32,13 @@ class ForwardLog {
   /// An exception discarded the forward's outputs. Kept if other ranks wait for the forward's reduction.
   void note_dropped(const Record& record);
   Record take_dropped();
+  /// A forward that is reduced and whose outputs are alive, but which no pass has reached; null if there is none.
+  Record unreached() const;
   /// A reduction failed on all ranks, so no rank waits for the reductions of earlier forwards.
   void forget();
+  /// The ranks agreed that the forwards so far are not reduced.
+  void skip();
+  bool is_skipped(const Record& record) const;
 
  private:
   mutable Mutex mutex_;

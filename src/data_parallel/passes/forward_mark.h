@@ -25,6 +25,7 @@ struct ForwardRecord {
   std::vector<Future<void>> awaited;  ///< the first pass waits for these
   std::function<RoundTerms()> announce;
   bool settled = false;  ///< a later reduction failed on all ranks, so no rank waits for this forward's
+  bool skipped = false;  ///< the ranks agreed that no backward pass follows
   bool any_passed() const { return std::find(passed.begin(), passed.end(), true) != passed.end(); }
   bool all_passed() const { return std::find(passed.begin(), passed.end(), false) == passed.end(); }
 };

@@ -1,5 +1,6 @@
 #include "data_parallel/passes/pass_reducer.h"
 
+#include <chrono>
 #include <fmt/format.h>
 #include <utility>
 
@@ -8,6 +9,14 @@
 #include <torchspan/core/error.h>
 
 namespace torchspan::data_parallel {
+namespace {
+
+/// How long a reducer that is destroyed waits for the other ranks to begin a pass that was given up here.
+constexpr Duration kLeaveLimit = std::chrono::seconds(1);
+constexpr const char* kDiscarded =
+    "an exception discarded the outputs of its forward before their backward pass";
+
+}  // namespace
 
 PassReducer::PassReducer(std::shared_ptr<ReducerParts> parts)
     : parts_(std::move(parts)), empty_(*parts_), local_(parts_->slots.size()), graph_(parts_->slots.size()) {}
@@ -15,6 +24,14 @@ PassReducer::PassReducer(std::shared_ptr<ReducerParts> parts)
 void PassReducer::close() {
   parts_->hooks.detach();
   if (const RoundPtr round = current()) give_up(round, "the reducer was destroyed during a reduction");
+  if (!empty_.settle_for(kLeaveLimit)) {  // they wait for this rank elsewhere
+    const collective::Group& group = parts_->group;
+    group.abort(Error(
+        ErrorKind::kCancelled,
+        fmt::format("rank {} destroyed its DistributedDataParallel or Reducer after it gave up a backward "
+                    "pass that the other ranks had not begun",
+                    group.ranks()[group.rank()])));
+  }
   settle();
   parts_->holds.wait();
 }
@@ -61,21 +78,40 @@ void PassReducer::shadow(const ForwardOptions& options) {
 
 void PassReducer::refuse(const ForwardOptions& options, const std::string& reason) {
   settle();
-  const RoundPtr round = current();
-  if (round && !round->is_concluded() && round->sink() == nullptr) {
-    give_up(round, reason);
-    settle();
-  }
+  if (give_up_paused(reason)) settle();
   empty_.refuse(round_options(options), reason);
 }
 
+void PassReducer::refuse_dropped() {
+  const ForwardLog::Record dropped = parts_->forwards.take_dropped();
+  if (!dropped) return;
+  announce(dropped);
+  refuse({.divisor = dropped->divisor, .leader = dropped->leader}, kDiscarded);
+}
+
+/// Runs while an exception propagates, so it must not throw. In join(), the next forward announces the round.
 void PassReducer::mark_dropped(const std::shared_ptr<ForwardRecord>& record) {
-  parts_->forwards.note_dropped(record);
+  try {
+    if (record->synchronize && !record->announce && give_up_paused(kDiscarded)) return;
+    parts_->forwards.note_dropped(record);
+    if (!record->announce && !current()) refuse_dropped();
+  } catch (...) {
+    const collective::Group& group = parts_->group;
+    group.abort(Error(ErrorKind::kCancelled,
+                      fmt::format("rank {} could not report that {}: {}", group.ranks()[group.rank()],
+                                  kDiscarded, describe(std::current_exception()).text)));
+  }
 }
 
 void PassReducer::mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                                Reached reached) {
   if (!parts_->hooks.pass_reaches_parameters()) return;
+  if (parts_->forwards.is_skipped(record)) {
+    throw Error(
+        ErrorKind::kInvalid,
+        "a backward pass goes through outputs of a step that the ranks skip, because agree() returned "
+        "false; run the next step's forward");
+  }
   settle();
   parts_->forwards.set_passed(record, reached.mark);
   announce(record);
@@ -320,6 +356,13 @@ void PassReducer::pass_over(const RoundPtr& round) {
     }
   } over{*this};
   round->finish_pass();
+}
+
+bool PassReducer::give_up_paused(const std::string& reason) {
+  const RoundPtr round = current();
+  if (!round || round->is_concluded() || round->sink() != nullptr) return false;
+  give_up(round, reason);
+  return true;
 }
 
 void PassReducer::give_up(const RoundPtr& round, const std::string& reason) {

@@ -36,6 +36,10 @@ class PassReducer final : public MarkListener,
   void refuse_unfinished_round();
   void shadow(const ForwardOptions& options);
   void refuse(const ForwardOptions& options, const std::string& reason);
+  /// Gives up the reduction of a forward whose outputs an exception discarded, unless that has been done.
+  void refuse_dropped();
+  /// Gives up a round whose passes so far left gradients for later passes. False if there is none.
+  bool give_up_paused(const std::string& reason);
 
   void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                     Reached reached) override;

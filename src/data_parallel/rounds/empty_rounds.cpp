@@ -41,12 +41,18 @@ void EmptyRounds::refuse(const RoundOptions& options, const std::string& reason)
   finish(*round);
 }
 
+Future<void> EmptyRounds::given_up() {
+  MutexLock lock(mutex_);
+  return given_up_;
+}
+
+bool EmptyRounds::settle_for(Duration limit) {
+  const Future<void> given_up = this->given_up();
+  return !given_up.valid() || given_up.wait_for(limit);
+}
+
 void EmptyRounds::settle() {
-  Future<void> given_up;
-  {
-    MutexLock lock(mutex_);
-    given_up = given_up_;
-  }
+  const Future<void> given_up = this->given_up();
   if (!given_up.valid()) return;
   try {
     given_up.wait();

@@ -3,6 +3,7 @@
 #include <string>
 
 #include <torchspan/core/future.h>
+#include <torchspan/core/time.h>
 #include <torchspan/detail/core/mutex.h>
 
 #include "data_parallel/reducer_parts.h"
@@ -26,9 +27,12 @@ class EmptyRounds {
   void refuse(const RoundOptions& options, const std::string& reason);
   /// Waits until the other ranks have finished the reduction that was given up last.
   void settle();
+  /// As settle(), for at most `limit`. Whether they have finished it.
+  bool settle_for(Duration limit);
 
  private:
   std::unique_ptr<Round> begin(const RoundOptions& options);
+  Future<void> given_up();
 
   ReducerParts& parts_;
   Mutex mutex_;

@@ -58,6 +58,7 @@ class WrappedModule {
   void register_comm_hook(CommHook hook, std::string name);
   void set_buffer_hook(BufferHook hook, std::string name, BufferHookTime when);
   void join(const std::function<void()>& body, const JoinOptions& options);
+  bool agree(bool ok);
   /// Broadcasts parameters and buffers from `root`. Collective.
   void synchronize_state(int root);
 
