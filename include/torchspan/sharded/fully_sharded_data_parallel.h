@@ -40,6 +40,7 @@ class WrappedUnits {
   /// Begins a forward of the whole module; returns the root.
   const std::shared_ptr<Unit>& begin_forward();
   bool set_synchronize(bool synchronize);
+  bool agree(bool ok);
   void zero_grad();
   double clip_grad_norm(double max_norm, double norm_type);
   bool on_any_rank(bool finding);
@@ -110,6 +111,9 @@ class FullyShardedDataParallel {
   /// Resets every `.grad` to undefined and drops what passes under no_sync() have accumulated, which zero_grad() of an
   /// optimizer or a module leaves. Call it between passes, on all ranks.
   void zero_grad() { wrapped_->zero_grad(); }
+
+  /// As DistributedDataParallel::agree(): whether `ok` is true on all ranks, before backward or after it.
+  [[nodiscard]] bool agree(bool ok) { return wrapped_->agree(ok); }
 
   /// Scales all gradients to a total norm of at most `max_norm`; returns the norm before scaling. Collective.
   double clip_grad_norm(double max_norm, double norm_type = 2) {

@@ -37,6 +37,14 @@ at::ScalarType cast_of(at::ScalarType dtype, const std::optional<at::ScalarType>
   return wanted && at::isFloatingType(dtype) ? *wanted : dtype;
 }
 
+Error create_graph_error(const Unit& unit) {
+  return {ErrorKind::kUnsupported,
+          fmt::format(
+              "double backward (create_graph) through {} is not supported, because its parameters are freed "
+              "before the second pass: use DistributedDataParallel, with a ZeroRedundancyOptimizer",
+              unit.describe())};
+}
+
 /// Collective: throws on all ranks if their modules or options differ, or if one rank has failed.
 void agree_on_units(const collective::Group& group, const std::vector<ListedUnit>& units,
                     const FullyShardedOptions& options, const std::string& failure) {
@@ -68,6 +76,7 @@ void agree_on_units(const collective::Group& group, const std::vector<ListedUnit
 
 ShardedModel::ShardedModel(const collective::Group& group, FullyShardedOptions options)
     : groups_(group),
+      agreement_(groups_.all()),
       options_(options),
       pool_(std::make_shared<BufferPool>()),
       reductions_(std::make_shared<ReductionQueue>(options.overlap_bytes, pool_)),
@@ -154,6 +163,7 @@ std::shared_ptr<Unit> ShardedModel::divided(const ListedUnit& unit) {
 
 void ShardedModel::begin_forward() {
   for (const auto& unit : units_) unit->free_if_idle();
+  ++number_;
   previous_ = std::exchange(sequence_, {});
   in_forward_ = true;
 }
@@ -195,6 +205,27 @@ ShardedModel::Pass& ShardedModel::pass_of(engine::GradientSink& sink) {
   return place->second;
 }
 
+std::optional<Error> ShardedModel::begin_pass(const engine::GradientSink& sink, ForwardRecord& record) {
+  // A pass inside another one computes a part of the module again, on all ranks.
+  if (!running_.empty() || record.entered == sink.end()) return std::nullopt;
+  if (!c10::GradMode::is_enabled()) return agreement_.begin_pass(record.number);
+  record.has_no_pass = true;
+  agreement_.announce_no_pass(record.number);
+  return create_graph_error(*record.unit);
+}
+
+void ShardedModel::outputs_dropped(ForwardRecord& record) noexcept {
+  if (record.unit != root() || record.entered || std::exchange(record.has_no_pass, true)) return;
+  try {
+    agreement_.announce_no_pass(record.number);
+  } catch (...) {
+    fail("an exception discarded the outputs of its forward, which it could not report: " +
+         describe(std::current_exception()).text);
+  }
+}
+
+bool ShardedModel::agree(bool ok) { return agreement_.agree(ok, number_); }
+
 void ShardedModel::enter_backward(engine::GradientSink& sink, const RecordPtr& record,
                                   const GradientNodes& gradients) {
   if (record->entered == sink.end()) return;
@@ -221,12 +252,7 @@ void ShardedModel::enter_backward(engine::GradientSink& sink, const RecordPtr& r
 
 ShardedModel::Open& ShardedModel::open_of(const UnitGradients& node) {
   const RecordPtr& record = node.record;
-  if (c10::GradMode::is_enabled()) {
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("double backward (create_graph) through {} is not supported: its parameters are freed",
-                    record->unit->describe()));
-  }
+  if (c10::GradMode::is_enabled()) throw create_graph_error(*record->unit);
   if (const auto running = running_.find(record->entered); running != running_.end()) {
     for (Open& open : running->second.open) {
       if (open.node.get() == &node) return open;
@@ -325,11 +351,13 @@ void ShardedModel::fail(const std::string& reason) noexcept {
   try {
     const collective::Group& all = groups_.all();
     const int rank = all.ranks()[static_cast<std::size_t>(all.rank())];
-    groups_.abort(
-        Error(ErrorKind::kCancelled,
-              fmt::format("rank {} failed, and a FullyShardedDataParallel cannot continue after that; build "
-                          "the module again and restore a checkpoint: {}",
-                          rank, reason)));
+    const Error cause(
+        ErrorKind::kCancelled,
+        fmt::format("rank {} failed, and a FullyShardedDataParallel cannot continue after that; "
+                    "build the module again and restore a checkpoint: {}",
+                    rank, reason));
+    groups_.abort(cause);
+    agreement_.abort(cause);
     reductions_->clear();
     for (const auto& unit : units_) unit->reset();
   } catch (...) {  // the caller reports the failure itself

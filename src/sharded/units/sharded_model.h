@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -11,11 +12,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/collective/group.h>
+#include <torchspan/core/error.h>
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
 #include "engine/api/grad_field_sink.h"
 #include "sharded/units/buffer_pool.h"
 #include "sharded/units/gradient_stream.h"
+#include "sharded/units/pass_agreement.h"
 #include "sharded/units/reduction_queue.h"
 #include "sharded/units/shard_groups.h"
 #include "sharded/units/unit.h"
@@ -44,6 +47,12 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   /// A unit's forward runs between these; a null record if no backward follows.
   void enter_forward(const RecordPtr& record) { forwards_.push_back(record); }
   void leave_forward();
+  /// A backward pass comes through an output of a forward; the first such call of a pass is collective. Returns why the
+  /// pass must not begin; the model can continue then.
+  std::optional<Error> begin_pass(const engine::GradientSink& sink, ForwardRecord& record);
+  /// An exception discarded outputs of the forward.
+  void outputs_dropped(ForwardRecord& record) noexcept;
+  bool agree(bool ok);
   /// A backward pass comes through an output of the forward.
   void enter_backward(engine::GradientSink& sink, const RecordPtr& record, const GradientNodes& gradients);
   /// The gradient of a trained parameter of the node's unit.
@@ -60,6 +69,7 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   const std::shared_ptr<Unit>& root() const { return units_[0]; }
   bool is_root(const std::shared_ptr<Unit>& unit) const { return !units_.empty() && units_[0] == unit; }
   BufferPool& pool() const { return *pool_; }
+  std::int64_t number() const { return number_; }
   bool synchronizes() const { return synchronize_; }
   bool set_synchronize(bool synchronize) { return std::exchange(synchronize_, synchronize); }
 
@@ -86,6 +96,7 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   bool commit();
 
   ShardGroups groups_;
+  PassAgreement agreement_;
   const FullyShardedOptions options_;
   const std::shared_ptr<BufferPool> pool_;
   const std::shared_ptr<ReductionQueue> reductions_;
@@ -95,6 +106,7 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   std::set<std::int64_t> lengths_;                          ///< of shared segments, which all differ
   std::vector<std::shared_ptr<Unit>> sequence_, previous_;  ///< units of this forward and of the last one
   std::map<std::shared_ptr<engine::PassEnd>, Pass> running_;
+  std::int64_t number_ = 0;          ///< of the last forward of the whole module
   std::vector<RecordPtr> forwards_;  ///< that run now, the outermost first
   bool in_forward_ = false;
   bool synchronize_ = true;

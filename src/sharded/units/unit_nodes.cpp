@@ -1,6 +1,8 @@
 #include "sharded/units/unit_nodes.h"
 
+#include <exception>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -36,9 +38,18 @@ class UnitOutputsHook final : public engine::PassHook {
  public:
   UnitOutputsHook(RecordPtr record, GradientNodes gradients)
       : PassHook(record->model->passes()), record_(std::move(record)), gradients_(std::move(gradients)) {}
+  ~UnitOutputsHook() override {
+    if (std::uncaught_exceptions() > 0) record_->model->outputs_dropped(*record_);
+  }
+  UnitOutputsHook(const UnitOutputsHook&) = delete;
+  UnitOutputsHook& operator=(const UnitOutputsHook&) = delete;
   void pass_arrives(engine::GradientSink& sink) override {
-    call_model(*record_->model,
-               [&](ShardedModel& model) { model.enter_backward(sink, record_, gradients_); });
+    std::optional<Error> refusal;
+    call_model(*record_->model, [&](ShardedModel& model) {
+      refusal = model.begin_pass(sink, *record_);
+      if (!refusal) model.enter_backward(sink, record_, gradients_);
+    });
+    if (refusal) throw Error(*refusal);
   }
 
  private:

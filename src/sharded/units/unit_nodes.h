@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -22,6 +23,8 @@ struct ForwardRecord {
   std::shared_ptr<ShardedModel> model;
   std::shared_ptr<Unit> before;  ///< ran before it in the forward of the whole module; null: unknown
   bool synchronize = true;
+  std::int64_t number = 0;                   ///< of the forward of the whole module
+  bool has_no_pass = false;                  ///< the other ranks know that no pass follows
   bool contains_units = false;               ///< other units ran inside this forward
   std::shared_ptr<engine::PassEnd> entered;  ///< of the last pass that came through its outputs
 };

@@ -72,6 +72,8 @@ const std::shared_ptr<Unit>& WrappedUnits::begin_forward() {
 
 bool WrappedUnits::set_synchronize(bool synchronize) { return model_->set_synchronize(synchronize); }
 
+bool WrappedUnits::agree(bool ok) { return model_->agree(ok); }
+
 void WrappedUnits::zero_grad() {
   for_each_entry(*model_, [](const Entry& entry) { entry.tensor.mutable_grad() = at::Tensor(); });
   for (const auto& unit : model_->units()) {
