@@ -2,8 +2,9 @@
 
 #include <arpa/inet.h>
 #include <array>
-#include <ctime>
+#include <cstdint>
 #include <fmt/format.h>
+#include <limits>
 #include <openssl/err.h>
 #include <openssl/x509v3.h>
 #include <string_view>
@@ -16,6 +17,8 @@ namespace {
 
 constexpr std::string_view kKeyLabel = "torchspan tls 1.3 external psk, version 1";
 constexpr std::string_view kIdentity = "torchspan";
+/// In seconds: 68 years. OpenSSL takes the key for a session to resume, which by default expires after 304 s.
+constexpr long kKeyLifetime = std::numeric_limits<std::int32_t>::max();
 constexpr long kMostCertificateBytes = 32 << 10;
 /// The first suite has the hash to which the pre-shared key is bound; the second one is for processors
 /// without AES instructions.
@@ -27,10 +30,10 @@ constexpr std::array<unsigned char, 2> kFirstCipher = {0x13, 0x01};
 }
 
 /// Copies the key in the SSL_CTX's application data: OpenSSL changes the key object of a connection that
-/// fails, and takes the key for a session to resume, which expires. The copy is made now.
+/// fails.
 int lend_key(SSL* ssl, SSL_SESSION** session) {
   *session = SSL_SESSION_dup(static_cast<SSL_SESSION*>(SSL_CTX_get_app_data(SSL_get_SSL_CTX(ssl))));
-  return *session != nullptr && SSL_SESSION_set_time(*session, static_cast<long>(std::time(nullptr))) != 0;
+  return *session != nullptr;
 }
 
 int key_for_dialing(SSL* ssl, const EVP_MD* digest, const unsigned char** identity, std::size_t* size,
@@ -128,7 +131,8 @@ TlsContext::SessionPtr TlsContext::make_key(const Secret& secret, SSL_CTX* conte
   if (cipher == nullptr || session == nullptr ||
       SSL_SESSION_set1_master_key(session.get(), key.data(), key.size()) != 1 ||
       SSL_SESSION_set_cipher(session.get(), cipher) != 1 ||
-      SSL_SESSION_set_protocol_version(session.get(), TLS1_3_VERSION) != 1) {
+      SSL_SESSION_set_protocol_version(session.get(), TLS1_3_VERSION) != 1 ||
+      SSL_SESSION_set_timeout(session.get(), kKeyLifetime) != 1) {
     throw_openssl("cannot use a pre-shared key");
   }
   return session;
