@@ -14,6 +14,7 @@
 #include "collective/operation_log.h"
 #include "collective/point_to_point/point_to_point.h"
 #include "collective/tensors.h"
+#include "core/api/step_part.h"
 
 namespace torchspan::collective {
 namespace {
@@ -114,15 +115,21 @@ std::uint64_t logged_bytes(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
-/// Runs `start()`, which returns the future of an operation.
-template <class F>
-auto logged(const std::shared_ptr<OperationLog>& log, const char* call, std::uint64_t bytes, F start) {
-  if (!log) return start();
-  const OperationLog::Operation operation = log->begin(call, bytes);
-  return OperationLog::until(log, operation, start());
+/// Operations of one rank need no order.
+void begin_in_step(const Backend& backend, const char* call) {
+  if (backend.size() > 1) StepPartScope::begin_operation(call);
 }
 
 }  // namespace
+
+/// Runs `begin()`, which returns the future of an operation.
+template <class F>
+auto Group::start(const char* call, std::uint64_t bytes, F begin) const {
+  begin_in_step(*backend_, call);
+  if (!log_) return begin();
+  const OperationLog::Operation operation = log_->begin(call, bytes);
+  return OperationLog::until(log_, operation, begin());
+}
 
 std::string to_string(ReduceOp reduction) {
   switch (reduction) {
@@ -194,6 +201,7 @@ Group Group::split(int color, int key) const {
         fmt::format(
             "color is {}; it must be 0 or more: ranks that should not share a group use different colors",
             color));
+  begin_in_step(*backend_, "split");
   // Counted also where making the part fails, which it may do for one color only.
   const std::uint64_t number = messages_ ? messages_->next_split() : 0;
   Group part(backend_->split(color, key));
@@ -206,29 +214,28 @@ Group Group::split(int color, int key) const {
 Future<at::Tensor> Group::all_reduce(at::Tensor tensor, ReduceOp reduction) const {
   check_written(*backend_, "all_reduce", tensor, /*sparse_too=*/true);
   const std::uint64_t bytes = logged_bytes(tensor);
-  return logged(log_, "all_reduce", bytes,
-                [&] { return backend_->all_reduce(std::move(tensor), reduction); });
+  return start("all_reduce", bytes, [&] { return backend_->all_reduce(std::move(tensor), reduction); });
 }
 
 Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, ReduceOp reduction) const {
   check_tensor(*backend_, "reduce_scatter", tensor);
   check_divisible("reduce_scatter", tensor, size());
   const std::uint64_t bytes = logged_bytes(tensor);
-  return logged(log_, "reduce_scatter", bytes,
-                [&] { return backend_->reduce_scatter(std::move(tensor), reduction); });
+  return start("reduce_scatter", bytes,
+               [&] { return backend_->reduce_scatter(std::move(tensor), reduction); });
 }
 
 Future<std::vector<at::Tensor>> Group::all_gather(at::Tensor tensor) const {
   check_tensor(*backend_, "all_gather", tensor);
   const std::uint64_t bytes = logged_bytes(tensor);
-  return logged(log_, "all_gather", bytes, [&] { return backend_->all_gather(std::move(tensor)); });
+  return start("all_gather", bytes, [&] { return backend_->all_gather(std::move(tensor)); });
 }
 
 Future<at::Tensor> Group::broadcast(at::Tensor tensor, int root) const {
   check_written(*backend_, "broadcast", tensor);
   check_rank("root", root, size());
   const std::uint64_t bytes = logged_bytes(tensor);
-  return logged(log_, "broadcast", bytes, [&] { return backend_->broadcast(std::move(tensor), root); });
+  return start("broadcast", bytes, [&] { return backend_->broadcast(std::move(tensor), root); });
 }
 
 Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts) const {
@@ -241,7 +248,7 @@ Future<std::vector<at::Tensor>> Group::all_to_all(std::vector<at::Tensor> parts)
                       c10::toString(parts[0].scalar_type()), c10::toString(part.scalar_type())));
   }
   const std::uint64_t bytes = logged_bytes(parts);
-  return logged(log_, "all_to_all", bytes, [&] { return backend_->all_to_all(std::move(parts)); });
+  return start("all_to_all", bytes, [&] { return backend_->all_to_all(std::move(parts)); });
 }
 
 Future<at::Tensor> Group::all_gather_into_tensor(at::Tensor output, at::Tensor tensor) const {
@@ -250,8 +257,8 @@ Future<at::Tensor> Group::all_gather_into_tensor(at::Tensor output, at::Tensor t
   check_output("all_gather_into_tensor", output, tensor, size());
   const std::uint64_t bytes = logged_bytes(tensor);
   if (auto* in_place = dynamic_cast<GathersInPlace*>(backend_.get())) {
-    return logged(log_, "all_gather_into_tensor", bytes,
-                  [&] { return in_place->all_gather_into(std::move(output), std::move(tensor)); });
+    return start("all_gather_into_tensor", bytes,
+                 [&] { return in_place->all_gather_into(std::move(output), std::move(tensor)); });
   }
   const auto stacked_into = [output,
                              sizes = tensor.sizes().vec()](const Future<std::vector<at::Tensor>>& done) {
@@ -261,8 +268,8 @@ Future<at::Tensor> Group::all_gather_into_tensor(at::Tensor output, at::Tensor t
     }
     return put_back(at::stack(all).view(output.sizes()), output);
   };
-  return logged(log_, "all_gather_into_tensor", bytes,
-                [&] { return backend_->all_gather(tensor).then(stacked_into); });
+  return start("all_gather_into_tensor", bytes,
+               [&] { return backend_->all_gather(tensor).then(stacked_into); });
 }
 
 Future<std::vector<at::Tensor>> Group::gather(at::Tensor tensor, int root) const {
@@ -270,7 +277,7 @@ Future<std::vector<at::Tensor>> Group::gather(at::Tensor tensor, int root) const
   check_rank("root", root, size());
   std::vector<at::Tensor> parts(static_cast<std::size_t>(size()), at::empty({0}, tensor.options()));
   parts[static_cast<std::size_t>(root)] = std::move(tensor);
-  return logged(log_, "gather", logged_bytes(parts), [&] {
+  return start("gather", logged_bytes(parts), [&] {
     return backend_->rooted_all_to_all({RootedCall::Verb::kGather, root}, std::move(parts))
         .then([here = root == rank()](const Future<std::vector<at::Tensor>>& gathered) {
           std::vector<at::Tensor> all = gathered.wait();
@@ -294,7 +301,7 @@ Future<at::Tensor> Group::scatter(at::Tensor output, std::vector<at::Tensor> par
                       c10::toString(part.scalar_type()), c10::toString(output.scalar_type())));
   }
   parts.resize(static_cast<std::size_t>(size()), at::empty({0}, output.options()));
-  return logged(log_, "scatter", logged_bytes(parts), [&] {
+  return start("scatter", logged_bytes(parts), [&] {
     return backend_->rooted_all_to_all({RootedCall::Verb::kScatter, root}, std::move(parts))
         .then([output, root](const Future<std::vector<at::Tensor>>& received) {
           const at::Tensor mine = received.wait()[static_cast<std::size_t>(root)];
@@ -309,8 +316,8 @@ Future<at::Tensor> Group::scatter(at::Tensor output, std::vector<at::Tensor> par
 Future<at::Tensor> Group::reduce(at::Tensor tensor, int root, ReduceOp reduction) const {
   check_written(*backend_, "reduce", tensor);
   check_rank("root", root, size());
-  return logged(log_, "reduce", logged_bytes(tensor),
-                [&] { return backend_->reduce(std::move(tensor), root, reduction); });
+  return start("reduce", logged_bytes(tensor),
+               [&] { return backend_->reduce(std::move(tensor), root, reduction); });
 }
 
 Future<std::vector<at::Tensor>> all_reduce_coalesced(const Group& group, std::vector<at::Tensor> tensors,
@@ -318,7 +325,7 @@ Future<std::vector<at::Tensor>> all_reduce_coalesced(const Group& group, std::ve
   using Verb = CoalescedCall::Verb;
   check_alike(*group.backend_, name_of(Verb::kAllReduce), tensors);
   for (const at::Tensor& tensor : tensors) check_written(*group.backend_, name_of(Verb::kAllReduce), tensor);
-  return logged(group.log_, "all_reduce_coalesced", logged_bytes(tensors), [&] {
+  return group.start("all_reduce_coalesced", logged_bytes(tensors), [&] {
     std::vector<std::vector<std::int64_t>> sizes;
     for (const at::Tensor& tensor : tensors) sizes.push_back(tensor.sizes().vec());
     return group.backend_
@@ -342,7 +349,7 @@ Future<std::vector<at::Tensor>> reduce_scatter_coalesced(const Group& group,
     sizes.push_back(tensor.sizes().vec());
     sizes.back()[0] /= group.size();
   }
-  return logged(group.log_, "reduce_scatter_coalesced", logged_bytes(tensors), [&] {
+  return group.start("reduce_scatter_coalesced", logged_bytes(tensors), [&] {
     return group.backend_
         ->coalesced({Verb::kReduceScatter, reduction, shapes_of(tensors)}, join_rows(tensors, group.size()))
         .then([sizes](const Future<std::vector<at::Tensor>>& reduced) {
@@ -368,7 +375,7 @@ Future<std::vector<at::Tensor>> all_gather_into_tensor_coalesced(const Group& gr
     check_output(call, outputs[i], tensors[i], group.size());
     sizes.push_back(tensors[i].sizes().vec());
   }
-  return logged(group.log_, "all_gather_into_tensor_coalesced", logged_bytes(tensors), [&] {
+  return group.start("all_gather_into_tensor_coalesced", logged_bytes(tensors), [&] {
     const at::Tensor flat = join_rows(tensors, 1).view({-1});
     return group.backend_->coalesced({Verb::kAllGather, kSum, shapes_of(tensors)}, flat)
         .then([outputs, sizes, length = flat.numel()](const Future<std::vector<at::Tensor>>& gathered) {
@@ -422,7 +429,7 @@ Future<at::Tensor> Group::send(at::Tensor tensor, int to, int tag) const {
   check_message(*this, "send", tensor, tag);
   check_peer(*this, "send", "the receiver", to);
   check_has_messages(messages_, *backend_, "send");
-  return logged(log_, "send", logged_bytes(tensor), [&] { return messages_->send(tensor, to, tag); });
+  return start("send", logged_bytes(tensor), [&] { return messages_->send(tensor, to, tag); });
 }
 
 Future<at::Tensor> Group::recv(at::Tensor tensor, int from, int tag) const {
@@ -430,7 +437,7 @@ Future<at::Tensor> Group::recv(at::Tensor tensor, int from, int tag) const {
   check_written(*backend_, "recv", tensor);
   check_peer(*this, "recv", "the sender", from);
   check_has_messages(messages_, *backend_, "recv");
-  return logged(log_, "recv", logged_bytes(tensor), [&] { return messages_->recv(tensor, from, tag); });
+  return start("recv", logged_bytes(tensor), [&] { return messages_->recv(tensor, from, tag); });
 }
 
 Future<ReceivedMessage> Group::recv(at::Tensor tensor, AnySource, int tag) const {
@@ -438,16 +445,18 @@ Future<ReceivedMessage> Group::recv(at::Tensor tensor, AnySource, int tag) const
   check_written(*backend_, "recv", tensor);
   check(size() > 1, "recv from any rank in a group of one rank, to which no other rank can send");
   check_has_messages(messages_, *backend_, "recv");
-  return logged(log_, "recv", logged_bytes(tensor), [&] { return messages_->recv_from_any(tensor, tag); });
+  return start("recv", logged_bytes(tensor), [&] { return messages_->recv_from_any(tensor, tag); });
 }
 
 std::vector<Bytes> Group::all_gather_bytes(BytesView mine, Duration timeout) const {
+  begin_in_step(*backend_, "all_gather_bytes");
   if (!log_) return backend_->all_gather_bytes(mine, timeout);
   const OperationLog::Blocking operation(*log_, "all_gather_bytes", mine.size());
   return operation.run([&] { return backend_->all_gather_bytes(mine, timeout); });
 }
 
 void Group::barrier(Duration timeout) const {
+  begin_in_step(*backend_, "barrier");
   if (!log_) return backend_->barrier(timeout);
   const OperationLog::Blocking operation(*log_, "barrier", 0);
   operation.run([&] { backend_->barrier(timeout); });

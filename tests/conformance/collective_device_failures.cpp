@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 
 #include "core/api/group_number.h"
+#include "core/api/step_part.h"
 #include "tests/conformance/collective_devices.h"
 #include "tests/conformance/collective_world.h"
 
@@ -190,6 +191,19 @@ TEST(DeviceGroups, NameRanksOfWhichOnePassesATensorOnTheCpu) {
     EXPECT_THAT(errors, Each(AllOf(HasSubstr("invalid"), HasSubstr("worker0"), HasSubstr("worker1"),
                                    HasSubstr("all_reduce(Float [3], sum)"))));
     EXPECT_THAT(errors[1], HasSubstr("all_reduce(Float [3], sum) on privateuseone"));
+  }
+}
+
+TEST(DeviceGroups, NameThePartsOfAPipelinesStepThatDiffer) {
+  for (const BackendKind kind : {BackendKind::kNccl, BackendKind::kCudaIpc}) {
+    const auto errors = errors_of([&](CollectiveWorld::Rank self) {
+      const Group group = make_with(self, on_device(kind), stand_in_services(kind));
+      const StepPartScope part({StepPart::Kind::kRepeatedForward, 1, self.rank, 7});
+      group.all_reduce(ones_there(3)).wait();
+    });
+    const std::string call =
+        "all_reduce(Float [3], sum) on privateuseone in the repeated forward of micro-batch ";
+    EXPECT_THAT(errors, Each(AllOf(HasSubstr("invalid"), HasSubstr(call + "0"), HasSubstr(call + "1"))));
   }
 }
 

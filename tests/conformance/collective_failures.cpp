@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 
+#include "core/api/step_part.h"
 #include "tests/conformance/collective_backends.h"
 
 namespace torchspan::testing::collective_failures {
@@ -130,6 +131,18 @@ TEST_P(CollectiveFailures, NoticesDifferencesOfDtypeShapeRootAndReduction) {
       EXPECT_THAT(error.what(),
                   AllOf(HasSubstr("worker0"), HasSubstr("worker" + std::to_string(ranks() - 1))));
     }
+  }
+}
+
+TEST_P(CollectiveFailures, NoticesCallsOfDifferentPartsOfAPipelinesStep) {
+  for (const Error& error : errors_of([&](Group& group) {
+         const int micro_batch = group.rank() == ranks() - 1 ? 2 : 3;
+         const StepPartScope part({StepPart::Kind::kForward, 1, micro_batch, 7});
+         EXPECT_EQ(group.all_reduce(at::ones({3}), kMax).wait()[0].item<float>(), 1);
+       })) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("forward of micro-batch 3 through layer range 1 of step 7"),
+                                    HasSubstr("forward of micro-batch 2 through layer range 1 of step 7")));
   }
 }
 

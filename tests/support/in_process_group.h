@@ -19,6 +19,7 @@
 #include <torchspan/detail/core/pool.h>
 #include <torchspan/detail/core/runtime.h>
 
+#include "core/api/step_part.h"
 #include "tests/support/reduce_step.h"
 
 /// Groups whose ranks are threads of one process: reduces in rank order, on any Executor, so that tests of
@@ -322,7 +323,7 @@ class Backend final : public collective::Backend {
   Future<std::vector<at::Tensor>> submit(const std::shared_ptr<Arrival>& arrival, std::string call,
                                          Work work) {
     const auto promise = std::make_shared<Promise<std::vector<at::Tensor>>>(exchange_->pool());
-    arrival->call = std::move(call);
+    arrival->call = std::move(call) + torchspan::describe(StepPartScope::current());
     arrival->succeed = [promise, raw = arrival.get()] { promise->set_value(raw->results); };
     arrival->fail = [promise](std::exception_ptr error) { promise->set_error(std::move(error)); };
     exchange_->arrive(rank_, arrival, std::move(work));

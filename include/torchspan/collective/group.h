@@ -98,8 +98,8 @@ struct ReceivedMessage {
 
 /// A fixed, ordered set of ranks with collective operations. Cheap to copy, thread-safe; dropping the last
 /// handle fails pending operations with kCancelled. All ranks issue the same operations in the same order;
-/// a mismatch (operation, dtype, shape, reduction, root) fails on all with kInvalid naming two ranks and
-/// calls. Operations return at once and complete in order; results have the same bits on all ranks and in
+/// a mismatch (operation, dtype, shape, reduction, root, part of a pipeline's step) fails on all with kInvalid
+/// naming two ranks and calls. Operations return at once and complete in order; results have the same bits on all ranks and in
 /// all runs of one group size. A dead (kDisconnected) or late (kTimedOut) rank is named and breaks the
 /// group: later calls fail with that error. Errors thrown immediately (kInvalid, kUnsupported) do not break it.
 class Group {
@@ -187,6 +187,9 @@ class Group {
       const Group& group, std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& tensors);
 
  private:
+  template <class F>
+  auto start(const char* call, std::uint64_t bytes, F begin) const;
+
   std::shared_ptr<Backend> backend_;
   std::shared_ptr<OperationLog> log_;       ///< null: none
   std::shared_ptr<PointToPoint> messages_;  ///< null: none

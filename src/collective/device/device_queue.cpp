@@ -12,6 +12,7 @@
 
 #include "collective/device/host_wait.h"
 #include "core/api/group_number.h"
+#include "core/api/step_part.h"
 #include "core/api/timeout_notice.h"
 
 namespace torchspan::collective {
@@ -193,6 +194,7 @@ void DeviceQueue::submit(std::unique_ptr<DeviceOperation> operation, const std::
                          UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done) {
   auto job =
       std::make_unique<Job>(std::move(operation), device::current_stream(options_.device), host_->events());
+  job->operation->line.text += describe(StepPartScope::current());
   job->tensors = tensors;
   job->done = std::move(done);
   std::unique_ptr<Job> refused;
@@ -203,7 +205,8 @@ void DeviceQueue::submit(std::unique_ptr<DeviceOperation> operation, const std::
       refused = std::move(job);
     } else {
       job->announcement = announcement_of(job->operation->line, job->operation->numbers, job->number);
-      // Under the lock, so that announcements have the order of the queue.
+      // Under the lock, so that announcements have the order of the queue. They contain the part of the step.
+      const StepPartScope outside{StepPart()};
       job->agreement = control_->all_gather(job->announcement);
       queue_.push_back(std::move(job));
     }

@@ -16,6 +16,7 @@
 #include "collective/splits.h"
 #include "collective/tensors.h"
 #include "core/api/group_number.h"
+#include "core/api/step_part.h"
 #include "core/api/timeout_notice.h"
 #include "device/api/half.h"
 
@@ -94,6 +95,7 @@ Future<T> SerialBackend::submit(CallLine call, UniqueFunction<T()> body, std::ui
   Future<T> future = promise->future();
   auto job = std::make_unique<Job>();
   job->call = std::move(call);
+  job->call.text += describe(StepPartScope::current());
   job->run = [promise, body = std::move(body)]() mutable {
     if constexpr (std::is_void_v<T>) {
       body();
@@ -163,7 +165,8 @@ void SerialBackend::run() {
 void SerialBackend::run_one(Job& job) {
   const at::NoGradGuard no_grad;
   // Barriers and gathers of bytes block their callers, which the group lists and reports.
-  const bool listed_by_caller = job.call.text == kBarrierLine || job.call.text == kBytesLine;
+  const bool listed_by_caller =
+      job.call.text.starts_with(kBarrierLine) || job.call.text.starts_with(kBytesLine);
   const TimePoint began = runtime_->executor.now();
   std::optional<SpanScope> running;
   if (!listed_by_caller) {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/api/step_part.h"
+
 /// The layout of a group's shared memory, which all its ranks map. Although only peers of one job write to it,
 /// every offset and length that is read from it is checked against the mapping before use.
 namespace torchspan::collective::shm {
@@ -98,8 +100,9 @@ struct Call {
   std::uint64_t entries = 0;  ///< of a sparse tensor
   std::uint8_t shared = 0;    ///< the contribution is in the rank's arena
   std::uint8_t in_slot = 0;   ///< it is in the slot
+  StepPart part = {};         ///< to which the call belongs; none in the calls of 0.1.0, which end before it
 };
-static_assert(std::is_trivially_copyable_v<Call>);
+static_assert(std::is_trivially_copyable_v<Call> && sizeof(Call) <= 3 * kLine);  // as in 0.1.0
 
 inline constexpr std::size_t kSlots = 8;
 inline constexpr std::size_t kSlotBytes = std::size_t{32} << 10;

@@ -140,6 +140,7 @@ OpQueue::~OpQueue() {
 
 void OpQueue::submit(std::unique_ptr<Operation> operation) {
   operation->issued = executor_.now();
+  operation->call.part = StepPartScope::current();
   bool wake = false;
   std::optional<Error> failure = breakage();
   std::unique_ptr<Operation> refused;

@@ -48,9 +48,7 @@ std::span<const std::int64_t> sizes_of(const Call& call) {
   return {call.sizes.data(), std::min<std::size_t>(call.dimensions, kMostDimensions)};
 }
 
-}  // namespace
-
-std::string describe(const Call& call) {
+std::string describe_call(const Call& call) {
   const bool gathers_list = call.verb == Verb::kAllGather && call.tensors != 0;
   const std::string_view verb = gathers_list ? "all_gather_into_tensor" : name_of(call.verb);
   if (call.verb == Verb::kBarrier || call.verb == Verb::kExchange) return fmt::format("{}()", verb);
@@ -69,13 +67,18 @@ std::string describe(const Call& call) {
   return text;
 }
 
+}  // namespace
+
+std::string describe(const Call& call) { return describe_call(call) + torchspan::describe(call.part); }
+
 std::string describe_numbered(const Call& call) {
   return fmt::format("{}, call {} of the group", describe(call), call.sequence + 1);
 }
 
 bool agree(const Call& a, const Call& b) {
   if (a.sequence != b.sequence || a.verb != b.verb || a.dtype != b.dtype || a.root != b.root ||
-      a.reduction != b.reduction || a.sparse != b.sparse || a.tensors != b.tensors || a.shapes != b.shapes) {
+      a.reduction != b.reduction || a.sparse != b.sparse || a.tensors != b.tensors || a.shapes != b.shapes ||
+      a.part != b.part) {
     return false;
   }
   if (has_own_shapes(a.verb)) return true;

@@ -1,0 +1,61 @@
+#include "core/api/step_part.h"
+
+#include <fmt/format.h>
+#include <utility>
+
+#include <torchspan/core/error.h>
+
+namespace torchspan {
+
+const char* name_of(StepPart::Kind kind) {
+  switch (kind) {
+    case StepPart::Kind::kNone:
+      return "";
+    case StepPart::Kind::kForward:
+      return "forward";
+    case StepPart::Kind::kRepeatedForward:
+      return "repeated forward";
+    case StepPart::Kind::kBackward:
+      return "backward";
+    case StepPart::Kind::kInputGradient:
+      return "input gradient";
+    case StepPart::Kind::kWeightGradient:
+      return "weight gradient";
+  }
+  return "unknown part";  // read from shared memory
+}
+
+std::string describe(const StepPart& part) {
+  if (part.kind == StepPart::Kind::kNone) return "";
+  return fmt::format(" in the {} of micro-batch {} through layer range {} of step {}", name_of(part.kind),
+                     part.micro_batch, part.layer_range, part.step);
+}
+
+StepPartScope*& StepPartScope::of_thread() {
+  thread_local StepPartScope* the_scope = nullptr;
+  return the_scope;
+}
+
+StepPartScope::StepPartScope(const StepPart& part, const char* unordered)
+    : part_(part), unordered_(unordered), outside_(std::exchange(of_thread(), this)) {}
+
+StepPartScope::~StepPartScope() { of_thread() = outside_; }
+
+StepPart StepPartScope::current() {
+  const StepPartScope* const scope = of_thread();
+  return scope == nullptr ? StepPart() : scope->part_;
+}
+
+void StepPartScope::begin_operation(const char* call) {
+  // A layer may run another pipeline, whose operations are also the layer's.
+  for (StepPartScope* scope = of_thread(); scope != nullptr; scope = scope->outside_) {
+    if (scope->unordered_ != nullptr) {
+      throw Error(ErrorKind::kUnsupported,
+                  fmt::format("{}{}, which pipelines that share the group may run in different orders: {}",
+                              call, describe(scope->part_), scope->unordered_));
+    }
+    scope->communicated_ = true;
+  }
+}
+
+}  // namespace torchspan
