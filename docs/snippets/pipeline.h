@@ -20,6 +20,11 @@ struct BlockImpl : torch::nn::Module {
   torch::Tensor forward(torch::Tensor x);
 };
 TORCH_MODULE(Block);
+struct ParallelBlockImpl : torch::nn::Module {
+  ParallelBlockImpl(std::int64_t width, const torchspan::collective::Group& group);
+  torch::Tensor forward(torch::Tensor x);
+};
+TORCH_MODULE(ParallelBlock);
 torch::Tensor loss_of(const torch::Tensor& output, const torch::Tensor& target);
 extern torchspan::pipeline::Pipeline& pipeline;
 extern torch::Tensor tokens, mask, labels;

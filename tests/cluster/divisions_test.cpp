@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <functional>
 #include <limits>
+#include <memory>
+#include <random>
 
 #include <torch/torch.h>
 
@@ -154,6 +156,80 @@ TEST(Divisions, PipelinesOfTensorParallelLayersAreClippedAndSavedAsOneModel) {
   expect_all_end_well(world, seconds(120));
 }
 
+/// A layer that takes another time in every call and on every rank.
+auto work_of(int rank) {
+  return [random = std::make_shared<std::mt19937_64>(static_cast<std::uint64_t>(rank))](const at::Tensor& x) {
+    at::Tensor square = torch::ones({48, 48});
+    for (std::uint64_t i = (*random)() % 60; i > 0; --i) square = torch::mm(square, square).clamp(0, 1);
+    return x + 0 * square[0][0].item<double>();
+  };
+}
+
+/// Two pipelines of layers that have halves, under schedules that leave workers idle at different times.
+void train_interleaved_pipelines() {
+  Session session(WorkerOptions::from_env());
+  {
+    using pipeline::Schedule;
+    const int half = session.rank() % 2;
+    const collective::Group stage = session.group().split(session.rank() / 2, session.rank());
+    std::vector<WholeBlock> whole;
+    for (int layer = 0; layer < 4; ++layer) whole.emplace_back(10.0 * layer);
+    const std::vector<std::pair<Schedule, std::vector<int>>> schedules{{Schedule::kInterleaved, {0, 2, 0, 2}},
+                                                                       {Schedule::kZB1P, {0, 2, 0, 2}},
+                                                                       {Schedule::kZBV, {0, 2, 2, 0}},
+                                                                       {Schedule::kDualPipeV, {0, 2, 2, 0}}};
+    for (const auto& [schedule, workers] : schedules) {
+      Layers layers;
+      for (int layer = 0; layer < 4; ++layer) {
+        layers.add<ParallelBlock>(10.0 * layer, stage);
+        layers.add_function("work", work_of(session.rank()));
+      }
+      pipeline::PipelineOptions options{
+          .balance = {2, 2, 2, 2},
+          .micro_batches = 8,
+          .schedule = schedule,
+          .name = fmt::format("half {}, schedule {}", half, static_cast<int>(schedule))};
+      for (const int worker : workers) options.workers.push_back(fmt::format("worker{}", worker + half));
+      Pipeline pipe(session.worker(), layers, options);
+      for (int step = 0; step < 6; ++step) {
+        const at::Tensor input = values({16, kWidth}, step), target = values({16, kWidth}, step + 50);
+        const double loss = pipe.train_step(input, target, mean_square);
+        at::Tensor wanted = input;
+        for (WholeBlock& block : whole) wanted = block(wanted);
+        const double expected = mean_square(wanted, target).item<double>();
+        require(std::abs(loss - expected) < 1e-12,
+                fmt::format("{}, step {}: the loss is {}, not {}", options.name, step, loss, expected));
+      }
+      // The gradients of all steps, of which each is a mean over the rows.
+      for (WholeBlock& block : whole) block->zero_grad();
+      for (int step = 0; step < 6; ++step) {
+        at::Tensor x = values({16, kWidth}, step);
+        for (WholeBlock& block : whole) x = block(x);
+        mean_square(x, values({16, kWidth}, step + 50)).backward();
+      }
+      for (int layer = 0; layer < 4; ++layer) {
+        const auto module = std::dynamic_pointer_cast<ParallelBlockImpl>(pipe.module(2 * layer));
+        if (!module) continue;
+        const WholeBlock& block = whole[static_cast<std::size_t>(layer)];
+        const auto part = static_cast<std::size_t>(stage.rank());
+        for (const auto& [ours, theirs] :
+             {std::pair(module->up->weight.grad(), block->up->weight.grad().chunk(2, 0)[part]),
+              std::pair(module->down->weight.grad(), block->down->weight.grad().chunk(2, 1)[part])}) {
+          require(at::allclose(ours, theirs, 1e-9, 1e-12),
+                  fmt::format("{}: the gradient of layer {}", options.name, layer));
+        }
+      }
+    }
+  }
+  session.shutdown();
+}
+
+TEST(Divisions, InterleavedPipelinesOfTensorParallelLayersTrainAsInOneProcess) {
+  ProcessWorld world(4);
+  world.start_all("divisions.train_interleaved_pipelines");
+  expect_all_end_well(world, seconds(120));
+}
+
 struct NetImpl : torch::nn::Module {
   explicit NetImpl(const collective::Group& halves)
       : first(register_module("first", Sharded<ParallelBlock>(1.0, halves))),
@@ -268,7 +344,8 @@ TEST(Divisions, ZeroStepsWithTheGradientsOfADistributedAutogradContext) {
 }
 
 const testing::Scenarios kScenarios(
-    "divisions", {{"train_pipelines_of_tensor_parallel_layers", train_pipelines_of_tensor_parallel_layers},
+    "divisions", {{"train_interleaved_pipelines", train_interleaved_pipelines},
+                  {"train_pipelines_of_tensor_parallel_layers", train_pipelines_of_tensor_parallel_layers},
                   {"train_sharded_tensor_parallel_layers", train_sharded_tensor_parallel_layers},
                   {"train_zero_in_contexts", train_zero_in_contexts}});
 

@@ -109,7 +109,7 @@ bool ActionRunner::recompute_ahead() {
   const auto next = state_.actions.next_backward();
   if (!next) return false;
   LayerRangePass* const pass = state_.passes.find(next->stage, next->micro_batch);
-  if (pass == nullptr || !pass->can_recompute()) return false;
+  if (pass == nullptr || !pass->can_recompute_early()) return false;
   local_.event_queue->set_state(state_.work.begin.id.step, true, true,
                                 "the repeated forward before " + describe(*next), local_.executor().now());
   pass->recompute();

@@ -14,6 +14,12 @@
 namespace torchspan::pipeline {
 namespace {
 
+/// In StepPartScope.
+constexpr const char* kUnlikeForward =
+    "the forward called no operation of a group, so it may be repeated whenever its worker is idle; call the "
+    "same "
+    "operations in both, or use ActivationCheckpoint::kNever";
+
 bool can_have_gradient(const at::Tensor& tensor) { return tensor.is_floating_point() || tensor.is_complex(); }
 
 /// Watches the inputs of a range whose forward is repeated, and the target of its loss.
@@ -110,6 +116,7 @@ std::map<int, Activation> LayerRangePass::activation_of(LayerRangeOutputs& outpu
 }
 
 std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> loss) {
+  const StepPartScope part(runner_.part(StepPart::Kind::kForward), mode_.unordered);
   loss_ = std::move(loss);
   move_linked_inputs(local_, inputs_, local_.device_of_range(runner_.range_index()));
   bool learns = runner_.any_layer_learns();
@@ -157,6 +164,7 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
     offloaded_.put(*mode_.offloader, inputs_);
   }
   forward_done_ = true;
+  communicates_ = part.communicated();
   return activation;
 }
 
@@ -170,6 +178,8 @@ void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) 
 }
 
 void LayerRangePass::recompute() {
+  const StepPartScope part(runner_.part(StepPart::Kind::kRepeatedForward),
+                           communicates_ ? mode_.unordered : kUnlikeForward);
   offloaded_.restore(inputs_);
   KeptBuffers buffers(local_, runner_.range());
   device::AutocastScope autocast;
@@ -195,17 +205,18 @@ bool LayerRangePass::any_input_wants() const {
                      [](const auto& input) { return input.second.wants_any(); });
 }
 
-void LayerRangePass::run_graph(const char* phase, const std::function<void()>& part) {
+void LayerRangePass::run_graph(StepPart::Kind kind, const std::function<void()>& part) {
+  const StepPartScope scope(runner_.part(kind), mode_.unordered);
   try {
     part();
   } catch (...) {
-    runner_.fail_range(phase);
+    runner_.fail_range(name_of(kind));
   }
 }
 
 std::map<int, std::vector<at::Tensor>> LayerRangePass::backward() {
   if (can_recompute()) recompute();
-  run_graph("backward", [this] { graph_.backward(gradients_); });
+  run_graph(StepPart::Kind::kBackward, [this] { graph_.backward(gradients_); });
   auto back = graph_.input_gradients(inputs_);
   graph_ = PassGraph();
   gradients_.clear();
@@ -216,7 +227,7 @@ std::map<int, std::vector<at::Tensor>> LayerRangePass::backward() {
 std::map<int, std::vector<at::Tensor>> LayerRangePass::backward_inputs() {
   if (!any_input_wants()) return {};
   if (can_recompute()) recompute();
-  run_graph("input gradient", [this] { graph_.backward_inputs(gradients_); });
+  run_graph(StepPart::Kind::kInputGradient, [this] { graph_.backward_inputs(gradients_); });
   auto back = graph_.input_gradients(inputs_);
   graph_.drop_inputs();
   gradients_.clear();
@@ -227,7 +238,7 @@ std::map<int, std::vector<at::Tensor>> LayerRangePass::backward_inputs() {
 void LayerRangePass::backward_weights() {
   const bool second = graph_.is_between_parts();
   if (!second && can_recompute()) recompute();
-  run_graph("weight gradient", [this, second] {
+  run_graph(StepPart::Kind::kWeightGradient, [this, second] {
     if (second) {
       graph_.backward_weights();
     } else {

@@ -42,6 +42,9 @@ class LayerRangePass {
   bool can_recompute() const {
     return forward_done_ && needs_backward_ && !recomputed_ && (repeats_range() || repeated_uses_.any());
   }
+  /// Whether it may be repeated whenever the worker is idle: no layer called an operation of a group, which corresponding
+  /// stages of several pipelines must call in one order.
+  bool can_recompute_early() const { return can_recompute() && !communicates_; }
   /// Repeats the forward and records its graph, before backward().
   void recompute();
   /// Begins to bring offloaded inputs back, before recompute().
@@ -70,7 +73,7 @@ class LayerRangePass {
   };
   /// Whether the forward of the whole layer range is repeated, and not that of some layers.
   bool repeats_range() const { return mode_.recompute && local_.options.checkpoint_layers.empty(); }
-  void run_graph(const char* phase, const std::function<void()>& part);
+  void run_graph(StepPart::Kind kind, const std::function<void()>& part);
   std::map<int, Activation> activation_of(LayerRangeOutputs& outputs) const;
 
   const LocalPipeline& local_;
@@ -81,6 +84,7 @@ class LayerRangePass {
   bool forward_done_ = false;
   bool recomputed_ = false;
   bool needs_backward_ = false;
+  bool communicates_ = false;  ///< a layer called an operation of a group in the forward
   at::Tensor loss_value_;
   std::optional<MicroBatchLoss> loss_;
   std::map<int, Activation> inputs_;                  ///< by link

@@ -6,6 +6,7 @@
 
 #include <torchspan/pipeline/pipeline.h>
 
+#include "core/api/step_part.h"
 #include "device/api/offload.h"
 #include "pipeline/layers/random.h"
 #include "pipeline/runtime/activation.h"
@@ -50,6 +51,8 @@ struct RunMode {
   std::uint64_t random_step = 0;  ///< in seed_of_use()
   device::Offloader* offloader =
       nullptr;  ///< of the inputs until `recompute`; null: they stay where they are
+  const char* unordered =
+      nullptr;  ///< why its order depends on when messages arrive (StepPartScope); null: it does not
 };
 
 /// Runs the layers of one layer range on one micro-batch. Errors name the layer and the micro-batch. Used by
@@ -65,6 +68,8 @@ class LayerRunner {
                         bool repeated, RepeatedUses* selected = nullptr) const;
   /// Runs one use of a layer. Throws an Error that names it.
   UseOutput run_use(int order, const UseInput& input, bool repeated) const;
+  /// What an operation of a group that the layers call belongs to.
+  StepPart part(StepPart::Kind kind) const { return {kind, range_, micro_batch_, mode_.step}; }
   int range_index() const { return range_; }
   int micro_batch() const { return micro_batch_; }
   const LayerRange& range() const { return local_.plan.layer_ranges[static_cast<std::size_t>(range_)]; }

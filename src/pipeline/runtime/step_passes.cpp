@@ -6,6 +6,26 @@ namespace torchspan::pipeline {
 
 using schedule::ActionKind;
 
+namespace {
+
+/// See RunMode::unordered.
+const char* unordered(const LocalPipeline& local, StepKind kind) {
+  if (local.grid.all_ranks().size() == 1) return nullptr;
+  if (local.options.schedule == Schedule::kArrival) {
+    return "Schedule::kArrival runs actions in the order in which messages arrive; use another schedule for "
+           "layers "
+           "that communicate";
+  }
+  if (local.options.staleness > 0 && (kind == StepKind::kTrain || kind == StepKind::kLoss)) {
+    return "with PipelineOptions::staleness 1, actions of the next step run when this one waits; use "
+           "staleness 0 for "
+           "layers that communicate";
+  }
+  return nullptr;
+}
+
+}  // namespace
+
 StepPasses::StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions,
                        const PassResources& resources)
     : local_(local),
@@ -13,6 +33,7 @@ StepPasses::StepPasses(const LocalPipeline& local, const StepBegin& begin, Ready
       micro_batches_(static_cast<int>(begin.rows.size())),
       random_step_(begin.random_step),
       has_backwards_(has_backwards(begin.kind)),
+      unordered_(unordered(local, begin.kind)),
       actions_(actions),
       resources_(resources) {}
 
@@ -23,9 +44,9 @@ LayerRangePass& StepPasses::at(int range, int micro_batch) {
     const bool last = micro_batch == micro_batches_ - 1;
     const bool recompute = has_backwards_ && (checkpoint == ActivationCheckpoint::kAlways ||
                                               (checkpoint == ActivationCheckpoint::kExceptLast && !last));
-    slot = std::make_unique<LayerRangePass>(
-        local_, range, micro_batch,
-        RunMode{id_.step, has_backwards_, recompute, resources_.cache, random_step_, resources_.offloader});
+    slot = std::make_unique<LayerRangePass>(local_, range, micro_batch,
+                                            RunMode{id_.step, has_backwards_, recompute, resources_.cache,
+                                                    random_step_, resources_.offloader, unordered_});
   }
   return *slot;
 }

@@ -56,6 +56,7 @@ class StepPasses {
   const int micro_batches_;
   const std::uint64_t random_step_;
   const bool has_backwards_;
+  const char* const unordered_;
   ReadyActions& actions_;
   const PassResources resources_;
   std::map<std::pair<int, int>, std::unique_ptr<LayerRangePass>> passes_;  ///< by layer range, micro-batch

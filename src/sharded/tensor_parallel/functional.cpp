@@ -12,6 +12,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/sharded/functional.h>
 
+#include "core/api/step_part.h"
 #include "device/api/half.h"
 #include "engine/api/node_ptr.h"
 
@@ -55,6 +56,11 @@ at::Tensor recorded(const char* operation, const at::Tensor& input, Forward forw
   node->set_next_edges(torch::autograd::collect_next_edges(input));
   torch::autograd::create_gradient_edge(output, node);
   return output;
+}
+
+/// The pass of a pipeline's step must know it before its backward, which may run on another thread.
+void communicates_in_backward(const char* operation, const Group& group) {
+  if (group.size() > 1) StepPartScope::begin_operation(operation);
 }
 
 at::Tensor summed(const at::Tensor& tensor, const Group& group) {
@@ -169,6 +175,7 @@ at::Tensor all_to_all(const at::Tensor& tensor, const Group& group, std::int64_t
 }
 
 at::Tensor copy_to_ranks(const at::Tensor& whole, const Group& group) {
+  communicates_in_backward("copy_to_ranks", group);
   return recorded(
       "copy_to_ranks", whole, [](const at::Tensor& one) { return one.detach(); },
       [group](const at::Tensor& gradient) { return summed(gradient, group); });
@@ -190,6 +197,7 @@ at::Tensor gather_parts(const at::Tensor& part, const Group& group, std::int64_t
 at::Tensor own_part(const at::Tensor& whole, const Group& group, std::int64_t dim) {
   const std::int64_t at = checked_dim("own_part", whole, dim);
   check_split("own_part", whole, at, group);
+  communicates_in_backward("own_part", group);
   return recorded(
       "own_part", whole, [&](const at::Tensor& one) { return part_of(one, group, at); },
       [group, at](const at::Tensor& gradient) { return concatenated(gradient, group, at); });
