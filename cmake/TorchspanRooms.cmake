@@ -1,11 +1,12 @@
-# torchspan_room(name [TORCH] [LIGHT] [ROOMS r…] [LINK lib…] [PRIVATE lib…] [WITHOUT regex])
+# torchspan_room(name [TORCH] [LIGHT] [ROOMS r…] [TESTS r…] [LINK lib…] [PRIVATE lib…] [WITHOUT regex])
 #   One static library from src/<name>/*.cpp (subfolders too), its public headers in include/torchspan/<name>. Paths
 #   that match WITHOUT are left out. LIGHT: its own code takes little of a program's time.
+#   TESTS: rooms that only its tests use.
 #   Files named *_test.cpp become the test executable <name>_test. A room with headers only is an interface.
 set_property(GLOBAL PROPERTY TORCHSPAN_ROOMS "")
 
 function(torchspan_room name)
-  cmake_parse_arguments(ROOM "TORCH;LIGHT" "WITHOUT" "ROOMS;LINK;PRIVATE" ${ARGN})
+  cmake_parse_arguments(ROOM "TORCH;LIGHT" "WITHOUT" "ROOMS;TESTS;LINK;PRIVATE" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${name}/*.cpp)
   if(ROOM_WITHOUT)
     list(FILTER sources EXCLUDE REGEX "${ROOM_WITHOUT}")
@@ -44,8 +45,11 @@ function(torchspan_room name)
   endif()
   set_property(GLOBAL APPEND PROPERTY TORCHSPAN_ROOMS ${name})
   set_property(GLOBAL PROPERTY TORCHSPAN_ROOM_${name}_TESTS "${tests}")
+  set(tests_link ${ROOM_TESTS})
+  list(TRANSFORM tests_link PREPEND torchspan_)
   set_property(GLOBAL PROPERTY TORCHSPAN_ROOM_${name}_TORCH "${ROOM_TORCH}")
   set_property(GLOBAL PROPERTY TORCHSPAN_ROOM_${name}_PRIVATE "${ROOM_PRIVATE}")
+  set_property(GLOBAL PROPERTY TORCHSPAN_ROOM_${name}_TESTS_LINK "${tests_link}")
 endfunction()
 
 # torchspan_program(target NAME file ROOM room): the executable `file` from the room's *_main.cpp, once there is one.
@@ -115,11 +119,12 @@ function(torchspan_room_tests)
     get_property(tests GLOBAL PROPERTY TORCHSPAN_ROOM_${room}_TESTS)
     get_property(torch GLOBAL PROPERTY TORCHSPAN_ROOM_${room}_TORCH)
     get_property(private GLOBAL PROPERTY TORCHSPAN_ROOM_${room}_PRIVATE)
+    get_property(linked GLOBAL PROPERTY TORCHSPAN_ROOM_${room}_TESTS_LINK)
     if(tests)
       if(torch)
-        torchspan_test(${room}_test TORCH SOURCES ${tests} LINK torchspan_${room} ${private})
+        torchspan_test(${room}_test TORCH SOURCES ${tests} LINK torchspan_${room} ${linked} ${private})
       else()
-        torchspan_test(${room}_test SOURCES ${tests} LINK torchspan_${room} ${private})
+        torchspan_test(${room}_test SOURCES ${tests} LINK torchspan_${room} ${linked} ${private})
       endif()
     endif()
   endforeach()

@@ -54,7 +54,7 @@ class Training {
         text_(text),
         pipe_(session.worker(), layers(options.model), pipeline_options(options, session.world_size())),
         optimizer_({ts::optim::ParamGroup(pipe_.parameters(), ts::optim::AdamW{.lr = options.lr},
-                                          ts::checkpoint::parameter_names(pipe_))}) {}
+                                          pipe_.parameter_names())}) {}
 
   void run() {
     if (is_first()) fmt::print("{}", ts::pipeline::to_text(pipe_.plan()));

@@ -24,7 +24,9 @@ class Room:
     name: str
     torch: bool
     arrows: list = field(default_factory=list)
+    of_tests: list = field(default_factory=list)
     reach: set = field(default_factory=set)
+    reach_of_tests: set = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,14 @@ def room_table(root, tool):
         for word in words[1:]:
             if word == "TORCH":
                 room.torch = True
-            elif word in ("ROOMS", "LINK", "PRIVATE"):
+            elif word in ("ROOMS", "TESTS", "LINK", "PRIVATE"):
                 section = word
             elif section == "ROOMS":
                 room.arrows.append(word)
+            elif section == "TESTS":
+                room.of_tests.append(word)
         line = line_of(text, match.start())
-        for other in room.arrows:
+        for other in room.arrows + room.of_tests:
             if other not in rooms:
                 fail(tool, f"CMakeLists.txt:{line}: room '{room.name}' has an arrow to '{other}', which no line above "
                      "declares; rooms are listed bottom up, so an arrow upwards would be a cycle")
@@ -127,6 +131,7 @@ def room_table(root, tool):
                 fail(tool, f"CMakeLists.txt:{line}: torch-free room '{room.name}' has an arrow across the torch line "
                      f"to '{other}'; turn the arrow round or move the code")
         room.reach = {"core", room.name}.union(room.arrows, *(rooms[other].reach for other in room.arrows))
+        room.reach_of_tests = room.reach.union(*(rooms[other].reach for other in room.of_tests))
         rooms[room.name] = room
     if not rooms:
         fail(tool, "no torchspan_room lines in CMakeLists.txt; run it at the root of the tree, or give --root")

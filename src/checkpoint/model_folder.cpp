@@ -16,12 +16,18 @@
 #include "checkpoint/files/manifest.h"
 #include "checkpoint/files/mapped_file.h"
 #include "checkpoint/files/tensor_file.h"
-#include "checkpoint/sources/module_tensors.h"
 #include "checkpoint/state/folder_reader.h"
+#include "checkpoint/state/snapshot.h"
 #include "checkpoint/state/torch_types.h"
+#include "state/api/module_tensors.h"
 #include "state/api/place.h"
 
 namespace torchspan::checkpoint {
+
+using state::append_module_tensors;
+using state::load_module_tensors;
+using state::ModuleTensor;
+
 namespace {
 
 constexpr const char* kSingleFile = "model.safetensors";
@@ -35,11 +41,10 @@ struct FileContent {
 
 FileContent content_of(const NamedTensors& tensors) {
   FileContent content;
-  for (const auto& [name, tensor] : tensors) {
-    StateWriter checked;  // its errors name the tensor
-    checked.add(name, tensor);
-    content.entries.push_back({name, *element_type_of(tensor.scalar_type()), sizes_of(tensor)});
-  }
+  StateWriter listed;  // its errors name the tensor
+  for (const auto& [name, tensor] : tensors) listed.add(name, tensor);
+  for (const ListedPart& part : listing_of(listed.tensors()))
+    content.entries.push_back({part.name, part.type, part.shape});
   sort_for_alignment(content.entries);
   for (const HeaderEntry& entry : content.entries) {
     content.tensors.push_back(

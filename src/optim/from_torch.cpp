@@ -8,7 +8,7 @@
 
 #include <torchspan/optim/from_torch.h>
 
-#include "optim/api/load_exactly.h"
+#include "state/api/load_exactly.h"
 
 namespace torchspan::optim {
 namespace {
@@ -49,21 +49,10 @@ void load(const std::string& bytes, torch::optim::Optimizer& optimizer) {
   std::istringstream in(bytes);
   torch::serialize::InputArchive archive;
   archive.load_from(in);
-  load_exactly(optimizer, archive);
+  state::load_exactly(optimizer, archive);
 }
 
 }  // namespace
-
-void load_exactly(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive) {
-  auto before = std::move(optimizer.state());
-  optimizer.state().clear();
-  try {
-    optimizer.load(archive);
-  } catch (...) {
-    optimizer.state() = std::move(before);
-    throw;
-  }
-}
 
 TorchOptimizer::TorchOptimizer(std::string name, std::vector<at::Tensor> parameters, const Make& make)
     : FunctionalOptimizer(std::move(name), std::move(parameters)), optimizer_(make(this->parameters())) {}

@@ -11,6 +11,7 @@
 #include <torchspan/optim/optimizer.h>
 
 #include "optim/parameters.h"
+#include "optim/state_sources.h"
 
 namespace torchspan::optim {
 namespace {
@@ -195,6 +196,8 @@ std::vector<at::Tensor> Optimizer::parameters() const {
   }
   return all;
 }
+
+state::SourcePtr Optimizer::state_source() { return source_of(*this); }
 
 StateDict Optimizer::state_dict() const {
   StateDict copy;

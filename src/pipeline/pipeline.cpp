@@ -21,6 +21,7 @@
 #include "pipeline/runtime/replica_begins.h"
 #include "pipeline/runtime/step.h"
 #include "pipeline/runtime/step_failures.h"
+#include "pipeline/state_source.h"
 
 namespace torchspan::pipeline {
 
@@ -426,6 +427,8 @@ Batch Pipeline::forward(const Batch& input) { return impl_->forward(input); }
 void Pipeline::backward(const std::vector<at::Tensor>& gradients) { impl_->backward(gradients); }
 void Pipeline::train(bool on) { impl_->train_mode(on); }
 std::vector<at::Tensor> Pipeline::parameters() const { return impl_->parameters(); }
+std::vector<std::string> Pipeline::parameter_names() const { return names_of_parameters(*this); }
+state::SourcePtr Pipeline::state_source() { return source_of(*this); }
 double Pipeline::clip_grad_norm(double max_norm, double norm_type) {
   return impl_->clip(max_norm, norm_type);
 }

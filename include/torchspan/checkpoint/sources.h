@@ -9,8 +9,8 @@
 #include <vector>
 
 #include <torchspan/checkpoint/state.h>
-#include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/rref.h>
+#include <torchspan/state/state_dict.h>
 
 namespace torch {
 namespace nn {
@@ -26,54 +26,30 @@ class OutputArchive;
 }  // namespace serialize
 }  // namespace torch
 
-namespace torchspan {
-namespace optim {
-class DistributedOptimizer;
-class FunctionalOptimizer;
-}  // namespace optim
-namespace pipeline {
-class Pipeline;
-}
-
 /// Adapters from the objects of a program to StateSource. Those that take a reference hold it.
-namespace checkpoint {
+namespace torchspan::checkpoint {
 
-using SourcePtr = std::unique_ptr<StateSource>;
-
-/// Parameters and buffers by name. A tensor with several names is saved under the first one.
-SourcePtr module_source(std::shared_ptr<torch::nn::Module> module);
-SourcePtr module_source(torch::nn::Module& module);
-/// The layers that this worker owns: "layers.<number>.<name>", so that any number of stages can restore them.
-SourcePtr pipeline_source(pipeline::Pipeline& pipeline);
-SourcePtr optimizer_source(optim::Optimizer& optimizer);
+using state::module_source;
 /// The serialized optimizer, as one tensor of bytes, and its learning rates.
 SourcePtr torch_optimizer_source(torch::optim::Optimizer& optimizer);
 /// The number of steps of LibTorch's StepLR and other schedules whose rates depend only on their constructor's
 /// arguments and the optimizer, which must be registered, too.
 SourcePtr torch_schedule_source(torch::optim::LRScheduler& schedule);
-/// Written by the owners of the parameters, and sent to them on restoring.
-SourcePtr distributed_optimizer_source(optim::DistributedOptimizer& optimizer);
 /// A module or tensor on another worker, which writes and reads it.
 SourcePtr remote_source(RemoteValue value);
 /// The value that the variable refers to at each save() and restore().
 SourcePtr rref_source(const RRefBase& variable);
-/// "lr" and "parameter.<index>.<entry>".
-SourcePtr functional_source(optim::FunctionalOptimizer& optimizer);
 /// This tensor, which restoring changes in place.
 SourcePtr tensor_source(at::Tensor tensor);
 /// The tensor that the variable has at each save() and restore().
 SourcePtr tensor_variable_source(at::Tensor& variable);
 SourcePtr value_source(std::function<Value()> get, std::function<void(const Value&)> set);
-SourcePtr state_dict_source(std::function<optim::StateDict()> get,
-                            std::function<void(const optim::StateDict&)> set);
+SourcePtr state_dict_source(std::function<state::StateDict()> get,
+                            std::function<void(const state::StateDict&)> set);
 SourcePtr archive_source(std::function<void(torch::serialize::OutputArchive&)> save,
                          std::function<void(torch::serialize::InputArchive&)> load);
 /// The states of LibTorch's default generators: of the CPU and of each CUDA device.
 SourcePtr rng_source();
-
-/// Names of pipeline.parameters(), in their order, for an optimizer whose state any number of stages can
-/// restore: optim::ParamGroup(pipeline.parameters(), spec, parameter_names(pipeline)).
-std::vector<std::string> parameter_names(const pipeline::Pipeline& pipeline);
 
 namespace detail {
 template <class T>
@@ -86,8 +62,8 @@ concept WrapsModule = requires(T& wrapper) {
   wrapper.module();
 };
 template <class T>
-concept HasStateDict = requires(T& object, const optim::StateDict& state) {
-  { object.state_dict() } -> std::convertible_to<optim::StateDict>;
+concept HasStateDict = requires(T& object, const state::StateDict& state) {
+  { object.state_dict() } -> std::convertible_to<state::StateDict>;
   object.load_state_dict(state);
 };
 template <class T>
@@ -100,14 +76,12 @@ concept Archived = requires(T& object, torch::serialize::OutputArchive& out,
   object.save(out);
   object.load(in);
 };
-/// Converts a stored value; throws Error{kInvalid} naming both types.
-template <class T>
-T value_as(const Value& value);
+using state::value_as;
 }  // namespace detail
 
-/// Selects the adapter: objects with a state_source() (ZeroRedundancyOptimizer), modules (also their holders, shared_ptr,
-/// DistributedDataParallel, RRefs), pipelines, optimizers, any object with state_dict() and load_state_dict(StateDict)
-/// (LRScheduler, GradScaler) or with save() and load() over archives (data samplers), torch::optim's schedules,
+/// Selects the adapter: objects with a state_source() (optimizers, pipelines, ZeroRedundancyOptimizer), modules (also their
+/// holders, shared_ptr, DistributedDataParallel, RRefs), any object with state_dict() and load_state_dict(StateDict)
+/// (LRScheduler, GradScaler) or with save() and load() over archives (data samplers), LibTorch's optimizers and schedules,
 /// tensors, numbers, flags and strings.
 template <class T>
 SourcePtr source_of(T& object) {
@@ -119,23 +93,15 @@ SourcePtr source_of(T& object) {
     return module_source(object.ptr());
   } else if constexpr (std::is_convertible_v<T&, std::shared_ptr<torch::nn::Module>>) {
     return module_source(object);
-  } else if constexpr (std::is_same_v<T, pipeline::Pipeline>) {
-    return pipeline_source(object);
   } else if constexpr (std::is_base_of_v<RRefBase, T>) {
     return rref_source(object);
-  } else if constexpr (std::is_same_v<T, optim::DistributedOptimizer>) {
-    return distributed_optimizer_source(object);
   } else if constexpr (detail::WrapsModule<T>) {
     return source_of(object.module());
-  } else if constexpr (std::is_same_v<T, optim::Optimizer>) {
-    return optimizer_source(object);
   } else if constexpr (std::is_base_of_v<torch::optim::Optimizer, T>) {
     return torch_optimizer_source(object);
-  } else if constexpr (std::is_base_of_v<optim::FunctionalOptimizer, T>) {
-    return functional_source(object);
   } else if constexpr (detail::HasStateDict<T>) {
     return state_dict_source([&object] { return object.state_dict(); },
-                             [&object](const optim::StateDict& state) { object.load_state_dict(state); });
+                             [&object](const state::StateDict& state) { object.load_state_dict(state); });
   } else if constexpr (std::is_base_of_v<torch::optim::LRScheduler, T>) {
     return torch_schedule_source(object);
   } else if constexpr (std::is_base_of_v<torch::nn::Module, T>) {
@@ -155,5 +121,26 @@ SourcePtr source_of(T& object) {
   }
 }
 
-}  // namespace checkpoint
-}  // namespace torchspan
+/// The names that these sources had before source_of() knew every kind of object.
+template <class T>
+SourcePtr pipeline_source(T& pipeline) {
+  return source_of(pipeline);
+}
+template <class T>
+SourcePtr optimizer_source(T& optimizer) {
+  return source_of(optimizer);
+}
+template <class T>
+SourcePtr distributed_optimizer_source(T& optimizer) {
+  return source_of(optimizer);
+}
+template <class T>
+SourcePtr functional_source(T& optimizer) {
+  return source_of(optimizer);
+}
+template <class T>
+std::vector<std::string> parameter_names(const T& pipeline) {
+  return pipeline.parameter_names();
+}
+
+}  // namespace torchspan::checkpoint

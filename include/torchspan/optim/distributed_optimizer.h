@@ -131,6 +131,9 @@ class DistributedOptimizer : public LRTarget {
   std::vector<double> lrs() const override { return rates_; }
   void set_lrs(const std::vector<double>& rates) override;
 
+  /// The state, for checkpoints: written by the owners of the parameters, and sent to them on restoring. Holds a
+  /// reference.
+  state::SourcePtr state_source();
   /// Fetches a copy of all owners' state, in parallel.
   StateDict state_dict();
   /// Sends every owner its part of a state. Throws Error{kInvalid} that names unknown entries before

@@ -9,6 +9,8 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
+#include <torchspan/state/source.h>
+
 namespace torchspan::optim {
 
 /// State of one parameter by name: tensors, and the step count as a one-element integer tensor "step".
@@ -49,6 +51,8 @@ class FunctionalOptimizer {
   /// Leaves version counters unchanged in steps, so that graphs that saved a parameter continue with its
   /// new value (Niu et al., Hogwild!, NIPS 2011). By default enabling it throws Error{kUnsupported}.
   virtual void set_hogwild(bool on);
+  /// The state of all parameters, for checkpoints: "lr" and "parameter.<index>.<entry>". Holds a reference.
+  state::SourcePtr state_source();
   /// State of a parameter, not copied; empty before its first step and for a stateless optimizer.
   virtual ParameterState state(std::size_t index) const;
   /// Restores a copy of what state() returned. Throws Error{kInvalid} naming parameter and entry if it does

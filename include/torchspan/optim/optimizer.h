@@ -9,31 +9,19 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
-#include <torch/ordered_dict.h>
 
 #include <torchspan/optim/optimizer_spec.h>
+#include <torchspan/state/source.h>
+#include <torchspan/state/state_dict.h>
 #include <torchspan/wire.h>
 
 namespace torch::nn {
 class Module;
 }
-namespace torch::serialize {
-class InputArchive;
-class OutputArchive;
-}  // namespace torch::serialize
 
 namespace torchspan::optim {
 
-/// State of an optimizer: ordered tensors by name. Numbers are zero-dimensional tensors, strings are byte
-/// tensors. Works with torch::save and torch::load, and can be sent to other workers. The names are
-/// "group.<group>.kind", "group.<group>.lr" and "group.<group>.parameter.<name>.<entry>".
-struct StateDict : torch::OrderedDict<std::string, at::Tensor> {
-  StateDict() : OrderedDict("Entry") {}
-};
-
-torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive, const StateDict& state);
-/// Throws Error{kInvalid} for an archive with other contents.
-torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive, StateDict& state);
+using state::StateDict;
 
 /// An object with one learning rate per group, driven by an LRScheduler. NaN marks an optimizer without a
 /// rate.
@@ -110,6 +98,9 @@ class Optimizer : public LRTarget {
   std::vector<double> lrs() const override;
   void set_lrs(const std::vector<double>& rates) override;
 
+  /// The state, for checkpoints: what belongs to the elements of a parameter is saved as boxes where the parameter is.
+  /// Holds a reference.
+  state::SourcePtr state_source();
   /// A copy of all state, with the groups' kinds and rates.
   StateDict state_dict() const;
   /// The same without copies: later steps change its tensors.

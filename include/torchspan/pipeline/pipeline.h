@@ -18,6 +18,7 @@
 #include <torchspan/pipeline/plan.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/schedule.h>
+#include <torchspan/state/source.h>
 
 /// Pipeline parallelism: layers of a model on several workers, run on micro-batches.
 namespace torchspan::pipeline {
@@ -217,6 +218,12 @@ class Pipeline {
   void eval() { train(false); }
   /// Parameters of the layers that this worker owns, each once, in layer order.
   std::vector<at::Tensor> parameters() const;
+  /// Names of parameters(), in their order, for an optimizer whose state any number of stages can restore:
+  /// optim::ParamGroup(pipeline.parameters(), spec, pipeline.parameter_names()).
+  std::vector<std::string> parameter_names() const;
+  /// The layers that this worker owns, for checkpoints: "layers.<number>.<name>", so that any number of stages can
+  /// restore them. Holds a reference.
+  state::SourcePtr state_source();
   /// Scales the `.grad` of all workers' parameters to a total norm of at most `max_norm`; returns the norm before
   /// scaling, the same on all. Counts tied parameters once. Collective; after train_step() or backward(). Norm types
   /// as in optim::clip_grad_norm().

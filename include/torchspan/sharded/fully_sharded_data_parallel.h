@@ -10,11 +10,12 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/checkpoint/sources.h>
 #include <torchspan/collective/group.h>
+#include <torchspan/optim/optimizer.h>
 #include <torchspan/sharded/fully_sharded_options.h>
 #include <torchspan/sharded/sharded_module.h>
 #include <torchspan/sharded/unit_builder.h>
+#include <torchspan/state/source.h>
 
 namespace torchspan {
 namespace sharded {
@@ -45,8 +46,8 @@ class WrappedUnits {
   double clip_grad_norm(double max_norm, double norm_type);
   bool on_any_rank(bool finding);
   void with_full_parameters(const std::function<void()>& body);
-  checkpoint::SourcePtr module_source();
-  checkpoint::SourcePtr optimizer_source(optim::Optimizer& optimizer);
+  state::SourcePtr module_source();
+  state::SourcePtr optimizer_source(optim::Optimizer& optimizer);
   FullyShardedStats stats() const;
 
  private:
@@ -131,9 +132,9 @@ class FullyShardedDataParallel {
 
   /// The parameters and buffers under the module's names, for CheckpointManager::add(): any number of ranks, and
   /// programs without sharding, can restore them.
-  checkpoint::SourcePtr state_source() { return wrapped_->module_source(); }
+  state::SourcePtr state_source() { return wrapped_->module_source(); }
   /// The same for an optimizer of this module's parameters, made as optim::Optimizer(*module, spec).
-  checkpoint::SourcePtr optimizer_source(optim::Optimizer& optimizer) {
+  state::SourcePtr optimizer_source(optim::Optimizer& optimizer) {
     return wrapped_->optimizer_source(optimizer);
   }
 

@@ -13,8 +13,8 @@
 #include <torch/nn/modules/normalization.h>
 #include <torch/nn/pimpl.h>
 
-#include <torchspan/checkpoint/state.h>
 #include <torchspan/collective/group.h>
+#include <torchspan/state/source.h>
 
 namespace torchspan {
 namespace optim {
@@ -130,10 +130,14 @@ class SequenceParallelLayerNormImpl : public TensorParallelModule {
 };
 TORCH_MODULE(SequenceParallelLayerNorm);
 
-/// checkpoint::module_source() and checkpoint::optimizer_source(), which save parts under the names and shapes of the whole
-/// module. CheckpointManager::add() does the same.
-std::unique_ptr<checkpoint::StateSource> tensor_parallel_source(std::shared_ptr<torch::nn::Module> module);
-std::unique_ptr<checkpoint::StateSource> tensor_parallel_optimizer_source(optim::Optimizer& optimizer,
-                                                                          const torch::nn::Module& module);
+[[deprecated("checkpoint::source_of() and CheckpointManager::add() do the same")]] inline state::SourcePtr
+tensor_parallel_source(std::shared_ptr<torch::nn::Module> module) {
+  return state::module_source(std::move(module));
+}
+template <class Optimizer>
+[[deprecated("checkpoint::source_of() and CheckpointManager::add() do the same")]] state::SourcePtr
+tensor_parallel_optimizer_source(Optimizer& optimizer, const torch::nn::Module&) {
+  return optimizer.state_source();
+}
 
 }  // namespace torchspan

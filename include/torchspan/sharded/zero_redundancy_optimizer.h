@@ -2,9 +2,9 @@
 #include <memory>
 #include <vector>
 
-#include <torchspan/checkpoint/sources.h>
 #include <torchspan/data_parallel/distributed_data_parallel.h>
 #include <torchspan/optim/optimizer.h>
+#include <torchspan/state/source.h>
 
 namespace torchspan {
 namespace sharded {
@@ -76,7 +76,7 @@ class ZeroRedundancyOptimizer : public optim::LRTarget {
   /// This rank's part of the state, for CheckpointManager::add(), which saves it under the names of
   /// optim::Optimizer: any number of ranks can restore it, with or without ZeRO. Saving and restoring throw
   /// Error{kInvalid} while parameters arrive.
-  checkpoint::SourcePtr state_source();
+  state::SourcePtr state_source();
   /// Bytes of optimizer state on this rank.
   std::size_t state_bytes() const;
 

@@ -22,17 +22,6 @@ std::optional<std::int64_t> element_count(const Sizes& shape) {
   return empty ? 0 : count;
 }
 
-bool fits(const Box& box, const Sizes& shape) {
-  if (box.offset.size() != shape.size() || box.size.size() != shape.size()) return false;
-  for (std::size_t d = 0; d < shape.size(); ++d) {
-    if (box.offset[d] < 0 || box.size[d] < 0 || box.offset[d] > shape[d] ||
-        box.size[d] > shape[d] - box.offset[d]) {
-      return false;
-    }
-  }
-  return true;
-}
-
 std::optional<Box> intersection(const Box& a, const Box& b) {
   if (a.offset.size() != b.offset.size()) return std::nullopt;
   Box common;
@@ -67,15 +56,6 @@ std::string coverage_fault(const Box& wanted, const std::vector<Box>& boxes) {
   for (const Box& part : parts) left -= *element_count(part.size);
   if (left != 0) return fmt::format("{} of the elements of {} are in no part", left, describe(wanted));
   return {};
-}
-
-std::string describe(const Sizes& sizes) { return fmt::format("[{}]", fmt::join(sizes, ", ")); }
-
-std::string describe(const Box& box) {
-  std::vector<std::string> ranges;
-  for (std::size_t d = 0; d < box.offset.size(); ++d)
-    ranges.push_back(fmt::format("{}:{}", box.offset[d], box.offset[d] + box.size[d]));
-  return fmt::format("[{}]", fmt::join(ranges, ", "));
 }
 
 }  // namespace torchspan::checkpoint

@@ -7,15 +7,15 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/checkpoint/extension.h>
-#include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/worker.h>
+#include <torchspan/state/state_dict.h>
 
 #include "checkpoint/files/directory.h"
 #include "checkpoint/files/tensor_file.h"
 #include "checkpoint/remote/messages.h"
-#include "checkpoint/sources/module_tensors.h"
 #include "checkpoint/state/folder_reader.h"
 #include "checkpoint/state/snapshot.h"
+#include "state/api/module_tensors.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -25,29 +25,29 @@ rpc::ValuePtr value_of_item(const RemoteItem& item) {
   return item.value->value(Deadline::never());  // ready: a handler runs when its references are
 }
 
-std::vector<ModuleTensor> tensors_of_module(rpc::Value& value, const std::string& name) {
+std::vector<state::ModuleTensor> tensors_of_module(rpc::Value& value, const std::string& name) {
   auto* module = value.object<torch::nn::Module>();
   if (module == nullptr) {
     throw_invalid(fmt::format("'{}' is a '{}'; a checkpoint saves RRefs of modules and tensors", name,
                               value.type_name()));
   }
-  std::vector<ModuleTensor> all;
-  append_module_tensors(all, *module, "");
+  std::vector<state::ModuleTensor> all;
+  state::append_module_tensors(all, *module, "");
   return all;
 }
 
 /// Whether the tensors belong to this snapshot alone, so that they need no copy.
-bool is_private(rpc::Value& value) { return value.type() == typeid(optim::StateDict); }
+bool is_private(rpc::Value& value) { return value.type() == typeid(state::StateDict); }
 
 void add_value(StateWriter& writer, rpc::Value& value, const std::string& name) {
   writer.set_prefix(name);
   if (value.type() == typeid(at::Tensor)) {
     writer.add("", *static_cast<at::Tensor*>(value.address()));
-  } else if (value.type() == typeid(optim::StateDict)) {
-    for (const auto& entry : *static_cast<optim::StateDict*>(value.address()))
+  } else if (value.type() == typeid(state::StateDict)) {
+    for (const auto& entry : *static_cast<state::StateDict*>(value.address()))
       writer.add(entry.key(), entry.value());
   } else {
-    save_module_tensors(writer, tensors_of_module(value, name));
+    state::save_module_tensors(writer, tensors_of_module(value, name));
   }
 }
 
@@ -56,7 +56,7 @@ void load_value(FolderReader& reader, rpc::Value& value, const std::string& name
   if (value.type() == typeid(at::Tensor)) {
     reader.read_into("", *static_cast<at::Tensor*>(value.address()));
   } else {
-    load_module_tensors(reader, tensors_of_module(value, name), {});
+    state::load_module_tensors(reader, tensors_of_module(value, name), {});
   }
 }
 

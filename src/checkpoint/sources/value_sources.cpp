@@ -1,4 +1,3 @@
-#include <array>
 #include <fmt/format.h>
 #include <utility>
 
@@ -62,6 +61,28 @@ class TensorVariableSource final : public StateSource {
   at::Tensor& variable_;
 };
 
+using state::StateDict;
+
+class StateDictSource final : public StateSource {
+ public:
+  StateDictSource(std::function<StateDict()> get, std::function<void(const StateDict&)> set)
+      : get_(std::move(get)), set_(std::move(set)) {}
+
+  void save(StateWriter& writer) const override {
+    for (const auto& entry : get_()) writer.add(entry.key(), entry.value());
+  }
+  void load(const StateReader& reader) override {
+    StateDict state;
+    // Clones: `set_` may keep the tensors, and a mapping would keep the file on the disk after it was deleted.
+    for (const std::string& name : reader.names()) state.insert(name, reader.read(name).clone());
+    set_(state);
+  }
+
+ private:
+  const std::function<StateDict()> get_;
+  const std::function<void(const StateDict&)> set_;
+};
+
 class RemoteSource final : public StateSource {
  public:
   explicit RemoteSource(RemoteValue value) : value_(std::move(value)) {}
@@ -84,8 +105,6 @@ class RRefSource final : public StateSource {
   const RRefBase& variable_;
 };
 
-constexpr std::array<const char*, 4> kValueTypes{"a flag", "an integer", "a floating-point number", "a text"};
-
 }  // namespace
 
 SourcePtr value_source(std::function<Value()> get, std::function<void(const Value&)> set) {
@@ -95,21 +114,10 @@ SourcePtr tensor_source(at::Tensor tensor) { return std::make_unique<TensorSourc
 SourcePtr tensor_variable_source(at::Tensor& variable) {
   return std::make_unique<TensorVariableSource>(variable);
 }
+SourcePtr state_dict_source(std::function<StateDict()> get, std::function<void(const StateDict&)> set) {
+  return std::make_unique<StateDictSource>(std::move(get), std::move(set));
+}
 SourcePtr remote_source(RemoteValue value) { return std::make_unique<RemoteSource>(std::move(value)); }
 SourcePtr rref_source(const RRefBase& variable) { return std::make_unique<RRefSource>(variable); }
 
-namespace detail {
-
-template <class T>
-T value_as(const Value& value) {
-  if (const T* held = std::get_if<T>(&value)) return *held;
-  throw_invalid(fmt::format("the checkpoint has {}, but the program expects {}", kValueTypes[value.index()],
-                            kValueTypes[Value(T{}).index()]));
-}
-template bool value_as<bool>(const Value&);
-template std::int64_t value_as<std::int64_t>(const Value&);
-template double value_as<double>(const Value&);
-template std::string value_as<std::string>(const Value&);
-
-}  // namespace detail
 }  // namespace torchspan::checkpoint

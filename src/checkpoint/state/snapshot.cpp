@@ -3,6 +3,7 @@
 #include <cstring>
 #include <exception>
 #include <fmt/format.h>
+#include <optional>
 #include <span>
 
 #include <ATen/core/ivalue.h>
@@ -31,11 +32,15 @@ HostBlocks::Use use_for(const std::vector<StateTensor>& tensors, const Plan::Sha
 Listing listing_of(const std::vector<StateTensor>& tensors) {
   Listing listing;
   for (const StateTensor& state : tensors) {
-    listing.push_back({state.name,
-                       *element_type_of(state.tensor.scalar_type()),
-                       state.shape,
-                       {state.offset, sizes_of(state.tensor)},
-                       state.fingerprint});
+    const std::optional<ElementType> type = element_type_of(state.tensor.scalar_type());
+    if (!type) {
+      throw Error(
+          ErrorKind::kUnsupported,
+          fmt::format("the tensor '{}' is of dtype {}, which the safetensors format lacks; convert it",
+                      state.name, c10::toString(state.tensor.scalar_type())));
+    }
+    listing.push_back(
+        {state.name, *type, state.shape, {state.offset, sizes_of(state.tensor)}, state.fingerprint});
   }
   return listing;
 }

@@ -11,7 +11,8 @@
 
 namespace torchspan::checkpoint {
 
-/// The tensors of a rank as parts of tensors.
+/// The tensors of a rank as parts of tensors. Throws Error{kUnsupported} naming one whose dtype the safetensors format
+/// lacks.
 Listing listing_of(const std::vector<StateTensor>& tensors);
 
 /// The bytes that a rank writes: copies of its tensors, or the tensors themselves.

@@ -12,6 +12,7 @@
 #include "optim/distributed/messages.h"
 #include "optim/distributed/replicas.h"
 #include "optim/parameters.h"
+#include "optim/state_sources.h"
 
 namespace torchspan::optim {
 namespace {
@@ -305,6 +306,8 @@ void DistributedOptimizer::set_lrs(const std::vector<double>& rates) {
     if (!std::isnan(rates[g])) set_lr(g, rates[g]);
   }
 }
+
+state::SourcePtr DistributedOptimizer::state_source() { return source_of(*this); }
 
 StateDict DistributedOptimizer::state_dict() {
   std::map<Owner, Future<StateDict>> answers;

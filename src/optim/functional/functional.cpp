@@ -11,6 +11,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/functional.h>
 
+#include "optim/state_sources.h"
+
 namespace torchspan::optim {
 
 FunctionalOptimizer::FunctionalOptimizer(std::string name, std::vector<at::Tensor> parameters)
@@ -126,6 +128,8 @@ void FunctionalOptimizer::set_hogwild(bool on) {
                   "library",
                   name_));
 }
+
+state::SourcePtr FunctionalOptimizer::state_source() { return source_of(*this); }
 
 ParameterState FunctionalOptimizer::state(std::size_t) const { return {}; }
 

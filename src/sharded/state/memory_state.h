@@ -9,22 +9,22 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 
-#include <torchspan/checkpoint/state.h>
 #include <torchspan/core/error.h>
+#include <torchspan/state/source.h>
 
 namespace torchspan::sharded::testing {
 
-class MemoryState final : public checkpoint::StateReader {
+class MemoryState final : public state::StateReader {
  public:
   /// Puts together what the ranks' writers have. Fails the test if shards overlap or leave gaps.
-  explicit MemoryState(const std::vector<checkpoint::StateWriter>& writers) {
+  explicit MemoryState(const std::vector<state::StateWriter>& writers) {
     std::map<std::string, at::Tensor> covered;
     std::map<std::tuple<std::string, std::vector<std::int64_t>, std::vector<std::int64_t>>,
-             const checkpoint::StateWriter*>
+             const state::StateWriter*>
         writer_of;  // of each box
     for (const auto& writer : writers) {
       for (const auto& [name, value] : writer.values()) values_.emplace(name, value);
-      for (const checkpoint::StateTensor& part : writer.tensors()) {
+      for (const state::StateTensor& part : writer.tensors()) {
         at::Tensor& whole = tensors_[part.name];
         at::Tensor& count = covered[part.name];
         if (!whole.defined()) {
@@ -63,11 +63,11 @@ class MemoryState final : public checkpoint::StateReader {
                 const std::vector<std::int64_t>& offset) const override {
     target.copy_(box_of(find(name), target.sizes(), offset));
   }
-  const checkpoint::Value* find_value(const std::string& name) const override {
+  const state::Value* find_value(const std::string& name) const override {
     const auto found = values_.find(name);
     return found == values_.end() ? nullptr : &found->second;
   }
-  void read_on_owner(const std::string&, const checkpoint::RemoteValue&) const override {}
+  void read_on_owner(const std::string&, const state::RemoteValue&) const override {}
   std::string describe() const override { return "the state in memory"; }
 
  private:
@@ -85,7 +85,7 @@ class MemoryState final : public checkpoint::StateReader {
   }
 
   std::map<std::string, at::Tensor> tensors_;
-  std::map<std::string, checkpoint::Value> values_;
+  std::map<std::string, state::Value> values_;
 };
 
 }  // namespace torchspan::sharded::testing

@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <torchspan/checkpoint/sources.h>
 #include <torchspan/core/error.h>
 #include <torchspan/sharded/functional.h>
 #include <torchspan/sharded/tensor_parallel.h>
@@ -174,15 +173,6 @@ at::Tensor SequenceParallelLayerNormImpl::forward(const at::Tensor& part) {
 void SequenceParallelLayerNormImpl::pretty_print(std::ostream& stream) const {
   stream << fmt::format("torchspan::SequenceParallelLayerNorm([{}], {})",
                         fmt::join(options_.normalized_shape(), ", "), in_words(group()));
-}
-
-std::unique_ptr<checkpoint::StateSource> tensor_parallel_source(std::shared_ptr<torch::nn::Module> module) {
-  return checkpoint::module_source(std::move(module));
-}
-
-std::unique_ptr<checkpoint::StateSource> tensor_parallel_optimizer_source(optim::Optimizer& optimizer,
-                                                                          const torch::nn::Module&) {
-  return checkpoint::optimizer_source(optimizer);
 }
 
 }  // namespace torchspan

@@ -344,7 +344,7 @@ TEST(TensorParallel, AnyNumberOfRanksAndAPlainModuleRestoreACheckpoint) {
       ParallelMlp parallel(from == nullptr ? whole->up : zero_up, from == nullptr ? whole->down : zero_down,
                            self.group);
       if (from != nullptr) parallel->to(at::kDouble);
-      const auto source = tensor_parallel_source(parallel.ptr());
+      const auto source = checkpoint::source_of(parallel);
       if (from != nullptr) source->load(*from);
       source->save(writers[static_cast<std::size_t>(self.rank)]);
     });
@@ -360,7 +360,7 @@ TEST(TensorParallel, AnyNumberOfRanksAndAPlainModuleRestoreACheckpoint) {
   on_ranks(2, [&](const Rank& self) {
     ParallelMlp other(nn::Linear(3, 4), nn::Linear(4, 2), self.group);
     other->to(at::kDouble);
-    EXPECT_THAT(error_text([&] { tensor_parallel_source(other.ptr())->load(*of_four); }),
+    EXPECT_THAT(error_text([&] { checkpoint::source_of(other)->load(*of_four); }),
                 AllOf(HasSubstr("up.weight"), HasSubstr("[8, 3]"), HasSubstr("[4, 3]")));
   });
 }
@@ -377,8 +377,8 @@ TEST(TensorParallel, AnyNumberOfRanksAndAPlainOptimizerRestoreItsState) {
       Mlp start;
       ParallelMlp parallel(start->up, start->down, self.group);
       optim::Optimizer adam(*parallel, optim::Adam({.lr = 0.01}));
-      const auto of_module = tensor_parallel_source(parallel.ptr());
-      const auto of_optimizer = tensor_parallel_optimizer_source(adam, *parallel);
+      const auto of_module = checkpoint::source_of(parallel);
+      const auto of_optimizer = checkpoint::source_of(adam);
       if (state) {
         of_module->load(*module_state);
         of_optimizer->load(*state);
@@ -415,7 +415,7 @@ TEST(TensorParallel, TheStateOfAnOptimizerWithoutNamesIsFoundByItsParameters) {
     optim::Optimizer adam = adam_of(parallel);
     parallel(numbers({5, 3}, 1)).pow(2).mean().backward();
     adam.step();
-    tensor_parallel_optimizer_source(adam, *parallel)->save(writers[static_cast<std::size_t>(self.rank)]);
+    checkpoint::source_of(adam)->save(writers[static_cast<std::size_t>(self.rank)]);
     moments[self.rank] = adam.rule(0).state(0).at("exp_avg").clone();
     self.group.barrier();
   });
@@ -425,7 +425,7 @@ TEST(TensorParallel, TheStateOfAnOptimizerWithoutNamesIsFoundByItsParameters) {
     Mlp start;
     ParallelMlp parallel(start->up, start->down, self.group);
     optim::Optimizer adam = adam_of(parallel);
-    tensor_parallel_optimizer_source(adam, *parallel)->load(state);
+    checkpoint::source_of(adam)->load(state);
     EXPECT_TRUE(at::equal(adam.rule(0).state(0).at("exp_avg"), moments[self.rank]));
   });
 }

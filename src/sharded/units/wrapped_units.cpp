@@ -109,9 +109,9 @@ void WrappedUnits::with_full_parameters(const std::function<void()>& body) {
   model_->groups().await_readers();
 }
 
-checkpoint::SourcePtr WrappedUnits::module_source() { return checkpoint::module_source(module_); }
+state::SourcePtr WrappedUnits::module_source() { return state::module_source(module_); }
 
-checkpoint::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer) {
+state::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer) {
   std::set<const c10::TensorImpl*> known;
   for_each_entry(*model_, [&](const Entry& entry) { known.insert(entry.tensor.unsafeGetTensorImpl()); });
   for (const at::Tensor& parameter : optimizer.parameters()) {
@@ -121,7 +121,7 @@ checkpoint::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer
         "of the wrapped module's parameters, after wrapping it",
         optimizer.describe(parameter)));
   }
-  return checkpoint::optimizer_source(optimizer);
+  return optimizer.state_source();
 }
 
 FullyShardedStats WrappedUnits::stats() const {

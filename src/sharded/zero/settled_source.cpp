@@ -7,14 +7,14 @@
 
 namespace torchspan::sharded {
 
-void SettledSource::save(checkpoint::StateWriter& writer) const {
+void SettledSource::save(state::StateWriter& writer) const {
   check();
   source_->save(writer);
   for (const std::string& owner : never_stepped_)
     writer.add(owner + ".step", at::scalar_tensor(0, at::kLong));
 }
 
-void SettledSource::load(const checkpoint::StateReader& reader) {
+void SettledSource::load(const state::StateReader& reader) {
   check();
   source_->load(reader);
 }

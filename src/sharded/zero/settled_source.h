@@ -4,28 +4,28 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/checkpoint/sources.h>
+#include <torchspan/state/source.h>
 
 namespace torchspan::sharded {
 
 /// The state of an optimizer of pieces, and of parameters that an optimizer of the whole module would have without stepping
 /// them. Refuses to save or load while parameters arrive: those of the module are then of two steps.
-class SettledSource final : public checkpoint::StateSource {
+class SettledSource final : public state::StateSource {
  public:
   /// `never_stepped`: OwnedParameter::owner of each.
-  SettledSource(checkpoint::SourcePtr source, std::vector<std::string> never_stepped,
+  SettledSource(state::SourcePtr source, std::vector<std::string> never_stepped,
                 std::function<bool()> arriving)
       : source_(std::move(source)),
         never_stepped_(std::move(never_stepped)),
         arriving_(std::move(arriving)) {}
   /// Throw Error{kInvalid} while parameters arrive.
-  void save(checkpoint::StateWriter& writer) const override;
-  void load(const checkpoint::StateReader& reader) override;
+  void save(state::StateWriter& writer) const override;
+  void load(const state::StateReader& reader) override;
 
  private:
   void check() const;
 
-  const checkpoint::SourcePtr source_;
+  const state::SourcePtr source_;
   const std::vector<std::string> never_stepped_;
   const std::function<bool()> arriving_;
 };

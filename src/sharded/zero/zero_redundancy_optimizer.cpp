@@ -568,13 +568,13 @@ void ZeroRedundancyOptimizer::zero_grad() { impl_->zero_grad(); }
 std::vector<double> ZeroRedundancyOptimizer::lrs() const { return impl_->optimizer().lrs(); }
 void ZeroRedundancyOptimizer::set_lrs(const std::vector<double>& rates) { impl_->optimizer().set_lrs(rates); }
 void ZeroRedundancyOptimizer::set_lr(double lr) { impl_->optimizer().set_lr(lr); }
-checkpoint::SourcePtr ZeroRedundancyOptimizer::state_source() {
+state::SourcePtr ZeroRedundancyOptimizer::state_source() {
   const auto arriving = [weak = std::weak_ptr<Impl>(impl_)] {
     const auto impl = weak.lock();
     return impl && impl->parameters().arriving() > 0;
   };
-  return std::make_unique<sharded::SettledSource>(checkpoint::optimizer_source(impl_->optimizer()),
-                                                  impl_->never_stepped(), arriving);
+  return std::make_unique<sharded::SettledSource>(impl_->optimizer().state_source(), impl_->never_stepped(),
+                                                  arriving);
 }
 
 std::size_t ZeroRedundancyOptimizer::state_bytes() const {

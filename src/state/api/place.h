@@ -6,15 +6,9 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
+#include "state/api/box.h"
+
 namespace torchspan::state {
-
-using Sizes = std::vector<std::int64_t>;
-
-/// A part of a tensor.
-struct Box {
-  Sizes offset, size;
-  friend bool operator==(const Box&, const Box&) = default;
-};
 
 /// Ranks that hold different elements of a model.
 class Ranks {

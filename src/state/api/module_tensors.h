@@ -2,13 +2,13 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/checkpoint/state.h>
+#include <torchspan/state/source.h>
 
 namespace torch::nn {
 class Module;
 }
 
-namespace torchspan::checkpoint {
+namespace torchspan::state {
 
 /// A parameter or buffer with all its names; several if layers share it.
 struct ModuleTensor {
@@ -34,4 +34,4 @@ struct LoadRules {
 void load_module_tensors(const StateReader& reader, const std::vector<ModuleTensor>& tensors,
                          const LoadRules& rules);
 
-}  // namespace torchspan::checkpoint
+}  // namespace torchspan::state

@@ -1,4 +1,4 @@
-#include "checkpoint/sources/module_tensors.h"
+#include "state/api/module_tensors.h"
 
 #include <algorithm>
 #include <fmt/format.h>
@@ -14,10 +14,10 @@
 
 #include <torchspan/core/error.h>
 
-#include "checkpoint/sources/placed.h"
-#include "checkpoint/state/names.h"
+#include "state/api/at_place.h"
+#include "state/api/names.h"
 
-namespace torchspan::checkpoint {
+namespace torchspan::state {
 namespace {
 
 constexpr std::size_t kMostListed = 8;
@@ -29,10 +29,10 @@ std::string listed(const std::vector<std::string>& names) {
   return text;
 }
 
-/// A tensor of the module, and the names under which the checkpoint has it.
+/// What this rank has of a tensor of the module, and the names under which the checkpoint has it.
 struct Found {
-  at::Tensor tensor;
-  state::PlacePtr place;
+  at::Tensor elements;
+  PlacePtr place;
   std::vector<std::string> names = {};
 };
 
@@ -68,8 +68,10 @@ void append_module_tensors(std::vector<ModuleTensor>& all, const torch::nn::Modu
 }
 
 void save_module_tensors(StateWriter& writer, const std::vector<ModuleTensor>& tensors) {
-  for (const ModuleTensor& entry : tensors)
-    save_at_place(writer, entry.names.front(), entry.tensor, state::place_of(entry.tensor));
+  for (const ModuleTensor& entry : tensors) {
+    const PlacePtr place = place_of(entry.tensor);
+    save_at_place(writer, entry.names.front(), elements_of(entry.tensor, place), place);
+  }
 }
 
 void load_module_tensors(const StateReader& reader, const std::vector<ModuleTensor>& tensors,
@@ -78,7 +80,8 @@ void load_module_tensors(const StateReader& reader, const std::vector<ModuleTens
   std::vector<Found> found;
   std::set<std::string> known, known_of_ranks;
   for (const ModuleTensor& entry : tensors) {
-    Found one{entry.tensor, state::place_of(entry.tensor)};
+    Found one{{}, place_of(entry.tensor)};
+    one.elements = elements_of(entry.tensor, one.place);
     for (const std::string& name : entry.names) {
       (one.place && one.place->own ? known_of_ranks : known).insert(name);
       if (auto saved = saved_name(reader, name, one.place)) one.names.push_back(std::move(*saved));
@@ -104,11 +107,12 @@ void load_module_tensors(const StateReader& reader, const std::vector<ModuleTens
     throw_invalid(text);
   }
   for (const Found& one : found) {
-    for (const std::string& name : one.names) check_at_place(reader, name, one.tensor, one.place, rules.cast);
+    for (const std::string& name : one.names)
+      check_at_place(reader, name, one.elements, one.place, rules.cast);
     require_one_value(reader, one);
   }
   const at::NoGradGuard no_grad;
-  for (const Found& one : found) load_at_place(reader, one.names.front(), one.tensor.detach(), one.place);
+  for (const Found& one : found) load_at_place(reader, one.names.front(), one.elements.detach(), one.place);
 }
 
-}  // namespace torchspan::checkpoint
+}  // namespace torchspan::state

@@ -1,4 +1,4 @@
-#include "checkpoint/sources/placed.h"
+#include "state/api/at_place.h"
 
 #include <algorithm>
 #include <fmt/format.h>
@@ -11,23 +11,23 @@
 
 #include <torchspan/core/error.h>
 
-namespace torchspan::checkpoint {
+namespace torchspan::state {
 namespace {
 
 constexpr const char* kRank = ".rank";
 
-const at::Tensor& elements_of(const at::Tensor& tensor, const state::PlacePtr& place) {
-  return place && place->elements.defined() ? place->elements : tensor;
-}
-
-bool is_divided(const state::PlacePtr& place) { return place && place->divided && !place->own; }
+bool is_divided(const PlacePtr& place) { return place && place->divided && !place->own; }
 
 /// A tensor without elements has no boxes: every rank saves it.
-bool has_nothing(const state::Place& place) { return std::ranges::find(place.shape, 0) != place.shape.end(); }
+bool has_nothing(const Place& place) { return std::ranges::find(place.shape, 0) != place.shape.end(); }
 
 }  // namespace
 
-std::string own_name(const std::string& name, const state::Place& place) {
+const at::Tensor& elements_of(const at::Tensor& tensor, const PlacePtr& place) {
+  return place && place->elements.defined() ? place->elements : tensor;
+}
+
+std::string own_name(const std::string& name, const Place& place) {
   return fmt::format("{}{}{}", name, kRank, place.among.front()->rank());
 }
 
@@ -39,18 +39,17 @@ std::optional<std::string> name_of_any_rank(const std::string& name) {
   return name.substr(0, mark);
 }
 
-void save_at_place(StateWriter& writer, const std::string& name, const at::Tensor& tensor,
-                   const state::PlacePtr& place) {
-  const at::Tensor& elements = elements_of(tensor, place);
+void save_at_place(StateWriter& writer, const std::string& name, const at::Tensor& elements,
+                   const PlacePtr& place) {
   if (place && place->own) return writer.add(own_name(name, *place), elements);
   if (!is_divided(place)) return writer.add(name, elements);
   if (has_nothing(*place)) return writer.add(name, elements.view(place->shape));
   for (std::size_t i = 0; i < place->boxes.size(); ++i)
-    writer.add_shard(name, state::box_in(elements, *place, i), place->shape, place->boxes[i].offset);
+    writer.add_shard(name, box_in(elements, *place, i), place->shape, place->boxes[i].offset);
 }
 
 std::optional<std::string> saved_name(const StateReader& reader, const std::string& name,
-                                      const state::PlacePtr& place) {
+                                      const PlacePtr& place) {
   if (!place || !place->own) return reader.has(name) ? std::optional(name) : std::nullopt;
   if (reader.has(own_name(name, *place))) return own_name(name, *place);
   if (reader.has(name)) return name;  // of a program in which it was equal on all ranks
@@ -69,35 +68,27 @@ std::optional<std::string> saved_name(const StateReader& reader, const std::stri
                   reader.full_name(name), fmt::join(others, "', '"), place->among.front()->rank()));
 }
 
-void check_at_place(const StateReader& reader, const std::string& saved, const at::Tensor& tensor,
-                    const state::PlacePtr& place, bool cast) {
-  const at::Tensor& elements = elements_of(tensor, place);
+void check_at_place(const StateReader& reader, const std::string& saved, const at::Tensor& elements,
+                    const PlacePtr& place, bool cast) {
   // The whole tensor, without memory.
   reader.check(saved,
                is_divided(place) ? at::empty(place->shape, elements.options().device(at::kMeta)) : elements,
                cast);
 }
 
-void load_at_place(const StateReader& reader, const std::string& saved, const at::Tensor& tensor,
-                   const state::PlacePtr& place) {
-  const at::Tensor& elements = elements_of(tensor, place);
+void load_at_place(const StateReader& reader, const std::string& saved, const at::Tensor& elements,
+                   const PlacePtr& place) {
   const at::ScalarType dtype = reader.dtype_of(reader.full_name(saved));
   if (dtype != elements.scalar_type()) {
     const at::Tensor read = at::empty(elements.sizes(), at::TensorOptions(dtype));
-    state::PlacePtr without;
-    if (place) {
-      auto copy = std::make_shared<state::Place>(*place);
-      copy->elements = at::Tensor();
-      without = std::move(copy);
-    }
-    load_at_place(reader, saved, read, without);
+    load_at_place(reader, saved, read, place);
     elements.copy_(read);
   } else if (is_divided(place)) {
     for (std::size_t i = 0; i < place->boxes.size(); ++i)
-      reader.read_shard_into(saved, state::box_in(elements, *place, i), place->boxes[i].offset);
+      reader.read_shard_into(saved, box_in(elements, *place, i), place->boxes[i].offset);
   } else {
     reader.read_into(saved, elements);
   }
 }
 
-}  // namespace torchspan::checkpoint
+}  // namespace torchspan::state

@@ -1,17 +1,21 @@
+#include <array>
 #include <fmt/format.h>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/MemoryOverlap.h>
 
-#include <torchspan/checkpoint/state.h>
 #include <torchspan/core/error.h>
+#include <torchspan/state/source.h>
 
-#include "checkpoint/files/boxes.h"
-#include "checkpoint/state/names.h"
-#include "checkpoint/state/torch_types.h"
+#include "state/api/box.h"
+#include "state/api/names.h"
 
-namespace torchspan::checkpoint {
+namespace torchspan::state {
 namespace {
+
+constexpr std::array<const char*, 4> kValueTypes{"a flag", "an integer", "a floating-point number", "a text"};
+
+Sizes sizes_of(const at::Tensor& tensor) { return tensor.sizes().vec(); }
 
 /// Elements that share memory cannot get different values.
 void require_separate_elements(const std::string& where, const std::string& name, const at::Tensor& target) {
@@ -36,16 +40,16 @@ void StateWriter::add(const std::string& name, const at::Tensor& tensor, std::ui
 void StateWriter::add_shard(const std::string& name, const at::Tensor& shard, Sizes shape, Sizes offset) {
   const std::string full = join_names(prefix_, name);
   if (!shard.defined()) throw_invalid(fmt::format("the tensor '{}' is undefined", full));
-  if (shard.layout() != at::kStrided || !element_type_of(shard.scalar_type())) {
+  if (shard.layout() != at::kStrided) {
     throw Error(ErrorKind::kUnsupported,
-                fmt::format("the tensor '{}' is {}{}, which the safetensors format lacks; convert it", full,
-                            shard.layout() != at::kStrided ? "not dense, of dtype " : "of dtype ",
-                            c10::toString(shard.scalar_type())));
+                fmt::format("the tensor '{}' is not dense, so no checkpoint can have "
+                            "it; convert it with to_dense()",
+                            full));
   }
   if (!fits({offset, sizes_of(shard)}, shape)) {
     throw_invalid(fmt::format("the shard of shape {} at {} of '{}' is not within its shape {}",
-                              checkpoint::describe(sizes_of(shard)), checkpoint::describe(offset), full,
-                              checkpoint::describe(shape)));
+                              state::describe(sizes_of(shard)), state::describe(offset), full,
+                              state::describe(shape)));
   }
   const auto [first, is_new] = places_.emplace(full, tensors_.size());
   const bool whole = sizes_of(shard) == shape;
@@ -94,8 +98,8 @@ void StateReader::check(const std::string& name, const at::Tensor& target, bool 
   if (saved != sizes_of(target) || (!cast && dtype_of(full) != target.scalar_type())) {
     throw_invalid(
         fmt::format("{}: the tensor '{}' has shape {} and dtype {}, but this program's has {} and {}",
-                    describe(), full, checkpoint::describe(saved), c10::toString(dtype_of(full)),
-                    checkpoint::describe(sizes_of(target)), c10::toString(target.scalar_type())));
+                    describe(), full, state::describe(saved), c10::toString(dtype_of(full)),
+                    state::describe(sizes_of(target)), c10::toString(target.scalar_type())));
   }
   require_separate_elements(describe(), full, target);
 }
@@ -111,12 +115,11 @@ void StateReader::read_shard_into(const std::string& name, const at::Tensor& sha
   if (!contains(full)) throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full));
   const Sizes saved = shape_of(full);
   if (!fits({offset, sizes_of(shard)}, saved) || dtype_of(full) != shard.scalar_type()) {
-    throw_invalid(
-        fmt::format("{}: the tensor '{}' has shape {} and dtype {}; a shard of shape {} and dtype {} at "
-                    "{} is not part of it",
-                    describe(), full, checkpoint::describe(saved), c10::toString(dtype_of(full)),
-                    checkpoint::describe(sizes_of(shard)), c10::toString(shard.scalar_type()),
-                    checkpoint::describe(offset)));
+    throw_invalid(fmt::format(
+        "{}: the tensor '{}' has shape {} and dtype {}; a shard of shape {} and dtype {} at "
+        "{} is not part of it",
+        describe(), full, state::describe(saved), c10::toString(dtype_of(full)),
+        state::describe(sizes_of(shard)), c10::toString(shard.scalar_type()), state::describe(offset)));
   }
   require_separate_elements(describe(), full, shard);
   read_box(full, shard, offset);
@@ -135,4 +138,15 @@ Value StateReader::value(const std::string& name) const {
   return *found;
 }
 
-}  // namespace torchspan::checkpoint
+template <class T>
+T value_as(const Value& value) {
+  if (const T* held = std::get_if<T>(&value)) return *held;
+  throw_invalid(fmt::format("the checkpoint has {}, but the program expects {}", kValueTypes[value.index()],
+                            kValueTypes[Value(T{}).index()]));
+}
+template bool value_as<bool>(const Value&);
+template std::int64_t value_as<std::int64_t>(const Value&);
+template double value_as<double>(const Value&);
+template std::string value_as<std::string>(const Value&);
+
+}  // namespace torchspan::state

@@ -1,7 +1,7 @@
 #pragma once
 #include <string>
 
-namespace torchspan::checkpoint {
+namespace torchspan::state {
 
 /// "prefix.name", or the one of them that is not empty.
 inline std::string join_names(const std::string& prefix, const std::string& name) {
@@ -9,4 +9,4 @@ inline std::string join_names(const std::string& prefix, const std::string& name
   return name.empty() ? prefix : prefix + "." + name;
 }
 
-}  // namespace torchspan::checkpoint
+}  // namespace torchspan::state
