@@ -1,12 +1,13 @@
-# torchspan_room(name [TORCH] [LIGHT] [ROOMS r…] [TESTS r…] [LINK lib…] [PRIVATE lib…] [WITHOUT regex])
+# torchspan_room(name [TORCH] [LIGHT] [ROOMS r…] [INLINE r…] [TESTS r…] [LINK lib…] [PRIVATE lib…] [WITHOUT regex])
 #   One static library from src/<name>/*.cpp (subfolders too), its public headers in include/torchspan/<name>. Paths
 #   that match WITHOUT are left out. LIGHT: its own code takes little of a program's time.
-#   TESTS: rooms that only its tests use.
+#   INLINE: rooms that only inline functions of its headers use: programs that call these link them. TESTS: rooms that only
+#   its tests use.
 #   Files named *_test.cpp become the test executable <name>_test. A room with headers only is an interface.
 set_property(GLOBAL PROPERTY TORCHSPAN_ROOMS "")
 
 function(torchspan_room name)
-  cmake_parse_arguments(ROOM "TORCH;LIGHT" "WITHOUT" "ROOMS;TESTS;LINK;PRIVATE" ${ARGN})
+  cmake_parse_arguments(ROOM "TORCH;LIGHT" "WITHOUT" "ROOMS;INLINE;TESTS;LINK;PRIVATE" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${name}/*.cpp)
   if(ROOM_WITHOUT)
     list(FILTER sources EXCLUDE REGEX "${ROOM_WITHOUT}")
@@ -45,7 +46,7 @@ function(torchspan_room name)
   endif()
   set_property(GLOBAL APPEND PROPERTY TORCHSPAN_ROOMS ${name})
   set_property(GLOBAL PROPERTY TORCHSPAN_ROOM_${name}_TESTS "${tests}")
-  set(tests_link ${ROOM_TESTS})
+  set(tests_link ${ROOM_INLINE} ${ROOM_TESTS})
   list(TRANSFORM tests_link PREPEND torchspan_)
   set_property(GLOBAL PROPERTY TORCHSPAN_ROOM_${name}_TORCH "${ROOM_TORCH}")
   set_property(GLOBAL PROPERTY TORCHSPAN_ROOM_${name}_PRIVATE "${ROOM_PRIVATE}")

@@ -14,7 +14,10 @@
 #include <ATen/core/ivalue.h>
 #include <torch/types.h>
 
-#include <torchspan/torchspan.h>
+#include <torchspan/autograd.h>
+#include <torchspan/checkpoint.h>
+#include <torchspan/optim.h>
+#include <torchspan/session.h>
 
 #include "devices/devices.h"
 #include "fashion_mnist/batch_order.h"
@@ -129,9 +132,10 @@ void run(const ModelParallelOptions& options) {
     train_data = load(options, Split::kTrain).to(device);
     test_data = load(options, Split::kTest).to(device);
   }
-  ts::FunctionTable functions;
-  functions.add(kFeatures, kClassifier, kReport);
-  ts::Session session(worker_options, functions);
+  const auto functions = ts::FunctionTable().add(kFeatures, kClassifier, kReport);
+  // Builds no rooms but those that this program uses; ts::Session session(worker_options, functions) has all.
+  using ts::checkpoint::CheckpointExtension, ts::optim::OptimExtension;
+  auto session = ts::Session::with<OptimExtension, CheckpointExtension>(worker_options, functions);
   if (session.rank() == 0) lead(session, options, *train_data, *test_data);
   session.shutdown();
 }

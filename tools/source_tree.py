@@ -116,9 +116,9 @@ def room_table(root, tool):
         for word in words[1:]:
             if word == "TORCH":
                 room.torch = True
-            elif word in ("ROOMS", "TESTS", "LINK", "PRIVATE"):
+            elif word in ("ROOMS", "INLINE", "TESTS", "LINK", "PRIVATE"):
                 section = word
-            elif section == "ROOMS":
+            elif section in ("ROOMS", "INLINE"):
                 room.arrows.append(word)
             elif section == "TESTS":
                 room.of_tests.append(word)

@@ -1,19 +1,23 @@
 #pragma once
+#include <cstdint>
 #include <functional>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
 #include "fashion_mnist/dataset.h"
-#include "fashion_mnist/team.h"
 
 namespace fashion_mnist {
 
 /// Maps images to a score for each class.
 using Forward = std::function<at::Tensor(const at::Tensor&)>;
 
-/// The share of images that a model classifies right, without gradients. Each rank of the team tests its part of the
-/// images; all get the share of the whole.
-double accuracy(const Dataset& data, const Forward& forward, const Team& team = {});
+/// How many images a model is tested with at a time.
+inline constexpr std::int64_t kTestBatch = 500;
+
+/// Images that a model classifies right: those at `positions`, without gradients.
+std::int64_t count_right(const Dataset& data, const at::Tensor& positions, const Forward& forward);
+/// The share of all images that a model classifies right.
+double accuracy(const Dataset& data, const Forward& forward);
 
 }  // namespace fashion_mnist

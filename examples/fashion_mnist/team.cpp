@@ -23,4 +23,11 @@ void Team::wait_for_each_other() const {
   if (group != nullptr) group->barrier();
 }
 
+double accuracy(const Dataset& data, const Forward& forward, const Team& team) {
+  std::int64_t correct = 0;
+  for (const at::Tensor& positions : batches_in_order(data.size(), kTestBatch))
+    correct += count_right(data, team.part(positions), forward);
+  return team.sum(static_cast<double>(correct)) / static_cast<double>(data.size());
+}
+
 }  // namespace fashion_mnist

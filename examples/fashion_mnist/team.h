@@ -7,6 +7,9 @@
 
 #include <torchspan/collective/group.h>
 
+#include "fashion_mnist/dataset.h"
+#include "fashion_mnist/evaluation.h"
+
 namespace fashion_mnist {
 
 /// The ranks that train together: those of a group, or this process alone.
@@ -24,5 +27,9 @@ struct Team {
   double sum(double mine) const;
   void wait_for_each_other() const;
 };
+
+/// The share of images that a model classifies right. Each rank tests its part of the images; all get the share of the
+/// whole.
+double accuracy(const Dataset& data, const Forward& forward, const Team& team);
 
 }  // namespace fashion_mnist

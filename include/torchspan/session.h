@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torchspan/collective/group.h>
@@ -12,9 +13,13 @@
 #include <torchspan/core/observation.h>
 #include <torchspan/core/trace.h>
 #include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/checkpoint/extension.h>
 #include <torchspan/detail/net/secret.h>
+#include <torchspan/detail/pipeline/extension.h>
+#include <torchspan/detail/quorum/extension.h>
 #include <torchspan/detail/rpc/service.h>
 #include <torchspan/net.h>
+#include <torchspan/optim/extension.h>
 #include <torchspan/rendezvous.h>
 
 namespace torchspan {
@@ -72,6 +77,32 @@ struct WorkerOptions {
 
 struct SessionDisguise;
 
+/// Through which a worker serves parts of this library to the others.
+using Extensions = std::vector<std::unique_ptr<rpc::Extension>>;
+
+namespace detail {
+
+/// Adds an extension of type E unless there is one.
+template <class E>
+void add_default(Extensions& extensions) {
+  for (const auto& extension : extensions) {
+    if (dynamic_cast<E*>(extension.get()) != nullptr) return;
+  }
+  extensions.insert(extensions.begin(), std::make_unique<E>());
+}
+
+/// Adds those of all rooms. Inline, so that only programs that call it link these rooms.
+inline Extensions with_defaults(Extensions extensions) {
+  add_default<optim::OptimExtension>(extensions);
+  add_default<autograd::AutogradExtension>(extensions);
+  add_default<pipeline::PipelineExtension>(extensions);
+  add_default<checkpoint::CheckpointExtension>(extensions);
+  add_default<quorum::QuorumExtension>(extensions);
+  return extensions;
+}
+
+}  // namespace detail
+
 /// One worker, from joining the world to leaving it. Owns the executor, the connections, the Worker and the
 /// extensions for distributed autograd, optimizers and pipelines. Usually one per process; one process may
 /// hold several.
@@ -80,8 +111,18 @@ class Session {
   /// Joins the world. Returns when all workers have joined; on failure, or after environment.join_timeout,
   /// it throws on each of them and names missing or duplicate workers. `extensions` are added to those for
   /// distributed autograd, optimizers and pipelines, or replace the one of their type.
-  explicit Session(WorkerOptions options, FunctionTable functions = {},
-                   std::vector<std::unique_ptr<rpc::Extension>> extensions = {});
+  explicit Session(WorkerOptions options, FunctionTable functions = {}, Extensions extensions = {})
+      : Session(std::move(options), std::move(functions), detail::with_defaults(std::move(extensions)),
+                OnlyThese()) {}
+  /// The same with the extensions E and that for distributed autograd only, so that a program links no more rooms than
+  /// it uses: Session::with<optim::OptimExtension>(options). On every worker of the job.
+  template <class... E>
+  static Session with(WorkerOptions options, FunctionTable functions = {}) {
+    Extensions extensions;
+    (extensions.push_back(std::make_unique<E>()), ...);
+    detail::add_default<autograd::AutogradExtension>(extensions);
+    return Session(std::move(options), std::move(functions), std::move(extensions), OnlyThese());
+  }
   /// Leaves as shutdown() does, within options.leave_timeout, unless shutdown() was called before. Leaves
   /// at once when an exception unwinds its scope or on a thread that serves a call. Failures are logged.
   /// Workers, RRefs, contexts, groups and optimizers may outlive the session; their operations then fail
@@ -97,7 +138,9 @@ class Session {
 
   /// Creates a group for collective operations (collective/group.h). Collective over options.ranks; by
   /// default all workers. The group may outlive the session; its operations then fail with kCancelled.
-  collective::Group group(collective::GroupOptions options = {});
+  collective::Group group(collective::GroupOptions options = {}) {
+    return collective::Group::make(runtime_owner(), membership(), std::move(options));
+  }
 
   /// Runs `body(session)`, then shutdown(). If `body` throws, this worker leaves at once, the other workers
   /// see it die with the exception's type and text, and the exception is rethrown.
@@ -124,9 +167,13 @@ class Session {
 
  private:
   class Impl;
+  struct OnlyThese {};
   friend Session make_session(const SessionDisguise& disguise, WorkerOptions options, FunctionTable functions,
-                              std::vector<std::unique_ptr<rpc::Extension>> extensions);
+                              Extensions extensions);
+  Session(const WorkerOptions& options, FunctionTable functions, Extensions extensions, OnlyThese only);
   explicit Session(std::unique_ptr<Impl> impl);
+  const std::shared_ptr<Runtime>& runtime_owner() const;
+  rendezvous::Membership& membership();
 
   std::unique_ptr<Impl> impl_;
 };

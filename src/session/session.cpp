@@ -5,11 +5,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error_file.h>
-#include <torchspan/detail/checkpoint/extension.h>
 #include <torchspan/detail/core/executor.h>
-#include <torchspan/detail/pipeline/extension.h>
-#include <torchspan/detail/quorum/extension.h>
-#include <torchspan/optim/extension.h>
 #include <torchspan/session.h>
 
 #include "autograd/api/running_passes.h"
@@ -159,29 +155,16 @@ std::shared_ptr<Runtime> make_runtime(const WorkerOptions& options) {
   return {ground, &ground->runtime};
 }
 
-/// Adds an extension of type E unless the program gave one.
-template <class E>
-void add_default(std::vector<std::unique_ptr<rpc::Extension>>& extensions) {
-  const auto is_one = [](const auto& extension) { return dynamic_cast<E*>(extension.get()) != nullptr; };
-  if (std::ranges::any_of(extensions, is_one)) return;
-  extensions.insert(extensions.begin(), std::make_unique<E>());
-}
-
 }  // namespace
 
 class Session::Impl {
  public:
-  Impl(const WorkerOptions& options, FunctionTable functions,
-       std::vector<std::unique_ptr<rpc::Extension>> extensions, const SessionDisguise& disguise)
+  Impl(const WorkerOptions& options, FunctionTable functions, Extensions extensions,
+       const SessionDisguise& disguise)
       : runtime_owner_(make_runtime(options)),
         leave_timeout_(options.leave_timeout),
         error_file_(options.environment.error_file),
         exceptions_(std::uncaught_exceptions()) {
-    add_default<optim::OptimExtension>(extensions);
-    add_default<autograd::AutogradExtension>(extensions);
-    add_default<pipeline::PipelineExtension>(extensions);
-    add_default<checkpoint::CheckpointExtension>(extensions);
-    add_default<quorum::QuorumExtension>(extensions);
     rpc::ServiceOptions service = service_options(options);
     rpc::WorkerService::MakeTransport make_transport;
     std::optional<Endpoint> endpoint;
@@ -262,28 +245,22 @@ class Session::Impl {
   std::unique_ptr<rpc::WorkerService> service_;
 };
 
-Session::Session(WorkerOptions options, FunctionTable functions,
-                 std::vector<std::unique_ptr<rpc::Extension>> extensions)
+Session::Session(const WorkerOptions& options, FunctionTable functions, Extensions extensions, OnlyThese)
     : impl_(std::make_unique<Impl>(options, std::move(functions), std::move(extensions), SessionDisguise())) {
 }
 Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Session::~Session() = default;
 
 Session make_session(const SessionDisguise& disguise, WorkerOptions options, FunctionTable functions,
-                     std::vector<std::unique_ptr<rpc::Extension>> extensions) {
+                     Extensions extensions) {
   return Session(
       std::make_unique<Session::Impl>(options, std::move(functions), std::move(extensions), disguise));
 }
 
-Session make_session_on_host(const std::string& host_mark, WorkerOptions options, FunctionTable functions) {
-  return make_session({.host_mark = host_mark}, std::move(options), std::move(functions), {});
-}
-
 Worker& Session::worker() { return impl_->service().worker(); }
 Runtime& Session::runtime() { return impl_->runtime(); }
-collective::Group Session::group(collective::GroupOptions options) {
-  return collective::Group::make(impl_->runtime_owner(), impl_->service().membership(), std::move(options));
-}
+const std::shared_ptr<Runtime>& Session::runtime_owner() const { return impl_->runtime_owner(); }
+rendezvous::Membership& Session::membership() { return impl_->service().membership(); }
 void Session::shutdown() { impl_->shutdown(); }
 void Session::shutdown(Duration timeout) { impl_->shutdown(timeout); }
 void Session::abort(const std::exception_ptr& cause) {

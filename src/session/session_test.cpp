@@ -117,6 +117,26 @@ TEST(Session, TakesAnOptimizerTableInPlaceOfItsOwn) {
 }
 
 /// A thread cannot wait for itself: that used to end the process through an exception from a destructor.
+TEST(Session, OfNamedExtensionsHasNoOthers) {
+  auto session = Session::with<optim::OptimExtension>(WorkerOptions{}, functions());
+  const RRef<at::Tensor> weight(session.worker(), input().requires_grad_());
+  optim::DistributedOptimizer optimizer(session, optim::SGD{.lr = 0.5}, {weight});
+  {
+    autograd::Context context(session);
+    context.backward(weight.local_value().sum());
+    optimizer.step(context);
+  }
+  EXPECT_TRUE(weight.local_value().eq(0.5).all().item<bool>());
+  pipeline::Layers layers;
+  layers.add<torch::nn::Linear>(2, 2);
+  try {
+    const pipeline::Pipeline pipe(session.worker(), layers, {});
+    ADD_FAILURE() << "the session has the extension of pipelines";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("PipelineExtension"));
+  }
+}
+
 TEST(Session, MayEndOnItsOwnThread) {
   std::atomic<bool> ended{false};
   auto session = std::make_unique<Session>(WorkerOptions{}, functions());

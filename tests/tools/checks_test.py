@@ -106,6 +106,16 @@ class Arrows(Tree):
                             ("include/torchspan/net/leak.h:2", "public header includes the private header"),
                             ("examples/peek.cpp:1", "private to room 'net'"))
 
+    def test_tests_include_the_rooms_of_their_tests_and_headers_those_of_inline_functions(self):
+        self.write("CMakeLists.txt", ROOMS.replace("torchspan_room(wire TORCH ROOMS core)", "torchspan_room(wire TORCH ROOMS core TESTS net)")
+                   .replace("session TORCH ROOMS rpc", "session TORCH ROOMS wire INLINE rpc"))
+        self.write("src/wire/side_test.cpp", "#include <torchspan/net/transport.h>\n")
+        self.write("include/torchspan/rpc/worker.h", "#pragma once\n")
+        self.write("src/session/session.cpp", "#include <torchspan/rpc/worker.h>\n")
+        self.assert_clean("check-arrows")
+        self.write("src/wire/side.cpp", "#include <torchspan/net/transport.h>\n")
+        self.assert_reports("check-arrows", ("src/wire/side.cpp:1", "room 'wire' has no arrow to 'net'"))
+
     def test_a_relative_include_path_is_checked(self):
         self.write("src/net/ring.h", "#pragma once\n")
         self.write("src/wire/sly.cpp", '#include "../net/ring.h"\n')

@@ -44,7 +44,8 @@ Session join() {
   extensions.push_back(std::make_unique<Negation>());
   WorkerOptions options = WorkerOptions::from_env();
   options.environment.join_timeout = seconds(20);
-  return make_session(disguise, std::move(options), FunctionTable().add(kScale, kUse), std::move(extensions));
+  return make_session(disguise, std::move(options), FunctionTable().add(kScale, kUse),
+                      detail::with_defaults(std::move(extensions)));
 }
 
 /// Calls, references, a backward pass and a group over all workers.
