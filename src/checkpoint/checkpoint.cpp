@@ -6,6 +6,7 @@
 #include <torchspan/checkpoint/checkpoint.h>
 #include <torchspan/core/error.h>
 
+#include "checkpoint/api/source_names.h"
 #include "checkpoint/files/directory.h"
 #include "checkpoint/state/folder_reader.h"
 
@@ -66,6 +67,14 @@ const std::map<std::string, checkpoint::Value>& Checkpoint::values() const {
 
 void Checkpoint::load_source(const std::string& name, checkpoint::StateSource& source) const {
   content_->reader.set_prefix(name);
+  if (source.is_of_rank()) {
+    const std::string found = checkpoint::name_for_rank(content_->reader, 0);
+    if (found != name && checkpoint::name_for_rank(content_->reader, 1) != found) {
+      throw_invalid(fmt::format("'{}' was saved by each rank for itself: load the state of one, such as '{}'",
+                                name, found));
+    }
+    content_->reader.set_prefix(found);
+  }
   source.load(content_->reader);
 }
 

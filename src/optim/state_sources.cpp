@@ -128,6 +128,7 @@ class OptimizerSource final : public state::StateSource {
   Optimizer& optimizer_;
 };
 
+/// Several trainers may have optimizers of the same parameters: the names are the same, and the states differ.
 class DistributedOptimizerSource final : public state::StateSource {
  public:
   explicit DistributedOptimizerSource(DistributedOptimizer& optimizer) : optimizer_(optimizer) {}
@@ -140,6 +141,7 @@ class DistributedOptimizerSource final : public state::StateSource {
     for (const std::string& name : reader.names()) state.insert(name, reader.read(name));
     optimizer_.load_state_dict(state);
   }
+  bool is_of_rank() const override { return true; }
 
  private:
   DistributedOptimizer& optimizer_;

@@ -60,7 +60,8 @@ class CheckpointManager {
     add_source(std::move(name), checkpoint::source_of(object));
   }
   /// Registers an object whose state differs between ranks, such as a data sampler. It can be restored only by as many
-  /// ranks as saved it.
+  /// ranks as saved it. For a DistributedOptimizer this is add(), which saves the state of each trainer, and which any number
+  /// of ranks restores: a new trainer gets a copy of another one's state, and a warning.
   template <class T>
   void add_per_rank(const std::string& name, T& object) {
     add_source_per_rank(name, checkpoint::source_of(object));

@@ -130,6 +130,9 @@ class StateSource {
   /// Whether load() takes all tensors under the object's name for its own. No other object may then have a name that
   /// begins with this one and a dot.
   virtual bool owns_names() const { return true; }
+  /// Whether each rank that registers such an object has a state of its own, as trainers that share a remote table have. It is
+  /// then saved for each rank, as "<name>.rank<number>"; a rank that was not there gets a copy of another rank's.
+  virtual bool is_of_rank() const { return false; }
 };
 using SourcePtr = std::unique_ptr<StateSource>;
 

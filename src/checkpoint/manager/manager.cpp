@@ -61,8 +61,8 @@ class CheckpointManager::Impl {
         throw_invalid(fmt::format("'{}' is registered twice; use another name for one of them", name));
       checkpoint::require_separate_names(name, *source, other.name, *other.source);
     }
-    const std::string prefix = per_rank ? fmt::format("{}.rank{}", name, ranks_->index()) : name;
-    sources_.push_back({name, prefix, per_rank, std::move(source)});
+    const Scope scope = source->is_of_rank() ? Scope::kRank : per_rank ? Scope::kSameRank : Scope::kAll;
+    sources_.push_back({name, scope, std::move(source)});
   }
 
   void save(std::int64_t step, const SaveOptions& options) {
@@ -73,7 +73,9 @@ class CheckpointManager::Impl {
       if (previous) throw *previous;
       if (ranks_->commits()) prepared_.before_save();
       for (const Registered& one : sources_) {
-        writer.set_prefix(one.prefix);
+        const bool of_rank =
+            one.scope == Scope::kSameRank || (one.scope == Scope::kRank && ranks_->size() > 1);
+        writer.set_prefix(of_rank ? checkpoint::name_of_rank(one.name, ranks_->index()) : one.name);
         one.source->save(writer);
       }
       listing = checkpoint::listing_of(writer.tensors());
@@ -112,12 +114,7 @@ class CheckpointManager::Impl {
         owners().load(from, name, value);
       });
       for (const Registered& one : sources_) {
-        const bool optional = one.name == "rng";
-        if (one.per_rank && !optional && manifest.world_size != static_cast<int>(ranks_->size())) {
-          throw_invalid(fmt::format("'{}' was saved per rank by {} ranks; {} ranks cannot restore it",
-                                    one.name, manifest.world_size, ranks_->size()));
-        }
-        reader.set_prefix(one.prefix);
+        reader.set_prefix(saved_name_of(one, reader));
         one.source->load(reader);
       }
       return reader.usage();
@@ -125,12 +122,37 @@ class CheckpointManager::Impl {
   }
 
  private:
+  enum class Scope : std::uint8_t {
+    kAll,       ///< replicas and parts of one state
+    kRank,      ///< of each rank; that of another rank will do
+    kSameRank,  ///< of each rank
+  };
   struct Registered {
     std::string name;
-    std::string prefix;
-    bool per_rank = false;
+    Scope scope = Scope::kAll;
     SourcePtr source;
   };
+
+  /// Under which name a checkpoint has the state for this rank.
+  std::string saved_name_of(const Registered& one, checkpoint::FolderReader& reader) const {
+    const std::string mine = checkpoint::name_of_rank(one.name, ranks_->index());
+    if (one.scope == Scope::kAll) return one.name;
+    if (one.scope == Scope::kRank) {
+      reader.set_prefix(one.name);
+      const std::string found = checkpoint::name_for_rank(reader, ranks_->index());
+      if (found != mine && found != one.name) {
+        runtime_.log.warning(
+            fmt::format("the checkpoint has no '{}': this rank gets a copy of '{}'", mine, found));
+      }
+      return found;
+    }
+    const int saved = reader.manifest().world_size;
+    if (one.name != "rng" && saved != static_cast<int>(ranks_->size())) {
+      throw_invalid(fmt::format("'{}' was saved per rank by {} ranks; {} ranks cannot restore it", one.name,
+                                saved, ranks_->size()));
+    }
+    return mine;
+  }
 
   checkpoint::Owners& owners() const {
     if (!owners_) throw_invalid("this CheckpointManager has no session, so it cannot save an RRef");

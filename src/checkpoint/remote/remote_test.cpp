@@ -1,4 +1,5 @@
 #include <filesystem>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -48,11 +49,40 @@ inline constexpr Class<RemoteDense, std::int64_t> kDense{"RemoteDense"};
 inline constexpr Function<&RemoteDenseImpl::forward> kForward{"RemoteDense.forward"};
 inline constexpr Function<&RemoteDenseImpl::values> kValues{"RemoteDense.values"};
 
+using Remote = RRef<RemoteDense>;
+
+/// One of the trainers of a table, each with its own optimizer and data: those of trainer n are n times as large. They take
+/// turns. Continues the newest checkpoint, or makes one after three steps; returns its sums after `last` steps.
+at::Tensor train_shared(Worker& worker, const Remote& table, const std::string& folder, std::int64_t trainers,
+                        std::int64_t last) {
+  std::vector<std::string> names;
+  for (std::int64_t n = 1; n <= trainers; ++n) names.push_back(fmt::format("worker{}", n));
+  optim::DistributedOptimizer optimizer(worker, optim::Adagrad{.lr = 0.1}, {table});
+  CheckpointManager manager(worker, {.directory = folder, .participants = names});
+  manager.add("table", table);
+  manager.add("optimizer", optimizer);
+  for (std::int64_t step = manager.restore_or(0); step < last;) {
+    for (std::int64_t turn = 1; turn <= trainers; ++turn) {
+      if (worker.rank() == turn) {
+        autograd::Context context(worker);
+        const at::Tensor x = numbers({3, 4}, 100 + static_cast<std::uint64_t>(step)) * turn;
+        context.backward(table.rpc_sync(kForward, x).square().mean());
+        optimizer.step(context);
+      }
+      worker.barrier(names);
+    }
+    if (++step == 3) manager.save(step);
+  }
+  manager.wait();
+  return optimizer.state_dict()["group.0.parameter.0.weight.sum"].clone();
+}
+inline constexpr Function<train_shared> kTrainShared{"train_shared"};
+
 ClusterOptions cluster_of(int workers, std::uint64_t seed) {
   ClusterOptions options;
   options.workers = workers;
   options.seed = seed;
-  options.functions.add(kDense, kForward, kValues);
+  options.functions.add(kDense, kForward, kValues, kTrainShared);
   options.extensions = [] {
     std::vector<std::unique_ptr<rpc::Extension>> all;
     all.push_back(std::make_unique<autograd::AutogradExtension>());
@@ -62,8 +92,6 @@ ClusterOptions cluster_of(int workers, std::uint64_t seed) {
   };
   return options;
 }
-
-using Remote = RRef<RemoteDense>;
 
 void train(const Worker& worker, const std::vector<Remote>& layers, optim::DistributedOptimizer& optimizer,
            std::int64_t first, std::int64_t last) {
@@ -117,6 +145,70 @@ TEST(RemoteState, IsWrittenByItsOwnersAndRestoredByOthers) {
   program(5, {"worker1", "worker2", "worker3", "worker4"}, true);
   program(3, {"worker2", "worker1", "worker2", "worker1"}, false);
   program(2, {"worker0", "worker1", "worker0", "worker1"}, false);
+}
+
+/// Runs train_shared() on each of the trainers; returns their sums, and the values of the table, made from `seed`.
+std::vector<at::Tensor> run_trainers(const std::string& folder, std::int64_t trainers, std::int64_t last,
+                                     std::int64_t seed) {
+  std::vector<at::Tensor> sums;
+  SimCluster cluster(cluster_of(static_cast<int>(trainers) + 1, 7));
+  cluster.run([&](Worker& worker) {
+    if (worker.rank() != 0) return;
+    const Remote table = worker.remote("worker0", kDense, seed);
+    std::vector<Future<at::Tensor>> results;
+    for (std::int64_t n = 1; n <= trainers; ++n)
+      results.push_back(
+          worker.rpc_async(fmt::format("worker{}", n), kTrainShared, table, folder, trainers, last));
+    for (const auto& result : results) sums.push_back(result.wait());
+    sums.push_back(table.rpc_sync(kValues));
+  });
+  return sums;
+}
+
+TEST(RemoteState, OfAnOptimizerOfASharedTableIsThatOfEachTrainer) {
+  const TemporaryFolder folder;
+  const auto run = [&](std::int64_t trainers, std::int64_t last, std::int64_t seed) {
+    return run_trainers(folder.path(), trainers, last, seed);
+  };
+  const auto saved = run(3, 3, 1);
+  EXPECT_FALSE(saved[0].equal(saved[1])) << "this test needs trainers with different sums";
+  const auto same = run(3, 3, 2), fewer = run(2, 3, 2), more = run(5, 3, 2), one = run(1, 3, 2);
+  for (std::size_t n = 0; n < 3; ++n) {
+    EXPECT_TRUE(same[n].equal(saved[n])) << "trainer " << n;
+    EXPECT_TRUE(more[n].equal(saved[n])) << "trainer " << n;
+    if (n < 2) EXPECT_TRUE(fewer[n].equal(saved[n])) << "trainer " << n;
+  }
+  EXPECT_TRUE(one[0].equal(saved[0]));
+  EXPECT_TRUE(more[3].equal(saved[0]) && more[4].equal(saved[1])) << "new trainers get copies";
+  // A run that continues is one that never stopped.
+  const auto continued = run(3, 6, 2);
+  std::filesystem::remove_all(folder.path());
+  const auto whole = run(3, 6, 1);
+  for (std::size_t n = 0; n < whole.size(); ++n) EXPECT_TRUE(continued[n].equal(whole[n])) << n;
+}
+
+TEST(RemoteState, OfASingleTrainerIsRestoredByAllTrainersOfASharedTable) {
+  const TemporaryFolder folder;
+  const auto saved = run_trainers(folder.path(), 1, 3, 1), restored = run_trainers(folder.path(), 2, 3, 2);
+  EXPECT_TRUE(restored[0].equal(saved[0]));
+  EXPECT_TRUE(restored[1].equal(saved[0]));
+  EXPECT_TRUE(restored[2].equal(saved[1])) << "the table";
+}
+
+TEST(RemoteState, OfSeveralTrainersIsLoadedByTheNameOfOne) {
+  const TemporaryFolder folder;
+  const auto saved = run_trainers(folder.path(), 2, 3, 1);
+  SimCluster cluster(cluster_of(1, 1));
+  cluster.run([&](Worker& worker) {
+    const Remote table = worker.remote("worker0", kDense, std::int64_t{2});
+    optim::DistributedOptimizer optimizer(worker, optim::Adagrad{.lr = 0.1}, {table});
+    const Checkpoint checkpoint = Checkpoint::newest(folder.path());
+    EXPECT_THAT(error_of([&] { checkpoint.load("optimizer", optimizer); }).what(),
+                HasSubstr("'optimizer' was saved by each rank for itself: load the state of one, such as "
+                          "'optimizer.rank0'"));
+    checkpoint.load("optimizer.rank1", optimizer);
+    EXPECT_TRUE(optimizer.state_dict()["group.0.parameter.0.weight.sum"].equal(saved[1]));
+  });
 }
 
 TEST(RemoteState, IsThatOfTheValueToWhichTheRRefRefersThen) {
