@@ -13,6 +13,10 @@ constexpr Exclusion<Case> kExcluded[] = {
      [](const Case& one) { return one.single && one.rule != Rule::kSgd && one.rule != Rule::kMomentum; }},
     {"buffers that are broadcast break the group if the first of two forwards throws (docs/data_parallel.md)",
      [](const Case& one) { return one.fault == Fault::kInForward && one.two_forwards && one.buffer == 1; }},
+    {"after a failed pass, only ranks that ran it have gradients, which zeros keep defined: only these step "
+     "a parameter that "
+     "no rank uses then",
+     [](const Case& one) { return one.fault != Fault::kNone && one.in_place_zero && one.unused != 0; }},
     {"in join(), ranks without batches do not answer a GradScaler that asks about ignored parameters",
      [](const Case& one) { return one.own && one.scaler && !one.phases[0].batches.empty(); }},
 };
