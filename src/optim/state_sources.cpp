@@ -63,6 +63,7 @@ class OptimizerSource final : public state::StateSource {
     const StateDict now = optimizer_.state_view();
     for (const auto& entry : now) mine.insert(entry_owner(entry.key()));
     const std::map<std::string, Owned> places = places_by_owner(now);
+    const std::multimap<std::string, std::string> copies = copies_without_state(now, reader);
     StateDict state;
     for (const std::string& saved : reader.names()) {
       const std::optional<std::string> without_rank = state::name_of_any_rank(saved);
@@ -74,6 +75,11 @@ class OptimizerSource final : public state::StateSource {
         state.insert(name, reader.read(saved));
       } else if (state::saved_name(reader, name, owned->second.place) == saved) {
         state.insert(name, loaded(reader, saved, owned->second));
+      }
+      const auto [copy, last] = copies.equal_range(entry_owner(name));
+      for (auto one = copy; one != last; ++one) {
+        const at::Tensor* value = state.find(name);
+        if (value != nullptr) state.insert(one->second + name.substr(one->first.size()), value->clone());
       }
     }
     for (const auto& [owner, owned] : places) {
@@ -90,6 +96,24 @@ class OptimizerSource final : public state::StateSource {
     state::PlacePtr place;
     at::IntArrayRef sizes;  ///< of this rank's elements
   };
+
+  /// Copies of parameters, by those that they are copies of, which the checkpoint knows under one name: they were on
+  /// different ranks, and are now on one.
+  std::multimap<std::string, std::string> copies_without_state(const StateDict& state,
+                                                               const state::StateReader& reader) const {
+    std::set<std::string> saved;
+    for (const std::string& name : reader.names()) saved.insert(entry_owner(name));
+    const std::vector<OwnedParameter> all = owned_parameters(optimizer_, state);
+    std::multimap<std::string, std::string> copies;
+    for (const auto& [owner, parameter] : all) {
+      const state::PlacePtr place = state::place_of(parameter);
+      if (!place || !place->same_as.defined() || saved.contains(owner)) continue;
+      for (const auto& other : all) {
+        if (other.tensor.is_same(place->same_as)) copies.emplace(other.owner, owner);
+      }
+    }
+    return copies;
+  }
 
   std::map<std::string, Owned> places_by_owner(const StateDict& state) const {
     std::map<std::string, Owned> places;

@@ -59,6 +59,16 @@ bool counts_elsewhere(const LocalPipeline& local, const at::Tensor& parameter) {
   return false;
 }
 
+/// The first copy of the same tied parameter on this worker; undefined for that one, and for other parameters.
+at::Tensor first_copy_here(const LocalPipeline& local, const at::Tensor& parameter) {
+  for (const Tie& tie : local.ties) {
+    for (std::size_t copy = 1; copy < tie.copies.size(); ++copy) {
+      if (tie.copies[copy].is_same(parameter)) return tie.copies.front();
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 PipelinePlaces::PipelinePlaces(const LocalPipeline& local, const std::vector<at::Tensor>& parameters) {
@@ -68,6 +78,7 @@ PipelinePlaces::PipelinePlaces(const LocalPipeline& local, const std::vector<at:
     const state::PlacePtr& before = before_.back().second;
     state::Place place = before ? *before : state::Place();
     place.repeated = place.repeated || counts_elsewhere(local, parameter);
+    place.same_as = first_copy_here(local, parameter);
     place.among.push_back(ranks);
     state::set_place(parameter, std::make_shared<state::Place>(std::move(place)));
   }

@@ -40,6 +40,8 @@ struct Place {
   bool own = false, exchangeable = false;
   /// Another tensor with the same values counts instead of this one, for example the first copy of a tied parameter.
   bool repeated = false;
+  /// A copy of the parameter that this rank also has: an optimizer's state of one is that of the other. Undefined: none.
+  at::Tensor same_as = {};
   /// Who has the other elements, or other tensors of the model.
   std::vector<RanksPtr> among = {};
   /// The elements of this rank, if the tensor itself is something else at times. Undefined: the tensor.
