@@ -169,6 +169,9 @@ Case::Case(Choices& choices) {
     fault_step = choices.pick("fault.step", phases[0].steps, 80);
     fault_layer = choices.pick("fault.layer", count, 80);
     fault_replica = choices.pick("fault.replica", phases[0].replicas, 80);
+    const auto last = blocks.begin() + fault_layer + 1;
+    const bool trains = std::any_of(blocks.begin(), last, [](const Block& block) { return !block.frozen; });
+    if (fault == Fault::kBackward && !trains) fault = Fault::kForward;  // there is no backward
   }
   seed = 1 + static_cast<std::uint64_t>(choices.pick("seed", 1000, 100));
 }
