@@ -30,7 +30,8 @@ struct AveragingLevel {
 /// Lin et al., "Don't use large mini-batches, use local SGD", ICLR 2020. Call everything on one thread.
 class ModelAverager {
  public:
-  /// Collective: throws Error{kInvalid} on all ranks of a level if their parameters, periods or warmups differ.
+  /// Collective: throws Error{kInvalid} on all ranks of a level if their parameters, periods or warmups differ, or if they
+  /// have different parts of a parameter, or their own ones.
   /// Periods must increase, each a multiple of the previous one. The first `warmup_steps` steps average nothing.
   ModelAverager(std::vector<at::Tensor> parameters, std::vector<AveragingLevel> levels,
                 std::int64_t warmup_steps = 0);
@@ -67,7 +68,7 @@ struct DiLoCoOptions {
 class DiLoCo {
  public:
   /// Collective: takes the parameters of the group's rank 0 everywhere. Throws Error{kInvalid} on all ranks if
-  /// parameters or options differ. A tensor that is listed twice, as parameters() of a module does for tied
+  /// parameters or options differ, as for ModelAverager. A tensor that is listed twice, as parameters() of a module does for tied
   /// weights, counts once.
   DiLoCo(const std::vector<at::Tensor>& parameters, collective::Group group, DiLoCoOptions options = {});
   DiLoCo(DiLoCo&&) noexcept;

@@ -6,6 +6,8 @@
 
 #include <c10/core/ScalarType.h>
 
+#include "state/api/place.h"
+
 namespace torchspan::data_parallel {
 namespace {
 
@@ -14,6 +16,8 @@ std::uint64_t digest(BytesView bytes, std::uint64_t value) {
   for (const std::byte byte : bytes) value = (value ^ static_cast<std::uint64_t>(byte)) * 0x100000001b3ULL;
   return value;
 }
+
+constexpr const char* kElements = ", elements ";
 
 std::string count_difference(const Agreement& one, const Agreement& other, std::size_t rank,
                              const std::string& things) {
@@ -39,9 +43,14 @@ std::string tensor_difference(const Agreement& one, const Agreement& other, std:
           "register their parts in different orders",
           i, a.name, b.name, rank);
     }
-    if (a.type != b.type) {
-      return fmt::format("'{}' is {} on rank 0 and {} on rank {}", a.name, a.type, b.type, rank);
-    }
+    if (a.type == b.type) continue;
+    const bool parts =
+        a.type.find(kElements) != std::string::npos && b.type.find(kElements) != std::string::npos;
+    return fmt::format("'{}' is {} on rank 0 and {} on rank {}{}", a.name, a.type, b.type, rank,
+                       parts
+                           ? ": different parts have no average; use a group of the ranks that have the same "
+                             "part, or leave the parameter out"
+                           : "");
   }
   return {};
 }
@@ -58,13 +67,23 @@ std::string setting_difference(const Agreement& one, const Agreement& other, std
 
 }  // namespace
 
+std::string part_in_words(const at::Tensor& tensor) {
+  const state::PlacePtr place = state::place_of(tensor);
+  if (!place || !place->divided) return {};
+  std::vector<std::string> boxes;
+  for (const state::Box& box : place->boxes) boxes.push_back(state::describe(box));
+  return fmt::format("{}{} of {}", kElements,
+                     boxes.empty() ? "none" : fmt::format("{}", fmt::join(boxes, " and ")),
+                     state::describe(place->shape));
+}
+
 void Agreement::add(std::string name, const at::Tensor& tensor, bool sparse_gradient) {
   tensors.push_back({std::move(name),
-                     fmt::format("{} [{}] with strides [{}] on {}{}{}", c10::toString(tensor.scalar_type()),
+                     fmt::format("{} [{}] with strides [{}] on {}{}{}{}", c10::toString(tensor.scalar_type()),
                                  fmt::join(tensor.sizes(), ", "), fmt::join(tensor.strides(), ", "),
                                  c10::DeviceTypeName(tensor.device().type(), true),
                                  tensor.requires_grad() ? ", requiring a gradient" : ", without gradient",
-                                 sparse_gradient ? " that is sparse" : "")});
+                                 sparse_gradient ? " that is sparse" : "", part_in_words(tensor))});
 }
 
 Bytes Agreement::encode() const {

@@ -27,6 +27,10 @@ struct Agreement {
   static Agreement decode(BytesView bytes);
 };
 
+/// ", elements [0:2, 0:3] of [4, 3]" of a part of a tensor; empty for a whole one. Part of TensorFacts::type: ranks that have
+/// different parts do not agree.
+std::string part_in_words(const at::Tensor& tensor);
+
 /// Collective: throws the same Error{kInvalid} on all ranks, naming the first difference, or the rank that
 /// reports a failure. Exchanges digests, and everything only if they differ. Messages call the tensors
 /// `things`.

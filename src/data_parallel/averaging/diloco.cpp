@@ -90,7 +90,8 @@ class DiLoCo::Impl {
 DiLoCo::Impl::Impl(const std::vector<at::Tensor>& listed, collective::Group group,
                    const DiLoCoOptions& options)
     : places_(first_places(listed)), group_(std::move(group)), options_(options) {
-  for (const std::size_t place : places_) parameters_.push_back(listed[place]);
+  const std::vector<at::Tensor> elements = averaged_elements(listed);
+  for (const std::size_t place : places_) parameters_.push_back(elements[place]);
   Agreement mine = agreement_on(group_, listed,
                                 {{"period", std::to_string(options.period)},
                                  {"outer_lr", fmt::format("{}", options.outer_lr)},

@@ -80,8 +80,9 @@ bool ModelAverager::step() {
     return steps > 0 && steps % level.period == 0;
   });
   if (due == levels_.rend()) return false;
-  const std::vector<at::Tensor> averages = PackedAverages(due->group, parameters_).wait();
-  for (std::size_t i = 0; i < averages.size(); ++i) parameters_[i].detach().copy_(averages[i]);
+  const std::vector<at::Tensor> elements = averaged_elements(parameters_);
+  const std::vector<at::Tensor> averages = PackedAverages(due->group, elements).wait();
+  for (std::size_t i = 0; i < averages.size(); ++i) elements[i].detach().copy_(averages[i]);
   return true;
 }
 

@@ -5,6 +5,7 @@
 #include <torchspan/data_parallel/local_sgd.h>
 
 #include "data_parallel/toy_model.h"
+#include "state/api/place.h"
 
 namespace torchspan::data_parallel::local_sgd_test {
 namespace {
@@ -42,6 +43,14 @@ void expect_all_close(const Tensors& got, const Tensors& wanted) {
   }
 }
 
+class OtherRanks final : public state::Ranks {
+ public:
+  const void* identity() const override { return this; }
+  int level() const override { return state::kTensorParallel; }
+  int rank() const override { return 0; }
+  void reduce(std::vector<double>&, bool) const override {}
+};
+
 TEST(ModelAverager, ResumesTheCountOfACheckpoint) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters = some_parameters(self.rank);
@@ -50,6 +59,40 @@ TEST(ModelAverager, ResumesTheCountOfACheckpoint) {
     EXPECT_FALSE(averager.step());
     EXPECT_TRUE(averager.step()) << "step 6 is due";
     EXPECT_EQ(averager.steps(), 6);
+  });
+}
+
+/// Rows [2 * part, 2 * part + 2) of a parameter of shape [4, 3], among ranks that are not those of `self`.
+at::Tensor rows(int part, int rank) {
+  const at::Tensor tensor = leaf({2, 3}, at::kDouble, 1 + rank);
+  state::set_place(tensor, std::make_shared<state::Place>(state::part_of({4, 3}, {2 * part, 0}, {2, 3},
+                                                                         std::make_shared<OtherRanks>())));
+  return tensor;
+}
+
+TEST(ModelAverager, AveragesPartsOverRanksThatHaveTheSamePart) {
+  on_ranks(2, [](const Rank& self) {
+    const Tensors parameters{rows(1, self.rank)};
+    ModelAverager averager(parameters, self.group, 1);
+    EXPECT_TRUE(averager.step());
+    expect_close(parameters[0].detach(), mean_of({{rows(1, 0)}, {rows(1, 1)}}, {0, 1})[0], 1e-12);
+  });
+}
+
+TEST(ModelAverager, RefusesDifferentPartsAndOwnValues) {
+  on_ranks(2, [](const Rank& self) {
+    EXPECT_THAT(
+        error_text([&] { ModelAverager({rows(self.rank, 0)}, self.group, 1); }),
+        AllOf(HasSubstr("'parameter 0' is Double"), HasSubstr("elements [0:2, 0:3] of [4, 3] on rank 0"),
+              HasSubstr("elements [2:4, 0:3] of [4, 3] on rank 1"),
+              HasSubstr("use a group of the ranks that have the same part")));
+    EXPECT_THAT(error_text([&] { DiLoCo({rows(self.rank, 0)}, self.group); }),
+                HasSubstr("use a group of the ranks that have the same part"));
+    const at::Tensor own = leaf({3}, at::kDouble, 1);
+    state::set_place(own, std::make_shared<state::Place>(
+                              state::Place{.own = true, .among = {std::make_shared<OtherRanks>()}}));
+    EXPECT_THAT(error_text([&] { ModelAverager({own}, self.group, 1); }),
+                AllOf(HasSubstr("parameter 0 is this rank's own"), HasSubstr("leave it out")));
   });
 }
 

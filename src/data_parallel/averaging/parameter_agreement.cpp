@@ -7,6 +7,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "state/api/at_place.h"
+
 namespace torchspan::data_parallel {
 
 std::string parameter_name(std::size_t index) { return fmt::format("parameter {}", index); }
@@ -24,6 +26,14 @@ Agreement agreement_on(const collective::Group& group, const std::vector<at::Ten
           tensor.defined() ? c10::toString(tensor.scalar_type()) : "undefined");
       return agreement;
     }
+    const state::PlacePtr place = state::place_of(tensor);
+    if (place && place->own) {
+      agreement.failure = fmt::format(
+          "{} is this rank's own (DataParallelOptions::ignored_parameters), so it has no average: leave it "
+          "out",
+          parameter_name(i));
+      return agreement;
+    }
     try {
       check_device(group, parameter_name(i), tensor);
     } catch (const Error& error) {
@@ -33,6 +43,13 @@ Agreement agreement_on(const collective::Group& group, const std::vector<at::Ten
     agreement.add(parameter_name(i), tensor);
   }
   return agreement;
+}
+
+std::vector<at::Tensor> averaged_elements(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> elements;
+  for (const at::Tensor& parameter : parameters)
+    elements.push_back(state::elements_of(parameter, state::place_of(parameter)));
+  return elements;
 }
 
 }  // namespace torchspan::data_parallel

@@ -22,6 +22,7 @@
 #include "data_parallel/api/agreement.h"
 #include "device/api/half.h"
 #include "engine/api/node_ptr.h"
+#include "state/api/place.h"
 
 namespace torchspan {
 namespace {
@@ -142,13 +143,23 @@ struct Plan {
   data_parallel::Agreement agreement;
 };
 
+/// Features that are divided among tensor-parallel ranks, in words. FullyShardedDataParallel gathers its parts before the
+/// forward.
+std::string divided_features(const at::Tensor& weight) {
+  const state::PlacePtr place = state::place_of(weight);
+  const bool divided = place && std::ranges::any_of(place->among, [](const state::RanksPtr& ranks) {
+                         return ranks->level() == state::kTensorParallel;
+                       });
+  return divided ? data_parallel::part_in_words(weight) : std::string();
+}
+
 std::string described(const torch::nn::BatchNormOptions& options, const at::Tensor& weight) {
-  return fmt::format(
-      "a batch norm of {} features, eps {}, momentum {}, {}, {}", options.num_features(), options.eps(),
-      options.momentum() ? fmt::format("{}", *options.momentum()) : "none",
-      options.affine() ? fmt::format("with {} weights", c10::toString(weight.scalar_type()))
-                       : "without weights",
-      options.track_running_stats() ? "with running statistics" : "without running statistics");
+  return fmt::format("a batch norm of {} features, eps {}, momentum {}, {}, {}{}", options.num_features(),
+                     options.eps(), options.momentum() ? fmt::format("{}", *options.momentum()) : "none",
+                     options.affine() ? fmt::format("with {} weights", c10::toString(weight.scalar_type()))
+                                      : "without weights",
+                     options.track_running_stats() ? "with running statistics" : "without running statistics",
+                     divided_features(weight));
 }
 
 /// Makes a SyncBatchNorm from a batch norm; null if `module` is another module.

@@ -8,7 +8,9 @@
 #include <torchspan/data_parallel.h>
 #include <torchspan/data_parallel/sync_batch_norm.h>
 
+#include "data_parallel/api/group_ranks.h"
 #include "data_parallel/toy_model.h"
+#include "state/api/place.h"
 
 namespace torchspan::data_parallel::sync_batch_norm_test {
 namespace {
@@ -410,6 +412,21 @@ TEST(ConvertSyncBatchNorm, NamesTheBatchNormThatDiffersBetweenRanks) {
     if (self.rank == 1) net->push_back(nn::BatchNorm1d(3));
     const std::string count = refused(net);
     EXPECT_NE(count.find("rank 0 has 1 batch norms, rank 1 has 2"), std::string::npos) << count;
+  });
+}
+
+TEST(SyncBatchNorm, RefusesRanksThatHaveDifferentFeatures) {
+  on_ranks(2, [](const Rank& self) {
+    nn::BatchNorm1d norm(2);
+    state::set_place(norm->weight, std::make_shared<state::Place>(state::part_of(
+                                       {4}, {2 * self.rank}, {2},
+                                       data_parallel::ranks_of(self.group, state::kTensorParallel))));
+    nn::Sequential net(norm);
+    const std::string text = error_text([&] { convert_sync_batch_norm(*net, self.group); });
+    EXPECT_NE(text.find("elements [0:2] of [4] on rank 0"), std::string::npos) << text;
+    EXPECT_NE(text.find("use a group of the ranks that have the same part"), std::string::npos) << text;
+    const collective::Group alone = self.group.split(self.rank, 0);
+    EXPECT_EQ(convert_sync_batch_norm(*net, alone), 1U);
   });
 }
 
