@@ -138,6 +138,10 @@ double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm
 
 }  // namespace torchspan::optim
 
+namespace torchspan {
+using optim::clip_grad_norm;
+}  // namespace torchspan
+
 /// Encoded as a list of names and tensors.
 template <>
 struct torchspan::Wire<torchspan::optim::StateDict> {
