@@ -18,8 +18,7 @@ class MemoryState final : public state::StateReader {
  public:
   /// Puts together what the ranks' writers have. Fails the test if shards overlap, leave gaps, or replicas differ, except
   /// those of `first_counts`, of which the first is taken, as a checkpoint does.
-  explicit MemoryState(const std::vector<state::StateWriter>& writers,
-                       const std::string& first_counts = "") {
+  explicit MemoryState(const std::vector<state::StateWriter>& writers, const std::string& first_counts = "") {
     std::map<std::string, at::Tensor> covered;
     std::map<std::tuple<std::string, std::vector<std::int64_t>, std::vector<std::int64_t>>,
              const state::StateWriter*>
