@@ -11,7 +11,8 @@ namespace {
 
 class GroupRanks final : public state::Ranks {
  public:
-  GroupRanks(collective::Group group, int level) : group_(std::move(group)), level_(level) {}
+  GroupRanks(collective::Group group, int level, std::function<void()> check)
+      : group_(std::move(group)), level_(level), check_(std::move(check)) {}
 
   const void* identity() const override { return group_.backend().get(); }
   int level() const override { return level_; }
@@ -19,6 +20,7 @@ class GroupRanks final : public state::Ranks {
 
   /// Backends may lose a NaN in a maximum, so which numbers are NaN is reduced, too.
   void reduce(std::vector<double>& numbers, bool maximum) const override {
+    if (check_) check_();
     const auto count = static_cast<std::int64_t>(numbers.size());
     const at::Tensor all = at::zeros({2 * count}, at::kDouble);
     auto* values = all.data_ptr<double>();
@@ -34,12 +36,13 @@ class GroupRanks final : public state::Ranks {
  private:
   const collective::Group group_;
   const int level_;
+  const std::function<void()> check_;
 };
 
 }  // namespace
 
-state::RanksPtr ranks_of(const collective::Group& group, int level) {
-  return std::make_shared<GroupRanks>(group, level);
+state::RanksPtr ranks_of(const collective::Group& group, int level, std::function<void()> check) {
+  return std::make_shared<GroupRanks>(group, level, std::move(check));
 }
 
 }  // namespace torchspan::data_parallel

@@ -1,4 +1,5 @@
 #include <cmath>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <string>
 
@@ -9,6 +10,7 @@
 #include <torchspan/data_parallel.h>
 
 #include "data_parallel/toy_model.h"
+#include "state/api/gradient_norm.h"
 
 namespace torchspan::data_parallel::join_test {
 namespace {
@@ -282,6 +284,33 @@ TEST(Join, GoesOnAfterAForwardThatThrewAndWasCaught) {
     });
     EXPECT_EQ(failed, 1);
   });
+}
+
+// A norm or decision over all ranks' own values would wait for ranks without batches.
+TEST(Join, RefusesToClipOrScaleParametersOfEachRank) {
+  for (const bool scales : {false, true}) {
+    on_ranks(2, [&](const Rank& self) {
+      nn::Sequential net(linear(), linear());
+      DistributedDataParallel model(net, self.group, {.ignored_parameters = {"1.weight"}});
+      const auto step = [&] {
+        model(rows(1)).sum().backward();
+        const auto gradients = state::gradients_at_places(net->parameters());
+        if (scales) {
+          state::on_any_rank(gradients, false);
+        } else {
+          static_cast<void>(state::norm_over_places(gradients, 2));
+        }
+      };
+      try {
+        model.join([&] {
+          for (int batch = 0; batch <= self.rank; ++batch) step();
+        });
+        ADD_FAILURE() << "nothing was thrown on rank " << self.rank;
+      } catch (const Error& error) {
+        EXPECT_THAT(error.what(), ::testing::HasSubstr("DataParallelOptions::ignored_parameters"));
+      }
+    });
+  }
 }
 
 TEST(Join, EndsOnAllRanksWhenTheyDisagreeAboutTheNextOperation) {

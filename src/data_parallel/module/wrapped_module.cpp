@@ -65,7 +65,13 @@ class WrappedModule::Impl {
         buffers_(buffers_of(parts_)),
         reducer_(parts_.parameters, group, options) {
     if (options_.initial_sync) synchronize_state(0);
-    mark_own(*module, options_, ranks_of(group, state::kDataParallel));
+    mark_own(*module, options_, ranks_of(group, state::kDataParallel, [joins = joins_] {
+      if (!*joins) return;
+      throw Error(ErrorKind::kInvalid,
+                  "inside join(), clip_grad_norm() and GradScaler do not take parameters of "
+                  "DataParallelOptions::ignored_parameters: ranks without batches cannot take part in "
+                  "the norm or the decision; clip and scale the other parameters only");
+    }));
   }
 
   const collective::Group& group() const { return reducer_.group(); }
@@ -179,12 +185,14 @@ class WrappedModule::Impl {
     }
     if (!options.throw_on_early_termination) refuse_sync_batch_norms();
     join_ = options;
+    *joins_ = true;
     joining_.failure = nullptr;
     joining_.last_live = 0;
     struct Leave {
       Impl& self;
       ~Leave() {
         self.join_.reset();
+        *self.joins_ = false;
         self.joining_.without_batches = 0;
         self.reducer_.restart_count();
       }
@@ -367,6 +375,7 @@ class WrappedModule::Impl {
     bool buffers = false, buffer_hook = false;
   } owes_;
   std::optional<JoinOptions> join_;
+  const std::shared_ptr<bool> joins_ = std::make_shared<bool>(false);  ///< for places, which may outlive this
 };
 
 WrappedModule::WrappedModule(std::shared_ptr<torch::nn::Module> module, collective::Group group,
