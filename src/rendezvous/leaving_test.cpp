@@ -12,6 +12,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 void expect_no_death(Membership& membership) {
   membership.on_death(
@@ -43,6 +44,27 @@ TEST(Leaving, AGoodbyeIsADepartureAndRankZeroServesUntilTheLast) {
       EXPECT_GE(now, seconds(3));
     }
   });
+}
+
+TEST(Leaving, RankZeroNamesTheMembersThatItWaitsFor) {
+  SimulatedWorld world(13, 3);
+  ::testing::internal::CaptureStderr();
+  world.run([&](int rank) {
+    auto options = world.options(rank);
+    Runtime runtime(world.executor(), options.name, rank == 0 ? LogLevel::kWarning : LogLevel::kOff);
+    const auto membership = Membership::join(runtime, world.transports(rank), options);
+    membership->barrier("all", {}, world.in(seconds(1)));
+    world.executor().sleep(seconds(rank == 2 ? 35 : 0));
+    membership->leave(world.in(seconds(60)));
+  });
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(log, HasSubstr("these have not left yet: worker2 (rank 2"));
+  EXPECT_THAT(log, Not(HasSubstr("worker1")));
+  std::size_t times = 0;
+  for (std::size_t at = log.find("not left yet"); at != std::string::npos;
+       at = log.find("not left yet", at + 1))
+    ++times;
+  EXPECT_EQ(times, 3u);
 }
 
 /// The worker connects before or after rank 0 has left, while other workers are still present.

@@ -67,7 +67,20 @@ std::string StoreServer::finish(Deadline deadline) {
   return left_behind_;
 }
 
+/// Names the workers that keep rank 0 from leaving, every ten seconds after the first call.
+void StoreServer::warn_of_present(std::optional<Deadline>& next) {
+  constexpr Duration kEvery = std::chrono::seconds(10);
+  if (next && !next->passed(runtime_.executor.now())) return;
+  if (next) {
+    runtime_.log.warning(fmt::format(
+        "rank 0 leaves after all others, because it serves the store; these have not left yet: {}",
+        list_members(store_.present())));
+  }
+  next = runtime_.executor.deadline_in(kEvery);
+}
+
 void StoreServer::serve() {
+  std::optional<Deadline> warning;
   while (!stopping_) {
     // The store's deadlines pass in time, however many messages peers send.
     for (int i = 0; i < kPollsBetweenTicks && !stopping_ && transport_->poll(); ++i) {
@@ -77,7 +90,8 @@ void StoreServer::serve() {
       finishing_ = false;
       finished_->unpark();
     }
-    transport_->wait(store_.next_deadline());
+    if (finishing_) warn_of_present(warning);
+    transport_->wait(warning ? earlier(store_.next_deadline(), *warning) : store_.next_deadline());
   }
   const auto present = store_.present();
   MutexLock lock(mutex_);

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <torchspan/detail/core/mutex.h>
@@ -27,6 +28,7 @@ class StoreServer final : private net::Handler {
   std::string finish(Deadline deadline);
 
  private:
+  void warn_of_present(std::optional<Deadline>& next);
   void serve();
   void send(ConnectionId connection, const SharedBytes& message);
   void on_accepted(const std::shared_ptr<net::Channel>& channel) override;
