@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <optional>
 #include <string_view>
 
 #include <ATen/Functions.h>
@@ -157,14 +158,20 @@ std::string to_string(ReduceOp reduction) {
 class Group::Parts {
  public:
   void add(const Group& part) {
-    MutexLock lock(mutex_);
-    std::erase_if(parts_, [](const Part& ended) { return ended.backend.expired(); });
-    parts_.push_back({part.backend_, part.parts_});
+    std::optional<Error> aborted;
+    {
+      MutexLock lock(mutex_);
+      std::erase_if(parts_, [](const Part& ended) { return ended.backend.expired(); });
+      parts_.push_back({part.backend_, part.parts_});
+      aborted = aborted_;
+    }
+    if (aborted) part.abort(*aborted);
   }
   void abort(const Error& cause) {
     std::vector<Part> parts;
     {
       MutexLock lock(mutex_);
+      if (!aborted_) aborted_ = cause;
       parts = parts_;
     }
     for (const Part& part : parts) {
@@ -180,6 +187,7 @@ class Group::Parts {
   };
   Mutex mutex_;
   std::vector<Part> parts_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> aborted_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 Group::Group(std::shared_ptr<Backend> backend)
@@ -314,7 +322,7 @@ Future<at::Tensor> Group::scatter(at::Tensor output, std::vector<at::Tensor> par
 }
 
 Future<at::Tensor> Group::reduce(at::Tensor tensor, int root, ReduceOp reduction) const {
-  check_written(*backend_, "reduce", tensor);
+  root == rank() ? check_written(*backend_, "reduce", tensor) : check_tensor(*backend_, "reduce", tensor);
   check_rank("root", root, size());
   return start("reduce", logged_bytes(tensor),
                [&] { return backend_->reduce(std::move(tensor), root, reduction); });

@@ -111,7 +111,8 @@ class Maker {
         options_(std::move(options)),
         services_(std::move(services)),
         ranks_(options_.ranks),
-        tag_(tag_of("torchspan.group")) {
+        tag_(tag_of("torchspan.group")),
+        connections_tag_(tag_of("torchspan.connections")) {
     if (ranks_.empty()) {
       for (const Member& member : world.members()) ranks_.push_back(member.rank);
     }
@@ -127,6 +128,7 @@ class Maker {
           has_device() ? check_device_exists(*options_.device) : c10::Device(c10::kCPU));
     }
     compare_plans();
+    others_wait_ = true;
     std::shared_ptr<Backend> backend;
     try {
       backend = make_backend(members_of_group());
@@ -366,7 +368,7 @@ class Maker {
   }
 
   channels::MeshOptions mesh_options() const {
-    return {.timeout = options_.timeout, .tag = tag_of("torchspan.connections")};
+    return {.timeout = options_.timeout, .tag = connections_tag_};
   }
 
   int place_of(int world_rank) const {
@@ -447,9 +449,9 @@ class Maker {
   const GroupOptions options_;
   const DeviceServices services_;
   std::vector<int> ranks_;
-  const std::string tag_;     ///< of this group's rounds
-  bool others_wait_ = false;  ///< in the next round of all ranks
-  std::uint64_t number_ = 0;  ///< differs for every group of the first rank
+  const std::string tag_, connections_tag_;  ///< of this group's rounds
+  bool others_wait_ = false;                 ///< in the next round of all ranks
+  std::uint64_t number_ = 0;                 ///< differs for every group of the first rank
   Deadline deadline_;
 };
 

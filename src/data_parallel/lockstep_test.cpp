@@ -348,7 +348,7 @@ TEST(Lockstep, AgreeMayComeBeforeBackward) {
 }
 
 /// Where a rank throws in a step.
-enum class Place : std::uint8_t { kNowhere, kFirstLoss, kForward, kLoss, kBackward, kStep };
+enum class Place : std::uint8_t { kNowhere, kFirstLoss, kForward, kLoss, kBackward, kStep, kBetween };
 
 /// One rank's steps, in which every rank may throw at a random place, the same for a seed. All skip a step in which any rank
 /// threw, and train the others.
@@ -356,12 +356,14 @@ void skip_steps_at_random(const Rank& self, std::uint64_t seed, const DataParall
   std::mt19937_64 random(seed);
   const auto draw = [&](std::uint64_t count) { return random() % count; };
   const bool buffered = draw(2) == 0, before_backward = draw(2) == 0, keeps_outputs = draw(2) == 0;
+  // Otherwise, the first pass of a step accumulates.
+  const bool reduces_twice = draw(2) == 0 && !buffered && !before_backward && !options.static_graph;
   Fragile net(buffered);
   DistributedDataParallel model(net, self.group, options);
   for (int step = 0; step < 12; ++step) {
     std::vector<Place> places;
     for (int rank = 0; rank < self.size; ++rank) {
-      const auto place = static_cast<Place>(1 + draw(before_backward ? 3 : 5));
+      const auto place = static_cast<Place>(1 + draw(before_backward ? 3 : reduces_twice ? 6 : 5));
       places.push_back(draw(4) == 0 ? place : Place::kNowhere);
     }
     const bool trains = std::count(places.begin(), places.end(), Place::kNowhere) == self.size;
@@ -372,12 +374,18 @@ void skip_steps_at_random(const Rank& self, std::uint64_t seed, const DataParall
     at::Tensor kept, loss;
     net->zero_grad();
     const std::string text = caught([&] {
-      {
-        const auto local = model.no_sync();
+      const auto first_pass = [&] {
         at::Tensor output = model(fed(1));
         throw_at(Place::kFirstLoss);
         output.sum().backward();
+      };
+      if (reduces_twice) {
+        first_pass();
+      } else {
+        const auto local = model.no_sync();
+        first_pass();
       }
+      throw_at(Place::kBetween);
       net->throws = mine == Place::kForward;
       at::Tensor output = model(fed(1 + self.rank + step));
       if (keeps_outputs) kept = output;

@@ -104,6 +104,7 @@ void Reducer::Impl::restart_count() {
 /// whose operations do not wait for those of `parent_`.
 bool Reducer::Impl::agree(bool ok, const BegunForwards& begun) {
   const std::string reason = "it does not continue the step: agree(false)";
+  const std::string others_stop = "another rank does not continue the step: agree(false)";
   const auto rounds = [&] { return static_cast<std::int64_t>(parts_->meter.rounds() - agreed_rounds_); };
   std::int64_t forwards = begun.count;
   const auto join = [&] {
@@ -112,11 +113,10 @@ bool Reducer::Impl::agree(bool ok, const BegunForwards& begun) {
   };
   if (!ok && !passes_->give_up_paused(reason)) {
     const ForwardLog::Record open = parts_->forwards.unreached();
-    const bool none = forwards == 0 && (begun.join || rounds() == 0);
-    if (none) join();
     if (open) {
       passes_->refuse({.divisor = open->divisor, .leader = open->leader}, reason);
-    } else if (none) {
+    } else {  // the others may be in the next forward or pass of the step
+      join();
       passes_->refuse({}, reason);
     }
   }
@@ -125,8 +125,9 @@ bool Reducer::Impl::agree(bool ok, const BegunForwards& begun) {
   const auto* most = word.data_ptr<std::int64_t>();
   while (rounds() < most[1] || forwards < most[2]) {
     if (forwards < most[2]) join();
-    if (rounds() < most[1] && !passes_->give_up_paused(reason)) passes_->refuse({}, "");
+    if (rounds() < most[1] && !passes_->give_up_paused(ok ? others_stop : reason)) passes_->refuse({}, "");
   }
+  if (most[0] != 0) passes_->give_up_paused(others_stop);
   passes_->settle();
   agreed_rounds_ = parts_->meter.rounds();
   if (most[0] == 0) return true;

@@ -79,7 +79,8 @@ class OptimizerSource final : public state::StateSource {
       const auto [copy, last] = copies.equal_range(entry_owner(name));
       for (auto one = copy; one != last; ++one) {
         const at::Tensor* value = state.find(name);
-        if (value != nullptr) state.insert(one->second + name.substr(one->first.size()), value->clone());
+        const std::string copied = one->second + name.substr(one->first.size());
+        if (value != nullptr && state.find(copied) == nullptr) state.insert(copied, value->clone());
       }
     }
     for (const auto& [owner, owned] : places) {

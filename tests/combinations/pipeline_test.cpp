@@ -86,10 +86,10 @@ struct Case {
 
 /// Combinations that are known to fail or that programs cannot have. Delete a line to try them.
 constexpr Exclusion<Phase> kExcludedPhases[] = {
-    {"collectives in layers of interleaved stages that recompute may be paired in different orders "
-     "(docs/status.md)",
+    {"layers that communicate need an order that does not depend on when messages arrive (docs/pipeline.md)",
      [](const Phase& one) {
-       return one.tensor > 1 && one.interleaved() && one.checkpoint != ActivationCheckpoint::kNever;
+       return one.tensor > 1 && one.workers * one.replicas > 1 &&
+              (one.staleness == 1 || one.schedule == Schedule::kArrival);
      }},
     {"steps that overlap are not in the order of arrival",
      [](const Phase& one) { return one.staleness == 1 && one.schedule == Schedule::kArrival; }},

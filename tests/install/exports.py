@@ -10,7 +10,7 @@ from pathlib import Path
 
 EXPORTED = ("torchspan::Error::what() const", "typeinfo for torchspan::Error", "vtable for torchspan::Error",
             "torchspan::throw_invalid(", "torchspan::Session::shutdown()", "torchspan::autograd::ContextView::gradients() const",
-            "torchspan::optim::operator<<(", "typeinfo for torchspan::autograd::AutogradExtension")
+            "torchspan::state::operator<<(", "typeinfo for torchspan::autograd::AutogradExtension")
 # Demangled, or as compiled: clang mangles more of a template's parameters than older demanglers know.
 OTHERS = re.compile(r"(?:.* )?(?:std|c10|at|torch|ska|ska_ordered|fmt|nlohmann)(?:\[abi:\w+\])?::"
                     r"|_Z+N[rVKRO]*(?:St|\d+(?:c10|at|torch|ska|ska_ordered|fmt|nlohmann))")

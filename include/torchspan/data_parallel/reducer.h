@@ -106,8 +106,8 @@ class Reducer {
   void restart_count();
 
   /// Collective, once per step: whether `ok` is true on all ranks. If not, the step is skipped: backward passes of forwards
-  /// so far fail, on all ranks. Each rank may call it before or after its backward pass, or instead of one, with false also
-  /// instead of a forward. Uses the group of the constructor.
+  /// so far fail, on all ranks. All ranks call it at the same place of the program, before or after backward passes; with false,
+  /// a rank may call it anywhere in the step instead. Uses the group of the constructor.
   bool agree(bool ok, const BegunForwards& begun = {});
 
   /// Waits until the other ranks have finished a reduction that was aborted here. Call it before using

@@ -113,7 +113,8 @@ class FullyShardedDataParallel {
   /// optimizer or a module leaves. Call it between passes, on all ranks.
   void zero_grad() { wrapped_->zero_grad(); }
 
-  /// As DistributedDataParallel::agree(): whether `ok` is true on all ranks, before backward or after it.
+  /// As DistributedDataParallel::agree(): whether `ok` is true on all ranks, before backward or after it. A rank that calls it
+  /// instead of a forward lets the others wait in theirs until the timeout.
   [[nodiscard]] bool agree(bool ok) { return wrapped_->agree(ok); }
 
   /// Scales all gradients to a total norm of at most `max_norm`; returns the norm before scaling. Collective.

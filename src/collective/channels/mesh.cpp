@@ -123,8 +123,8 @@ std::string Mesh::connect(WorldLink& world, Deadline deadline) {
   std::string trouble;
   try {
     mine.addresses = listen(world, mine.nonce);
-  } catch (const Error& error) {  // without addresses, no rank connects
-    trouble = fmt::format("cannot listen: {}", error.message());
+  } catch (...) {  // without addresses, no rank connects
+    trouble = fmt::format("cannot listen: {}", to_error(std::current_exception()).message());
   }
   std::vector<Places> places;
   std::size_t count = lanes_.size();

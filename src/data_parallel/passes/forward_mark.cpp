@@ -24,7 +24,7 @@ class MarkHook final : public engine::PassHook {
  public:
   explicit MarkHook(Marked marked) : PassHook(marked.options.passes), marked_(std::move(marked)) {}
   ~MarkHook() override {
-    if (std::uncaught_exceptions() == 0 || marked_.reached.derivative) return;
+    if (std::uncaught_exceptions() <= exceptions_ || marked_.reached.derivative) return;
     if (const auto listener = marked_.options.listener.lock()) listener->mark_dropped(marked_.record);
   }
   MarkHook(const MarkHook&) = delete;
@@ -36,6 +36,7 @@ class MarkHook final : public engine::PassHook {
 
  private:
   const Marked marked_;
+  const int exceptions_ = std::uncaught_exceptions();  ///< that propagated in the forward
 };
 
 /// Passes gradients on, including undefined ones. With create_graph, a pass through a derivative of the outputs by the

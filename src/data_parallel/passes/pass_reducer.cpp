@@ -29,8 +29,8 @@ void PassReducer::close() {
     group.abort(Error(
         ErrorKind::kCancelled,
         fmt::format("rank {} destroyed its DistributedDataParallel or Reducer after it gave up a backward "
-                    "pass that the other ranks had not begun",
-                    group.ranks()[group.rank()])));
+                    "pass that the other ranks had not begun: {}",
+                    group.ranks()[group.rank()], empty_.reason())));
   }
   settle();
   parts_->holds.wait();

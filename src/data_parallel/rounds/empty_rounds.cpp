@@ -25,6 +25,7 @@ void EmptyRounds::finish(Round& round) {
   }
   MutexLock lock(mutex_);
   given_up_ = round.finished();
+  reason_ = round.reason();
 }
 
 void EmptyRounds::shadow(RoundOptions options) {
@@ -48,7 +49,16 @@ Future<void> EmptyRounds::given_up() {
 
 bool EmptyRounds::settle_for(Duration limit) {
   const Future<void> given_up = this->given_up();
-  return !given_up.valid() || given_up.wait_for(limit);
+  try {
+    return !given_up.valid() || given_up.wait_for(limit);
+  } catch (const Error&) {  // its host has ended
+    return true;
+  }
+}
+
+std::string EmptyRounds::reason() {
+  MutexLock lock(mutex_);
+  return reason_;
 }
 
 void EmptyRounds::settle() {

@@ -29,6 +29,8 @@ class EmptyRounds {
   void settle();
   /// As settle(), for at most `limit`. Whether they have finished it.
   bool settle_for(Duration limit);
+  /// Why the last reduction was given up.
+  std::string reason();
 
  private:
   std::unique_ptr<Round> begin(const RoundOptions& options);
@@ -37,6 +39,7 @@ class EmptyRounds {
   ReducerParts& parts_;
   Mutex mutex_;
   Future<void> given_up_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::string reason_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchspan::data_parallel

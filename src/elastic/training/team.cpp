@@ -23,7 +23,9 @@ collective::Group make_team_group(const Training::MakeGroup& make_group, const E
   group.ranks = generation.ranks;
   group.timeout = options.step_timeout;
   // Ranks that did not make the groups of all generations are not out of step.
-  group.name = fmt::format("elastic.{:016x}.{}", wire::digest(options.name), generation.number);
+  const std::string name =
+      group.name.empty() ? fmt::format("elastic.{:016x}", wire::digest(options.name)) : group.name;
+  group.name = fmt::format("{}.{}", name, generation.number);
   return make_group(group);
 }
 

@@ -39,7 +39,7 @@ class UnitOutputsHook final : public engine::PassHook {
   UnitOutputsHook(RecordPtr record, GradientNodes gradients)
       : PassHook(record->model->passes()), record_(std::move(record)), gradients_(std::move(gradients)) {}
   ~UnitOutputsHook() override {
-    if (std::uncaught_exceptions() > 0) record_->model->outputs_dropped(*record_);
+    if (std::uncaught_exceptions() > exceptions_) record_->model->outputs_dropped(*record_);
   }
   UnitOutputsHook(const UnitOutputsHook&) = delete;
   UnitOutputsHook& operator=(const UnitOutputsHook&) = delete;
@@ -55,6 +55,7 @@ class UnitOutputsHook final : public engine::PassHook {
  private:
   const RecordPtr record_;
   const GradientNodes gradients_;  // the graph owns them anyway
+  const int exceptions_ = std::uncaught_exceptions();  // that propagated in the forward
 };
 
 /// Whether the program wants a gradient. tensor.requires_grad() is true for any tensor with a gradient edge.
