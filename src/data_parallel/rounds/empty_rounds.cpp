@@ -26,6 +26,7 @@ void EmptyRounds::finish(Round& round) {
   MutexLock lock(mutex_);
   given_up_ = round.finished();
   reason_ = round.reason();
+  ++count_;
 }
 
 void EmptyRounds::shadow(RoundOptions options) {
@@ -54,6 +55,11 @@ bool EmptyRounds::settle_for(Duration limit) {
   } catch (const Error&) {  // its host has ended
     return true;
   }
+}
+
+std::uint64_t EmptyRounds::count() {
+  MutexLock lock(mutex_);
+  return count_;
 }
 
 std::string EmptyRounds::reason() {
