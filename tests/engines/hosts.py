@@ -75,9 +75,10 @@ class Hosts:
         near, far = self.hosts
         try:
             for host in self.hosts:
-                slurm.wait_for("a network namespace", 10, lambda host=host: subprocess.run(
-                    [*host.enter(), "ip", "link", "set", "lo", "up"], check=False).returncode == 0
-                    and os.readlink(f"/proc/{host.holder.pid}/ns/net") != os.readlink("/proc/self/ns/net"))
+                # Until its holder is in the new namespace, commands would change this one's.
+                slurm.wait_for("a network namespace", 10, lambda host=host: os.readlink(
+                    f"/proc/{host.holder.pid}/ns/net") != os.readlink("/proc/self/ns/net"))
+                host.run("ip", "link", "set", "lo", "up")
             near.run("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(far.holder.pid))
             for host in self.hosts:
                 host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
