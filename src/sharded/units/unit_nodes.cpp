@@ -54,7 +54,7 @@ class UnitOutputsHook final : public engine::PassHook {
 
  private:
   const RecordPtr record_;
-  const GradientNodes gradients_;  // the graph owns them anyway
+  const GradientNodes gradients_;                      // the graph owns them anyway
   const int exceptions_ = std::uncaught_exceptions();  // that propagated in the forward
 };
 
