@@ -116,7 +116,7 @@ bool Reducer::Impl::agree(bool ok, const BegunForwards& begun) {
     const ForwardLog::Record open = parts_->forwards.unreached();
     if (open) {
       passes_->refuse({.divisor = open->divisor, .leader = open->leader}, reason);
-    } else if (passes_->given_up() ==
+    } else if (parts_->meter.given_up() ==
                agreed_given_up_) {  // others may be in the next forward or pass of the step
       join();
       passes_->refuse({}, reason);
@@ -132,7 +132,7 @@ bool Reducer::Impl::agree(bool ok, const BegunForwards& begun) {
   if (most[0] != 0) passes_->give_up_paused(others_stop);
   passes_->settle();
   agreed_rounds_ = parts_->meter.rounds();
-  agreed_given_up_ = passes_->given_up();
+  agreed_given_up_ = parts_->meter.given_up();
   if (most[0] == 0) return true;
   parts_->forwards.skip();
   parts_->status.restart_count();

@@ -35,6 +35,9 @@ class ReducerMeter {
   /// Returns the round's number, from 1.
   std::uint64_t begin_round() { return ++rounds_; }
   std::uint64_t rounds() const { return rounds_; }
+  /// Rounds that this rank has given up.
+  void count_given_up() { ++given_up_; }
+  std::uint64_t given_up() const { return given_up_; }
   void count_aborted();
   void count_unused();
   void count_reduction();
@@ -49,7 +52,7 @@ class ReducerMeter {
 
  private:
   Runtime& runtime_;
-  std::atomic<std::uint64_t> rounds_{0};
+  std::atomic<std::uint64_t> rounds_{0}, given_up_{0};
   mutable Mutex mutex_;
   std::optional<TimePoint> forward_began_ TORCHSPAN_GUARDED_BY(mutex_);
   ReducerStats stats_ TORCHSPAN_GUARDED_BY(mutex_);

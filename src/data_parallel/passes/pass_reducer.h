@@ -40,8 +40,6 @@ class PassReducer final : public MarkListener,
   void refuse_dropped();
   /// Gives up a round whose passes so far left gradients for later passes. False if there is none.
   bool give_up_paused(const std::string& reason);
-  /// Number of reductions that this rank has given up.
-  std::uint64_t given_up() { return empty_.count(); }
 
   void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                     Reached reached) override;

@@ -23,10 +23,10 @@ void EmptyRounds::finish(Round& round) {
                                                          group.ranks()[group.rank()], round.reason())));
     return;
   }
+  parts_.meter.count_given_up();
   MutexLock lock(mutex_);
   given_up_ = round.finished();
   reason_ = round.reason();
-  ++count_;
 }
 
 void EmptyRounds::shadow(RoundOptions options) {
@@ -55,11 +55,6 @@ bool EmptyRounds::settle_for(Duration limit) {
   } catch (const Error&) {  // its host has ended
     return true;
   }
-}
-
-std::uint64_t EmptyRounds::count() {
-  MutexLock lock(mutex_);
-  return count_;
 }
 
 std::string EmptyRounds::reason() {

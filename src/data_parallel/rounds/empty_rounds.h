@@ -29,9 +29,8 @@ class EmptyRounds {
   void settle();
   /// As settle(), for at most `limit`. Whether they have finished it.
   bool settle_for(Duration limit);
-  /// Why the last reduction was given up, and how many were.
+  /// Why the last reduction was given up.
   std::string reason();
-  std::uint64_t count();
 
  private:
   std::unique_ptr<Round> begin(const RoundOptions& options);
@@ -41,7 +40,6 @@ class EmptyRounds {
   Mutex mutex_;
   Future<void> given_up_ TORCHSPAN_GUARDED_BY(mutex_);
   std::string reason_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::uint64_t count_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace torchspan::data_parallel
