@@ -1,10 +1,10 @@
 #include "data_parallel/api/group_ranks.h"
 
-#include <cmath>
+#include <algorithm>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 
 namespace torchspan::data_parallel {
 namespace {
@@ -18,19 +18,12 @@ class GroupRanks final : public state::Ranks {
   int level() const override { return level_; }
   int rank() const override { return group_.rank(); }
 
-  /// Backends may lose a NaN in a maximum, so which numbers are NaN is reduced, too.
   void reduce(std::vector<double>& numbers, bool maximum) const override {
     if (check_) check_();
-    const auto count = static_cast<std::int64_t>(numbers.size());
-    const at::Tensor all = at::zeros({2 * count}, at::kDouble);
-    auto* values = all.data_ptr<double>();
-    for (std::int64_t i = 0; i < count; ++i) {
-      const double number = numbers[static_cast<std::size_t>(i)];
-      (std::isnan(number) ? values[count + i] : values[i]) = std::isnan(number) ? 1 : number;
-    }
+    const at::Tensor all = at::empty({static_cast<std::int64_t>(numbers.size())}, at::kDouble);
+    std::copy(numbers.begin(), numbers.end(), all.data_ptr<double>());
     group_.all_reduce(all, maximum ? collective::kMax : collective::kSum).wait();
-    for (std::int64_t i = 0; i < count; ++i)
-      numbers[static_cast<std::size_t>(i)] = values[count + i] > 0 ? std::nan("") : values[i];
+    std::copy_n(all.data_ptr<double>(), numbers.size(), numbers.begin());
   }
 
  private:
