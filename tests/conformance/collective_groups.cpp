@@ -235,14 +235,16 @@ TEST_P(CollectiveGroups, RefusesTensorsWithoutMemoryOrWithSharedMemoryAndGoesOn)
         EXPECT_THAT(error.message(), ::testing::HasSubstr(text));
       }
     };
-    for (const auto& [tensor, why] : {std::pair(zero, "has no memory"), std::pair(shared, "share memory")}) {
+    const auto refused_everywhere = [&](const at::Tensor& tensor, const char* why) {
       refused(why, [&] { static_cast<void>(group.all_reduce(tensor)); });
       refused(why, [&] { static_cast<void>(group.broadcast(tensor, 0)); });
       if (group.rank() == 0 || why == std::string_view("has no memory"))
         refused(why, [&] { static_cast<void>(group.reduce(tensor, 0)); });
       refused(why, [&] { static_cast<void>(group.all_gather_into_tensor(tensor, at::ones({2}))); });
       refused(why, [&] { static_cast<void>(all_reduce_coalesced(group, {good, tensor})); });
-    }
+    };
+    refused_everywhere(zero, "has no memory");
+    refused_everywhere(shared, "share memory");
     refused("has no memory", [&] { static_cast<void>(group.all_gather(zero)); });
     refused("has no memory", [&] { static_cast<void>(group.reduce_scatter(zero)); });
     // What is only read may share memory.
