@@ -7,6 +7,8 @@
 #                                   clang-tidy; CHECK_SECONDS=600 limits those that compile
 #   make bench [SECTION=rpc]        run all benchmarks or one, write build/bench/*.json and report.html; LIBTORCH=torch2
 #                                   uses pip's torch, ARGS=--quick measures one round
+#   make python                     build the Python package and install it in build/python/venv, beside pip's torch
+#   make test-python                PyTorch's own suites from its wheel over TorchSpan, and ours; ARGS name tests
 #   make fuzz [FUZZ_SECONDS=60]     feed malformed bytes to the decoders
 #   make soak [SOAK_SECONDS=600]    make random calls while workers are killed and restarted
 #   make survive [KILLS=50]         kill training jobs at random moments; their results must be those without kills
@@ -22,7 +24,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two targets may build in one folder
-.PHONY: demo test check bench fuzz soak survive scale long package tarball docs check-docs format clean help
+.PHONY: demo test check bench python test-python fuzz soak survive scale long package tarball docs check-docs format clean help
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
@@ -78,6 +80,16 @@ bench:
 	@tools/install-deps build $(if $(LIBTORCH),$(LIBTORCH)-bench)
 	@$(call configure,release$(if $(LIBTORCH),-$(LIBTORCH)))
 	@LIBTORCH=$(LIBTORCH) tools/run-bench "$(SECTION)" $(ARGS)
+
+# For the torch of the environment, so pip must not build it in an environment of its own.
+python:
+	@tools/install-deps build python
+	@CXX=clang++-19 CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) build/python/venv/bin/pip install --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --force-reinstall --config-settings=build-dir=build/python/module .
+	@echo "build/python/venv/bin/python has torchspan: see docs/python.md"
+
+test-python: python
+	@build/python/venv/bin/python tests/python/run.py $(ARGS)
 
 fuzz:
 	@tools/install-deps build fuzz

@@ -145,6 +145,12 @@ std::string direct_address(const std::string& endpoint, const Member& self,
                                              : fmt::format("tls:[{}]:0", host);
 }
 
+/// `address`, with the port of `bound` in place of port 0.
+std::string with_port_of(const std::string& address, const std::string& bound) {
+  return address.ends_with(":0") ? address.substr(0, address.size() - 1) + bound.substr(bound.rfind(':') + 1)
+                                 : address;
+}
+
 }  // namespace
 
 TransportFactory stream_transports(Executor& executor, net::Secret secret) {
@@ -180,6 +186,9 @@ class Membership::Impl {
                        .host_id = self_.host_id,
                        .heartbeats = {options.heartbeat, options.dead_after},
                        .versions = options.store});
+      options.store_address = with_port_of(options.store_address, server_->address());
+      store_address_ = options.store_address;
+      if (options.store_ready) options.store_ready(store_address_);
     }
     client_ = std::make_unique<Client>(runtime, transports, std::move(options), self_);
     try {
@@ -393,7 +402,7 @@ class Membership::Impl {
 
   Runtime& runtime_;
   const TransportFactory transports_;
-  const std::string store_address_;
+  std::string store_address_;
   const bool open_;
   Member self_;  ///< complete once the constructor is done
   std::atomic<bool> left_{false};

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/core/pool.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "net/api/stream.h"
@@ -145,6 +146,21 @@ TEST_F(Sockets, RankZeroMayServeAtAnotherAddressThanAdvertised) {
     options.store_address = "tls:localhost:" + port;
     options.store_listen = "tls:127.0.0.1:" + port;
   });
+}
+
+TEST_F(Sockets, RankZeroTellsTheFreePortThatItGot) {
+  for (const std::string host : {"tcp:127.0.0.1", "tls:127.0.0.1", "tls:localhost"}) {
+    const auto pool = std::make_shared<Pool>(*executor_, PoolOptions{});
+    Promise<std::string> ready(pool);
+    const Future<std::string> address = ready.future();
+    meet(3, [&](MembershipOptions& options) {
+      options.store_address = options.rank == 0 ? host + ":0" : address.wait();
+      if (host == "tls:localhost") options.store_listen = "tls:127.0.0.1:0";
+      options.store_ready = [&](const std::string& store) { ready.set_value(store); };
+    });
+    EXPECT_TRUE(address.wait().starts_with(host + ":")) << address.wait();
+    EXPECT_FALSE(address.wait().ends_with(":0")) << address.wait();
+  }
 }
 
 TEST_F(Sockets, TheStoreRejectsAnAddressOfAnotherMachine) {

@@ -11,6 +11,7 @@
 #include "autograd/api/running_passes.h"
 #include "core/api/observation.h"
 #include "rendezvous/api/files.h"
+#include "rendezvous/api/network_options.h"
 #include "session/calls_state.h"
 #include "session/endpoint.h"
 #include "session/session_on_host.h"
@@ -81,54 +82,13 @@ std::optional<Duration> read_seconds(const rendezvous::Environment& environment,
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
 }
 
-/// TORCHSPAN_NETWORK: the transport between hosts.
-void read_network(const std::string& name, net::NetworkOptions& network) {
-  if (name == "tls") return;
-  if (name == "tcp-isolated") {
-    network.tls.network = net::TcpNetwork::kIsolated;
-  } else if (name == "ucx") {
-    network.ucx = net::UcxOptions{.network = net::UcxNetwork::kRdma};
-  } else if (name == "ucx-isolated") {
-    network.ucx = net::UcxOptions{.network = net::UcxNetwork::kIsolated};
-  } else {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("TORCHSPAN_NETWORK is '{}'; expected tls, tcp-isolated (not encrypted), ucx (RDMA "
-                    "devices only), or ucx-isolated (TCP too); the isolated ones only on a network that "
-                    "only this job's workers can reach",
-                    name));
-  }
-}
-
-/// TORCHSPAN_PORT_RANGE: "29600-29699", or one port.
-net::PortRange read_ports(const std::string& text) {
-  const std::size_t dash = text.find('-');
-  const auto number = [&](const std::string& part) {
-    std::uint16_t port = 0;
-    const auto result = std::from_chars(part.data(), part.data() + part.size(), port);
-    return result.ec == std::errc() && result.ptr == part.data() + part.size() ? port : std::uint16_t{0};
-  };
-  const net::PortRange ports{.first = number(text.substr(0, dash)),
-                             .last = number(dash == std::string::npos ? text : text.substr(dash + 1))};
-  if (ports.first != 0 && ports.first <= ports.last) return ports;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("TORCHSPAN_PORT_RANGE is '{}'; expected two ports from 1 to 65535, the smaller "
-                          "first, such as 29600-29699",
-                          text));
-}
-
 }  // namespace
 
 WorkerOptions WorkerOptions::from_env() {
   const rendezvous::Environment environment = rendezvous::process_environment();
   WorkerOptions options;
   options.environment = rendezvous::read_environment(environment);
-  options.network.tls.certificate_file = options.environment.certificate_file;
-  options.network.tls.key_file = options.environment.key_file;
-  options.network.tls.authority_file = options.environment.authority_file;
-  if (const auto network = text_of(environment, "TORCHSPAN_NETWORK")) read_network(*network, options.network);
-  if (const auto ports = text_of(environment, "TORCHSPAN_PORT_RANGE"))
-    options.network.tls.ports = read_ports(*ports);
+  options.network = rendezvous::read_network(environment);
   if (const auto level = text_of(environment, "TORCHSPAN_LOG_LEVEL"))
     options.log_level = parse_log_level(*level);
   options.observation = ObservationOptions::from(environment);

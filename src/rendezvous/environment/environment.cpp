@@ -11,6 +11,7 @@
 #include <torchspan/rendezvous.h>
 
 #include "rendezvous/api/names.h"
+#include "rendezvous/api/network_options.h"
 #include "rendezvous/environment/slurm.h"
 #include "rendezvous/messages/messages.h"
 
@@ -337,7 +338,55 @@ void read_job(const Variables& variables, WorkerEnvironment& worker) {
   if (ours && worker.restart_count > 0) worker.job += fmt::format("/attempt {}", worker.restart_count);
 }
 
+/// TORCHSPAN_NETWORK: the transport between hosts.
+void choose_transport(const std::string& name, net::NetworkOptions& network) {
+  if (name == "tls") return;
+  if (name == "tcp-isolated") {
+    network.tls.network = net::TcpNetwork::kIsolated;
+  } else if (name == "ucx") {
+    network.ucx = net::UcxOptions{.network = net::UcxNetwork::kRdma};
+  } else if (name == "ucx-isolated") {
+    network.ucx = net::UcxOptions{.network = net::UcxNetwork::kIsolated};
+  } else {
+    throw_invalid(
+        fmt::format("TORCHSPAN_NETWORK is '{}'; expected tls, tcp-isolated (not encrypted), ucx (RDMA "
+                    "devices only), or ucx-isolated (TCP too); the isolated ones only on a network that "
+                    "only this job's workers can reach",
+                    name));
+  }
+}
+
+/// TORCHSPAN_PORT_RANGE: "29600-29699", or one port.
+net::PortRange read_ports(const std::string& text) {
+  const std::size_t dash = text.find('-');
+  const auto number = [&](const std::string& part) {
+    std::uint16_t port = 0;
+    const auto result = std::from_chars(part.data(), part.data() + part.size(), port);
+    return result.ec == std::errc() && result.ptr == part.data() + part.size() ? port : std::uint16_t{0};
+  };
+  const net::PortRange ports{.first = number(text.substr(0, dash)),
+                             .last = number(dash == std::string::npos ? text : text.substr(dash + 1))};
+  if (ports.first != 0 && ports.first <= ports.last) return ports;
+  throw_invalid(
+      fmt::format("TORCHSPAN_PORT_RANGE is '{}'; expected two ports from 1 to 65535, the smaller first, such "
+                  "as 29600-29699",
+                  text));
+}
+
 }  // namespace
+
+net::NetworkOptions read_network(const Environment& environment) {
+  const Variables variables(environment);
+  WorkerEnvironment worker;
+  read_network(variables, worker);
+  net::NetworkOptions network;
+  network.tls.certificate_file = worker.certificate_file;
+  network.tls.key_file = worker.key_file;
+  network.tls.authority_file = worker.authority_file;
+  if (const auto name = variables.text("TORCHSPAN_NETWORK")) choose_transport(*name, network);
+  if (const auto ports = variables.text("TORCHSPAN_PORT_RANGE")) network.tls.ports = read_ports(*ports);
+  return network;
+}
 
 Environment process_environment() {
   Environment environment;

@@ -7,11 +7,9 @@ namespace {
 
 constexpr int kPollsBetweenTicks = 64;
 
-std::unique_ptr<net::Transport> listen(const TransportFactory& transports, net::Handler& handler,
-                                       const std::string& address) {
-  auto transport = transports("store", handler);
+std::string listen(net::Transport& transport, const std::string& address) {
   try {
-    transport->listen(address);
+    return transport.listen(address);
   } catch (const Error& error) {
     const bool tls = address.starts_with("tls:"), port = tls || address.starts_with("tcp:");
     throw Error(
@@ -22,7 +20,6 @@ std::unique_ptr<net::Transport> listen(const TransportFactory& transports, net::
                           "TORCHSPAN_LISTEN_HOST on rank 0 to one that is"
                         : ""));
   }
-  return transport;
 }
 
 StoreOptions with_clock_samples(StoreOptions options, Runtime& runtime) {
@@ -45,7 +42,8 @@ StoreServer::StoreServer(Runtime& runtime, const TransportFactory& transports, c
                  if (found != channels_.end()) found->second->close();
                }}),
       finished_(runtime.executor.make_parker()),
-      transport_(listen(transports, *this, address)) {
+      transport_(transports("store", *this)),
+      address_(listen(*transport_, address)) {
   thread_ = runtime_.executor.spawn("torchspan store", [this] { serve(); });
 }
 

@@ -23,6 +23,8 @@ class StoreServer final : private net::Handler {
   /// Stops at once: for clients that are still connected, their store dies.
   ~StoreServer() override;
 
+  /// Where it listens.
+  const std::string& address() const { return address_; }
   /// Serves until no worker needs the store, at most until the deadline. Returns the names of the workers
   /// that were still present then.
   std::string finish(Deadline deadline);
@@ -48,6 +50,7 @@ class StoreServer final : private net::Handler {
   Mutex mutex_;
   std::string left_behind_ TORCHSPAN_GUARDED_BY(mutex_);
   std::unique_ptr<net::Transport> transport_;
+  const std::string address_;
   Thread thread_;
 };
 

@@ -72,9 +72,12 @@ struct MembershipOptions {
   std::string name;    ///< 1 to 127 of A-Z a-z 0-9 _ . : -
   int rank = 0;        ///< or kAnyRank
   int world_size = 1;  ///< or kOpenWorld
-  /// Address of the store: "tcp:127.0.0.1:29500", "tls:node0:29500", "unix:/path", "sim:store".
+  /// Address of the store: "tcp:127.0.0.1:29500", "tls:node0:29500", "unix:/path", "sim:store". Port 0 on rank 0: a
+  /// free one, which `store_ready` gets.
   std::string store_address;
-  std::string store_listen;    ///< where rank 0 listens, if different; else empty
+  std::string store_listen;  ///< where rank 0 listens, if different; else empty
+  /// Called on rank 0 before it waits for the others, with the address of the store that they need.
+  std::function<void(const std::string& store_address)> store_ready = {};
   std::string address;         ///< this worker's listening address, advertised to all
   std::string job;             ///< the store of another job rejects this worker, unaffected
   std::uint64_t instance = 0;  ///< 0: drawn from the system's random source

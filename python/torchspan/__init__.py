@@ -1,0 +1,30 @@
+"""TorchSpan for PyTorch programs: the backend "torchspan" of torch.distributed.
+
+    import torch.distributed as dist
+    dist.init_process_group("torchspan")
+
+Importing this package registers the backend; since torch 2.14 no import is needed.
+"""
+
+import torch
+
+_ADVICE = "Build it for this environment: pip install --no-build-isolation --force-reinstall --no-deps torchspan"
+
+try:
+    from . import _C
+except ImportError as error:
+    raise ImportError(
+        f"torchspan has no module for torch {torch.__version__} and this Python ({error}). {_ADVICE}"
+    ) from error
+
+if _C.torch_version.split(".")[:2] != torch.__version__.split("+")[0].split(".")[:2]:
+    raise ImportError(
+        f"torchspan {_C.version} was built for torch {_C.torch_version}, and this is torch {torch.__version__}. {_ADVICE}"
+    )
+
+from .distributed import register, use_for_gloo  # noqa: E402
+
+__version__ = _C.version
+__all__ = ["register", "use_for_gloo"]
+
+register()

@@ -1,0 +1,56 @@
+// torchspan._C: what the package `torchspan` needs of the library.
+#include <pybind11/chrono.h>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include "python/c10d/backend.h"
+#include "python/c10d/errors.h"
+
+namespace torchspan::python {
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+
+std::shared_ptr<World> join_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                  const std::string& master_host, Milliseconds timeout) {
+  return with_torch_errors([&] { return World::join(*store, {rank, size, master_host}, timeout); });
+}
+
+c10::intrusive_ptr<Backend> make_backend(const std::shared_ptr<World>& world, const std::vector<int>& ranks,
+                                         const Backend::Names& names, Milliseconds timeout) {
+  return with_torch_errors([&] { return Backend::make(world, ranks, names, timeout); });
+}
+
+}  // namespace
+}  // namespace torchspan::python
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  namespace ours = torchspan::python;
+  pybind11::module_::import("torch.distributed");  // registers the base class
+  module.attr("version") = TORCHSPAN_VERSION;
+  module.attr("torch_version") = TORCH_VERSION;
+  pybind11::class_<ours::World, std::shared_ptr<ours::World>>(module, "World")
+      .def(
+          "leave",
+          [](ours::World& world, ours::Milliseconds timeout) {
+            ours::with_torch_errors([&] { world.leave(timeout); });
+          },
+          pybind11::arg("timeout"), pybind11::call_guard<pybind11::gil_scoped_release>());
+  pybind11::class_<ours::Backend, c10d::Backend, c10::intrusive_ptr<ours::Backend>>(module, "Backend")
+      .def_property_readonly("world", &ours::Backend::world);
+  module.def("join_world", torch::wrap_pybind_function_no_gil(ours::join_world), pybind11::arg("store"),
+             pybind11::arg("rank"), pybind11::arg("size"), pybind11::arg("master_host"),
+             pybind11::arg("timeout"));
+  module.def(
+      "make_backend",
+      [](const std::shared_ptr<ours::World>& world, const std::vector<int>& ranks, const std::string& backend,
+         const std::string& group, bool ends_world, ours::Milliseconds timeout) {
+        const pybind11::gil_scoped_release released;
+        return ours::make_backend(world, ranks, {backend, group, ends_world}, timeout);
+      },
+      pybind11::arg("world"), pybind11::arg("ranks"), pybind11::arg("backend"), pybind11::arg("group"),
+      pybind11::arg("ends_world"), pybind11::arg("timeout"));
+}

@@ -1,0 +1,232 @@
+"""What ranks see when others die, stop, differ, or have another secret; and what processes may do around a world."""
+
+import os
+import re
+import signal
+import tempfile
+import time
+import unittest
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import processes
+import torchspan
+
+
+def killed(rank, size):
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(1000))
+            time.sleep(0.001)
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic() - started
+    return "nothing was raised", 0
+
+
+def late(rank, size):
+    if rank == 1:
+        time.sleep(3)
+        return "", 0
+    started = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(2))
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic() - started
+    return "nothing was raised", 0
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def different_shapes(rank, size):
+    return raised_by(lambda: dist.all_reduce(torch.ones(2 + rank)))
+
+
+def wrong_arguments(rank, size):
+    texts = [
+        raised_by(lambda: dist.all_gather([torch.empty(2)] * (size - 1), torch.ones(2))),
+        raised_by(lambda: dist.reduce_scatter_tensor(torch.empty(3), torch.ones(7))),
+        raised_by(lambda: dist.all_to_all_single(torch.empty(2 * size + 1), torch.ones(2 * size + 1))),
+        raised_by(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), op=dist.ReduceOp.AVG)),
+        raised_by(lambda: dist.all_reduce(torch.ones(2).expand(3, 2))),
+    ]
+    good = torch.ones(2)
+    dist.all_reduce(good)  # none of these breaks the group
+    return texts, good
+
+
+def many_groups(rank, size, count):
+    descriptors = []
+    for number in range(count):
+        group = dist.new_group(list(range(size)))
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+        if number in (count // 2, count - 1):
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+    return descriptors
+
+
+def two_worlds(rank, size):
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "torchspan", init_method="file://" + os.environ["SECOND_STORE"], rank=rank, world_size=size
+    )
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return value.item()
+
+
+def with_data_loader(rank, size):
+    data = torch.utils.data.TensorDataset(torch.arange(32.0))
+    total = torch.zeros(1)
+    for _ in range(3):
+        for (batch,) in torch.utils.data.DataLoader(data, batch_size=4, num_workers=2):
+            part = batch.sum()
+            dist.all_reduce(part)
+            total += part
+    return total.item()
+
+
+def pending_work(rank, size):
+    return dist.all_reduce(torch.ones(10), async_op=True) is not None
+
+
+def nothing_but_exit(rank, size):
+    dist.all_reduce(torch.ones(1))
+    return True
+
+
+def allocated(rank, size):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.supports_tensor_alloc(torch.device("cpu"))
+    tensor = backend.allocate_tensor(1000, dtype=torch.float32, device=torch.device("cpu"))
+    tensor.fill_(rank + 1)
+    dist.all_reduce(tensor)
+    return tensor.sum().item()
+
+
+def dropped(rank, size):
+    outputs = [torch.zeros(3) for _ in range(size)]
+    dist.all_gather(outputs, torch.full((3,), float(rank)), async_op=True)  # nobody waits
+    dist.barrier()
+    end = time.monotonic() + 10
+    while time.monotonic() < end and outputs[size - 1][0] != size - 1:
+        time.sleep(0.01)
+    return torch.stack(outputs)
+
+
+def futures(rank, size):
+    work = dist.all_reduce(torch.full((4,), float(rank)), async_op=True)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    return doubled.wait()
+
+
+def monitored(rank, size):
+    if rank == 2:
+        time.sleep(1)
+        return ""
+    return raised_by(lambda: dist.monitored_barrier(timeout=timedelta(milliseconds=300)))
+
+
+def aborted(rank, size):
+    group = dist.new_group()
+    if rank == 0:
+        time.sleep(0.2)
+        group._get_backend(torch.device("cpu")).abort()
+        return raised_by(lambda: dist.all_reduce(torch.ones(1), group=group))
+    return raised_by(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+
+class Failures(unittest.TestCase):
+    def test_a_killed_rank_is_named_on_all_others_within_a_second(self):
+        for results in [processes.run(3, killed, destroy=False)]:
+            for rank in (0, 2):
+                text, seconds = results[rank]
+                self.assertRegex(text, r"worker1 \(rank 1, pid \d+")
+                self.assertLess(seconds, 2)
+
+    def test_a_late_rank_is_named_after_the_timeout(self):
+        text, seconds = processes.run(2, late, timeout=1, destroy=False)[0]
+        self.assertRegex(text, r"timed out.*all_reduce\(Float \[2\], sum\).*worker1 \(rank 1")
+        self.assertGreater(seconds, 0.5)
+
+    def test_different_shapes_fail_on_all_ranks(self):
+        for text in processes.run(3, different_shapes, destroy=False):
+            self.assertRegex(text, r"DistBackendError: torchspan: invalid.*all_reduce\(Float \[2\].*all_reduce\(Float \[3\]")
+
+    def test_wrong_arguments_are_refused_and_break_nothing(self):
+        for result in processes.run(3, wrong_arguments):
+            texts, good = result
+            for text, expected in zip(
+                texts, ["2 outputs", "expected 3 times", "split sizes|divide", "average|kAvg|floating", "share memory"]
+            ):
+                self.assertRegex(text, expected)
+                self.assertNotIn("nothing was raised", text)
+            self.assertEqual(good.tolist(), [3, 3])
+
+    def test_another_secret_is_denied_on_both_sides(self):
+        folder = tempfile.mkdtemp()
+        for rank in range(2):
+            path = f"{folder}/{rank}"
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                file.write(bytes([rank + 1]) * 32)
+        results = processes.run(
+            2, nothing_but_exit, timeout=5, environment=lambda rank: {"TORCHSPAN_SECRET_FILE": f"{folder}/{rank}"}
+        )
+        self.assertRegex(results[1].text, "denied|secret")
+        self.assertEqual(results[1].type_name, "DistBackendError")
+        self.assertIsInstance(results[0], processes.Failed)
+
+    def test_groups_leave_no_descriptors(self):
+        for result in processes.run(2, many_groups, 200):
+            self.assertEqual(result[0], result[1])
+
+    def test_a_process_can_be_part_of_one_world_after_another(self):
+        path = tempfile.mkdtemp() + "/store"
+        self.assertEqual(processes.run(2, two_worlds, environment=lambda rank: {"SECOND_STORE": path}), [2, 2])
+
+    def test_data_loaders_may_fork_workers_meanwhile(self):
+        self.assertEqual(processes.run(2, with_data_loader), [2 * 3 * 496.0] * 2)
+
+    def test_pending_work_does_not_keep_a_process(self):
+        self.assertEqual(processes.run(2, pending_work, destroy=False), [True, True])
+
+    def test_a_program_may_end_without_destroying_its_group(self):
+        self.assertEqual(processes.run(3, nothing_but_exit, destroy=False), [True] * 3)
+
+    def test_tensors_of_the_group(self):
+        self.assertEqual(processes.run(2, allocated), [3000.0, 3000.0])
+
+    def test_an_operation_that_nobody_waits_for_writes_its_results(self):
+        for result in processes.run(3, dropped):
+            self.assertEqual(result[:, 0].tolist(), [0, 1, 2])
+
+    def test_futures_complete_without_a_waiter(self):
+        for result in processes.run(2, futures):
+            self.assertEqual(result.tolist(), [2.0] * 4)
+
+    def test_a_monitored_barrier_names_the_late_rank_and_breaks_nothing(self):
+        results = processes.run(3, monitored, backend="torchspan", destroy=False)
+        for rank in (0, 1):
+            # torch itself refuses other backends than "gloo"
+            self.assertRegex(results[rank], "monitored_barrier is only implemented for GLOO|Rank 2 failed")
+
+    def test_abort_ends_the_operations_of_all_ranks(self):
+        for text in processes.run(2, aborted):
+            self.assertRegex(text, r"rank 0 called abort\(\)")
+
+
+if __name__ == "__main__":
+    unittest.main()
