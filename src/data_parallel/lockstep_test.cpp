@@ -112,11 +112,11 @@ struct FragileImpl : nn::Module {
   at::Tensor forward(const at::Tensor& to_a) {
     if (seen.defined()) seen.add_(1);
     if (throws) throw std::runtime_error("no such image");
-    return two(to_a, to_a);
+    return uses_b ? two(to_a, to_a) : two->a * to_a;
   }
   Two two{nullptr};
   at::Tensor seen;
-  bool throws = false;
+  bool throws = false, uses_b = true;
 };
 TORCH_MODULE(Fragile);
 
@@ -327,6 +327,79 @@ TEST(Lockstep, AnExceptionBetweenTwoPassesOfAForwardReachesTheOtherRanksAtOnce) 
       if (ok) EXPECT_EQ(averaged(net->two->b), 2 + step);
     }
   });
+}
+
+// The exception discards outputs that need no further pass while a round waits for one. The round was once given up for
+// them, so that the next pass failed on all ranks.
+TEST(Lockstep, AnExceptionThatDiscardsOutputsWithoutNeedLeavesAPausedRoundAlone) {
+  on_ranks(3, [&](const Rank& self) {
+    TwoHeads net;
+    DistributedDataParallel model(net, self.group,
+                                  {.find_unused_parameters = true, .partial_backward = true});
+    for (int step = 0; step < 4; ++step) {
+      net->zero_grad();
+      at::Tensor rest;
+      const std::string text = caught([&] {
+        const auto earlier = model(fed(7));
+        earlier.first.sum().backward();
+        earlier.second.sum().backward();
+        net->zero_grad();
+        const auto [first, second] = model(fed(1 + self.rank + step));
+        rest = second;
+        first.sum().backward();
+        if (self.rank == 1) throw std::runtime_error("no space left for the log");
+      });
+      EXPECT_EQ(text.empty(), self.rank != 1) << text;
+      rest.sum().backward();
+      EXPECT_EQ(averaged(net->two->a), 2 + step);
+      EXPECT_EQ(averaged(net->two->b), 2 + step);
+    }
+  });
+}
+
+/// Where a rank throws in the only step that uses `b`, after a local pass that uses it on some ranks.
+enum class Failing : std::uint8_t { kLocalLoss, kForward, kLoss, kBackward };
+
+// zero_grad(false) once left zeros on ranks that ran the failed pass, and undefined gradients on the others. Optimizers
+// then stepped parameters that no rank used next on some ranks only.
+TEST(Lockstep, AfterAFailedStepTheSameGradientsAreDefinedOnAllRanks) {
+  for (const Failing place : {Failing::kLocalLoss, Failing::kForward, Failing::kLoss, Failing::kBackward}) {
+    for (const bool view : {true, false}) {
+      for (const bool agrees : {true, false}) {
+        on_ranks(3, [&](const Rank& self) {
+          SCOPED_TRACE(::testing::Message() << "place " << static_cast<int>(place) << ", rank " << self.rank);
+          Fragile net(false);
+          DistributedDataParallel model(net, self.group,
+                                        {.find_unused_parameters = true, .gradient_as_bucket_view = view});
+          Two two = net->two;
+          const auto throw_at = [&](Failing failing) {
+            if (self.rank == 1 && failing == place) throw std::runtime_error("it threw");
+          };
+          const auto step = [&] {
+            net->uses_b = true;
+            if (self.rank != 2) {
+              const auto local = model.no_sync();
+              const at::Tensor loss = model(fed(1)).sum();
+              throw_at(Failing::kLocalLoss);
+              loss.backward();
+            }
+            net->throws = self.rank == 1 && place == Failing::kForward;
+            const at::Tensor output = model(fed(1));
+            throw_at(Failing::kLoss);
+            explosive(output * 1, self.rank == 1 && place == Failing::kBackward).sum().backward();
+          };
+          const std::string text = caught(step);
+          EXPECT_NE(text, "");
+          if (agrees || place == Failing::kLocalLoss) EXPECT_FALSE(model.agree(text.empty()));
+          net->throws = net->uses_b = false;
+          net->zero_grad(/*set_to_none=*/false);
+          model(fed(1 + self.rank)).sum().backward();
+          EXPECT_EQ(averaged(two->a), 2);
+          EXPECT_FALSE(two->b.grad().defined());
+        });
+      }
+    }
+  }
 }
 
 // Outputs that the exception does not destroy do not show that no backward follows.

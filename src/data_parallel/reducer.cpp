@@ -135,6 +135,7 @@ bool Reducer::Impl::agree(bool ok, const BegunForwards& begun) {
   agreed_given_up_ = parts_->meter.given_up();
   if (most[0] == 0) return true;
   parts_->forwards.skip();
+  parts_->undefined.restore();
   parts_->status.restart_count();
   return false;
 }

@@ -10,6 +10,7 @@
 #include "data_parallel/passes/hold_count.h"
 #include "data_parallel/passes/parameter_slots.h"
 #include "data_parallel/passes/slot_hooks.h"
+#include "data_parallel/passes/undefined_gradients.h"
 #include "data_parallel/reducer_meter.h"
 #include "data_parallel/rounds/status_exchange.h"
 #include "data_parallel/streams/reduction_stream.h"
@@ -25,6 +26,7 @@ struct ReducerParts {
         runtime(group.backend()->runtime()),
         slots(replicas),
         hooks(slots),
+        undefined(slots),
         holds(runtime.executor),
         meter(runtime),
         status(group, this->options.find_unused_parameters || this->options.static_graph ? slots.count() : 0),
@@ -41,6 +43,7 @@ struct ReducerParts {
   Runtime& runtime;
   const ParameterSlots slots;
   SlotHooks hooks;
+  UndefinedGradients undefined;
   HoldCount holds;
   ForwardLog forwards;
   ReducerMeter meter;

@@ -24,6 +24,11 @@ void ForwardLog::set_passed(const Record& record, std::size_t mark) {
   record->passed[mark] = true;
 }
 
+bool ForwardLog::has_passed(const Record& record, std::size_t mark) const {
+  MutexLock lock(mutex_);
+  return record->passed[mark];
+}
+
 void ForwardLog::announce(const Record& record) {
   std::function<RoundTerms()> announce;
   {

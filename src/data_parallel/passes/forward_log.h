@@ -20,6 +20,7 @@ class ForwardLog {
   /// Adds a forward whose outputs were marked.
   void add(const Record& record);
   void set_passed(const Record& record, std::size_t mark);
+  bool has_passed(const Record& record, std::size_t mark) const;
   /// Calls the record's `announce`, if there is one, and stores the terms that it returns.
   void announce(const Record& record);
   /// Takes the futures that the first pass through the record waits for.

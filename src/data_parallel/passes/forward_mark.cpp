@@ -25,7 +25,8 @@ class MarkHook final : public engine::PassHook {
   explicit MarkHook(Marked marked) : PassHook(marked.options.passes), marked_(std::move(marked)) {}
   ~MarkHook() override {
     if (std::uncaught_exceptions() <= exceptions_ || marked_.reached.derivative) return;
-    if (const auto listener = marked_.options.listener.lock()) listener->mark_dropped(marked_.record);
+    if (const auto listener = marked_.options.listener.lock())
+      listener->mark_dropped(marked_.record, marked_.reached.mark);
   }
   MarkHook(const MarkHook&) = delete;
   MarkHook& operator=(const MarkHook&) = delete;

@@ -44,7 +44,7 @@ class MarkListener {
   virtual void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                             Reached reached) = 0;
   /// The mark's graph is destroyed while an exception propagates on this thread.
-  virtual void mark_dropped(const std::shared_ptr<ForwardRecord>& record) = 0;
+  virtual void mark_dropped(const std::shared_ptr<ForwardRecord>& record, std::size_t mark) = 0;
 };
 
 struct MarkOptions {

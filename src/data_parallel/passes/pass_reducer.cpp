@@ -90,9 +90,11 @@ void PassReducer::refuse_dropped() {
 }
 
 /// Runs while an exception propagates, so it must not throw. In join(), the next forward announces the round.
-void PassReducer::mark_dropped(const std::shared_ptr<ForwardRecord>& record) {
+void PassReducer::mark_dropped(const std::shared_ptr<ForwardRecord>& record, std::size_t mark) {
   try {
-    if (record->synchronize && !record->announce && give_up_paused(kDiscarded)) return;
+    if (parts_->forwards.has_passed(record, mark)) return;
+    const RoundPtr round = current();
+    if (round && !record->announce && round->reduces(record) && give_up_paused(kDiscarded)) return;
     parts_->forwards.note_dropped(record);
     if (!record->announce && !current()) refuse_dropped();
   } catch (...) {
@@ -120,6 +122,7 @@ void PassReducer::mark_reached(engine::GradientSink& sink, const std::shared_ptr
 
   const bool others_unfinished =
       parts_->options.find_unused_parameters && parts_->forwards.others_unfinished(record);
+  parts_->undefined.pass_begins(sink);
   RoundPtr running, begun;
   Start start;
   {
@@ -166,6 +169,7 @@ PassReducer::Start PassReducer::begin_round(engine::GradientSink& sink, const Fo
 }
 
 void PassReducer::begin_local_pass(engine::GradientSink& sink) {
+  parts_->undefined.pass_begins(sink);
   {
     MutexLock lock(mutex_);
     if (round_ || !local_.begin(sink.end())) return;

@@ -43,7 +43,7 @@ class PassReducer final : public MarkListener,
 
   void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                     Reached reached) override;
-  void mark_dropped(const std::shared_ptr<ForwardRecord>& record) override;
+  void mark_dropped(const std::shared_ptr<ForwardRecord>& record, std::size_t mark) override;
   void gradient_ready(engine::GradientSink& sink, std::size_t slot) override;
   void gradient_failed(const std::string& text) override;
   bool is_reducing() const override;

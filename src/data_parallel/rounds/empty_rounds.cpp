@@ -23,6 +23,7 @@ void EmptyRounds::finish(Round& round) {
                                                          group.ranks()[group.rank()], round.reason())));
     return;
   }
+  parts_.undefined.restore();
   parts_.meter.count_given_up();
   MutexLock lock(mutex_);
   given_up_ = round.finished();

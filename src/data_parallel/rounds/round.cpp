@@ -45,6 +45,11 @@ bool Round::enter(engine::GradientSink& sink, const ForwardLog::Record& record) 
   return true;
 }
 
+bool Round::reduces(const ForwardLog::Record& record) const {
+  MutexLock lock(mutex_);
+  return std::find(records_.begin(), records_.end(), record) != records_.end();
+}
+
 bool Round::all_passed() const {
   std::vector<ForwardLog::Record> records;
   {
@@ -187,7 +192,8 @@ Future<void> Round::over() const {
 
 void Round::finish_pass() {
   const Future<void> outcome = finished();
-  if (!outcome.done() || outcome.error()) return;
+  if (!outcome.done() || outcome.error()) return parts_.undefined.restore();
+  parts_.undefined.forget();
   const PassStreamScope on_pass(pass_stream_, parts_.stream.events());
   outcome.wait();  // orders the stream after the reductions
   gradients_.transfer().write_back(*sink(), parts_.status);

@@ -42,6 +42,8 @@ class Round {
   /// The pass of `sink` goes through a mark of `record`. True if the pass is new to this round. Throws
   /// Error{kInvalid} if another pass is running.
   bool enter(engine::GradientSink& sink, const ForwardLog::Record& record);
+  /// Whether a pass of this round has gone through outputs of that forward.
+  bool reduces(const ForwardLog::Record& record) const;
   /// Whether passes have gone through all outputs of the round's forwards.
   bool all_passed() const;
   /// Finds unused parameters at the end, among all of them: a pass through a derivative of the outputs does not use all
