@@ -7,12 +7,14 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/wire/codec.h>
 
 #include "elastic/transfer/tracked_state.h"
+#include "state/api/place.h"
 
 namespace torchspan::elastic {
 namespace {
@@ -29,10 +31,22 @@ collective::Group make_team_group(const Training::MakeGroup& make_group, const E
   return make_group(group);
 }
 
-std::uint64_t digest_of(const torch::nn::Module& module) {
+using Tensors = std::vector<at::Tensor>;
+
+/// By tensor: whether each rank has a value of its own.
+std::vector<std::uint8_t> own_of(const Tensors& tensors) {
+  std::vector<std::uint8_t> own;
+  for (const at::Tensor& tensor : tensors) {
+    const state::PlacePtr place = state::place_of(tensor);
+    own.push_back(place && place->own ? 1 : 0);
+  }
+  return own;
+}
+
+std::uint64_t digest_of(const Tensors& tensors) {
   std::uint64_t digest = 0;
-  for (const at::Tensor& parameter : module.parameters()) {
-    const at::Tensor bytes = parameter.detach().cpu().contiguous();
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor bytes = tensor.detach().cpu().contiguous();
     digest = XXH3_64bits_withSeed(bytes.data_ptr(), bytes.nbytes(), digest);
   }
   return digest;
@@ -63,17 +77,32 @@ void Team::copy_state(TrackedState& state, ElasticPosition& position) const {
   if (takes_part) state.copy_from_first(part, position);
 }
 
+/// The donor knows: a new process has no places, because it has not wrapped the module yet.
+std::vector<at::Tensor> Team::shared(const Tensors& tensors) const {
+  std::vector<std::uint8_t> own = own_of(tensors);
+  if (own.empty()) return {};
+  const auto size = static_cast<std::int64_t>(own.size());
+  at::Tensor flags = at::from_blob(own.data(), {size}, at::kByte).clone();
+  group_.broadcast(flags, donor()).wait();
+  Tensors all;
+  for (std::int64_t i = 0; i < size; ++i) {
+    if (flags.data_ptr<std::uint8_t>()[i] == 0) all.push_back(tensors[static_cast<std::size_t>(i)]);
+  }
+  return all;
+}
+
 void Team::compare(const torch::nn::Module& module, const std::vector<at::Tensor>& buffers,
                    const ElasticPosition& position) const {
   const at::NoGradGuard no_grad;
-  for (const at::Tensor& buffer : buffers) {
+  const Tensors parameters = shared(module.parameters());
+  for (const at::Tensor& buffer : shared(buffers)) {
     at::Tensor copy = buffer.detach().contiguous();
     if (copy.numel() == 0) continue;
     group_.broadcast(copy, donor()).wait();
     if (!copy.is_same(buffer)) at::Tensor(buffer).copy_(copy);
   }
   ByteWriter mine;
-  mine.put(digest_of(module));
+  mine.put(digest_of(parameters));
   for (const std::int64_t number : {position.step, position.epoch, position.next}) mine.put(number);
   const std::vector<Bytes> all = group_.all_gather_bytes(mine.bytes());
   for (std::size_t rank = 1; rank < all.size(); ++rank) {

@@ -32,7 +32,7 @@ class Team {
   /// Copies the state of the last holder to ranks without it; this rank's are its own, or written. Collective.
   void copy_state(TrackedState& state, ElasticPosition& position) const;
   /// Makes buffers those of the last holder. Throws Error{kInvalid} on all ranks, naming them, if parameters or positions
-  /// differ. Collective.
+  /// differ. Leaves out what is each rank's own. Collective.
   void compare(const torch::nn::Module& module, const std::vector<at::Tensor>& buffers,
                const ElasticPosition& position) const;
 
@@ -45,6 +45,8 @@ class Team {
   Vote vote(const Vote& mine) const;
 
  private:
+  /// Those that are not each rank's own. Collective.
+  std::vector<at::Tensor> shared(const std::vector<at::Tensor>& tensors) const;
   bool holds(int rank) const;
   int donor() const;  ///< the last holder, because rank 0 has other work; its rank in the group
 
