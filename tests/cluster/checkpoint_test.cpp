@@ -153,7 +153,111 @@ TEST(CheckpointProcesses, HaveNoCheckpointIfOneRankCannotWrite) {
   EXPECT_FALSE(std::filesystem::exists(world.folder() + "/checkpoints/step-00000002"));
 }
 
-const testing::Scenarios kScenarios("checkpoint", {{"train_replicas", train_replicas},
+struct TableImpl : torch::nn::Module {
+  explicit TableImpl(double value) {
+    weight = register_parameter("weight", torch::full({4, 3}, value, torch::kDouble));
+  }
+  at::Tensor forward(const at::Tensor& rows) { return weight.index_select(0, rows); }
+  at::Tensor values() const { return weight.detach().clone(); }
+  at::Tensor weight;
+};
+TORCH_MODULE(Table);
+
+constexpr Class<Table, double> kTable{"Table"};
+constexpr Function<&TableImpl::forward> kLookUp{"Table.forward"};
+constexpr Function<&TableImpl::values> kTableValues{"Table.values"};
+
+constexpr int kTableSteps = 3;
+
+/// What trainers with an Adagrad each compute in turn, in one process. After a restore by others, trainer n has the sums of
+/// trainer n, modulo the number of trainers before.
+struct AloneTrainers {
+  at::Tensor table = torch::full({4, 3}, 0.5, torch::kDouble);
+  std::vector<at::Tensor> sums;
+  void run(int trainers, int first, int last) {
+    const std::vector<at::Tensor> before = sums;
+    sums.resize(static_cast<std::size_t>(trainers));
+    for (std::size_t n = 0; n < sums.size(); ++n)
+      sums[n] = before.empty() ? torch::zeros_like(table) : before[n % before.size()].clone();
+    for (int step = first; step < last; ++step) {
+      for (int n = 0; n < trainers; ++n) {
+        at::Tensor leaf = table.clone().requires_grad_();
+        loss_of(leaf.index_select(0, rows_of(n, step)), n).backward();
+        at::Tensor& sum = sums[static_cast<std::size_t>(n)];
+        sum = sum + leaf.grad().square();
+        table = table - 0.1 * leaf.grad() / (sum.sqrt() + 1e-10);
+      }
+    }
+  }
+  static at::Tensor rows_of(int trainer, int step) {
+    return torch::arange(3, torch::kLong).add(trainer + step).remainder(4);
+  }
+  static at::Tensor loss_of(const at::Tensor& rows, int trainer) {
+    return (rows.square() * (1 + trainer)).sum();
+  }
+};
+
+/// One trainer of a shared table, with its own Adagrad. They take turns. Continues the newest checkpoint; returns its sums.
+at::Tensor train_table(Worker& worker, const RRef<Table>& table, const std::string& folder, int last) {
+  std::vector<std::string> names;
+  for (int rank = 1; rank < worker.world_size(); ++rank) names.push_back(fmt::format("worker{}", rank));
+  optim::DistributedOptimizer optimizer(worker, optim::Adagrad{.lr = 0.1}, {table});
+  CheckpointManager manager(worker, {.directory = folder, .participants = names});
+  manager.add("table", table);
+  manager.add("optimizer", optimizer);
+  for (auto step = static_cast<int>(manager.restore_or(0)); step < last;) {
+    for (int turn = 1; turn < worker.world_size(); ++turn) {
+      if (worker.rank() == turn) {
+        autograd::Context context(worker);
+        const at::Tensor rows = table.rpc_sync(kLookUp, AloneTrainers::rows_of(turn - 1, step));
+        context.backward(AloneTrainers::loss_of(rows, turn - 1));
+        optimizer.step(context);
+      }
+      worker.barrier(names);
+    }
+    if (++step == last) manager.save(step);
+  }
+  manager.wait();
+  return optimizer.state_dict()["group.0.parameter.0.weight.sum"].clone();
+}
+constexpr Function<train_table> kTrainTable{"train_table"};
+
+/// Worlds of three, two and four trainers, each of which continues the one before it.
+void share_a_table() {
+  Session session(WorkerOptions::from_env(), FunctionTable().add(kTable, kLookUp, kTableValues, kTrainTable));
+  if (session.rank() == 0) {
+    AloneTrainers alone;
+    int last = 0;
+    for (const int trainers : {3, 2, 4}) {
+      alone.run(trainers, last, last + kTableSteps);
+      last += kTableSteps;
+      if (trainers + 1 == session.world_size()) break;
+    }
+    Worker& worker = session.worker();
+    const RRef<Table> table = worker.remote(0, kTable, last > kTableSteps ? 9.0 : 0.5);
+    std::vector<Future<at::Tensor>> results;
+    for (int rank = 1; rank < session.world_size(); ++rank)
+      results.push_back(worker.rpc_async(rank, kTrainTable, table, variable("TEST_FOLDER"), last));
+    for (std::size_t n = 0; n < results.size(); ++n)
+      require(at::allclose(results[n].wait(), alone.sums[n], 1e-12, 1e-12), fmt::format("trainer {}", n));
+    require(!at::allclose(alone.sums[0], alone.sums[1]), "the trainers' sums differ");
+    require(at::allclose(table.rpc_sync(kTableValues), alone.table, 1e-12, 1e-12), "the table");
+  }
+  session.shutdown();
+}
+
+TEST(CheckpointProcesses, GiveTrainersOfASharedTableTheirOwnStateOnAnotherNumberOfTrainersToo) {
+  const testing::TemporaryFolder folder;
+  for (const int trainers : {3, 2, 4}) {
+    ProcessWorld world(trainers + 1);
+    for (int rank = 0; rank <= trainers; ++rank)
+      world.start(rank, "checkpoint.share_a_table", {{"TEST_FOLDER", folder.path()}});
+    expect_all_end_well(world, seconds(60));
+  }
+}
+
+const testing::Scenarios kScenarios("checkpoint", {{"share_a_table", share_a_table},
+                                                   {"train_replicas", train_replicas},
                                                    {"save_with_a_failing_rank", save_with_a_failing_rank}});
 
 }  // namespace
