@@ -63,6 +63,17 @@ std::pair<Choices, std::string> shrunk(const std::function<bool(Choices&)>& chec
   return best;
 }
 
+/// The cases that the environment asks for, or `cases` of them.
+struct Range {
+  explicit Range(long cases)
+      : last(text != nullptr ? first : first + testing::number_from("TORCHSPAN_CASES", cases) - 1) {}
+  Choices choices(long seed) const {
+    return text != nullptr ? Choices(std::string(text)) : Choices(static_cast<std::uint64_t>(seed));
+  }
+  const char* text = std::getenv("TORCHSPAN_CHOICES");
+  long first = testing::number_from("TORCHSPAN_SEED", 1L), last;
+};
+
 }  // namespace
 
 Choices::Choices(const std::string& text) : random_(false) {
@@ -110,13 +121,10 @@ Choices Choices::simplified(const std::vector<std::string>& names) const {
 }
 
 void run_cases(long cases, const std::function<bool(Choices& choices)>& check) {
-  const char* text = std::getenv("TORCHSPAN_CHOICES");
-  const long first = testing::number_from("TORCHSPAN_SEED", 1L);
-  const long last = text != nullptr ? first : first + testing::number_from("TORCHSPAN_CASES", cases) - 1;
+  const Range range(cases);
   long tried = 0;
-  for (long seed = first; seed <= last; ++seed) {
-    Choices choices =
-        text != nullptr ? Choices(std::string(text)) : Choices(static_cast<std::uint64_t>(seed));
+  for (long seed = range.first; seed <= range.last; ++seed) {
+    Choices choices = range.choices(seed);
     const Outcome outcome = outcome_of(check, choices);
     tried += outcome.tried ? 1 : 0;
     if (outcome.failure.empty()) continue;
@@ -128,7 +136,23 @@ void run_cases(long cases, const std::function<bool(Choices& choices)>& check) {
            << failure << "\nThe first failure:\n"
            << outcome.failure;
   }
-  std::cout << fmt::format("{} of {} cases, seeds {} to {}\n", tried, last - first + 1, first, last);
+  std::cout << fmt::format("{} of {} cases, seeds {} to {}\n", tried, range.last - range.first + 1,
+                           range.first, range.last);
+}
+
+void run_cases_together(long cases, const std::function<bool(Choices& choices, long seed)>& check) {
+  const Range range(cases);
+  long tried = 0;
+  for (long seed = range.first; seed <= range.last; ++seed) {
+    Choices choices = range.choices(seed);
+    const Outcome outcome = outcome_of([&](Choices& chosen) { return check(chosen, seed); }, choices);
+    tried += outcome.tried ? 1 : 0;
+    if (outcome.failure.empty()) continue;
+    throw std::runtime_error(
+        fmt::format("TORCHSPAN_SEED={} TORCHSPAN_CASES=1, TORCHSPAN_CHOICES='{}' fails:\n{}", seed,
+                    choices.text(), outcome.failure));
+  }
+  std::cout << fmt::format("{} cases in this process\n", tried);
 }
 
 }  // namespace torchspan::combinations

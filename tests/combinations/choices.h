@@ -39,6 +39,9 @@ struct Exclusion {
   bool (*applies)(const Case& one);
 };
 
+/// As run_cases() below, for processes that run the same cases together: throws the first failure as it is.
+void run_cases_together(long cases, const std::function<bool(Choices& choices, long seed)>& check);
+
 /// Runs `check` with choices of seeds from TORCHSPAN_SEED (1) on, TORCHSPAN_CASES of them (`cases`), or with those of
 /// TORCHSPAN_CHOICES. The first case in which it fails an expectation or throws fails the test: with as many choices at
 /// their simplest value as possible, and the line that repeats it. `check` returns whether it tried the case.

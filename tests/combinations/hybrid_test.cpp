@@ -39,6 +39,17 @@ using Tensors = std::vector<at::Tensor>;
 constexpr std::int64_t kRows = 7, kWidth = 4;
 
 enum class Dense : std::uint8_t { kLocalTarget, kZero, kOwnOptimizer };
+/// Where a trainer throws, in one pass of a step. All trainers then skip the step.
+enum class Fault : std::uint8_t {
+  kNone,
+  kBeforeLookUp,
+  kInLookUp,  ///< on the table's worker
+  kBeforeHead,
+  kInHead,
+  kBeforeBackward,
+  kBehindHead,   ///< in backward, before gradients leave for the table
+  kBeforeModule  ///< in backward, before the head's gradients
+};
 
 struct Case {
   explicit Case(Choices& choices);
@@ -49,6 +60,11 @@ struct Case {
   }
   bool drops(int trainer, int step, int pass) const { return drop && (trainer + step + pass) % 3 == 0; }
   bool skips(int trainer, int step, int pass) const { return skip && (trainer + 2 * step + pass) % 3 == 0; }
+  bool faulty(int step) const { return fault != Fault::kNone && step == fault_step; }
+  /// What the trainer does wrong in that pass.
+  Fault fault_of(int trainer, int step, int pass) const {
+    return faulty(step) && trainer == fault_trainer && pass == fault_pass ? fault : Fault::kNone;
+  }
   double rate(int step) const { return 0.05 * (schedule ? 1.0 / (1 + step) : 1); }
 
   int trainers = 1, servers = 1, steps = 1, phases = 1;
@@ -63,6 +79,8 @@ struct Case {
   int clip = 0;
   bool scaler = false, schedule = false;
   int overflow_step = -1, overflow_trainer = 0;
+  Fault fault = Fault::kNone;
+  int fault_step = 0, fault_pass = 0, fault_trainer = 0;
   std::uint64_t seed = 1;
 };
 
@@ -103,6 +121,12 @@ Case::Case(Choices& choices) {
   if (scaler && choices.chance("overflow")) {
     overflow_step = choices.pick("overflow.step", steps * phases, 80);
     overflow_trainer = choices.pick("overflow.trainer", trainers, 80);
+  }
+  fault = static_cast<Fault>(choices.pick("fault", 8, 30));
+  if (fault != Fault::kNone) {
+    fault_step = choices.pick("fault.step", steps * phases, 70);
+    fault_pass = choices.pick("fault.pass", passes, 60);
+    fault_trainer = choices.pick("fault.trainer", trainers, 70);
   }
   seed = 1 + static_cast<std::uint64_t>(choices.pick("order", 1000, 100));
 }
@@ -169,8 +193,12 @@ struct HeadImpl : nn::Module {
   HeadImpl()
       : first(register_module("first", filled(kWidth, 5, 50))),
         last(register_module("last", filled(5, 1, 60))) {}
-  at::Tensor forward(const at::Tensor& x) { return last(at::tanh(first(x))); }
+  at::Tensor forward(const at::Tensor& x) {
+    if (throws) throw std::runtime_error(kThrown);
+    return last(at::tanh(first(x)));
+  }
   nn::Linear first, last;
+  bool throws = false;
 };
 TORCH_MODULE(Head);
 
@@ -238,6 +266,7 @@ class Oracle {
   void train(Expected& expected) {
     std::vector<Tensors> remote(at(one_.trainers)), own(at(one_.trainers));
     for (int trainer = 0; trainer < one_.trainers; ++trainer) compute(trainer, expected, remote, own);
+    if (one_.faulty(step_)) return;
     Tensors averages;
     for (std::size_t p = 0; p < head_->parameters().size(); ++p) {
       at::Tensor sum = own[0][p];
@@ -397,11 +426,30 @@ class Trainer {
     return ranks;
   }
   at::Tensor loss(int step, int pass, const Expected& expected) {
-    const at::Tensor rows = one_.rows(me_, step, pass);
+    const Fault fault = one_.fault_of(me_, step, pass);
+    const auto throw_at = [&](Fault place) {
+      if (fault == place) throw std::runtime_error(kThrown);
+    };
+    const auto explode_at = [&](Fault place, at::Tensor tensor) {
+      if (fault != place) return tensor;
+      tensor = tensor * 1;
+      tensor.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error(kThrown); });
+      return tensor;
+    };
+    throw_at(Fault::kBeforeLookUp);
+    at::Tensor rows = one_.rows(me_, step, pass);
+    if (fault == Fault::kInLookUp) rows = rows + kRows;
     at::Tensor x = table_->rpc_sync(kLookUp, rows);
     if (one_.drops(me_, step, pass)) table_->rpc_sync(kLookUp, rows);
     if (one_.tower && !one_.skips(me_, step, pass)) x = tower_->rpc_sync(kTowerForward, x);
-    at::Tensor loss = loss_of((*ddp_)(x));
+    throw_at(Fault::kBeforeHead);
+    head_->throws = fault == Fault::kInHead;
+    struct Calm {
+      Head& head;
+      ~Calm() { head->throws = false; }
+    } calm{head_};
+    at::Tensor loss = loss_of(explode_at(Fault::kBeforeModule, (*ddp_)(explode_at(Fault::kBehindHead, x))));
+    throw_at(Fault::kBeforeBackward);
     const double wanted = expected.losses.at({step, pass, me_});
     EXPECT_NEAR(loss.item<double>(), wanted, 1e-9)
         << "loss of step " << step << ", pass " << pass << ", trainer " << me_;
@@ -415,6 +463,27 @@ class Trainer {
     if (zero_) zero_->set_lr(one_.rate(step));
     if (own_) own_->set_lr(one_.rate(step));
     autograd::Context context(worker_);
+    bool ok = true;
+    try {
+      run_passes(context, step, expected);
+    } catch (const std::exception& error) {
+      if (!one_.faulty(step)) throw;
+      ok = false;
+      const std::string text = error.what();
+      EXPECT_EQ(text.find("timed out"), std::string::npos) << "trainer " << me_ << ": " << text;
+    }
+    if (one_.fault != Fault::kNone && !ddp_->agree(ok)) {
+      EXPECT_TRUE(one_.faulty(step)) << "step " << step << " was skipped";
+      if (zero_) zero_->zero_grad();
+      return group_.barrier();
+    }
+    EXPECT_FALSE(one_.faulty(step)) << "step " << step << " was not skipped";
+    group_.barrier();  // all trainers read the tables before one changes them
+    update(context, step, expected);
+    group_.barrier();
+  }
+
+  void run_passes(autograd::Context& context, int step, const Expected& expected) {
     const autograd::BackwardOptions options{
         .mode = one_.fast ? autograd::PassMode::kFast : autograd::PassMode::kSmart,
         .threads = static_cast<unsigned>(one_.threads)};
@@ -431,9 +500,6 @@ class Trainer {
       context.backward(losses.back(), options);
     }
     if (one_.one_pass) context.backward(losses, options);
-    group_.barrier();  // all trainers read the tables before one changes them
-    update(context, step, expected);
-    group_.barrier();
   }
 
   void update(const autograd::Context& context, int step, const Expected& expected) {

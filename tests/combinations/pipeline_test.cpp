@@ -11,6 +11,7 @@
 #include <torch/nn.h>
 #include <torch/optim.h>
 
+#include <torchspan/checkpoint.h>
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/adam.h>
@@ -19,7 +20,9 @@
 
 #include "sharded/state/memory_state.h"
 #include "tests/combinations/choices.h"
+#include "tests/combinations/processes.h"
 #include "tests/combinations/training_model.h"
+#include "tests/support/cluster_main.h"
 #include "tests/support/in_process_group.h"
 #include "tests/support/pipeline_world.h"
 
@@ -492,6 +495,12 @@ class Trainer {
     if (scaler_) checkpoint::source_of(*scaler_)->save(saved.scaler[rank]);
   }
 
+  void add_to(CheckpointManager& manager) {
+    manager.add("model", pipe_);
+    manager.add("optimizer", *optimizer_);
+    if (scaler_) manager.add("scaler", *scaler_);
+  }
+
   void run(const Expected& expected) {
     for (int step = 0; step < phase_.steps; ++step) train(step, expected);
     if (phase_.staleness == 1) {
@@ -663,6 +672,42 @@ bool check(Choices& choices) {
 }
 
 TEST(PipelineTrainings, AreThoseOfOneProcess) { run_cases(100, check); }
+
+bool check_in_process(Session& session, Choices& choices, const std::string& folder) {
+  const Case one(choices);
+  const bool too_large = std::any_of(one.phases.begin(), one.phases.end(),
+                                     [](const Phase& phase) { return phase.ranks() > kProcesses; });
+  if (one.excluded() != nullptr || too_large) return false;
+  Oracle oracle(one);
+  int first = 0;
+  for (std::size_t i = 0; i < one.phases.size(); ++i) {
+    const Phase& phase = one.phases[i];
+    const Expected expected = oracle.run(phase);
+    {
+      const TrainingRanks self(session, phase.ranks());
+      std::optional<collective::Group> parts;
+      if (self.trains && phase.tensor > 1)
+        parts = self.group.split(session.rank() / phase.tensor, session.rank());
+      if (self.trains) {
+        Trainer trainer(one, i, session.worker(), parts, first);
+        CheckpointManager manager(session, {.directory = folder, .participants = self.names});
+        trainer.add_to(manager);
+        if (i > 0) EXPECT_EQ(manager.restore(), first);
+        trainer.run(expected);
+        manager.save(first + phase.steps);
+        manager.wait();
+      }
+    }
+    session.group().barrier();
+    first += phase.steps;
+  }
+  return true;
+}
+
+TEST(PipelineProcesses, ComputeWhatOneProcessDoes) { run_in_processes("pipeline_combinations.train"); }
+
+const testing::Scenarios kScenarios("pipeline_combinations",
+                                    {{"train", [] { train_in_this_process(check_in_process); }}});
 
 // Each copy's optimizer entries were saved under the name of the first; a worker with two of them found none for the second.
 TEST(PipelineTrainings, ContinueWhereCopiesOfATiedParameterComeToOneWorker) {

@@ -13,10 +13,6 @@ constexpr Exclusion<Case> kExcluded[] = {
      [](const Case& one) { return one.single && one.rule != Rule::kSgd && one.rule != Rule::kMomentum; }},
     {"buffers that are broadcast break the group if the first of two forwards throws (docs/data_parallel.md)",
      [](const Case& one) { return one.fault == Fault::kInForward && one.two_forwards && one.buffer == 1; }},
-    {"after a failed pass, only ranks that ran it have gradients, which zeros keep defined: only these step "
-     "a parameter that "
-     "no rank uses then",
-     [](const Case& one) { return one.fault != Fault::kNone && one.in_place_zero && one.unused != 0; }},
     {"in join(), clipping and GradScaler refuse ignored parameters",
      [](const Case& one) { return one.own && one.scaler && !one.phases[0].batches.empty(); }},
 };
@@ -137,12 +133,22 @@ void Case::choose_events(Choices& choices) {
     overflow_step = choices.pick("overflow.step", steps, 80);
     overflow_rank = choices.pick("overflow.rank", 4, 80);
   }
-  const bool any_tensor = any([](const Phase& one) { return one.tensor > 1; });
-  if (wrapped() && !any_tensor && !joins && first.steps > 1) {
+  if (first.kind != Kind::kAlone && !joins && first.steps > 1) {
     fault = static_cast<Fault>(choices.pick("fault", 5, 25));
     fault_step = choices.pick("fault.step", first.steps - 1, 80);
     fault_rank = choices.pick("fault.rank", first.data, 80);
+    fault_part = choices.pick("fault.part", first.tensor, 50);
   }
+}
+
+bool Case::ends() const {
+  if (fault == Fault::kNone) return false;
+  const Phase& first = phases.front();
+  if (first.tensor > 1) return true;
+  if (first.kind != Kind::kSharded) return false;
+  // Forwards and backwards gather parameters from all ranks. With two forwards, the pass has reached the other one.
+  return fault == Fault::kInForward || fault == Fault::kBehindModule ||
+         (fault == Fault::kBeforeModule && two_forwards);
 }
 
 const char* Case::excluded() const {

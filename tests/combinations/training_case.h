@@ -63,9 +63,12 @@ struct Case {
   int unused = 0;  ///< 1: blocks are skipped, the same on all ranks, 2: on each rank others
   int overflow_step = -1, overflow_rank = 0;
   Fault fault = Fault::kNone;
-  int fault_step = 0, fault_rank = 0;
+  int fault_step = 0, fault_rank = 0,
+      fault_part = 0;  ///< of the first phase: its data rank, and which of its ranks
   std::uint64_t skips = 0;
 
+  /// Whether the exception ends the training: other ranks are in operations that need the rank.
+  bool ends() const;
   /// Whether the pass of that data rank skips the block. `step` counts over phases.
   bool skipped(std::size_t block, int rank, int step, int pass) const;
   bool last_pass(int pass) const { return pass + 1 == passes; }
@@ -73,6 +76,8 @@ struct Case {
   bool live(const Phase& phase, int rank, int step) const {
     return phase.batches.empty() || step < phase.batches[static_cast<std::size_t>(rank)];
   }
+  /// Whether a rank throws in that step, and the ranks skip it.
+  bool faulty(int step) const { return fault != Fault::kNone && !ends() && step == fault_step; }
   double rate(int group, int step) const;
   double norm_type() const;
 
@@ -86,6 +91,8 @@ struct Case {
   bool wrapped() const;
 };
 
+/// What a rank throws.
+inline constexpr const char* kThrown = "it threw";
 inline constexpr double kMaxNorm = 0.4;
 inline constexpr double kInitialScale = 8;
 inline constexpr int kGrowthInterval = 2;

@@ -84,7 +84,7 @@ struct NetImpl : nn::Module {
     if (one.buffer != 0) seen = register_buffer("seen", at::zeros({2}, at::kDouble));
   }
   at::Tensor forward(const Batch& batch) {
-    if (throws) throw std::runtime_error("no such image");
+    if (throws) throw std::runtime_error(kThrown);
     at::Tensor x = in(batch.rows.to(in->weight.scalar_type()));
     if (words) x = x + words(batch.words);
     for (std::size_t i = 0; i < blocks.size(); ++i) {

@@ -131,17 +131,33 @@ class Oracle {
   }
 
   void train(int step, Expected& expected) {
-    const bool fault = one_.fault != Fault::kNone && first_ == 0 && step == one_.fault_step;
+    const bool fault = first_ == 0 && one_.faulty(step);
+    note_undefined();
     for (int pass = 0; pass < one_.passes; ++pass) {
       const bool fails = fault && one_.last_pass(pass);
       for (std::size_t r = 0; r < size(); ++r) {
         if (live(r, step)) run_pass(r, step, pass, expected, fails);
       }
-      if (one_.reduced(pass) && !fails) reduce(step);
+      if (one_.reduced(pass) && !fails) {
+        reduce(step);
+        note_undefined();
+      }
     }
     if (!fault) step_once(step, expected);
-    for (Rank& rank : ranks_) clear(rank);
+    for (Rank& rank : ranks_) {
+      for (const std::size_t p : undefined_) {
+        if (fault) rank.gradients[p] = at::Tensor();
+      }
+      clear(rank);
+    }
     if (fault) used_.assign(used_.size(), false);
+  }
+  /// A reduction that fails leaves what was undefined before its step, or after the last reduction, undefined.
+  void note_undefined() {
+    undefined_.clear();
+    for (std::size_t p = 0; p < parameters_.size(); ++p) {
+      if (!ranks_[0].gradients[p].defined()) undefined_.push_back(p);
+    }
   }
 
   /// A pass that fails on one rank fails on all, and leaves behind only what the forwards did to buffers.
@@ -277,6 +293,7 @@ class Oracle {
   const Phase* phase_ = nullptr;
   std::vector<Rank> ranks_;
   std::vector<bool> used_;                 ///< since the last reduction
+  std::vector<std::size_t> undefined_;     ///< gradients before the step, or after the last reduction
   std::map<int, at::Tensor> shared_seen_;  ///< of the leader before its forwards
   int forward_ = 0;
   int first_ = 0;  ///< steps of earlier phases

@@ -1,0 +1,3 @@
+#include "tests/support/cluster_main.h"
+
+int main(int argc, char** argv) { return torchspan::testing::cluster_main(argc, argv); }
