@@ -357,6 +357,39 @@ TEST(Lockstep, AnExceptionThatDiscardsOutputsWithoutNeedLeavesAPausedRoundAlone)
   });
 }
 
+// The ranks reduce a flag between forward and backward, and skip the step. The rank whose outputs the exception discarded
+// waits in a reduction that the others never begin, until the timeout.
+TEST(Lockstep, ARankWhoseBackwardTheOthersSkipIsReferredToAgree) {
+  if (over_shared_memory()) GTEST_SKIP() << "it would wait for a minute";
+  const auto program = [](const Rank& self) {
+    Fragile net(false);
+    DistributedDataParallel model(net, self.group);
+    std::string text;
+    for (int step = 0; step < 3; ++step) {
+      bool ok = true;
+      at::Tensor loss;
+      try {
+        const at::Tensor output = model(fed(1));
+        if (step == 0 && self.rank == 1) throw std::runtime_error("not a number");
+        self.runtime.executor.sleep(std::chrono::seconds(1));  // of the simulated time
+        loss = output.sum();
+      } catch (const Error& error) {
+        ok = false;
+        if (text.empty()) text = error.what();
+      } catch (const std::exception&) {
+        ok = false;
+      }
+      self.group.all_reduce(at::full({1}, ok ? 1 : 0, at::kInt), collective::kMin).wait();
+      EXPECT_EQ(text.empty(), step == 0 || (step == 1 && self.rank != 1)) << "step " << step << ": " << text;
+    }
+    EXPECT_NE(text.find("agree()"), std::string::npos) << text;
+    EXPECT_EQ(text.find("rank 1 gave up its backward pass, because an exception") != std::string::npos,
+              self.rank == 1)
+        << text;
+  };
+  on_ranks(3, program, 1, torchspan::testing::InProcessOptions{.timeout = std::chrono::seconds(5)});
+}
+
 /// Where a rank throws in the only step that uses `b`, after a local pass that uses it on some ranks.
 enum class Failing : std::uint8_t { kLocalLoss, kForward, kLoss, kBackward };
 

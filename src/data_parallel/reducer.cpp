@@ -16,6 +16,18 @@
 #include "data_parallel/reducer_parts.h"
 
 namespace torchspan::data_parallel {
+namespace {
+
+/// Adds advice to a timeout of the group, for the case that a rank takes part in a backward pass which the others skip.
+Error with_agreement(const Error& error) {
+  if (error.kind() != ErrorKind::kTimedOut) return error;
+  return Error(error.kind(),
+               error.message() +
+                   ". If the ranks decide between forward and backward whether to skip a step, let them "
+                   "call agree() for it instead of a reduction of the program");
+}
+
+}  // namespace
 
 /// The forward side: marks the outputs of forwards. The backward side is PassReducer.
 class Reducer::Impl {
@@ -45,7 +57,8 @@ class Reducer::Impl {
 
 void Reducer::Impl::begin_forward() {
   if (c10::GradMode::is_enabled()) {
-    passes_->settle();
+    if (const auto late = passes_->settle()) throw with_agreement(*late);
+    if (const auto failure = parts_->group.backend()->failure()) throw with_agreement(*failure);
     passes_->refuse_dropped();
     passes_->settle();
   }
@@ -64,6 +77,7 @@ std::vector<at::Tensor> Reducer::Impl::prepare(std::vector<at::Tensor> outputs,
   record->divisor = options.divisor > 0 ? options.divisor : parts_->group.size();
   record->leader = options.leader;
   record->awaited = options.awaited;
+  record->part = StepPartScope::current();
   record->announce = options.announce;
   const DataParallelOptions& wrapper = parts_->options;
   if (wrapper.find_unused_parameters && !wrapper.static_graph)

@@ -85,6 +85,11 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     if (broken) arrival->fail(broken);
   }
 
+  std::optional<Error> failure() const {
+    MutexLock lock(mutex_);
+    return broken_ ? std::optional<Error>(to_error(broken_)) : std::nullopt;
+  }
+
   /// Fails all pending and later operations, once.
   void fail(const Error& error) {
     std::vector<std::shared_ptr<Arrival>> pending;
@@ -306,6 +311,7 @@ class Backend final : public collective::Backend {
     return at::empty(sizes, dtype);
   }
   void abort(const Error& cause) override { exchange_->fail(cause); }
+  std::optional<Error> failure() override { return exchange_->failure(); }
 
  private:
   static void wait(const Future<std::vector<at::Tensor>>& future, Duration timeout) {

@@ -24,7 +24,9 @@ class MarkHook final : public engine::PassHook {
  public:
   explicit MarkHook(Marked marked) : PassHook(marked.options.passes), marked_(std::move(marked)) {}
   ~MarkHook() override {
-    if (std::uncaught_exceptions() <= exceptions_ || marked_.reached.derivative) return;
+    // A pipeline that fails discards the graphs of its micro-batches when the exception has been caught.
+    const bool in_layer = marked_.record->part.kind != StepPart::Kind::kNone;
+    if (marked_.reached.derivative || (std::uncaught_exceptions() <= exceptions_ && !in_layer)) return;
     if (const auto listener = marked_.options.listener.lock())
       listener->mark_dropped(marked_.record, marked_.reached.mark);
   }

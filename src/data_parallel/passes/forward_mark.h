@@ -10,6 +10,7 @@
 
 #include <torchspan/data_parallel/reducer.h>
 
+#include "core/api/step_part.h"
 #include "engine/api/grad_field_sink.h"
 
 namespace torchspan::data_parallel {
@@ -24,6 +25,7 @@ struct ForwardRecord {
   std::vector<bool> passed;           ///< by mark: a pass has gone through it
   std::vector<Future<void>> awaited;  ///< the first pass waits for these
   std::function<RoundTerms()> announce;
+  StepPart part;         ///< in which the forward ran
   bool settled = false;  ///< a later reduction failed on all ranks, so no rank waits for this forward's
   bool skipped = false;  ///< the ranks agreed that no backward pass follows
   bool any_passed() const { return std::find(passed.begin(), passed.end(), true) != passed.end(); }
@@ -43,7 +45,7 @@ class MarkListener {
   virtual ~MarkListener() = default;
   virtual void mark_reached(engine::GradientSink& sink, const std::shared_ptr<ForwardRecord>& record,
                             Reached reached) = 0;
-  /// The mark's graph is destroyed while an exception propagates on this thread.
+  /// The mark's graph is destroyed while an exception propagates on this thread, or was that of a layer of a pipeline.
   virtual void mark_dropped(const std::shared_ptr<ForwardRecord>& record, std::size_t mark) = 0;
 };
 

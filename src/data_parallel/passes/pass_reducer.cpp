@@ -16,6 +16,18 @@ constexpr Duration kLeaveLimit = std::chrono::seconds(1);
 constexpr const char* kDiscarded =
     "an exception discarded the outputs of its forward before their backward pass";
 
+/// In a layer of a pipeline, other ranks may reduce another micro-batch, whose operations are not those that this rank gives
+/// up: aborts the group.
+void abort_in_layer(const collective::Group& group, const StepPart& part, const std::string& reason) {
+  if (part.kind == StepPart::Kind::kNone) return;
+  group.abort(
+      Error(ErrorKind::kCancelled,
+            fmt::format("rank {} gave up its backward pass{}: {}. A DistributedDataParallel in a layer of a "
+                        "pipeline cannot continue after that: make the pipeline and its layers again, on all "
+                        "ranks",
+                        group.ranks()[group.rank()], describe(part), reason)));
+}
+
 }  // namespace
 
 PassReducer::PassReducer(std::shared_ptr<ReducerParts> parts)
@@ -41,11 +53,11 @@ PassReducer::RoundPtr PassReducer::current() const {
   return round_;
 }
 
-void PassReducer::settle() {
+std::optional<Error> PassReducer::settle() {
   // The program may know already that the pass failed, for example because a worker was lost.
   const RoundPtr round = current();
   if (round && round->is_concluded()) round->over().wait();
-  empty_.settle();
+  return empty_.settle();
 }
 
 void PassReducer::announce(const ForwardLog::Record& record) {
@@ -77,6 +89,7 @@ void PassReducer::shadow(const ForwardOptions& options) {
 }
 
 void PassReducer::refuse(const ForwardOptions& options, const std::string& reason) {
+  abort_in_layer(parts_->group, StepPartScope::current(), reason);
   settle();
   if (give_up_paused(reason)) settle();
   empty_.refuse(round_options(options), reason);
@@ -93,6 +106,10 @@ void PassReducer::refuse_dropped() {
 void PassReducer::mark_dropped(const std::shared_ptr<ForwardRecord>& record, std::size_t mark) {
   try {
     if (parts_->forwards.has_passed(record, mark)) return;
+    if (record->part.kind != StepPart::Kind::kNone) {
+      if (record->synchronize) abort_in_layer(parts_->group, record->part, kDiscarded);
+      return;
+    }
     const RoundPtr round = current();
     if (round && !record->announce && round->reduces(record) && give_up_paused(kDiscarded)) return;
     parts_->forwards.note_dropped(record);
@@ -370,6 +387,7 @@ bool PassReducer::give_up_paused(const std::string& reason) {
 }
 
 void PassReducer::give_up(const RoundPtr& round, const std::string& reason) {
+  abort_in_layer(parts_->group, StepPartScope::current(), reason);
   if (!round->give_up(reason)) return;
   {
     MutexLock lock(mutex_);

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,8 +29,9 @@ class PassReducer final : public MarkListener,
   void close();
 
   // Between passes:
-  /// Waits for the end of the last pass, and for a round that was given up.
-  void settle();
+  /// Waits for the end of the last pass, and for a round that was given up. Returns the failure of the latter if the other
+  /// ranks did not take part in it before the group's timeout.
+  std::optional<Error> settle();
   /// In join(), agrees with the other ranks on the terms of the round that begins with this forward.
   void announce(const ForwardLog::Record& record);
   /// Throws Error{kInvalid}, on all ranks, if the last forward's passes left parameters without gradients.

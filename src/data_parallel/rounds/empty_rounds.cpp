@@ -63,15 +63,24 @@ std::string EmptyRounds::reason() {
   return reason_;
 }
 
-void EmptyRounds::settle() {
+std::optional<Error> EmptyRounds::settle() {
   const Future<void> given_up = this->given_up();
-  if (!given_up.valid()) return;
+  std::optional<Error> late;
+  if (!given_up.valid()) return late;
   try {
     given_up.wait();
-  } catch (const Error&) {  // reported when it happened; the next operation of a broken group fails too
+  } catch (const Error& error) {  // reported when it happened; the next operation of a broken group fails too
+    const collective::Group& group = parts_.group;
+    if (error.kind() == ErrorKind::kTimedOut) {
+      late.emplace(error.kind(),
+                   fmt::format("rank {} gave up its backward pass, because {}, and other ranks did not "
+                               "begin theirs: {}",
+                               group.ranks()[group.rank()], reason(), error.message()));
+    }
   }
   MutexLock lock(mutex_);
   given_up_ = {};
+  return late;
 }
 
 }  // namespace torchspan::data_parallel

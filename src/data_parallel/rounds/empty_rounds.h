@@ -1,7 +1,9 @@
 #pragma once
 #include <memory>
+#include <optional>
 #include <string>
 
+#include <torchspan/core/error.h>
 #include <torchspan/core/future.h>
 #include <torchspan/core/time.h>
 #include <torchspan/detail/core/mutex.h>
@@ -25,8 +27,9 @@ class EmptyRounds {
   void shadow(RoundOptions options);
   /// Gives up one reduction of a forward that has no backward pass here. Returns at once.
   void refuse(const RoundOptions& options, const std::string& reason);
-  /// Waits until the other ranks have finished the reduction that was given up last.
-  void settle();
+  /// Waits until the other ranks have finished the reduction that was given up last. Returns an error if they did not take
+  /// part in it before the group's timeout.
+  std::optional<Error> settle();
   /// As settle(), for at most `limit`. Whether they have finished it.
   bool settle_for(Duration limit);
   /// Why the last reduction was given up.
