@@ -216,6 +216,9 @@ std::optional<Error> ShardedModel::begin_pass(const engine::GradientSink& sink, 
 
 void ShardedModel::outputs_dropped(ForwardRecord& record) noexcept {
   if (record.unit != root() || record.entered || std::exchange(record.has_no_pass, true)) return;
+  // Other ranks may be in the pass of another micro-batch, which this rank does not run either.
+  if (record.part.kind != StepPart::Kind::kNone)
+    return fail("an exception discarded the outputs of its forward" + describe(record.part));
   try {
     agreement_.announce_no_pass(record.number);
   } catch (...) {

@@ -24,6 +24,7 @@ class UnitForward::Impl {
         record_->unit = unit_;
         record_->model = model_;
         record_->before = std::move(before);
+        record_->part = StepPartScope::current();
         record_->number = model_->number();
         record_->synchronize = model_->synchronizes();
         gradients_ = make_gradient_nodes(record_);

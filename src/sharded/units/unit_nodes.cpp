@@ -39,7 +39,9 @@ class UnitOutputsHook final : public engine::PassHook {
   UnitOutputsHook(RecordPtr record, GradientNodes gradients)
       : PassHook(record->model->passes()), record_(std::move(record)), gradients_(std::move(gradients)) {}
   ~UnitOutputsHook() override {
-    if (std::uncaught_exceptions() > exceptions_) record_->model->outputs_dropped(*record_);
+    // A pipeline that fails discards the graphs of its micro-batches when the exception has been caught.
+    const bool in_layer = record_->part.kind != StepPart::Kind::kNone;
+    if (in_layer || std::uncaught_exceptions() > exceptions_) record_->model->outputs_dropped(*record_);
   }
   UnitOutputsHook(const UnitOutputsHook&) = delete;
   UnitOutputsHook& operator=(const UnitOutputsHook&) = delete;

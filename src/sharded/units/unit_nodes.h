@@ -11,6 +11,7 @@
 
 #include <torchspan/detail/engine/gradient_sink.h>
 
+#include "core/api/step_part.h"
 #include "engine/api/grad_field_sink.h"
 #include "engine/api/node_ptr.h"
 #include "sharded/units/unit.h"
@@ -23,6 +24,7 @@ struct ForwardRecord {
   std::shared_ptr<ShardedModel> model;
   std::shared_ptr<Unit> before;  ///< ran before it in the forward of the whole module; null: unknown
   bool synchronize = true;
+  StepPart part;                             ///< in which the forward ran
   std::int64_t number = 0;                   ///< of the forward of the whole module
   bool has_no_pass = false;                  ///< the other ranks know that no pass follows
   bool contains_units = false;               ///< other units ran inside this forward
