@@ -7,6 +7,8 @@ namespace torchspan::net {
 namespace {
 constexpr std::size_t kChunkBytes = 64 << 10;
 constexpr std::size_t kWorthKeeping = 4 << 10;
+/// Most bytes of one message that are copied while the channel's lock is held.
+constexpr std::size_t kMostCopied = 64 << 10;
 }  // namespace
 
 void Outbox::copy(BytesView bytes) {
@@ -34,9 +36,25 @@ void Outbox::add(BytesView bytes, const std::shared_ptr<const void>& keep) {
   size_ += bytes.size();
 }
 
+std::uint64_t Outbox::reserve(std::size_t size, std::uint64_t last) {
+  if (chunks_.empty() || last != first_ + chunks_.size() - 1) chunks_.push_back({nullptr, 0, 0, nullptr});
+  chunks_.back().size += size;
+  size_ += size;
+  return first_ + chunks_.size() - 1;
+}
+
+void Outbox::fill(std::uint64_t place, const Buffer& bytes) {
+  if (place < first_ || place - first_ >= chunks_.size()) return;
+  Chunk& chunk = chunks_[place - first_];
+  chunk.data = bytes.data;
+  chunk.keep = bytes.owner;
+}
+
 std::size_t Outbox::front(std::span<iovec> places) const {
-  const std::size_t count = std::min(places.size(), chunks_.size());
-  for (std::size_t i = 0; i < count; ++i) places[i] = {chunks_[i].data, chunks_[i].size};
+  std::size_t count = 0;
+  for (; count < std::min(places.size(), chunks_.size()) && chunks_[count].data != nullptr; ++count) {
+    places[count] = {chunks_[count].data, chunks_[count].size};
+  }
   return count;
 }
 
@@ -51,13 +69,42 @@ void Outbox::consume(std::size_t size, Released& released) {
     if (first.size != 0) return;
     released.push_back(std::move(first.keep));
     chunks_.pop_front();
+    ++first_;
   }
 }
 
 void Outbox::clear(Released& released) {
   for (Chunk& chunk : chunks_) released.push_back(std::move(chunk.keep));
+  first_ += chunks_.size();
   chunks_.clear();
   size_ = 0;
+}
+
+void LateCopies::add(Outbox& outbox, std::size_t index, BytesView bytes) {
+  if (bytes.empty()) return;
+  const bool same = !copies_.empty() && copies_.back().outbox == index;
+  const std::uint64_t last = same ? copies_.back().place : 0;
+  const std::uint64_t place = outbox.reserve(bytes.size(), last);
+  if (place != last) copies_.push_back({index, place, {}, 0, {}});
+  copies_.back().parts.push_back(bytes);
+  copies_.back().size += bytes.size();
+}
+
+void LateCopies::make() {
+  for (Copy& copy : copies_) {
+    copy.bytes = allocate_buffer(copy.size);
+    std::byte* to = copy.bytes.data;
+    for (const BytesView part : copy.parts) {
+      std::memcpy(to, part.data(), part.size());
+      to += part.size();
+    }
+  }
+}
+
+void LateCopies::fill(Outbox& outbox, std::size_t index) const {
+  for (const Copy& copy : copies_) {
+    if (copy.outbox == index) outbox.fill(copy.place, copy.bytes);
+  }
 }
 
 BytesView Outgoing::piece(std::size_t index) const {
@@ -81,11 +128,26 @@ void Outgoing::consume(std::size_t size) {
   while (piece_ < count() && offset_ >= piece(piece_).size()) offset_ -= piece(piece_++).size();
 }
 
-void Outgoing::queue_rest(Outbox& outbox) const {
+bool Outgoing::is_kept(std::size_t index) const {
+  return index >= 2 && segments_[index - 2].keep && segments_[index - 2].size >= kWorthKeeping;
+}
+
+void Outgoing::queue_rest(Outbox& outbox, LateCopies& late, std::size_t index) const {
+  std::size_t copied = 0;
   std::size_t offset = offset_;
   for (std::size_t i = piece_; i < count(); ++i, offset = 0) {
+    if (!is_kept(i)) copied += piece(i).size() - offset;
+  }
+  offset = offset_;
+  for (std::size_t i = piece_; i < count(); ++i, offset = 0) {
     const BytesView rest = piece(i).subspan(offset);
-    i < 2 ? outbox.copy(rest) : outbox.add(rest, segments_[i - 2].keep);
+    if (is_kept(i)) {
+      outbox.add(rest, segments_[i - 2].keep);
+    } else if (copied <= kMostCopied || (i == 0 && rest.size() < kWorthKeeping)) {
+      outbox.copy(rest);
+    } else {
+      late.add(outbox, index, rest);
+    }
   }
 }
 

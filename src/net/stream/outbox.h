@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <span>
@@ -23,10 +24,17 @@ class Outbox {
   void copy(BytesView bytes);
   /// Refers to `bytes` if they are large and `keep` holds them; copies them otherwise.
   void add(BytesView bytes, const std::shared_ptr<const void>& keep);
+  /// Reserves a place for `size` bytes that fill() provides later; all bytes behind it wait. Extends the place `last` if
+  /// nothing was queued after it. Returns the place's number, which is never 0.
+  std::uint64_t reserve(std::size_t size, std::uint64_t last);
+  /// Does nothing if the place was dropped by clear().
+  void fill(std::uint64_t place, const Buffer& bytes);
 
   bool empty() const { return size_ == 0; }
+  /// Whether the first bytes can be sent: they are not a place that waits for fill().
+  bool ready() const { return !chunks_.empty() && chunks_.front().data != nullptr; }
   std::size_t size() const { return size_; }
-  /// Fills in the first bytes; returns the number of places used.
+  /// Fills in the first bytes that can be sent; returns the number of places used.
   std::size_t front(std::span<iovec> places) const;
   /// Drops the first `size` bytes.
   void consume(std::size_t size, Released& released);
@@ -34,13 +42,37 @@ class Outbox {
 
  private:
   struct Chunk {
-    std::byte* data;
+    std::byte* data;  ///< null until fill()
     std::size_t size;
     std::size_t room;  ///< bytes that may still be appended; 0 for referenced memory
     std::shared_ptr<const void> keep;
   };
   std::deque<Chunk> chunks_;
+  std::uint64_t first_ = 1;  ///< the number of the first chunk
   std::size_t size_ = 0;
+};
+
+/// Bytes of the caller that are in reserved places of outboxes, and are copied after the channel's lock is released: the
+/// copy of a gigabyte takes a second, and the thread that receives needs the lock.
+class LateCopies {
+ public:
+  bool empty() const { return copies_.empty(); }
+  /// Reserves a place for `bytes` in `outbox`, the one with the number `index` of the channel.
+  void add(Outbox& outbox, std::size_t index, BytesView bytes);
+  /// Copies all bytes. Call it without the lock. Throws if there is no memory.
+  void make();
+  /// Puts the copies of the outbox with the number `index` into their places.
+  void fill(Outbox& outbox, std::size_t index) const;
+
+ private:
+  struct Copy {
+    std::size_t outbox;
+    std::uint64_t place;
+    std::vector<BytesView> parts;
+    std::size_t size;
+    Buffer bytes;
+  };
+  std::vector<Copy> copies_;
 };
 
 /// A message that is being sent: prefix, header and segments as one sequence of bytes with a position.
@@ -53,12 +85,14 @@ class Outgoing {
   bool done() const { return piece_ == count(); }
   std::size_t front(std::span<iovec> places) const;
   void consume(std::size_t size);
-  /// Appends everything from the position on to `outbox`.
-  void queue_rest(Outbox& outbox) const;
+  /// Appends everything from the position on to `outbox`. Leaves more than a few borrowed bytes to `late`; they must stay
+  /// until LateCopies::make(), except a small prefix.
+  void queue_rest(Outbox& outbox, LateCopies& late, std::size_t index = 0) const;
 
  private:
   std::size_t count() const { return segments_.size() + 2; }
   BytesView piece(std::size_t index) const;
+  bool is_kept(std::size_t index) const;
 
   const BytesView prefix_;
   const BytesView header_;

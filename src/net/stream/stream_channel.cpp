@@ -4,15 +4,20 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <fmt/format.h>
 #include <limits>
-#include <new>
 #include <sys/socket.h>
 
 #include "net/socket_limits.h"
 
 namespace torchspan::net {
 namespace {
+
+/// Most bytes that one call writes while it holds the lock: a peer that keeps up would accept a message of any size. send()
+/// queues the rest; the driver, which also serves other peers, leaves it to its next turn.
+constexpr std::uint64_t kMostWritten = 16 << 20;
+constexpr std::uint64_t kMostFlushedAtOnce = 4 << 20;
 
 /// Returns the bytes that the socket accepted; 0 if it is full; -1 with errno if it is broken.
 ssize_t write_some(int socket, std::span<iovec> places) {
@@ -88,8 +93,17 @@ void StreamChannel::send(BytesView header, std::span<const Segment> segments) {
   size -= lending.saved();
   const FramePrefix prefix(header, segments, lending.blocks());
   Outgoing message(prefix.bytes(), header, lending.pieces());
-  Released released;
-  MutexLock lock(mutex_);
+  LateCopies late;
+  {
+    Released released;
+    MutexLock lock(mutex_);
+    send_locked(message, size, late, released);
+    lending.sent();
+  }
+  if (!late.empty()) copy_late(late);
+}
+
+void StreamChannel::send_locked(Outgoing& message, std::uint64_t size, LateCopies& late, Released& released) {
   if (ended_ || closing_) throw_ended();
   if (!outbox_.empty() && outbox_.size() + size > options_.max_unsent) throw_overloaded(size);
   const bool held = may_hold(size);
@@ -97,8 +111,7 @@ void StreamChannel::send(BytesView header, std::span<const Segment> segments) {
   if (ended_) throw_ended();
   const bool direct = socket_ >= 0 && outbox_.empty() && !held;
   if (direct) write_locked(message, released);
-  if (!message.done()) queue_locked(message, released);
-  lending.sent();
+  if (!message.done()) queue_locked(message, late, released);
   if (direct && !message.done()) request_queue_->post_review(options_.token);
 }
 
@@ -121,7 +134,8 @@ void StreamChannel::uncork() {
 
 void StreamChannel::write_locked(Outgoing& message, Released& released) {
   std::array<iovec, kSendIovecs> places;
-  while (!message.done()) {
+  std::uint64_t total = 0;
+  while (!message.done() && total < kMostWritten) {
     const std::size_t count = message.front(places);
     const ssize_t written = put_locked(std::span(places).first(count));
     if (written == 0) return;
@@ -130,6 +144,7 @@ void StreamChannel::write_locked(Outgoing& message, Released& released) {
       throw_ended();
     }
     message.consume(static_cast<std::size_t>(written));
+    total += static_cast<std::uint64_t>(written);
   }
 }
 
@@ -140,16 +155,41 @@ ssize_t StreamChannel::put_locked(std::span<iovec> places) {
   return written;
 }
 
-void StreamChannel::queue_locked(const Outgoing& message, Released& released) {
+void StreamChannel::queue_locked(const Outgoing& message, LateCopies& late, Released& released) {
   try {
-    message.queue_rest(outbox_);
-  } catch (const std::bad_alloc&) {
-    // Part of the message may be on the wire: the stream cannot be continued.
-    break_locked("no memory left to queue a message", released);
-    throw Error(ErrorKind::kOverloaded,
-                fmt::format("no memory left to queue a message to '{}'", options_.peer));
+    message.queue_rest(outbox_, late);
+  } catch (const std::exception&) {
+    break_without_memory(released);
   }
+  note_unsent();
+}
+
+void StreamChannel::copy_late(LateCopies& late) {
+  Released released;
+  bool copied = true;
+  try {
+    late.make();
+  } catch (const std::exception&) {
+    copied = false;
+  }
+  MutexLock lock(mutex_);
+  if (ended_) return;  // its end is reported to the handler
+  if (!copied) break_without_memory(released);
+  late.fill(outbox_, 0);
+  flush_locked(released);
+  if (!ended_ && !outbox_.empty()) request_queue_->post_review(options_.token);
+}
+
+void StreamChannel::break_without_memory(Released& released) {
+  // Part of the message may be on the wire: the stream cannot be continued.
+  break_locked("no memory left to queue a message", released);
+  throw Error(ErrorKind::kOverloaded,
+              fmt::format("no memory left to queue a message to '{}'", options_.peer));
+}
+
+void StreamChannel::note_unsent() {
   unsent_.store(outbox_.size(), std::memory_order_relaxed);
+  can_flush_.store(outbox_.ready(), std::memory_order_relaxed);
 }
 
 void StreamChannel::close() {
@@ -184,21 +224,23 @@ StreamChannel::State StreamChannel::flush() {
 
 void StreamChannel::flush_locked(Released& released) {
   std::array<iovec, kSendIovecs> places;
-  while (!outbox_.empty() && socket_ >= 0 && !broken_) {
+  std::uint64_t flushed = 0;
+  while (outbox_.ready() && socket_ >= 0 && !broken_ && flushed < kMostFlushedAtOnce) {
     const std::size_t count = outbox_.front(places);
     const ssize_t written = put_locked(std::span(places).first(count));
     if (written == 0) break;
     if (written < 0) return break_locked(std::strerror(errno), released);
     outbox_.consume(static_cast<std::size_t>(written), released);
+    flushed += static_cast<std::uint64_t>(written);
   }
-  unsent_.store(outbox_.size(), std::memory_order_relaxed);
+  note_unsent();
 }
 
 void StreamChannel::break_locked(const std::string& why, Released& released) {
   broken_ = fmt::format("the connection broke ({})", why);
   ended_ = broken_;
   outbox_.clear(released);
-  unsent_.store(0, std::memory_order_relaxed);
+  note_unsent();
   request_queue_->post_review(options_.token);
 }
 
@@ -208,7 +250,7 @@ StreamChannel::State StreamChannel::state() const {
 }
 
 StreamChannel::State StreamChannel::state_locked() const {
-  return {.flushing = socket_ >= 0 && lane_ == nullptr && !outbox_.empty(),
+  return {.flushing = socket_ >= 0 && lane_ == nullptr && outbox_.ready(),
           .closing = closing_,
           .said_goodbye = closing_ && socket_ >= 0 && outbox_.empty() && !broken_,
           .broken = broken_};
@@ -223,7 +265,7 @@ void StreamChannel::end(const Error& reason) {
   released.push_back(std::move(lender_));
   ended_ = reason.message();
   outbox_.clear(released);
-  unsent_.store(0, std::memory_order_relaxed);
+  note_unsent();
 }
 
 void StreamChannel::throw_ended() const {

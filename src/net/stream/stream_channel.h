@@ -30,6 +30,8 @@ class StreamChannel final : public Channel {
 
   void send(BytesView header, std::span<const Segment> segments) override;
   std::size_t unsent_bytes() const override { return unsent_.load(std::memory_order_relaxed); }
+  /// Whether queued bytes can be sent now: no other thread still copies the first of them.
+  bool can_flush() const { return can_flush_.load(std::memory_order_relaxed); }
   void close() override;
   std::string peer() const override { return options_.peer; }
 
@@ -57,12 +59,17 @@ class StreamChannel final : public Channel {
   class Lending;
 
   std::shared_ptr<Lender> lender_for(std::span<const Segment> segments) const;
+  void send_locked(Outgoing& message, std::uint64_t size, LateCopies& late, Released& released)
+      TORCHSPAN_REQUIRES(mutex_);
   ssize_t put_locked(std::span<iovec> places) TORCHSPAN_REQUIRES(mutex_);
   State state_locked() const TORCHSPAN_REQUIRES(mutex_);
   bool may_hold(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
   void flush_locked(Released& released) TORCHSPAN_REQUIRES(mutex_);
   void write_locked(Outgoing& message, Released& released) TORCHSPAN_REQUIRES(mutex_);
-  void queue_locked(const Outgoing& message, Released& released) TORCHSPAN_REQUIRES(mutex_);
+  void queue_locked(const Outgoing& message, LateCopies& late, Released& released) TORCHSPAN_REQUIRES(mutex_);
+  void copy_late(LateCopies& late);
+  void note_unsent() TORCHSPAN_REQUIRES(mutex_);
+  [[noreturn]] void break_without_memory(Released& released) TORCHSPAN_REQUIRES(mutex_);
   void break_locked(const std::string& why, Released& released) TORCHSPAN_REQUIRES(mutex_);
   [[noreturn]] void throw_ended() const TORCHSPAN_REQUIRES(mutex_);
   [[noreturn]] void throw_overloaded(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
@@ -70,6 +77,7 @@ class StreamChannel final : public Channel {
   const Options options_;
   const std::shared_ptr<StreamRequestQueue> request_queue_;
   std::atomic<std::size_t> unsent_{0};
+  std::atomic<bool> can_flush_{false};
   std::atomic<std::size_t> lend_from_;  ///< larger than any segment while there is no lane
   mutable Mutex mutex_;
   int socket_ TORCHSPAN_GUARDED_BY(mutex_) = -1;  ///< -1 until open() and after end()

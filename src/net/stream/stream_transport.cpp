@@ -106,7 +106,7 @@ bool StreamTransport::prepare_sleep(Deadline& until) {
   const TimePoint now = sharing_.empty() ? TimePoint{} : executor_.now();
   for (Connection* connection : sharing_) {
     until = earlier(until, connection->lane().tidy(now));
-    may &= connection->lane().prepare_sleep(connection->channel()->unsent_bytes() != 0);
+    may &= connection->lane().prepare_sleep(connection->channel()->can_flush());
   }
   return may;
 }

@@ -1,8 +1,8 @@
 #include "net/tls/tls_channel.h"
 
 #include <algorithm>
+#include <exception>
 #include <fmt/format.h>
-#include <new>
 
 #include "net/socket_limits.h"
 #include "net/tls/pieces.h"
@@ -59,28 +59,44 @@ TlsChannel::TlsChannel(Options options, std::shared_ptr<TlsRequestQueue> request
 void TlsChannel::send(BytesView header, std::span<const Segment> segments) {
   const std::uint64_t size = check_message(header, segments, options_.limits);
   const bool large = bytes_of(segments) >= kWorthStriping;
-  Released released;
+  Afterwards afterwards;
+  std::optional<FramePrefix> prefix;  // its bytes may be copied late
+  {
+    MutexLock lock(mutex_);
+    if (ended_ || closing_) throw_ended();
+    const std::uint64_t waiting = waiting_locked();
+    if (waiting != 0 && waiting + size > options_.max_unsent) throw_overloaded(size);
+    const bool striped = large && lanes_.size() > 1;
+    prefix.emplace(header, segments, striped ? FrameType::kStriped : FrameType::kMessage);
+    Outgoing message(prefix->bytes(), header, striped ? std::span<const Segment>() : segments);
+    const bool held = corked_ && may_hold(size);
+    if (corked_ && !held) flush_lane(lanes_[0], afterwards.released);
+    if (ended_) throw_ended();
+    const bool was_idle = !held && (waiting == 0 || corked_);
+    direct_left_ = held ? 0 : kMostDirect;
+    put(0, message, afterwards);
+    if (striped) stripe(segments, afterwards);
+    note_unsent();
+    if (was_idle && lanes_[0].session && unsent_.load(std::memory_order_relaxed) != 0) {
+      request_queue_->post_review(options_.token);
+    }
+  }
+  if (!afterwards.late.empty()) copy_late(afterwards);
+}
+
+void TlsChannel::copy_late(Afterwards& afterwards) {
+  bool copied = true;
+  try {
+    afterwards.late.make();
+  } catch (const std::exception&) {
+    copied = false;
+  }
   MutexLock lock(mutex_);
-  if (ended_ || closing_) throw_ended();
-  const std::uint64_t waiting = waiting_locked();
-  if (waiting != 0 && waiting + size > options_.max_unsent) throw_overloaded(size);
-  const bool striped = large && lanes_.size() > 1;
-  const FramePrefix prefix(header, segments, striped ? FrameType::kStriped : FrameType::kMessage);
-  Outgoing message(prefix.bytes(), header, striped ? std::span<const Segment>() : segments);
-  if (corked_ && may_hold(size)) {
-    message.queue_rest(lanes_[0].outbox);
-    return note_unsent();
-  }
-  if (corked_) flush_lane(lanes_[0], released);
-  if (ended_) throw_ended();
-  const bool was_idle = waiting == 0 || corked_;
-  direct_left_ = kMostDirect;
-  put(lanes_[0], message, released);
-  if (striped) stripe(segments, released);
-  note_unsent();
-  if (was_idle && lanes_[0].session && unsent_.load(std::memory_order_relaxed) != 0) {
-    request_queue_->post_review(options_.token);
-  }
+  if (ended_) return;  // its end is reported to the handler
+  if (!copied) break_without_memory(afterwards.released);
+  for (std::size_t i = 0; i < lanes_.size(); ++i) afterwards.late.fill(lanes_[i].outbox, i);
+  flush_locked(afterwards.released);
+  if (!ended_ && unsent_.load(std::memory_order_relaxed) != 0) request_queue_->post_review(options_.token);
 }
 
 std::uint64_t TlsChannel::waiting_locked() const {
@@ -95,14 +111,15 @@ bool TlsChannel::may_hold(std::uint64_t size) const {
   return size <= kSmallMessage && lanes_[0].outbox.size() + size <= kMaxCorked;
 }
 
-void TlsChannel::put(Lane& lane, Outgoing& bytes, Released& released) {
+void TlsChannel::put(std::size_t index, Outgoing& bytes, Afterwards& afterwards) {
   std::array<iovec, kSendIovecs> places;
+  Lane& lane = lanes_[index];
   if (lane.idle()) {
     while (!bytes.done() && direct_left_ != 0) {
       const std::size_t count = bytes.front(places);
       const ssize_t written = lane.session->write(std::span(places).first(count));
       if (written < 0) {
-        break_locked(lane.session->broken(), released);
+        break_locked(lane.session->broken(), afterwards.released);
         throw_ended();
       }
       if (written == 0) break;
@@ -113,21 +130,27 @@ void TlsChannel::put(Lane& lane, Outgoing& bytes, Released& released) {
   }
   if (bytes.done()) return;
   try {
-    bytes.queue_rest(lane.outbox);
-  } catch (const std::bad_alloc&) {
-    // Part of the message may be on the wire: the stream cannot be continued.
-    break_locked("no memory left to queue a message", released);
-    throw Error(ErrorKind::kOverloaded,
-                fmt::format("no memory left to queue a message to '{}'", options_.peer));
+    bytes.queue_rest(lane.outbox, afterwards.late, index);
+  } catch (const std::exception&) {
+    break_without_memory(afterwards.released);
   }
 }
 
-TlsChannel::Lane& TlsChannel::emptiest_lane() {
-  return *std::min_element(lanes_.begin() + 1, lanes_.end(),
-                           [](const Lane& a, const Lane& b) { return a.waiting() < b.waiting(); });
+void TlsChannel::break_without_memory(Released& released) {
+  // Part of the message may be on the wire: the stream cannot be continued.
+  break_locked("no memory left to queue a message", released);
+  throw Error(ErrorKind::kOverloaded,
+              fmt::format("no memory left to queue a message to '{}'", options_.peer));
 }
 
-void TlsChannel::stripe(std::span<const Segment> segments, Released& released) {
+std::size_t TlsChannel::emptiest_lane() {
+  const auto emptiest = std::min_element(lanes_.begin() + 1, lanes_.end(), [](const Lane& a, const Lane& b) {
+    return a.waiting() < b.waiting();
+  });
+  return static_cast<std::size_t>(emptiest - lanes_.begin());
+}
+
+void TlsChannel::stripe(std::span<const Segment> segments, Afterwards& afterwards) {
   const std::uint64_t message = striped_++;
   std::uint64_t left = bytes_of(segments);
   Slicer slicer(segments);
@@ -135,7 +158,7 @@ void TlsChannel::stripe(std::span<const Segment> segments, Released& released) {
     const std::uint64_t size = std::min(left, kPieceBytes);
     const auto prefix = piece_prefix(message, index);
     Outgoing piece(prefix, {}, slicer.next(size));
-    put(emptiest_lane(), piece, released);
+    put(emptiest_lane(), piece, afterwards);
     left -= size;
   }
 }
@@ -196,7 +219,7 @@ void TlsChannel::flush_lane(Lane& lane, Released& released) {
     return break_locked(lane.session->broken(), released);
   }
   std::uint64_t flushed = 0;
-  while (!lane.outbox.empty() && flushed < kMostFlushed) {
+  while (lane.outbox.ready() && flushed < kMostFlushed) {
     const std::size_t count = lane.outbox.front(places);
     const ssize_t written = lane.session->write(std::span(places).first(count));
     if (written < 0) return break_locked(lane.session->broken(), released);
@@ -233,7 +256,7 @@ TlsChannel::State TlsChannel::state() const {
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
     if (lanes_[i].idle()) continue;
     idle = false;
-    if (lanes_[i].session) state.flushing |= 1u << i;
+    if (lanes_[i].can_flush()) state.flushing |= 1u << i;
   }
   state.said_goodbye = closing_ && idle && !broken_;
   return state;

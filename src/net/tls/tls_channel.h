@@ -63,6 +63,8 @@ class TlsChannel final : public Channel {
   struct Lane {
     std::shared_ptr<TlsSession> session;
     Outbox outbox;
+    /// Whether bytes can be sent now, or once the socket has room.
+    bool can_flush() const { return session && (outbox.ready() || session->unsent() != 0); }
     bool idle() const { return session && outbox.empty() && session->unsent() == 0; }
     std::size_t waiting() const { return outbox.size() + (session ? session->unsent() : 0); }
   };
@@ -70,10 +72,17 @@ class TlsChannel final : public Channel {
   bool may_hold(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
   void flush_locked(Released& released) TORCHSPAN_REQUIRES(mutex_);
   void flush_lane(Lane& lane, Released& released) TORCHSPAN_REQUIRES(mutex_);
+  /// What one send() leaves to do after it released the lock.
+  struct Afterwards {
+    LateCopies late;
+    Released released;
+  };
   /// Writes as far as the lane has room and queues the rest.
-  void put(Lane& lane, Outgoing& bytes, Released& released) TORCHSPAN_REQUIRES(mutex_);
-  void stripe(std::span<const Segment> segments, Released& released) TORCHSPAN_REQUIRES(mutex_);
-  Lane& emptiest_lane() TORCHSPAN_REQUIRES(mutex_);
+  void put(std::size_t lane, Outgoing& bytes, Afterwards& afterwards) TORCHSPAN_REQUIRES(mutex_);
+  void stripe(std::span<const Segment> segments, Afterwards& afterwards) TORCHSPAN_REQUIRES(mutex_);
+  void copy_late(Afterwards& afterwards);
+  std::size_t emptiest_lane() TORCHSPAN_REQUIRES(mutex_);
+  [[noreturn]] void break_without_memory(Released& released) TORCHSPAN_REQUIRES(mutex_);
   void note_unsent() TORCHSPAN_REQUIRES(mutex_);
   void break_locked(const std::string& why, Released& released) TORCHSPAN_REQUIRES(mutex_);
   [[noreturn]] void throw_ended() const TORCHSPAN_REQUIRES(mutex_);

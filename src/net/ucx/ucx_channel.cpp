@@ -16,13 +16,14 @@ constexpr std::size_t kMostChunksUnderWay = 64;
 /// Offers segments while the peer has fewer unfetched bytes than this.
 constexpr std::size_t kMostOffered = 16 << 20;
 constexpr std::size_t kUcxIovecs = 16;
-constexpr std::size_t kLargeCopy = 256 << 10;
+constexpr std::size_t kLargeCopy = 64 << 10;
 /// Bytes of the stream that one call sends; the driver sends the rest.
 constexpr std::size_t kMostAtOnce = 4 << 20;
 
-/// Copies those borrowed segments that are sent beside the stream, or are large.
-std::vector<Segment> hold_large(std::span<const Segment> segments, std::size_t apart_from) {
-  std::vector<Segment> held(segments.begin(), segments.end());
+/// Copies those borrowed segments, the header first, that are sent beside the stream, or are large.
+std::vector<Segment> hold_large(BytesView header, std::span<const Segment> segments, std::size_t apart_from) {
+  std::vector<Segment> held{{header.data(), header.size(), nullptr}};
+  held.insert(held.end(), segments.begin(), segments.end());
   for (Segment& segment : held) {
     if (segment.keep || segment.size < std::min(apart_from, kLargeCopy)) continue;
     const Buffer copy = allocate_buffer(segment.size);
@@ -50,12 +51,12 @@ void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
     if (waiting != 0 && waiting + size > options_.max_unsent) throw_overloaded(size);
   }
   // Large copies are made without the lock.
-  const std::vector<Segment> held = hold_large(segments, options_.rendezvous_from);
+  const std::vector<Segment> held = hold_large(header, segments, options_.rendezvous_from);
   Released released;
   MutexLock lock(mutex_);
   if (ended_ || broken_ || closing_) throw_ended();
   try {
-    queue(header, held);
+    queue(held.front(), std::span(held).subspan(1));
   } catch (const std::exception&) {
     // Part of the message may be in the stream, which cannot be continued.
     broken_ = "no memory left to queue a message";
@@ -66,7 +67,7 @@ void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
   flush_locked(false, released);
 }
 
-void UcxChannel::queue(BytesView header, std::span<const Segment> segments) {
+void UcxChannel::queue(const Segment& header, std::span<const Segment> segments) {
   std::vector<std::uint64_t> announced(segments.size());
   std::uint64_t next = first_apart_ + apart_.size();
   for (std::size_t i = 0; i < segments.size(); ++i) {
@@ -74,8 +75,9 @@ void UcxChannel::queue(BytesView header, std::span<const Segment> segments) {
       announced[i] = UcxAnnouncement{next++, segments[i].device_target}.word();
   }
   const std::size_t before = outbox_.size();
-  outbox_.copy(FramePrefix(header, segments, announced).bytes());
-  outbox_.copy(header);
+  const BytesView header_bytes{header.data, header.size};
+  outbox_.copy(FramePrefix(header_bytes, segments, announced).bytes());
+  outbox_.add(header_bytes, header.keep);
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const Segment& segment = segments[i];

@@ -64,7 +64,7 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
     std::uint64_t position;  ///< in the stream, after the segment's announcement
     bool done = false;
   };
-  void queue(BytesView header, std::span<const Segment> segments) TORCHSPAN_REQUIRES(mutex_);
+  void queue(const Segment& header, std::span<const Segment> segments) TORCHSPAN_REQUIRES(mutex_);
   /// `patient`: waits for other threads that use UCX; only the driver does, and it sends what other threads
   /// left.
   void flush_locked(bool patient, Released& released) TORCHSPAN_REQUIRES(mutex_);
