@@ -2,6 +2,7 @@
 #include <cxxabi.h>
 #include <fmt/format.h>
 #include <memory>
+#include <optional>
 #include <typeinfo>
 
 #include <torchspan/core/error.h>
@@ -30,7 +31,22 @@ std::string_view to_string(ErrorKind kind) {
   return "unknown kind";
 }
 
-Error::Error(ErrorKind kind, std::string message) : kind_(kind), message_(std::move(message)) { compose(); }
+std::string shortened(std::string text, std::size_t most) {
+  if (text.size() <= most) return text;
+  const std::size_t size = text.size();
+  std::size_t end = most;
+  const auto continues = [&](std::size_t at) {
+    return (static_cast<unsigned char>(text[at]) & 0xc0) == 0x80;
+  };
+  while (end != 0 && most - end < 3 && continues(end)) --end;
+  if (continues(end)) end = most;  // not UTF-8
+  text.resize(end);
+  return text + fmt::format("… ({} more bytes)", size - end);
+}
+
+Error::Error(ErrorKind kind, std::string message) : kind_(kind), message_(shortened(std::move(message))) {
+  compose();
+}
 
 Error& Error::with_worker(std::string worker) {
   worker_ = std::move(worker);
@@ -51,6 +67,7 @@ Error& Error::with_elapsed(Duration elapsed) {
 }
 
 Error& Error::with_frame(RemoteFrame frame) {
+  frame.text = shortened(std::move(frame.text));
   frames_.push_back(std::move(frame));
   compose();
   return *this;
@@ -90,35 +107,95 @@ std::string without_stack(const std::string& type, std::string text) {
 
 }  // namespace
 
-ExceptionDescription describe(const std::exception_ptr& exception) {
-  if (exception == nullptr) return {"no exception", "nothing was thrown"};
+namespace {
+
+constexpr int kMostCauses = 16;
+
+std::string what_of(const char* what) { return what == nullptr ? "an exception whose what() is null" : what; }
+
+/// The type without the wrapper of std::throw_with_nested().
+std::string dynamic_type_of(const std::type_info& type) {
+  constexpr std::string_view kNested = "std::_Nested_exception<";
+  std::string name = demangle(type.name());
+  if (!name.starts_with(kNested) || !name.ends_with('>')) return name;
+  return name.substr(kNested.size(), name.size() - kNested.size() - 1);
+}
+
+/// Without the exceptions nested in it.
+ExceptionDescription describe_alone(const std::exception_ptr& exception) {
   try {
     std::rethrow_exception(exception);
   } catch (const std::exception& e) {
-    const std::string type = demangle(typeid(e).name());
-    return {type, without_stack(type, e.what())};
+    const std::string type = dynamic_type_of(typeid(e));
+    return {type, without_stack(type, what_of(e.what()))};
+  } catch (const std::string& text) {
+    return {"std::string", text};
+  } catch (const char* text) {
+    return {"const char*", text == nullptr ? "a null pointer" : text};
   } catch (...) {
     const std::type_info* type = abi::__cxa_current_exception_type();
-    return {type == nullptr ? "unknown type" : demangle(type->name()),
+    return {type == nullptr ? "unknown type" : dynamic_type_of(*type),
             "an exception that is not a std::exception"};
   }
+}
+
+/// Null if there is none.
+std::exception_ptr nested_in(const std::exception_ptr& exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const std::nested_exception& outer) {
+    return outer.nested_ptr();
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+/// Null if it is another exception.
+std::optional<Error> error_in(const std::exception_ptr& exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const Error& error) {
+    return error;
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+ExceptionDescription describe(const std::exception_ptr& exception) {
+  if (exception == nullptr) return {"no exception", "nothing was thrown"};
+  ExceptionDescription whole = describe_alone(exception);
+  std::exception_ptr cause = nested_in(exception);
+  for (int depth = 0; cause != nullptr && depth < kMostCauses; cause = nested_in(cause), ++depth) {
+    const std::optional<Error> error = error_in(cause);
+    if (error && !error->frames().empty()) break;
+    const ExceptionDescription inner = describe_alone(cause);
+    whole.text += fmt::format(", caused by {}: {}", inner.type, inner.text);
+  }
+  return whole;
 }
 
 void throw_invalid(std::string message) { throw Error(ErrorKind::kInvalid, std::move(message)); }
 
 Error to_error(const std::exception_ptr& exception) {
   if (exception == nullptr) return Error(ErrorKind::kInvalid, "nothing was thrown");
-  try {
-    std::rethrow_exception(exception);
-  } catch (const Error& error) {
-    return error;
-  } catch (const std::nested_exception& rebuilt) {
-    if (rebuilt.nested_ptr()) return to_error(rebuilt.nested_ptr());
-    return Error(ErrorKind::kInvalid, describe(exception).text);
-  } catch (...) {
-    ExceptionDescription description = describe(exception);
-    return Error(ErrorKind::kInvalid, fmt::format("{}: {}", description.type, description.text));
+  if (const auto error = error_in(exception)) return *error;
+  std::string around;
+  std::exception_ptr cause = exception;
+  for (int depth = 0; cause != nullptr && depth < kMostCauses; cause = nested_in(cause), ++depth) {
+    const std::optional<Error> error = error_in(cause);
+    if (!error) {
+      const ExceptionDescription outer = describe_alone(cause);
+      around += fmt::format("{}: {}, caused by ", outer.type, outer.text);
+      continue;
+    }
+    if (!error->frames().empty()) return *error;
+    Error whole(error->kind(), around + error->message());
+    return whole.with_worker(error->worker()).with_call(error->call()).with_elapsed(error->elapsed());
   }
+  const ExceptionDescription description = describe(exception);
+  return Error(ErrorKind::kInvalid, fmt::format("{}: {}", description.type, description.text));
 }
 
 }  // namespace torchspan

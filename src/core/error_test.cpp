@@ -1,3 +1,4 @@
+#include <functional>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <set>
@@ -107,6 +108,76 @@ TEST(ToError, GivesAnErrorBackUnchangedAndWrapsOthers) {
   const Error wrapped = to_error(std::make_exception_ptr(std::out_of_range("index 9")));
   EXPECT_EQ(wrapped.kind(), ErrorKind::kInvalid);
   EXPECT_EQ(wrapped.message(), "std::out_of_range: index 9");
+}
+
+struct SilentException : std::exception {
+  const char* what() const noexcept override { return nullptr; }
+};
+
+std::exception_ptr nested(const std::function<void()>& inner, const std::string& outer) {
+  try {
+    try {
+      inner();
+    } catch (...) {
+      std::throw_with_nested(OwnException(outer));
+    }
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+TEST(Describe, GivesThrownStringsAndExceptionsWithoutText) {
+  EXPECT_EQ(describe(std::make_exception_ptr(std::string("no ink"))).text, "no ink");
+  EXPECT_EQ(describe(std::make_exception_ptr(static_cast<const char*>("no paper"))).text, "no paper");
+  EXPECT_EQ(describe(std::make_exception_ptr(static_cast<const char*>(nullptr))).text, "a null pointer");
+  EXPECT_THAT(describe(std::make_exception_ptr(SilentException())).text, HasSubstr("what() is null"));
+  EXPECT_THAT(to_error(std::make_exception_ptr(std::string("no ink"))).message(), HasSubstr("no ink"));
+}
+
+TEST(Describe, ListsTheCausesNestedInAnException) {
+  const auto failure = nested(
+      [] {
+        std::rethrow_exception(nested([] { throw std::out_of_range("row 9"); }, "cannot read the table"));
+      },
+      "cannot load the shard");
+  const auto description = describe(failure);
+  EXPECT_THAT(description.type, ::testing::EndsWith("OwnException"));
+  EXPECT_THAT(description.text, ::testing::StartsWith("cannot load the shard, caused by "));
+  EXPECT_THAT(description.text, HasSubstr("cannot read the table, caused by std::out_of_range: row 9"));
+  EXPECT_EQ(to_error(failure).kind(), ErrorKind::kInvalid);
+  EXPECT_THAT(to_error(failure).message(), HasSubstr("row 9"));
+}
+
+TEST(ToError, KeepsTheTextsAroundANestedErrorOfThisWorker) {
+  const auto failure =
+      nested([] { throw Error(ErrorKind::kOverloaded, "the queue is full").with_call("put"); },
+             "cannot store the page");
+  const Error error = to_error(failure);
+  EXPECT_EQ(error.kind(), ErrorKind::kOverloaded);
+  EXPECT_EQ(error.call(), "put");
+  EXPECT_THAT(error.message(), HasSubstr("cannot store the page, caused by the queue is full"));
+  const auto remote = nested(
+      [] {
+        throw Error(ErrorKind::kRemoteFailure, "it threw").with_frame({"w1", "f", "T", "t"});
+      },
+      "outer");
+  EXPECT_EQ(to_error(remote).message(), "it threw");
+  EXPECT_EQ(describe(remote).text, "outer");
+}
+
+TEST(Error, CutsLongTextsBetweenCharacters) {
+  const std::string long_text(8 << 20, 'x');
+  const Error error = Error(ErrorKind::kInvalid, long_text).with_frame({"w1", "f", "T", long_text});
+  const std::string end = "… (" + std::to_string(long_text.size() - kMaxErrorText) + " more bytes)";
+  EXPECT_EQ(error.message().size(), kMaxErrorText + end.size());
+  EXPECT_THAT(error.message(), ::testing::EndsWith(end));
+  EXPECT_THAT(error.frames().at(0).text, ::testing::EndsWith(end));
+  EXPECT_LT(std::string(error.what()).size(), 3 * kMaxErrorText);
+  EXPECT_EQ(shortened("äöü", 6), "äöü");
+  EXPECT_EQ(shortened("äöü", 5), "äö… (2 more bytes)");
+  EXPECT_EQ(shortened("äöü", 4), "äö… (2 more bytes)");
+  EXPECT_EQ(shortened("\x80\x80\x80\x80\x80\x80", 5), "\x80\x80\x80\x80\x80… (1 more bytes)");
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <string>
@@ -24,16 +25,22 @@ enum class ErrorKind : std::uint8_t {
 /// The printed name of a kind: "invalid", "remote failure", …; "unknown kind" for any other number.
 std::string_view to_string(ErrorKind kind);
 
+/// Texts of errors and of their frames are cut to this many bytes.
+inline constexpr std::size_t kMaxErrorText = std::size_t{64} << 10;
+
+/// Cuts `text` after at most `most` bytes, not inside of a UTF-8 character, and appends "… (N more bytes)".
+std::string shortened(std::string text, std::size_t most = kMaxErrorText);
+
 /// One hop of a failure that crossed workers: which worker ran which call, and what it threw.
 struct RemoteFrame {
   std::string worker;  ///< worker that ran the call
   std::string call;    ///< function token, operator or message
   std::string type;    ///< demangled C++ type of the exception
-  std::string text;    ///< its what()
+  std::string text;    ///< its what(), and those of the exceptions nested in it
 };
 
 /// The library's only exception type. Copyable; immutable once thrown. what() contains kind, worker, call,
-/// elapsed time and the chain of remote frames.
+/// elapsed time and the chain of remote frames. Long texts are shortened() to kMaxErrorText.
 class Error : public std::exception {
  public:
   Error(ErrorKind kind, std::string message);
@@ -73,11 +80,12 @@ class Error : public std::exception {
 /// Throws Error{kInvalid}.
 [[noreturn]] void throw_invalid(std::string message);
 
-/// Returns the Error that `exception` is, or that is nested in it (std::nested_exception). Any other
-/// exception becomes kInvalid with its type and text.
+/// Returns the Error that `exception` is, or that is nested in it (std::nested_exception), then with the texts of the
+/// exceptions around it unless it came from another worker. Any other exception becomes kInvalid with its type and text.
 Error to_error(const std::exception_ptr& exception);
 
-/// Demangled dynamic type and text of an exception.
+/// Demangled dynamic type of an exception; its what() or, if it is a string, the string, and the same of the exceptions
+/// nested in it. An Error from another worker is not part of the text: its frames say more.
 struct ExceptionDescription {
   std::string type;
   std::string text;
