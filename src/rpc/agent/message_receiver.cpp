@@ -7,6 +7,17 @@
 namespace torchspan::rpc {
 namespace {
 
+/// The error of a reply, with the kind with which the function refused the call.
+Error received_error(const wire::FrameView& frame, wire::Payload& payload) {
+  const Error sent = wire::from_payload<Error>(payload);
+  const auto* refusal = frame.blob(kRefusalBlob);
+  if (refusal == nullptr || refusal->bytes.size() != 1) return sent;
+  Error error(static_cast<ErrorKind>(refusal->bytes[0]), sent.message());
+  error.with_worker(sent.worker()).with_call(sent.call()).with_elapsed(sent.elapsed());
+  for (const RemoteFrame& frame_of_chain : sent.frames()) error.with_frame(frame_of_chain);
+  return error;
+}
+
 /// Lists the segments that the connection wrote to memory of device_memory().
 void find_on_device(ReceivedMessage& message) {
   for (std::size_t i = 0; i < message.segments.size(); ++i) {
@@ -154,7 +165,7 @@ void MessageReceiver::receive_reply(PeerId peer, ReceivedMessage& message, const
   try {
     payload.value.assign(frame.value.begin(), frame.value.end());
     if ((frame.header.flags & wire::kFlagError) != 0) {
-      auto error = calls_.annotate(*call, std::make_exception_ptr(wire::from_payload<Error>(payload)));
+      auto error = calls_.annotate(*call, std::make_exception_ptr(received_error(frame, payload)));
       if (const auto* typed = frame.blob(kErrorBlob))
         error = state_.functions.errors().rebuild(typed->bytes, error);
       return call->completion->fail(error);

@@ -1,7 +1,6 @@
 #include "rpc/agent/reply_completion.h"
 
 #include <fmt/format.h>
-#include <optional>
 #include <utility>
 
 #include "rpc/agent/request_server.h"
@@ -9,13 +8,15 @@
 namespace torchspan::rpc {
 namespace {
 
-std::optional<Bytes> encoded_type(const std::exception_ptr& cause) {
+/// Adds what the caller gets besides the Error.
+void add_failure_blobs(wire::Frame& frame, const std::exception_ptr& cause) {
   try {
     std::rethrow_exception(cause);
   } catch (const UserFailure& failure) {
-    return failure.encoded();
+    if (failure.encoded()) frame.blobs.push_back({kErrorBlob, *failure.encoded()});
+    if (failure.refusal())
+      frame.blobs.push_back({kRefusalBlob, {static_cast<std::byte>(*failure.refusal())}});
   } catch (...) {
-    return std::nullopt;
   }
 }
 
@@ -88,7 +89,7 @@ void ReplyCompletion::fail(std::exception_ptr cause) {
   frame.header.instance = state_.instance;
   frame.header.version = call_->frame.header.version;
   frame.value = wire::to_payload(to_error(cause)).value;
-  if (auto encoded = encoded_type(cause)) frame.blobs.push_back({kErrorBlob, std::move(*encoded)});
+  add_failure_blobs(frame, cause);
   sender_.send_reply(std::move(failure));
   server_.answered(*call_);
 }

@@ -17,7 +17,13 @@ void ErrorTypes::insert(ErrorType type) {
 
 std::optional<Bytes> ErrorTypes::encode(const std::exception_ptr& cause) const {
   for (const ErrorType& type : types_) {
-    auto value = type.encode(cause);
+    std::optional<Bytes> value;
+    try {
+      value = type.encode(cause);
+    } catch (...) {
+      throw Error(ErrorKind::kInvalid, fmt::format("an error of type '{}' could not be encoded: {}",
+                                                   type.name, describe(std::current_exception()).text));
+    }
     if (!value) continue;
     wire::Payload payload = wire::to_payload(type.name);
     payload.value.insert(payload.value.end(), value->begin(), value->end());

@@ -19,6 +19,14 @@ struct OutOfStock : std::runtime_error {
 struct Unregistered : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+/// Registered, but its encoding throws.
+struct Stubborn : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+/// A result whose encoding throws.
+struct Unsendable {
+  int number = 0;
+};
 
 }  // namespace
 
@@ -37,6 +45,25 @@ struct Wire<error_types_test::OutOfStock> {
     auto item = wire::decode<std::string>(decoder);
     return {std::move(item), wire::decode<std::int64_t>(decoder)};
   }
+};
+
+template <>
+struct Wire<error_types_test::Stubborn> {
+  static std::string name() { return "Stubborn"; }
+  static void encode(wire::Encoder&, const error_types_test::Stubborn&) {
+    throw std::runtime_error("no bytes for it");
+  }
+  static error_types_test::Stubborn decode(wire::Decoder&) { return error_types_test::Stubborn(""); }
+};
+
+template <>
+struct Wire<error_types_test::Unsendable> {
+  static std::string name() { return "Unsendable"; }
+  static void encode(wire::Encoder&, const error_types_test::Unsendable& value) {
+    if (value.number == 0) throw std::string("the table is locked");
+    throw Error(ErrorKind::kUnsupported, "such a table cannot be sent");
+  }
+  static error_types_test::Unsendable decode(wire::Decoder&) { return {}; }
 };
 
 }  // namespace torchspan
@@ -59,11 +86,44 @@ Task<std::int64_t> take_elsewhere(Worker& worker, std::int64_t how_many) {
   co_return co_await worker.rpc_async((worker.rank() + 1) % worker.world_size(), kTake, how_many);
 }
 
+void refuse(std::int64_t kind) { throw Error(static_cast<ErrorKind>(kind), "come back later"); }
+Task<void> refuse_elsewhere(Worker& worker, std::int64_t kind);
+std::int64_t refuse_value(std::int64_t kind) {
+  refuse(kind);
+  return 0;
+}
+constexpr Function<refuse> kRefuse{"refuse"};
+constexpr Function<refuse_elsewhere> kRefuseElsewhere{"refuse_elsewhere"};
+constexpr Function<refuse_value> kRefuseValue{"refuse_value"};
+Task<void> refuse_elsewhere(Worker& worker, std::int64_t kind) {
+  co_await worker.rpc_async((worker.rank() + 1) % worker.world_size(), kRefuse, kind);
+}
+void throw_stubborn() { throw Stubborn("out of ink"); }
+Unsendable get_unsendable(std::int64_t number) { return {static_cast<int>(number)}; }
+void throw_text() { throw "plain text"; }
+void throw_huge() { throw std::runtime_error(std::string(8 << 20, 'x')); }
+constexpr Function<throw_stubborn> kThrowStubborn{"throw_stubborn"};
+constexpr Function<get_unsendable> kGetUnsendable{"get_unsendable"};
+constexpr Function<throw_text> kThrowText{"throw_text"};
+constexpr Function<throw_huge> kThrowHuge{"throw_huge"};
+
+Error error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return {ErrorKind::kInvalid, ""};
+}
+
 void on_first(int workers, const std::function<void(Worker&)>& body) {
   ClusterOptions options;
   options.workers = workers;
-  options.functions.add(kTake, kTakeElsewhere);
+  options.functions.add(kTake, kTakeElsewhere, kRefuse, kRefuseElsewhere, kRefuseValue);
+  options.functions.add(kThrowStubborn, kGetUnsendable, kThrowText, kThrowHuge);
   options.functions.add_error<OutOfStock>("OutOfStock");
+  options.functions.add_error<Stubborn>("Stubborn");
   SimCluster world(std::move(options));
   world.run([&](Worker& worker) {
     if (worker.rank() == 0) body(worker);
@@ -131,6 +191,62 @@ TEST(ErrorTypes, FallBackToTheRemoteError) {
     EXPECT_EQ(types.rebuild(BytesView(*encoded).first(size), remote_error), remote_error) << size << " bytes";
   }
   EXPECT_THROW(types.add<OutOfStock>("OutOfStock"), Error);
+}
+
+TEST(Refusals, ReachTheCallerWithTheirKind) {
+  on_first(3, [](Worker& worker) {
+    for (const ErrorKind kind :
+         {ErrorKind::kInvalid, ErrorKind::kOverloaded, ErrorKind::kDenied, ErrorKind::kUnsupported}) {
+      const auto number = static_cast<std::int64_t>(kind);
+      const Error error = error_of([&] { worker.rpc_sync(1, kRefuse, number); });
+      EXPECT_EQ(error.kind(), kind);
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("come back later"));
+      EXPECT_EQ(error.worker(), "worker1");
+      EXPECT_EQ(error.frames().size(), 1u);
+      EXPECT_EQ(error_of([&] { worker.rpc_sync(0, kRefuse, number); }).kind(), kind) << "on this worker";
+      EXPECT_EQ(error_of([&] { worker.remote(1, kRefuseValue, number).to_here(); }).kind(), kind);
+      // The worker that was called does not refuse: its own call failed.
+      const Error nested = error_of([&] { worker.rpc_sync(1, kRefuseElsewhere, number); });
+      EXPECT_EQ(nested.kind(), ErrorKind::kRemoteFailure);
+      EXPECT_EQ(nested.frames().size(), 2u);
+    }
+    for (const ErrorKind kind : {ErrorKind::kDisconnected, ErrorKind::kTimedOut, ErrorKind::kCancelled}) {
+      const Error error = error_of([&] { worker.rpc_sync(1, kRefuse, static_cast<std::int64_t>(kind)); });
+      EXPECT_EQ(error.kind(), ErrorKind::kRemoteFailure) << "it would be taken for the end of this call";
+    }
+  });
+}
+
+TEST(ErrorTypes, WhoseEncodingThrowsLeaveTheTextOfTheException) {
+  on_first(2, [](Worker& worker) {
+    const Error error = error_of([&] { worker.rpc_sync(1, kThrowStubborn); });
+    EXPECT_EQ(error.kind(), ErrorKind::kRemoteFailure);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("out of ink"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("'Stubborn' could not be encoded: no bytes for it"));
+  });
+}
+
+TEST(Results, WhoseEncodingThrowsAreErrorsThatNameTheFunction) {
+  on_first(2, [](Worker& worker) {
+    const Error thrown = error_of([&] { worker.rpc_sync(1, kGetUnsendable, 0); });
+    EXPECT_EQ(thrown.kind(), ErrorKind::kRemoteFailure);
+    EXPECT_THAT(thrown.what(), ::testing::HasSubstr("the value that 'get_unsendable' returned could not be "
+                                                    "encoded: std::string: the table is locked"));
+    const Error refused = error_of([&] { worker.rpc_sync(1, kGetUnsendable, 1); });
+    EXPECT_EQ(refused.kind(), ErrorKind::kUnsupported);
+    EXPECT_EQ(refused.call(), "get_unsendable");
+    const Error fetched = error_of([&] { worker.remote(1, kGetUnsendable, 0).to_here(); });
+    EXPECT_THAT(fetched.what(), ::testing::HasSubstr("the table is locked"));
+  });
+}
+
+TEST(Exceptions, KeepThrownTextsAndAreCutIfTheyAreHuge) {
+  on_first(2, [](Worker& worker) {
+    EXPECT_THAT(error_of([&] { worker.rpc_sync(1, kThrowText); }).what(), ::testing::HasSubstr("plain text"));
+    const Error huge = error_of([&] { worker.rpc_sync(1, kThrowHuge); });
+    EXPECT_LT(std::string(huge.what()).size(), 2 * kMaxErrorText);
+    EXPECT_THAT(huge.what(), ::testing::HasSubstr(" more bytes)"));
+  });
 }
 
 }  // namespace

@@ -10,37 +10,80 @@
 namespace torchspan::rpc {
 namespace {
 
+/// Longer texts of exceptions appear whole in the frame only.
+constexpr std::size_t kMostHeadline = 2048;
+
+/// The kind of an Error that the function itself threw. What other workers reported to it, and their ends, concern those.
+std::optional<ErrorKind> refusal_in(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const Error& error) {
+    const ErrorKind kind = error.kind();
+    const bool by_function = error.worker().empty() && error.frames().empty();
+    const bool refuses = kind == ErrorKind::kOverloaded || kind == ErrorKind::kDenied ||
+                         kind == ErrorKind::kUnsupported || kind == ErrorKind::kInvalid;
+    if (by_function && refuses) return kind;
+  } catch (...) {
+  }
+  return std::nullopt;
+}
+
 /// Makes the error that the caller of a user function gets: the chain so far, and this hop.
 std::exception_ptr remote_failure(RpcAgent& agent, const std::string& call, const std::exception_ptr& cause) {
   const ExceptionDescription description = describe(cause);
   std::string text = description.text;
-  std::string message = fmt::format("'{}' threw {}: {}", call, description.type, text);
+  std::string message =
+      fmt::format("'{}' threw {}: {}", call, description.type, shortened(text, kMostHeadline));
   std::vector<RemoteFrame> frames;
   try {
     std::rethrow_exception(cause);
   } catch (const Error& error) {
     frames = error.frames();
     text = error.headline();
-    message = fmt::format("'{}' threw {}: {}", call, description.type, text);
+    message = fmt::format("'{}' threw {}: {}", call, description.type, shortened(text, kMostHeadline));
     // The text of the exception appears once, where it was thrown.
     if (error.kind() == ErrorKind::kRemoteFailure && !frames.empty()) {
       const RemoteFrame& first = frames.front();
       const RemoteFrame& last = frames.back();
       text = fmt::format("what '{}' on worker '{}' threw", last.call, last.worker);
       message = fmt::format("'{}' threw what '{}' on worker '{}' threw: {}: {}", call, first.call,
-                            first.worker, first.type, first.text);
+                            first.worker, first.type, shortened(first.text, kMostHeadline));
     }
   } catch (const std::nested_exception& rebuilt) {
     if (rebuilt.nested_ptr()) frames = to_error(rebuilt.nested_ptr()).frames();
   } catch (...) {
   }
+  std::optional<Bytes> encoded;
+  try {
+    encoded = agent.functions().errors().encode(cause);
+  } catch (const Error& failure) {  // the caller gets the text of the exception instead
+    message += fmt::format(" ({})", failure.message());
+    agent.runtime().log.warning(failure.message());
+  }
   Error error(ErrorKind::kRemoteFailure, message);
   for (RemoteFrame& frame : frames) error.with_frame(std::move(frame));
   error.with_frame({agent.self().name, call, description.type, text});
   agent.runtime().log.info(error.what());
-  if (auto encoded = agent.functions().errors().encode(cause))
-    return std::make_exception_ptr(UserFailure(std::move(error), std::move(*encoded)));
-  return std::make_exception_ptr(error);
+  const std::optional<ErrorKind> refusal = refusal_in(cause);
+  if (!encoded && !refusal) return std::make_exception_ptr(error);
+  return std::make_exception_ptr(UserFailure(std::move(error), std::move(encoded), refusal));
+}
+
+/// The current exception, thrown while the value of `call` was encoded. An Error says itself what to do.
+std::exception_ptr encoding_failure(RpcAgent& agent, const std::string& call) {
+  const std::exception_ptr cause = std::current_exception();
+  try {
+    throw;
+  } catch (const Error&) {
+    return cause;
+  } catch (...) {
+    const ExceptionDescription description = describe(cause);
+    Error error(ErrorKind::kRemoteFailure,
+                fmt::format("the value that '{}' returned could not be encoded: {}: {}", call,
+                            description.type, shortened(description.text, kMostHeadline)));
+    error.with_frame({agent.self().name, call, description.type, description.text});
+    return std::make_exception_ptr(error);
+  }
 }
 
 using Deliver = std::function<void(const ValuePtr&, std::exception_ptr)>;
@@ -97,12 +140,12 @@ void acknowledge(const std::shared_ptr<Completion>& reply) {
 
 void serve_call(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call,
                 const std::shared_ptr<Completion>& reply) {
-  run_entry(agent, call, [reply](const ValuePtr& value, std::exception_ptr error) {
+  run_entry(agent, call, [agent, call, reply](const ValuePtr& value, std::exception_ptr error) {
     if (error) return reply->fail(error);
     try {
       reply_with(value, reply);
     } catch (...) {
-      reply->fail(std::current_exception());
+      reply->fail(encoding_failure(*agent, call->name));
     }
   });
 }
@@ -196,13 +239,18 @@ void create_dynamic(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& c
          [&](const Deliver& deliver) { deliver(make_value<c10::IValue>(kRun(*agent, call)), nullptr); });
 }
 
-void serve_fetch(const std::shared_ptr<RpcAgent>&, const IncomingPtr& call,
+void serve_fetch(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call,
                  const std::shared_ptr<Completion>& reply) {
   if (call->payload.references.size() != 1 || !call->payload.references[0]) {
     throw Error(ErrorKind::kInvalid, "a fetch arrived without its reference");
   }
   auto reference = std::static_pointer_cast<Reference>(call->payload.references[0]);
-  reply_with(reference->value(Deadline::never()), reply);
+  const ValuePtr value = reference->value(Deadline::never());
+  try {
+    reply_with(value, reply);
+  } catch (...) {
+    reply->fail(encoding_failure(*agent, call->name));
+  }
 }
 
 template <Message M, class F>

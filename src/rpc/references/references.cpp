@@ -125,7 +125,7 @@ void References::creation_failed(const std::shared_ptr<UserReference>& user,
   RRefTable::Effects effects;
   {
     MutexLock lock(shared_->mutex);
-    if (as_error.kind() == ErrorKind::kRemoteFailure) {
+    if (as_error.kind() == ErrorKind::kRemoteFailure || !as_error.frames().empty()) {
       shared_->table.held().created(user->fork_id(),
                                     effects);  // its owner answered: the value is a failure
     } else {

@@ -59,7 +59,7 @@ class ErrorTypes {
                   "it is thrown with the remote Error nested in it");
     insert({std::move(name), &encode_error<E>, &rebuild_error<E>});
   }
-  /// Encodes the type name and the value; nullopt if no type matches.
+  /// Encodes the type name and the value; nullopt if no type matches. Throws Error that names the type if its Wire does.
   std::optional<Bytes> encode(const std::exception_ptr& cause) const;
   /// Rebuilds what encode() returned; returns `remote_error` itself for a type unknown here.
   std::exception_ptr rebuild(BytesView encoded, const std::exception_ptr& remote_error) const;
@@ -71,15 +71,22 @@ class ErrorTypes {
 
 /// Name of the blob in an error reply that holds ErrorTypes::encode().
 inline constexpr const char* kErrorBlob = "rpc.error";
+/// Name of the blob in an error reply that holds the kind (one byte) with which the function refused the call. A release
+/// that does not know it reports kRemoteFailure.
+inline constexpr const char* kRefusalBlob = "rpc.refusal";
 
-/// A user function's failure together with its encoded exception.
+/// A user function's failure together with what else the caller gets.
 class UserFailure final : public Error {
  public:
-  UserFailure(Error error, Bytes encoded) : Error(std::move(error)), encoded_(std::move(encoded)) {}
-  const Bytes& encoded() const { return encoded_; }
+  UserFailure(Error error, std::optional<Bytes> encoded, std::optional<ErrorKind> refusal)
+      : Error(std::move(error)), encoded_(std::move(encoded)), refusal_(refusal) {}
+  /// Its exception, if its type is registered.
+  const std::optional<Bytes>& encoded() const { return encoded_; }
+  const std::optional<ErrorKind>& refusal() const { return refusal_; }
 
  private:
-  Bytes encoded_;
+  std::optional<Bytes> encoded_;
+  std::optional<ErrorKind> refusal_;
 };
 
 }  // namespace torchspan::rpc
