@@ -1,5 +1,8 @@
 #include "net/tls/tls_dialer.h"
 
+#include <algorithm>
+#include <fmt/format.h>
+
 #include "net/stream/socket.h"
 
 namespace torchspan::net {
@@ -20,8 +23,8 @@ auto TlsDialer::explained(const TlsLink& link, const Dialing& dialing) const {
 void TlsDialer::dial_first(TlsLane& lane) {
   try {
     start(lane);
-  } catch (const Error&) {
-    if (!redial(lane)) throw;
+  } catch (const Error& failure) {
+    if (!redial(lane, failure)) throw with_earlier(lane, failure);
   }
 }
 
@@ -38,19 +41,28 @@ void TlsDialer::dial_rest(const std::shared_ptr<TlsLink>& link) {
   }
 }
 
-bool TlsDialer::redial(TlsLane& lane) {
+bool TlsDialer::redial(TlsLane& lane, const Error& failure) {
   TlsLink& link = *lane.link;
   if (!lane.first() || lane.stage() > TlsLane::Stage::kConnecting) return false;
+  link.failures.push_back(failure.message());
   while (link.address + 1 < link.addresses.size()) {
     lanes_.unwatch(lane);
     ++link.address;
     try {
       start(lane);
       return true;
-    } catch (const Error&) {
+    } catch (const Error& next) {
+      link.failures.push_back(next.message());
     }
   }
   return false;
+}
+
+Error TlsDialer::with_earlier(const TlsLane& lane, const Error& failure) {
+  std::vector<std::string> all;
+  if (lane.link) all = lane.link->failures;
+  if (std::ranges::find(all, failure.message()) == all.end()) all.push_back(failure.message());
+  return Error(failure.kind(), fmt::format("{}", fmt::join(all, "; ")));
 }
 
 void TlsDialer::start(TlsLane& lane) {

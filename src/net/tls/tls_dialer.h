@@ -20,7 +20,9 @@ class TlsDialer {
   /// Dials the lanes that the peer granted; the channel does without those that fail.
   void dial_rest(const std::shared_ptr<TlsLink>& link);
   /// After a failure, dials the next address of a first lane that was not connected yet; false if there is none.
-  bool redial(TlsLane& lane);
+  bool redial(TlsLane& lane, const Error& failure);
+  /// `failure` of the last address, and those of all addresses before it.
+  static Error with_earlier(const TlsLane& lane, const Error& failure);
   /// The lane's connection attempt has ended. Throws why it failed.
   void finish(TlsLane& lane) const;
 

@@ -86,7 +86,7 @@ void TlsDriver::serve_lane(TlsLane& lane, const Poller::Event& event) {
   try {
     step(lane, event);
   } catch (const Error& error) {
-    if (!dialing || !dialer_.redial(lane)) links_.fail(lane, error);
+    if (!dialing || !dialer_.redial(lane, error)) links_.fail(lane, TlsDialer::with_earlier(lane, error));
     return;
   }
   if (!lane.link) return lanes_.watch(lane, lane.session()->unsent() != 0);

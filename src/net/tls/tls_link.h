@@ -44,14 +44,15 @@ class TlsLink {
   /// Why the channel ends at the end of the peer's stream.
   Error end_of_stream() const;
 
-  bool open = false;                 ///< the peer proved itself
-  ChannelToken shared_token{};       ///< both sides' name for the channel
-  std::uint8_t granted = 0;          ///< lanes beside the first
-  TimePoint heard{};                 ///< when the last bytes arrived
-  std::vector<std::uint64_t> lanes;  ///< tokens of its connections, the first lane's first
-  std::vector<Address> addresses;    ///< to dial, in this order
-  std::size_t address = 0;           ///< index of the address that is being dialed, or that answered
-  TlsPlace place;                    ///< the place that was dialed
+  bool open = false;                  ///< the peer proved itself
+  ChannelToken shared_token{};        ///< both sides' name for the channel
+  std::uint8_t granted = 0;           ///< lanes beside the first
+  TimePoint heard{};                  ///< when the last bytes arrived
+  std::vector<std::uint64_t> lanes;   ///< tokens of its connections, the first lane's first
+  std::vector<Address> addresses;     ///< to dial, in this order
+  std::vector<std::string> failures;  ///< why addresses before that one could not be dialed
+  std::size_t address = 0;            ///< index of the address that is being dialed, or that answered
+  TlsPlace place;                     ///< the place that was dialed
 
  private:
   void sort();
