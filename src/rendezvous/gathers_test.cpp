@@ -1,4 +1,5 @@
 // Gathers whose results callbacks get.
+#include <algorithm>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -110,6 +111,29 @@ TEST(Gathers, OfOneWorkerCallBackAtOnce) {
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << error.what();
     EXPECT_EQ(result.times, 1);
     membership->leave(Deadline::never());
+  });
+}
+
+TEST_P(GathersOfSeed, GathersOfTagsThatAreUsedOnceMeetInAnyOrder) {
+  SimulatedWorld world(GetParam(), 3, {.jitter = milliseconds(1)});
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    const Bytes mine = {static_cast<std::byte>(rank)};
+    std::vector<CalledBack> results(50);
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      // Ranks ask in different orders.
+      const std::size_t number = rank == 1 ? results.size() - 1 - i : i;
+      membership->all_gather_bytes_once("once." + std::to_string(number), mine, {}, into(results[number]));
+    }
+    while (std::ranges::any_of(results, [](const CalledBack& result) { return result.times == 0; })) {
+      world.executor().sleep(milliseconds(1));
+    }
+    for (const CalledBack& result : results) {
+      EXPECT_EQ(result.times, 1);
+      ASSERT_EQ(result.all.size(), 3U);
+      EXPECT_EQ(result.all[2], Bytes{std::byte{2}});
+    }
+    membership->leave(world.in(seconds(10)));
   });
 }
 

@@ -238,15 +238,22 @@ class Membership::Impl {
     });
   }
 
-  void gather_async(const std::string& tag, BytesView mine, std::vector<int> ranks, Deadline deadline,
-                    GatherCallback done) {
+  /// How a gather that calls back ends.
+  struct Ending {
+    Deadline deadline;
+    bool once = false;  ///< Contribute::once
+    GatherCallback done;
+  };
+  void gather_async(const std::string& tag, BytesView mine, std::vector<int> ranks, Ending ending) {
     const std::string call = fmt::format("all_gather '{}'", tag);
     try {
       check_round(tag, mine, ranks);
-      if (!client_) return done({Bytes(mine.begin(), mine.end())}, std::nullopt);
+      if (!client_) return ending.done({Bytes(mine.begin(), mine.end())}, std::nullopt);
+      Contribute message = client_->contribution(tag, mine, ranks, ending.deadline);
+      message.once = ending.once;
       client_->rounds().gather_async(
-          client_->contribution(tag, mine, ranks, deadline),
-          [call, done = std::move(done)](std::vector<Bytes> all, std::optional<Error> failure) {
+          std::move(message),
+          [call, done = std::move(ending.done)](std::vector<Bytes> all, std::optional<Error> failure) {
             if (failure) failure = Error(*failure).with_call(call);
             done(std::move(all), std::move(failure));
           });
@@ -463,7 +470,13 @@ CountSums Membership::sum(const std::string& tag, std::vector<std::uint64_t> cou
 
 void Membership::all_gather_bytes_async(const std::string& tag, BytesView mine, std::vector<int> ranks,
                                         Deadline deadline, GatherCallback done) {
-  impl_->gather_async(tag, mine, std::move(ranks), deadline, std::move(done));
+  impl_->gather_async(tag, mine, std::move(ranks), {.deadline = deadline, .done = std::move(done)});
+}
+
+void Membership::all_gather_bytes_once(const std::string& tag, BytesView mine, std::vector<int> ranks,
+                                       GatherCallback done) {
+  impl_->gather_async(tag, mine, std::move(ranks),
+                      {.deadline = Deadline::never(), .once = true, .done = std::move(done)});
 }
 
 Membership::Listening Membership::listen(const std::string& use, net::Handler& handler) const {

@@ -102,8 +102,8 @@ void PairConnections::open(int rank) {
   try {
     plan_.world->ask([&](rendezvous::Membership& world) {
       // Operations have deadlines; another rank may ask for the connection at any time.
-      world.all_gather_bytes_async(fmt::format("torchspan.messages.{:x}", plan_.group), mine.bytes(),
-                                   {self, other}, Deadline::never(), done);
+      world.all_gather_bytes_once(fmt::format("torchspan.messages.{:x}", plan_.group), mine.bytes(),
+                                  {self, other}, done);
     });
   } catch (const Error& error) {
     lost(rank, error, Loss::kAbsence);

@@ -1,4 +1,5 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -9,9 +10,16 @@
 namespace torchspan::rendezvous {
 
 /// Numbers a worker's rounds: the nth of the same ranks under the same tag is n-1, and counting restarts when
-/// one of the ranks has a new holder. Each set of ranks is stored once. For one thread at a time.
+/// one of the ranks has a new holder. Each set of ranks is stored once, and each tag that is used more than once. For one
+/// thread at a time.
 class RoundNumbers {
  public:
+  /// How many tags are counted.
+  std::size_t size() const {
+    std::size_t tags = 0;
+    for (const auto& [ranks, numbers] : numbers_) tags += numbers.gathers.size() + numbers.sums.size();
+    return tags;
+  }
   /// Another process holds a rank.
   void replaced() { ++holders_; }
   /// Sets the round's number and the incarnations, which `incarnation_of(rank)` returns.
@@ -25,6 +33,7 @@ class RoundNumbers {
       numbers.holders = holders_;
     }
     message.incarnations = numbers.incarnations;
+    if (message.once) return;
     message.round = (message.counts.empty() ? numbers.gathers : numbers.sums)[message.tag]++;
   }
 

@@ -85,6 +85,7 @@ struct Contribute {
   std::vector<std::uint32_t> incarnations = {};  ///< of `ranks`, as the client knows them
   /// If not empty, the answer is the sum of all ranks' counts, a Summed, instead of all ranks' bytes.
   std::vector<std::uint64_t> counts = {};
+  bool once = false;  ///< not sent: the tag has one round only, so the worker does not count its rounds
 
   void encode(ByteWriter& writer) const;
   static Contribute decode(ByteReader& reader);
