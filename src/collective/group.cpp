@@ -470,6 +470,13 @@ void Group::barrier(Duration timeout) const {
   operation.run([&] { backend_->barrier(timeout); });
 }
 
+Future<void> Group::barrier_async() const {
+  // A sum has all terms only after every rank has begun it.
+  return all_reduce(backend_->allocate({1}, at::kFloat).zero_()).then([](const Future<at::Tensor>& sum) {
+    sum.wait();
+  });
+}
+
 at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   for (const std::int64_t size : sizes) {
     check(size >= 0, fmt::format("allocate got a dimension of {}; it must be 0 or more", size));

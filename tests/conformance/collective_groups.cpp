@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <gmock/gmock.h>
 #include <limits>
@@ -202,6 +203,26 @@ TEST_P(CollectiveGroups, WorksBesideGroupsWithOtherRankOrders) {
     second.broadcast(c, 0).wait();
     EXPECT_EQ(c[0].item<int>(), ranks() - 1);
     second.barrier();
+  });
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
+}
+
+TEST_P(CollectiveGroups, CompletesABarrierOnceAllRanksHaveBegunIt) {
+  std::atomic<int> begun{0};
+  const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
+    const Group group = make_group_of_suite(self.runtime, self.membership, options());
+    group.barrier();
+    if (self.rank == ranks() - 1)
+      self.runtime.executor.make_parker()->park(
+          self.runtime.executor.deadline_in(std::chrono::milliseconds(50)));
+    ++begun;
+    at::Tensor sum = at::ones({3});
+    const Future<void> all = group.barrier_async();
+    const auto later = group.all_reduce(sum);
+    all.wait();
+    EXPECT_EQ(begun.load(), ranks());
+    later.wait();
+    EXPECT_TRUE(at::equal(sum, at::full({3}, ranks())));
   });
   for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
 }

@@ -165,6 +165,9 @@ class Group {
   std::vector<Bytes> all_gather_bytes(BytesView mine, Duration timeout = Duration::zero()) const;
   /// Returns once every rank has called it, with the same limit.
   void barrier(Duration timeout = Duration::zero()) const;
+  /// A barrier as a future: an operation like the others, in their order, that completes once every rank has begun it. All
+  /// ranks call this function; it does not meet barrier().
+  Future<void> barrier_async() const;
 
   /// Allocates an uninitialized tensor, in memory shared by the group's ranks if the backend has any.
   /// all_reduce is zero-copy if every rank's tensor, or the tensor it is a view of, is such a tensor and it
