@@ -3,5 +3,6 @@
 #include <torchspan/core/error.h>
 #include <torchspan/core/future.h>
 #include <torchspan/core/task.h>
+#include <torchspan/rpc/batcher.h>
 #include <torchspan/rpc/remote_module.h>
 #include <torchspan/rpc/worker.h>

@@ -154,10 +154,7 @@ class Node final : public Endpoint, public net::Handler {
   Duration default_timeout() const override { std::abort(); }
   ReferencePtr own(ValuePtr, std::string, SourceLocation) override { std::abort(); }
   ReferencePtr create(std::uint32_t, Request, std::string) override { std::abort(); }
-  std::vector<Bytes> all_gather_bytes(const std::string&, const Bytes&, const std::vector<std::string>&,
-                                      Deadline) override {
-    std::abort();
-  }
+  Gathering gathering(const std::vector<std::string>&) override { std::abort(); }
   GlobalId next_id() override { std::abort(); }
   void* find_extension(const std::type_info&) const override { std::abort(); }
 

@@ -261,6 +261,11 @@ class Worker : public Caller {
                                       Duration timeout = Duration::zero()) const;
   /// Returns once every participant has called it.
   void barrier(const std::vector<std::string>& participants = {}, Duration timeout = Duration::zero()) const;
+  /// Enters the same barrier and returns at once; the future completes, or fails, where barrier() returns or throws.
+  Future<void> barrier_async(const std::vector<std::string>& participants = {},
+                             Duration timeout = Duration::zero()) const;
+  /// Completes after `time`; no thread waits: `co_await worker.delay(2ms)`. kCancelled if the worker stops.
+  Future<void> delay(Duration time) const;
 };
 
 /// Marks a wait outside this library inside a handler (a lock, a file, another system): another thread

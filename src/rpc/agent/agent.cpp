@@ -329,32 +329,24 @@ void* RpcAgent::find_extension(const std::type_info& type) const {
                           state_.self.name, demangle(type)));
 }
 
-std::vector<Bytes> RpcAgent::all_gather_bytes(const std::string& tag, const Bytes& mine,
-                                              const std::vector<std::string>& participants,
-                                              Deadline deadline) {
-  std::shared_ptr<rendezvous::Membership> membership;
+Gathering RpcAgent::gathering(const std::vector<std::string>& participants) {
+  Gathering who;
   {
     MutexLock lock(membership_mutex_);
-    membership = membership_;
+    who.membership = membership_;
   }
-  if (is_stopping() || !membership) throw shut_down();
-  std::vector<int> asked;
+  if (is_stopping() || !who.membership) throw shut_down();
+  std::vector<int>& asked = who.asked;
   for (const std::string& name : participants) asked.push_back(static_cast<int>(resolve(name)));
-  if (asked.empty() && membership->open()) {
+  if (asked.empty() && who.membership->open()) {
     throw Error(ErrorKind::kInvalid, "an open world has no fixed set of workers: name the participants");
   }
   if (asked.empty()) {
     for (const WorkerInfo& worker : state_.peers.members()) asked.push_back(static_cast<int>(worker.rank));
   }
-  // Only the participants wait for each other; each set of them counts its own rounds.
   const std::set<int> sorted(asked.begin(), asked.end());
-  const std::vector<int> ranks(sorted.begin(), sorted.end());
-  const std::vector<Bytes> gathered = membership->all_gather_bytes(tag, mine, ranks, deadline);
-  std::vector<Bytes> result;
-  for (const int rank : asked)
-    result.push_back(
-        gathered[static_cast<std::size_t>(std::ranges::lower_bound(ranks, rank) - ranks.begin())]);
-  return result;
+  who.ranks.assign(sorted.begin(), sorted.end());
+  return who;
 }
 
 }  // namespace torchspan::rpc

@@ -62,9 +62,7 @@ class RpcAgent final : public Endpoint {
   void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override;
   ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) override;
   ReferencePtr create(std::uint32_t to, Request request, std::string type_name) override;
-  std::vector<Bytes> all_gather_bytes(const std::string& tag, const Bytes& mine,
-                                      const std::vector<std::string>& participants,
-                                      Deadline deadline) override;
+  Gathering gathering(const std::vector<std::string>& participants) override;
   GlobalId next_id() override { return state_.references->next_id(); }
   void* find_extension(const std::type_info& type) const override;
 

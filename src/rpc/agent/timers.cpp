@@ -32,6 +32,12 @@ void Timers::run_due(TimePoint now) {
   for (auto& job : due) job();
 }
 
+void Timers::clear() {
+  std::map<Id, UniqueFunction<void()>> dropped;  // their captures are destroyed outside the lock
+  MutexLock lock(mutex_);
+  dropped.swap(jobs_);
+}
+
 Deadline Timers::next() const {
   MutexLock lock(mutex_);
   return jobs_.empty() ? Deadline::never() : jobs_.begin()->first.when;

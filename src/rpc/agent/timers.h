@@ -27,6 +27,8 @@ class Timers {
   /// Does nothing if the job already ran.
   void cancel(const Id& id);
   void run_due(TimePoint now);
+  /// Drops all jobs, without running them.
+  void clear();
   Deadline next() const;
 
  private:

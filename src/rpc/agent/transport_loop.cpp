@@ -180,6 +180,7 @@ void TransportLoop::stop() {
   stopping_.store(true);
   wake();
   thread_.join();
+  timers_.clear();
 }
 
 void TransportLoop::drain() {

@@ -1,5 +1,8 @@
+#include <algorithm>
+#include <exception>
 #include <fmt/format.h>
 
+#include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/rpc/worker.h>
 
 namespace torchspan {
@@ -59,11 +62,26 @@ RRef<c10::IValue> Caller::create_by_method(const RRefBase& rref, const std::stri
 
 namespace {
 
+constexpr const char* kUserBarrier = "user.barrier";
+
 Deadline deadline_of(rpc::Endpoint& endpoint, Duration timeout) {
   return timeout == Duration::zero() ? Deadline::never() : endpoint.runtime().executor.deadline_in(timeout);
 }
 
 }  // namespace
+
+std::vector<Bytes> rpc::Endpoint::all_gather_bytes(const std::string& tag, const Bytes& mine,
+                                                   const std::vector<std::string>& participants,
+                                                   Deadline deadline) {
+  const Gathering who = gathering(participants);
+  const std::vector<Bytes> gathered = who.membership->all_gather_bytes(tag, mine, who.ranks, deadline);
+  std::vector<Bytes> result;
+  for (const int rank : who.asked) {
+    const auto place = std::ranges::lower_bound(who.ranks, rank) - who.ranks.begin();
+    result.push_back(gathered[static_cast<std::size_t>(place)]);
+  }
+  return result;
+}
 
 std::vector<Bytes> Worker::all_gather_bytes(const Bytes& mine, const std::vector<std::string>& participants,
                                             Duration timeout) const {
@@ -71,7 +89,32 @@ std::vector<Bytes> Worker::all_gather_bytes(const Bytes& mine, const std::vector
 }
 
 void Worker::barrier(const std::vector<std::string>& participants, Duration timeout) const {
-  endpoint_->all_gather_bytes("user.barrier", {}, participants, deadline_of(*endpoint_, timeout));
+  const rpc::Gathering who = endpoint_->gathering(participants);
+  who.membership->all_gather_bytes(kUserBarrier, {}, who.ranks, deadline_of(*endpoint_, timeout));
+}
+
+Future<void> Worker::barrier_async(const std::vector<std::string>& participants, Duration timeout) const {
+  auto promise = std::make_shared<Promise<void>>(endpoint_->host());
+  Future<void> future = promise->future();
+  try {
+    const rpc::Gathering who = endpoint_->gathering(participants);
+    who.membership->all_gather_bytes_async(
+        kUserBarrier, {}, who.ranks, deadline_of(*endpoint_, timeout),
+        [promise](const std::vector<Bytes>&, const std::optional<Error>& failure) {
+          failure ? promise->set_error(std::make_exception_ptr(*failure)) : promise->set_value();
+        });
+  } catch (...) {
+    promise->set_error(std::current_exception());
+  }
+  return future;
+}
+
+Future<void> Worker::delay(Duration time) const {
+  endpoint_->check_running();
+  auto promise = std::make_shared<Promise<void>>(endpoint_->host());
+  Future<void> future = promise->future();
+  endpoint_->after(std::max(time, Duration::zero()), [promise] { promise->set_value(); });
+  return future;
 }
 
 rpc::Reference& RRefBase::held() const {

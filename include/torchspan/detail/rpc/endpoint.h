@@ -12,6 +12,10 @@
 #include <torchspan/rpc/debug.h>
 #include <torchspan/rpc/function.h>
 
+namespace torchspan::rendezvous {
+class Membership;
+}  // namespace torchspan::rendezvous
+
 namespace torchspan::rpc {
 
 /// One-way: the caller has cancelled the call named in the header.
@@ -27,6 +31,14 @@ inline constexpr wire::MessageType kAwaitCreation{0x0017};
 
 class Reference;
 using ReferencePtr = std::shared_ptr<Reference>;
+
+/// Workers that wait for each other, through the world's membership.
+struct Gathering {
+  std::shared_ptr<rendezvous::Membership> membership;
+  std::vector<int> asked;  ///< in the order of their names
+  std::vector<int>
+      ranks;  ///< ascending; only these wait for each other, and each set of ranks counts its own rounds
+};
 
 /// Interface of the worker behind the templates of Worker and RRef. Implemented in src/rpc.
 class Endpoint : public std::enable_shared_from_this<Endpoint> {
@@ -75,10 +87,12 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   virtual ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) = 0;
   /// Starts the creation of a value on `to`; prepends the ids to the request's payload.
   virtual ReferencePtr create(std::uint32_t to, Request request, std::string type_name) = 0;
+  /// The participants of Worker::all_gather_bytes() and of a barrier, all workers for none. Throws Error{kInvalid} for an
+  /// unknown name, and in an open world without names.
+  virtual Gathering gathering(const std::vector<std::string>& participants) = 0;
   /// See Worker::all_gather_bytes.
-  virtual std::vector<Bytes> all_gather_bytes(const std::string& tag, const Bytes& mine,
-                                              const std::vector<std::string>& participants,
-                                              Deadline deadline) = 0;
+  std::vector<Bytes> all_gather_bytes(const std::string& tag, const Bytes& mine,
+                                      const std::vector<std::string>& participants, Deadline deadline);
   /// A globally unique id.
   virtual GlobalId next_id() = 0;
   virtual void* find_extension(const std::type_info& type) const = 0;
