@@ -34,6 +34,9 @@ struct WorkerOptions {
   net::Secret secret;           ///< empty: read from environment.secret_file
   net::NetworkOptions network;  ///< shared memory on one host; certificates, heartbeats between hosts (net.h)
   Duration rpc_timeout = std::chrono::seconds(60);  ///< of calls without a timeout; zero: no limit
+  /// How long a call waits for the first connection to a worker that is a member, but too busy to accept one; zero: until
+  /// its timeout.
+  Duration connect_timeout = Duration::zero();
   /// How long shutdown() waits for calls and references that do not end: counted while no worker sends or
   /// handles a message, once all have called it; zero: no limit. Workers that have not called it, and a
   /// worker that serves calls, are waited for without a limit.

@@ -43,6 +43,7 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
   service.name = options.environment.name;
   service.rank = static_cast<std::uint32_t>(std::max(options.environment.rank, 0));
   service.default_timeout = options.rpc_timeout;
+  service.connect_timeout = options.connect_timeout;
   service.stopped_limit = options.stopped_limit;
   service.shutdown_limit = options.shutdown_timeout;
   service.device_maps = options.device_maps;

@@ -72,7 +72,7 @@ void SimChannel::check_room(std::size_t size) const {
   if (unsent != 0 && unsent + size > max_unsent_) {
     throw Error(ErrorKind::kOverloaded,
                 fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
-                            "TransportOptions::max_unsent ({}); wait for replies before sending more",
+                            "WorkerOptions::max_unsent_bytes ({}); wait for replies before sending more",
                             peer_, unsent, size, max_unsent_));
   }
 }
@@ -86,6 +86,11 @@ std::size_t SimChannel::unsent_locked() const {
 std::size_t SimChannel::unsent_bytes() const {
   MutexLock lock(network_.mutex);
   return ended_ ? 0 : unsent_locked();
+}
+
+bool SimChannel::opened() const {
+  MutexLock lock(network_.mutex);
+  return open_;
 }
 
 void SimChannel::close() {

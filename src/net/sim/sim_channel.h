@@ -31,6 +31,7 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
 
   void send(BytesView header, std::span<const Segment> segments) override;
   std::size_t unsent_bytes() const override;
+  bool opened() const override;
   void close() override;
   bool carries_device_memory() const override { return limits_.device_memory; }
   std::string peer() const override { return peer_; }

@@ -205,6 +205,7 @@ void StreamChannel::close() {
 StreamChannel::State StreamChannel::open(int socket, Lane* lane) {
   Released released;
   MutexLock lock(mutex_);
+  opened_.store(true, std::memory_order_release);
   socket_ = socket;
   lane_ = lane;
   if (lane != nullptr) {
@@ -276,7 +277,7 @@ void StreamChannel::throw_ended() const {
 void StreamChannel::throw_overloaded(std::uint64_t size) const {
   throw Error(ErrorKind::kOverloaded,
               fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
-                          "TransportOptions::max_unsent ({}); wait for replies before sending more",
+                          "WorkerOptions::max_unsent_bytes ({}); wait for replies before sending more",
                           options_.peer, outbox_.size(), size, options_.max_unsent));
 }
 

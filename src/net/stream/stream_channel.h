@@ -30,6 +30,7 @@ class StreamChannel final : public Channel {
 
   void send(BytesView header, std::span<const Segment> segments) override;
   std::size_t unsent_bytes() const override { return unsent_.load(std::memory_order_relaxed); }
+  bool opened() const override { return opened_.load(std::memory_order_acquire); }
   /// Whether queued bytes can be sent now: no other thread still copies the first of them.
   bool can_flush() const { return can_flush_.load(std::memory_order_relaxed); }
   void close() override;
@@ -78,6 +79,7 @@ class StreamChannel final : public Channel {
   const std::shared_ptr<StreamRequestQueue> request_queue_;
   std::atomic<std::size_t> unsent_{0};
   std::atomic<bool> can_flush_{false};
+  std::atomic<bool> opened_{false};
   std::atomic<std::size_t> lend_from_;  ///< larger than any segment while there is no lane
   mutable Mutex mutex_;
   int socket_ TORCHSPAN_GUARDED_BY(mutex_) = -1;  ///< -1 until open() and after end()

@@ -176,6 +176,7 @@ void TlsChannel::close() {
 void TlsChannel::open(std::shared_ptr<TlsSession> first) {
   Released released;
   MutexLock lock(mutex_);
+  opened_.store(true, std::memory_order_release);
   lanes_[0].session = std::move(first);
   flush_locked(released);
 }
@@ -280,7 +281,7 @@ void TlsChannel::throw_ended() const {
 void TlsChannel::throw_overloaded(std::uint64_t size) const {
   throw Error(ErrorKind::kOverloaded,
               fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
-                          "TransportOptions::max_unsent ({}); wait for replies before sending more",
+                          "WorkerOptions::max_unsent_bytes ({}); wait for replies before sending more",
                           options_.peer, waiting_locked(), size, options_.max_unsent));
 }
 

@@ -34,6 +34,7 @@ class TlsChannel final : public Channel {
 
   void send(BytesView header, std::span<const Segment> segments) override;
   std::size_t unsent_bytes() const override { return unsent_.load(std::memory_order_relaxed); }
+  bool opened() const override { return opened_.load(std::memory_order_acquire); }
   void close() override;
   std::string peer() const override { return options_.peer; }
 
@@ -91,6 +92,7 @@ class TlsChannel final : public Channel {
   const Options options_;
   const std::shared_ptr<TlsRequestQueue> request_queue_;
   std::atomic<std::size_t> unsent_{0};
+  std::atomic<bool> opened_{false};
   mutable Mutex mutex_;
   std::vector<Lane> lanes_
       TORCHSPAN_GUARDED_BY(mutex_);  ///< the first always exists, perhaps without session

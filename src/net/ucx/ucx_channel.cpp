@@ -110,6 +110,7 @@ void UcxChannel::open(UcxWorker& worker, std::shared_ptr<UcxRoute> route, std::u
   Released released;
   MutexLock lock(mutex_);
   if (ended_) return;
+  opened_.store(true, std::memory_order_release);
   worker_ = &worker;
   route_ = std::move(route);
   peer_label_ = peer_label;
@@ -287,7 +288,7 @@ void UcxChannel::throw_ended() const {
 void UcxChannel::throw_overloaded(std::uint64_t size) const {
   throw Error(ErrorKind::kOverloaded,
               fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
-                          "TransportOptions::max_unsent ({}); wait for replies before sending more",
+                          "WorkerOptions::max_unsent_bytes ({}); wait for replies before sending more",
                           options_.peer, unsent_bytes(), size, options_.max_unsent));
 }
 

@@ -34,6 +34,7 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
 
   void send(BytesView header, std::span<const Segment> segments) override;
   std::size_t unsent_bytes() const override { return unsent_.load(std::memory_order_relaxed); }
+  bool opened() const override { return opened_.load(std::memory_order_acquire); }
   void close() override;
   bool carries_device_memory() const override { return options_.limits.device_memory; }
   std::string peer() const override { return options_.peer; }
@@ -82,6 +83,7 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
   const Options options_;
   const std::shared_ptr<UcxRequestQueue> request_queue_;
   std::atomic<std::size_t> unsent_{0};
+  std::atomic<bool> opened_{false};
   mutable Mutex mutex_;
   UcxWorker* worker_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
   std::shared_ptr<UcxRoute> route_ TORCHSPAN_GUARDED_BY(mutex_);

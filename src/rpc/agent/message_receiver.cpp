@@ -227,10 +227,21 @@ void MessageReceiver::forget_channel(const std::shared_ptr<net::Channel>& channe
   }
   for (const IncomingPtr& call : state_.serving.of_channel(channel.get())) call->request_stop();
   const bool present = !state_.stopping.load() && state_.peers.is_present(*peer);
-  if (present) state_.references->driver().on_broken(*peer);
-  const Error error(reason.kind(),
-                    fmt::format("the connection to worker '{}' (rank {}) ended: {}; it died, or it left",
-                                state_.peers.name(*peer), *peer, reason.message()));
+  // The messages of calls that are sent once more must arrive before the questions about the references in them.
+  auto ask = [this, rank = *peer] {
+    if (!state_.stopping.load() && state_.peers.is_present(rank)) state_.references->driver().on_broken(rank);
+  };
+  if (present && calls_.redial(channel, reason, ask)) return;
+  if (present) ask();
+  const Error error(
+      reason.kind(),
+      fmt::format("the connection to worker '{}' (rank {}) ended: {}; {}", state_.peers.name(*peer), *peer,
+                  reason.message(),
+                  present
+                      ? state_.self.name +
+                            " reports it; the world still counts it as a member, so the next call connects "
+                            "again: if it fails, too, the network between the two is cut"
+                      : "it died, or it left"));
   if (!present) return calls_.fail(state_.calls.take_channel(channel.get()), error);
   calls_.fail_channel_later(channel, error);
 }

@@ -2,11 +2,14 @@
 #include <algorithm>
 #include <exception>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include <torchspan/detail/net/transport.h>
 #include <torchspan/detail/rpc/extension.h>
 
 #include "rpc/device_memory/lent_tensor.h"
+#include "rpc/peers/peer_id.h"
 #include "rpc/tensor_parts/outgoing_parts.h"
 #include "wire/api/tensors.h"
 
@@ -37,6 +40,17 @@ struct OutgoingMessage {
     return tensors.copies.complete() &&
            std::ranges::all_of(split, [](const SplitTensorPtr& tensor) { return tensor->done(); });
   }
+};
+
+/// The message of a call that was queued on a channel that was not open: it has reached nobody, and can be sent on another
+/// channel to the same process.
+struct UnsentCall {
+  OutgoingMessage out;
+  PeerId peer;
+  bool creates = false;  ///< its first handle is that of the reference that it creates
+  std::shared_ptr<net::Channel> channel;
+  std::string first_failure = {};
+  std::string failure = {};  ///< why attempts to connect failed: the first reason, and the last one
 };
 
 }  // namespace torchspan::rpc

@@ -12,6 +12,9 @@
 namespace torchspan::rpc {
 namespace {
 
+/// Between attempts to connect to a member that accepts no connection.
+constexpr Duration kRedialPause = std::chrono::milliseconds(250);
+
 /// Completes a creation on this worker itself.
 class OwnCreation final : public Completion {
  public:
@@ -161,13 +164,70 @@ void RequestSender::undo(OutgoingMessage& out, bool creates, const CallInfo& inf
 
 void RequestSender::start_or_undo(std::uint64_t id, PendingCall& call, OutgoingMessage& out,
                                   PeerChannels::Link link, bool creates) {
+  // Nothing reaches the peer before the channel is open: until then, the message can be sent on another one.
+  const bool may_repeat = call.user_values && link.channel && !link.channel->opened() && out.split.empty() &&
+                          out.carried.empty() && out.lent.empty();
+  std::shared_ptr<UnsentCall> unsent;
+  if (may_repeat)
+    unsent = std::make_shared<UnsentCall>(UnsentCall{std::move(out), link.peer, creates, link.channel});
+  OutgoingMessage& message = unsent ? unsent->out : out;
   try {
-    static_cast<void>(start(id, call, out, std::move(link)));
+    const bool waits = start(id, call, message, std::move(link));
+    if (waits && unsent)
+      state_.calls.set_unsent(id, std::move(unsent));  // not earlier: start() itself may send twice
   } catch (...) {
     CallInfo info = call.info;
     info.name = call.name;
-    undo(out, creates, info);
+    undo(message, creates, info);
     throw;
+  }
+}
+
+bool RequestSender::redial(const std::shared_ptr<net::Channel>& channel, const Error& reason,
+                           std::function<void()> then) {
+  const bool may_succeed = reason.kind() == ErrorKind::kTimedOut || reason.kind() == ErrorKind::kDisconnected;
+  if (channel->opened() || !may_succeed || state_.calls.unsent_on(channel.get()).empty()) return false;
+  const Duration pause = reason.kind() == ErrorKind::kTimedOut ? Duration::zero() : kRedialPause;
+  loop_.at(state_.runtime.executor.deadline_in(pause), [this, channel, reason, then = std::move(then)] {
+    for (const CallTable::Unsent& unsent : state_.calls.unsent_on(channel.get())) resend(unsent, reason);
+    fail(state_.calls.take_channel(channel.get()),
+         Error(reason.kind(), fmt::format("the connection ended before it was made: {}", reason.message())));
+    then();
+  });
+  return true;
+}
+
+/// Sends the message of a call once more. The call stays in the table, where its deadline or its peer's death ends it.
+void RequestSender::resend(const CallTable::Unsent& unsent, const Error& reason) {
+  UnsentCall& message = *unsent.message;
+  // The first reason often says more: after a network lost packets, the peer may have ended.
+  if (message.first_failure.empty()) message.first_failure = reason.message();
+  message.failure = message.first_failure;
+  if (message.first_failure != reason.message()) message.failure += "; then: " + reason.message();
+  try {
+    const Duration limit = state_.options.connect_timeout;
+    const PeerChannels::Link link = state_.channels->to(unsent.peer);
+    if (link.peer != message.peer)
+      throw Error(ErrorKind::kDisconnected, "another process took the worker's place meanwhile; call again");
+    if (limit != Duration::zero() && state_.runtime.executor.now() - unsent.started >= limit) {
+      throw Error(
+          ErrorKind::kTimedOut,
+          fmt::format("no connection to worker '{}' within WorkerOptions::connect_timeout ({:.1f} s), "
+                      "although it is a member: {}",
+                      state_.peers.name(unsent.peer), to_seconds(limit), message.failure));
+    }
+    if (!state_.calls.move_to(unsent.id, link.channel.get())) return;
+    message.channel = link.channel;
+    sender_.send(link.channel, message.out);
+  } catch (...) {
+    auto call = state_.calls.take(unsent.id);
+    if (!call) return;
+    std::optional<wire::Handle> creation;
+    if (message.creates) creation = message.out.frame.handles.front();
+    CallInfo info = call->info;
+    info.name = call->name;
+    undo(message.out, message.creates, info);
+    fail_unsent(unsent.id, *call, creation);
   }
 }
 
@@ -316,8 +376,12 @@ void RequestSender::report_expired(const PendingCall& call) const {
 }
 
 void RequestSender::fail_expired(const PendingCall& call) const {
-  const Error error(ErrorKind::kTimedOut,
-                    "no reply came before the deadline; the remote work may still happen");
+  std::string text = "no reply came before the deadline; the remote work may still happen";
+  if (call.unsent && !call.unsent->failure.empty() && !call.unsent->channel->opened()) {
+    text = fmt::format("no connection to the worker, which is a member, was made before the deadline: {}",
+                       call.unsent->failure);
+  }
+  const Error error(ErrorKind::kTimedOut, std::move(text));
   call.completion->fail(annotate(call, std::make_exception_ptr(error)));
 }
 

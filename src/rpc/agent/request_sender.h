@@ -1,6 +1,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <stop_token>
@@ -30,6 +31,9 @@ class RequestSender {
   void fail(CallTable::Calls calls, const Error& reason);
   /// Waits for kDeathReportTime, then fails the calls that still wait on the channel.
   void fail_channel_later(const std::shared_ptr<net::Channel>& channel, const Error& reason);
+  /// If calls wait on this channel, which has ended before it opened: returns true and connects to the peer again, until
+  /// their deadlines, while the peer is a member. `then` runs after their messages were sent once more.
+  bool redial(const std::shared_ptr<net::Channel>& channel, const Error& reason, std::function<void()> then);
   /// Returns `error` with the call's name, call site, peer and elapsed time.
   std::exception_ptr annotate(const PendingCall& call, const std::exception_ptr& error) const;
 
@@ -60,6 +64,7 @@ class RequestSender {
   /// Call it before any call that timed out at the same moment fails.
   void report_expired(const PendingCall& call) const;
   void fail_expired(const PendingCall& call) const;
+  void resend(const CallTable::Unsent& unsent, const Error& reason);
   bool await_death_report(std::uint64_t id, PendingCall& call, const std::exception_ptr& error);
 
   AgentState& state_;

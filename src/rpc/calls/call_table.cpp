@@ -11,7 +11,7 @@ bool CallTable::add(std::uint64_t id, PendingCall& call) {
   if (call.user_values && waiting.user_calls >= most_per_peer_) {
     throw Error(ErrorKind::kOverloaded,
                 fmt::format("{} calls to this worker wait for replies, which is the limit "
-                            "(ServiceOptions::max_pending_calls); wait for some of them before you make more",
+                            "(WorkerOptions::max_pending_calls); wait for some of them before you make more",
                             waiting.user_calls));
   }
   ++waiting.calls;
@@ -83,6 +83,32 @@ CallTable::Calls CallTable::take_if(Predicate predicate) {
 CallTable::Calls CallTable::take_channel(const net::Channel* channel) {
   return take_if([&](const PendingCall& call) { return call.channel == channel; });
 }
+std::vector<CallTable::Unsent> CallTable::unsent_on(const net::Channel* channel) const {
+  std::vector<Unsent> unsent;
+  {
+    MutexLock lock(mutex_);
+    for (const auto& [id, entry] : calls_) {
+      if (entry.call.channel == channel && entry.call.unsent)
+        unsent.push_back({id, entry.call.peer, entry.call.started, entry.call.unsent});
+    }
+  }
+  std::ranges::sort(unsent, {}, &Unsent::id);
+  return unsent;
+}
+
+void CallTable::set_unsent(std::uint64_t id, std::shared_ptr<UnsentCall> message) {
+  MutexLock lock(mutex_);
+  const auto it = calls_.find(id);
+  if (it != calls_.end()) it->second.call.unsent = std::move(message);
+}
+
+bool CallTable::move_to(std::uint64_t id, const net::Channel* channel) {
+  MutexLock lock(mutex_);
+  const auto it = calls_.find(id);
+  if (it != calls_.end()) it->second.call.channel = channel;
+  return it != calls_.end();
+}
+
 CallTable::Calls CallTable::take_peer(std::uint32_t peer) {
   return take_if([&](const PendingCall& call) { return call.peer == peer; });
 }

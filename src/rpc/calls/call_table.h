@@ -26,6 +26,7 @@ namespace torchspan::rpc {
 using StopHook = std::stop_callback<std::function<void()>>;
 
 struct IncomingCall;
+struct UnsentCall;
 
 /// A request that waits for its reply.
 struct PendingCall {
@@ -41,6 +42,7 @@ struct PendingCall {
   std::weak_ptr<IncomingCall> handler;  ///< the served request whose handler made it
   device::Streams streams;              ///< the caller's, without default streams
   std::array<std::unique_ptr<StopHook>, 2> stop_hooks;
+  std::shared_ptr<UnsentCall> unsent;  ///< its message, if that is queued on a channel that was not open
 };
 
 /// Holds the requests of one worker that wait for replies. The code that completes a request takes it out,
@@ -62,6 +64,19 @@ class CallTable {
   std::optional<PendingCall> take(std::uint64_t id, std::uint32_t peer);
   Calls take_expired(TimePoint now);
   Calls take_channel(const net::Channel* channel);
+  /// A call that is still in the table, and whose message is queued on a channel that was not open.
+  struct Unsent {
+    std::uint64_t id;
+    std::uint32_t peer;
+    TimePoint started;
+    std::shared_ptr<UnsentCall> message;
+  };
+  /// Returns those on the channel, in the order in which they were made.
+  std::vector<Unsent> unsent_on(const net::Channel* channel) const;
+  /// Does nothing if the call has ended.
+  void set_unsent(std::uint64_t id, std::shared_ptr<UnsentCall> message);
+  /// The call's message is sent on this channel from now on. Returns false if the call has ended.
+  bool move_to(std::uint64_t id, const net::Channel* channel);
   Calls take_peer(std::uint32_t peer);
   /// Takes the peer's calls that started before `start`.
   Calls take_peer_older(std::uint32_t peer, TimePoint start);

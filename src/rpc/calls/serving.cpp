@@ -35,7 +35,7 @@ void ServingTable::add(const IncomingPtr& call) {
     throw Error(
         ErrorKind::kOverloaded,
         fmt::format("{} bytes of this caller's requests wait for a thread already, and {} more are over "
-                    "the limit ServiceOptions::max_waiting_bytes ({}); wait for replies before you "
+                    "the limit WorkerOptions::max_waiting_bytes ({}); wait for replies before you "
                     "call again",
                     waiting, call->bytes, most_waiting_bytes_));
   }

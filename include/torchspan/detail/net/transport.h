@@ -32,6 +32,8 @@ class Channel {
   virtual void send(BytesView header, std::span<const Segment> segments) = 0;
   /// Queued bytes not yet sent.
   virtual std::size_t unsent_bytes() const = 0;
+  /// Whether the peer has proved itself, even if the channel has ended since. If not, no message has reached it.
+  virtual bool opened() const { return true; }
   /// Sends what is queued, then closes. poll() reports on_closed once, when the peer has acknowledged or
   /// after TransportOptions::linger; incoming messages may still arrive before that.
   virtual void close() = 0;

@@ -22,9 +22,11 @@ struct ServiceOptions {
   std::string name = "worker0";
   std::uint32_t rank = 0;
   std::string listen;  ///< where the transport listens: "unix:/…", "sim:worker0"
-  Duration default_timeout = std::chrono::seconds(60);       ///< of calls without a timeout; zero: none
-  std::size_t threads = 4;                                   ///< concurrent handlers
-  std::size_t max_threads = 256;                             ///< pool threads, including blocked ones
+  Duration default_timeout = std::chrono::seconds(60);  ///< of calls without a timeout; zero: none
+  Duration connect_timeout =
+      Duration::zero();           ///< of calls to a member that cannot be reached; zero: their deadlines
+  std::size_t threads = 4;        ///< concurrent handlers
+  std::size_t max_threads = 256;  ///< pool threads, including blocked ones
   std::size_t max_pending_calls = 1u << 18;                  ///< calls per peer that wait for replies
   std::uint64_t max_waiting_bytes = std::uint64_t{4} << 30;  ///< per peer, of requests queued for a thread
   Duration stopped_limit =
