@@ -32,7 +32,7 @@ struct AttemptReport {
   std::optional<WorkerError> error = {};    ///< of the first failure, complete
   std::optional<Error> start_failure = {};  ///< it could not be started
   std::vector<Incident> incidents = {};     ///< operations that timed out
-  /// The failure that ended the attempt on all hosts of a job whose launchers agree; here or on another one.
+  /// The failure that ended the attempt on all hosts of a job on several; here or on another one.
   std::optional<JobNodes::Failure> on_nodes = {};
 
   bool failed() const { return start_failure || on_nodes || failure_code(endings) != 0; }
@@ -150,8 +150,6 @@ class Job {
   void follow_nodes(Attempt& attempt);
   void end_on_nodes(AttemptReport& report);
   int wait_for_nodes();
-  /// Whether attempts start, fail and end on all hosts together.
-  bool together() const { return nodes_ && nodes_->together(); }
   void wait_before_restart(Duration delay);
   std::optional<NextAttempt> plan_next(const AttemptReport& report);
   std::string describe_attempt(const AttemptReport& report) const;
@@ -250,7 +248,7 @@ AttemptReport Job::run_attempt(int workers) {
       make_setting(folder, workers, options_.master_port != 0 ? options_.master_port : chosen->number());
   if (nodes_ && !meet_nodes(setting)) return {.workers = workers};
   AttemptReport report = run_workers(setting);
-  if (together()) end_on_nodes(report);
+  if (nodes_) end_on_nodes(report);
   return report;
 }
 
@@ -290,14 +288,14 @@ AttemptReport Job::run_workers(const JobSetting& setting) {
 bool Job::meet_nodes(JobSetting& setting) {
   const Environment worker = worker_environment(options_.environment, setting, 0);
   const auto range = worker.find("TORCHSPAN_PORT_RANGE");
-  const bool serves = options_.nodes.node_rank == 0 && together();
+  const bool serves = options_.nodes.node_rank == 0;
   store_port_.reset();
   if (serves) store_port_.emplace(choose_store_port(range == worker.end() ? "" : range->second));
   nodes_->ready(setting.restart_count, store_port_ ? store_port_->number() : std::uint16_t{0});
   while (interruption_.signal == 0 && !nodes_->may_start()) wait_for_nodes();
   if (interruption_.signal != 0) return false;
   if (nodes_->store_port() != 0) setting.nodes.rdzv_port = nodes_->store_port();
-  if (together()) nodes_->running();
+  nodes_->running();
   return true;
 }
 
@@ -306,7 +304,7 @@ int Job::wait_for_nodes() {
   std::array<Poller::Event, 4> events;
   const int signal = poller_->wait(events, Deadline::never()) > 0 ? signals_.take() : 0;
   on_signal(signal, nullptr);
-  if (together()) on_signal(nodes_->take_signal(), nullptr);
+  on_signal(nodes_->take_signal(), nullptr);
   return signal;
 }
 
@@ -352,11 +350,11 @@ void Job::watch(Attempt& attempt) {
     if (const int reported = attempt.take_reported_signal(); reported != 0) {
       on_signal(reported == SIGTERM ? SIGTERM : options_.preemption.signal, &attempt);
     }
-    if (together()) follow_nodes(attempt);
+    if (nodes_) follow_nodes(attempt);
     attempt.advance(executor_.now());
     if (display_.broken() && interruption_.signal == 0) {
       interruption_.signal = SIGPIPE;
-      if (together()) nodes_->announce_signal(SIGTERM);
+      if (nodes_) nodes_->announce_signal(SIGTERM);
       attempt.stop(SIGTERM);
     }
   }
@@ -364,7 +362,7 @@ void Job::watch(Attempt& attempt) {
 
 void Job::on_signal(int signal, Attempt* attempt) {
   if (signal == 0) return;
-  if (together()) nodes_->announce_signal(signal);
+  if (nodes_) nodes_->announce_signal(signal);
   const Reaction reaction = react(interruption_, signal, options_.preemption.signal);
   if (attempt == nullptr || reaction == Reaction::kNone) return;
   if (reaction == Reaction::kKill) return attempt->kill_workers();
@@ -383,7 +381,7 @@ void Job::wait_before_restart(Duration delay) {
   std::array<Poller::Event, 4> events;
   while (interruption_.signal == 0 && !end.passed(executor_.now())) {
     if (poller_->wait(events, end) > 0) on_signal(signals_.take(), nullptr);
-    if (together()) on_signal(nodes_->take_signal(), nullptr);
+    if (nodes_) on_signal(nodes_->take_signal(), nullptr);
   }
 }
 
@@ -392,9 +390,9 @@ std::optional<NextAttempt> Job::plan_next(const AttemptReport& report) {
   if (interruption_.signal != 0 || !report.failed()) return std::nullopt;
   const bool first = failed_attempts_.empty();
   failed_attempts_.push_back(result_of(report));
-  if (together() && nodes_->lost()) {
+  if (nodes_ && nodes_->lost()) {
     if (first && report.start_failure) throw *report.start_failure;
-    reason_ = "the launchers of all hosts must run for another attempt";
+    if (options_.restarts.most > 0) reason_ = "the launchers of all hosts must run for another attempt";
     return std::nullopt;
   }
   const int least = options_.least_workers > 0 ? options_.least_workers : options_.workers;

@@ -79,18 +79,14 @@ NodeMeeting make_node_meeting(Executor& executor, const JobOptions& job) {
 }
 
 JobNodes::JobNodes(Executor& executor, const JobOptions& job, Poller& poller)
-    : node_(job.nodes.node_rank),
-      together_(job.restarts.most > 0),
-      link_(executor, job.nodes.node_rank, job.nodes.count) {
+    : node_(job.nodes.node_rank), link_(executor, job.nodes.node_rank, job.nodes.count) {
   mine_.options = list_options(job);
   NodeMeeting meeting = make_node_meeting(executor, job);
   meeting.joined = [this](const rendezvous::Membership& world) { return link_.listen(world); };
   rounds_ = std::make_unique<NodeRounds>(executor, std::move(meeting), [&poller] { poller.wake(); });
 }
 
-void JobNodes::publish() {
-  if (rounds_) rounds_->publish(mine_);
-}
+void JobNodes::publish() { rounds_->publish(mine_); }
 
 std::string JobNodes::name_of(int node, const std::string& text) const {
   return fmt::format("host {}{}: {}", node, node == node_ ? " (this one)" : "", text);
@@ -108,7 +104,6 @@ void JobNodes::ready(int attempt, std::uint16_t store_port) {
 }
 
 void JobNodes::look() {
-  if (!rounds_) return;
   for (const NodeStates& states : rounds_->take()) note(states);
   if (!gone_) gone_ = rounds_->failure();
 }
@@ -117,10 +112,8 @@ void JobNodes::note(const NodeStates& states) {
   std::vector<std::string> addresses;
   for (const NodeState& state : states) addresses.push_back(state.questions);
   link_.set_addresses(std::move(addresses));
-  if (const std::string difference = describe_difference(states); !difference.empty() && !gone_) {
+  if (const std::string difference = describe_difference(states); !difference.empty() && !gone_)
     gone_ = Error(ErrorKind::kInvalid, difference);
-    different_ = true;
-  }
   for (int node = 0; node < static_cast<int>(states.size()); ++node) {
     const NodeState& state = states[static_cast<std::size_t>(node)];
     if (node != node_ && signal_ == 0) signal_ = state.signal;
@@ -141,24 +134,8 @@ void JobNodes::note(const NodeStates& states) {
 
 bool JobNodes::may_start() {
   look();
-  if (!together_) return may_start_alone();
   if (gone_) throw Error(*gone_);
   return all_ready_;
-}
-
-/// Launcher 0 ends its store, to whose address the workers connect next. The other launchers wait for this end.
-bool JobNodes::may_start_alone() {
-  if (gone_ && (different_ || !all_ready_)) {
-    // Refused: the workers' store is there already, so this host joins a job that runs.
-    const bool refused =
-        node_ != 0 && (gone_->kind() == ErrorKind::kInvalid || gone_->kind() == ErrorKind::kUnsupported);
-    if (different_ || !refused) throw Error(*gone_);
-    link_.set_trouble("this launcher has not connected to the others:  " + gone_->message());
-  } else if (!all_ready_ || (node_ != 0 && !gone_)) {
-    return false;
-  }
-  rounds_.reset();
-  return true;
 }
 
 void JobNodes::running() {

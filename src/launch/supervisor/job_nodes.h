@@ -12,8 +12,7 @@ namespace torchspan::launch {
 /// How the launcher of a host connects to those of the others. `job`: the job's options with several hosts.
 NodeMeeting make_node_meeting(Executor& executor, const JobOptions& job);
 
-/// This launcher's place among those of a job on several hosts. With restarts, the attempts start, fail and end on all
-/// hosts together. Without them, the launchers connect once, so that they can ask each other; then each acts alone.
+/// This launcher's place among those of a job on several hosts, whose attempts start, fail and end on all hosts together.
 /// Used by the launcher's thread, after each wait of the poller, which new rounds wake.
 class JobNodes {
  public:
@@ -25,8 +24,6 @@ class JobNodes {
 
   JobNodes(Executor& executor, const JobOptions& job, Poller& poller);
 
-  /// Whether the hosts act together; otherwise, only ready(), may_start() and link() are used.
-  bool together() const { return together_; }
   /// Asks the launchers of the other hosts what their workers do.
   HostLink& link() { return link_; }
 
@@ -34,7 +31,7 @@ class JobNodes {
   void ready(int attempt, std::uint16_t store_port);
   /// Whether all hosts are ready. Throws if a host did not join or its options differ.
   bool may_start();
-  /// The port of the workers' store, after may_start(); 0: where the launchers have met.
+  /// The port of the workers' store, after may_start(); the launchers meet at another one.
   std::uint16_t store_port() const { return store_port_; }
   /// This host runs the workers of the attempt.
   void running();
@@ -58,7 +55,6 @@ class JobNodes {
   bool lost() const { return gone_.has_value(); }
 
  private:
-  bool may_start_alone();
   void publish();
   void look();
   void note(const NodeStates& states);
@@ -66,12 +62,10 @@ class JobNodes {
 
   NodeState mine_;
   const int node_;
-  const bool together_;
   HostLink link_;
-  std::unique_ptr<NodeRounds> rounds_;  ///< null when the launchers have connected and each acts alone
-  std::optional<Error> gone_;           ///< why there are no more rounds
+  std::unique_ptr<NodeRounds> rounds_;
+  std::optional<Error> gone_;  ///< why there are no more rounds
   std::uint16_t store_port_ = 0;
-  bool different_ = false;  ///< the launchers' options differ
   bool all_ready_ = false;
   bool all_ended_ = false;
   int signal_ = 0;  ///< of another launcher
