@@ -115,8 +115,13 @@ void Display::note_loss(int descriptor, int reason) {
                         std::strerror(reason)));
 }
 
+void Display::note_lost_log(const std::string& text) {
+  say(fmt::format("torchspan: {}\n", text));
+  if (lost_log_.empty()) lost_log_ = text;
+}
+
 std::string Display::losses() const {
-  if (lost_ == 0) return "";
+  if (lost_ == 0) return lost_log_;
   return fmt::format("{} line{} of the output could not be written: {}", lost_, lost_ == 1 ? "" : "s",
                      std::strerror(loss_reason_));
 }

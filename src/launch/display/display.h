@@ -48,6 +48,8 @@ class Display {
   std::size_t height() const { return size().rows; }
   /// Whether the reader of the output has closed it.
   bool broken() const { return broken_; }
+  /// A log file ends early, with the text for losses().
+  void note_lost_log(const std::string& text);
   /// Returns "3 lines could not be written: No space left on device"; empty if all were written.
   std::string losses() const;
 
@@ -74,6 +76,7 @@ class Display {
   bool broken_ = false;
   std::size_t lost_ = 0;  ///< lines
   int loss_reason_ = 0;   ///< of the first of them, as errno
+  std::string lost_log_;  ///< the first log that ended early
 };
 
 }  // namespace torchspan::launch

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <filesystem>
 #include <fmt/format.h>
 #include <functional>
 
@@ -97,6 +98,7 @@ void Attempt::on_end(Worker& worker) {
 void Attempt::on_progress(const Worker& worker, std::string_view line) {
   if (auto report = decode_progress(line)) {
     view_.set_report(worker.rank(), std::move(*report));
+    until_.progress = context_.executor.deadline_in(context_.options.no_progress);
   } else if (const auto notice = decode_timeout(line)) {
     watch_.on_timeout(setting_.rank_of(worker.rank()), printable(*notice));
   } else if (const auto signal = decode_preemption(line)) {
@@ -247,13 +249,24 @@ void Attempt::advance(TimePoint now) {
     kill_workers();
   }
   for (const int rank : replacements_.take_due(now)) replace(rank);
+  if (until_.progress.passed(now)) say_no_progress();
   view_.show(now);
+}
+
+/// Once, until the next report: all workers are alike here, because in a job that waits none of them reports.
+void Attempt::say_no_progress() {
+  until_.progress = Deadline::never();
+  if (stopping_ || preempted_by_ != 0 || !endings_.empty()) return;
+  const auto folder = std::filesystem::path(setting_.runtime_folder).parent_path();
+  context_.display.say(fmt::format("torchspan: no progress for {:.0f} s: torchspan stacks {}\n",
+                                   to_seconds(context_.options.no_progress), folder.string()));
 }
 
 Deadline Attempt::next_deadline() const {
   const Deadline end = all_ended() ? until_.drain : until_.kill;
   const Deadline settle = watch_.is_examining() ? Deadline::never() : until_.settle;
-  return earlier(earlier(earlier(settle, end), earlier(replacements_.next(), watch_.next())), view_.next());
+  const Deadline shown = earlier(until_.progress, view_.next());
+  return earlier(earlier(earlier(settle, end), earlier(replacements_.next(), watch_.next())), shown);
 }
 
 std::vector<Incident> Attempt::finish() {

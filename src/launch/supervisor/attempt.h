@@ -60,6 +60,7 @@ class Attempt {
   std::optional<std::string> plan_replacements(TimePoint now);
   void replace(int rank);
   void stop_replacing();
+  void say_no_progress();
   void end_leftovers(TimePoint now);
 
   const AttemptContext context_;
@@ -78,7 +79,8 @@ class Attempt {
   std::vector<bool> reporters_;  ///< by rank
   struct {
     Deadline settle, kill, drain;
-    Deadline leave;  ///< for workers that others report as gone and whose processes still run
+    Deadline leave;     ///< for workers that others report as gone and whose processes still run
+    Deadline progress;  ///< set by each report of a worker's Progress
   } until_;
 };
 

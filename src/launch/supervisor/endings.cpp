@@ -179,9 +179,12 @@ std::string describe_first_failure(const std::vector<Ending>& endings, const Fai
                                  describe_failure(endings[*first]), seconds(endings[*first].after));
   if (!details.error.empty()) text += fmt::format("  its error: {}\n", details.error);
   if (details.last_lines.empty()) return text + "  it wrote nothing to its standard error\n";
-  text += "  its last lines:\n";
-  for (const auto& line : details.last_lines) text += "    " + line + "\n";
-  return text;
+  std::string lines;
+  for (const auto& line : details.last_lines) {
+    const bool repeats = !details.error.empty() && line.find(details.error) != std::string::npos;
+    if (!repeats) lines += "    " + line + "\n";
+  }
+  return lines.empty() ? text : text + "  its last lines:\n" + lines;
 }
 
 std::string summarize(const std::vector<Ending>& endings, const FailureDetails& details,

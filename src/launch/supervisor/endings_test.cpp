@@ -180,6 +180,14 @@ TEST(Endings, SummaryContainsEveryPart) {
   EXPECT_THAT(text, HasSubstr("exit code: 3\n"));
 }
 
+TEST(Endings, SummaryContainsAnErrorThatTheWorkerPrintedOnce) {
+  const std::vector<Ending> endings = {ending(0, 1, 0, milliseconds(1500))};
+  const std::string both = summarize(endings, {"Oops: x", {"before", "error: Oops: x"}}, {});
+  EXPECT_THAT(both, HasSubstr("  its error: Oops: x\n  its last lines:\n    before\n  exit code: 1\n"));
+  const std::string only = summarize(endings, {"Oops: x", {"error: Oops: x"}}, {});
+  EXPECT_THAT(only, HasSubstr("  its error: Oops: x\n  exit code: 1\n"));
+}
+
 TEST(Endings, SummarySeparatesAFailureFromItsConsequences) {
   std::vector<Ending> endings = {ending(0, 0, SIGABRT, milliseconds(100)),
                                  ending(1, 0, SIGABRT, milliseconds(101)),

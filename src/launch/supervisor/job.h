@@ -33,6 +33,8 @@ struct JobOptions {
   RestartPolicy restarts;
   NodePlace nodes;
   PreemptionPolicy preemption;
+  Duration no_progress =
+      std::chrono::seconds(60);              ///< without a report of Progress, until the launcher says so
   Duration grace = std::chrono::seconds(5);  ///< from SIGTERM to SIGKILL after a failure or Ctrl-C
   /// Soft limit of open files of each worker; 0: that of this process. run_job() raises its own limit while it runs.
   std::uint64_t open_files = 0;

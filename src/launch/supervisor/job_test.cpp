@@ -439,6 +439,41 @@ TEST_F(Jobs, FailWhenTheirOutputIsLost) {
   close(full);
 }
 
+TEST_F(Jobs, SayOnceThatTheyMakeNoProgress) {
+  // Two reports, a pause, another report, a longer pause.
+  JobOptions mine = options(1, R"(
+    exec 9>/proc/self/fd/$TORCHSPAN_PROGRESS_FD
+    echo torchspan-progress 1 step=1/9 >&9; echo torchspan-progress 1 step=2/9 >&9
+    while [ $(grep -c 'no progress' $FOLDER/said) -lt 1 ]; do sleep 0.02; done
+    echo torchspan-progress 1 step=3/9 >&9
+    while [ $(grep -c 'no progress' $FOLDER/said) -lt 2 ]; do sleep 0.02; done
+    sleep 0.6)");
+  const int said = open((folder_ + "/said").c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  ASSERT_GE(said, 0);
+  mine.display.errors = said;
+  mine.no_progress = milliseconds(200);
+  EXPECT_EQ(run(mine), 0);
+  close(said);
+  const std::string text = file("said");
+  std::size_t times = 0;
+  for (std::size_t at = text.find("torchspan: no progress for 0 s: torchspan stacks /");
+       at != std::string::npos; at = text.find("no progress", at + 30)) {
+    ++times;
+  }
+  EXPECT_EQ(times, 2u) << text;
+}
+
+TEST_F(Jobs, FailWhenALogIsLost) {
+  const std::string logs = folder_ + "/logs";
+  std::filesystem::create_directory(logs);
+  std::filesystem::create_symlink("/dev/full", logs + "/worker0.out.log");
+  JobOptions mine = options(1, "echo precious");
+  mine.log_folder = logs;
+  EXPECT_EQ(run(mine), kLostOutput);
+  EXPECT_THAT(errors(),
+              HasSubstr("torchspan: a log in '" + logs + "' is not complete: No space left on device\n"));
+}
+
 /// Returns the exit code of a launcher that gets `signal` after its two workers, which run `script`, have
 /// reported.
 class Interruptions : public Jobs {

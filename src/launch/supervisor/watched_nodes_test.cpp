@@ -166,6 +166,31 @@ TEST_F(WatchedNodes, AreShownByStacksOnEitherHost) {
   EXPECT_THAT(errors_of(0), HasSubstr("launcher1"));
 }
 
+TEST_F(WatchedNodes, AreShownByStacksIfTheyAreStoppedBeforeTheyJoin) {
+  start_apart("if [ $RANK = 0 -o $RANK = 3 ]; then echo $$ > $FOLDER/pid$RANK; kill -STOP $$; fi; " +
+              kWaitForEnd);
+  wait_for_lines_of("ran", 2);
+  wait_for_lines_of("pid0", 1);
+  wait_for_lines_of("pid3", 1);
+  const auto wait_for_page = [&](int node, const std::string& text) {
+    const Deadline until = executor_->deadline_in(seconds(30));
+    std::string page = stacks(node);
+    while (page.find(text) == std::string::npos && !until.passed(executor_->now())) page = stacks(node);
+    EXPECT_THAT(page, HasSubstr(text));
+  };
+  for (int node = 0; node < kNodes; ++node) {
+    for (const int rank : {0, 3}) {
+      const std::string process = lines("pid" + std::to_string(rank))[0];
+      wait_for_page(node, fmt::format("rank {0} (worker{0}, pid {1} on host {2} (", rank, process, rank / 2));
+      wait_for_page(node,
+                    fmt::format(" is stopped by a signal; to continue it there: kill -CONT {}", process));
+    }
+  }
+  for (const char* name : {"pid0", "pid3"}) kill(std::stoi(lines(name)[0]), SIGCONT);
+  std::ofstream(folder_ + "/end") << "end";
+  for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 0) << errors_of(rank);
+}
+
 TEST_F(WatchedNodes, AreShownByStacksWithRestarts) {
   start_apart(kWaitForEnd, 1);
   wait_for_lines_of("ran", 4);

@@ -50,8 +50,8 @@ void Worker::write_log(Descriptor& log, std::string_view text) {
     if (written > 0) {
       text.remove_prefix(static_cast<std::size_t>(written));
     } else if (errno != EINTR) {
-      display_.say(
-          fmt::format("torchspan: a log in '{}' ends here: {}\n", names_.log_folder, std::strerror(errno)));
+      display_.note_lost_log(
+          fmt::format("a log in '{}' is not complete: {}", names_.log_folder, std::strerror(errno)));
       log.reset();
     }
   }

@@ -1,7 +1,9 @@
 #include "launch/watch/job_sockets.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
+#include <charconv>
 #include <fcntl.h>
 #include <filesystem>
 #include <fmt/format.h>
@@ -93,6 +95,52 @@ std::optional<JobReport> ask_launcher(Executor& executor, const std::string& soc
   return decode_job_report(request.body());
 }
 
+/// The value of a variable in an environment block, whose entries end with a zero byte.
+std::string value_in(const std::string& block, const std::string& name) {
+  std::istringstream entries(block);
+  for (std::string entry; std::getline(entries, entry, '\0');) {
+    if (entry.starts_with(name + "=")) return entry.substr(name.size() + 1);
+  }
+  return "";
+}
+
+/// Adds the workers that were stopped before they joined: nothing else shows them. `folder` contains the job's sockets.
+void add_stopped(const std::string& folder, std::vector<WorkerReport>& workers) {
+  std::error_code failure, ignored;
+  const std::string job = std::filesystem::weakly_canonical(folder, ignored).string();
+  for (const auto& entry : std::filesystem::directory_iterator("/proc", failure)) {
+    const std::string name = entry.path().filename().string();
+    WorkerReport stopped;
+    const auto digits = std::from_chars(name.data(), name.data() + name.size(), stopped.process);
+    if (digits.ec != std::errc() || digits.ptr != name.data() + name.size()) continue;
+    stopped.process_state = state_of_process(stopped.process);
+    if (stopped.process_state != 'T' && stopped.process_state != 't') continue;
+    std::ifstream stream(entry.path() / "environ", std::ios::binary);
+    const std::string block{std::istreambuf_iterator<char>(stream), {}};
+    const std::string rank = value_in(block, "RANK");
+    const auto its_job = std::filesystem::weakly_canonical(value_in(block, "TORCHSPAN_RUNTIME_DIR"), ignored);
+    if (!its_job.string().starts_with(job) || rank.empty()) continue;
+    const char* const end = rank.data() + rank.size();
+    if (std::from_chars(rank.data(), end, stopped.rank).ptr != end) continue;
+    if (std::ranges::find(workers, stopped.rank, &WorkerReport::rank) != workers.end()) continue;
+    stopped.name = without_controls(value_in(block, "TORCHSPAN_NAME"));
+    if (stopped.name.empty()) stopped.name = fmt::format("worker of rank {}", stopped.rank);
+    stopped.answers = false;
+    workers.push_back(std::move(stopped));
+  }
+  std::ranges::sort(workers, {}, &WorkerReport::rank);
+}
+
+/// Throws unless this user may see the job in `path`.
+void check_access(const std::string& path) {
+  struct stat about {};
+  if (::access(path.c_str(), R_OK | X_OK) == 0 || errno != EACCES || ::stat(path.c_str(), &about) != 0)
+    return;
+  throw_invalid(fmt::format(
+      "the job in '{}' belongs to user {}, and this command runs as user {}: run it as that user, or as root",
+      path, about.st_uid, ::geteuid()));
+}
+
 }  // namespace
 
 bool is_job_name(const std::string& name) { return name.starts_with(kJobPrefix); }
@@ -122,7 +170,10 @@ std::string launcher_of(const std::string& path) {
 
 std::string find_job(const std::string& job, const rendezvous::Environment& environment) {
   std::error_code ignored;
-  if (!job.empty() && std::filesystem::is_directory(job, ignored)) return job;
+  if (!job.empty() && std::filesystem::is_directory(job, ignored)) {
+    check_access(job);
+    return job;
+  }
   std::vector<std::string> jobs = running_jobs(environment);
   if (jobs.empty()) throw_invalid("no job of 'torchspan run' runs on this host under this user");
   const std::vector<std::string> all = jobs;
@@ -139,6 +190,9 @@ std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& fol
   const auto poller = executor.make_poller();
   StateQuestions questions(*poller, 0);
   if (questions.ask(folder, "/state") == 0) {
+    std::vector<WorkerReport> stopped;
+    add_stopped(folder, stopped);
+    if (!stopped.empty()) return stopped;
     throw_invalid(fmt::format(
         "no worker of the job in '{}' can be asked: its workers have not joined yet, or the job has ended",
         folder));
@@ -150,7 +204,9 @@ std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& fol
     const std::size_t count = poller->wait(events, next);
     for (std::size_t i = 0; i < count; ++i) questions.handle(events[i]);
   }
-  return questions.reports();
+  std::vector<WorkerReport> reports = questions.reports();
+  add_stopped(folder, reports);
+  return reports;
 }
 
 std::string launcher_socket(const std::string& folder) { return folder + "/run/hosts"; }

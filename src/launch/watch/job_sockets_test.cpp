@@ -1,5 +1,7 @@
 #include "launch/watch/job_sockets.h"
 
+#include <algorithm>
+#include <array>
 #include <filesystem>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -7,6 +9,7 @@
 #include <memory>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
@@ -52,6 +55,34 @@ TEST(JobSockets, AskEveryWorkerAndMarkThoseThatDoNotAnswer) {
     EXPECT_EQ(workers[1].process, getpid());
     EXPECT_THAT(format_diagnosis(workers), HasSubstr("does not answer"));
   }
+  std::filesystem::remove_all(folder);
+}
+
+TEST(JobSockets, SayThatAJobBelongsToAnotherUser) {
+  constexpr uid_t kNobody = 65534;
+  if (geteuid() != 0) GTEST_SKIP() << "only root can run a command as another user";
+  std::string name = (std::filesystem::temp_directory_path() / "torchspan.XXXXXX").string();
+  const std::string folder = mkdtemp(name.data());
+  std::array<int, 2> ends{};
+  ASSERT_EQ(pipe(ends.data()), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    if (setuid(kNobody) != 0) _exit(1);
+    std::string text = "nothing was thrown";
+    try {
+      find_job(folder, {});
+    } catch (const Error& error) {
+      text = error.message();
+    }
+    _exit(write(ends[1], text.data(), text.size()) > 0 ? 0 : 1);
+  }
+  close(ends[1]);
+  std::string text(4096, '\0');
+  text.resize(static_cast<std::size_t>(std::max<ssize_t>(read(ends[0], text.data(), text.size()), 0)));
+  close(ends[0]);
+  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  EXPECT_THAT(
+      text, HasSubstr("the job in '" + folder + "' belongs to user 0, and this command runs as user 65534"));
   std::filesystem::remove_all(folder);
 }
 

@@ -13,6 +13,8 @@ namespace {
 
 constexpr std::string_view kSocketPrefix = "observe.";
 
+}  // namespace
+
 char state_of_process(std::int64_t process) {
   std::ifstream file(fmt::format("/proc/{}/stat", process));
   std::string line;
@@ -20,8 +22,6 @@ char state_of_process(std::int64_t process) {
   const auto name_end = line.rfind(')');
   return name_end != std::string::npos && name_end + 2 < line.size() ? line[name_end + 2] : 'X';
 }
-
-}  // namespace
 
 StateQuestions::~StateQuestions() {
   for (const auto& [rank, question] : questions_) {
