@@ -238,10 +238,11 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
         throw Error(
             ErrorKind::kInvalid,
             fmt::format(
-                "the workers of pipeline '{}' call different functions in step {}: one of train_step(), "
-                "infer() and forward() on worker '{}', another one on worker '{}'; call the same one on all",
-                local_.options.name, step,
-                local_.plan.workers[static_cast<std::size_t>(local_.first_worker())], local_.worker.name()));
+                "the workers of pipeline '{}' call different functions in step {}: {} on worker '{}', {} on "
+                "worker '{}'; call the same one on all",
+                local_.options.name, step, call_of(begin->kind),
+                local_.plan.workers[static_cast<std::size_t>(local_.first_worker())], call_of(kind),
+                local_.worker.name()));
       }
       if (begin->cache != (cache_ == nullptr ? -1 : cache_->number())) {
         throw Error(

@@ -25,6 +25,21 @@ enum class StepKind : std::uint8_t {
   kForward,    ///< forwards; a separate call runs the backwards
 };
 
+/// The call that begins such a step, for messages.
+inline const char* call_of(StepKind kind) {
+  switch (kind) {
+    case StepKind::kTrain:
+      return "train_step()";
+    case StepKind::kLoss:
+      return "train_step() without gradients";
+    case StepKind::kInfer:
+      return "infer()";
+    case StepKind::kForward:
+      return "forward()";
+  }
+  return "an unknown call";
+}
+
 /// Whether passes of such a step have a backward.
 inline bool has_backwards(StepKind kind) { return kind == StepKind::kTrain || kind == StepKind::kForward; }
 

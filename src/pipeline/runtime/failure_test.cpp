@@ -394,6 +394,7 @@ TEST(Failure, DifferentCallsInOneStepAreNamed) {
     expect_good_step(pipe, 2);
   });
   EXPECT_THAT(texts[0], HasSubstr("call different functions in step 0"));
+  EXPECT_THAT(texts[0], HasSubstr("infer() on worker 'worker0', train_step() on worker 'worker1'"));
   EXPECT_EQ(texts[1], texts[0]);
 }
 

@@ -48,7 +48,8 @@ void ReplicaBegins::accept(const ReplicaBegin& event) {
                     local_.grid.names_of(local_.me)[static_cast<std::size_t>(event.replica)], event.replica));
   };
   if (event.kind != kind_)
-    refuse(fmt::format("call different functions in step {}, or with and without gradients", id_.step));
+    refuse(fmt::format("call different functions in step {}, {} and {}", id_.step, call_of(kind_),
+                       call_of(event.kind)));
   if (event.gradient_scale != gradient_scale_) {
     refuse(fmt::format("have different StepOptions::gradient_scale in step {}, {} and {}", id_.step,
                        gradient_scale_, event.gradient_scale));
