@@ -41,7 +41,7 @@ struct WorkerOptions {
   /// handles a message, once all have called it; zero: no limit. Workers that have not called it, and a
   /// worker that serves calls, are waited for without a limit.
   Duration shutdown_timeout = std::chrono::minutes(30);
-  Duration leave_timeout = std::chrono::seconds(30);  ///< limit of the wait in ~Session
+  Duration leave_timeout = std::chrono::seconds(30);  ///< limit of the wait in ~Session; 0: none
   /// How long a worker on this host may stay stopped by a signal or a debugger before calls to it fail and
   /// training steps that need it end; 0: no limit. A stopped worker on another host is silent, and
   /// network.tls.dead_after applies instead.

@@ -16,6 +16,11 @@ TEST(SaturatedTime, SumsDurations) {
   EXPECT_EQ(saturated_sum(Duration::max() - Duration(1), Duration(1)), Duration::max());
 }
 
+TEST(SaturatedTime, TakesAnOptionOfZeroForNoLimit) {
+  EXPECT_EQ(no_limit_if_zero(Duration::zero()), Duration::max());
+  EXPECT_EQ(no_limit_if_zero(seconds(3)), seconds(3));
+}
+
 TEST(SaturatedTime, HasDeadlinesThatNeverCome) {
   const TimePoint now(hours(5));
   EXPECT_EQ(deadline_after(now, hours(1)), Deadline(now + hours(1)));

@@ -10,6 +10,7 @@
 
 #include "autograd/api/running_passes.h"
 #include "core/api/observation.h"
+#include "core/api/saturated_time.h"
 #include "rendezvous/api/files.h"
 #include "rendezvous/api/network_options.h"
 #include "session/calls_state.h"
@@ -33,7 +34,7 @@ rendezvous::MembershipOptions join_options(const WorkerOptions& options, const F
   join.functions_digest = functions.digest();
   join.functions = functions.descriptions();
   join.require_same_functions = options.require_same_functions;
-  join.timeout = options.environment.join_timeout;
+  join.timeout = no_limit_if_zero(options.environment.join_timeout);
   join.dead_after = std::max(options.network.tls.dead_after, 2 * join.heartbeat);
   return join;
 }
@@ -123,7 +124,7 @@ class Session::Impl {
   Impl(const WorkerOptions& options, FunctionTable functions, Extensions extensions,
        const SessionDisguise& disguise)
       : runtime_owner_(make_runtime(options)),
-        leave_timeout_(options.leave_timeout),
+        leave_timeout_(no_limit_if_zero(options.leave_timeout)),
         error_file_(options.environment.error_file),
         exceptions_(std::uncaught_exceptions()) {
     rpc::ServiceOptions service = service_options(options);

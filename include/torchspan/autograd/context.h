@@ -29,7 +29,7 @@ struct BackwardOptions {
   bool retain_graph = false;  ///< keeps the graphs of all workers for another pass
   PassMode mode = PassMode::kSmart;
   /// Limit of the pass, counted from the call of backward(). After it the pass fails on all workers and names
-  /// the sends that got no gradient. The nodes that the calling thread runs itself are not interrupted.
+  /// the sends that got no gradient; 0: no limit. The nodes that the calling thread runs itself are not interrupted.
   Duration timeout = std::chrono::minutes(10);
   /// kFast: a pass that is idle on all workers for this long and cannot make progress fails, and names the
   /// sends on all workers that get no gradient.

@@ -26,7 +26,7 @@ struct CheckpointOptions {
   /// Names of the workers that have this manager; empty: all. The one with the lowest rank commits.
   std::vector<std::string> participants = {};
   std::string name = "manager";  ///< unique among the managers of one set of workers
-  /// Limit of each wait for the other ranks. A rank that writes slowly counts as late, too.
+  /// Limit of each wait for the other ranks. A rank that writes slowly counts as late, too. 0: no limit.
   Duration timeout = std::chrono::minutes(30);
 };
 

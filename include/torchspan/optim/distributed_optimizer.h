@@ -69,7 +69,7 @@ struct ClipOptions {
   /// Ranks of the workers that train replicas of one model, this one included (for a group: group.ranks()).
   /// All of them clip at the same time with the same options and scale by the largest of their norms.
   std::vector<int> replicas = {};
-  Duration timeout = std::chrono::minutes(5);  ///< limit of a replica's wait for the others
+  Duration timeout = std::chrono::minutes(5);  ///< limit of a replica's wait for the others; 0: none
 };
 
 /// Steps parameters on their owners with the gradients of a distributed autograd context: one optimizer per

@@ -16,6 +16,7 @@
 
 #include "autograd/contexts/context_state.h"
 #include "autograd/messages/messages.h"
+#include "core/api/saturated_time.h"
 
 namespace torchspan::autograd {
 namespace {
@@ -77,7 +78,7 @@ void serve_clear_gradients(rpc::Registrar& registrar, const std::shared_ptr<Regi
 
 void ContextView::clear_gradients(Duration timeout) const {
   worker_.endpoint()->check_running();
-  const Deadline deadline = worker_.runtime().executor.deadline_in(timeout);
+  const Deadline deadline = worker_.runtime().executor.deadline_in(no_limit_if_zero(timeout));
   const Future<void> notified = state_->failures_notified();
   // What completes it runs on the pool, of which this thread may be the only one.
   std::optional<Pool::ExtraThread> extra;

@@ -5,6 +5,7 @@
 #include "autograd/contexts/current_contexts.h"
 #include "autograd/extension_impl.h"
 #include "autograd/passes/given_gradients.h"
+#include "core/api/saturated_time.h"
 
 namespace torchspan::autograd {
 
@@ -43,7 +44,7 @@ void wait_or_stop(const Worker& worker, const Future<void>& done, Deadline deadl
 void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options) const {
   worker_.endpoint()->check_running();
   Executor& executor = worker_.runtime().executor;
-  const Deadline deadline = executor.deadline_in(options.timeout);
+  const Deadline deadline = executor.deadline_in(no_limit_if_zero(options.timeout));
   at::Tensor loss;
   if (root.is_owner()) {
     wait_or_stop(worker_, root.creation(), deadline, options.stop);
@@ -55,7 +56,7 @@ void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options
     rpc::fetch(root.state(), {.timeout = options.timeout, .stop = options.stop}, std::move(fetched));
     loss = value.wait();
   }
-  options.timeout = deadline.left(executor.now());
+  options.timeout = std::max(deadline.left(executor.now()), Duration(1));  // zero is no limit
   backward(loss, std::move(options));
 }
 
@@ -113,7 +114,7 @@ Context::~Context() {
 void Context::release(Duration timeout) {
   const auto impl = worker_.extension<AutogradExtension>().impl();
   static_cast<void>(impl->contexts().release(state_->id()));
-  impl->contexts().released(state_->id()).wait(timeout);
+  impl->contexts().released(state_->id()).wait(no_limit_if_zero(timeout));
 }
 
 ContextScope::ContextScope(const ContextView& context)

@@ -7,6 +7,7 @@
 #include <torchspan/detail/core/spans.h>
 
 #include "autograd/passes/given_gradients.h"
+#include "core/api/saturated_time.h"
 #include "core/api/timeout_notice.h"
 
 namespace torchspan::autograd {
@@ -53,7 +54,7 @@ void RootPass::run(const std::vector<at::Tensor>& roots, const BackwardOptions& 
   if (options.stop.stop_requested())
     throw Error(ErrorKind::kCancelled, "the program cancelled this backward pass before it began");
   const Limit limit{worker_.runtime().executor.now(),
-                    worker_.runtime().executor.deadline_in(options.timeout)};
+                    worker_.runtime().executor.deadline_in(no_limit_if_zero(options.timeout))};
   const auto pass = begin(options);
   PassEnding& ending = pass->ending();
   const std::stop_callback cancel(options.stop, [&ending] { ending.cancel(); });

@@ -19,6 +19,7 @@
 #include "checkpoint/remote/owners.h"
 #include "checkpoint/state/folder_reader.h"
 #include "checkpoint/state/snapshot.h"
+#include "core/api/saturated_time.h"
 
 namespace torchspan {
 
@@ -228,15 +229,17 @@ class CheckpointManager::Impl {
 namespace {
 
 std::unique_ptr<checkpoint::Ranks> ranks_of(const Worker& worker, const CheckpointOptions& options) {
-  return checkpoint::make_worker_ranks(worker, options.participants, options.name, options.timeout);
+  return checkpoint::make_worker_ranks(worker, options.participants, options.name,
+                                       no_limit_if_zero(options.timeout));
 }
 
 }  // namespace
 
 CheckpointManager::CheckpointManager(const Worker& worker, CheckpointOptions options)
-    : impl_(std::make_unique<Impl>(worker.runtime(), worker.endpoint(), ranks_of(worker, options),
-                                   std::make_unique<checkpoint::Owners>(worker, options.timeout),
-                                   std::move(options))) {}
+    : impl_(std::make_unique<Impl>(
+          worker.runtime(), worker.endpoint(), ranks_of(worker, options),
+          std::make_unique<checkpoint::Owners>(worker, no_limit_if_zero(options.timeout)),
+          std::move(options))) {}
 
 CheckpointManager::CheckpointManager(CheckpointOptions options)
     : impl_([&] {

@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 #include <limits>
 
+#include "core/api/saturated_time.h"
+
 namespace torchspan::optim {
 namespace {
 
@@ -72,8 +74,9 @@ double largest_norm(const Worker& worker, const ClipOptions& options, const char
   }
   std::vector<Bytes> all;
   try {
-    all = worker.endpoint()->all_gather_bytes(std::string("optim.") + verb, mine.to_bytes(), names,
-                                              worker.runtime().executor.deadline_in(options.timeout));
+    all = worker.endpoint()->all_gather_bytes(
+        std::string("optim.") + verb, mine.to_bytes(), names,
+        worker.runtime().executor.deadline_in(no_limit_if_zero(options.timeout)));
   } catch (...) {
     if (!failure) throw;
   }
