@@ -42,7 +42,8 @@ MessageReceiver::MessageReceiver(AgentState& state, TransportLoop& loop, Request
           [this](const auto& channel, const Error& error) { break_channel(channel, error); }),
       parts_(state.copies, state.received),
       received_parts_(state.runtime.metrics.counter("rpc.tensor_parts.received")),
-      refusals_(state.runtime.log, state.runtime.executor) {}
+      refusals_(state.runtime.log, state.runtime.executor),
+      broken_(state.runtime.log, state.runtime.executor) {}
 
 void MessageReceiver::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
   try {
@@ -251,7 +252,7 @@ void MessageReceiver::on_refused(const std::string& peer, const Error& reason) {
 }
 
 void MessageReceiver::break_channel(const std::shared_ptr<net::Channel>& channel, const Error& error) {
-  state_.runtime.log.warning(fmt::format("closing the connection to {}: {}", channel->peer(), error.what()));
+  broken_.write(fmt::format("closing the connection to {}: {}", channel->peer(), error.what()));
   channel->close();
 }
 

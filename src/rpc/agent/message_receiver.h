@@ -58,6 +58,7 @@ class MessageReceiver final : public net::Handler {
   IncomingParts parts_;
   Counter& received_parts_;  ///< parts of tensors
   RateLimitedWarning refusals_;
+  RateLimitedWarning broken_;  ///< connections that this worker closes
   std::atomic<std::uint64_t> late_replies_{0};
 };
 

@@ -221,9 +221,8 @@ void DeviceMemory::returned(PeerId by, const ReleaseDeviceMemory& release) {
   try {
     outgoing_.returned(by, release);
   } catch (const Error& error) {
-    state_.runtime.log.warning(fmt::format("refused a message of worker '{}' (rank {}): {}",
-                                           state_.peers.name(by.rank), by.rank, error.message()));
-    throw;
+    throw Error(error.kind(), fmt::format("refused a message of worker '{}' (rank {}): {}",
+                                          state_.peers.name(by.rank), by.rank, error.message()));
   }
 }
 
