@@ -98,6 +98,54 @@ TEST_P(GathersOfSeed, GathersThatCallBackEndOnceWithTheReason) {
   });
 }
 
+/// Runs a world of four whose membership has a log; returns the log's lines.
+std::string logged_by(SimulatedWorld& world, const std::function<void(int, Runtime&, Membership&)>& body) {
+  ::testing::internal::CaptureStderr();
+  world.run([&](int rank) {
+    Runtime runtime(world.executor(), "worker" + std::to_string(rank));
+    const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+    body(rank, runtime, *membership);
+    membership->leave(world.in(seconds(10)));
+  });
+  return ::testing::internal::GetCapturedStderr();
+}
+
+TEST_P(GathersOfSeed, WaitsOfManySecondsAreListedAndNameTheRanksThatAreMissing) {
+  SimulatedWorld world(GetParam(), 4, {.jitter = milliseconds(1)});
+  const std::string log = logged_by(world, [&](int rank, Runtime& runtime, Membership& membership) {
+    if (rank == 1 || rank == 3) {
+      world.executor().sleep(seconds(45));
+      return membership.barrier("checkpoint.save", {}, world.in(seconds(60)));
+    }
+    const Thread observer = world.executor().spawn("observer", [&] {
+      world.executor().sleep(milliseconds(500));
+      EXPECT_TRUE(runtime.spans.open().empty());
+      world.executor().sleep(seconds(2));
+      const auto open = runtime.spans.open();
+      ASSERT_EQ(open.size(), 1U);
+      EXPECT_EQ(open[0].name, "barrier 'checkpoint.save'");
+    });
+    membership.barrier("checkpoint.save", {}, world.in(seconds(60)));
+    EXPECT_TRUE(runtime.spans.open().empty());
+  });
+  for (const int waited : {10, 20, 40}) {
+    EXPECT_THAT(log, HasSubstr("barrier 'checkpoint.save' has waited " + std::to_string(waited) +
+                               " s for worker1 (rank 1"));
+  }
+  EXPECT_THAT(log, AllOf(HasSubstr(", worker3 (rank 3"), HasSubstr("torchspan stacks")));
+  EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 3) << "one rank warns\n" << log;
+}
+
+TEST_P(GathersOfSeed, TheFirstRankThatWaitsWarns) {
+  SimulatedWorld world(GetParam(), 4);
+  const std::string log = logged_by(world, [&](int rank, Runtime&, Membership& membership) {
+    if (rank == 0) world.executor().sleep(seconds(15));
+    membership.all_gather_bytes("made", {}, {}, world.in(seconds(60)));
+  });
+  EXPECT_THAT(log, HasSubstr("[worker1] warning: all_gather 'made' has waited 10 s for worker0 (rank 0"));
+  EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 1) << log;
+}
+
 TEST(Gathers, OfOneWorkerCallBackAtOnce) {
   SimulatedWorld world(20, 1);
   world.run([&](int rank) {

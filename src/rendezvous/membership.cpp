@@ -7,6 +7,7 @@
 
 #include <torchspan/detail/rendezvous/membership.h>
 
+#include "core/api/timeout_notice.h"
 #include "net/api/network.h"
 #include "net/api/stream.h"
 #include "net/api/tls.h"
@@ -102,6 +103,10 @@ std::string describe(const Member& member) {
 namespace {
 
 constexpr std::string_view kDirect = ".direct.";
+
+std::string call_text(const std::string& what, const std::string& tag) {
+  return fmt::format("{} '{}'", what, tag);
+}
 
 net::Secret secret_for(const net::Secret& secret, std::string_view use) {
   return secret.empty() ? secret : secret.derived(use);
@@ -216,7 +221,9 @@ class Membership::Impl {
                             std::vector<int> ranks, const Wait& wait) {
     return in_round(what, tag, mine, ranks, [&]() -> std::vector<Bytes> {
       if (!client_) return {Bytes(mine.begin(), mine.end())};
-      return client_->rounds().gather(client_->contribution(tag, mine, ranks, wait.until), wait);
+      const std::string call = call_text(what, tag);
+      return client_->rounds().gather(call, client_->contribution(tag, mine, ranks, wait.until),
+                                      with_warnings(wait, call, ranks));
     });
   }
 
@@ -230,7 +237,8 @@ class Membership::Impl {
       if (client_) {
         Contribute message = client_->contribution(tag, note, ranks, wait.until);
         message.counts = std::move(counts);
-        return client_->rounds().sum(std::move(message), wait);
+        const std::string call = call_text("sum", tag);
+        return client_->rounds().sum(call, std::move(message), with_warnings(wait, call, ranks));
       }
       CountSums sums{.counts = std::move(counts), .notes = {}, .noted = note.empty() ? 0U : 1U};
       if (!note.empty()) sums.notes.push_back({self_.rank, Bytes(note.begin(), note.end())});
@@ -347,10 +355,45 @@ class Membership::Impl {
       refuse_in_callbacks();
       return round();
     } catch (const Error& error) {
-      throw Error(error)
-          .with_call(fmt::format("{} '{}'", what, tag))
-          .with_elapsed(runtime_.executor.now() - began);
+      throw Error(error).with_call(call_text(what, tag)).with_elapsed(runtime_.executor.now() - began);
     }
+  }
+
+  /// A wait without reports warns of missing ranks after 10 s, 20 s, 40 s, …. Only the first rank that waits does, as the
+  /// others would say the same, and each rank to which the store does not answer.
+  Wait with_warnings(Wait wait, const std::string& call, const std::vector<int>& ranks) const {
+    if (wait.report) return wait;
+    wait.every = kFirstWaitWarning;
+    const auto now_and_again = [this, began = runtime_.executor.now(), next = kFirstWaitWarning]() mutable {
+      const Duration waited = runtime_.executor.now() - began;
+      if (waited < next) return std::string();
+      next *= 2;
+      return fmt::format("has waited {:.0f} s", to_seconds(waited));
+    };
+    wait.report = [this, call, ranks,
+                   has_waited = now_and_again](const std::vector<Member>& missing) mutable {
+      const auto misses = [&](int rank) {
+        return std::any_of(missing.begin(), missing.end(), [&](const auto& one) { return one.rank == rank; });
+      };
+      const auto first = std::find_if_not(ranks.begin(), ranks.end(), misses);
+      const std::string waited = first == ranks.end() || *first == self_.rank ? has_waited() : "";
+      if (waited.empty()) return;
+      std::vector<const Member*> members;
+      for (const Member& member : missing) members.push_back(&member);
+      runtime_.log.warning(fmt::format(
+          "{} {} for {}, which must make the same call: torchspan stacks shows what each rank does", call,
+          waited, list_members(members)));
+    };
+    wait.no_answer = [this, call, has_waited = now_and_again]() mutable {
+      const std::string waited = has_waited();
+      if (waited.empty()) return;
+      const bool stopped = condition(0) == Condition::kStopped;
+      const Member rank0 = get(0).member;
+      runtime_.log.warning(fmt::format(
+          "{} {}: {}, which serves the store, {}", call, waited, describe(rank0),
+          stopped ? fmt::format("is stopped; to continue it: kill -CONT {}", rank0.pid) : "does not answer"));
+    };
+    return wait;
   }
 
   void forget_callbacks() {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>
@@ -13,6 +14,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 /// Every rank joins with the options that `change` has modified, and is rejected. Returns the errors by rank.
 std::vector<Error> refusals(SimulatedWorld& world,
@@ -412,6 +414,87 @@ TEST(Membership, OfOneWorkerNeedsNoNetwork) {
     EXPECT_THROW(membership->barrier("b", {}, Deadline::never()), Error);
   });
   EXPECT_EQ(world.network().counters().sent, 0u);
+}
+
+TEST(Membership, WorkersThatWaitToJoinSayForWhom) {
+  const auto logged = [](int late) {
+    SimulatedWorld world(33, 3);
+    ::testing::internal::CaptureStderr();
+    world.run([&](int rank) {
+      Runtime runtime(world.executor(), "worker" + std::to_string(rank));
+      MembershipOptions options = world.options(rank);
+      options.timeout = seconds(60);
+      if (rank == late) world.executor().sleep(seconds(25));
+      const auto membership = Membership::join(runtime, world.transports(rank), options);
+      membership->leave(world.in(seconds(10)));
+    });
+    return ::testing::internal::GetCapturedStderr();
+  };
+  const std::string of_rank0 = logged(2);
+  EXPECT_THAT(of_rank0,
+              HasSubstr("[worker0] warning: rank 0 waits for these ranks to join: 2; there: worker0"));
+  EXPECT_EQ(std::count(of_rank0.begin(), of_rank0.end(), '\n'), 2) << of_rank0;
+  const std::string of_others = logged(0);
+  for (const char* worker : {"[worker1]", "[worker2]"}) {
+    EXPECT_THAT(of_others, HasSubstr(std::string(worker) +
+                                     " warning: this worker has waited 10 s for rank 0 at sim:store: "));
+  }
+  EXPECT_EQ(std::count(of_others.begin(), of_others.end(), '\n'), 2) << of_others;
+}
+
+TEST_P(Seeded, TheDeathOfAWorkerThatFollowsAnotherNamesBoth) {
+  SimulatedWorld world(GetParam(), 4, {.jitter = milliseconds(1)});
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    Mutex mutex;
+    std::map<int, std::string> deaths;
+    membership->on_death([&](const Member& member, const Error& reason) {
+      MutexLock lock(mutex);
+      deaths[member.rank] = reason.message();
+    });
+    membership->barrier("all", {}, world.in(seconds(10)));
+    const auto has = [&](int dead) {
+      MutexLock lock(mutex);
+      return deaths.contains(dead);
+    };
+    if (rank == 1) return world.kill(1);
+    while (!has(1)) world.executor().sleep(milliseconds(1));
+    if (rank == 2) return world.kill(2);
+    const Error error = error_of([&] { membership->barrier("end", {0, 2, 3}, world.in(seconds(10))); });
+    EXPECT_THAT(error.message(), AllOf(HasSubstr("worker2 (rank 2"), HasSubstr("; worker1 (rank 1"),
+                                       HasSubstr("had died before it")));
+    while (!has(2)) world.executor().sleep(milliseconds(1));
+    EXPECT_THAT(deaths[1], Not(HasSubstr("before it")));
+    EXPECT_THAT(deaths[2], AllOf(HasSubstr("worker2 (rank 2"), HasSubstr("; worker1 (rank 1"),
+                                 HasSubstr("had died before it")));
+    if (rank == 0) {
+      world.executor().sleep(milliseconds(100));  // what it has sent arrives
+      return world.kill(0);
+    }
+    while (!has(0)) world.executor().sleep(milliseconds(1));
+    EXPECT_THAT(deaths[0], AllOf(HasSubstr("worker0 (rank 0"), HasSubstr("; worker1 (rank 1")));
+  });
+}
+
+TEST(Membership, ADeathLongAfterAnotherIsItsOwn) {
+  SimulatedWorld world(34, 3);
+  world.run([&](int rank) {
+    const auto membership = world.join(rank);
+    membership->barrier("all", {}, world.in(seconds(10)));
+    if (rank != 0) {
+      world.executor().sleep(seconds(rank == 1 ? 1 : 7));
+      return world.kill(rank);
+    }
+    const auto end_of = [&](int other) {
+      return error_of([&] {
+               membership->barrier("with" + std::to_string(other), {0, other}, world.in(seconds(10)));
+             })
+          .message();
+    };
+    EXPECT_THAT(end_of(1), HasSubstr("worker1 (rank 1"));
+    EXPECT_THAT(end_of(2), AllOf(HasSubstr("worker2 (rank 2"), Not(HasSubstr("worker1"))));
+    membership->leave(world.in(seconds(10)));
+  });
 }
 
 }  // namespace

@@ -8,6 +8,9 @@
 
 namespace torchspan {
 
+/// After this time and its doubles, a wait for other ranks logs a warning with those that are missing.
+inline constexpr Duration kFirstWaitWarning = std::chrono::seconds(10);
+
 /// An operation that ended because its time limit passed. Kinds are those of open operations in a worker's state, and
 /// "handler": the handler of `name`, called by `peer`, had made the call of the notice before.
 struct TimeoutNotice {

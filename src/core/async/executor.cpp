@@ -26,9 +26,11 @@ namespace {
 TimePoint real_now() { return TimePoint(std::chrono::steady_clock::now().time_since_epoch()); }
 
 [[noreturn]] void throw_exhausted(const char* what) {
-  throw Error(
-      ErrorKind::kOverloaded,
-      fmt::format("{} failed: {}; check the limits of this process (ulimit -a)", what, std::strerror(errno)));
+  const int reason = errno;
+  throw Error(ErrorKind::kOverloaded,
+              fmt::format("{} failed: {}; {}", what, std::strerror(reason),
+                          reason == EMFILE ? "raise the limit of open files (ulimit -n)"
+                                           : "check the limits of this process (ulimit -a)"));
 }
 
 /// The kernel refuses times before the start of its clock; for a wait, all of them mean "already passed".

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fmt/format.h>
 
+#include "core/api/timeout_notice.h"
 #include "rendezvous/store/heartbeats.h"
 
 namespace torchspan::rendezvous {
@@ -127,12 +128,15 @@ void Client::note(const Changes& changes) {
     const auto& gone = std::get<Gone>(change);
     std::vector<std::pair<int, std::shared_ptr<const Error>>> ended;
     std::vector<std::string> deaths;
+    const TimePoint now = runtime_.executor.now();
+    const std::string before = death_log_.first().before(now);  // those of one Gone died together
     for (const int rank : gone.ranks) {
       const auto known = find(rank);
       if (!known || known->presence != Presence::kPresent) continue;
       ended.emplace_back(rank, nullptr);
       if (!gone.died) continue;
-      deaths.push_back(describe(known->member) + gone.how);
+      death_log_.first().add(known->member, now);
+      deaths.push_back(describe(known->member) + gone.how + before);
       ended.back().second = std::make_shared<Error>(ErrorKind::kDisconnected, deaths.back());
     }
     death_log_.write(deaths, gone.how);
@@ -192,6 +196,7 @@ void Client::decide(std::optional<Error> refusal) {
 }
 
 Member Client::join() {
+  Deadline warn_at = runtime_.executor.deadline_in(kFirstWaitWarning);
   while (true) {
     Deadline until = join_until_;
     {
@@ -205,7 +210,16 @@ Member Client::join() {
       if (channel_) until = with_grace(until);
       if (until.passed(runtime_.executor.now())) break;
     }
-    verdict_->park(until);
+    verdict_->park(earlier(until, warn_at));
+    if (!warn_at.passed(runtime_.executor.now())) continue;
+    warn_at = runtime_.executor.deadline_in(2 * kFirstWaitWarning);
+    MutexLock lock(mutex_);
+    // A worker that is connected waits for others, which rank 0 names.
+    if (decided_ || !last_failure_ || runtime_.executor.now() - last_failure_->at > 2 * kDialTimeout)
+      continue;
+    runtime_.log.warning(fmt::format("this worker has waited {:.0f} s for rank 0 at {}: {}",
+                                     to_seconds(runtime_.executor.now() - began_), options_.store_address,
+                                     last_failure_->error.message()));
   }
   throw unreachable().with_elapsed(runtime_.executor.now() - began_);
 }
@@ -219,7 +233,7 @@ Error Client::unreachable() const {
                   "MASTER_PORT name its address?",
                   options_.store_address, seconds,
                   channel_        ? "its store accepted the connection, but did not answer"
-                  : last_failure_ ? last_failure_->message()
+                  : last_failure_ ? last_failure_->error.message()
                                   : "no answer at all"));
 }
 
@@ -309,7 +323,7 @@ void Client::on_closed_before_welcome(const Error& reason) {
   }
   {
     MutexLock lock(mutex_);
-    last_failure_ = reason;
+    last_failure_ = {reason, runtime_.executor.now()};
   }
   redial_.at = runtime_.executor.deadline_in(redial_.pause);
   redial_.pause = std::min(redial_.pause * 2, kLongestBackoff);
@@ -338,7 +352,8 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
       gone.emplace(ErrorKind::kDisconnected,
                    store_.declared_dead ? fmt::format("{} no longer serves this worker: {}", server, cause)
                    : rank0_left         ? fmt::format("the store closed, since {} left the world", server)
-                                        : fmt::format("{} died, and the store with it: {}", server, cause));
+                                        : fmt::format("{} died, and the store with it: {}{}", server, cause,
+                                                      death_log_.first().before(runtime_.executor.now())));
     store_gone_ = gone;
   }
   rounds_.cancel(*gone, *gone);

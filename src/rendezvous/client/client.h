@@ -67,6 +67,11 @@ class Client final : private net::Handler {
     Duration pause;    ///< after the next failure
   };
 
+  struct DialFailure {
+    Error error;
+    TimePoint at;
+  };
+
   void add_handlers();
   void run();
   void connect();
@@ -110,7 +115,7 @@ class Client final : private net::Handler {
 
   mutable Mutex mutex_;
   std::shared_ptr<net::Channel> channel_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::optional<Error> last_failure_ TORCHSPAN_GUARDED_BY(mutex_);  ///< of dialing
+  std::optional<DialFailure> last_failure_ TORCHSPAN_GUARDED_BY(mutex_);
   bool decided_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::optional<Error> refusal_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<int, Known> known_ TORCHSPAN_GUARDED_BY(mutex_);

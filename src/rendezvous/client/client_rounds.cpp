@@ -2,9 +2,16 @@
 
 #include <fmt/format.h>
 
+#include "core/api/group_number.h"
 #include "core/api/saturated_time.h"
 
 namespace torchspan::rendezvous {
+namespace {
+
+/// After this time, a wait is an open operation of its worker.
+constexpr Duration kListedAfter = std::chrono::seconds(1);
+
+}  // namespace
 
 Deadline with_grace(Deadline deadline) {
   constexpr Duration kVerdictGrace = std::chrono::seconds(2);
@@ -18,24 +25,26 @@ ClientRounds::ClientRounds(Runtime& runtime, std::string store_address, Send sen
       send_(std::move(send)),
       incarnation_of_(std::move(incarnation_of)) {}
 
-std::vector<Bytes> ClientRounds::gather(Contribute message, const Membership::Wait& wait) {
-  return std::move(take_part(std::move(message), wait)->bytes);
+std::vector<Bytes> ClientRounds::gather(const std::string& call, Contribute message,
+                                        const Membership::Wait& wait) {
+  return std::move(take_part(call, std::move(message), wait)->bytes);
 }
 
-CountSums ClientRounds::sum(Contribute message, const Membership::Wait& wait) {
-  return std::move(take_part(std::move(message), wait)->sums);
+CountSums ClientRounds::sum(const std::string& call, Contribute message, const Membership::Wait& wait) {
+  return std::move(take_part(call, std::move(message), wait)->sums);
 }
 
-std::shared_ptr<ClientRounds::Slot> ClientRounds::take_part(Contribute message,
+std::shared_ptr<ClientRounds::Slot> ClientRounds::take_part(const std::string& call, Contribute message,
                                                             const Membership::Wait& wait) {
   const auto slot = std::make_shared<Slot>();
+  slot->name = call;
   slot->parker = runtime_.executor.make_parker();
-  const std::uint64_t call = contribute(std::move(message), slot);
+  const std::uint64_t number = contribute(std::move(message), slot);
   try {
-    wait_for(call, *slot, wait);
+    wait_for(number, *slot, wait);
     return slot;
   } catch (...) {
-    forget(call);
+    forget(number);
     throw;
   }
 }
@@ -52,6 +61,7 @@ std::uint64_t ClientRounds::contribute(Contribute message, const std::shared_ptr
     if (cancelled_) throw Error(*cancelled_);
     message.call = next_call_++;
     numbers_.number(message, incarnation_of_);
+    slot->link = {.id = message.round + 1, .part = group_number(message.ranks.list())};
     slot->ranks = message.ranks.size();
     slots_[message.call] = slot;
   }
@@ -71,8 +81,11 @@ void ClientRounds::wait_for(std::uint64_t call, Slot& slot, const Membership::Wa
   const Deadline until = with_grace(wait.until);
   const bool reports = wait.report && wait.every > Duration::zero();
   Deadline ask_at = reports ? executor.deadline_in(wait.every) : Deadline::never();
+  Deadline list_at = executor.deadline_in(kListedAfter);
+  std::optional<SpanScope> listed;
+  bool asked = false;
   while (true) {
-    slot.parker->park(earlier(until, ask_at));
+    slot.parker->park(earlier(until, earlier(ask_at, list_at)));
     std::vector<Member> missing;
     {
       MutexLock lock(mutex_);
@@ -82,9 +95,17 @@ void ClientRounds::wait_for(std::uint64_t call, Slot& slot, const Membership::Wa
       }
       missing = std::exchange(slot.missing, std::nullopt).value_or(std::vector<Member>());
     }
-    if (!missing.empty()) wait.report(missing);
+    if (!missing.empty()) {
+      asked = false;
+      wait.report(missing);
+    }
     if (until.passed(executor.now())) break;
+    if (list_at.passed(executor.now())) {
+      listed.emplace(runtime_.spans, SpanKind::kWait, slot.name, slot.link);
+      list_at = Deadline::never();
+    }
     if (!ask_at.passed(executor.now())) continue;
+    if (std::exchange(asked, true) && wait.no_answer) wait.no_answer();
     ask_at = executor.deadline_in(wait.every);
     ask_missing(call);
   }

@@ -9,6 +9,7 @@
 
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/core/spans.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "rendezvous/client/round_numbers.h"
@@ -30,10 +31,10 @@ class ClientRounds {
   using IncarnationOf = std::function<std::uint32_t(int rank)>;
   ClientRounds(Runtime& runtime, std::string store_address, Send send, IncarnationOf incarnation_of);
 
-  /// Contributes and waits. The message has no numbers yet.
-  std::vector<Bytes> gather(Contribute message, const Membership::Wait& wait);
+  /// Contributes and waits. The message has no numbers yet. After a second, the wait is an open operation `call`.
+  std::vector<Bytes> gather(const std::string& call, Contribute message, const Membership::Wait& wait);
   /// The same for a message with counts.
-  CountSums sum(Contribute message, const Membership::Wait& wait);
+  CountSums sum(const std::string& call, Contribute message, const Membership::Wait& wait);
   /// Contributes; `done` gets the result.
   void gather_async(Contribute message, Membership::GatherCallback done);
 
@@ -53,6 +54,8 @@ class ClientRounds {
   struct Slot {
     std::unique_ptr<Parker> parker;            ///< of the thread; null: none
     Membership::GatherCallback callback = {};  ///< without a thread
+    std::string name = {};                     ///< of the open operation
+    SpanLink link = {};
     std::size_t ranks = 0;
     bool done = false;
     std::vector<Bytes> bytes = {};
@@ -63,7 +66,7 @@ class ClientRounds {
 
   std::uint64_t contribute(Contribute message, const std::shared_ptr<Slot>& slot);
   /// Contributes, and returns the slot with the result.
-  std::shared_ptr<Slot> take_part(Contribute message, const Membership::Wait& wait);
+  std::shared_ptr<Slot> take_part(const std::string& call, Contribute message, const Membership::Wait& wait);
   /// Waits until the slot is done or the time is over; reports missing ranks meanwhile.
   void wait_for(std::uint64_t call, Slot& slot, const Membership::Wait& wait);
   void ask_missing(std::uint64_t call);

@@ -8,19 +8,17 @@ namespace {
 
 /// How many deaths of one cause are named in warnings.
 constexpr std::size_t kMostWarnings = 8;
-/// Deaths within this time are taken for consequences of the first.
-constexpr Duration kConsequences = std::chrono::seconds(5);
 
 }  // namespace
 
 void DeathLog::write(const std::vector<std::string>& messages, const std::string& how) {
   if (messages.empty()) return;
   const TimePoint now = executor_.now();
-  if (warned_ && now - *warned_ < kConsequences) {
+  if (warned_ && now - *warned_ < FirstDeath::kConsequences) {
     if (!std::exchange(says_more_, true)) {
       log_.warning(
           fmt::format("more workers died less than {:g} s later: TORCHSPAN_LOG_LEVEL=info logs each of them",
-                      to_seconds(kConsequences)));
+                      to_seconds(FirstDeath::kConsequences)));
     }
     for (const std::string& message : messages) log_.info(message);
     return;

@@ -20,11 +20,12 @@ class BatchingStore : public StoreFixture {
 
 TEST_F(BatchingStore, AnnouncesTheFirstChangeAtOnceAndABurstInOneMessage) {
   gather_batching_world(100);
-  store_->on_closed(99, closed());
+  store_->on_closed(99, closed(), kStart);
   EXPECT_EQ(store_->next_deadline(), Deadline(TimePoint::min())) << "nothing was announced before";
   store_->tick(kStart);
   EXPECT_EQ(heard<Died>(0).size(), 1u);
-  for (ConnectionId connection = 90; connection < 99; ++connection) store_->on_closed(connection, closed());
+  for (ConnectionId connection = 90; connection < 99; ++connection)
+    store_->on_closed(connection, closed(), kStart);
   say(89, Leave{});
   store_->tick(kStart);
   EXPECT_EQ(sent_[0].size(), 1u);
@@ -41,10 +42,10 @@ TEST_F(BatchingStore, AnnouncesTheFirstChangeAtOnceAndABurstInOneMessage) {
 
 TEST_F(BatchingStore, AnnouncesAChangeBeforeTheRoundThatFailsBecauseOfIt) {
   gather_batching_world(3);
-  store_->on_closed(2, closed());
+  store_->on_closed(2, closed(), kStart);
   store_->tick(kStart);  // announces it, and the next one later
   say(0, Contribute{1, "t", {0, 1}, 0, Duration::max(), {}});
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   ASSERT_EQ(sent_[0].size(), 3u);
   ByteReader first(sent_[0][1]), second(sent_[0][2]);
   EXPECT_EQ(first.get<std::uint16_t>(), Changes::kType);
@@ -56,13 +57,13 @@ TEST_F(BatchingStore, AnnouncesAChangeBeforeTheRoundThatFailsBecauseOfIt) {
 
 TEST_F(BatchingStore, SendsANewWorkerOnlyTheChangesAfterItsWelcome) {
   gather_batching_world(4);
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   store_->tick(kStart);
-  store_->on_closed(2, closed());
+  store_->on_closed(2, closed(), kStart);
   say(11, registration(1, 4));
   ASSERT_EQ(heard<Welcome>(11).size(), 1u);
   EXPECT_EQ(heard<Welcome>(11).at(0).gone.at(0).ranks, std::vector<int>{2});
-  store_->on_closed(3, closed());
+  store_->on_closed(3, closed(), kStart);
   store_->tick(kStart + milliseconds(1));
   ASSERT_EQ(heard<Died>(11).size(), 1u);
   EXPECT_EQ(heard<Died>(11).at(0).rank, 3);

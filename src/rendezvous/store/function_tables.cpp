@@ -79,12 +79,15 @@ std::optional<Error> FunctionTables::difference(const Register& message,
       if (auto changed = changed_signature(holder, table.functions, message)) return changed;
       continue;
     }
-    return Error(
-        ErrorKind::kInvalid,
-        fmt::format("the workers' function tables differ{}{}; start the same program everywhere, or "
-                    "allow functions that only some have with require_same_functions = false",
-                    only_in(holder, table.functions, message.functions),
-                    only_in(rendezvous::describe(message.member), message.functions, table.functions)));
+    // A third worker, which is rejected too, must not take itself for one of the two.
+    const std::string other = rendezvous::describe(message.member);
+    std::string only = only_in(holder, table.functions, message.functions) +
+                       only_in(other, message.functions, table.functions);
+    if (!only.empty()) only = fmt::format(": of {} and {}, {}", holder, other, only.substr(2));
+    return Error(ErrorKind::kInvalid,
+                 fmt::format("the workers' function tables differ{}; start the same program everywhere, or "
+                             "allow functions that only some have with require_same_functions = false",
+                             only));
   }
   return std::nullopt;
 }

@@ -19,6 +19,13 @@ std::string list_members(const std::vector<const Member*>& members) {
   return text.empty() ? "none" : text;
 }
 
+std::string list_some(const std::vector<int>& ranks) {
+  constexpr std::size_t kMost = 16;
+  const std::size_t shown = std::min(ranks.size(), kMost);
+  const auto end = ranks.begin() + static_cast<std::ptrdiff_t>(shown);
+  return fmt::format("{}{}", fmt::join(ranks.begin(), end, ", "), shown < ranks.size() ? ", …" : "");
+}
+
 namespace {
 
 /// "[0, 1, 2]", shortened after two dozen.

@@ -13,6 +13,9 @@ namespace torchspan::rendezvous {
 /// "worker0 (rank 0, …), worker1 (rank 1, …)", shortened after a dozen.
 std::string list_members(const std::vector<const Member*>& members);
 
+/// "3, 5, 6", shortened after 16.
+std::string list_some(const std::vector<int>& ranks);
+
 /// The current rounds of barriers and gathers, as a table without I/O or clock: contributions in, answers
 /// out. A round ends once, with the same result for all participants; a failed round is kept until every
 /// participant that can still arrive got the result. When a worker is replaced, the rounds of its rank are

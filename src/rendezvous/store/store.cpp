@@ -46,9 +46,10 @@ Store::Store(StoreOptions options, Connections connections)
   messages_.on<AskMissing>([this](ConnectionId connection, TimePoint, AskMissing message) {
     rounds_.report_missing(rank_of(connection), message.call);
   });
-  messages_.on<Leave>([this](ConnectionId connection, TimePoint, Leave) { on_leave(connection); });
-  messages_.on<GiveUp>(
-      [this](ConnectionId connection, TimePoint, GiveUp message) { on_give_up(connection, message.why); });
+  messages_.on<Leave>([this](ConnectionId connection, TimePoint now, Leave) { on_leave(connection, now); });
+  messages_.on<GiveUp>([this](ConnectionId connection, TimePoint now, GiveUp message) {
+    on_give_up(connection, message.why, now);
+  });
   messages_.on<Pong>([this](ConnectionId connection, TimePoint now, Pong message) {
     const auto rank = roster_.rank_of(connection);
     if (!options_.on_clock_sample || !rank) return;
@@ -318,34 +319,34 @@ void Store::catch_up_all(TimePoint now) {
   announcements_.all_sent(now, roster_.present());
 }
 
-void Store::on_leave(ConnectionId connection) {
+void Store::on_leave(ConnectionId connection, TimePoint now) {
   const int rank = rank_of(connection);
   connections_.send(connection, share_message(Farewell{}));
   Worker& worker = roster_.at(rank);
   heartbeats_.forget(*worker.connection);
   roster_.leave(worker);
   announce(Gone{{rank}});
-  rounds_.on_gone(rank, describe(worker.member()) + " left the world");
+  rounds_.on_gone(rank, describe(worker.member()) + " left the world" + first_death_.before(now));
 }
 
-void Store::on_give_up(ConnectionId connection, const std::string& why) {
-  end_of(rank_of(connection), " " + why);
+void Store::on_give_up(ConnectionId connection, const std::string& why, TimePoint now) {
+  end_of(rank_of(connection), " " + why, now);
   connections_.send(connection, share_message(Farewell{}));
 }
 
-void Store::on_closed(ConnectionId connection, const Error& reason) {
+void Store::on_closed(ConnectionId connection, const Error& reason, TimePoint now) {
   refused_.erase(connection);
   silent_.erase(connection);
   heartbeats_.forget(connection);
-  report_end(connection, text_of(reason));
+  report_end(connection, text_of(reason), now);
 }
 
-void Store::report_end(ConnectionId connection, const std::string& cause) {
+void Store::report_end(ConnectionId connection, const std::string& cause, TimePoint now) {
   std::erase_if(waiting_, [&](const auto& one) { return one.first == connection; });
   const auto found = phase_ == Phase::kFailed ? std::nullopt : roster_.rank_of(connection);
   if (!found) return;
   const int rank = *found;
-  if (phase_ == Phase::kRunning) return end_of(rank, " died: " + cause);
+  if (phase_ == Phase::kRunning) return end_of(rank, " died: " + cause, now);
   Worker& worker = roster_.at(rank);
   heartbeats_.forget(*worker.connection);
   roster_.leave(worker);
@@ -354,34 +355,26 @@ void Store::report_end(ConnectionId connection, const std::string& cause) {
              fmt::format("{} died while the world was gathering: {}", describe(worker.member()), cause)));
 }
 
-void Store::end_of(int rank, const std::string& how) {
+void Store::end_of(int rank, const std::string& how, TimePoint now) {
   Worker& worker = roster_.at(rank);
   heartbeats_.forget(*worker.connection);
   roster_.leave(worker);
   worker.died = true;
   worker.how = how;
   announce(Gone{{rank}, true, how});
-  rounds_.on_gone(rank, describe(worker.member()) + how);
+  rounds_.on_gone(rank, describe(worker.member()) + how + first_death_.before(now));
+  first_death_.add(worker.member(), now);
 }
 
 Error Store::missing_workers() const {
-  std::vector<std::string> missing;
   std::vector<const Member*> there;
-  for (int rank = 0; rank < options_.world_size; ++rank) {
-    if (const Worker* worker = roster_.find(rank)) {
-      there.push_back(&worker->member());
-    } else if (missing.size() < 16) {
-      missing.push_back(std::to_string(rank));
-    } else {
-      missing.back() = "…";
-    }
-  }
+  for (const auto& [rank, worker] : roster_.all()) there.push_back(&worker.member());
   return Error(
       ErrorKind::kTimedOut,
       fmt::format("only {} of {} workers joined before the join timeout; missing: rank {}; there: {}; "
                   "start the missing ones (their own output may say why they did not join), or set "
                   "WORLD_SIZE to the number you want{}",
-                  there.size(), options_.world_size, fmt::join(missing, ", "), list_members(there),
+                  there.size(), options_.world_size, list_some(missing()), list_members(there),
                   rejection_.empty() ? "" : "; a worker was refused meanwhile: " + rejection_));
 }
 
@@ -401,7 +394,7 @@ void Store::tick(TimePoint now) {
     silent_.insert(connection);
     connections_.send(connection, share_message(DeclaredDead{cause}));
     connections_.close(connection);
-    report_end(connection, cause);
+    report_end(connection, cause, now);
   }
   if (announcements_.due(now)) catch_up_all(now);
 }
@@ -416,6 +409,14 @@ bool Store::is_finished() const {
     return refused_.empty() && static_cast<int>(informed_.size()) >= options_.world_size;
   }
   return roster_.present() == 0;
+}
+
+std::vector<int> Store::missing() const {
+  std::vector<int> ranks;
+  for (int rank = 0; phase_ == Phase::kGathering && rank < options_.world_size; ++rank) {
+    if (!roster_.contains(rank)) ranks.push_back(rank);
+  }
+  return ranks;
 }
 
 std::vector<const Member*> Store::present() const {

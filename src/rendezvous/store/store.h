@@ -9,6 +9,7 @@
 
 #include <torchspan/detail/core/clock_samples.h>
 
+#include "rendezvous/first_death.h"
 #include "rendezvous/messages/messages.h"
 #include "rendezvous/store/announcements.h"
 #include "rendezvous/store/heartbeats.h"
@@ -43,12 +44,14 @@ class Store {
 
   /// Throws Error{kInvalid} for bytes that are not a message of this phase; the caller closes the connection.
   void on_message(ConnectionId connection, BytesView bytes, TimePoint now);
-  void on_closed(ConnectionId connection, const Error& reason);
+  void on_closed(ConnectionId connection, const Error& reason, TimePoint now);
   void tick(TimePoint now);
   Deadline next_deadline() const;
   /// Whether no worker needs the store: all left or died; or, if the world failed, no rank still waits for
   /// the reason and all refused connections are closed.
   bool is_finished() const;
+  /// The ranks for which a fixed world waits before it runs; empty otherwise.
+  std::vector<int> missing() const;
   /// The workers that joined and have neither left nor died.
   std::vector<const Member*> present() const;
 
@@ -57,8 +60,8 @@ class Store {
   using Worker = Roster::Worker;
 
   void on_register(ConnectionId connection, Register message, TimePoint now);
-  void on_leave(ConnectionId connection);
-  void on_give_up(ConnectionId connection, const std::string& why);
+  void on_leave(ConnectionId connection, TimePoint now);
+  void on_give_up(ConnectionId connection, const std::string& why, TimePoint now);
   bool is_open() const { return options_.world_size == kOpenWorld; }
   std::optional<Error> rejection_reason(const Register& message) const;
   std::optional<Error> reason_to_fail(const Register& message) const;
@@ -70,9 +73,9 @@ class Store {
   void gather(ConnectionId connection, Register message, TimePoint now);
   void admit(ConnectionId connection, Register message);
   Welcome make_welcome() const;
-  void report_end(ConnectionId connection, const std::string& cause);
+  void report_end(ConnectionId connection, const std::string& cause, TimePoint now);
   /// Of a running world; see Gone::how.
-  void end_of(int rank, const std::string& how);
+  void end_of(int rank, const std::string& how, TimePoint now);
   void fail(const Error& reason);
   void refuse(ConnectionId connection, const Error& reason, bool passing = false);
   void welcome_all();
@@ -89,6 +92,7 @@ class Store {
   Rounds rounds_;
   Heartbeats heartbeats_;
   Announcements announcements_;
+  FirstDeath first_death_;
   Phase phase_;
   Roster roster_;
   std::vector<std::pair<ConnectionId, Register>> waiting_;  ///< registered in an open world before rank 0

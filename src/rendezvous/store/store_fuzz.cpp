@@ -51,7 +51,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       store.on_message(connection, bytes.subspan(at + 2, length), now);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kInvalid) std::abort();
-      store.on_closed(connection, Error(ErrorKind::kDisconnected, "closed"));
+      store.on_closed(connection, Error(ErrorKind::kDisconnected, "closed"), TimePoint{});
     }
     at += 2 + length;
   }

@@ -56,7 +56,7 @@ TEST_F(OpenStore, HoldsWorkersThatConnectBeforeRankZero) {
   say(2, visitor("b"));
   EXPECT_THROW(say(1, visitor("a")), Error);
   EXPECT_THROW(say(1, Leave{}), Error);
-  store_->on_closed(2, closed());
+  store_->on_closed(2, closed(), kStart);
   EXPECT_TRUE(sent_.empty());
   say(0, registration(0, kOpenWorld));
   EXPECT_EQ(place_of(1, "a"), Place(1, 0));
@@ -84,7 +84,7 @@ TEST_F(OpenStore, RejectsNamesAndRanksThatAreInUse) {
 
 TEST_F(OpenStore, GivesReturningWorkersTheirRankAndANewIncarnation) {
   say(1, visitor("a"));
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   say(2, visitor("a"));
   EXPECT_EQ(place_of(2, "a"), Place(1, 1));
   EXPECT_EQ(heard<Joined>(0).back().member.incarnation, 1u);
@@ -97,7 +97,7 @@ TEST_F(OpenStore, GivesReturningWorkersTheirRankAndANewIncarnation) {
 
 TEST_F(OpenStore, LetsANewNameRequestTheRankOfADepartedWorkerButNeverAssignsIt) {
   say(1, visitor("a"));
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   say(2, visitor("b"));
   EXPECT_EQ(place_of(2, "b"), Place(2, 0)) << "rank 1 was used already";
   say(3, visitor("c", 1));
@@ -109,7 +109,7 @@ TEST_F(OpenStore, LetsANewNameRequestTheRankOfADepartedWorkerButNeverAssignsIt) 
 TEST_F(OpenStore, SendsNewWorkersTheDepartedOnesWithReasons) {
   say(1, visitor("a"));
   say(2, visitor("b"));
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   say(2, Leave{});
   say(3, visitor("c"));
   ASSERT_EQ(heard<Welcome>(3).size(), 1u);
@@ -132,7 +132,7 @@ TEST_F(OpenStore, ComparesFunctionsWithPresentWorkersOnly) {
   say(1, other);
   say(2, visitor("b"));
   EXPECT_THAT(refusal(2), AllOf(HasSubstr("only a (rank 1"), HasSubstr("has g()")));
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   say(3, visitor("b"));
   EXPECT_EQ(place_of(3, "b"), Place(2, 0));
 }
@@ -148,7 +148,7 @@ TEST_F(OpenStore, EndsWithRankZero) {
   EXPECT_TRUE(heard<Refused>(3).at(0).passing);
   say(1, Leave{});
   EXPECT_FALSE(store_->is_finished());
-  store_->on_closed(2, closed());
+  store_->on_closed(2, closed(), kStart);
   EXPECT_TRUE(store_->is_finished());
 }
 
@@ -180,7 +180,7 @@ TEST_F(OpenStore, RestartsRoundNumbersWhenARankIsReplaced) {
   for (ConnectionId connection : {0, 1, 2}) come(connection, 0, {0, 0, 0});
   EXPECT_EQ(heard<Gathered>(2).size(), 1u);
   come(0, 1, {0, 0, 0});
-  store_->on_closed(2, closed());
+  store_->on_closed(2, closed(), kStart);
   EXPECT_THAT(round_failure(0), HasSubstr("b (rank 2, pid 99 on node) died"));
   say(3, visitor("b"));
   come(1, 1, {0, 0, 0});
@@ -200,7 +200,7 @@ TEST_F(OpenStore, RestartsRoundNumbersWhenARankIsReplaced) {
 
 TEST_F(StoreFixture, ReadmitsDepartedWorkersOfACompleteWorld) {
   gather_world(3);
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   sent_.clear();
   Register other_name = registration(1, 3), other_size = registration(1, 4);
   other_name.member.name = "other";
@@ -217,7 +217,7 @@ TEST_F(StoreFixture, ReadmitsDepartedWorkersOfACompleteWorld) {
   ASSERT_EQ(heard<Welcome>(13).size(), 1u);
   EXPECT_EQ(heard<Welcome>(13).at(0).members.at(1).incarnation, 1u);
   EXPECT_TRUE(heard<Welcome>(13).at(0).gone.empty());
-  store_->on_closed(13, closed());
+  store_->on_closed(13, closed(), kStart);
   say(14, registration(1, 3));
   EXPECT_EQ(heard<Joined>(0).back().member.incarnation, 2u);
 }
@@ -299,14 +299,14 @@ TEST_F(StoreOfHosts, DeclaresSilentWorkersDeadOnceAndIgnoresThemAfterwards) {
   say(1, Pong{});
   say(1, Contribute{0, "t", {0, 1}, 0, Duration::max(), {}});
   EXPECT_TRUE(heard<RoundFailed>(1).empty());
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   EXPECT_EQ(heard<Died>(0).size(), 1u);
   say(2, far_);
   EXPECT_EQ(heard<Joined>(0).at(0).member.incarnation, 1u);
 }
 
 TEST_F(StoreOfHosts, ReportsASilenceThatTheTransportNoticedFirst) {
-  store_->on_closed(1, closed().with_elapsed(seconds(5)));
+  store_->on_closed(1, closed().with_elapsed(seconds(5)), kStart);
   EXPECT_EQ(heard<Died>(0).at(0).how,
             " died: silent for 5.0 s (no heartbeat); its process is "
             "stopped, or its "

@@ -33,6 +33,7 @@ StoreServer::StoreServer(Runtime& runtime, const TransportFactory& transports, c
                          StoreOptions options)
     : runtime_(runtime),
       refusals_(runtime.log, runtime.executor),
+      malformed_(runtime.log, runtime.executor),
       store_(
           with_clock_samples(std::move(options), runtime),
           {.send = [this](ConnectionId connection, const SharedBytes& message) { send(connection, message); },
@@ -65,14 +66,19 @@ std::string StoreServer::finish(Deadline deadline) {
   return left_behind_;
 }
 
-/// Names the workers that keep rank 0 from leaving, every ten seconds after the first call.
-void StoreServer::warn_of_present(std::optional<Deadline>& next) {
+/// Names the workers for which rank 0 waits to join or to leave, every ten seconds.
+void StoreServer::warn_of_awaited(std::optional<Deadline>& next) {
   constexpr Duration kEvery = std::chrono::seconds(10);
+  const std::vector<int> missing = finishing_ ? std::vector<int>() : store_.missing();
+  if (!finishing_ && missing.empty()) return next.reset();
   if (next && !next->passed(runtime_.executor.now())) return;
-  if (next) {
+  if (next && finishing_) {
     runtime_.log.warning(fmt::format(
         "rank 0 leaves after all others, because it serves the store; these have not left yet: {}",
         list_members(store_.present())));
+  } else if (next) {
+    runtime_.log.warning(fmt::format("rank 0 waits for these ranks to join: {}; there: {}",
+                                     list_some(missing), list_members(store_.present())));
   }
   next = runtime_.executor.deadline_in(kEvery);
 }
@@ -88,7 +94,7 @@ void StoreServer::serve() {
       finishing_ = false;
       finished_->unpark();
     }
-    if (finishing_) warn_of_present(warning);
+    warn_of_awaited(warning);
     transport_->wait(warning ? earlier(store_.next_deadline(), *warning) : store_.next_deadline());
   }
   const auto present = store_.present();
@@ -128,7 +134,7 @@ void StoreServer::on_message(const std::shared_ptr<net::Channel>& channel, net::
     if (!message.segments.empty()) throw Error(ErrorKind::kInvalid, "a message to the store has no segments");
     store_.on_message(found->second, message.header, runtime_.executor.now());
   } catch (const Error& error) {
-    runtime_.log.warning(
+    malformed_.write(
         fmt::format("store closes the connection from {}: {}", channel->peer(), error.message()));
     channel->close();
   }
@@ -140,7 +146,7 @@ void StoreServer::on_closed(const std::shared_ptr<net::Channel>& channel, const 
   const ConnectionId connection = found->second;
   connections_.erase(found);
   channels_.erase(connection);
-  store_.on_closed(connection, reason);
+  store_.on_closed(connection, reason, runtime_.executor.now());
 }
 
 void StoreServer::on_refused(const std::string& peer, const Error& reason) {

@@ -30,7 +30,7 @@ class StoreServer final : private net::Handler {
   std::string finish(Deadline deadline);
 
  private:
-  void warn_of_present(std::optional<Deadline>& next);
+  void warn_of_awaited(std::optional<Deadline>& next);
   void serve();
   void send(ConnectionId connection, const SharedBytes& message);
   void on_accepted(const std::shared_ptr<net::Channel>& channel) override;
@@ -40,6 +40,7 @@ class StoreServer final : private net::Handler {
 
   Runtime& runtime_;
   RateLimitedWarning refusals_;
+  RateLimitedWarning malformed_;
   Store store_;
   std::map<ConnectionId, std::shared_ptr<net::Channel>> channels_;
   std::map<const net::Channel*, ConnectionId> connections_;

@@ -1,5 +1,6 @@
 #include "rendezvous/store/store_server.h"
 
+#include <algorithm>
 #include <atomic>
 #include <gtest/gtest.h>
 
@@ -87,6 +88,55 @@ TEST(StoreServer, KeepsItsDeadlinesUnderManyUnauthenticatedPeers) {
   table.on<Refused>([&](Refused refused) { kind = refused.kind; });
   table.dispatch(member->last());
   EXPECT_EQ(kind, ErrorKind::kTimedOut);
+}
+
+/// Peers that send a message which is none, one after another.
+class GarbageTransport final : public net::Transport {
+ public:
+  GarbageTransport(Executor& executor, net::Handler& handler, int peers, Parker& done)
+      : handler_(handler), peers_(peers), done_(done), parker_(executor.make_parker()) {}
+  std::string listen(const std::string& address) override { return address; }
+  bool can_reach(const std::string&) const override { return true; }
+  std::shared_ptr<net::Channel> connect(const std::string&, Deadline) override { return nullptr; }
+  bool poll() override {
+    if (peers_ == 0) return false;
+    const auto channel = std::make_shared<MemberChannel>(*parker_);
+    handler_.on_accepted(channel);
+    net::Message message;
+    message.header = Bytes(3, std::byte{0xff});
+    handler_.on_message(channel, std::move(message));
+    if (--peers_ == 0) done_.unpark();
+    return true;
+  }
+  void wait(Deadline until) override {
+    if (peers_ == 0) parker_->park(until);
+  }
+  void wake() override { parker_->unpark(); }
+
+ private:
+  net::Handler& handler_;
+  int peers_;
+  Parker& done_;
+  const std::unique_ptr<Parker> parker_;
+};
+
+TEST(StoreServer, LogsOneLineForManyMalformedMessages) {
+  const auto executor = make_executor();
+  Runtime runtime(*executor, "worker0");
+  const auto done = executor->make_parker();
+  ::testing::internal::CaptureStderr();
+  {
+    const StoreServer server(
+        runtime,
+        [&](const std::string&, net::Handler& handler) {
+          return std::make_unique<GarbageTransport>(*executor, handler, 500, *done);
+        },
+        "sim:store", StoreOptions{.world_size = 2, .job = "", .host_id = "", .heartbeats = {}});
+    EXPECT_TRUE(done->park(executor->deadline_in(std::chrono::seconds(30))));
+  }
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find("store closes the connection from member"), std::string::npos) << log;
+  EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 1) << log;
 }
 
 }  // namespace

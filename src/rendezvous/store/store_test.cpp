@@ -42,8 +42,8 @@ TEST_F(StoreFixture, NamesTheMissingWorkersToAllAtTheFirstDeadline) {
     EXPECT_EQ(heard<Refused>(connection).at(0).kind, ErrorKind::kTimedOut);
   }
   EXPECT_FALSE(store_->is_finished());
-  store_->on_closed(0, closed());
-  store_->on_closed(1, closed());
+  store_->on_closed(0, closed(), kStart);
+  store_->on_closed(1, closed(), kStart);
   EXPECT_TRUE(store_->is_finished());
 }
 
@@ -97,6 +97,19 @@ TEST_F(StoreFixture, ListsTheFunctionsThatDiffer) {
   EXPECT_THAT(refusal(0), AllOf(HasSubstr("only worker0 (rank 0, pid 100 on node) has g(int)"),
                                 HasSubstr("only worker1 (rank 1, pid 101 on node) has g(float)")));
   EXPECT_THAT(refusal(0), ::testing::Not(HasSubstr("f()")));
+}
+
+TEST_F(StoreFixture, SaysToAThirdWorkerWhichTwoHaveDifferentFunctions) {
+  open(3);
+  Register without = registration(1, 3);
+  without.member.functions_digest = 2;
+  without.functions = {};
+  say(0, registration(0, 3));
+  say(1, without);
+  say(2, registration(2, 3));
+  EXPECT_THAT(refusal(2),
+              HasSubstr("differ: of worker0 (rank 0, pid 100 on node) and worker1 (rank 1, pid 101 on "
+                        "node), only worker0 (rank 0, pid 100 on node) has f(); start"));
 }
 
 TEST_F(StoreFixture, AllowsDifferentFunctionsWhenBothDo) {
@@ -207,14 +220,14 @@ TEST_F(StoreFixture, FailsTheWorldWhenAWorkerDiesWhileItGathers) {
   open(3);
   say(0, registration(0, 3));
   say(1, registration(1, 3));
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   EXPECT_THAT(refusal(0),
               AllOf(HasSubstr("worker1 (rank 1, pid 101 on node) died"), HasSubstr("without a goodbye")));
 }
 
 TEST_F(StoreFixture, AnnouncesDeathsAndDeparturesToTheOthers) {
   gather_world(3);
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   for (ConnectionId connection : {0, 2}) {
     ASSERT_EQ(heard<Died>(connection).size(), 1u);
     EXPECT_EQ(heard<Died>(connection).at(0).rank, 1);
@@ -223,7 +236,7 @@ TEST_F(StoreFixture, AnnouncesDeathsAndDeparturesToTheOthers) {
   say(2, Leave{});
   EXPECT_EQ(heard<Farewell>(2).size(), 1u);
   EXPECT_EQ(heard<Left>(0).size(), 1u);
-  store_->on_closed(2, closed());
+  store_->on_closed(2, closed(), kStart);
   EXPECT_EQ(heard<Died>(0).size(), 1u);
   EXPECT_FALSE(store_->is_finished());
   say(0, Leave{});
@@ -279,7 +292,7 @@ TEST_F(StoreFixture, ListsTheRanksThatHaveNotJoinedARound) {
   EXPECT_EQ(heard<Missing>(0)[0].call, 7u);
   EXPECT_EQ(heard<Missing>(0)[0].ranks, (std::vector<int>{1, 3}));
   EXPECT_TRUE(heard<Missing>(2).empty());
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   say(0, AskMissing{7});
   EXPECT_EQ(heard<Missing>(0).size(), 1u) << "the round has ended";
 }
@@ -292,7 +305,7 @@ TEST_F(StoreFixture, ReportsAtOnceWhyAWorkerGaveUp) {
     ASSERT_EQ(heard<Died>(connection).size(), 1u);
     EXPECT_EQ(heard<Died>(connection)[0].how, " left because of a cold");
   }
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   EXPECT_EQ(heard<Died>(0).size(), 1u);
   say(0, Contribute{0, "t", {0, 1}, 0, Duration::max(), {}});
   EXPECT_EQ(round_failure(0), "worker1 (rank 1, pid 101 on node) left because of a cold");
@@ -300,8 +313,8 @@ TEST_F(StoreFixture, ReportsAtOnceWhyAWorkerGaveUp) {
 
 TEST_F(StoreFixture, BlamesTheFirstDeathAndNotTheLowestRank) {
   gather_world(4);
-  store_->on_closed(3, closed());
-  store_->on_closed(1, closed());
+  store_->on_closed(3, closed(), kStart);
+  store_->on_closed(1, closed(), kStart);
   say(0, Contribute{0, "t", {0, 1, 2, 3}, 0, Duration::max(), {}});
   EXPECT_THAT(round_failure(0), HasSubstr("worker3 (rank 3, pid 103 on node) died"));
 }
@@ -311,7 +324,7 @@ TEST_F(StoreFixture, FailsRoundsOfDeadAndDepartedWorkers) {
   say(0, Contribute{0, "t", {0, 1}, 0, Duration::max(), {}});
   say(2, Contribute{0, "u", {1, 2}, 0, Duration::max(), {}});
   say(3, Contribute{0, "v", {0, 3}, 0, Duration::max(), {}});
-  store_->on_closed(1, closed());
+  store_->on_closed(1, closed(), kStart);
   EXPECT_THAT(round_failure(0), HasSubstr("worker1 (rank 1, pid 101 on node) died"));
   EXPECT_THAT(round_failure(2), HasSubstr("worker1 (rank 1, pid 101 on node) died"));
   EXPECT_TRUE(heard<RoundFailed>(3).empty());

@@ -116,13 +116,16 @@ class Membership {
     std::optional<std::weak_ptr<const void>> owner = {};
   };
 
-  /// Limit of a collective round, and progress reports while it waits.
+  /// Limit of a collective round, and progress reports while it waits. Without `report`, the first of the ranks that
+  /// wait logs a warning with the missing ones after 10 s, 20 s, 40 s, ….
   struct Wait {
     Deadline until;
     Duration every = Duration::zero();  ///< zero: no reports
     /// Called on the waiting thread about every `every` with the missing members, by rank. A throw ends the
     /// wait.
     std::function<void(const std::vector<Member>& missing)> report = {};
+    /// Called there instead if the store has not answered for `every`.
+    std::function<void()> no_answer = {};
   };
 
   /// Joins the world.
