@@ -22,6 +22,7 @@
 #include "collective/shm/shm_backend.h"
 #include "collective/single.h"
 #include "collective/world_link.h"
+#include "core/api/saturated_time.h"
 #include "core/api/sim_executor.h"
 #include "rendezvous/api/names.h"
 
@@ -103,12 +104,17 @@ std::string folder_of_socket(const std::string& address) {
   return path.substr(0, path.rfind('/'));
 }
 
+GroupOptions limited(GroupOptions options) {
+  options.timeout = no_limit_if_zero(options.timeout);
+  return options;
+}
+
 class Maker {
  public:
   Maker(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options, DeviceServices services)
       : runtime_(std::move(runtime)),
         world_(world),
-        options_(std::move(options)),
+        options_(limited(std::move(options))),
         services_(std::move(services)),
         ranks_(options_.ranks),
         tag_(tag_of("torchspan.group")),

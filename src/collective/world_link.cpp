@@ -8,6 +8,23 @@ namespace torchspan::collective {
 using rendezvous::Member;
 using rendezvous::Membership;
 
+namespace {
+
+/// How long await_first_gone() waits: the death of a process on this host is known at once, unless the machine is busy.
+constexpr Duration kForTheMembership = std::chrono::seconds(1);
+
+}  // namespace
+
+std::string text_of_gone(const std::string& peer, const std::string& how) {
+  return how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how);
+}
+
+Error aborted_by(const std::string& peer, const Error& cause) {
+  constexpr std::string_view kAborted = " aborted the group: ";
+  if (cause.message().find(kAborted) != std::string::npos) return cause;
+  return {cause.kind(), fmt::format("{}{}{}", peer, kAborted, cause.message())};
+}
+
 WorldLink::WorldLink(std::shared_ptr<Runtime> runtime, Membership& world)
     : runtime_(std::move(runtime)), world_(world), self_(world.self()) {}
 
@@ -59,6 +76,7 @@ std::vector<std::shared_ptr<WorldListener>> WorldLink::listeners() {
 void WorldLink::note_gone(const Member& member, const std::string& how) {
   MutexLock lock(mutex_);
   gone_.emplace_back(member.instance, how);
+  for (Parker* const parker : awaiting_gone_) parker->unpark();
 }
 
 std::optional<std::string> WorldLink::gone(std::uint64_t instance) {
@@ -68,13 +86,46 @@ std::optional<std::string> WorldLink::gone(std::uint64_t instance) {
   return found == gone_.end() ? std::nullopt : std::optional(found->second);
 }
 
-std::optional<WorldLink::GoneRank> WorldLink::first_gone(const std::vector<std::uint64_t>& instances) {
-  MutexLock lock(mutex_);
+std::optional<WorldLink::GoneRank> WorldLink::find_first_gone(
+    const std::vector<std::uint64_t>& instances) const {
   for (const auto& [instance, how] : gone_) {
     const auto found = std::find(instances.begin(), instances.end(), instance);
     if (found != instances.end()) return GoneRank{static_cast<std::size_t>(found - instances.begin()), how};
   }
   return std::nullopt;
+}
+
+std::optional<WorldLink::GoneRank> WorldLink::first_gone(const std::vector<std::uint64_t>& instances) {
+  MutexLock lock(mutex_);
+  return find_first_gone(instances);
+}
+
+std::optional<WorldLink::GoneRank> WorldLink::await_first_gone(const std::vector<std::uint64_t>& instances) {
+  const auto parker = runtime_->executor.make_parker();
+  const Deadline until = runtime_->executor.deadline_in(kForTheMembership);
+  {
+    MutexLock lock(mutex_);
+    awaiting_gone_.push_back(parker.get());
+  }
+  for (;;) {
+    {
+      MutexLock lock(mutex_);
+      auto first = find_first_gone(instances);
+      if (first || ended_ || until.passed(runtime_->executor.now())) {
+        std::erase(awaiting_gone_, parker.get());
+        return first;
+      }
+    }
+    parker->park(until);
+  }
+}
+
+std::string WorldLink::cause_of_loss(const std::vector<std::uint64_t>& instances,
+                                     const std::vector<std::string>& peers, const GoneRank& lost) {
+  const auto first = await_first_gone(instances);
+  if (!first) return lost.how;
+  const std::string text = text_of_gone(peers[first->rank], first->how);
+  return first->rank == lost.rank ? text : fmt::format("{}; after it, {} ended too", text, peers[lost.rank]);
 }
 
 std::optional<Error> WorldLink::ended() {
@@ -87,6 +138,7 @@ void WorldLink::end(const Error& reason) {
     MutexLock lock(mutex_);
     if (ended_) return;
     ended_ = reason;
+    for (Parker* const parker : awaiting_gone_) parker->unpark();
   }
   for (const auto& listener : listeners()) listener->world_ended(reason);
 }

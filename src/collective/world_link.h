@@ -25,6 +25,13 @@ class WorldListener {
   virtual void world_closing() = 0;
 };
 
+/// "worker1 (rank 1, …) died: …", or "worker1 (rank 1, …) is gone: it left the world" if `how` does not name it.
+std::string text_of_gone(const std::string& peer, const std::string& how);
+
+/// Why a group is broken after a rank has called abort(): "worker1 (…) aborted the group: …". A cause that says so already
+/// stays as it is.
+Error aborted_by(const std::string& peer, const Error& cause);
+
 /// Connects a Membership with the groups made from it; either may end first. Forwards its events to the
 /// groups, and gives them access to the membership while the world exists. Thread-safe.
 class WorldLink {
@@ -46,6 +53,13 @@ class WorldLink {
   };
   /// The one of these processes, in rank order, that went first: others may have ended because of it.
   std::optional<GoneRank> first_gone(const std::vector<std::uint64_t>& instances);
+  /// The same after something else than the membership has reported the end of one of them, such as its
+  /// connection: waits up to a second for the membership, which knows the first. Not on the membership thread.
+  std::optional<GoneRank> await_first_gone(const std::vector<std::uint64_t>& instances);
+  /// Why a group lost a rank, whose connection reported `lost.how`: names the process that went first, as
+  /// await_first_gone() finds it; otherwise lost.how. `peers` describes the processes.
+  std::string cause_of_loss(const std::vector<std::uint64_t>& instances,
+                            const std::vector<std::string>& peers, const GoneRank& lost);
   /// Why the world ended; nullopt while it exists.
   std::optional<Error> ended();
 
@@ -81,6 +95,8 @@ class WorldLink {
   std::vector<std::shared_ptr<WorldListener>> listeners();
   void note_death(const rendezvous::Member& member, const Error& reason);
   void note_gone(const rendezvous::Member& member, const std::string& how);
+  std::optional<GoneRank> find_first_gone(const std::vector<std::uint64_t>& instances) const
+      TORCHSPAN_REQUIRES(mutex_);
   void end(const Error& reason);
   void close();
 
@@ -94,6 +110,7 @@ class WorldLink {
   std::optional<Error> ended_ TORCHSPAN_GUARDED_BY(mutex_);
   int asking_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   Parker* closing_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
+  std::vector<Parker*> awaiting_gone_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchspan::collective

@@ -1,12 +1,16 @@
 // All ranks of a group learn of every failure in it, with the name of the failing rank.
 #include <atomic>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <optional>
+#include <sys/resource.h>
 
 #include <ATen/ATen.h>
 
+#include "core/api/descriptor.h"
 #include "core/api/step_part.h"
 #include "tests/conformance/collective_backends.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::testing::collective_failures {
 namespace {
@@ -207,6 +211,69 @@ TEST_P(CollectiveFailureReports, AbortReachesTheSplitsAndTheirSplits) {
        })) {
     EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
     EXPECT_THAT(error.what(), HasSubstr("enough"));
+    EXPECT_EQ(error.message().find("aborted the group"), error.message().rfind("aborted the group"))
+        << error.what();
+  }
+}
+
+TEST_P(CollectiveFailures, ATimeoutOfZeroIsNoLimit) {
+  GroupOptions options = this->options();
+  options.timeout = Duration::zero();
+  for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+         const Group group = make_group_of_suite(self.runtime, self.membership, options);
+         EXPECT_EQ(group.all_reduce(at::ones({3})).wait()[0].item<int>(), ranks());
+         group.barrier();
+         if (ranks() == 1) return;
+         const Group part = group.split(0, self.rank);
+         EXPECT_EQ(part.all_reduce(at::ones({300000})).wait()[0].item<int>(), ranks());
+       })) {
+    EXPECT_FALSE(failure) << describe(failure).text;
+  }
+}
+
+/// Fills the descriptors of this process while it exists.
+class NoDescriptors {
+ public:
+  NoDescriptors() {
+    getrlimit(RLIMIT_NOFILE, &before_);
+    rlimit tight = before_;
+    tight.rlim_cur = 512;
+    setrlimit(RLIMIT_NOFILE, &tight);
+    for (int fd = open("/dev/null", O_RDONLY | O_CLOEXEC); fd >= 0;
+         fd = open("/dev/null", O_RDONLY | O_CLOEXEC)) {
+      taken_.emplace_back(fd);
+    }
+  }
+  ~NoDescriptors() {
+    taken_.clear();
+    setrlimit(RLIMIT_NOFILE, &before_);
+  }
+  NoDescriptors(const NoDescriptors&) = delete;
+
+ private:
+  rlimit before_{};
+  std::vector<Descriptor> taken_;
+};
+
+TEST(CollectiveDescriptors, AGroupWithoutDescriptorsSaysThatTheLimitIsTooLow) {
+  CollectiveWorld world(2);
+  std::optional<NoDescriptors> none;
+  for (const auto& failure : world.try_each([&](CollectiveWorld::Rank self) {
+         const auto barrier = [&](const char* tag) {
+           self.membership.barrier(tag, {}, world.executor().deadline_in(seconds(60)));
+         };
+         barrier("test.joined");
+         if (self.rank == 0) none.emplace();
+         barrier("test.begin");
+         const Error error =
+             error_of([&] { Group::make(self.runtime, self.membership, {.timeout = seconds(20)}); });
+         EXPECT_EQ(error.kind(), ErrorKind::kOverloaded) << error.what();
+         EXPECT_THAT(error.what(), AllOf(HasSubstr("limit"), HasSubstr("ulimit -n")));
+         EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("containers")));
+         barrier("test.end");
+         if (self.rank == 0) none.reset();
+       })) {
+    EXPECT_FALSE(failure) << describe(failure).text;
   }
 }
 

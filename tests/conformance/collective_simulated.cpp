@@ -217,6 +217,87 @@ TEST_F(SimulatedGroups, ADeathAtAnyTimeIsNamedOnAllOtherRanks) {
   }
 }
 
+/// Worker 1 is killed at a time that depends on the seed; every other process is killed as soon as it has an error, so
+/// that some see the end of a second process. Each must name worker 1 first. `call` of a group of all never returns.
+void expect_the_first_death_named(std::uint64_t seed, Duration when,
+                                  const std::function<void(Group&)>& call) {
+  constexpr int kRanks = 4;
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  SimulatedWorld world(seed, kRanks, {.jitter = microseconds(500)});
+  std::atomic<int> named{0};
+  world.run([&](int rank) {
+    Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
+    const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+    std::optional<Group> group =
+        Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(20)});
+    Thread killer;
+    if (rank == 1) {
+      killer = world.executor().spawn("killer", [&] {
+        world.executor().sleep(when);
+        world.kill(1);
+      });
+    }
+    const Error error = error_of([&] { call(*group); });
+    if (rank != 1) {
+      const std::string text = error.message();
+      EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << text;
+      EXPECT_LT(text.find("worker1"), text.find("died")) << "rank " << rank << ": " << text;
+      for (const char* other : {"worker0 ", "worker2 ", "worker3 "}) {
+        EXPECT_LE(text.find("worker1"), text.find(other)) << "rank " << rank << ": " << text;
+      }
+      ++named;
+      world.executor().sleep(milliseconds(1));  // what it has sent arrives; its end takes longer
+      world.kill(rank);
+    }
+    group.reset();
+  });
+  EXPECT_EQ(named, kRanks - 1);
+}
+
+TEST_F(SimulatedGroups, TheFirstOfSeveralDeathsIsNamedByCollectiveOperations) {
+  for (std::uint64_t seed = 1; seed <= seeds_or(20); ++seed) {
+    expect_the_first_death_named(seed, time_of_death(seed), [](Group& group) {
+      for (;;) group.all_reduce(at::ones({2000})).wait();
+    });
+  }
+}
+
+/// Rank 2 waits for rank 1, rank 3 for rank 2 only, and rank 0 for rank 3 only.
+TEST_F(SimulatedGroups, TheFirstOfSeveralDeathsIsNamedByMessages) {
+  for (std::uint64_t seed = 1; seed <= seeds_or(20); ++seed) {
+    expect_the_first_death_named(seed, time_of_death(seed), [](Group& group) {
+      const int size = group.size(), previous = (group.rank() + size - 1) % size;
+      for (;;) {
+        const auto sent = group.send(at::ones({10}), (group.rank() + 1) % size);
+        group.recv(at::zeros({10}), previous).wait();
+        if (group.rank() != 0) sent.wait();
+      }
+    });
+  }
+}
+
+TEST_F(SimulatedGroups, ABarrierNamesTheRanksForWhichItWaits) {
+  SimulatedWorld world(7, 3);
+  ::testing::internal::CaptureStderr();
+  world.run([&](int rank) {
+    Runtime runtime(world.executor(), "worker" + std::to_string(rank));
+    const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+    {
+      const Group group =
+          Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(60)});
+      if (rank == 2) world.executor().sleep(seconds(25));
+      group.barrier();
+    }
+    membership->leave(world.in(seconds(30)));
+  });
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  for (const char* waited : {"10 s", "20 s"}) {
+    EXPECT_THAT(log, HasSubstr(std::string("barrier(), call 1 of the group, has waited ") + waited +
+                               " for worker2 (rank 2"));
+  }
+  EXPECT_THAT(log, ::testing::Not(HasSubstr("[worker2]")));
+}
+
 TEST_F(SimulatedGroups, ARankWhoseDataStopArrivingIsLate) {
   for (std::uint64_t seed = 1; seed <= seeds_or(3); ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);

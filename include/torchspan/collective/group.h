@@ -67,7 +67,7 @@ struct GroupOptions {
   /// all ranks. Such a group also takes tensors on the CPU. None, or the CPU: the CPU only. See docs/gpu.md.
   std::optional<c10::Device> device = std::nullopt;
   /// How long an operation waits for a late rank before it fails with kTimedOut; also the limit for
-  /// creating the group.
+  /// creating the group. 0: no limit.
   Duration timeout = std::chrono::minutes(5);
   /// Address space for each rank's shared memory; only used pages take memory. 0: the size of the machine's
   /// memory.

@@ -24,6 +24,8 @@ namespace {
 using rendezvous::Membership;
 
 constexpr Duration kBetweenGathers = std::chrono::milliseconds(1);
+/// Gloo adds its timeout to the time; this stands for none.
+constexpr Duration kLongestTimeout = std::chrono::hours(24 * 3650);
 
 /// The store through which Gloo's ranks find each other. A thread exchanges what the ranks set, by repeated
 /// gathers, until all ranks are connected.
@@ -224,8 +226,8 @@ std::shared_ptr<gloo::transport::Device> make_device(const WorldLink& world, con
 
 C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int>& ranks,
                   const GlooOptions& options) {
-  auto gloo_options =
-      c10d::ProcessGroupGloo::Options::create(std::chrono::ceil<std::chrono::milliseconds>(options.timeout));
+  auto gloo_options = c10d::ProcessGroupGloo::Options::create(
+      std::chrono::ceil<std::chrono::milliseconds>(std::min(options.timeout, kLongestTimeout)));
   gloo_options->threads = 2;
   auto store =
       c10::make_intrusive<GlooStore>(world, ranks, world->runtime()->executor.deadline_in(options.timeout));

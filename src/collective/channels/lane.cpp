@@ -241,9 +241,7 @@ void Lane::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& 
   closed_->unpark();
   if (!met) return events_.changed();
   if (expected) return inbox_.end(*rank, plan_.number, "has closed its connection");
-  events_.failed(Error(ErrorKind::kDisconnected,
-                       fmt::format("{} is gone: {}; the group cannot continue without it",
-                                   plan_.peers[static_cast<std::size_t>(*rank)], reason.message())));
+  events_.lost(*rank, reason.message());
 }
 
 }  // namespace torchspan::collective::channels

@@ -28,8 +28,10 @@ class LaneEvents {
   virtual ~LaneEvents() = default;
   /// A connection was made, or could not be made.
   virtual void changed() = 0;
-  /// A connection broke, or its peer sent invalid bytes.
+  /// A peer sent invalid bytes.
   virtual void failed(const Error& cause) = 0;
+  /// The connection to a rank broke.
+  virtual void lost(int rank, const std::string& why) = 0;
   /// A rank announced that the group is broken.
   virtual void aborted(const Error& cause, std::uint64_t from_call) = 0;
 };

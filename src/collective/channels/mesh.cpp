@@ -27,12 +27,18 @@ std::uint64_t make_nonce(const WorldLink& world, Executor& executor) {
          kOdd;
 }
 
-std::vector<std::string> names_of(WorldLink& world, const std::vector<int>& ranks) {
-  return world.ask([&](rendezvous::Membership& members) {
-    std::vector<std::string> names;
-    for (const int rank : ranks) names.push_back(describe(members.member(rank)));
-    return names;
+std::vector<rendezvous::Member> members_of(WorldLink& world, const std::vector<int>& ranks) {
+  return world.ask([&](rendezvous::Membership& membership) {
+    std::vector<rendezvous::Member> members;
+    for (const int rank : ranks) members.push_back(membership.member(rank));
+    return members;
   });
+}
+
+std::vector<std::string> names_of(const std::vector<rendezvous::Member>& members) {
+  std::vector<std::string> names;
+  for (const rendezvous::Member& member : members) names.push_back(describe(member));
+  return names;
 }
 
 /// Where the lanes of one rank listen.
@@ -62,10 +68,12 @@ struct Places {
 
 Mesh::Mesh(const std::shared_ptr<WorldLink>& world, std::vector<int> ranks, MeshOptions options)
     : executor_(world->runtime()->executor),
+      world_(world),
       ranks_(std::move(ranks)),
       options_(options),
       rank_(static_cast<int>(std::find(ranks_.begin(), ranks_.end(), world->self().rank) - ranks_.begin())),
-      peers_(names_of(*world, ranks_)),
+      members_(members_of(*world, ranks_)),
+      peers_(names_of(members_)),
       connecting_(executor_.make_parker()),
       inbox_(executor_, peers_, rank_) {
   const Deadline deadline = executor_.deadline_in(options_.timeout);
@@ -117,14 +125,16 @@ std::vector<std::string> Mesh::listen(WorldLink& world, std::uint64_t nonce) {
   return addresses;
 }
 
-/// Returns what went wrong on this rank; empty if it is connected to all others.
-std::string Mesh::connect(WorldLink& world, Deadline deadline) {
+/// Returns what went wrong on this rank; nothing if it is connected to all others.
+Mesh::Trouble Mesh::connect(WorldLink& world, Deadline deadline) {
   Places mine{.nonce = make_nonce(world, executor_)};
-  std::string trouble;
+  Trouble trouble;
   try {
     mine.addresses = listen(world, mine.nonce);
   } catch (...) {  // without addresses, no rank connects
-    trouble = fmt::format("cannot listen: {}", to_error(std::current_exception()).message());
+    const Error error = to_error(std::current_exception());
+    trouble.text = fmt::format("cannot listen: {}", error.message());
+    if (error.kind() == ErrorKind::kOverloaded) trouble.kind = error.kind();  // no descriptor is left
   }
   std::vector<Places> places;
   std::size_t count = lanes_.size();
@@ -132,7 +142,7 @@ std::string Mesh::connect(WorldLink& world, Deadline deadline) {
     places.push_back(Places::decode(theirs));
     count = std::min(count, places.back().addresses.size());
   }
-  if (!trouble.empty()) return trouble;
+  if (!trouble.text.empty()) return trouble;
   lane_count_ = static_cast<int>(count);
   const Deadline limit = earlier(deadline, executor_.deadline_in(kDialLimit));
   for (std::size_t lane = 0; lane < count; ++lane) {
@@ -152,18 +162,23 @@ std::string Mesh::connect(WorldLink& world, Deadline deadline) {
   for (const auto& lane : used) {
     for (std::string& one : lane->missing()) missing.push_back(std::move(one));
   }
-  return missing.empty() ? "" : fmt::format("has no connection to {}", fmt::join(missing, "; "));
+  if (!missing.empty()) trouble.text = fmt::format("has no connection to {}", fmt::join(missing, "; "));
+  return trouble;
 }
 
 /// Throws on all ranks if one of them is not connected.
-void Mesh::agree(WorldLink& world, const std::string& trouble, Deadline deadline) {
+void Mesh::agree(WorldLink& world, const Trouble& mine, Deadline deadline) {
   ByteWriter writer;
-  writer.put_string(std::string_view(trouble).substr(0, std::size_t{8} << 10));
+  writer.put_string(std::string_view(mine.text).substr(0, std::size_t{8} << 10));
+  writer.put(mine.kind);  // 0.1.0 sends none
   const std::vector<Bytes> answers = gather(world, writer.take(), deadline);
   std::vector<std::string> troubles;
   for (std::size_t rank = 0; rank < answers.size(); ++rank) {
-    const std::string its = ByteReader(answers[rank]).get_string();
-    if (!its.empty()) troubles.push_back(fmt::format("{} {}", peers_[rank], its));
+    ByteReader reader(answers[rank]);
+    const std::string its = fmt::format("{} {}", peers_[rank], reader.get_string());
+    const auto kind = reader.left() == 0 ? ErrorKind::kDisconnected : reader.get<ErrorKind>();
+    if (kind == ErrorKind::kOverloaded) throw Error(kind, its);
+    if (its.size() > peers_[rank].size() + 1) troubles.push_back(its);
   }
   if (troubles.empty()) return;
   throw Error(ErrorKind::kDisconnected,
@@ -184,6 +199,17 @@ void Mesh::abort(const Error& cause, std::uint64_t from_call) {
     } catch (const Error&) {  // it has ended: nothing to announce
     }
   }
+}
+
+/// On the lane's thread, which has nothing else to do for a group that breaks.
+void Mesh::lost(int rank, const std::string& why) {
+  if (inbox_.failure()) return;
+  std::vector<std::uint64_t> instances;
+  for (const rendezvous::Member& member : members_) instances.push_back(member.instance);
+  const auto place = static_cast<std::size_t>(rank);
+  const std::string how = fmt::format("{} is gone: {}", peers_[place], why);
+  abort(Error(ErrorKind::kDisconnected, fmt::format("{}; the group cannot continue without it",
+                                                    world_->cause_of_loss(instances, peers_, {place, how}))));
 }
 
 void Mesh::end(const Error& reason) {

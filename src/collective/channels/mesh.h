@@ -52,19 +52,27 @@ class Mesh final : private LaneEvents {
  private:
   void changed() override { connecting_->unpark(); }
   void failed(const Error& cause) override { abort(cause); }
+  void lost(int rank, const std::string& why) override;
   void aborted(const Error& cause, std::uint64_t from_call) override { inbox_.fail(cause, from_call); }
   int lane_of(std::uint32_t part) const { return static_cast<int>(part / 2) % lane_count_; }
   std::vector<std::string> listen(WorldLink& world, std::uint64_t nonce);
-  std::string connect(WorldLink& world, Deadline deadline);
-  void agree(WorldLink& world, const std::string& trouble, Deadline deadline);
+  /// What went wrong on a rank while the ranks connected; no text: nothing.
+  struct Trouble {
+    std::string text = {};
+    ErrorKind kind = ErrorKind::kDisconnected;
+  };
+  Trouble connect(WorldLink& world, Deadline deadline);
+  void agree(WorldLink& world, const Trouble& mine, Deadline deadline);
   std::vector<Bytes> gather(WorldLink& world, const Bytes& mine, Deadline deadline) const;
   void wait_for_room(int to, Lane& lane);
   void stop_lanes(const char* why);
 
   Executor& executor_;
+  const std::shared_ptr<WorldLink> world_;
   const std::vector<int> ranks_;  ///< of the world, by rank of the group
   const MeshOptions options_;
   const int rank_;
+  const std::vector<rendezvous::Member> members_;
   const std::vector<std::string> peers_;
   const std::unique_ptr<Parker> connecting_;
   Inbox inbox_;

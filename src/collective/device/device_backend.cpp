@@ -349,9 +349,7 @@ at::Tensor DeviceBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) 
 }
 
 void DeviceBackend::abort(const Error& cause) {
-  queue_->break_with(
-      Error(cause.kind(), fmt::format("{} aborted the group: {}",
-                                      plan_.queue.peers[static_cast<std::size_t>(rank())], cause.message())));
+  queue_->break_with(aborted_by(plan_.queue.peers[static_cast<std::size_t>(rank())], cause));
 }
 
 }  // namespace torchspan::collective

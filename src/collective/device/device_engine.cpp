@@ -2,12 +2,13 @@
 
 #include <fmt/format.h>
 
+#include "collective/world_link.h"
+
 namespace torchspan::collective {
 
 Error lost_member(const std::string& peer, const std::string& how) {
   return {ErrorKind::kDisconnected,
-          fmt::format("{}, and the group cannot continue without it",
-                      how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how))};
+          fmt::format("{}, and the group cannot continue without it", text_of_gone(peer, how))};
 }
 
 bool all_ranks_end(const EngineParts& parts) noexcept {

@@ -130,7 +130,7 @@ Deadline MessageLoop::look() {
 /// A rank that leaves, or was never connected, may have nothing to send to a recv() from any rank.
 void MessageLoop::handle(const Lost& lost) {
   const bool breaks_receives = lost.how == Loss::kFailure && queue_.first_from_any();
-  if (queue_.needs(lost.rank) || breaks_receives) break_with(lost.cause, Tell::kGroup);
+  if (queue_.needs(lost.rank) || breaks_receives) break_without(lost.rank, lost.cause);
   gone_[static_cast<std::size_t>(lost.rank)] = lost.cause;
   queue_.drop_offers(lost.rank);
 }
@@ -141,9 +141,16 @@ const Error* MessageLoop::gone(int rank) {
   if (gone) return &*gone;
   const auto how = plan_.world->gone(plan_.instances[place]);
   if (!how) return nullptr;
-  gone = Error(ErrorKind::kDisconnected, fmt::format("{} is gone: {}", plan_.peers[place], *how));
+  gone = Error(ErrorKind::kDisconnected, text_of_gone(plan_.peers[place], *how));
   queue_.drop_offers(rank);
   return &*gone;
+}
+
+void MessageLoop::break_without(int rank, const Error& seen) {
+  if (seen.kind() != ErrorKind::kDisconnected) return break_with(seen, Tell::kGroup);
+  const std::string cause = plan_.world->cause_of_loss(plan_.instances, plan_.peers,
+                                                       {static_cast<std::size_t>(rank), seen.message()});
+  break_with(Error(ErrorKind::kDisconnected, cause), Tell::kGroup);
 }
 
 void MessageLoop::begin(const MessageOperationPtr& operation) {
@@ -154,7 +161,7 @@ void MessageLoop::begin(const MessageOperationPtr& operation) {
     return receive(operation);
   }
   const int peer = operation->peer;
-  if (const Error* cause = gone(peer)) break_with(*cause, Tell::kGroup);
+  if (const Error* cause = gone(peer)) break_without(peer, *cause);
   connections_->open(peer);
   if (!operation->sends) return receive(operation);
   const channels::Offer offer = queue_.add_send(operation);

@@ -54,6 +54,8 @@ class MessageLoop final : private PairEvents {
   void lost(int rank, const Error& cause, Loss how) override;
   Deadline look() override;
   void handle(const Lost& lost);
+  /// Breaks the group without a rank that it needs; names the process that went first.
+  void break_without(int rank, const Error& seen);
   void begin(const MessageOperationPtr& operation);
   void receive(const MessageOperationPtr& operation);
   /// Why a rank can send no more; null: it may.

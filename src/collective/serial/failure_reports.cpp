@@ -12,8 +12,7 @@ constexpr Duration kAnswerLimit = std::chrono::seconds(1);
 
 Error FailureReports::lost(const std::string& peer, const std::string& how) {
   return {ErrorKind::kDisconnected,
-          fmt::format("{}, and the group cannot continue without it",
-                      how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how))};
+          fmt::format("{}, and the group cannot continue without it", text_of_gone(peer, how))};
 }
 
 void FailureReports::throw_if_rank_gone() const {
@@ -34,6 +33,8 @@ void FailureReports::throw_different(std::size_t one, const std::string& its_cal
 Error FailureReports::explain(const std::string& call, std::uint64_t number,
                               const std::exception_ptr& exception) const {
   const auto about = [&](ErrorKind kind, const std::string& text) {
+    if (kind == ErrorKind::kDisconnected && options_.world)
+      options_.world->await_first_gone(options_.instances);
     return Error(kind, fmt::format("{}, call {} of the group, failed in {}: {}{}", call, number,
                                    collectives_.name(), text, missing_ranks(number)));
   };
@@ -56,13 +57,9 @@ Error FailureReports::explain(const std::string& call, std::uint64_t number,
 }
 
 std::string FailureReports::missing_ranks(std::uint64_t number) const {
-  std::string missing;
-  for (std::size_t rank = 0; options_.world && rank < options_.ranks.size(); ++rank) {
-    if (const auto how = options_.world->gone(options_.instances[rank])) {
-      missing += fmt::format("; {} is gone: {}", options_.peers[rank], *how);
-    }
+  if (const auto first = options_.world ? options_.world->first_gone(options_.instances) : std::nullopt) {
+    return fmt::format("; {}", text_of_gone(options_.peers[first->rank], first->how));
   }
-  if (!missing.empty()) return missing;
   const std::string awaited = collectives_.awaited();
   if (!awaited.empty()) return "; it waits for " + awaited;
   if (!options_.world) return {};

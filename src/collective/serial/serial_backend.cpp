@@ -228,7 +228,16 @@ template <class T>
 T SerialBackend::submit_and_wait(Duration timeout, const char* call, UniqueFunction<T()> body) {
   std::uint64_t number = 0;
   const Future<T> future = submit<T>({call}, std::move(body), &number);
-  if (timeout == Duration::zero() || future.wait_for(timeout)) return future.wait();
+  Duration waited{0};
+  for (Duration next = kFirstWaitWarning; timeout == Duration::zero() || next < timeout; next *= 2) {
+    if (future.wait_for(next - waited)) break;
+    waited = next;
+    const std::string awaited = collectives_->awaited();
+    runtime_->log.warning(fmt::format(
+        "{}, call {} of the group, has waited {:.0f} s{}: torchspan stacks shows what each rank does", call,
+        number, to_seconds(waited), awaited.empty() ? " for other ranks" : " for " + awaited));
+  }
+  if (timeout == Duration::zero() || future.wait_for(timeout - waited)) return future.wait();
   const std::uint64_t dropped = break_with(
       Error(ErrorKind::kTimedOut, fmt::format("{}, call {} of the group, did not complete by its deadline{}",
                                               call, number, reports_.missing_ranks(number))));
@@ -250,9 +259,7 @@ std::uint64_t SerialBackend::break_with(const Error& cause) {
 }
 
 void SerialBackend::abort(const Error& cause) {
-  const Error reason(cause.kind(),
-                     fmt::format("{} aborted the group: {}", options_.peers[static_cast<std::size_t>(rank())],
-                                 cause.message()));
+  const Error reason = aborted_by(options_.peers[static_cast<std::size_t>(rank())], cause);
   break_with(reason);
   collectives_->abort(reason);
 }

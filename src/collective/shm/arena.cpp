@@ -9,6 +9,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "collective/shm/unix_sockets.h"
+
 namespace torchspan::collective::shm {
 namespace {
 
@@ -51,6 +53,7 @@ std::shared_ptr<Arena> Arena::make(std::uint64_t size) {
   size = whole_pages(size);
   Descriptor descriptor = create_memory_file("torchspan group");
   if (!descriptor || !seal_memory_file(descriptor, size, FilePages::kOnDemand)) {
+    throw_if_no_descriptor_is_left("the shared memory of a group");
     throw Error(ErrorKind::kUnsupported,
                 fmt::format("this system has no sealed memory files (memfd_create): {}; use another backend",
                             std::strerror(errno)));

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "collective/shm/unix_sockets.h"
+#include "core/api/rate_limited_warning.h"
 
 namespace torchspan::collective::shm {
 namespace {
@@ -43,7 +44,7 @@ struct Hello {
 class Bootstrap {
  public:
   Bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan, LocalRanks& local_ranks)
-      : runtime_(*world->runtime()), local_ranks_(local_ranks) {
+      : runtime_(*world->runtime()), rejections_(runtime_.log, runtime_.executor), local_ranks_(local_ranks) {
     const auto& leaders = local_ranks.leaders;
     leader_ = leaders[static_cast<std::size_t>(plan.self)];
     token_ = local_ranks.tokens[static_cast<std::size_t>(leader_)];
@@ -87,7 +88,7 @@ class Bootstrap {
       return std::pair(hello.rank,
                        AcceptedPeer{std::move(connection), std::move(received.descriptor), hello.size});
     } catch (const Error& error) {
-      runtime_.log.warning(fmt::format("rejected a connection to the group's socket: {}", error.message()));
+      rejections_.write(fmt::format("rejected a connection to the group's socket: {}", error.message()));
       return std::nullopt;
     }
   }
@@ -136,6 +137,7 @@ class Bootstrap {
   }
 
   Runtime& runtime_;
+  RateLimitedWarning rejections_;
   LocalRanks& local_ranks_;
   int leader_ = 0;
   int self_ = 0;  ///< among peers_

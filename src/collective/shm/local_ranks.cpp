@@ -73,6 +73,7 @@ ListenerInfo start_listening(Executor& executor, const LocalRanksPlan& plan,
     listener.emplace(executor, names);
     return {listener->names(), random_bytes(kTokenBytes)};
   } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kOverloaded) throw;  // no descriptor is left, wherever the ranks are
     return {.refusal = error.message()};
   }
 }
@@ -92,6 +93,7 @@ Answer dial_earlier_ranks(Executor& executor, const LocalRanksPlan& plan,
         answer.same_network = UnixListener::is_nameless(name);
         return answer;
       } catch (const Error& error) {
+        if (error.kind() == ErrorKind::kOverloaded) throw;
         if (why.empty()) why = error.message();
       }
     }

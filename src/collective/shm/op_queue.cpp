@@ -166,9 +166,7 @@ void OpQueue::submit(std::unique_ptr<Operation> operation) {
 }
 
 void OpQueue::abort(const Error& cause) {
-  signals_.break_group(
-      Error(cause.kind(),
-            fmt::format("{} aborted the group: {}", memory_->peer(memory_->rank()).text, cause.message())));
+  signals_.break_group(aborted_by(memory_->peer(memory_->rank()).text, cause));
   parker_->unpark();
 }
 
@@ -347,6 +345,7 @@ bool OpQueue::await(Operation& operation, CountTarget target, const std::atomic<
     }
     rank_gone_.store(false);
     break_if_rank_gone(operation, target);
+    warn_if_due(operation, target, executor_.now() - began);
     Deadline earliest = limit;  // a later operation may have less time
     {
       MutexLock lock(mutex_);
@@ -396,28 +395,50 @@ void OpQueue::break_if_rank_gone(const Operation& operation, CountTarget target)
     auto how = memory_->peer_memory()->gone(memory_->members()[static_cast<std::size_t>(rank)]);
     if (signals_.has_left(rank)) how = "it left the group";
     if (!how) continue;
-    const bool needed =
-        target.count == Count::kUnits ? signals_.is_in_unit(rank) : !signals_.reached_by(rank, target);
-    if (!needed) continue;
-    signals_.break_group(
-        Error(ErrorKind::kDisconnected,
-              fmt::format("{} is needed for {}, but it is gone: {}", memory_->peer(rank).text,
-                          describe_numbered(operation.call), *how)));
+    if (!is_late(rank, target)) continue;
+    const std::string call = describe_numbered(operation.call);
+    const auto first =
+        signals_.has_left(rank) ? std::nullopt : memory_->peer_memory()->await_first_gone(memory_->members());
+    const int cause = first ? static_cast<int>(first->rank) : rank;
+    signals_.break_group(Error(
+        ErrorKind::kDisconnected,
+        fmt::format("{} is needed for {}, but it is gone: {}{}", memory_->peer(cause).text, call,
+                    first ? first->how : *how,
+                    cause == rank ? "" : fmt::format("; after it, {} ended too", memory_->peer(rank).text))));
     return;
   }
 }
 
-void OpQueue::break_for_timeout(const Operation& operation, CountTarget target, Duration waited) {
+bool OpQueue::is_late(int rank, CountTarget target) const {
+  return target.count == Count::kUnits ? signals_.is_in_unit(rank) : !signals_.reached_by(rank, target);
+}
+
+std::vector<std::string> OpQueue::late_ranks(const Operation& operation, CountTarget target) const {
   std::vector<std::string> late;
   const CountTarget posted{Count::kPosted, operation.call.sequence + 1};
   for (int rank = 0; rank < memory_->size(); ++rank) {
-    if (target.count != Count::kUnits && signals_.reached_by(rank, target)) continue;
-    if (target.count == Count::kUnits && !signals_.is_in_unit(rank)) continue;
+    if (!is_late(rank, target)) continue;
     const std::uint64_t calls = signals_.count(rank, Count::kPosted);
     late.push_back(signals_.reached_by(rank, posted)
                        ? fmt::format("{}, which called it, but makes no progress", memory_->peer(rank).text)
                        : fmt::format("{}, which made {} calls so far", memory_->peer(rank).text, calls));
   }
+  return late;
+}
+
+void OpQueue::warn_if_due(Operation& operation, CountTarget target, Duration waited) {
+  if (!is_listed_by_caller(operation.call) || waited < operation.warn_after) return;
+  operation.warn_after *= 2;
+  int first = 0;
+  while (first < memory_->rank() && is_late(first, target)) ++first;
+  if (first != memory_->rank()) return;
+  runtime_->log.warning(fmt::format(
+      "{} of a group has waited {:.0f} s for {}: torchspan stacks shows what each rank does",
+      describe_numbered(operation.call), to_seconds(waited), fmt::join(late_ranks(operation, target), "; ")));
+}
+
+void OpQueue::break_for_timeout(const Operation& operation, CountTarget target, Duration waited) {
+  const std::vector<std::string> late = late_ranks(operation, target);
   if (!is_listed_by_caller(operation.call)) {
     report_timeout({.kind = "wait",
                     .name = describe(operation.call),

@@ -70,6 +70,11 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   /// Breaks the group if a rank that has not reached the target is gone.
   void break_if_rank_gone(const Operation& operation, CountTarget target);
   void break_for_timeout(const Operation& operation, CountTarget target, Duration waited);
+  /// Warns of the ranks for which a barrier or gather of bytes waits, after 10 s, 20 s, 40 s, …; on the first that waits.
+  void warn_if_due(Operation& operation, CountTarget target, Duration waited);
+  bool is_late(int rank, CountTarget target) const;
+  /// "worker1 (…), which made 3 calls so far".
+  std::vector<std::string> late_ranks(const Operation& operation, CountTarget target) const;
 
   const std::shared_ptr<Runtime> runtime_;
   Executor& executor_;

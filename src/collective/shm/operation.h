@@ -9,6 +9,7 @@
 #include "collective/shm/control.h"
 #include "collective/shm/op_coroutine.h"
 #include "collective/shm/signals.h"
+#include "core/api/timeout_notice.h"
 
 namespace torchspan::collective::shm {
 
@@ -33,6 +34,7 @@ struct Operation {
 
   CountTarget awaited = {};  ///< what the operation waits for
   TimePoint awaited_since;
+  Duration warn_after = kFirstWaitWarning;
   bool begun = false;
   OpCoroutine script;
 };

@@ -51,6 +51,12 @@ std::optional<std::string> PeerMemory::gone(int peer_rank) {
   return gone_[index];
 }
 
+std::optional<WorldLink::GoneRank> PeerMemory::await_first_gone(const std::vector<int>& peer_ranks) const {
+  std::vector<std::uint64_t> instances;
+  for (const int peer_rank : peer_ranks) instances.push_back(peer(peer_rank).instance);
+  return world_->await_first_gone(instances);
+}
+
 void PeerMemory::retire(const Arena::Stretch& stretch, std::function<bool()> unseen) {
   {
     MutexLock lock(retired_mutex_);

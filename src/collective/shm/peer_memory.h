@@ -72,6 +72,8 @@ class PeerMemory final : public WorldListener {
   void world_closing() override;
   /// Checks a rank's connection. Returns why the rank is gone; nullopt if it is not known to be.
   std::optional<std::string> gone(int peer_rank);
+  /// The first of these peer ranks that is gone, by its place; see WorldLink::await_first_gone().
+  std::optional<WorldLink::GoneRank> await_first_gone(const std::vector<int>& peer_ranks) const;
   /// Takes over a range of this process's arena that a destroyed group used. Releases it when `unseen`
   /// returns true: no other process reads it. Calls `unseen` from time to time.
   void retire(const Arena::Stretch& stretch, std::function<bool()> unseen);

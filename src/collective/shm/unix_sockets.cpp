@@ -7,6 +7,7 @@
 #include <cstring>
 #include <fmt/format.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -33,6 +34,7 @@ Place place_of(const std::string& name) {
 Descriptor make_socket() {
   Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) {
+    throw_if_no_descriptor_is_left("a socket of a group");
     throw Error(ErrorKind::kUnsupported,
                 fmt::format("cannot create a Unix socket: {}", std::strerror(errno)));
   }
@@ -63,6 +65,20 @@ void wait_for(Executor& executor, const std::vector<int>& sockets, bool writable
 }
 
 }  // namespace
+
+void throw_if_no_descriptor_is_left(const char* what) {
+  const int reason = errno;
+  if (reason != EMFILE && reason != ENFILE) return;
+  rlimit limit{};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  throw Error(
+      ErrorKind::kOverloaded,
+      reason == EMFILE
+          ? fmt::format("no file descriptor is left for {}: this process may have {}; raise the limit "
+                        "(ulimit -n), or release groups and connections",
+                        what, limit.rlim_cur)
+          : fmt::format("no file descriptor is left for {} on this system: raise fs.file-max", what));
+}
 
 void UnixConnection::wait_until_ready(bool writable, Deadline deadline) {
   wait_for(*executor_, {socket_.get()}, writable, deadline);
@@ -118,10 +134,9 @@ std::optional<UnixConnection> UnixListener::accept_at(const Listener& listener) 
   Descriptor socket(::accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (socket && is_of_this_user(socket)) return UnixConnection(executor_, std::move(socket));
   if (!socket && !would_block() && errno != ECONNABORTED) {
+    throw_if_no_descriptor_is_left("the connection of a member of the group");
     throw Error(ErrorKind::kOverloaded,
-                fmt::format("cannot accept a member of the group: {}; raise the limit of open files "
-                            "(ulimit -n)",
-                            std::strerror(errno)));
+                fmt::format("cannot accept a member of the group: {}", std::strerror(errno)));
   }
   return std::nullopt;
 }

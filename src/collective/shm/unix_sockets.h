@@ -12,6 +12,9 @@
 /// Unix sockets that pass memory between the processes of one user; all waits have a deadline.
 namespace torchspan::collective::shm {
 
+/// Throws kOverloaded if errno says that this process, or the system, has no file descriptor left for `what`.
+void throw_if_no_descriptor_is_left(const char* what);
+
 /// A message with a memory file and a few bytes.
 struct DescriptorMessage {
   Bytes bytes;
