@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include <torchspan/data_parallel/no_sync.h>
 #include <torchspan/detail/data_parallel/output_tensors.h>
 #include <torchspan/detail/data_parallel/wrapped_module.h>
 
@@ -63,19 +64,8 @@ class DistributedDataParallel {
 
   /// While it lives, forwards belong to passes that accumulate gradients locally and send nothing. The
   /// first reduced pass afterwards averages the sums.
-  class NoSync {
-   public:
-    explicit NoSync(data_parallel::WrappedModule& wrapped)
-        : wrapped_(wrapped), before_(wrapped.set_synchronize(false)) {}
-    ~NoSync() { wrapped_.set_synchronize(before_); }
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-
-   private:
-    data_parallel::WrappedModule& wrapped_;
-    const bool before_;
-  };
-  [[nodiscard]] NoSync no_sync() { return NoSync(*wrapped_); }
+  using NoSync = data_parallel::NoSync<data_parallel::WrappedModule>;
+  [[nodiscard]] NoSync no_sync() { return NoSync(wrapped_); }
 
   /// Runs `body`, a loop over batches, on ranks with different numbers of batches. A rank whose body has
   /// returned takes part in the others' reductions with zeros. At the end all ranks get the parameters and

@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/collective/group.h>
+#include <torchspan/data_parallel/no_sync.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/sharded/fully_sharded_options.h>
 #include <torchspan/sharded/sharded_module.h>
@@ -40,7 +41,9 @@ class WrappedUnits {
 
   /// Begins a forward of the whole module; returns the root.
   const std::shared_ptr<Unit>& begin_forward();
-  bool set_synchronize(bool synchronize);
+  /// Later forwards do not reduce gradients until resume_reductions() was called as often.
+  void pause_reductions();
+  void resume_reductions();
   bool agree(bool ok);
   void zero_grad();
   double clip_grad_norm(double max_norm, double norm_type);
@@ -68,11 +71,11 @@ class FullyShardedDataParallel {
   /// models, units or options differ. A parameter of two units belongs to the root.
   FullyShardedDataParallel(Module module, collective::Group group, sharded::FullyShardedOptions options = {})
       : module_(std::move(module)),
-        wrapped_(std::make_unique<sharded::WrappedUnits>(pointer(module_), std::move(group), options)) {}
+        wrapped_(std::make_shared<sharded::WrappedUnits>(pointer(module_), std::move(group), options)) {}
   /// The same with the group and options of a builder, which has divided units of the module.
   FullyShardedDataParallel(Module module, const UnitBuilder& builder)
       : module_(std::move(module)),
-        wrapped_(std::make_unique<sharded::WrappedUnits>(pointer(module_), builder.model())) {}
+        wrapped_(std::make_shared<sharded::WrappedUnits>(pointer(module_), builder.model())) {}
 
   /// Runs the module's forward. Collective, also under NoGradGuard: all ranks run the same units in the same order.
   /// An exception on one rank fails the others' operations with its reason and breaks the group.
@@ -95,19 +98,8 @@ class FullyShardedDataParallel {
 
   /// While it lives, backward passes of new forwards keep whole gradients on this rank and reduce nothing. The first
   /// reduced pass afterwards averages the sums. Costs the memory of all gradients, which are not in `.grad`.
-  class NoSync {
-   public:
-    explicit NoSync(sharded::WrappedUnits& wrapped)
-        : wrapped_(wrapped), before_(wrapped.set_synchronize(false)) {}
-    ~NoSync() { wrapped_.set_synchronize(before_); }
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-
-   private:
-    sharded::WrappedUnits& wrapped_;
-    const bool before_;
-  };
-  [[nodiscard]] NoSync no_sync() { return NoSync(*wrapped_); }
+  using NoSync = data_parallel::NoSync<sharded::WrappedUnits>;
+  [[nodiscard]] NoSync no_sync() { return NoSync(wrapped_); }
 
   /// Resets every `.grad` to undefined and drops what passes under no_sync() have accumulated, which zero_grad() of an
   /// optimizer or a module leaves. Call it between passes, on all ranks.
@@ -155,7 +147,7 @@ class FullyShardedDataParallel {
   }
 
   Module module_;
-  std::unique_ptr<sharded::WrappedUnits> wrapped_;
+  std::shared_ptr<sharded::WrappedUnits> wrapped_;
 };
 
 }  // namespace torchspan

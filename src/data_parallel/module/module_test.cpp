@@ -452,5 +452,27 @@ TEST(DistributedDataParallel, NoSyncAccumulatesToTheWholeBatch) {
   });
 }
 
+TEST(DistributedDataParallel, GuardsOfNoSyncMoveAndEndInAnyOrder) {
+  on_ranks(2, [](const Rank& self) {
+    std::optional<DistributedDataParallel<Mlp>::NoSync> first, second;
+    Mlp mlp(std::vector<std::int64_t>{2, 3});
+    DistributedDataParallel model(mlp, self.group);
+    const auto reductions = [&] {
+      model(batch(2, 2, self.rank).to(at::kFloat)).pow(2).sum().backward();
+      return model.stats().reductions;
+    };
+    EXPECT_EQ(reductions(), 1U);
+    first = model.no_sync();
+    second.emplace(model.no_sync());
+    first.reset();
+    EXPECT_EQ(reductions(), 1U) << "the second one lives";
+    first = std::exchange(second, std::nullopt);
+    EXPECT_EQ(reductions(), 1U);
+    first.reset();
+    EXPECT_EQ(reductions(), 2U);
+    first = model.no_sync();  // and outlives the wrapper
+  });
+}
+
 }  // namespace
 }  // namespace torchspan::data_parallel::module_test

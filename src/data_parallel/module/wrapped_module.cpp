@@ -83,18 +83,18 @@ class WrappedModule::Impl {
     if (join_ && joining_.failure && at::GradMode::is_enabled()) std::rethrow_exception(joining_.failure);
     if (join_ && at::GradMode::is_enabled() && optimizer_hooks_.before_round) optimizer_hooks_.before_round();
     reducer_.begin_forward();
-    next_ = {.synchronize = synchronize_};
+    next_ = {.synchronize = synchronize()};
     if (!at::GradMode::is_enabled()) return;
     if (join_) {
-      apply(agree_on_next({.live = true, .synchronize = synchronize_}));
+      apply(agree_on_next({.live = true, .synchronize = synchronize()}));
       next_.announce = [this] { return announce(); };
     }
-    in_forward_ = owes_.buffer_hook = synchronize_;
-    if (synchronize_) ++begun_;
-    owes_.buffers = synchronize_ && options_.broadcast_buffers && !buffer_hook_;
+    in_forward_ = owes_.buffer_hook = synchronize();
+    if (synchronize()) ++begun_;
+    owes_.buffers = synchronize() && options_.broadcast_buffers && !buffer_hook_;
     await_buffers();
     share_buffers();
-    if (buffer_hook_ && synchronize_ && buffer_hook_time_ == BufferHookTime::kBeforeForward) {
+    if (buffer_hook_ && synchronize() && buffer_hook_time_ == BufferHookTime::kBeforeForward) {
       call_buffer_hook();
       await_buffers();
     }
@@ -210,7 +210,8 @@ class WrappedModule::Impl {
     synchronize_state(joining_.last_live);
   }
 
-  bool synchronize_ = true;
+  std::size_t pauses_ = 0;  ///< of reductions
+  bool synchronize() const { return pauses_ == 0; }
   /// What join() keeps between its rounds.
   struct Joining {
     std::exception_ptr failure;  ///< known to all ranks
@@ -388,9 +389,8 @@ std::vector<at::Tensor> WrappedModule::end_forward(std::vector<at::Tensor> outpu
   return impl_->end_forward(std::move(outputs));
 }
 void WrappedModule::forward_failed() noexcept { impl_->forward_failed(); }
-bool WrappedModule::set_synchronize(bool synchronize) {
-  return std::exchange(impl_->synchronize_, synchronize);
-}
+void WrappedModule::pause_reductions() { ++impl_->pauses_; }
+void WrappedModule::resume_reductions() { --impl_->pauses_; }
 void WrappedModule::register_comm_hook(CommHook hook, std::string name) {
   impl_->reducer().register_comm_hook(std::move(hook), std::move(name));
 }

@@ -489,4 +489,27 @@ TEST(FullySharded, UnitsWorkInSequentialModulesAndUnderNoGrad) {
 }
 
 }  // namespace
+}
+
+TEST(FullySharded, GuardsOfNoSyncMoveAndEndInAnyOrder) {
+  on_ranks(2, [&](const Rank& self) {
+    Net net;
+    std::optional<FullyShardedDataParallel<Net>::NoSync> first, second;
+    FullyShardedDataParallel<Net> model(net, self.group);
+    const auto reduces = [&] {
+      model.zero_grad();
+      model(input(self.rank, 0)).sum().backward();
+      return net->head.grad().defined();
+    };
+    EXPECT_TRUE(reduces());
+    first = model.no_sync();
+    second.emplace(model.no_sync());
+    first.reset();
+    EXPECT_FALSE(reduces()) << "the second one lives";
+    first = std::exchange(second, std::nullopt);
+    EXPECT_FALSE(reduces());
+    first.reset();
+    EXPECT_TRUE(reduces());
+    first = model.no_sync();  // and outlives the wrapper
+  });
 }  // namespace torchspan::sharded::fully_sharded_test

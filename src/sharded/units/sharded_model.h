@@ -70,8 +70,9 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   bool is_root(const std::shared_ptr<Unit>& unit) const { return !units_.empty() && units_[0] == unit; }
   BufferPool& pool() const { return *pool_; }
   std::int64_t number() const { return number_; }
-  bool synchronizes() const { return synchronize_; }
-  bool set_synchronize(bool synchronize) { return std::exchange(synchronize_, synchronize); }
+  bool synchronizes() const { return pauses_ == 0; }
+  void pause_reductions() { ++pauses_; }
+  void resume_reductions() { --pauses_; }
 
  private:
   /// What one backward pass has come to.
@@ -109,7 +110,7 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   std::int64_t number_ = 0;          ///< of the last forward of the whole module
   std::vector<RecordPtr> forwards_;  ///< that run now, the outermost first
   bool in_forward_ = false;
-  bool synchronize_ = true;
+  std::size_t pauses_ = 0;  ///< of reductions
 };
 
 }  // namespace torchspan::sharded

@@ -70,7 +70,8 @@ const std::shared_ptr<Unit>& WrappedUnits::begin_forward() {
   return model_->root();
 }
 
-bool WrappedUnits::set_synchronize(bool synchronize) { return model_->set_synchronize(synchronize); }
+void WrappedUnits::pause_reductions() { model_->pause_reductions(); }
+void WrappedUnits::resume_reductions() { model_->resume_reductions(); }
 
 bool WrappedUnits::agree(bool ok) { return model_->agree(ok); }
 

@@ -53,8 +53,9 @@ class WrappedModule {
   /// Notifies the other ranks, whose backward passes then fail.
   void forward_failed() noexcept;
 
-  /// Sets whether later forwards reduce gradients; returns the previous value.
-  bool set_synchronize(bool synchronize);
+  /// Later forwards do not reduce gradients until resume_reductions() was called as often.
+  void pause_reductions();
+  void resume_reductions();
   void register_comm_hook(CommHook hook, std::string name);
   void set_buffer_hook(BufferHook hook, std::string name, BufferHookTime when);
   void join(const std::function<void()>& body, const JoinOptions& options);
