@@ -25,10 +25,13 @@ const char* name_of(StepPart::Kind kind) {
   return "unknown part";  // read from shared memory
 }
 
+std::string describe_unit(std::int32_t unit) { return fmt::format(" of unit #{}", unit); }
+
 std::string describe(const StepPart& part) {
-  if (part.kind == StepPart::Kind::kNone) return "";
-  return fmt::format(" in the {} of micro-batch {} through layer range {} of step {}", name_of(part.kind),
-                     part.micro_batch, part.layer_range, part.step);
+  const std::string unit = part.unit < 0 ? "" : describe_unit(part.unit);
+  if (part.kind == StepPart::Kind::kNone) return unit;
+  return unit + fmt::format(" in the {} of micro-batch {} through layer range {} of step {}",
+                            name_of(part.kind), part.micro_batch, part.layer_range, part.step);
 }
 
 StepPartScope*& StepPartScope::of_thread() {

@@ -4,8 +4,8 @@
 
 namespace torchspan {
 
-/// A part of a pipeline's step. A collective operation that a layer calls belongs to the part that its thread runs, the
-/// same one on all ranks of the group.
+/// A part of a pipeline's step, or the unit of a sharded model. A collective operation belongs to the part that its thread
+/// runs, the same one on all ranks of the group.
 struct StepPart {
   enum class Kind : std::uint8_t {
     kNone,  ///< the thread runs no part
@@ -18,14 +18,17 @@ struct StepPart {
   Kind kind = Kind::kNone;
   std::int32_t layer_range = 0;
   std::int32_t micro_batch = 0;
+  std::int32_t unit = -1;  ///< number of a unit in FullyShardedStats::units; negative: none
   std::uint64_t step = 0;
   friend bool operator==(const StepPart&, const StepPart&) = default;
 };
 
 /// "repeated forward".
 const char* name_of(StepPart::Kind kind);
-/// " in the forward of micro-batch 2 through layer range 1 of step 7"; empty for kNone.
+/// " of unit #3 in the forward of micro-batch 2 through layer range 1 of step 7", without what is not set.
 std::string describe(const StepPart& part);
+/// " of unit #3".
+std::string describe_unit(std::int32_t unit);
 
 /// Sets the part that this thread runs, until the end of the scope.
 class StepPartScope {

@@ -69,7 +69,9 @@ class LayerRunner {
   /// Runs one use of a layer. Throws an Error that names it.
   UseOutput run_use(int order, const UseInput& input, bool repeated) const;
   /// What an operation of a group that the layers call belongs to.
-  StepPart part(StepPart::Kind kind) const { return {kind, range_, micro_batch_, mode_.step}; }
+  StepPart part(StepPart::Kind kind) const {
+    return {.kind = kind, .layer_range = range_, .micro_batch = micro_batch_, .step = mode_.step};
+  }
   int range_index() const { return range_; }
   int micro_batch() const { return micro_batch_; }
   const LayerRange& range() const { return local_.plan.layer_ranges[static_cast<std::size_t>(range_)]; }

@@ -423,6 +423,23 @@ TEST(FullySharded, RanksThatRunDifferentUnitsGetAnError) {
   });
 }
 
+TEST(FullySharded, RanksThatRunDifferentUnitsAreNamedWithTheirUnits) {
+  const auto body = [](const Rank& self) {
+    LayerSpec dense;
+    dense.unit = true;
+    RandomNet net(std::vector<LayerSpec>{dense, dense});
+    FullyShardedDataParallel<RandomNet> model(net, self.group);
+    const std::size_t skipped = static_cast<std::size_t>(self.rank);
+    const std::string error =
+        error_text([&] { model(input(self.rank, 0), std::vector<std::size_t>{skipped}).sum().backward(); });
+    // Of the shared memory's groups, one rank may meet the difference and tell the others.
+    EXPECT_THAT(error, AllOf(HasSubstr("of unit 'layer1'"), HasSubstr("of unit 'layer0'"),
+                             HasSubstr("all ranks must run the same units in the same order")));
+  };
+  on_ranks(2, body);
+  torchspan::testing::on_shared_memory_ranks(2, body);
+}
+
 TEST(FullySharded, AnExceptionOnOneRankReachesTheOthersWithItsReason) {
   on_ranks(3, [&](const Rank& self) {
     Net net;
@@ -461,8 +478,39 @@ TEST(FullySharded, WithoutTheWrapperAnErrorSaysWhatIsMissing) {
   on_ranks(2, [&](const Rank& self) {
     Net net;
     const at::Tensor alone = net->forward(input(0, 0));
-    { FullyShardedDataParallel<Net> model(net, self.group); }
+    {
+      FullyShardedDataParallel<Net> model(net, self.group);
+      const std::string error = error_text([&] { net->forward(input(0, 0)); });
+      EXPECT_THAT(error,
+                  AllOf(HasSubstr("unit 'block0' runs outside of a forward"), HasSubstr("call the wrapper")));
+      EXPECT_NO_THROW(model(input(self.rank, 0)).sum().backward()) << "nothing is broken";
+      const at::NoGradGuard no_grad;
+      EXPECT_THAT(error_text([&] { net->forward(input(0, 0)); }), HasSubstr("call the wrapper"));
+    }
     EXPECT_THAT(error_text([&] { net->forward(input(0, 0)); }), HasSubstr("was destroyed"));
+  });
+}
+
+TEST(FullySharded, GuardsOfNoSyncMoveAndEndInAnyOrder) {
+  on_ranks(2, [&](const Rank& self) {
+    Net net;
+    std::optional<FullyShardedDataParallel<Net>::NoSync> first, second;
+    FullyShardedDataParallel<Net> model(net, self.group);
+    const auto reduces = [&] {
+      model.zero_grad();
+      model(input(self.rank, 0)).sum().backward();
+      return net->head.grad().defined();
+    };
+    EXPECT_TRUE(reduces());
+    first = model.no_sync();
+    second.emplace(model.no_sync());
+    first.reset();
+    EXPECT_FALSE(reduces()) << "the second one lives";
+    first = std::exchange(second, std::nullopt);
+    EXPECT_FALSE(reduces());
+    first.reset();
+    EXPECT_TRUE(reduces());
+    first = model.no_sync();  // and outlives the wrapper
   });
 }
 
@@ -489,27 +537,4 @@ TEST(FullySharded, UnitsWorkInSequentialModulesAndUnderNoGrad) {
 }
 
 }  // namespace
-}
-
-TEST(FullySharded, GuardsOfNoSyncMoveAndEndInAnyOrder) {
-  on_ranks(2, [&](const Rank& self) {
-    Net net;
-    std::optional<FullyShardedDataParallel<Net>::NoSync> first, second;
-    FullyShardedDataParallel<Net> model(net, self.group);
-    const auto reduces = [&] {
-      model.zero_grad();
-      model(input(self.rank, 0)).sum().backward();
-      return net->head.grad().defined();
-    };
-    EXPECT_TRUE(reduces());
-    first = model.no_sync();
-    second.emplace(model.no_sync());
-    first.reset();
-    EXPECT_FALSE(reduces()) << "the second one lives";
-    first = std::exchange(second, std::nullopt);
-    EXPECT_FALSE(reduces());
-    first.reset();
-    EXPECT_TRUE(reduces());
-    first = model.no_sync();  // and outlives the wrapper
-  });
 }  // namespace torchspan::sharded::fully_sharded_test

@@ -11,7 +11,7 @@
 
 namespace torchspan::sharded {
 
-GradientStream::GradientStream(Unit& unit, bool alone) : alone_(alone) {
+GradientStream::GradientStream(Unit& unit, bool alone) : unit_(unit), alone_(alone) {
   for (const Unit::Part& part : unit.parts()) {
     if (!part.gradients) continue;
     const FlatLayout& layout = part.parameters->layout();
@@ -42,6 +42,7 @@ void GradientStream::add(std::size_t trained, at::Tensor gradient) {
 }
 
 void GradientStream::reduce_next() {
+  const StepPartScope scope = unit_.operations();
   Step& step = steps_[next_++];
   step.gradients->reduce(step.segment, std::move(step.arrived));
 }

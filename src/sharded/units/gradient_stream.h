@@ -48,6 +48,7 @@ class GradientStream {
   /// How many segments, from the first on, are reduced or complete.
   std::size_t complete() const;
 
+  const Unit& unit_;
   const bool alone_;
   std::vector<Step> steps_;
   std::vector<Place> places_;  ///< by trained parameter

@@ -109,7 +109,7 @@ void ShardedModel::divide(torch::nn::Module& module) {
   try {
     for (const ListedUnit& unit : listed) {
       units_.push_back(unit.divided ? unit.divided : divided(unit));
-      units_.back()->set_name(unit.name);
+      units_.back()->set_place(unit.name, units_.size() - 1);
     }
     built_.clear();
     pool_->clear();  // of what dividing took
@@ -168,6 +168,25 @@ void ShardedModel::begin_forward() {
   in_forward_ = true;
 }
 
+void ShardedModel::check_wrapped(const Unit& unit) const {
+  if (units_.empty()) {
+    throw_invalid(
+        fmt::format("{} was divided by a UnitBuilder, and runs before its model: construct a "
+                    "FullyShardedDataParallel of the whole "
+                    "module, and call that",
+                    unit.describe()));
+  }
+  if (in_forward_ || !running_.empty() || root()->parts().empty()) return;
+  if (root()->in_use() || root()->is_gathered()) return;
+  const Unit::Part& part = root()->parts().front();
+  throw_invalid(fmt::format(
+      "{} runs outside of a forward of its FullyShardedDataParallel, where '{}' and other parameters of the "
+      "module are "
+      "this rank's parts: call the wrapper instead of the module, for example model(x), or run inside of "
+      "with_full_parameters()",
+      unit.describe(), part.parameters->entries().front().name));
+}
+
 std::shared_ptr<Unit> ShardedModel::begin_unit(const std::shared_ptr<Unit>& unit) {
   for (const RecordPtr& outer : forwards_) {
     if (outer) outer->contains_units = true;
@@ -196,7 +215,12 @@ ShardedModel::Pass& ShardedModel::pass_of(engine::GradientSink& sink) {
   sink.after_work(
       [self = shared_from_this(), weak = std::weak_ptr(sink.end())](const engine::PassStatus& status) {
         const auto end = weak.lock();
-        if (status.ok() && end) self->finish(end);
+        if (!status.ok() || !end) return;
+        try {
+          self->finish(end);
+        } catch (const Error& error) {
+          throw self->with_unit_names(error);
+        }
       });
   sink.after_pass([self = shared_from_this(), end = sink.end().get()](const engine::PassStatus& status) {
     std::erase_if(self->running_, [&](const auto& one) { return one.first.get() == end; });
@@ -315,6 +339,7 @@ void ShardedModel::finish(const std::shared_ptr<engine::PassEnd>& end) {
   for (const auto& unit : units_) unit->free_if_idle();
   if (!pass.reduces) return groups_.await_readers();
   for (const auto& unit : units_) {
+    const StepPartScope scope = unit->operations();
     for (const Unit::Part& part : unit->parts()) {
       if (part.gradients && part.gradients->owes()) part.gradients->reduce_all();
     }
@@ -346,6 +371,27 @@ bool ShardedModel::commit() {
     }
   }
   return true;
+}
+
+Error ShardedModel::with_unit_names(const Error& error) const {
+  bool any = false;
+  const auto named = [&](std::string text) {
+    for (std::size_t unit = units_.size(); unit-- > 0;) {  // "#12" before "#1"
+      const std::string number = describe_unit(static_cast<std::int32_t>(unit));
+      for (auto at = text.find(number); at != std::string::npos; at = text.find(number, at)) {
+        text.replace(at, number.size(), " of " + units_[unit]->describe());
+        any = true;
+      }
+    }
+    return text;
+  };
+  std::string message = named(error.message()), call = named(error.call());
+  if (!any) return error;
+  if (error.kind() == ErrorKind::kInvalid)
+    message += "; all ranks must run the same units in the same order, also those whose inputs are empty";
+  Error result(error.kind(), std::move(message));
+  for (const RemoteFrame& frame : error.frames()) result.with_frame(frame);
+  return result.with_worker(error.worker()).with_call(std::move(call)).with_elapsed(error.elapsed());
 }
 
 void ShardedModel::fail(const std::string& reason) noexcept {

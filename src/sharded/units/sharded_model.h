@@ -42,6 +42,8 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
 
   /// A forward of the whole module begins.
   void begin_forward();
+  /// Throws Error{kInvalid} if the unit runs although neither a forward nor a backward of the whole module does.
+  void check_wrapped(const Unit& unit) const;
   /// The unit begins a forward: gathers it and prefetches the next one. Returns the unit before it.
   std::shared_ptr<Unit> begin_unit(const std::shared_ptr<Unit>& unit);
   /// A unit's forward runs between these; a null record if no backward follows.
@@ -59,6 +61,8 @@ class ShardedModel final : public std::enable_shared_from_this<ShardedModel> {
   void gradient_ready(const UnitGradients& node, std::size_t trained, at::Tensor gradient);
   /// No more gradients come to the node's unit in this pass.
   void unit_ready(const UnitGradients& node);
+  /// The error of an operation, with the names of the units for their numbers, and what to do if ranks run different ones.
+  Error with_unit_names(const Error& error) const;
   /// Breaks the group with a failure of this rank.
   void fail(const std::string& reason) noexcept;
 

@@ -21,6 +21,17 @@ bool Unit::name_parameter(const at::Tensor& parameter, const std::string& name) 
                      [&](const Part& part) { return part.parameters->set_name(parameter, name); });
 }
 
+void Unit::set_place(std::string name, std::size_t number) {
+  name_ = std::move(name);
+  number_ = static_cast<std::int32_t>(number);
+}
+
+StepPartScope Unit::operations() const {
+  StepPart part = StepPartScope::current();
+  part.unit = number_;
+  return StepPartScope(part);
+}
+
 std::shared_ptr<ShardedModel> Unit::model() const {
   if (auto model = model_.lock()) return model;
   throw Error(ErrorKind::kInvalid,
@@ -40,6 +51,7 @@ bool Unit::holds(const at::Tensor& tensor) const {
 }
 
 void Unit::prefetch() {
+  const StepPartScope scope = operations();
   for (const Part& part : parts_) part.parameters->begin_gather();
 }
 
@@ -52,6 +64,7 @@ void Unit::acquire() {
 
 void Unit::acquire_whole() {
   if (!is_gathered()) ++gathers_;
+  const StepPartScope scope = operations();
   for (const Part& part : parts_) part.parameters->begin_whole();
   ++users_;
 }

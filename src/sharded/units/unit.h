@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/api/step_part.h"
 #include "engine/api/node_ptr.h"
 #include "sharded/units/flat_parameters.h"
 #include "sharded/units/gradient_shards.h"
@@ -34,11 +35,14 @@ class Unit {
   Unit& operator=(const Unit&) = delete;
 
   const std::string& name() const { return name_; }
-  void set_name(std::string name) { name_ = std::move(name); }
+  /// Its place in the model: the name, and the number that operations of the unit have.
+  void set_place(std::string name, std::size_t number);
   /// Sets the name of a parameter; returns whether the unit has it.
   bool name_parameter(const at::Tensor& parameter, const std::string& name);
   /// "unit 'blocks.3'" or "the root unit".
   std::string describe() const;
+  /// Operations that begin while the result lives belong to the unit: they fail if other ranks run another one.
+  [[nodiscard]] StepPartScope operations() const;
   std::vector<Part>& parts() { return parts_; }
   /// Throws Error{kInvalid} if the FullyShardedDataParallel was destroyed.
   std::shared_ptr<ShardedModel> model() const;
@@ -57,6 +61,8 @@ class Unit {
   /// Ends a gather that prefetch() began and no user followed: the parameters may change now.
   void drop_prefetch();
   bool is_gathered() const;
+  /// Whether a user has it: a forward, a backward or with_full_parameters().
+  bool in_use() const { return users_ > 0; }
   /// Whether `tensor` is a gathered parameter or a view of one.
   bool holds(const at::Tensor& tensor) const;
   /// Number of gathers so far.
@@ -73,6 +79,7 @@ class Unit {
   void set_edges() const;
 
   std::string name_;
+  std::int32_t number_ = -1;
   std::vector<Part> parts_;
   const std::weak_ptr<ShardedModel> model_;
   std::size_t users_ = 0;

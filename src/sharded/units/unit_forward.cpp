@@ -17,6 +17,7 @@ class UnitForward::Impl {
  public:
   explicit Impl(std::shared_ptr<Unit> unit) : unit_(std::move(unit)), model_(unit_->model()) {
     if (c10::GradMode::is_enabled()) check_frozen(*unit_);
+    model_->check_wrapped(*unit_);
     try {
       std::shared_ptr<Unit> before = model_->begin_unit(unit_);
       if (c10::GradMode::is_enabled()) {
@@ -31,9 +32,10 @@ class UnitForward::Impl {
         if (gradients_.all) unit_->add_nodes(gradients_);
       }
       model_->enter_forward(record_);
-    } catch (...) {
-      failed();
-      throw;
+    } catch (const Error& error) {
+      const Error named = model_->with_unit_names(error);
+      failed(named.what());
+      throw named;
     }
   }
 
@@ -54,9 +56,8 @@ class UnitForward::Impl {
     return outputs;
   }
 
-  void failed() noexcept {
-    model_->fail(fmt::format("the forward of {} threw: {}", unit_->describe(),
-                             describe(std::current_exception()).text));
+  void failed(const std::string& text) noexcept {
+    model_->fail(fmt::format("the forward of {} threw: {}", unit_->describe(), text));
   }
 
  private:
@@ -71,7 +72,7 @@ UnitForward::~UnitForward() = default;
 std::vector<at::Tensor> UnitForward::finish(std::vector<at::Tensor> outputs) {
   return impl_->finish(std::move(outputs));
 }
-void UnitForward::failed() noexcept { impl_->failed(); }
+void UnitForward::failed() noexcept { impl_->failed(describe(std::current_exception()).text); }
 
 std::optional<at::ScalarType> input_dtype(const std::shared_ptr<Unit>& unit) {
   const MixedPrecision& precision = unit->model()->options().precision;

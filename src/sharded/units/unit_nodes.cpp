@@ -20,6 +20,10 @@ template <class Call>
 void call_model(ShardedModel& model, const Call& call) {
   try {
     call(model);
+  } catch (const Error& error) {
+    const Error named = model.with_unit_names(error);
+    model.fail("its backward pass failed: " + std::string(named.what()));
+    throw named;
   } catch (...) {
     model.fail("its backward pass failed: " + describe(std::current_exception()).text);
     throw;

@@ -97,7 +97,11 @@ bool WrappedUnits::on_any_rank(bool finding) {
 }
 
 void WrappedUnits::with_full_parameters(const std::function<void()>& body) {
-  for (const auto& unit : model_->units()) unit->acquire_whole();
+  try {
+    for (const auto& unit : model_->units()) unit->acquire_whole();
+  } catch (const Error& error) {
+    throw model_->with_unit_names(error);
+  }
   const bool in_place = model_->groups().set_in_place(false);  // all parameters are copies now
   try {
     body();
