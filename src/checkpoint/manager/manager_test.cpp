@@ -14,6 +14,7 @@
 #include <torchspan/optim.h>
 
 #include "checkpoint/files/disk.h"
+#include "state/api/place.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 
@@ -289,6 +290,24 @@ TEST(CheckpointManager, WarnsOfTensorsThatItDoesNotRestore) {
   EXPECT_THAT(warning(false),
               ::testing::AllOf(HasSubstr("'step-00000001' was restored without 4 of its tensors"),
                                HasSubstr(": 'tensor0', 'tensor1', 'tensor2' and 1 more; register")));
+}
+
+TEST(CheckpointManager, DoesNotWarnOfTensorsOfWhichNoRankHasElements) {
+  const TemporaryFolder folder;
+  torch::nn::Linear model(3, 4);
+  model->register_parameter("nothing", torch::empty({0, 3}));
+  // As FullyShardedDataParallel leaves it: a part without boxes.
+  const at::Tensor nothing = model->named_parameters()["nothing"];
+  auto place = std::make_shared<state::Place>();
+  place->shape = {0, 3};
+  place->divided = true;
+  state::set_place(nothing, place);
+  CheckpointManager manager({.directory = folder.path()});
+  manager.add("model", model);
+  manager.save(1);
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(manager.restore(), 1);
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }
 
 /// LibTorch's optimizer and schedule.

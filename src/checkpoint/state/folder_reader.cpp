@@ -87,8 +87,14 @@ const SavedTensor& FolderReader::saved(const std::string& full_name) const {
   return found->second;
 }
 
+Sizes FolderReader::shape_of(const std::string& full_name) const {
+  used_.insert(full_name);
+  return saved(full_name).shape;
+}
+
 at::ScalarType FolderReader::dtype_of(const std::string& full_name) const {
   const SavedTensor& tensor = saved(full_name);
+  used_.insert(full_name);
   const auto type = scalar_type_of(tensor.type);
   if (!type) {
     throw Error(ErrorKind::kUnsupported,

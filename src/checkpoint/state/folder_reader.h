@@ -28,14 +28,15 @@ class FolderReader final : public StateReader {
       std::function<void(const std::string& folder, const std::string& name, const RemoteValue&)>;
   void set_read_on_owner(ReadOnOwner read) { read_on_owner_ = std::move(read); }
   std::int64_t step() const override { return manifest_.step; }
-  /// A byte for each tensor, in the manifest's order: 1 if it was read, also in part or by its owner.
+  /// A byte for each tensor, in the manifest's order: 1 if it was read, also in part or by its owner, or compared with a
+  /// registered one, of which this rank may have no elements.
   Bytes usage() const;
 
  protected:
   std::vector<std::string> all_names() const override;
   bool contains(const std::string& full_name) const override { return manifest_.tensors.contains(full_name); }
   at::Tensor read_tensor(const std::string& full_name) const override;
-  Sizes shape_of(const std::string& full_name) const override { return saved(full_name).shape; }
+  Sizes shape_of(const std::string& full_name) const override;
   at::ScalarType dtype_of(const std::string& full_name) const override;
   void read_box(const std::string& full_name, const at::Tensor& target, const Sizes& offset) const override;
   const Value* find_value(const std::string& full_name) const override;
