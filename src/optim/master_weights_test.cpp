@@ -11,6 +11,7 @@
 #include <torchspan/optim/distributed_optimizer.h>
 #include <torchspan/optim/extension.h>
 
+#include "optim/functional/rule.h"
 #include "tests/support/cluster.h"
 #include "tests/support/errors.h"
 
@@ -212,6 +213,39 @@ TEST(MasterWeights, AreMissedInAStateWithoutThemAndRejectedByAnOptimizerWithoutT
                        {"master_weight", torch::ones({4}, torch::kBFloat16)}};
   const auto sgd = SGD{.lr = 1, .master_weights = true}.build({leaf_of(leaf)});
   EXPECT_THAT(error_of([&] { sgd->load_state(0, wrong); }).what(), HasSubstr("must have shape [4], Float"));
+}
+
+/// A rule for which LibTorch has no kernel of the dtype.
+class NoKernel final : public RuleOptimizer {
+ public:
+  NoKernel(RuleSettings settings, std::vector<at::Tensor> parameters)
+      : RuleOptimizer("NoKernel", std::move(settings), std::move(parameters)) {}
+
+ private:
+  static void refuse(const at::Tensor& parameter) {
+    TORCH_CHECK(parameter.scalar_type() != at::kHalf, "\"no_cpu\" not implemented for 'Half'");
+  }
+  void apply(const Operands<at::Tensor>& on) const override { refuse(on.parameter); }
+  void apply(const Operands<Tensors>& on) const override { refuse(on.parameter[0]); }
+  std::string refuse_sparse_rule() const override { return ""; }
+};
+
+TEST(MasterWeights, AreAdvisedWhereLibTorchHasNoKernelOfTheDtype) {
+  for (const bool foreach : {true, false}) {
+    for (const bool precise : {true, false}) {
+      NoKernel optimizer({.float32_state = precise, .foreach = foreach},
+                         {leaf_of(torch::ones({3}, torch::kHalf)), leaf_of(torch::ones({2}, torch::kHalf))});
+      optimizer.set_parameter_names({"a", "b"});
+      const std::vector<at::Tensor> gradients{torch::ones({3}, torch::kHalf), torch::ones({2}, torch::kHalf)};
+      if (precise) {
+        EXPECT_NO_THROW(optimizer.step(gradients));
+        continue;
+      }
+      EXPECT_THAT(error_of([&] { optimizer.step(gradients); }).message(),
+                  AllOf(HasSubstr("parameter 0 'a'"), HasSubstr("not implemented for 'Half'"),
+                        HasSubstr("set float32_state or master_weights")));
+    }
+  }
 }
 
 at::Tensor make_half_leaf() { return leaf_of(torch::ones({3}, torch::kBFloat16)); }

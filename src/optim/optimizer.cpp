@@ -59,6 +59,17 @@ ParameterState unless_empty(ParameterState state) {
   return empty ? ParameterState() : std::move(state);
 }
 
+void leave_out_never_trained(ParamGroup& group) {
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < group.parameters.size(); ++i) {
+    if (never_trained(group.parameters[i])) continue;
+    if (i < group.names.size()) group.names[kept] = group.names[i];
+    group.parameters[kept++] = group.parameters[i];
+  }
+  group.parameters.resize(kept);
+  if (!group.names.empty()) group.names.resize(kept);
+}
+
 }  // namespace
 
 ParamGroup::ParamGroup(std::vector<at::Tensor> parameters, OptimizerSpec spec, std::vector<std::string> names)
@@ -96,13 +107,15 @@ Optimizer::Optimizer(std::vector<ParamGroup> groups, const OptimizerTable* table
 void Optimizer::add(ParamGroup group, const OptimizerTable* table) {
   Part part;
   part.label = group.label.empty() ? std::to_string(groups_.size()) : group.label;
-  const std::size_t count = group.parameters.size();
   const bool named = !group.names.empty();
-  if (named && group.names.size() != count) {
+  if (named && group.names.size() != group.parameters.size()) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("group {} has {} parameters and {} names; pass one for each parameter",
-                            part.label, count, group.names.size()));
+                            part.label, group.parameters.size(), group.names.size()));
   }
+  leave_out_never_trained(group);
+  if (named) check_parameters(fmt::format("group {}", part.label), group.parameters, group.names);
+  const std::size_t count = group.parameters.size();
   part.rule = table != nullptr ? table->build(group.spec, std::move(group.parameters))
                                : group.spec.build(std::move(group.parameters));
   if (group.hogwild) part.rule->set_hogwild(true);

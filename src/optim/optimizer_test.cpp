@@ -215,6 +215,50 @@ TEST(Optimizer, RefusesGroupsThatShareAParameterOrDoNotFitTheirNames) {
   EXPECT_THAT(error_of([&] { Optimizer({a}, OptimizerSpec()); }).what(), HasSubstr("spec is empty"));
 }
 
+/// A layer with parameters of integers, as quantized models have.
+struct CodedImpl : torch::nn::Module {
+  CodedImpl() {
+    codes = register_parameter("codes", torch::arange(4), /*requires_grad=*/false);
+    mask = register_parameter("mask", torch::ones({4}, torch::kBool), /*requires_grad=*/false);
+    weight = register_parameter("weight", torch::ones({4}, torch::kDouble));
+    frozen = register_parameter("frozen", torch::ones({4}, torch::kDouble), /*requires_grad=*/false);
+  }
+  at::Tensor forward(const at::Tensor& x) { return (x * weight * codes * mask * frozen).sum(); }
+  at::Tensor codes, mask, weight, frozen;
+};
+TORCH_MODULE(Coded);
+
+TEST(Optimizer, LeavesOutParametersOfIntegers) {
+  for (const bool named : {true, false}) {
+    Coded model;
+    Optimizer optimizer =
+        named ? Optimizer(*model, SGD({.lr = 0.5})) : Optimizer(model->parameters(), SGD({.lr = 0.5}));
+    model->forward(torch::ones({4}, torch::kDouble)).backward();
+    optimizer.step();
+    EXPECT_TRUE(model->weight.equal(1 - 0.5 * torch::arange(4).to(torch::kDouble)));
+    EXPECT_TRUE(model->codes.equal(torch::arange(4)));
+    // A frozen parameter of floating-point numbers may be trained later.
+    EXPECT_EQ(optimizer.parameters().size(), 2U);
+    Optimizer same =
+        named ? Optimizer(*model, SGD({.lr = 0.5})) : Optimizer(model->parameters(), SGD({.lr = 0.5}));
+    same.load_state_dict(optimizer.state_dict());
+  }
+}
+
+TEST(Optimizer, NamesAParameterThatItRefuses) {
+  const at::Tensor weight = torch::ones({2}, torch::kDouble).requires_grad_();
+  const auto text = [&](std::vector<at::Tensor> parameters) {
+    std::vector<ParamGroup> groups{
+        ParamGroup(std::move(parameters), SGD({.lr = 0.1}), {"layer.weight", "layer.bias"})};
+    return error_of([&] { Optimizer(std::move(groups)); }).message();
+  };
+  EXPECT_THAT(text({weight, weight * 2}),
+              AllOf(HasSubstr("'layer.bias'"), HasSubstr("result of a computation")));
+  EXPECT_THAT(text({weight, weight}),
+              AllOf(HasSubstr("'layer.bias'"), HasSubstr("'layer.weight'"), HasSubstr("once")));
+  EXPECT_THAT(text({weight, {}}), AllOf(HasSubstr("'layer.bias'"), HasSubstr("undefined")));
+}
+
 TEST(Optimizer, ChangesNoGroupWhenAGradientOfOneIsWrong) {
   const at::Tensor a = torch::ones({2}).set_requires_grad(true),
                    b = torch::ones({3, 2}).set_requires_grad(true);

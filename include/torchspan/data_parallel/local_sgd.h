@@ -31,7 +31,7 @@ struct AveragingLevel {
 class ModelAverager {
  public:
   /// Collective: throws Error{kInvalid} on all ranks of a level if their parameters, periods or warmups differ, or if they
-  /// have different parts of a parameter, or their own ones.
+  /// have different parts of a parameter, or their own ones. Tensors of integers are left alone.
   /// Periods must increase, each a multiple of the previous one. The first `warmup_steps` steps average nothing.
   ModelAverager(std::vector<at::Tensor> parameters, std::vector<AveragingLevel> levels,
                 std::int64_t warmup_steps = 0);

@@ -23,12 +23,12 @@ constexpr const char* kSteps = "steps";
 std::string outer_name(std::size_t parameter) { return fmt::format("{}.outer", parameter); }
 std::string momentum_name(std::size_t parameter) { return fmt::format("{}.momentum", parameter); }
 
-/// The first place of each tensor in a list.
+/// The first place of each tensor in a list, without those that are not averaged.
 std::vector<std::size_t> first_places(const std::vector<at::Tensor>& listed) {
   std::set<const c10::TensorImpl*> seen;
   std::vector<std::size_t> places;
   for (std::size_t i = 0; i < listed.size(); ++i) {
-    if (seen.insert(listed[i].unsafeGetTensorImpl()).second) places.push_back(i);
+    if (is_averaged(listed[i]) && seen.insert(listed[i].unsafeGetTensorImpl()).second) places.push_back(i);
   }
   return places;
 }
@@ -90,8 +90,7 @@ class DiLoCo::Impl {
 DiLoCo::Impl::Impl(const std::vector<at::Tensor>& listed, collective::Group group,
                    const DiLoCoOptions& options)
     : places_(first_places(listed)), group_(std::move(group)), options_(options) {
-  const std::vector<at::Tensor> elements = averaged_elements(listed);
-  for (const std::size_t place : places_) parameters_.push_back(elements[place]);
+  for (const std::size_t place : places_) parameters_.push_back(averaged_elements(listed[place]));
   Agreement mine = agreement_on(group_, listed,
                                 {{"period", std::to_string(options.period)},
                                  {"outer_lr", fmt::format("{}", options.outer_lr)},

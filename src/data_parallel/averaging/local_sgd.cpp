@@ -80,7 +80,10 @@ bool ModelAverager::step() {
     return steps > 0 && steps % level.period == 0;
   });
   if (due == levels_.rend()) return false;
-  const std::vector<at::Tensor> elements = averaged_elements(parameters_);
+  std::vector<at::Tensor> elements;
+  for (const at::Tensor& parameter : parameters_) {
+    if (is_averaged(parameter)) elements.push_back(averaged_elements(parameter));
+  }
   const std::vector<at::Tensor> averages = PackedAverages(due->group, elements).wait();
   for (std::size_t i = 0; i < averages.size(); ++i) elements[i].detach().copy_(averages[i]);
   return true;

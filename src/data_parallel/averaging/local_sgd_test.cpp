@@ -327,6 +327,34 @@ TEST(DiLoCo, TakesATensorThatIsListedTwiceOnce) {
   });
 }
 
+/// As parameters() of a quantized module lists them.
+TEST(Averaging, LeavesTensorsOfIntegersAlone) {
+  on_ranks(2, [](const Rank& self) {
+    const auto listed = [&] {
+      return Tensors{at::arange(3), leaf({3}, at::kDouble, 1 + self.rank), at::ones({2}, at::kBool)};
+    };
+    Tensors one = listed(), other = listed();
+    ModelAverager averager(one, self.group, 1);
+    EXPECT_TRUE(averager.step());
+    expect_close(one[1].detach(), (leaf({3}, at::kDouble, 1) + leaf({3}, at::kDouble, 2)).detach() / 2,
+                 1e-12);
+    DiLoCo diloco(other, self.group, {.period = 1});
+    EXPECT_TRUE(diloco.step());
+    diloco.load_state(diloco.state());
+    EXPECT_EQ(diloco.state()[1].first, "1.outer");
+    for (const Tensors& tensors : {one, other}) {
+      EXPECT_TRUE(tensors[0].equal(at::arange(3)));
+      EXPECT_TRUE(tensors[2].equal(at::ones({2}, at::kBool)));
+    }
+    EXPECT_THAT(error_text([&] { ModelAverager({at::arange(3)}, self.group, 1); }),
+                HasSubstr("no parameters to average"));
+    EXPECT_THAT(error_text([&] {
+                  DiLoCo({at::zeros({2 + self.rank}, at::kLong), leaf({3})}, self.group);
+                }),
+                HasSubstr("parameter 0"));
+  });
+}
+
 TEST(DiLoCo, RefusesTensorsThatAreTiedOnOneRankOnly) {
   on_ranks(2, [](const Rank& self) {
     const at::Tensor one = leaf({3}), other = leaf({3});

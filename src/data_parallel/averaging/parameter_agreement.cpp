@@ -1,5 +1,6 @@
 #include "data_parallel/averaging/parameter_agreement.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 
 #include <ATen/core/ivalue.h>
@@ -17,9 +18,19 @@ Agreement agreement_on(const collective::Group& group, const std::vector<at::Ten
                        std::vector<std::pair<std::string, std::string>> settings) {
   Agreement agreement;
   agreement.settings = std::move(settings);
-  if (parameters.empty()) agreement.failure = "there are no parameters to average";
+  if (std::none_of(parameters.begin(), parameters.end(), is_averaged)) {
+    agreement.failure = "there are no parameters to average";
+    if (!parameters.empty()) {
+      agreement.failure += fmt::format(": {} is {}, and no other one has a floating-point dtype",
+                                       parameter_name(0), c10::toString(parameters[0].scalar_type()));
+    }
+  }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& tensor = parameters[i];
+    if (!is_averaged(tensor)) {
+      agreement.add(parameter_name(i), tensor);
+      continue;
+    }
     if (!tensor.defined() || tensor.is_sparse() || !tensor.is_floating_point()) {
       agreement.failure = fmt::format(
           "{} is {}; only dense tensors of a floating-point dtype can be averaged", parameter_name(i),
@@ -45,11 +56,12 @@ Agreement agreement_on(const collective::Group& group, const std::vector<at::Ten
   return agreement;
 }
 
-std::vector<at::Tensor> averaged_elements(const std::vector<at::Tensor>& parameters) {
-  std::vector<at::Tensor> elements;
-  for (const at::Tensor& parameter : parameters)
-    elements.push_back(state::elements_of(parameter, state::place_of(parameter)));
-  return elements;
+bool is_averaged(const at::Tensor& tensor) {
+  return !tensor.defined() || !c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
+}
+
+at::Tensor averaged_elements(const at::Tensor& parameter) {
+  return state::elements_of(parameter, state::place_of(parameter));
 }
 
 }  // namespace torchspan::data_parallel

@@ -15,8 +15,11 @@ namespace torchspan::data_parallel {
 Agreement agreement_on(const collective::Group& group, const std::vector<at::Tensor>& parameters,
                        std::vector<std::pair<std::string, std::string>> settings);
 
-/// What this rank has of each parameter: the tensor, or its part.
-std::vector<at::Tensor> averaged_elements(const std::vector<at::Tensor>& parameters);
+/// Whether ranks average the tensor. Those of integers cannot be trained: they must be alike, and stay as they are.
+bool is_averaged(const at::Tensor& tensor);
+
+/// What this rank has of a parameter: the tensor, or its part.
+at::Tensor averaged_elements(const at::Tensor& parameter);
 
 /// "parameter 3": these tensors have no names.
 std::string parameter_name(std::size_t index);

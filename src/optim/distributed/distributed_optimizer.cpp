@@ -126,7 +126,8 @@ Target::Target(const std::shared_ptr<torch::nn::Module>& module) {
     names_.push_back(name);
     tensors_.push_back(parameter);
   }
-  if (tensors_.empty()) throw Error(ErrorKind::kInvalid, "a target module has no parameters");
+  if (tensors_.empty())
+    throw Error(ErrorKind::kInvalid, "a target module has no parameters that can be trained");
 }
 
 DistributedOptimizer::DistributedOptimizer(const Worker& worker,

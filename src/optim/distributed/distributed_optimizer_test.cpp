@@ -60,6 +60,7 @@ at::Tensor make_factor(double value) {
   if (value == 0) throw std::runtime_error("a factor of nothing");
   return torch::full({1}, value, torch::kDouble).set_requires_grad(true);
 }
+at::Tensor make_constant(double value) { return torch::full({1}, value, torch::kDouble); }
 std::int64_t a_number() { return 7; }
 
 constexpr Class<Half, std::int64_t> kHalf{"Half"};
@@ -71,6 +72,7 @@ constexpr Function<&TableImpl::forward> kLookUp{"Table.forward"};
 constexpr Function<optimizers> kOptimizers{"optimizers"};
 constexpr Function<scaled> kScaled{"scaled"};
 constexpr Function<make_factor> kMakeFactor{"make_factor"};
+constexpr Function<make_constant> kMakeConstant{"make_constant"};
 constexpr Function<a_number> kNumber{"a_number"};
 
 /// Runs `body` on the first of `workers` workers, with several seeds.
@@ -81,7 +83,7 @@ void on_first(int workers, const std::function<void(Worker&)>& body) {
     options.workers = workers;
     options.seed = seed;
     options.functions.add(kHalf, kTable, kEmpty, kForward, kValues, kLookUp, kOptimizers, kScaled,
-                          kMakeFactor, kNumber);
+                          kMakeFactor, kMakeConstant, kNumber);
     options.extensions = [] {
       std::vector<std::unique_ptr<rpc::Extension>> extensions;
       extensions.push_back(std::make_unique<autograd::AutogradExtension>());
@@ -111,6 +113,19 @@ void expect_no_optimizer_left(Worker& worker) {
 at::Tensor input() { return torch::linspace(-1, 1, 6, torch::kDouble).view({2, 3}); }
 
 // peer: dist_optimizer_test.py dist_optim
+TEST(DistributedOptimizer, WarnsOfTargetsThatAreNeverTrained) {
+  on_first(2, [](Worker& worker) {
+    const auto trained = worker.remote("worker1", kMakeFactor, 2.0);
+    const auto frozen = worker.remote("worker1", kMakeConstant, 2.0);
+    ::testing::internal::CaptureStderr();
+    const DistributedOptimizer optimizer(worker, SGD{.lr = 0.1}, {trained, frozen});
+    const std::string log = ::testing::internal::GetCapturedStderr();
+    EXPECT_THAT(log, AllOf(HasSubstr("worker1"), HasSubstr("requires no gradient"),
+                           HasSubstr("requires_grad_(true)"), HasSubstr("target 1 of group 0")));
+    EXPECT_THAT(log, Not(HasSubstr("target 0 of")));
+  });
+}
+
 TEST(DistributedOptimizer, StepsModulesAndTensorsOfAllOwnersAsOneProcessWould) {
   on_first(3, [](Worker& worker) {
     Half first(1), local(2);

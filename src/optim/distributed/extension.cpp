@@ -35,8 +35,9 @@ void list_parameters(rpc::Value& value, const std::string& name, ParamGroup& gro
   }
   const auto parameters = named_parameters_of(*module);
   if (parameters.empty()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a target of type '{}' has no parameters", value.type_name()));
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("a target of type '{}' has no parameters that can be trained", value.type_name()));
   }
   for (const auto& [own_name, parameter] : parameters) {
     group.parameters.push_back(parameter);
@@ -84,6 +85,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
         owned->values.push_back(target.value->value(Deadline::never()));
         list_parameters(*owned->values.back(), target.name, group);
       }
+      warn_of_frozen_targets(group);
     }
     owned->optimizer = std::make_unique<Optimizer>(std::move(groups), &table_);
     for (const at::Tensor& parameter : owned->optimizer->parameters()) {
@@ -95,6 +97,20 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
     if (!present || departures_[maker] != departures)
       throw Error(ErrorKind::kDisconnected, "the worker that creates this optimizer has died or left");
     optimizers_[message.id] = std::move(owned);
+  }
+
+  /// A module that is partly frozen is ordinary; a target of which nothing is trained may be a mistake.
+  void warn_of_frozen_targets(const ParamGroup& group) const {
+    std::map<std::string, bool> trained;  // by target; a local module's parameters are targets "0.weight"
+    for (std::size_t i = 0; i < group.parameters.size(); ++i)
+      trained[group.names[i].substr(0, group.names[i].find('.'))] |= group.parameters[i].requires_grad();
+    for (const auto& [target, is_trained] : trained) {
+      if (is_trained) continue;
+      worker().runtime().log.warning(fmt::format(
+          "target {} of group {} of a DistributedOptimizer requires no gradient, so no backward pass trains "
+          "it: call requires_grad_(true) on its owner, or leave it out",
+          target, group.label));
+    }
   }
 
   /// Destroys the optimizers of a worker that died or left. The pool does it, because modules may be destroyed

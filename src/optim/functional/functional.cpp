@@ -1,7 +1,6 @@
 #include <cmath>
 #include <fmt/format.h>
 #include <limits>
-#include <unordered_map>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -11,46 +10,18 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/functional.h>
 
+#include "optim/parameters.h"
 #include "optim/state_sources.h"
 
 namespace torchspan::optim {
 
 FunctionalOptimizer::FunctionalOptimizer(std::string name, std::vector<at::Tensor> parameters)
     : name_(std::move(name)), parameters_(std::move(parameters)) {
-  std::unordered_map<const c10::TensorImpl*, std::size_t> seen;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const at::Tensor& parameter = parameters_[i];
-    if (!parameter.defined()) {
-      throw Error(ErrorKind::kInvalid, fmt::format("{}: parameter {} is undefined", name_, i));
-    }
-    if (!parameter.is_leaf()) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("{}: {} is the result of a computation; pass the leaf that it was computed from", name_,
-                      describe(i)));
-    }
-    if (!parameter.is_floating_point() && !parameter.is_complex()) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("{}: {} cannot be trained, because its type is not a floating-point type",
-                              name_, describe(i)));
-    }
-    const auto [first, is_new] = seen.emplace(parameter.unsafeGetTensorImpl(), i);
-    if (!is_new) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format(
-              "{}: {} is the same tensor as parameter {} and would be updated twice in a step: list it once",
-              name_, describe(i), first->second));
-    }
-  }
+  check_parameters(name_, parameters_, {});
 }
 
 std::string FunctionalOptimizer::describe(std::size_t index) const {
-  const at::Tensor& parameter = parameters_[index];
-  std::string name;
-  if (index < parameter_names_.size()) name = fmt::format(" '{}'", parameter_names_[index]);
-  return fmt::format("parameter {}{} (shape {}, {})", index, name, c10::str(parameter.sizes()),
-                     c10::toString(parameter.scalar_type()));
+  return describe_parameter(parameters_[index], index, parameter_names_);
 }
 
 void FunctionalOptimizer::check_one(std::size_t index, const at::Tensor& gradient) const {

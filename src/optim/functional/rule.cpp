@@ -6,6 +6,7 @@
 #include <map>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include "device/api/half.h"
@@ -107,12 +108,24 @@ void RuleOptimizer::update(std::size_t index, at::Tensor& parameter, const at::T
   begin(state, seen.parameter);
   const Operands<at::Tensor> on{seen.parameter, seen.gradient, state.slots.data(),
                                 static_cast<double>(state.steps)};
-  if (gradient.is_sparse() || state.sparse()) {
-    apply_sparse(on);
-  } else {
-    apply(on);
-  }
+  explained(index, [&] { gradient.is_sparse() || state.sparse() ? apply_sparse(on) : apply(on); });
   finish(parameter, seen.parameter);
+}
+
+template <class Rule>
+void RuleOptimizer::explained(std::size_t index, const Rule& rule) const {
+  try {
+    rule();
+  } catch (const c10::Error& error) {
+    const at::Tensor& parameter = parameters()[index];
+    if (!device::is_half(parameter.scalar_type()) || in_float32(parameter)) throw;
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format(
+            "{}: LibTorch cannot step {} in its own dtype ({}); set float32_state or master_weights in "
+            "the optimizer's options",
+            name(), describe(index), error.what_without_backtrace()));
+  }
 }
 
 bool RuleOptimizer::can_update_together(std::size_t index, const at::Tensor& gradient) const {
@@ -162,7 +175,9 @@ void RuleOptimizer::update_many(const std::vector<std::size_t>& indices,
   }
   const Operands<Tensors> on{seen, directions, slots.data(),
                              static_cast<double>(states_[indices.front()].steps)};
-  if (!by_operator || !apply_by_operator(on)) apply(on);
+  explained(indices.front(), [&] {
+    if (!by_operator || !apply_by_operator(on)) apply(on);
+  });
   for (std::size_t k = 0; k < indices.size(); ++k) {
     for (std::size_t slot = 0; slot < slots.size(); ++slot) states_[indices[k]].slots[slot] = slots[slot][k];
     finish(parameters()[indices[k]], seen[k]);

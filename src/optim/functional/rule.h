@@ -70,6 +70,9 @@ class RuleOptimizer : public FunctionalOptimizer {
   Views views(const at::Tensor& parameter, const at::Tensor& gradient, State& state) const;
   void begin(State& state, const at::Tensor& like) const;
   void finish(at::Tensor& parameter, const at::Tensor& seen) const;
+  /// Runs the rule; what LibTorch says of a dtype gets the name of the parameter, and the options to use.
+  template <class Rule>
+  void explained(std::size_t index, const Rule& rule) const;
 
   const RuleSettings settings_;
   bool hogwild_ = false;
