@@ -36,7 +36,7 @@ struct GroupKey {
   std::int64_t steps;
   bool has_slots;
   bool by_operator;
-  auto operator<=>(const GroupKey&) const = default;
+  friend auto operator<=>(const GroupKey&, const GroupKey&) = default;
 };
 
 }  // namespace
