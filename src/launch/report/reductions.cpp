@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <tuple>
+#include <utility>
 
 namespace torchspan::launch {
 namespace {
@@ -57,8 +58,17 @@ class Comparison {
  public:
   Comparison(const TraceSet& set, const TrainingSteps& steps) : set_(set) {
     for (const WorkerTrace& worker : set.workers) result_.workers.push_back({.rank = worker.rank()});
-    if (steps.source != "reductions") return;
-    for (const TrainingStep& step : steps.steps) steps_[step.number] = &step;
+    progress_.resize(set.workers.size());
+    if (steps.source == "reductions") {
+      for (const TrainingStep& step : steps.steps) steps_[step.number] = &step;
+    } else if (steps.source == "spans named step") {
+      for (const TrainingStep& step : steps.steps) {
+        for (std::size_t w = 0; w < step.by_worker.size(); ++w) {
+          if (step.by_worker[w].length() > 0) progress_[w].steps.push_back(step.by_worker[w]);
+        }
+      }
+      for (Progress& one : progress_) std::ranges::sort(one.steps, {}, &Interval::begin);
+    }
   }
 
   void add(std::uint64_t number, const std::vector<WorkerRound>& round) {
@@ -84,6 +94,7 @@ class Comparison {
   }
 
   Reductions finish() {
+    for (std::size_t w = 0; w < progress_.size(); ++w) leave_step(w);
     for (auto& [key, cause] : late_) {
       const auto& [worker, late, bucket] = key;
       result_.late.push_back(
@@ -126,15 +137,41 @@ class Comparison {
     return last;
   }
 
-  /// The step to which a round belongs; without steps from reductions, from the forward to the end.
-  std::int64_t whole_of(std::uint64_t number, std::size_t w, const WorkerRound& own) const {
+  /// The spans named step of a worker, in order, and how much of them is counted.
+  struct Progress {
+    std::vector<Interval> steps = {};
+    std::size_t next = 0;    ///< step
+    std::int64_t until = 0;  ///< what comes before is counted
+    bool inside = false;     ///< of the step before `next`, whose end is not counted
+  };
+
+  /// Counts the rest of the step in which the last round ended.
+  void leave_step(std::size_t w) {
+    Progress& own = progress_[w];
+    if (!std::exchange(own.inside, false)) return;
+    result_.workers[w].whole += std::max<std::int64_t>(0, own.steps[own.next - 1].end - own.until);
+  }
+
+  /// The step to which a round belongs: that of the reductions; of a span named step the time since the round before;
+  /// otherwise from the forward to the end.
+  std::int64_t whole_of(std::uint64_t number, std::size_t w, const WorkerRound& own) {
     if (const auto step = steps_.find(number); step != steps_.end())
       return step->second->by_worker[w].length();
-    return own.reduction.end - (own.forward.end != 0 ? own.forward.begin : own.backward.begin);
+    const std::int64_t begin = own.forward.end != 0 ? own.forward.begin : own.backward.begin;
+    Progress& progress = progress_[w];
+    while (progress.next < progress.steps.size() && progress.steps[progress.next].begin <= begin) {
+      leave_step(w);
+      progress.until = progress.steps[progress.next].begin;
+      progress.inside = true;
+      ++progress.next;
+    }
+    if (!progress.inside || progress.steps[progress.next - 1].end < begin) return own.reduction.end - begin;
+    return own.reduction.end - std::exchange(progress.until, own.reduction.end);
   }
 
   const TraceSet& set_;
   std::map<std::uint64_t, const TrainingStep*> steps_;
+  std::vector<Progress> progress_;  ///< by worker
   std::map<std::tuple<std::size_t, std::size_t, int>, LateBucket> late_;
   Reductions result_;
 };

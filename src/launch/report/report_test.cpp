@@ -73,6 +73,82 @@ TEST(RunFigures, FindTheLateRankAndItsBucket) {
   EXPECT_THAT(findings[0].advice, HasSubstr("rank 1 spends 9.6 ms outside forward, backward and reduction"));
 }
 
+/// As the guides recommend, the program has a span of each step; rank 1 sleeps in another one before its forward, and its
+/// backward takes a little longer, too.
+TEST(RunFigures, FindTheSpanOfTheProgramThatMakesARankLate) {
+  for (const bool with_step : {true, false}) {
+    ExampleTrace fast(0), slow(1);
+    for (int k = 1; k <= 5; ++k) {
+      const std::int64_t begin = k * 200 * kMs;
+      const auto id = static_cast<std::uint64_t>(k);
+      const auto step = [&](ExampleTrace& trace, std::int64_t load, std::int64_t backward_time) {
+        const std::int64_t forward = begin + load, backward = forward + 2 * kMs, end = begin + 160 * kMs;
+        if (with_step) trace.span(SpanKind::kUser, "step", begin, end + 5 * kMs, {.id = id});
+        trace.span(SpanKind::kUser, "load", begin, forward, {}, true);
+        if (load > kMs) trace.span(SpanKind::kUser, "augment", begin, begin + 120 * kMs, {}, true);
+        trace.span(SpanKind::kBucket, "forward", forward, backward, {.id = id});
+        trace.span(SpanKind::kBucket, "backward", backward, backward + backward_time, {.id = id});
+        trace.span(SpanKind::kBucket, "bucket 0", backward + backward_time, end,
+                   {.id = id, .part = 0, .bytes = 64});
+        trace.span(SpanKind::kBucket, "reduction", backward + backward_time, end, {.id = id});
+      };
+      step(fast, kMs, 4 * kMs);
+      step(slow, 121 * kMs, 31 * kMs);
+    }
+    const TraceSet set = align_traces({fast.contents(), slow.contents()});
+    const RunFigures figures = examine_run(set);
+    EXPECT_EQ(figures.steps.source, with_step ? "spans named step" : "reductions");
+    if (with_step) {
+      for (const ReductionTimes& times : figures.reductions.workers) EXPECT_EQ(times.whole, 5 * 165 * kMs);
+      EXPECT_EQ(figures.reductions.workers.at(1).other(), 5 * (121 + 5) * kMs);
+    }
+    const auto findings = judge_run(set, figures);
+    ASSERT_FALSE(findings.empty());
+    EXPECT_THAT(findings[0].text, HasSubstr("for rank 1"));
+    EXPECT_THAT(findings[0].advice, HasSubstr("outside forward, backward and reduction"));
+    EXPECT_THAT(findings[0].advice,
+                HasSubstr("It spends 120.0 ms in 'augment'; the others spend 0 ns there."));
+  }
+}
+
+/// An action sends its result before it ends.
+TEST(RunFigures, ExplainASimulatedStepThatIsLongerThanTheMeasuredOne) {
+  ExampleTrace first(0), second(1);
+  first.span(SpanKind::kPipeline, "0F0", 0, 10 * kMs, {.id = 1})
+      .span(SpanKind::kPipeline, "0B0", 20 * kMs, 35 * kMs, {.id = 1});
+  second.span(SpanKind::kPipeline, "1F0", 5 * kMs, 15 * kMs, {.id = 1})
+      .span(SpanKind::kPipeline, "1B0", 15 * kMs, 30 * kMs, {.id = 1});
+  const TraceSet set = align_traces({first.contents(), second.contents()});
+  const auto findings = judge_run(set, examine_run(set));
+  ASSERT_FALSE(findings.empty());
+  EXPECT_THAT(findings[0].text,
+              HasSubstr("the simulated step is longer than the measured one (50.0 ms and 35.0 ms)"));
+  EXPECT_THAT(findings[0].advice, HasSubstr("An action sends its result before it ends"));
+}
+
+/// Two rounds in each step.
+TEST(RunFigures, CountTheTimeOfAStepWithSeveralReductionsOnce) {
+  ExampleTrace first(0), second(1);
+  for (ExampleTrace* trace : {&first, &second}) {
+    for (int k = 0; k < 3; ++k) {
+      const std::int64_t begin = (1 + 50 * k) * kMs;
+      trace->span(SpanKind::kUser, "step", begin, begin + 40 * kMs,
+                  {.id = static_cast<std::uint64_t>(k + 1)});
+      for (int half = 0; half < 2; ++half) {
+        const auto id = static_cast<std::uint64_t>(2 * k + half + 1);
+        const std::int64_t forward = begin + (5 + 15 * half) * kMs, backward = forward + 2 * kMs,
+                           end = backward + 6 * kMs;
+        trace->span(SpanKind::kBucket, "forward", forward, backward, {.id = id});
+        trace->span(SpanKind::kBucket, "backward", backward, end - kMs, {.id = id});
+        trace->span(SpanKind::kBucket, "bucket 0", backward, end, {.id = id, .part = 0, .bytes = 64});
+        trace->span(SpanKind::kBucket, "reduction", backward, end, {.id = id});
+      }
+    }
+  }
+  const RunFigures figures = examine_run(align_traces({first.contents(), second.contents()}));
+  for (const ReductionTimes& times : figures.reductions.workers) EXPECT_EQ(times.whole, 3 * 40 * kMs);
+}
+
 /// Two workers report their progress; the second one reports every other step.
 TEST(RunFigures, TakeStepsFromReportsOfProgressIfThereIsNothingBetter) {
   ExampleTrace first(0), second(1);

@@ -45,8 +45,9 @@ function showSteps() {
   const steps = data.steps;
   if (!steps.numbers.length) return;
   const node = section('steps', 'Steps', `Taken from ${steps.source}.`);
-  const lines = data.workers.slice(0, 8).map((worker, w) => ({ name: `rank ${worker.rank}`, color: lineColors[w], points: steps.numbers.map((id, i) => [i, steps.lengths[i][w]]).filter((point) => point[1] > 0) }));
+  const lines = data.workers.slice(0, 8).map((worker, w) => ({ name: `rank ${worker.rank}`, color: lineColors[w], points: steps.numbers.map((id, i) => [id, steps.lengths[i][w]]).filter((point) => point[1] > 0) }));
   lineChart(node, lines.filter((line) => line.points.length), { label: 'Duration of each step', x: (x) => `${Math.round(x)}`, y: (y) => time(y), zero: true });
+  if (data.workers.length > 8) node.append(make('p', { class: 'soft' }, 'The chart has the first 8 ranks, the table all of them.'));
   const order = steps.numbers.map((id, i) => i).sort((a, b) => Math.max(...steps.lengths[b]) - Math.max(...steps.lengths[a])).slice(0, 8);
   node.append(make('h3', {}, 'Slowest steps'));
   node.append(table(['step', 'longest', 'rank', 'shortest', 'begins at', ''], order.map((i) => {
@@ -76,6 +77,7 @@ function showPipeline() {
     if (!grid) continue;
     node.append(make('h3', {}, `${title}: ${time(grid.length)}, ${(100 * grid.idle).toFixed(1)} % idle`), pipelineGrid(grid, pipeline.ranks, length));
   }
+  if (pipeline.simulated && pipeline.simulated.length > pipeline.measured.length) node.append(make('p', { class: 'soft' }, 'The simulated step is longer than the measured one: an action sends its result before it ends, so that the next one overlaps with it; the simulation starts the next one after its end, at the mean time of its kind.'));
   const used = new Set(pipeline.measured.rows.flat().map((action) => action[3]));
   node.append(legend([...used].sort().map((kind) => actions[kind])));
 }
