@@ -141,13 +141,19 @@ class ChromeJson {
   int thread_of(const SpanPlace& place) const { return threads_[place.worker][place.span]; }
   int rank_of(const SpanPlace& place) const { return set_.workers[place.worker].rank(); }
 
+  /// A result may leave before its span ends: the next one then begins earlier, and an arrow does not go back in time.
+  std::int64_t leaves(const Flow& flow) const {
+    const StoredSpan& from = span_of(flow.from);
+    return flow.from_end ? std::clamp(span_of(flow.to).begin, from.begin, from.end - 1) : from.begin;
+  }
+
   void write_flows() {
     for (const Flow& flow : find_flows(set_)) {
       if (!has_inside(flow.from) || !has_inside(flow.to)) continue;
       const StoredSpan& from = span_of(flow.from);
       const StoredSpan& to = span_of(flow.to);
-      events_.begin_arrow(rank_of(flow.from), thread_of(flow.from), from.begin);
-      events_.end_arrow(rank_of(flow.to), thread_of(flow.to), to.begin);
+      events_.begin_arrow(rank_of(flow.from), thread_of(flow.from), leaves(flow));
+      events_.end_arrow(rank_of(flow.to), thread_of(flow.to), flow.to_end ? to.end - 1 : to.begin);
       if (!flow.returns) continue;
       events_.begin_arrow(rank_of(flow.to), thread_of(flow.to), to.end - 1);
       events_.end_arrow(rank_of(flow.from), thread_of(flow.from), from.end - 1);

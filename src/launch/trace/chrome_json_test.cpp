@@ -1,7 +1,9 @@
 #include "launch/trace/chrome_json.h"
 
+#include <algorithm>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -83,6 +85,28 @@ TEST(ChromeJson, ShowsMoreParallelSpansThanThereAreRowsAsAsyncOnes) {
   EXPECT_EQ(events(document, "X").size(), 32u);
   EXPECT_EQ(events(document, "b").size(), 8u);
   EXPECT_EQ(events(document, "e").size(), 8u);
+}
+
+TEST(ChromeJson, HasArrowsBetweenActionsOfAPipelineAndFromTheLastRankOfAReduction) {
+  ExampleTrace first(0), second(1);
+  first.span(SpanKind::kPipeline, "0F1", 1000, 2000, {.id = 4})
+      .span(SpanKind::kPipeline, "0B1", 5000, 7000, {.id = 4});  // before the end of the one before
+  second.span(SpanKind::kPipeline, "1F1", 3000, 4000, {.id = 4})
+      .span(SpanKind::kPipeline, "1B1", 4500, 5500, {.id = 4});
+  first.span(SpanKind::kBucket, "bucket 0", 8000, 9900, {.id = 9, .part = 0});
+  second.span(SpanKind::kBucket, "bucket 0", 9000, 9800, {.id = 9, .part = 0});
+  ChromeJsonReport report;
+  const json document = write(align_traces({first.contents(), second.contents()}), 100, &report);
+  EXPECT_EQ(report.arrows, 3u);
+  std::map<int, std::pair<std::int64_t, std::int64_t>> arrows;
+  std::int64_t base = std::numeric_limits<std::int64_t>::max();
+  for (const json& one : events(document, "X")) base = std::min(base, time_of(one) - 1000);
+  for (const json& one : events(document, "s")) arrows[one["id"].get<int>()].first = time_of(one) - base;
+  for (const json& one : events(document, "f")) arrows[one["id"].get<int>()].second = time_of(one) - base;
+  std::set<std::pair<std::int64_t, std::int64_t>> found;
+  for (const auto& [id, ends] : arrows) found.insert(ends);
+  EXPECT_THAT(found,
+              ::testing::ElementsAre(std::pair(1999, 3000), std::pair(5000, 5000), std::pair(9000, 9899)));
 }
 
 TEST(ChromeJson, EveryArrowHasBothEndsInsideSlices) {  // flow_pairs
