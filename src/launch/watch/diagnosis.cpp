@@ -37,6 +37,12 @@ std::string site_of(const WorkerReport::Call& call) {
   return call.site.empty() ? "" : fmt::format(" at {}", call.site);
 }
 
+/// The command that prints what a worker's threads do.
+std::string threads_of(const WorkerReport& worker) {
+  return fmt::format("its threads{}: gdb -p {} -batch -ex 'thread apply all bt'",
+                     worker.node < 0 ? "" : " there", worker.process);
+}
+
 /// What a worker itself does, in a few words.
 std::string occupation(const WorkerReport& worker) {
   for (const WorkerReport::Call& call : worker.serving) {
@@ -55,7 +61,7 @@ std::string occupation(const WorkerReport& worker) {
     return fmt::format("it has waited for '{}' on {} for {}", call.name, call.peer, age_of(call.seconds));
   }
   if (future != nullptr) return fmt::format("it has waited for a future for {}", age_of(future->seconds));
-  return "it is in its own code, outside all calls and operations";
+  return "it is in its own code, outside all calls and operations; " + threads_of(worker);
 }
 
 class Suspects {
@@ -101,8 +107,8 @@ class Suspects {
     } else if (!worker.answers) {
       texts_.push_back(
           fmt::format("{} does not answer (process state {}): its processor or disk is overloaded, or "
-                      "the process hangs; its threads: gdb -p {} -batch -ex 'thread apply all bt'",
-                      who, worker.process_state, worker.process));
+                      "the process hangs; {}",
+                      who, worker.process_state, threads_of(worker)));
     }
     if (!worker.answers) blamed_.insert(worker.name);
   }
@@ -243,7 +249,15 @@ class Suspects {
     const auto& [first, last] =
         std::pair(gathering.positions.begin()->first, gathering.positions.rbegin()->first);
     if (first.first != last.first) {
-      return "; the numbers differ: the rank with the smaller one is behind, or it left out an operation";
+      const std::string groups =
+          "the numbers are those of two groups of the same ranks (DistributedDataParallel and others split "
+          "the group that "
+          "they get)";
+      if (first.second != last.second)
+        return "; the ranks are in different operations: one left out an operation, or " + groups;
+      return "; the numbers differ: the rank with the smaller one is behind, or it left out an operation, "
+             "or " +
+             groups;
     }
     if (first.second != last.second) {
       return "; the ranks call different operations: all ranks of a group must call the same ones in the "
@@ -334,16 +348,39 @@ class Suspects {
     }
     if (waits || oldest == nullptr) return;
     const WorkerReport::Call& call = *edge(*oldest, worker.name);
-    const bool served =
-        std::any_of(worker.serving.begin(), worker.serving.end(), [&](const auto& served_call) {
-          return served_call.peer == oldest->name && served_call.name == call.name;
-        });
+    // Of several calls of one name, the one that has waited longest has been served longest.
+    const WorkerReport::Call* served = nullptr;
+    std::size_t queued = 0;
+    for (const WorkerReport::Call& one : worker.serving) {
+      if (!one.begun) ++queued;
+      if (one.peer != oldest->name || one.name != call.name) continue;
+      if (served == nullptr || one.begun > served->begun ||
+          (one.begun == served->begun && one.seconds > served->seconds))
+        served = &one;
+    }
     texts_.push_back(fmt::format(
         "rank {} has waited for '{}' on {}{} for {}; {}", oldest->rank, call.name, describe_worker_of(worker),
         site_of(call), age_of(call.seconds),
-        served ? occupation(worker)
-               : "that worker does not serve such a call: the request or the reply is on its way, "
-                 "or it was lost"));
+        served != nullptr ? occupation_in(worker, *served, queued)
+                          : "that worker does not serve such a call: the request or the reply is on its way, "
+                            "or it was lost"));
+  }
+
+  /// What a worker does with a call that it serves.
+  static std::string occupation_in(const WorkerReport& worker, const WorkerReport::Call& call,
+                                   std::size_t queued) {
+    if (!call.begun) {
+      return fmt::format("it waits there for a thread or an argument; {}", occupation(worker));
+    }
+    std::string text =
+        fmt::format("it has run '{}' for {} for {}", call.name, call.peer, age_of(call.seconds));
+    if (queued > 0) {
+      text += fmt::format(
+          "; {} more calls wait for a thread or an argument there: if handlers block, raise "
+          "WorkerOptions::max_threads",
+          queued);
+    }
+    return text;
   }
 
   const std::vector<WorkerReport>& workers_;
@@ -352,6 +389,52 @@ class Suspects {
   std::set<std::string> blamed_;
   std::vector<std::string> texts_;
 };
+
+/// What a worker has open, one line each; equal ones are one line with their number.
+class OpenLines {
+ public:
+  explicit OpenLines(std::string kind) : kind_(std::move(kind)) {}
+  void add(double seconds, const std::string& what) {
+    const auto same = std::ranges::find(lines_, what, &Line::what);
+    if (same == lines_.end()) return lines_.push_back({what, seconds, seconds, 1});
+    same->oldest = std::max(same->oldest, seconds);
+    same->newest = std::min(same->newest, seconds);
+    ++same->count;
+  }
+  void write(std::size_t most, std::string& text) const {
+    for (std::size_t i = 0; i < std::min(lines_.size(), most); ++i) {
+      const Line& line = lines_[i];
+      text += fmt::format("  {:<10} {:>9}  {}", kind_, age_of(line.oldest), line.what);
+      if (line.count > 1)
+        text += fmt::format("  ({} times, the newest for {})", line.count, age_of(line.newest));
+      text += "\n";
+    }
+    if (lines_.size() > most) text += fmt::format("  {:<10} {} more\n", kind_, lines_.size() - most);
+  }
+
+ private:
+  struct Line {
+    std::string what;
+    double oldest, newest;
+    std::size_t count;
+  };
+  const std::string kind_;
+  std::vector<Line> lines_;
+};
+
+/// The open operations in their order: those of one kind that follow each other are counted together.
+void format_operations(const WorkerReport& worker, std::size_t most, std::string& text) {
+  for (auto first = worker.open.begin(); first != worker.open.end();) {
+    OpenLines lines(first->kind);
+    const auto end =
+        std::find_if(first, worker.open.end(), [&](const auto& one) { return one.kind != first->kind; });
+    for (auto one = first; one != end; ++one)
+      lines.add(one->seconds,
+                is_future_wait(*one) ? one->name : fmt::format("{}  number {}", one->name, one->id));
+    lines.write(most, text);
+    first = end;
+  }
+}
 
 void format_worker(const WorkerReport& worker, std::string& text) {
   const std::string host = worker.node < 0 ? "" : "  " + name_of_host(worker.node, worker.host);
@@ -365,28 +448,24 @@ void format_worker(const WorkerReport& worker, std::string& text) {
     text += "  no answer\n";
     return;
   }
-  for (const WorkerReport::Operation& operation : worker.open) {
-    const std::string number = is_future_wait(operation) ? "" : fmt::format("  number {}", operation.id);
-    text += fmt::format("  {:<10} {:>9}  {}{}\n", operation.kind, age_of(operation.seconds), operation.name,
-                        number);
-  }
+  constexpr std::size_t kMostCalls = 12, kMostOperations = 40;
+  format_operations(worker, kMostOperations, text);
   for (const WorkerReport::Operation& operation : worker.ended) {
     text += fmt::format("  {:<10} {:>9}  {}  number {}\n", "ended", age_of(operation.seconds) + " ago",
                         operation.name, operation.id);
   }
-  constexpr std::size_t kMostCalls = 12;
   const auto calls = [&](const char* kind, const char* word, const std::vector<WorkerReport::Call>& list) {
-    for (std::size_t i = 0; i < std::min(list.size(), kMostCalls); ++i) {
-      text += fmt::format("  {:<10} {:>9}  '{}' {} {}{}{}\n", kind, age_of(list[i].seconds), list[i].name,
-                          word, list[i].peer, site_of(list[i]),
-                          list[i].begun ? "" : "  (waits for a thread or an argument)");
+    OpenLines lines(kind);
+    for (const WorkerReport::Call& call : list) {
+      lines.add(call.seconds, fmt::format("'{}' {} {}{}{}", call.name, word, call.peer, site_of(call),
+                                          call.begun ? "" : "  (waits for a thread or an argument)"));
     }
-    if (list.size() > kMostCalls) text += fmt::format("  {:<10} {} more\n", kind, list.size() - kMostCalls);
+    lines.write(kMostCalls, text);
   };
   calls("call", "to", worker.pending);
   calls("serves", "from", worker.serving);
   if (worker.open.empty() && worker.pending.empty() && worker.serving.empty()) {
-    text += "  in its own code, outside all calls and operations\n";
+    text += "  in its own code, outside all calls and operations; " + threads_of(worker) + "\n";
   }
   for (const WorkerReport::Pass& pass : worker.passes) {
     text += fmt::format("  {:<10} {:>9}  id {:#x}\n", "pass", pass.busy ? "busy" : "waits", pass.id);

@@ -1,5 +1,6 @@
 #include "launch/watch/diagnosis.h"
 
+#include <algorithm>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -141,6 +142,49 @@ TEST(Diagnosis, BlamesTheBusyWorkerThatOthersWaitFor) {
   suspects = find_suspects(workers);
   ASSERT_EQ(suspects.size(), 1u);
   EXPECT_THAT(suspects[0], HasSubstr("does not serve such a call"));
+}
+
+TEST(Diagnosis, NamesTheHandlersThatHoldAllThreadsAndCountsEqualLines) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1)};
+  for (int i = 0; i < 300; ++i) {
+    workers[0].pending.push_back({"block", "worker1", "client.cpp:7", 12 - 0.01 * i});
+    workers[0].open.push_back({"wait", "wait for a future", 12 - 0.01 * i, 0});
+    workers[1].serving.push_back({"block", "worker0", "", 12 - 0.01 * i, i < 4});
+  }
+  workers[1].serving.insert(workers[1].serving.begin(), {"ping", "worker2", "", 0.1, true});
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 1u);
+  EXPECT_THAT(suspects[0],
+              AllOf(HasSubstr("rank 0 has waited for 'block' on rank 1 (worker1, pid 101) at client.cpp:7"),
+                    HasSubstr("it has run 'block' for worker0 for 12.0 s"), Not(HasSubstr("ping")),
+                    HasSubstr("296 more calls wait for a thread"), HasSubstr("WorkerOptions::max_threads")));
+  const std::string page = format_diagnosis(workers);
+  EXPECT_THAT(
+      page,
+      AllOf(HasSubstr("  wait          12.0 s  wait for a future  (300 times, the newest for 9.0 s)\n"),
+            HasSubstr("  call          12.0 s  'block' to worker1 at client.cpp:7  (300 times, the newest"),
+            HasSubstr("'block' from worker0  (4 times, the newest"),
+            HasSubstr("(waits for a thread or an argument)  (296 times, the newest")));
+  EXPECT_LT(std::count(page.begin(), page.end(), '\n'), 15);
+}
+
+TEST(Diagnosis, PrintsTheCommandThatShowsTheThreadsOfARankInItsOwnCode) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1)};
+  workers[0].open = {waits(5)};  // rank 1 waits for a mutex of the program
+  EXPECT_THAT(find_suspects(workers).at(0),
+              AllOf(HasSubstr("rank 1 is not in it: it is in its own code"), HasSubstr("gdb -p 101 -batch")));
+  workers[1].node = 1;
+  EXPECT_THAT(find_suspects(workers).at(0), HasSubstr("its threads there: gdb -p 101"));
+}
+
+// Two groups of the same ranks have one number in the reports: the program's, and the one that a wrapper split from it.
+TEST(Diagnosis, DoesNotBlameARankForTheNumbersOfTwoGroups) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1)};
+  workers[0].open = {{"collective", "all_reduce", 9, 40, 77}};
+  workers[1].open = {{"collective", "barrier", 8, 3, 77}};
+  EXPECT_THAT(find_suspects(workers).at(0),
+              AllOf(HasSubstr("the ranks are in different operations"),
+                    HasSubstr("two groups of the same ranks"), Not(HasSubstr("is behind"))));
 }
 
 TEST(Diagnosis, NamesTheCellThatAPipelineWaitsFor) {

@@ -11,7 +11,8 @@ namespace {
 
 constexpr std::size_t kMostFlows = 10;
 
-/// The operation or call of a worker that has lasted longest.
+/// The operation or call of a worker that has lasted longest. A span of the program counts only if nothing began inside it:
+/// else it would hide what the worker does in it.
 std::string oldest_wait(const WorkerReport& worker) {
   if (!worker.answers) return worker.trouble.empty() ? "does not answer" : worker.trouble;
   double longest = 0;
@@ -21,7 +22,10 @@ std::string oldest_wait(const WorkerReport& worker) {
     longest = seconds;
     text = fmt::format("{}  {:.1f} s", what, seconds);
   };
-  for (const auto& operation : worker.open) consider(operation.seconds, operation.name);
+  for (const auto& operation : worker.open) {
+    if (operation.kind == "user" && &operation != &worker.open.back()) continue;
+    consider(operation.seconds, operation.name);
+  }
   for (const auto& call : worker.pending)
     consider(call.seconds, fmt::format("'{}' on {}", call.name, call.peer));
   for (const auto& call : worker.serving)

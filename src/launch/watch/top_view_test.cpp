@@ -42,6 +42,17 @@ TEST(TopView, ShowsRatesBetweenTwoReports) {
   EXPECT_THAT(text, Not(HasSubstr("host")));
 }
 
+TEST(TopView, ShowsWhatAWorkerDoesInsideTheSpansOfTheProgram) {
+  auto workers = two_workers();
+  workers[0].open = {{"user", "step", 9, 0}, {"wait", "wait for reduction", 3, 7}};
+  workers[1].open = {{"user", "step", 9, 0}, {"user", "augment", 8, 0}};
+  const std::string text = TopView().show(workers, seconds(1));
+  EXPECT_THAT(text, AllOf(HasSubstr("  wait for reduction  3.0 s\n"), HasSubstr("  augment  8.0 s\n"),
+                          Not(HasSubstr("step"))));
+  workers[0].open.pop_back();
+  EXPECT_THAT(TopView().show(workers, seconds(1)), HasSubstr("  step  9.0 s\n"));
+}
+
 TEST(TopView, ShowsTheLargestFlowsOfBytes) {
   auto workers = two_workers();
   EXPECT_THAT(TopView().show(workers, seconds(1)), Not(HasSubstr("bytes of calls")));
