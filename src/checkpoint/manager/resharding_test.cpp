@@ -133,6 +133,10 @@ TEST(Resharding, ContinuesAPipelineWithTiedParametersThatItHoldsOnce) {
   EXPECT_THAT(names, ::testing::Not(::testing::Contains(HasSubstr("layers.4.weight"))));
   on_workers(3, 2, [&](Worker& worker) { train_pipeline(worker, folder.path(), {1, 1, 3}, 3, 5, true); });
   on_workers(2, 3, [&](Worker& worker) { train_pipeline(worker, folder.path(), {4, 1}, 5, 7, true); });
+  ::testing::internal::CaptureStderr();
+  on_workers(1, 4, [&](Worker& worker) { train_pipeline(worker, folder.path(), {5}, 7, 8, true); });
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              ::testing::Not(HasSubstr("which no rank has registered")));
 }
 
 TEST(Resharding, ContinuesReplicasOfAPipelineWhoseStateItHoldsOnce) {
