@@ -178,7 +178,7 @@ class Session {
   const std::shared_ptr<Runtime>& runtime_owner() const;
   rendezvous::Membership& membership();
 
-  std::unique_ptr<Impl> impl_;
+  ProcessOwned<Impl> impl_;
 };
 
 }  // namespace torchspan

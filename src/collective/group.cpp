@@ -118,6 +118,7 @@ std::uint64_t logged_bytes(const std::vector<at::Tensor>& tensors) {
 
 /// Operations of one rank need no order.
 void begin_in_step(const Backend& backend, const char* call) {
+  backend.runtime().check_process();
   if (backend.size() > 1) StepPartScope::begin_operation(call);
 }
 
@@ -191,13 +192,13 @@ class Group::Parts {
 };
 
 Group::Group(std::shared_ptr<Backend> backend)
-    : backend_(std::move(backend)), parts_(std::make_shared<Parts>()) {
+    : backend_(kept_in_forks(std::move(backend))), parts_(std::make_shared<Parts>()) {
   check(backend_ != nullptr, "a group needs a backend: use Group::make()");
 }
 Group::Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& runtime,
              std::shared_ptr<PointToPoint> messages)
     : Group(std::move(backend)) {
-  messages_ = std::move(messages);
+  messages_ = kept_in_forks(std::move(messages));
   log_ = std::make_shared<OperationLog>(runtime, ranks());
 }
 
@@ -214,7 +215,7 @@ Group Group::split(int color, int key) const {
   const std::uint64_t number = messages_ ? messages_->next_split() : 0;
   Group part(backend_->split(color, key));
   if (log_) part.log_ = log_->of_part(part.ranks());
-  if (messages_) part.messages_ = messages_->of_part(part.backend_, number);
+  if (messages_) part.messages_ = kept_in_forks(messages_->of_part(part.backend_, number));
   parts_->add(part);
   return part;
 }
@@ -481,10 +482,12 @@ at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) const {
   for (const std::int64_t size : sizes) {
     check(size >= 0, fmt::format("allocate got a dimension of {}; it must be 0 or more", size));
   }
+  backend_->runtime().check_process();
   return backend_->allocate(sizes, dtype);
 }
 
 void Group::abort(const Error& cause) const {
+  if (!backend_->runtime().executor.process().is_current()) return;  // cleanup calls it
   backend_->abort(cause);
   parts_->abort(cause);
 }

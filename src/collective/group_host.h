@@ -28,6 +28,11 @@ class GroupHost : public FutureHost {
     runtime ? wait_listed(runtime->spans, done, deadline, wait) : wait(deadline);
   }
 
+  std::string worker_name() const override {
+    const std::shared_ptr<Runtime> runtime = observed_.lock();
+    return runtime ? runtime->log.owner() : std::string();
+  }
+
   /// Ends the thread. A pool cannot be stopped by its own thread: if a continuation drops the last handle of
   /// a group, the thread ends with the runtime; or never, if the group was the last user of the runtime
   /// (`over`).

@@ -480,6 +480,7 @@ Group make_group(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptio
 }
 
 Group Group::make(GroupRuntime runtime, Membership& world, GroupOptions options) {
+  runtime.runtime->check_process();
   return make_group(std::move(runtime.runtime), world, std::move(options),
                     {.runtime = device::cuda_device_runtime()});
 }

@@ -161,7 +161,7 @@ Reducer::Reducer(Replicas replicas, collective::Group group, DataParallelOptions
   data_parallel::agree(group, reducer_agreement(replicas, options, group));
   Agreement built;  // a rank without memory for its buckets fails here on all ranks, not in the first step
   try {
-    impl_ = std::make_shared<Impl>(replicas, group, std::move(options));
+    impl_ = make_process_shared<Impl>(replicas, group, std::move(options));
     impl_->attach();
   } catch (...) {
     built.failure = describe(std::current_exception()).text;
@@ -174,7 +174,9 @@ Reducer::Reducer(Replicas replicas, collective::Group group, DataParallelOptions
   }
 }
 
-Reducer::~Reducer() { impl_->passes().close(); }
+Reducer::~Reducer() {
+  if (process_.is_current()) impl_->passes().close();
+}
 
 void Reducer::begin_forward() { impl_->begin_forward(); }
 std::vector<at::Tensor> Reducer::prepare_for_backward(std::vector<at::Tensor> outputs,

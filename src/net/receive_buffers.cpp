@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/owner_process.h>
 
 namespace torchspan::net {
 namespace {
@@ -85,7 +86,7 @@ struct ReceiveBuffers::Share {
   const std::shared_ptr<Store> store;
 };
 
-ReceiveBuffers::ReceiveBuffers(Limits limits) : share_(std::make_shared<const Share>(limits)) {}
+ReceiveBuffers::ReceiveBuffers(Limits limits) : share_(make_process_shared<const Share>(limits)) {}
 
 Buffer ReceiveBuffers::operator()(std::size_t size) const {
   const std::shared_ptr<Store>& store = share_->store;
@@ -96,7 +97,7 @@ Buffer ReceiveBuffers::operator()(std::size_t size) const {
     const std::shared_ptr<Store> store;
     Buffer memory;
   };
-  const auto loan = std::make_shared<Loan>(store);
+  const auto loan = make_process_shared<Loan>(store);
   loan->memory = store->take(size);
   if (loan->memory.data == nullptr)
     loan->memory = allocate_buffer((size + kLoanGranularity - 1) / kLoanGranularity * kLoanGranularity);

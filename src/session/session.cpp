@@ -162,12 +162,14 @@ class Session::Impl {
   }
 
   void shutdown(Deadline deadline) {
+    runtime_.check_process();
     left_ = true;
     service_->shutdown(deadline);
   }
   void shutdown(Duration timeout) { shutdown(runtime_.executor.deadline_in(timeout)); }
   void shutdown() { shutdown(Deadline::never()); }
   void abort(const std::string& why) {
+    runtime_.check_process();
     left_ = true;
     service_->stop("left because its program failed: " + why);
   }

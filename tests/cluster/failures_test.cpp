@@ -30,6 +30,11 @@ Future<std::int64_t> never(Worker& worker) {
   return promise->future();
 }
 void die() { ::kill(getpid(), SIGKILL); }
+void end_thread() { ::pthread_exit(nullptr); }
+Task<void> end_thread_in_coroutine() {
+  ::pthread_exit(nullptr);
+  co_return;
+}
 /// The child outlives this process by some seconds, with copies of everything that fork() copies.
 void fork_child() {
   const pid_t parent = getpid();
@@ -43,10 +48,14 @@ constexpr Function<add> kAdd{"add"};
 constexpr Function<fail> kFail{"fail"};
 constexpr Function<never> kNever{"never"};
 constexpr Function<die> kDie{"die"};
+constexpr Function<end_thread> kEndThread{"end_thread"};
+constexpr Function<end_thread_in_coroutine> kEndThreadInCoroutine{"end_thread_in_coroutine"};
 constexpr Function<fork_child> kForkChild{"fork_child"};
 constexpr Function<add> kUnlisted{"unlisted"};
 
-FunctionTable functions() { return FunctionTable().add(kAdd, kFail, kNever, kDie, kForkChild); }
+FunctionTable functions() {
+  return FunctionTable().add(kAdd, kFail, kNever, kDie, kForkChild, kEndThread, kEndThreadInCoroutine);
+}
 
 void calls_work() {
   Session session(WorkerOptions::from_env(), functions());
@@ -71,6 +80,39 @@ void remote_exception() {
     require(std::string(error.what()).find("failures_test.cpp:") != std::string::npos, error.what());
   }
   session.shutdown();
+}
+
+/// More threads end than the worker may have at a time.
+void handlers_end_their_threads() {
+  WorkerOptions options = WorkerOptions::from_env();
+  options.max_threads = 8;
+  Session session(options, functions());
+  Worker& worker = session.worker();
+  for (int call = 0; session.rank() == 0 && call < 30; ++call) {
+    const Error error =
+        error_of([&] { worker.with({.timeout = std::chrono::seconds(20)}).rpc_sync("worker1", kEndThread); });
+    require(error.kind() == ErrorKind::kRemoteFailure, error.what());
+    require(std::string(error.what()).find("'end_thread' ended its thread") != std::string::npos,
+            error.what());
+    require(worker.rpc_sync("worker1", kAdd, call, 2) == call + 2, "the worker serves");
+    const auto next =
+        worker.rpc_async("worker1", kAdd, 1, 2).then([](Future<std::int64_t>) { ::pthread_exit(nullptr); });
+    const Error callback = error_of([&] { next.wait(std::chrono::seconds(20)); });
+    require(std::string(callback.what()).find("a callback of a future ended its thread") != std::string::npos,
+            callback.what());
+  }
+  session.shutdown();
+}
+
+void coroutine_ends_its_thread() {
+  Session session(WorkerOptions::from_env(), functions());
+  if (session.rank() == 0) {
+    const Error error = error_of([&] { session.worker().rpc_sync("worker1", kEndThreadInCoroutine); });
+    require(error.kind() == ErrorKind::kDisconnected, error.what());
+    session.abort(std::make_exception_ptr(error));
+  } else {
+    session.shutdown();
+  }
 }
 
 void unknown_function() {
@@ -140,6 +182,23 @@ std::pair<int, std::string> launch(const std::string& scenario, const std::strin
       folder.path() + "/output");
   EXPECT_TRUE(launcher.wait(*executor, std::chrono::seconds(60)));
   return {launcher.exit_code(), launcher.output()};
+}
+
+TEST(Cluster, ReplacesThreadsThatHandlersAndCallbacksEnd) {
+  ProcessWorld world(2);
+  world.start_all("failures.handlers_end_their_threads");
+  expect_all_end_well(world);
+  EXPECT_THAT(world.process(1).output(), HasSubstr("function 'end_thread' ended its thread"));
+}
+
+TEST(Cluster, SaysWhyItEndsWhenACoroutineEndsItsThread) {
+  ProcessWorld world(2);
+  world.start_all("failures.coroutine_ends_its_thread");
+  EXPECT_TRUE(world.process(1).wait(world.executor(), std::chrono::seconds(30)));
+  EXPECT_EQ(world.process(1).exit_code(), 128 + SIGABRT);
+  EXPECT_THAT(world.process(1).output(), HasSubstr("a coroutine ended its thread"));
+  EXPECT_TRUE(world.process(0).wait(world.executor(), std::chrono::seconds(30)));
+  EXPECT_EQ(world.process(0).exit_code(), 0) << world.process(0).output();
 }
 
 TEST(Cluster, LauncherReportsTheCodeOfAWorkerThatEndedItsSessionEarly) {
@@ -318,6 +377,8 @@ TEST(Cluster, ReportsThatThePortIsInUse) {
 const testing::Scenarios kScenarios("failures", {{"calls_work", calls_work},
                                                  {"remote_exception", remote_exception},
                                                  {"unknown_function", unknown_function},
+                                                 {"handlers_end_their_threads", handlers_end_their_threads},
+                                                 {"coroutine_ends_its_thread", coroutine_ends_its_thread},
                                                  {"worker_dies_during_a_call", worker_dies_during_a_call},
                                                  {"join_only", join_only},
                                                  {"ends_early", ends_early},

@@ -87,7 +87,7 @@ class CheckpointManager {
   class Impl;
 
  private:
-  const std::unique_ptr<Impl> impl_;
+  const ProcessOwned<Impl> impl_;
 };
 
 }  // namespace torchspan

@@ -12,6 +12,7 @@
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/function.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/owner_process.h>
 
 namespace torchspan {
 
@@ -35,6 +36,7 @@ class FutureHost {
   /// Returns once `done` is true and `parker` was unparked, or at the deadline; may drive progress
   /// meanwhile.
   virtual void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) = 0;
+  virtual std::string worker_name() const { return {}; }  ///< for errors; may be empty
 };
 
 /// Orders work on devices: a thread that takes a value passes its gate first, so that the thread's later work
@@ -58,7 +60,7 @@ std::shared_ptr<const ValueGate> combine_gates(std::vector<std::shared_ptr<const
 class FutureStateBase {
  public:
   explicit FutureStateBase(std::weak_ptr<FutureHost> host) : host_(std::move(host)) {}
-  virtual ~FutureStateBase() = default;
+  virtual ~FutureStateBase();
 
   bool done() const { return done_.load(std::memory_order_acquire); }
   /// Throws Error{kTimedOut} if the deadline passes first.
@@ -73,6 +75,8 @@ class FutureStateBase {
   /// on_done() with `continuation` wrapped by FutureHost::bind() on this thread.
   void on_done_bound(UniqueFunction<void()> continuation);
   const std::weak_ptr<FutureHost>& host() const { return host_; }
+  /// Whether the thread that may complete it is in another process: this one is a forked child.
+  bool is_of_parent() const { return !process_.is_current(); }
   /// What takers of the value pass; null for most values. Call only after done().
   const std::shared_ptr<const ValueGate>& gate() const { return gate_; }
   /// Blocks until the work behind the gate is finished. Call only after done().
@@ -86,6 +90,8 @@ class FutureStateBase {
   void set_gate(std::shared_ptr<const ValueGate> gate) { gate_ = std::move(gate); }
 
  private:
+  void check_process() const;
+  const OwnerProcess process_;
   std::weak_ptr<FutureHost> host_;
   std::shared_ptr<const ValueGate> gate_;
   Mutex mutex_;
@@ -144,6 +150,8 @@ class FutureState final : public FutureStateBase {
 
 namespace future_detail {
 [[noreturn]] void throw_empty();
+/// The failure of a callback that called pthread_exit(), or whose thread was canceled.
+std::exception_ptr thread_ended();
 }  // namespace future_detail
 
 template <class T>
@@ -241,7 +249,7 @@ class Promise {
     return *this;
   }
   ~Promise() {
-    if (state_ && !state_->done()) {
+    if (state_ && !state_->done() && !state_->is_of_parent()) {
       state_->set_error(std::make_exception_ptr(
           Error(ErrorKind::kCancelled, "the work behind this future was dropped before it finished")));
     }
@@ -279,7 +287,9 @@ class Promise {
         set_value(body());
       }
     } catch (...) {
-      set_error(std::current_exception());
+      const std::exception_ptr error = std::current_exception();
+      set_error(error ? error : future_detail::thread_ended());
+      if (!error) throw;
     }
   }
 

@@ -27,6 +27,7 @@ class Log {
   void info(std::string_view text) { write(LogLevel::kInfo, text); }
   void warning(std::string_view text) { write(LogLevel::kWarning, text); }
   void error(std::string_view text) { write(LogLevel::kError, text); }
+  const std::string& owner() const { return owner_; }
 
  private:
   const std::string owner_;

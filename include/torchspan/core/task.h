@@ -57,6 +57,9 @@ class Flow final : public std::enable_shared_from_this<Flow> {
   UniqueFunction<void()> report_;
 };
 
+/// A coroutine cannot let its thread end, because its frame is resumed on other threads: ends the process, with a message.
+[[noreturn]] void thread_ended_in_coroutine();
+
 class PromiseBase {
  public:
   struct FinalAwaiter {
@@ -69,7 +72,10 @@ class PromiseBase {
   };
   std::suspend_always initial_suspend() noexcept { return {}; }
   FinalAwaiter final_suspend() noexcept { return {}; }
-  void unhandled_exception() { error_ = std::current_exception(); }
+  void unhandled_exception() {
+    error_ = std::current_exception();
+    if (!error_) thread_ended_in_coroutine();
+  }
   Flow& flow() const { return *flow_; }
 
   std::coroutine_handle<> continuation_;

@@ -89,7 +89,7 @@ class DiLoCo {
 
  private:
   class Impl;
-  std::unique_ptr<Impl> impl_;
+  ProcessOwned<Impl> impl_;
 };
 
 }  // namespace torchspan::data_parallel

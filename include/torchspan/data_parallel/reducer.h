@@ -125,6 +125,7 @@ class Reducer {
   class Impl;
 
  private:
+  const OwnerProcess process_;
   std::shared_ptr<Impl> impl_;
 };
 

@@ -101,7 +101,7 @@ class RecoveringTrainer {
   RecoveringTrainer(const Worker& worker, MakeGroup make_group, RecoveryOptions options);
   void run_steps(std::int64_t steps, const MakeStep& make);
 
-  const std::unique_ptr<Impl> impl_;
+  const ProcessOwned<Impl> impl_;
 };
 
 }  // namespace torchspan

@@ -247,7 +247,7 @@ class Pipeline {
   class Impl;
 
  private:
-  const std::unique_ptr<Impl> impl_;
+  const ProcessOwned<Impl> impl_;
 };
 
 }  // namespace torchspan::pipeline

@@ -67,21 +67,29 @@ ContextGraph ContextView::graph(const std::vector<at::Tensor>& roots) const {
 
 std::string ContextView::explain(const std::vector<at::Tensor>& roots) const { return graph(roots).dot(); }
 
-std::vector<ParameterGradient> ContextView::gradients() const { return state_->gradients().gradients(); }
+std::vector<ParameterGradient> ContextView::gradients() const {
+  worker_.runtime().check_process();
+  return state_->gradients().gradients();
+}
 
 at::Tensor ContextView::gradient(const at::Tensor& parameter) const {
+  worker_.runtime().check_process();
   return state_->gradients().gradient(parameter);
 }
 
 bool ContextView::saw_backward() const { return state_->saw_pass(); }
 
 void ContextView::add_worker(std::uint32_t rank) const {
+  worker_.runtime().check_process();
   if (state_->add_worker(rank) != ContextState::Added::kEnded) return;
   throw Error(ErrorKind::kInvalid,
               fmt::format("autograd context {:#x} has ended; make a new Context for the next step", id()));
 }
 
-void ContextView::offer_gradients(GradientTaker taker) const { state_->add_taker(std::move(taker)); }
+void ContextView::offer_gradients(GradientTaker taker) const {
+  worker_.runtime().check_process();
+  state_->add_taker(std::move(taker));
+}
 
 Context::Context(const Worker& worker) : ContextView(worker, nullptr) {
   worker.endpoint()->check_running();
@@ -97,6 +105,9 @@ Context::Context(const Worker& worker) : ContextView(worker, nullptr) {
 }
 
 Context::~Context() {
+  if (!worker_.runtime().executor.process().is_current())
+    return keep_until_exit(
+        scope_.release());  // at the end of the process, its thread-local state may be gone
   const bool in_force = scope_->in_force();
   scope_.reset();
   try {

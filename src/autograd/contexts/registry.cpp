@@ -34,7 +34,7 @@ bool Registry::is_of_former_process(std::uint64_t id) {
 }
 
 std::shared_ptr<ContextState> Registry::create() {
-  auto state = std::make_shared<ContextState>(next_id(), worker_, copies_);
+  auto state = make_process_shared<ContextState>(next_id(), worker_, copies_);
   MutexLock lock(mutex_);
   contexts_.emplace(state->id(), state);
   return state;
@@ -44,7 +44,7 @@ std::shared_ptr<ContextState> Registry::find_or_create(std::uint64_t id) {
   MutexLock lock(mutex_);
   if (ended_.contains(id)) return nullptr;
   auto& state = contexts_[id];
-  if (!state) state = std::make_shared<ContextState>(id, worker_, copies_);
+  if (!state) state = make_process_shared<ContextState>(id, worker_, copies_);
   return state;
 }
 

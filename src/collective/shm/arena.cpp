@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/detail/core/owner_process.h>
 
 #include "collective/shm/unix_sockets.h"
 
@@ -85,8 +86,14 @@ Arena::Stretch Arena::reserve(std::size_t bytes) {
 
 std::shared_ptr<std::byte> Arena::allocate(std::size_t bytes) {
   const Stretch stretch = reserve(bytes);
-  return {mapping_.data() + stretch.offset,
-          [self = shared_from_this(), stretch](std::byte*) { self->release(stretch); }};
+  struct Allocation {
+    ~Allocation() { arena->release(stretch); }
+    const std::shared_ptr<Arena> arena;
+    const Stretch stretch;
+  };
+  const std::shared_ptr<Allocation> allocation =
+      ProcessOwned<Allocation>(new Allocation{shared_from_this(), stretch});
+  return {allocation, mapping_.data() + stretch.offset};
 }
 
 std::uint64_t Arena::take(std::uint64_t bytes) {

@@ -32,7 +32,8 @@ Place place_of(const std::string& name) {
 }
 
 Descriptor make_socket() {
-  Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Descriptor socket = Descriptor::not_inherited(
+      [] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   if (!socket) {
     throw_if_no_descriptor_is_left("a socket of a group");
     throw Error(ErrorKind::kUnsupported,
@@ -131,7 +132,8 @@ std::vector<std::string> UnixListener::names() const {
 }
 
 std::optional<UnixConnection> UnixListener::accept_at(const Listener& listener) {
-  Descriptor socket(::accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  Descriptor socket = Descriptor::not_inherited(
+      [&] { return ::accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); });
   if (socket && is_of_this_user(socket)) return UnixConnection(executor_, std::move(socket));
   if (!socket && !would_block() && errno != ECONNABORTED) {
     throw_if_no_descriptor_is_left("the connection of a member of the group");

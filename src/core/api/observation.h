@@ -34,7 +34,7 @@ class Observation {
 
  private:
   class Impl;
-  std::unique_ptr<Impl> impl_;
+  ProcessOwned<Impl> impl_;
 };
 
 /// Describes this process as the worker `name`; the clock is read now.

@@ -48,6 +48,7 @@ class ThreadParker final : public Parker {
     if (word_.compare_exchange_strong(expected, kEmpty, std::memory_order_acquire)) return true;
     expected = kEmpty;
     if (!word_.compare_exchange_strong(expected, kSleeping, std::memory_order_acquire)) return take_token();
+    process_.check();  // no thread is left that could end the sleep
     while (word_.load(std::memory_order_acquire) == kSleeping) {
       if (!sleep_until(deadline)) break;
     }
@@ -81,6 +82,7 @@ class ThreadParker final : public Parker {
     return !(rc == -1 && errno == ETIMEDOUT);
   }
 
+  const OwnerProcess process_;
   std::atomic<int> word_{kEmpty};
   static_assert(sizeof(std::atomic<int>) == sizeof(int));
 };
@@ -105,6 +107,7 @@ class EpollPoller final : public Poller {
     if (events.empty()) {
       throw Error(ErrorKind::kInvalid, "Poller::wait needs space for at least one event");
     }
+    process_.check();
     std::array<epoll_event, 64> ready;
     const auto room = static_cast<int>(std::min(events.size(), ready.size()));
     int count;
@@ -125,6 +128,7 @@ class EpollPoller final : public Poller {
   }
 
   void wake() override {
+    if (!process_.is_current()) return;
     const std::uint64_t one = 1;
     [[maybe_unused]] const auto written = write(wake_.fd, &one, sizeof one);
   }
@@ -170,6 +174,7 @@ class EpollPoller final : public Poller {
                             operation == EPOLL_CTL_ADD ? "watched" : "changed", std::strerror(errno)));
   }
 
+  const OwnerProcess process_;
   Descriptor epoll_;
   Descriptor wake_;
 };
@@ -179,10 +184,14 @@ class ThreadImpl final : public Thread::Impl {
   ThreadImpl(const std::string& name, std::function<void()> body) : thread_(std::move(body)) {
     pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
   }
-  ~ThreadImpl() override { thread_.join(); }
+  /// A forked child has no such thread.
+  ~ThreadImpl() override {
+    process_.is_current() ? thread_.join() : keep_until_exit(new std::thread(std::move(thread_)));
+  }
   bool is_current() const override { return thread_.get_id() == std::this_thread::get_id(); }
 
  private:
+  const OwnerProcess process_;
   std::thread thread_;
 };
 
@@ -192,6 +201,7 @@ class ThreadExecutor final : public Executor {
   std::unique_ptr<Parker> make_parker() override { return std::make_unique<ThreadParker>(); }
   std::unique_ptr<Poller> make_poller() override { return std::make_unique<EpollPoller>(); }
   Thread spawn(std::string name, std::function<void()> body) override {
+    process().check();
     try {
       return Thread(std::make_unique<ThreadImpl>(name, std::move(body)));
     } catch (const std::system_error& error) {

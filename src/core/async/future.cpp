@@ -41,9 +41,29 @@ void future_detail::throw_empty() {
       "a Promise");
 }
 
+std::exception_ptr future_detail::thread_ended() {
+  return std::make_exception_ptr(Error(ErrorKind::kInvalid,
+                                       "a callback of a future ended its thread (pthread_exit() was called, "
+                                       "or the thread was canceled): return or "
+                                       "throw instead"));
+}
+
+FutureStateBase::~FutureStateBase() {
+  if (!is_of_parent()) return;
+  // Their captures belong to the parent, and the parent may have been changing the list.
+  keep_until_exit(new std::vector<UniqueFunction<void()>>(std::move(continuations_)));
+}
+
+void FutureStateBase::check_process() const {
+  if (!is_of_parent()) return;
+  const auto host = host_.lock();
+  throw OwnerProcess::forked(host ? host->worker_name() : std::string());
+}
+
 bool FutureStateBase::claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
 
 void FutureStateBase::publish() {
+  if (is_of_parent()) return done_.store(true, std::memory_order_release);
   std::vector<UniqueFunction<void()>> continuations;
   {
     MutexLock lock(mutex_);
@@ -65,6 +85,7 @@ void FutureStateBase::publish() {
 
 bool FutureStateBase::wait_until(Deadline deadline) {
   if (done()) return true;
+  check_process();
   auto host = host_.lock();
   if (!host) throw Error(ErrorKind::kCancelled, "this future's worker is gone, so it can never complete");
   auto parker = host->executor().make_parker();
@@ -87,6 +108,7 @@ bool FutureStateBase::wait_until(Deadline deadline) {
 
 void FutureStateBase::wait(Deadline deadline) {
   if (done()) return;
+  check_process();
   const auto host = host_.lock();
   const TimePoint began = host ? host->executor().now() : TimePoint();
   if (wait_until(deadline)) return;
@@ -96,7 +118,9 @@ void FutureStateBase::wait(Deadline deadline) {
 }
 
 void FutureStateBase::synchronize(Deadline deadline) const {
-  if (!gate_ || gate_->done()) return;
+  if (!gate_) return;
+  check_process();
+  if (gate_->done()) return;
   const auto host = host_.lock();
   if (!host)
     throw Error(ErrorKind::kCancelled, "this future's worker is gone, so its device cannot be awaited");
@@ -115,6 +139,7 @@ Deadline FutureStateBase::deadline_in(Duration timeout) const {
 }
 
 void FutureStateBase::on_done(UniqueFunction<void()> continuation) {
+  check_process();
   {
     MutexLock lock(mutex_);
     if (!done_.load(std::memory_order_relaxed)) {

@@ -1,10 +1,10 @@
 #include <algorithm>
+#include <cxxabi.h>
 #include <fmt/format.h>
 
 #include <torchspan/detail/core/pool.h>
 
 namespace torchspan {
-
 Pool::Pool(Executor& executor, PoolOptions options)
     : executor_(executor), options_(std::move(options)), max_threads_(options_.max_threads) {
   if (options_.threads == 0 || options_.max_threads < options_.threads) {
@@ -18,6 +18,7 @@ Pool::Pool(Executor& executor, PoolOptions options)
 Pool::~Pool() { stop(); }
 
 void Pool::post(UniqueFunction<void()> job) {
+  if (!process_.is_current()) return keep_until_exit(new UniqueFunction<void()>(std::move(job)));
   {
     MutexLock lock(mutex_);
     if (!stopping_) {
@@ -51,6 +52,7 @@ void Pool::wake_or_add_worker() {
 }
 
 void Pool::allow_threads(std::ptrdiff_t more) {
+  if (!process_.is_current()) return;
   MutexLock lock(mutex_);
   max_threads_ += static_cast<std::size_t>(more);
   if (more > 0) wake_or_add_worker();
@@ -96,7 +98,16 @@ void Pool::run(Worker& self) {
     }
     ended.clear();
     if (job) {
-      job();
+      try {
+        job();
+      } catch (
+          abi::__forced_unwind&) {  // by pthread_exit(): nothing may stop it, and another thread takes over
+        MutexLock lock(mutex_);
+        retire(self);
+        wake_or_add_worker();
+        throw;
+      }
+      process_.end_child(options_.name);
     } else if (!rest(self, rest_until)) {
       return;
     }
@@ -151,6 +162,7 @@ void Pool::retire(Worker& self) {
 }
 
 void Pool::stop() {
+  if (!process_.is_current()) return;
   for (;;) {
     Workers ended;
     MutexLock lock(mutex_);
@@ -184,6 +196,7 @@ Pool::Worker* Pool::this_worker() const {
 std::size_t Pool::active() const { return live_ - blocked_ - idle_.size(); }
 
 bool Pool::is_pool_thread() const {
+  if (!process_.is_current()) return false;
   MutexLock lock(mutex_);
   return this_worker() != nullptr;
 }
@@ -221,6 +234,7 @@ Error Pool::overloaded() const {
 }
 
 Pool::Worker* Pool::begin_blocking(Waiter* waiter) {
+  process_.check();
   MutexLock lock(mutex_);
   Worker* self = this_worker();
   if (self == nullptr) return nullptr;
@@ -235,6 +249,7 @@ Pool::Worker* Pool::begin_blocking(Waiter* waiter) {
 }
 
 void Pool::end_blocking(Worker& self, Waiter* waiter) {
+  if (!process_.is_current()) return;
   MutexLock lock(mutex_);
   leave(self, waiter);
 }

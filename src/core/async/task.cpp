@@ -1,6 +1,18 @@
+#include <cstdio>
+#include <cstdlib>
+
 #include <torchspan/core/task.h>
 
 namespace torchspan::task_detail {
+
+void thread_ended_in_coroutine() {
+  std::fputs(
+      "torchspan: error: a coroutine ended its thread (pthread_exit() was called, or the thread was "
+      "canceled), so "
+      "this process ends: use co_return or throw instead\n",
+      stderr);
+  std::abort();
+}
 
 /// A coroutine that only its handle owns.
 struct Flow::Pump {

@@ -147,7 +147,8 @@ class Preemption::Handlers {
       sigaction(signal, requested ? &ignore : &before_[static_cast<std::size_t>(signal)], nullptr);
     }
     published().target.store(nullptr);
-    while (published().running.load() != 0) sched_yield();  // handlers of other threads, for microseconds
+    while (getpid() == target_.process && published().running.load() != 0)
+      sched_yield();  // handlers of other threads, for microseconds
   }
   Handlers(const Handlers&) = delete;
 

@@ -212,6 +212,7 @@ void Progress::record_step(const ProgressReport& report, TimePoint now) {
 }
 
 void Progress::report(ProgressReport report) {
+  executor_.process().check();
   const TimePoint now = executor_.now();
   record_step(report, now);
   const double fraction = fraction_done(report).value_or(0);
@@ -240,6 +241,7 @@ void Progress::show(const ProgressReport& report) {
 }
 
 void Progress::finish() {
+  if (!executor_.process().is_current()) return;  // the line is the parent's
   if (pending_) show(*std::exchange(pending_, std::nullopt));
   if (std::exchange(line_open_, false)) write_some(options_.descriptor, "\n");
 }

@@ -108,6 +108,7 @@ void SpanRecorder::set_traced(std::size_t capacity) {
 }
 
 void SpanRecorder::record(SpanKind kind, std::string_view name, TimePoint begin, const SpanLink& link) {
+  if (!executor_.process().is_current()) return;
   StoredSpan span;
   span.begin = nanoseconds(begin);
   span.end = nanoseconds(executor_.now());
@@ -176,6 +177,7 @@ std::vector<OpenOperation> SpanRecorder::open() const {
 
 SpanScope::SpanScope(SpanRecorder& recorder, SpanKind kind, std::string_view name, const SpanLink& link)
     : recorder_(recorder), began_on_(current_thread()) {
+  if (!recorder.executor().process().is_current()) return;
   span_.begin = nanoseconds(recorder.executor().now());
   span_.link = link;
   span_.kind = kind;
@@ -188,6 +190,7 @@ SpanScope::SpanScope(SpanRecorder& recorder, SpanKind kind, std::string_view nam
 }
 
 SpanScope::~SpanScope() {
+  if (!recorder_.executor().process().is_current()) return;
   SpanRecorder::State& state = *recorder_.state_;
   {
     MutexLock lock(state.open_mutex);

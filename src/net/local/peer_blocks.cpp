@@ -72,10 +72,15 @@ Buffer PeerBlocks::adopt(std::uint64_t number, std::size_t size) {
     return buffer;
   }
   share_->adopted.add();
-  return {block->bytes(), size, std::shared_ptr<void>(block->bytes(), [block](void*) {
-            block->share->adopted_bytes.fetch_sub(block->room(), std::memory_order_relaxed);
-            block->give_back();
-          })};
+  struct Adopted {
+    ~Adopted() {
+      block->share->adopted_bytes.fetch_sub(block->room(), std::memory_order_relaxed);
+      block->give_back();
+    }
+    const std::shared_ptr<Block> block;
+  };
+  const std::shared_ptr<Adopted> adopted = ProcessOwned<Adopted>(new Adopted{block});
+  return {block->bytes(), size, std::shared_ptr<void>(adopted, block->bytes())};
 }
 
 }  // namespace torchspan::net

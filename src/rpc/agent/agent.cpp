@@ -164,6 +164,7 @@ void RpcAgent::member_departed(const Peer& member, const Error& reason) {
 }
 
 void RpcAgent::shutdown(Deadline deadline) {
+  state_.runtime.check_process();
   if (shut_down_.exchange(true) || state_.stopping.load()) return;
   const GracefulShutdown::Outcome outcome =
       GracefulShutdown(state_, membership_, shutdown_hooks_).run(deadline);
@@ -183,6 +184,7 @@ void RpcAgent::throw_leaks(const std::vector<RRefInfo>& leaks) const {
 }
 
 void RpcAgent::stop(const std::string& why) {
+  state_.runtime.check_process();
   if (state_.stopping.exchange(true)) return;
   if (membership_) membership_->give_up(why);
   loop_.stop();
@@ -236,7 +238,23 @@ void RpcAgent::release() {
   worker_.reset();
 }
 
+std::vector<WorkerInfo> RpcAgent::workers() const {
+  state_.runtime.check_process();
+  return state_.peers.members();
+}
+
+WorkerInfo RpcAgent::info(const Destination& of) const {
+  state_.runtime.check_process();
+  return state_.peers.info(of);
+}
+
+GlobalId RpcAgent::next_id() {
+  state_.runtime.check_process();
+  return state_.references->next_id();
+}
+
 std::uint32_t RpcAgent::resolve(const Destination& to) const {
+  state_.runtime.check_process();
   try {
     return state_.peers.resolve(to);
   } catch (const Error&) {
@@ -261,6 +279,7 @@ std::uint64_t RpcAgent::id_of(const char* name, std::string (*signature)()) cons
 }
 
 void RpcAgent::apply(const CallOptions& options, Request& request) {
+  state_.runtime.check_process();
   const Duration timeout = options.timeout.value_or(default_timeout_.load());
   if (timeout < Duration::zero()) {
     throw Error(ErrorKind::kInvalid,
@@ -285,6 +304,7 @@ std::optional<CurrentCall> RpcAgent::current_call() {
 }
 
 DebugInfo RpcAgent::debug() const {
+  state_.runtime.check_process();
   const TimePoint now = state_.runtime.executor.now();
   DebugInfo info;
   info.worker = state_.self.name;
@@ -305,22 +325,28 @@ DebugInfo RpcAgent::debug() const {
 }
 
 void RpcAgent::after(Duration delay, UniqueFunction<void()> job) {
+  state_.runtime.check_process();
   loop_.after(delay, state_.host, std::move(job));
 }
 
 void RpcAgent::send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) {
+  if (!state_.runtime.executor.process().is_current())
+    return completion->fail(std::make_exception_ptr(OwnerProcess::forked(state_.self.name)));
   calls_.send(to, std::move(request), std::move(completion));
 }
 
 ReferencePtr RpcAgent::own(ValuePtr value, std::string type_name, SourceLocation site) {
+  state_.runtime.check_process();
   return state_.references->own(std::move(value), type_name, site);
 }
 
 ReferencePtr RpcAgent::create(std::uint32_t to, Request request, std::string type_name) {
+  state_.runtime.check_process();
   return calls_.create(to, std::move(request), type_name);
 }
 
 void* RpcAgent::find_extension(const std::type_info& type) const {
+  state_.runtime.check_process();
   auto it = extensions_.find(type);
   if (it != extensions_.end()) return dynamic_cast<void*>(it->second.get());
   throw Error(ErrorKind::kInvalid,
@@ -330,6 +356,7 @@ void* RpcAgent::find_extension(const std::type_info& type) const {
 }
 
 Gathering RpcAgent::gathering(const std::vector<std::string>& participants) {
+  state_.runtime.check_process();
   Gathering who;
   {
     MutexLock lock(membership_mutex_);

@@ -45,8 +45,8 @@ class RpcAgent final : public Endpoint {
   std::weak_ptr<FutureHost> host() override { return state_.host; }
   Pool& pool() override { return state_.host->pool(); }
   const WorkerInfo& self() const override { return state_.self; }
-  std::vector<WorkerInfo> workers() const override { return state_.peers.members(); }
-  WorkerInfo info(const Destination& of) const override { return state_.peers.info(of); }
+  std::vector<WorkerInfo> workers() const override;
+  WorkerInfo info(const Destination& of) const override;
   std::string name_of(std::uint32_t rank) const override { return state_.peers.name(rank); }
   std::uint32_t resolve(const Destination& to) const override;
   std::uint64_t id_of(const char* name, std::string (*signature)()) const override;
@@ -55,15 +55,20 @@ class RpcAgent final : public Endpoint {
   DebugInfo debug() const override;
   void set_default_timeout(Duration timeout) override { default_timeout_.store(timeout); }
   Duration default_timeout() const override { return default_timeout_.load(); }
-  void check_may_wait() const override { loop_.check_may_wait(); }
+  void check_may_wait() const override {
+    state_.runtime.check_process();
+    loop_.check_may_wait();
+  }
   bool is_present(std::uint32_t rank) const override { return state_.peers.is_present(rank); }
-  bool is_stopping() const override { return state_.stopping.load(); }
+  bool is_stopping() const override {
+    return state_.stopping.load() || !state_.runtime.executor.process().is_current();
+  }
   void after(Duration delay, UniqueFunction<void()> job) override;
   void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override;
   ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) override;
   ReferencePtr create(std::uint32_t to, Request request, std::string type_name) override;
   Gathering gathering(const std::vector<std::string>& participants) override;
-  GlobalId next_id() override { return state_.references->next_id(); }
+  GlobalId next_id() override;
   void* find_extension(const std::type_info& type) const override;
 
   const std::string& address() const { return address_; }

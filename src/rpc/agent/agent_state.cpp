@@ -23,7 +23,7 @@ AgentState::AgentState(std::shared_ptr<Runtime> shared_runtime, FunctionTable ta
       devices({options.name, options.rank}, options.device_maps),
       self{options.name, options.rank},
       peers(Peer{self, {}, 0, 0}),
-      host(std::make_shared<Host>(runtime_owner, pool_options(options))),
+      host(make_process_shared<Host>(runtime_owner, pool_options(options))),
       calls(options.max_pending_calls),
       serving(options.max_waiting_bytes) {
   devices.check_here();

@@ -31,6 +31,7 @@ class Driving {
 }  // namespace
 
 void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) {
+  runtime_->check_process();
   Executor& executor = pool_.executor();
   const auto driver = driver_.lock();
   if (driver) driver->check_may_wait();

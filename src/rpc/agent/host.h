@@ -20,6 +20,7 @@ class Host final : public FutureHost {
   /// Continuations keep the environment of the thread that adds them.
   UniqueFunction<void()> bind(UniqueFunction<void()> continuation) override;
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
+  std::string worker_name() const override { return runtime_->log.owner(); }
   Pool& pool() { return pool_; }
   void set_driver(std::weak_ptr<Driver> driver) { driver_ = std::move(driver); }
 

@@ -23,12 +23,14 @@ void add_failure_blobs(wire::Frame& frame, const std::exception_ptr& cause) {
 }  // namespace
 
 ReplyCompletion::~ReplyCompletion() {
+  if (!state_.runtime.executor.process().is_current()) return;
   if (!sent_.load()) {
     fail(std::make_exception_ptr(Error(ErrorKind::kCancelled, "the handler was dropped before it replied")));
   }
 }
 
 void ReplyCompletion::succeed(wire::Payload& reply) {
+  state_.runtime.executor.process().end_child(state_.self.name);
   if (sent_.exchange(true)) return;
   CallInfo info = call_->info;
   info.reply = true;
@@ -79,6 +81,7 @@ void ReplyCompletion::send(const CallInfo& info, OutgoingMessage& out) {
 }
 
 void ReplyCompletion::fail(std::exception_ptr cause) {
+  state_.runtime.executor.process().end_child(state_.self.name);
   if (sent_.exchange(true)) return;
   cause = server_.count_failed_creation(*call_, cause);
   SmallReply failure{call_->channel, {}, call_->name, call_->deadline};

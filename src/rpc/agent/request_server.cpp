@@ -1,5 +1,7 @@
 #include "rpc/agent/request_server.h"
 
+#include <cstdlib>
+#include <cxxabi.h>
 #include <fmt/format.h>
 #include <utility>
 
@@ -117,7 +119,14 @@ void RequestServer::run_here(const InlineCall& inline_call) {
   const IncomingPtr& call = inline_call.call;
   const TimePoint begin = state_.runtime.executor.now();
   call->inline_thread.store(std::this_thread::get_id());
-  run(call, *inline_call.handler);
+  try {
+    run(call, *inline_call.handler);
+  } catch (abi::__forced_unwind&) {
+    state_.runtime.log.error(fmt::format(
+        "function '{}' is declared kInline and ended the thread that reads messages, so this process ends",
+        call->name));
+    std::abort();
+  }
   call->inline_thread.store({});
   const Duration took = state_.runtime.executor.now() - begin;
   const std::uint64_t id = function_of(*call);
@@ -191,6 +200,9 @@ void RequestServer::serve(const IncomingPtr& call, const RequestHandler& handler
     throw_first_failure(references);
     state_.serving.begin(*call);
     handler.serve(call, reply);
+  } catch (abi::__forced_unwind&) {
+    leave_call(*call, handler);
+    throw;
   } catch (...) {
     reply->fail(std::current_exception());
   }

@@ -20,12 +20,13 @@ WorkerService::WorkerService(std::shared_ptr<Runtime> runtime, FunctionTable fun
                              ServiceOptions options, MakeTransport make_transport,
                              std::vector<std::unique_ptr<Extension>> extensions)
     : impl_(std::make_unique<Impl>()) {
-  impl_->agent = std::make_shared<RpcAgent>(std::move(runtime), std::move(functions), std::move(options));
+  impl_->agent = make_process_shared<RpcAgent>(std::move(runtime), std::move(functions), std::move(options));
   impl_->agent->open(make_transport);
   impl_->agent->attach(std::move(extensions));
 }
 
 WorkerService::~WorkerService() {
+  if (!impl_->agent->runtime().executor.process().is_current()) return;
   try {
     stop();
     impl_->agent->release();

@@ -1,5 +1,6 @@
 #include "rpc/calls/handlers.h"
 
+#include <cxxabi.h>
 #include <fmt/format.h>
 
 #include "rpc/agent/agent.h"
@@ -86,6 +87,17 @@ std::exception_ptr encoding_failure(RpcAgent& agent, const std::string& call) {
   }
 }
 
+/// The failure of a function that called pthread_exit(), which no catch block may stop.
+std::exception_ptr thread_ended(RpcAgent& agent, const std::string& function) {
+  const Error error(
+      ErrorKind::kInvalid,
+      fmt::format("function '{}' ended its thread (pthread_exit() was called, or the thread was canceled): "
+                  "return or throw instead",
+                  function));
+  agent.runtime().log.error(error.message());
+  return std::make_exception_ptr(error);
+}
+
 using Deliver = std::function<void(const ValuePtr&, std::exception_ptr)>;
 
 /// Runs the function whose id leads the payload, and delivers its value or failure, now or later.
@@ -104,6 +116,7 @@ void run_entry(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call, 
   const TimePoint begin = agent->runtime().executor.now();
   auto finish = [agent, call, begin, name = entry->name, deliver](const ValuePtr& value,
                                                                   std::exception_ptr error) {
+    agent->runtime().executor.process().end_child(agent->self().name);
     agent->runtime().spans.record(
         SpanKind::kHandler, name, begin,
         SpanLink{.id = call->info.call, .peer = static_cast<std::int32_t>(call->peer), .bytes = call->bytes});
@@ -116,7 +129,10 @@ void run_entry(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call, 
                          std::make_shared<CapturedTaskEnvironment>()};
     outcome = entry->run(invocation);
   } catch (...) {
-    return finish(nullptr, std::current_exception());
+    const std::exception_ptr thrown = std::current_exception();
+    finish(nullptr, thrown ? thrown : thread_ended(*agent, entry->name));
+    if (!thrown) throw;
+    return;
   }
   if (!outcome.later.valid()) return finish(outcome.value, nullptr);
   outcome.later.add_done_callback([finish](Future<ValuePtr> done) {
@@ -168,6 +184,8 @@ void create(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call,
   };
   try {
     run(deliver);
+  } catch (abi::__forced_unwind&) {
+    throw;
   } catch (...) {
     deliver(nullptr, std::current_exception());
   }

@@ -52,6 +52,7 @@ WaitScope::WaitScope(const Worker& worker, CallOptions options)
 }
 
 WaitScope::~WaitScope() {
+  if (!endpoint_->runtime().executor.process().is_current()) return;
   std::vector<Pool::ExtraThread> extra;
   for (;;) {
     try {
@@ -67,7 +68,13 @@ WaitScope::~WaitScope() {
   }
 }
 
-void WaitScope::wait() { group_->settled().wait(); }
-void WaitScope::wait(Duration timeout) { group_->settled().wait(timeout); }
+void WaitScope::wait() {
+  endpoint_->check_may_wait();
+  group_->settled().wait();
+}
+void WaitScope::wait(Duration timeout) {
+  endpoint_->check_may_wait();
+  group_->settled().wait(timeout);
+}
 
 }  // namespace torchspan

@@ -166,6 +166,7 @@ std::string RRefBase::str() const {
 namespace rpc {
 
 Error Endpoint::shut_down() const {
+  if (!process_.is_current()) return OwnerProcess::forked(self().name);
   return Error(ErrorKind::kCancelled,
                fmt::format("worker '{}' was shut down; make no calls after shutdown(), and keep the Session "
                            "for as long as anything uses its worker",

@@ -65,7 +65,7 @@ ReferencePtr References::own(ValuePtr value, const std::string& type, SourceLoca
     id = shared_->table.next_value(self.rank);
   }
   names_.add_type(tag, type);
-  auto owner = std::make_shared<OwnerReference>(endpoint_, self, id, tag, origin(site));
+  auto owner = make_process_shared<OwnerReference>(endpoint_, self, id, tag, origin(site));
   owner->set(std::move(value));
   return owner;
 }
@@ -77,7 +77,7 @@ std::shared_ptr<OwnerReference> References::begin_own_creation(const std::string
   MutexLock lock(shared_->mutex);
   const PeerId self = shared_->table.self();
   auto owner =
-      std::make_shared<OwnerReference>(endpoint_, self, shared_->table.next_value(self.rank), tag, origin);
+      make_process_shared<OwnerReference>(endpoint_, self, shared_->table.next_value(self.rank), tag, origin);
   shared_->table.owned().expect_own(owner->value_id(), owner);
   return owner;
 }
@@ -102,7 +102,7 @@ std::shared_ptr<UserReference> References::begin_creation(std::uint32_t to, cons
            wire::digest(type)};
   }
   names_.add_type(ids.tag, type);
-  auto user = std::make_shared<UserReference>(endpoint_, weak_from_this(), ids, origin(site));
+  auto user = make_process_shared<UserReference>(endpoint_, weak_from_this(), ids, origin(site));
   MutexLock lock(shared_->mutex);
   shared_->table.held().add_creating(ids.owner, ids.value, ids.fork, user);
   return user;
@@ -159,7 +159,7 @@ std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle
       throw Error(
           ErrorKind::kDisconnected,
           "this creation is addressed to another worker, or to an earlier process of this rank; call again");
-    fresh = std::make_shared<OwnerReference>(endpoint_, self, handle.value, handle.type_tag, origin);
+    fresh = make_process_shared<OwnerReference>(endpoint_, self, handle.value, handle.type_tag, origin);
     if (from == self) {
       kept = shared_->table.owned().find(handle.value);
       shared_->table.owned().own_creation_ended(handle.value, effects);
@@ -247,8 +247,8 @@ std::shared_ptr<void> References::receive_at_owner(const wire::Handle& handle, P
   std::shared_ptr<OwnerReference> fresh;
   {
     MutexLock lock(shared_->mutex);
-    fresh = std::make_shared<OwnerReference>(endpoint_, shared_->table.self(), handle.value, handle.type_tag,
-                                             origin);
+    fresh = make_process_shared<OwnerReference>(endpoint_, shared_->table.self(), handle.value,
+                                                handle.type_tag, origin);
     found = shared_->table.receive_at_owner(handle, from, fresh, effects);
   }
   if (found.refusal) {
@@ -261,7 +261,7 @@ std::shared_ptr<void> References::receive_at_owner(const wire::Handle& handle, P
 
 std::shared_ptr<void> References::adopt(const wire::Handle& handle, PeerId from) {
   const PeerId owner{handle.owner, handle.incarnation};
-  auto user = std::make_shared<UserReference>(
+  auto user = make_process_shared<UserReference>(
       endpoint_, weak_from_this(), UserReference::Ids{owner, handle.value, handle.fork, handle.type_tag},
       origin_from(from));
   RRefTable::Effects effects;

@@ -43,7 +43,7 @@ void check_gradient_use(const Entry& entry) {
 /// Keeps the module for its buffers; the model knows the parameters.
 WrappedUnits::WrappedUnits(std::shared_ptr<torch::nn::Module> module, collective::Group group,
                            FullyShardedOptions options)
-    : module_(std::move(module)), model_(std::make_shared<ShardedModel>(std::move(group), options)) {
+    : module_(std::move(module)), model_(make_process_shared<ShardedModel>(std::move(group), options)) {
   if (!module_) throw Error(ErrorKind::kInvalid, "the module is null");
   model_->divide(*module_);
 }

@@ -542,15 +542,15 @@ void ZeroRedundancyOptimizer::Impl::clear() {
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
                                                  optim::OptimizerSpec spec, sharded::ZeroOptions options)
-    : impl_(std::make_shared<Impl>(wrapped, std::vector<optim::ParamGroup>{group_of_all(*wrapped, spec)},
-                                   options, others_of(*wrapped, spec))) {
+    : impl_(make_process_shared<Impl>(wrapped, std::vector<optim::ParamGroup>{group_of_all(*wrapped, spec)},
+                                      options, others_of(*wrapped, spec))) {
   connect(*wrapped, impl_);
 }
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const std::shared_ptr<data_parallel::WrappedModule>& wrapped,
                                                  std::vector<optim::ParamGroup> groups,
                                                  sharded::ZeroOptions options)
-    : impl_(std::make_shared<Impl>(wrapped, std::move(groups), options, std::vector<std::string>())) {
+    : impl_(make_process_shared<Impl>(wrapped, std::move(groups), options, std::vector<std::string>())) {
   connect(*wrapped, impl_);
 }
 

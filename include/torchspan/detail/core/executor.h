@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <torchspan/core/time.h>
+#include <torchspan/detail/core/owner_process.h>
 
 namespace torchspan {
 
@@ -87,6 +88,11 @@ class Executor {
 
   Deadline deadline_in(Duration timeout) const;
   void sleep(Duration time);
+  /// In a child forked from this process, nothing that was made from this executor may be used.
+  const OwnerProcess& process() const { return process_; }
+
+ private:
+  const OwnerProcess process_;
 };
 
 /// Makes the executor of real threads and the system's monotonic clock.

@@ -92,6 +92,7 @@ class Pool final : public FutureHost {
   std::size_t active() const TORCHSPAN_REQUIRES(mutex_);
 
   Executor& executor_;
+  const OwnerProcess process_;
   const PoolOptions options_;
   mutable Mutex mutex_;
   std::deque<UniqueFunction<void()>> queue_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -33,6 +33,9 @@ class DeferredDestroy {
 struct Runtime {
   Runtime(Executor& executor, std::string owner, LogLevel level = LogLevel::kWarning)
       : executor(executor), log(std::move(owner), level), spans(executor) {}
+  /// Throws Error{kInvalid} in a forked child.
+  void check_process() const { executor.process().check(log.owner()); }
+
   Executor& executor;
   Log log;
   Metrics metrics;

@@ -75,7 +75,7 @@ class WrappedModule {
 
  private:
   class Impl;
-  std::unique_ptr<Impl> impl_;
+  ProcessOwned<Impl> impl_;
 };
 
 }  // namespace torchspan::data_parallel

@@ -37,7 +37,7 @@ class Training {
 
  private:
   class Impl;
-  std::unique_ptr<Impl> impl_;
+  ProcessOwned<Impl> impl_;
 };
 
 }  // namespace torchspan::elastic

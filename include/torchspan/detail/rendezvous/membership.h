@@ -228,7 +228,7 @@ class Membership {
 
  private:
   explicit Membership(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  ProcessOwned<Impl> impl_;
 };
 
 }  // namespace torchspan::rendezvous

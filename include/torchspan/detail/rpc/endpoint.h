@@ -96,6 +96,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   /// A globally unique id.
   virtual GlobalId next_id() = 0;
   virtual void* find_extension(const std::type_info& type) const = 0;
+
+ private:
+  const OwnerProcess process_;
 };
 
 /// Shared state of an RRef: the owner's hold on the value, or a user's fork of it. Destroying it releases

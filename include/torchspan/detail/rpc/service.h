@@ -84,7 +84,7 @@ class WorkerService {
 
  private:
   class Impl;
-  std::unique_ptr<Impl> impl_;
+  ProcessOwned<Impl> impl_;
 };
 
 }  // namespace torchspan::rpc

@@ -45,7 +45,7 @@ class UnitForward {
 
  private:
   class Impl;
-  std::unique_ptr<Impl> impl_;
+  ProcessOwned<Impl> impl_;
 };
 
 /// The dtype to which a unit casts its inputs; nullopt: none.
