@@ -20,7 +20,6 @@ namespace {
 
 /// Adds advice to a timeout of the group, for the case that a rank takes part in a backward pass which the others skip.
 Error with_agreement(const Error& error) {
-  if (error.kind() != ErrorKind::kTimedOut) return error;
   return Error(error.kind(),
                error.message() +
                    ". If the ranks decide between forward and backward whether to skip a step, let them "
@@ -58,7 +57,8 @@ class Reducer::Impl {
 void Reducer::Impl::begin_forward() {
   if (c10::GradMode::is_enabled()) {
     if (const auto late = passes_->settle()) throw with_agreement(*late);
-    if (const auto failure = parts_->group.backend()->failure()) throw with_agreement(*failure);
+    const auto failure = parts_->group.backend()->failure();
+    if (failure && failure->kind() == ErrorKind::kTimedOut) throw with_agreement(*failure);
     passes_->refuse_dropped();
     passes_->settle();
   }
