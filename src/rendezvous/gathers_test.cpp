@@ -146,6 +146,19 @@ TEST_P(GathersOfSeed, TheFirstRankThatWaitsWarns) {
   EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 1) << log;
 }
 
+TEST(Gathers, AWaitNamesAStoreThatDoesNotAnswer) {
+  SimulatedWorld world(21, 2);
+  const std::string log = logged_by(world, [&](int rank, Runtime&, Membership& membership) {
+    if (rank == 0) return world.executor().sleep(seconds(45));
+    world.network().cut("member1", "store");
+    const Error error = error_of([&] { membership.barrier("lost", {}, world.in(seconds(35))); });
+    EXPECT_EQ(error.kind(), ErrorKind::kTimedOut) << error.what();
+    world.network().heal("member1", "store");
+  });
+  EXPECT_THAT(log, AllOf(HasSubstr("[worker1] warning: barrier 'lost' has waited 20 s: worker0 (rank 0"),
+                         HasSubstr("which serves the store, does not answer")));
+}
+
 TEST(Gathers, OfOneWorkerCallBackAtOnce) {
   SimulatedWorld world(20, 1);
   world.run([&](int rank) {
