@@ -14,15 +14,16 @@ namespace {
 /// Longer texts of exceptions appear whole in the frame only.
 constexpr std::size_t kMostHeadline = 2048;
 
-/// The kind of an Error that the function itself threw. What other workers reported to it, and their ends, concern those.
+/// The kind of an Error with which the function itself refuses the call. What other workers reported to it, and their ends,
+/// concern those; its own wrong calls (kInvalid) do not concern the caller.
 std::optional<ErrorKind> refusal_in(const std::exception_ptr& cause) {
   try {
     std::rethrow_exception(cause);
   } catch (const Error& error) {
     const ErrorKind kind = error.kind();
     const bool by_function = error.worker().empty() && error.frames().empty();
-    const bool refuses = kind == ErrorKind::kOverloaded || kind == ErrorKind::kDenied ||
-                         kind == ErrorKind::kUnsupported || kind == ErrorKind::kInvalid;
+    const bool refuses =
+        kind == ErrorKind::kOverloaded || kind == ErrorKind::kDenied || kind == ErrorKind::kUnsupported;
     if (by_function && refuses) return kind;
   } catch (...) {
   }
