@@ -168,8 +168,10 @@ void RequestSender::start_or_undo(std::uint64_t id, PendingCall& call, OutgoingM
   const bool may_repeat = call.user_values && link.channel && !link.channel->opened() && out.split.empty() &&
                           out.carried.empty() && out.lent.empty();
   std::shared_ptr<UnsentCall> unsent;
-  if (may_repeat)
-    unsent = std::make_shared<UnsentCall>(UnsentCall{std::move(out), link.peer, creates, link.channel});
+  if (may_repeat) {
+    unsent = std::make_shared<UnsentCall>(UnsentCall{{}, link.peer, creates, link.channel});
+    std::swap(unsent->out, out);
+  }
   OutgoingMessage& message = unsent ? unsent->out : out;
   try {
     const bool waits = start(id, call, message, std::move(link));
