@@ -105,9 +105,10 @@ Context::Context(const Worker& worker) : ContextView(worker, nullptr) {
 }
 
 Context::~Context() {
-  if (!worker_.runtime().executor.process().is_current())
-    return keep_until_exit(
-        scope_.release());  // at the end of the process, its thread-local state may be gone
+  if (!worker_.runtime().executor.process().is_current()) {
+    keep_until_exit(scope_.release());  // when the process exits, the thread-local state is gone
+    return;
+  }
   const bool in_force = scope_->in_force();
   scope_.reset();
   try {

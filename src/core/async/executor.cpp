@@ -46,9 +46,9 @@ class ThreadParker final : public Parker {
   bool park(Deadline deadline) override {
     int expected = kToken;
     if (word_.compare_exchange_strong(expected, kEmpty, std::memory_order_acquire)) return true;
+    process_.check();  // no thread is left that could end the sleep
     expected = kEmpty;
     if (!word_.compare_exchange_strong(expected, kSleeping, std::memory_order_acquire)) return take_token();
-    process_.check();  // no thread is left that could end the sleep
     while (word_.load(std::memory_order_acquire) == kSleeping) {
       if (!sleep_until(deadline)) break;
     }
