@@ -9,8 +9,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/core/pool.h>
+#include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "net/api/stream.h"

@@ -1,7 +1,7 @@
 """What ranks see when others die, stop, differ, or have another secret; and what processes may do around a world."""
 
+import atexit
 import os
-import re
 import signal
 import tempfile
 import time
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import processes
-import torchspan
 
 
 def killed(rank, size):
@@ -97,6 +96,25 @@ def with_data_loader(rank, size):
             dist.all_reduce(part)
             total += part
     return total.item()
+
+
+def forked(rank, size, way):
+    """A child of a rank that uses the group, ends as `way` says, and changes nothing for the others."""
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    child = os.fork()
+    if child == 0:
+        text = raised_by(lambda: dist.all_reduce(torch.ones(1)))
+        good = "is a fork of" in text
+        if way == "destroy":
+            raised_by(dist.destroy_process_group)
+        if way == "end":
+            atexit._run_exitfuncs()
+        os._exit(0 if good else 1)
+    status = os.waitpid(child, 0)[1]
+    for _ in range(20):
+        dist.all_reduce(value)
+    return status, value.item()
 
 
 def pending_work(rank, size):
@@ -199,6 +217,11 @@ class Failures(unittest.TestCase):
 
     def test_data_loaders_may_fork_workers_meanwhile(self):
         self.assertEqual(processes.run(2, with_data_loader), [2 * 3 * 496.0] * 2)
+
+    def test_a_forked_child_leaves_its_parent_alone(self):
+        for way in ("exit", "end", "destroy"):
+            with self.subTest(way=way):
+                self.assertEqual(processes.run(2, forked, way), [(0, 2.0**21)] * 2)
 
     def test_pending_work_does_not_keep_a_process(self):
         self.assertEqual(processes.run(2, pending_work, destroy=False), [True, True])

@@ -83,7 +83,11 @@ std::shared_ptr<Runtime> make_runtime(const std::string& name, LogLevel level) {
 }  // namespace
 
 std::shared_ptr<World> World::join(c10d::Store& store, const Place& place, Duration timeout) {
-  return {new World(store, place, timeout), [](World* world) { without_gil([world] { delete world; }); }};
+  const auto end = [process = OwnerProcess()](World* world) {
+    if (!process.is_current()) return keep_until_exit(world);
+    without_gil([world] { delete world; });
+  };
+  return {new World(store, place, timeout), end};
 }
 
 World::World(c10d::Store& store, const Place& place, Duration timeout) {

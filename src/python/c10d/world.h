@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <torchspan/collective/group.h>
+#include <torchspan/detail/core/owner_process.h>
 #include <torchspan/detail/core/pool.h>
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/rendezvous/membership.h>
