@@ -11,7 +11,7 @@ EXTERNAL = set("""[ apt-get cd cp codespell conan cut dpkg-deb echo exec exit ex
     docker vcpkg""".split())
 KEYWORDS = {"if", "then", "else", "elif", "do", "while", "exec", "!", "sudo", "nice"}
 # Programs that stand for the reader's; 'program_stand_in' in scratch_run.py runs in their place.
-STAND_INS = {"train", "program", "table"}
+STAND_INS = {"python", "train", "program", "table"}
 PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_:]*|.*(?:…|\.\.\.).*|x|section")
 OPTION = re.compile(r"add_(?:option|flag)\w*(?:<[^()]*>)?\(\s*\"([^\"]+)\"")
 FLAG = re.compile(r"add_flag\w*\(\s*\"([^\"]+)\"")
@@ -106,7 +106,7 @@ class Vocabulary:
             if assigned and f"$({name})" not in self.makefile and f"{name} ?=" not in self.makefile:
                 found.append(f"the Makefile does not use {name}")
             elif name == "SECTION" and not PLACEHOLDER.fullmatch(value) and \
-                    not (self.root / f"bench/{value}_bench.cpp").is_file():
+                    not any((self.root / "bench").glob(f"{value}_bench.*")):
                 found.append(f"there is no bench/{value}_bench.cpp")
             elif name == "ARGS" and any(other.startswith("SECTION=") for other in words):
                 found += [f"no benchmark has an option '{option}'" for option in re.findall(r"--[\w-]+", value)
