@@ -198,7 +198,7 @@ TEST(DeviceGroups, NameThePartsOfAPipelinesStepThatDiffer) {
   for (const BackendKind kind : {BackendKind::kNccl, BackendKind::kCudaIpc}) {
     const auto errors = errors_of([&](CollectiveWorld::Rank self) {
       const Group group = make_with(self, on_device(kind), stand_in_services(kind));
-      const StepPartScope part({StepPart::Kind::kRepeatedForward, 1, self.rank, 7});
+      const StepPartScope part({StepPart::Kind::kRepeatedForward, 1, self.rank, -1, 7});
       group.all_reduce(ones_there(3)).wait();
     });
     const std::string call =

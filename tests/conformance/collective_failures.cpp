@@ -141,7 +141,7 @@ TEST_P(CollectiveFailures, NoticesDifferencesOfDtypeShapeRootAndReduction) {
 TEST_P(CollectiveFailures, NoticesCallsOfDifferentPartsOfAPipelinesStep) {
   for (const Error& error : errors_of([&](Group& group) {
          const int micro_batch = group.rank() == ranks() - 1 ? 2 : 3;
-         const StepPartScope part({StepPart::Kind::kForward, 1, micro_batch, 7});
+         const StepPartScope part({StepPart::Kind::kForward, 1, micro_batch, -1, 7});
          EXPECT_EQ(group.all_reduce(at::ones({3}), kMax).wait()[0].item<float>(), 1);
        })) {
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid);

@@ -81,6 +81,7 @@ class Suspects {
     check_pipelines();
     for (const WorkerReport& worker : workers_) check_backward(worker);
     for (const WorkerReport& worker : workers_) check_sink(worker);
+    texts_.insert(texts_.end(), consequences_.begin(), consequences_.end());
     if (texts_.empty()) check_futures();
     return std::move(texts_);
   }
@@ -223,17 +224,28 @@ class Suspects {
                           at->first.second, at->first.first);
     }
     text += fmt::format(", for {}", age_of(gathering.seconds));
-    bool missing = false;
+    bool missing = false, explained = true;
+    std::set<std::string> blamed;
     const std::set<int> members = members_of_group(gathering.group, workers_);
     for (const WorkerReport& worker : workers_) {
       if (inside.contains(worker.rank) || !members.contains(worker.rank)) continue;
       missing = true;
-      blamed_.insert(worker.name);
+      blamed.insert(worker.name);
+      explained = explained && waits_for_a_call(worker);
       text += fmt::format("; rank {} is not in it: {}{}", worker.rank,
                           worker.answers ? occupation(worker) : describe_silence(worker),
                           last_operation(worker, gathering.group));
     }
-    texts_.push_back(text + judgement_of(gathering, missing));
+    text += judgement_of(gathering, missing);
+    // Ranks that only serve wait in a barrier for those that call: what holds up the calls is the cause.
+    if (gathering.group < 0 && missing && explained) return consequences_.push_back(std::move(text));
+    blamed_.merge(blamed);
+    texts_.push_back(std::move(text));
+  }
+
+  bool waits_for_a_call(const WorkerReport& worker) const {
+    return worker.answers && std::any_of(worker.pending.begin(), worker.pending.end(),
+                                         [&](const auto& call) { return call.seconds >= least_; });
   }
 
   static std::string last_operation(const WorkerReport& worker, int group) {
@@ -388,6 +400,7 @@ class Suspects {
   std::map<std::string, const WorkerReport*> by_name_;
   std::set<std::string> blamed_;
   std::vector<std::string> texts_;
+  std::vector<std::string> consequences_;  ///< of other causes; said last
 };
 
 /// What a worker has open, one line each; equal ones are one line with their number.

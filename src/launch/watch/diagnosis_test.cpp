@@ -144,6 +144,18 @@ TEST(Diagnosis, BlamesTheBusyWorkerThatOthersWaitFor) {
   EXPECT_THAT(suspects[0], HasSubstr("does not serve such a call"));
 }
 
+TEST(Diagnosis, NamesTheCallThatHoldsUpTheRankForWhichOthersWaitInABarrier) {
+  std::vector<WorkerReport> workers = {worker(0), worker(1), worker(2)};
+  workers[0].pending = {{"train_client", "worker2", "", 5}};
+  workers[2].serving = {{"train_client", "worker0", "", 5, true}};
+  workers[1].open = workers[2].open = {{"wait", "barrier 'user.barrier'", 9, 1}};
+  const auto suspects = find_suspects(workers);
+  ASSERT_EQ(suspects.size(), 2u);
+  EXPECT_THAT(suspects[0], AllOf(HasSubstr("rank 0 has waited for 'train_client' on rank 2"),
+                                 HasSubstr("it has run 'train_client' for worker0")));
+  EXPECT_THAT(suspects[1], HasSubstr("ranks 1-2 are in 'barrier 'user.barrier'' number 1"));
+}
+
 TEST(Diagnosis, NamesTheHandlersThatHoldAllThreadsAndCountsEqualLines) {
   std::vector<WorkerReport> workers = {worker(0), worker(1)};
   for (int i = 0; i < 300; ++i) {

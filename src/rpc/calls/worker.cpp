@@ -90,7 +90,7 @@ std::vector<Bytes> Worker::all_gather_bytes(const Bytes& mine, const std::vector
 
 void Worker::barrier(const std::vector<std::string>& participants, Duration timeout) const {
   const rpc::Gathering who = endpoint_->gathering(participants);
-  who.membership->all_gather_bytes(kUserBarrier, {}, who.ranks, deadline_of(*endpoint_, timeout));
+  who.membership->barrier(kUserBarrier, who.ranks, deadline_of(*endpoint_, timeout));
 }
 
 Future<void> Worker::barrier_async(const std::vector<std::string>& participants, Duration timeout) const {
