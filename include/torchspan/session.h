@@ -114,17 +114,16 @@ class Session {
   /// Joins the world. Returns when all workers have joined; on failure, or after environment.join_timeout,
   /// it throws on each of them and names missing or duplicate workers. `extensions` are added to those for
   /// distributed autograd, optimizers and pipelines, or replace the one of their type.
-  explicit Session(WorkerOptions options, FunctionTable functions = {}, Extensions extensions = {})
-      : Session(std::move(options), std::move(functions), detail::with_defaults(std::move(extensions)),
-                OnlyThese()) {}
+  explicit Session(const WorkerOptions& options, FunctionTable functions = {}, Extensions extensions = {})
+      : Session(options, std::move(functions), detail::with_defaults(std::move(extensions)), OnlyThese()) {}
   /// The same with the extensions E and that for distributed autograd only, so that a program links no more rooms than
   /// it uses: Session::with<optim::OptimExtension>(options). On every worker of the job.
   template <class... E>
-  static Session with(WorkerOptions options, FunctionTable functions = {}) {
+  static Session with(const WorkerOptions& options, FunctionTable functions = {}) {
     Extensions extensions;
     (extensions.push_back(std::make_unique<E>()), ...);
     detail::add_default<autograd::AutogradExtension>(extensions);
-    return Session(std::move(options), std::move(functions), std::move(extensions), OnlyThese());
+    return Session(options, std::move(functions), std::move(extensions), OnlyThese());
   }
   /// Leaves as shutdown() does, within options.leave_timeout, unless shutdown() was called before. Leaves
   /// at once when an exception unwinds its scope or on a thread that serves a call. Failures are logged.

@@ -239,7 +239,7 @@ void expect_the_first_death_named(std::uint64_t seed, Duration when,
     }
     const Error error = error_of([&] { call(*group); });
     if (rank != 1) {
-      const std::string text = error.message();
+      const std::string& text = error.message();
       EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << text;
       EXPECT_LT(text.find("worker1"), text.find("died")) << "rank " << rank << ": " << text;
       for (const char* other : {"worker0 ", "worker2 ", "worker3 "}) {

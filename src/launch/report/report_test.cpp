@@ -135,7 +135,7 @@ TEST(RunFigures, CountTheTimeOfAStepWithSeveralReductionsOnce) {
       trace->span(SpanKind::kUser, "step", begin, begin + 40 * kMs,
                   {.id = static_cast<std::uint64_t>(k + 1)});
       for (int half = 0; half < 2; ++half) {
-        const auto id = static_cast<std::uint64_t>(2 * k + half + 1);
+        const std::uint64_t id = 2 * static_cast<std::uint64_t>(k) + (half == 0 ? 1 : 2);
         const std::int64_t forward = begin + (5 + 15 * half) * kMs, backward = forward + 2 * kMs,
                            end = backward + 6 * kMs;
         trace->span(SpanKind::kBucket, "forward", forward, backward, {.id = id});

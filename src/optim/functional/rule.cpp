@@ -1,9 +1,9 @@
 #include "optim/functional/rule.h"
 
 #include <algorithm>
-#include <compare>
 #include <fmt/format.h>
 #include <map>
+#include <tuple>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
@@ -36,7 +36,10 @@ struct GroupKey {
   std::int64_t steps;
   bool has_slots;
   bool by_operator;
-  friend auto operator<=>(const GroupKey&, const GroupKey&) = default;
+  friend bool operator<(const GroupKey& a, const GroupKey& b) {
+    return std::tie(a.device, a.dtype, a.steps, a.has_slots, a.by_operator) <
+           std::tie(b.device, b.dtype, b.steps, b.has_slots, b.by_operator);
+  }
 };
 
 }  // namespace

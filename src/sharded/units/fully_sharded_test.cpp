@@ -6,12 +6,14 @@
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
+#include <torchspan/checkpoint/sources.h>
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/adam.h>
 #include <torchspan/optim/sgd.h>
 #include <torchspan/sharded.h>
+#include <torchspan/state/source.h>
 
 #include "sharded/state/memory_state.h"
 #include "sharded/units/test_models.h"
@@ -243,7 +245,7 @@ TEST(FullySharded, StateIsThatOfTheWholeModelForAnyNumberOfRanks) {
   optim::Optimizer adam(*alone, optim::Adam({.lr = 0.01}));
   std::unique_ptr<MemoryState> model_state, optimizer_state;
   for (const int size : {4, 2, 1, 3}) {
-    std::vector<checkpoint::StateWriter> models(static_cast<std::size_t>(size)), optimizers(models.size());
+    std::vector<state::StateWriter> models(static_cast<std::size_t>(size)), optimizers(models.size());
     on_ranks(size, [&](const Rank& self) {
       Net net;
       FullyShardedDataParallel<Net> model(net, self.group);

@@ -13,6 +13,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
 #include <torchspan/sharded/zero_redundancy_optimizer.h>

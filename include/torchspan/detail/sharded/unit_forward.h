@@ -9,6 +9,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
+#include <torchspan/detail/core/owner_process.h>
 #include <torchspan/detail/data_parallel/output_tensors.h>
 #include <torchspan/detail/sharded/cast_input.h>
 
