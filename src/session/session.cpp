@@ -10,6 +10,7 @@
 
 #include "autograd/api/running_passes.h"
 #include "core/api/observation.h"
+#include "core/api/own_runtime.h"
 #include "core/api/saturated_time.h"
 #include "rendezvous/api/files.h"
 #include "rendezvous/api/network_options.h"
@@ -103,27 +104,11 @@ WorkerOptions WorkerOptions::from_env() {
   return options;
 }
 
-namespace {
-
-/// Destroys the executor with the last handle to the session's worker.
-std::shared_ptr<Runtime> make_runtime(const WorkerOptions& options) {
-  struct Ground {
-    explicit Ground(const WorkerOptions& options)
-        : executor(make_executor()), runtime(*executor, options.environment.name, options.log_level) {}
-    const std::unique_ptr<Executor> executor;
-    Runtime runtime;
-  };
-  const auto ground = std::make_shared<Ground>(options);
-  return {ground, &ground->runtime};
-}
-
-}  // namespace
-
 class Session::Impl {
  public:
   Impl(const WorkerOptions& options, FunctionTable functions, Extensions extensions,
        const SessionDisguise& disguise)
-      : runtime_owner_(make_runtime(options)),
+      : runtime_owner_(make_own_runtime(options.environment.name, options.log_level)),
         leave_timeout_(no_limit_if_zero(options.leave_timeout)),
         error_file_(options.environment.error_file),
         exceptions_(std::uncaught_exceptions()) {

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <fstream>
 
+#include "core/api/own_runtime.h"
 #include "python/gil.h"
 #include "rendezvous/api/files.h"
 #include "rendezvous/api/network_options.h"
@@ -68,18 +69,6 @@ rendezvous::Environment environment_of(const World::Place& place, bool one_host)
   return variables;
 }
 
-/// Keeps the executor as long as the runtime.
-std::shared_ptr<Runtime> make_runtime(const std::string& name, LogLevel level) {
-  struct Ground {
-    Ground(const std::string& name, LogLevel level)
-        : executor(make_executor()), runtime(*executor, name, level) {}
-    const std::unique_ptr<Executor> executor;
-    Runtime runtime;
-  };
-  const auto ground = std::make_shared<Ground>(name, level);
-  return {ground, &ground->runtime};
-}
-
 }  // namespace
 
 std::shared_ptr<World> World::join(c10d::Store& store, const Place& place, Duration timeout) {
@@ -117,9 +106,9 @@ World::World(c10d::Store& store, const Place& place, Duration timeout) {
     const rendezvous::Environment variables = environment_of(place, one_host);
     const rendezvous::WorkerEnvironment environment = rendezvous::read_environment(variables);
     const auto level = variables.find("TORCHSPAN_LOG_LEVEL");
-    runtime_ = make_runtime(environment.name, level == variables.end() || level->second.empty()
-                                                  ? LogLevel::kWarning
-                                                  : parse_log_level(level->second));
+    runtime_ = make_own_runtime(environment.name, level == variables.end() || level->second.empty()
+                                                      ? LogLevel::kWarning
+                                                      : parse_log_level(level->second));
     const net::NetworkOptions network = rendezvous::read_network(variables);
     rendezvous::MembershipOptions options;
     options.name = environment.name;
@@ -128,13 +117,15 @@ World::World(c10d::Store& store, const Place& place, Duration timeout) {
     options.timeout = timeout;
     options.job = job;
     options.dead_after = std::max(network.tls.dead_after, 2 * options.heartbeat);
-    const std::string& host = environment.master_host;
-    options.store_address = !address.empty()                      ? address
-                            : one_host                            ? "tcp:127.0.0.1:0"
-                            : host.find(':') == std::string::npos ? fmt::format("tls:{}:0", host)
-                                                                  : fmt::format("tls:[{}]:0", host);
-    if (!one_host && place.rank == 0 && !environment.listen_host.empty())
-      options.store_listen = fmt::format("tls:{}:0", environment.listen_host);
+    // Rank 0 serves the store at a free port.
+    rendezvous::WorkerEnvironment at = environment;
+    at.master_port = 0;
+    options.store_address = address.empty() ? at.store_address() : address;
+    const bool over_tls = options.store_address.starts_with("tls:");
+    if (over_tls && place.rank == 0 && !environment.listen_host.empty()) {
+      at.master_host = environment.listen_host;
+      options.store_listen = at.store_address();
+    }
     options.store_ready = [&](const std::string& ready) {
       publish(fmt::format("{} {} {}", one_host ? "one" : "many", job, ready));
     };
@@ -142,8 +133,8 @@ World::World(c10d::Store& store, const Place& place, Duration timeout) {
     if (place.size > 1) {
       net::Secret secret = rendezvous::load_secret(environment);
       Executor& executor = runtime_->executor;
-      transports = one_host ? rendezvous::stream_transports(executor, std::move(secret))
-                            : rendezvous::tls_transports(executor, std::move(secret), network.tls);
+      transports = over_tls ? rendezvous::tls_transports(executor, std::move(secret), network.tls)
+                            : rendezvous::stream_transports(executor, std::move(secret));
     }
     callbacks_ = std::make_shared<Pool>(runtime_->executor, PoolOptions{.name = "callbacks", .threads = 1});
     membership_ = rendezvous::Membership::join(*runtime_, std::move(transports), std::move(options));
