@@ -231,7 +231,7 @@ class Suspects {
       if (inside.contains(worker.rank) || !members.contains(worker.rank)) continue;
       missing = true;
       blamed.insert(worker.name);
-      explained = explained && waits_for_a_call(worker);
+      explained = explained && worker.answers && waits_for_a_call(worker);
       text += fmt::format("; rank {} is not in it: {}{}", worker.rank,
                           worker.answers ? occupation(worker) : describe_silence(worker),
                           last_operation(worker, gathering.group));
@@ -244,8 +244,8 @@ class Suspects {
   }
 
   bool waits_for_a_call(const WorkerReport& worker) const {
-    return worker.answers && std::any_of(worker.pending.begin(), worker.pending.end(),
-                                         [&](const auto& call) { return call.seconds >= least_; });
+    return std::any_of(worker.pending.begin(), worker.pending.end(),
+                       [&](const auto& call) { return call.seconds >= least_; });
   }
 
   static std::string last_operation(const WorkerReport& worker, int group) {
@@ -350,15 +350,13 @@ class Suspects {
   /// A worker that others wait for and that waits for none.
   void check_sink(const WorkerReport& worker) {
     if (blamed_.contains(worker.name)) return;
-    const bool waits = std::any_of(worker.pending.begin(), worker.pending.end(),
-                                   [&](const auto& call) { return call.seconds >= least_; });
     const WorkerReport* oldest = nullptr;
     for (const WorkerReport& other : workers_) {
       const WorkerReport::Call* call = &other == &worker ? nullptr : edge(other, worker.name);
       if (call != nullptr && (oldest == nullptr || call->seconds > edge(*oldest, worker.name)->seconds))
         oldest = &other;
     }
-    if (waits || oldest == nullptr) return;
+    if (waits_for_a_call(worker) || oldest == nullptr) return;
     const WorkerReport::Call& call = *edge(*oldest, worker.name);
     // Of several calls of one name, the one that has waited longest has been served longest.
     const WorkerReport::Call* served = nullptr;
