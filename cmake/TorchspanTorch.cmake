@@ -39,12 +39,16 @@ function(torchspan_sees_modules result file)
   set(${result} ${sees} PARENT_SCOPE)
 endfunction()
 
-# torchspan_use_torch(target [LIGHT | PROGRAM]): links a target with LibTorch and gives it the precompiled header that suits its
-# sources (TorchspanPrecompiled.cmake).
+# torchspan_use_torch(target [LIGHT | PROGRAM] [WHOLE]): links a target with LibTorch and gives it the precompiled header that
+# suits its sources (TorchspanPrecompiled.cmake), or the large one, which what it is built with needs.
 function(torchspan_use_torch target)
+  cmake_parse_arguments(PARSE_ARGV 1 TORCH "WHOLE" "" "")
   target_link_libraries(${target} PUBLIC torchspan_torch)
   get_target_property(sources ${target} SOURCES)
   set(size narrow)
+  if(TORCH_WHOLE)
+    set(size whole)
+  endif()
   foreach(source ${sources})
     cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
     if(EXISTS ${source})
@@ -54,5 +58,5 @@ function(torchspan_use_torch target)
       endif()
     endif()
   endforeach()
-  torchspan_use_precompiled(${target} torch_${size} ${ARGN})
+  torchspan_use_precompiled(${target} torch_${size} ${TORCH_UNPARSED_ARGUMENTS})
 endfunction()
