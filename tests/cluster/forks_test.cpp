@@ -71,6 +71,10 @@ struct Program {
          [&] { add_group({.backend = collective::BackendKind::kHierarchical, .network = kIsolated}); }},
         {"c10d", [&] { add_group({.backend = collective::BackendKind::kC10d, .network = kIsolated}); }},
         {"sharded", [&] { add_sharded(); }},
+        {"pipeline", [&] { add_pipeline(); }},
+        {"checkpoint", [&] { add_checkpoint(); }},
+        {"averages", [&] { add_averages(); }},
+        {"elastic", [&] { add_elastic(); }},
     };
     kinds.at(kind)();
     uses["session.group"] = [this] { session.group(); };
@@ -180,6 +184,59 @@ struct Program {
     };
   }
 
+  void add_pipeline() {
+    pipeline::Layers layers;
+    for (int i = 0; i < 2; ++i) layers.add<torch::nn::Linear>(3, 3);
+    auto& pipe =
+        make<pipeline::Pipeline>(session.worker(), layers, pipeline::PipelineOptions{.balance = {1, 1}});
+    uses["a step of a pipeline"] = [&pipe] {
+      pipe.train_step(
+          at::ones({4, 3}), at::ones({4, 3}),
+          [](const at::Tensor& output, const at::Tensor& target) { return at::mse_loss(output, target); });
+    };
+  }
+
+  void add_checkpoint() {
+    auto& net = make<torch::nn::Linear>(4, 2);
+    auto& manager = make<CheckpointManager>(session, CheckpointOptions{.directory = variable("TEST_FOLDER")});
+    manager.add("model", net);
+    auto& step = make<std::int64_t>(0);
+    uses["a checkpoint"] = [&manager, &step] {
+      manager.save(++step);
+      manager.wait();
+    };
+  }
+
+  void add_averages() {
+    auto& net = make<torch::nn::Linear>(4, 2);
+    auto& other = make<torch::nn::Linear>(4, 2);
+    const auto group = session.group();
+    auto& averager = make<data_parallel::ModelAverager>(net->parameters(), group, 1);
+    auto& outer = make<data_parallel::DiLoCo>(other->parameters(), group,
+                                              data_parallel::DiLoCoOptions{.period = 2, .delay = 1});
+    // Two steps each, so that an average is in flight when the process forks.
+    uses["averages"] = [&averager] { averager.step(); };
+    uses["averages in flight"] = [&outer] {
+      outer.step();
+      outer.step();
+    };
+    at_end = [&outer] { outer.finish(); };
+  }
+
+  void add_elastic() {
+    auto& net = make<torch::nn::Linear>(4, 2);
+    auto& trainer =
+        make<ElasticTrainer<torch::nn::Linear>>(session, net, ElasticOptions{.samples = 64, .batch = 4});
+    uses["steps of an elastic trainer"] = [&trainer] {
+      trainer.run(
+          trainer.position().step + 2,
+          [](auto& model, const ElasticStep& step) {
+            (model.forward(at::ones({4, 4})).sum() * step.weight).backward();
+          },
+          [](const ElasticStep&) {});
+    };
+  }
+
   static constexpr auto kIsolated = collective::Network::kIsolated;
   Session session;
   std::map<std::string, std::function<void()>> uses;
@@ -281,20 +338,21 @@ class Forks : public ::testing::TestWithParam<Case> {};
 TEST_P(Forks, LeaveTheParentAndItsPeersAlone) {
   const auto& [kind, ending] = GetParam();
   if (kind == "c10d" && !testing::kHasGloo) GTEST_SKIP() << "this build has no Gloo";
+  const testing::TemporaryFolder folder;
   ProcessWorld world(2);
   for (int rank = 0; rank < 2; ++rank) {
-    world.start(rank, "forks.forks", {{"TEST_KIND", kind}, {"TEST_ENDING", ending}});
+    world.start(rank, "forks.forks",
+                {{"TEST_KIND", kind}, {"TEST_ENDING", ending}, {"TEST_FOLDER", folder.path()}});
   }
   expect_all_end_well(world, seconds(60));
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, Forks,
-                         ::testing::Combine(::testing::Values("calls", "autograd", "shm", "network",
-                                                              "hierarchical", "c10d", "sharded"),
-                                            ::testing::Values("exit", "return", "throw", "exec", "use")),
-                         [](const auto& info) {
-                           return std::get<0>(info.param) + "_" + std::get<1>(info.param);
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Cases, Forks,
+    ::testing::Combine(::testing::Values("calls", "autograd", "shm", "network", "hierarchical", "c10d",
+                                         "sharded", "pipeline", "checkpoint", "averages", "elastic"),
+                       ::testing::Values("exit", "return", "throw", "exec", "use")),
+    [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); });
 
 /// Four threads call, sum and keep references while the process forks 50 times.
 void forks_under_load() {
