@@ -1,7 +1,7 @@
 #include "checkpoint/files/manifest.h"
 #include "core/api/trace_format.h"
-#include "launch/supervisor/host_message.h"
-#include "launch/supervisor/node_state.h"
+#include "launch/supervisor/host_link.h"
+#include "launch/supervisor/node_rounds.h"
 #include "tests/wire_versions/fixtures.h"
 
 namespace torchspan::wire_versions::file_bytes {

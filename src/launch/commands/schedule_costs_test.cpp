@@ -1,4 +1,4 @@
-#include "launch/commands/schedule_costs.h"
+#include "launch/commands/schedule_command.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -7,7 +7,6 @@
 
 #include <torchspan/core/error.h>
 
-#include "launch/report/report_data.h"
 #include "launch/report/report_page.h"
 #include "launch/report/verdict.h"
 #include "launch/trace/chrome_json.h"

@@ -9,7 +9,6 @@
 #include "launch/commands/run_options.h"
 #include "launch/display/lines.h"
 #include "launch/watch/diagnosis.h"
-#include "launch/watch/job_sockets.h"
 #include "launch/watch/running_job.h"
 #include "launch/watch/top_view.h"
 

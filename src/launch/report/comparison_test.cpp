@@ -6,7 +6,6 @@
 #include <random>
 
 #include "launch/report/browser.h"
-#include "launch/report/report_data.h"
 #include "launch/report/report_page.h"
 #include "launch/trace/example_traces.h"
 

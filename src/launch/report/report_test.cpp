@@ -11,7 +11,6 @@
 
 #include "core/api/operator_spans.h"
 #include "launch/report/browser.h"
-#include "launch/report/report_data.h"
 #include "launch/report/report_page.h"
 #include "launch/report/verdict.h"
 #include "launch/trace/example_traces.h"

@@ -3,12 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "launch/report/calls.h"
-#include "launch/report/collectives.h"
-#include "launch/report/modules.h"
-#include "launch/report/pipeline_steps.h"
-#include "launch/report/reductions.h"
-#include "launch/report/steps.h"
+#include "launch/report/figures.h"
 
 namespace torchspan::launch {
 

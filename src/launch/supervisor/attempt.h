@@ -4,11 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "launch/display/progress_view.h"
+#include "launch/display/board.h"
 #include "launch/supervisor/endings.h"
 #include "launch/supervisor/job_watch.h"
-#include "launch/supervisor/replacements.h"
-#include "launch/supervisor/worker_set.h"
+#include "launch/supervisor/worker.h"
 
 namespace torchspan::launch {
 

@@ -1,4 +1,4 @@
-#include "launch/supervisor/cpu_quota.h"
+#include "launch/supervisor/limits.h"
 
 #include <filesystem>
 #include <fstream>

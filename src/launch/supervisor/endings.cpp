@@ -2,13 +2,37 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <csignal>
 #include <cstring>
 #include <fmt/format.h>
 #include <map>
+#include <optional>
 #include <regex>
 
+#include <torchspan/core/error.h>
+
 namespace torchspan::launch {
+
+Reaction react(Interruption& interruption, int signal, int preempt_signal) {
+  const bool preempts = signal == SIGTERM || signal == preempt_signal;
+  if (interruption.signal == 0) {
+    interruption.signal = signal;
+    interruption.preemption = preempts;
+    return preempts ? Reaction::kPreempt : Reaction::kStop;
+  }
+  if (signal == preempt_signal && signal != SIGTERM) return Reaction::kNone;
+  if (!interruption.preemption) return Reaction::kKill;
+  if (!preempts) {
+    interruption.signal = signal;
+    interruption.preemption = false;
+    return Reaction::kStop;
+  }
+  if (interruption.signal == SIGTERM) return Reaction::kKill;
+  interruption.signal = SIGTERM;
+  return Reaction::kPreempt;
+}
+
 namespace {
 
 std::string hint(const Ending& ending) {
@@ -212,6 +236,178 @@ std::string summarize(const std::vector<Ending>& endings, const FailureDetails& 
     text += fmt::format("  {}: {}\n", first ? "the others" : "the workers", others);
   }
   return text + fmt::format("  exit code: {}\n", code);
+}
+
+namespace {
+
+std::optional<int> read_count(std::string_view text) {
+  int number = 0;
+  const auto result = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (result.ec != std::errc() || result.ptr != text.data() + text.size()) return std::nullopt;
+  if (number < 1 || number > kMostWorkers) return std::nullopt;
+  return number;
+}
+
+/// Codes with which shells and exec report that a program cannot be run.
+bool is_unusable(const AttemptResult& attempt) {
+  return attempt.signal == 0 && (attempt.code == 126 || attempt.code == 127);
+}
+
+std::string outcome(const AttemptResult& attempt) {
+  return attempt.signal != 0 ? signal_name(attempt.signal) : fmt::format("exit code {}", attempt.code);
+}
+
+/// How many of the last attempts had the same number of workers and failed at once in the same way.
+int repeated_at_once(const std::vector<AttemptResult>& attempts) {
+  const AttemptResult& last = attempts.back();
+  int count = 0;
+  for (auto it = attempts.rbegin(); it != attempts.rend(); ++it, ++count) {
+    const bool same = it->workers == last.workers && it->code == last.code && it->signal == last.signal;
+    if (!same || it->ran >= kAtOnce) break;
+  }
+  return count;
+}
+
+int restarts_used(const std::vector<AttemptResult>& attempts) {
+  int used = 0;
+  for (std::size_t i = 1; i < attempts.size(); ++i) used += attempts[i].workers >= attempts[i - 1].workers;
+  return used;
+}
+
+/// `backoff`, doubled for each failure before the last one, back to the last attempt that ran long.
+Duration delay_after(const RestartPolicy& policy, const std::vector<AttemptResult>& attempts) {
+  Duration delay = std::min(policy.backoff, policy.longest_backoff);
+  for (std::size_t i = attempts.size() - 1; i > 0 && attempts[i].ran < policy.healthy_after; --i) {
+    if (delay >= policy.longest_backoff / 2) return policy.longest_backoff;
+    delay *= 2;
+  }
+  return delay;
+}
+
+/// Returns the reason to end or to shrink instead of a restart with the same number of workers; nullopt to
+/// restart.
+std::optional<std::string> reason_against_restart(const RestartPolicy& policy,
+                                                  const std::vector<AttemptResult>& attempts) {
+  const int repeated = repeated_at_once(attempts);
+  if (policy.give_up_after > 0 && repeated >= policy.give_up_after && policy.most > 0) {
+    return fmt::format(
+        "the last {} attempts failed within {:.0f} s of their start with {} (--give-up-after {})", repeated,
+        to_seconds(kAtOnce), outcome(attempts.back()), policy.give_up_after);
+  }
+  if (restarts_used(attempts) < policy.most) return std::nullopt;
+  return policy.most == 0 ? "" : fmt::format("no restart is left (--max-restarts {})", policy.most);
+}
+
+}  // namespace
+
+WorkerRange parse_workers(std::string_view text, std::string_view option) {
+  const auto colon = text.find(':');
+  const auto least = read_count(text.substr(0, colon));
+  const auto most = colon == std::string_view::npos ? least : read_count(text.substr(colon + 1));
+  if (least && most && *least <= *most) return {*least, *most};
+  throw_invalid(fmt::format("{} {}: expected a number of workers from 1 to {}, or a range MIN:MAX of them",
+                            option, text, kMostWorkers));
+}
+
+NextAttempt next_attempt(const RestartPolicy& policy, WorkerRange range,
+                         const std::vector<AttemptResult>& attempts) {
+  const AttemptResult& last = attempts.back();
+  if (is_unusable(last)) {
+    const bool restarting = policy.most > 0 || range.least < range.most;
+    return {0, Duration(0),
+            restarting
+                ? fmt::format("exit code {} means that a program cannot be run, so it is not started again",
+                              last.code)
+                : ""};
+  }
+  const Duration delay = delay_after(policy, attempts);
+  if (last.started < last.workers && last.started >= range.least) {
+    return {last.started, delay,
+            fmt::format("only {} of {} workers could be started", last.started, last.workers)};
+  }
+  auto reason = reason_against_restart(policy, attempts);
+  if (!reason && last.workers < range.most && last.ran >= policy.healthy_after) {
+    return {range.most, delay, fmt::format("the last attempt ran for {:.0f} s", to_seconds(last.ran))};
+  }
+  if (!reason) return {last.workers, delay, ""};
+  if (last.workers > range.least) return {last.workers - 1, delay, *reason};
+  if (range.least < range.most) {
+    *reason += fmt::format("{}fewer than {} workers are not allowed (MIN of -n)",
+                           reason->empty() ? "" : ", and ", range.least);
+  }
+  return {0, Duration(0), *reason};
+}
+
+namespace {
+
+AttemptResult process_result(const Ending& ending) {
+  return {.workers = 1, .started = 1, .ran = ending.ran, .code = ending.code, .signal = ending.signal};
+}
+
+/// The rule of restarts, for the processes of one rank: only their number is limited elsewhere.
+NextAttempt next_process(RestartPolicy policy, const std::vector<AttemptResult>& failures) {
+  policy.most = static_cast<int>(failures.size());
+  return next_attempt(policy, {1, 1}, failures);
+}
+
+}  // namespace
+
+std::optional<std::string> Replacements::reason_against(const Ending& failed) const {
+  if (failed.rank == 0) {
+    return fmt::format("{} is rank 0, which serves the store of the job and cannot be replaced", failed.name);
+  }
+  const auto before = failures_.find(failed.rank);
+  std::vector<AttemptResult> failures;
+  if (before != failures_.end()) failures = before->second;
+  failures.push_back(process_result(failed));
+  const NextAttempt next = next_process(policy_, failures);
+  if (next.workers == 0) return fmt::format("{}: {}", failed.name, next.reason);
+  return std::nullopt;
+}
+
+std::optional<std::string> Replacements::plan(const std::vector<Ending>& failed, TimePoint now) {
+  if (policy_.most_replacements == 0 || stopped_) return "";
+  for (const Ending& ending : failed) {
+    if (auto reason = reason_against(ending)) return reason;
+  }
+  if (used_ + static_cast<int>(failed.size()) > policy_.most_replacements) {
+    return fmt::format("no replacement is left (--max-replacements {})", policy_.most_replacements);
+  }
+  for (const Ending& ending : failed) {
+    auto& failures = failures_[ending.rank];
+    failures.push_back(process_result(ending));
+    waiting_[ending.rank] = now + next_process(policy_, failures).delay;
+    ++used_;
+  }
+  return std::nullopt;
+}
+
+std::vector<int> Replacements::take_due(TimePoint now) {
+  std::vector<int> due;
+  for (const auto& [rank, start] : waiting_) {
+    if (Deadline(start).passed(now)) due.push_back(rank);
+  }
+  for (const int rank : due) waiting_.erase(rank);
+  return due;
+}
+
+std::vector<int> Replacements::stop() {
+  std::vector<int> ranks;
+  for (const auto& [rank, start] : waiting_) ranks.push_back(rank);
+  waiting_.clear();
+  stopped_ = true;
+  return ranks;
+}
+
+Deadline Replacements::next() const {
+  Deadline next = Deadline::never();
+  for (const auto& [rank, start] : waiting_) next = earlier(next, Deadline(start));
+  return next;
+}
+
+int Replacements::incarnation(int rank) const {
+  const auto found = failures_.find(rank);
+  return found == failures_.end() ? 0 : static_cast<int>(found->second.size());
 }
 
 }  // namespace torchspan::launch

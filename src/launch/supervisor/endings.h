@@ -1,14 +1,37 @@
 #pragma once
+#include <csignal>
 #include <cstddef>
+#include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <torchspan/core/time.h>
-
-#include "launch/supervisor/interruption.h"
+#include <torchspan/detail/core/executor.h>
 
 namespace torchspan::launch {
+
+/// The signal that ends a running job, or none.
+struct Interruption {
+  int signal = 0;           ///< 0: none
+  bool preemption = false;  ///< the workers were given time to write a checkpoint
+  int clean_code = 0;       ///< the launcher's exit code if every worker then exits with 0
+};
+
+/// What the launcher does about a signal.
+enum class Reaction {
+  kNone,     ///< ignore it
+  kPreempt,  ///< forward it to the workers, once, and give them the grace period
+  kStop,     ///< stop the workers
+  kKill,     ///< kill the workers
+};
+
+/// Decides what `signal` does to a job that `interruption` describes, and notes it there. SIGTERM and
+/// `preempt_signal` preempt; a repeated `preempt_signal` has no effect, so that a batch system may send it to
+/// every process; SIGTERM may follow it. Any other second signal kills the workers, except that SIGINT and
+/// SIGHUP stop a job that has been preempted.
+Reaction react(Interruption& interruption, int signal, int preempt_signal);
 
 /// A worker's process. Another host may have a process with the same pid.
 struct RankProcess {
@@ -88,5 +111,88 @@ std::string describe_first_failure(const std::vector<Ending>& endings, const Fai
 /// others ended, and the exit code. Empty after a success.
 std::string summarize(const std::vector<Ending>& endings, const FailureDetails& details,
                       const Interruption& interruption);
+
+/// How many workers an attempt may have.
+struct WorkerRange {
+  int least = 1;
+  int most = 1;
+};
+
+/// The largest number of workers on one host.
+inline constexpr int kMostWorkers = 4096;
+
+/// Parses "4", or "2:4" for a range. Throws kInvalid, naming `option`, unless 1 <= least <= most <= 4096.
+WorkerRange parse_workers(std::string_view text, std::string_view option);
+
+/// An attempt whose first failure comes within this time of its start has failed at once.
+inline constexpr Duration kAtOnce = std::chrono::seconds(10);
+
+/// When a failed job starts again.
+struct RestartPolicy {
+  int most = 0;                                        ///< restarts with the same number of workers or more
+  Duration backoff = std::chrono::seconds(1);          ///< before the first; doubles with each failure
+  Duration longest_backoff = std::chrono::minutes(1);  ///< limit of the doubling
+  Duration healthy_after = std::chrono::minutes(5);    ///< an attempt that ran this long resets the doubling
+  int give_up_after = 3;      ///< ends after so many attempts in a row with one failure at once; 0: never
+  int most_replacements = 0;  ///< of single workers while the others go on, in all attempts together
+};
+
+/// How one attempt failed.
+struct AttemptResult {
+  int workers = 1;
+  int started = 1;  ///< less than `workers` if the system could not start all of them
+  Duration ran{0};  ///< from its start to its first failure
+  int code = 0;     ///< exit code of the first failure, if no signal ended it
+  int signal = 0;   ///< the signal that ended it, or 0
+};
+
+/// What follows a failed attempt.
+struct NextAttempt {
+  int workers = 0;    ///< 0: none, the job ends
+  Duration delay{0};  ///< before it
+  std::string
+      reason;  ///< a sentence for the user: why it ends, or has another number of workers; may be empty
+};
+
+/// Decides what follows the last of `attempts`, which has failed. Restarts with the same number of workers
+/// while restarts are left and the failure does not repeat at once, or with range.most again if the attempt ran for
+/// policy.healthy_after with fewer; then with one worker fewer, or as many as could be started, while there are more
+/// than range.least. Exit codes 126 and 127 end the job.
+NextAttempt next_attempt(const RestartPolicy& policy, WorkerRange range,
+                         const std::vector<AttemptResult>& attempts);
+
+/// Decides which failed workers of an attempt start again while the others go on, and when. Pure: no clock.
+/// The first process of a rank is its incarnation 0; each replacement is the next one.
+class Replacements {
+ public:
+  /// `used`: replacements of earlier attempts, which count toward policy.most_replacements.
+  Replacements(const RestartPolicy& policy, int used) : policy_(policy), used_(used) {}
+
+  /// Plans a replacement for each of `failed`, or for none of them. Returns why there is none; an empty text if
+  /// replacements are off, or after `stop()`. Rank 0 serves the store, so it cannot be replaced.
+  std::optional<std::string> plan(const std::vector<Ending>& failed, TimePoint now);
+  /// Returns the ranks whose time has come, once each.
+  std::vector<int> take_due(TimePoint now);
+  /// Forgets the planned replacements and plans no more. Returns the ranks that were waiting.
+  std::vector<int> stop();
+
+  bool waiting() const { return !waiting_.empty(); }
+  Deadline next() const;
+  /// When the planned replacement of a rank starts. Requires that there is one.
+  TimePoint start_of(int rank) const { return waiting_.at(rank); }
+  /// How many processes of the rank were replaced or are to be replaced.
+  int incarnation(int rank) const;
+  /// In this attempt and earlier ones.
+  int used() const { return used_; }
+
+ private:
+  std::optional<std::string> reason_against(const Ending& failed) const;
+
+  const RestartPolicy policy_;
+  int used_;
+  bool stopped_ = false;
+  std::map<int, std::vector<AttemptResult>> failures_;  ///< of replaced processes, by rank
+  std::map<int, TimePoint> waiting_;                    ///< by rank: when the replacement starts
+};
 
 }  // namespace torchspan::launch

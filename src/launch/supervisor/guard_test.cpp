@@ -1,4 +1,4 @@
-#include "launch/supervisor/guard.h"
+#include "launch/supervisor/processes.h"
 
 #include <csignal>
 #include <fcntl.h>
@@ -9,7 +9,6 @@
 #include <sys/syscall.h>
 
 #include "launch/supervisor/job_fixture.h"
-#include "launch/supervisor/processes.h"
 
 namespace torchspan::launch::guard_test {
 namespace {

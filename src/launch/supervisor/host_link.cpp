@@ -2,10 +2,129 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <map>
 #include <string_view>
 #include <utility>
 
 namespace torchspan::launch {
+
+Bytes encode_host_message(const HostMessage& message) {
+  ByteWriter writer;
+  writer.put(message.version);
+  writer.put(static_cast<std::uint8_t>(message.kind));
+  writer.put(message.id);
+  writer.put(static_cast<std::uint8_t>(message.brief ? 1 : 0));
+  return writer.take();
+}
+
+std::optional<HostMessage> decode_host_message(BytesView bytes) {
+  constexpr std::size_t kFixed = sizeof(std::uint32_t) + sizeof(std::uint8_t) + sizeof(std::uint64_t);
+  if (bytes.size() < kFixed) return std::nullopt;
+  ByteReader reader(bytes);
+  HostMessage message;
+  message.version = reader.get<std::uint32_t>();
+  const auto kind = reader.get<std::uint8_t>();
+  if (kind != 1 && kind != 2) return std::nullopt;
+  message.kind = static_cast<HostMessage::Kind>(kind);
+  message.id = reader.get<std::uint64_t>();
+  if (message.version != HostMessage::kVersion) return message;
+  if (reader.left() != 1) return std::nullopt;
+  const auto brief = reader.get<std::uint8_t>();
+  if (brief > 1) return std::nullopt;
+  message.brief = brief == 1;
+  return message;
+}
+
+namespace {
+
+/// Of other launchers, which ask one at a time.
+constexpr std::size_t kMostAsked = 1024;
+constexpr Duration kWhileDescribing = std::chrono::milliseconds(2);
+
+}  // namespace
+
+void send_to_host(net::Channel& channel, const HostMessage& header, const std::string& body) {
+  const auto text = std::make_shared<const std::string>(body);
+  const Segment segment{reinterpret_cast<const std::byte*>(text->data()), text->size(), text};
+  const std::size_t count = body.empty() ? 0 : 1;
+  channel.send(encode_host_message(header), std::span(&segment, count));
+}
+
+HostAnswers::HostAnswers(Executor& executor, int node)
+    : executor_(executor), node_(node), parker_(executor.make_parker()) {
+  thread_ = executor_.spawn("torchspan.answer", [this] { run(); });
+}
+
+HostAnswers::~HostAnswers() {
+  stopping_ = changing_ = true;
+  parker_->unpark();
+  thread_.join();
+}
+
+void HostAnswers::set_describe(Describe describe) {
+  changing_ = true;
+  {
+    MutexLock lock(mutex_);
+    describe_ = describe ? std::make_shared<const Describe>(std::move(describe)) : nullptr;
+  }
+  for (;; executor_.sleep(kWhileDescribing)) {
+    MutexLock lock(mutex_);
+    if (!describing_) break;
+  }
+  changing_ = false;
+}
+
+void HostAnswers::add(std::shared_ptr<net::Channel> channel, const HostMessage& question) {
+  {
+    MutexLock lock(mutex_);
+    if (asked_.size() < kMostAsked) asked_.push_back({std::move(channel), question});
+  }
+  parker_->unpark();
+}
+
+void HostAnswers::run() {
+  while (!stopping_) {
+    parker_->park(Deadline::never());
+    std::map<bool, std::string> reports;  // one answer for all that ask at the same time
+    for (const Asked& asked : take()) {
+      HostMessage header = asked.message;
+      header.kind = HostMessage::Kind::kAnswer;
+      const bool known = std::exchange(header.version, HostMessage::kVersion) == HostMessage::kVersion;
+      if (known && !reports.contains(header.brief)) {
+        reports[header.brief] = encode_host_report(describe(header.brief));
+      }
+      try {
+        send_to_host(*asked.channel, header, known ? reports[header.brief] : "");
+      } catch (const Error&) {
+        asked.channel->close();  // the asking launcher has ended
+      }
+    }
+  }
+}
+
+std::deque<HostAnswers::Asked> HostAnswers::take() {
+  MutexLock lock(mutex_);
+  return std::exchange(asked_, {});
+}
+
+HostReport HostAnswers::describe(bool brief) {
+  std::shared_ptr<const Describe> describe;
+  {
+    MutexLock lock(mutex_);
+    describe = describe_;
+    describing_ = describe != nullptr;
+  }
+  HostReport report{.trouble = "no workers run there at the moment", .workers = {}};
+  if (describe) {
+    report = (*describe)(brief, changing_);
+    describe.reset();
+    MutexLock lock(mutex_);
+    describing_ = false;
+  }
+  report.node = node_;
+  return report;
+}
+
 namespace {
 
 constexpr int kPollsBetweenLooks = 64;

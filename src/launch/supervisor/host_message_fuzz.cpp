@@ -1,4 +1,4 @@
-#include "launch/supervisor/host_message.h"
+#include "launch/supervisor/host_link.h"
 #include "tests/support/fuzz_seeds.h"
 
 extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {

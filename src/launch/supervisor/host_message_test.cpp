@@ -1,4 +1,4 @@
-#include "launch/supervisor/host_message.h"
+#include "launch/supervisor/host_link.h"
 
 #include <gtest/gtest.h>
 

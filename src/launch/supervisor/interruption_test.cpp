@@ -1,4 +1,4 @@
-#include "launch/supervisor/interruption.h"
+#include "launch/supervisor/endings.h"
 
 #include <gtest/gtest.h>
 #include <random>

@@ -8,7 +8,7 @@
 
 #include "launch/display/display.h"
 #include "launch/supervisor/prepare.h"
-#include "launch/supervisor/restarts.h"
+#include "launch/supervisor/endings.h"
 
 namespace torchspan::launch {
 

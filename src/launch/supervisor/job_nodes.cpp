@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <utility>
 
-#include "launch/supervisor/variables.h"
+#include "launch/supervisor/prepare.h"
 #include "rendezvous/api/files.h"
 
 namespace torchspan::launch {

@@ -3,13 +3,151 @@
 #include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <limits>
+#include <nlohmann/json.hpp>
 #include <numeric>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "launch/display/lines.h"
+#include "launch/supervisor/endings.h"
 
 namespace torchspan::launch {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::size_t kMostText = 2000;  // bytes; an escaped one takes up to six
+
+std::string cut(const std::string& text) {
+  if (text.size() <= kMostText) return text;
+  std::size_t end = kMostText;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // a character of UTF-8
+  return text.substr(0, end) + " …";
+}
+
+/// Reads the fields of an object, and notes if one is missing or has another type.
+class Fields {
+ public:
+  explicit Fields(const Json& object) : object_(object) {}
+
+  bool good() const { return good_; }
+  template <class Number>
+  Number number(const char* name, std::int64_t least, std::int64_t most) {
+    const Json* field = find(name);
+    if (field == nullptr || !field->is_number_integer()) return fail<Number>();
+    // Numbers above the largest signed one become negative.
+    const auto value = field->get<std::int64_t>();
+    return value >= least && value <= most ? static_cast<Number>(value) : fail<Number>();
+  }
+  /// Without control characters: other hosts send these texts, and this one prints them.
+  std::string text(const char* name) {
+    const Json* field = find(name);
+    if (field == nullptr || !field->is_string()) return fail<std::string>();
+    return without_controls(field->get<std::string>());
+  }
+
+ private:
+  const Json* find(const char* name) const {
+    const auto found = object_.find(name);
+    return found == object_.end() ? nullptr : &*found;
+  }
+  template <class T>
+  T fail() {
+    good_ = false;
+    return T();
+  }
+
+  const Json& object_;
+  bool good_ = true;
+};
+
+constexpr std::int64_t kMostNumber = std::numeric_limits<int>::max();
+
+std::optional<NodeState::Failure> decode_failure(const Json& object) {
+  if (!object.is_object()) return std::nullopt;
+  Fields fields(object);
+  NodeState::Failure failure;
+  failure.text = fields.text("text");
+  failure.result.workers = fields.number<int>("workers", 0, kMostNumber);
+  failure.result.started = fields.number<int>("started", 0, kMostNumber);
+  failure.result.ran = Duration(fields.number<std::int64_t>("ran", 0, Duration::max().count()));
+  failure.result.code = fields.number<int>("code", 0, kMostNumber);
+  failure.result.signal = fields.number<int>("signal", 0, kMostNumber);
+  return fields.good() ? std::optional(std::move(failure)) : std::nullopt;
+}
+
+}  // namespace
+
+Bytes encode_node_state(const NodeState& state) {
+  Json object = {{"attempt", state.attempt},       {"phase", static_cast<int>(state.phase)},
+                 {"store_port", state.store_port}, {"signal", state.signal},
+                 {"options", cut(state.options)},  {"questions", cut(state.questions)}};
+  if (state.failure) {
+    const AttemptResult& result = state.failure->result;
+    object["failure"] = {
+        {"text", cut(state.failure->text)}, {"workers", result.workers}, {"started", result.started},
+        {"ran", result.ran.count()},        {"code", result.code},       {"signal", result.signal}};
+  }
+  const std::string text = object.dump(-1, ' ', false, Json::error_handler_t::replace);
+  const auto* begin = reinterpret_cast<const std::byte*>(text.data());
+  return {begin, begin + text.size()};
+}
+
+std::optional<NodeState> decode_node_state(BytesView bytes) {
+  const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  const Json object = Json::parse(text, nullptr, false);
+  if (!object.is_object()) return std::nullopt;
+  Fields fields(object);
+  NodeState state;
+  state.attempt = fields.number<int>("attempt", 0, kMostNumber);
+  state.phase = static_cast<NodeState::Phase>(fields.number<int>("phase", 0, 2));
+  state.store_port = fields.number<std::uint16_t>("store_port", 0, 65535);
+  state.signal = fields.number<int>("signal", 0, kMostNumber);
+  state.options = fields.text("options");
+  if (object.contains("questions"))
+    state.questions = fields.text("questions");  // added later than the others
+  if (!fields.good()) return std::nullopt;
+  if (const auto failure = object.find("failure"); failure != object.end()) {
+    state.failure = decode_failure(*failure);
+    if (!state.failure) return std::nullopt;
+  }
+  return state;
+}
+
+bool all_reached(const NodeStates& states, int attempt, NodeState::Phase phase) {
+  for (const NodeState& state : states) {
+    if (state.attempt != attempt || state.phase < phase) return false;
+  }
+  return true;
+}
+
+std::optional<int> first_failed_node(const NodeStates& states, int attempt) {
+  std::optional<int> first;
+  const auto order = [&](int node) {
+    const AttemptResult& result = states[static_cast<std::size_t>(node)].failure->result;
+    return std::tuple(!is_crash(result.signal), result.ran, node);
+  };
+  for (int node = 0; node < static_cast<int>(states.size()); ++node) {
+    const NodeState& state = states[static_cast<std::size_t>(node)];
+    if (state.attempt != attempt || !state.failure) continue;
+    if (!first || order(node) < order(*first)) first = node;
+  }
+  return first;
+}
+
+std::string describe_difference(const NodeStates& states) {
+  for (std::size_t node = 1; node < states.size(); ++node) {
+    if (states[node].options == states[0].options) continue;
+    return fmt::format(
+        "the launchers of host 0 and host {} have different options: '{}' and '{}'; start torchspan run with "
+        "the same ones on all hosts, except --node-rank",
+        node, states[0].options, states[node].options);
+  }
+  return "";
+}
+
 namespace {
 
 using rendezvous::Membership;

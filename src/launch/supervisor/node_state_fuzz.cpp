@@ -1,4 +1,4 @@
-#include "launch/supervisor/node_state.h"
+#include "launch/supervisor/node_rounds.h"
 #include "tests/support/fuzz_seeds.h"
 
 extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {

@@ -1,4 +1,4 @@
-#include "launch/supervisor/node_state.h"
+#include "launch/supervisor/node_rounds.h"
 
 #include <csignal>
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-#include "launch/supervisor/nodes.h"
+#include "launch/supervisor/prepare.h"
 
 #include <cstdlib>
 #include <filesystem>
@@ -7,7 +7,6 @@
 
 #include <torchspan/detail/net/secret.h>
 
-#include "launch/supervisor/prepare.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 

@@ -1,4 +1,4 @@
-#include "launch/supervisor/restarts.h"
+#include "launch/supervisor/endings.h"
 
 #include <csignal>
 #include <gmock/gmock.h>

@@ -1,7 +1,7 @@
 #pragma once
 #include <csignal>
 
-#include "launch/supervisor/child.h"
+#include "launch/supervisor/worker.h"
 
 namespace torchspan::launch {
 

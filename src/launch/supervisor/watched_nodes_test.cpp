@@ -6,7 +6,7 @@
 #include "core/api/descriptor.h"
 #include "launch/commands/watch_command.h"
 #include "launch/supervisor/nodes_fixture.h"
-#include "launch/watch/job_sockets.h"
+#include "launch/watch/running_job.h"
 
 namespace torchspan::launch::watched_nodes_test {
 namespace {

@@ -1,16 +1,93 @@
 #include "launch/trace/module_spans.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "core/api/operator_spans.h"
-#include "launch/trace/module_calls.h"
+#include "core/api/trace_format.h"
 
 namespace torchspan::launch {
 namespace {
+
+/// One forward of a module.
+struct ModuleCall {
+  std::string module;
+  std::optional<std::size_t> parent;  ///< index of the call of the enclosing module
+  std::uint32_t thread = 0;
+  std::int32_t forward_thread = 0;  ///< LibTorch's number of it
+  std::int64_t begin = 0, end = 0;
+  std::uint64_t first_node = 0, last_node = 0;  ///< sequence numbers of the autograd nodes: from, to before
+  std::uint32_t first_use = 0;                  ///< name of the module whose parameter was used first,
+  std::int32_t first_parameter = -1;            ///< and number of the parameter
+};
+
+/// Groups the uses of parameters, in order of time for each thread, to calls of the modules that enclose them.
+class ModuleCalls {
+ public:
+  /// `path` is the module's name, such as "encoder.layers.0".
+  void add_use(const StoredSpan& use, const std::string& path);
+  /// Later uses on this thread belong to new calls.
+  void end_forward(std::uint32_t thread) { open_[thread].clear(); }
+
+  /// In the order in which they began on their thread; a module precedes those inside it.
+  const std::vector<ModuleCall>& calls() const { return calls_; }
+  /// Returns the innermost call that created an autograd node; nullopt if no call did.
+  std::optional<std::size_t> find(std::int32_t forward_thread, std::uint64_t node) const;
+
+ private:
+  std::vector<ModuleCall> calls_;
+  std::map<std::uint32_t, std::vector<std::size_t>> open_;  ///< by thread: calls, outermost first
+  std::map<std::int32_t, std::vector<std::size_t>>
+      by_forward_;  ///< by LibTorch's thread: calls by first node
+};
+
+/// Whether `inner` is `outer` or is inside it.
+bool encloses(std::string_view outer, std::string_view inner) {
+  return inner.starts_with(outer) && (inner.size() == outer.size() || inner[outer.size()] == '.');
+}
+
+void ModuleCalls::add_use(const StoredSpan& use, const std::string& path) {
+  std::vector<std::size_t>& open = open_[use.thread];
+  const auto goes_on = [&](std::size_t call) {
+    const ModuleCall& module = calls_[call];
+    const bool again = module.first_use == use.name && module.first_parameter == use.link.peer;
+    return module.forward_thread == use.link.part && encloses(module.module, path) && !again;
+  };
+  open.erase(std::find_if_not(open.begin(), open.end(), goes_on), open.end());
+  const std::uint64_t last_node = use.link.id + use.link.bytes;
+  for (std::size_t end = open.empty() ? 0 : calls_[open.back()].module.size() + 1; end <= path.size();) {
+    end = std::min(path.find('.', end), path.size());
+    const auto parent = open.empty() ? std::nullopt : std::optional(open.back());
+    by_forward_[use.link.part].push_back(calls_.size());
+    open.push_back(calls_.size());
+    calls_.push_back({path.substr(0, end), parent, use.thread, use.link.part, use.begin, use.end, use.link.id,
+                      last_node, use.name, use.link.peer});
+    ++end;
+  }
+  for (const std::size_t call : open) {
+    calls_[call].end = std::max(calls_[call].end, use.end);
+    calls_[call].last_node = std::max(calls_[call].last_node, last_node);
+  }
+}
+
+std::optional<std::size_t> ModuleCalls::find(std::int32_t forward_thread, std::uint64_t node) const {
+  const auto found = by_forward_.find(forward_thread);
+  if (found == by_forward_.end()) return std::nullopt;
+  const auto after = std::upper_bound(
+      found->second.begin(), found->second.end(), node,
+      [&](std::uint64_t number, std::size_t call) { return number < calls_[call].first_node; });
+  if (after == found->second.begin()) return std::nullopt;
+  // A call that contains the node was open when the last call before the node began: it encloses that call.
+  std::optional<std::size_t> call = *std::prev(after);
+  while (call && calls_[*call].last_node <= node) call = calls_[*call].parent;
+  return call;
+}
 
 /// Numbers names that the worker did not write.
 class AddedNames {

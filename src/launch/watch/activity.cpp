@@ -5,7 +5,7 @@
 #include <set>
 
 #include "launch/display/board.h"
-#include "launch/watch/group_members.h"
+#include "launch/watch/diagnosis.h"
 
 namespace torchspan::launch {
 namespace {

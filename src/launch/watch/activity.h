@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "launch/watch/worker_report.h"
+#include "launch/watch/host_report.h"
 
 namespace torchspan::launch {
 

@@ -2,17 +2,111 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <functional>
 #include <map>
 #include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "core/api/group_number.h"
 #include "launch/display/board.h"
-#include "launch/watch/group_members.h"
 #include "launch/watch/host_report.h"
-#include "launch/watch/message_waits.h"
 
 namespace torchspan::launch {
 namespace {
+
+/// Up to this many workers, all ranges are tried.
+constexpr int kMostTried = 32;
+
+std::vector<int> every_nth(int step, int first, int end) {
+  std::vector<int> ranks;
+  for (int rank = first; rank < end; rank += step) ranks.push_back(rank);
+  return ranks;
+}
+
+/// The ranks first, first + step, … below some end that have this number; empty if there are none.
+std::vector<int> find_ranks(int number, int world) {
+  if (group_number(every_nth(1, 0, world)) == number) return every_nth(1, 0, world);
+  for (int step = 1; step < std::min(world, kMostTried); ++step) {
+    for (int first = 0; first < world; ++first) {
+      for (int end = first + 1; end <= world; end += step) {
+        if (group_number(every_nth(step, first, end)) == number) return every_nth(step, first, end);
+      }
+    }
+    if (world > kMostTried) break;
+  }
+  return {};
+}
+
+bool is_seen_in(const WorkerReport& worker, int number) {
+  const auto of_group = [number](const WorkerReport::Operation& operation) {
+    return (operation.kind == "collective" || operation.kind == "wait" || operation.kind == "message") &&
+           operation.part == number;
+  };
+  return std::any_of(worker.open.begin(), worker.open.end(), of_group) ||
+         std::any_of(worker.ended.begin(), worker.ended.end(), of_group);
+}
+
+}  // namespace
+
+std::set<int> members_of_group(int number, const std::vector<WorkerReport>& workers) {
+  std::set<int> present, members;
+  int world = 0;
+  for (const WorkerReport& worker : workers) {
+    present.insert(worker.rank);
+    world = std::max({world, worker.world, worker.rank + 1});
+  }
+  if (number < 0) return present;
+  for (const int rank : find_ranks(number, world)) {
+    if (present.contains(rank)) members.insert(rank);
+  }
+  if (!members.empty()) return members;
+  for (const WorkerReport& worker : workers) {
+    if (is_seen_in(worker, number)) members.insert(worker.rank);
+  }
+  return members;
+}
+
+namespace {
+
+/// Returns what a worker does, in a few words.
+using DescribeOccupation = std::function<std::string(const WorkerReport&)>;
+
+/// Ranks that a text lists.
+constexpr int kMostAwaited = 8;
+
+const WorkerReport::Operation* oldest_message(const WorkerReport& worker, double least_seconds) {
+  const WorkerReport::Operation* oldest = nullptr;
+  for (const WorkerReport::Operation& operation : worker.open) {
+    if (operation.kind != "message" || operation.seconds < least_seconds) continue;
+    if (oldest == nullptr || operation.seconds > oldest->seconds) oldest = &operation;
+  }
+  return oldest;
+}
+
+/// The oldest send() or recv() in which each worker has waited for `least_seconds` or more: one text each, which says
+/// what the rank that could end the wait does; for a recv() from any rank, what each rank of its group does.
+std::vector<std::string> find_message_waits(const std::vector<WorkerReport>& workers, double least_seconds,
+                                            const DescribeOccupation& occupation) {
+  std::vector<std::string> texts;
+  for (const WorkerReport& worker : workers) {
+    const WorkerReport::Operation* message = oldest_message(worker, least_seconds);
+    if (message == nullptr) continue;
+    std::string text =
+        fmt::format("rank {} has waited in '{}' for {:.1f} s", worker.rank, message->name, message->seconds);
+    const std::set<int> members =
+        message->peer >= 0 ? std::set<int>{message->peer} : members_of_group(message->part, workers);
+    int listed = 0;
+    for (const WorkerReport& other : workers) {
+      if (other.rank == worker.rank || !members.contains(other.rank) || ++listed > kMostAwaited) continue;
+      text += fmt::format("; rank {}: {}", other.rank, occupation(other));
+    }
+    if (listed > kMostAwaited) text += fmt::format("; and {} more ranks", listed - kMostAwaited);
+    texts.push_back(std::move(text));
+  }
+  return texts;
+}
 
 std::string age_of(double seconds) {
   return seconds < 60 ? fmt::format("{:.1f} s", seconds) : fmt::format("{:.0f} s", seconds);

@@ -1,4 +1,4 @@
-#include "launch/watch/group_members.h"
+#include "launch/watch/diagnosis.h"
 
 #include <algorithm>
 #include <gtest/gtest.h>

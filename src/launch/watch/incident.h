@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/api/timeout_notice.h"
-#include "launch/watch/worker_report.h"
+#include "launch/watch/host_report.h"
 
 namespace torchspan::launch {
 

@@ -1,4 +1,4 @@
-#include "launch/watch/job_sockets.h"
+#include "launch/watch/running_job.h"
 
 #include <algorithm>
 #include <array>

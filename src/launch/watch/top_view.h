@@ -5,7 +5,7 @@
 
 #include <torchspan/core/time.h>
 
-#include "launch/watch/worker_report.h"
+#include "launch/watch/host_report.h"
 
 namespace torchspan::launch {
 

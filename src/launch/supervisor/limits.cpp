@@ -1,4 +1,4 @@
-#include "launch/supervisor/cpu_quota.h"
+#include "launch/supervisor/limits.h"
 
 #include <algorithm>
 #include <cmath>
@@ -62,6 +62,16 @@ std::optional<int> read_cpu_quota(const std::string& root, const std::string& gr
     }
   }
   return least;
+}
+
+RaisedOpenFiles::RaisedOpenFiles() {
+  if (getrlimit(RLIMIT_NOFILE, &before_) != 0 || before_.rlim_cur == before_.rlim_max) return;
+  const rlimit most{before_.rlim_max, before_.rlim_max};
+  raised_ = setrlimit(RLIMIT_NOFILE, &most) == 0;
+}
+
+RaisedOpenFiles::~RaisedOpenFiles() {
+  if (raised_) setrlimit(RLIMIT_NOFILE, &before_);
 }
 
 }  // namespace torchspan::launch
