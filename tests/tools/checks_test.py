@@ -240,11 +240,11 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
         self.assert_reports("check-rules", ("docs/map.md:3", "[dead-link] 'gone.md'"))
 
     def test_long_functions_are_named(self):
-        body = "  step();\n" * 90
+        body = "  step();\n" * 99
         self.write("src/net/run.cpp", "struct A {\n  void run() const {\n" + body + "  }\n};\nint go(int a)\n{\n" + body
                    + "}\nint short_one() {\n  return 1;\n}\n")
         self.assert_reports("check-rules", ("src/net/run.cpp:2", "[long-function]"),
-                            ("src/net/run.cpp:95", "[long-function]"))
+                            ("src/net/run.cpp:104", "[long-function]"))
 
 
 @unittest.skipUnless(shutil.which("g++"), "needs g++")
