@@ -4,7 +4,6 @@
 #include <vector>
 
 #include <torchspan/schedule.h>
-#include <torchspan/schedule/compare.h>
 
 namespace torchspan::launch {
 

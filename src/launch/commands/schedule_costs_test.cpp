@@ -1,10 +1,10 @@
-#include "launch/commands/schedule_command.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/schedule/compare.h>
+#include <torchspan/schedule.h>
+
+#include "launch/commands/schedule_command.h"
 
 namespace torchspan::launch::schedule_costs_test {
 namespace {

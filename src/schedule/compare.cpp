@@ -1,11 +1,12 @@
 #include <algorithm>
+#include <chrono>
 #include <fmt/format.h>
 #include <functional>
 #include <map>
 #include <tuple>
 
 #include <torchspan/core/error.h>
-#include <torchspan/schedule/compare.h>
+#include <torchspan/schedule.h>
 
 #include "schedule/tables.h"
 
@@ -127,6 +128,28 @@ Comparison compare(const CompareOptions& options) {
   check(Shape{options.ranks, options.micro_batches, 1}, "compare");
   check(options.costs, static_cast<std::size_t>(options.ranks), "compare");
   return Comparer(options).run();
+}
+
+namespace {
+
+double in_milliseconds(Duration time) { return std::chrono::duration<double, std::milli>(time).count(); }
+
+}  // namespace
+
+std::string costs_json(const std::vector<Costs>& costs, MemoryUnit unit) {
+  std::string stages;
+  for (const Costs& cost : costs) {
+    stages += fmt::format(
+        "{}\n  {{\"forward\": {}, \"input_gradient\": {}, \"weight_gradient\": {}, \"transfer\": {}, "
+        "\"activation\": {}",
+        stages.empty() ? "" : ",", in_milliseconds(cost.forward), in_milliseconds(cost.input_gradient),
+        in_milliseconds(cost.weight_gradient), in_milliseconds(cost.transfer), cost.activation);
+    if (cost.weight_input) stages += fmt::format(", \"weight_input\": {}", *cost.weight_input);
+    if (cost.recomputation > 0) stages += fmt::format(", \"recomputation\": {}", cost.recomputation);
+    stages += "}";
+  }
+  const std::string memory = unit == MemoryUnit::kBytes ? "\"memory\": \"bytes\", " : "";
+  return "{" + memory + "\"stages\": [" + stages + "\n]}\n";
 }
 
 }  // namespace torchspan::schedule

@@ -7,11 +7,141 @@
 #include <utility>
 
 #include <torchspan/core/error.h>
+#include <torchspan/schedule.h>
 
 #include "core/api/xml.h"
-#include "schedule/drawing/drawing.h"
+#include "schedule/tables.h"
 
 namespace torchspan::schedule {
+namespace {
+
+void check_length(const Timeline& timeline, std::string_view function, std::string_view field,
+                  std::size_t length, std::size_t expected) {
+  if (length == expected) return;
+  throw Error(ErrorKind::kInvalid, fmt::format("{}: in timeline '{}' {} has {} entries and spans {}",
+                                               function, timeline.name, field, length, expected));
+}
+
+/// Throws Error{kInvalid} that names the field unless idle, peak_live, live and weight_inputs (if any) are as
+/// long as spans, and spans and makespan are consistent.
+void check(const Timeline& timeline, std::string_view function) {
+  const std::size_t ranks = timeline.spans.size();
+  check_length(timeline, function, "idle", timeline.idle.size(), ranks);
+  check_length(timeline, function, "peak_live", timeline.peak_live.size(), ranks);
+  check_length(timeline, function, "live", timeline.live.size(), ranks);
+  const bool has_weight_inputs = !timeline.weight_inputs.empty();
+  if (has_weight_inputs) {
+    check_length(timeline, function, "weight_inputs", timeline.weight_inputs.size(), ranks);
+  }
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    check_length(timeline, function, fmt::format("live[{}]", rank), timeline.live[rank].size(),
+                 timeline.spans[rank].size());
+    if (has_weight_inputs) {
+      check_length(timeline, function, fmt::format("weight_inputs[{}]", rank),
+                   timeline.weight_inputs[rank].size(), timeline.spans[rank].size());
+    }
+    Duration now{0};
+    for (const ActionSpan& span : timeline.spans[rank]) {
+      if (span.start < now || span.end < span.start || span.end > timeline.makespan) {
+        throw Error(
+            ErrorKind::kInvalid,
+            fmt::format("{}: in timeline '{}' rank {} runs {} from {} to {} ns, before {} ns or after the "
+                        "makespan",
+                        function, timeline.name, rank, to_string(span.action), span.start.count(),
+                        span.end.count(), now.count()));
+      }
+      now = span.end;
+    }
+  }
+}
+
+/// The shortest span longer than zero; zero if there is none.
+Duration shortest_span(const Timeline& timeline) {
+  Duration shortest = Duration::max();
+  for (const auto& spans : timeline.spans) {
+    for (const ActionSpan& span : spans) {
+      if (span.end > span.start) shortest = std::min(shortest, span.end - span.start);
+    }
+  }
+  return shortest == Duration::max() ? Duration::zero() : shortest;
+}
+
+/// The stages of a rank's spans, in order.
+std::vector<int> stages_of(const std::vector<ActionSpan>& spans) {
+  std::vector<int> stages;
+  for (const ActionSpan& span : spans) stages.push_back(span.action.stage);
+  std::sort(stages.begin(), stages.end());
+  stages.erase(std::unique(stages.begin(), stages.end()), stages.end());
+  return stages;
+}
+
+/// With more columns than this the drawing is coarser: actions shorter than a column then move to the right.
+constexpr int kMostColumns = 512;
+
+/// Writes one rank's line; `width` characters and `slot` nanoseconds per column.
+class Row {
+ public:
+  Row(double slot, std::size_t width, int columns) : slot_(slot), width_(width) { idle_until(columns); }
+
+  void add(const std::string& label, const ActionSpan& span) {
+    const int begin = std::max(used_, column(span.start));
+    const int end = std::max(begin + 1, column(span.end));
+    idle_until(end);
+    std::string cell = label;
+    cell.resize(static_cast<std::size_t>(end - begin) * width_, '-');
+    cell.back() = ' ';
+    text_.replace(static_cast<std::size_t>(begin) * width_, cell.size(), cell);
+    used_ = end;
+  }
+
+  /// Returns `name` and the line, without blanks at the end.
+  std::string after(const std::string& name) const {
+    const std::string line = name + text_;
+    return line.substr(0, line.find_last_not_of(' ') + 1);
+  }
+
+ private:
+  int column(Duration time) const {
+    return static_cast<int>(std::lround(static_cast<double>(time.count()) / slot_));
+  }
+  void idle_until(int column) {
+    while (text_.size() < static_cast<std::size_t>(column) * width_)
+      text_ += "." + std::string(width_ - 1, ' ');
+  }
+
+  double slot_;
+  std::size_t width_;
+  std::string text_;
+  int used_ = 0;  ///< columns before this one are taken
+};
+
+}  // namespace
+
+std::string draw_text(const Timeline& timeline) {
+  check(timeline, "draw_text");
+  const bool shared = std::any_of(timeline.spans.begin(), timeline.spans.end(),
+                                  [](const auto& spans) { return stages_of(spans).size() > 1; });
+  const auto label = [&](const Action& action) {
+    return shared ? to_string(action) : fmt::format("{}{}", letter(action.kind), action.micro_batch);
+  };
+  std::size_t width = 2;
+  for (const auto& spans : timeline.spans) {
+    for (const ActionSpan& span : spans) width = std::max(width, label(span.action).size() + 1);
+  }
+  const double makespan = static_cast<double>(timeline.makespan.count());
+  const double slot =
+      std::max({1.0, static_cast<double>(shortest_span(timeline).count()), makespan / kMostColumns});
+  const int columns = static_cast<int>(std::lround(makespan / slot));
+  const std::size_t digits = std::to_string(timeline.spans.size() - 1).size();
+  std::string text;
+  for (std::size_t rank = 0; rank < timeline.spans.size(); ++rank) {
+    Row row(slot, width, columns);
+    for (const ActionSpan& span : timeline.spans[rank]) row.add(label(span.action), span);
+    text += row.after(fmt::format("rank {:<{}}  ", rank, digits)) + "\n";
+  }
+  return text;
+}
+
 namespace {
 
 constexpr double kMargin = 16;

@@ -9,6 +9,28 @@
 #include "schedule/tables.h"
 
 namespace torchspan::schedule {
+
+Table forward_only(const Placement& placement) {
+  const int ranks = check(placement, "forward_only");
+  Table table = empty_table("forward-only", placement, ranks);
+  append_forwards(table);
+  return table;
+}
+
+Table gpipe(const Placement& placement) {
+  const int ranks = check(placement, "gpipe");
+  Table table = empty_table("gpipe", placement, ranks);
+  append_forwards(table);
+  // Backwards mirror the forwards: what was last is ready first.
+  for (auto& actions : table.actions) {
+    for (std::size_t left = actions.size(); left > 0; --left) {
+      const Action forward = actions[left - 1];
+      actions.push_back({ActionKind::kBackward, forward.stage, forward.micro_batch});
+    }
+  }
+  return table;
+}
+
 namespace {
 
 /// Simulates a placement in unit costs (forward 1, backward 2), with each rank running the best ready action,
@@ -133,6 +155,68 @@ Table one_forward_one_backward(const Placement& placement, int max_in_flight) {
                             max_in_flight));
   }
   return ListScheduler(placement, ranks, max_in_flight == 0 ? ranks : max_in_flight).run();
+}
+
+namespace {
+
+/// Numbers a rank's actions of one direction: `group` micro-batches pass its first stage, then its second, and
+/// so on through all stages; then the next `group` micro-batches follow. Backwards take the stages in
+/// reverse.
+Action numbered(ActionKind kind, int rank, const Shape& shape, int number) {
+  const int group = std::min(shape.ranks, shape.micro_batches);
+  const int round = group * shape.stages_per_rank;
+  const int forward_chunk = number % round / group;
+  const int chunk = kind == ActionKind::kForward ? forward_chunk : shape.stages_per_rank - 1 - forward_chunk;
+  return {kind, chunk * shape.ranks + rank, number / round * group + number % group};
+}
+
+void check_interleaved(const Shape& shape) {
+  check(shape, "interleaved");
+  if (shape.micro_batches > shape.ranks && shape.micro_batches % shape.ranks != 0) {
+    const int below = shape.micro_batches / shape.ranks * shape.ranks;
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("interleaved: micro_batches is {}, which is not a multiple of the {} ranks; use {} or {}",
+                    shape.micro_batches, shape.ranks, below, below + shape.ranks));
+  }
+}
+
+}  // namespace
+
+Table interleaved(Shape shape) {
+  check_interleaved(shape);
+  Table table = empty_table("interleaved", looped(shape), shape.ranks);
+  const int group = std::min(shape.ranks, shape.micro_batches);
+  const int all = shape.micro_batches * shape.stages_per_rank;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    // With several stages per rank, a micro-batch returns after `ranks` steps, not at once: a rank runs twice
+    // as many forwards ahead as with one stage.
+    const int hops = shape.ranks - 1 - rank;
+    const int ahead = shape.stages_per_rank == 1 ? hops : 2 * hops + (shape.stages_per_rank - 1) * group;
+    const int warm_up = std::min(all, ahead);
+    auto& actions = table.actions[static_cast<std::size_t>(rank)];
+    for (int number = 0; number < all + warm_up; ++number) {
+      if (number < all) actions.push_back(numbered(ActionKind::kForward, rank, shape, number));
+      if (number >= warm_up)
+        actions.push_back(numbered(ActionKind::kBackward, rank, shape, number - warm_up));
+    }
+  }
+  return table;
+}
+
+Table looped_breadth_first(Shape shape) {
+  check(shape, "looped_breadth_first");
+  Table table = empty_table("bfs", looped(shape), shape.ranks);
+  const int stages = table.stages();
+  for (int stage = 0; stage < stages; ++stage) {
+    auto& actions = table.actions[static_cast<std::size_t>(stage % shape.ranks)];
+    for (int i = 0; i < shape.micro_batches; ++i) actions.push_back({ActionKind::kForward, stage, i});
+  }
+  for (int stage = stages - 1; stage >= 0; --stage) {
+    auto& actions = table.actions[static_cast<std::size_t>(stage % shape.ranks)];
+    for (int i = shape.micro_batches - 1; i >= 0; --i) actions.push_back({ActionKind::kBackward, stage, i});
+  }
+  return table;
 }
 
 }  // namespace torchspan::schedule

@@ -1,9 +1,0 @@
-#include "schedule/replay.h"
-
-namespace torchspan::schedule {
-
-void validate(const Table& table) {
-  replay(table, Positions(table), [](const Action&) {});
-}
-
-}  // namespace torchspan::schedule
