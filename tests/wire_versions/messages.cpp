@@ -16,7 +16,7 @@
 #include "checkpoint/remote/messages.h"
 #include "optim/distributed/messages.h"
 #include "pipeline/messages/messages.h"
-#include "quorum/coordinator/messages.h"
+#include "quorum/messages.h"
 #include "rpc/calls/autocast_header.h"
 #include "rpc/device_memory/messages.h"
 #include "rpc/peers/peer_channels.h"

@@ -17,8 +17,8 @@
 #include "elastic/training/left_generation.h"
 #include "elastic/training/team.h"
 #include "elastic/transfer/tracked_state.h"
+#include "quorum/api/generation.h"
 #include "quorum/api/generation_client.h"
-#include "quorum/api/participant.h"
 
 namespace torchspan::elastic {
 namespace {

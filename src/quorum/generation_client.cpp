@@ -6,7 +6,7 @@
 #include <torchspan/detail/quorum/extension.h>
 #include <torchspan/detail/wire/codec.h>
 
-#include "quorum/coordinator/messages.h"
+#include "quorum/messages.h"
 
 namespace torchspan::quorum {
 namespace {

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 #include <random>
 
-#include "quorum/rule/rule_world.h"
+#include "quorum/rule_world.h"
 #include "tests/support/environment.h"
 
 namespace torchspan::quorum::testing::rule_search_test {

@@ -1,12 +1,38 @@
-#include "quorum/rule/generations.h"
+#include "quorum/generations.h"
 
 #include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "core/api/saturated_time.h"
+#include "quorum/api/generation.h"
 
 namespace torchspan::quorum {
+
+void Participant::commit() {
+  ++committed_;
+  prepared_ = false;
+}
+
+Report Participant::report() const {
+  return {
+      .generation = generation_, .committed = committed_, .holds_state = holds_state_, .prepared = prepared_};
+}
+
+Participant::Adoption Participant::adopt(const Generation& generation, int rank) {
+  const bool holds = std::binary_search(generation.holders.begin(), generation.holders.end(), rank);
+  const bool apply = holds && prepared_ && generation.step == committed_ + 1;
+  generation_ = generation.number;
+  prepared_ = false;
+  if (apply) {
+    ++committed_;
+    return Adoption::kApply;
+  }
+  if (holds && generation.step == committed_) return Adoption::kDiscard;
+  committed_ = generation.step;
+  holds_state_ = false;
+  return Adoption::kCopy;
+}
 
 /// Only a member of the current generation knows the outcome of its steps; all others copy.
 bool Generations::is_trusted(int rank, const Report& report) const {

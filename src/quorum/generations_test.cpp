@@ -1,9 +1,9 @@
-#include "quorum/rule/generations.h"
+#include "quorum/generations.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "quorum/rule/rule_world.h"
+#include "quorum/rule_world.h"
 
 namespace torchspan::quorum::generations_test {
 namespace {

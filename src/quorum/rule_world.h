@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "quorum/api/participant.h"
-#include "quorum/rule/generations.h"
+#include "quorum/api/generation.h"
+#include "quorum/generations.h"
 
 namespace torchspan::quorum::testing {
 

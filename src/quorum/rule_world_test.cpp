@@ -1,5 +1,5 @@
 // The simulated cluster of rule_world.h. Its tests are in rule_search_test.cpp.
-#include "quorum/rule/rule_world.h"
+#include "quorum/rule_world.h"
 
 #include <algorithm>
 #include <fmt/format.h>

@@ -1,0 +1,202 @@
+#include <cstdint>
+#include <fmt/format.h>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torchspan/core/future.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/quorum/extension.h>
+#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/rpc/worker.h>
+
+#include "quorum/generations.h"
+#include "quorum/messages.h"
+
+namespace torchspan::quorum {
+
+/// Rank 0's tables of generations, one for each trainer, with the calls that wait for their answers; every worker has
+/// one, which counts the processes that ended. Thread-safe.
+class Coordinator : public std::enable_shared_from_this<Coordinator> {
+ public:
+  explicit Coordinator(std::weak_ptr<rpc::Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
+
+  Future<GenerationAnswer> next(int rank, const AwaitGeneration& message) {
+    const auto endpoint = this->endpoint();
+    if (endpoint->self().rank != 0) {
+      throw_invalid(fmt::format(
+          "rank {} asked rank {} for a generation of the elastic trainer '{}': only rank 0 decides", rank,
+          endpoint->self().rank, message.trainer));
+    }
+    const auto call = std::make_shared<Call>(endpoint->host());
+    std::shared_ptr<Call> replaced;  // destroyed without the lock
+    {
+      MutexLock lock(mutex_);
+      Trainer& trainer = this->trainer(message.trainer, *endpoint);
+      replaced = std::exchange(trainer.calls[rank], call);
+      const TimePoint now = endpoint->runtime().executor.now();
+      trainer.table->report(rank, message.report, now);
+      // Its process may have ended while this report was on its way.
+      const bool present = rank == 0 || endpoint->is_present(static_cast<std::uint32_t>(rank));
+      if (!present) trainer.table->gone(rank, "its process ended", now);
+    }
+    settle(*endpoint);
+    return call->future();
+  }
+
+  void withdraw(int rank, const Withdraw& message) {
+    const auto endpoint = this->endpoint();
+    {
+      MutexLock lock(mutex_);
+      const auto found = trainers_.find(message.trainer);
+      if (found == trainers_.end()) return;
+      found->second.table->gone(rank, "its run() threw: " + message.why, endpoint->runtime().executor.now());
+    }
+    settle(*endpoint);
+  }
+
+  /// The process of a rank has ended.
+  void departed(int rank, const std::string& why) {
+    const auto endpoint = endpoint_.lock();
+    if (!endpoint) return;
+    {
+      MutexLock lock(mutex_);
+      ++departures_[rank];
+      for (auto& [name, trainer] : trainers_)
+        trainer.table->gone(rank, why, endpoint->runtime().executor.now());
+    }
+    settle(*endpoint);
+  }
+
+  /// How many processes of a rank have ended, as far as this worker knows.
+  std::uint64_t departures(int rank) const {
+    MutexLock lock(mutex_);
+    const auto found = departures_.find(rank);
+    return found == departures_.end() ? 0 : found->second;
+  }
+
+  /// See Generations::is_over_for(). False if no rank has reported to this trainer.
+  bool is_over_for(int rank, const std::string& trainer) const {
+    MutexLock lock(mutex_);
+    const auto found = trainers_.find(trainer);
+    return found != trainers_.end() && found->second.table->is_over_for(rank);
+  }
+
+ private:
+  using Call = Promise<GenerationAnswer>;
+  using Answer = std::pair<std::shared_ptr<Call>, GenerationAnswer>;
+  struct Trainer {
+    std::unique_ptr<Generations> table;
+    std::map<int, std::shared_ptr<Call>> calls;  ///< by rank: its latest
+  };
+
+  std::shared_ptr<rpc::Endpoint> endpoint() const {
+    auto endpoint = endpoint_.lock();
+    if (!endpoint)
+      throw Error(ErrorKind::kCancelled, "rank 0, which decides about generations, is shutting down");
+    return endpoint;
+  }
+
+  Trainer& trainer(const std::string& name, rpc::Endpoint& endpoint) TORCHSPAN_REQUIRES(mutex_) {
+    Trainer& trainer = trainers_[name];
+    if (trainer.table) return trainer;
+    const auto workers = endpoint.workers();
+    std::set<int> ranks;
+    for (const WorkerInfo& worker : workers) ranks.insert(static_cast<int>(worker.rank));
+    trainer.table = std::make_unique<Generations>(
+        std::move(ranks),
+        Generations::Answers{.announce =
+                                 [this, name](int rank, const Generation& generation) TORCHSPAN_UNCHECKED {
+                                   answer(name, rank, {generation, std::nullopt});
+                                 },
+                             .refuse =
+                                 [this, name](int rank, const Error& error) TORCHSPAN_UNCHECKED {
+                                   answer(name, rank, {{}, error});
+                                 }});
+    for (const WorkerInfo& worker : workers) {
+      if (worker.rank == endpoint.self().rank || endpoint.is_present(worker.rank)) continue;
+      trainer.table->gone(static_cast<int>(worker.rank), "its process ended",
+                          endpoint.runtime().executor.now());
+    }
+    return trainer;
+  }
+
+  void answer(const std::string& name, int rank, GenerationAnswer answer) TORCHSPAN_REQUIRES(mutex_) {
+    Trainer& trainer = trainers_.at(name);
+    const auto call = trainer.calls.find(rank);
+    if (call == trainer.calls.end()) return;
+    answers_.emplace_back(std::move(call->second), std::move(answer));
+    trainer.calls.erase(call);
+  }
+
+  /// Completes the calls that the tables have answered, and arranges the next tick.
+  void settle(rpc::Endpoint& endpoint) {
+    std::vector<Answer> answers;
+    Deadline tick_at;
+    {
+      MutexLock lock(mutex_);
+      answers.swap(answers_);
+      Deadline next;
+      for (const auto& [name, trainer] : trainers_) next = earlier(next, trainer.table->next_deadline());
+      if (next < tick_at_) tick_at = tick_at_ = next;
+    }
+    for (auto& [call, value] : answers) call->set_value(std::move(value));
+    if (tick_at.is_never()) return;
+    endpoint.after(tick_at.left(endpoint.runtime().executor.now()), [weak = weak_from_this()] {
+      if (const auto self = weak.lock()) self->tick();
+    });
+  }
+
+  void tick() {
+    const auto endpoint = endpoint_.lock();
+    if (!endpoint) return;
+    {
+      MutexLock lock(mutex_);
+      tick_at_ = Deadline::never();
+      for (auto& [name, trainer] : trainers_) trainer.table->tick(endpoint->runtime().executor.now());
+    }
+    settle(*endpoint);
+  }
+
+  const std::weak_ptr<rpc::Endpoint> endpoint_;
+  mutable Mutex mutex_;
+  std::map<std::string, Trainer> trainers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Answer> answers_ TORCHSPAN_GUARDED_BY(mutex_);
+  Deadline tick_at_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::map<int, std::uint64_t> departures_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by rank
+};
+
+QuorumExtension::QuorumExtension() = default;
+QuorumExtension::~QuorumExtension() = default;
+
+void QuorumExtension::attach(rpc::Registrar& registrar) {
+  coordinator_ = std::make_shared<Coordinator>(registrar.worker().endpoint()->weak_from_this());
+  registrar.handle<AwaitGeneration>(
+      rpc::RunOn::kPool,
+      [coordinator = coordinator_](const rpc::CallInfo& call, const AwaitGeneration& message) {
+        return coordinator->next(static_cast<int>(call.peer), message);
+      });
+  registrar.handle<Withdraw>(
+      rpc::RunOn::kPool, [coordinator = coordinator_](const rpc::CallInfo& call, const Withdraw& message) {
+        coordinator->withdraw(static_cast<int>(call.peer), message);
+        return Unit();
+      });
+  registrar.handle<AskAwaited>(
+      rpc::RunOn::kPool, [coordinator = coordinator_](const rpc::CallInfo& call, const AskAwaited& message) {
+        return coordinator->is_over_for(static_cast<int>(call.peer), message.trainer);
+      });
+  registrar.on_departure([coordinator = coordinator_](std::uint32_t rank, const Error& reason) {
+    coordinator->departed(static_cast<int>(rank), reason.message());
+  });
+}
+
+std::uint64_t QuorumExtension::departures(int rank) const { return coordinator_->departures(rank); }
+
+bool QuorumExtension::is_over(const std::string& trainer) const {
+  return coordinator_->is_over_for(/*rank=*/0, trainer);
+}
+
+}  // namespace torchspan::quorum
