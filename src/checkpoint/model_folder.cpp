@@ -19,8 +19,8 @@
 #include "checkpoint/state/folder_reader.h"
 #include "checkpoint/state/snapshot.h"
 #include "checkpoint/state/torch_types.h"
-#include "state/api/module_tensors.h"
 #include "state/api/place.h"
+#include "state/api/save_load.h"
 
 namespace torchspan::checkpoint {
 

@@ -8,7 +8,7 @@
 
 #include <torchspan/optim/from_torch.h>
 
-#include "state/api/load_exactly.h"
+#include "state/api/save_load.h"
 
 namespace torchspan::optim {
 namespace {

@@ -22,7 +22,7 @@
 #include <torchspan/optim/optimizer.h>
 
 #include "optim/api/entry_name.h"
-#include "state/api/at_place.h"
+#include "state/api/save_load.h"
 
 namespace torchspan::optim {
 namespace {

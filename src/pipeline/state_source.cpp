@@ -10,8 +10,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/pipeline/pipeline.h>
 
-#include "state/api/module_tensors.h"
-#include "state/api/names.h"
+#include "state/api/save_load.h"
 
 namespace torchspan::pipeline {
 namespace {

@@ -10,7 +10,7 @@
 
 #include <torchspan/checkpoint/state.h>
 #include <torchspan/rpc/rref.h>
-#include <torchspan/state/state_dict.h>
+#include <torchspan/state/source.h>
 
 namespace torch {
 namespace nn {

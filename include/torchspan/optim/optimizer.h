@@ -12,7 +12,6 @@
 
 #include <torchspan/optim/optimizer_spec.h>
 #include <torchspan/state/source.h>
-#include <torchspan/state/state_dict.h>
 #include <torchspan/wire.h>
 
 namespace torch::nn {

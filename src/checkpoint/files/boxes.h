@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "state/api/box.h"
+#include "state/api/place.h"
 
 namespace torchspan::checkpoint {
 

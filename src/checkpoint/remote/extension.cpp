@@ -8,14 +8,14 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/checkpoint/extension.h>
 #include <torchspan/rpc/worker.h>
-#include <torchspan/state/state_dict.h>
+#include <torchspan/state/source.h>
 
 #include "checkpoint/files/directory.h"
 #include "checkpoint/files/tensor_file.h"
 #include "checkpoint/remote/messages.h"
 #include "checkpoint/state/folder_reader.h"
 #include "checkpoint/state/snapshot.h"
-#include "state/api/module_tensors.h"
+#include "state/api/save_load.h"
 
 namespace torchspan::checkpoint {
 namespace {

@@ -17,7 +17,7 @@
 
 #include "checkpoint/files/checksum.h"
 #include "checkpoint/state/torch_types.h"
-#include "state/api/load_exactly.h"
+#include "state/api/save_load.h"
 
 namespace torchspan::checkpoint {
 namespace {

@@ -8,7 +8,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "state/api/at_place.h"
+#include "state/api/save_load.h"
 
 namespace torchspan::data_parallel {
 
