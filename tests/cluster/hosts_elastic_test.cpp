@@ -11,7 +11,7 @@
 #include <torchspan/elastic.h>
 #include <torchspan/optim.h>
 
-#include "elastic/data/sample_dealer.h"
+#include "elastic/sample_dealer.h"
 #include "tests/cluster/hosts_suite.h"
 
 namespace torchspan::hosts_elastic_test {

@@ -17,7 +17,7 @@
 #include <torchspan/optim.h>
 #include <torchspan/session.h>
 
-#include "elastic/data/sample_dealer.h"
+#include "elastic/sample_dealer.h"
 #include "tests/support/cluster_main.h"
 #include "tests/support/environment.h"
 

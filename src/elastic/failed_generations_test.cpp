@@ -1,7 +1,8 @@
-#include "elastic/training/failed_generations.h"
+#include "elastic/failed_generations.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -84,5 +85,35 @@ TEST_F(FailedGenerationsTest, CountAGenerationOnce) {
   for (int count = 0; count < 20; ++count) EXPECT_NO_THROW(failures.settle(departures));
 }
 
+TEST(LateLimit, IsLongerThanAStep) {
+  EXPECT_EQ(late_limit(std::chrono::seconds(3)), std::chrono::seconds(4));
+  EXPECT_EQ(late_limit(Duration::max()), Duration::max());
+  EXPECT_EQ(late_limit(Duration::max() - Duration(1)), Duration::max());
+}
+
+TEST(LeftGeneration, IsATimeoutIfTheRankGaveUpWaiting) {
+  const Error left = left_generation(
+      2, 7, std::make_exception_ptr(Error(ErrorKind::kTimedOut, "rank 1 made no vote in 3 s")));
+  EXPECT_EQ(left.kind(), ErrorKind::kTimedOut) << "no rank has died";
+  EXPECT_EQ(left.message(), "rank 2 left generation 7: timed out: rank 1 made no vote in 3 s");
+}
+
+TEST(LeftGeneration, IsADisconnectionElse) {
+  const Error dead =
+      left_generation(0, 3, std::make_exception_ptr(Error(ErrorKind::kDisconnected, "worker1 died")));
+  EXPECT_EQ(dead.kind(), ErrorKind::kDisconnected);
+  const Error failed = left_generation(0, 3, std::make_exception_ptr(std::runtime_error("no such file")));
+  EXPECT_EQ(failed.kind(), ErrorKind::kDisconnected);
+  EXPECT_EQ(failed.message(), "rank 0 left generation 3: no such file");
+}
+
+TEST(LeftTraining, IsADisconnectionAlsoIfTheProgramFailedWithATimeout) {
+  const Error left = left_training(
+      1, 4, std::make_exception_ptr(Error(ErrorKind::kTimedOut, "the database did not answer")));
+  EXPECT_EQ(left.kind(), ErrorKind::kDisconnected) << "the rank does not return";
+  EXPECT_EQ(left.message(), "rank 1 left generation 4: timed out: the database did not answer");
+}
+
 }  // namespace
+
 }  // namespace torchspan::elastic::failed_generations_test

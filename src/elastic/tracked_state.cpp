@@ -1,4 +1,4 @@
-#include "elastic/transfer/tracked_state.h"
+#include "elastic/tracked_state.h"
 
 #include <algorithm>
 #include <cstring>
@@ -11,10 +11,94 @@
 #include <torchspan/core/error.h>
 
 #include "checkpoint/api/source_names.h"
-#include "elastic/transfer/received_state.h"
-#include "elastic/transfer/state_listing.h"
+#include "checkpoint/api/value_bytes.h"
 
 namespace torchspan::elastic {
+
+Bytes StateListing::encode() const {
+  ByteWriter out;
+  for (const std::int64_t number : {position.step, position.epoch, position.next}) out.put(number);
+  out.put(static_cast<std::uint32_t>(tensors.size()));
+  for (const Entry& entry : tensors) {
+    out.put_string(entry.name);
+    out.put(static_cast<std::int8_t>(entry.dtype));
+    out.put(static_cast<std::uint32_t>(entry.shape.size()));
+    for (const std::int64_t size : entry.shape) out.put(size);
+  }
+  out.put(static_cast<std::uint32_t>(values.size()));
+  for (const auto& [name, value] : values) {
+    out.put_string(name);
+    checkpoint::put_value(out, value);
+  }
+  return out.take();
+}
+
+StateListing StateListing::decode(BytesView bytes) {
+  ByteReader in(bytes);
+  StateListing listing;
+  for (std::int64_t* number : {&listing.position.step, &listing.position.epoch, &listing.position.next})
+    *number = in.get<std::int64_t>();
+  listing.tensors.resize(in.get_count(9));
+  for (Entry& entry : listing.tensors) {
+    entry.name = in.get_string();
+    const auto dtype = in.get<std::int8_t>();
+    if (dtype < 0 || dtype >= static_cast<std::int8_t>(at::ScalarType::Undefined))
+      throw_invalid(fmt::format("the tensor '{}' of a state has the unknown dtype {}", entry.name, dtype));
+    entry.dtype = static_cast<at::ScalarType>(dtype);
+    entry.shape.resize(in.get_count(sizeof(std::int64_t)));
+    for (std::int64_t& size : entry.shape) {
+      size = in.get<std::int64_t>();
+      if (size < 0)
+        throw_invalid(fmt::format("the tensor '{}' of a state has the size {}", entry.name, size));
+    }
+  }
+  for (std::size_t left = in.get_count(5); left > 0; --left) {
+    std::string name = in.get_string();
+    listing.values.insert_or_assign(std::move(name), checkpoint::get_value(in));
+  }
+  in.expect_end();
+  return listing;
+}
+
+ReceivedState::ReceivedState(StateListing listing, std::vector<at::Tensor> tensors)
+    : listing_(std::move(listing)) {
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    tensors_.emplace(listing_.tensors[i].name, std::move(tensors[i]));
+}
+
+std::vector<std::string> ReceivedState::all_names() const {
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : tensors_) names.push_back(name);
+  return names;
+}
+
+const at::Tensor& ReceivedState::get(const std::string& full_name) const {
+  const auto found = tensors_.find(full_name);
+  if (found == tensors_.end()) throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full_name));
+  return found->second;
+}
+
+void ReceivedState::read_box(const std::string& full_name, const at::Tensor& target,
+                             const std::vector<std::int64_t>& offset) const {
+  at::Tensor part = get(full_name);
+  for (std::size_t dim = 0; dim < offset.size(); ++dim) {
+    const auto place = static_cast<std::int64_t>(dim);
+    part = part.narrow(place, offset[dim], target.size(place));
+  }
+  const at::NoGradGuard no_grad;
+  at::Tensor(target).copy_(part);
+}
+
+const checkpoint::Value* ReceivedState::find_value(const std::string& full_name) const {
+  const auto found = listing_.values.find(full_name);
+  return found == listing_.values.end() ? nullptr : &found->second;
+}
+
+void ReceivedState::read_on_owner(const std::string& full_name, const checkpoint::RemoteValue&) const {
+  throw Error(ErrorKind::kUnsupported,
+              fmt::format("'{}' is a value on another worker: an elastic trainer copies local objects only",
+                          full_name));
+}
 
 void TrackedState::add(std::string name, checkpoint::SourcePtr source) {
   const bool taken =

@@ -6,8 +6,8 @@
 
 #include <torchspan/core/error.h>
 
-#include "elastic/recovery/copy_inventory.h"
-#include "elastic/transfer/state_listing.h"
+#include "elastic/peer_copies.h"
+#include "elastic/tracked_state.h"
 #include "tests/support/fuzz_seeds.h"
 
 namespace {

@@ -1,5 +1,5 @@
 // A team's copies and comparisons, over ranks in one process.
-#include "elastic/training/team.h"
+#include "elastic/team.h"
 
 #include <gtest/gtest.h>
 

@@ -1,16 +1,75 @@
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <fmt/format.h>
 #include <optional>
+#include <unistd.h>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 
 #include <torchspan/checkpoint/checkpoint.h>
+#include <torchspan/collective/group.h>
+#include <torchspan/core/bytes.h>
 #include <torchspan/core/error.h>
 #include <torchspan/elastic/recovering_trainer.h>
 
-#include "elastic/recovery/peer_copies.h"
-#include "elastic/recovery/rank_processes.h"
+#include "elastic/peer_copies.h"
+#include "rendezvous/api/process_stat.h"
+
+namespace torchspan::elastic {
+namespace {
+
+/// The processes of all ranks when a try to train began. Used by one thread.
+class RankProcesses {
+ public:
+  struct Process {
+    int rank = 0;
+    std::int64_t pid = 0;
+    std::uint64_t start_ticks = 0;  ///< tells it from a later process with this id
+  };
+
+  /// Exchanges the processes of all ranks. Returns `number` of rank 0. Collective.
+  std::uint64_t meet(const collective::Group& group, std::uint64_t number) {
+    const std::int64_t pid = ::getpid();
+    const auto stat = rendezvous::read_process_stat(pid);
+    ByteWriter mine;
+    mine.put(number);
+    mine.put(pid);
+    mine.put(stat ? stat->start_ticks : std::uint64_t{0});
+    const std::vector<Bytes> all = group.all_gather_bytes(mine.bytes());
+    std::vector<Process> processes;
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      ByteReader in(all[rank]);
+      const auto theirs = in.get<std::uint64_t>();
+      if (group.ranks()[rank] == 0) number = theirs;
+      Process& process = processes.emplace_back();
+      process.rank = group.ranks()[rank];
+      process.pid = in.get<std::int64_t>();
+      process.start_ticks = in.get<std::uint64_t>();
+    }
+    processes_ = std::move(processes);
+    return number;
+  }
+
+  /// One that a signal or a debugger has stopped. Finds only processes of this host: those of other hosts die when they
+  /// are silent.
+  std::optional<Process> stopped() const {
+    for (const Process& process : processes_) {
+      const auto stat = rendezvous::read_process_stat(process.pid);
+      if (stat && stat->start_ticks == process.start_ticks && stat->stopped()) return process;
+    }
+    return std::nullopt;
+  }
+
+ private:
+  std::vector<Process> processes_;
+};
+
+}  // namespace
+
+}  // namespace torchspan::elastic
 
 namespace torchspan {
 namespace {

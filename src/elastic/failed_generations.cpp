@@ -1,4 +1,4 @@
-#include "elastic/training/failed_generations.h"
+#include "elastic/failed_generations.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -39,6 +39,23 @@ void FailedGenerations::settle(std::uint64_t departures) {
       fmt::format("{}, as did the {} before it: {}; make ElasticOptions::step_timeout ({:g} s) longer than a "
                   "copy of the state and the first step take, or check the network between these ranks",
                   what, kMostInARow - 1, reason->message(), to_seconds(options_.step_timeout)));
+}
+
+namespace {
+
+Error departure_error(ErrorKind kind, int rank, std::uint64_t generation, const std::exception_ptr& failure) {
+  return Error(kind, fmt::format("rank {} left generation {}: {}", rank, generation, describe(failure).text));
+}
+
+}  // namespace
+
+Error left_generation(int rank, std::uint64_t generation, const std::exception_ptr& failure) {
+  const bool late = to_error(failure).kind() == ErrorKind::kTimedOut;
+  return departure_error(late ? ErrorKind::kTimedOut : ErrorKind::kDisconnected, rank, generation, failure);
+}
+
+Error left_training(int rank, std::uint64_t generation, const std::exception_ptr& failure) {
+  return departure_error(ErrorKind::kDisconnected, rank, generation, failure);
 }
 
 }  // namespace torchspan::elastic

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <torchspan/elastic/options.h>
@@ -27,6 +28,26 @@ class SampleDealer {
   const std::uint64_t seed_;
   std::int64_t epoch_ = -1;  ///< that `order_` belongs to
   std::vector<std::int64_t> order_;
+};
+
+/// The position of one rank, and the step that it has begun there.
+class StepCursor {
+ public:
+  explicit StepCursor(const ElasticOptions& options) : dealer_(options), position_(options.start) {}
+
+  const ElasticPosition& position() const { return position_; }
+  void move_to(const ElasticPosition& position) { position_ = position; }
+  /// Begins a step in a group; replaces one that was begun before.
+  const ElasticStep& begin(int rank, int size, std::uint64_t generation);
+  /// The step that was begun.
+  const ElasticStep& step() const { return *step_; }
+  /// The step that was begun is applied.
+  void advance() { position_ = after_; }
+
+ private:
+  SampleDealer dealer_;
+  ElasticPosition position_, after_;
+  std::optional<ElasticStep> step_;
 };
 
 }  // namespace torchspan::elastic

@@ -3,25 +3,60 @@
 #include <fmt/ranges.h>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/elastic/training.h>
 
-#include "elastic/data/step_cursor.h"
-#include "elastic/training/buffer_copies.h"
-#include "elastic/training/failed_generations.h"
-#include "elastic/training/late_limit.h"
-#include "elastic/training/left_generation.h"
-#include "elastic/training/team.h"
-#include "elastic/transfer/tracked_state.h"
+#include "elastic/failed_generations.h"
+#include "elastic/sample_dealer.h"
+#include "elastic/team.h"
+#include "elastic/tracked_state.h"
 #include "quorum/api/generation.h"
 #include "quorum/api/generation_client.h"
 
 namespace torchspan::elastic {
 namespace {
+
+/// Copies of a module's buffers, such as running statistics, which forward changes: a void step must not leave traces.
+class BufferCopies {
+ public:
+  explicit BufferCopies(const torch::nn::Module& module) : buffers_(module.buffers()) {}
+  const std::vector<at::Tensor>& buffers() const { return buffers_; }
+
+  void take() {
+    const at::NoGradGuard no_grad;
+    taken_ = true;
+    copies_.resize(buffers_.size());
+    for (std::size_t i = 0; i < buffers_.size(); ++i) {
+      if (copies_[i].defined()) {
+        copies_[i].copy_(buffers_[i]);
+      } else {
+        copies_[i] = buffers_[i].detach().clone();
+      }
+    }
+  }
+
+  /// Undoes changes since take(), if there was one.
+  void restore() {
+    const at::NoGradGuard no_grad;
+    if (!std::exchange(taken_, false)) return;
+    for (std::size_t i = 0; i < copies_.size(); ++i) buffers_[i].copy_(copies_[i]);
+  }
+
+  /// Keeps what changed since take().
+  void forget() { taken_ = false; }
+
+ private:
+  std::vector<at::Tensor> buffers_;
+  std::vector<at::Tensor> copies_;
+  bool taken_ = false;
+};
 
 /// How often a step may fail on another rank's report while no rank ends.
 constexpr int kMostRemoteFailures = 3;

@@ -1,4 +1,4 @@
-#include "elastic/data/sample_dealer.h"
+#include "elastic/sample_dealer.h"
 
 #include <algorithm>
 #include <gtest/gtest.h>

@@ -1,11 +1,14 @@
 #pragma once
 #include <cstdint>
+#include <exception>
 #include <optional>
 
 #include <torchspan/core/error.h>
 #include <torchspan/core/log.h>
+#include <torchspan/core/time.h>
 #include <torchspan/elastic/options.h>
 
+#include "core/api/saturated_time.h"
 #include "quorum/api/generation.h"
 
 namespace torchspan::elastic {
@@ -37,5 +40,18 @@ class FailedGenerations {
   std::optional<Error> reason_;  ///< why it failed before that
   int in_a_row_ = 0;
 };
+
+/// How long rank 0 waits for the reports of late ranks. A rank that computes or waits for others notices within
+/// `step_timeout` that its generation has ended.
+constexpr Duration late_limit(Duration step_timeout) {
+  constexpr Duration kReportTime = std::chrono::seconds(1);
+  return saturated_sum(step_timeout, kReportTime);
+}
+
+/// What the other ranks of a generation get when `rank` leaves it for the next one because of `failure` of the group:
+/// kTimedOut if it gave up waiting, so that a late rank does not take this for a death; else kDisconnected.
+Error left_generation(int rank, std::uint64_t generation, const std::exception_ptr& failure);
+/// The same if `rank` stops training: kDisconnected, also if its program failed with a timeout.
+Error left_training(int rank, std::uint64_t generation, const std::exception_ptr& failure);
 
 }  // namespace torchspan::elastic

@@ -1,4 +1,4 @@
-#include "elastic/data/sample_dealer.h"
+#include "elastic/sample_dealer.h"
 
 #include <algorithm>
 #include <fmt/format.h>
@@ -90,3 +90,14 @@ std::vector<std::vector<std::int64_t>> ElasticStep::micro_batches(std::int64_t m
 }
 
 }  // namespace torchspan
+
+namespace torchspan::elastic {
+
+const ElasticStep& StepCursor::begin(int rank, int size, std::uint64_t generation) {
+  step_ = dealer_.deal(position_, rank, size);
+  step_->generation = generation;
+  after_ = dealer_.after(position_, size);
+  return *step_;
+}
+
+}  // namespace torchspan::elastic

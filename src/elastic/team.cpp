@@ -1,4 +1,4 @@
-#include "elastic/training/team.h"
+#include "elastic/team.h"
 
 #include <algorithm>
 #include <fmt/format.h>
@@ -13,7 +13,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/wire/codec.h>
 
-#include "elastic/transfer/tracked_state.h"
+#include "elastic/tracked_state.h"
 #include "state/api/place.h"
 
 namespace torchspan::elastic {
