@@ -6,8 +6,8 @@
 
 #include <torchspan/detail/device/copies.h>
 
-#include "device/api/memory_view.h"
-#include "device/upload_ring.h"
+#include "device/api/copy_rings.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::device {
 namespace {

@@ -11,7 +11,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 
-#include "device/api/memory_view.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::device {
 namespace {

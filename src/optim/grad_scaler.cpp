@@ -8,7 +8,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "device/api/half.h"
+#include "device/api/tensors.h"
 #include "optim/parameters.h"
 #include "optim/unscale.h"
 #include "state/api/gradient_norm.h"

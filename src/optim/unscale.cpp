@@ -15,8 +15,7 @@
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/zeros.h>
 
-#include "device/api/half.h"
-#include "device/api/numbers.h"
+#include "device/api/tensors.h"
 #include "optim/operators.h"
 
 namespace torchspan::optim {

@@ -9,8 +9,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include "device/api/half.h"
-#include "device/api/numbers.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::state {
 namespace {

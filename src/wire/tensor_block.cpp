@@ -15,7 +15,7 @@
 
 #include <torchspan/wire.h>
 
-#include "device/api/memory_view.h"
+#include "device/api/tensors.h"
 #include "wire/compat.h"
 
 namespace torchspan::wire {

@@ -14,7 +14,7 @@
 
 #include <torchspan/wire.h>
 
-#include "device/api/presence.h"
+#include "device/api/devices.h"
 #include "wire/compat.h"
 #include "wire/tensor_block.h"
 

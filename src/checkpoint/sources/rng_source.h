@@ -3,7 +3,7 @@
 
 #include <torchspan/checkpoint/sources.h>
 
-#include "device/api/generators.h"
+#include "device/api/devices.h"
 
 namespace torchspan::checkpoint {
 

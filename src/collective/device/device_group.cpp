@@ -9,7 +9,7 @@
 #include "collective/device/device_backend.h"
 #include "collective/nccl/nccl_engine.h"
 #include "collective/single.h"
-#include "device/api/presence.h"
+#include "device/api/devices.h"
 
 namespace torchspan::collective {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "device/api/half.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::collective {
 namespace {

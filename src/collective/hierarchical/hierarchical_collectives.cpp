@@ -8,7 +8,7 @@
 #include <torchspan/core/bytes.h>
 
 #include "collective/dtypes.h"
-#include "device/api/half.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::collective {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "device/api/memory_view.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::collective::ipc {
 namespace {

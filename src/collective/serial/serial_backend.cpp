@@ -18,7 +18,7 @@
 #include "core/api/group_number.h"
 #include "core/api/step_part.h"
 #include "core/api/timeout_notice.h"
-#include "device/api/half.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::collective {
 namespace {

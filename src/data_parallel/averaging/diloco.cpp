@@ -13,7 +13,7 @@
 
 #include "data_parallel/averaging/packed_tensors.h"
 #include "data_parallel/averaging/parameter_agreement.h"
-#include "device/api/half.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::data_parallel {
 namespace {

@@ -20,7 +20,7 @@
 #include <torchspan/data_parallel/sync_batch_norm.h>
 
 #include "data_parallel/api/agreement.h"
-#include "device/api/half.h"
+#include "device/api/tensors.h"
 #include "engine/api/node_ptr.h"
 #include "state/api/place.h"
 

@@ -9,7 +9,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include "device/api/half.h"
+#include "device/api/tensors.h"
 #include "optim/operators.h"
 
 namespace torchspan::optim {

@@ -7,7 +7,7 @@
 #include <torchspan/pipeline/pipeline.h>
 #include <torchspan/wire.h>
 
-#include "device/api/generators.h"
+#include "device/api/devices.h"
 
 namespace torchspan::pipeline {
 

@@ -5,7 +5,7 @@
 
 #include <torchspan/detail/device/streams.h>
 
-#include "device/api/numbers.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::pipeline {
 

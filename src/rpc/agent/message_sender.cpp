@@ -9,7 +9,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
 
-#include "device/api/memory_view.h"
+#include "device/api/tensors.h"
 #include "rpc/calls/autocast_header.h"
 #include "rpc/tensor_parts/messages.h"
 

@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "device/api/presence.h"
+#include "device/api/devices.h"
 #include "wire/api/tensors.h"
 
 namespace torchspan {

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "device/api/presence.h"
+#include "device/api/devices.h"
 #include "rpc/agent/agent_state.h"
 
 namespace torchspan::rpc {

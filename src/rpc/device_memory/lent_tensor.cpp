@@ -1,6 +1,6 @@
 #include "rpc/device_memory/lent_tensor.h"
 
-#include "device/api/memory_view.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::rpc {
 

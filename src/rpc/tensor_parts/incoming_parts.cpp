@@ -8,7 +8,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "device/api/memory_view.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::rpc {
 namespace {

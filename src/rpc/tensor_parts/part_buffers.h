@@ -5,7 +5,7 @@
 
 #include <torchspan/detail/net/transport.h>
 
-#include "device/api/download_ring.h"
+#include "device/api/copy_rings.h"
 #include "rpc/device_memory/lent_tensor.h"
 
 namespace torchspan::rpc {

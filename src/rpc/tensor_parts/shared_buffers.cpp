@@ -5,7 +5,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
 
-#include "device/api/dense_bytes.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::rpc {
 namespace {

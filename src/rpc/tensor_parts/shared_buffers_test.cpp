@@ -7,7 +7,7 @@
 
 #include <ATen/ATen.h>
 
-#include "device/api/memory_view.h"
+#include "device/api/tensors.h"
 #include "rpc/device_memory/received_memory.h"
 #include "rpc/tensor_parts/incoming_parts.h"
 #include "rpc/tensor_parts/outgoing_parts.h"

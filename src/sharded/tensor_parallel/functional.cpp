@@ -13,7 +13,7 @@
 #include <torchspan/sharded/functional.h>
 
 #include "core/api/step_part.h"
-#include "device/api/half.h"
+#include "device/api/tensors.h"
 #include "engine/api/node_ptr.h"
 
 namespace torchspan::functional {

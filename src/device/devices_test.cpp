@@ -1,10 +1,10 @@
-#include "device/api/presence.h"
+#include "device/api/devices.h"
 
 #include <gmock/gmock.h>
 
 #include "tests/support/stand_in_device.h"
 
-namespace torchspan::device::presence_test {
+namespace torchspan::device::devices_test {
 namespace {
 
 using ::testing::AllOf;
@@ -35,4 +35,5 @@ TEST(Presence, CountsTheDevicesOfThisProcess) {
 }
 
 }  // namespace
-}  // namespace torchspan::device::presence_test
+
+}  // namespace torchspan::device::devices_test

@@ -6,8 +6,21 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 namespace torchspan::device {
+
+/// The devices of one type in this process.
+struct DeviceCount {
+  bool supported = false;  ///< whether this program's LibTorch supports the type
+  int count = 0;
+};
+DeviceCount count_devices(c10::DeviceType type);
+
+/// Why a process with these devices cannot use `device`, and what to do; empty if it can.
+std::string why_absent(c10::Device device, DeviceCount here);
+/// The same for this process.
+std::string why_absent(c10::Device device);
 
 /// A default generator of random numbers, and its device as text: "cpu", "cuda:0".
 struct NamedGenerator {

@@ -1,4 +1,4 @@
-#include "device/api/numbers.h"
+#include "device/api/tensors.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 
 #include "tests/support/stand_in_device.h"
 
-namespace torchspan::device::numbers_test {
+namespace torchspan::device::tensors_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -31,4 +31,5 @@ TEST(DeviceNumbers, AreReadWithOneWaitForAllDevices) {
 }
 
 }  // namespace
-}  // namespace torchspan::device::numbers_test
+
+}  // namespace torchspan::device::tensors_test
