@@ -5,7 +5,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/detail/engine/gradient_map.h>
+#include <torchspan/detail/engine/gradient_sink.h>
 
 #include "tests/support/local_backward.h"
 

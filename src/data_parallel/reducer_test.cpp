@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/engine/gradient_map.h>
+#include <torchspan/detail/engine/gradient_sink.h>
 
 #include "data_parallel/toy_model.h"
 #include "tests/support/local_backward.h"

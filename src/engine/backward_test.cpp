@@ -3,7 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include "engine/api/leaf_tensors.h"
+#include "engine/api/graph_walk.h"
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
 

@@ -9,7 +9,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include "engine/execute.h"
-#include "engine/sums.h"
 
 namespace torchspan::engine {
 

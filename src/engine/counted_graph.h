@@ -17,9 +17,8 @@
 
 #include <torchspan/detail/core/mutex.h>
 
-#include "engine/api/edge_counts.h"
 #include "engine/api/graph_pass.h"
-#include "engine/api/pass_node.h"
+#include "engine/api/graph_walk.h"
 #include "engine/streams.h"
 
 namespace torchspan::engine {

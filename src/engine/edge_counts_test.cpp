@@ -1,11 +1,10 @@
 // Passes through a part of a graph whose edges were counted.
-#include "engine/api/edge_counts.h"
-
 #include <gtest/gtest.h>
 
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
+#include "engine/api/graph_walk.h"
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
 

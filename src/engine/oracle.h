@@ -6,7 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/detail/engine/gradient_map.h>
+#include <torchspan/detail/engine/gradient_sink.h>
 
 #include "tests/support/local_backward.h"
 

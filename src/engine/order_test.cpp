@@ -11,7 +11,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/torch.h>
 
-#include "engine/api/edge_counts.h"
+#include "engine/api/graph_walk.h"
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
 

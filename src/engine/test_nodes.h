@@ -8,8 +8,8 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
+#include "engine/api/graph_pass.h"
 #include "engine/api/node_ptr.h"
-#include "engine/api/pass_node.h"
 
 namespace torchspan::engine::testing {
 

@@ -10,7 +10,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "engine/api/gradient_use.h"
+#include "engine/api/grad_field_sink.h"
 
 namespace torchspan::optim {
 

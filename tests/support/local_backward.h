@@ -9,7 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/detail/engine/gradient_map.h>
+#include <torchspan/detail/engine/gradient_sink.h>
 
 #include "engine/api/graph_pass.h"
 

@@ -10,7 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/autograd/graph.h>
-#include <torchspan/detail/engine/gradient_map.h>
+#include <torchspan/detail/engine/gradient_sink.h>
 #include <torchspan/rpc/worker.h>
 
 namespace torchspan::autograd {

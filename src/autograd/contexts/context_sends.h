@@ -12,7 +12,7 @@
 #include <torchspan/detail/core/mutex.h>
 
 #include "autograd/nodes/nodes.h"
-#include "engine/api/edge_counts.h"
+#include "engine/api/graph_walk.h"
 
 namespace torchspan::autograd {
 

@@ -13,7 +13,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/core/future.h>
 #include <torchspan/detail/core/mutex.h>
-#include <torchspan/detail/engine/gradient_map.h>
+#include <torchspan/detail/engine/gradient_sink.h>
 
 #include "autograd/contexts/context_sends.h"
 

@@ -10,8 +10,8 @@
 #include <torchspan/detail/device/copies.h>
 #include <torchspan/detail/rpc/message.h>
 
+#include "engine/api/graph_pass.h"
 #include "engine/api/node_ptr.h"
-#include "engine/api/pass_node.h"
 
 namespace torchspan::autograd {
 

@@ -5,7 +5,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "engine/api/leaf_tensors.h"
+#include "engine/api/graph_walk.h"
 
 namespace torchspan::data_parallel {
 namespace {

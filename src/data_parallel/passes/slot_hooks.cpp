@@ -8,7 +8,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "engine/api/gradient_use.h"
+#include "engine/api/grad_field_sink.h"
 
 namespace torchspan::data_parallel {
 namespace {

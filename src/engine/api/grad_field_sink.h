@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
@@ -94,5 +95,12 @@ class PassHook : public torch::autograd::FunctionPreHook {
  private:
   const std::shared_ptr<NativeEnginePasses> passes_;
 };
+
+/// Whether a hook on a parameter's leaf uses its gradients so.
+inline bool has_gradient_use(const at::Tensor& parameter, GradientUse use) {
+  const auto hooks = gradient_hooks(parameter);
+  return std::any_of(hooks.begin(), hooks.end(),
+                     [use](const GradientHook* hook) { return hook->use() == use; });
+}
 
 }  // namespace torchspan::engine

@@ -12,6 +12,7 @@
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <torchspan/core/error.h>
@@ -19,10 +20,23 @@
 #include <torchspan/detail/device/streams.h>
 #include <torchspan/detail/engine/gradient_sink.h>
 
-#include "engine/api/edge_counts.h"
+#include "engine/api/graph_walk.h"
 #include "engine/api/node_ptr.h"
 
 namespace torchspan::engine {
+
+/// A node without edges, at which a pass leaves this process. Only a GraphPass runs it, through run(); apply(),
+/// which LibTorch's engine calls, must throw. Its inputs stand for several tensors, each of which would have a
+/// node in one process: hooks of a tensor that the pass does not reach are not called. It runs before leaves
+/// and all other ready nodes; of two, the one with the higher `order` runs first.
+class PassNode : public torch::autograd::Node {
+ public:
+  static constexpr std::uint64_t kFirstSequence = std::uint64_t{1} << 63;
+
+  explicit PassNode(std::uint64_t order = 0) : Node(/*sequence_nr=*/kFirstSequence | order) {}
+  /// `gradients` has one gradient for each input, which may be undefined; `sink` belongs to the running pass.
+  virtual void run(torch::autograd::variable_list gradients, GradientSink& sink) = 0;
+};
 
 struct PassOptions {
   /// Keeps the tensors that nodes saved in the forward pass, so that the graph can be run again.

@@ -10,7 +10,7 @@
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/worker.h>
 
-#include "engine/api/gradient_use.h"
+#include "engine/api/grad_field_sink.h"
 #include "optim/distributed/messages.h"
 #include "optim/distributed/shared_gradient.h"
 #include "optim/distributed/step_queue.h"

@@ -6,7 +6,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "engine/api/gradient_use.h"
+#include "engine/api/grad_field_sink.h"
 #include "pipeline/runtime/step_failures.h"
 
 namespace torchspan::pipeline {

@@ -10,7 +10,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
-#include "engine/api/gradient_use.h"
+#include "engine/api/grad_field_sink.h"
 #include "sharded/units/sharded_model.h"
 #include "sharded/units/unit.h"
 

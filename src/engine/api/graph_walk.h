@@ -6,6 +6,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
 #include <torchspan/detail/core/mutex.h>
@@ -53,5 +55,9 @@ class EdgeCounts {
   std::uint64_t walked_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::size_t sweep_at_ TORCHSPAN_GUARDED_BY(mutex_) = kSweepAt;
 };
+
+/// The leaves (parameters and inputs that require grad) that the graphs of `roots` reach, once each, in the
+/// order of discovery. A backward pass from `roots` gives them gradients.
+std::vector<at::Tensor> leaf_tensors(const std::vector<at::Tensor>& roots);
 
 }  // namespace torchspan::engine
