@@ -13,7 +13,7 @@
 
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/session.h>
 #include <torchspan/sharded.h>
 

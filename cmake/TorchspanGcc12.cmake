@@ -9,6 +9,6 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
                         src/schedule/draw.cpp src/collective/serial/call_line.cpp src/session/endpoint.cpp)
   torchspan_false_alarm(stringop-overread src/net/ucx/ucx_wires.cpp)
   torchspan_false_alarm(stringop-overflow src/net/local/shared_lane.cpp src/collective/c10d/gloo.cpp
-                        src/collective/serial/call_line.cpp src/optim/functional/rmsprop.cpp src/session/endpoint.cpp)
-  torchspan_false_alarm(array-bounds src/optim/functional/rmsprop.cpp src/session/endpoint.cpp)
+                        src/collective/serial/call_line.cpp src/optim/functional/algorithms.cpp src/session/endpoint.cpp)
+  torchspan_false_alarm(array-bounds src/optim/functional/algorithms.cpp src/session/endpoint.cpp)
 endif()

@@ -14,7 +14,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/core/progress.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adamw.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded.h>
 #include <torchspan/torchspan.h>
 

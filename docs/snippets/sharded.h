@@ -2,7 +2,7 @@
 #include <torchspan/autograd.h>
 #include <torchspan/checkpoint.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adamw.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded.h>
 
 #include "docs/snippets/modules.h"

@@ -10,7 +10,7 @@
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/linear.h>
 
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 
 namespace cart_pole {
 namespace {

@@ -2,8 +2,7 @@
 
 #include <CLI/CLI.hpp>
 
-#include <torchspan/optim/adagrad.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
 
 #include "devices/devices.h"
 

@@ -2,7 +2,7 @@
 #include <optional>
 #include <string>
 
-#include <torchspan/optim/optimizer_spec.h>
+#include <torchspan/optim/functional.h>
 
 #include "fashion_mnist/training.h"
 

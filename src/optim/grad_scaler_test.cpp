@@ -11,9 +11,8 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/grad_scaler.h>
-#include <torchspan/optim/sgd.h>
 
 #include "tests/support/errors.h"
 #include "tests/support/stand_in_operators.h"

@@ -233,7 +233,7 @@ class NoKernel final : public RuleOptimizer {
 TEST(MasterWeights, AreAdvisedWhereLibTorchHasNoKernelOfTheDtype) {
   for (const bool foreach : {true, false}) {
     for (const bool precise : {true, false}) {
-      NoKernel optimizer({.float32_state = precise, .foreach = foreach},
+      NoKernel optimizer({.slots = {}, .foreach = foreach, .float32_state = precise},
                          {leaf_of(torch::ones({3}, torch::kHalf)), leaf_of(torch::ones({2}, torch::kHalf))});
       optimizer.set_parameter_names({"a", "b"});
       const std::vector<at::Tensor> gradients{torch::ones({3}, torch::kHalf), torch::ones({2}, torch::kHalf)};

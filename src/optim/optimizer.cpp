@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <map>
 
+#include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 #include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
@@ -12,6 +13,7 @@
 
 #include "optim/parameters.h"
 #include "optim/state_sources.h"
+#include "state/api/gradient_norm.h"
 
 namespace torchspan::optim {
 namespace {
@@ -210,6 +212,18 @@ std::vector<at::Tensor> Optimizer::parameters() const {
   return all;
 }
 
+std::vector<std::string> Optimizer::state_names() const {
+  std::vector<std::string> all;
+  for (const Part& part : groups_) {
+    for (const std::string& name : part.names) all.push_back(state_name(part.label, name));
+  }
+  return all;
+}
+
+std::string Optimizer::state_name(const std::string& label, const std::string& parameter) {
+  return fmt::format("group.{}.parameter.{}", label, parameter);
+}
+
 state::SourcePtr Optimizer::state_source() { return source_of(*this); }
 
 StateDict Optimizer::state_dict() const {
@@ -225,7 +239,7 @@ StateDict Optimizer::state_view() const {
     result.insert(group + "kind", text_tensor(part.rule->name()));
     result.insert(group + "lr", at::scalar_tensor(part.rule->lr(), at::kDouble));
     for (std::size_t i = 0; i < part.names.size(); ++i) {
-      const std::string path = fmt::format("{}parameter.{}.", group, part.names[i]);
+      const std::string path = state_name(part.label, part.names[i]) + ".";
       ParameterState state = part.rule->state(i);
       if (state.empty()) state.emplace("step", at::scalar_tensor(0, at::kLong));
       for (const auto& [name, value] : state) result.insert(path + name, value.detach());
@@ -246,7 +260,7 @@ void Optimizer::load_state_dict(const StateDict& state) {
     }
     rates.push_back(entry(state, group + "lr").item<double>());
     for (std::size_t i = 0; i < part.names.size(); ++i) {
-      if (given.contains(fmt::format("{}parameter.{}", group, part.names[i]))) continue;
+      if (given.contains(state_name(part.label, part.names[i]))) continue;
       refuse(fmt::format("it has no entry for {} of group {}", part.rule->describe(i), part.label));
     }
   }
@@ -254,7 +268,7 @@ void Optimizer::load_state_dict(const StateDict& state) {
   try {
     for (const Part& part : groups_) {
       for (std::size_t i = 0; i < part.names.size(); ++i) {
-        auto mine = given.extract(fmt::format("group.{}.parameter.{}", part.label, part.names[i]));
+        auto mine = given.extract(state_name(part.label, part.names[i]));
         undo.emplace_back([&rule = *part.rule, i, old = part.rule->state(i)] { rule.load_state(i, old); });
         part.rule->load_state(i, unless_empty(std::move(mine.mapped())));
       }
@@ -269,4 +283,46 @@ void Optimizer::load_state_dict(const StateDict& state) {
   }
 }
 
+namespace {
+
+void check_type(double norm_type) {
+  if (norm_type > 0) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("norm_type = {}, but it must be a number above 0, or infinity", norm_type));
+}
+
+}  // namespace
+
+double gradient_norm(const std::vector<at::Tensor>& gradients, double norm_type) {
+  check_type(norm_type);
+  return state::norm_of(gradients, norm_type);
+}
+
+double clip_factor(double norm, double max_norm) {
+  if (!(max_norm > 0)) {
+    throw Error(ErrorKind::kInvalid, fmt::format("max_norm = {}, but it must be a number above 0", max_norm));
+  }
+  return state::clip_factor(norm, max_norm);
+}
+
+double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type) {
+  check_type(norm_type);
+  clip_factor(0, max_norm);  // checks the option on all ranks, before any of them waits
+  return state::clip(state::gradients_at_places(parameters), max_norm, norm_type);
+}
+
 }  // namespace torchspan::optim
+
+namespace torchspan {
+
+void Wire<optim::StateDict>::encode(wire::Encoder& encoder, const optim::StateDict& value) {
+  optim::StateDict::Entries entries;
+  for (const auto& entry : value) entries.emplace_back(entry.key(), entry.value());
+  wire::encode<optim::StateDict::Entries>(encoder, entries);
+}
+
+optim::StateDict Wire<optim::StateDict>::decode(wire::Decoder& decoder) {
+  return optim::StateDict(wire::decode<optim::StateDict::Entries>(decoder));
+}
+
+}  // namespace torchspan

@@ -21,7 +21,6 @@
 #include <torchspan/optim/functional.h>
 #include <torchspan/optim/optimizer.h>
 
-#include "optim/api/entry_name.h"
 #include "state/api/save_load.h"
 
 namespace torchspan::optim {
@@ -32,6 +31,19 @@ std::string entry_owner(const std::string& name) {
   return name.substr(0, std::min(name.rfind('.'), name.size()));
 }
 
+struct OwnedParameter {
+  std::string owner;  ///< as entry_owner() of its entries
+  at::Tensor tensor;
+};
+
+std::vector<OwnedParameter> owned_parameters(const Optimizer& optimizer) {
+  const std::vector<at::Tensor> parameters = optimizer.parameters();
+  const std::vector<std::string> names = optimizer.state_names();
+  std::vector<OwnedParameter> owned;
+  for (std::size_t i = 0; i < parameters.size(); ++i) owned.push_back({names[i], parameters[i]});
+  return owned;
+}
+
 /// What belongs to elements of a parameter is where the parameter is. Restores the parameters that this rank has; other ranks
 /// may have saved more.
 class OptimizerSource final : public state::StateSource {
@@ -40,7 +52,7 @@ class OptimizerSource final : public state::StateSource {
 
   void save(state::StateWriter& writer) const override {
     const StateDict state = optimizer_.state_view();
-    const std::map<std::string, Owned> places = places_by_owner(state);
+    const std::map<std::string, Owned> places = places_by_owner();
     for (const auto& item : state) {
       const auto owned = places.find(entry_owner(item.key()));
       if (owned == places.end()) {
@@ -62,8 +74,8 @@ class OptimizerSource final : public state::StateSource {
     std::set<std::string> mine;
     const StateDict now = optimizer_.state_view();
     for (const auto& entry : now) mine.insert(entry_owner(entry.key()));
-    const std::map<std::string, Owned> places = places_by_owner(now);
-    const std::multimap<std::string, std::string> copies = copies_without_state(now, reader);
+    const std::map<std::string, Owned> places = places_by_owner();
+    const std::multimap<std::string, std::string> copies = copies_without_state(reader);
     StateDict state;
     for (const std::string& saved : reader.names()) {
       const std::optional<std::string> without_rank = state::name_of_any_rank(saved);
@@ -100,11 +112,10 @@ class OptimizerSource final : public state::StateSource {
 
   /// Copies of parameters, by those that they are copies of, which the checkpoint knows under one name: they were on
   /// different ranks, and are now on one.
-  std::multimap<std::string, std::string> copies_without_state(const StateDict& state,
-                                                               const state::StateReader& reader) const {
+  std::multimap<std::string, std::string> copies_without_state(const state::StateReader& reader) const {
     std::set<std::string> saved;
     for (const std::string& name : reader.names()) saved.insert(entry_owner(name));
-    const std::vector<OwnedParameter> all = owned_parameters(optimizer_, state);
+    const std::vector<OwnedParameter> all = owned_parameters(optimizer_);
     std::multimap<std::string, std::string> copies;
     for (const auto& [owner, parameter] : all) {
       const state::PlacePtr place = state::place_of(parameter);
@@ -116,9 +127,9 @@ class OptimizerSource final : public state::StateSource {
     return copies;
   }
 
-  std::map<std::string, Owned> places_by_owner(const StateDict& state) const {
+  std::map<std::string, Owned> places_by_owner() const {
     std::map<std::string, Owned> places;
-    for (const auto& [owner, parameter] : owned_parameters(optimizer_, state)) {
+    for (const auto& [owner, parameter] : owned_parameters(optimizer_)) {
       const state::PlacePtr place = state::place_of(parameter);
       if (!place || (!place->divided && !place->own)) continue;
       places.emplace(owner, Owned{place, state::elements_of(parameter, place).sizes()});

@@ -14,7 +14,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded.h>
 
 #include "sharded/units/test_models.h"

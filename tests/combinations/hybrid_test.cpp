@@ -16,10 +16,8 @@
 #include <torchspan/data_parallel.h>
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adagrad.h>
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/extension.h>
-#include <torchspan/optim/sgd.h>
 #include <torchspan/sharded.h>
 
 #include "sharded/state/memory_state.h"

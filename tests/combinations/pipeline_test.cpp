@@ -14,8 +14,7 @@
 #include <torchspan/checkpoint.h>
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/pipeline.h>
 
 #include "sharded/state/memory_state.h"

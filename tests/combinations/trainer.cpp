@@ -6,11 +6,7 @@
 #include <limits>
 #include <stdexcept>
 
-#include <torchspan/optim/adagrad.h>
-#include <torchspan/optim/adam.h>
-#include <torchspan/optim/adamw.h>
-#include <torchspan/optim/rmsprop.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
 
 namespace torchspan::combinations {
 namespace {

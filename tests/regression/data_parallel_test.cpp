@@ -8,8 +8,8 @@
 #include <torch/torch.h>
 
 #include <torchspan/data_parallel.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/optimizer.h>
-#include <torchspan/optim/sgd.h>
 
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"

@@ -3,15 +3,7 @@
 #include <cstring>
 #include <fmt/format.h>
 
-#include <torchspan/optim/adadelta.h>
-#include <torchspan/optim/adagrad.h>
-#include <torchspan/optim/adam.h>
-#include <torchspan/optim/adamax.h>
-#include <torchspan/optim/adamw.h>
-#include <torchspan/optim/rmsprop.h>
-#include <torchspan/optim/rprop.h>
-#include <torchspan/optim/sgd.h>
-#include <torchspan/optim/sparse_adam.h>
+#include <torchspan/optim/algorithms.h>
 
 #include "checkpoint/remote/messages.h"
 #include "optim/distributed/messages.h"

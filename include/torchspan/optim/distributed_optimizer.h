@@ -8,17 +8,9 @@
 #include <vector>
 
 #include <torchspan/autograd/context.h>
-#include <torchspan/optim/adadelta.h>
-#include <torchspan/optim/adagrad.h>
-#include <torchspan/optim/adam.h>
-#include <torchspan/optim/adamax.h>
-#include <torchspan/optim/adamw.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/lr_scheduler.h>
 #include <torchspan/optim/optimizer.h>
-#include <torchspan/optim/rmsprop.h>
-#include <torchspan/optim/rprop.h>
-#include <torchspan/optim/sgd.h>
-#include <torchspan/optim/sparse_adam.h>
 #include <torchspan/rpc/worker.h>
 
 namespace torch::nn {

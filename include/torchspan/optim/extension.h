@@ -2,7 +2,7 @@
 #include <memory>
 
 #include <torchspan/detail/rpc/extension.h>
-#include <torchspan/optim/optimizer_spec.h>
+#include <torchspan/optim/functional.h>
 
 namespace torchspan::optim {
 

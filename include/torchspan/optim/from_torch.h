@@ -9,7 +9,6 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/optim/functional.h>
-#include <torchspan/optim/optimizer_spec.h>
 
 namespace torch::optim {
 class Optimizer;

@@ -10,7 +10,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/optim/optimizer_spec.h>
+#include <torchspan/optim/functional.h>
 #include <torchspan/state/source.h>
 #include <torchspan/wire.h>
 
@@ -109,6 +109,10 @@ class Optimizer : public LRTarget {
   void load_state_dict(const StateDict& state);
 
   std::vector<at::Tensor> parameters() const;
+  /// With what the names of a parameter's entries in the state begin, one for each of parameters().
+  std::vector<std::string> state_names() const;
+  /// "group.0.parameter.weight"; `label`: of the group.
+  static std::string state_name(const std::string& label, const std::string& parameter);
   /// A parameter's name in errors.
   std::string describe(const at::Tensor& parameter) const;
   const FunctionalOptimizer& rule(std::size_t group) const { return *groups_.at(group).rule; }

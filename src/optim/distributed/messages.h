@@ -5,8 +5,8 @@
 #include <torchspan/detail/rpc/endpoint.h>
 #include <torchspan/detail/rpc/message.h>
 #include <torchspan/detail/rpc/reference_wire.h>
+#include <torchspan/optim/functional.h>
 #include <torchspan/optim/optimizer.h>
-#include <torchspan/optim/optimizer_spec.h>
 #include <torchspan/rpc/rref.h>
 
 namespace torchspan::optim {

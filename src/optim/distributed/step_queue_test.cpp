@@ -9,7 +9,7 @@
 #include <ATen/ATen.h>
 
 #include <torchspan/detail/core/pool.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
 
 #include "core/api/sim_executor.h"
 

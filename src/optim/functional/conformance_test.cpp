@@ -14,11 +14,7 @@
 #include <torch/torch.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/optim/adagrad.h>
-#include <torchspan/optim/adam.h>
-#include <torchspan/optim/adamw.h>
-#include <torchspan/optim/rmsprop.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
 
 namespace torchspan::optim::conformance_test {
 namespace {

@@ -5,10 +5,8 @@
 #include <torch/torch.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/optim/adagrad.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/functional.h>
-#include <torchspan/optim/optimizer_spec.h>
-#include <torchspan/optim/sgd.h>
 
 #include "tests/support/errors.h"
 

@@ -13,7 +13,7 @@ struct FusedBuffers {
   std::size_t count;
 };
 
-/// A step of SGD (sgd.h has the formula).
+/// A step of SGD (algorithms.h has the formula).
 struct SgdStep {
   double lr;
   double momentum;
@@ -24,7 +24,7 @@ struct SgdStep {
   std::size_t slots() const { return momentum == 0 ? 0 : 1; }
 };
 
-/// A step of Adam or AdamW (adam.h and adamw.h have the formulas).
+/// A step of Adam or AdamW (algorithms.h has the formula).
 struct AdamStep {
   double rate;        ///< lr / (1 - beta1^t)
   double correction;  ///< sqrt(1 - beta2^t)
@@ -36,7 +36,7 @@ struct AdamStep {
   std::size_t slots() const { return amsgrad ? 3 : 2; }
 };
 
-/// A step of Adagrad (adagrad.h has the formula).
+/// A step of Adagrad (algorithms.h has the formula).
 struct AdagradStep {
   double rate;  ///< lr / (1 + (t - 1) * lr_decay)
   double eps;
@@ -45,7 +45,7 @@ struct AdagradStep {
   std::size_t slots() const { return 1; }
 };
 
-/// A step of RMSprop (rmsprop.h has the formula).
+/// A step of RMSprop (algorithms.h has the formula).
 struct RmspropStep {
   double lr, alpha, eps;
   double weight_decay;

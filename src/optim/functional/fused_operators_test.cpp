@@ -1,6 +1,4 @@
 // LibTorch's fused operators over the stand-in devices, against the same optimizer on the CPU.
-#include "optim/functional/fused_operators.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <memory>
@@ -10,13 +8,11 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/optim/adam.h>
-#include <torchspan/optim/adamw.h>
-#include <torchspan/optim/optimizer_spec.h>
-#include <torchspan/optim/rmsprop.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
+#include <torchspan/optim/functional.h>
 
 #include "device/api/torch_version.h"
+#include "optim/functional/fused_steps.h"
 #include "optim/operators.h"
 #include "tests/support/errors.h"
 #include "tests/support/stand_in_operators.h"

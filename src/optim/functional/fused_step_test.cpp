@@ -10,11 +10,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <torchspan/optim/adagrad.h>
-#include <torchspan/optim/adam.h>
-#include <torchspan/optim/adamw.h>
-#include <torchspan/optim/rmsprop.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
 
 namespace torchspan::optim::fused_step_test {
 namespace {

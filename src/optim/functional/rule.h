@@ -8,8 +8,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/functional.h>
 
-#include "optim/functional/fused_operators.h"
-#include "optim/functional/fused_step.h"
+#include "optim/functional/fused_steps.h"
 #include "optim/functional/operands.h"
 
 namespace torchspan::optim {

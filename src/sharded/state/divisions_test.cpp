@@ -15,7 +15,7 @@
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/grad_scaler.h>
 #include <torchspan/sharded.h>
 #include <torchspan/sharded/tensor_parallel.h>

@@ -15,7 +15,7 @@
 #include <torchspan/data_parallel.h>
 #include <torchspan/data_parallel/sync_batch_norm.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/pipeline/pipeline.h>
 #include <torchspan/sharded.h>
 #include <torchspan/sharded/functional.h>

@@ -9,7 +9,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded/functional.h>
 #include <torchspan/sharded/tensor_parallel.h>
 

@@ -9,7 +9,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded.h>
 
 #include "sharded/units/test_models.h"

@@ -10,8 +10,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded.h>
 #include <torchspan/state/source.h>
 

@@ -6,7 +6,7 @@
 
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
 #include "sharded/state/memory_state.h"

@@ -8,8 +8,8 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/optim.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/grad_scaler.h>
-#include <torchspan/optim/sgd.h>
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
 #include "sharded/units/test_models.h"

@@ -5,7 +5,7 @@
 #include <torch/nn.h>
 
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded.h>
 
 #include "sharded/state/memory_state.h"

@@ -7,7 +7,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <torchspan/optim.h>
-#include <torchspan/optim/sgd.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
 #include "sharded/units/test_models.h"

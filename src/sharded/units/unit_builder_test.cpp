@@ -5,7 +5,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
 #include "sharded/state/memory_state.h"

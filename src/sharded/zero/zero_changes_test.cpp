@@ -11,9 +11,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/grad_scaler.h>
-#include <torchspan/optim/sgd.h>
 #include <torchspan/sharded.h>
 
 #include "sharded/state/overlapping.h"

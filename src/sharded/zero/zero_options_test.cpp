@@ -10,9 +10,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/lr_scheduler.h>
-#include <torchspan/optim/sgd.h>
 #include <torchspan/sharded.h>
 
 #include "sharded/units/test_models.h"

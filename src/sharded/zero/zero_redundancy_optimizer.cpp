@@ -16,11 +16,11 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/optim/optimizer.h>
 #include <torchspan/sharded/zero_redundancy_optimizer.h>
 
 #include "data_parallel/api/agreement.h"
 #include "data_parallel/api/group_ranks.h"
-#include "optim/api/entry_name.h"
 #include "sharded/state/gradient_norm.h"
 #include "sharded/state/overlapping.h"
 #include "sharded/zero/bucket_parameters.h"
@@ -160,7 +160,7 @@ std::vector<std::string> others_of(const data_parallel::WrappedModule& wrapped,
   std::vector<std::string> owners;
   for (std::size_t i = 0; i < all.parameters.size(); ++i) {
     if (!averaged.contains(all.parameters[i].unsafeGetTensorImpl()))
-      owners.push_back(optim::owner_name("0", all.names[i]));
+      owners.push_back(optim::Optimizer::state_name("0", all.names[i]));
   }
   return owners;
 }
@@ -323,7 +323,7 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
       if (const std::size_t index = index_of(parameter); index < trained_.size()) {
         members[index] = {g, name};
       } else {
-        never_stepped_.push_back(optim::owner_name(label_of(groups[g], g), name));
+        never_stepped_.push_back(optim::Optimizer::state_name(label_of(groups[g], g), name));
       }
     }
     groups[g].parameters.clear();
@@ -354,7 +354,7 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
                              state::range_of(state::place_of(whole), whole.sizes().vec(), 0, 0, ranks_))});
     }
     if (group == kNoGroup || trained_[i].tensor.numel() > 0) continue;
-    never_stepped_.push_back(optim::owner_name(label_of(groups[group], group), name));
+    never_stepped_.push_back(optim::Optimizer::state_name(label_of(groups[group], group), name));
   }
   for (optim::ParamGroup& group : groups) {
     if (!group.parameters.empty()) continue;

@@ -7,15 +7,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/adadelta.h>
-#include <torchspan/optim/adagrad.h>
-#include <torchspan/optim/adam.h>
-#include <torchspan/optim/adamax.h>
-#include <torchspan/optim/adamw.h>
-#include <torchspan/optim/rmsprop.h>
-#include <torchspan/optim/rprop.h>
-#include <torchspan/optim/sgd.h>
-#include <torchspan/optim/sparse_adam.h>
+#include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded/zero_redundancy_optimizer.h>
 
 #include "sharded/state/memory_state.h"
