@@ -1,4 +1,3 @@
 #pragma once
 // Distributed autograd: Context, distributed backward passes, and drawings of the graph.
 #include <torchspan/autograd/context.h>
-#include <torchspan/autograd/graph.h>

@@ -6,11 +6,10 @@
 
 #include "autograd/contexts/context_lifetimes.h"
 #include "autograd/contexts/context_queries.h"
-#include "autograd/contexts/registry.h"
-#include "autograd/messages/weak_worker.h"
-#include "autograd/nodes/edge_interceptor.h"
+#include "autograd/messages/sending.h"
+#include "autograd/nodes.h"
+#include "autograd/passes/pass_graph.h"
 #include "autograd/passes/pass_service.h"
-#include "autograd/passes/stray_gradient_warning.h"
 
 namespace torchspan::autograd {
 
@@ -20,8 +19,6 @@ class AutogradExtension::Impl {
   /// Connects the objects to the worker and serves their messages.
   explicit Impl(rpc::Registrar& registrar);
 
-  void backward(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots,
-                const BackwardOptions& options);
   Worker require_worker() const { return worker_.require(); }
   const std::shared_ptr<Registry>& registry() const { return registry_; }
   ContextLifetimes& contexts() { return *contexts_; }

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "autograd/messages/ask_all.h"
 #include "autograd/messages/messages.h"
+#include "autograd/messages/sending.h"
 #include "tests/parity/autograd_slow.h"
 #include "tests/parity/rpc_faults.h"
 

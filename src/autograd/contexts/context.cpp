@@ -1,31 +1,213 @@
+#include <algorithm>
+#include <cstddef>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <stop_token>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <torchspan/core/error.h>
 #include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/core/spans.h>
 
 #include "autograd/contexts/current_contexts.h"
 #include "autograd/extension_impl.h"
-#include "autograd/passes/given_gradients.h"
 #include "core/api/saturated_time.h"
+#include "core/api/timeout_notice.h"
+#include "engine/api/node_ptr.h"
 
 namespace torchspan::autograd {
-
-std::uint64_t ContextView::id() const { return state_->id(); }
-
-void ContextView::backward(const at::Tensor& root, BackwardOptions options) const {
-  backward(std::vector<at::Tensor>{root}, options);
-}
-
-void ContextView::backward(const std::vector<at::Tensor>& roots, BackwardOptions options) const {
-  worker_.endpoint()->check_running();
-  worker_.extension<AutogradExtension>().impl()->backward(state_, roots, options);
-}
-
-void ContextView::backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients,
-                           BackwardOptions options) const {
-  backward(scalar_of(roots, gradients), std::move(options));
-}
-
 namespace {
+
+using torch::autograd::variable_list;
+
+/// Keeps the gradients, because the pass may be run again.
+class GivenGradients final : public torch::autograd::Node {
+ public:
+  GivenGradients(torch::autograd::edge_list roots, variable_list gradients)
+      : Node(std::move(roots)), gradients_(std::move(gradients)) {}
+  variable_list apply(variable_list&&) override { return gradients_; }
+  std::string name() const override { return "GivenGradients"; }
+
+ private:
+  const variable_list gradients_;
+};
+
+/// Throws Error{kInvalid} about root `index` of a backward(): "backward(): root 1 is undefined".
+[[noreturn]] void refuse_root(std::size_t index, const std::string& why) {
+  throw Error(ErrorKind::kInvalid, fmt::format("backward(): root {} {}", index, why));
+}
+
+/// Throws if `root` is undefined or does not require grad.
+void check_root(std::size_t index, const at::Tensor& root) {
+  if (!root.defined()) refuse_root(index, "is undefined");
+  if (!root.requires_grad())
+    refuse_root(index, "does not require grad, and neither does any tensor that it was computed from");
+}
+
+at::Tensor fitted(std::size_t index, const at::Tensor& root, const at::Tensor& gradient) {
+  check_root(index, root);
+  if (!gradient.defined()) {
+    if (root.numel() == 1) return at::ones(root.sizes(), root.options().layout(at::kStrided));
+    refuse_root(index,
+                fmt::format("has {} elements and an undefined gradient, which means 1 for a scalar only",
+                            root.numel()));
+  }
+  if (gradient.sizes() != root.sizes()) {
+    refuse_root(index, fmt::format("has the shape [{}], but its gradient [{}]", fmt::join(root.sizes(), ", "),
+                                   fmt::join(gradient.sizes(), ", ")));
+  }
+  if (gradient.device() != root.device()) {
+    refuse_root(index, fmt::format("is on device {}, but its gradient on {}", root.device().str(),
+                                   gradient.device().str()));
+  }
+  if (gradient.is_complex() != root.is_complex()) {
+    refuse_root(index, fmt::format("is of type {}, but its gradient of type {}",
+                                   c10::toString(root.scalar_type()), c10::toString(gradient.scalar_type())));
+  }
+  return gradient.detach();
+}
+
+/// Reduces roots of any shape to one scalar whose backward gives each root its gradient. An undefined
+/// gradient means 1 and requires a scalar root. Throws Error{kInvalid} naming the root that cannot be
+/// differentiated or whose gradient does not match.
+at::Tensor scalar_of(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {
+  if (roots.empty()) throw Error(ErrorKind::kInvalid, "backward() got no root; pass it the loss");
+  if (gradients.size() != roots.size()) {
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("backward() got {} gradients for {} roots; pass one for each root",
+                            gradients.size(), roots.size()));
+  }
+  torch::autograd::edge_list edges;
+  variable_list given;
+  for (std::size_t i = 0; i < roots.size(); ++i) {
+    given.push_back(fitted(i, roots[i], gradients[i]));
+    edges.push_back(torch::autograd::impl::gradient_edge(roots[i]));
+  }
+  at::Tensor scalar = at::zeros({});
+  torch::autograd::set_history(scalar, engine::make_node<GivenGradients>(std::move(edges), std::move(given)));
+  return scalar;
+}
+
+void check_roots(const std::vector<at::Tensor>& roots) {
+  if (roots.empty()) throw Error(ErrorKind::kInvalid, "backward() got no root; pass it the loss");
+  for (std::size_t i = 0; i < roots.size(); ++i) {
+    const at::Tensor& root = roots[i];
+    if (root.defined() && root.requires_grad() && root.numel() != 1)
+      refuse_root(i, fmt::format("has {} elements; a root is a scalar: reduce it first", root.numel()));
+    check_root(i, root);
+  }
+}
+
+/// BackwardOptions::timeout, counted from the call.
+struct PassLimit {
+  TimePoint began;
+  Deadline deadline;
+};
+
+/// Ids grow in the order in which passes begin, so that late messages of earlier passes are recognized.
+std::shared_ptr<PassState> begin_pass(const Worker& worker, const std::shared_ptr<ContextState>& context,
+                                      Registry& registry, const BackwardOptions& options) {
+  std::vector<SendNodePtr> gone;
+  std::shared_ptr<PassState> running, pass;  // their graphs may be destroyed after the lock is released
+  MutexLock beginning(context->beginning());
+  running = context->pass();
+  if (running) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("a backward pass, begun by worker '{}', already runs in autograd context {:#x}; wait "
+                    "for it, or use one context for each pass",
+                    worker.endpoint()->name_of(running->root()), context->id()));
+  }
+  pass = std::make_shared<PassState>(
+      worker, context, PassKey{registry.next_id(), options.retain_graph, options.mode, options.threads});
+  context->begin_pass(pass);
+  if (options.mode == PassMode::kFast) gone = context->sends().use_up_used();
+  return pass;
+}
+
+/// Names what the pass waits for if it does not end.
+void wait_for_pass(PassState& pass, const Worker& worker, ContextState& context,
+                   const ContextQueries& queries, const BackwardOptions& options, const PassLimit& limit) {
+  Executor& executor = worker.runtime().executor;
+  const Future<void> over = pass.ending().over();
+  StallSurvey before;
+  while (true) {
+    Deadline next = limit.deadline;
+    if (options.mode == PassMode::kFast) next = std::min(next, executor.deadline_in(options.stall / 2));
+    if (over.wait_until(next)) return over.wait();
+    const bool late = limit.deadline.passed(executor.now());
+    const StallSurvey now = queries.survey(context, pass.id());
+    if (over.done()) return over.wait();  // its last messages arrived during the survey
+    const bool stalled = options.mode == PassMode::kFast && now.is_stalled_since(before);
+    before = now;
+    if (!late && !stalled) continue;
+    const char* why = stalled ? now.stall_advice()
+                              : "backward() did not end within BackwardOptions::timeout; it waited for:";
+    report_timeout(
+        {.kind = "autograd",
+         .name = "backward",
+         .detail = now.waiting.substr(std::min(now.waiting.find_first_not_of(" \n"), now.waiting.size())),
+         .seconds = to_seconds(executor.now() - limit.began),
+         .id = pass.id()});
+    // Without the name of this worker: the message names those that the pass waits for.
+    pass.ending().fail(Error(ErrorKind::kTimedOut, why + now.waiting + (stalled ? "" : now.at_work)));
+  }
+}
+
+/// Begins a pass, runs this worker's part, and returns when the pass has ended on all workers; throws its failure.
+void run_pass(const Worker& worker, const std::shared_ptr<ContextState>& context, Registry& registry,
+              const ContextQueries& queries, const std::vector<at::Tensor>& roots,
+              const BackwardOptions& options) {
+  check_roots(roots);
+  if (options.threads == 0 || options.threads > PassKey::kMostThreads) {
+    throw Error(ErrorKind::kInvalid, fmt::format("BackwardOptions::threads is {}; it may be 1 to {}",
+                                                 options.threads, PassKey::kMostThreads));
+  }
+  if (options.stop.stop_requested())
+    throw Error(ErrorKind::kCancelled, "the program cancelled this backward pass before it began");
+  const PassLimit limit{worker.runtime().executor.now(),
+                        worker.runtime().executor.deadline_in(no_limit_if_zero(options.timeout))};
+  const auto pass = begin_pass(worker, context, registry, options);
+  PassEnding& ending = pass->ending();
+  const std::stop_callback cancel(options.stop, [&ending] { ending.cancel(); });
+  SpanScope span(worker.runtime().spans, SpanKind::kAutograd, "backward", pass->id());
+  try {
+    pass->prepare(roots);
+    pass->drive();
+  } catch (...) {
+    ending.fail_here(to_error(std::current_exception()));
+  }
+  try {
+    wait_for_pass(*pass, worker, *context, queries, options, limit);
+  } catch (...) {
+    ending.fail_here(to_error(std::current_exception()));  // effective if the wait itself failed
+    // All other workers that can be reached have dropped the pass when the error is thrown.
+    const Future<void> notified = ending.notified();
+    try {
+      notified.wait(std::chrono::milliseconds(250));
+    } catch (const Error&) {
+    }
+    if (const auto failure = ending.failure()) throw Error(*failure);
+    throw;
+  }
+  // Optimizers that step in backward run on the default streams.
+  registry.copies()->order_after_defaults(device::Streams::current_side());
+  Log& log = worker.runtime().log;
+  if (log.enabled(LogLevel::kDebug)) {
+    const std::chrono::duration<double, std::milli> took = worker.runtime().executor.now() - limit.began;
+    log.debug(fmt::format("backward pass {:#x} in context {:#x}: {:.1f} ms", pass->id(), context->id(),
+                          took.count()));
+  }
+}
 
 void wait_or_stop(const Worker& worker, const Future<void>& done, Deadline deadline,
                   const std::stop_token& stop) {
@@ -40,6 +222,23 @@ void wait_or_stop(const Worker& worker, const Future<void>& done, Deadline deadl
 }
 
 }  // namespace
+
+std::uint64_t ContextView::id() const { return state_->id(); }
+
+void ContextView::backward(const at::Tensor& root, BackwardOptions options) const {
+  backward(std::vector<at::Tensor>{root}, options);
+}
+
+void ContextView::backward(const std::vector<at::Tensor>& roots, BackwardOptions options) const {
+  worker_.endpoint()->check_running();
+  const auto impl = worker_.extension<AutogradExtension>().impl();
+  run_pass(worker_, state_, *impl->registry(), impl->queries(), roots, options);
+}
+
+void ContextView::backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients,
+                           BackwardOptions options) const {
+  backward(scalar_of(roots, gradients), std::move(options));
+}
 
 void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options) const {
   worker_.endpoint()->check_running();
@@ -63,6 +262,11 @@ void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options
 ContextGraph ContextView::graph(const std::vector<at::Tensor>& roots) const {
   worker_.endpoint()->check_running();
   return worker_.extension<AutogradExtension>().impl()->queries().graph(*state_, roots);
+}
+
+void ContextView::clear_gradients(Duration timeout) const {
+  worker_.endpoint()->check_running();
+  worker_.extension<AutogradExtension>().impl()->queries().clear_gradients(*state_, timeout);
 }
 
 std::string ContextView::explain(const std::vector<at::Tensor>& roots) const { return graph(roots).dot(); }

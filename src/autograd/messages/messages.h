@@ -1,13 +1,24 @@
 #pragma once
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include <torchspan/autograd/graph.h>
+#include <torchspan/autograd/context.h>
 #include <torchspan/detail/rpc/message.h>
 #include <torchspan/wire.h>
 
 namespace torchspan::autograd {
+
+/// What every message of a pass carries, so that each worker can begin its part.
+struct PassKey {
+  std::uint64_t id = 0;
+  bool retain_graph = false;
+  PassMode mode = PassMode::kSmart;
+  std::uint32_t threads = 1;
+
+  static constexpr std::uint32_t kMostThreads = 64;
+};
 
 /// Header that the interceptor adds to a user message: the context, and the tensors with a gradient edge.
 struct EdgeHeader {
@@ -167,6 +178,7 @@ struct AskGraph {
 }  // namespace torchspan::autograd
 
 namespace torchspan {
+
 template <>
 struct Wire<autograd::EdgeHeader>
     : WireStruct<autograd::EdgeHeader, "autograd.EdgeHeader", &autograd::EdgeHeader::context,
@@ -246,4 +258,5 @@ struct Wire<autograd::WorkerGraph>
     : WireStruct<autograd::WorkerGraph, "autograd.WorkerGraph", &autograd::WorkerGraph::worker,
                  &autograd::WorkerGraph::rank, &autograd::WorkerGraph::silent,
                  &autograd::WorkerGraph::parts> {};
+
 }  // namespace torchspan

@@ -99,22 +99,23 @@ Error node_failure(const engine::GraphPass& graph, const std::string& worker,
   return failure.with_frame({worker, graph.failed_node(), description.type, description.text});
 }
 
-Error lost_worker_failure(const LostWorker& lost, const Error& cause, const std::string& worker) {
+Error lost_worker_failure(const std::string& lost, std::uint32_t rank, const Error& cause,
+                          const std::string& worker, const std::string& through,
+                          std::set<std::string> calls) {
   const ErrorKind kind = cause.kind();
   if (kind != ErrorKind::kDisconnected && kind != ErrorKind::kCancelled && kind != ErrorKind::kTimedOut) {
-    const std::string what = lost.through.empty() ? "a message" : "the gradients of " + lost.through;
+    const std::string what = through.empty() ? "a message" : "the gradients of " + through;
     return Error(kind, fmt::format("the backward pass failed: worker '{}' could not send {} to worker '{}' "
                                    "(rank {}): {}",
-                                   worker, what, lost.name, lost.rank, cause.message()));
+                                   worker, what, lost, rank, cause.message()));
   }
-  std::set<std::string> calls = lost.calls;
-  if (!lost.through.empty()) calls.insert(lost.through);
+  if (!through.empty()) calls.insert(through);
   Error failure(
       kind,
-      fmt::format("the backward pass failed: worker '{}' lost worker '{}' (rank {}): {}{}", worker, lost.name,
-                  lost.rank, cause.message(),
+      fmt::format("the backward pass failed: worker '{}' lost worker '{}' (rank {}): {}{}", worker, lost,
+                  rank, cause.message(),
                   calls.empty() ? "" : fmt::format("; messages between them: {}", fmt::join(calls, ", "))));
-  return failure.with_worker(lost.name);
+  return failure.with_worker(lost);
 }
 
 }  // namespace torchspan::autograd

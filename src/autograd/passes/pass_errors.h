@@ -7,7 +7,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "autograd/nodes/nodes.h"
+#include "autograd/nodes.h"
 #include "engine/api/graph_pass.h"
 
 namespace torchspan::autograd {
@@ -21,14 +21,9 @@ Error located(const Error& cause, const std::string& worker);
 Error node_failure(const engine::GraphPass& graph, const std::string& worker,
                    const std::vector<SendNodePtr>& sends);
 
-/// A worker that cannot be reached in a pass.
-struct LostWorker {
-  std::string name;
-  std::uint32_t rank = 0;
-  std::string through = {};          ///< whose gradients could not be sent; empty: another message
-  std::set<std::string> calls = {};  ///< between it and this worker
-};
-/// The failure on `worker` when `lost` is gone, or cannot be reached because of `cause`.
-Error lost_worker_failure(const LostWorker& lost, const Error& cause, const std::string& worker);
+/// The failure on `worker` when the worker `lost` is gone, or cannot be reached because of `cause`. `through`: the call
+/// whose gradients could not be sent; empty: another message. `calls`: those between the two workers.
+Error lost_worker_failure(const std::string& lost, std::uint32_t rank, const Error& cause,
+                          const std::string& worker, const std::string& through, std::set<std::string> calls);
 
 }  // namespace torchspan::autograd

@@ -2,10 +2,134 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+#include <utility>
 
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <torchspan/core/future.h>
+
+#include "autograd/contexts/current_contexts.h"
 #include "autograd/passes/pass_errors.h"
+#include "autograd/passes/pass_state.h"
+#include "engine/api/grad_field_sink.h"
 
 namespace torchspan::autograd {
+
+void ContextSink::accumulate(const at::Tensor& parameter, at::Tensor gradient) {
+  if (auto taken = context_.offer(pass(), parameter, gradient)) {
+    {
+      MutexLock lock(mutex_);
+      std::erase_if(taken_, [](const Future<void>& done) { return done.done(); });
+      taken_.push_back(*taken);
+    }
+    hold(std::move(*taken));
+  } else {
+    context_.change_gradients(pass(), [&](engine::GradientMap& gradients) {
+      gradients.accumulate(parameter, std::move(gradient));
+    });
+  }
+}
+
+void ContextSink::replace(const at::Tensor& parameter, at::Tensor gradient) {
+  context_.change_gradients(
+      pass(), [&](engine::GradientMap& gradients) { gradients.replace(parameter, std::move(gradient)); });
+}
+
+Future<void> ContextSink::takers_done() const {
+  std::vector<Future<void>> taken;
+  {
+    MutexLock lock(mutex_);
+    taken = taken_;
+  }
+  for (Future<void>& one : taken) one = one.then([](const Future<void>&) {});
+  return when_all(std::move(taken));
+}
+
+namespace {
+
+/// Called when a node runs, in any engine. GraphPass never runs an AccumulateGrad.
+std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& node) {
+  const void* engine_pass = StrayGradients::engine_pass();
+  if (engine_pass == nullptr || std::string_view(node.name()) != "torch::autograd::AccumulateGrad")
+    return nullptr;
+  if (PassState* pass = current_pass()) pass->stray_gradients().note(engine_pass);
+  return nullptr;
+}
+
+}  // namespace
+
+at::ThreadLocalState StrayGradients::watched_state() {
+  const at::CallbackHandle handle = at::addThreadLocalCallback(
+      at::RecordFunctionCallback(&observe).scopes({at::RecordScope::BACKWARD_FUNCTION}));
+  at::ThreadLocalState state;
+  at::removeCallback(handle);
+  return state;
+}
+
+const void* StrayGradients::engine_pass() { return torch::autograd::get_current_graph_task_exec_info(); }
+
+void StrayGradients::begin_inside(const void* engine_pass) {
+  MutexLock lock(mutex_);
+  outer_.insert(engine_pass);
+}
+
+/// The observer does not know which leaf it is, so the first call notes all leaves of the engine's pass.
+void StrayGradients::note(const void* engine_pass) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return;
+  MutexLock lock(mutex_);
+  if (outer_.contains(engine_pass)) return;
+  if (std::exchange(noted_, engine_pass) == engine_pass && left_ > 0) {
+    --left_;
+    return;
+  }
+  left_ = 0;
+  for (torch::autograd::Node* node : *nodes) {
+    auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node);
+    if (leaf == nullptr || !engine::pass_accumulates_at(*leaf)) continue;
+    leaves_.emplace_back(leaf->variable.getIntrusivePtr());
+    ++left_;
+  }
+  if (left_ > 0) --left_;  // this leaf
+}
+
+std::vector<at::Tensor> StrayGradients::parameters() {
+  std::vector<WeakTensor> leaves;
+  {
+    MutexLock lock(mutex_);
+    leaves.swap(leaves_);
+  }
+  std::vector<at::Tensor> parameters;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const WeakTensor& leaf : leaves) {
+    auto alive = leaf.lock();
+    if (!alive) continue;
+    at::Tensor tensor(std::move(alive));
+    if (tensor.grad().defined() && seen.insert(tensor.unsafeGetTensorImpl()).second)
+      parameters.push_back(std::move(tensor));
+  }
+  return parameters;
+}
+
+void StrayGradientWarning::write(const std::vector<at::Tensor>& parameters) {
+  metrics_.counter("autograd.stray_gradients").add(parameters.size());
+  std::string shapes;
+  for (const at::Tensor& parameter : parameters)
+    shapes += fmt::format("{}[{}]", shapes.empty() ? "" : ", ", fmt::join(parameter.sizes(), ", "));
+  warning_.write(fmt::format(
+      "in a distributed backward pass, a backward function or a hook ran LibTorch's engine, which "
+      "put the gradients of {} parameters into .grad; the context does not have them, so its "
+      "optimizers do not use them. Pass the parameters of a checkpointed function as detached inputs and "
+      "return their gradients (shapes: {})",
+      parameters.size(), shapes));
+}
+
 namespace {
 
 engine::PassOptions engine_options(const ContextState& context, const PassKey& key, PassGraph::Hooks hooks) {

@@ -1,18 +1,85 @@
 #pragma once
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
-#include "autograd/contexts/context_sink.h"
+#include <ATen/core/ivalue.h>
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/Tensor.h>
+
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/runtime.h>
+
 #include "autograd/contexts/context_state.h"
-#include "autograd/passes/pass_key.h"
-#include "autograd/passes/stray_gradients.h"
+#include "autograd/messages/messages.h"
+#include "core/api/rate_limited_warning.h"
 #include "engine/api/graph_pass.h"
 
 namespace torchspan::autograd {
+
+/// Destination of one pass's gradients: offers them to the takers of the context, or stores them there.
+class ContextSink final : public engine::GradientSink {
+ public:
+  ContextSink(ContextState& context, std::uint64_t pass) : GradientSink(pass), context_(context) {}
+  at::Tensor gradient(const at::Tensor& parameter) const override {
+    return context_.gradients().gradient(parameter);
+  }
+  void accumulate(const at::Tensor& parameter, at::Tensor gradient) override;
+  void replace(const at::Tensor& parameter, at::Tensor gradient) override;
+  /// Completes, never with an error, when the takers have processed the gradients that they took.
+  Future<void> takers_done() const;
+
+ private:
+  ContextState& context_;
+  mutable Mutex mutex_;
+  std::vector<Future<void>> taken_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+/// Finds the parameters whose gradients LibTorch's engine put into `.grad`, and not into the context, when a
+/// backward function or a hook of a distributed pass ran it, as a reentrant checkpoint does. Thread-safe.
+class StrayGradients {
+ public:
+  /// The LibTorch state of this thread, with an observer that calls note() on the pass that the thread drives
+  /// when LibTorch's engine accumulates a gradient.
+  static at::ThreadLocalState watched_state();
+  /// The pass of LibTorch's engine that this thread runs; null if there is none.
+  static const void* engine_pass();
+
+  /// A thread of that pass of LibTorch's engine begins to drive the distributed pass; the gradients of the
+  /// former are not stray.
+  void begin_inside(const void* engine_pass);
+  /// Called on a thread of a pass of LibTorch's engine when one of its leaves gets its gradient.
+  void note(const void* engine_pass);
+  /// Takes the parameters that still exist and have a gradient; temporary leaves of backward functions do
+  /// not.
+  std::vector<at::Tensor> parameters();
+
+ private:
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  Mutex mutex_;
+  std::set<const void*> outer_ TORCHSPAN_GUARDED_BY(mutex_);
+  const void* noted_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
+  std::size_t left_ TORCHSPAN_GUARDED_BY(mutex_) =
+      0;  // of its leaves, those that note() was not called for yet
+  std::vector<WeakTensor> leaves_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+/// Counts and logs parameters whose gradients LibTorch's engine put into `.grad` during a pass. Thread-safe.
+class StrayGradientWarning {
+ public:
+  explicit StrayGradientWarning(Runtime& runtime)
+      : metrics_(runtime.metrics), warning_(runtime.log, runtime.executor) {}
+  void write(const std::vector<at::Tensor>& parameters);
+
+ private:
+  Metrics& metrics_;
+  RateLimitedWarning warning_;
+};
 
 /// This worker's graph in one pass: an engine::GraphPass whose pending roots are the context's send nodes and
 /// whose gradients go to the context. FAST: waits for all sends. SMART: waits for the sends that add_send()

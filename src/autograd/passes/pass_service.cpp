@@ -113,8 +113,8 @@ void PassService::mark(std::uint32_t peer, MarkSends message, Answer<MarkSends> 
   auto context = registry_->find(message.context);
   auto pass = context ? context->pass() : nullptr;
   if (pass && pass->id() == message.pass && pass->is_small()) {
-    const bool marked = pass->marking().try_mark(message.sends, peer, answer);
-    PassOwner::release_on_pool(std::move(pass));
+    const bool marked = pass->try_mark(message.sends, peer, answer);
+    PassState::release_on_pool(std::move(pass));
     if (marked) return;
   }
   const auto pool = worker_.host().lock();
@@ -131,7 +131,7 @@ void PassService::mark_on_pool(std::uint32_t peer, const MarkSends& message, Ans
     for (const MarkedSend& send : message.sends) check_process(message.context, send.message);
     pass =
         join(message.context, {message.pass, message.retain_graph, PassMode::kSmart, message.threads}, peer);
-    pass->marking().mark(message.sends, peer, answer);
+    pass->mark(message.sends, peer, answer);
   } catch (...) {
     MarkedWorkers marked{{}, refuse(pass)};
     if (answer) answer.give(marked);
@@ -143,8 +143,8 @@ void PassService::marks_are_final(std::uint32_t peer, const MarksFinal& message)
   auto context = registry_->find(message.context);
   auto pass = context ? context->pass() : nullptr;
   if (!pass) return;
-  if (pass->id() == message.pass && pass->root() == peer) pass->marking().marks_are_final();
-  PassOwner::release_on_pool(std::move(pass));
+  if (pass->id() == message.pass && pass->root() == peer) pass->marks_are_final();
+  PassState::release_on_pool(std::move(pass));
 }
 
 Future<Unit> PassService::abort(const AbortPass& message) {
@@ -176,7 +176,7 @@ void PassService::worker_gone(const std::vector<std::shared_ptr<ContextState>>& 
     if (!pass) continue;
     if (participates || made || pass->root() == rank)
       pass->ending().fail_without(rank, reason, "", PassEnding::Close::kOnPool);
-    PassOwner::release_on_pool(std::move(pass));
+    PassState::release_on_pool(std::move(pass));
   }
 }
 

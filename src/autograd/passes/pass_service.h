@@ -6,11 +6,10 @@
 #include <torchspan/core/future.h>
 #include <torchspan/detail/rpc/extension.h>
 
+#include "autograd/contexts/context_lifetimes.h"
 #include "autograd/contexts/context_state.h"
-#include "autograd/contexts/registry.h"
-#include "autograd/messages/answer.h"
 #include "autograd/messages/messages.h"
-#include "autograd/messages/weak_worker.h"
+#include "autograd/messages/sending.h"
 #include "autograd/passes/pass_state.h"
 
 namespace torchspan::autograd {

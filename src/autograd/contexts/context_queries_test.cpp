@@ -1,9 +1,9 @@
-#include "autograd/passes/stall_survey.h"
+#include "autograd/contexts/context_queries.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-namespace torchspan::autograd::stall_survey_test {
+namespace torchspan::autograd::context_queries_test {
 namespace {
 
 using ::testing::AllOf;
@@ -65,4 +65,4 @@ TEST(StallSurvey, IsNotQuietWhenNoSendWaitsForGradients) {
 }
 
 }  // namespace
-}  // namespace torchspan::autograd::stall_survey_test
+}  // namespace torchspan::autograd::context_queries_test

@@ -1,10 +1,16 @@
-#include "autograd/messages/outbox.h"
+#include "autograd/messages/sending.h"
 
 #include <algorithm>
 #include <fmt/format.h>
 #include <optional>
 
 namespace torchspan::autograd {
+
+Worker WeakWorker::require() const {
+  auto endpoint = endpoint_.lock();
+  if (!endpoint) throw Error(ErrorKind::kCancelled, fmt::format("worker '{}' was shut down", name_));
+  return Worker(std::move(endpoint));
+}
 
 void Outbox::close() {
   std::map<std::uint32_t, Queue> queues;  // destroyed after the lock is released
@@ -105,7 +111,7 @@ void Outbox::send_some(std::uint32_t to, std::size_t most) {
       queued = std::move(queue.queue.front());
       queue.queue.pop_front();
     }
-    queued->send(*this);
+    queued->send(queued, *this);
   }
 }
 

@@ -6,21 +6,67 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/edge.h>
+
 #include <torchspan/detail/core/mutex.h>
 
-#include "autograd/messages/answer.h"
 #include "autograd/messages/messages.h"
+#include "autograd/messages/sending.h"
+#include "autograd/nodes.h"
 #include "autograd/passes/pass_graph.h"
-#include "autograd/smart/mark_walk.h"
-#include "autograd/smart/send_marks.h"
 
 namespace torchspan::autograd {
 
+/// SMART: the walk over this worker's graph that finds the receive nodes, with outputs, that a pass reaches.
+/// It follows edges and runs nothing. Marks that were found and not sent yet wait in take_unsent(). Not
+/// thread-safe.
+class MarkWalk {
+ public:
+  explicit MarkWalk(std::uint64_t context) : context_(context) {}
+  /// Continues from `edges` over nodes that were not walked before. Throws as RecvNode::check_context().
+  void walk(const std::vector<torch::autograd::Edge>& edges);
+  /// The new marks, by the rank of the worker that sent those tensors.
+  std::map<std::uint32_t, std::vector<MarkedSend>> take_unsent();
+  /// Which of the first `outputs` outputs of a receive node are reached.
+  std::vector<std::uint8_t> reached(const RecvNode& node, std::size_t outputs) const;
+
+ private:
+  void reach(const RecvNode& node, std::uint32_t output);
+
+  const std::uint64_t context_;
+  std::unordered_set<const torch::autograd::Node*> walked_;
+  std::map<const RecvNode*, std::set<std::uint32_t>> reached_;
+  std::map<const RecvNode*, std::vector<std::uint32_t>> unsent_;
+};
+
+/// SMART: the marks and gradients of one send that a pass reaches. Every output that received a gradient must
+/// also be marked before the pass may end on this worker, because only marks cause further marks. Not
+/// thread-safe.
+class SendMarks {
+ public:
+  explicit SendMarks(SendNodePtr send) : send_(std::move(send)) {}
+  const SendNodePtr& send() const { return send_; }
+  void mark(const std::vector<std::uint32_t>& outputs) { marked_.insert(outputs.begin(), outputs.end()); }
+  /// Records gradients for the outputs that are reached. False if the gradients came before.
+  bool deliver(const std::vector<std::uint8_t>& reached);
+  bool is_marked() const { return !marked_.empty(); }
+  /// Whether every output that received a gradient is marked.
+  bool agree() const;
+
+ private:
+  SendNodePtr send_;
+  std::set<std::uint32_t> marked_;
+  std::set<std::uint32_t> delivered_;
+  bool has_gradients_ = false;
+};
+
 /// SMART: what one worker's part of a pass knows about marks: which receive nodes and sends the pass reaches,
-/// and how many requests keep its marking from being over. Sends no messages (MarkExchange does) and runs no
+/// and how many requests keep its marking from being over. Sends no messages (PassState does) and runs no
 /// nodes; adds the sends that it learns of to the pass's graph. Thread-safe.
 class SmartMarks {
  public:

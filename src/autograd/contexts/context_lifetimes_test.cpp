@@ -1,8 +1,8 @@
-#include "autograd/contexts/registry.h"
+#include "autograd/contexts/context_lifetimes.h"
 
 #include <gtest/gtest.h>
 
-namespace torchspan::autograd::registry_test {
+namespace torchspan::autograd::context_lifetimes_test {
 namespace {
 
 /// A worker's ids: its rank in the high bits, then those of its process, which are greater than those of earlier ones.
@@ -21,4 +21,4 @@ TEST(Registry, DistinguishesIdsOfThisProcessFromThoseOfEarlierOnes) {
 }
 
 }  // namespace
-}  // namespace torchspan::autograd::registry_test
+}  // namespace torchspan::autograd::context_lifetimes_test
