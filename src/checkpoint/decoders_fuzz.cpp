@@ -3,9 +3,8 @@
 
 #include <torchspan/core/error.h>
 
-#include "checkpoint/files/checksum.h"
-#include "checkpoint/files/header.h"
 #include "checkpoint/files/manifest.h"
+#include "checkpoint/files/safetensors.h"
 #include "checkpoint/files/strict_json.h"
 #include "tests/support/fuzz_seeds.h"
 

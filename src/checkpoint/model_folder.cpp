@@ -14,8 +14,7 @@
 
 #include "checkpoint/files/disk.h"
 #include "checkpoint/files/manifest.h"
-#include "checkpoint/files/mapped_file.h"
-#include "checkpoint/files/tensor_file.h"
+#include "checkpoint/files/safetensors.h"
 #include "checkpoint/state/folder_reader.h"
 #include "checkpoint/state/snapshot.h"
 #include "checkpoint/state/torch_types.h"

@@ -10,8 +10,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "checkpoint/api/source_names.h"
-#include "checkpoint/api/value_bytes.h"
+#include "checkpoint/api/names_and_values.h"
 
 namespace torchspan::elastic {
 

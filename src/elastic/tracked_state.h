@@ -11,7 +11,6 @@
 
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/checkpoint/state.h>
-#include <torchspan/checkpoint/value.h>
 #include <torchspan/collective/group.h>
 #include <torchspan/core/bytes.h>
 #include <torchspan/elastic/options.h>

@@ -5,7 +5,7 @@
 
 #include <torchspan/optim/algorithms.h>
 
-#include "checkpoint/remote/messages.h"
+#include "checkpoint/remote_values.h"
 #include "optim/distributed/messages.h"
 #include "pipeline/messages/messages.h"
 #include "quorum/messages.h"

@@ -121,25 +121,25 @@ SourcePtr source_of(T& object) {
   }
 }
 
-/// The names that these sources had before source_of() knew every kind of object.
 template <class T>
-SourcePtr pipeline_source(T& pipeline) {
+[[deprecated("use source_of()")]] SourcePtr pipeline_source(T& pipeline) {
   return source_of(pipeline);
 }
 template <class T>
-SourcePtr optimizer_source(T& optimizer) {
+[[deprecated("use source_of()")]] SourcePtr optimizer_source(T& optimizer) {
   return source_of(optimizer);
 }
 template <class T>
-SourcePtr distributed_optimizer_source(T& optimizer) {
+[[deprecated("use source_of()")]] SourcePtr distributed_optimizer_source(T& optimizer) {
   return source_of(optimizer);
 }
 template <class T>
-SourcePtr functional_source(T& optimizer) {
+[[deprecated("use source_of()")]] SourcePtr functional_source(T& optimizer) {
   return source_of(optimizer);
 }
 template <class T>
-std::vector<std::string> parameter_names(const T& pipeline) {
+[[deprecated("use Pipeline::parameter_names()")]] std::vector<std::string> parameter_names(
+    const T& pipeline) {
   return pipeline.parameter_names();
 }
 

@@ -6,9 +6,8 @@
 
 #include <torchspan/core/bytes.h>
 
-#include "checkpoint/files/boxes.h"
-#include "checkpoint/files/header.h"
 #include "checkpoint/files/manifest.h"
+#include "checkpoint/files/safetensors.h"
 
 namespace torchspan::checkpoint {
 

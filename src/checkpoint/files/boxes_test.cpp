@@ -1,8 +1,8 @@
-#include "checkpoint/files/boxes.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <random>
+
+#include "checkpoint/files/manifest.h"
 
 namespace torchspan::checkpoint::boxes_test {
 

@@ -1,19 +1,26 @@
 #include "checkpoint/files/directory.h"
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <charconv>
 #include <cmath>
+#include <cstddef>
+#include <fcntl.h>
 #include <filesystem>
 #include <fmt/format.h>
 #include <set>
+#include <string_view>
+#include <sys/file.h>
 #include <system_error>
 #include <tuple>
+#include <unistd.h>
 #include <utility>
 
 #include <torchspan/core/error.h>
 
-#include "checkpoint/files/checksum.h"
-#include "checkpoint/files/mapped_file.h"
+#include "checkpoint/files/disk.h"
+#include "checkpoint/files/safetensors.h"
 #include "checkpoint/files/strict_json.h"
 
 namespace torchspan::checkpoint {
@@ -215,15 +222,15 @@ Manifest open_manifest(const Disk& disk, const std::string& folder) {
   return manifest;
 }
 
-void verify_data(const Disk& disk, const std::string& folder, const Manifest& manifest,
-                 const BoxShare& share) {
+void verify_data(const Disk& disk, const std::string& folder, const Manifest& manifest, std::size_t first,
+                 std::size_t stride) {
   std::map<std::string, std::unique_ptr<MappedFile>> files;  // have no descriptor
   std::unique_ptr<InputFile> input;                          // of the file `open`
   std::string open;
   std::size_t number = 0;
   for (const auto& [name, tensor] : manifest.tensors) {
     for (const SavedBox& saved : tensor.boxes) {
-      if (number++ % share.stride != share.first) continue;
+      if (number++ % stride != first) continue;
       auto& file = files[saved.file];
       if (!file) file = std::make_unique<MappedFile>(folder + "/" + saved.file);
       if (std::exchange(open, saved.file) != saved.file) input = disk.open(file->path());
@@ -237,6 +244,95 @@ void verify_data(const Disk& disk, const std::string& folder, const Manifest& ma
                         file->path(), name));
       }
     }
+  }
+}
+
+namespace {
+
+/// What the holder has written; another process may replace it meanwhile.
+std::string holder_named_in(const Descriptor& file) {
+  std::array<char, 256> bytes;
+  const ssize_t got = ::pread(file.get(), bytes.data(), bytes.size(), 0);
+  const std::string_view all(bytes.data(), got > 0 ? static_cast<std::size_t>(got) : 0);
+  const std::string_view line = all.substr(0, all.find('\n'));
+  return line.empty() ? "another process" : std::string(line);
+}
+
+}  // namespace
+
+std::string DirectoryLock::take(const std::string& directory, const std::string& holder) {
+  if (file_) return "";
+  const std::string path = directory + "/lock";
+  Descriptor file =
+      Descriptor::not_inherited([&] { return ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666); });
+  if (!file) throw_disk_error("create", path, errno);
+  if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EWOULDBLOCK) {
+      throw_invalid(
+          fmt::format("{} writes its checkpoints to '{}' too, so this CheckpointManager must not: end that "
+                      "job or destroy that "
+                      "manager first, or choose another directory",
+                      holder_named_in(file), directory));
+    }
+    return fmt::format("the directory '{}' cannot be locked ({}): make sure that no other job writes to it",
+                       directory, std::generic_category().message(errno));
+  }
+  const std::string line = holder + "\n";
+  // Only the text of an error depends on it, so a full disk does not matter here.
+  if (::ftruncate(file.get(), 0) == 0) {
+    [[maybe_unused]] const ssize_t written = ::pwrite(file.get(), line.data(), line.size(), 0);
+  }
+  file_ = std::move(file);
+  return "";
+}
+
+std::string describe_holder(const std::string& rank) {
+  std::array<char, 256> host{};
+  if (::gethostname(host.data(), host.size() - 1) != 0) host = {'?'};
+  return fmt::format("{} of process {} on {}", rank, ::getpid(), host.data());
+}
+
+void PreparedDirectory::before_save() {
+  if (!prepared_) {
+    directory_.disk().make_folder(directory_.path());
+    const std::string warning = lock_.take(directory_.path(), describe_holder(rank_));
+    if (!warning.empty()) log_.warning(warning);
+    prepared_ = true;
+  } else if (!failed_) {
+    return;
+  }
+  failed_ = false;
+  try {
+    directory_.delete_leftovers();
+  } catch (const Error& error) {
+    log_.warning(fmt::format("leftovers of failed saves stay: {}", error.message()));
+  }
+}
+
+void PreparedDirectory::before_restore() const {
+  delete_dead_leftovers();
+  warn_if_read_only();
+}
+
+/// Every process that writes here holds the lock, so what is left while no process holds it belongs to dead ones.
+void PreparedDirectory::delete_dead_leftovers() const {
+  try {
+    if (prepared_ || directory_.leftovers().empty()) return;
+    DirectoryLock lock;
+    // A warning says that this file system has no locks.
+    if (lock.take(directory_.path(), describe_holder(rank_)).empty()) directory_.delete_leftovers();
+  } catch (const Error& error) {  // another process writes, or this one must not: restoring needs neither
+    log_.debug(fmt::format("leftovers of earlier saves stay: {}", error.message()));
+  }
+}
+
+/// A program that only restores needs no more than read access; another one should not train first.
+void PreparedDirectory::warn_if_read_only() const {
+  try {
+    directory_.disk().check_writable(directory_.path());
+  } catch (const Error& error) {
+    log_.warning(
+        fmt::format("checkpoints can be restored only, and saving one will fail: {}", error.message()));
   }
 }
 

@@ -1,11 +1,10 @@
-#include "checkpoint/files/directory_lock.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <optional>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "checkpoint/files/directory.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 

@@ -10,8 +10,7 @@
 #include <set>
 #include <unistd.h>
 
-#include "checkpoint/files/mapped_file.h"
-#include "checkpoint/files/tensor_file.h"
+#include "checkpoint/files/safetensors.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 

@@ -95,14 +95,14 @@ OutputFile::OutputFile(const Disk& disk, std::string path, int fd)
 
 OutputFile::~OutputFile() { ::close(fd_); }
 
-void OutputFile::append(BytesView data, WriteObserver* observer) {
+void OutputFile::append(BytesView data, const Written& written) {
   while (!data.empty()) {
     const std::size_t wanted = std::min(data.size(), kPartBytes);
     const ssize_t done = disk_.calls_.pwrite(fd_, data.data(), wanted, static_cast<off_t>(size_));
     if (done < 0 && errno == EINTR) continue;
     if (done <= 0) throw_disk_error("write", path_, done == 0 ? ENOSPC : errno);
     const BytesView part = data.first(static_cast<std::size_t>(done));
-    if (observer != nullptr) observer->written(part);
+    if (written) written(part);
     data = data.subspan(part.size());
     size_ += part.size();
     if (size_ - handed_over_ >= kHandOverBytes) {

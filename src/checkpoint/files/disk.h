@@ -25,13 +25,6 @@ class DiskCalls {
   virtual void remove_all(const char* path, std::error_code& error);
 };
 
-/// Receives every part of a file's data after it was written, in order.
-class WriteObserver {
- public:
-  virtual ~WriteObserver() = default;
-  virtual void written(BytesView part) = 0;
-};
-
 class Disk;
 
 /// A file being written. Every failure throws an Error that names the path.
@@ -41,8 +34,10 @@ class OutputFile {
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
 
+  /// Called with every part of the data after it was written, in order.
+  using Written = std::function<void(BytesView part)>;
   /// Appends; starts to write the data back to the device meanwhile.
-  void append(BytesView data, WriteObserver* observer = nullptr);
+  void append(BytesView data, const Written& written = {});
   /// Returns once the data is on the device.
   void sync();
   std::uint64_t size() const { return size_; }

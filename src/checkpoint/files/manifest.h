@@ -6,12 +6,20 @@
 #include <string_view>
 #include <vector>
 
-#include <torchspan/checkpoint/value.h>
+#include <torchspan/checkpoint/state.h>
 
-#include "checkpoint/files/boxes.h"
-#include "checkpoint/files/element_type.h"
+#include "checkpoint/files/safetensors.h"
+#include "state/api/place.h"
 
 namespace torchspan::checkpoint {
+
+/// The box of a whole tensor.
+Box whole_box(const Sizes& shape);
+/// The common part of two boxes of one tensor; nullopt if they share no element. A tensor without dimensions
+/// has one element.
+std::optional<Box> intersection(const Box& a, const Box& b);
+/// Why these boxes do not cover the box `wanted` exactly once; empty if they do.
+std::string coverage_fault(const Box& wanted, const std::vector<Box>& boxes);
 
 /// A box of a tensor in a file.
 struct SavedBox {

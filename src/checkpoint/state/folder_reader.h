@@ -12,7 +12,7 @@
 #include <torchspan/checkpoint/state.h>
 
 #include "checkpoint/files/manifest.h"
-#include "checkpoint/files/mapped_file.h"
+#include "checkpoint/files/safetensors.h"
 
 namespace torchspan::checkpoint {
 

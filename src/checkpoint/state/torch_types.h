@@ -8,8 +8,8 @@
 
 #include <torchspan/core/bytes.h>
 
-#include "checkpoint/files/boxes.h"
-#include "checkpoint/files/element_type.h"
+#include "checkpoint/files/manifest.h"
+#include "checkpoint/files/safetensors.h"
 
 namespace torchspan::checkpoint {
 

@@ -1,2 +1,0 @@
-#pragma once
-#include <torchspan/checkpoint/state.h>
