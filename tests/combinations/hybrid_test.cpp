@@ -20,7 +20,7 @@
 #include <torchspan/optim/extension.h>
 #include <torchspan/sharded.h>
 
-#include "sharded/state/memory_state.h"
+#include "sharded/memory_state.h"
 #include "tests/combinations/choices.h"
 #include "tests/combinations/training_model.h"
 #include "tests/parity/rpc_world.h"

@@ -17,7 +17,7 @@
 #include <torchspan/optim/algorithms.h>
 #include <torchspan/pipeline.h>
 
-#include "sharded/state/memory_state.h"
+#include "sharded/memory_state.h"
 #include "tests/combinations/choices.h"
 #include "tests/combinations/processes.h"
 #include "tests/combinations/training_model.h"

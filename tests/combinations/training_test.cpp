@@ -6,7 +6,7 @@
 
 #include <torchspan/checkpoint/sources.h>
 
-#include "sharded/state/memory_state.h"
+#include "sharded/memory_state.h"
 #include "tests/combinations/trainer.h"
 
 namespace torchspan::combinations::training_test {

@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -9,16 +10,91 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <torch/nn/module.h>
 
 #include <torchspan/collective/group.h>
 #include <torchspan/data_parallel/no_sync.h>
 #include <torchspan/optim/optimizer.h>
-#include <torchspan/sharded/fully_sharded_options.h>
 #include <torchspan/sharded/sharded_module.h>
-#include <torchspan/sharded/unit_builder.h>
 #include <torchspan/state/source.h>
 
+namespace torchspan::sharded {
+
+/// dtypes of a training step, as PyTorch's MixedPrecisionPolicy of fully_shard(). Optimizer, checkpoints and parameters
+/// outside of units keep the dtype of the module; only floating-point tensors are cast.
+struct MixedPrecision {
+  std::optional<at::ScalarType> param_dtype = std::nullopt;  ///< of gathered parameters; none: the module's
+  std::optional<at::ScalarType> reduce_dtype =
+      std::nullopt;  ///< of reductions of gradients; none: the module's
+  std::optional<at::ScalarType> output_dtype =
+      std::nullopt;                 ///< of the whole module's outputs; none: as computed
+  bool cast_forward_inputs = true;  ///< to param_dtype: inputs of units and of the whole module
+};
+
+/// Options of FullyShardedDataParallel. Must be equal on all ranks.
+struct FullyShardedOptions {
+  /// Frees a unit's parameters after its forward. False: they stay gathered until its backward, which saves a gather
+  /// and costs memory (ZeRO stage 2).
+  bool reshard_after_forward = true;
+  bool prefetch = true;      ///< gathers the next unit while one computes
+  bool initial_sync = true;  ///< rank 0's parameters and buffers; false: those of each rank must be equal
+  /// Gradients of parameters of at least this size are reduced alone, as soon as backward has computed them, from the
+  /// last such parameter of a unit to the first; those of smaller ones together.
+  std::size_t alone_bytes = std::size_t{1} << 20;
+  /// Limit of the gradients that are reduced while backward continues. Beyond it, backward waits.
+  std::size_t overlap_bytes = std::size_t{16} << 20;
+  /// Over shared memory, the parameters of a unit of at least this size are not copied when they are gathered: each rank
+  /// reads the others' parts where they are, and must not write to gathered parameters (SIGSEGV). 0: all are copied, as
+  /// those with another param_dtype are anyway.
+  std::size_t mapped_bytes = std::size_t{1} << 20;
+  MixedPrecision precision = {};
+  /// Hybrid sharding: this many adjacent ranks, such as those of a host, divide one copy of the model, and the copies
+  /// average their gradients. Must divide the number of ranks; 0: all ranks have one copy.
+  int shard_ranks = 0;
+};
+
+}  // namespace torchspan::sharded
+
 namespace torchspan {
+
+namespace sharded {
+
+class ShardedModel;
+
+}  // namespace sharded
+
+/// Builds the units of a model one at a time and divides each at once, so that no rank ever allocates the whole
+/// model. Pass it to the model's constructor, and then to FullyShardedDataParallel. Use it from one thread.
+class UnitBuilder {
+ public:
+  /// Collective.
+  explicit UnitBuilder(const collective::Group& group, sharded::FullyShardedOptions options = {});
+
+  /// Collective: constructs `ts::Sharded<Holder>` and divides its parameters, of which it keeps this rank's part of rank
+  /// 0's values. All ranks build the same units in the same order; an exception on one rank breaks the group. Later
+  /// units must not share their parameters.
+  template <class Holder, class... Arguments>
+  Sharded<Holder> build(Arguments&&... arguments) {
+    try {
+      Sharded<Holder> unit(std::forward<Arguments>(arguments)...);
+      divide(*unit);
+      return unit;
+    } catch (...) {
+      failed();
+      throw;
+    }
+  }
+
+  const std::shared_ptr<sharded::ShardedModel>& model() const { return model_; }
+
+ private:
+  void divide(torch::nn::Module& unit);
+  void failed() noexcept;
+
+  const std::shared_ptr<sharded::ShardedModel> model_;
+};
+
 namespace sharded {
 
 struct FullyShardedStats {

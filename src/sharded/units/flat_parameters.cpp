@@ -2,18 +2,187 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <sys/mman.h>
+#include <unistd.h>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <c10/core/InferenceMode.h>
 
 #include <torchspan/core/error.h>
 
+#include "collective/api/maps_peers.h"
 #include "data_parallel/api/group_ranks.h"
 
 namespace torchspan::sharded {
+
+at::Tensor BufferPool::take(std::int64_t count, const at::TensorOptions& options) {
+  const std::size_t bytes = static_cast<std::size_t>(count) * options.dtype().itemsize();
+  std::vector<at::Tensor> dropped;
+  {
+    MutexLock lock(mutex_);
+    taken_ += bytes;
+    most_taken_ = std::max(most_taken_, taken_);
+    peak_ = std::max(peak_, taken_ + counted_);
+    for (auto spare = spare_.begin(); spare != spare_.end(); ++spare) {
+      if (spare->numel() != count || spare->dtype() != options.dtype() || spare->device() != options.device())
+        continue;
+      at::Tensor found = std::move(*spare);
+      spare_.erase(spare);
+      spare_bytes_ -= bytes;
+      return found;
+    }
+    trim(dropped);
+  }
+  dropped.clear();
+  const c10::InferenceMode normal(false);  // a later pass of training may get the tensor
+  return at::empty({count}, options);
+}
+
+void BufferPool::give(at::Tensor buffer) {
+  std::vector<at::Tensor> dropped;
+  MutexLock lock(mutex_);
+  taken_ -= buffer.nbytes();
+  spare_bytes_ += buffer.nbytes();
+  spare_.push_back(std::move(buffer));
+  trim(dropped);
+}
+
+void BufferPool::clear() {
+  std::vector<at::Tensor> dropped;
+  MutexLock lock(mutex_);
+  most_taken_ = taken_;
+  trim(dropped);
+}
+
+void BufferPool::trim(std::vector<at::Tensor>& dropped) {
+  while (!spare_.empty() && taken_ + spare_bytes_ > most_taken_) {
+    spare_bytes_ -= spare_.front().nbytes();
+    dropped.push_back(std::move(spare_.front()));
+    spare_.erase(spare_.begin());
+  }
+}
+
+void BufferPool::count(std::size_t bytes) {
+  MutexLock lock(mutex_);
+  counted_ += bytes;
+  peak_ = std::max(peak_, taken_ + counted_);
+}
+
+void BufferPool::drop(std::size_t bytes) {
+  MutexLock lock(mutex_);
+  counted_ -= bytes;
+}
+
+std::size_t BufferPool::peak_bytes() const {
+  MutexLock lock(mutex_);
+  return peak_;
+}
+
+FlatLayout::FlatLayout(const std::vector<std::int64_t>& counts, const Terms& terms,
+                       std::set<std::int64_t>& lengths)
+    : ranks_(terms.ranks), segment_of_(counts.size()), offsets_(counts.size()) {
+  const auto chunk_of = [&](std::int64_t count) {
+    const std::int64_t unit = ranks_ * terms.step;
+    return (count + unit - 1) / unit * terms.step;
+  };
+  Segment shared;
+  std::int64_t small = 0;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    if (counts[i] >= terms.alone) {
+      Segment segment;
+      segment.chunk = chunk_of(counts[i]);
+      segment.parameters = {i};
+      append(std::move(segment));
+      offsets_[i] = segments_.back().begin;
+    } else {
+      shared.parameters.push_back(i);
+      offsets_[i] = small;
+      small += counts[i];
+    }
+  }
+  shared.chunk = std::max(chunk_of(small), terms.step);
+  while (!lengths.insert(shared.chunk).second) shared.chunk += terms.step;
+  append(std::move(shared));
+  for (const std::size_t i : segments_.back().parameters) offsets_[i] += segments_.back().begin;
+}
+
+void FlatLayout::append(Segment segment) {
+  segment.begin = size();
+  segment.part = part_size_;
+  part_size_ += segment.chunk;
+  for (const std::size_t i : segment.parameters) segment_of_[i] = segments_.size();
+  segments_.push_back(std::move(segment));
+}
+
+namespace {
+
+std::size_t page_size() { return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)); }
+
+collective::MapsPeers* maps_of(const collective::Group& group) {
+  return dynamic_cast<collective::MapsPeers*>(group.backend().get());
+}
+
+bool in_pages(const FlatLayout& layout, std::size_t item) {
+  for (const Segment& segment : layout.segments()) {
+    if (static_cast<std::size_t>(segment.chunk) * item % page_size() != 0) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::int64_t JoinedParts::step(const collective::Group& group, at::ScalarType dtype) {
+  if (group.size() == 1 || maps_of(group) == nullptr) return 0;
+  return static_cast<std::int64_t>(page_size() / c10::elementSize(dtype));
+}
+
+std::unique_ptr<JoinedParts> JoinedParts::make(const collective::Group& group, const at::Tensor& part,
+                                               const FlatLayout& layout) {
+  const auto item = static_cast<std::size_t>(part.element_size());
+  collective::MapsPeers* const maps = maps_of(group);
+  if (maps == nullptr || !in_pages(layout, item)) return nullptr;
+  const std::vector<std::byte*> parts = maps->peer_memory_of(part);
+  if (parts.empty()) return nullptr;
+  std::unique_ptr<JoinedParts> joined(new JoinedParts);
+  const at::NoGradGuard no_grad;
+  const at::Tensor mapped = at::full({1}, joined->map(parts, item, layout) ? 1 : 0, at::kInt);
+  group.all_reduce(mapped, collective::kMin).wait();
+  if (mapped.item<int>() == 0) return nullptr;
+  return joined;
+}
+
+/// With an old size of 0, mremap() maps shared pages a second time.
+bool JoinedParts::map(const std::vector<std::byte*>& parts, std::size_t item, const FlatLayout& layout) {
+  const std::size_t bytes = static_cast<std::size_t>(layout.size()) * item;
+  void* const range = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) return false;
+  data_ = range;
+  bytes_ = bytes;
+  for (const Segment& segment : layout.segments()) {
+    const std::size_t chunk = static_cast<std::size_t>(segment.chunk) * item;
+    for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+      std::byte* const from = parts[rank] + static_cast<std::size_t>(segment.part) * item;
+      std::byte* const to =
+          static_cast<std::byte*>(range) + static_cast<std::size_t>(segment.begin) * item + rank * chunk;
+      if (::mremap(from, 0, chunk, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED) return false;
+      if (::mprotect(to, chunk, PROT_READ) != 0) return false;
+    }
+  }
+  return true;
+}
+
+void JoinedParts::forget() const { ::madvise(data_, bytes_, MADV_DONTNEED); }
+
+JoinedParts::~JoinedParts() {
+  if (data_ != nullptr) ::munmap(data_, bytes_);
+}
 
 FlatParameters::FlatParameters(const std::vector<NamedParameter>& parameters, FlatLayout layout, Terms terms)
     : layout_(std::move(layout)),

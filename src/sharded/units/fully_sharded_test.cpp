@@ -14,7 +14,7 @@
 #include <torchspan/sharded.h>
 #include <torchspan/state/source.h>
 
-#include "sharded/state/memory_state.h"
+#include "sharded/memory_state.h"
 #include "sharded/units/test_models.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
@@ -13,19 +14,77 @@
 
 #include <torchspan/collective/group.h>
 #include <torchspan/core/error.h>
+#include <torchspan/core/future.h>
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
 #include "engine/api/grad_field_sink.h"
-#include "sharded/units/buffer_pool.h"
-#include "sharded/units/gradient_stream.h"
-#include "sharded/units/pass_agreement.h"
-#include "sharded/units/reduction_queue.h"
-#include "sharded/units/shard_groups.h"
+#include "sharded/units/flat_parameters.h"
+#include "sharded/units/gradient_shards.h"
 #include "sharded/units/unit.h"
-#include "sharded/units/unit_list.h"
-#include "sharded/units/unit_nodes.h"
 
 namespace torchspan::sharded {
+
+/// The groups of a FullyShardedDataParallel: adjacent ranks divide a copy of the model, and the ranks that have the same
+/// part of different copies average its gradients.
+class ShardGroups {
+ public:
+  /// Collective: makes another group of the same ranks. One copy until split().
+  explicit ShardGroups(const collective::Group& group);
+  /// Why the ranks cannot be divided into parts of `shard_ranks`; empty: they can, or it is 0.
+  std::string trouble(int shard_ranks) const;
+  /// Collective: makes copies of `shard_ranks` ranks; 0: one copy.
+  void split(int shard_ranks);
+
+  const collective::Group& all() const { return all_; }
+  /// This rank's copy.
+  const collective::Group& copy() const { return copy_; }
+  /// The ranks with the same part; nullopt: one copy.
+  const std::optional<collective::Group>& replicas() const { return replicas_; }
+  void abort(const Error& cause) const;
+
+  /// Sets whether ranks of a copy read each other's parts in place; returns the previous value.
+  bool set_in_place(bool in_place) { return std::exchange(in_place_, in_place); }
+  /// If they do, collective: returns when no rank reads another one's part any more, so that parts may change.
+  void await_readers() const;
+
+ private:
+  const collective::Group all_;
+  collective::Group copy_;
+  std::optional<collective::Group> replicas_;
+  bool in_place_ = false;
+};
+
+/// Lets a backward pass begin on all ranks or on none, so that a rank that threw between forward and backward does not
+/// leave the others in the middle of one. Has a group of its own: what a rank announces waits there until the others begin
+/// a pass, and does not disturb their forwards. Forwards have the same numbers on all ranks.
+class PassAgreement {
+ public:
+  /// Collective.
+  explicit PassAgreement(const collective::Group& group) : group_(group.split(0, group.rank())) {}
+
+  /// Collective: a pass over the outputs of forward `number` begins; nullopt, or why it must not begin on any rank:
+  /// kRemoteFailure names a rank that runs no such pass. Throws failures of the group.
+  std::optional<Error> begin_pass(std::int64_t number);
+  /// This rank runs no pass over the outputs of forward `number` and those before. Returns at once.
+  void announce_no_pass(std::int64_t number);
+  /// Collective, also with ranks that begin a pass, which fails: whether `ok` on all ranks. If not, passes over
+  /// outputs of forwards up to `number` must not begin.
+  bool agree(bool ok, std::int64_t number);
+  void abort(const Error& cause) const { group_.abort(cause); }
+
+ private:
+  enum class Kind : std::uint8_t { kNone, kPass, kNoPass, kAgrees, kDisagrees };
+  struct Word {
+    Kind kind;
+    std::int64_t number;
+  };
+  Future<at::Tensor> send(Word mine) const;
+  /// Returns the words of all ranks, by rank.
+  std::vector<Word> exchange(Word mine) const;
+
+  const collective::Group group_;
+  std::int64_t skipped_ = -1;  ///< the newest forward that all ranks skip
+};
 
 /// The units of one module: runs their forwards and follows backward passes. Use it on the training thread, or on the
 /// thread that runs backward.

@@ -8,7 +8,7 @@
 #include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded/fully_sharded_data_parallel.h>
 
-#include "sharded/state/memory_state.h"
+#include "sharded/memory_state.h"
 #include "sharded/units/test_models.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"

@@ -11,8 +11,8 @@
 #include <torchspan/core/future.h>
 #include <torchspan/data_parallel/options.h>
 
-#include "sharded/state/part_gather.h"
-#include "sharded/zero/shard_layout.h"
+#include "sharded/parts.h"
+#include "sharded/zero/gradient_scatter.h"
 
 namespace torchspan::sharded {
 

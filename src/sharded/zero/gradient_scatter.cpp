@@ -1,15 +1,67 @@
 #include "sharded/zero/gradient_scatter.h"
 
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <sys/mman.h>
+#include <unistd.h>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 
 #include <torchspan/core/error.h>
 
-#include "sharded/zero/release_pages.h"
-
 namespace torchspan::sharded {
+namespace {
+
+/// Returns the whole pages of a contiguous tensor on the CPU to the system, in memory that processes share or not. The
+/// values there are then lost, and usually zero; writing takes memory again. Nothing for tensors on a device.
+void release_pages(const at::Tensor& values) {
+  if (!values.is_cpu() || values.nbytes() == 0) return;
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto data = reinterpret_cast<std::uintptr_t>(values.data_ptr());
+  const std::uintptr_t begin = (data + page - 1) / page * page, end = (data + values.nbytes()) / page * page;
+  if (begin >= end) return;
+  auto* const pages = reinterpret_cast<void*>(begin);
+  // The first is for shared memory and fails for other memory, the second is for that.
+  if (::madvise(pages, end - begin, MADV_REMOVE) != 0) ::madvise(pages, end - begin, MADV_DONTNEED);
+}
+
+}  // namespace
+
+std::vector<BucketShards::Piece> BucketShards::pieces(int rank) const {
+  std::vector<Piece> mine;
+  for (const Place& place : places) {
+    const std::int64_t from = std::max(begin(rank), place.offset);
+    const std::int64_t to = std::min(end(rank), place.offset + place.count);
+    if (from < to) mine.push_back({place.parameter, from - place.offset, to - place.offset, from});
+  }
+  return mine;
+}
+
+std::vector<BucketShards> shards_of(const std::vector<std::vector<std::string>>& buckets,
+                                    const std::vector<data_parallel::Parameter>& parameters, int ranks) {
+  std::map<std::string, std::size_t> index;
+  for (std::size_t i = 0; i < parameters.size(); ++i) index.emplace(parameters[i].name, i);
+  std::vector<BucketShards> all;
+  for (const auto& names : buckets) {
+    BucketShards bucket;
+    bucket.ranks = ranks;
+    for (const std::string& name : names) {
+      const auto found = index.find(name);
+      if (found == index.end())
+        throw Error(ErrorKind::kInvalid, "a bucket contains the unknown parameter '" + name + "'");
+      const std::int64_t count = parameters[found->second].tensor.numel();
+      bucket.places.push_back({found->second, bucket.count, count});
+      bucket.count += count;
+    }
+    bucket.chunk = bucket.count / ranks;
+    all.push_back(std::move(bucket));
+  }
+  return all;
+}
 
 Future<at::Tensor> GradientScatter::reduce(const data_parallel::GradientBucket& bucket,
                                            const collective::Group& group) {

@@ -15,7 +15,7 @@
 #include <torchspan/optim/grad_scaler.h>
 #include <torchspan/sharded.h>
 
-#include "sharded/state/overlapping.h"
+#include "sharded/parts.h"
 #include "sharded/units/test_models.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"

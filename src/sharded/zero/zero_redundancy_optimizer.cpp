@@ -1,34 +1,131 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstddef>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <functional>
 #include <limits>
 #include <map>
+#include <set>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/detail/sharded/unit_forward.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/sharded/zero_redundancy_optimizer.h>
+#include <torchspan/state/source.h>
 
 #include "data_parallel/api/agreement.h"
 #include "data_parallel/api/group_ranks.h"
-#include "sharded/state/gradient_norm.h"
-#include "sharded/state/overlapping.h"
+#include "sharded/parts.h"
 #include "sharded/zero/bucket_parameters.h"
 #include "sharded/zero/gradient_scatter.h"
 #include "sharded/zero/join_protocol.h"
-#include "sharded/zero/pending_averages.h"
-#include "sharded/zero/settled_source.h"
-#include "sharded/zero/unit_waits.h"
+
+namespace torchspan::sharded {
+namespace {
+
+/// The state of an optimizer of pieces, and of parameters that an optimizer of the whole module would have without stepping
+/// them. Refuses to save or load while parameters arrive: those of the module are then of two steps.
+class SettledSource final : public state::StateSource {
+ public:
+  /// `never_stepped`: names in the state (Optimizer::state_name()).
+  SettledSource(state::SourcePtr source, std::vector<std::string> never_stepped,
+                std::function<bool()> arriving)
+      : source_(std::move(source)),
+        never_stepped_(std::move(never_stepped)),
+        arriving_(std::move(arriving)) {}
+
+  /// Throw Error{kInvalid} while parameters arrive.
+  void save(state::StateWriter& writer) const override {
+    check();
+    source_->save(writer);
+    for (const std::string& owner : never_stepped_)
+      writer.add(owner + ".step", at::scalar_tensor(0, at::kLong));
+  }
+
+  void load(const state::StateReader& reader) override {
+    check();
+    source_->load(reader);
+  }
+
+ private:
+  void check() const {
+    if (!arriving_()) return;
+    throw Error(ErrorKind::kInvalid,
+                "the parameters of the last step() still arrive, because overlap_forward is set; call "
+                "synchronize() of the ZeroRedundancyOptimizer before state is saved or restored");
+  }
+
+  const state::SourcePtr source_;
+  const std::vector<std::string> never_stepped_;
+  const std::function<bool()> arriving_;
+};
+
+/// While it lives, each ts::Sharded module in a replicated module waits for the buckets of its parameters when its
+/// forward begins. Use it from the training thread; the module outlives it.
+class UnitWaits {
+ public:
+  using BucketOf =
+      std::map<const c10::TensorImpl*, std::size_t>;  ///< by parameter; those that never arrive are not in it
+
+  UnitWaits(torch::nn::Module& module, const BucketOf& bucket_of,
+            const std::function<void(std::size_t)>& wait) {
+    visit(module, nullptr);
+    std::map<UnitModule*, std::set<std::size_t>> buckets;
+    for (const auto& [parameter, unit] : unit_of_) {
+      const auto found = bucket_of.find(parameter);
+      if (found != bucket_of.end()) (unit != nullptr ? buckets[unit] : others_).insert(found->second);
+    }
+    for (const auto& [unit, its] : buckets) {
+      units_.push_back(unit);
+      unit->before_forward = [its = its, wait] {
+        for (const std::size_t bucket : its) wait(bucket);
+      };
+    }
+  }
+
+  ~UnitWaits() {
+    for (UnitModule* unit : units_) unit->before_forward = nullptr;
+  }
+
+  UnitWaits(const UnitWaits&) = delete;
+  UnitWaits& operator=(const UnitWaits&) = delete;
+
+  /// Buckets with parameters that are in no such module, or in several: the forward of the whole module waits for them.
+  const std::set<std::size_t>& others() const { return others_; }
+
+ private:
+  void visit(torch::nn::Module& module, UnitModule* unit) {
+    if (auto* found = dynamic_cast<UnitModule*>(&module)) unit = found;
+    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+      if (!item.value().defined()) continue;
+      const auto [place, is_new] = unit_of_.emplace(item.value().unsafeGetTensorImpl(), unit);
+      if (!is_new && place->second != unit) place->second = nullptr;
+    }
+    for (const auto& child : module.named_children()) visit(*child.value(), unit);
+  }
+
+  std::vector<UnitModule*> units_;
+  std::map<const c10::TensorImpl*, UnitModule*> unit_of_;  ///< null: the whole module
+  std::set<std::size_t> others_;
+};
+
+}  // namespace
+
+}  // namespace torchspan::sharded
 
 namespace torchspan {
 
@@ -38,7 +135,7 @@ using sharded::BucketShards;
 /// The optimizer's parts of one rank. Everything is laid out at construction.
 class ZeroRedundancyOptimizer::Impl {
  public:
-  /// `never_stepped`: owners (OwnedParameter::owner) of parameters outside of the groups that the state lists, too.
+  /// `never_stepped`: names in the state of parameters outside of the groups that the state lists, too.
   Impl(std::shared_ptr<data_parallel::WrappedModule> wrapped, std::vector<optim::ParamGroup> groups,
        sharded::ZeroOptions options, std::vector<std::string> never_stepped);
   ~Impl();
@@ -56,7 +153,7 @@ class ZeroRedundancyOptimizer::Impl {
   const sharded::JoinProtocol& join() const { return *join_; }
   void zero_grad();
   optim::Optimizer& optimizer() { return *optimizer_; }
-  /// Owners (OwnedParameter::owner) of parameters that an optimizer of the whole module would have, and that are never stepped.
+  /// Names in the state (Optimizer::state_name()) of parameters that an optimizer of the whole module would have, and that are never stepped.
   const std::vector<std::string>& never_stepped() const { return never_stepped_; }
   sharded::BucketParameters& parameters() { return *parameters_; }
   /// Waits for the parameters that no unit waits for.
@@ -76,17 +173,19 @@ class ZeroRedundancyOptimizer::Impl {
   std::size_t index_of(const at::Tensor& parameter) const;
   std::string name_in_module(const at::Tensor& parameter) const;
   void make_optimizer(std::vector<optim::ParamGroup> groups);
-  at::Tensor whole_gradient(const Parameter& parameter) const {
-    return gradient_of_ ? gradient_of_(parameter.tensor) : parameter.tensor.grad();
+  /// Where a call finds gradients (empty: in `.grad`); null on a rank without batches, which has none.
+  using Given = const GradientOf*;
+  static at::Tensor whole_gradient(const Parameter& parameter, const GradientOf& gradient_of) {
+    return gradient_of ? gradient_of(parameter.tensor) : parameter.tensor.grad();
   }
   /// The averages of a piece, as a view of what step() uses.
-  at::Tensor gradient_of(const Piece& piece, bool shadow) const;
-  void step(bool shadow);
+  at::Tensor average_of(const Piece& piece, Given given) const;
+  void step_by(Given given);
   /// The averages of all pieces; undefined for those without one.
-  std::vector<state::PlacedGradient> averages(bool shadow) const;
-  double clip(const sharded::ClipTerms& terms, bool shadow);
+  std::vector<state::PlacedGradient> averages(Given given) const;
+  double clip(const sharded::ClipTerms& terms, Given given);
   void clear();
-  std::vector<bool> agree_on_step(bool shadow, const std::string& failure);
+  std::vector<bool> agree_on_step(Given given, const std::string& failure);
   void make_waits();
 
   const std::shared_ptr<data_parallel::WrappedModule> wrapped_;
@@ -105,7 +204,6 @@ class ZeroRedundancyOptimizer::Impl {
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::shared_ptr<sharded::PendingAverages> pending_;
   std::unique_ptr<sharded::JoinProtocol> join_;
-  GradientOf gradient_of_;  ///< of a call; empty: `.grad`
 };
 
 namespace {
@@ -119,21 +217,6 @@ constexpr const char* kNoGradients =
     "context.backward() they are in the context, so pass gradient_of: [&](const at::Tensor& parameter) {{ "
     "return "
     "context.gradient(parameter); }}; to skip a step, call zero_grad() instead";
-
-/// Sets where gradients are for one call.
-class GradientScope {
- public:
-  GradientScope(ZeroRedundancyOptimizer::GradientOf& place, ZeroRedundancyOptimizer::GradientOf now)
-      : place_(place) {
-    place_ = std::move(now);
-  }
-  ~GradientScope() { place_ = nullptr; }
-  GradientScope(const GradientScope&) = delete;
-  GradientScope& operator=(const GradientScope&) = delete;
-
- private:
-  ZeroRedundancyOptimizer::GradientOf& place_;
-};
 
 /// Of a group with this index.
 std::string label_of(const optim::ParamGroup& group, std::size_t index) {
@@ -366,9 +449,9 @@ void ZeroRedundancyOptimizer::Impl::make_optimizer(std::vector<optim::ParamGroup
   optimizer_ = std::make_unique<optim::Optimizer>(std::move(groups));
 }
 
-at::Tensor ZeroRedundancyOptimizer::Impl::gradient_of(const Piece& piece, bool shadow) const {
+at::Tensor ZeroRedundancyOptimizer::Impl::average_of(const Piece& piece, Given given) const {
   const Parameter& parameter = trained_[piece.place.parameter];
-  const at::Tensor gradient = shadow ? at::Tensor() : whole_gradient(parameter);
+  const at::Tensor gradient = given == nullptr ? at::Tensor() : whole_gradient(parameter, *given);
   const std::int64_t count = piece.place.end - piece.place.begin;
   if (!gradient.defined()) {
     const at::Tensor buffer = scatter_->buffer(piece.bucket);
@@ -387,14 +470,15 @@ at::Tensor ZeroRedundancyOptimizer::Impl::gradient_of(const Piece& piece, bool s
 
 /// Collective: which parameters have a gradient on any rank. Gives a rank without batches the learning rates of the others.
 /// Throws on all ranks if one has failed, or if those with batches have different rates.
-std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(bool shadow, const std::string& failure) {
+std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(Given given, const std::string& failure) {
+  const bool shadow = given == nullptr;
   std::vector<double> rates = optimizer_->lrs();
   const std::size_t count = trained_.size();
   const at::Tensor status = at::zeros({static_cast<std::int64_t>(1 + count + 2 * rates.size())}, at::kDouble);
   auto* values = status.data_ptr<double>();
   values[0] = failure.empty() ? 0 : 1;
   for (std::size_t i = 0; i < count; ++i)
-    values[i + 1] = !shadow && whole_gradient(trained_[i]).defined() ? 1 : 0;
+    values[i + 1] = !shadow && whole_gradient(trained_[i], *given).defined() ? 1 : 0;
   double* largest = values + 1 + count;
   double* negated = largest + rates.size();
   for (std::size_t g = 0; g < rates.size(); ++g) {
@@ -430,7 +514,7 @@ std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(bool shadow, cons
 }
 
 /// Steps the bucket of the first layers first, whose parameters the next forward needs first.
-void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
+void ZeroRedundancyOptimizer::Impl::step_by(Given given) {
   parameters_->wait_all();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
@@ -438,11 +522,11 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
   try {
     parameters_->adopt();
     parameters_->check();
-    for (const Piece& piece : pieces_) gradients.push_back(gradient_of(piece, shadow));
+    for (const Piece& piece : pieces_) gradients.push_back(average_of(piece, given));
   } catch (const Error& error) {
     failure = error.message();
   }
-  const std::vector<bool> used = agree_on_step(shadow, failure);
+  const std::vector<bool> used = agree_on_step(given, failure);
   try {
     for (std::size_t bucket = parameters_->size(); bucket-- > 0;) {
       optimizer_->step([&](const at::Tensor& values) {
@@ -466,21 +550,21 @@ void ZeroRedundancyOptimizer::Impl::step(bool shadow) {
     if (used[i] && !trained_[i].tensor.is_inference())
       trained_[i].tensor.unsafeGetTensorImpl()->bump_version();
   }
-  shadow ? pending_->forget() : clear();
+  given == nullptr ? pending_->forget() : clear();
 }
 
-std::vector<state::PlacedGradient> ZeroRedundancyOptimizer::Impl::averages(bool shadow) const {
+std::vector<state::PlacedGradient> ZeroRedundancyOptimizer::Impl::averages(Given given) const {
   const at::NoGradGuard no_grad;
   std::vector<state::PlacedGradient> gradients = others_;
   for (const Piece& piece : pieces_) {
-    const bool has = shadow || whole_gradient(trained_[piece.place.parameter]).defined();
-    gradients.push_back({has ? gradient_of(piece, shadow) : at::Tensor(), state::place_of(piece.values)});
+    const bool has = given == nullptr || whole_gradient(trained_[piece.place.parameter], *given).defined();
+    gradients.push_back({has ? average_of(piece, given) : at::Tensor(), state::place_of(piece.values)});
   }
   return gradients;
 }
 
-double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, bool shadow) {
-  return state::clip(averages(shadow), terms.max_norm, terms.norm_type);
+double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, Given given) {
+  return state::clip(averages(given), terms.max_norm, terms.norm_type);
 }
 
 bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
@@ -491,7 +575,8 @@ bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
   std::vector<state::PlacedGradient> gradients;
   data_parallel::Agreement mine;
   try {
-    gradients = averages(/*shadow=*/false);
+    const GradientOf of_parameters;
+    gradients = averages(&of_parameters);
   } catch (const Error& error) {
     mine.failure = error.message();
   }
@@ -500,29 +585,28 @@ bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
 }
 
 void ZeroRedundancyOptimizer::Impl::step(const GradientOf& gradient_of) {
-  const GradientScope scope(gradient_of_, gradient_of);
   pending_->check("step");
   join_->announce(Verb::kStep);
-  step(/*shadow=*/false);
+  step_by(&gradient_of);
 }
 
 double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double norm_type, const GradientOf& gradient_of) {
-  const GradientScope scope(gradient_of_, gradient_of);
   const sharded::ClipTerms terms(max_norm, norm_type);  // checked before anything is sent
   if (join_->is_followed())
     pending_->check("clip_grad_norm");  // ranks without batches follow reductions only
   join_->announce(Verb::kClip, max_norm, norm_type);
-  const double norm = clip(terms, /*shadow=*/false);
-  if (norm == 0 && pending_->exist() &&
-      std::ranges::none_of(trained_, [this](const Parameter& one) { return whole_gradient(one).defined(); }))
+  const double norm = clip(terms, &gradient_of);
+  if (norm == 0 && pending_->exist() && std::ranges::none_of(trained_, [&](const Parameter& one) {
+        return whole_gradient(one, gradient_of).defined();
+      }))
     throw_invalid(fmt::format(kNoGradients, "clip_grad_norm"));
   return norm;
 }
 
 void ZeroRedundancyOptimizer::Impl::shadow(bool reduced) {
   if (reduced) {
-    join_->follow({[this] { step(/*shadow=*/true); },
-                   [this](const sharded::ClipTerms& terms) { clip(terms, /*shadow=*/true); }});
+    join_->follow(
+        {[this] { step_by(nullptr); }, [this](const sharded::ClipTerms& terms) { clip(terms, nullptr); }});
   }
   pending_->forget();
 }

@@ -10,7 +10,7 @@
 #include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded/zero_redundancy_optimizer.h>
 
-#include "sharded/state/memory_state.h"
+#include "sharded/memory_state.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 

@@ -1,10 +1,10 @@
-#include "sharded/units/flat_layout.h"
+#include "sharded/units/flat_parameters.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <random>
 
-namespace torchspan::sharded::flat_layout_test {
+namespace torchspan::sharded::flat_parameters_test {
 namespace {
 
 TEST(FlatLayout, LargeParametersHaveASegmentAndSmallOnesShareTheLast) {
@@ -67,4 +67,5 @@ TEST(FlatLayout, ParametersCoverTheirSegmentsWithoutOverlap) {
 }
 
 }  // namespace
-}  // namespace torchspan::sharded::flat_layout_test
+
+}  // namespace torchspan::sharded::flat_parameters_test

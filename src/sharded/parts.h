@@ -1,5 +1,8 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -7,6 +10,8 @@
 
 #include <torchspan/collective/group.h>
 #include <torchspan/core/future.h>
+
+#include "state/api/gradient_norm.h"
 
 namespace torchspan::sharded {
 
@@ -34,5 +39,19 @@ class PartGather {
 /// tensors are on a device or there is no shared memory left. Uninitialized.
 at::Tensor shared_or_private(const collective::Group& group, std::int64_t count,
                              const at::TensorOptions& options);
+
+/// The indices of two tensors that have elements in the same memory; nullopt if there are none. Ignores tensors with
+/// gaps between their elements.
+std::optional<std::pair<std::size_t, std::size_t>> overlapping(const std::vector<at::Tensor>& tensors);
+
+struct ClipTerms {
+  /// Throws Error{kInvalid} unless both are > 0.
+  ClipTerms(double max, double type);
+
+  double max_norm, norm_type;
+};
+
+/// Collective over the ranks of the places: divides gradients by `scale`; returns whether an element is not finite on any rank.
+bool unscale_at_places(const std::vector<state::PlacedGradient>& gradients, double scale);
 
 }  // namespace torchspan::sharded

@@ -13,7 +13,7 @@
 #include <torchspan/sharded/functional.h>
 #include <torchspan/sharded/tensor_parallel.h>
 
-#include "sharded/state/memory_state.h"
+#include "sharded/memory_state.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 

@@ -1,12 +1,15 @@
-#include "sharded/state/part_gather.h"
+#include "sharded/parts.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/optim/optimizer.h>
 
 #include "collective/api/gathers_in_place.h"
 
@@ -63,6 +66,53 @@ at::Tensor shared_or_private(const collective::Group& group, std::int64_t count,
     }
   }
   return at::empty({count}, options);
+}
+
+namespace {
+
+struct Extent {
+  const std::byte* begin;
+  const std::byte* end;
+  std::size_t index;
+};
+
+Extent extent_of(const at::Tensor& tensor, std::size_t index) {
+  const auto* begin = static_cast<const std::byte*>(tensor.data_ptr());
+  return {begin, begin + tensor.nbytes(), index};
+}
+
+}  // namespace
+
+std::optional<std::pair<std::size_t, std::size_t>> overlapping(const std::vector<at::Tensor>& tensors) {
+  std::vector<Extent> extents;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].numel() > 0 && tensors[i].is_non_overlapping_and_dense() &&
+        tensors[i].data_ptr() != nullptr)
+      extents.push_back(extent_of(tensors[i], i));
+  }
+  std::ranges::sort(extents, {}, &Extent::begin);
+  for (std::size_t i = 1; i < extents.size(); ++i) {
+    // Without an earlier overlap, the last of them ends last.
+    if (extents[i].begin < extents[i - 1].end) return std::minmax(extents[i - 1].index, extents[i].index);
+  }
+  return std::nullopt;
+}
+
+ClipTerms::ClipTerms(double max, double type) : max_norm(max), norm_type(type) {
+  optim::clip_factor(0, max_norm);
+  optim::gradient_norm({}, norm_type);
+}
+
+bool unscale_at_places(const std::vector<state::PlacedGradient>& gradients, double scale) {
+  const at::NoGradGuard no_grad;
+  at::Tensor wrong;  // on the device of the gradients
+  for (const state::PlacedGradient& one : gradients) {
+    if (!one.gradient.defined()) continue;
+    const at::Tensor here = at::isfinite(one.gradient).logical_not_().any();
+    wrong = wrong.defined() ? wrong.logical_or(here) : here;
+    one.gradient.div_(scale);
+  }
+  return state::on_any_rank(gradients, wrong.defined() && wrong.item<bool>());
 }
 
 }  // namespace torchspan::sharded
