@@ -20,7 +20,7 @@
 #include "bench/harness.h"
 #include "collective/serial/blocking_collectives.h"
 #include "collective/world_link.h"
-#include "rendezvous/api/files.h"
+#include "rendezvous/api/environment.h"
 
 namespace torchspan::bench {
 

@@ -10,7 +10,7 @@
 
 #include "bench/rpc/side.h"
 #include "net/api/tls.h"
-#include "rendezvous/api/files.h"
+#include "rendezvous/api/environment.h"
 
 namespace torchspan::bench {
 namespace {

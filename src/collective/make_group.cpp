@@ -24,7 +24,7 @@
 #include "collective/world_link.h"
 #include "core/api/saturated_time.h"
 #include "core/api/sim_executor.h"
-#include "rendezvous/api/names.h"
+#include "rendezvous/api/environment.h"
 
 namespace torchspan::collective {
 namespace {

@@ -11,7 +11,7 @@
 #include "net/api/network.h"
 #include "net/api/stream.h"
 #include "net/api/tls.h"
-#include "rendezvous/api/names.h"
+#include "rendezvous/api/environment.h"
 #include "rendezvous/api/process_stat.h"
 #include "rendezvous/client/client.h"
 #include "rendezvous/messages/messages.h"

@@ -6,7 +6,7 @@
 #include "device/api/device_runtime.h"
 #include "net/api/local.h"
 #include "net/api/network.h"
-#include "rendezvous/api/files.h"
+#include "rendezvous/api/environment.h"
 
 namespace torchspan {
 namespace {

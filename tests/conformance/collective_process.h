@@ -7,7 +7,7 @@
 #include <torchspan/collective/group.h>
 #include <torchspan/rendezvous.h>
 
-#include "rendezvous/api/files.h"
+#include "rendezvous/api/environment.h"
 #include "tests/conformance/collective_backends.h"
 #include "tests/support/cluster_main.h"
 

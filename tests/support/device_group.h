@@ -19,7 +19,7 @@
 
 #include "collective/api/device_services.h"
 #include "collective/nccl/nccl_library.h"
-#include "rendezvous/api/files.h"
+#include "rendezvous/api/environment.h"
 #include "tests/support/fake_nccl/fake_nccl.h"
 #include "tests/support/test_device.h"
 

@@ -14,7 +14,7 @@
 
 #include "net/api/local.h"
 #include "net/api/ucx.h"
-#include "rendezvous/api/files.h"
+#include "rendezvous/api/environment.h"
 #include "tests/support/cluster_main.h"
 #include "tests/support/test_device.h"
 

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "launch/supervisor/prepare.h"
-#include "rendezvous/api/files.h"
+#include "rendezvous/api/environment.h"
 
 namespace torchspan::launch {
 namespace {

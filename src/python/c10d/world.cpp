@@ -8,8 +8,7 @@
 
 #include "core/api/own_runtime.h"
 #include "python/gil.h"
-#include "rendezvous/api/files.h"
-#include "rendezvous/api/network_options.h"
+#include "rendezvous/api/environment.h"
 
 namespace torchspan::python {
 namespace {

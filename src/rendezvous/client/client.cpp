@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 
 #include "core/api/timeout_notice.h"
-#include "rendezvous/store/heartbeats.h"
+#include "rendezvous/store/roster.h"
 
 namespace torchspan::rendezvous {
 namespace {

@@ -14,7 +14,6 @@
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "rendezvous/client/client_rounds.h"
-#include "rendezvous/client/death_log.h"
 #include "rendezvous/client/member_events.h"
 #include "rendezvous/messages/messages.h"
 

@@ -138,7 +138,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     }
     const Deadline passed = executor->deadline_in(Duration(0) - std::chrono::seconds(2));
     try {
-      client.rounds().gather(client.contribution("tag", {}, {0, 1, 2}, passed), {.until = passed});
+      client.rounds().gather("gather 0", client.contribution("tag", {}, {0, 1, 2}, passed),
+                             {.until = passed});
       std::abort();
     } catch (const Error&) {
     }

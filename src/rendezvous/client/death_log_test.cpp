@@ -1,11 +1,10 @@
-#include "rendezvous/client/death_log.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <string>
 #include <vector>
 
 #include "core/api/sim_executor.h"
+#include "rendezvous/client/member_events.h"
 
 namespace torchspan::rendezvous::death_log_test {
 namespace {

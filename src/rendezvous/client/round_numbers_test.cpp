@@ -1,6 +1,6 @@
-#include "rendezvous/client/round_numbers.h"
-
 #include <gtest/gtest.h>
+
+#include "rendezvous/client/client_rounds.h"
 
 namespace torchspan::rendezvous::round_numbers_test {
 namespace {

@@ -1,5 +1,3 @@
-#include "rendezvous/api/files.h"
-
 #include <algorithm>
 #include <fcntl.h>
 #include <filesystem>
@@ -14,6 +12,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/rendezvous.h>
+
+#include "rendezvous/api/environment.h"
 
 namespace torchspan::rendezvous::files_test {
 namespace {

@@ -1,5 +1,4 @@
-#include "rendezvous/store/announcements.h"
-
+#include "rendezvous/store/roster.h"
 #include "rendezvous/store/store_fixture.h"
 
 namespace torchspan::rendezvous::announcements_test {

@@ -1,6 +1,6 @@
-#include "rendezvous/store/heartbeats.h"
-
 #include <gtest/gtest.h>
+
+#include "rendezvous/store/roster.h"
 
 namespace torchspan::rendezvous::heartbeats_test {
 namespace {

@@ -5,7 +5,7 @@
 #include <fmt/ranges.h>
 
 #include "core/api/saturated_time.h"
-#include "rendezvous/api/names.h"
+#include "rendezvous/api/environment.h"
 
 namespace torchspan::rendezvous {
 

@@ -11,8 +11,6 @@
 
 #include "rendezvous/first_death.h"
 #include "rendezvous/messages/messages.h"
-#include "rendezvous/store/announcements.h"
-#include "rendezvous/store/heartbeats.h"
 #include "rendezvous/store/roster.h"
 #include "rendezvous/store/rounds.h"
 
