@@ -25,12 +25,6 @@ namespace torchspan {
 
 using checkpoint::SourcePtr;
 
-/// The executor and the log of a program without a session.
-struct StandaloneRuntime {
-  const std::unique_ptr<Executor> executor = make_executor();
-  Runtime runtime{*executor, "checkpoint"};
-};
-
 class CheckpointManager::Impl {
  public:
   Impl(Runtime& runtime, std::shared_ptr<void> keep, std::unique_ptr<checkpoint::Ranks> ranks,
@@ -246,9 +240,9 @@ CheckpointManager::CheckpointManager(const Worker& worker, CheckpointOptions opt
 
 CheckpointManager::CheckpointManager(CheckpointOptions options)
     : impl_([&] {
-        const auto standalone = std::make_shared<StandaloneRuntime>();
-        return std::make_unique<Impl>(standalone->runtime, standalone, checkpoint::make_single_rank(),
-                                      nullptr, std::move(options));
+        const auto runtime = make_own_runtime("checkpoint", LogLevel::kWarning);
+        return std::make_unique<Impl>(*runtime, runtime, checkpoint::make_single_rank(), nullptr,
+                                      std::move(options));
       }()) {}
 
 CheckpointManager::~CheckpointManager() = default;

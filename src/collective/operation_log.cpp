@@ -1,6 +1,6 @@
 #include "collective/operation_log.h"
 
-#include "core/api/group_number.h"
+#include "core/api/step_part.h"
 #include "core/api/timeout_notice.h"
 
 namespace torchspan::collective {

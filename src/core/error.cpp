@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdlib>
 #include <cxxabi.h>
 #include <fmt/format.h>
@@ -6,8 +7,19 @@
 #include <typeinfo>
 
 #include <torchspan/core/error.h>
+#include <torchspan/detail/core/source_location.h>
 
 namespace torchspan {
+
+std::string_view file_of(std::string_view path) {
+  path.remove_prefix(std::min(path.size(), path.rfind('/') + 1));
+  return path;
+}
+
+std::string site_text(const SourceLocation& site) {
+  if (site.line() == 0) return {};
+  return std::string(file_of(site.file_name())) + ":" + std::to_string(site.line());
+}
 
 std::string_view to_string(ErrorKind kind) {
   switch (kind) {
@@ -104,10 +116,6 @@ std::string without_stack(const std::string& type, std::string text) {
   if (!type.starts_with("c10::")) return text;
   return text.substr(0, text.find("\nException raised from "));
 }
-
-}  // namespace
-
-namespace {
 
 constexpr int kMostCauses = 16;
 

@@ -19,7 +19,7 @@
 #include <torchspan/detail/core/spans.h>
 #include <torchspan/engine/operator_trace.h>
 
-#include "core/api/operator_spans.h"
+#include "core/api/span_kinds.h"
 
 #ifndef NDEBUG
 #error "CMakeLists.txt defines NDEBUG for this source"

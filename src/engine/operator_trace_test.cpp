@@ -12,7 +12,7 @@
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/engine/operator_trace.h>
 
-#include "core/api/operator_spans.h"
+#include "core/api/span_kinds.h"
 #include "engine/oracle.h"
 
 namespace torchspan::engine::operator_trace_test {

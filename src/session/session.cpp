@@ -6,11 +6,11 @@
 
 #include <torchspan/core/error_file.h>
 #include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/runtime.h>
 #include <torchspan/session.h>
 
 #include "autograd/api/running_passes.h"
 #include "core/api/observation.h"
-#include "core/api/own_runtime.h"
 #include "core/api/saturated_time.h"
 #include "rendezvous/api/environment.h"
 #include "session/calls_state.h"

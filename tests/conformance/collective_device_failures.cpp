@@ -5,7 +5,6 @@
 
 #include <ATen/ATen.h>
 
-#include "core/api/group_number.h"
 #include "core/api/step_part.h"
 #include "tests/conformance/collective_devices.h"
 #include "tests/conformance/collective_world.h"

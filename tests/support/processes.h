@@ -18,7 +18,7 @@
 
 #include <torchspan/detail/core/executor.h>
 
-#include "core/api/reserved_port.h"
+#include "core/api/descriptor.h"
 #include "tests/support/fork_server.h"
 
 namespace torchspan::testing {

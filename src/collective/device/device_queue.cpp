@@ -11,7 +11,6 @@
 #include <torchspan/detail/device/streams.h>
 
 #include "collective/device/host_wait.h"
-#include "core/api/group_number.h"
 #include "core/api/step_part.h"
 #include "core/api/timeout_notice.h"
 

@@ -7,8 +7,8 @@
 #include <torchspan/detail/core/runtime.h>
 
 #include "collective/tensors.h"
-#include "core/api/group_number.h"
-#include "core/api/message_span.h"
+#include "core/api/span_kinds.h"
+#include "core/api/step_part.h"
 #include "core/api/timeout_notice.h"
 
 namespace torchspan::collective {

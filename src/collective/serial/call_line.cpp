@@ -6,19 +6,9 @@
 #include <vector>
 
 #include "collective/dtypes.h"
+#include "core/api/hashes.h"
 
 namespace torchspan::collective {
-namespace {
-
-/// FNV-1a hash.
-std::uint64_t sum_of(const std::string& text) {
-  std::uint64_t sum = 0xCBF29CE484222325ULL;
-  for (const char character : text) sum = (sum ^ static_cast<unsigned char>(character)) * 0x100000001B3ULL;
-  return sum;
-}
-
-}  // namespace
-
 CallLine line_of_tensor(const char* verb, const at::Tensor& tensor, const std::string& more,
                         bool first_free) {
   std::vector<std::string> sizes;
@@ -30,7 +20,7 @@ CallLine line_of_tensor(const char* verb, const at::Tensor& tensor, const std::s
 }
 
 LineBytes pack_line(const CallLine& line, std::uint64_t number) {
-  const std::string head = fmt::format("{} {:016x} ", number, sum_of(line.text));
+  const std::string head = fmt::format("{} {:016x} ", number, fnv1a(line.text));
   LineBytes bytes{};
   const std::string text = head + line.text;
   std::copy_n(text.begin(), std::min(text.size(), bytes.size() - 1), bytes.begin());

@@ -15,7 +15,6 @@
 #include "collective/single.h"
 #include "collective/splits.h"
 #include "collective/tensors.h"
-#include "core/api/group_number.h"
 #include "core/api/step_part.h"
 #include "core/api/timeout_notice.h"
 #include "device/api/tensors.h"

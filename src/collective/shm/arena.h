@@ -6,7 +6,7 @@
 
 #include <torchspan/detail/core/mutex.h>
 
-#include "core/api/shared_memory.h"
+#include "core/api/descriptor.h"
 
 namespace torchspan::collective::shm {
 

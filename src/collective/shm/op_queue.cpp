@@ -6,7 +6,7 @@
 #include <fmt/ranges.h>
 
 #include "collective/group_host.h"
-#include "core/api/group_number.h"
+#include "core/api/step_part.h"
 #include "core/api/timeout_notice.h"
 
 namespace torchspan::collective::shm {

@@ -5,8 +5,7 @@
 #include <vector>
 
 #include <torchspan/core/bytes.h>
-#include <torchspan/detail/core/clock_samples.h>
-#include <torchspan/detail/core/scalars.h>
+#include <torchspan/detail/core/metrics.h>
 #include <torchspan/detail/core/spans.h>
 
 namespace torchspan {

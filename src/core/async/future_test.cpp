@@ -8,7 +8,6 @@
 
 #include <torchspan/core/future.h>
 
-#include "core/async/pool_trials.h"
 #include "core/async/trials.h"
 #include "tests/support/errors.h"
 

@@ -9,7 +9,6 @@
 
 #include <torchspan/core/task.h>
 
-#include "core/async/pool_trials.h"
 #include "core/async/trials.h"
 #include "tests/support/errors.h"
 

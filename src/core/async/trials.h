@@ -1,8 +1,11 @@
 #pragma once
 #include <cstdint>
 #include <gtest/gtest.h>
+#include <memory>
+#include <utility>
 
 #include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/pool.h>
 
 #include "core/api/sim_executor.h"
 #include "tests/support/environment.h"
@@ -36,5 +39,28 @@ void everywhere(std::uint64_t seeds, Body body) {
   }
   for_seeds(seeds, [&](SimExecutor& executor) { body(static_cast<Executor&>(executor)); });
 }
+
+/// For tests: stops a pool before the last reference to it can be dropped elsewhere.
+class OwnedPool {
+ public:
+  explicit OwnedPool(Executor& executor, PoolOptions options = {})
+      : pool_(std::make_shared<Pool>(executor, std::move(options))) {}
+  ~OwnedPool() {
+    if (pool_) pool_->stop();
+  }
+  OwnedPool(const OwnedPool&) = delete;
+
+  Pool* operator->() const { return pool_.get(); }
+  Pool& operator*() const { return *pool_; }
+  std::shared_ptr<Pool> host() const { return pool_; }
+  /// Stops the pool and drops it; futures find their host gone.
+  void destroy() {
+    pool_->stop();
+    pool_.reset();
+  }
+
+ private:
+  std::shared_ptr<Pool> pool_;
+};
 
 }  // namespace torchspan

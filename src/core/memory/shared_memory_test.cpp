@@ -1,11 +1,11 @@
-#include "core/api/shared_memory.h"
-
 #include <array>
 #include <cerrno>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include "core/api/descriptor.h"
 
 namespace torchspan::shared_memory_test {
 namespace {

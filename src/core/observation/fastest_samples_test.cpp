@@ -1,6 +1,6 @@
-#include "core/observation/fastest_samples.h"
-
 #include <gtest/gtest.h>
+
+#include "core/observation/trace_writer.h"
 
 namespace torchspan::fastest_samples_test {
 namespace {

@@ -3,22 +3,248 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <ctime>
 #include <exception>
+#include <filesystem>
 #include <fmt/format.h>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
+#include <string>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
+#include <torchspan/core/error.h>
+#include <torchspan/core/observation.h>
+#include <torchspan/detail/core/runtime.h>
+
+#include "core/api/span_kinds.h"
 #include "core/api/text_server.h"
+#include "core/api/trace_format.h"
+#include "core/observation/prometheus.h"
 #include "core/observation/scalar_files.h"
 #include "core/observation/trace_writer.h"
-#include "core/observation/worker_metrics.h"
-#include "core/observation/worker_state.h"
 
 namespace torchspan {
+namespace {
+
+/// The metrics of one worker. For one thread at a time.
+class WorkerMetrics {
+ public:
+  WorkerMetrics(Runtime& runtime, const TraceIdentity& identity) : runtime_(runtime), identity_(identity) {}
+
+  /// Takes in what was recorded since the last call.
+  void collect() {
+    std::vector<StoredSpan> spans;
+    runtime_.spans.read(spans_, spans);
+    for (std::string& name : runtime_.spans.names_from(names_.size())) names_.push_back(std::move(name));
+    for (const StoredSpan& span : spans) calls_.add(span, names_.at(span.name));
+    constexpr std::size_t kMostTags = 1000;
+    for (const Scalar& scalar : runtime_.scalars.read(next_scalar_, lost_scalars_)) {
+      if (scalars_.contains(scalar.tag) || scalars_.size() < kMostTags) scalars_[scalar.tag] = scalar.value;
+    }
+  }
+
+  /// Returns the metrics in Prometheus' text format.
+  std::string text() {
+    collect();
+    const std::string rank = std::to_string(identity_.rank);
+    PrometheusText out({{"rank", rank}, {"worker", identity_.name}});
+    const std::set<std::string> gauges = runtime_.metrics.gauges();
+    for (const auto& [name, value] : runtime_.metrics.snapshot()) {
+      const bool gauge = gauges.contains(name);
+      out.family(metric_name(name) + (gauge ? "" : "_total"), gauge ? "gauge" : "counter",
+                 "Counter " + name + ".");
+      out.sample("", {}, static_cast<double>(value));
+    }
+    calls_.write(out);
+    if (!scalars_.empty()) {
+      out.family("torchspan_scalar", "gauge", "Last value that the program logged for a tag.");
+      for (const auto& [tag, value] : scalars_) out.sample("", {{"tag", tag}}, value);
+    }
+    out.family("torchspan_spans_total", "counter", "Spans recorded, including lost ones.");
+    out.sample("", {}, static_cast<double>(runtime_.spans.recorded()));
+    out.family("torchspan_spans_lost_total", "counter", "Spans that these metrics do not include.");
+    out.sample("", {}, static_cast<double>(spans_.lost));
+    out.family("torchspan_process_resident_memory_bytes", "gauge", "Resident memory of the process.");
+    out.sample("", {}, static_cast<double>(resident_bytes()));
+    out.family("torchspan_process_cpu_seconds_total", "counter", "Processor time of the process.");
+    out.sample("", {}, processor_seconds());
+    return out.text();
+  }
+
+ private:
+  Runtime& runtime_;
+  const TraceIdentity identity_;
+  SpanRecorder::Cursor spans_;
+  std::vector<std::string> names_;
+  CallHistograms calls_;
+  std::uint64_t next_scalar_ = 0;
+  std::uint64_t lost_scalars_ = 0;
+  std::map<std::string, double> scalars_;  ///< last value, by tag
+};
+
+using nlohmann::json;
+
+constexpr std::array kStateKinds = {"call",     "handler", "autograd", "optimizer",  "bucket",
+                                    "pipeline", "wait",    "user",     "collective", "checkpoint"};
+
+std::string first_line(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+/// The threads of this process as the kernel sees them: name, state, and what a sleeping one waits in.
+json describe_threads() {
+  json threads = json::array();
+  std::error_code failure;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task", failure)) {
+    const std::string stat = first_line(entry.path() / "stat");
+    const auto name_end = stat.rfind(')');
+    const std::string state = name_end + 2 < stat.size() ? stat.substr(name_end + 2, 1) : "?";
+    threads.push_back({{"id", entry.path().filename().string()},
+                       {"name", first_line(entry.path() / "comm")},
+                       {"state", state},
+                       {"in", first_line(entry.path() / "wchan")}});
+  }
+  return threads;
+}
+
+std::string_view state_kind(SpanKind kind) {
+  if (kind == kMessageSpan) return "message";
+  const auto number = static_cast<std::size_t>(kind);
+  return number < kStateKinds.size() ? kStateKinds[number] : "other";
+}
+
+json describe_open(Runtime& runtime, TimePoint now) {
+  json open = json::array();
+  for (const OpenOperation& operation : runtime.spans.open()) {
+    open.push_back({{"kind", state_kind(operation.kind)},
+                    {"name", operation.name},
+                    {"seconds", to_seconds(now - operation.begin)},
+                    {"id", operation.link.id},
+                    {"peer", operation.link.peer},
+                    {"part", operation.link.part}});
+  }
+  return open;
+}
+
+/// The spans that this worker's rings still hold.
+std::vector<StoredSpan> stored_spans(const Runtime& runtime) {
+  SpanRecorder::Cursor cursor;
+  std::vector<StoredSpan> spans;
+  runtime.spans.read(cursor, spans);
+  return spans;
+}
+
+/// What calls and replies of the last second have brought from each rank, in bytes.
+json describe_traffic(const std::vector<StoredSpan>& spans, TimePoint now) {
+  const std::int64_t since = (now - std::chrono::seconds(1)).time_since_epoch().count();
+  std::map<std::int32_t, std::uint64_t> received;
+  for (const StoredSpan& span : spans) {
+    const bool call = span.kind == SpanKind::kCall || span.kind == SpanKind::kHandler;
+    if (call && span.end >= since && span.link.peer >= 0) received[span.link.peer] += span.link.bytes;
+  }
+  json traffic = json::array();
+  for (const auto& [peer, bytes] : received) traffic.push_back({{"from", peer}, {"bytes", bytes}});
+  return traffic;
+}
+
+/// The last operation of each set of ranks that this worker has ended, as far as its rings still hold one. Several groups
+/// may have the same ranks, so numbers do not tell which one was last.
+json describe_ended(const Runtime& runtime, const std::vector<StoredSpan>& spans, TimePoint now) {
+  std::map<std::int32_t, const StoredSpan*> last;  // by group
+  for (const StoredSpan& span : spans) {
+    if (span.kind != SpanKind::kCollective) continue;
+    const StoredSpan*& place = last[span.link.part];
+    if (place == nullptr || place->end <= span.end) place = &span;
+  }
+  const std::vector<std::string> names = runtime.spans.names_from(0);
+  json ended = json::array();
+  for (const auto& [group, span] : last) {
+    ended.push_back({{"kind", state_kind(span->kind)},
+                     {"name", names.at(span->name)},
+                     {"seconds", to_seconds(now - TimePoint(Duration(span->end)))},
+                     {"id", span->link.id},
+                     {"part", group}});
+  }
+  return ended;
+}
+
+/// Describes what a worker does now as a JSON object. `calls` is a JSON value from the rooms above. Ages are seconds.
+std::string describe_worker(Runtime& runtime, const TraceIdentity& identity, const std::string& calls,
+                            StateDetail detail) {
+  const TimePoint now = runtime.executor.now();
+  json state = {{"worker", identity.name},
+                {"rank", identity.rank},
+                {"world", identity.world_size},
+                {"host", identity.host},
+                {"process", identity.process},
+                {"seconds", to_seconds(now.time_since_epoch() - Duration(identity.began))},
+                {"open", describe_open(runtime, now)},
+                {"calls", json::parse(calls, nullptr, false)}};
+  if (detail == StateDetail::kFull) {
+    state["resident_bytes"] = resident_bytes();
+    state["processor_seconds"] = processor_seconds();
+    const std::vector<StoredSpan> spans = stored_spans(runtime);
+    state["ended"] = describe_ended(runtime, spans, now);
+    state["traffic"] = describe_traffic(spans, now);
+    state["threads"] = describe_threads();
+    state["counters"] = runtime.metrics.snapshot();
+  }
+  return state.dump(-1, ' ', false, json::error_handler_t::replace) + "\n";
+}
+
+std::string variable(const std::map<std::string, std::string>& environment, const std::string& name) {
+  const auto found = environment.find(name);
+  return found == environment.end() ? "" : found->second;
+}
+
+/// A number from 0 to `most`; nullopt if the variable is empty.
+std::optional<std::uint64_t> number(const std::map<std::string, std::string>& environment,
+                                    const std::string& name, std::uint64_t most) {
+  const std::string text = variable(environment, name);
+  if (text.empty()) return std::nullopt;
+  std::uint64_t value = 0;
+  const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (result.ec != std::errc() || result.ptr != text.data() + text.size() || value > most) {
+    throw_invalid(fmt::format("{} is '{}'; expected a number from 0 to {}", name, text, most));
+  }
+  return value;
+}
+
+}  // namespace
+
+ObservationOptions ObservationOptions::from(const std::map<std::string, std::string>& environment) {
+  ObservationOptions options;
+  options.trace_folder = variable(environment, "TORCHSPAN_TRACE");
+  options.tensorboard_folder = variable(environment, "TORCHSPAN_TENSORBOARD");
+  options.scalars_folder = variable(environment, "TORCHSPAN_SCALARS");
+  options.socket_folder = variable(environment, "TORCHSPAN_RUNTIME_DIR");
+  if (const auto most = number(environment, "TORCHSPAN_TRACE_SPANS", 1'000'000'000)) {
+    options.most_trace_spans = *most;
+  }
+  constexpr std::uint64_t kLastPort = 65535;
+  const auto port = number(environment, "TORCHSPAN_METRICS_PORT", kLastPort);
+  if (!port) return options;
+  const std::uint64_t local_rank = number(environment, "LOCAL_RANK", kLastPort).value_or(0);
+  if (*port + local_rank > kLastPort) {
+    throw_invalid(
+        fmt::format("TORCHSPAN_METRICS_PORT is {}, and the worker with LOCAL_RANK {} adds its rank: "
+                    "choose a port that leaves room below {}",
+                    *port, local_rank, kLastPort));
+  }
+  options.metrics_port = static_cast<std::uint16_t>(*port == 0 ? 0 : *port + local_rank);
+  return options;
+}
 
 class Observation::Impl {
  public:

@@ -18,9 +18,9 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "core/api/text_server.h"
 #include "core/observation/prometheus.h"
 #include "core/observation/scalar_files.h"
-#include "core/observation/text_request.h"
 
 namespace torchspan::observation_test {
 namespace {

@@ -1,4 +1,4 @@
-#include "core/observation/text_request.h"
+#include "core/api/text_server.h"
 #include "tests/support/fuzz_seeds.h"
 
 namespace {

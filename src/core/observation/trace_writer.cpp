@@ -4,6 +4,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <fcntl.h>
 #include <filesystem>
 #include <fmt/format.h>
@@ -12,9 +13,59 @@
 
 #include <torchspan/core/error.h>
 
-#include "core/observation/process_figures.h"
-
 namespace torchspan {
+
+std::uint64_t resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  std::uint64_t size = 0, resident = 0;
+  file >> size >> resident;
+  return file ? resident * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)) : 0;
+}
+
+double processor_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / 1e9;
+}
+
+namespace {
+
+/// How long the request and its answer were under way.
+Duration delay_of(const ClockSample& sample) {
+  return (sample.arrived - sample.sent) - (sample.answered - sample.received);
+}
+
+}  // namespace
+
+void FastestSamples::add(const std::vector<ClockSample>& samples) {
+  for (const ClockSample& sample : samples) {
+    const auto [place, is_first] = fastest_.try_emplace(sample.rank, sample);
+    if (!is_first && delay_of(sample) < delay_of(place->second)) place->second = sample;
+  }
+}
+
+std::vector<ClockSample> FastestSamples::take(TimePoint now) {
+  std::vector<ClockSample> samples;
+  for (const auto& [rank, sample] : fastest_) {
+    known_.insert(rank);
+    samples.push_back(sample);
+  }
+  fastest_.clear();
+  begun_ = now;
+  return samples;
+}
+
+std::vector<ClockSample> FastestSamples::take_if_due(TimePoint now, Duration length) {
+  if (now - begun_ >= length) return take(now);
+  std::vector<ClockSample> first;
+  std::erase_if(fastest_, [&](const auto& entry) {
+    const bool is_new = known_.insert(entry.first).second;
+    if (is_new) first.push_back(entry.second);
+    return is_new;
+  });
+  return first;
+}
+
 namespace {
 
 constexpr std::size_t kTracedSpans = 65536;                   ///< of a thread, between two writes

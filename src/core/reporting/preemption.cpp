@@ -15,7 +15,7 @@
 #include <torchspan/core/preemption.h>
 
 #include "core/api/descriptor.h"
-#include "core/api/launcher_pipe.h"
+#include "core/api/timeout_notice.h"
 
 namespace torchspan {
 namespace {

@@ -10,7 +10,7 @@
 #include <torchspan/core/progress.h>
 #include <torchspan/detail/core/spans.h>
 
-#include "core/api/launcher_pipe.h"
+#include "core/api/timeout_notice.h"
 
 namespace torchspan {
 namespace {

@@ -1,15 +1,166 @@
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <new>
 #include <pthread.h>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/spans.h>
 
-#include "core/reporting/span_names.h"
-#include "core/reporting/span_ring.h"
-
 namespace torchspan {
 namespace {
+
+/// Numbers the names of spans. Thread-safe; a name that was looked up before takes no lock. Names are cut to
+/// 120 bytes; after 4096 of them, all new ones share the last number.
+class SpanNames {
+ public:
+  static constexpr std::size_t kMost = 4096;
+  static constexpr std::size_t kLongest = 120;
+
+  SpanNames() = default;
+
+  ~SpanNames() {
+    for (const Name* name : names_) delete name;
+  }
+
+  SpanNames(const SpanNames&) = delete;
+
+  std::uint32_t number_of(std::string_view name) {
+    name = name.substr(0, kLongest);
+    std::atomic<const Name*>& recent = recent_[std::hash<std::string_view>()(name) % recent_.size()];
+    const Name* known = recent.load(std::memory_order_acquire);
+    if (known == nullptr || known->text != name) {
+      known = &add(name);
+      recent.store(known, std::memory_order_release);
+    }
+    return known->number;
+  }
+
+  std::vector<std::string> from(std::size_t first) const {
+    MutexLock lock(mutex_);
+    std::vector<std::string> names;
+    for (std::size_t i = first; i < names_.size(); ++i) names.push_back(names_[i]->text);
+    return names;
+  }
+
+ private:
+  struct Name {
+    std::string text;
+    std::uint32_t number;
+  };
+
+  const Name& add(std::string_view name) {
+    MutexLock lock(mutex_);
+    if (const auto found = known_.find(name); found != known_.end()) return *found->second;
+    if (names_.size() == kMost) return *names_.back();
+    const bool last = names_.size() + 1 == kMost;
+    auto added = std::make_unique<Name>(
+        Name{last ? "(other names)" : std::string(name), static_cast<std::uint32_t>(names_.size())});
+    names_.push_back(added.get());
+    const Name& result = *added.release();
+    if (!last) known_.emplace(result.text, &result);
+    return result;
+  }
+
+  std::array<std::atomic<const Name*>, 1024> recent_{};  ///< by hash
+  mutable Mutex mutex_;
+  std::map<std::string, const Name*, std::less<>> known_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<const Name*> names_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+constexpr std::uint64_t pack(std::uint64_t high, std::uint32_t low) { return high << 32 | low; }
+
+// A reader that loads a word of span n + slots also sees written_ >= n + slots, because each word is stored
+// with release order after the counter; so it discards the torn span n.
+void store_word(std::uint64_t& word, std::uint64_t value) {
+  std::atomic_ref(word).store(value, std::memory_order_release);
+}
+
+std::uint64_t load_word(std::uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
+
+/// The last spans of one thread. One thread writes; any thread reads without delaying it. Unused memory is
+/// not touched.
+class SpanRing {
+ public:
+  SpanRing(std::size_t capacity, std::uint32_t thread)
+      : slots_(capacity + 1),
+        thread_(thread),
+        words_(static_cast<std::uint64_t*>(std::calloc(slots_, kWords * sizeof(std::uint64_t)))) {
+    if (!words_) throw std::bad_alloc();
+  }
+
+  /// Stores a span; by the writing thread only.
+  void write(const StoredSpan& span) {
+    const std::uint64_t number = written_.load(std::memory_order_relaxed);
+    std::uint64_t* words = slot(number);
+    store_word(words[0], static_cast<std::uint64_t>(span.begin));
+    store_word(words[1], static_cast<std::uint64_t>(span.end));
+    store_word(words[2], span.link.id);
+    store_word(words[3],
+               pack(span.name, static_cast<std::uint32_t>(span.kind) << 1 | (span.nested ? 1u : 0u)));
+    store_word(words[4],
+               pack(static_cast<std::uint32_t>(span.link.peer), static_cast<std::uint32_t>(span.link.part)));
+    store_word(words[5], span.link.bytes);
+    written_.store(number + 1, std::memory_order_release);
+  }
+
+  /// Appends the spans from number `next` on and returns the number after the last. Adds those that were
+  /// overwritten before they could be read to `lost`.
+  std::uint64_t read(std::uint64_t next, std::vector<StoredSpan>& spans, std::uint64_t& lost) const {
+    const std::uint64_t end = written();
+    const std::uint64_t capacity = slots_ - 1;
+    const std::uint64_t first = std::max(next, end > capacity ? end - capacity : 0);
+    const std::size_t size = spans.size();
+    for (std::uint64_t number = first; number < end; ++number) spans.push_back(load(number));
+    // While these were copied, the writer may have begun span `now`, which replaces span now - slots_.
+    const std::uint64_t now = written();
+    const std::uint64_t whole = std::clamp(now > capacity ? now - capacity : 0, first, end);
+    const auto begin = spans.begin() + static_cast<std::ptrdiff_t>(size);
+    spans.erase(begin, begin + static_cast<std::ptrdiff_t>(whole - first));
+    lost += whole - next;
+    return end;
+  }
+
+  std::uint64_t written() const { return written_.load(std::memory_order_acquire); }
+
+ private:
+  static constexpr std::size_t kWords = 6;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::uint64_t* slot(std::uint64_t number) const { return words_.get() + number % slots_ * kWords; }
+
+  StoredSpan load(std::uint64_t number) const {
+    std::uint64_t* words = slot(number);
+    StoredSpan span;
+    span.begin = static_cast<std::int64_t>(load_word(words[0]));
+    span.end = static_cast<std::int64_t>(load_word(words[1]));
+    span.link.id = load_word(words[2]);
+    const std::uint64_t name = load_word(words[3]);
+    span.name = static_cast<std::uint32_t>(name >> 32);
+    span.kind = static_cast<SpanKind>(name >> 1 & 0xff);
+    span.nested = (name & 1) != 0;
+    const std::uint64_t peers = load_word(words[4]);
+    span.link.peer = static_cast<std::int32_t>(peers >> 32);
+    span.link.part = static_cast<std::int32_t>(peers & 0xffffffff);
+    span.link.bytes = load_word(words[5]);
+    span.thread = thread_;
+    return span;
+  }
+
+  const std::size_t slots_;  ///< one more than the capacity: the one that may be in the middle of a write
+  const std::uint32_t thread_;
+  std::unique_ptr<std::uint64_t, Free> words_;
+  std::atomic<std::uint64_t> written_{0};
+};
 
 std::uint64_t current_thread() { return static_cast<std::uint64_t>(pthread_self()); }
 

@@ -7,7 +7,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "core/api/crc32c.h"
+#include "core/api/hashes.h"
 
 namespace torchspan {
 namespace {

@@ -16,7 +16,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "core/api/operator_spans.h"
+#include "core/api/span_kinds.h"
 
 namespace torchspan::launch {
 namespace {

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
-#include "core/api/operator_spans.h"
+#include "core/api/span_kinds.h"
 #include "launch/report/browser.h"
 #include "launch/report/verdict.h"
 #include "launch/trace/example_traces.h"

@@ -9,7 +9,7 @@
 #include <random>
 #include <unistd.h>
 
-#include "core/api/operator_spans.h"
+#include "core/api/span_kinds.h"
 #include "launch/report/browser.h"
 #include "launch/report/report_page.h"
 #include "launch/report/verdict.h"

@@ -7,7 +7,6 @@
 #include <torchspan/rendezvous.h>
 
 #include "core/api/descriptor.h"
-#include "core/api/reserved_port.h"
 
 namespace torchspan::launch {
 

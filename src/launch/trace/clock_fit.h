@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <vector>
 
-#include <torchspan/detail/core/clock_samples.h>
+#include <torchspan/detail/core/metrics.h>
 
 namespace torchspan::launch {
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/api/operator_spans.h"
+#include "core/api/span_kinds.h"
 #include "core/api/trace_format.h"
 
 namespace torchspan::launch {

@@ -6,7 +6,7 @@
 #include <random>
 #include <tuple>
 
-#include "core/api/operator_spans.h"
+#include "core/api/span_kinds.h"
 #include "launch/trace/example_traces.h"
 
 namespace torchspan::launch::module_spans_test {

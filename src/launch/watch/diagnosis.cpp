@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/api/group_number.h"
+#include "core/api/step_part.h"
 #include "launch/display/board.h"
 #include "launch/watch/host_report.h"
 

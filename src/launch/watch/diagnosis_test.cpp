@@ -6,7 +6,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "core/api/group_number.h"
+#include "core/api/step_part.h"
 
 namespace torchspan::launch::diagnosis_test {
 namespace {

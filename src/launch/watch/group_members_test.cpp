@@ -1,11 +1,10 @@
-#include "launch/watch/diagnosis.h"
-
 #include <algorithm>
 #include <gtest/gtest.h>
 #include <numeric>
 #include <random>
 
-#include "core/api/group_number.h"
+#include "core/api/step_part.h"
+#include "launch/watch/diagnosis.h"
 
 namespace torchspan::launch::group_members_test {
 namespace {

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <limits>
 
-#include "core/api/group_number.h"
+#include "core/api/step_part.h"
 #include "launch/watch/diagnosis.h"
 
 namespace torchspan::launch::host_report_test {

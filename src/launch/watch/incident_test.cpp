@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "core/api/group_number.h"
+#include "core/api/step_part.h"
 
 namespace torchspan::launch::incident_test {
 namespace {

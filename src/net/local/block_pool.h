@@ -9,7 +9,7 @@
 
 #include <torchspan/detail/core/mutex.h>
 
-#include "core/api/shared_memory.h"
+#include "core/api/descriptor.h"
 #include "net/local/block.h"
 #include "net/local/local_share.h"
 #include "net/stream/lane.h"

@@ -2,7 +2,7 @@
 #include <cstddef>
 #include <optional>
 
-#include "core/api/shared_memory.h"
+#include "core/api/descriptor.h"
 #include "net/local/local_faults.h"
 
 namespace torchspan::net {

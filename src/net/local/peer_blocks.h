@@ -3,7 +3,7 @@
 #include <memory>
 #include <unordered_map>
 
-#include "core/api/shared_memory.h"
+#include "core/api/descriptor.h"
 #include "net/local/local_share.h"
 
 namespace torchspan::net {

@@ -6,7 +6,8 @@
 #include <fmt/format.h>
 #include <fstream>
 
-#include "core/api/own_runtime.h"
+#include <torchspan/detail/core/runtime.h>
+
 #include "python/gil.h"
 #include "rendezvous/api/environment.h"
 

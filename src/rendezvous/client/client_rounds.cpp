@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
-#include "core/api/group_number.h"
 #include "core/api/saturated_time.h"
+#include "core/api/step_part.h"
 
 namespace torchspan::rendezvous {
 namespace {

@@ -19,6 +19,7 @@
 #include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/rendezvous.h>
 
+#include "core/api/hashes.h"
 #include "rendezvous/environment/slurm.h"
 #include "rendezvous/messages/messages.h"
 
@@ -261,12 +262,6 @@ std::uint16_t derived_port(std::uint64_t key) {
   return static_cast<std::uint16_t>(kFirstDerivedPort + key % kDerivedPorts);
 }
 
-std::uint64_t hash_of(std::string_view text) {
-  std::uint64_t hash = 0xcbf29ce484222325ULL;
-  for (const unsigned char c : text) hash = (hash ^ c) * 0x100000001b3ULL;
-  return hash;
-}
-
 std::optional<std::uint16_t> port_of_job(const Variables& variables, Launcher launcher) {
   if (launcher == Launcher::kSlurm) {
     const auto job = variables.integer("SLURM_JOB_ID", 0, std::int64_t{1} << 40);
@@ -274,11 +269,11 @@ std::optional<std::uint16_t> port_of_job(const Variables& variables, Launcher la
     if (job) return derived_port(static_cast<std::uint64_t>(*job + step.value_or(0)));
   }
   if (launcher == Launcher::kOpenMpi) {
-    if (const auto space = variables.text("PMIX_NAMESPACE")) return derived_port(hash_of(*space));
+    if (const auto space = variables.text("PMIX_NAMESPACE")) return derived_port(fnv1a(*space));
   }
   if (launcher == Launcher::kPmi) {
     if (const auto job = variables.first({"PMI_JOBID", "SLURM_JOB_ID"})) {
-      return derived_port(hash_of(*job));
+      return derived_port(fnv1a(*job));
     }
   }
   return std::nullopt;

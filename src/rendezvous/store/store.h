@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/detail/core/clock_samples.h>
+#include <torchspan/detail/core/metrics.h>
 
 #include "rendezvous/first_death.h"
 #include "rendezvous/messages/messages.h"

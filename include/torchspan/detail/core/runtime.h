@@ -5,11 +5,9 @@
 #include <vector>
 
 #include <torchspan/core/log.h>
-#include <torchspan/detail/core/clock_samples.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/metrics.h>
 #include <torchspan/detail/core/mutex.h>
-#include <torchspan/detail/core/scalars.h>
 #include <torchspan/detail/core/spans.h>
 
 namespace torchspan {
@@ -44,5 +42,17 @@ struct Runtime {
   ClockSamples clock_samples;
   DeferredDestroy deferred_destroy;  ///< destroyed first
 };
+
+/// A runtime on the executor of real threads, which ends with the last handle.
+inline std::shared_ptr<Runtime> make_own_runtime(const std::string& owner, LogLevel level) {
+  struct Ground {
+    Ground(const std::string& owner, LogLevel level)
+        : executor(make_executor()), runtime(*executor, owner, level) {}
+    const std::unique_ptr<Executor> executor;
+    Runtime runtime;
+  };
+  const auto ground = std::make_shared<Ground>(owner, level);
+  return {ground, &ground->runtime};
+}
 
 }  // namespace torchspan

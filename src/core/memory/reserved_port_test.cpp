@@ -1,5 +1,3 @@
-#include "core/api/reserved_port.h"
-
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <set>
@@ -7,6 +5,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <vector>
+
+#include "core/api/descriptor.h"
 
 namespace torchspan::reserved_port_test {
 namespace {

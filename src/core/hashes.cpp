@@ -1,4 +1,4 @@
-#include "core/api/crc32c.h"
+#include "core/api/hashes.h"
 
 #include <array>
 #include <cstring>

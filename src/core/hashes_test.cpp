@@ -1,10 +1,10 @@
-#include "core/api/crc32c.h"
+#include "core/api/hashes.h"
 
 #include <gtest/gtest.h>
 #include <random>
 #include <string_view>
 
-namespace torchspan::crc32c_test {
+namespace torchspan::hashes_test {
 namespace {
 
 /// The definition: one bit at a time.
@@ -39,4 +39,4 @@ TEST(Crc32c, IsThatOfTheDefinitionForAllLengthsAndPlaces) {
 }
 
 }  // namespace
-}  // namespace torchspan::crc32c_test
+}  // namespace torchspan::hashes_test

@@ -14,4 +14,8 @@ inline constexpr std::int32_t kFirstView = 1 << 20;
 /// LibTorch's number of the thread of that forward; other spans have no part.
 inline constexpr SpanKind kOperatorSpan{11};
 
+/// A send() or recv() of a group that waited for the other rank: id = number of the message between the two ranks, peer =
+/// the other rank, none for a recv() from any rank; part = the group's number; bytes of the tensor.
+inline constexpr SpanKind kMessageSpan{12};
+
 }  // namespace torchspan
