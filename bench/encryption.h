@@ -5,8 +5,7 @@
 
 #include <torchspan/detail/core/buffer.h>
 
-#include "net/tls/record_reader.h"
-#include "net/tls/record_writer.h"
+#include "net/tls/record_cipher.h"
 
 namespace torchspan::bench {
 

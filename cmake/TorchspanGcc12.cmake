@@ -5,9 +5,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   function(torchspan_false_alarm warning)
     set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS $<$<CONFIG:Release>:-Wno-${warning}>)
   endfunction()
-  torchspan_false_alarm(restrict src/core/reporting/progress.cpp src/launch/display/board.cpp src/net/network/place.cpp
+  torchspan_false_alarm(restrict src/core/reporting/progress.cpp src/launch/display/board.cpp src/net/network/network_transport.cpp
                         src/schedule/draw.cpp src/collective/serial/call_line.cpp src/session/endpoint.cpp)
-  torchspan_false_alarm(stringop-overread src/net/ucx/ucx_wires.cpp)
+  torchspan_false_alarm(stringop-overread src/net/ucx/ucx_transport.cpp)
   torchspan_false_alarm(stringop-overflow src/net/local/shared_lane.cpp src/collective/c10d/gloo.cpp
                         src/collective/serial/call_line.cpp src/optim/functional/algorithms.cpp src/session/endpoint.cpp)
   torchspan_false_alarm(array-bounds src/optim/functional/algorithms.cpp src/session/endpoint.cpp)

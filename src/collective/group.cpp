@@ -11,7 +11,6 @@
 #include <torchspan/detail/core/mutex.h>
 
 #include "collective/api/gathers_in_place.h"
-#include "collective/coalesced.h"
 #include "collective/operation_log.h"
 #include "collective/point_to_point/point_to_point.h"
 #include "collective/tensors.h"

@@ -1,12 +1,25 @@
 #include "collective/tensors.h"
 
+#include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <tuple>
 
+#include <ATen/core/ivalue.h>
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/ScalarType.h>
 
 namespace torchspan::collective {
+
+std::string name_of_dtype(std::int8_t dtype) {
+  const bool known = dtype >= 0 && dtype < static_cast<std::int8_t>(at::ScalarType::NumOptions);
+  return known ? c10::toString(static_cast<at::ScalarType>(dtype)) : std::to_string(dtype);
+}
+
+bool loses_nan(at::ScalarType dtype, ReduceOp reduction) {
+  return at::isFloatingType(dtype) && (reduction == kMin || reduction == kMax);
+}
 
 at::Tensor plain(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
@@ -25,6 +38,73 @@ std::string different_shapes(std::size_t rank, at::IntArrayRef theirs, at::IntAr
       "all_gather_into_tensor needs tensors of one shape, but that of rank {} is [{}] and this rank's [{}]: "
       "use all_gather()",
       rank, fmt::join(theirs.vec(), ", "), fmt::join(own.vec(), ", "));
+}
+
+std::vector<int> ranks_of_split(const std::function<std::vector<Bytes>(BytesView mine)>& gather, int color,
+                                int key) {
+  ByteWriter writer;
+  writer.put(color);
+  writer.put(key);
+  struct Choice {
+    int color;
+    int key;
+    int rank;
+  };
+  std::vector<Choice> choices;
+  for (const Bytes& answer : gather(writer.bytes())) {
+    ByteReader reader(answer);
+    const int their_color = reader.get<int>();
+    const int their_key = reader.get<int>();
+    choices.push_back({their_color, their_key, static_cast<int>(choices.size())});
+  }
+  std::sort(choices.begin(), choices.end(), [](const Choice& a, const Choice& b) {
+    return std::tie(a.key, a.rank) < std::tie(b.key, b.rank);
+  });
+  std::vector<int> ranks;
+  for (const Choice& choice : choices) {
+    if (choice.color == color) ranks.push_back(choice.rank);
+  }
+  return ranks;
+}
+
+std::string_view name_of(CoalescedCall::Verb verb) {
+  switch (verb) {
+    case CoalescedCall::Verb::kAllReduce:
+      return "all_reduce_coalesced";
+    case CoalescedCall::Verb::kReduceScatter:
+      return "reduce_scatter_coalesced";
+    case CoalescedCall::Verb::kAllGather:
+      return "all_gather_into_tensor_coalesced";
+  }
+  return "an unknown operation";
+}
+
+std::string shapes_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::string> shapes;
+  for (const at::Tensor& tensor : tensors) {
+    shapes.push_back(fmt::format("[{}]", fmt::join(tensor.sizes().vec(), ", ")));
+  }
+  return fmt::format("{}", fmt::join(shapes, ", "));
+}
+
+at::Tensor join_rows(const std::vector<at::Tensor>& tensors, std::int64_t rows) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& tensor : tensors) {
+    parts.push_back(plain(tensor).view({rows, tensor.numel() / rows}));
+  }
+  return parts.size() == 1 ? parts[0] : at::cat(parts, 1);
+}
+
+std::vector<at::Tensor> cut_row(const at::Tensor& row, const std::vector<std::vector<std::int64_t>>& sizes) {
+  std::vector<at::Tensor> parts;
+  std::int64_t at = 0;
+  for (const std::vector<std::int64_t>& shape : sizes) {
+    const std::int64_t count = c10::multiply_integers(shape);
+    parts.push_back(row.narrow(0, at, count).view(shape));
+    at += count;
+  }
+  return parts;
 }
 
 }  // namespace torchspan::collective

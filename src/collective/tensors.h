@@ -1,12 +1,26 @@
 #pragma once
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <torchspan/collective/backend.h>
+#include <torchspan/core/bytes.h>
 
 /// Conversions between callers' tensors and the contiguous memory that backends use.
 namespace torchspan::collective {
+
+/// Returns LibTorch's name of a dtype number ("Float"), or the number if it has no name.
+std::string name_of_dtype(std::int8_t dtype);
+/// Whether the reductions of Gloo, MPI and NCCL give a NaN or not, depending on the rank that has it. Ours, like at::minimum(),
+/// always give it.
+bool loses_nan(at::ScalarType dtype, ReduceOp reduction);
 
 /// Returns the dense tensor itself, or a contiguous copy without pending conjugation or negation.
 at::Tensor plain(const at::Tensor& tensor);
@@ -15,5 +29,21 @@ at::Tensor plain(const at::Tensor& tensor);
 at::Tensor put_back(const at::Tensor& worked_on, const at::Tensor& tensor);
 /// The error of an all_gather_into_tensor() whose tensor on `rank` has another shape than this rank's.
 std::string different_shapes(std::size_t rank, at::IntArrayRef theirs, at::IntArrayRef own);
+
+/// Collective: exchanges `color` and `key`; returns the ranks of a split: those with this color, ordered by
+/// key, then by rank.
+std::vector<int> ranks_of_split(const std::function<std::vector<Bytes>(BytesView mine)>& gather, int color,
+                                int key);
+
+/// "all_reduce_coalesced", ….
+std::string_view name_of(CoalescedCall::Verb verb);
+/// "[2, 3], [4]".
+std::string shapes_of(const std::vector<at::Tensor>& tensors);
+
+/// The tensors as the rows of one, each of which has 1/`rows` of every tensor; in new memory unless there is one
+/// tensor, which is contiguous.
+at::Tensor join_rows(const std::vector<at::Tensor>& tensors, std::int64_t rows);
+/// Cuts a row of join_rows() into tensors of these sizes; views.
+std::vector<at::Tensor> cut_row(const at::Tensor& row, const std::vector<std::vector<std::int64_t>>& sizes);
 
 }  // namespace torchspan::collective

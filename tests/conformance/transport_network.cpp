@@ -2,7 +2,7 @@
 #include <map>
 
 #include "net/api/network.h"
-#include "net/network/place.h"
+#include "net/network/network_transport.h"
 #include "net/tls/tls_address.h"
 #include "tests/conformance/transport_echo.h"
 #include "tests/conformance/transport_sockets.h"

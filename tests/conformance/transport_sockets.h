@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/api/descriptor.h"
-#include "net/stream/address.h"
+#include "net/stream/socket.h"
 #include "tests/conformance/transport_conformance.h"
 
 namespace torchspan::net::conformance {

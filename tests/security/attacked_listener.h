@@ -12,7 +12,7 @@
 
 #include "core/api/descriptor.h"
 #include "net/api/tls.h"
-#include "net/stream/address.h"
+#include "net/stream/socket.h"
 #include "tests/conformance/transport_node.h"
 #include "tests/security/unauthenticated_counts.h"
 #include "tests/support/certificates.h"

@@ -6,9 +6,9 @@
 
 #include "net/framing.h"
 #include "net/handshake.h"
-#include "net/local/notes.h"
+#include "net/local/shared_lane.h"
 #include "net/stream/socket.h"
-#include "net/tls/tls_greeting.h"
+#include "net/tls/tls_links.h"
 #include "net/tls/tls_session.h"
 #include "rendezvous/messages/messages.h"
 #include "tests/security/unauthenticated_attack.h"

@@ -6,8 +6,8 @@
 
 #include "collective/c10d/c10d_op.h"
 #include "collective/c10d/compat.h"
-#include "collective/dtypes.h"
 #include "collective/serial/serial_backend.h"
+#include "collective/tensors.h"
 
 namespace torchspan::collective {
 bool C10dCollectives::reduces(at::ScalarType dtype, ReduceOp reduction) const {

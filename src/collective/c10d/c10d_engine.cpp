@@ -7,7 +7,7 @@
 
 #include "collective/c10d/c10d_op.h"
 #include "collective/c10d/compat.h"
-#include "collective/dtypes.h"
+#include "collective/tensors.h"
 
 namespace torchspan::collective {
 namespace {

@@ -20,7 +20,7 @@ struct Reduction {
 };
 
 /// Reduces in place, in the order of ranks 0 to P-1. Small data: every rank receives and reduces all. Large
-/// data: rank i reduces slice i, chunk by chunk, and sends the result to all. For many ranks see many_ranks.h.
+/// data: rank i reduces slice i, chunk by chunk, and sends the result to all.
 void all_reduce(Mesh& mesh, MutableBytes data, const Reduction& reduction);
 /// `mine`: this rank's part, 1/P of the data.
 void reduce_scatter(Mesh& mesh, BytesView data, MutableBytes mine, const Reduction& reduction);

@@ -6,11 +6,106 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/net/transport.h>
+
 #include "collective/channels/inbox.h"
-#include "collective/channels/lane.h"
+#include "collective/channels/messages.h"
 #include "collective/world_link.h"
 
 namespace torchspan::collective::channels {
+
+/// Makes a transport that listens, and returns the address that peers dial.
+struct Listening {
+  std::unique_ptr<net::Transport> transport;
+  std::string address;
+};
+using MakeTransport = std::function<Listening(net::Handler& handler)>;
+
+/// What lanes report, on their threads.
+class LaneEvents {
+ public:
+  virtual ~LaneEvents() = default;
+  /// A connection was made, or could not be made.
+  virtual void changed() = 0;
+  /// A peer sent invalid bytes.
+  virtual void failed(const Error& cause) = 0;
+  /// The connection to a rank broke.
+  virtual void lost(int rank, const std::string& why) = 0;
+  /// A rank announced that the group is broken.
+  virtual void aborted(const Error& cause, std::uint64_t from_call) = 0;
+};
+
+/// The connections of one lane: one to each other rank, on a transport and a thread of its own, which
+/// receives and decrypts; send() encrypts on the calling thread. Of two ranks, the higher one dials.
+class Lane final : private net::Handler {
+ public:
+  struct Plan {
+    int number = 0;
+    int rank = 0;
+    std::vector<std::string> peers = {};  ///< names of the ranks
+    std::uint64_t nonce = 0;              ///< that peers must send to this rank
+  };
+  /// `inbox` and `events` must outlive this object.
+  Lane(Executor& executor, Plan plan, Inbox& inbox, LaneEvents& events);
+  ~Lane() override;
+
+  void listen(const MakeTransport& make);
+  const std::string& address() const { return address_; }
+
+  struct Target {
+    std::string address;
+    std::uint64_t nonce = 0;
+  };
+  /// Dials the lower ranks; `targets` by rank.
+  void dial(const std::vector<Target>& targets, Deadline deadline);
+  bool connected();
+  /// The connections that do not exist yet or failed, with reasons; empty if there are none.
+  std::vector<std::string> missing();
+  /// Whether a connection cannot be made.
+  bool refused();
+
+  /// Sends to a connected rank. Throws kDisconnected if the connection has ended.
+  void send(int rank, BytesView header, std::span<const Segment> segments);
+  std::size_t unsent_bytes(int rank);
+  /// Sends `why` as the last message to every rank and closes the connections.
+  void end(const std::string& why);
+  /// Waits briefly until the peers have what was sent, then ends the thread: no more events follow.
+  void stop();
+
+ private:
+  struct Peer {
+    std::shared_ptr<net::Channel> channel;
+    std::string address = {};
+    std::uint64_t nonce = 0;  ///< of the peer, if this rank dials
+    bool met = false;         ///< it answered with a hello
+    bool ended = false;       ///< it sent its last message, or the connection is closed
+    std::string trouble = {};
+  };
+
+  void on_accepted(const std::shared_ptr<net::Channel>&) override {}
+  void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
+  void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
+  void meet(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
+  void receive(int rank, const Note& note, net::Message& message);
+  std::optional<int> rank_of(const net::Channel& channel);
+  std::shared_ptr<net::Channel> channel_to(int rank);
+  void run();
+
+  Executor& executor_;
+  const Plan plan_;
+  Inbox& inbox_;
+  LaneEvents& events_;
+  std::string address_;
+  Mutex mutex_;
+  std::vector<Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
+  bool ending_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  const std::unique_ptr<Parker> closed_;  ///< unparked when a connection closes
+  std::atomic<bool> stopping_{false};
+  std::unique_ptr<net::Transport> transport_;
+  Thread thread_;
+};
 
 struct MeshOptions {
   Duration timeout = std::chrono::minutes(5);

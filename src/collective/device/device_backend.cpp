@@ -6,8 +6,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include "collective/coalesced.h"
-#include "collective/device/rank_order.h"
+#include "collective/device/device_engine.h"
 #include "collective/kernels.h"
 #include "collective/single.h"
 #include "collective/tensors.h"

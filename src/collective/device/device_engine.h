@@ -1,16 +1,49 @@
 #pragma once
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include <torchspan/collective/backend.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 
-#include "collective/device/group_failure.h"
+#include <torchspan/collective/backend.h>
+#include <torchspan/core/error.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/device/streams.h>
+
 #include "device/api/device_runtime.h"
 
 namespace torchspan::collective {
+
+/// The first failure of a group on this rank. Any thread sets it; everything that waits for other ranks or for
+/// a device checks it. Thread-safe.
+class GroupFailure {
+ public:
+  /// Returns the first failure, which is `cause` if none was set.
+  Error set(const Error& cause) {
+    MutexLock lock(mutex_);
+    if (!cause_) cause_ = cause;
+    is_set_.store(true, std::memory_order_release);
+    return *cause_;
+  }
+  std::optional<Error> get() const {
+    if (!is_set_.load(std::memory_order_acquire)) return std::nullopt;
+    MutexLock lock(mutex_);
+    return cause_;
+  }
+  void throw_if_set() const {
+    if (const auto cause = get()) throw Error(*cause);
+  }
+
+ private:
+  std::atomic<bool> is_set_{false};
+  mutable Mutex mutex_;
+  std::optional<Error> cause_ TORCHSPAN_GUARDED_BY(mutex_);
+};
 
 /// What an engine is made of.
 struct EngineParts {
@@ -61,5 +94,14 @@ class DeviceEngine {
 
 /// Collective over parts.control: makes the engine of a group.
 using EngineFactory = std::function<std::unique_ptr<DeviceEngine>(EngineParts parts)>;
+
+/// Waits on the host until the device has reached `end`. Between looks at the device, calls `check(waited)`, whose
+/// errors pass through. Throws what `late` returns after `timeout`.
+void wait_on_host(const device::Mark& end, Executor& executor, Duration timeout,
+                  const std::function<void(Duration)>& check, const std::function<Error()>& late);
+
+/// Reduces tensors of equal shape and dtype in their order, with LibTorch's operators, on their device. Half and
+/// bfloat16 are reduced in float and rounded once.
+at::Tensor reduce_in_rank_order(const std::vector<at::Tensor>& sources, ReduceOp reduction);
 
 }  // namespace torchspan::collective

@@ -7,7 +7,7 @@
 
 #include <torchspan/core/bytes.h>
 
-#include "collective/dtypes.h"
+#include "collective/tensors.h"
 #include "device/api/tensors.h"
 
 namespace torchspan::collective {

@@ -8,7 +8,7 @@
 #include <mpi.h>
 #include <numeric>
 
-#include "collective/dtypes.h"
+#include "collective/tensors.h"
 
 namespace torchspan::collective {
 namespace {

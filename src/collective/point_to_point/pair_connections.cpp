@@ -7,7 +7,7 @@
 
 #include <torchspan/detail/core/runtime.h>
 
-#include "collective/point_to_point/message_errors.h"
+#include "collective/point_to_point/message_loop.h"
 
 namespace torchspan::collective {
 namespace {

@@ -10,7 +10,7 @@
 #include <torchspan/detail/device/streams.h>
 
 #include "collective/api/event_gate.h"
-#include "collective/serial/failure_reports.h"
+#include "collective/serial/serial_backend.h"
 #include "collective/tensors.h"
 
 namespace torchspan::collective {

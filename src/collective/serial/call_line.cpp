@@ -5,7 +5,7 @@
 #include <fmt/ranges.h>
 #include <vector>
 
-#include "collective/dtypes.h"
+#include "collective/tensors.h"
 #include "core/api/hashes.h"
 
 namespace torchspan::collective {

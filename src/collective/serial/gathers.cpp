@@ -1,8 +1,13 @@
 #include "collective/serial/gathers.h"
 
 #include <cstring>
+#include <fmt/format.h>
 
 #include <ATen/Functions.h>
+
+#include "collective/kernels.h"
+#include "collective/serial/call_line.h"
+#include "collective/tensors.h"
 
 namespace torchspan::collective {
 
@@ -63,6 +68,53 @@ std::vector<Bytes> Gathers::bytes(BytesView mine) const {
     all.emplace_back(data, data + theirs.nbytes());
   }
   return all;
+}
+
+void reduce_gathered(BlockingCollectives& collectives, const at::Tensor& tensor, ReduceOp reduction,
+                     int ranks) {
+  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
+  const at::Tensor all = empty_bytes({ranks, bytes});
+  collectives.all_gather(bytes_of(tensor), all);
+  std::vector<const std::byte*> sources;
+  for (int rank = 0; rank < ranks; ++rank) {
+    sources.push_back(static_cast<const std::byte*>(all.data_ptr()) + rank * bytes);
+  }
+  auto* const target = static_cast<std::byte*>(tensor.data_ptr());
+  find_kernel(tensor.scalar_type(), reduction)(
+      {sources, {&target, 1}, static_cast<std::size_t>(tensor.numel()), static_cast<std::size_t>(ranks)});
+}
+
+at::Tensor reduce_sparse(const Gathers& gathers, const at::Tensor& tensor, ReduceOp reduction,
+                         const std::function<void(const SparseDifference& calls)>& report) {
+  const at::Tensor work = tensor.detach().coalesce();
+  const std::vector<std::int64_t> sizes = work.sizes().vec();
+  const auto all = gathers.numbers({work._nnz(), work.sparse_dim()});
+  std::vector<std::int64_t> entries;
+  std::size_t first = 0;  // rank with entries, whose number of sparse dimensions all ranks use
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    entries.push_back(all[rank][0]);
+    if (entries[first] == 0) first = rank;
+    if (entries[rank] == 0 || all[rank][1] == all[first][1]) continue;
+    const auto call = [&](std::size_t of) {
+      return fmt::format("{} with {} sparse dimensions",
+                         line_of_tensor("all_reduce", tensor, ", " + to_string(reduction)).text, all[of][1]);
+    };
+    report({first, rank, call(first), call(rank)});
+  }
+  const std::int64_t sparse_dim = all[entries[first] == 0 ? 0 : first][1];
+  at::Tensor indices = work.indices().t(), values = work.values();
+  if (work._nnz() == 0) {
+    std::vector<std::int64_t> none(sizes.begin() + sparse_dim, sizes.end());
+    none.insert(none.begin(), 0);
+    indices = at::empty({0, sparse_dim}, at::TensorOptions().dtype(at::kLong));
+    values = at::empty(none, values.options());
+  }
+  // The first dimension is that of the entries.
+  const auto all_indices = gathers.dense(plain(indices), entries);
+  const auto all_values = gathers.dense(plain(values), entries);
+  at::Tensor sum = at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), sizes).coalesce();
+  if (reduction == kAvg) sum.values().div_(static_cast<std::int64_t>(all.size()));
+  return sum;
 }
 
 }  // namespace torchspan::collective

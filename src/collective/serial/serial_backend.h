@@ -1,8 +1,11 @@
 #pragma once
+#include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <torchspan/detail/core/function.h>
@@ -13,11 +16,49 @@
 #include "collective/group_host.h"
 #include "collective/serial/blocking_collectives.h"
 #include "collective/serial/call_line.h"
-#include "collective/serial/failure_reports.h"
 #include "collective/serial/gathers.h"
-#include "collective/serial/serial_options.h"
+#include "collective/world_link.h"
 
 namespace torchspan::collective {
+
+struct SerialOptions {
+  std::vector<int> ranks = {};          ///< ranks of the world, by rank of the group
+  std::vector<std::string> peers = {};  ///< names for messages
+  int rank = 0;
+  Duration timeout = std::chrono::minutes(5);
+  /// Compares the ranks' calls before each operation, which costs one small gather. Other engines hang, or
+  /// end the process, if ranks disagree.
+  bool compare_calls = true;
+  std::shared_ptr<WorldLink> world = {};  ///< may be null; a death that it reports breaks the group at once
+  std::vector<std::uint64_t> instances = {};  ///< of the ranks' processes, if there is a world
+};
+
+/// Explains failures of a serial group: which ranks are gone, late or silent, or made other calls.
+class FailureReports {
+ public:
+  /// Everything must outlive this object.
+  FailureReports(Executor& executor, const SerialOptions& options, BlockingCollectives& collectives)
+      : executor_(executor), options_(options), collectives_(collectives) {}
+
+  /// The error for what the engine threw during call `number` of the group.
+  Error explain(const std::string& call, std::uint64_t number, const std::exception_ptr& exception) const;
+  /// The ranks that are gone, or else those that do not answer, for a message about call `number`; begins with "; ".
+  std::string missing_ranks(std::uint64_t number) const;
+  void throw_if_rank_gone() const;
+  [[noreturn]] void throw_different(std::size_t one, const std::string& its_call, std::size_t other,
+                                    const std::string& other_call) const;
+  /// The error for a rank that is gone; `how` may begin with its name.
+  static Error lost(const std::string& peer, const std::string& how);
+
+ private:
+  /// Asks the ranks through the membership whether this call failed there too. Returns which ranks did not
+  /// answer within a second; empty if all did.
+  std::string find_silent_ranks(std::uint64_t number) const;
+
+  Executor& executor_;
+  const SerialOptions& options_;
+  BlockingCollectives& collectives_;
+};
 
 /// A backend over BlockingCollectives: runs one operation at a time on its thread, and implements what the
 /// engine does not support. Gathers and reduces dtypes and reductions that the engine lacks here, in the

@@ -1,12 +1,47 @@
 #pragma once
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "collective/shm/local_ranks.h"
+#include <torchspan/core/bytes.h>
+
 #include "collective/shm/peer_memory.h"
+#include "collective/shm/unix_sockets.h"
 
 namespace torchspan::collective::shm {
+
+/// Returns the bytes of every rank, by rank of the new group, through the membership. Throws if a rank does not
+/// answer.
+using Gather = std::function<std::vector<Bytes>(BytesView mine)>;
+
+inline constexpr std::size_t kTokenBytes = 32;
+
+struct LocalRanksPlan {
+  std::vector<PeerIdentity> peers;  ///< by rank of the new group
+  std::vector<std::string> hosts;   ///< the host that each rank reports
+  int self = 0;
+  std::string folder = {};   ///< for a socket that other network namespaces can reach; may be empty
+  std::string refusal = {};  ///< why this rank cannot share memory; empty if it can
+};
+
+/// Which ranks reach each other through Unix sockets. One host is not enough for this: containers and pods have
+/// separate network namespaces.
+struct LocalRanks {
+  std::vector<int> leaders;          ///< by rank: the first rank of its host
+  std::vector<std::string> reasons;  ///< by rank: why it cannot reach an earlier rank of its machine
+  bool one_network = false;          ///< all ranks are in the network namespace of the first
+  std::vector<Bytes> tokens = {};    ///< by rank: what peers must send to it
+  std::optional<UnixListener> listener = {};
+  std::optional<UnixConnection> connection = {};  ///< to the leader, if that is another rank
+
+  bool all_together() const;
+};
+
+/// Collective: every rank listens, and connects to the earlier ranks of its machine until one that runs as the
+/// same user answers.
+LocalRanks find_local_ranks(Executor& executor, const LocalRanksPlan& plan, const Gather& gather);
 
 struct BootstrapOptions {
   std::vector<PeerIdentity> peers;  ///< by rank of the new group

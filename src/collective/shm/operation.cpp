@@ -7,7 +7,7 @@
 
 #include <torchspan/collective/backend.h>
 
-#include "collective/dtypes.h"
+#include "collective/tensors.h"
 
 namespace torchspan::collective::shm {
 namespace {

@@ -1,5 +1,6 @@
 #pragma once
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -7,14 +8,51 @@
 #include <unordered_map>
 #include <vector>
 
+#include <torchspan/detail/core/metrics.h>
 #include <torchspan/detail/core/mutex.h>
 
 #include "core/api/descriptor.h"
-#include "net/local/block.h"
-#include "net/local/local_share.h"
+#include "net/api/local.h"
+#include "net/local/ring.h"
 #include "net/stream/lane.h"
 
 namespace torchspan::net {
+
+/// The first page of a block; the segment's bytes follow. The sender sets `lent`, the receiver clears it. A
+/// receiver that clears it too early corrupts only messages to itself.
+struct BlockHeader {
+  std::atomic<std::uint32_t> lent;
+};
+inline constexpr std::size_t kBlockHeaderBytes = 4096;
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+
+/// Most blocks per connection and direction.
+inline constexpr std::size_t kMostBlocks = 1024;
+
+class BlockPool;
+
+/// Shared by the channels of one transport. Lent and adopted blocks keep it after the end of the transport.
+struct LocalShare {
+  explicit LocalShare(LocalOptions options, LocalFaults faults = {});
+
+  /// Reserves room for `size` bytes in the pool; returns false if there is none.
+  bool reserve(std::uint64_t size);
+  void release(std::uint64_t size);
+  void add_pool(std::weak_ptr<BlockPool> pool);
+  std::vector<std::shared_ptr<BlockPool>> pools();
+
+  const LocalOptions options;
+  const LocalFaults faults;
+  Metrics own_metrics;  ///< used if the options name none
+  Counter &lent, &adopted, &copied, &inlined;
+  Counter& pooled;                              ///< bytes
+  std::atomic<std::uint64_t> reserved{0};       ///< bytes of the blocks of this side
+  std::atomic<std::uint64_t> adopted_bytes{0};  ///< bytes of the peers' blocks that are Buffers of this side
+
+ private:
+  Mutex mutex_;
+  std::vector<std::weak_ptr<BlockPool>> pools_ TORCHSPAN_GUARDED_BY(mutex_);
+};
 
 /// Sends notes about blocks to the peer, over the socket. Returns false if a note cannot be sent now.
 class BlockNotes {
@@ -86,6 +124,27 @@ class BlockPool final : public Lender {
   std::unordered_map<std::uint64_t, Block*> blocks_ TORCHSPAN_GUARDED_BY(mutex_);
   std::uint64_t next_number_ TORCHSPAN_GUARDED_BY(mutex_) = 1;
   Deadline next_tidy_ TORCHSPAN_GUARDED_BY(mutex_) = Deadline::never();
+};
+
+/// The peer's blocks, mapped by the receiver. For the driver; the Buffers are for any thread.
+class PeerBlocks {
+ public:
+  PeerBlocks(std::shared_ptr<LocalShare> share, const TransportOptions& options);
+
+  /// Throws kInvalid for a number that is in use, for too many blocks, and as map_memory().
+  void add(std::uint64_t block, std::uint64_t size, const Descriptor& descriptor);
+  /// Throws kInvalid for a block that does not exist or is in use here.
+  void retire(std::uint64_t block);
+  bool has(std::uint64_t block) const { return blocks_.contains(block); }
+  /// As BlockAdopter.
+  Buffer adopt(std::uint64_t block, std::size_t size);
+
+ private:
+  struct Block;
+  const std::shared_ptr<LocalShare> share_;
+  const BufferAllocator allocator_;
+  const bool always_copies_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<Block>> blocks_;
 };
 
 }  // namespace torchspan::net

@@ -11,8 +11,7 @@
 #include <torchspan/detail/core/executor.h>
 
 #include "net/local/block_pool.h"
-#include "net/local/memory.h"
-#include "net/local/peer_blocks.h"
+#include "net/local/ring.h"
 #include "tests/support/errors.h"
 
 namespace torchspan::net::blocks_test {

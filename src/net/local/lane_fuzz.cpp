@@ -6,10 +6,8 @@
 
 #include "net/framing.h"
 #include "net/local/block_pool.h"
-#include "net/local/memory.h"
-#include "net/local/notes.h"
-#include "net/local/peer_blocks.h"
 #include "net/local/ring.h"
+#include "net/local/shared_lane.h"
 #include "tests/support/fuzz_seeds.h"
 
 namespace {

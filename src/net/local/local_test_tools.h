@@ -14,10 +14,9 @@
 #include "net/handshake.h"
 #include "net/local/block_pool.h"
 #include "net/local/local_transport.h"
-#include "net/local/notes.h"
-#include "net/local/peer_blocks.h"
 #include "net/local/ring.h"
-#include "net/stream/address.h"
+#include "net/local/shared_lane.h"
+#include "net/stream/socket.h"
 
 /// For the tests of the local transport: two sides that the test drives, and peers made of bare parts.
 namespace torchspan::net::local_test {

@@ -2,7 +2,7 @@
 #include <memory>
 
 #include "net/api/local.h"
-#include "net/local/local_faults.h"
+#include "net/local/ring.h"
 #include "net/stream/stream_transport.h"
 
 namespace torchspan::net {

@@ -3,15 +3,43 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <span>
 #include <sys/uio.h>
 
 #include <torchspan/core/bytes.h>
 
+#include "core/api/descriptor.h"
 #include "net/handshake.h"
-#include "net/local/memory.h"
 
 namespace torchspan::net {
+
+/// System calls of the local transport that may fail.
+enum class LocalStep : std::uint8_t {
+  kMakeMemory,      ///< create a memory file
+  kReserveMemory,   ///< allocate its pages
+  kMapMemory,       ///< map it, this side's or the peer's
+  kPassDescriptor,  ///< send it to the peer
+  kTakeDescriptor,  ///< receive one from the peer
+};
+
+/// Decides for tests which of these calls fail: true fails the step. Called on any thread; empty in programs.
+using LocalFaults = std::function<bool(LocalStep)>;
+
+inline bool fails(const LocalFaults& faults, LocalStep step) { return faults && faults(step); }
+
+struct NewMemory {
+  SharedMemory memory;
+  Descriptor descriptor;
+};
+/// Makes zeroed, mapped memory with all its pages, which no process can shrink or grow; nullopt if the system
+/// refuses.
+std::optional<NewMemory> make_memory(const LocalFaults& faults, std::size_t size);
+
+/// Maps memory that a peer made with make_memory(). Throws kInvalid if it has another size or is not sealed,
+/// kOverloaded if it cannot be mapped.
+SharedMemory map_memory(const LocalFaults& faults, const Descriptor& descriptor, std::size_t size);
 
 /// A byte ring for one producer and one consumer, in memory that both map. This is its first page:
 struct RingHeader {

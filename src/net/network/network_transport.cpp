@@ -1,13 +1,76 @@
 #include "net/network/network_transport.h"
 
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fmt/format.h>
+#include <fstream>
+#include <string_view>
+#include <sys/socket.h>
 #include <sys/stat.h>
 
+#include <torchspan/core/error.h>
+
+#include "core/api/descriptor.h"
 #include "net/api/network.h"
 #include "net/local/local_transport.h"
+#include "net/tls/tls_address.h"
 #include "net/tls/tls_transport.h"
 #include "net/ucx/ucx_part.h"
 
 namespace torchspan::net {
+namespace {
+
+constexpr std::string_view kNear = "unix:";
+constexpr std::string_view kFar[] = {"tls:", "ucx:"};
+
+}  // namespace
+
+std::string NetworkPlace::text() const {
+  std::string text = near;
+  if (!mark.empty()) text += "@" + mark;
+  if (!far.empty()) text += (text.empty() ? "" : ",") + far;
+  return text;
+}
+
+NetworkPlace parse_network_place(const std::string& text) {
+  NetworkPlace place;
+  for (const std::string_view far : kFar) {
+    if (text.starts_with(far)) {
+      place.far = text;
+      return place;
+    }
+  }
+  if (!text.starts_with(kNear)) {
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("'{}' is not an address of this transport: write unix:/path,tls:host:port (or ucx:), "
+                    "or one of the two",
+                    text));
+  }
+  std::size_t comma = std::string::npos;
+  for (const std::string_view far : kFar) {
+    const std::size_t found = text.rfind("," + std::string(far));
+    if (found != std::string::npos && (comma == std::string::npos || found > comma)) comma = found;
+  }
+  place.near = text.substr(0, comma);
+  if (comma != std::string::npos) place.far = text.substr(comma + 1);
+  const std::size_t at = place.near.rfind('@');
+  if (at != std::string::npos && place.near.find('/', at) == std::string::npos) {
+    place.mark = place.near.substr(at + 1);
+    place.near.resize(at);
+  }
+  return place;
+}
+
+std::string boot_mark() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(file, id);
+  std::erase(id, '-');
+  return id;
+}
+
 namespace {
 
 bool is_socket(const std::string& near) {
@@ -98,6 +161,74 @@ std::unique_ptr<Transport> make_marked_network_transport(Executor& executor, Han
   }
   std::string mark = marked.host_mark.empty() ? boot_mark() : std::move(marked.host_mark);
   return std::make_unique<NetworkTransport>(executor, std::move(near), std::move(far), std::move(mark));
+}
+
+namespace {
+
+/// Any port works: connecting a datagram socket sends nothing.
+constexpr int kSomePort = 9;
+
+std::string in_address(const std::string& host) {
+  return host.find(':') == std::string::npos ? host : "[" + host + "]";
+}
+
+/// The host of "scheme:host:port", without brackets.
+std::string host_of(const std::string& text) {
+  const std::size_t first = text.find(':') + 1;
+  std::string host = text.substr(first, text.rfind(':') - first);
+  if (host.starts_with('[')) host = host.substr(1, host.size() - 2);
+  return host;
+}
+
+}  // namespace
+
+std::string route_to(const std::string& host) {
+  TlsPlace place = parse_tls_address(fmt::format("tls:{}:{}", in_address(host), kSomePort));
+  place.text = host;  // errors name the host only, because the port is arbitrary
+  std::vector<Address> addresses;
+  try {
+    addresses = look_up(place);
+  } catch (const Error& error) {
+    throw Error(ErrorKind::kInvalid, error.message());
+  }
+  int failure = 0;
+  for (const Address& address : addresses) {
+    const Descriptor socket(::socket(address.socket.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    sockaddr_storage own{};
+    socklen_t size = sizeof own;
+    if (socket && ::connect(socket.get(), address.raw(), address.socket_size) == 0 &&
+        ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&own), &size) == 0) {
+      return host_of(tcp_text(own));
+    }
+    failure = errno;
+  }
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("there is no route from here to '{}': {}; is it the right host, "
+                          "and is the network up?",
+                          host, std::strerror(failure)));
+}
+
+std::string host_of_route(const std::string& address) {
+  try {
+    const std::string far = parse_network_place(address).far;
+    return far.empty() ? far : host_of(far);
+  } catch (const Error&) {
+    return {};
+  }
+}
+
+std::string with_far_host(const std::string& address, const std::string& host) {
+  NetworkPlace place = parse_network_place(address);
+  if (place.far.empty()) return address;
+  place.far = fmt::format("{}{}{}", place.far.substr(0, place.far.find(':') + 1), in_address(host),
+                          place.far.substr(place.far.rfind(':')));
+  return place.text();
+}
+
+bool is_any_host(const std::string& host) { return host == "0.0.0.0" || host == "::"; }
+
+bool is_loopback_host(const std::string& host) {
+  return host == "localhost" || host == "::1" || host.starts_with("127.");
 }
 
 }  // namespace torchspan::net

@@ -1,10 +1,11 @@
+#include "net/network/network_transport.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <map>
 #include <optional>
 
 #include "net/api/network.h"
-#include "net/network/place.h"
 #include "tests/support/processes.h"
 
 /// What only the transport of several hosts has: which way it goes to a peer, and one sleep for both ways.

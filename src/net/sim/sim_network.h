@@ -1,19 +1,99 @@
 #pragma once
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <torchspan/core/bytes.h>
+#include <torchspan/core/time.h>
 #include <torchspan/detail/core/mutex.h>
 
 #include "net/api/sim.h"
-#include "net/sim/fault_injection.h"
-#include "net/sim/sim_link.h"
 
 namespace torchspan::net {
+
+/// What the injected faults do to one message.
+struct Delivery {
+  bool dropped = false;
+  bool held = false;       ///< until unblock()
+  bool hold_rest = false;  ///< everything after it is held, too
+  Duration extra{0};
+};
+
+/// The predicates and counters of a simulated network. Predicates run without any lock held.
+class FaultInjection {
+ public:
+  void block(SimPredicate match);
+  void block_after(SimPredicate match);
+  void unblock();
+  void drop_if(SimPredicate match);
+  void delay_if(SimPredicate match, Duration extra);
+  void observe(std::function<void(const SimMessage&)> observer);
+
+  /// Passes the message to the observer and the predicates.
+  Delivery decide(const SimMessage& message);
+
+ private:
+  struct Rules {
+    std::vector<SimPredicate> blocks;
+    std::vector<std::pair<std::uint64_t, SimPredicate>> blocks_after;  ///< with an id; each applies once
+    SimPredicate drop;
+    SimPredicate delay;
+    Duration extra{0};
+    std::function<void(const SimMessage&)> observer;
+  };
+  template <class Change>
+  void change(Change change);
+  bool use_up(std::uint64_t id);
+
+  mutable Mutex mutex_;
+  std::shared_ptr<const Rules> rules_ TORCHSPAN_GUARDED_BY(mutex_) = std::make_shared<Rules>();
+  std::uint64_t next_id_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+};
+
+class SimChannel;
+
+/// A packet on a simulated link.
+struct Packet {
+  enum class Kind : std::uint8_t {
+    kDial,       ///< a connection attempt, with the dialer's greeting
+    kHandshake,  ///< bytes of the handshake
+    kMessage,
+    kGoodbye,     ///< the sender closed its channel
+    kEnd,         ///< the sender has ended
+    kNoListener,  ///< the answer to a connection attempt where no transport listens
+  };
+  Kind kind;
+  Bytes header;  ///< of a message, or the bytes of a handshake
+  std::vector<Bytes> segments;
+  std::vector<std::uint32_t> device_targets = {};  ///< of the segments
+  Duration extra{0};                               ///< delay beyond the network's latency
+  bool held = false;                               ///< until unblock()
+  bool copied = false;                             ///< a duplicate, which does not count as unsent
+  TimePoint due{};
+
+  std::size_t size() const;
+};
+
+/// One direction of a link: packets in order of sending, each due at a time. Not thread-safe.
+struct SimLink {
+  std::string from;  ///< names of transports
+  std::string to;
+  std::weak_ptr<SimChannel> source;
+  std::weak_ptr<SimChannel> target;  ///< null until the connection is accepted
+  std::deque<Packet> packets;
+  bool hold_rest = false;  ///< messages sent from now on are held
+  bool dead = false;       ///< the sender was killed: carries no more packets
+
+  /// Removes the packets that arrive by `now`: those due at the front; with `reorder` also messages behind
+  /// others.
+  std::vector<Packet> take_due(TimePoint now, bool reorder);
+};
 
 /// A packet that reached a transport, for its next poll().
 struct Arrival {

@@ -3,8 +3,8 @@
 #include <string>
 
 #include "net/api/sim.h"
-#include "net/sim/sim_channel.h"
 #include "net/sim/sim_network.h"
+#include "net/sim/sim_transport.h"
 
 namespace torchspan::net {
 

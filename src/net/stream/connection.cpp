@@ -8,7 +8,6 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#include "net/socket_limits.h"
 #include "net/stream/socket.h"
 
 namespace torchspan::net {

@@ -1,4 +1,5 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -7,18 +8,34 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/core/time.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/net/transport.h>
 
 #include "core/api/descriptor.h"
 #include "net/framing.h"
 #include "net/handshake.h"
-#include "net/stream/address.h"
 #include "net/stream/lane.h"
-#include "net/stream/linger.h"
+#include "net/stream/socket.h"
 #include "net/stream/stream_channel.h"
 
 namespace torchspan::net {
+
+/// How long a closed channel waits for its peer to read what is queued, and to acknowledge the goodbye behind it.
+class Linger {
+ public:
+  explicit Linger(Duration limit) : limit_(limit) {}
+  /// Returns when a peer must have read something of `unsent` bytes.
+  TimePoint begin(TimePoint now, std::size_t unsent) {
+    unsent_ = unsent;
+    return now + limit_;
+  }
+  bool has_moved(std::size_t unsent) const { return unsent < unsent_; }
+
+ private:
+  const Duration limit_;
+  std::size_t unsent_ = 0;
+};
 
 /// The driver's half of a connection: its socket, its stage and what has been received. For the driver. If a
 /// method throws Error, the connection ends with it.

@@ -6,7 +6,7 @@
 #include <sys/socket.h>
 
 #include "net/handshake.h"
-#include "net/socket_limits.h"
+#include "net/stream/socket.h"
 
 namespace torchspan::net {
 

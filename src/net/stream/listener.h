@@ -5,7 +5,6 @@
 #include <memory>
 
 #include "core/api/descriptor.h"
-#include "net/stream/address.h"
 #include "net/stream/driver_context.h"
 #include "net/stream/socket.h"
 

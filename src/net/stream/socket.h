@@ -1,13 +1,57 @@
 #pragma once
+#include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <sys/socket.h>
 #include <sys/types.h>
+#include <sys/un.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/core/time.h>
 
 #include "core/api/descriptor.h"
-#include "net/stream/address.h"
 
 namespace torchspan::net {
+
+/// Pieces of memory in one system call: of messages to send, and to receive into.
+inline constexpr std::size_t kSendIovecs = 64;
+inline constexpr std::size_t kReceiveIovecs = 15;
+
+/// While a channel is corked, messages of up to kSmallMessage bytes are collected, up to kMaxCorked bytes.
+inline constexpr std::uint64_t kSmallMessage = 4 << 10;
+inline constexpr std::uint64_t kMaxCorked = 64 << 10;
+
+/// Connections accepted in one poll, and the pause after the process ran out of descriptors.
+inline constexpr int kMaxAcceptsPerPoll = 64;
+inline constexpr Duration kPauseWithoutDescriptors = std::chrono::milliseconds(100);
+
+/// A deadline that has passed: do not wait.
+inline constexpr Deadline kNoWait{TimePoint::min()};
+
+/// A parsed address: "unix:/path", "tcp:127.0.0.1:port", "tcp:[::1]:port" or "tcp:localhost:port".
+struct Address {
+  enum class Kind : std::uint8_t { kUnix, kTcp };
+  Kind kind;
+  std::string text;
+  std::string path;         ///< of a Unix socket
+  std::uint16_t port = 0;   ///< of a TCP socket
+  sockaddr_storage socket;  ///< in the system's form
+  socklen_t socket_size;
+
+  const sockaddr* raw() const { return reinterpret_cast<const sockaddr*>(&socket); }
+};
+
+/// Throws kInvalid for any other text and for a path that is too long, kUnsupported for a TCP address outside
+/// this host.
+Address parse_address(const std::string& text);
+
+/// Parses a number from 0 to 65535; nullopt for any other text.
+std::optional<std::uint16_t> parse_port(std::string_view text);
+
+/// Formats the address of a TCP socket: "scheme:host:port".
+std::string tcp_text(const sockaddr_storage& socket, std::string_view scheme = "tcp");
 
 /// Dials `address`; the socket is connected or being connected. Throws what on_closed reports: kDisconnected
 /// if no worker listens there, kOverloaded without descriptors, kDenied if the system forbids it.

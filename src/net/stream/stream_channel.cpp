@@ -9,7 +9,7 @@
 #include <limits>
 #include <sys/socket.h>
 
-#include "net/socket_limits.h"
+#include "net/stream/socket.h"
 
 namespace torchspan::net {
 namespace {

@@ -11,7 +11,6 @@
 #include "net/framing.h"
 #include "net/stream/lane.h"
 #include "net/stream/outbox.h"
-#include "net/stream/request_queue.h"
 
 namespace torchspan::net {
 

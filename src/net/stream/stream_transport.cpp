@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "net/receive_buffers.h"
-#include "net/socket_limits.h"
+#include "net/stream/socket.h"
 
 namespace torchspan::net {
 namespace {

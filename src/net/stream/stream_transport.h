@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "net/api/stream.h"
-#include "net/polled.h"
 #include "net/stream/connection.h"
+#include "net/stream/driver_context.h"
 #include "net/stream/listener.h"
-#include "net/stream/request_queue.h"
+#include "net/stream/outbox.h"
 
 namespace torchspan::net {
 

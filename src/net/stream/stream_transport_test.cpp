@@ -13,7 +13,6 @@
 #include "net/api/stream.h"
 #include "net/framing.h"
 #include "net/handshake.h"
-#include "net/stream/address.h"
 #include "net/stream/socket.h"
 #include "tests/support/errors.h"
 

@@ -1,6 +1,6 @@
-#include "net/stream/timers.h"
-
 #include <gtest/gtest.h>
+
+#include "net/stream/driver_context.h"
 
 namespace torchspan::net::timers_test {
 namespace {

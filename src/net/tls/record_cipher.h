@@ -4,8 +4,12 @@
 #include <cstdint>
 #include <memory>
 #include <openssl/evp.h>
+#include <optional>
+#include <span>
+#include <string>
+#include <sys/uio.h>
 
-#include "net/tls/key_derivation.h"
+#include "net/tls/byte_stream.h"
 #include "net/tls/tls_context.h"
 
 namespace torchspan::net {
@@ -55,6 +59,70 @@ class RecordCipher {
   std::array<unsigned char, kNonceBytesOfRecord> base_{};  ///< of the nonces under this key
   std::uint64_t number_ = 0;                               ///< of the next record under this key
   std::unique_ptr<EVP_CIPHER_CTX, Release<EVP_CIPHER_CTX_free>> context_;
+};
+
+/// Decrypts records into the memory of the caller: pure and incremental. Not thread-safe. After a throw, it
+/// must not be used again, and bytes of earlier calls are the last valid ones.
+class RecordReader {
+ public:
+  /// `ahead`: bytes of the first records that have arrived; errors name `peer`.
+  RecordReader(RecordCipher cipher, std::string peer, std::span<const char> ahead);
+
+  /// Where to receive the next bytes; not empty. Grows, up to a limit, while the caller fills all of it.
+  std::span<char> room();
+  /// The caller received `size` bytes into room().
+  void received(std::size_t size);
+  /// Decrypts complete records into `places`; returns how many bytes. Keeps what does not fit for the next
+  /// call. Throws kInvalid for bytes that the peer did not encrypt as its next record.
+  std::size_t read(PlaceCursor& places);
+
+ private:
+  /// The size of the next record if it has arrived, with its flag.
+  std::optional<std::uint32_t> next_record() const;
+  std::size_t take_rest(PlaceCursor& places);
+  std::size_t open(std::uint32_t header, PlaceCursor& places);
+  [[noreturn]] void throw_invalid() const;
+
+  RecordCipher cipher_;
+  const std::string peer_;
+  std::unique_ptr<char[]> in_;
+  std::size_t room_;
+  std::size_t begin_ = 0;
+  std::size_t end_ = 0;
+  bool filled_ = false;           ///< the last received() filled all of room()
+  std::unique_ptr<char[]> rest_;  ///< decrypted bytes that did not fit
+  std::size_t rest_begin_ = 0;
+  std::size_t rest_end_ = 0;
+};
+
+/// Encrypts bytes into records and holds those that are not sent yet: pure. Not thread-safe.
+class RecordWriter {
+ public:
+  /// Bytes that one write() encrypts, about: they stay in the processor's cache until they are sent.
+  static constexpr std::size_t kBatch = 4 * kRecordBytes;
+
+  /// `unsent`: what must be sent before the first record. Changes the key after `bytes_per_key`.
+  RecordWriter(RecordCipher cipher, std::uint64_t bytes_per_key, std::span<const char> unsent);
+
+  /// Encrypts the first bytes of `places` and returns how many; 0 while a batch waits to be sent.
+  std::size_t write(std::span<const iovec> places);
+  /// What waits to be sent. sent() drops the first bytes of it.
+  std::span<const char> waiting() const { return {out_.get() + begin_, end_ - begin_}; }
+  void sent(std::size_t size);
+  std::uint64_t key_renewals() const { return key_renewals_; }
+
+ private:
+  void make_room(std::size_t size);
+  void seal(PlaceCursor& places, std::size_t size);
+
+  RecordCipher cipher_;
+  const std::uint64_t bytes_per_key_;
+  std::unique_ptr<char[]> out_;
+  std::size_t room_ = 0;
+  std::size_t begin_ = 0;
+  std::size_t end_ = 0;
+  std::uint64_t under_this_key_ = 0;
+  std::uint64_t key_renewals_ = 0;
 };
 
 }  // namespace torchspan::net

@@ -3,8 +3,7 @@
 #include <cstring>
 #include <vector>
 
-#include "net/tls/record_reader.h"
-#include "net/tls/record_writer.h"
+#include "net/tls/record_cipher.h"
 #include "tests/support/fuzz_seeds.h"
 
 namespace {

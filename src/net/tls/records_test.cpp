@@ -4,8 +4,7 @@
 #include <numeric>
 #include <random>
 
-#include "net/tls/record_reader.h"
-#include "net/tls/record_writer.h"
+#include "net/tls/record_cipher.h"
 #include "tests/support/errors.h"
 
 /// Encrypted records: what one side writes is what the other reads, or nothing.

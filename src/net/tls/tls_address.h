@@ -1,11 +1,18 @@
 #pragma once
+#include <atomic>
 #include <cstdint>
+#include <functional>
+#include <list>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "net/stream/address.h"
+#include <torchspan/core/error.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/mutex.h>
+
+#include "net/stream/socket.h"
 
 namespace torchspan::net {
 
@@ -32,5 +39,29 @@ std::string loopback_hint(const TlsPlace& place, const Address& address);
 
 /// The text of `place` with another port.
 std::string with_port(const TlsPlace& place, std::uint16_t port);
+
+/// Looks up host names on separate threads, because the system's resolver may take many seconds. Thread-safe.
+/// The destructor waits for running look-ups.
+class Resolver {
+ public:
+  struct Answer {
+    std::vector<Address> addresses;
+    std::optional<Error> failure;
+  };
+  explicit Resolver(Executor& executor) : executor_(executor) {}
+
+  /// Calls `done` once, on the thread of the look-up. Throws kOverloaded if no thread can be started.
+  void look_up(TlsPlace place, std::function<void(Answer)> done);
+
+ private:
+  struct LookUp {
+    std::atomic<bool> finished{false};
+    Thread thread;
+  };
+
+  Executor& executor_;
+  Mutex mutex_;
+  std::list<LookUp> running_ TORCHSPAN_GUARDED_BY(mutex_);
+};
 
 }  // namespace torchspan::net

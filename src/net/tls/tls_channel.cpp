@@ -4,9 +4,8 @@
 #include <exception>
 #include <fmt/format.h>
 
-#include "net/socket_limits.h"
+#include "net/stream/socket.h"
 #include "net/tls/pieces.h"
-#include "net/tls/tls_request.h"
 
 namespace torchspan::net {
 namespace {

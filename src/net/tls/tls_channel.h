@@ -7,12 +7,14 @@
 #include <string>
 #include <vector>
 
+#include <torchspan/core/error.h>
+#include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/net/transport.h>
 
 #include "net/framing.h"
 #include "net/stream/outbox.h"
-#include "net/stream/request_queue.h"
+#include "net/tls/tls_address.h"
 #include "net/tls/tls_session.h"
 
 namespace torchspan::net {
@@ -109,5 +111,24 @@ class TlsChannel final : public Channel {
 std::shared_ptr<TlsChannel> make_tls_channel(std::string peer, std::uint64_t token,
                                              const TransportOptions& options,
                                              std::shared_ptr<TlsRequestQueue> request_queue);
+
+/// A request of another thread to the TlsDriver.
+struct TlsRequest {
+  /// Make a channel by dialing `place`.
+  struct Dial {
+    std::shared_ptr<TlsChannel> channel;
+    TlsPlace place;
+    Deadline deadline;
+    std::vector<Address> addresses;  ///< empty while the name is being looked up
+  };
+  /// The look-up of the host of the channel with this token has ended.
+  struct Resolved {
+    std::vector<Address> addresses;
+    std::optional<Error> failure;
+  };
+  std::uint64_t token;
+  std::optional<Dial> dial = {};
+  std::optional<Resolved> resolved = {};
+};
 
 }  // namespace torchspan::net

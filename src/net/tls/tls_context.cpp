@@ -1,18 +1,70 @@
 #include "net/tls/tls_context.h"
 
+#include <algorithm>
 #include <arpa/inet.h>
 #include <array>
 #include <cstdint>
 #include <fmt/format.h>
+#include <fstream>
 #include <limits>
+#include <openssl/core_names.h>
 #include <openssl/err.h>
+#include <openssl/kdf.h>
 #include <openssl/x509v3.h>
 #include <string_view>
+#include <sys/socket.h>
 
-#include "net/tls/key_derivation.h"
+#include <torchspan/core/error.h>
+
 #include "net/tls/tls_handshake.h"
 
 namespace torchspan::net {
+namespace {
+
+constexpr long kWideBuffer = 4 << 20;
+
+/// The last number in a file of the system's settings; 0 if it cannot be read.
+long last_number_in(const char* path) {
+  std::ifstream file(path);
+  long number = 0;
+  for (long next; file >> next;) number = next;
+  return number;
+}
+
+/// `most`: the file with the largest size that a program may set, which the kernel doubles; `adjusted`: the
+/// file with the largest size that the kernel's adjustment reaches, which ends when a program sets a size.
+int wide_size(const char* most, const char* adjusted) {
+  const long size = std::min(kWideBuffer, last_number_in(most));
+  return 2 * size > last_number_in(adjusted) ? static_cast<int>(size) : 0;
+}
+
+}  // namespace
+
+SocketBuffers::SocketBuffers()
+    : send_(wide_size("/proc/sys/net/core/wmem_max", "/proc/sys/net/ipv4/tcp_wmem")),
+      receive_(wide_size("/proc/sys/net/core/rmem_max", "/proc/sys/net/ipv4/tcp_rmem")) {}
+
+void SocketBuffers::widen(int socket) const {
+  if (send_ != 0) ::setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &send_, sizeof send_);
+  if (receive_ != 0) ::setsockopt(socket, SOL_SOCKET, SO_RCVBUF, &receive_, sizeof receive_);
+}
+
+void derive_key(BytesView secret, std::string_view label, std::span<unsigned char> key) {
+  const std::unique_ptr<EVP_KDF, Release<EVP_KDF_free>> algorithm(EVP_KDF_fetch(nullptr, "HKDF", nullptr));
+  const std::unique_ptr<EVP_KDF_CTX, Release<EVP_KDF_CTX_free>> context(EVP_KDF_CTX_new(algorithm.get()));
+  char hash[] = "SHA256";
+  const OSSL_PARAM parameters[] = {
+      OSSL_PARAM_construct_utf8_string(OSSL_KDF_PARAM_DIGEST, hash, 0),
+      OSSL_PARAM_construct_octet_string(OSSL_KDF_PARAM_KEY, const_cast<std::byte*>(secret.data()),
+                                        secret.size()),
+      OSSL_PARAM_construct_octet_string(OSSL_KDF_PARAM_INFO, const_cast<char*>(label.data()), label.size()),
+      OSSL_PARAM_construct_end()};
+  if (context == nullptr || EVP_KDF_derive(context.get(), key.data(), key.size(), parameters) != 1) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("OpenSSL cannot derive a key with HKDF-SHA-256: {}", tls_reason()));
+  }
+}
+
 namespace {
 
 constexpr std::string_view kKeyLabel = "torchspan tls 1.3 external psk, version 1";

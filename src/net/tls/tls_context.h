@@ -1,13 +1,37 @@
 #pragma once
+#include <array>
 #include <memory>
 #include <openssl/ssl.h>
+#include <span>
 #include <string>
+#include <string_view>
+
+#include <torchspan/core/bytes.h>
 
 #include "net/api/tls.h"
 #include "net/handshake.h"
-#include "net/tls/socket_buffers.h"
 
 namespace torchspan::net {
+
+/// How large the kernel's buffers of TCP connections become for large messages: as large as the system allows,
+/// where that is more than its own adjustment would reach. Reads the system's settings once.
+class SocketBuffers {
+ public:
+  SocketBuffers();
+  /// Only for peers that proved themselves, because the kernel's memory is limited.
+  void widen(int socket) const;
+
+ private:
+  int send_;  ///< bytes; 0: the system's adjustment
+  int receive_;
+};
+
+/// Bytes from which keys are derived.
+using KeySecret = std::array<unsigned char, 32>;
+
+/// Fills `key` with HKDF-SHA-256 (RFC 5869, without salt) of `secret` for the use that `label` names. Throws
+/// kUnsupported if OpenSSL lacks it.
+void derive_key(BytesView secret, std::string_view label, std::span<unsigned char> key);
 
 /// Releases an object with OpenSSL's function for its type.
 template <auto kRelease>

@@ -1,8 +1,7 @@
-#include "net/tls/tls_dialer.h"
-
 #include <gtest/gtest.h>
 
-#include "net/tls/tls_request.h"
+#include "net/tls/tls_channel.h"
+#include "net/tls/tls_driver.h"
 
 namespace torchspan::net::tls_dialer_test {
 namespace {

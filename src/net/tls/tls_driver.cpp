@@ -1,6 +1,158 @@
 #include "net/tls/tls_driver.h"
 
+#include <algorithm>
+#include <fmt/format.h>
+#include <openssl/rand.h>
+
+#include "net/stream/socket.h"
+
 namespace torchspan::net {
+
+TlsDialer::TlsDialer(const DriverContext& driver, std::shared_ptr<const TlsContext> context, TlsLanes& lanes)
+    : driver_(driver), context_(std::move(context)), lanes_(lanes) {}
+
+template <class Dialing>
+auto TlsDialer::explained(const TlsLink& link, const Dialing& dialing) const {
+  const Address& address = link.addresses.at(link.address);
+  try {
+    return dialing(address);
+  } catch (const Error& error) {
+    throw Error(error.kind(), error.message() + loopback_hint(link.place, address));
+  }
+}
+
+void TlsDialer::dial_first(TlsLane& lane) {
+  try {
+    start(lane);
+  } catch (const Error& failure) {
+    if (!redial(lane, failure)) throw with_earlier(lane, failure);
+  }
+}
+
+void TlsDialer::dial_rest(const std::shared_ptr<TlsLink>& link) {
+  for (std::uint8_t number = 1; number <= link->granted; ++number) {
+    TlsLane& lane = lanes_.add(
+        std::make_unique<TlsLane>(driver_.tokens.next(), Role::kDialer, link->channel()->peer(), number),
+        link);
+    try {
+      start(lane);
+    } catch (const Error&) {
+      lanes_.drop(lane);
+    }
+  }
+}
+
+bool TlsDialer::redial(TlsLane& lane, const Error& failure) {
+  TlsLink& link = *lane.link;
+  if (!lane.first() || lane.stage() > TlsLane::Stage::kConnecting) return false;
+  link.failures.push_back(failure.message());
+  while (link.address + 1 < link.addresses.size()) {
+    lanes_.unwatch(lane);
+    ++link.address;
+    try {
+      start(lane);
+      return true;
+    } catch (const Error& next) {
+      link.failures.push_back(next.message());
+    }
+  }
+  return false;
+}
+
+Error TlsDialer::with_earlier(const TlsLane& lane, const Error& failure) {
+  std::vector<std::string> all;
+  if (lane.link) all = lane.link->failures;
+  if (std::ranges::find(all, failure.message()) == all.end()) all.push_back(failure.message());
+  return Error(failure.kind(), fmt::format("{}", fmt::join(all, "; ")));
+}
+
+void TlsDialer::start(TlsLane& lane) {
+  const TlsLink& link = *lane.link;
+  Dialed dialed = explained(link, [](const Address& address) { return dial(address); });
+  auto session = std::make_shared<TlsSession>(
+      context_, std::move(dialed.socket),
+      TlsSession::Start{.role = Role::kDialer, .peer = lane.peer(), .host = link.place.host});
+  lane.start(std::move(session), dialed.connected);
+  lanes_.watch(lane, true);
+}
+
+void TlsDialer::finish(TlsLane& lane) const {
+  explained(*lane.link, [&](const Address& address) { finish_dial(lane.session()->socket(), address); });
+  lane.connected();
+}
+
+namespace {
+
+ChannelToken draw_channel_token() {
+  ChannelToken token;
+  if (RAND_bytes(reinterpret_cast<unsigned char*>(token.data()), static_cast<int>(token.size())) != 1) {
+    throw Error(ErrorKind::kUnsupported,
+                "the system's random source returned no bytes for a channel's token");
+  }
+  return token;
+}
+
+}  // namespace
+
+TlsAdmission::TlsAdmission(const TlsOptions& tls, TlsLanes& lanes, TlsLinks& links, TlsDialer& dialer)
+    : most_lanes_(static_cast<std::uint8_t>(tls.lanes)),
+      features_(tls.network == TcpNetwork::kIsolated ? kSendsUnencrypted : 0),
+      lanes_(lanes),
+      links_(links),
+      dialer_(dialer) {}
+
+LaneHello TlsAdmission::greeting_of(const TlsLane& lane) const {
+  LaneHello hello{.features = features_};
+  if (lane.role() == Role::kListener) return hello;
+  hello.lanes = most_lanes_;
+  hello.lane = lane.number();
+  if (!lane.first()) hello.token = lane.link->shared_token;
+  return hello;
+}
+
+void TlsAdmission::meet(TlsLane& lane, const LaneHello& hello) {
+  if (lane.role() == Role::kDialer) return take_answer(lane, hello);
+  hello.lane == 0 ? accept_first(lane, hello) : accept_further(lane, hello);
+}
+
+void TlsAdmission::accept_first(TlsLane& lane, const LaneHello& hello) {
+  LaneHello answer{.lanes = std::min(hello.lanes, most_lanes_), .features = features_};
+  answer.token = draw_channel_token();
+  lane.say(answer);
+  check_agreement(answer, hello, lane.peer());
+  links_.open(lane, links_.add_accepted(lane, answer));
+}
+
+void TlsAdmission::accept_further(TlsLane& lane, const LaneHello& hello) {
+  const auto link = links_.find_accepted(hello.token);
+  if (!link || hello.lane > link->granted || lanes_.has_number(*link, hello.lane)) {
+    // Most likely its channel has just ended.
+    throw Error(ErrorKind::kDisconnected,
+                fmt::format("'{}' asked to join a channel that does not exist (any more)", lane.peer()));
+  }
+  const LaneHello answer{.lane = hello.lane, .features = features_, .token = hello.token};
+  lane.say(answer);
+  check_agreement(answer, hello, lane.peer());
+  link->lanes.push_back(lane.token());
+  join(lane, link, hello.lane);
+}
+
+void TlsAdmission::take_answer(TlsLane& lane, const LaneHello& hello) {
+  const auto link = lane.link;
+  if (hello.lane != lane.number() || (!lane.first() && hello.token != link->shared_token)) {
+    throw Error(ErrorKind::kInvalid, fmt::format("'{}' answered for another connection", lane.peer()));
+  }
+  if (!lane.first()) return join(lane, link, lane.number());
+  link->shared_token = hello.token;
+  link->granted = std::min(hello.lanes, most_lanes_);
+  links_.open(lane, link);
+  dialer_.dial_rest(link);
+}
+
+void TlsAdmission::join(TlsLane& lane, const std::shared_ptr<TlsLink>& link, std::uint8_t number) {
+  lanes_.end_handshake(lane);
+  lane.join(link, number);
+}
 
 TlsDriver::TlsDriver(const DriverContext& driver, const TlsOptions& tls,
                      std::shared_ptr<TlsRequestQueue> request_queue)

@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
@@ -6,14 +7,66 @@
 #include "net/api/tls.h"
 #include "net/stream/driver_context.h"
 #include "net/stream/listener.h"
-#include "net/tls/tls_admission.h"
+#include "net/tls/hello.h"
+#include "net/tls/tls_channel.h"
 #include "net/tls/tls_context.h"
-#include "net/tls/tls_dialer.h"
-#include "net/tls/tls_lanes.h"
 #include "net/tls/tls_links.h"
-#include "net/tls/tls_request.h"
 
 namespace torchspan::net {
+
+/// Dials the connections of channels: the first lane at one address of the host after another, further lanes
+/// at the address that answered. For the driver.
+class TlsDialer {
+ public:
+  TlsDialer(const DriverContext& driver, std::shared_ptr<const TlsContext> context, TlsLanes& lanes);
+
+  /// Dials the addresses of the lane's link until a connection is under way. Throws why the first address
+  /// failed, if all do.
+  void dial_first(TlsLane& lane);
+  /// Dials the lanes that the peer granted; the channel does without those that fail.
+  void dial_rest(const std::shared_ptr<TlsLink>& link);
+  /// After a failure, dials the next address of a first lane that was not connected yet; false if there is none.
+  bool redial(TlsLane& lane, const Error& failure);
+  /// `failure` of the last address, and those of all addresses before it.
+  static Error with_earlier(const TlsLane& lane, const Error& failure);
+  /// The lane's connection attempt has ended. Throws why it failed.
+  void finish(TlsLane& lane) const;
+
+ private:
+  void start(TlsLane& lane);
+  /// Calls `dialing`; its errors say if the lane's host is this one by mistake.
+  template <class Dialing>
+  auto explained(const TlsLink& link, const Dialing& dialing) const;
+
+  const DriverContext driver_;
+  const std::shared_ptr<const TlsContext> context_;
+  TlsLanes& lanes_;
+};
+
+/// Decides by the greetings of a new connection which channel it belongs to: a first lane makes a channel, a
+/// further lane joins one. For the driver.
+class TlsAdmission {
+ public:
+  TlsAdmission(const TlsOptions& tls, TlsLanes& lanes, TlsLinks& links, TlsDialer& dialer);
+
+  /// What this side says, apart from the listener's answer.
+  LaneHello greeting_of(const TlsLane& lane) const;
+  /// The peer's greeting arrived: puts the lane into its channel. Throws why the lane ends instead.
+  void meet(TlsLane& lane, const LaneHello& hello);
+
+ private:
+  void accept_first(TlsLane& lane, const LaneHello& hello);
+  void accept_further(TlsLane& lane, const LaneHello& hello);
+  /// The listener answered this side's greeting.
+  void take_answer(TlsLane& lane, const LaneHello& hello);
+  void join(TlsLane& lane, const std::shared_ptr<TlsLink>& link, std::uint8_t number);
+
+  const std::uint8_t most_lanes_;
+  const std::uint64_t features_;
+  TlsLanes& lanes_;
+  TlsLinks& links_;
+  TlsDialer& dialer_;
+};
 
 /// The part of a TLS transport that belongs to the thread in poll() or wait(): carries out requests of other
 /// threads, and serves sockets, timers and heartbeats. A peer that dials is a lane without a link until it has

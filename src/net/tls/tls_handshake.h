@@ -9,7 +9,6 @@
 #include <torchspan/core/error.h>
 
 #include "net/tls/byte_stream.h"
-#include "net/tls/key_derivation.h"
 #include "net/tls/tls_context.h"
 
 namespace torchspan::net {

@@ -1,8 +1,357 @@
 #include "net/tls/tls_links.h"
 
+#include <algorithm>
+#include <cstring>
+#include <exception>
 #include <fmt/format.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include "net/stream/socket.h"
+#include "net/tls/record_cipher.h"
 
 namespace torchspan::net {
+
+void TlsGreeting::say(TlsSession& session, const LaneHello& hello) const {
+  // The hello is sent in a separate packet, which arrives even if the probe does not.
+  for (Bytes& bytes : std::array{encode(hello), Bytes(probe_bytes(hello))}) {
+    const iovec place{bytes.data(), bytes.size()};
+    if (bytes.empty() || session.write(std::span(&place, 1)) == static_cast<ssize_t>(bytes.size())) continue;
+    throw Error(ErrorKind::kDisconnected, fmt::format("'{}' disconnected during the handshake", peer_));
+  }
+}
+
+std::optional<LaneHello> TlsGreeting::hear(TlsSession& session, const LaneHello& mine) {
+  if (!hello_) {
+    if (!fill(session, bytes_, filled_)) return std::nullopt;
+    hello_ = decode_lane_hello(bytes_, peer_);
+    if (role_ == Role::kDialer) check_agreement(mine, *hello_, peer_);
+  }
+  Bytes probe(probe_bytes(*hello_));
+  if (!fill(session, probe, probed_)) return std::nullopt;
+  return hello_;
+}
+
+bool TlsGreeting::fill(TlsSession& session, std::span<std::byte> bytes, std::size_t& filled) {
+  while (filled < bytes.size()) {
+    const iovec place{bytes.data() + filled, bytes.size() - filled};
+    const TlsSession::Got got = session.read(std::span(&place, 1));
+    filled += got.size;
+    if (got.ended || got.broken != 0) {
+      throw Error(ErrorKind::kDisconnected,
+                  fmt::format("'{}' disconnected during the handshake: see its log for the reason", peer_));
+    }
+    if (!got.more) break;
+  }
+  return filled == bytes.size();
+}
+
+namespace {
+constexpr std::uint64_t kMaxHeldBytes = 64 << 20;
+}  // namespace
+
+TlsLink::TlsLink(std::shared_ptr<TlsChannel> channel, std::uint64_t token, bool dialed,
+                 const TransportOptions& options)
+    : channel_(std::move(channel)),
+      token_(token),
+      dialed_(dialed),
+      parser_(limits_of(options), options.allocator, FrameDialect::kLanes),
+      assembly_(options.allocator) {}
+
+void TlsLink::take(std::size_t direct, BytesView rest, Handler& handler) {
+  std::exception_ptr failure;
+  try {
+    parser_.received(direct, messages_);
+    parser_.feed(rest, messages_);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  try {
+    sort();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  deliver(handler);
+  if (failure) {
+    const Error error = to_error(failure);
+    throw Error(error.kind(), fmt::format("'{}' is cut off: {}", channel_->peer(), error.message()));
+  }
+}
+
+void TlsLink::sort() {
+  std::vector<FrameParser::Striped> striped = parser_.take_striped();
+  if (striped.empty() && assembly_.empty()) return;
+  std::vector<Message> came = std::exchange(messages_, {});
+  auto next = striped.begin();
+  for (std::size_t i = 0; i < came.size(); ++i) {
+    if (next != striped.end() && next->index == i) {
+      assembly_.expect(std::move(came[i]), std::move(next++->sizes));
+    } else {
+      assembly_.add(std::move(came[i]));
+    }
+  }
+  assembly_.take(messages_);
+}
+
+void TlsLink::deliver_assembled(Handler& handler) {
+  assembly_.take(messages_);
+  deliver(handler);
+}
+
+void TlsLink::deliver(Handler& handler) {
+  const bool several = messages_.size() > 1;
+  if (several) channel_->cork();
+  for (Message& message : messages_) handler.on_message(channel_, std::move(message));
+  messages_.clear();
+  if (several) channel_->uncork();
+}
+
+bool TlsLink::is_full() const { return assembly_.held_bytes() > kMaxHeldBytes; }
+
+Error TlsLink::end_of_stream() const {
+  const std::string peer = channel_->peer();
+  if (channel_->state().said_goodbye) {
+    return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
+  }
+  if (heard_goodbye()) return Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer));
+  const bool inside = parser_.mid_frame() || !assembly_.empty();
+  return Error(ErrorKind::kDisconnected,
+               fmt::format("'{}' is gone{}: its process died or was killed; see its log", peer,
+                           inside ? " in the middle of a message" : ""));
+}
+
+namespace {
+
+/// Reads of one connection in a row, before those of other connections.
+constexpr int kTlsReadRounds = 16;
+
+/// The system of a peer acknowledges bytes that arrive within some tenths of a second, even if the peer is stopped.
+constexpr std::uint32_t kUnacknowledgedMilliseconds = 1000;
+
+/// Whether the peer's system has not acknowledged what was sent.
+bool is_stalled(int socket) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  return ::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_unacked != 0 &&
+         info.tcpi_last_ack_recv >= kUnacknowledgedMilliseconds;
+}
+
+}  // namespace
+
+void TlsLane::start(std::shared_ptr<TlsSession> session, bool connected) {
+  session_ = std::move(session);
+  stage_ = connected ? Stage::kTls : Stage::kConnecting;
+}
+
+std::optional<LaneHello> TlsLane::meet(const LaneHello& mine) {
+  if (stage_ == Stage::kTls) {
+    if (!session_->shake_hands()) return std::nullopt;
+    stage_ = Stage::kHello;
+    if (role_ == Role::kDialer) say(mine);
+  }
+  return greeting_.hear(*session_, mine);
+}
+
+void TlsLane::join(std::shared_ptr<TlsLink> whose, std::uint8_t number) {
+  link = std::move(whose);
+  number_ = number;
+  stage_ = Stage::kOpen;
+  session_->trust();
+  if (first()) return;
+  slot = link->channel()->add_lane(session_);
+  pieces_.emplace(link->assembly());
+}
+
+Error TlsLane::timed_out() const {
+  switch (stage_) {
+    case Stage::kResolving:
+      return Error(ErrorKind::kTimedOut,
+                   fmt::format("the host name of '{}' was not found in time: does the name service answer "
+                               "here (getent hosts)?",
+                               peer_));
+    case Stage::kConnecting:
+      return Error(
+          ErrorKind::kTimedOut,
+          fmt::format("'{}' did not accept the connection in time: is that host up, does a firewall let "
+                      "this port through, and do packets come back (ping each host from the other)?",
+                      peer_));
+    case Stage::kTls:
+    case Stage::kHello:
+      return handshake_timed_out();
+    case Stage::kOpen:
+      break;
+  }
+  if (link->channel()->state().closing) {
+    return Error(
+        ErrorKind::kDisconnected,
+        fmt::format("this side closed the channel to '{}', which did not acknowledge it in time", peer_));
+  }
+  return Error(ErrorKind::kDisconnected,
+               fmt::format("'{}' is gone: one of its connections ended without the others", peer_));
+}
+
+Error TlsLane::handshake_timed_out() const {
+  // A connection that is established carries small packets. Without an answer to larger ones, they get lost.
+  if (greeting_.heard_hello() || is_stalled(session_->socket())) {
+    return Error(
+        ErrorKind::kTimedOut,
+        fmt::format("the connection with '{}' passes small packets only: {} KiB did not arrive in time. "
+                    "A device between the hosts drops larger packets: lower the MTU of both hosts "
+                    "(ip link set dev DEVICE mtu 1280), or set net.ipv4.tcp_mtu_probing=1 there; if the "
+                    "hosts were cut off from each other just now, try again",
+                    peer_, kProbeBytes >> 10));
+  }
+  return Error(ErrorKind::kTimedOut,
+               fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or not "
+                           "a worker",
+                           peer_));
+}
+
+bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link && link->is_full()); }
+
+bool TlsLane::receive(std::span<std::byte> scratch, Handler& handler) {
+  last = {};
+  return pieces_ ? receive_pieces(handler) : receive_frames(scratch, handler);
+}
+
+bool TlsLane::note(const TlsSession::Got& got) {
+  last.heard |= got.heard;
+  return !got.ended && got.broken == 0;
+}
+
+bool TlsLane::receive_frames(std::span<std::byte> scratch, Handler& handler) {
+  std::array<iovec, kReceiveIovecs + 1> places;
+  for (int round = 0; round < kTlsReadRounds; ++round) {
+    if (!can_receive()) {
+      last.waits = true;
+      return true;
+    }
+    const std::size_t count = link->targets(std::span(places).first(kReceiveIovecs));
+    std::size_t direct = 0;
+    for (std::size_t i = 0; i < count; ++i) direct += places[i].iov_len;
+    places[count] = {scratch.data(), scratch.size()};
+    const TlsSession::Got got = session_->read(std::span(places).first(count + 1));
+    const bool alive = note(got);
+    const std::size_t in_place = std::min(got.size, direct);
+    link->take(in_place, scratch.first(got.size - in_place), handler);
+    if (!alive) return false;
+    if (!got.more) return true;
+  }
+  last.more = true;
+  return true;
+}
+
+bool TlsLane::receive_pieces(Handler& handler) {
+  std::array<iovec, kReceiveIovecs + 1> places;
+  for (int round = 0; round < kTlsReadRounds; ++round) {
+    if (!pieces_->ready()) {
+      last.waits = true;
+      return true;
+    }
+    TlsSession::Got got;
+    try {
+      const std::size_t count = pieces_->targets(places);
+      got = session_->read(std::span(places).first(count));
+    } catch (const Error& error) {
+      throw Error(error.kind(), fmt::format("'{}' is cut off: {}", link->channel()->peer(), error.message()));
+    }
+    const bool alive = note(got);
+    pieces_->received(got.size);
+    if (got.size != 0) link->deliver_assembled(handler);
+    if (!alive) return false;
+    if (!got.more) return true;
+  }
+  last.more = true;
+  return true;
+}
+
+namespace {
+
+/// Room for one record, so that none is copied twice.
+constexpr std::size_t kTlsScratchBytes = kMostRecordBytes;
+
+}  // namespace
+
+TlsLanes::TlsLanes(const DriverContext& driver, Listener& listener)
+    : driver_(driver),
+      listener_(listener),
+      scratch_(std::make_unique_for_overwrite<std::byte[]>(kTlsScratchBytes)) {}
+
+TlsLane& TlsLanes::add(std::unique_ptr<TlsLane> owned, const std::shared_ptr<TlsLink>& link,
+                       Deadline deadline) {
+  TlsLane& lane = *owned;
+  lanes_.emplace(lane.token(), std::move(owned));
+  lane.link = link;
+  if (link) link->lanes.push_back(lane.token());
+  const Deadline latest = driver_.executor.deadline_in(driver_.options.handshake_timeout);
+  driver_.timers.set(lane.token(), earlier(latest, deadline).at());
+  return lane;
+}
+
+TlsLane* TlsLanes::find(std::uint64_t token) const {
+  const auto found = lanes_.find(token);
+  return found == lanes_.end() ? nullptr : found->second.get();
+}
+
+bool TlsLanes::have_all_ended(const TlsLink& link) const {
+  return std::ranges::all_of(link.lanes, [&](std::uint64_t token) { return at(token).over; });
+}
+
+bool TlsLanes::has_number(const TlsLink& link, std::uint8_t number) const {
+  return std::ranges::any_of(link.lanes, [&](std::uint64_t token) { return at(token).number() == number; });
+}
+
+void TlsLanes::end_handshake(const TlsLane& lane) {
+  driver_.timers.set(lane.token(), std::nullopt);
+  listener_.remove_unauthenticated(lane.token());
+}
+
+void TlsLanes::start_linger(const TlsLane& lane) {
+  if (driver_.timers.of(lane.token())) return;
+  driver_.timers.set(lane.token(), driver_.executor.now() + driver_.options.linger);
+}
+
+void TlsLanes::watch(TlsLane& lane, bool writing) {
+  if (!lane.session()) return;
+  writing |= lane.stage() == TlsLane::Stage::kConnecting;
+  const bool wanted = !lane.over && (writing || lane.can_receive());
+  const int socket = lane.session()->socket();
+  if (wanted != lane.watched) {
+    wanted ? driver_.poller.add(socket, lane.token(), writing) : driver_.poller.remove(socket);
+  } else if (wanted && writing != lane.watches_writing) {
+    driver_.poller.change(socket, lane.token(), writing);
+  }
+  lane.watched = wanted;
+  lane.watches_writing = writing;
+}
+
+void TlsLanes::unwatch(TlsLane& lane) {
+  if (lane.watched) driver_.poller.remove(lane.session()->socket());
+  lane.watched = false;
+}
+
+bool TlsLanes::receive(TlsLane& lane) {
+  return lane.receive({scratch_.get(), kTlsScratchBytes}, driver_.handler);
+}
+
+void TlsLanes::drop(TlsLane& lane) {
+  end_handshake(lane);
+  unwatch(lane);
+  if (lane.link) std::erase(lane.link->lanes, lane.token());
+  lanes_.erase(lane.token());
+}
+
+void TlsLanes::serve_resumed(const TlsLink& link) {
+  // A lane that waited may have its bytes in memory already, which the poller does not report.
+  for (const std::uint64_t token : link.lanes) {
+    const TlsLane& lane = at(token);
+    const bool waited = lane.last.waits || !lane.watched;  // the poller may watch it for writing
+    if (lane.stage() == TlsLane::Stage::kOpen && waited && !lane.over && lane.can_receive()) {
+      serve_again(lane);
+    }
+  }
+}
 
 TlsLinks::TlsLinks(const DriverContext& driver, const TlsOptions& tls, TlsLanes& lanes,
                    std::shared_ptr<TlsRequestQueue> request_queue)

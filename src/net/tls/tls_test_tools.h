@@ -14,7 +14,7 @@
 #include "net/stream/socket.h"
 #include "net/tls/hello.h"
 #include "net/tls/tls_address.h"
-#include "net/tls/tls_greeting.h"
+#include "net/tls/tls_links.h"
 #include "net/tls/tls_session.h"
 
 /// For the tests of the TLS transport: a transport that the test drives, and peers made of bare parts.

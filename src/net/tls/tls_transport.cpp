@@ -4,7 +4,7 @@
 #include <netinet/in.h>
 
 #include "net/receive_buffers.h"
-#include "net/socket_limits.h"
+#include "net/stream/socket.h"
 
 namespace torchspan::net {
 namespace {

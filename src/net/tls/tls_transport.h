@@ -5,12 +5,10 @@
 #include <string>
 
 #include "net/api/tls.h"
-#include "net/polled.h"
-#include "net/stream/timers.h"
-#include "net/stream/token_counter.h"
-#include "net/tls/resolver.h"
+#include "net/stream/driver_context.h"
+#include "net/tls/tls_address.h"
+#include "net/tls/tls_channel.h"
 #include "net/tls/tls_driver.h"
-#include "net/tls/tls_request.h"
 
 namespace torchspan::net {
 

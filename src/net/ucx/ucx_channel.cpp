@@ -7,8 +7,6 @@
 #include <fmt/format.h>
 #include <utility>
 
-#include "net/ucx/ucx_request.h"
-
 namespace torchspan::net {
 namespace {
 

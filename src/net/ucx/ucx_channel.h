@@ -6,12 +6,12 @@
 #include <optional>
 #include <string>
 
+#include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/net/transport.h>
 
 #include "net/framing.h"
 #include "net/stream/outbox.h"
-#include "net/stream/request_queue.h"
 #include "net/ucx/ucx_worker.h"
 
 namespace torchspan::net {
@@ -103,6 +103,14 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
   bool closing_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::optional<std::string> broken_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<std::string> ended_ TORCHSPAN_GUARDED_BY(mutex_);  ///< why the channel ended
+};
+
+/// Asks the driver to make a channel by dialing `address`.
+struct UcxRequest {
+  std::uint64_t token;
+  std::shared_ptr<UcxChannel> channel;
+  std::string address;
+  Deadline deadline;
 };
 
 }  // namespace torchspan::net

@@ -2,7 +2,7 @@
 #include <memory>
 
 #include "net/api/ucx.h"
-#include "net/polled.h"
+#include "net/stream/driver_context.h"
 
 namespace torchspan::net {
 

@@ -12,13 +12,11 @@
 #include <torchspan/detail/core/metrics.h>
 
 #include "net/api/ucx.h"
-#include "net/stream/timers.h"
-#include "net/stream/token_counter.h"
+#include "net/stream/driver_context.h"
 #include "net/tls/tls_transport.h"
 #include "net/ucx/greeting.h"
 #include "net/ucx/inbox.h"
 #include "net/ucx/ucx_channel.h"
-#include "net/ucx/ucx_request.h"
 #include "net/ucx/ucx_worker.h"
 
 namespace torchspan::net {

@@ -16,7 +16,6 @@
 #include "net/api/ucx.h"
 #include "net/ucx/inbox.h"
 #include "net/ucx/ucx_context.h"
-#include "net/ucx/ucx_library.h"
 
 namespace torchspan::net {
 

@@ -17,7 +17,6 @@
 #include "rpc/agent/message_sender.h"
 #include "rpc/agent/request_sender.h"
 #include "rpc/agent/request_server.h"
-#include "rpc/agent/stopped_peers.h"
 #include "rpc/agent/transport_loop.h"
 
 namespace torchspan::rpc {

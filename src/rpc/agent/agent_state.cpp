@@ -2,7 +2,62 @@
 
 #include <utility>
 
+#include <torchspan/detail/rpc/extension.h>
+
+#include "core/api/listed_wait.h"
+
 namespace torchspan::rpc {
+namespace {
+
+/// How often a waiting caller polls without a result before it yields its core: the peer may need it.
+constexpr unsigned kPollsPerYield = 8;
+
+/// Registers a caller with the driver for as long as the caller polls.
+class Driving {
+ public:
+  Driving(Driver* driver, const std::atomic<bool>& done) : driver_(driver), done_(done) {
+    if (driver_ != nullptr) driver_->begin_driving();
+  }
+  ~Driving() {
+    if (driver_ != nullptr) driver_->end_driving(!done_.load(std::memory_order_acquire));
+  }
+  Driving(const Driving&) = delete;
+
+ private:
+  Driver* const driver_;
+  const std::atomic<bool>& done_;
+};
+
+}  // namespace
+
+void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) {
+  runtime_->check_process();
+  Executor& executor = pool_.executor();
+  const auto driver = driver_.lock();
+  if (driver) driver->check_may_wait();
+  const Duration spin = executor.spin_limit();
+  if (spin > Duration::zero()) {
+    const TimePoint end = executor.now() + spin;
+    const Driving driving(driver.get(), done);
+    for (unsigned idle = 0; !done.load(std::memory_order_acquire) && executor.now() < end;) {
+      if (driver && driver->drive()) {
+        idle = 0;
+      } else if (!driver || ++idle % kPollsPerYield == 0) {
+        executor.yield();
+        if (executor.spin_limit() == Duration::zero()) break;
+      }
+    }
+  }
+  wait_listed(runtime_->spans, done, deadline, [&](Deadline until) { pool_.wait(parker, done, until); });
+}
+
+UniqueFunction<void()> Host::bind(UniqueFunction<void()> continuation) {
+  return [environment = Environment::capture(), continuation = std::move(continuation)]() mutable {
+    const EnvironmentScope scope(environment);
+    std::exchange(continuation, nullptr)();  // destroys the captures inside the scope, too
+  };
+}
+
 namespace {
 
 PoolOptions pool_options(const ServiceOptions& options) {

@@ -4,11 +4,12 @@
 #include <memory>
 #include <vector>
 
+#include <torchspan/detail/core/pool.h>
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/device/copies.h>
 #include <torchspan/detail/rpc/service.h>
 
-#include "rpc/agent/host.h"
+#include "rpc/agent/transport_loop.h"
 #include "rpc/calls/call_table.h"
 #include "rpc/calls/devices.h"
 #include "rpc/calls/serving.h"
@@ -18,6 +19,27 @@
 #include "rpc/references/references.h"
 
 namespace torchspan::rpc {
+
+/// Runs continuations of a worker's futures on its pool, and waits for the futures. A waiter polls the
+/// transport for a short time before it sleeps.
+class Host final : public FutureHost {
+ public:
+  Host(std::shared_ptr<Runtime> runtime, PoolOptions options)
+      : runtime_(std::move(runtime)), pool_(runtime_->executor, std::move(options)) {}
+  Executor& executor() override { return pool_.executor(); }
+  void post(UniqueFunction<void()> job) override { pool_.post(std::move(job)); }
+  /// Continuations keep the environment of the thread that adds them.
+  UniqueFunction<void()> bind(UniqueFunction<void()> continuation) override;
+  void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
+  std::string worker_name() const override { return runtime_->log.owner(); }
+  Pool& pool() { return pool_; }
+  void set_driver(std::weak_ptr<Driver> driver) { driver_ = std::move(driver); }
+
+ private:
+  const std::shared_ptr<Runtime> runtime_;  ///< for waiters that return after the worker ended
+  Pool pool_;
+  std::weak_ptr<Driver> driver_;  ///< set once, before the first wait
+};
 
 /// Holds what the parts of one worker's agent share. A member is constant once the worker has joined its
 /// world, or thread-safe.

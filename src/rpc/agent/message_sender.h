@@ -1,21 +1,116 @@
 #pragma once
+#include <algorithm>
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include <torchspan/detail/net/transport.h>
 #include <torchspan/detail/rpc/extension.h>
 
 #include "rpc/agent/agent_state.h"
-#include "rpc/agent/copying_messages.h"
-#include "rpc/agent/outgoing_message.h"
 #include "rpc/agent/transport_loop.h"
+#include "rpc/device_memory/lent_tensor.h"
+#include "rpc/peers/peer_table.h"
 #include "rpc/tensor_parts/outgoing_parts.h"
+#include "wire/api/tensors.h"
 
 namespace torchspan::rpc {
+
+using TensorPtr = std::shared_ptr<at::Tensor>;
+
+/// A message to be sent: its frame, and the tensors that the frame describes.
+struct OutgoingMessage {
+  wire::Frame frame;
+  std::vector<TensorPtr> captured =
+      {};  ///< to this worker itself: copies on their devices, which the receiver takes
+  std::vector<LentTensorPtr> lent = {};    ///< memory of some tensors, freed after the copies in `tensors`
+  std::vector<SplitTensorPtr> split = {};  ///< tensors that are sent in parts, before the frame
+  /// A tensor that the connection carries from device to device.
+  struct Carried {
+    TensorPtr copy;
+    std::uint32_t target = 0;  ///< Segment::device_target
+  };
+  std::vector<Carried> carried = {};
+  enum class Way : std::uint8_t { kLent, kSplit, kCarried };
+  std::vector<Way> ways = {};  ///< of the tensors in these three lists, in the order of the message
+  wire::PackedTensors tensors = {};
+  std::exception_ptr failure = nullptr;  ///< an Error: why not all parts were sent
+
+  /// Whether the frame may be sent: its tensors are in host memory, or with the peer.
+  bool ready() {
+    return tensors.copies.complete() &&
+           std::ranges::all_of(split, [](const SplitTensorPtr& tensor) { return tensor->done(); });
+  }
+};
+
+/// The message of a call that was queued on a channel that was not open: it has reached nobody, and can be sent on another
+/// channel to the same process.
+struct UnsentCall {
+  OutgoingMessage out;
+  PeerId peer;
+  bool creates = false;  ///< its first handle is that of the reference that it creates
+  std::shared_ptr<net::Channel> channel;
+  std::string first_failure = {};
+  std::string failure = {};  ///< why attempts to connect failed: the first reason, and the last one
+};
+
+/// Messages whose tensors are still being copied from devices, or sent in parts. Thread-safe.
+class CopyingMessages {
+ public:
+  /// `bytes_sent` counts the bytes of parts.
+  CopyingMessages(AgentState& state, TransportLoop& loop, Counter& bytes_sent);
+
+  /// Waits, at most for some microseconds, until the message may be sent. Returns whether it may: small tensors of a
+  /// device that is idle are copied sooner than a thread of the pool would wake up.
+  bool soon_ready(OutgoingMessage& out) const;
+  /// Calls `next` with the message when it may be sent: on the pool, or on a thread that polls. Sends parts of large
+  /// tensors to `channel` meanwhile; a failure, or a deadline that passed, is in OutgoingMessage::failure then.
+  void add(OutgoingMessage out, std::shared_ptr<net::Channel> channel, Deadline deadline,
+           UniqueFunction<void(OutgoingMessage&)> next);
+  /// Passes on the oldest messages if they may be sent now; the pool sends parts and large ones. Threads that poll call
+  /// it often.
+  void look();
+  /// Drops all messages, also later ones; after the loop has stopped.
+  void drop();
+
+ private:
+  struct Copying {
+    OutgoingMessage out;
+    std::shared_ptr<net::Channel> channel;
+    Deadline deadline;
+    UniqueFunction<void(OutgoingMessage&)> next;
+    std::uint64_t number = 0;             ///< in the order of add()
+    std::atomic<bool> busy = false;       ///< a thread asks the devices, sends parts, or has taken it
+    std::atomic<std::uint64_t> turn = 0;  ///< of the timer that counts
+  };
+  using CopyingPtr = std::shared_ptr<Copying>;
+  enum class Answer : std::uint8_t { kWaits, kBusy, kCopied };
+  /// Asks the devices. One thread gets kCopied, and must pass the message on or post it.
+  Answer ask(const CopyingPtr& copying);
+  void look_after(const CopyingPtr& copying, Duration pause);
+  void send_parts(const CopyingPtr& copying);
+  void post(const CopyingPtr& copying);
+  void pass_on(const CopyingPtr& copying);
+
+  AgentState& state_;
+  TransportLoop& loop_;
+  Counter& bytes_sent_;
+  Counter& split_;  ///< tensors that were sent in parts
+  Mutex mutex_;
+  std::map<std::uint64_t, CopyingPtr> messages_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::uint64_t last_number_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
+  bool drops_ TORCHSPAN_GUARDED_BY(mutex_) = false;
+  std::atomic<std::size_t> count_{0};  ///< of `messages_`
+  std::atomic<bool> looking_{false};   ///< one thread at a time
+};
 
 /// Names the blob of a request whose caller disabled gradients.
 inline constexpr const char* kNoGradBlob = "rpc.no_grad";

@@ -8,9 +8,9 @@
 #include <ATen/ATen.h>
 
 #include "rendezvous/api/process_stat.h"
-#include "rpc/device_memory/byte_budget.h"
 #include "rpc/device_memory/incoming_memory.h"
 #include "rpc/device_memory/outgoing_memory.h"
+#include "rpc/device_memory/received_memory.h"
 #include "tests/support/errors.h"
 #include "tests/support/stand_in_device.h"
 #include "tests/support/stand_in_runtime.h"

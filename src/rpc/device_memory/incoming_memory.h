@@ -11,8 +11,8 @@
 
 #include "device/api/device_runtime.h"
 #include "rpc/device_memory/messages.h"
-#include "rpc/device_memory/received_segments.h"
-#include "rpc/peers/peer_id.h"
+#include "rpc/device_memory/received_memory.h"
+#include "rpc/peers/peer_table.h"
 
 namespace torchspan::rpc {
 

@@ -1,4 +1,5 @@
 #pragma once
+#include <compare>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -10,9 +11,14 @@
 #include <torchspan/detail/core/protocol.h>
 #include <torchspan/detail/rpc/message.h>
 
-#include "rpc/peers/peer_id.h"
-
 namespace torchspan::rpc {
+
+/// One process of the world: a rank, and how many processes held that rank before it.
+struct PeerId {
+  std::uint32_t rank = 0;
+  std::uint32_t incarnation = 0;
+  friend auto operator<=>(const PeerId&, const PeerId&) = default;
+};
 
 /// An operating-system process.
 struct ProcessId {

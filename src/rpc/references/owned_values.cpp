@@ -1,7 +1,6 @@
 #include "rpc/references/owned_values.h"
 
 namespace torchspan::rpc {
-
 namespace {
 /// For how many values the reason of their end is kept.
 constexpr std::size_t kReasons = 256;

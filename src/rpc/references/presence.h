@@ -4,7 +4,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "rpc/peers/peer_id.h"
+#include "rpc/peers/peer_table.h"
 
 namespace torchspan::rpc {
 

@@ -9,7 +9,7 @@
 #include "rpc/references/program_names.h"
 #include "rpc/references/reference_states.h"
 #include "rpc/references/rref_driver.h"
-#include "rpc/references/shared_table.h"
+#include "rpc/references/rref_table.h"
 
 namespace torchspan::rpc {
 

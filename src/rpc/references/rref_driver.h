@@ -10,7 +10,7 @@
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/rpc/endpoint.h>
 
-#include "rpc/references/shared_table.h"
+#include "rpc/references/rref_table.h"
 
 namespace torchspan::rpc {
 

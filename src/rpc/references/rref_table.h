@@ -4,6 +4,8 @@
 #include <optional>
 #include <vector>
 
+#include <torchspan/detail/core/mutex.h>
+
 #include "rpc/references/held_references.h"
 #include "rpc/references/owned_values.h"
 
@@ -78,6 +80,14 @@ class RRefTable {
   Presence presence_;
   OwnedValues owned_{presence_};
   HeldReferences held_{presence_};
+};
+
+/// Holds a worker's table of references and its lock, which is never held during a send or a destruction.
+struct SharedRRefTable {
+  explicit SharedRRefTable(std::uint32_t self) : table(self) {}
+
+  mutable Mutex mutex;
+  RRefTable table TORCHSPAN_GUARDED_BY(mutex);
 };
 
 }  // namespace torchspan::rpc

@@ -9,7 +9,6 @@
 #include <torchspan/detail/net/transport.h>
 
 #include "rpc/device_memory/received_memory.h"
-#include "rpc/device_memory/received_segments.h"
 #include "rpc/tensor_parts/messages.h"
 
 namespace torchspan::rpc {

@@ -10,7 +10,7 @@
 
 #include <torchspan/detail/core/mutex.h>
 
-#include "rpc/peers/peer_id.h"
+#include "rpc/peers/peer_table.h"
 #include "rpc/tensor_parts/shared_buffers.h"
 #include "rpc/tensor_parts/split_tensor.h"
 

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "rpc/device_memory/outgoing_memory.h"
-#include "rpc/tensor_parts/part_buffers.h"
+#include "rpc/tensor_parts/split_tensor.h"
 
 namespace torchspan::rpc {
 

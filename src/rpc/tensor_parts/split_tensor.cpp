@@ -1,5 +1,6 @@
 #include "rpc/tensor_parts/split_tensor.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -11,6 +12,18 @@
 #include "rpc/tensor_parts/messages.h"
 
 namespace torchspan::rpc {
+
+std::size_t HostBuffers::fill(const at::Tensor& tensor, std::size_t from) {
+  const std::size_t count = std::min(ring_.part(), tensor.nbytes() - from);
+  return ring_.fill(tensor, from, count) ? count : 0;
+}
+
+std::optional<Part> HostBuffers::take() {
+  std::optional<Segment> segment = ring_.take();
+  if (!segment) return std::nullopt;
+  return Part{std::move(*segment)};
+}
+
 namespace {
 
 at::Tensor copy_without_graph(const at::Tensor& tensor) {

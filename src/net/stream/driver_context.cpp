@@ -1,4 +1,4 @@
-#include "net/stream/timers.h"
+#include "net/stream/driver_context.h"
 
 namespace torchspan::net {
 
