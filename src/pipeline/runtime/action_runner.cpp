@@ -28,7 +28,6 @@ void ActionRunner::run(const Action& action) {
       run_weight_gradient(action.stage, action.micro_batch);
       break;
   }
-  state_.actions.ended();
   state_.record.add(action, start);
 }
 
@@ -64,7 +63,7 @@ void ActionRunner::end_without_backward(int range, int micro_batch) {
   state_.passes.erase(range, micro_batch);
   state_.record.pass_ended();
   if (range != local_.last_layer_range() || state_.work.table != nullptr) return;
-  if (local_.owns_layer_range(0)) return state_.actions.credit();
+  if (local_.owns_layer_range(0)) return state_.policy->credit();
   local_.post_to(local_.first_worker(), Credit{state_.work.begin.id, micro_batch});
 }
 
@@ -79,7 +78,7 @@ void ActionRunner::run_backward(const Action& action) {
     state_.exchange.backward_ended(range);
   } else {
     back = state_.passes.at(range, micro_batch).backward_inputs();
-    state_.actions.became_ready({ActionKind::kWeightGradient, range, micro_batch});
+    state_.policy->became_ready({ActionKind::kWeightGradient, range, micro_batch});
   }
   for (auto& [link, gradients] : back) {
     if (link == kOutside) {
@@ -93,7 +92,7 @@ void ActionRunner::run_backward(const Action& action) {
 /// Brings the inputs of the next backward to the device while this one runs.
 void ActionRunner::prefetch_next() {
   if (state_.work.offloader == nullptr) return;
-  const auto next = state_.actions.next_backward();
+  const auto next = state_.policy->next_backward();
   if (!next) return;
   if (LayerRangePass* const pass = state_.passes.find(next->stage, next->micro_batch)) pass->prefetch();
 }
@@ -106,7 +105,7 @@ void ActionRunner::run_weight_gradient(int range, int micro_batch) {
 }
 
 bool ActionRunner::recompute_ahead() {
-  const auto next = state_.actions.next_backward();
+  const auto next = state_.policy->next_backward();
   if (!next) return false;
   LayerRangePass* const pass = state_.passes.find(next->stage, next->micro_batch);
   if (pass == nullptr || !pass->can_recompute_early()) return false;

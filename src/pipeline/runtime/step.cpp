@@ -44,15 +44,15 @@ Step::Step(const LocalPipeline& local, StepWork work)
 }
 
 void Step::run_part(bool backwards) {
-  if (backwards) state_.actions.begin_backwards();
+  if (backwards) state_.policy->begin_backwards();
   const bool learns = backwards || state_.work.begin.kind == StepKind::kTrain;
   if (learns) {
     refuse_steps_in_backward(local_);
     state_.exchange.begin();
   }
-  while (state_.actions.any_left()) {
+  while (state_.policy->any_left()) {
     take_events();
-    if (const auto action = state_.actions.next()) {
+    if (const auto action = state_.policy->next()) {
       run(*action);
     } else if (!runner_.recompute_ahead() && !run_next_step()) {
       wait();
@@ -110,7 +110,7 @@ void Step::hold_first_backward() {
 }
 
 Awaited Step::awaited() const {
-  if (state_.actions.any_left()) return state_.passes.awaited();
+  if (state_.policy->any_left()) return state_.passes.awaited();
   const char* const missing = state_.exchange.waiting_for();
   return {missing == nullptr ? "wait for the other workers to end their parts" : missing};
 }
@@ -120,7 +120,7 @@ void Step::wait() {
   const Awaited awaited = this->awaited();
   state_.record.begin_wait(awaited);
   if (local_.event_queue->wait(watch_.patience())) return state_.record.end_wait();
-  const std::string waiting_for = state_.actions.any_left()
+  const std::string waiting_for = state_.policy->any_left()
                                       ? state_.passes.waiting_for()
                                       : std::string(awaited.name.substr(std::strlen("wait for ")));
   if (const auto stall = watch_.look(state_.work.begin.id.step, waiting_for)) throw *stall;
@@ -151,7 +151,7 @@ void Step::accept(StepEvent& event) {
       [&](auto& held) {
         using T = std::remove_cvref_t<decltype(held)>;
         if constexpr (std::is_same_v<T, Credit>) {
-          state_.actions.credit();
+          state_.policy->credit();
         } else if constexpr (std::is_same_v<T, PartDone> || std::is_same_v<T, ReplicaDone>) {
           closing_.add(held);
         } else if constexpr (std::is_same_v<T, StepClosed>) {

@@ -37,7 +37,7 @@ class Step {
   /// The action that may run now, while the step before this one has not ended and holds the activations of `held`
   /// passes: a forward only if both then hold at most what the schedule needs for one. Run it with run_early().
   std::optional<schedule::Action> next_early(int held) {
-    return state_.actions.next_within(held + state_.record.live());
+    return state_.policy->next_within(held + state_.record.live());
   }
   void run_early(const schedule::Action& action);
   /// Takes an event of this step. Throws the error that ends the step.

@@ -26,7 +26,7 @@ const char* unordered(const LocalPipeline& local, StepKind kind) {
 
 }  // namespace
 
-StepPasses::StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions,
+StepPasses::StepPasses(const LocalPipeline& local, const StepBegin& begin, Policy& policy,
                        const PassResources& resources)
     : local_(local),
       id_(begin.id),
@@ -34,7 +34,7 @@ StepPasses::StepPasses(const LocalPipeline& local, const StepBegin& begin, Ready
       random_step_(begin.random_step),
       has_backwards_(has_backwards(begin.kind)),
       unordered_(unordered(local, begin.kind)),
-      actions_(actions),
+      policy_(policy),
       resources_(resources) {}
 
 LayerRangePass& StepPasses::at(int range, int micro_batch) {
@@ -58,7 +58,7 @@ LayerRangePass* StepPasses::find(int range, int micro_batch) {
 
 void StepPasses::check_backward(int range, int micro_batch) {
   if (has_backwards_ && at(range, micro_batch).has_gradients())
-    actions_.became_ready({ActionKind::kBackward, range, micro_batch});
+    policy_.became_ready({ActionKind::kBackward, range, micro_batch});
 }
 
 void StepPasses::deliver(int link, int micro_batch, Activation activation) {
@@ -66,7 +66,7 @@ void StepPasses::deliver(int link, int micro_batch, Activation activation) {
   if (local_.owns_layer_range(to)) {
     LayerRangePass& pass = at(to, micro_batch);
     pass.put_input(link, std::move(activation));
-    if (pass.has_inputs()) actions_.became_ready({ActionKind::kForward, to, micro_batch});
+    if (pass.has_inputs()) policy_.became_ready({ActionKind::kForward, to, micro_batch});
     return;
   }
   Activations message;

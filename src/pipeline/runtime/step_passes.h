@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "pipeline/policies/ready_actions.h"
+#include "pipeline/policies/policy.h"
 #include "pipeline/runtime/layer_range_pass.h"
 #include "pipeline/runtime/step_record.h"
 
@@ -22,7 +22,7 @@ struct PassResources {
 class StepPasses {
  public:
   /// `resources` are those of the mode of all passes.
-  StepPasses(const LocalPipeline& local, const StepBegin& begin, ReadyActions& actions,
+  StepPasses(const LocalPipeline& local, const StepBegin& begin, Policy& policy,
              const PassResources& resources);
 
   /// The pass of a micro-batch through a layer range of this worker; created at its first use.
@@ -57,7 +57,7 @@ class StepPasses {
   const std::uint64_t random_step_;
   const bool has_backwards_;
   const char* const unordered_;
-  ReadyActions& actions_;
+  Policy& policy_;
   const PassResources resources_;
   std::map<std::pair<int, int>, std::unique_ptr<LayerRangePass>> passes_;  ///< by layer range, micro-batch
 };

@@ -1,8 +1,9 @@
 #pragma once
+#include <memory>
 #include <utility>
 
 #include "pipeline/layers/micro_batches.h"
-#include "pipeline/policies/ready_actions.h"
+#include "pipeline/policies/policy.h"
 #include "pipeline/runtime/cache_state.h"
 #include "pipeline/runtime/step_exchange.h"
 #include "pipeline/runtime/step_input.h"
@@ -30,9 +31,9 @@ struct StepState {
   StepState(const LocalPipeline& local, StepWork all)
       : work(std::move(all)),
         split(work.begin.rows),
-        actions(local, work.begin, work.table),
+        policy(make_policy(local, work.begin, work.table)),
         cache(work.cache != nullptr ? work.cache->tensors() : CacheTensors()),
-        passes(local, work.begin, actions, {work.cache != nullptr ? &cache : nullptr, work.offloader}),
+        passes(local, work.begin, *policy, {work.cache != nullptr ? &cache : nullptr, work.offloader}),
         input(local, work.begin, std::move(work.input)),
         output(split.micro_batches()),
         record(local, work.begin),
@@ -42,7 +43,7 @@ struct StepState {
 
   StepWork work;
   const RowSplit split;
-  ReadyActions actions;
+  const std::unique_ptr<Policy> policy;
   CacheTensors cache;
   StepPasses passes;
   StepInput input;
