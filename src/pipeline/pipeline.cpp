@@ -16,11 +16,9 @@
 #include "pipeline/policies/tables.h"
 #include "pipeline/runtime/cache_state.h"
 #include "pipeline/runtime/handshake.h"
-#include "pipeline/runtime/overlapped_steps.h"
+#include "pipeline/runtime/overlap.h"
 #include "pipeline/runtime/places.h"
-#include "pipeline/runtime/replica_begins.h"
 #include "pipeline/runtime/step.h"
-#include "pipeline/runtime/step_failures.h"
 #include "pipeline/state_source.h"
 
 namespace torchspan::pipeline {
@@ -100,11 +98,12 @@ constexpr std::uint64_t kFirstOtherStep = std::uint64_t{1} << 63;
 
 /// Notifies the workers of a step that it will not end.
 void post_abandoned(const LocalPipeline& local, std::uint64_t step, const char* why) {
-  local.post_to_everyone(StepFailed{
-      {local.id, step},
-      Error(ErrorKind::kCancelled, fmt::format("step {} of pipeline '{}' was abandoned on worker '{}': {}",
-                                               step, local.options.name, local.worker.name(), why))
-          .with_worker(local.worker.name())});
+  local.post_to_all(local.grid.all_ranks(),
+                    StepFailed{{local.id, step},
+                               Error(ErrorKind::kCancelled,
+                                     fmt::format("step {} of pipeline '{}' was abandoned on worker '{}': {}",
+                                                 step, local.options.name, local.worker.name(), why))
+                                   .with_worker(local.worker.name())});
 }
 
 }  // namespace
@@ -132,7 +131,7 @@ auto Pipeline::Impl::guarded(const Body& body) {
     throw Error(error);
   } catch (...) {
     Error error = to_error(std::current_exception());
-    report_failure(local_, step, error);
+    local_.report_failure(step, error);
     end_step(false);
     throw error;
   }
@@ -159,9 +158,9 @@ auto Pipeline::Impl::in_step(StepKind kind, const Batch& input, const Batch& tar
 
 StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
                                  const StepOptions& options) {
-  local_.event_queue->set_state(next_step_ - 1, true, false, "", local_.executor().now());
+  local_.set_state(next_step_ - 1, true, false, "");
   if (cache_ != nullptr) cache_->belong_to(local_.id, next_cache_);
-  check_presence(local_, next_step_ - 1);
+  local_.check_presence(next_step_ - 1);
   StepWork work;
   work.begin = is_first() ? begin_first(kind, input, options) : await_begin(kind);
   work.begin.carries = carries_;
@@ -169,8 +168,7 @@ StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch&
   if (is_last() && loss != nullptr) {
     work.loss = loss;
     work.target = target;
-    std::int64_t rows = 0;
-    for (const std::int64_t part : work.begin.rows) rows += part;
+    const std::int64_t rows = total_rows(work.begin.rows);
     const std::int64_t there = count_rows(target, "target");
     if (there != rows) {
       throw Error(
@@ -201,7 +199,7 @@ StepBegin Pipeline::Impl::begin_first(StepKind kind, const Batch& input, const S
     begin.cache = cache_->number();
   }
   begin.arrived = local_.executor().now();
-  local_.post_to_all(begin);
+  local_.post_to_all(local_.ranks(), begin);
   announce_to_replicas(local_, begin);
   return begin;
 }
@@ -220,7 +218,7 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
     std::optional<StepBegin> begin;
     try {
       for (const StepEvent& event : events) {
-        throw_failure(local_, step, event);
+        local_.throw_failure(step, event);
         const auto* found = std::get_if<StepBegin>(&event);
         if (found != nullptr && found->id.step == step) begin = *found;
       }
@@ -255,7 +253,7 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
       return *begin;
     }
     if (local_.event_queue->wait(watch.patience())) continue;
-    if (const auto stall = watch.look(step, "the step to begin")) throw *stall;
+    if (const auto stall = watch.check(step, "the step to begin")) throw *stall;
   }
 }
 
@@ -281,8 +279,7 @@ void Pipeline::Impl::end_step(bool succeeded) {
       if (auto* statistics = dynamic_cast<StepStatistics*>(module.get())) statistics->end_step(succeeded);
     }
   }
-  local_.event_queue->set_state(next_step_ - 1, false, false, fmt::format("step {}", next_step_ - 1),
-                                local_.executor().now());
+  local_.set_state(next_step_ - 1, false, false, fmt::format("step {}", next_step_ - 1));
 }
 
 /// Abandons a forward() whose backward() was not called, so that the other workers do not wait in it.
@@ -324,8 +321,7 @@ double Pipeline::Impl::end_overlapped() {
   std::optional<OverlappedSteps::Ended> ended;
   const auto set_idle = [this] {
     if (next_step_ == 0) return;
-    local_.event_queue->set_state(next_step_ - 1, false, false, fmt::format("step {}", next_step_ - 1),
-                                  local_.executor().now());
+    local_.set_state(next_step_ - 1, false, false, fmt::format("step {}", next_step_ - 1));
   };
   try {
     ended = overlapped_.end();

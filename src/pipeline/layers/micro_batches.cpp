@@ -3,10 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <fmt/format.h>
+#include <numeric>
 #include <optional>
+#include <utility>
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
+
+#include <torchspan/detail/device/copies.h>
+#include <torchspan/detail/device/streams.h>
 
 namespace torchspan::pipeline {
 namespace {
@@ -39,6 +44,14 @@ void check_alike(const Batch& first, const Batch& piece, std::size_t number) {
 
 }  // namespace
 
+at::Tensor moved(at::Tensor tensor, c10::Device device) {
+  if (device::has_streams(tensor.device()))  // the thread that received it may have another current stream
+    device::keep_memory_for(tensor, device::current_stream(tensor.device()));
+  if (tensor.device() == device) return tensor;
+  if (!tensor.is_cpu() || !device::has_streams(device)) return tensor.to(device);
+  return device::CopyStreams().to_device(tensor, device);
+}
+
 bool has_rows(const Batch& batch, std::size_t member) {
   const c10::IValue& value = batch.members[member];
   return value.isTensor() && value.toTensor().defined() && value.toTensor().dim() > 0 &&
@@ -69,6 +82,14 @@ std::vector<std::int64_t> split_rows(std::int64_t rows, int parts) {
   for (std::int64_t piece = 0; piece < pieces; ++piece)
     sizes.push_back(rows / pieces + (piece < rows % pieces ? 1 : 0));
   return sizes;
+}
+
+std::int64_t total_rows(const std::vector<std::int64_t>& rows) {
+  return rows_before(rows, static_cast<int>(rows.size()));
+}
+
+std::int64_t rows_before(const std::vector<std::int64_t>& rows, int piece) {
+  return std::accumulate(rows.begin(), rows.begin() + piece, std::int64_t{0});
 }
 
 Batch slice(const Batch& batch, std::int64_t first, std::int64_t rows) {

@@ -39,35 +39,4 @@ class PipelineExtension::MessageRouter {
   std::map<std::uint64_t, std::weak_ptr<EventQueue>> event_queues_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
-/// Sends a message without waiting for its reply. A failure becomes an event in the sender's `event_queue`.
-template <rpc::Message M>
-void post(const Worker& worker, const std::shared_ptr<EventQueue>& event_queue, std::uint32_t rank,
-          const M& message);
-
-namespace message_router_detail {
-/// Puts the failure of a message into an event queue.
-class NoteFailure final : public rpc::Completion {
- public:
-  NoteFailure(std::weak_ptr<EventQueue> event_queue, StepId id, std::uint32_t rank)
-      : event_queue_(std::move(event_queue)), id_(id), rank_(rank) {}
-  void succeed(wire::Payload&) override {}
-  void fail(std::exception_ptr error) override {
-    if (auto event_queue = event_queue_.lock()) event_queue->put(NotSent{id_, rank_, to_error(error)});
-  }
-
- private:
-  const std::weak_ptr<EventQueue> event_queue_;
-  const StepId id_;
-  const std::uint32_t rank_;
-};
-}  // namespace message_router_detail
-
-template <rpc::Message M>
-void post(const Worker& worker, const std::shared_ptr<EventQueue>& event_queue, std::uint32_t rank,
-          const M& message) {
-  worker.endpoint()->send(
-      rank, rpc::make_request(message),
-      std::make_shared<message_router_detail::NoteFailure>(event_queue, message.id, rank));
-}
-
 }  // namespace torchspan::pipeline

@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -59,19 +60,28 @@ struct StepBegin {
   bool carries = false;           ///< `.grad` has gradients of steps with no_sync; not sent
 };
 
+/// Takes the place of a link's index for the pipeline's own input and output.
+inline constexpr int kOutside = -1;
+
+/// The batch that a link transfers, and which of its members need a gradient.
+struct Activation : Batch {
+  std::vector<std::uint8_t> wants_gradient;  ///< by member
+
+  bool wants_any() const {
+    return std::any_of(wants_gradient.begin(), wants_gradient.end(),
+                       [](std::uint8_t wants) { return wants != 0; });
+  }
+};
+
 /// The activations of one micro-batch that a link carries forward.
-struct Activations {
+struct Activations : Activation {
   static constexpr wire::MessageType kType{0x0302};
   static constexpr std::string_view kName = "pipeline.activations";
   using Reply = Unit;
   StepId id;
   std::int32_t micro_batch = 0;
   std::int32_t link = 0;
-  bool tuple = false;
-  std::vector<c10::IValue> members;
-  std::vector<std::uint8_t> wants_gradient;  ///< by member
-  std::vector<std::uint8_t> unsplit = {};    ///< as Batch::unsplit
-  rpc::DevicePlace place = {};               ///< not sent
+  rpc::DevicePlace place = {};  ///< not sent
 };
 
 /// The gradients that a link carries back: one tensor per member, undefined where there is none. Sent if any

@@ -39,8 +39,8 @@ class TablePolicy final : public Policy {
   }
   std::optional<Action> next_backward() const override {
     const auto end = row_.begin() + static_cast<std::ptrdiff_t>(end_);
-    const auto found = std::find_if(
-        row_.begin() + static_cast<std::ptrdiff_t>(cursor_), end, [](const Action& action) {
+    const auto found =
+        std::find_if(row_.begin() + static_cast<std::ptrdiff_t>(cursor_), end, [](const Action& action) {
           return action.kind == ActionKind::kBackward || action.kind == ActionKind::kInputGradient;
         });
     return found == end ? std::nullopt : std::optional<Action>(*found);

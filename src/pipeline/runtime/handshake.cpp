@@ -16,10 +16,11 @@
 #include <torchspan/wire.h>
 
 #include "pipeline/layers/random.h"
+#include "pipeline/messages/message_router.h"
 #include "pipeline/plan/replica_grid.h"
 #include "pipeline/policies/tables.h"
 #include "pipeline/runtime/all_gather_text.h"
-#include "pipeline/runtime/parameter_versions.h"
+#include "pipeline/runtime/overlap.h"
 #include "pipeline/runtime/replica_values.h"
 #include "pipeline/runtime/shared_tensors.h"
 #include "pipeline/runtime/ties.h"

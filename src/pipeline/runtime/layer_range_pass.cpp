@@ -1,15 +1,20 @@
 #include "pipeline/runtime/layer_range_pass.h"
 
 #include <algorithm>
+#include <exception>
 #include <fmt/format.h>
 #include <utility>
 
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
-#include "pipeline/runtime/kept_buffers.h"
-#include "pipeline/runtime/moved.h"
+#include <torchspan/detail/device/streams.h>
+
+#include "pipeline/layers/micro_batches.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -31,7 +36,7 @@ InPlaceWatch watch_inputs(const std::map<int, Activation>& inputs,
       if (is_defined_tensor(member)) watch.add(member.toTensor());
     }
   };
-  for (const auto& [link, activation] : inputs) add(activation.batch);
+  for (const auto& [link, activation] : inputs) add(activation);
   if (loss) add(loss->target);
   return watch;
 }
@@ -51,19 +56,47 @@ bool stays_on_worker(const Plan& plan, const Link& link) {
   return worker_of(link.from) == worker_of(link.to);
 }
 
-/// Moves what links transfer to the device of the layers; if they have none, what comes from another worker to the CPU.
-/// From there it arrives on the CPU, or where the layers were when the pipeline was created.
-void move_linked_inputs(const LocalPipeline& local, std::map<int, Activation>& inputs,
-                        std::optional<c10::Device> device) {
-  for (auto& [link, activation] : inputs) {
-    if (link == kOutside) continue;
-    const bool stays = stays_on_worker(local.plan, local.plan.links[static_cast<std::size_t>(link)]);
-    if (!device && (stays || !device::has_streams())) continue;
-    for (c10::IValue& member : activation.batch.members) {
-      if (is_defined_tensor(member)) member = moved(member.toTensor(), device.value_or(c10::kCPU));
+/// Modules in evaluation mode leave their buffers as they are.
+bool any_trains(const torch::nn::Module& module) {
+  const auto modules = module.modules();
+  return std::any_of(modules.begin(), modules.end(), [](const auto& each) { return each->is_training(); });
+}
+
+/// Restores the buffers of a layer range's modules (running statistics and the like) to their values at
+/// construction: a recomputed forward must not count twice.
+class KeptBuffers {
+ public:
+  KeptBuffers(const LocalPipeline& local, const LayerRange& range) {
+    for (int order = range.first; order <= range.last; ++order) {
+      const LayerUse& use = local.uses[static_cast<std::size_t>(order)];
+      const auto& module = local.layers[static_cast<std::size_t>(use.layer)].module;
+      if (!module || !any_trains(*module)) continue;
+      for (const at::Tensor& buffer : module->buffers()) kept_.emplace_back(buffer, buffer.detach().clone());
     }
   }
-}
+  /// If an exception ends the scope, restores the rest and does not throw.
+  ~KeptBuffers() {
+    while (!kept_.empty()) {
+      try {
+        restore();
+      } catch (const std::exception&) {  // the scope's exception is the one to report
+        kept_.pop_back();
+      }
+    }
+  }
+  /// Throws LibTorch's error if the forward changed a buffer's shape.
+  void restore() {
+    const torch::autograd::AutoGradMode mode(false);
+    // In reverse order, because a buffer may be listed twice. Without changing its version, because the graph
+    // may have saved the buffer.
+    for (; !kept_.empty(); kept_.pop_back()) kept_.back().first.variable_data().copy_(kept_.back().second);
+  }
+  KeptBuffers(const KeptBuffers&) = delete;
+  KeptBuffers& operator=(const KeptBuffers&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;  ///< the buffer, its former value
+};
 
 /// Disables autocast's cache of cast weights: casts made without a graph would hide the weights from a later
 /// forward, and casts of a repeated forward would outlive the optimizer's step.
@@ -80,10 +113,122 @@ class NoAutocastCache {
 
 }  // namespace
 
-LayerRangePass::LayerRangePass(const LocalPipeline& local, int range, int micro_batch, RunMode mode)
-    : local_(local), mode_(mode), runner_(local, range, micro_batch, mode), repeated_uses_(local) {
-  if (range == 0) ++missing_.inputs;
-  for (const Link& link : local.plan.links) missing_.inputs += link.to == range ? 1 : 0;
+/// The node that all inputs lead to: keeps their gradients.
+class PassGraph::InputNode final : public torch::autograd::Node {
+ public:
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    gradients_ = std::move(gradients);
+    return {};
+  }
+  std::string name() const override { return "torchspan::pipeline::Received"; }
+  void drop() { gradients_.clear(); }
+  at::Tensor gradient(std::uint32_t input) const {
+    return input < gradients_.size() ? gradients_[input] : at::Tensor();
+  }
+
+ private:
+  torch::autograd::variable_list gradients_;
+};
+
+std::map<int, Activation> PassGraph::attach_inputs(const std::map<int, Activation>& inputs, bool records) {
+  std::map<int, Activation> attached;
+  input_node_ = engine::make_node<InputNode>();
+  for (const auto& [link, activation] : inputs) {
+    Activation& here = attached[link];
+    here = activation;
+    for (std::size_t i = 0; i < here.members.size(); ++i) {
+      if (!is_defined_tensor(here.members[i])) continue;
+      at::Tensor tensor = here.members[i].toTensor().detach();
+      if (records && here.wants_gradient[i] != 0) torch::autograd::create_gradient_edge(tensor, input_node_);
+      here.members[i] = std::move(tensor);
+    }
+  }
+  return attached;
+}
+
+void PassGraph::keep_edges(const LayerRangeOutputs& outputs, double loss_weight) {
+  exits_.clear();
+  for (const auto& [link, batch] : outputs.batches) {
+    for (std::size_t i = 0; i < batch.members.size(); ++i) {
+      if (!is_defined_tensor(batch.members[i]) || !batch.members[i].toTensor().requires_grad()) continue;
+      exits_.push_back({link, i, torch::autograd::impl::gradient_edge(batch.members[i].toTensor())});
+    }
+  }
+  if (!outputs.loss.defined() || !outputs.loss.requires_grad()) return;
+  loss_edge_ = torch::autograd::impl::gradient_edge(outputs.loss);
+  loss_gradient_ = at::full_like(outputs.loss.detach(), loss_weight);
+}
+
+void PassGraph::drop_edges() {
+  exits_.clear();
+  loss_edge_ = {};
+}
+
+/// Nodes that wait for the second part of a backward own the input node.
+void PassGraph::drop_inputs() {
+  static_cast<InputNode*>(input_node_.get())->drop();
+  input_node_ = {};
+}
+
+PassGraph::Roots PassGraph::take_roots(std::map<int, std::vector<at::Tensor>>& gradients) const {
+  Roots roots;
+  for (const Exit& exit : exits_) {
+    const auto found = gradients.find(exit.link);
+    if (found == gradients.end() || exit.member >= found->second.size()) continue;
+    if (!found->second[exit.member].defined()) continue;
+    roots.edges.push_back(exit.edge);
+    // From another worker it may arrive on the CPU.
+    roots.gradients.push_back(moved(std::move(found->second[exit.member]),
+                                    exit.edge.function->input_metadata(exit.edge.input_nr).device()));
+  }
+  if (loss_edge_.is_valid()) {
+    roots.edges.push_back(loss_edge_);
+    roots.gradients.push_back(loss_gradient_);
+  }
+  return roots;
+}
+
+void PassGraph::backward(std::map<int, std::vector<at::Tensor>>& gradients) {
+  const Roots roots = take_roots(gradients);
+  if (roots.edges.empty()) return;
+  torch::autograd::Engine::get_default_engine().execute(roots.edges, roots.gradients, false, false, true);
+}
+
+void PassGraph::backward_inputs(std::map<int, std::vector<at::Tensor>>& gradients) {
+  Roots roots = take_roots(gradients);
+  auto two_parts = std::make_unique<TwoParts>(input_node_);
+  for (std::size_t root = 0; root < roots.edges.size(); ++root)
+    two_parts->pass.add_root(std::move(roots.edges[root]), std::move(roots.gradients[root]));
+  drop_edges();
+  two_parts->pass.run_inputs();
+  two_parts_ = std::move(two_parts);
+}
+
+void PassGraph::backward_weights() {
+  const std::unique_ptr<TwoParts> two_parts = std::move(two_parts_);
+  two_parts->pass.run_weights();
+  two_parts->sink.end()->wait();  // for hooks of parameters that hold the end of the pass
+}
+
+std::map<int, std::vector<at::Tensor>> PassGraph::input_gradients(
+    const std::map<int, Activation>& inputs) const {
+  const auto* input_node = static_cast<const InputNode*>(input_node_.get());
+  std::map<int, std::vector<at::Tensor>> all;
+  std::uint32_t input = 0;
+  for (const auto& [link, activation] : inputs) {
+    if (!activation.wants_any()) continue;
+    std::vector<at::Tensor>& gradients = all[link];
+    for (const std::uint8_t wants : activation.wants_gradient) {
+      gradients.push_back(wants != 0 ? input_node->gradient(input++) : at::Tensor());
+    }
+  }
+  return all;
+}
+
+LayerRangePass::LayerRangePass(const LocalPipeline& local, int range, int micro_batch, const RunMode& mode)
+    : local_(local), mode_(mode), runner_(local, range, micro_batch, mode) {
+  if (range == 0) ++missing_inputs_;
+  for (const Link& link : local.plan.links) missing_inputs_ += link.to == range ? 1 : 0;
 }
 
 void LayerRangePass::put_input(int link, Activation activation) {
@@ -91,23 +236,55 @@ void LayerRangePass::put_input(int link, Activation activation) {
     throw Error(ErrorKind::kInvalid, fmt::format("micro-batch {} reached layer range {} twice by link {}",
                                                  runner_.micro_batch(), runner_.range_index(), link));
   }
-  --missing_.inputs;
+  --missing_inputs_;
 }
 
-std::map<int, Activation> LayerRangePass::activation_of(LayerRangeOutputs& outputs) const {
+/// Moves what links transfer to the device of the layers; if they have none, what comes from another worker to the CPU.
+/// From there it arrives on the CPU, or where the layers were when the pipeline was created.
+void LayerRangePass::move_inputs() {
+  const std::optional<c10::Device> device = local_.device_of_range(runner_.range_index());
+  for (auto& [link, activation] : inputs_) {
+    if (link == kOutside) continue;
+    const bool stays = stays_on_worker(local_.plan, local_.plan.links[static_cast<std::size_t>(link)]);
+    if (!device && (stays || !device::has_streams())) continue;
+    for (c10::IValue& member : activation.members) {
+      if (is_defined_tensor(member)) member = moved(member.toTensor(), device.value_or(c10::kCPU));
+    }
+  }
+}
+
+/// Moves the tensors that are on devices with streams to host memory. Not the pipeline's own input, which the caller of the
+/// step holds.
+void LayerRangePass::offload_inputs() {
+  for (auto& [link, activation] : inputs_) {
+    if (link == kOutside) continue;
+    for (std::size_t member = 0; member < activation.members.size(); ++member) {
+      c10::IValue& value = activation.members[member];
+      if (!is_defined_tensor(value) || value.toTensor().layout() != at::kStrided ||
+          !device::has_streams(value.toTensor().device()))
+        continue;
+      at::Tensor tensor = value.toTensor();
+      value = c10::IValue();
+      offloaded_.push_back({link, member, mode_.offloader->offload(std::move(tensor))});
+    }
+  }
+}
+
+void LayerRangePass::prefetch() {
+  for (Offloaded& one : offloaded_) one.tensor.prefetch();
+}
+
+/// Turns the outputs into what links transfer, without graphs.
+std::map<int, Activation> LayerRangePass::activations_of(LayerRangeOutputs& outputs) const {
   std::map<int, Activation> all;
   for (auto& [link, batch] : outputs.batches) {
-    Activation& activation = all[link];
-    activation.batch.tuple = batch.tuple;
-    activation.batch.unsplit = batch.unsplit;
-    for (c10::IValue& member : batch.members) {
+    Activation& activation = all[link] = {std::move(batch), {}};
+    for (c10::IValue& member : activation.members) {
       bool wants = false;
       if (is_defined_tensor(member)) {
         const at::Tensor& tensor = member.toTensor();
         wants = needs_backward_ && (repeats_range() ? can_have_gradient(tensor) : tensor.requires_grad());
-        activation.batch.members.push_back(tensor.detach());
-      } else {
-        activation.batch.members.push_back(std::move(member));
+        member = tensor.detach();
       }
       activation.wants_gradient.push_back(wants ? 1 : 0);
     }
@@ -118,7 +295,7 @@ std::map<int, Activation> LayerRangePass::activation_of(LayerRangeOutputs& outpu
 std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> loss) {
   const StepPartScope part(runner_.part(StepPart::Kind::kForward), mode_.unordered);
   loss_ = std::move(loss);
-  move_linked_inputs(local_, inputs_, local_.device_of_range(runner_.range_index()));
+  move_inputs();
   bool learns = runner_.any_layer_learns();
   for (const auto& [link, activation] : inputs_) learns = learns || activation.wants_any();
   needs_backward_ = mode_.gradients && learns;
@@ -138,9 +315,7 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
     const torch::autograd::AutoGradMode mode(records);
     std::optional<NoAutocastCache> uncached;
     if (!records || mode_.recompute) uncached.emplace();
-    const bool selects = mode_.recompute && mode_.gradients && !repeats_range();
-    outputs = runner_.run(graph_.attach_inputs(inputs_, mode_.gradients), loss_, false,
-                          selects ? &repeated_uses_ : nullptr);
+    outputs = runner_.run(graph_.attach_inputs(inputs_, mode_.gradients), loss_, false);
   }
   if (records) {
     graph_.keep_edges(outputs, loss_ ? loss_->weight : 0);
@@ -154,18 +329,19 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
   }
   // A copy: the loss may be in a storage of the size of the outputs (mse_loss), and its function may reuse its tensor.
   if (outputs.loss.defined()) loss_value_ = outputs.loss.detach().clone();
-  std::map<int, Activation> activation = activation_of(outputs);
-  for (const auto& [link, load] : activation) {
-    if (load.wants_any() && !(link == kOutside && loss_)) ++missing_.gradients;
+  std::map<int, Activation> activations = activations_of(outputs);
+  for (const auto& [link, activation] : activations) {
+    if (activation.wants_any() && !(link == kOutside && loss_)) ++missing_gradients_;
   }
   if (!repeats_range()) {
-    for (auto& [link, load] : inputs_) load.batch = Batch();  // wants_gradient stays, for the backward
+    for (auto& [link, activation] : inputs_)
+      activation.members.clear();  // wants_gradient stays, for the backward
   } else if (mode_.offloader != nullptr && needs_backward_) {
-    offloaded_.put(*mode_.offloader, inputs_);
+    offload_inputs();
   }
   forward_done_ = true;
   communicates_ = part.communicated();
-  return activation;
+  return activations;
 }
 
 void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) {
@@ -174,13 +350,14 @@ void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) 
                 fmt::format("gradients of micro-batch {} arrived twice at layer range {} by link {}",
                             runner_.micro_batch(), runner_.range_index(), link));
   }
-  --missing_.gradients;
+  --missing_gradients_;
 }
 
 void LayerRangePass::recompute() {
   const StepPartScope part(runner_.part(StepPart::Kind::kRepeatedForward),
                            communicates_ ? mode_.unordered : kUnlikeForward);
-  offloaded_.restore(inputs_);
+  for (Offloaded& one : offloaded_) inputs_.at(one.link).members[one.member] = one.tensor.take();
+  offloaded_.clear();
   KeptBuffers buffers(local_, runner_.range());
   device::AutocastScope autocast;
   const at::ThreadLocalStateGuard state(thread_state_->torch);
@@ -193,9 +370,9 @@ void LayerRangePass::recompute() {
     graph_.keep_edges(runner_.run(graph_.attach_inputs(inputs_, mode_.gradients), loss_, true),
                       loss_ ? loss_->weight : 0);
   } else {
-    repeated_uses_.repeat(runner_);
+    runner_.repeat_kept();
   }
-  for (auto& [link, activation] : inputs_) activation.batch = Batch();
+  for (auto& [link, activation] : inputs_) activation.members.clear();
   recomputed_ = true;
   buffers.restore();
 }

@@ -1,15 +1,21 @@
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 
 #include <torchspan/pipeline/pipeline.h>
 
 #include "core/api/step_part.h"
 #include "device/api/offload.h"
+#include "engine/api/node_ptr.h"
 #include "pipeline/layers/random.h"
-#include "pipeline/runtime/activation.h"
 #include "pipeline/runtime/cache_state.h"
 #include "pipeline/runtime/local_pipeline.h"
 
@@ -28,20 +34,6 @@ struct LayerRangeOutputs {
   at::Tensor loss;               ///< undefined if the pass has none
 };
 
-/// The input of one use of a layer.
-struct UseInput {
-  Batch batch;
-  std::map<std::string, at::Tensor> pops;
-};
-
-/// The output of one use of a layer.
-struct UseOutput {
-  Batch batch;
-  std::map<std::string, at::Tensor> stashed;
-};
-
-class RepeatedUses;
-
 /// How the passes of a step run.
 struct RunMode {
   std::uint64_t step = 0;
@@ -55,19 +47,41 @@ struct RunMode {
       nullptr;  ///< why its order depends on when messages arrive (StepPartScope); null: it does not
 };
 
-/// Runs the layers of one layer range on one micro-batch. Errors name the layer and the micro-batch. Used by
-/// the training thread.
+/// Detects layers and losses that change a tensor in place which a repeated forward needs unchanged.
+class InPlaceWatch {
+ public:
+  /// Ignores tensors of inference mode, which have no version and cannot be changed outside of it.
+  void add(const at::Tensor& tensor) {
+    if (!tensor.is_inference()) versions_.emplace_back(tensor, version_of(tensor));
+  }
+  bool changed() const {
+    return std::any_of(versions_.begin(), versions_.end(),
+                       [](const auto& watched) { return version_of(watched.first) != watched.second; });
+  }
+
+ private:
+  static std::uint32_t version_of(const at::Tensor& tensor) {
+    return static_cast<std::uint32_t>(tensor._version());
+  }
+  std::vector<std::pair<at::Tensor, std::uint32_t>> versions_;
+};
+
+/// Runs the layers of one layer range on one micro-batch. Errors name the layer and the micro-batch. Uses of
+/// PipelineOptions::checkpoint_layers keep their inputs instead of their graphs; a node stands for each missing graph among
+/// those of the other layers, so that one backward runs through all. Used by the training thread.
 class LayerRunner {
  public:
   LayerRunner(const LocalPipeline& local, int range, int micro_batch, const RunMode& mode)
       : local_(local), range_(range), micro_batch_(micro_batch), mode_(mode) {}
 
-  /// `inputs` are by link; `repeated` if activation checkpointing recomputes the forward. `selected` runs the uses that
-  /// it selects; null: none.
+  /// `inputs` are by link; `repeated` if activation checkpointing recomputes the forward.
   LayerRangeOutputs run(const std::map<int, Activation>& inputs, const std::optional<MicroBatchLoss>& loss,
-                        bool repeated, RepeatedUses* selected = nullptr) const;
-  /// Runs one use of a layer. Throws an Error that names it.
-  UseOutput run_use(int order, const UseInput& input, bool repeated) const;
+                        bool repeated);
+  /// Whether uses of checkpoint_layers have graphs to record.
+  bool any_kept() const { return !kept_.empty(); }
+  /// Runs the forwards of these uses again, in order, and links their graphs with those of the other layers.
+  void repeat_kept();
+
   /// What an operation of a group that the layers call belongs to.
   StepPart part(StepPart::Kind kind) const {
     return {.kind = kind, .layer_range = range_, .micro_batch = micro_batch_, .step = mode_.step};
@@ -77,23 +91,43 @@ class LayerRunner {
   const LayerRange& range() const { return local_.plan.layer_ranges[static_cast<std::size_t>(range_)]; }
   /// Whether any parameter of the layers requires a gradient.
   bool any_layer_learns() const;
-  /// The same for the layer of one use.
-  bool layer_learns(int order) const;
-  /// Wraps the current exception into an Error that names `where`.
-  [[noreturn]] void fail(const std::string& where, const char* phase) const;
-  /// Throws fail() for the whole layer range.
+  /// Wraps the current exception into an Error that names the whole layer range.
   [[noreturn]] void fail_range(const char* phase) const;
-  /// Throws an Error of the user's, with `text`, that names one use.
-  [[noreturn]] void fail_use(int order, const char* phase, const char* text) const;
 
  private:
+  /// The input of one use of a layer with what it pops, or its output with what it stashed.
+  struct UseData {
+    Batch batch;
+    std::map<std::string, at::Tensor> skips;
+  };
+  /// A use whose forward runs again.
+  struct Kept {
+    int order = 0;
+    UseData input;
+    std::optional<RandomState> random;  ///< without a seed
+    InPlaceWatch watch;
+    engine::NodePtr node;  ///< a KeptUseNode
+  };
+  template <class Visit>
+  static void visit_differentiable(UseData& output, const Visit& visit);
+
+  UseData run_use(int order, const UseData& input, bool repeated) const;
+  /// Runs a use without recording its graph; records it if nothing in it can have a gradient that is known before.
+  UseData run_and_keep(int order, UseData input);
   at::Tensor run_loss(const MicroBatchLoss& loss, const Batch& output, bool repeated) const;
   SeededScope seeded_scope(int order) const;
+  bool layer_learns(int order) const;
+  /// Whether this use keeps its input instead of its graph.
+  bool keeps_input(int order) const;
+  void check_unchanged(const Kept& kept, const char* phase) const;
+  [[noreturn]] void fail(const std::string& where, const char* phase) const;
+  [[noreturn]] void fail_use(int order, const char* phase, const char* text) const;
 
   const LocalPipeline& local_;
   const int range_;
   const int micro_batch_;
   const RunMode mode_;
+  std::vector<Kept> kept_;
 };
 
 }  // namespace torchspan::pipeline

@@ -2,6 +2,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -13,9 +14,7 @@
 #include <torchspan/rpc/worker.h>
 
 #include "pipeline/messages/event_queue.h"
-#include "pipeline/messages/message_router.h"
 #include "pipeline/plan/replica_grid.h"
-#include "pipeline/runtime/replica_buckets.h"
 
 namespace torchspan::pipeline {
 
@@ -38,13 +37,24 @@ struct Tie {
   std::vector<at::Tensor> copies;  ///< of this worker
 };
 
-/// Names of the spans in which a worker waits at a layer range.
-struct WaitNames {
-  std::string activations;
-  std::string gradients;
+/// Parameters of this worker whose gradients are exchanged with the other replicas in one message.
+struct ReplicaBucket {
+  std::vector<int>
+      ranges;  ///< layer ranges that use them; when all their backwards have ended, gradients are complete
+  bool tied = false;  ///< exchanged after the gradients of tied parameters were summed over stages
+  int owner = 0;      ///< the replica that sums them
+  std::vector<at::Tensor> parameters;
 };
 
-/// One worker's part of a pipeline: the plan, and the layers that this worker owns. Constant after creation.
+/// Another worker ended the step and reported the error to all.
+class EndedElsewhere : public Error {
+ public:
+  using Error::Error;
+  explicit EndedElsewhere(const Error& error) : Error(error) {}
+};
+
+/// One worker's part of a pipeline: the plan, the layers that this worker owns, and how it reaches the other workers.
+/// Constant after creation.
 struct LocalPipeline {
   Worker worker;
   PipelineOptions options;
@@ -58,7 +68,8 @@ struct LocalPipeline {
   std::vector<std::vector<TiedParameter>> declared_ties = {};
   std::vector<Tie> ties = {};                       ///< by declared tie
   std::vector<ReplicaBucket> replica_buckets = {};  ///< empty with one replica
-  std::vector<WaitNames> wait_names = {};           ///< by layer range
+  /// By layer range: names of the spans in which a worker waits there, for activations and for gradients.
+  std::vector<std::pair<std::string, std::string>> wait_names = {};
   std::uint64_t id = 0;
   std::shared_ptr<EventQueue> event_queue = {};
 
@@ -78,42 +89,69 @@ struct LocalPipeline {
     return grid.ranks[static_cast<std::size_t>(replica)][static_cast<std::size_t>(me)];
   }
   Executor& executor() const { return worker.runtime().executor; }
+  /// "the forward of micro-batch 2 through layer 'Linear' (order 3, stage 1 on 'worker1')".
+  std::string describe(const schedule::Action& action) const;
 
+  /// Sends a message without waiting for its reply. A failure becomes a NotSent in `event_queue`.
   template <rpc::Message M>
-  void post_to(int worker_index, const M& message) const;
-  /// To the other workers of this replica.
+  void post(std::uint32_t rank, const M& message) const {
+    worker.endpoint()->send(rank, rpc::make_request(message), event_on_failure(message.id, rank));
+  }
+  /// To the other workers of `to`.
   template <rpc::Message M>
-  void post_to_all(const M& message) const;
-  /// To the worker of another replica that owns the same stages.
-  template <rpc::Message M>
-  void post_to_replica(int replica, const M& message) const;
-  /// To the other workers of all replicas.
-  template <rpc::Message M>
-  void post_to_everyone(const M& message) const;
+  void post_to_all(const std::vector<std::uint32_t>& to, const M& message) const {
+    for (const std::uint32_t rank : to) {
+      if (rank != rank_of(me)) post(rank, message);
+    }
+  }
+  /// Sets what AskState answers: what this worker does in a step from now on.
+  void set_state(std::uint64_t step, bool in_step, bool busy, std::string doing) const {
+    event_queue->set_state(step, in_step, busy, std::move(doing), executor().now());
+  }
+
+  /// The error that ends the step because a worker of the pipeline died, left or cannot be reached.
+  Error unreachable(std::uint64_t step, std::uint32_t rank, const Error& reason) const;
+  /// Throws if the event ends the step: EndedElsewhere for StepFailed, an Error for a worker of the pipeline
+  /// that died, left or cannot be reached. Returns for other events and for workers of other pipelines.
+  void throw_failure(std::uint64_t step, const StepEvent& event) const;
+  /// Reports this worker's failure in a step to the other workers of the pipeline, and waits for a second at most
+  /// until they have the report: if this worker leaves because of the error, its departure must not overtake it.
+  void report_failure(std::uint64_t step, const Error& error) const;
+  /// Throws if a worker of the pipeline died or left before the step.
+  void check_presence(std::uint64_t step) const;
+
+ private:
+  std::shared_ptr<rpc::Completion> event_on_failure(StepId step, std::uint32_t rank) const;
 };
 
-template <rpc::Message M>
-void LocalPipeline::post_to(int worker_index, const M& message) const {
-  post(worker, event_queue, rank_of(worker_index), message);
-}
+/// Asks the other workers for their state while this worker waits in a step, and detects the worker that
+/// blocks the step. Used by the training thread.
+class StallWatch {
+ public:
+  explicit StallWatch(const LocalPipeline& local) : local_(local), since_(local.executor().now()) {}
 
-template <rpc::Message M>
-void LocalPipeline::post_to_all(const M& message) const {
-  for (int worker_index = 0; worker_index < static_cast<int>(ranks().size()); ++worker_index) {
-    if (worker_index != me) post_to(worker_index, message);
+  /// Restarts the timeout: an event arrived or an action ended.
+  void progress() {
+    since_ = local_.executor().now();
+    asked_.clear();
   }
-}
+  /// How long to wait for an event before check().
+  Duration patience() const;
+  /// Asks the other workers, or checks their answers. Returns the error that ends the step if a worker blocks
+  /// the others for longer than PipelineOptions::stall_timeout.
+  std::optional<Error> check(std::uint64_t step, const std::string& waiting_for);
 
-template <rpc::Message M>
-void LocalPipeline::post_to_replica(int replica, const M& message) const {
-  post(worker, event_queue, rank_in_replica(replica), message);
-}
+ private:
+  struct Question {
+    std::string worker;
+    std::uint32_t rank = 0;
+    Future<WorkerState> answer;
+  };
+  void ask(std::uint64_t step);
 
-template <rpc::Message M>
-void LocalPipeline::post_to_everyone(const M& message) const {
-  for (const std::uint32_t rank : grid.all_ranks()) {
-    if (rank != ranks()[static_cast<std::size_t>(me)]) post(worker, event_queue, rank, message);
-  }
-}
+  const LocalPipeline& local_;
+  TimePoint since_;
+  std::vector<Question> asked_;
+};
 
 }  // namespace torchspan::pipeline

@@ -11,6 +11,7 @@
 #include <torchspan/pipeline/costs.h>
 #include <torchspan/pipeline/deferred_batch_norm.h>
 
+#include "pipeline/layers/micro_batches.h"
 #include "pipeline/layers/random.h"
 #include "pipeline/plan/allocation_watch.h"
 #include "pipeline/plan/kept_state.h"
@@ -58,12 +59,7 @@ class CostMeasurement {
     return local_.executor().now();
   }
 
-  Activation input() const {
-    Activation activation;
-    activation.batch = sample_.input;
-    activation.wants_gradient.assign(sample_.input.members.size(), 0);
-    return activation;
-  }
+  Activation input() const { return {sample_.input, std::vector<std::uint8_t>(sample_.input.size(), 0)}; }
 
   /// What arrives from another worker is in memory of the receiver.
   at::Tensor arrived(at::Tensor tensor, int from, int to) {
@@ -75,7 +71,7 @@ class CostMeasurement {
   void deliver(int link, Activation activation) {
     if (link == kOutside) return pass(0).put_input(link, std::move(activation));
     const Link& hop = local_.plan.links[static_cast<std::size_t>(link)];
-    for (c10::IValue& member : activation.batch.members) {
+    for (c10::IValue& member : activation.members) {
       if (is_defined_tensor(member)) member = arrived(member.toTensor(), hop.from, hop.to);
     }
     pass(hop.to).put_input(link, std::move(activation));

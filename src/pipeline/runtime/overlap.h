@@ -3,13 +3,56 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
-#include "pipeline/runtime/parameter_versions.h"
+#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
+
 #include "pipeline/runtime/step.h"
 
 namespace torchspan::pipeline {
+
+/// Several values and gradients of the same parameters, one of which the parameters hold. Modules and optimizers keep
+/// their tensors. Frozen parameters have one value. Used by the training thread.
+class ParameterVersions {
+ public:
+  explicit ParameterVersions(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
+
+  /// A value and a gradient for each parameter; undefined values for frozen parameters.
+  struct Version {
+    std::vector<at::Tensor> values;
+    std::vector<at::Tensor> gradients;
+  };
+  /// The current values, which share their memory with the parameters, without gradients.
+  Version capture() const;
+  /// Exchanges what the parameters hold with `version`. Graphs that saved parameters stay valid.
+  void swap(Version& version) const;
+  /// Copies the current values to new memory, so that an optimizer does not change versions that share it.
+  void renew(const Version& shared) const;
+  /// Adds the gradients of a version to `.grad`.
+  void add_gradients(Version& version) const;
+
+ private:
+  const std::vector<at::Tensor> parameters_;
+};
+
+/// Lets the parameters hold a version until the end of a scope. Scopes may nest.
+class VersionScope {
+ public:
+  VersionScope(const ParameterVersions& versions, ParameterVersions::Version& version)
+      : versions_(versions), version_(version) {
+    versions_.swap(version_);
+  }
+  ~VersionScope() { versions_.swap(version_); }
+  VersionScope(const VersionScope&) = delete;
+  VersionScope& operator=(const VersionScope&) = delete;
+
+ private:
+  const ParameterVersions& versions_;
+  ParameterVersions::Version& version_;
+};
 
 /// Steps of PipelineOptions::staleness 1: while one ends on all workers, the next one runs its first actions. Each has
 /// the parameters of its beginning, and its own gradients. A failure of a step appears when that step is to end, so
@@ -36,6 +79,11 @@ class OverlappedSteps {
     bool trained = false;  ///< it had backwards
   };
   std::optional<Ended> end();
+  /// While the older step would wait and holds the activations of `held` passes: runs an action of the newer one. Returns
+  /// false if none may run. Does not throw.
+  bool run_next(int held);
+  /// Takes an event of the newer step. Does not throw.
+  void accept_next(StepEvent& event);
   /// Forgets all steps and their gradients.
   void drop();
 
@@ -46,7 +94,6 @@ class OverlappedSteps {
     std::unique_ptr<Step> step;    ///< null if it could not begin
     std::optional<Error> failure;  ///< the other workers have a report
   };
-  class Filler;
   Ended run_older();
   void fail(Entry& entry);
   void drop(std::unique_ptr<Entry>& entry);
@@ -56,5 +103,8 @@ class OverlappedSteps {
   std::unique_ptr<Entry> older_;
   std::unique_ptr<Entry> newer_;  ///< within a call
 };
+
+/// Returns why the layers of this worker cannot have several versions, or an empty text.
+std::string why_not_versioned(const LocalPipeline& local);
 
 }  // namespace torchspan::pipeline

@@ -1,11 +1,11 @@
-#include "pipeline/runtime/step_output.h"
+#include "pipeline/runtime/step_batch.h"
 
 #include <gtest/gtest.h>
 #include <vector>
 
 #include <torch/torch.h>
 
-namespace torchspan::pipeline::step_output_test {
+namespace torchspan::pipeline::step_batch_test {
 
 /// A micro-batch's output: a tensor with rows, and one without that wants no gradient.
 Activation output_of(const at::Tensor& rows, double scalar, bool wants) {
@@ -48,4 +48,4 @@ TEST(StepOutput, PassesTheOutputOfASingleMicroBatchOn) {
   EXPECT_TRUE(output.split({at::Tensor(), scalar})[0].at(1).is_same(scalar));
 }
 
-}  // namespace torchspan::pipeline::step_output_test
+}  // namespace torchspan::pipeline::step_batch_test

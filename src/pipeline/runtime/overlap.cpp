@@ -1,16 +1,13 @@
-#include "pipeline/runtime/parameter_versions.h"
+#include "pipeline/runtime/overlap.h"
 
 #include <fmt/format.h>
 #include <map>
-#include <utility>
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
 #include <torchspan/pipeline/deferred_batch_norm.h>
-
-#include "pipeline/runtime/gradient_fields.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -87,6 +84,95 @@ std::string why_not_versioned(const LocalPipeline& local) {
     }
   }
   return "";
+}
+
+/// Keeps the current exception as the failure of a step. Reports it unless it is the report of another worker.
+void OverlappedSteps::fail(Entry& entry) {
+  try {
+    throw;
+  } catch (const EndedElsewhere& error) {
+    entry.failure.emplace(error);
+  } catch (...) {
+    entry.failure.emplace(to_error(std::current_exception()));
+    local_.report_failure(entry.id, *entry.failure);
+  }
+}
+
+void OverlappedSteps::begin(std::uint64_t id, const std::function<StepWork()>& prepare) {
+  // Of a step that has failed, nothing can follow: end() throws.
+  if (older_ && older_->failure) return;
+  newer_ = std::make_unique<Entry>();
+  newer_->id = id;
+  newer_->version = versions_.capture();
+  try {
+    newer_->step = std::make_unique<Step>(local_, prepare());
+  } catch (...) {
+    fail(*newer_);
+  }
+}
+
+OverlappedSteps::Ended OverlappedSteps::run_older() {
+  if (older_->failure) throw EndedElsewhere(*older_->failure);
+  const VersionScope scope(versions_, older_->version);
+  older_->step->run_to_end(newer_ ? this : nullptr);
+  return {older_->step->report(), older_->step->loss(), trains()};
+}
+
+std::optional<OverlappedSteps::Ended> OverlappedSteps::end() {
+  std::optional<Ended> ended;
+  if (older_) {
+    try {
+      ended = run_older();
+    } catch (const EndedElsewhere& error) {
+      drop();
+      throw Error(error);
+    } catch (...) {
+      const Error error = to_error(std::current_exception());
+      local_.report_failure(older_->id, error);
+      drop();
+      throw error;
+    }
+    versions_.add_gradients(older_->version);
+  }
+  older_ = std::move(newer_);
+  if (older_) versions_.renew(older_->version);
+  return ended;
+}
+
+bool OverlappedSteps::run_next(int held) {
+  if (newer_->failure) return false;
+  const auto action = newer_->step->next_early(held);
+  if (!action) return false;
+  try {
+    const VersionScope scope(versions_, newer_->version);
+    newer_->step->run_early(*action);
+  } catch (...) {
+    fail(*newer_);
+  }
+  return true;
+}
+
+void OverlappedSteps::accept_next(StepEvent& event) {
+  if (newer_->failure) return;
+  try {
+    newer_->step->accept(event);
+  } catch (...) {
+    fail(*newer_);
+  }
+}
+
+/// A step that has not ended restores `.grad`, which must be its own.
+void OverlappedSteps::drop(std::unique_ptr<Entry>& entry) {
+  if (!entry) return;
+  const VersionScope scope(versions_, entry->version);
+  entry->step.reset();
+}
+
+void OverlappedSteps::drop() {
+  drop(newer_);
+  drop(older_);
+  newer_.reset();
+  older_.reset();
 }
 
 }  // namespace torchspan::pipeline
