@@ -21,6 +21,7 @@
 #include "pipeline/layers/random.h"
 #include "pipeline/plan/allocation_watch.h"
 #include "pipeline/plan/kept_state.h"
+#include "pipeline/runtime/agreement.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -172,21 +173,10 @@ std::vector<double> measure_once(const Worker& worker, std::vector<std::string> 
   if (workers.empty()) {
     for (const WorkerInfo& each : worker.workers()) workers.push_back(each.name);
   }
-  std::string mine;
-  if (worker.name() == workers.front()) {
-    try {
-      mine = fmt::format("+{}", fmt::join(measure(), " "));
-    } catch (...) {
-      mine = '-' + describe(std::current_exception()).text;
-    }
-  }
-  const auto* bytes = reinterpret_cast<const std::byte*>(mine.data());
-  const std::vector<Bytes> texts =
-      worker.all_gather_bytes(Bytes(bytes, bytes + mine.size()), workers, std::chrono::minutes(5));
-  const Bytes& measured = texts.front();
-  const std::string text(reinterpret_cast<const char*>(measured.data()), measured.size());
-  if (text.front() == '-') throw Error(ErrorKind::kInvalid, text.substr(1)).with_worker(workers.front());
-  std::istringstream words(text.substr(1));
+  const auto texts = all_or_none(worker, workers, ErrorKind::kInvalid, [&] {
+    return worker.name() == workers.front() ? fmt::format("{}", fmt::join(measure(), " ")) : std::string();
+  });
+  std::istringstream words(texts.front());
   std::vector<double> costs;
   for (double cost = 0; words >> cost;) costs.push_back(cost);
   return costs;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <map>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -19,17 +18,13 @@
 #include "pipeline/messages/message_router.h"
 #include "pipeline/plan/replica_grid.h"
 #include "pipeline/policies/tables.h"
-#include "pipeline/runtime/all_gather_text.h"
+#include "pipeline/runtime/agreement.h"
 #include "pipeline/runtime/overlap.h"
-#include "pipeline/runtime/replica_values.h"
-#include "pipeline/runtime/shared_tensors.h"
-#include "pipeline/runtime/ties.h"
+#include "pipeline/runtime/shared_parameters.h"
+#include "pipeline/runtime/step_exchange.h"
 
 namespace torchspan::pipeline {
 namespace {
-
-/// Limit for all workers to create the pipeline.
-constexpr Duration kHandshakeTimeout = std::chrono::minutes(5);
 
 /// Splits the layers evenly; the first stages get one more.
 std::vector<int> even_balance(std::size_t layers, std::size_t stages) {
@@ -139,15 +134,6 @@ std::pair<std::string, std::string> difference(const std::string& a, const std::
   return {line(a), line(b)};
 }
 
-/// The texts of all workers, by name.
-std::map<std::string, std::string> gather(const Worker& worker, const std::string& mine,
-                                          const std::vector<std::string>& workers) {
-  std::vector<std::string> all = all_gather_text(worker, mine, workers, kHandshakeTimeout);
-  std::map<std::string, std::string> texts;
-  for (std::size_t i = 0; i < workers.size(); ++i) texts[workers[i]] = std::move(all[i]);
-  return texts;
-}
-
 /// Throws because two workers, the first of each pair, have different lines in the descriptions of a pipeline.
 [[noreturn]] void refuse_mismatch(const std::string& pipeline, const std::pair<std::string, std::string>& one,
                                   const std::pair<std::string, std::string>& other) {
@@ -158,14 +144,10 @@ std::map<std::string, std::string> gather(const Worker& worker, const std::strin
           pipeline, one.first, one.second, other.first, other.second));
 }
 
-/// What the workers of a pipeline have agreed on.
-struct Agreement {
-  std::uint64_t seed = 0;    ///< of the initial weights; the first worker's
-  std::uint64_t number = 0;  ///< of the pipeline among those of these workers and name
-};
-
-/// Throws unless all workers have the same text.
-Agreement agree(const Worker& worker, const std::string& mine, const PipelineOptions& options) {
+/// Throws unless all workers have the same description of the pipeline. Returns the seed of the initial weights, which is the
+/// first worker's, and the number of the pipeline among those of these workers and name.
+std::pair<std::uint64_t, std::uint64_t> agree(const Worker& worker, const std::string& mine,
+                                              const PipelineOptions& options) {
   const std::vector<std::string> workers = distinct(options.workers);
   if (std::find(workers.begin(), workers.end(), worker.name()) == workers.end()) {
     throw Error(
@@ -175,25 +157,22 @@ Agreement agree(const Worker& worker, const std::string& mine, const PipelineOpt
   }
   // All workers draw, so that their generators stay in the same state; the first worker's number is used.
   const std::uint64_t seed = options.seed ? *options.seed : draw_seed();
-  const std::uint64_t number = worker.extension<PipelineExtension>().router()->next_number(
+  std::uint64_t number = worker.extension<PipelineExtension>().router()->next_number(
       options.name, fmt::format("{}", fmt::join(workers, "\n")));
-  auto texts = gather(worker, fmt::format("{:016x}{:016x}{}", seed, number, mine), workers);
-  Agreement agreed{std::stoull(texts.at(workers.front()).substr(0, 16), nullptr, 16), 0};
-  for (auto& [name, text] : texts) {
-    agreed.number = std::max<std::uint64_t>(agreed.number, std::stoull(text.substr(16, 16), nullptr, 16));
+  auto texts = all_gather_text(worker, fmt::format("{:016x}{:016x}{}", seed, number, mine), workers);
+  const std::uint64_t first_seed = std::stoull(texts.front().substr(0, 16), nullptr, 16);
+  for (std::string& text : texts) {
+    number = std::max<std::uint64_t>(number, std::stoull(text.substr(16, 16), nullptr, 16));
     text.erase(0, 32);
   }
-  const std::string& wanted = texts.at(workers.front());
-  for (const std::string& name : workers) {
-    if (texts.at(name) == wanted) continue;
-    const auto [there, here] = difference(wanted, texts.at(name));
-    refuse_mismatch(options.name, {workers.front(), there}, {name, here});
+  if (const auto other = first_difference(texts)) {
+    const auto [there, here] = difference(texts.front(), texts[*other]);
+    refuse_mismatch(options.name, {workers.front(), there}, {workers[*other], here});
   }
-  return agreed;
+  return {first_seed, number};
 }
 
-/// Returns why a layer could not be built, or an empty text.
-std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
+void build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
   local.layers.resize(layers.specs().size());
   for (std::size_t layer = 0; layer < layers.specs().size(); ++layer) {
     const int stage = local.plan.locations[layer].stage;
@@ -202,12 +181,12 @@ std::string build_own_layers(const Layers& layers, std::uint64_t seed, LocalPipe
       const SeededScope random(seed_of_layer(seed, static_cast<int>(layer)));
       local.layers[layer] = layers.specs()[layer].build();
     } catch (...) {
-      return fmt::format("layer '{}' (stage {}) could not be built on worker '{}': {}",
-                         layers.specs()[layer].name, stage, local.worker.name(),
-                         describe(std::current_exception()).text);
+      throw Error(ErrorKind::kRemoteFailure,
+                  fmt::format("layer '{}' (stage {}) could not be built on worker '{}': {}",
+                              layers.specs()[layer].name, stage, local.worker.name(),
+                              describe(std::current_exception()).text));
     }
   }
-  return "";
 }
 
 void list_parameters(LocalPipeline& local) {
@@ -221,17 +200,16 @@ void list_parameters(LocalPipeline& local) {
   }
 }
 
-/// Returns why the layers of this worker cannot offload, or an empty text.
-std::string why_not_offloaded(const LocalPipeline& local) {
+/// Throws if the layers of this worker cannot offload.
+void check_offload(const LocalPipeline& local) {
   for (const LayerParameter& parameter : local.parameters) {
     if (device::has_streams(parameter.tensor.device())) continue;
-    return fmt::format(
+    throw_invalid(fmt::format(
         "PipelineOptions::offload copies activations from a GPU to host memory, but layer '{}' of worker "
         "'{}' is on device {}: remove offload, or construct the layer on a GPU",
         local.plan.layers[static_cast<std::size_t>(parameter.layer)], local.worker.name(),
-        parameter.tensor.device().str());
+        parameter.tensor.device().str()));
   }
-  return "";
 }
 
 /// The devices of this worker's layer ranges, for StageDevices::read().
@@ -254,15 +232,16 @@ std::string report_name(std::string name) {
   return fmt::format("{}{}\t\n", kNameLine, name);
 }
 
-/// Throws unless all workers that report a name have the same one. `texts` are their reports, each after a mark.
-void compare_names(const LocalPipeline& local, const std::map<std::string, std::string>& texts) {
+/// Throws unless all workers that report a name have the same one.
+void compare_names(const LocalPipeline& local, const std::vector<std::string>& reports) {
   std::optional<std::pair<std::string, std::string>> first;
-  for (const std::string& worker : local.grid.all_names()) {
-    std::string_view report = std::string_view(texts.at(worker)).substr(1);
+  const std::vector<std::string> workers = local.grid.all_names();
+  for (std::size_t i = 0; i < workers.size(); ++i) {
+    std::string_view report = reports[i];
     if (!report.starts_with(kNameLine)) continue;
     report.remove_prefix(kNameLine.size());
     const std::pair<std::string, std::string> mine{
-        worker, fmt::format("name {}", report.substr(0, report.find('\t')))};
+        workers[i], fmt::format("name {}", report.substr(0, report.find('\t')))};
     if (!first) first = mine;
     if (mine.second != first->second) refuse_mismatch(local.options.name, *first, mine);
   }
@@ -270,68 +249,40 @@ void compare_names(const LocalPipeline& local, const std::map<std::string, std::
 
 /// Waits until all workers have an event queue and their layers, so that no message arrives too early.
 void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& local) {
-  std::string failure = build_own_layers(layers, seed, local);
-  list_parameters(local);
-  if (failure.empty() && local.options.staleness > 0) failure = why_not_versioned(local);
-  if (failure.empty() && local.options.offload) failure = why_not_offloaded(local);
-  const std::string mine = failure.empty() ? '+' + report_name(local.options.name) +
-                                                 SharedTensors(layers).report(local) + report_devices(local)
-                                           : '-' + failure;
-  const auto texts = gather(local.worker, mine, local.grid.all_names());
-  std::vector<std::string> reports;
-  for (const auto& [name, text] : texts) {
-    if (text.front() == '-') throw Error(ErrorKind::kRemoteFailure, text.substr(1)).with_worker(name);
-    const std::vector<std::string>& own = local.plan.workers;  // the other replicas have the same
-    if (std::find(own.begin(), own.end(), name) != own.end()) reports.push_back(text.substr(1));
-    local.grid.devices.read(local.worker.info(Destination(name)).rank, text.substr(1));
+  const auto build = [&] {
+    build_own_layers(layers, seed, local);
+    list_parameters(local);
+    if (local.options.staleness > 0) check_versions(local);
+    if (local.options.offload) check_offload(local);
+    return report_name(local.options.name) + report_shared_tensors(local, layers) + report_devices(local);
+  };
+  const std::vector<std::string> workers = local.grid.all_names();
+  const auto reports = all_or_none(local.worker, workers, ErrorKind::kRemoteFailure, build);
+  std::vector<std::string> of_replica;  // the other replicas have the same
+  const std::vector<std::string>& own = local.plan.workers;
+  for (std::size_t i = 0; i < workers.size(); ++i) {
+    if (std::find(own.begin(), own.end(), workers[i]) != own.end()) of_replica.push_back(reports[i]);
+    local.grid.devices.read(local.worker.info(Destination(workers[i])).rank, reports[i]);
   }
-  compare_names(local, texts);
-  local.constants = check_shared_tensors(local, reports);
+  compare_names(local, reports);
+  local.constants = check_shared_tensors(local, of_replica);
 }
 
 /// Throws unless all workers have the same valid table of Schedule::kCustom.
 void agree_on_custom_schedule(const LocalPipeline& local) {
   if (local.options.schedule != Schedule::kCustom) return;
-  std::string mine;
-  try {
+  const std::vector<std::string> workers = local.grid.all_names();
+  const auto digests = all_or_none(local.worker, workers, ErrorKind::kInvalid, [&] {
     const schedule::Table table = Tables(local).custom(local.options.micro_batches);
-    mine = fmt::format("+{:016x}", wire::digest(schedule::to_csv(schedule::to_sheet(table))));
-  } catch (...) {
-    mine = '-' + describe(std::current_exception()).text;
-  }
-  const auto texts = gather(local.worker, mine, local.grid.all_names());
-  for (const auto& [name, text] : texts) {
-    if (text.front() == '-') throw Error(ErrorKind::kInvalid, text.substr(1)).with_worker(name);
-  }
-  for (const auto& [name, text] : texts) {
-    if (text == texts.begin()->second) continue;
+    return fmt::format("{:016x}", wire::digest(schedule::to_csv(schedule::to_sheet(table))));
+  });
+  if (const auto other = first_difference(digests)) {
     throw Error(
         ErrorKind::kInvalid,
         fmt::format("PipelineOptions::custom_schedule returns different tables on workers '{}' and '{}' of "
                     "pipeline '{}'; it must return the same one on all",
-                    texts.begin()->first, name, local.options.name));
+                    workers.front(), workers[*other], local.options.name));
   }
-}
-
-/// What follows the building of layers; fails on all workers of all replicas.
-void finish_together(const Layers& layers, LocalPipeline& local) {
-  if (local.grid.count() == 1) {
-    local.ties = make_ties(local, layers);
-    return agree_on_custom_schedule(local);
-  }
-  std::string failure;
-  try {
-    local.ties = make_ties(local, layers);
-    copy_from_first_replica(local);
-  } catch (...) {
-    failure = to_error(std::current_exception()).message();
-  }
-  for (const auto& [name, text] :
-       gather(local.worker, failure.empty() ? "+" : '-' + failure, local.grid.all_names())) {
-    if (text.front() == '-') throw Error(ErrorKind::kInvalid, text.substr(1)).with_worker(name);
-  }
-  agree_on_custom_schedule(local);
-  local.replica_buckets = make_replica_buckets(local);
 }
 
 /// The replicas, and the place of this worker.
@@ -365,7 +316,7 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   fill_in(worker, layers.specs().size(), options);
   PlanRequest request = plan_request(layers, options);
   // First, because what follows may throw on one worker only.
-  const Agreement agreed = agree(worker, fingerprint(request, layers, options), options);
+  const auto [seed, number] = agree(worker, fingerprint(request, layers, options), options);
   check(options, layers.specs().size());
   const auto owners = owners_by_replica(options.workers, options.replicas, options.balance.size());
   ReplicaGrid grid = make_grid(worker, owners);
@@ -382,12 +333,14 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   }
   local.declared_ties = layers.ties();
   auto opened = worker.extension<PipelineExtension>().router()->open(
-      local.options.name, fmt::format("{}", fmt::join(distinct(local.options.workers), "\n")), agreed.number,
+      local.options.name, fmt::format("{}", fmt::join(distinct(local.options.workers), "\n")), number,
       worker.endpoint()->host());
   local.id = opened.id;
   local.event_queue = std::move(opened.event_queue);
-  build_together(layers, agreed.seed, local);
-  finish_together(layers, local);
+  build_together(layers, seed, local);
+  share_initial_values(local, layers);
+  agree_on_custom_schedule(local);
+  local.replica_buckets = make_replica_buckets(local);
   Log& log = worker.runtime().log;
   if (log.enabled(LogLevel::kDebug)) {
     log.debug(fmt::format("pipeline '{}': {} layers, balance {} on {}; {} micro-batches", local.options.name,

@@ -57,17 +57,17 @@ void ParameterVersions::add_gradients(Version& version) const {
   }
 }
 
-std::string why_not_versioned(const LocalPipeline& local) {
+void check_versions(const LocalPipeline& local) {
   std::map<const void*, std::pair<const void*, std::string>> by_memory;
   for (std::size_t layer = 0; layer < local.layers.size(); ++layer) {
     const auto& module = local.layers[layer].module;
     if (!module) continue;
     for (const auto& part : module->modules()) {
       if (dynamic_cast<StepStatistics*>(part.get()) == nullptr) continue;
-      return fmt::format(
+      throw_invalid(fmt::format(
           "PipelineOptions::staleness is 1, but layer {} ('{}') on worker '{}' has a DeferredBatchNorm, "
           "which gathers statistics of one step at a time; set staleness to 0",
-          layer, local.plan.layers[layer], local.worker.name());
+          layer, local.plan.layers[layer], local.worker.name()));
     }
     for (const auto& item : module->named_parameters()) {
       const at::Tensor& parameter = item.value();
@@ -77,13 +77,12 @@ std::string why_not_versioned(const LocalPipeline& local) {
       const auto [place, fresh] = by_memory.emplace(parameter.storage().unsafeGetStorageImpl(),
                                                     std::pair{parameter.unsafeGetTensorImpl(), name});
       if (fresh || place->second.first == parameter.unsafeGetTensorImpl()) continue;
-      return fmt::format(
+      throw_invalid(fmt::format(
           "PipelineOptions::staleness is 1, but {} and {} on worker '{}' share memory, which a second "
           "version of each would not; give each its own memory, or set staleness to 0",
-          place->second.second, name, local.worker.name());
+          place->second.second, name, local.worker.name()));
     }
   }
-  return "";
 }
 
 /// Keeps the current exception as the failure of a step. Reports it unless it is the report of another worker.

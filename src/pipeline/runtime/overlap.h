@@ -3,7 +3,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -104,7 +103,7 @@ class OverlappedSteps {
   std::unique_ptr<Entry> newer_;  ///< within a call
 };
 
-/// Returns why the layers of this worker cannot have several versions, or an empty text.
-std::string why_not_versioned(const LocalPipeline& local);
+/// Throws Error{kInvalid} if the layers of this worker cannot have several versions.
+void check_versions(const LocalPipeline& local);
 
 }  // namespace torchspan::pipeline

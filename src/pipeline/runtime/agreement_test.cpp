@@ -1,4 +1,4 @@
-#include "pipeline/runtime/all_gather_text.h"
+#include "pipeline/runtime/agreement.h"
 
 #include <gmock/gmock.h>
 
@@ -6,12 +6,12 @@
 
 #include "pipeline/pipeline_test_util.h"
 
-namespace torchspan::pipeline::testing::all_gather_text_test {
+namespace torchspan::pipeline::testing::agreement_test {
 namespace {
 
 using ::testing::HasSubstr;
 
-TEST(AllGatherText, TakesTextsOfAnyLength) {
+TEST(Agreement, GathersTextsOfAnyLength) {
   for (const std::size_t longest : {std::size_t{3}, kMostBytes - 1, kMostBytes, 2 * kMostBytes + 5}) {
     const std::vector<std::string> expected = {std::string(longest, 'a'), "", std::string(longest / 2, 'c')};
     on_workers(3, 1, [&](Worker& worker) {
@@ -36,7 +36,7 @@ struct ManyImpl : torch::nn::Module {
 };
 TORCH_MODULE(Many);
 
-TEST(AllGatherText, ComparesReplicasWithThousandsOfTensors) {
+TEST(Agreement, ComparesReplicasWithThousandsOfTensors) {
   on_workers(2, 1, [](Worker& worker) {
     Layers layers;
     layers.add<Many>(1.0 + worker.rank());
@@ -45,7 +45,7 @@ TEST(AllGatherText, ComparesReplicasWithThousandsOfTensors) {
   });
 }
 
-TEST(AllGatherText, ComparesPipelinesWithLongDescriptions) {
+TEST(Agreement, ComparesPipelinesWithLongDescriptions) {
   std::vector<std::string> texts(2);
   on_workers(2, 1, [&](Worker& worker) {
     Layers layers;
@@ -63,4 +63,4 @@ TEST(AllGatherText, ComparesPipelinesWithLongDescriptions) {
 }
 
 }  // namespace
-}  // namespace torchspan::pipeline::testing::all_gather_text_test
+}  // namespace torchspan::pipeline::testing::agreement_test

@@ -1,0 +1,34 @@
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torchspan/core/error.h>
+#include <torchspan/rpc/worker.h>
+
+/// What all workers of a pipeline compare and decide while they create it.
+namespace torchspan::pipeline {
+
+/// Limit of each exchange of workers that create a pipeline.
+inline constexpr Duration kCreationTimeout = std::chrono::minutes(5);
+
+/// The most bytes that a worker contributes to one Worker::all_gather_bytes().
+inline constexpr std::size_t kMostBytes = std::size_t{1} << 16;
+
+/// Returns the texts of all `workers`, of any length, in their order. Collective over `workers`; exchanges pieces of at
+/// most kMostBytes, each for at most `limit`, until no worker has another one.
+std::vector<std::string> all_gather_text(const Worker& worker, const std::string& mine,
+                                         const std::vector<std::string>& workers,
+                                         Duration limit = kCreationTimeout);
+
+/// Calls `mine` and returns what it returned on all `workers`, in their order, if it threw on none of them. Otherwise throws
+/// an Error of `kind` on all, with the message of the first worker on which it threw. Collective over `workers`.
+std::vector<std::string> all_or_none(const Worker& worker, const std::vector<std::string>& workers,
+                                     ErrorKind kind, const std::function<std::string()>& mine);
+
+/// The first text that differs from that of the first worker; nullopt: all are the same.
+std::optional<std::size_t> first_difference(const std::vector<std::string>& texts);
+
+}  // namespace torchspan::pipeline
