@@ -1,6 +1,7 @@
 #include "pipeline/messages/event_queue.h"
 
 #include <algorithm>
+#include <fmt/format.h>
 #include <iterator>
 #include <utility>
 
@@ -65,6 +66,28 @@ void EventQueue::set_state(std::uint64_t step, bool in_step, bool busy, std::str
   state_.busy = busy;
   state_.doing = std::move(doing);
   since_ = since;
+}
+
+void EventQueue::offer(std::vector<at::Tensor> values) {
+  MutexLock lock(mutex_);
+  offered_.swap(values);
+}
+
+std::vector<at::Tensor> EventQueue::offered(const std::vector<std::int32_t>& which) const {
+  MutexLock lock(mutex_);
+  std::vector<at::Tensor> values;
+  for (const std::int32_t index : which) {
+    const auto i = static_cast<std::size_t>(index);
+    if (index < 0 || i >= offered_.size() || !offered_[i].defined()) {
+      throw Error(
+          ErrorKind::kInvalid,
+          fmt::format("a worker of pipeline '{}' asks for initial value {}, which this worker does not "
+                      "offer: it offers {}",
+                      name_, index, offered_.size()));
+    }
+    values.push_back(offered_[i].detach());
+  }
+  return values;
 }
 
 WorkerState EventQueue::state(TimePoint now) const {

@@ -35,7 +35,7 @@ using StepEvent =
 std::optional<std::uint64_t> step_of(const StepEvent& event);
 
 /// The events of one pipeline on one worker: receiving threads put them in, the training thread takes them
-/// out. Thread-safe; never blocks.
+/// out. Also answers what other workers ask this one. Thread-safe; never blocks.
 class EventQueue {
  public:
   EventQueue(std::string name, std::weak_ptr<FutureHost> host)
@@ -58,6 +58,11 @@ class EventQueue {
   void set_state(std::uint64_t step, bool in_step, bool busy, std::string doing, TimePoint since);
   WorkerState state(TimePoint now) const;
 
+  /// Sets what AskInitialValues reads, while the pipeline is created. Undefined tensors are not offered.
+  void offer(std::vector<at::Tensor> values);
+  /// Throws Error{kInvalid} for an index that is not offered.
+  std::vector<at::Tensor> offered(const std::vector<std::int32_t>& which) const;
+
  private:
   Future<void> arrival();
 
@@ -69,6 +74,7 @@ class EventQueue {
   std::optional<Promise<void>> waiting_ TORCHSPAN_GUARDED_BY(mutex_);
   WorkerState state_ TORCHSPAN_GUARDED_BY(mutex_);
   TimePoint since_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<at::Tensor> offered_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchspan::pipeline

@@ -89,6 +89,10 @@ void PipelineExtension::attach(rpc::Registrar& registrar) {
                              [router = router_](const rpc::CallInfo&, const AskState& ask) {
                                return router->find(ask.id.pipeline)->state(router->now());
                              });
+  registrar.handle<AskInitialValues>(rpc::RunOn::kPool,
+                                     [router = router_](const rpc::CallInfo&, const AskInitialValues& ask) {
+                                       return router->find(ask.id.pipeline)->offered(ask.which);
+                                     });
   registrar.on_departure(
       [router = router_](std::uint32_t rank, const Error& reason) { router->departed(rank, reason); });
 }

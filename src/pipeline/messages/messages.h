@@ -226,6 +226,16 @@ struct AskState {
   StepId id;
 };
 
+/// Asks a worker for values with which copies of its tensors begin, while the pipeline is created. Release 0.1.0 does not
+/// know it; its workers and later ones refuse a pipeline that needs it (fingerprint() in handshake.cpp).
+struct AskInitialValues {
+  static constexpr wire::MessageType kType{0x030E};
+  static constexpr std::string_view kName = "pipeline.initial_values";
+  using Reply = std::vector<at::Tensor>;
+  StepId id;                        ///< of no step
+  std::vector<std::int32_t> which;  ///< indices into what the worker offers (EventQueue::offer())
+};
+
 }  // namespace torchspan::pipeline
 
 namespace torchspan {
@@ -303,4 +313,8 @@ struct Wire<pipeline::WorkerState>
 template <>
 struct Wire<pipeline::AskState>
     : WireStruct<pipeline::AskState, "pipeline.AskState", &pipeline::AskState::id> {};
+template <>
+struct Wire<pipeline::AskInitialValues>
+    : WireStruct<pipeline::AskInitialValues, "pipeline.AskInitialValues", &pipeline::AskInitialValues::id,
+                 &pipeline::AskInitialValues::which> {};
 }  // namespace torchspan

@@ -105,13 +105,15 @@ PlanRequest plan_request(const Layers& layers, const PipelineOptions& options) {
   return request;
 }
 
-/// Text of everything that must be the same on all workers.
+/// Text of everything that must be the same on all workers. Its lines are those of release 0.1.0, except for pipelines whose
+/// workers exchange initial values: that release exchanges them otherwise.
 std::string fingerprint(const PlanRequest& request, const Layers& layers, const PipelineOptions& options) {
   std::string text = fmt::format("layers {}\n{}", fmt::join(request.layers, ", "), to_text(layers.ties()));
   for (const PlanRequest::Use& use : request.uses) {
     text += fmt::format("use of layer {} method '{}' stashes {} pops {} space '{}'\n", use.layer, use.method,
                         use.stashes, use.pops, use.space);
   }
+  if (!layers.ties().empty() || options.replicas > 1) text += "initial values are sent between workers\n";
   return text + fmt::format(
                     "balance {}\nowners {}\nreplicas {}\nmicro_batches {}\nschedule {}\ncheckpoint "
                     "{}\ncheckpoint_layers {}\noffload {}\nstaleness {}\nmax_in_flight "

@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <map>
+#include <memory>
+#include <optional>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -161,11 +163,10 @@ std::string describe_own_ties(const LocalPipeline& local) {
   return text;
 }
 
-/// Throws unless the parameters of each tie have one form.
-void compare_forms(const LocalPipeline& local) {
+/// Throws unless the parameters of each tie have one form. `texts` are the describe_own_ties() of all workers.
+void compare_forms(const LocalPipeline& local, const std::vector<std::string>& texts) {
   std::map<std::pair<std::size_t, std::size_t>, std::string> forms;  // by tie and member
-  for (const std::string& text : all_or_none(local.worker, local.plan.workers, ErrorKind::kInvalid,
-                                             [&] { return describe_own_ties(local); })) {
+  for (const std::string& text : texts) {
     for (std::size_t begin = 0; begin < text.size();) {
       const std::size_t end = text.find('\n', begin);
       std::size_t used = 0;
@@ -282,41 +283,55 @@ std::vector<std::size_t> find_differences(const LocalPipeline& local, const Name
   return different;
 }
 
-/// Returns the value that the first of `workers` has of a tensor, on the CPU. Collective over `workers`, each of which
-/// passes a tensor of the same shape and dtype. `what` names it in errors.
-at::Tensor value_of_first(const Worker& worker, const std::vector<std::string>& workers,
-                          const at::Tensor& tensor, const std::string& what) {
-  const torch::autograd::AutoGradMode no_grad(false);
-  const at::Tensor value = tensor.detach().cpu().contiguous().clone();
-  if (workers.size() <= 1) return value;
-  auto* const data = static_cast<std::byte*>(value.data_ptr());
-  const bool sends = workers.front() == worker.name();
-  const std::size_t total = value.nbytes();
-  for (std::size_t begin = 0; begin < total; begin += kMostBytes) {
-    std::byte* const from = data + begin;
-    const std::size_t size = std::min(kMostBytes, total - begin);
-    const auto all =
-        worker.all_gather_bytes(sends ? Bytes(from, from + size) : Bytes(), workers, kCreationTimeout);
-    if (all.front().size() != size) {
-      throw Error(ErrorKind::kInvalid, fmt::format("worker '{}' sent {} bytes instead of {} for {}",
-                                                   workers.front(), all.front().size(), size, what))
-          .with_worker(workers.front());
+/// A request for initial values ends before the one that would exceed this, if that is not the first.
+constexpr std::size_t kBytesPerRequest = std::size_t{1} << 28;
+
+/// A tensor of this worker and the index of its value among those that another worker offers.
+struct Wanted {
+  std::int32_t index = 0;
+  const at::Tensor* target = nullptr;
+  const std::string* name = nullptr;  ///< for errors
+};
+
+/// Sets tensors to the values that another worker offers, which has them in the same shapes.
+void copy_from(const LocalPipeline& local, const std::string& worker, const std::vector<Wanted>& wanted) {
+  for (std::size_t next = 0; next < wanted.size();) {
+    AskInitialValues ask{{local.id, 0}, {}};
+    const std::size_t first = next;
+    for (std::size_t bytes = 0; next < wanted.size(); ++next) {
+      bytes += wanted[next].target->nbytes();
+      if (next > first && bytes > kBytesPerRequest) break;
+      ask.which.push_back(wanted[next].index);
     }
-    std::copy(all.front().begin(), all.front().end(), from);
+    const Deadline limit = local.executor().deadline_in(kCreationTimeout);
+    const auto values = local.worker.request(Destination(worker), ask, limit).wait();
+    for (std::size_t i = 0; i < ask.which.size(); ++i) {
+      const auto& [index, target, name] = wanted[first + i];
+      const at::Tensor value = i < values.size() ? values[i] : at::Tensor();
+      const bool fits =
+          value.defined() && value.sizes() == target->sizes() && value.scalar_type() == target->scalar_type();
+      if (!fits) {
+        throw Error(ErrorKind::kInvalid,
+                    fmt::format("worker '{}' sent {} bytes instead of {} for {}", worker,
+                                value.defined() ? value.nbytes() : 0, target->nbytes(), *name))
+            .with_worker(worker);
+      }
+      target->copy_(value);
+    }
   }
-  return value;
 }
 
-/// Sets the copies of this worker to the values of the first copies.
+/// Sets the copies of this worker to the values of the first copies. The values of ties come first in what workers offer.
 void copy_tied_values(const LocalPipeline& local) {
   const torch::autograd::AutoGradMode no_grad(false);
-  for (const Tie& tie : local.ties) {
-    if (tie.copies.empty()) continue;
-    std::vector<std::string> names;
-    for (const int worker : tie.workers)
-      names.push_back(local.plan.workers[static_cast<std::size_t>(worker)]);
-    const at::Tensor first = value_of_first(local.worker, names, tie.copies.front(), tie.name);
-    for (const at::Tensor& copy : tie.copies) copy.copy_(first);
+  for (std::size_t tie = 0; tie < local.ties.size(); ++tie) {
+    const auto& [name, workers, copies] = local.ties[tie];
+    if (copies.empty()) continue;
+    if (workers.front() != local.me) {
+      copy_from(local, local.plan.workers[static_cast<std::size_t>(workers.front())],
+                {{static_cast<std::int32_t>(tie), &copies.front(), &name}});
+    }
+    for (std::size_t copy = 1; copy < copies.size(); ++copy) copies[copy].copy_(copies.front());
   }
 }
 
@@ -325,11 +340,34 @@ void copy_tied_values(const LocalPipeline& local) {
 void copy_from_first_replica(const LocalPipeline& local) {
   const torch::autograd::AutoGradMode no_grad(false);
   const NamedTensors tensors = tensors_of(local);
-  for (const std::size_t tensor : find_differences(local, tensors)) {
-    const auto& [name, target] = tensors[tensor];
-    target.copy_(value_of_first(local.worker, local.grid.names_of(local.me), target, name));
+  std::vector<Wanted> wanted;
+  for (const std::size_t i : find_differences(local, tensors)) {
+    const std::size_t index = local.ties.size() + i;
+    wanted.push_back({static_cast<std::int32_t>(index), &tensors[i].second, &tensors[i].first});
   }
+  if (local.grid.mine != 0) copy_from(local, local.grid.names_of(local.me).front(), wanted);
 }
+
+/// Lets the other workers read the first copies of ties, and this worker's parameters and buffers. Before the exchange after
+/// which they may ask; until the object is destroyed.
+class OfferedValues {
+ public:
+  explicit OfferedValues(const LocalPipeline& local) : event_queue_(local.event_queue) {
+    std::vector<at::Tensor> values;
+    for (const Tie& tie : local.ties)
+      values.push_back(tie.copies.empty() ? at::Tensor() : tie.copies.front());
+    if (local.grid.count() > 1) {
+      for (const auto& [name, tensor] : tensors_of(local)) values.push_back(tensor);
+    }
+    event_queue_->offer(std::move(values));
+  }
+  ~OfferedValues() { event_queue_->offer({}); }
+  OfferedValues(const OfferedValues&) = delete;
+  OfferedValues& operator=(const OfferedValues&) = delete;
+
+ private:
+  const std::shared_ptr<EventQueue> event_queue_;
+};
 
 }  // namespace
 
@@ -423,17 +461,23 @@ std::vector<SharedConstant> check_shared_tensors(const LocalPipeline& local,
 }
 
 void share_initial_values(LocalPipeline& local, const Layers& layers) {
-  const auto share_ties = [&] {
-    if (layers.ties().empty()) return;
+  const bool replicas = local.grid.count() > 1;
+  if (layers.ties().empty() && !replicas) return;
+  std::optional<OfferedValues> offered;
+  const auto make_ties = [&] {
+    if (layers.ties().empty()) return void(offered.emplace(local));
     check_ties(local, layers.ties());
-    compare_forms(local);
-    local.ties = find_ties(local);
-    copy_tied_values(local);
+    compare_forms(local, all_or_none(local.worker, local.plan.workers, ErrorKind::kInvalid, [&] {
+                    local.ties = find_ties(local);
+                    offered.emplace(local);
+                    return describe_own_ties(local);
+                  }));
   };
-  if (local.grid.count() == 1) return share_ties();
+  if (!replicas) make_ties();  // fails on all workers or on none
   all_or_none(local.worker, local.grid.all_names(), ErrorKind::kInvalid, [&] {
-    share_ties();
-    copy_from_first_replica(local);
+    if (replicas) make_ties();
+    copy_tied_values(local);
+    if (replicas) copy_from_first_replica(local);
     return std::string();
   });
 }
