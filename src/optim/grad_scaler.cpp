@@ -1,4 +1,4 @@
-#include "torchspan/optim/grad_scaler.h"
+#include <torchspan/optim/grad_scaler.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <cstring>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <limits>
@@ -17,11 +19,135 @@
 #include "pipeline/runtime/cache_state.h"
 #include "pipeline/runtime/handshake.h"
 #include "pipeline/runtime/overlap.h"
-#include "pipeline/runtime/places.h"
 #include "pipeline/runtime/step.h"
-#include "pipeline/state_source.h"
+#include "state/api/gradient_norm.h"
+#include "state/api/save_load.h"
+#include "state/api/place.h"
 
 namespace torchspan::pipeline {
+namespace {
+
+/// The workers of a pipeline, each of which has other layers.
+class PipelineRanks final : public state::Ranks {
+ public:
+  explicit PipelineRanks(const LocalPipeline& local)
+      : worker_(local.worker),
+        workers_(local.plan.workers),
+        me_(local.me),
+        timeout_(local.options.stall_timeout) {}
+
+  const void* identity() const override { return this; }
+  int level() const override { return state::kPipeline; }
+  int rank() const override { return me_; }
+
+  void reduce(std::vector<double>& numbers, bool maximum) const override {
+    Bytes bytes(numbers.size() * sizeof(double));
+    std::memcpy(bytes.data(), numbers.data(), bytes.size());
+    std::fill(numbers.begin(), numbers.end(), 0.0);
+    for (const Bytes& other : worker_.all_gather_bytes(bytes, workers_, timeout_)) {
+      std::vector<double> theirs(numbers.size());
+      std::memcpy(theirs.data(), other.data(), std::min(other.size(), bytes.size()));
+      for (std::size_t i = 0; i < numbers.size(); ++i) {
+        const bool largest = maximum && !std::isnan(theirs[i]) && !std::isnan(numbers[i]);
+        numbers[i] = largest ? std::max(numbers[i], theirs[i]) : numbers[i] + theirs[i];
+      }
+    }
+  }
+
+ private:
+  const Worker worker_;
+  const std::vector<std::string> workers_;
+  const int me_;
+  const Duration timeout_;
+};
+
+/// Whether another copy of a tied parameter counts instead of this one.
+bool counts_elsewhere(const LocalPipeline& local, const at::Tensor& parameter) {
+  for (const Tie& tie : local.ties) {
+    for (std::size_t copy = 0; copy < tie.copies.size(); ++copy) {
+      if (tie.copies[copy].is_same(parameter)) return copy > 0 || tie.workers.front() != local.me;
+    }
+  }
+  return false;
+}
+
+/// The first copy of the same tied parameter on this worker; undefined for that one, and for other parameters.
+at::Tensor first_copy_here(const LocalPipeline& local, const at::Tensor& parameter) {
+  for (const Tie& tie : local.ties) {
+    for (std::size_t copy = 1; copy < tie.copies.size(); ++copy) {
+      if (tie.copies[copy].is_same(parameter)) return tie.copies.front();
+    }
+  }
+  return {};
+}
+
+/// Gives the parameters of this worker's layers places among the workers of the pipeline, while it lives. Copies of a tied
+/// parameter on other workers than the first one are repeated.
+class PipelinePlaces {
+ public:
+  PipelinePlaces(const LocalPipeline& local, const std::vector<at::Tensor>& parameters) {
+    const auto ranks = std::make_shared<PipelineRanks>(local);
+    for (const at::Tensor& parameter : parameters) {
+      before_.emplace_back(parameter, state::place_of(parameter));
+      const state::PlacePtr& before = before_.back().second;
+      state::Place place = before ? *before : state::Place();
+      place.repeated = place.repeated || counts_elsewhere(local, parameter);
+      place.same_as = first_copy_here(local, parameter);
+      place.among.push_back(ranks);
+      state::set_place(parameter, std::make_shared<state::Place>(std::move(place)));
+    }
+  }
+  ~PipelinePlaces() {
+    for (auto& [parameter, place] : before_) state::set_place(parameter, std::move(place));
+  }
+  PipelinePlaces(const PipelinePlaces&) = delete;
+  PipelinePlaces& operator=(const PipelinePlaces&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor, state::PlacePtr>> before_;
+};
+
+/// Of the steps without gradients in seed_of_use().
+constexpr std::uint64_t kFirstOtherStep = std::uint64_t{1} << 63;
+
+/// Notifies the workers of a step that it will not end.
+void post_abandoned(const LocalPipeline& local, std::uint64_t step, const char* why) {
+  local.post_to_all(local.grid.all_ranks(),
+                    StepFailed{{local.id, step},
+                               Error(ErrorKind::kCancelled,
+                                     fmt::format("step {} of pipeline '{}' was abandoned on worker '{}': {}",
+                                                 step, local.options.name, local.worker.name(), why))
+                                   .with_worker(local.worker.name())});
+}
+
+}  // namespace
+
+Cache::Cache() : state_(std::make_unique<State>()) {}
+Cache::~Cache() = default;
+
+void Cache::State::belong_to(std::uint64_t pipeline, std::int64_t& next_number) {
+  if (pipeline_ && *pipeline_ != pipeline)
+    throw Error(ErrorKind::kInvalid,
+                "this Cache belongs to another pipeline, which used it first; make one for each pipeline");
+  if (pipeline_) return;
+  pipeline_ = pipeline;
+  number_ = next_number++;
+}
+
+void Cache::State::check_rows(const std::vector<std::int64_t>& rows) const {
+  if (rows_.empty() || rows == rows_) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format(
+          "the calls with one Cache have different rows: micro-batches of [{}] rows before, of [{}] now; "
+          "pass as many rows as in the first call, or use a new Cache",
+          fmt::join(rows_, ", "), fmt::join(rows, ", ")));
+}
+
+void Cache::State::commit(CacheTensors tensors, std::vector<std::int64_t> rows) {
+  tensors_ = std::move(tensors);
+  rows_ = std::move(rows);
+}
 
 class Pipeline::Impl {
  public:
@@ -90,23 +216,6 @@ class Pipeline::Impl {
   Batch output_;
   StepReport report_;
 };
-
-namespace {
-
-/// Of the steps without gradients in seed_of_use().
-constexpr std::uint64_t kFirstOtherStep = std::uint64_t{1} << 63;
-
-/// Notifies the workers of a step that it will not end.
-void post_abandoned(const LocalPipeline& local, std::uint64_t step, const char* why) {
-  local.post_to_all(local.grid.all_ranks(),
-                    StepFailed{{local.id, step},
-                               Error(ErrorKind::kCancelled,
-                                     fmt::format("step {} of pipeline '{}' was abandoned on worker '{}': {}",
-                                                 step, local.options.name, local.worker.name(), why))
-                                   .with_worker(local.worker.name())});
-}
-
-}  // namespace
 
 Pipeline::Impl::~Impl() {
   abandon("the pipeline was destroyed before its backward()");
@@ -405,7 +514,11 @@ double Pipeline::Impl::clip(double max_norm, double norm_type) {
                     "steps with StepOptions::no_sync; clip after a step without it",
                     local_.options.name));
   }
-  return clip_gradients(parameters(), max_norm, norm_type);
+  if (!(max_norm > 0))
+    throw_invalid(fmt::format("clip_grad_norm: max_norm is {}; it must be more than 0", max_norm));
+  if (!(norm_type > 0))
+    throw_invalid(fmt::format("clip_grad_norm: norm_type is {}; it must be more than 0", norm_type));
+  return state::clip(state::gradients_at_places(parameters()), max_norm, norm_type);
 }
 
 Pipeline::Pipeline(const Worker& worker, const Layers& layers, PipelineOptions options)
@@ -424,8 +537,6 @@ Batch Pipeline::forward(const Batch& input) { return impl_->forward(input); }
 void Pipeline::backward(const std::vector<at::Tensor>& gradients) { impl_->backward(gradients); }
 void Pipeline::train(bool on) { impl_->train_mode(on); }
 std::vector<at::Tensor> Pipeline::parameters() const { return impl_->parameters(); }
-std::vector<std::string> Pipeline::parameter_names() const { return names_of_parameters(*this); }
-state::SourcePtr Pipeline::state_source() { return source_of(*this); }
 double Pipeline::clip_grad_norm(double max_norm, double norm_type) {
   return impl_->clip(max_norm, norm_type);
 }
@@ -439,5 +550,98 @@ const StepReport& Pipeline::last_step() const { return impl_->last_step(); }
 bool Pipeline::in_flight() const { return impl_->in_flight().has_value(); }
 std::uint64_t Pipeline::training_steps() const { return impl_->training_steps(); }
 void Pipeline::set_training_steps(std::uint64_t steps) { impl_->set_training_steps(steps); }
+
+namespace {
+
+constexpr const char* kTrainingSteps = "training_steps";
+
+/// Nullopt for the checkpoints of earlier releases.
+std::optional<std::int64_t> training_steps_in(const state::StateReader& reader) {
+  std::optional<state::Value> value;
+  try {
+    value = reader.value(kTrainingSteps);
+  } catch (const Error&) {  // there is no such value
+    return std::nullopt;
+  }
+  return state::value_as<std::int64_t>(*value);
+}
+
+std::string layer_prefix(int layer) { return fmt::format("layers.{}", layer); }
+
+/// The parameters and buffers of this worker's layers. The first name of a tied parameter is that of the first copy.
+std::vector<state::ModuleTensor> pipeline_tensors(const Pipeline& pipeline) {
+  std::vector<state::ModuleTensor> all;
+  for (int layer = 0; layer < static_cast<int>(pipeline.plan().layers.size()); ++layer) {
+    if (const auto module = pipeline.module(layer))
+      state::append_module_tensors(all, *module, layer_prefix(layer));
+  }
+  for (const auto& tie : pipeline.ties()) {
+    const auto name_of = [](const TiedParameter& parameter) {
+      return state::join_names(layer_prefix(parameter.layer), parameter.name);
+    };
+    for (state::ModuleTensor& entry : all) {
+      const bool tied = std::any_of(tie.begin(), tie.end(), [&](const TiedParameter& parameter) {
+        return std::find(entry.names.begin(), entry.names.end(), name_of(parameter)) != entry.names.end();
+      });
+      if (tied) entry.names.insert(entry.names.begin(), name_of(tie.front()));
+    }
+  }
+  return all;
+}
+
+class PipelineSource final : public state::StateSource {
+ public:
+  explicit PipelineSource(Pipeline& pipeline) : pipeline_(pipeline) {}
+
+  void save(state::StateWriter& writer) const override {
+    require_no_batch("saved");
+    std::vector<state::ModuleTensor> once;
+    for (state::ModuleTensor& entry : pipeline_tensors(pipeline_)) {
+      const bool known = std::any_of(once.begin(), once.end(), [&](const state::ModuleTensor& other) {
+        return other.names.front() == entry.names.front();
+      });
+      if (!known) once.push_back(std::move(entry));
+    }
+    state::save_module_tensors(writer, once);
+    writer.add_value(kTrainingSteps, static_cast<std::int64_t>(pipeline_.training_steps()));
+  }
+  void load(const state::StateReader& reader) override {
+    require_no_batch("restored");
+    const std::optional<std::int64_t> steps = training_steps_in(reader);
+    state::load_module_tensors(reader, pipeline_tensors(pipeline_), {.allow_unexpected = true});
+    if (steps) pipeline_.set_training_steps(static_cast<std::uint64_t>(*steps));
+  }
+  bool owns_names() const override { return false; }
+
+ private:
+  /// The gradients of a batch in flight belong to the parameters with which it began, which nothing else has.
+  void require_no_batch(const char* what) const {
+    if (!pipeline_.in_flight()) return;
+    throw_invalid(fmt::format(
+        "a batch of the pipeline is in flight (PipelineOptions::staleness is 1), so the pipeline cannot be "
+        "{}: call finish() on all workers and apply its gradients first",
+        what));
+  }
+
+  Pipeline& pipeline_;
+};
+
+}  // namespace
+
+state::SourcePtr Pipeline::state_source() { return std::make_unique<PipelineSource>(*this); }
+
+std::vector<std::string> Pipeline::parameter_names() const {
+  const std::vector<state::ModuleTensor> all = pipeline_tensors(*this);
+  std::vector<std::string> names;
+  for (const at::Tensor& parameter : parameters()) {
+    for (const state::ModuleTensor& entry : all) {
+      if (!entry.tensor.is_same(parameter)) continue;
+      // A second copy on one worker is a parameter with its own state.
+      const bool taken = std::find(names.begin(), names.end(), entry.names.front()) != names.end();
+      names.push_back(taken ? entry.names.back() : entry.names.front());
+    }
+  }
+  return names;
+}
 
 }  // namespace torchspan::pipeline

@@ -124,8 +124,8 @@ Fixtures fixtures() {
   {
     using namespace pipeline;  // NOLINT(google-build-using-namespace)
     add_all<StepBegin, Activations, Gradients, StepFailed, PartDone, StepClosed, Credit, AskState,
-            TiedGradient, ReplicaGradients, ReplicaStatistics, ReplicaDone, ReplicaBegin, StepId,
-            WorkerState, AskInitialValues>(all, "pipeline");
+            TiedGradient, ReplicaGradients, ReplicaStatistics, ReplicaDone, ReplicaBegin, StepId, WorkerState,
+            AskInitialValues>(all, "pipeline");
   }
   // Two structs have older names on the wire.
   add<optim::OptimizerSpec>(all, "optim/OptimizerSpec");

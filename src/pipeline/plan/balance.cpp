@@ -19,8 +19,7 @@
 
 #include "engine/api/node_ptr.h"
 #include "pipeline/layers/random.h"
-#include "pipeline/plan/allocation_watch.h"
-#include "pipeline/plan/kept_state.h"
+#include "pipeline/plan/measuring.h"
 #include "pipeline/runtime/agreement.h"
 
 namespace torchspan::pipeline {

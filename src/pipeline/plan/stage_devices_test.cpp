@@ -1,7 +1,7 @@
-#include "pipeline/plan/stage_devices.h"
-
 #include <gtest/gtest.h>
 #include <string>
+
+#include "pipeline/plan/replica_grid.h"
 
 namespace torchspan::pipeline::stage_devices_test {
 namespace {

@@ -15,7 +15,6 @@
 #include <torchspan/wire.h>
 
 #include "pipeline/layers/random.h"
-#include "pipeline/messages/message_router.h"
 #include "pipeline/plan/replica_grid.h"
 #include "pipeline/policies/tables.h"
 #include "pipeline/runtime/agreement.h"

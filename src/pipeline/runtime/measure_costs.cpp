@@ -13,8 +13,7 @@
 
 #include "pipeline/layers/micro_batches.h"
 #include "pipeline/layers/random.h"
-#include "pipeline/plan/allocation_watch.h"
-#include "pipeline/plan/kept_state.h"
+#include "pipeline/plan/measuring.h"
 #include "pipeline/runtime/handshake.h"
 #include "pipeline/runtime/layer_range_pass.h"
 

@@ -7,7 +7,7 @@
 #include <torchspan/pipeline/costs.h>
 
 #include "pipeline/pipeline_test_util.h"
-#include "pipeline/plan/allocation_watch.h"
+#include "pipeline/plan/measuring.h"
 
 namespace torchspan::pipeline::testing::measure_costs_test {
 namespace {

@@ -40,10 +40,13 @@ Passes::Passes(const LocalPipeline& local, StepWork& work, Policy& policy)
             .random_step = work.begin.random_step,
             .offloader = work.offloader,
             .unordered = why_unordered(local, work.begin.kind)},
-      input_(local, work.begin, std::move(work.input)),
+      input_(work.begin, std::move(work.input)),
       output_(static_cast<int>(work.begin.rows.size())) {
   if (!local.owns_layer_range(0)) return;
-  for (int i = 0; i < static_cast<int>(work.begin.rows.size()); ++i) put(kOutside, i, input_.micro_batch(i));
+  for (int i = 0; i < static_cast<int>(work.begin.rows.size()); ++i) {
+    at(0, i).put_input(kOutside, input_.micro_batch(i));
+    policy.became_ready({ActionKind::kForward, 0, i});
+  }
 }
 
 /// The pass of a micro-batch through a layer range of this worker; created at its first use.
@@ -58,21 +61,6 @@ LayerRangePass& Passes::at(int range, int micro_batch) {
     slot = std::make_unique<LayerRangePass>(local_, range, micro_batch, mode);
   }
   return *slot;
-}
-
-/// Gives an activation to the layer range of this worker at the end of `link`.
-void Passes::put(int link, int micro_batch, Activation activation) {
-  const int range = link == kOutside ? 0 : local_.plan.links[static_cast<std::size_t>(link)].to;
-  LayerRangePass& pass = at(range, micro_batch);
-  pass.put_input(link, std::move(activation));
-  if (pass.has_inputs()) policy_.became_ready({ActionKind::kForward, range, micro_batch});
-}
-
-/// Gives gradients to the layer range of this worker at the start of `link`.
-void Passes::put_gradients(int link, int micro_batch, std::vector<at::Tensor> gradients) {
-  const int range = local_.plan.links[static_cast<std::size_t>(link)].from;
-  at(range, micro_batch).put_gradients(link, std::move(gradients));
-  check_backward(range, micro_batch);
 }
 
 /// Reports the backward of a pass if it is ready.
@@ -106,13 +94,13 @@ void Passes::forward(int range, int micro_batch) {
       if (!with_loss) output_.put(micro_batch, std::move(output));
       continue;
     }
+    Activations message{std::move(output), begin.id, micro_batch, link, {}};
     const int to = local_.plan.links[static_cast<std::size_t>(link)].to;
     if (local_.owns_layer_range(to)) {
-      put(link, micro_batch, std::move(output));
+      accept(message);
       continue;
     }
     const std::uint32_t rank = local_.rank_of(worker_of(to));
-    Activations message{std::move(output), begin.id, micro_batch, link, {}};
     // A receiver copies what is sent to its device when it arrives. Inputs of micro-batches whose forward has not begun
     // would take the memory that offload saves; in a step without backwards, nothing limits their number.
     if (!local_.options.offload && mode_.gradients) message.place = local_.grid.devices.of_range(rank, to);
@@ -143,14 +131,15 @@ void Passes::backward(const schedule::Action& action) {
       input_.put_gradients(micro_batch, std::move(gradients));
       continue;
     }
+    Gradients message{work_.begin.id, micro_batch, link, std::move(gradients), {}};
     const int from = local_.plan.links[static_cast<std::size_t>(link)].from;
     if (local_.owns_layer_range(from)) {
-      put_gradients(link, micro_batch, std::move(gradients));
+      accept(message);
       continue;
     }
     const std::uint32_t rank = local_.rank_of(worker_of(from));
-    local_.post(rank, Gradients{work_.begin.id, micro_batch, link, std::move(gradients),
-                                local_.grid.devices.of_range(rank, from)});
+    message.place = local_.grid.devices.of_range(rank, from);
+    local_.post(rank, message);
   }
 }
 
@@ -183,7 +172,9 @@ void Passes::accept(Activations& event) {
                 fmt::format("activations of link {}, micro-batch {}, do not belong to this worker",
                             event.link, event.micro_batch));
   }
-  put(event.link, event.micro_batch, static_cast<Activation&&>(event));
+  LayerRangePass& pass = at(link->to, event.micro_batch);
+  pass.put_input(event.link, static_cast<Activation&&>(event));
+  if (pass.has_inputs()) policy_.became_ready({ActionKind::kForward, link->to, event.micro_batch});
 }
 
 void Passes::accept(Gradients& event) {
@@ -193,7 +184,8 @@ void Passes::accept(Gradients& event) {
                 fmt::format("gradients of link {}, micro-batch {}, do not belong to this worker", event.link,
                             event.micro_batch));
   }
-  put_gradients(event.link, event.micro_batch, std::move(event.gradients));
+  at(link->from, event.micro_batch).put_gradients(event.link, std::move(event.gradients));
+  check_backward(link->from, event.micro_batch);
 }
 
 void Passes::put_output_gradients(const std::vector<at::Tensor>& gradients) {

@@ -47,7 +47,8 @@ class Passes {
   /// The pass of the next backward, if that is known and the pass has begun; null otherwise.
   LayerRangePass* next_backward();
 
-  /// Takes a message. Throws Error{kInvalid} for a link or a micro-batch that does not end on this worker.
+  /// Takes a message of another worker, or of a layer range of this one. Throws Error{kInvalid} for a link or a micro-batch
+  /// that does not end on this worker.
   void accept(Activations& event);
   void accept(Gradients& event);
   /// Gives the backwards the gradients of the whole output, one per member; on the worker of the last layer range.
@@ -67,8 +68,6 @@ class Passes {
 
  private:
   LayerRangePass& at(int range, int micro_batch);
-  void put(int link, int micro_batch, Activation activation);
-  void put_gradients(int link, int micro_batch, std::vector<at::Tensor> gradients);
   void check_backward(int range, int micro_batch);
   void end_pass(int range, int micro_batch);
   const Link* find_link(int link, int micro_batch) const;

@@ -5,8 +5,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <map>
-#include <memory>
-#include <optional>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -259,7 +257,7 @@ std::string describe_tensors(const NamedTensors& tensors) {
                   local.grid.names_of(local.me)[0], what));
 }
 
-/// The tensors whose values differ in any replica.
+/// The tensors whose values differ from those of replica 0.
 std::vector<std::size_t> find_differences(const LocalPipeline& local, const NamedTensors& tensors) {
   const std::vector<std::string> all =
       all_gather_text(local.worker, describe_tensors(tensors), local.grid.names_of(local.me));
@@ -267,14 +265,13 @@ std::vector<std::size_t> find_differences(const LocalPipeline& local, const Name
   const auto part_of = [](const std::string& text, std::size_t index) {
     return std::string_view(text).substr(std::min(text.size(), index * kDigits), kDigits);
   };
+  const std::string& mine = all[static_cast<std::size_t>(local.grid.mine)];
   for (std::size_t tensor = 0; tensor < tensors.size(); ++tensor) {
-    bool differs = false;
     for (std::size_t replica = 1; replica < all.size(); ++replica) {
       if (part_of(all[replica], 2 * tensor) != part_of(all[0], 2 * tensor))
         refuse_difference(local, replica, form_of_tensor(tensors[tensor]));
-      differs = differs || part_of(all[replica], 2 * tensor + 1) != part_of(all[0], 2 * tensor + 1);
     }
-    if (differs) different.push_back(tensor);
+    if (part_of(mine, 2 * tensor + 1) != part_of(all[0], 2 * tensor + 1)) different.push_back(tensor);
   }
   for (std::size_t replica = 1; replica < all.size(); ++replica) {
     if (all[replica].size() != all[0].size())
@@ -286,50 +283,56 @@ std::vector<std::size_t> find_differences(const LocalPipeline& local, const Name
 /// A request for initial values ends before the one that would exceed this, if that is not the first.
 constexpr std::size_t kBytesPerRequest = std::size_t{1} << 28;
 
-/// A tensor of this worker and the index of its value among those that another worker offers.
-struct Wanted {
-  std::int32_t index = 0;
-  const at::Tensor* target = nullptr;
-  const std::string* name = nullptr;  ///< for errors
-};
-
-/// Sets tensors to the values that another worker offers, which has them in the same shapes.
-void copy_from(const LocalPipeline& local, const std::string& worker, const std::vector<Wanted>& wanted) {
-  for (std::size_t next = 0; next < wanted.size();) {
+/// Sets tensors to the values that another worker offers, which has them in the same shapes. `which` are the indices of the
+/// values among those that it offers.
+void copy_from(const LocalPipeline& local, const std::string& worker, const std::vector<std::int32_t>& which,
+               const NamedTensors& targets) {
+  for (std::size_t next = 0; next < which.size();) {
     AskInitialValues ask{{local.id, 0}, {}};
     const std::size_t first = next;
-    for (std::size_t bytes = 0; next < wanted.size(); ++next) {
-      bytes += wanted[next].target->nbytes();
+    for (std::size_t bytes = 0; next < which.size(); ++next) {
+      bytes += targets[next].second.nbytes();
       if (next > first && bytes > kBytesPerRequest) break;
-      ask.which.push_back(wanted[next].index);
+      ask.which.push_back(which[next]);
     }
     const Deadline limit = local.executor().deadline_in(kCreationTimeout);
     const auto values = local.worker.request(Destination(worker), ask, limit).wait();
     for (std::size_t i = 0; i < ask.which.size(); ++i) {
-      const auto& [index, target, name] = wanted[first + i];
+      const auto& [name, target] = targets[first + i];
       const at::Tensor value = i < values.size() ? values[i] : at::Tensor();
       const bool fits =
-          value.defined() && value.sizes() == target->sizes() && value.scalar_type() == target->scalar_type();
+          value.defined() && value.sizes() == target.sizes() && value.scalar_type() == target.scalar_type();
       if (!fits) {
         throw Error(ErrorKind::kInvalid,
                     fmt::format("worker '{}' sent {} bytes instead of {} for {}", worker,
-                                value.defined() ? value.nbytes() : 0, target->nbytes(), *name))
+                                value.defined() ? value.nbytes() : 0, target.nbytes(), name))
             .with_worker(worker);
       }
-      target->copy_(value);
+      target.copy_(value);
     }
   }
 }
 
-/// Sets the copies of this worker to the values of the first copies. The values of ties come first in what workers offer.
+/// Lets the other workers read the first copies of ties, then the parameters and buffers of a replica. Before the exchange
+/// after which they may ask.
+void offer_values(const LocalPipeline& local) {
+  std::vector<at::Tensor> values;
+  for (const Tie& tie : local.ties) values.push_back(tie.copies.empty() ? at::Tensor() : tie.copies.front());
+  if (local.grid.count() > 1) {
+    for (const auto& [name, tensor] : tensors_of(local)) values.push_back(tensor);
+  }
+  local.event_queue->offer(std::move(values));
+}
+
+/// Sets the copies of this worker to the values of the first copies.
 void copy_tied_values(const LocalPipeline& local) {
   const torch::autograd::AutoGradMode no_grad(false);
   for (std::size_t tie = 0; tie < local.ties.size(); ++tie) {
     const auto& [name, workers, copies] = local.ties[tie];
     if (copies.empty()) continue;
     if (workers.front() != local.me) {
-      copy_from(local, local.plan.workers[static_cast<std::size_t>(workers.front())],
-                {{static_cast<std::int32_t>(tie), &copies.front(), &name}});
+      const std::string& first = local.plan.workers[static_cast<std::size_t>(workers.front())];
+      copy_from(local, first, {static_cast<std::int32_t>(tie)}, {{name, copies.front()}});
     }
     for (std::size_t copy = 1; copy < copies.size(); ++copy) copies[copy].copy_(copies.front());
   }
@@ -340,34 +343,14 @@ void copy_tied_values(const LocalPipeline& local) {
 void copy_from_first_replica(const LocalPipeline& local) {
   const torch::autograd::AutoGradMode no_grad(false);
   const NamedTensors tensors = tensors_of(local);
-  std::vector<Wanted> wanted;
+  std::vector<std::int32_t> which;
+  NamedTensors targets;
   for (const std::size_t i : find_differences(local, tensors)) {
-    const std::size_t index = local.ties.size() + i;
-    wanted.push_back({static_cast<std::int32_t>(index), &tensors[i].second, &tensors[i].first});
+    which.push_back(static_cast<std::int32_t>(local.ties.size() + i));
+    targets.push_back(tensors[i]);
   }
-  if (local.grid.mine != 0) copy_from(local, local.grid.names_of(local.me).front(), wanted);
+  copy_from(local, local.grid.names_of(local.me).front(), which, targets);
 }
-
-/// Lets the other workers read the first copies of ties, and this worker's parameters and buffers. Before the exchange after
-/// which they may ask; until the object is destroyed.
-class OfferedValues {
- public:
-  explicit OfferedValues(const LocalPipeline& local) : event_queue_(local.event_queue) {
-    std::vector<at::Tensor> values;
-    for (const Tie& tie : local.ties)
-      values.push_back(tie.copies.empty() ? at::Tensor() : tie.copies.front());
-    if (local.grid.count() > 1) {
-      for (const auto& [name, tensor] : tensors_of(local)) values.push_back(tensor);
-    }
-    event_queue_->offer(std::move(values));
-  }
-  ~OfferedValues() { event_queue_->offer({}); }
-  OfferedValues(const OfferedValues&) = delete;
-  OfferedValues& operator=(const OfferedValues&) = delete;
-
- private:
-  const std::shared_ptr<EventQueue> event_queue_;
-};
 
 }  // namespace
 
@@ -463,13 +446,12 @@ std::vector<SharedConstant> check_shared_tensors(const LocalPipeline& local,
 void share_initial_values(LocalPipeline& local, const Layers& layers) {
   const bool replicas = local.grid.count() > 1;
   if (layers.ties().empty() && !replicas) return;
-  std::optional<OfferedValues> offered;
   const auto make_ties = [&] {
-    if (layers.ties().empty()) return void(offered.emplace(local));
+    if (layers.ties().empty()) return offer_values(local);
     check_ties(local, layers.ties());
     compare_forms(local, all_or_none(local.worker, local.plan.workers, ErrorKind::kInvalid, [&] {
                     local.ties = find_ties(local);
-                    offered.emplace(local);
+                    offer_values(local);
                     return describe_own_ties(local);
                   }));
   };
@@ -480,6 +462,7 @@ void share_initial_values(LocalPipeline& local, const Layers& layers) {
     if (replicas) copy_from_first_replica(local);
     return std::string();
   });
+  local.event_queue->offer({});
 }
 
 }  // namespace torchspan::pipeline

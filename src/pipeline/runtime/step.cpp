@@ -309,10 +309,28 @@ void Step::meet() {
 
 void Step::close() {
   // Before the other workers may leave the step: a failure here must end it on all of them.
-  passes_.input().backward();
+  if (passes_.input().has_gradients()) backward_before_input();
   meet();
   exchange_.commit();
   loss_ = closing_.result().loss;
+}
+
+void Step::backward_before_input() {
+  const std::uint64_t step = work_.begin.id.step;
+  local_.set_state(step, true, true, "the backward of the graph before the input");
+  try {
+    passes_.input().backward();
+  } catch (...) {
+    const ExceptionDescription description = describe(std::current_exception());
+    const std::string where = fmt::format("the graph before the input of pipeline '{}'", local_.options.name);
+    throw Error(
+        ErrorKind::kRemoteFailure,
+        fmt::format("step {} of pipeline '{}' failed in the backward of the graph before its input, on "
+                    "worker '{}': {}",
+                    step, local_.options.name, local_.worker.name(), description.text))
+        .with_worker(local_.worker.name())
+        .with_frame({local_.worker.name(), where, description.type, description.text});
+  }
 }
 
 void Step::commit_cache() {

@@ -89,6 +89,7 @@ class Step {
   bool recompute_ahead();
   void hold_first_backward();
   void check_constants() const;
+  void backward_before_input();
   bool run_next_step();
   Awaited awaited() const;
   void wait();

@@ -1,7 +1,6 @@
 #include "pipeline/runtime/step_batch.h"
 
 #include <algorithm>
-#include <fmt/format.h>
 #include <utility>
 
 #include <ATen/ops/cat.h>
@@ -12,17 +11,13 @@
 
 #include <torchspan/detail/device/streams.h>
 
-#include "device/api/numbers.h"
+#include "device/api/tensors.h"
 #include "pipeline/layers/micro_batches.h"
 
 namespace torchspan::pipeline {
 
-StepInput::StepInput(const LocalPipeline& local, const StepBegin& begin, Batch input)
-    : local_(local),
-      id_(begin.id),
-      has_backwards_(has_backwards(begin.kind)),
-      rows_(begin.rows),
-      input_(std::move(input)) {}
+StepInput::StepInput(const StepBegin& begin, Batch input)
+    : has_backwards_(has_backwards(begin.kind)), rows_(begin.rows), input_(std::move(input)) {}
 
 Activation StepInput::micro_batch(int micro_batch) const {
   const std::int64_t rows = rows_[static_cast<std::size_t>(micro_batch)];
@@ -53,8 +48,7 @@ at::Tensor StepInput::whole_gradient(std::size_t member) const {
   return is_split ? at::cat(pieces) : at::stack(pieces).sum(0);
 }
 
-void StepInput::backward() {
-  if (gradients_.empty()) return;
+void StepInput::backward() const {
   torch::autograd::edge_list roots;
   torch::autograd::variable_list root_gradients;
   for (std::size_t member = 0; member < input_.members.size(); ++member) {
@@ -63,20 +57,7 @@ void StepInput::backward() {
     roots.push_back(torch::autograd::impl::gradient_edge(value.toTensor()));
     root_gradients.push_back(whole_gradient(member));
   }
-  local_.set_state(id_.step, true, true, "the backward of the graph before the input");
-  try {
-    torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, false, false, true);
-  } catch (...) {
-    const ExceptionDescription description = describe(std::current_exception());
-    const std::string where = fmt::format("the graph before the input of pipeline '{}'", local_.options.name);
-    throw Error(
-        ErrorKind::kRemoteFailure,
-        fmt::format("step {} of pipeline '{}' failed in the backward of the graph before its input, on "
-                    "worker '{}': {}",
-                    id_.step, local_.options.name, local_.worker.name(), description.text))
-        .with_worker(local_.worker.name())
-        .with_frame({local_.worker.name(), where, description.type, description.text});
-  }
+  torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, false, false, true);
 }
 
 void StepOutput::put(int micro_batch, Activation activation) {

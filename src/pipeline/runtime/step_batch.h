@@ -7,26 +7,25 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include "pipeline/runtime/local_pipeline.h"
+#include "pipeline/messages/messages.h"
 
 namespace torchspan::pipeline {
 
 /// The input of a step on the worker of the first layer range, and the gradients that come back to it.
 class StepInput {
  public:
-  StepInput(const LocalPipeline& local, const StepBegin& begin, Batch input);
+  StepInput(const StepBegin& begin, Batch input);
 
   Activation micro_batch(int micro_batch) const;
   void put_gradients(int micro_batch, std::vector<at::Tensor> gradients);
-  /// Runs the backward of the graph before the input, from the gradients of all micro-batches. Does nothing if
-  /// there are none.
-  void backward();
+  /// Whether the graph before the input has a backward.
+  bool has_gradients() const { return !gradients_.empty(); }
+  /// Runs it, from the gradients of all micro-batches.
+  void backward() const;
 
  private:
   at::Tensor whole_gradient(std::size_t member) const;
 
-  const LocalPipeline& local_;
-  const StepId id_;
   const bool has_backwards_;
   const std::vector<std::int64_t> rows_;  ///< by micro-batch
   const Batch input_;

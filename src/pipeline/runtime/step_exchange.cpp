@@ -110,26 +110,24 @@ void put_gradient(const at::Tensor& parameter, at::Tensor before, at::Tensor gra
 
 std::vector<ReplicaBucket> make_replica_buckets(const LocalPipeline& local) {
   if (local.grid.count() <= 1) return {};
-  struct Open {
-    std::size_t bucket = 0;
-    std::size_t bytes = 0;
-  };
   const std::vector<UsedParameter> parameters = used_parameters(local);
   const std::vector<int> owners = assign_owners(parameters, local.grid.count());
   std::vector<ReplicaBucket> buckets;
-  std::map<std::pair<std::vector<int>, int>, Open> open;  // by ranges and owner; tied ones have no ranges
+  // The bucket that grows and its bytes, by ranges and owner; tied parameters have no ranges.
+  std::map<std::pair<std::vector<int>, int>, std::pair<std::size_t, std::size_t>> open;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const UsedParameter& parameter = parameters[i];
     const std::vector<int> ranges(parameter.ranges.begin(), parameter.ranges.end());
     const std::pair key{parameter.tied ? std::vector<int>() : ranges, owners[i]};
-    const auto [place, fresh] = open.emplace(key, Open{buckets.size(), 0});
-    Open& current = place->second;
-    if (fresh || current.bytes >= kBucketBytes) {
-      current = {buckets.size(), 0};
+    const auto [place, fresh] = open.emplace(key, std::pair(buckets.size(), std::size_t{0}));
+    auto& [bucket, bytes] = place->second;
+    if (fresh || bytes >= kBucketBytes) {
+      bucket = buckets.size();
+      bytes = 0;
       buckets.push_back({key.first, parameter.tied, owners[i], {}});
     }
-    buckets[current.bucket].parameters.push_back(parameter.tensor);
-    current.bytes += parameter.tensor.nbytes();
+    buckets[bucket].parameters.push_back(parameter.tensor);
+    bytes += parameter.tensor.nbytes();
   }
   return buckets;
 }

@@ -1,9 +1,14 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <torchspan/pipeline/layers.h>
 
 namespace torchspan::pipeline {
 
@@ -26,6 +31,18 @@ class AllocationWatch {
 
   const std::shared_ptr<Ledger> ledger_;
   const c10::DebugInfoGuard guard_;
+};
+
+/// Removes the gradients of existing modules, and restores them and the buffers at the end of a scope.
+class KeptState {
+ public:
+  explicit KeptState(const std::vector<BuiltLayer>& layers);
+  ~KeptState();
+  KeptState(const KeptState&) = delete;
+  KeptState& operator=(const KeptState&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_, buffers_;
 };
 
 }  // namespace torchspan::pipeline

@@ -1,10 +1,12 @@
-#include "pipeline/plan/allocation_watch.h"
+#include "pipeline/plan/measuring.h"
 
 #include <map>
 #include <unordered_map>
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/Allocator.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/mutex.h>
@@ -76,5 +78,23 @@ AllocationWatch::AllocationWatch(std::shared_ptr<Ledger> ledger)
 void AllocationWatch::begin(int owner) { ledger_->begin(owner); }
 
 std::int64_t AllocationWatch::alive(int owner) const { return ledger_->alive(owner); }
+
+KeptState::KeptState(const std::vector<BuiltLayer>& layers) {
+  for (const BuiltLayer& layer : layers) {
+    if (!layer.module) continue;
+    for (const at::Tensor& parameter : layer.module->parameters()) {
+      gradients_.emplace_back(parameter, parameter.grad());
+      parameter.mutable_grad() = at::Tensor();
+    }
+    for (const at::Tensor& buffer : layer.module->buffers())
+      buffers_.emplace_back(buffer, buffer.detach().clone());
+  }
+}
+
+KeptState::~KeptState() {
+  const torch::autograd::AutoGradMode mode(false);
+  for (auto& [parameter, gradient] : gradients_) parameter.mutable_grad() = gradient;
+  for (auto& [buffer, value] : buffers_) buffer.copy_(value);
+}
 
 }  // namespace torchspan::pipeline
