@@ -1,6 +1,7 @@
 // All ranks of a group learn of every failure in it, with the name of the failing rank.
 #include <atomic>
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <optional>
 #include <sys/resource.h>
@@ -86,6 +87,17 @@ std::vector<CollectiveRow> rows_that_tell_of_drops() {
   return rows;
 }
 INSTANTIATE_TEST_SUITE_P(Backends, CollectiveDrops, ::testing::ValuesIn(rows_that_tell_of_drops()), row_name);
+/// What an idle rank does depends on its place in its host, and no further on the number of ranks.
+class CollectiveIdleRanks : public CollectiveFailures {};
+std::vector<CollectiveRow> rows_with_idle_ranks() {
+  std::vector<CollectiveRow> rows = rows_that_tell_of_drops();
+  std::erase_if(rows, [](const CollectiveRow& row) {
+    return row.ranks > 3 && row.backend != BackendKind::kHierarchical;
+  });
+  return rows;
+}
+INSTANTIATE_TEST_SUITE_P(Backends, CollectiveIdleRanks, ::testing::ValuesIn(rows_with_idle_ranks()),
+                         row_name);
 /// Each row takes as long as several limits. What then happens does not depend on the number of ranks.
 std::vector<CollectiveRow> three_with_timeouts() {
   std::vector<CollectiveRow> rows = rows_with_timeouts();
@@ -195,6 +207,45 @@ TEST_P(CollectiveFailureReports, AbortEndsTheOperationsOfOtherRanks) {
        })) {
     EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
     EXPECT_THAT(error.what(), HasSubstr("enough"));
+  }
+}
+
+/// The first rank of a host once slept through an abort() of another rank of its host, for which other hosts waited.
+TEST_P(CollectiveIdleRanks, PassOnTheAbortOfEachOtherRank) {
+  GroupOptions options = this->options();
+  options.timeout = seconds(20);
+  // The suite's wrapper of device groups has no failure().
+  const bool on_device = options.backend == BackendKind::kNccl || options.backend == BackendKind::kCudaIpc;
+  for (const auto& failure : world_.try_each([&](CollectiveWorld::Rank self) {
+         const auto barrier = [&](const char* tag) {
+           self.membership.barrier(tag, {}, world_.executor().deadline_in(seconds(60)));
+         };
+         for (int idle = 0; idle < std::min(ranks(), 3); ++idle) {
+           for (int aborting = 0; aborting < ranks(); ++aborting) {
+             if (aborting == idle) continue;
+             SCOPED_TRACE(fmt::format("rank {} of {}: rank {} aborts, rank {} is idle", self.rank, ranks(),
+                                      aborting, idle));
+             const Group group = make_group_of_suite(self.runtime, self.membership, options);
+             group.barrier();
+             barrier("test.begin");
+             if (self.rank == aborting) {
+               group.abort(Error(ErrorKind::kCancelled, "enough"));
+             } else if (self.rank != idle) {
+               const Error error = error_of([&] { group.all_reduce(at::ones({1 << 18})).wait(); });
+               EXPECT_EQ(error.kind(), ErrorKind::kCancelled) << error.what();
+               EXPECT_THAT(error.what(), HasSubstr("enough"));
+             }
+             barrier("test.reported");
+             const Deadline limit = world_.executor().deadline_in(seconds(30));
+             while (!on_device && !group.backend()->failure() && !limit.passed(world_.executor().now()))
+               world_.executor().sleep(milliseconds(1));
+             EXPECT_THAT(error_text([&] { group.all_reduce(at::ones({3})).wait(); }), HasSubstr("enough"));
+             EXPECT_FALSE(limit.passed(world_.executor().now()));
+             barrier("test.next");
+           }
+         }
+       })) {
+    EXPECT_FALSE(failure) << describe(failure).text;
   }
 }
 

@@ -22,6 +22,9 @@ constexpr std::int64_t kLeastSlice = std::int64_t{256} << 10;
 /// What one host contributes to a gather is padded to the size of the largest contribution up to this size.
 constexpr std::int64_t kPaddedBlock = std::int64_t{8} << 10;
 
+/// How often an idle leader asks whether its local group broke.
+constexpr Duration kIdleInterval = std::chrono::milliseconds(100);
+
 at::Tensor bytes_for(at::IntArrayRef sizes) { return at::empty(sizes, at::TensorOptions().dtype(at::kByte)); }
 
 at::Tensor slice_of(const at::Tensor& flat, int slice, int slices) {
@@ -252,6 +255,17 @@ void HierarchicalCollectives::watch(std::function<void()> wake,
                                     std::function<std::optional<Error>()> interrupted) {
   static_cast<void>(interrupted);
   if (leaders_) leaders_->watch(std::move(wake), [local = local_] { return local.backend()->failure(); });
+}
+
+/// Processes that share memory do not wake each other's idle threads. A rank that is connected to other hosts must learn that
+/// its local group broke, because they wait for it.
+Duration HierarchicalCollectives::idle_interval() const {
+  return leaders_ ? kIdleInterval : Duration::zero();
+}
+
+std::optional<Error> HierarchicalCollectives::idle_failure() {
+  if (auto announced = failure()) return announced;
+  return local_.backend()->failure();
 }
 
 void HierarchicalCollectives::abort(const Error& cause) {

@@ -43,6 +43,8 @@ class HierarchicalCollectives final : public BlockingCollectives {
   bool announces() const override { return plan_.announces; }
   std::optional<Error> failure() override;
   void watch(std::function<void()> wake, std::function<std::optional<Error>()> interrupted) override;
+  Duration idle_interval() const override;
+  std::optional<Error> idle_failure() override;
   void abort(const Error& cause) override;
   void fail_call(const Error& cause, std::uint64_t call) override;
   void end(const Error& reason) override;

@@ -60,6 +60,10 @@ class BlockingCollectives {
   virtual void watch(std::function<void()> wake, std::function<std::optional<Error>()> interrupted) {
     static_cast<void>(wake), static_cast<void>(interrupted);
   }
+  /// How often the group's thread asks for idle_failure() while no call runs; zero: only after `wake`.
+  virtual Duration idle_interval() const { return Duration::zero(); }
+  /// On any thread: failure(), or one that breaks the group and of which `wake` is not called.
+  virtual std::optional<Error> idle_failure() { return failure(); }
   /// On any thread: fails blocked calls and all later ones, as far as the engine can, and sends `cause` to
   /// the ranks that it can reach.
   virtual void abort(const Error& cause) { static_cast<void>(cause); }

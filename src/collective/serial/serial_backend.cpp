@@ -227,14 +227,24 @@ void SerialBackend::run() {
     } else if (stopping_.load()) {
       return;
     } else {
-      if (const auto cause = collectives_->failure(); cause && !failure()) {
-        // It may concern later calls only, but others wait for this rank in those that it now refuses.
-        break_with(*cause);
-        collectives_->fail_call(*cause, calls_.load() + 1);
-      }
-      parker_->park(Deadline::never());
+      look_for_failure();
+      const Duration interval = collectives_->idle_interval();
+      const bool asks = interval > Duration::zero() && !recorded_failure();
+      parker_->park(asks ? runtime_->executor.deadline_in(interval) : Deadline::never());
     }
   }
+}
+
+void SerialBackend::look_for_failure() {
+  const auto cause = collectives_->idle_failure();
+  if (!cause || recorded_failure() || is_leaving()) return;
+  // It may concern later calls only, but others wait for this rank in those that it now refuses.
+  break_with(*cause);
+  collectives_->fail_call(*cause, calls_.load() + 1);
+}
+
+bool SerialBackend::is_leaving() const {
+  return dropped_.load() || (options_.world && options_.world->ended());
 }
 
 void SerialBackend::run_one(Job& job) {
@@ -256,13 +266,11 @@ void SerialBackend::run_one(Job& job) {
     job.run();
   } catch (...) {
     const auto announced = collectives_->failure();
-    if (!failure())
+    if (!recorded_failure())
       break_with(announced ? *announced
                            : reports_.explain(job.call.text, calls_.load(), std::current_exception()));
-    // A rank that leaves the group or the world ends its connections; the other ranks report it as disconnected.
-    const bool leaves = dropped_.load() || (options_.world && options_.world->ended());
-    if (collectives_->announces() && !leaves) collectives_->fail_call(*failure(), job.number);
-    const Error cause = *failure();
+    const Error cause = *recorded_failure();
+    if (collectives_->announces() && !is_leaving()) collectives_->fail_call(cause, job.number);
     if (cause.kind() == ErrorKind::kTimedOut && !listed_by_caller) {
       report_timeout({.kind = "wait",
                       .name = job.call.text,
@@ -275,12 +283,17 @@ void SerialBackend::run_one(Job& job) {
 }
 
 std::optional<Error> SerialBackend::failure() {
+  if (auto recorded = recorded_failure()) return recorded;
+  return collectives_->idle_failure();
+}
+
+std::optional<Error> SerialBackend::recorded_failure() {
   MutexLock lock(mutex_);
   return failure_;
 }
 
 void SerialBackend::throw_if_broken(const char* call) {
-  if (const auto cause = failure()) throw Error(*cause).with_call(call);
+  if (const auto cause = recorded_failure()) throw Error(*cause).with_call(call);
 }
 
 void SerialBackend::compare(const CallLine& call) {
@@ -316,8 +329,9 @@ T SerialBackend::submit_and_wait(Duration timeout, const char* call, UniqueFunct
   const std::uint64_t dropped = break_with(
       Error(ErrorKind::kTimedOut, fmt::format("{}, call {} of the group, did not complete by its deadline{}",
                                               call, number, reports_.missing_ranks(number))));
-  if (collectives_->announces()) collectives_->fail_call(*failure(), std::min(number, dropped));
-  throw Error(*failure()).with_call(call);
+  const Error cause = *recorded_failure();
+  if (collectives_->announces()) collectives_->fail_call(cause, std::min(number, dropped));
+  throw Error(cause).with_call(call);
 }
 
 std::uint64_t SerialBackend::break_with(const Error& cause) {

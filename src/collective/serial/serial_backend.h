@@ -114,6 +114,11 @@ class SerialBackend final : public Backend, public WorldListener {
   std::uint64_t enqueue(std::unique_ptr<Job> job);
   void run();
   void run_one(Job& job);
+  /// While no call runs: breaks the group if the engine has failed.
+  void look_for_failure();
+  /// Whether this rank leaves the group or the world: its connections end, and the other ranks report it as disconnected.
+  bool is_leaving() const;
+  std::optional<Error> recorded_failure();
   static void fail(Job& job, const Error& cause);
   void compare(const CallLine& call);
   /// Makes a call and waits for it for at most `timeout` (zero: no limit); breaks the group if it passes.
