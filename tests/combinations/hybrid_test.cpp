@@ -8,10 +8,12 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include <torch/nn.h>
 #include <torch/optim.h>
 
+#include <torchspan/checkpoint.h>
 #include <torchspan/checkpoint/sources.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/detail/autograd/extension.h>
@@ -22,8 +24,10 @@
 
 #include "sharded/memory_state.h"
 #include "tests/combinations/choices.h"
+#include "tests/combinations/processes.h"
 #include "tests/combinations/training_model.h"
 #include "tests/parity/rpc_world.h"
+#include "tests/support/cluster_main.h"
 #include "tests/support/in_process_group.h"
 
 namespace torchspan::combinations::hybrid_test {
@@ -340,7 +344,7 @@ class Oracle {
 struct Saved {
   explicit Saved(int trainers)
       : remote(static_cast<std::size_t>(trainers)), head(remote.size()), optimizer(remote.size()) {}
-  std::vector<Tensors> tables, towers;   ///< by trainer
+  Expected expected;
   std::vector<optim::StateDict> remote;  ///< by trainer
   std::vector<checkpoint::StateWriter> head, optimizer;
 };
@@ -387,24 +391,36 @@ class Trainer {
           .init_scale = kInitialScale, .growth_interval = kGrowthInterval, .replicas = replicas()});
   }
 
-  void load(const Saved& saved, const MemoryState& head, const MemoryState& optimizer) {
+  /// The state of the trainers' own part.
+  std::map<std::string, checkpoint::SourcePtr> sources() {
+    std::map<std::string, checkpoint::SourcePtr> sources;
+    sources["head"] = checkpoint::source_of(head_);
+    if (zero_) sources["optimizer"] = checkpoint::source_of(*zero_);
+    if (own_) sources["optimizer"] = checkpoint::source_of(*own_);
+    return sources;
+  }
+  optim::StateDict remote_state() { return remote_->state_dict(); }
+  /// The tables and towers of a phase that ended with `before`.
+  void load_remote(const Expected& before, const optim::StateDict& optimizer) {
     const auto me = static_cast<std::size_t>(me_);
     if (me_ == 0 || !one_.shared) {
-      table_->rpc_sync(kTableAssign, saved.tables[me]);
-      tower_->rpc_sync(kTowerAssign, saved.towers[me]);
+      table_->rpc_sync(kTableAssign, before.tables[me]);
+      tower_->rpc_sync(kTowerAssign, before.towers[me]);
     }
-    remote_->load_state_dict(saved.remote[me]);
-    checkpoint::source_of(head_)->load(head);
-    if (zero_) checkpoint::source_of(*zero_)->load(optimizer);
-    if (own_) checkpoint::source_of(*own_)->load(optimizer);
+    remote_->load_state_dict(optimizer);
+    group_.barrier();
+  }
+
+  void load(const Saved& saved, const MemoryState& head, const MemoryState& optimizer) {
+    load_remote(saved.expected, saved.remote[static_cast<std::size_t>(me_)]);
+    for (const auto& [name, source] : sources()) source->load(name == "head" ? head : optimizer);
     group_.barrier();
   }
   void save(Saved& saved) {
     const auto me = static_cast<std::size_t>(me_);
-    saved.remote[me] = remote_->state_dict();
-    checkpoint::source_of(head_)->save(saved.head[me]);
-    if (zero_) checkpoint::source_of(*zero_)->save(saved.optimizer[me]);
-    if (own_) checkpoint::source_of(*own_)->save(saved.optimizer[me]);
+    saved.remote[me] = remote_state();
+    for (const auto& [name, source] : sources())
+      source->save((name == "head" ? saved.head : saved.optimizer)[me]);
     group_.barrier();
   }
 
@@ -550,10 +566,13 @@ class Trainer {
   std::optional<optim::GradScaler> scaler_;
 };
 
+FunctionTable functions() {
+  return FunctionTable().add(kTable, kTower, kSharedTable, kSharedTower, kLookUp, kTowerForward, kTableValues,
+                             kTowerValues, kTableAssign, kTowerAssign);
+}
+
 testing::ClusterOptions world_of(const Case& one, Shared& shared) {
-  testing::ClusterOptions options = testing::world_of(
-      one.workers(), FunctionTable().add(kTable, kTower, kSharedTable, kSharedTower, kLookUp, kTowerForward,
-                                         kTableValues, kTowerValues, kTableAssign, kTowerAssign));
+  testing::ClusterOptions options = testing::world_of(one.workers(), functions());
   options.seed = one.seed;
   options.extensions = [&shared] {
     std::vector<std::unique_ptr<rpc::Extension>> extensions;
@@ -567,8 +586,7 @@ testing::ClusterOptions world_of(const Case& one, Shared& shared) {
 
 std::unique_ptr<Saved> run_phase(const Case& one, int phase, const Expected& expected, const Saved* before) {
   auto saved = std::make_unique<Saved>(one.trainers);
-  saved->tables = expected.tables;
-  saved->towers = expected.towers;
+  saved->expected = expected;
   std::optional<MemoryState> head, optimizer;
   if (before != nullptr) {
     head.emplace(before->head);
@@ -610,6 +628,51 @@ bool check(Choices& choices) {
 }
 
 TEST(HybridTrainings, WithSharedTablesAreThoseOfOneProcess) { run_cases(100, check); }
+
+bool check_in_process(Session& session, Shared& shared, Choices& choices, const std::string& folder) {
+  const Case one(choices);
+  if (one.excluded() != nullptr || one.workers() > kProcesses) return false;
+  Oracle oracle(one);
+  Expected before;
+  optim::StateDict remote;
+  for (int phase = 0; phase < one.phases; ++phase) {
+    const Expected expected = oracle.run();
+    {
+      const TrainingRanks self(session, one.trainers);
+      if (self.trains) {
+        Trainer trainer(one, phase, session.worker(), self.group, shared);
+        CheckpointManager manager(session, {.directory = folder, .participants = self.names});
+        for (auto& [name, source] : trainer.sources()) manager.add_source(name, std::move(source));
+        if (phase > 0) {
+          EXPECT_EQ(manager.restore(), phase);
+          trainer.load_remote(before, remote);
+        }
+        trainer.run(expected);
+        manager.save(phase + 1);
+        manager.wait();
+        remote = trainer.remote_state();
+      }
+    }
+    before = expected;
+    session.group().barrier();
+  }
+  return true;
+}
+
+void train_in_process() {
+  Shared shared;
+  Extensions extensions;
+  extensions.push_back(std::make_unique<testing::StateExtension<Shared>>(shared));
+  train_in_this_process(
+      [&](Session& session, Choices& choices, const std::string& folder) {
+        return check_in_process(session, shared, choices, folder);
+      },
+      8, functions(), std::move(extensions));
+}
+
+TEST(HybridProcesses, WithSharedTablesComputeWhatOneProcessDoes) { run_in_processes("hybrid.train"); }
+
+const testing::Scenarios kScenarios("hybrid", {{"train", train_in_process}});
 
 }  // namespace
 }  // namespace torchspan::combinations::hybrid_test

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fmt/format.h>
+#include <utility>
 
 #include "tests/support/cluster_main.h"
 
@@ -10,11 +11,12 @@ namespace torchspan::combinations {
 
 using testing::ProcessWorld;
 
-void train_in_this_process(const ProcessCheck& check) {
-  Session session(WorkerOptions::from_env());
+void train_in_this_process(const ProcessCheck& check, long cases, FunctionTable functions,
+                           Extensions extensions) {
+  Session session(WorkerOptions::from_env(), std::move(functions), std::move(extensions));
   session.runtime().log.set_level(LogLevel::kOff);
   const std::string folder = std::getenv("TEST_FOLDER");
-  run_cases_together(40, [&](Choices& choices, long seed) {
+  run_cases_together(cases, [&](Choices& choices, long seed) {
     const std::string place = fmt::format("{}/{}", folder, seed);
     const bool tried = check(session, choices, place);
     if (session.rank() == 0) std::filesystem::remove_all(place);
