@@ -1,5 +1,3 @@
-#include <torchspan/optim/grad_scaler.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -19,6 +17,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/optim/grad_scaler.h>
 
 #include "device/api/tensors.h"
 #include "optim/operators.h"

@@ -21,8 +21,8 @@
 #include "pipeline/runtime/overlap.h"
 #include "pipeline/runtime/step.h"
 #include "state/api/gradient_norm.h"
-#include "state/api/save_load.h"
 #include "state/api/place.h"
+#include "state/api/save_load.h"
 
 namespace torchspan::pipeline {
 namespace {

@@ -1,9 +1,14 @@
+#include <algorithm>
+#include <cstring>
 #include <fmt/format.h>
 #include <optional>
+#include <set>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
 
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel/sync_batch_norm.h>
@@ -13,11 +18,203 @@
 #include "data_parallel/api/agreement.h"
 #include "data_parallel/api/group_ranks.h"
 #include "data_parallel/module/broadcast.h"
-#include "data_parallel/module/join.h"
-#include "data_parallel/module/module_parts.h"
+#include "state/api/place.h"
 
 namespace torchspan::data_parallel {
 namespace {
+
+/// The parameters and buffers that a module has in common with the other ranks: in the module's order, each
+/// tensor once under its first name, without ignored ones.
+struct ModuleParts {
+  std::vector<Parameter> parameters;
+  std::vector<std::pair<std::string, at::Tensor>> buffers;
+};
+
+using Names = std::set<std::string>;
+
+/// Names of the weights of embeddings with the option sparse(true).
+Names sparse_embeddings(const torch::nn::Module& module) {
+  Names names;
+  for (const auto& item : module.named_modules("", /*include_self=*/true)) {
+    const auto note = [&](const auto* embedding) {
+      if (embedding && embedding->options.sparse())
+        names.insert(item.key().empty() ? "weight" : item.key() + ".weight");
+    };
+    note(dynamic_cast<const torch::nn::EmbeddingImpl*>(item.value().get()));
+    note(dynamic_cast<const torch::nn::EmbeddingBagImpl*>(item.value().get()));
+  }
+  return names;
+}
+
+/// Parameters whose gradients are sparse. The sum of the gradients of a sparse embedding and of another module that
+/// shares its weight is dense, so such a weight is not one of them unless the options name it.
+std::set<const c10::TensorImpl*> sparse_parameters(const torch::nn::Module& module,
+                                                   const std::vector<std::string>& chosen) {
+  const Names embeddings = sparse_embeddings(module);
+  std::set<const c10::TensorImpl*> sparse, dense;
+  for (const auto& item : module.named_parameters()) {
+    if (!item.value().defined()) continue;
+    const auto* impl = item.value().unsafeGetTensorImpl();
+    embeddings.count(item.key()) > 0 ? sparse.insert(impl) : dense.insert(impl);
+  }
+  for (const auto* impl : dense) sparse.erase(impl);
+  for (const auto& item : module.named_parameters()) {
+    if (std::find(chosen.begin(), chosen.end(), item.key()) != chosen.end() && item.value().defined())
+      sparse.insert(item.value().unsafeGetTensorImpl());
+  }
+  return sparse;
+}
+
+void refuse_unknown(const Names& known, const std::vector<std::string>& names, const char* option) {
+  for (const std::string& name : names) {
+    if (known.count(name) > 0) continue;
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("{} has '{}', but the module has no parameter or buffer of that name", option, name));
+  }
+}
+
+/// Throws Error{kInvalid} for a name in the options that the module does not have.
+ModuleParts parts_of(const torch::nn::Module& module, const DataParallelOptions& options) {
+  const std::set<const c10::TensorImpl*> sparse = sparse_parameters(module, options.sparse_parameters);
+  const Names ignored(options.ignored_parameters.begin(), options.ignored_parameters.end());
+  Names known;
+  std::set<const c10::TensorImpl*> seen;
+  ModuleParts parts;
+  for (const auto& item : module.named_parameters()) {
+    known.insert(item.key());
+    if (ignored.count(item.key()) > 0 || !item.value().defined()) continue;
+    if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
+    const bool is_sparse = sparse.count(item.value().unsafeGetTensorImpl()) > 0;
+    parts.parameters.push_back({item.key(), item.value(), is_sparse});
+  }
+  for (const auto& item : module.named_buffers()) {
+    known.insert(item.key());
+    if (ignored.count(item.key()) > 0 || !item.value().defined()) continue;
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second)
+      parts.buffers.emplace_back(item.key(), item.value());
+  }
+  refuse_unknown(known, options.ignored_parameters, "ignored_parameters");
+  refuse_unknown(known, options.sparse_parameters, "sparse_parameters");
+  return parts;
+}
+
+/// Gives places to what each rank keeps for itself: ignored parameters and buffers, and all buffers without
+/// broadcast_buffers. What an earlier wrapper left to each rank, and this one does not, is whole again.
+void mark_own(const torch::nn::Module& module, const DataParallelOptions& options,
+              const state::RanksPtr& ranks) {
+  const Names ignored(options.ignored_parameters.begin(), options.ignored_parameters.end());
+  const auto mark = [&](const at::Tensor& tensor, bool own, bool exchangeable) {
+    if (!tensor.defined()) return;
+    const state::PlacePtr before = state::place_of(tensor);
+    if (!own && (!before || !before->own)) return;
+    state::Place place = before ? *before : state::Place();
+    if (place.own) place.among.erase(place.among.begin());  // of an earlier wrapper
+    if (own) place.among.insert(place.among.begin(), ranks);
+    place.own = own;
+    place.exchangeable = exchangeable;
+    const bool has_any = own || place.divided || !place.among.empty();
+    state::set_place(tensor, has_any ? std::make_shared<state::Place>(std::move(place)) : nullptr);
+  };
+  for (const auto& item : module.named_parameters()) mark(item.value(), ignored.contains(item.key()), false);
+  for (const auto& item : module.named_buffers())
+    mark(item.value(), !options.broadcast_buffers || ignored.contains(item.key()), true);
+}
+
+/// What the ranks of a join() do next, as they agreed before a forward or a reduction.
+struct JoinRound {
+  std::vector<bool> live;    ///< by rank: it has a batch
+  bool synchronize = false;  ///< the forward will be reduced
+  bool reduces = false;      ///< a reduction of earlier forwards follows, not a forward
+
+  int live_count() const;
+  int first_live() const;
+  int last_live() const;
+};
+
+/// One rank's part of that agreement.
+struct JoinState {
+  bool live = false;
+  bool synchronize = false;
+  bool reduces = false;
+  std::string failure = {};  ///< why the loop ended with an exception
+};
+
+constexpr int kLive = 1, kSynchronize = 2, kFailed = 4, kReduces = 8;
+constexpr std::int64_t kFailureBytes = 512;
+
+int encode(const JoinState& state) {
+  return (state.live ? kLive : 0) | (state.synchronize ? kSynchronize : 0) |
+         (state.failure.empty() ? 0 : kFailed) | (state.reduces ? kReduces : 0);
+}
+
+/// Collective: broadcasts the failure of one rank, and throws it on ranks that did not fail.
+void broadcast_failure(const collective::Group& group, int failed, const JoinState& mine) {
+  at::Tensor text = at::zeros({kFailureBytes}, at::kByte);
+  if (failed == group.rank()) {
+    const auto size = std::min<std::size_t>(mine.failure.size(), kFailureBytes - 1);
+    std::memcpy(text.data_ptr(), mine.failure.data(), size);
+  }
+  group.broadcast(text, failed).wait();
+  if (!mine.failure.empty()) return;
+  const int rank = group.ranks()[static_cast<std::size_t>(failed)];
+  throw Error(ErrorKind::kRemoteFailure,
+              fmt::format("the training loop of rank {} inside join() ended with an exception: {}", rank,
+                          static_cast<const char*>(text.data_ptr())))
+      .with_worker(fmt::format("rank {}", rank));
+}
+
+/// Throws if one live rank sets `bit` and another does not.
+void refuse_difference(const collective::Group& group, const std::int32_t* words, int bit, const char* what) {
+  int with = -1, without = -1;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if ((words[rank] & kLive) != 0) ((words[rank] & bit) != 0 ? with : without) = rank;
+  }
+  if (with < 0 || without < 0) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format(fmt::runtime(what), group.ranks()[static_cast<std::size_t>(with)],
+                          group.ranks()[static_cast<std::size_t>(without)]));
+}
+
+int JoinRound::live_count() const { return static_cast<int>(std::count(live.begin(), live.end(), true)); }
+int JoinRound::first_live() const {
+  return static_cast<int>(std::find(live.begin(), live.end(), true) - live.begin());
+}
+int JoinRound::last_live() const {
+  return static_cast<int>(live.rend() - std::find(live.rbegin(), live.rend(), true)) - 1;
+}
+
+/// Collective over the ranks of a join(). Throws Error{kRemoteFailure} that names a rank whose loop threw, and
+/// why, on the other ranks; Error{kInvalid} that names two ranks if live ranks disagree about what follows.
+JoinRound agree_on_next_round(const collective::Group& group, const JoinState& mine) {
+  at::Tensor words = group.allocate({group.size()}, at::kInt);
+  words.zero_();
+  words.data_ptr<std::int32_t>()[group.rank()] = encode(mine);
+  group.all_reduce(words, collective::kMax).wait();
+  const auto* word = words.data_ptr<std::int32_t>();
+  JoinRound round;
+  int failed = -1;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    round.live.push_back((word[rank] & kLive) != 0);
+    if ((word[rank] & kFailed) != 0) failed = rank;
+    if (!round.live.back()) continue;
+    round.synchronize = round.synchronize || (word[rank] & kSynchronize) != 0;
+    round.reduces = round.reduces || (word[rank] & kReduces) != 0;
+  }
+  if (failed >= 0) {
+    broadcast_failure(group, failed, mine);
+    return round;
+  }
+  refuse_difference(
+      group, word, kReduces,
+      "rank {} begins a reduction and rank {} begins a forward: inside join() all ranks that have "
+      "batches must run the same forwards and backwards in the same order");
+  refuse_difference(
+      group, word, kSynchronize,
+      "rank {} reduces this forward and rank {} runs it under no_sync(): inside join() all ranks "
+      "that have batches must do the same");
+  return round;
+}
 
 /// Collective: the module's parts; throws on all ranks if they differ.
 ModuleParts agreed_parts(const std::shared_ptr<torch::nn::Module>& module, const collective::Group& group,
@@ -279,11 +476,11 @@ class WrappedModule::Impl {
     }
   }
 
-  /// Exchanges `word` with the other ranks. A failure is the same on all ranks and ends the join on all.
-  JoinRound agree_on_next(const JoinWord& word) {
+  /// Exchanges `mine` with the other ranks. A failure is the same on all ranks and ends the join on all.
+  JoinRound agree_on_next(const JoinState& mine) {
     reducer_.settle();
     try {
-      return agree_on_next_round(group(), word);
+      return agree_on_next_round(group(), mine);
     } catch (...) {
       joining_.failure = std::current_exception();
       throw;

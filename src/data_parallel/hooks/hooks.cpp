@@ -39,6 +39,15 @@ CommHook compressing(CommHook inner, at::ScalarType dtype) {
 
 }  // namespace
 
+CommHook all_reduce_hook() {
+  return [](const GradientBucket& bucket, const collective::Group& group) {
+    if (bucket.buffer.is_sparse())
+      return group.all_reduce(at::mul(bucket.buffer, at::Scalar(1 / bucket.divisor)));
+    if (bucket.divisor != 1) bucket.buffer.mul_(1 / bucket.divisor);
+    return group.all_reduce(bucket.buffer);
+  };
+}
+
 CommHook fp16_compress_wrapper(CommHook inner) { return compressing(std::move(inner), at::kHalf); }
 CommHook bf16_compress_wrapper(CommHook inner) { return compressing(std::move(inner), at::kBFloat16); }
 CommHook fp16_compress_hook() { return fp16_compress_wrapper(all_reduce_hook()); }
