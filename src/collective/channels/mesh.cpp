@@ -21,11 +21,11 @@ Segment probe() {
 
 }  // namespace
 
-Lane::Lane(Executor& executor, Plan plan, Inbox& inbox, LaneEvents& events)
+Lane::Lane(Executor& executor, Plan plan, Inbox& inbox, Mesh& mesh)
     : executor_(executor),
       plan_(std::move(plan)),
       inbox_(inbox),
-      events_(events),
+      mesh_(mesh),
       peers_(plan_.peers.size()),
       closed_(executor.make_parker()) {}
 
@@ -84,7 +84,7 @@ void Lane::dial(const std::vector<Target>& targets, Deadline deadline) {
       peers_[static_cast<std::size_t>(rank)].trouble = error.message();
     }
   }
-  events_.changed();
+  mesh_.changed();
 }
 
 bool Lane::connected() {
@@ -187,10 +187,10 @@ void Lane::on_message(const std::shared_ptr<net::Channel>& channel, net::Message
     }
   } catch (const Error& error) {
     if (!rank) return channel->close();
-    events_.failed(Error(ErrorKind::kInvalid,
-                         fmt::format("{} sent an invalid message to the group: {}; do all ranks run the same "
-                                     "version of TorchSpan?",
-                                     plan_.peers[static_cast<std::size_t>(*rank)], error.message())));
+    mesh_.abort(Error(ErrorKind::kInvalid,
+                      fmt::format("{} sent an invalid message to the group: {}; do all ranks run the same "
+                                  "version of TorchSpan?",
+                                  plan_.peers[static_cast<std::size_t>(*rank)], error.message())));
   }
 }
 
@@ -212,7 +212,7 @@ void Lane::meet(const std::shared_ptr<net::Channel>& channel, const Hello& hello
     const Segment segment = probe();
     channel->send(encode(Hello{hello.nonce, static_cast<std::uint32_t>(plan_.rank)}), std::span(&segment, 1));
   }
-  events_.changed();
+  mesh_.changed();
 }
 
 void Lane::receive(int rank, const Note& note, net::Message& message) {
@@ -220,7 +220,7 @@ void Lane::receive(int rank, const Note& note, net::Message& message) {
     if (message.segments.size() != 1) throw Error(ErrorKind::kInvalid, "a part has one segment");
     inbox_.put({rank, part->operation, part->part}, part->calls, std::move(message.segments[0]));
   } else if (const auto* abort = std::get_if<Abort>(&note)) {
-    events_.aborted(Error(abort->kind, abort->text), abort->from_call);
+    inbox_.fail(Error(abort->kind, abort->text), abort->from_call);
   } else if (const auto* end = std::get_if<End>(&note)) {
     {
       MutexLock lock(mutex_);
@@ -243,9 +243,9 @@ void Lane::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& 
     if (!met) peer.trouble = reason.message();
   }
   closed_->unpark();
-  if (!met) return events_.changed();
+  if (!met) return mesh_.changed();
   if (expected) return inbox_.end(*rank, plan_.number, "has closed its connection");
-  events_.lost(*rank, reason.message());
+  mesh_.lost(*rank, reason.message());
 }
 
 namespace {
@@ -348,12 +348,11 @@ std::vector<Bytes> Mesh::gather(WorldLink& world, const Bytes& mine, Deadline de
 
 /// Starts the lanes; returns their addresses.
 std::vector<std::string> Mesh::listen(WorldLink& world, std::uint64_t nonce) {
-  LaneEvents& events = *this;
   std::vector<std::string> addresses;
   const int wanted = options_.lanes > 0 ? options_.lanes : default_lanes();
   for (int number = 0; number < std::min(wanted, kMostLanes); ++number) {
     Lane::Plan plan{.number = number, .rank = rank_, .peers = peers_, .nonce = nonce};
-    lanes_.push_back(std::make_unique<Lane>(executor_, std::move(plan), inbox_, events));
+    lanes_.push_back(std::make_unique<Lane>(executor_, std::move(plan), inbox_, *this));
     lanes_.back()->listen([&](net::Handler& handler) {
       return world.ask([&](rendezvous::Membership& members) {
         auto [transport, address] = members.listen(fmt::format("group.{:x}.{}", nonce, number), handler);

@@ -23,19 +23,7 @@ struct Listening {
 };
 using MakeTransport = std::function<Listening(net::Handler& handler)>;
 
-/// What lanes report, on their threads.
-class LaneEvents {
- public:
-  virtual ~LaneEvents() = default;
-  /// A connection was made, or could not be made.
-  virtual void changed() = 0;
-  /// A peer sent invalid bytes.
-  virtual void failed(const Error& cause) = 0;
-  /// The connection to a rank broke.
-  virtual void lost(int rank, const std::string& why) = 0;
-  /// A rank announced that the group is broken.
-  virtual void aborted(const Error& cause, std::uint64_t from_call) = 0;
-};
+class Mesh;
 
 /// The connections of one lane: one to each other rank, on a transport and a thread of its own, which
 /// receives and decrypts; send() encrypts on the calling thread. Of two ranks, the higher one dials.
@@ -47,8 +35,8 @@ class Lane final : private net::Handler {
     std::vector<std::string> peers = {};  ///< names of the ranks
     std::uint64_t nonce = 0;              ///< that peers must send to this rank
   };
-  /// `inbox` and `events` must outlive this object.
-  Lane(Executor& executor, Plan plan, Inbox& inbox, LaneEvents& events);
+  /// `inbox` and `mesh`, to which the lane reports, must outlive this object.
+  Lane(Executor& executor, Plan plan, Inbox& inbox, Mesh& mesh);
   ~Lane() override;
 
   void listen(const MakeTransport& make);
@@ -96,7 +84,7 @@ class Lane final : private net::Handler {
   Executor& executor_;
   const Plan plan_;
   Inbox& inbox_;
-  LaneEvents& events_;
+  Mesh& mesh_;
   std::string address_;
   Mutex mutex_;
   std::vector<Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -116,13 +104,13 @@ struct MeshOptions {
 /// Connections between all ranks of a group over several lanes, authenticated by the job's secret or
 /// certificates, and encrypted between hosts. Announces the first failure to all ranks. One thread at a time
 /// sends and takes; everything else is thread-safe.
-class Mesh final : private LaneEvents {
+class Mesh final {
  public:
   /// Collective over `ranks` of the world, which include this worker. Throws kDisconnected on all ranks,
   /// with the connections that could not be made; kTimedOut.
   Mesh(const std::shared_ptr<WorldLink>& world, std::vector<int> ranks, MeshOptions options);
   /// Sends the last messages and waits briefly until the peers have them.
-  ~Mesh() override;
+  ~Mesh();
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
@@ -145,10 +133,11 @@ class Mesh final : private LaneEvents {
   void end(const Error& reason);
 
  private:
-  void changed() override { connecting_->unpark(); }
-  void failed(const Error& cause) override { abort(cause); }
-  void lost(int rank, const std::string& why) override;
-  void aborted(const Error& cause, std::uint64_t from_call) override { inbox_.fail(cause, from_call); }
+  friend class Lane;
+  // What lanes report, on their threads: a connection was made, or could not be made; one to a rank broke.
+  void changed() { connecting_->unpark(); }
+  void lost(int rank, const std::string& why);
+
   int lane_of(std::uint32_t part) const { return static_cast<int>(part / 2) % lane_count_; }
   std::vector<std::string> listen(WorldLink& world, std::uint64_t nonce);
   /// What went wrong on a rank while the ranks connected; no text: nothing.

@@ -1,4 +1,6 @@
 #pragma once
+#include <atomic>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -7,11 +9,111 @@
 
 #include <torchspan/collective/backend.h>
 #include <torchspan/core/error.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/net/transport.h>
 
+#include "collective/channels/messages.h"
 #include "collective/point_to_point/message_queue.h"
-#include "collective/point_to_point/pair_connections.h"
+#include "collective/world_link.h"
 
 namespace torchspan::collective {
+
+/// How a rank was lost.
+enum class Loss : std::uint8_t {
+  kAbsence,  ///< it left, or no connection to it could be made
+  kFailure,  ///< the connection broke, or it sent an invalid message
+};
+
+class MessageLoop;
+
+/// The ranks of a group between which single messages pass.
+struct PairPlan {
+  std::shared_ptr<WorldLink> world;
+  std::vector<int> ranks;                ///< of the world, by rank of the group
+  std::vector<std::uint64_t> instances;  ///< of the ranks' processes
+  std::vector<std::string> peers;        ///< names for messages
+  int rank = 0;
+  std::uint64_t group = 0;  ///< differs for every group of these ranks
+  Duration timeout = std::chrono::minutes(5);
+};
+
+/// Connections between this rank and single other ranks of a group, each made when both ranks have asked for it, with
+/// the authentication and encryption of Membership::listen(). Of two ranks, the higher one dials. One thread dials and
+/// receives.
+class PairConnections final : private net::Handler {
+ public:
+  /// Listens and starts the thread, which reports to `loop`; that must outlive this object. Throws kCancelled if the world
+  /// has ended.
+  PairConnections(PairPlan plan, MessageLoop& loop);
+  ~PairConnections() override;
+
+  /// Connects to a rank as soon as it does the same. On the connections' thread.
+  void open(int rank);
+  /// Sends now, or when the rank is connected; drops the message if the rank is lost. Segments have `keep`.
+  void send(int rank, const channels::Note& note, std::optional<Segment> segment = std::nullopt);
+  std::size_t unsent_bytes(int rank);
+  /// Makes the thread call look().
+  void wake() { transport_->wake(); }
+  /// Sends `last` to all connected ranks and closes the connections.
+  void end(const channels::Note& last);
+  /// Ends the threads, after the peers have received what was sent, or briefly after.
+  void stop();
+
+ private:
+  struct Unsent {
+    Bytes header;
+    std::optional<Segment> segment;
+  };
+  struct Peer {
+    std::shared_ptr<net::Channel> channel;
+    std::uint64_t nonce = 0;  ///< that the peer's hello must have
+    bool opened = false;
+    bool met = false;    ///< it answered with a hello
+    bool ready = false;  ///< everything that was queued is sent
+    bool ended = false;  ///< it sent its last message
+    std::deque<Unsent> queue = {};
+  };
+
+  void on_accepted(const std::shared_ptr<net::Channel>&) override {}
+  void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
+  void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
+  /// A rank and this one have asked for a connection, or never will.
+  struct Meeting {
+    int rank;
+    std::vector<Bytes> both;  ///< their nonces and addresses, by rank of the world
+    std::optional<Error> failure;
+  };
+  /// Passes meetings from the membership's thread to that of the connections, which may end first.
+  struct Meetings {
+    Mutex mutex;
+    net::Transport* transport TORCHSPAN_GUARDED_BY(mutex) =
+        nullptr;  ///< to wake; null: the connections have ended
+    std::vector<Meeting> pending TORCHSPAN_GUARDED_BY(mutex) = {};
+  };
+
+  void run();
+  void connect_pending();
+  void connect(const Meeting& meeting);
+  void lost(int rank, const Error& cause, Loss how);
+  void meet(const std::shared_ptr<net::Channel>& channel, const channels::Hello& hello);
+  void send_queued(int rank);
+  std::optional<int> rank_of(const net::Channel& channel);
+  bool connected();
+
+  const PairPlan plan_;
+  MessageLoop& loop_;
+  Executor& executor_;
+  std::uint64_t nonce_ = 0;
+  std::string address_;
+  const std::unique_ptr<Parker> closed_;  ///< unparked when a connection closes
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> ending_{false};
+  Mutex mutex_;
+  std::vector<Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::unique_ptr<net::Transport> transport_;
+  const std::shared_ptr<Meetings> meetings_ = std::make_shared<Meetings>();
+  Thread thread_;
+};
 
 /// Ranks of a group that can send no more, and why, by rank.
 using GoneRanks = std::vector<std::optional<Error>>;
@@ -45,7 +147,7 @@ class MessageErrors {
 /// Moves the messages of one rank. A sender offers its tensor; a small one is sent with the offer, a large one when the
 /// receiver has called recv(). The send completes when the receiver has the data. A failure breaks the group, and a
 /// broken group fails the messages. One thread handles all messages; it starts with the first one.
-class MessageLoop final : private PairEvents {
+class MessageLoop final {
  public:
   /// Which ranks this rank notifies that its messages have failed.
   enum class Tell : std::uint8_t {
@@ -56,7 +158,7 @@ class MessageLoop final : private PairEvents {
 
   MessageLoop(PairPlan plan, std::shared_ptr<Backend> backend);
   /// Calls stop() if it was not called.
-  ~MessageLoop() override;
+  ~MessageLoop();
 
   const PairPlan& plan() const { return plan_; }
   void add(const MessageOperationPtr& operation);
@@ -76,12 +178,17 @@ class MessageLoop final : private PairEvents {
     Loss how;
   };
 
+  friend class PairConnections;
+
   void start();
 
   // On the thread of the connections:
-  void received(int rank, const channels::Note& note, Buffer data) override;
-  void lost(int rank, const Error& cause, Loss how) override;
-  Deadline look() override;
+  /// `data` is empty if the message has none. Throws kInvalid for a message that the rank may not send.
+  void received(int rank, const channels::Note& note, Buffer data);
+  /// No connection to the rank can be made, or it has ended.
+  void lost(int rank, const Error& cause, Loss how);
+  /// Called after events and wake(), and at the time that it returned last.
+  Deadline look();
   void handle(const Lost& lost);
   /// Breaks the group without a rank that it needs; names the process that went first.
   void break_without(int rank, const Error& seen);

@@ -77,7 +77,7 @@ void RpcAgent::open(const WorkerService::MakeTransport& make_transport) {
     loop_.at(state_.runtime.executor.deadline_in(delay), std::move(job));
   });
   worker_ = std::make_unique<Worker>(shared_from_this());
-  state_.host->set_driver(std::shared_ptr<Driver>(shared_from_this(), &loop_));
+  state_.host->set_driver(std::shared_ptr<TransportLoop>(shared_from_this(), &loop_));
   install_handlers(*this);
   install_device_memory(*this, state_.device_memory);
   if (!make_transport) return;

@@ -15,7 +15,7 @@ constexpr unsigned kPollsPerYield = 8;
 /// Registers a caller with the driver for as long as the caller polls.
 class Driving {
  public:
-  Driving(Driver* driver, const std::atomic<bool>& done) : driver_(driver), done_(done) {
+  Driving(TransportLoop* driver, const std::atomic<bool>& done) : driver_(driver), done_(done) {
     if (driver_ != nullptr) driver_->begin_driving();
   }
   ~Driving() {
@@ -24,7 +24,7 @@ class Driving {
   Driving(const Driving&) = delete;
 
  private:
-  Driver* const driver_;
+  TransportLoop* const driver_;
   const std::atomic<bool>& done_;
 };
 

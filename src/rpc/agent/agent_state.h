@@ -33,12 +33,12 @@ class Host final : public FutureHost {
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
   std::string worker_name() const override { return runtime_->log.owner(); }
   Pool& pool() { return pool_; }
-  void set_driver(std::weak_ptr<Driver> driver) { driver_ = std::move(driver); }
+  void set_driver(std::weak_ptr<TransportLoop> driver) { driver_ = std::move(driver); }
 
  private:
   const std::shared_ptr<Runtime> runtime_;  ///< for waiters that return after the worker ended
   Pool pool_;
-  std::weak_ptr<Driver> driver_;  ///< set once, before the first wait
+  std::weak_ptr<TransportLoop> driver_;  ///< set once, before the first wait
 };
 
 /// Holds what the parts of one worker's agent share. A member is constant once the worker has joined its

@@ -45,7 +45,7 @@ struct RequestHandler {
 
 /// Serves requests: unpacks them, waits for the references among their arguments, runs their handlers, and
 /// tracks them until they are answered. Thread-safe once all handlers are added.
-class RequestServer final : public InlineServer {
+class RequestServer final {
  public:
   RequestServer(AgentState& state, TransportLoop& loop, MessageSender& sender);
 
@@ -61,9 +61,10 @@ class RequestServer final : public InlineServer {
   /// for its value get the error. Returns the error to answer with.
   std::exception_ptr count_failed_creation(const IncomingCall& call, const std::exception_ptr& cause);
 
-  // InlineServer
-  void run_here(const InlineCall& call) override;
-  void run_on_pool(const InlineCall& call) override;
+  /// Runs an inline call on the loop's thread, after the poll that received it.
+  void run_here(const InlineCall& call);
+  /// Posts it to the pool, for a caller that polled while it waits: its thread must not run the call.
+  void run_on_pool(const InlineCall& call);
 
  private:
   std::shared_ptr<Completion> make_completion(const IncomingPtr& call);

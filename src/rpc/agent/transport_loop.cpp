@@ -6,6 +6,8 @@
 
 #include <torchspan/detail/rpc/extension.h>
 
+#include "rpc/agent/request_server.h"
+
 namespace torchspan::rpc {
 namespace {
 
@@ -37,7 +39,7 @@ class CorkedReplies {
 
 }  // namespace
 
-TransportLoop::TransportLoop(Runtime& runtime, const CallTable& calls, InlineServer& server, LoopWork work)
+TransportLoop::TransportLoop(Runtime& runtime, const CallTable& calls, RequestServer& server, LoopWork work)
     : executor_(runtime.executor),
       calls_(calls),
       server_(server),

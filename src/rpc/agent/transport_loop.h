@@ -48,36 +48,13 @@ class DriverLockGuard {
   const bool held_;
 };
 
-/// Drives the transport while a caller waits. Thread-safe.
-class Driver {
- public:
-  virtual ~Driver() = default;
-  /// Polls once, unless another thread polls. Returns false if another thread polls or nothing arrived.
-  virtual bool drive() = 0;
-  /// Registers a caller that polls; end_driving() removes it. `unserved`: what the caller waits for has not
-  /// arrived.
-  virtual void begin_driving() = 0;
-  virtual void end_driving(bool unserved) = 0;
-  /// Throws Error{kInvalid} on a thread that must not wait.
-  virtual void check_may_wait() const = 0;
-};
-
 struct RequestHandler;
+class RequestServer;
 
 /// A request whose handler runs on the thread that received it.
 struct InlineCall {
   IncomingPtr call;
   const RequestHandler* handler = nullptr;
-};
-
-/// Runs inline calls after the poll that received them.
-class InlineServer {
- public:
-  virtual ~InlineServer() = default;
-  /// Runs the call on the loop's thread.
-  virtual void run_here(const InlineCall& call) = 0;
-  /// Posts the call to the pool, for a caller that polled while it waits: its thread must not run the call.
-  virtual void run_on_pool(const InlineCall& call) = 0;
 };
 
 /// What the loop does besides the transport.
@@ -88,9 +65,9 @@ struct LoopWork {
 
 /// Polls the transport, on a dedicated thread or on callers that wait, and runs timers. One thread polls at a
 /// time: the one that holds the driver lock.
-class TransportLoop final : public Driver {
+class TransportLoop final {
  public:
-  TransportLoop(Runtime& runtime, const CallTable& calls, InlineServer& server, LoopWork work);
+  TransportLoop(Runtime& runtime, const CallTable& calls, RequestServer& server, LoopWork work);
 
   /// Starts the thread. Without a transport it runs timers only.
   void start(net::Transport* transport, const std::string& worker);
@@ -113,11 +90,14 @@ class TransportLoop final : public Driver {
   void add_inline(InlineCall call) { inline_calls_.push_back(std::move(call)); }
   DriverLock& driver_lock() { return driver_lock_; }
 
-  // Driver
-  bool drive() override;
-  void begin_driving() override { drivers_.fetch_add(1, std::memory_order_relaxed); }
-  void end_driving(bool unserved) override;
-  void check_may_wait() const override;
+  /// For callers that wait, on any thread: polls once, unless another thread polls. Returns false if another thread polls or
+  /// nothing arrived.
+  bool drive();
+  /// Registers a caller that polls; end_driving() removes it. `unserved`: what the caller waits for has not arrived.
+  void begin_driving() { drivers_.fetch_add(1, std::memory_order_relaxed); }
+  void end_driving(bool unserved);
+  /// Throws Error{kInvalid} on a thread that must not wait.
+  void check_may_wait() const;
 
  private:
   using InlineCalls = std::vector<InlineCall>;
@@ -132,7 +112,7 @@ class TransportLoop final : public Driver {
 
   Executor& executor_;
   const CallTable& calls_;
-  InlineServer& server_;
+  RequestServer& server_;
   const LoopWork work_;
   net::Transport* transport_ = nullptr;  ///< set before the thread starts
   Timers timers_;
