@@ -275,7 +275,7 @@ void expect_averaged_derivatives(const DataParallelOptions& options, Terms first
     };
     const Tensors parameters = make(), alone = make();
     DataParallelOptions strict = options;
-    strict.unwrapped_backward = Unwrapped::kThrow;
+    strict.unwrapped_backward = OnUnreducedBackward::kThrow;
     Reducer reducer(named(parameters), self.group, strict);
     for (int step = 0; step < 4; ++step) {
       zero(parameters, step % 2 == 0);

@@ -588,7 +588,8 @@ TEST(TwoWrappers, OfOneEncoderMayHaveSeparateBackwardPasses) {
   for (const bool fixed : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       Two encoder;
-      const DataParallelOptions options{.static_graph = fixed, .unwrapped_backward = Unwrapped::kThrow};
+      const DataParallelOptions options{.static_graph = fixed,
+                                        .unwrapped_backward = OnUnreducedBackward::kThrow};
       DistributedDataParallel one(Head(encoder), self.group, options),
           other(Head(encoder), self.group, options);
       for (int step = 0; step < 4; ++step) {
@@ -615,7 +616,8 @@ TEST(TwoWrappers, OfOneEncoderMayHaveSeparateBackwardPasses) {
 TEST(TwoWrappers, OverOtherRanksDoNotExcuseAPassPastTheFirst) {
   on_ranks(2, [](const Rank& self) {
     Two encoder;
-    DistributedDataParallel all(Head(encoder), self.group, {.unwrapped_backward = Unwrapped::kThrow});
+    DistributedDataParallel all(Head(encoder), self.group,
+                                {.unwrapped_backward = OnUnreducedBackward::kThrow});
     DistributedDataParallel alone(Head(encoder), self.group.split(self.rank, 0));
     EXPECT_NE(caught([&] { alone(1, 1).backward(); }).find("did not go through an output"),
               std::string::npos);

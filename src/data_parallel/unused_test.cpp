@@ -305,7 +305,7 @@ TEST(PartialBackward, ThatIsNotAllowedFailsAtOnce) {
 TEST(UnwrappedBackward, ThrowsByNameWhenAskedTo) {
   on_ranks(2, [](const Rank& self) {
     const Tensors parameters{leaf({3})};
-    Reducer strict(named(parameters), self.group, {.unwrapped_backward = Unwrapped::kThrow});
+    Reducer strict(named(parameters), self.group, {.unwrapped_backward = OnUnreducedBackward::kThrow});
     const std::string text = error_text([&] { squares(parameters, 1).backward(); });
     EXPECT_NE(text.find("'p0'"), std::string::npos) << text;
     zero(parameters, true);
@@ -315,7 +315,7 @@ TEST(UnwrappedBackward, ThrowsByNameWhenAskedTo) {
 }
 
 TEST(UnwrappedBackward, WarnsOnceOrNever) {
-  for (const Unwrapped reaction : {Unwrapped::kWarnOnce, Unwrapped::kIgnore}) {
+  for (const OnUnreducedBackward reaction : {OnUnreducedBackward::kWarnOnce, OnUnreducedBackward::kIgnore}) {
     ::testing::internal::CaptureStderr();
     on_ranks(2, [&](const Rank& self) {
       self.runtime.log.set_level(LogLevel::kWarning);
@@ -329,7 +329,7 @@ TEST(UnwrappedBackward, WarnsOnceOrNever) {
     for (auto at = text.find("the replicas diverge"); at != std::string::npos;
          at = text.find("the replicas diverge", at + 1))
       ++warnings;
-    EXPECT_EQ(warnings, reaction == Unwrapped::kIgnore ? 0u : 2u) << text;
+    EXPECT_EQ(warnings, reaction == OnUnreducedBackward::kIgnore ? 0u : 2u) << text;
   }
 }
 
@@ -338,7 +338,7 @@ TEST(ParametersUsedOutsideOfTheForward, AreReducedWithTheOthers) {
   for (const bool only : {true, false}) {
     on_ranks(2, [&](const Rank& self) {
       const Tensors parameters{leaf({3}), leaf({4})};
-      Reducer reducer(named(parameters), self.group, {.unwrapped_backward = Unwrapped::kThrow});
+      Reducer reducer(named(parameters), self.group, {.unwrapped_backward = OnUnreducedBackward::kThrow});
       for (int i = 0; i < 3; ++i) {
         zero(parameters, i % 2 == 0);
         const at::Tensor inside =

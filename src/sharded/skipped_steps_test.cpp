@@ -191,7 +191,7 @@ TEST(Derivatives, OfTheOutputsTrainWithZero) {
   on_ranks(2, [&](const Rank& self) {
     Net net, alone;
     DistributedDataParallel<Net> model(net, self.group,
-                                       {.unwrapped_backward = data_parallel::Unwrapped::kThrow});
+                                       {.unwrapped_backward = data_parallel::OnUnreducedBackward::kThrow});
     ZeroRedundancyOptimizer optimizer(model, optim::SGD{.lr = kRate});
     torch::optim::SGD expected(alone->parameters(), kRate);
     for (int step = 0; step < 4; ++step) {

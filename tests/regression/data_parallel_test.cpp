@@ -18,7 +18,7 @@ namespace torchspan::data_parallel_defects_test {
 namespace {
 
 using data_parallel::DataParallelOptions;
-using data_parallel::Unwrapped;
+using data_parallel::OnUnreducedBackward;
 using testing::error_text;
 using testing::on_ranks;
 using testing::Rank;
@@ -127,7 +127,7 @@ TEST(SilentWrongResult, ABackwardThatBypassesTheWrapperIsReportedOrRejected) {
   on_ranks(2, [](const Rank& self) {
     Two two;
     {
-      DistributedDataParallel model(two, self.group, {.unwrapped_backward = Unwrapped::kThrow});
+      DistributedDataParallel model(two, self.group, {.unwrapped_backward = OnUnreducedBackward::kThrow});
       const std::string text = error_text([&] { two->forward(fed(1), fed(1)).sum().backward(); });
       EXPECT_NE(text.find("Call the wrapper"), std::string::npos) << text;
     }

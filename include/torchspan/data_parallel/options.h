@@ -11,7 +11,8 @@ namespace torchspan::data_parallel {
 
 /// What to do when a backward pass reaches a parameter but did not come through an output of the wrapper.
 /// Its gradients then stay local and the replicas diverge.
-enum class Unwrapped : std::uint8_t { kWarnOnce, kThrow, kIgnore };
+enum class OnUnreducedBackward : std::uint8_t { kWarnOnce, kThrow, kIgnore };
+using Unwrapped [[deprecated("use OnUnreducedBackward")]] = OnUnreducedBackward;
 
 /// Options of DistributedDataParallel. Must be equal on all ranks; a difference is an error on every rank.
 struct DataParallelOptions {
@@ -32,7 +33,7 @@ struct DataParallelOptions {
   /// every parameter that they reach its gradient, and all others must be found unused. False: a pass that
   /// misses parameters fails.
   bool partial_backward = false;
-  Unwrapped unwrapped_backward = Unwrapped::kWarnOnce;
+  OnUnreducedBackward unwrapped_backward = OnUnreducedBackward::kWarnOnce;
   std::vector<std::string> ignored_parameters = {};  ///< qualified names of parameters and buffers to skip
   std::vector<std::string> sparse_parameters = {};   ///< besides embeddings with sparse(true)
 

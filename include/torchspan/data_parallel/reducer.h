@@ -36,17 +36,16 @@ struct ReducerStats {
   Duration overlap{};          ///< communication during backward
 };
 
-/// What the ranks of a join() agree on before a reduction.
+/// What all ranks have in common in a reduction.
 struct RoundTerms {
-  double divisor = 0;  ///< as in ForwardOptions
-  int leader = 0;
+  double divisor = 0;  ///< of the sum over ranks; 0: their number
+  int leader = 0;      ///< a rank that has gradients
 };
 
 /// Options of one forward for the backward passes that follow it.
 struct ForwardOptions {
-  bool synchronize = true;                 ///< false: accumulate gradients on this rank
-  double divisor = 0;                      ///< of the sum over ranks; 0: their number. Equal on all ranks
-  int leader = 0;                          ///< a rank that has gradients. Equal on all ranks
+  bool synchronize = true;  ///< false: accumulate gradients on this rank
+  RoundTerms terms = {};
   std::vector<Future<void>> awaited = {};  ///< the first reduced backward pass waits for these
   std::function<RoundTerms()> announce =
       nullptr;  ///< called before each reduction; an exception fails the pass
@@ -98,10 +97,10 @@ class Reducer {
   void keep_buckets();
 
   /// Joins one reduction of the other ranks with zeros; local gradients are unchanged.
-  void shadow(ForwardOptions options = {});
+  void join_with_zeros(const RoundTerms& terms = {});
   /// Joins one reduction for a forward that has no backward pass here: the other ranks' passes fail with
   /// `reason`. Returns at once; settle() waits.
-  void refuse(ForwardOptions options, const std::string& reason);
+  void fail_next_round(const RoundTerms& terms, const std::string& reason);
   /// Resets the count of reduced forwards. All ranks must call it at the same point of the program.
   void restart_count();
 

@@ -250,7 +250,7 @@ TEST(DistributedDataParallel, GoesOnAfterABackwardThatThrewOnOneRank) {
 TEST(DistributedDataParallel, OfAModuleThatIsConvertedAfterwardsFailsByName) {
   on_ranks(2, [](const Rank& self) {
     Mlp mlp(std::vector<std::int64_t>{2, 2});
-    DistributedDataParallel model(mlp, self.group, {.unwrapped_backward = Unwrapped::kThrow});
+    DistributedDataParallel model(mlp, self.group, {.unwrapped_backward = OnUnreducedBackward::kThrow});
     model(batch(2, 2, 0).to(at::kFloat)).sum().backward();
     mlp->zero_grad();
     mlp->to(at::kDouble);
@@ -267,7 +267,8 @@ TEST(DistributedDataParallel, GoesOnAfterACheckpointWasLoadedIntoTheWrappedModul
       Mlp trained(widths), mine(widths), whole(widths);
       fill(*trained, 4);
       DistributedDataParallel model(
-          mine, self.group, {.find_unused_parameters = find_unused, .unwrapped_backward = Unwrapped::kThrow});
+          mine, self.group,
+          {.find_unused_parameters = find_unused, .unwrapped_backward = OnUnreducedBackward::kThrow});
       for (int i = 0; i < 3; ++i) {
         std::stringstream file;
         torch::save(trained, file);

@@ -316,11 +316,9 @@ class WrappedModule::Impl {
       share_buffers();
       if (buffer_hook_) call_buffer_hook();
       if (join_) {
-        const RoundTerms terms = announce();
-        next_.divisor = terms.divisor;
-        next_.leader = terms.leader;
+        next_.terms = announce();
       }
-      reducer_.refuse(next_, reason);
+      reducer_.fail_next_round(next_.terms, reason);
     } catch (...) {                           // the caller rethrows the exception of the forward
       if (join_ && joining_.failure) return;  // that one has reached all ranks
       group().abort(Error(ErrorKind::kCancelled,
@@ -356,7 +354,7 @@ class WrappedModule::Impl {
     const auto join_forward = [&] {
       next_ = {};
       if (options_.broadcast_buffers && !buffer_hook_)
-        arrivals.push_back(begin_broadcast(group(), buffers_, next_.leader));
+        arrivals.push_back(begin_broadcast(group(), buffers_, next_.terms.leader));
       owes_.buffer_hook = buffer_hook_ != nullptr;
       if (buffer_hook_) call_buffer_hook();
     };
@@ -439,7 +437,7 @@ class WrappedModule::Impl {
   void share_buffers() {
     if (!std::exchange(owes_.buffers, false)) return;
     try {
-      broadcast_coalesced(group(), buffers_, next_.leader);
+      broadcast_coalesced(group(), buffers_, next_.terms.leader);
     } catch (const Error& error) {
       throw with_advice(error);
     }
@@ -491,8 +489,8 @@ class WrappedModule::Impl {
   void apply(const JoinRound& round) {
     joining_.last_live = round.last_live();
     next_.synchronize = round.synchronize;
-    next_.leader = round.first_live();
-    next_.divisor = join_->divide_by_initial_world_size ? group().size() : round.live_count();
+    next_.terms.leader = round.first_live();
+    next_.terms.divisor = join_->divide_by_initial_world_size ? group().size() : round.live_count();
     if (!join_->throw_on_early_termination || round.live_count() == group().size()) return;
     for (int rank = 0; rank < group().size(); ++rank) {
       if (round.live[static_cast<std::size_t>(rank)]) continue;
@@ -517,7 +515,7 @@ class WrappedModule::Impl {
     const JoinRound round = agree_on_next({.live = true, .synchronize = true, .reduces = true});
     apply(round);
     joining_.without_batches = group().size() - round.live_count();
-    return {.divisor = next_.divisor, .leader = next_.leader};
+    return next_.terms;
   }
 
   void shadow_other_ranks() {
@@ -528,7 +526,7 @@ class WrappedModule::Impl {
       if (round.reduces) {
         shadow_reduction();
       } else if (round.synchronize && options_.broadcast_buffers) {
-        broadcast_coalesced(group(), buffers_, next_.leader);
+        broadcast_coalesced(group(), buffers_, next_.terms.leader);
       }
     }
   }
@@ -536,7 +534,7 @@ class WrappedModule::Impl {
   void shadow_reduction() {
     bool reduced = true;
     try {
-      reducer_.shadow(next_);
+      reducer_.join_with_zeros(next_.terms);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kRemoteFailure) throw;
       reduced = false;  // on the ranks that have batches, too; these decide whether they continue

@@ -1,8 +1,8 @@
-#include "data_parallel/passes/local_pass.h"
-
 #include <gtest/gtest.h>
 #include <memory>
 #include <vector>
+
+#include "data_parallel/passes.h"
 
 namespace torchspan::data_parallel::local_pass_test {
 namespace {

@@ -1,4 +1,4 @@
-#include "data_parallel/streams/reduction_stream.h"
+#include "data_parallel/streams.h"
 
 #include <algorithm>
 

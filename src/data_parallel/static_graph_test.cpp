@@ -1,7 +1,7 @@
-#include "data_parallel/passes/static_graph.h"
-
 #include <gtest/gtest.h>
 #include <vector>
+
+#include "data_parallel/passes.h"
 
 namespace torchspan::data_parallel::static_graph_test {
 namespace {

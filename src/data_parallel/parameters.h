@@ -3,38 +3,55 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
-#include "data_parallel/buckets/buckets.h"
-#include "data_parallel/passes/parameter_slots.h"
+#include <torchspan/data_parallel/options.h>
+#include <torchspan/data_parallel/reducer.h>
+
+#include "data_parallel/api/agreement.h"
+#include "data_parallel/buckets.h"
 #include "engine/api/grad_field_sink.h"
 #include "engine/api/node_ptr.h"
 
 namespace torchspan::data_parallel {
 
-/// Receives the gradients of a reducer's parameters, on the thread that runs the backward pass.
-class SlotListener {
- public:
-  virtual ~SlotListener() = default;
-  /// The pass has finished the gradient of a slot, which may be undefined. An exception fails the pass.
-  virtual void gradient_ready(engine::GradientSink& sink, std::size_t slot) = 0;
-  /// gradient_ready() threw an exception with this text. LibTorch's engine does not pass the text on.
-  virtual void gradient_failed(const std::string& text) = 0;
-  /// Whether a reduction takes gradients now.
-  virtual bool is_reducing() const = 0;
-  /// Whether the pass came through an output of this listener's wrapper, reduced or under no_sync.
-  virtual bool expects_gradients(const engine::GradientSink& sink) const = 0;
-  /// Global ranks over which gradients are averaged.
-  virtual const std::vector<int>& ranks() const = 0;
-};
+/// What all ranks must have in common before they construct a reducer, or why this rank cannot construct it.
+Agreement reducer_agreement(const Reducer::Replicas& replicas, const DataParallelOptions& options,
+                            const collective::Group& group);
 
-/// Throws Error{kInvalid} if an optimizer steps the parameter during backward, which consumes its gradient
-/// before it is averaged.
-void check_not_stepped_in_backward(const Parameter& parameter);
+/// The parameters whose gradients one reducer averages. A slot is one parameter of one replica:
+/// replica · count() + parameter. Immutable.
+class ParameterSlots {
+ public:
+  /// Keeps the parameters that require gradients; remembers the others of the first replica.
+  explicit ParameterSlots(const Reducer::Replicas& replicas);
+
+  /// Number of slots.
+  std::size_t size() const { return replicas_.size() * count_; }
+  /// Number of parameters per replica.
+  std::size_t count() const { return count_; }
+  const Reducer::Replicas& replicas() const { return replicas_; }
+  const at::Tensor& tensor(std::size_t slot) const { return replicas_[slot / count_][slot % count_].tensor; }
+  const std::string& name(std::size_t slot) const { return replicas_[slot / count_][slot % count_].name; }
+  /// Quoted names for a message, the first ten in full.
+  std::string names(const std::vector<std::size_t>& slots) const;
+  /// Slots that the graphs of `outputs` do not reach.
+  std::vector<std::size_t> unreached_from(const std::vector<at::Tensor>& outputs) const;
+  /// Throws Error{kInvalid} if a parameter that required no gradient at construction requires one now.
+  void check_frozen() const;
+
+ private:
+  const Reducer::Replicas replicas_;
+  const std::size_t count_;
+  std::vector<Parameter> frozen_;  // the first replica's other parameters
+  std::unordered_map<const c10::TensorImpl*, std::size_t> slot_of_;
+};
 
 /// The hooks of one reducer on its parameters' gradient accumulators. attach(), attach_again() and detach()
 /// run between passes, the other methods during passes too.
@@ -45,7 +62,7 @@ class SlotHooks {
   SlotHooks& operator=(const SlotHooks&) = delete;
 
   /// Adds a hook to every parameter, once. Throws Error{kInvalid} for a parameter that is stepped in backward.
-  void attach(const std::shared_ptr<SlotListener>& listener);
+  void attach(const std::weak_ptr<Reducer::Impl>& reducer);
   /// Adds hooks to parameters that lost them with their gradient accumulators, as torch::load() makes them.
   void attach_again(const Buckets& buckets);
   void detach();
@@ -69,7 +86,7 @@ class SlotHooks {
 
   const ParameterSlots& slots_;
   const std::shared_ptr<engine::NativeEnginePasses> passes_ = std::make_shared<engine::NativeEnginePasses>();
-  std::weak_ptr<SlotListener> listener_;
+  std::weak_ptr<Reducer::Impl> reducer_;
   std::vector<std::pair<engine::NodePtr, std::uintptr_t>> hooked_;  // by slot
 };
 

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -64,5 +65,9 @@ class Buckets {
   std::vector<at::Tensor> likes_;       // by slot: the parameters, for the shape of empty sparse gradients
   std::size_t replicas_;
 };
+
+/// Buckets of the sizes that the options give, whose parameters follow `order`.
+std::shared_ptr<Buckets> build_buckets(const Reducer::Replicas& replicas, const DataParallelOptions& options,
+                                       const collective::Group& group, const std::vector<std::size_t>& order);
 
 }  // namespace torchspan::data_parallel
