@@ -119,7 +119,7 @@ TEST(Checkpointed, SegmentsThatShareAParameterNeedAStaticGraph) {
   });
 }
 
-// peer: ddp the same, not reentrant: same, written by hand in the test: LibTorch has no such checkpoint for
+// peer: ddp (not reentrant) `ddp_checkpointing_twice*`: same, written by hand in the test: LibTorch has no such checkpoint for
 //   C++
 TEST(Checkpointed, SegmentsThatGiveGradientsBackShareParametersFreely) {
   for (const bool find_unused : {false, true}) {

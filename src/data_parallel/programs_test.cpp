@@ -1,5 +1,5 @@
 // What programs do with a wrapped module besides plain training, mostly from other libraries' test lists
-// (docs/conformance.md).
+// (tests/peers.txt).
 #include <gtest/gtest.h>
 
 #include <ATen/core/ivalue.h>
