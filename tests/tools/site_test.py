@@ -69,6 +69,22 @@ class Pages(Folder):
         self.assertEqual(text, "[a](index.md#top) [b](rooms/net.md) c (`src/net/ring.h`) d")
         self.assertEqual(problems, ["docs/calls.md: there is no 'gone.md'"])
 
+    def test_data_becomes_a_generated_page_to_which_links_lead(self):
+        build = load_build_docs(self.root)
+        self.write("tests/peers.txt", "# Tests of peers\n")
+        self.write("docs/calls.md", "")
+        self.write("tools/conformance-table", "#!/bin/sh\necho generated\n")
+        (self.root / "tools/conformance-table").chmod(0o755)
+        self.write("docs/images/a.svg", "")
+        build.PAGES = self.root / "build" / "docs" / "pages"
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
+            self.write(name, "[conformance](tests/peers.txt)\n")
+        pages = build.copy_pages()
+        self.assertEqual(pages["tests/peers.txt"], "conformance.md")
+        self.assertNotIn("bench/recorded.json", pages)
+        self.assertEqual((build.PAGES / "conformance.md").read_text(), "generated\n")
+        self.assertEqual((build.PAGES / "index.md").read_text(), "[conformance](conformance.md)\n")
+
     def test_marks_of_blocks_are_removed_and_code_stays(self):
         text, _ = self.rewritten("```sh run any\n[a](gone.md)\n```\n```cpp declarations\nint a;\n```\n```cpp\nint b;\n```\n```\nc d\n```\n")
         self.assertEqual(text, "```sh\n[a](gone.md)\n```\n```cpp\nint a;\n```\n```cpp\nint b;\n```\n```\nc d\n```\n")
