@@ -12,9 +12,10 @@
 #include "autograd/api/running_passes.h"
 #include "core/api/observation.h"
 #include "core/api/saturated_time.h"
+#include "device/api/device_runtime.h"
 #include "rendezvous/api/environment.h"
+#include "rendezvous/api/worker_network.h"
 #include "session/calls_state.h"
-#include "session/endpoint.h"
 #include "session/session_on_host.h"
 
 namespace torchspan {
@@ -56,6 +57,17 @@ rpc::ServiceOptions service_options(const WorkerOptions& options) {
   service.report_leaks = options.report_leaks;
   service.strict_leaks = options.strict_leaks;
   return service;
+}
+
+rendezvous::WorkerNetworkOptions network_options(const WorkerOptions& options,
+                                                 const SessionDisguise& disguise) {
+  rendezvous::WorkerNetworkOptions network{options.environment, options.network, {}, disguise.host_mark};
+  network.transport.secret =
+      options.secret.empty() ? rendezvous::load_secret(options.environment) : options.secret;
+  network.transport.max_unsent = options.max_unsent_bytes;
+  if (options.device_staging_bytes != 0 && device::cuda_device_runtime())
+    network.transport.device_memory = net::DeviceMemoryKind::kCuda;
+  return network;
 }
 
 constexpr Duration kWeek = std::chrono::hours(24 * 7);
@@ -113,21 +125,19 @@ class Session::Impl {
         exceptions_(std::uncaught_exceptions()) {
     rpc::ServiceOptions service = service_options(options);
     rpc::WorkerService::MakeTransport make_transport;
-    std::optional<Endpoint> endpoint;
+    std::optional<rendezvous::WorkerNetwork> network;
     rendezvous::MembershipOptions join = join_options(options, functions, disguise);
     if (options.environment.world_size != 1) {
-      endpoint.emplace(runtime_, options,
-                       options.secret.empty() ? rendezvous::load_secret(options.environment) : options.secret,
-                       disguise.host_mark);
-      service.listen = endpoint->listen();
-      join.store_listen = endpoint->store_listen();
-      make_transport = [&](net::Handler& handler) { return endpoint->make_transport(handler); };
+      network.emplace(runtime_, network_options(options, disguise));
+      service.listen = network->listen();
+      join.store_listen = network->store_listen();
+      make_transport = [&](net::Handler& handler) { return network->make_transport(handler); };
     }
     service_ = std::make_unique<rpc::WorkerService>(runtime_owner_, std::move(functions), service,
                                                     make_transport, std::move(extensions));
-    if (endpoint) join.address = endpoint->advertised_address(service_->address());
+    if (network) join.address = network->advertised_address(service_->address());
     service_->start(rendezvous::Membership::join(
-        runtime_, endpoint ? endpoint->store_transports() : rendezvous::TransportFactory(), std::move(join)));
+        runtime_, network ? network->store_transports() : rendezvous::TransportFactory(), std::move(join)));
     observe(options);
     if (runtime_.log.enabled(LogLevel::kDebug)) {
       const Worker& worker = service_->worker();
