@@ -1,5 +1,6 @@
 #include "rpc/agent/agent_state.h"
 
+#include <memory>
 #include <utility>
 
 #include <torchspan/detail/rpc/extension.h>
@@ -49,6 +50,55 @@ void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline
     }
   }
   wait_listed(runtime_->spans, done, deadline, [&](Deadline until) { pool_.wait(parker, done, until); });
+}
+
+void Host::post(UniqueFunction<void()> job) {
+  if (polling_.load(std::memory_order_relaxed) == std::this_thread::get_id())
+    return arrived_.push_back(std::move(job));
+  pool_.post(std::move(job));
+}
+
+void Host::receive_here() {
+  const auto driver = driver_.lock();
+  if (!driver || pool_.executor().spin_limit() == Duration::zero() || !pool_.is_pool_thread() ||
+      receiving_.exchange(true)) {
+    return;
+  }
+  driver->begin_driving();
+  const auto end = [this](TransportLoop* driven) {
+    driven->end_job();
+    driven->end_driving(true);
+    receiving_.store(false);
+  };
+  const std::unique_ptr<TransportLoop, decltype(end)> until_the_end(driver.get(), end);
+  while (auto job = poll_for_job(*driver)) {
+    driver->begin_job();
+    job();
+    driver->end_job();
+  }
+}
+
+UniqueFunction<void()> Host::poll_for_job(TransportLoop& driver) {
+  Executor& executor = pool_.executor();
+  const TimePoint begun = executor.now();
+  for (unsigned idle = 1; pool_.queued() == 0 && executor.now() - begun < executor.spin_limit(); ++idle) {
+    polling_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    driver.drive();
+    polling_.store({}, std::memory_order_relaxed);
+    if (!arrived_.empty()) break;
+    if (idle % kPollsPerYield == 0) executor.yield();
+  }
+  // One of them may wait for another, so that this thread may run one of them only.
+  UniqueFunction<void()> job;
+  for (UniqueFunction<void()>& one : arrived_) {
+    if (job) {
+      pool_.post(std::move(one));
+    } else {
+      job = std::move(one);
+    }
+  }
+  arrived_.clear();
+  return job;
 }
 
 UniqueFunction<void()> Host::bind(UniqueFunction<void()> continuation) {

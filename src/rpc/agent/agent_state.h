@@ -27,18 +27,25 @@ class Host final : public FutureHost {
   Host(std::shared_ptr<Runtime> runtime, PoolOptions options)
       : runtime_(std::move(runtime)), pool_(runtime_->executor, std::move(options)) {}
   Executor& executor() override { return pool_.executor(); }
-  void post(UniqueFunction<void()> job) override { pool_.post(std::move(job)); }
+  void post(UniqueFunction<void()> job) override;
   /// Continuations keep the environment of the thread that adds them.
   UniqueFunction<void()> bind(UniqueFunction<void()> continuation) override;
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
   std::string worker_name() const override { return runtime_->log.owner(); }
+  /// See Endpoint::receive_here().
+  void receive_here();
   Pool& pool() { return pool_; }
   void set_driver(std::weak_ptr<TransportLoop> driver) { driver_ = std::move(driver); }
 
  private:
+  UniqueFunction<void()> poll_for_job(TransportLoop& driver);
+
   const std::shared_ptr<Runtime> runtime_;  ///< for waiters that return after the worker ended
   Pool pool_;
-  std::weak_ptr<TransportLoop> driver_;  ///< set once, before the first wait
+  std::weak_ptr<TransportLoop> driver_;          ///< set once, before the first wait
+  std::atomic<bool> receiving_{false};           ///< a thread is in receive_here()
+  std::atomic<ThreadId> polling_{};              ///< that thread, while it polls
+  std::vector<UniqueFunction<void()>> arrived_;  ///< posted by its poll; only that thread uses it
 };
 
 /// Holds what the parts of one worker's agent share. A member is constant once the worker has joined its

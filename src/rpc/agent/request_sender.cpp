@@ -79,7 +79,7 @@ OutgoingMessage RequestSender::prepare(const CallInfo& info, const PeerChannels:
                                         {request.user_values, request.place, link.channel.get()});
   out.frame.header.type = request.type;
   out.frame.header.features |= request.feature;
-  if (!request.deadline.is_never()) {
+  if (!request.deadline.is_never() && !request.served_late) {
     out.frame.header.flags |= wire::kFlagHasDeadline;
     out.frame.header.remaining = request.deadline.left(state_.runtime.executor.now()).count();
   }

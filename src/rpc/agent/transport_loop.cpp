@@ -66,7 +66,7 @@ void TransportLoop::run() {
     const Duration spin = executor_.spin_limit();
     if (busy) {
       last = executor_.now();
-    } else if (spin > Duration::zero() && drivers_.load(std::memory_order_relaxed) > 0) {
+    } else if (spin > Duration::zero() && is_driven(executor_.now())) {
       aside_.store(true);
       aside_parker_->park(executor_.deadline_in(kAside));
       aside_.store(false);
@@ -77,6 +77,13 @@ void TransportLoop::run() {
       rest_in_transport();
     }
   }
+}
+
+bool TransportLoop::is_driven(TimePoint now) const {
+  const int drivers = drivers_.load(std::memory_order_relaxed);
+  const TimePoint since = job_since_.load(std::memory_order_relaxed);
+  const bool in_long_job = since < now && now - since > kAside;
+  return drivers > (in_long_job ? 1 : 0);
 }
 
 bool TransportLoop::poll_once() {

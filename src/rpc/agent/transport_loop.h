@@ -96,12 +96,18 @@ class TransportLoop final {
   /// Registers a caller that polls; end_driving() removes it. `unserved`: what the caller waits for has not arrived.
   void begin_driving() { drivers_.fetch_add(1, std::memory_order_relaxed); }
   void end_driving(bool unserved);
+  /// Between begin_driving() and end_driving(): the caller runs a job and does not poll. If that takes long, the loop's
+  /// thread polls again until the job has ended.
+  void begin_job() { job_since_.store(executor_.now()); }
+  void end_job() { job_since_.store(TimePoint::max()); }
   /// Throws Error{kInvalid} on a thread that must not wait.
   void check_may_wait() const;
 
  private:
   using InlineCalls = std::vector<InlineCall>;
   void run();
+  /// Whether a driver polls, or is going to after a short job.
+  bool is_driven(TimePoint now) const;
   void run_timers_only();
   /// Polls once and runs the inline calls that arrived. Returns false if nothing arrived.
   bool poll_once();
@@ -120,6 +126,8 @@ class TransportLoop final {
   bool driven_by_caller_ = false;  ///< the holder of the driver lock uses it
   InlineCalls inline_calls_;       ///< likewise
   std::atomic<int> drivers_{0};
+  std::atomic<TimePoint> job_since_{
+      TimePoint::max()};  ///< when the one that runs a job began it; max(): none does
   std::atomic<bool> stopping_{false};
   std::atomic<bool> aside_{false};  ///< the thread pauses while waiting callers poll
   const std::unique_ptr<Parker> aside_parker_;

@@ -66,6 +66,7 @@ struct Request {
   std::string name;  ///< in errors and spans
   wire::Payload payload;
   Deadline deadline;               ///< never: no limit
+  bool served_late = false;        ///< the receiver serves it after the deadline, too, which it does not get
   std::stop_token stop;            ///< cancels the call, here and on its callee
   std::stop_token inherited_stop;  ///< of the call being served; also cancels this one
   bool user_values = false;        ///< interceptors see its tensors and the reply's
