@@ -1,9 +1,13 @@
-"""TorchSpan for PyTorch programs: the backend "torchspan" of torch.distributed.
+"""TorchSpan for PyTorch programs: the backend "torchspan" of torch.distributed, and BackendType.TORCHSPAN of its RPC.
 
     import torch.distributed as dist
     dist.init_process_group("torchspan")
 
-Importing this package registers the backend; since torch 2.14 no import is needed.
+    import torchspan
+    from torch.distributed import rpc
+    rpc.init_rpc("worker0", rank=0, world_size=2, backend=rpc.BackendType.TORCHSPAN)
+
+Importing this package registers both; for process groups, torch 2.14 and later do it themselves.
 """
 
 import torch
@@ -22,9 +26,11 @@ if _C.torch_version.split(".")[:2] != torch.__version__.split("+")[0].split(".")
         f"torchspan {_C.version} was built for torch {_C.torch_version}, and this is torch {torch.__version__}. {_ADVICE}"
     )
 
+from . import rpc  # noqa: E402
 from .distributed import register, use_for_gloo  # noqa: E402
 
 __version__ = _C.version
-__all__ = ["register", "use_for_gloo"]
+__all__ = ["register", "rpc", "use_for_gloo"]
 
 register()
+rpc.register()

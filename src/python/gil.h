@@ -13,4 +13,25 @@ void without_gil(F&& body) {
   if (held != nullptr) PyEval_RestoreThread(held);
 }
 
+/// Keeps Python's state of this thread while it lives, without the GIL. Without it, each function that takes the GIL makes
+/// a state, maps memory for it, and unmaps that, which interrupts all threads of the process.
+class KeptThreadState {
+ public:
+  KeptThreadState() {
+    if (Py_IsInitialized() == 0 || PyGILState_GetThisThreadState() != nullptr) return;
+    gil_ = PyGILState_Ensure();
+    state_ = PyEval_SaveThread();
+  }
+  ~KeptThreadState() {
+    if (state_ == nullptr) return;
+    PyEval_RestoreThread(state_);
+    PyGILState_Release(gil_);
+  }
+  KeptThreadState(const KeptThreadState&) = delete;
+
+ private:
+  PyGILState_STATE gil_{};
+  PyThreadState* state_ = nullptr;  ///< null: this thread has one already
+};
+
 }  // namespace torchspan::python

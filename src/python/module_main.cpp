@@ -7,7 +7,8 @@
 #include <torch/version.h>
 
 #include "python/c10d/backend.h"
-#include "python/c10d/errors.h"
+#include "python/errors.h"
+#include "python/rpc/bindings.h"
 
 namespace torchspan::python {
 namespace {
@@ -16,7 +17,7 @@ using Milliseconds = std::chrono::milliseconds;
 
 std::shared_ptr<World> join_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                   const std::string& master_host, Milliseconds timeout) {
-  return with_torch_errors([&] { return World::join(*store, {rank, size, master_host}, timeout); });
+  return with_torch_errors([&] { return World::join(*store, Place{rank, size, master_host}, timeout); });
 }
 
 c10::intrusive_ptr<Backend> make_backend(const std::shared_ptr<World>& world, const std::vector<int>& ranks,
@@ -53,4 +54,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       },
       pybind11::arg("world"), pybind11::arg("ranks"), pybind11::arg("backend"), pybind11::arg("group"),
       pybind11::arg("ends_world"), pybind11::arg("timeout"));
+  ours::bind_rpc(module);
 }

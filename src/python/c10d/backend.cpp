@@ -7,7 +7,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include "python/c10d/errors.h"
+#include "python/errors.h"
 #include "python/gil.h"
 
 namespace torchspan::python {

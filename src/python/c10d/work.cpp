@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <mutex>
 
-#include "python/c10d/errors.h"
+#include "python/errors.h"
 
 namespace torchspan::python {
 

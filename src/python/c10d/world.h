@@ -1,7 +1,5 @@
 #pragma once
 #include <memory>
-#include <string>
-#include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -11,21 +9,14 @@
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
-#include "core/api/observation.h"
+#include "python/job.h"
 
 namespace torchspan::python {
 
 /// The processes of one torch.distributed job: their membership, and the runtime on which their groups run. Thread-safe.
 class World {
  public:
-  struct Place {
-    int rank = 0;
-    int size = 1;
-    std::string master_host;  ///< where the program's store runs; used if the ranks are on several hosts
-  };
-
-  /// Joins; returns when all ranks have joined. `store` carries the hosts of the ranks and the address of rank 0, nothing
-  /// secret: this process proves to the others that it has the job's secret. Throws Error as Membership::join().
+  /// Joins; returns when all ranks have joined. Throws Error as Membership::join().
   static std::shared_ptr<World> join(c10d::Store& store, const Place& place, Duration timeout);
   ~World();
   World(const World&) = delete;

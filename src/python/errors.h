@@ -1,5 +1,9 @@
 #pragma once
 #include <exception>
+#include <stdexcept>
+#include <string>
+
+#include <torchspan/core/error.h>
 
 namespace torchspan::python {
 
@@ -14,6 +18,16 @@ auto with_torch_errors(F&& body) {
     return body();
   } catch (...) {
     std::rethrow_exception(to_torch_error(std::current_exception(), true));
+  }
+}
+
+/// Runs `body`; an Error that it throws becomes a std::runtime_error with its text, as torch.distributed.rpc throws.
+template <class F>
+auto with_rpc_errors(F&& body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    throw std::runtime_error(std::string("torchspan: ") + error.what());
   }
 }
 

@@ -1,4 +1,4 @@
-#include "python/c10d/errors.h"
+#include "python/errors.h"
 
 #include <c10/util/Exception.h>
 

@@ -1,0 +1,197 @@
+#include "python/job.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <fmt/format.h>
+#include <fstream>
+#include <utility>
+
+#include <torchspan/detail/core/runtime.h>
+
+#include "net/api/network.h"
+#include "rendezvous/api/environment.h"
+
+namespace torchspan::python {
+namespace {
+
+/// How many bytes of random text tell one world from another that uses the same port.
+constexpr int kJobBytes = 16;
+
+/// Equal on processes that reach each other over loopback: of one boot, in one network namespace.
+std::string this_host() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  std::getline(file, boot);
+  std::error_code ignored;
+  return boot + " " + std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
+}
+
+std::string random_text() {
+  std::string text;
+  for (const std::byte byte : net::Secret::random().bytes().first(kJobBytes))
+    text += fmt::format("{:02x}", std::to_integer<int>(byte));
+  return text;
+}
+
+/// How long a worker tries to reach rank 0 of an open world before it looks whether that has left.
+constexpr Duration kJoinAttempt = std::chrono::seconds(2);
+
+std::string host_key(int rank) { return fmt::format("torchspan/host/{}", rank); }
+/// "one" or "many" hosts, the job's id, and the address of rank 0's store; or "failed: " and why; or kEnded.
+constexpr const char* kAddressKey = "torchspan/store";
+constexpr const char* kEnded = "ended";
+
+bool is_open(const Place& place) { return place.size == rendezvous::kOpenWorld; }
+
+}  // namespace
+
+Job::Job(c10d::Store& store, Place place, Duration timeout)
+    : store_(store), timeout_(timeout), place_(std::move(place)) {
+  or_tell_others([this] {
+    meet();
+    make_environment();
+    environment_ = rendezvous::read_environment(variables_);
+    const auto level = variables_.find("TORCHSPAN_LOG_LEVEL");
+    runtime_ = make_own_runtime(environment_.name, level == variables_.end() || level->second.empty()
+                                                       ? LogLevel::kWarning
+                                                       : parse_log_level(level->second));
+    network_ = rendezvous::read_network(variables_);
+    // Rank 0 serves the store at a free port.
+    environment_.master_port = 0;
+    if (place_.size != 1) secret_ = rendezvous::load_secret(environment_);
+  });
+}
+
+void Job::meet() {
+  publish(host_key(place_.rank), this_host());
+  if (place_.rank == 0) return meet_rank_0();
+  const std::string published = text_at(kAddressKey);
+  if (published == kEnded) {
+    place_.rank = 0;
+    place_.size = 1;
+    return;
+  }
+  const std::size_t first = published.find(' '), second = published.find(' ', first + 1);
+  if (second == std::string::npos || published.starts_with("failed: ")) {
+    throw Error(ErrorKind::kInvalid,
+                published.starts_with("failed: ")
+                    ? fmt::format("rank 0 cannot open the world: {}", published.substr(8))
+                    : fmt::format("the program's store holds '{}' in place of rank 0's address", published));
+  }
+  one_host_ = published.substr(0, first) == "one";
+  id_ = published.substr(first + 1, second - first - 1);
+  address_ = published.substr(second + 1);
+  if (is_open(place_) && one_host_ && text_at(host_key(0)) != this_host()) {
+    throw Error(
+        ErrorKind::kInvalid,
+        "rank 0 is on another host, and expects workers on its own host only: set MASTER_ADDR, on all "
+        "workers, to an address of rank 0's host that the others can reach");
+  }
+}
+
+/// Others may come to an open world later, from other hosts if the master's address leads here from there.
+void Job::meet_rank_0() {
+  id_ = random_text();
+  if (is_open(place_)) {
+    const auto named = rendezvous::process_environment()["MASTER_ADDR"];
+    const std::string& host = named.empty() ? place_.master_host : named;
+    one_host_ = host.empty() || net::is_loopback_host(host);
+    return;
+  }
+  for (int rank = 0; rank < place_.size; ++rank) one_host_ &= text_at(host_key(rank)) == this_host();
+}
+
+void Job::make_environment() {
+  variables_ = rendezvous::process_environment();
+  const std::string size = std::to_string(place_.size), rank = std::to_string(place_.rank);
+  variables_["RANK"] = rank;
+  variables_["WORLD_SIZE"] = size;
+  variables_["LOCAL_RANK"] = one_host_ ? rank : "0";
+  variables_["LOCAL_WORLD_SIZE"] = one_host_ ? size : "1";
+  variables_["MASTER_PORT"] = "1";  // the port is in the address that rank 0 publishes
+  std::string& host = variables_["MASTER_ADDR"];
+  if (one_host_) host = "127.0.0.1";
+  if (host.empty()) host = place_.master_host;
+  if (host.empty()) {
+    throw Error(
+        ErrorKind::kInvalid,
+        "the ranks are on several hosts and MASTER_ADDR is not set: set it, on all ranks, to an address of "
+        "rank 0's host that the others can reach");
+  }
+  for (const char* name : {"TORCHELASTIC_USE_AGENT_STORE", "TORCHSPAN_NAME"}) variables_.erase(name);
+  if (!place_.name.empty()) variables_["TORCHSPAN_NAME"] = place_.name;
+}
+
+std::unique_ptr<rendezvous::Membership> Job::join(const std::string& address) {
+  if (!is_open(place_) || place_.rank == 0) return join_once(address, timeout_);
+  // Rank 0 may have left after this worker read its address.
+  const Deadline end = runtime_->executor.deadline_in(timeout_);
+  for (;;) {
+    const TimePoint now = runtime_->executor.now();
+    try {
+      return join_once(address, std::min(end.left(now), kJoinAttempt));
+    } catch (const Error& error) {
+      const bool unreached = error.kind() == ErrorKind::kTimedOut || error.kind() == ErrorKind::kDisconnected;
+      if (!unreached || end.passed(runtime_->executor.now())) throw;
+      meet();
+    }
+  }
+}
+
+std::unique_ptr<rendezvous::Membership> Job::join_once(const std::string& address, Duration timeout) {
+  rendezvous::MembershipOptions options;
+  options.name = environment_.name;
+  options.rank = place_.rank;
+  options.world_size = place_.size;
+  options.timeout = timeout;
+  options.job = id_;
+  options.address = address;
+  options.dead_after = std::max(network_.tls.dead_after, 2 * options.heartbeat);
+  options.store_address = address_.empty() ? environment_.store_address() : address_;
+  const bool over_tls = options.store_address.starts_with("tls:");
+  if (over_tls && place_.rank == 0 && !environment_.listen_host.empty()) {
+    rendezvous::WorkerEnvironment at = environment_;
+    at.master_host = environment_.listen_host;
+    options.store_listen = at.store_address();
+  }
+  options.store_ready = [this](const std::string& ready) {
+    publish(kAddressKey, fmt::format("{} {} {}", one_host_ ? "one" : "many", id_, ready));
+  };
+  rendezvous::TransportFactory transports;
+  if (place_.size != 1) {
+    Executor& executor = runtime_->executor;
+    transports = over_tls ? rendezvous::tls_transports(executor, secret_, network_.tls)
+                          : rendezvous::stream_transports(executor, secret_);
+  }
+  return or_tell_others(
+      [&] { return rendezvous::Membership::join(*runtime_, std::move(transports), std::move(options)); });
+}
+
+std::unique_ptr<Observation> Job::observe(const std::string& name) const {
+  TraceIdentity identity = identify(runtime_->executor, name, place_.rank, place_.size);
+  identity.run = id_;
+  identity.attempt = environment_.restart_count;
+  return std::make_unique<Observation>(runtime_, ObservationOptions::from(variables_), identity);
+}
+
+void Job::end_open_world(c10d::Store& store) {
+  const std::string text = kEnded;
+  store.set(kAddressKey, std::vector<std::uint8_t>(text.begin(), text.end()));
+}
+
+/// The others wait for the address, and the program's store names no reason.
+void Job::tell_others(const Error& error) {
+  if (place_.rank == 0 && !store_.check({kAddressKey}))
+    publish(kAddressKey, fmt::format("failed: {}", error.what()));
+}
+
+std::string Job::text_at(const std::string& key) {
+  const std::vector<std::uint8_t> bytes = store_.get(key);
+  return {bytes.begin(), bytes.end()};
+}
+
+void Job::publish(const std::string& key, const std::string& text) {
+  store_.set(key, std::vector<std::uint8_t>(text.begin(), text.end()));
+}
+
+}  // namespace torchspan::python

@@ -1,0 +1,81 @@
+#pragma once
+#include <memory>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <torchspan/detail/core/runtime.h>
+#include <torchspan/detail/rendezvous/membership.h>
+#include <torchspan/net.h>
+#include <torchspan/rendezvous.h>
+
+#include "core/api/observation.h"
+
+namespace torchspan::python {
+
+/// Where torch.distributed places this process in its job.
+struct Place {
+  int rank = 0;
+  int size = 1;             ///< rendezvous::kOpenWorld: workers join and leave at any time
+  std::string master_host;  ///< where the program's store runs; used if the ranks are on several hosts
+  std::string name = {};    ///< of the worker; empty: TORCHSPAN_NAME, or "worker<rank>"
+};
+
+/// What a process needs to join the others of its job. They find each other through the program's store, which
+/// carries their hosts and the address of rank 0, and nothing secret: it authenticates nobody.
+class Job {
+ public:
+  /// Waits until rank 0 has decided whether all are on one host. Throws Error, and what the store throws. An open world
+  /// that has ended is a world of one for workers that come later.
+  Job(c10d::Store& store, Place place, Duration timeout);
+
+  const std::shared_ptr<Runtime>& runtime() const { return runtime_; }
+  const rendezvous::WorkerEnvironment& environment() const { return environment_; }
+  const net::NetworkOptions& network() const { return network_; }
+  /// The job's secret; empty in a world of one.
+  const net::Secret& secret() const { return secret_; }
+  /// The environment variables, with torch.distributed's values in place of the launcher's.
+  const rendezvous::Environment& variables() const { return variables_; }
+  const Place& place() const { return place_; }
+
+  /// Joins; returns when all ranks of a fixed world have joined. `address`: where peers reach this worker. `listen`:
+  /// WorkerNetwork::store_listen().
+  std::unique_ptr<rendezvous::Membership> join(const std::string& address = {});
+  /// Writes and serves what the environment asks for.
+  std::unique_ptr<Observation> observe(const std::string& name) const;
+  /// Tells workers that come later that the open world has ended; on rank 0.
+  static void end_open_world(c10d::Store& store);
+  /// Runs what precedes join(). If rank 0 fails, the others, which wait for its address, get the reason.
+  template <class F>
+  auto or_tell_others(F&& body) {
+    try {
+      return body();
+    } catch (const Error& error) {
+      tell_others(error);
+      throw;
+    }
+  }
+
+ private:
+  void meet();
+  void meet_rank_0();
+  std::unique_ptr<rendezvous::Membership> join_once(const std::string& address, Duration timeout);
+  void make_environment();
+  void tell_others(const Error& error);
+  std::string text_at(const std::string& key);
+  void publish(const std::string& key, const std::string& text);
+
+  c10d::Store& store_;
+  const Duration timeout_;
+  Place place_;
+  bool one_host_ = true;
+  std::string id_;       ///< of this job
+  std::string address_;  ///< of rank 0's store; empty on rank 0
+  rendezvous::Environment variables_;
+  rendezvous::WorkerEnvironment environment_;
+  net::NetworkOptions network_;
+  net::Secret secret_;
+  std::shared_ptr<Runtime> runtime_;
+};
+
+}  // namespace torchspan::python

@@ -1,0 +1,394 @@
+#include "python/rpc/agent.h"
+
+#include <fmt/format.h>
+#include <set>
+#include <utility>
+
+#include <ATen/ThreadLocalState.h>
+#include <torch/csrc/distributed/rpc/request_callback_impl.h>
+#include <torch/csrc/distributed/rpc/utils.h>
+
+#include <torchspan/rpc/worker.h>
+
+#include "python/errors.h"
+#include "python/gil.h"
+#include "python/rpc/message_server.h"
+#include "rendezvous/api/worker_network.h"
+
+namespace torchspan::python {
+namespace {
+
+namespace torch_rpc = torch::distributed::rpc;
+using std::chrono::milliseconds;
+
+/// How long the end of a program waits for handlers that still run.
+constexpr Duration kExitTime = std::chrono::seconds(5);
+
+/// How long after a departure what waits for the worker fails.
+constexpr Duration kDepartureTime = std::chrono::seconds(1);
+
+milliseconds to_milliseconds(float seconds) {
+  return milliseconds(static_cast<std::int64_t>(seconds * torch_rpc::kSecToMsConversion));
+}
+
+/// The error of a call as torch's layers above expect it: they look for the text of a time-out.
+std::exception_ptr to_rpc_error(const std::exception_ptr& error, milliseconds timeout) {
+  const Error ours = to_error(error);
+  std::string text = fmt::format("torchspan: {}", ours.what());
+  if (ours.kind() == ErrorKind::kTimedOut && timeout > milliseconds::zero() && ours.elapsed() >= timeout) {
+    text = torch_rpc::makeRPCError(
+        fmt::format("RPC ran for more than set timeout ({} ms) and will now be marked with an error: {}",
+                    timeout.count(), text),
+        torch_rpc::RPCErrorType::TIMEOUT);
+  }
+  return std::make_exception_ptr(std::runtime_error(text));
+}
+
+/// Completes the future of a call, on the pool: what waits for the future may take the GIL, or wait for another call.
+class PendingReply final : public rpc::Completion {
+ public:
+  struct Call {
+    c10::intrusive_ptr<JitFuture> future;
+    std::shared_ptr<rpc::Endpoint> endpoint;
+    std::shared_ptr<AgentCounters> counters;
+    milliseconds timeout;
+    const DeviceMaps* device_maps;  ///< of the agent, which outlives its calls
+    TorchDeviceMap device_map;
+    std::string to;
+  };
+  explicit PendingReply(Call call) : call_(std::move(call)) { call_.counters->client_calls.fetch_add(1); }
+
+  void succeed(wire::Payload& reply) override {
+    post([reply = std::move(reply)](Call& call) mutable { complete(call, reply); });
+  }
+  void fail(std::exception_ptr error) override {
+    post(
+        [error = std::move(error)](Call& call) { call.future->setError(to_rpc_error(error, call.timeout)); });
+  }
+
+ private:
+  template <class F>
+  void post(F end) {
+    const std::shared_ptr<FutureHost> host = call_.endpoint->host().lock();
+    host->post([call = std::move(call_), end = std::move(end)]() mutable {
+      const KeptThreadState kept;
+      end(call);
+      // After the callbacks of the future, which may make more calls.
+      call.counters->client_calls.fetch_sub(1);
+      call.future.reset();
+      call.endpoint->receive_here();
+    });
+  }
+
+  static void complete(Call& call, wire::Payload& reply) {
+    try {
+      ReceivedTorchMessage received = from_payload(reply, 0);
+      TorchMessage& message = *received.message;
+      if (message.type() == torch_rpc::MessageType::EXCEPTION) {
+        const std::string text(message.payload().begin(), message.payload().end());
+        return call.future->setError(std::make_exception_ptr(std::runtime_error(text)));
+      }
+      if (!received.devices.empty()) {
+        DeviceMaps::place(message.tensors(),
+                          call.device_maps->results(received.devices, call.to, call.device_map));
+      }
+      auto [value, storages] = torch_rpc::withStorages(std::move(received.message));
+      call.future->markCompleted(c10::IValue(std::move(value)), std::move(storages));
+    } catch (...) {
+      call.future->setError(to_rpc_error(std::current_exception(), {}));
+    }
+  }
+
+  Call call_;
+};
+
+/// The message in the future of torch's handler, or the exception.
+TorchMessagePtr result_of(JitFuture& future, std::int64_t id) {
+  if (!future.hasError()) {
+    auto message = future.value().toCustomClass<TorchMessage>();
+    message->setId(id);
+    return message;
+  }
+  return torch_rpc::createExceptionResponse(future.tryRetrieveErrorMessage(), id);
+}
+
+void answer(const TorchMessage& message, rpc::Completion& reply) {
+  wire::Payload payload = to_payload(message, DeviceMaps::of(message.tensors()));
+  reply.succeed(payload);
+}
+
+/// Refuses a world of which other workers have a size, and vice versa.
+void check_kind(c10d::Store& store, const Place& place) {
+  const std::string kind = place.size == rendezvous::kOpenWorld ? "dynamic" : "static";
+  const std::vector<std::uint8_t> found =
+      store.compareSet("torchspan/kind", {}, std::vector<std::uint8_t>(kind.begin(), kind.end()));
+  if (std::string(found.begin(), found.end()) == kind) return;
+  throw Error(
+      ErrorKind::kInvalid,
+      fmt::format("RPC group mixes statically and dynamically initialized members which is not supported. "
+                  "{} is given no world_size and others are: give all of them the same",
+                  place.size == rendezvous::kOpenWorld ? place.name : "Another worker"));
+}
+
+std::string name_key(int rank) { return fmt::format("torchspan/name/{}", rank); }
+
+/// torch's words for workers with the same name, in front of ours.
+Error explain_failed_join(c10d::Store& store, const Place& place, const Error& error) {
+  std::set<std::string> names;
+  for (int rank = 0; error.kind() == ErrorKind::kInvalid && rank < place.size; ++rank) {
+    if (!store.check({name_key(rank)})) continue;
+    const std::vector<std::uint8_t> bytes = store.get(name_key(rank));
+    const std::string name(bytes.begin(), bytes.end());
+    if (names.insert(name).second) continue;
+    return Error(error.kind(), fmt::format("RPC worker name {} is not unique: {}", name, error.message()));
+  }
+  return error;
+}
+
+}  // namespace
+
+std::shared_ptr<Agent> Agent::join(const c10::intrusive_ptr<c10d::Store>& store, const Place& place,
+                                   Options options) {
+  const auto end = [process = OwnerProcess()](Agent* agent) {
+    // After the interpreter has ended, its threads may wait for the GIL for ever.
+    if (!process.is_current() || Py_IsInitialized() == 0) return keep_until_exit(agent);
+    without_gil([agent] { delete agent; });
+  };
+  check_kind(*store, place);
+  store->set(name_key(place.rank), std::vector<std::uint8_t>(place.name.begin(), place.name.end()));
+  try {
+    Job job(*store, place, std::max<Duration>(options.timeout, std::chrono::seconds(60)));
+    return {new Agent(job, store, std::move(options)), end};
+  } catch (const Error& error) {
+    throw explain_failed_join(*store, place, error);
+  }
+}
+
+Agent::Agent(Job& job, const c10::intrusive_ptr<c10d::Store>& store, Options options)
+    : RpcAgent(TorchWorker(job.environment().name, static_cast<std::int64_t>(job.place().rank)),
+               std::make_unique<torch_rpc::RequestCallbackImpl>(), options.timeout),
+      store_(store),
+      threads_(options.threads),
+      device_maps_(job.environment().name, std::move(options.device_maps)),
+      devices_(std::move(options.devices)),
+      on_departure_(std::move(options.on_departure)),
+      counters_(std::make_shared<AgentCounters>()),
+      directory_(workerInfo_),
+      runtime_(job.runtime()),
+      serves_open_world_(job.place().size == rendezvous::kOpenWorld && job.place().rank == 0) {
+  std::string address;
+  job.or_tell_others([&] {
+    rpc::ServiceOptions service;
+    service.name = workerInfo_.name_;
+    service.rank = static_cast<std::uint32_t>(job.place().rank);
+    service.threads = 2 * static_cast<std::size_t>(threads_);
+    service.max_threads = std::max<std::size_t>(service.max_threads, 2 * service.threads);
+    service.report_leaks = false;
+    std::optional<rendezvous::WorkerNetwork> network;
+    rpc::WorkerService::MakeTransport make_transport;
+    if (job.place().size != 1) {
+      rendezvous::WorkerNetworkOptions reach{job.environment(), job.network(), {}, {}};
+      reach.transport.secret = job.secret();
+      network.emplace(*runtime_, std::move(reach));
+      service.listen = network->listen();
+      make_transport = [&](net::Handler& handler) { return network->make_transport(handler); };
+    }
+    std::vector<std::unique_ptr<rpc::Extension>> extensions;
+    extensions.push_back(std::make_unique<MessageServer>(
+        static_cast<std::size_t>(threads_),
+        MessageServer::Callbacks{
+            [this](std::int64_t id, wire::Payload& request, const std::shared_ptr<rpc::Completion>& reply) {
+              serve(id, request, reply);
+            },
+            [this](std::uint32_t rank, const Error& reason) { departed(rank, reason); }}));
+    service_ = std::make_unique<rpc::WorkerService>(runtime_, FunctionTable(), service, make_transport,
+                                                    std::move(extensions));
+    if (network) address = network->advertised_address(service_->address());
+  });
+  endpoint_ = service_->worker().endpoint();
+  joined_ = job.join(address);
+  membership_ = joined_.get();
+  directory_.begin(*membership_);
+}
+
+Agent::~Agent() {
+  if (rpcAgentRunning_.load()) shutdown();
+}
+
+std::vector<std::string> Agent::gather(const std::string& tag, const std::string& bytes) {
+  const std::vector<Bytes> all = membership_->all_gather_bytes(
+      tag, std::as_bytes(std::span(bytes)), {}, runtime_->executor.deadline_in(getRpcTimeout()));
+  std::vector<std::string> texts;
+  for (const Bytes& one : all) texts.emplace_back(reinterpret_cast<const char*>(one.data()), one.size());
+  return texts;
+}
+
+void Agent::startImpl() {
+  with_rpc_errors([this] {
+    service_->start(std::move(joined_));
+    if (membership_->open()) greet_members();
+  });
+}
+
+/// Returns when all members know this worker, so that they can call it.
+void Agent::greet_members() {
+  std::vector<Future<void>> answers;
+  for (const rendezvous::Member& member : membership_->members()) {
+    if (member.rank == membership_->self().rank || !membership_->is_present(member.rank)) continue;
+    rpc::Request request;
+    request.type = kGreeting;
+    request.name = "greeting";
+    request.deadline = runtime_->executor.deadline_in(getRpcTimeout());
+    auto completion = std::make_shared<rpc::PromiseCompletion<void>>(endpoint().host());
+    answers.push_back(completion->future());
+    endpoint().send(static_cast<std::uint32_t>(member.rank), std::move(request), std::move(completion));
+  }
+  for (const Future<void>& answer : answers) {
+    answer.wait_until(Deadline::never());
+    const std::exception_ptr error = answer.error();
+    if (error && to_error(error).kind() != ErrorKind::kDisconnected) std::rethrow_exception(error);
+  }
+}
+
+c10::intrusive_ptr<JitFuture> Agent::send(const TorchWorker& to, TorchMessagePtr message, float timeout,
+                                          const TorchDeviceMap& device_map) {
+  with_rpc_errors([this] { process_.check(workerInfo_.name_); });
+  TORCH_CHECK(message->isRequest(),
+              "torchspan: send() takes requests; replies go where their requests came from");
+  TORCH_CHECK(
+      rpcAgentRunning_.load(),
+      fmt::format("Node {} tried to send() a message of type {} but RPC is no longer running on this node.",
+                  workerInfo_.id_, static_cast<int>(message->type())));
+  const milliseconds limit =
+      timeout == torch_rpc::kUnsetRpcTimeout ? getRpcTimeout() : to_milliseconds(timeout);
+  auto future = c10::make_intrusive<JitFuture>(c10::AnyClassType::get(), devices_);
+  rpc::Request request;
+  request.type = kTorchMessage;
+  request.name = name_of(message->type());
+  request.payload = to_payload(*message, device_maps_.arguments(message->tensors(), to.name_, device_map));
+  if (limit != milliseconds::zero()) request.deadline = runtime_->executor.deadline_in(limit);
+  request.served_late = true;  // its references must arrive
+  endpoint().send(directory_.rank_of(to), std::move(request),
+                  std::make_shared<PendingReply>(PendingReply::Call{future, endpoint_, counters_, limit,
+                                                                    &device_maps_, device_map, to.name_}));
+  return future;
+}
+
+void Agent::serve(std::int64_t id, wire::Payload& request, const std::shared_ptr<rpc::Completion>& reply) {
+  counters_->server_calls.fetch_add(1);
+  counters_->running_handlers.fetch_add(1);
+  const auto answered = [counters = counters_, reply, id](JitFuture& future) {
+    answer(*result_of(future, id), *reply);
+    counters->server_calls.fetch_sub(1);
+  };
+  c10::intrusive_ptr<JitFuture> future;
+  try {
+    ReceivedTorchMessage received = from_payload(request, id);
+    DeviceMaps::place(received.message->tensors(), received.devices);
+    // torch's legacy profiler leaves its state behind on this thread, where the next request could not be profiled.
+    const at::ThreadLocalStateGuard restored{at::ThreadLocalState()};
+    future = (*cb_)(*received.message, {});
+  } catch (const std::exception& error) {
+    future = c10::make_intrusive<JitFuture>(c10::AnyClassType::get());
+    future->setError(std::make_exception_ptr(std::runtime_error(error.what())));
+  }
+  counters_->running_handlers.fetch_sub(1);
+  if (future->completed()) {
+    answered(*future);
+  } else {
+    counters_->server_async_calls.fetch_add(1);
+    future->addCallback([answered, counters = counters_](JitFuture& done) {
+      answered(done);
+      counters->server_async_calls.fetch_sub(1);
+    });
+  }
+}
+
+void Agent::departed(std::uint32_t rank, const Error& reason) {
+  if (!on_departure_ || reason.kind() == ErrorKind::kCancelled) return;  // this worker itself stops
+  // What it sent before its end may still be on its way from others.
+  endpoint().after(kDepartureTime, [this, name = directory_.name_of(rank),
+                                    text = std::string(reason.what())] { on_departure_(name, text); });
+}
+
+void Agent::join(bool shutdown, float timeout) {
+  const Deadline deadline =
+      timeout == 0 ? Deadline::never() : runtime_->executor.deadline_in(to_milliseconds(timeout));
+  with_rpc_errors([&] {
+    if (!shutdown) return wait_for_all(deadline);
+    if (serves_open_world_) Job::end_open_world(*store_);
+    service_->shutdown(deadline);
+  });
+}
+
+/// Rounds until no worker has a call, and none was made between two of them.
+void Agent::wait_for_all(Deadline deadline) {
+  std::uint64_t before = 0;
+  for (bool again = false;; again = true) {
+    while (counters_->client_calls.load() != 0 || counters_->server_calls.load() != 0) {
+      if (deadline.passed(runtime_->executor.now()))
+        throw Error(ErrorKind::kTimedOut, "calls are outstanding:\n" + endpoint().debug().str());
+      runtime_->executor.sleep(std::chrono::milliseconds(2));
+    }
+    if (membership_->open()) return;  // there is no fixed set of workers
+    const rendezvous::CountSums sums =
+        membership_->sum("torchspan.rpc.join", {endpoint().debug().calls_sent}, {}, {}, {.until = deadline});
+    const std::uint64_t sent = sums.counts.at(0);
+    if (again && sent == before) return;
+    before = sent;
+  }
+}
+
+void Agent::shutdownImpl() {
+  with_rpc_errors([this] { service_->stop("left without a graceful rpc.shutdown()"); });
+}
+
+void Agent::stop_at_exit() {
+  if (!process_.is_current()) return;
+  struct Ending {
+    std::unique_ptr<Parker> parker;
+    std::atomic<bool> ended{false};
+  };
+  const auto ending = std::make_shared<Ending>();
+  ending->parker = runtime_->executor.make_parker();
+  Thread thread = runtime_->executor.spawn(workerInfo_.name_ + "/exit", [this, ending] {
+    shutdown();
+    ending->ended.store(true);
+    ending->parker->unpark();
+  });
+  ending->parker->park(runtime_->executor.deadline_in(kExitTime));
+  if (ending->ended.load()) return thread.join();
+  runtime_->log.warning(
+      fmt::format("the program ends while functions that it serves still run: {}", endpoint().debug().str()));
+  keep_until_exit(new Thread(std::move(thread)));
+}
+
+std::unordered_map<std::string, std::string> Agent::getMetrics() {
+  const auto text = [](std::int64_t number) { return std::to_string(number); };
+  const AgentCounters& counters = *counters_;
+  std::unordered_map<std::string, std::string> metrics{
+      {"agent.thread_pool_size", text(threads_)},
+      {"agent.num_idle_threads",
+       text(std::max<std::int64_t>(0, threads_ - counters.running_handlers.load()))},
+      {"agent.client_active_calls", text(counters.client_calls.load())},
+      {"agent.server_active_calls", text(counters.server_calls.load())},
+      {"agent.server_active_async_calls", text(counters.server_async_calls.load())}};
+  if (isGILProfilingEnabled()) {
+    const std::int64_t waits = counters.gil_waits.load();
+    metrics["agent.gil_average_wait_time_us"] = text(waits == 0 ? 0 : counters.gil_wait_us.load() / waits);
+  }
+  return metrics;
+}
+
+std::unordered_map<std::string, std::string> Agent::getDebugInfo() {
+  auto info = getMetrics();
+  info["agent.calls"] = endpoint().debug().str();
+  return info;
+}
+
+void Agent::addGilWaitTime(std::chrono::microseconds time) {
+  counters_->gil_waits.fetch_add(1);
+  counters_->gil_wait_us.fetch_add(time.count());
+}
+
+}  // namespace torchspan::python
