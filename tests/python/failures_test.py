@@ -169,19 +169,19 @@ def aborted(rank, size):
 
 class Failures(unittest.TestCase):
     def test_a_killed_rank_is_named_on_all_others_within_a_second(self):
-        for results in [processes.run(3, killed, destroy=False)]:
+        for results in [processes.run(3, killed, world=processes.Group(destroy=False))]:
             for rank in (0, 2):
                 text, seconds = results[rank]
                 self.assertRegex(text, r"worker1 \(rank 1, pid \d+")
                 self.assertLess(seconds, 2)
 
     def test_a_late_rank_is_named_after_the_timeout(self):
-        text, seconds = processes.run(2, late, timeout=1, destroy=False)[0]
+        text, seconds = processes.run(2, late, world=processes.Group(timeout=1, destroy=False))[0]
         self.assertRegex(text, r"timed out.*all_reduce\(Float \[2\], sum\).*worker1 \(rank 1")
         self.assertGreater(seconds, 0.5)
 
     def test_different_shapes_fail_on_all_ranks(self):
-        for text in processes.run(3, different_shapes, destroy=False):
+        for text in processes.run(3, different_shapes, world=processes.Group(destroy=False)):
             self.assertRegex(text, r"DistBackendError: torchspan: invalid.*all_reduce\(Float \[2\].*all_reduce\(Float \[3\]")
 
     def test_wrong_arguments_are_refused_and_break_nothing(self):
@@ -201,7 +201,7 @@ class Failures(unittest.TestCase):
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
                 file.write(bytes([rank + 1]) * 32)
         results = processes.run(
-            2, nothing_but_exit, timeout=5, environment=lambda rank: {"TORCHSPAN_SECRET_FILE": f"{folder}/{rank}"}
+            2, nothing_but_exit, world=processes.Group(timeout=5), environment=lambda rank: {"TORCHSPAN_SECRET_FILE": f"{folder}/{rank}"}
         )
         self.assertRegex(results[1].text, "denied|secret")
         self.assertEqual(results[1].type_name, "DistBackendError")
@@ -224,10 +224,10 @@ class Failures(unittest.TestCase):
                 self.assertEqual(processes.run(2, forked, way), [(0, 2.0**21)] * 2)
 
     def test_pending_work_does_not_keep_a_process(self):
-        self.assertEqual(processes.run(2, pending_work, destroy=False), [True, True])
+        self.assertEqual(processes.run(2, pending_work, world=processes.Group(destroy=False)), [True, True])
 
     def test_a_program_may_end_without_destroying_its_group(self):
-        self.assertEqual(processes.run(3, nothing_but_exit, destroy=False), [True] * 3)
+        self.assertEqual(processes.run(3, nothing_but_exit, world=processes.Group(destroy=False)), [True] * 3)
 
     def test_tensors_of_the_group(self):
         self.assertEqual(processes.run(2, allocated), [3000.0, 3000.0])
@@ -241,7 +241,7 @@ class Failures(unittest.TestCase):
             self.assertEqual(result.tolist(), [2.0] * 4)
 
     def test_a_monitored_barrier_names_the_late_rank_and_breaks_nothing(self):
-        results = processes.run(3, monitored, backend="torchspan", destroy=False)
+        results = processes.run(3, monitored, world=processes.Group(destroy=False))
         for rank in (0, 1):
             # torch itself refuses other backends than "gloo"
             self.assertRegex(results[rank], "monitored_barrier is only implemented for GLOO|Rank 2 failed")

@@ -1,5 +1,6 @@
 """Runs a function on every rank of a world of forked processes."""
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -10,8 +11,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
 
-import torchspan  # noqa: F401  registers the backend, and is forked with torch
+import torchspan  # registers the backends, and is forked with torch
 
 LIMIT = 60  # seconds; a rank that takes longer has hung
 
@@ -26,11 +28,13 @@ class Failed:
         return f"Failed({self.type_name}: {self.text})"
 
 
-def run(size, body, *arguments, backend="torchspan", timeout=30, environment=None, destroy=True):
+def run(size, body, *arguments, world=None, environment=None):
     """Returns what `body(rank, size, *arguments)` returned on each rank, or a Failed.
 
-    The ranks meet in a file, as with init_method="file://…". `environment(rank)` returns variables of one rank.
+    The ranks meet in a file, as with init_method="file://…". `environment(rank)` returns variables of one rank. `world`: a
+    Group, the default, or Calls.
     """
+    world = world or Group()
     context = multiprocessing.get_context("fork")
     folder = tempfile.mkdtemp()
     ranks = []
@@ -38,7 +42,7 @@ def run(size, body, *arguments, backend="torchspan", timeout=30, environment=Non
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
             target=_rank,
-            args=(theirs, rank, size, body, arguments, backend, timeout, environment, destroy, folder + "/store"),
+            args=(theirs, world.at(rank, size, folder + "/store"), body, (rank, size, *arguments), environment),
         )
         process.start()
         theirs.close()
@@ -62,18 +66,62 @@ def run(size, body, *arguments, backend="torchspan", timeout=30, environment=Non
     return results
 
 
-def _rank(pipe, rank, size, body, arguments, backend, timeout, environment, destroy, store):
+class Group:
+    """The default process group. `destroy`: whether the ranks end it."""
+
+    def __init__(self, backend="torchspan", timeout=30, destroy=True):
+        self.backend, self.timeout, self.destroy = backend, timeout, destroy
+
+    def at(self, rank, size, store):
+        placed = copy.copy(self)
+        placed.rank, placed.size, placed.store = rank, size, store
+        return placed
+
+    def begin(self):
+        dist.init_process_group(
+            self.backend,
+            init_method="file://" + self.store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self.timeout),
+        )
+
+    def end(self):
+        dist.destroy_process_group()
+
+
+class Calls(Group):
+    """torch.distributed.rpc among worker0, worker1, …. `dynamic`: they join and leave; `names`: others than these."""
+
+    def __init__(self, timeout=30, destroy=True, threads=16, dynamic=False, names=None):
+        super().__init__("TORCHSPAN", timeout, destroy)
+        self.threads, self.dynamic, self.names = threads, dynamic, names
+
+    def begin(self):
+        rpc.init_rpc(
+            self.names[self.rank] if self.names else f"worker{self.rank}",
+            rank=self.rank,
+            world_size=None if self.dynamic else self.size,
+            backend=rpc.BackendType[self.backend],
+            rpc_backend_options=torchspan.rpc.TorchSpanRpcBackendOptions(
+                init_method="file://" + self.store, rpc_timeout=self.timeout, num_worker_threads=self.threads
+            ),
+        )
+
+    def end(self):
+        rpc.shutdown()
+
+
+def _rank(pipe, world, body, arguments, environment):
     torch.set_num_threads(1)
     started = time.monotonic()
     try:
-        os.environ.update(environment(rank) if environment else {})
-        dist.init_process_group(
-            backend, init_method="file://" + store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
-        )
+        os.environ.update(environment(world.rank) if environment else {})
+        world.begin()
         started = time.monotonic()
-        result = body(rank, size, *arguments)
-        if destroy:
-            dist.destroy_process_group()
+        result = body(*arguments)
+        if world.destroy:
+            world.end()
     except BaseException as error:  # noqa: B902  the parent judges it
         result = Failed(type(error).__name__, str(error) or traceback.format_exc(), time.monotonic() - started)
     pipe.send_bytes(pickle.dumps(result))

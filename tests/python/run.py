@@ -16,6 +16,8 @@ SUITES = [
     ["torch_c10d_suite.py"],
     ["torch_c10d_suite.py", "--as", "gloo"],
     ["torch_c10d_suite.py", "--as", "gloo", "--world-size", "4"],
+    ["torch_rpc_suite.py"],
+    ["torch_rpc_suite.py", "--tensorpipe"],
 ]
 
 

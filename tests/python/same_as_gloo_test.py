@@ -202,7 +202,7 @@ def pipeline(rank, size):
 class SameAsGloo(unittest.TestCase):
     def check(self, body, size, *arguments, tolerance=0.0):
         ours = processes.run(size, body, *arguments)
-        theirs = processes.run(size, body, *arguments, backend="gloo")
+        theirs = processes.run(size, body, *arguments, world=processes.Group("gloo"))
         for rank in range(size):
             self.assertIsInstance(theirs[rank], list, theirs[rank])
             self.assertIsInstance(ours[rank], list, ours[rank])

@@ -6,11 +6,11 @@ Prints a line for each test that fails, with the failure of a named one, and the
 is not in KNOWN.
 """
 
-import argparse
 import os
-import sys
 import tempfile
 import unittest
+
+import torch_suite
 
 # Tests that cannot pass, with the reason.
 KNOWN = {
@@ -23,42 +23,10 @@ KNOWN = {
 }
 
 
-class Report(unittest.TextTestResult):
-    """Collects (outcome, test, text of the failure)."""
-
-    rows = None
-
-    def addSuccess(self, test):
-        super().addSuccess(test)
-        self.note("ok", test)
-
-    def addError(self, test, error):
-        super().addError(test, error)
-        self.note("failed", test, self._exc_info_to_string(error, test))
-
-    addFailure = addError
-
-    def addSkip(self, test, reason):
-        super().addSkip(test, reason)
-        self.note("skipped", test)
-
-    def note(self, outcome, test, text=""):
-        self.rows.append((outcome, test.id().rsplit(".", 1)[-1], text))
-
-
-def reason_of(text):
-    """The line of a failure that says most."""
-    lines = [line for line in text.splitlines() if "Error" in line and "PYTORCH_PRINT" not in line]
-    return lines[-1].strip() if lines else text.strip().splitlines()[-1]
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = torch_suite.parser(__doc__)
     parser.add_argument("--as", dest="name", choices=("torchspan", "gloo"), default="torchspan")
     parser.add_argument("--world-size", default="3")
-    parser.add_argument("--log", default=os.devnull, help="a file for what the tests print")
-    parser.add_argument("--torch", action="store_true", help="torch's own Gloo in place of TorchSpan, for comparison")
-    parser.add_argument("tests", nargs="*", help="default: all")
     arguments = parser.parse_args()
 
     os.environ["BACKEND"] = arguments.name
@@ -81,25 +49,8 @@ def main():
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     names = arguments.tests or unittest.defaultTestLoader.getTestCaseNames(TorchSuite)
-    Report.rows = []
-    say = os.fdopen(os.dup(1), "w")
-    with open(arguments.log, "w", encoding="utf-8") as log:
-        for descriptor in (1, 2):
-            os.dup2(log.fileno(), descriptor)
-        unittest.TextTestRunner(stream=log, resultclass=Report, verbosity=0).run(
-            unittest.TestSuite(TorchSuite(name) for name in names)
-        )
-
     known = {} if arguments.torch else KNOWN[arguments.name]
-    counts = {"ok": 0, "skipped": 0, "known": 0, "failed": 0}
-    for outcome, name, text in Report.rows:
-        outcome = "known" if outcome == "failed" and name in known else outcome
-        counts[outcome] += 1
-        if outcome == "failed":
-            say.write(f"{name}: {reason_of(text)}\n{text if arguments.tests else ''}")
-    say.write(f"torch's suite as {arguments.name}: " + ", ".join(f"{n} {what}" for what, n in counts.items()) + "\n")
-    say.flush()
-    sys.exit(1 if counts["failed"] else 0)
+    torch_suite.run(f"torch's suite as {arguments.name}", map(TorchSuite, names), known, arguments)
 
 
 if __name__ == "__main__":
