@@ -1,6 +1,6 @@
-"""Groups from Python against torch's Gloo: two processes, both backends in each, rounds in turn.
+"""Groups from Python against torch's Gloo, and calls against TensorPipe: two processes, rounds in turn.
 
-    build/python/venv/bin/python bench/python_bench.py >build/bench/python.json
+    build/python/venv/bin/python bench/python_bench.py [groups | calls] >build/bench/python.json
 
 `make bench SECTION=python` runs it.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
+
+import python_rpc
 
 RANKS = 2
 ROUNDS = int(os.environ.get("TORCHSPAN_BENCH_ROUNDS", "7"))
@@ -109,10 +112,7 @@ def fsdp_step(group):
     return step
 
 
-def rank_main(rank, folder):
-    import torchspan  # noqa: F401
-
-    torch.set_num_threads(1)
+def measure_groups(rank, folder):
     dist.init_process_group("torchspan", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     groups = [dist.new_group(backend="torchspan"), dist.new_group(backend="gloo")]
     metrics = []
@@ -135,11 +135,23 @@ def rank_main(rank, folder):
             add(f"{name}/{label}", pair(ours[name], theirs[name]), "us", 1e6)
     for name, make in (("ddp/step/mlp", ddp_step), ("fsdp2/step/gpt_25m", fsdp_step)):
         add(name, pair(*[make(group) for group in groups]), "ms", 1e3)
+    dist.destroy_process_group()
+    return metrics
+
+
+def rank_main(rank, folder, parts):
+    import torchspan  # noqa: F401
+
+    torch.set_num_threads(1)
+    metrics = []
+    if "groups" in parts:
+        metrics += measure_groups(rank, folder)
+    if "calls" in parts:
+        metrics += python_rpc.measure(rank, folder, ROUNDS)
     if rank == 0:
         machine = {"cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__}
         print(json.dumps({"machine": machine, "metrics": metrics}, indent=1))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    multiprocessing.spawn(rank_main, (tempfile.mkdtemp(),), nprocs=RANKS)
+    multiprocessing.spawn(rank_main, (tempfile.mkdtemp(), sys.argv[1:] or ["groups", "calls"]), nprocs=RANKS)
