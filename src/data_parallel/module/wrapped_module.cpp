@@ -21,7 +21,6 @@
 #include "state/api/place.h"
 
 namespace torchspan::data_parallel {
-namespace {
 
 /// The parameters and buffers that a module has in common with the other ranks: in the module's order, each
 /// tensor once under its first name, without ignored ones.
@@ -29,6 +28,8 @@ struct ModuleParts {
   std::vector<Parameter> parameters;
   std::vector<std::pair<std::string, at::Tensor>> buffers;
 };
+
+namespace {
 
 using Names = std::set<std::string>;
 
