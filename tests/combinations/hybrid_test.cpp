@@ -663,11 +663,11 @@ void train_in_process() {
   Shared shared;
   Extensions extensions;
   extensions.push_back(std::make_unique<testing::StateExtension<Shared>>(shared));
-  train_in_this_process(
-      [&](Session& session, Choices& choices, const std::string& folder) {
-        return check_in_process(session, shared, choices, folder);
-      },
-      8, functions(), std::move(extensions));
+  Session session(WorkerOptions::from_env(), functions(), std::move(extensions));
+  const ProcessCheck check_tables = [&](Session& its_session, Choices& choices, const std::string& folder) {
+    return check_in_process(its_session, shared, choices, folder);
+  };
+  train_in_this_process(session, check_tables, 8);
 }
 
 TEST(HybridProcesses, WithSharedTablesComputeWhatOneProcessDoes) { run_in_processes("hybrid.train"); }

@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fmt/format.h>
-#include <utility>
 
 #include "tests/support/cluster_main.h"
 
@@ -11,9 +10,12 @@ namespace torchspan::combinations {
 
 using testing::ProcessWorld;
 
-void train_in_this_process(const ProcessCheck& check, long cases, FunctionTable functions,
-                           Extensions extensions) {
-  Session session(WorkerOptions::from_env(), std::move(functions), std::move(extensions));
+void train_in_this_process(const ProcessCheck& check, long cases) {
+  Session session(WorkerOptions::from_env());
+  train_in_this_process(session, check, cases);
+}
+
+void train_in_this_process(Session& session, const ProcessCheck& check, long cases) {
   session.runtime().log.set_level(LogLevel::kOff);
   const std::string folder = std::getenv("TEST_FOLDER");
   run_cases_together(cases, [&](Choices& choices, long seed) {

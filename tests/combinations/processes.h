@@ -16,8 +16,8 @@ inline constexpr int kProcesses = 4;
 using ProcessCheck = std::function<bool(Session& session, Choices& choices, const std::string& folder)>;
 
 /// A scenario: runs so many cases in this process, of which run_in_processes() starts four.
-void train_in_this_process(const ProcessCheck& check, long cases = 40,
-                           FunctionTable functions = FunctionTable(), Extensions extensions = Extensions());
+void train_in_this_process(const ProcessCheck& check, long cases = 40);
+void train_in_this_process(Session& session, const ProcessCheck& check, long cases);
 void run_in_processes(const std::string& scenario);
 
 /// The ranks of `session` below `ranks`, which train; all ranks call it.

@@ -185,9 +185,9 @@ Future<T> SerialBackend::submit(CallLine call, UniqueFunction<T()> body, std::ui
   return future;
 }
 
-void SerialBackend::fail(Job& job, const Error& cause) {
-  job.fail(std::make_exception_ptr(
-      Error(cause).with_call(fmt::format("{}, call {} of the group", job.call.text, job.number))));
+void SerialBackend::Job::fail_with(const Error& cause) {
+  fail(std::make_exception_ptr(
+      Error(cause).with_call(fmt::format("{}, call {} of the group", call.text, number))));
 }
 
 std::uint64_t SerialBackend::enqueue(std::unique_ptr<Job> job) {
@@ -205,7 +205,7 @@ std::uint64_t SerialBackend::enqueue(std::unique_ptr<Job> job) {
     }
   }
   if (refused) {
-    fail(*refused, *failure);
+    refused->fail_with(*failure);
   } else {
     parker_->unpark();
   }
@@ -227,20 +227,17 @@ void SerialBackend::run() {
     } else if (stopping_.load()) {
       return;
     } else {
-      look_for_failure();
+      const auto cause = collectives_->idle_failure();
+      if (cause && !recorded_failure() && !is_leaving()) {
+        // It may concern later calls only, but others wait for this rank in those that it now refuses.
+        break_with(*cause);
+        collectives_->fail_call(*cause, calls_.load() + 1);
+      }
       const Duration interval = collectives_->idle_interval();
       const bool asks = interval > Duration::zero() && !recorded_failure();
       parker_->park(asks ? runtime_->executor.deadline_in(interval) : Deadline::never());
     }
   }
-}
-
-void SerialBackend::look_for_failure() {
-  const auto cause = collectives_->idle_failure();
-  if (!cause || recorded_failure() || is_leaving()) return;
-  // It may concern later calls only, but others wait for this rank in those that it now refuses.
-  break_with(*cause);
-  collectives_->fail_call(*cause, calls_.load() + 1);
 }
 
 bool SerialBackend::is_leaving() const {
@@ -259,7 +256,7 @@ void SerialBackend::run_one(Job& job) {
                     SpanLink{.id = job.number, .part = group_number(options_.ranks)});
   }
   try {
-    throw_if_broken("");
+    if (const auto cause = recorded_failure()) throw Error(*cause);
     // Engines that announce failures see the end of a rank in the order of calls.
     if (!collectives_->announces()) reports_.throw_if_rank_gone();
     compare(job.call);
@@ -278,7 +275,7 @@ void SerialBackend::run_one(Job& job) {
                       .id = job.number,
                       .part = group_number(options_.ranks)});
     }
-    fail(job, cause);
+    job.fail_with(cause);
   }
 }
 
@@ -290,10 +287,6 @@ std::optional<Error> SerialBackend::failure() {
 std::optional<Error> SerialBackend::recorded_failure() {
   MutexLock lock(mutex_);
   return failure_;
-}
-
-void SerialBackend::throw_if_broken(const char* call) {
-  if (const auto cause = recorded_failure()) throw Error(*cause).with_call(call);
 }
 
 void SerialBackend::compare(const CallLine& call) {
@@ -343,7 +336,7 @@ std::uint64_t SerialBackend::break_with(const Error& cause) {
     first = *failure_;
     failed.swap(queue_);
   }
-  for (const auto& job : failed) fail(*job, first);
+  for (const auto& job : failed) job->fail_with(first);
   return failed.empty() ? std::numeric_limits<std::uint64_t>::max() : failed.front()->number;
 }
 

@@ -103,6 +103,7 @@ class SerialBackend final : public Backend, public WorldListener {
     std::uint64_t number = 0;  ///< counts the calls of this rank, from 1
     UniqueFunction<void()> run;
     UniqueFunction<void(std::exception_ptr)> fail;
+    void fail_with(const Error& cause);
   };
 
   SerialBackend(std::shared_ptr<Runtime> runtime, std::unique_ptr<BlockingCollectives> collectives,
@@ -114,12 +115,9 @@ class SerialBackend final : public Backend, public WorldListener {
   std::uint64_t enqueue(std::unique_ptr<Job> job);
   void run();
   void run_one(Job& job);
-  /// While no call runs: breaks the group if the engine has failed.
-  void look_for_failure();
   /// Whether this rank leaves the group or the world: its connections end, and the other ranks report it as disconnected.
   bool is_leaving() const;
   std::optional<Error> recorded_failure();
-  static void fail(Job& job, const Error& cause);
   void compare(const CallLine& call);
   /// Makes a call and waits for it for at most `timeout` (zero: no limit); breaks the group if it passes.
   template <class T>
@@ -127,7 +125,6 @@ class SerialBackend final : public Backend, public WorldListener {
   /// Fails the calls that have not begun; returns the number of the first of them, or the largest number.
   std::uint64_t break_with(const Error& cause);
   void stop_thread();
-  void throw_if_broken(const char* call);
 
   void reduce_dense(at::Tensor tensor, ReduceOp reduction);
   at::Tensor scatter_dense(const at::Tensor& tensor, ReduceOp reduction);

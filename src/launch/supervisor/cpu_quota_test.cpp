@@ -1,9 +1,8 @@
-#include "launch/supervisor/limits.h"
-
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
 
+#include "launch/supervisor/limits.h"
 #include "tests/support/processes.h"
 
 namespace torchspan::launch::cpu_quota_test {

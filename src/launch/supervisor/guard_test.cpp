@@ -1,5 +1,3 @@
-#include "launch/supervisor/processes.h"
-
 #include <csignal>
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -9,6 +7,7 @@
 #include <sys/syscall.h>
 
 #include "launch/supervisor/job_fixture.h"
+#include "launch/supervisor/processes.h"
 
 namespace torchspan::launch::guard_test {
 namespace {

@@ -1,6 +1,6 @@
-#include "launch/supervisor/host_link.h"
-
 #include <gtest/gtest.h>
+
+#include "launch/supervisor/host_link.h"
 
 namespace torchspan::launch::host_message_test {
 namespace {

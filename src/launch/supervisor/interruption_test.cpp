@@ -1,9 +1,9 @@
-#include "launch/supervisor/endings.h"
-
 #include <gtest/gtest.h>
 #include <random>
 #include <string>
 #include <vector>
+
+#include "launch/supervisor/endings.h"
 
 namespace torchspan::launch::interruption_test {
 namespace {

@@ -1,9 +1,9 @@
-#include "launch/supervisor/node_rounds.h"
-
 #include <csignal>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <string_view>
+
+#include "launch/supervisor/node_rounds.h"
 
 namespace torchspan::launch::node_state_test {
 namespace {

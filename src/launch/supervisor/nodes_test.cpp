@@ -1,5 +1,3 @@
-#include "launch/supervisor/prepare.h"
-
 #include <cstdlib>
 #include <filesystem>
 #include <gmock/gmock.h>
@@ -7,6 +5,7 @@
 
 #include <torchspan/detail/net/secret.h>
 
+#include "launch/supervisor/prepare.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 

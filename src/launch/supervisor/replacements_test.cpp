@@ -1,9 +1,9 @@
-#include "launch/supervisor/endings.h"
-
 #include <csignal>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <random>
+
+#include "launch/supervisor/endings.h"
 
 namespace torchspan::launch::replacements_test {
 namespace {

@@ -1,11 +1,11 @@
-#include "launch/supervisor/endings.h"
-
 #include <csignal>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <random>
 
 #include <torchspan/core/error.h>
+
+#include "launch/supervisor/endings.h"
 
 namespace torchspan::launch::restarts_test {
 namespace {

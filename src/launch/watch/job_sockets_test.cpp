@@ -1,5 +1,3 @@
-#include "launch/watch/running_job.h"
-
 #include <algorithm>
 #include <array>
 #include <filesystem>
@@ -18,6 +16,7 @@
 #include "core/api/observation.h"
 #include "launch/supervisor/prepare.h"
 #include "launch/watch/diagnosis.h"
+#include "launch/watch/running_job.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 
