@@ -27,6 +27,7 @@ class ChannelCollectives final : public BlockingCollectives {
   void begin(std::uint64_t call) override { mesh_.begin_call(call); }
   bool announces() const override { return true; }
   std::optional<Error> failure() override { return mesh_.inbox().failure(); }
+  std::optional<Error> call_failure() override { return mesh_.inbox().call_failure(); }
   std::string awaited() override { return mesh_.inbox().awaited(); }
   void watch(std::function<void()> wake, std::function<std::optional<Error>()> interrupted) override;
   void abort(const Error& cause) override { mesh_.abort(cause); }

@@ -68,6 +68,11 @@ std::optional<Error> Inbox::failure() {
   return failure_;
 }
 
+std::optional<Error> Inbox::call_failure() {
+  MutexLock lock(mutex_);
+  return has_failed() ? failure_ : std::nullopt;
+}
+
 void Inbox::throw_if_failed() {
   MutexLock lock(mutex_);
   if (has_failed()) throw Error(*failure_);

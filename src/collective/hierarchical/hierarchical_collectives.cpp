@@ -250,11 +250,19 @@ std::optional<Error> HierarchicalCollectives::failure() {
   return leaders_ ? leaders_->failure() : std::nullopt;
 }
 
-/// A leader that waits for other leaders also ends its call when its local group breaks.
+/// A leader that waits for other leaders also ends its call when its local group breaks, and one that waits for its local
+/// group when another host announces a failure.
 void HierarchicalCollectives::watch(std::function<void()> wake,
                                     std::function<std::optional<Error>()> interrupted) {
   static_cast<void>(interrupted);
-  if (leaders_) leaders_->watch(std::move(wake), [local = local_] { return local.backend()->failure(); });
+  if (!leaders_) return;
+  leaders_->watch(
+      [this, leaders = leaders_.get(), wake = std::move(wake)] {
+        const auto cause = ending_.load() ? std::nullopt : leaders->call_failure();
+        if (cause) local_.abort(*cause);
+        wake();
+      },
+      [local = local_] { return local.backend()->failure(); });
 }
 
 /// Processes that share memory do not wake each other's idle threads. A rank that is connected to other hosts must learn that
@@ -281,6 +289,7 @@ void HierarchicalCollectives::fail_call(const Error& cause, std::uint64_t call) 
 
 /// The local group receives the end of the world from its WorldLink.
 void HierarchicalCollectives::end(const Error& reason) {
+  ending_.store(true);
   if (leaders_) leaders_->end(reason);
 }
 

@@ -1,4 +1,5 @@
 #pragma once
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -64,6 +65,7 @@ class HierarchicalCollectives final : public BlockingCollectives {
   const ConnectLeaders connect_;
   std::vector<std::vector<int>> hosts_;  ///< ranks of the group by host, in the order of their leaders
   int exchangers_ = 1;                   ///< the ranks of each host that are connected to others
+  std::atomic<bool> ending_{false};      ///< this rank leaves the group; `leaders_` reports that, too
   /// To the ranks at the same place on the other hosts; null if this rank is no exchanger, or there is one host.
   std::unique_ptr<BlockingCollectives> leaders_;
 };

@@ -53,6 +53,8 @@ class BlockingCollectives {
   virtual bool announces() const { return false; }
   /// The failure that the engine found or that another rank announced, which breaks the group.
   virtual std::optional<Error> failure() { return std::nullopt; }
+  /// The same, if it concerns the call that runs, and not only later ones.
+  virtual std::optional<Error> call_failure() { return failure(); }
   /// Names the ranks that the blocked call waits for; empty if the engine does not know.
   virtual std::string awaited() { return {}; }
   /// Calls `wake` on any thread when failure() becomes set. While a call is blocked, calls `interrupted`, which
