@@ -12,9 +12,9 @@
 #include <torchspan/core/error.h>
 
 #include "launch/supervisor/attempt.h"
-#include "launch/supervisor/processes.h"
 #include "launch/supervisor/job_nodes.h"
 #include "launch/supervisor/limits.h"
+#include "launch/supervisor/processes.h"
 #include "launch/supervisor/signals.h"
 #include "launch/supervisor/worker_error.h"
 #include "launch/whole_file.h"

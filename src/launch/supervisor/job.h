@@ -7,8 +7,8 @@
 #include <torchspan/detail/core/executor.h>
 
 #include "launch/display/display.h"
-#include "launch/supervisor/prepare.h"
 #include "launch/supervisor/endings.h"
+#include "launch/supervisor/prepare.h"
 
 namespace torchspan::launch {
 
