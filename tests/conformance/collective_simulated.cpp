@@ -113,6 +113,14 @@ TEST_F(SimulatedGroups, SumsOfManyRanksHaveTheBitsOfOneProcess) {
   }
 }
 
+TEST_F(SimulatedGroups, NameTheAbortThatBrokeThemAlsoWhenOtherRanksDropThemFirst) {
+  for (std::uint64_t seed = 1; seed <= seeds_or(10); ++seed) {
+    expect_that_an_abort_is_named(seed, 9, [](Runtime& runtime, Membership& world) {
+      return Group::make(runtime, world, {.backend = BackendKind::kNetwork, .timeout = seconds(20)});
+    });
+  }
+}
+
 /// What one all-reduce costs a rank, with the comparison of calls before it.
 struct Cost {
   double messages = 0;  ///< that a rank sends

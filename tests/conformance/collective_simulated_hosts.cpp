@@ -61,6 +61,16 @@ Group make_hierarchical(Runtime& runtime, Membership& world, int hosts, int rank
       shared, std::make_unique<HierarchicalCollectives>(std::move(plan), local, connect), std::move(serial)));
 }
 
+class SimulatedHosts : public SimulatedGroupsSuite {};
+
+TEST_F(SimulatedHosts, NameTheAbortThatBrokeTheirGroupAlsoWhenOtherRanksDropItFirst) {
+  for (std::uint64_t seed = 1; seed <= seeds_or(6); ++seed) {
+    expect_that_an_abort_is_named(
+        seed, 9, [](Runtime& runtime, Membership& world) { return make_hierarchical(runtime, world, 3, 3); },
+        false);
+  }
+}
+
 /// What one all-reduce costs, with the comparison of calls before it.
 struct Cost {
   double messages = 0;  ///< that a host sends to others
@@ -106,7 +116,7 @@ std::vector<Cost> costs_of(int hosts, int ranks_per_host, const std::vector<std:
   return costs;
 }
 
-TEST(SimulatedHosts, MessagesBetweenHostsGrowWithTheLogarithmOfTheHostsAndNotWithTheirRanks) {
+TEST_F(SimulatedHosts, MessagesBetweenHostsGrowWithTheLogarithmOfTheHostsAndNotWithTheirRanks) {
   const std::vector<std::int64_t> lengths{256, 20000};
   for (const int hosts : {2, 8, 16, 64}) {
     const auto alone = costs_of(hosts, 1, lengths), in_pairs = costs_of(hosts, 2, lengths);

@@ -68,6 +68,12 @@ std::optional<Error> Inbox::failure() {
   return failure_;
 }
 
+std::optional<Abort> Inbox::announcement() {
+  MutexLock lock(mutex_);
+  if (!failure_) return std::nullopt;
+  return Abort{failure_->kind(), failed_from_, failure_->message()};
+}
+
 std::optional<Error> Inbox::call_failure() {
   MutexLock lock(mutex_);
   return has_failed() ? failure_ : std::nullopt;

@@ -44,6 +44,8 @@ class Inbox {
   /// or only later calls did. A call whose parts are here can still complete. The group's failure is the first one.
   bool fail(const Error& cause, std::uint64_t from_call);
   std::optional<Error> failure();
+  /// The failure as this rank announces it.
+  std::optional<Abort> announcement();
   /// The failure, if it concerns the current call.
   std::optional<Error> call_failure();
   /// Throws the failure if it concerns the current call.

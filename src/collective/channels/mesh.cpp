@@ -40,7 +40,7 @@ Lane::~Lane() { stop(); }
 
 void Lane::stop() {
   if (!thread_.joinable()) return;
-  end("has destroyed its group");
+  end("has destroyed its group", std::nullopt);
   const Deadline until = executor_.deadline_in(kLinger);
   const auto open = [&] {
     MutexLock lock(mutex_);
@@ -146,7 +146,7 @@ std::size_t Lane::unsent_bytes(int rank) {
   return channel ? channel->unsent_bytes() : 0;
 }
 
-void Lane::end(const std::string& why) {
+void Lane::end(const std::string& why, const std::optional<Abort>& cause) {
   std::vector<std::shared_ptr<net::Channel>> channels;
   {
     MutexLock lock(mutex_);
@@ -156,10 +156,10 @@ void Lane::end(const std::string& why) {
       if (peer.channel) channels.push_back(peer.channel);
     }
   }
-  const Bytes note = encode(End{why});
   for (const auto& channel : channels) {
     try {
-      channel->send(note, {});
+      if (cause) channel->send(encode(*cause), {});
+      channel->send(encode(End{why}), {});
     } catch (const Error&) {  // it has ended already
     }
     channel->close();
@@ -330,7 +330,8 @@ Mesh::~Mesh() { stop_lanes("has destroyed its group"); }
 /// All lanes send their last messages before the first one waits for its peers; until all have stopped, they report to
 /// each other.
 void Mesh::stop_lanes(const char* why) {
-  for (const auto& lane : lanes_) lane->end(why);
+  const auto cause = inbox_.announcement();
+  for (const auto& lane : lanes_) lane->end(why, cause);
   for (const auto& lane : lanes_) lane->stop();
 }
 
@@ -429,8 +430,7 @@ void Mesh::agree(WorldLink& world, const Trouble& mine, Deadline deadline) {
 
 void Mesh::abort(const Error& cause, std::uint64_t from_call) {
   if (!inbox_.fail(cause, from_call)) return;
-  const Error first = inbox_.failure().value_or(cause);
-  const Bytes note = encode(Abort{first.kind(), from_call, first.message()});
+  const Bytes note = encode(inbox_.announcement().value());
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || lanes_.empty()) continue;
     try {
@@ -452,8 +452,9 @@ void Mesh::lost(int rank, const std::string& why) {
 }
 
 void Mesh::end(const Error& reason) {
+  const auto cause = inbox_.announcement();  // not this rank's own end
   inbox_.fail(reason, 0);
-  for (const auto& lane : lanes_) lane->end("has left the group");
+  for (const auto& lane : lanes_) lane->end("has left the group", cause);
 }
 
 void Mesh::begin_operation() {

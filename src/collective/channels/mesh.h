@@ -57,8 +57,9 @@ class Lane final : private net::Handler {
   /// Sends to a connected rank. Throws kDisconnected if the connection has ended.
   void send(int rank, BytesView header, std::span<const Segment> segments);
   std::size_t unsent_bytes(int rank);
-  /// Sends `why` as the last message to every rank and closes the connections.
-  void end(const std::string& why);
+  /// Sends the cause for which the group broke, if it did, and `why` as the last messages to every rank; closes the
+  /// connections. Ranks that learn of this rank's end first must not take it for the cause.
+  void end(const std::string& why, const std::optional<Abort>& cause);
   /// Waits briefly until the peers have what was sent, then ends the thread: no more events follow.
   void stop();
 

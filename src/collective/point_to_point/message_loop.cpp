@@ -58,16 +58,16 @@ PairConnections::PairConnections(PairPlan plan, MessageLoop& loop)
   thread_ = executor_.spawn("messages", [this] { run(); });
 }
 
-PairConnections::~PairConnections() { stop(); }
+PairConnections::~PairConnections() { stop(std::nullopt); }
 
-void PairConnections::stop() {
+void PairConnections::stop(const std::optional<channels::Abort>& cause) {
   if (!thread_.joinable()) return;
   stopping_.store(true);
   {
     MutexLock lock(meetings_->mutex);
     meetings_->transport = nullptr;
   }
-  end(channels::End{"has destroyed its group"});
+  end({"has destroyed its group"}, cause);
   const Deadline until = executor_.deadline_in(kPairLinger);
   while (connected() && closed_->park(until)) {
   }
@@ -197,7 +197,7 @@ std::size_t PairConnections::unsent_bytes(int rank) {
   return peer.channel ? peer.channel->unsent_bytes() : 0;
 }
 
-void PairConnections::end(const Note& last) {
+void PairConnections::end(const channels::End& last, const std::optional<channels::Abort>& cause) {
   std::vector<std::shared_ptr<net::Channel>> channels;
   {
     MutexLock lock(mutex_);
@@ -206,9 +206,9 @@ void PairConnections::end(const Note& last) {
       if (peer.channel) channels.push_back(peer.channel);
     }
   }
-  const Bytes header = encode(last);
   for (const auto& channel : channels) {
-    send_to(*channel, header, std::nullopt);
+    if (cause) send_to(*channel, encode(*cause), std::nullopt);
+    send_to(*channel, encode(last), std::nullopt);
     channel->close();
   }
 }
@@ -436,14 +436,29 @@ void MessageLoop::break_with(const Error& error, Tell tell) {
   if (connections_) connections_->wake();
 }
 
+/// Why the group broke, unless that is this rank's own end.
+std::optional<channels::Abort> MessageLoop::announcement() {
+  std::optional<Error> error;
+  {
+    MutexLock lock(mutex_);
+    if (cause_ && cause_->tell == Tell::kPeers) return std::nullopt;
+    if (cause_) error = cause_->error;
+  }
+  if (plan_.world->ended()) return std::nullopt;
+  if (!error) error = backend_->failure();
+  if (!error) return std::nullopt;
+  return channels::Abort{error->kind(), 0, error->message()};
+}
+
 void MessageLoop::stop(const Error& error) {
+  const auto announcement = this->announcement();
   break_with(error, Tell::kNobody);
   PairConnections* connections = nullptr;
   {
     MutexLock lock(mutex_);
     connections = connections_.get();
   }
-  if (connections != nullptr) connections->stop();
+  if (connections != nullptr) connections->stop(announcement);
   std::deque<MessageOperationPtr> left;
   std::optional<Cause> cause;
   {
@@ -674,7 +689,7 @@ void MessageLoop::fail_all(const Cause& cause) {
   }
   for (auto& operation : queue_.take_all()) pending.push_back(std::move(operation));
   if (!std::exchange(failed_, true)) {
-    if (cause.tell == Tell::kPeers) connections_->end(channels::End{"has left the world"});
+    if (cause.tell == Tell::kPeers) connections_->end({"has left the world"}, std::nullopt);
     if (cause.tell == Tell::kGroup) {
       backend_->abort(cause.error);
       const channels::Abort abort{cause.error.kind(), 0, cause.error.message()};

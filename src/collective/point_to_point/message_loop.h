@@ -54,10 +54,10 @@ class PairConnections final : private net::Handler {
   std::size_t unsent_bytes(int rank);
   /// Makes the thread call look().
   void wake() { transport_->wake(); }
-  /// Sends `last` to all connected ranks and closes the connections.
-  void end(const channels::Note& last);
-  /// Ends the threads, after the peers have received what was sent, or briefly after.
-  void stop();
+  /// Sends the cause for which the group broke, if it did, and `last` to all connected ranks; closes the connections.
+  void end(const channels::End& last, const std::optional<channels::Abort>& cause);
+  /// Calls end(), then ends the threads, after the peers have received what was sent, or briefly after.
+  void stop(const std::optional<channels::Abort>& cause);
 
  private:
   struct Unsent {
@@ -207,6 +207,7 @@ class MessageLoop final {
   /// Sends more of the accepted messages; true if some are left.
   bool send_more();
   void fail_all(const Cause& cause);
+  std::optional<channels::Abort> announcement();
 
   const PairPlan plan_;
   const MessageErrors errors_;

@@ -133,10 +133,14 @@ std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runt
 }
 
 SerialBackend::~SerialBackend() {
+  const bool announces = collectives_->announces() && !is_leaving();
+  const auto cause = announces ? collectives_->idle_failure() : std::nullopt;
   dropped_.store(true);
   const Error dropped(ErrorKind::kCancelled,
                       "the last handle of the group was dropped while this operation was pending");
   break_with(dropped);
+  // Ranks that learn of this rank's end first must not take it for the cause.
+  if (cause) collectives_->fail_call(*cause, calls_.load() + 1);
   if (collectives_->announces()) collectives_->end(dropped);
   stop_thread();
   GroupHost::close(host_, options_.world && options_.world->ended());
