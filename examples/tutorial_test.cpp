@@ -19,10 +19,8 @@ using ::testing::Not;
 class Tutorial : public ::testing::Test {
  protected:
   std::string run(int ranks, const std::string& checkpoints, int steps, int exit_code = 0) {
-    const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
-    const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
-    std::vector<std::string> command = {binaries + "/torchspan", "run", "-n", std::to_string(ranks),
-                                        binaries + "/tutorial"};
+    std::vector<std::string> command =
+        torchspan::testing::launched({"-n", std::to_string(ranks)}, "tutorial");
     if (!checkpoints.empty()) command.insert(command.end(), {checkpoints, std::to_string(steps)});
     torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");
     EXPECT_TRUE(process.wait(*executor_, std::chrono::seconds(120))) << process.output();

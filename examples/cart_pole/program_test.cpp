@@ -19,10 +19,8 @@ namespace {
 using ::testing::HasSubstr;
 
 std::pair<int, std::string> run_program(int workers, const std::vector<std::string>& arguments) {
-  const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
-  const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
-  std::vector<std::string> command = {binaries + "/torchspan", "run", "-n", std::to_string(workers),
-                                      binaries + "/cart_pole"};
+  std::vector<std::string> command =
+      torchspan::testing::launched({"-n", std::to_string(workers)}, "cart_pole");
   command.insert(command.end(), arguments.begin(), arguments.end());
   const torchspan::testing::TemporaryFolder output;
   const auto executor = torchspan::make_executor();

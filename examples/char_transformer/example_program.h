@@ -35,12 +35,14 @@ class ExampleProgram : public ::testing::Test {
   std::string text() const { return folder_.path() + "/text"; }
 
   Outcome run(int workers, const Arguments& arguments) const {
-    return run({binaries() + "/torchspan", "run", "-n", std::to_string(workers)}, {{"OMP_NUM_THREADS", "1"}},
-               arguments);
+    return run(torchspan::testing::launched({"-n", std::to_string(workers)}, program_),
+               {{"OMP_NUM_THREADS", "1"}}, arguments);
   }
   /// What rank 0 of a world prints when it refuses its arguments before it waits for the other ranks, which do not exist.
   std::string refusal(int workers, const Arguments& arguments) const {
-    const Outcome outcome = run({}, torchspan::testing::first_rank_of(workers), arguments);
+    const Outcome outcome = run(
+        torchspan::testing::ForkServer::words_of(torchspan::testing::folder_of_programs() + "/" + program_),
+        torchspan::testing::first_rank_of(workers), arguments);
     EXPECT_EQ(outcome.exit_code, 1) << outcome.output;
     return outcome.output;
   }
@@ -56,13 +58,8 @@ class ExampleProgram : public ::testing::Test {
   const std::unique_ptr<torchspan::Executor> executor_ = torchspan::make_executor();
 
  private:
-  static std::string binaries() {
-    const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
-    return folder == nullptr ? "build/dev/bin" : folder;
-  }
   Outcome run(std::vector<std::string> command, const std::map<std::string, std::string>& variables,
               const Arguments& arguments) const {
-    command.push_back(binaries() + "/" + program_);
     Arguments all = always_;
     for (const auto& [name, value] : arguments) all[name] = value;
     for (const auto& [name, value] : all) {

@@ -44,10 +44,8 @@ class DdpWithEmbeddingProgram : public ::testing::Test {
   void SetUp() override { write_ratings(file_, 3000); }
 
   std::pair<int, std::string> run(int workers, const std::vector<std::string>& arguments) {
-    const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
-    const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
-    std::vector<std::string> command = {binaries + "/torchspan", "run", "-n", std::to_string(workers),
-                                        binaries + "/ddp_with_embedding"};
+    std::vector<std::string> command =
+        torchspan::testing::launched({"-n", std::to_string(workers)}, "ddp_with_embedding");
     if (!std::ranges::count(arguments, "--data")) command.insert(command.end(), {"--data", file_});
     command.insert(command.end(), arguments.begin(), arguments.end());
     torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");

@@ -36,11 +36,18 @@ class FashionMnistProgram : public ::testing::Test {
  protected:
   void SetUp() override { testing::write_dataset(folder_.path(), 320, 60); }
 
-  Outcome run(std::vector<std::string> command, const std::vector<std::string>& arguments) {
-    const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
-    const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
-    for (std::string& word : command) {
-      if (word == "torchspan" || word.starts_with("fashion_mnist_")) word = binaries + "/" + word;
+  Outcome run(const std::vector<std::string>& words, const std::vector<std::string>& arguments) {
+    const std::string binaries = torchspan::testing::folder_of_programs();
+    std::vector<std::string> command;
+    for (const std::string& word : words) {
+      if (word == "torchspan") {
+        command.push_back(binaries + "/" + word);
+      } else if (word.starts_with("fashion_mnist_")) {
+        const auto started = torchspan::testing::ForkServer::words_of(binaries + "/" + word);
+        command.insert(command.end(), started.begin(), started.end());
+      } else {
+        command.push_back(word);
+      }
     }
     command.insert(command.end(), arguments.begin(), arguments.end());
     torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");

@@ -29,11 +29,7 @@ class FederatedProgram : public ::testing::Test {
 
   std::pair<int, std::string> run(const std::vector<std::string>& launcher,
                                   const std::vector<std::string>& arguments) {
-    const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
-    const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
-    std::vector<std::string> command = {binaries + "/torchspan", "run"};
-    command.insert(command.end(), launcher.begin(), launcher.end());
-    command.insert(command.end(), {binaries + "/federated"});
+    std::vector<std::string> command = torchspan::testing::launched(launcher, "federated");
     if (!std::ranges::count(arguments, "--data")) command.insert(command.end(), {"--data", folder_.path()});
     command.insert(command.end(), arguments.begin(), arguments.end());
     torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");

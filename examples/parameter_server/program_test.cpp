@@ -24,10 +24,8 @@ class ParameterServerProgram : public ::testing::Test {
   void SetUp() override { fashion_mnist::testing::write_dataset(folder_.path(), 320, 60); }
 
   std::pair<int, std::string> run(int workers, const std::vector<std::string>& arguments) {
-    const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
-    const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
-    std::vector<std::string> command = {binaries + "/torchspan", "run", "-n", std::to_string(workers),
-                                        binaries + "/parameter_server"};
+    std::vector<std::string> command =
+        torchspan::testing::launched({"-n", std::to_string(workers)}, "parameter_server");
     if (!std::ranges::count(arguments, "--data")) command.insert(command.end(), {"--data", folder_.path()});
     command.insert(command.end(), arguments.begin(), arguments.end());
     torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");

@@ -43,10 +43,8 @@ class Recommender : public ::testing::Test {
   void SetUp() override { write_ratings(file_, 6000); }
 
   std::pair<int, std::string> run(int workers, const std::vector<std::string>& arguments) {
-    const char* folder = std::getenv("TORCHSPAN_BIN_DIR");
-    const std::string binaries = folder == nullptr ? "build/dev/bin" : folder;
-    std::vector<std::string> command = {binaries + "/torchspan", "run", "-n", std::to_string(workers),
-                                        binaries + "/recommender"};
+    std::vector<std::string> command =
+        torchspan::testing::launched({"-n", std::to_string(workers)}, "recommender");
     command.insert(command.end(), arguments.begin(), arguments.end());
     torchspan::testing::Process process(command, {{"OMP_NUM_THREADS", "1"}}, folder_.path() + "/output");
     EXPECT_TRUE(process.wait(*executor_, std::chrono::seconds(120))) << process.output();

@@ -54,7 +54,7 @@ json merged_trace(const std::string& folder) {
   const std::string command = (self.parent_path() / "torchspan").string();
   const auto executor = make_executor();
   const std::string out = folder + "/run.json", trace = folder + "/trace";
-  Process run({command, "run", "-n", "2", "--trace", trace, self.string()},
+  Process run(testing::launched({"-n", "2", "--trace", trace}),
               {{"TORCHSPAN_TEST_SCENARIO", "module_spans.train"}, {"OMP_NUM_THREADS", "1"}},
               folder + "/run.out");
   EXPECT_TRUE(run.wait(*executor, std::chrono::seconds(100)));

@@ -279,21 +279,20 @@ class Recovering : public ::testing::Test {
   Outcome run(const std::string& scenario, const std::string& deaths, Intervals intervals,
               int replacements = 9, const Stop& stop = {}) {
     const testing::TemporaryFolder place;
-    const std::string self = std::filesystem::read_symlink("/proc/self/exe");
-    testing::Process launcher({self.substr(0, self.rfind('/')) + "/torchspan", "run", "-n",
-                               std::to_string(kRanks), "--max-replacements", std::to_string(replacements),
-                               "--restart-backoff", "10ms", "--give-up-after", "0", self},
-                              {{"TORCHSPAN_TEST_SCENARIO", scenario},
-                               {"TEST_FOLDER", place.path()},
-                               {"TEST_DEATHS", deaths},
-                               {"TEST_SAVE", std::to_string(intervals.save)},
-                               {"TEST_COPY", std::to_string(intervals.copy)},
-                               {"TEST_STOPS", fmt::format("{}", fmt::join(stop.where, ";"))},
-                               {"TEST_TIMEOUT", std::to_string(stop.timeout)},
-                               {"TEST_LIMIT", std::to_string(stop.limit)},
-                               {"TORCHSPAN_STOPPED_LIMIT", "1"},
-                               {"OMP_NUM_THREADS", "1"}},
-                              place.path() + "/output");
+    testing::Process launcher(
+        testing::launched({"-n", std::to_string(kRanks), "--max-replacements", std::to_string(replacements),
+                           "--restart-backoff", "10ms", "--give-up-after", "0"}),
+        {{"TORCHSPAN_TEST_SCENARIO", scenario},
+         {"TEST_FOLDER", place.path()},
+         {"TEST_DEATHS", deaths},
+         {"TEST_SAVE", std::to_string(intervals.save)},
+         {"TEST_COPY", std::to_string(intervals.copy)},
+         {"TEST_STOPS", fmt::format("{}", fmt::join(stop.where, ";"))},
+         {"TEST_TIMEOUT", std::to_string(stop.timeout)},
+         {"TEST_LIMIT", std::to_string(stop.limit)},
+         {"TORCHSPAN_STOPPED_LIMIT", "1"},
+         {"OMP_NUM_THREADS", "1"}},
+        place.path() + "/output");
     if (stop.signal != 0) {
       for (const std::string& where : stop.where)
         send_when_noticed(launcher, fmt::format("{}/stopped{}", place.path(), where[0]), stop.signal);

@@ -216,15 +216,13 @@ class Recovery : public ::testing::Test {
   }
   Outcome run(const std::string& scenario, const std::string& death) {
     const testing::TemporaryFolder place;
-    const std::string self = std::filesystem::read_symlink("/proc/self/exe");
-    testing::Process launcher(
-        {self.substr(0, self.rfind('/')) + "/torchspan", "run", "-n", "3", "--max-replacements", "9",
-         "--restart-backoff", "10ms", "--give-up-after", "0", self},
-        {{"TORCHSPAN_TEST_SCENARIO", scenario},
-         {"TEST_FOLDER", place.path()},
-         {"TEST_DEATH", death},
-         {"OMP_NUM_THREADS", "1"}},
-        place.path() + "/output");
+    testing::Process launcher(testing::launched({"-n", "3", "--max-replacements", "9", "--restart-backoff",
+                                                 "10ms", "--give-up-after", "0"}),
+                              {{"TORCHSPAN_TEST_SCENARIO", scenario},
+                               {"TEST_FOLDER", place.path()},
+                               {"TEST_DEATH", death},
+                               {"OMP_NUM_THREADS", "1"}},
+                              place.path() + "/output");
     EXPECT_TRUE(launcher.wait(*executor_, seconds(120)));
     EXPECT_EQ(launcher.exit_code(), 0) << death << "\n" << launcher.output();
     Outcome outcome;

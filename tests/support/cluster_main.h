@@ -39,7 +39,7 @@ inline int cluster_main(int argc, char** argv,
     }
   };
   if (std::getenv("TORCHSPAN_TEST_SCENARIO") != nullptr) return run();
-  ForkServer::start(run);
+  ForkServer::start([&](int, char**) { return run(); });
   ::testing::InitGoogleMock(&argc, argv);
   return RUN_ALL_TESTS();
 }

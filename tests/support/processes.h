@@ -47,6 +47,23 @@ inline ReservedPort reserve_port() {
   return std::move(*port);
 }
 
+/// The folder of the programs that were built with this one.
+inline std::string folder_of_programs() {
+  return std::filesystem::read_symlink("/proc/self/exe").parent_path().string();
+}
+
+/// `torchspan run OPTIONS PROGRAM`, or this test's own program, in which the ForkServer starts the program if main() started
+/// one.
+inline std::vector<std::string> launched(
+    const std::vector<std::string>& options,
+    const std::string& program = std::filesystem::read_symlink("/proc/self/exe").filename()) {
+  std::vector<std::string> command = {folder_of_programs() + "/torchspan", "run"};
+  command.insert(command.end(), options.begin(), options.end());
+  for (std::string& word : ForkServer::words_of(folder_of_programs() + "/" + program))
+    command.push_back(std::move(word));
+  return command;
+}
+
 /// Variables of rank 0 of a world of `size`, for a program that finds an error before it waits for the other ranks.
 inline std::map<std::string, std::string> first_rank_of(int size) {
   return {{"RANK", "0"},
