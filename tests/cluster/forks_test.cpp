@@ -297,36 +297,39 @@ int wait_for(pid_t child, Executor& executor) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-void fork_once(Program& program, const std::string& ending) {
-  program.use_all();
-  if (program.session.rank() == 0) {
-    const pid_t child = ::fork();
-    if (child == 0) return end_child(ending, program);
-    const int expected = ending == "exec" ? 127 : 0;
-    const int code = wait_for(child, program.session.runtime().executor);
-    require(code == expected, fmt::format("the child ended with {}", code));
+/// Forks a child for each of `endings`, and uses everything before and after it.
+void fork_children(Program& program, const std::vector<std::string>& endings) {
+  for (const std::string& ending : endings) {
+    program.use_all();
+    if (program.session.rank() == 0) {
+      const pid_t child = ::fork();
+      if (child == 0) return end_child(ending, program);
+      const int expected = ending == "exec" ? 127 : 0;
+      const int code = wait_for(child, program.session.runtime().executor);
+      require(code == expected, fmt::format("the child that ends by {} ended with {}", ending, code));
+    }
+    program.use_all();
+    program.use_all();
   }
-  program.use_all();
-  program.use_all();
   program.at_end();
   program.uses.clear();
   while (!program.objects.empty()) program.objects.pop_back();
   program.session.shutdown();
 }
 
-/// TEST_KIND and TEST_ENDING: what the program has, and how the child ends.
+/// TEST_KIND: what the program has; TEST_MEMORY: where its objects are, which decides how children can end.
 void forks() {
-  const std::string kind = variable("TEST_KIND"), ending = variable("TEST_ENDING");
+  const std::string kind = variable("TEST_KIND");
   const pid_t parent = ::getpid();
-  if (ending == "exit" || ending == "exec" || ending == "use") {
+  if (variable("TEST_MEMORY") == "static") {
     static std::optional<Program> program;  // destroyed by exit()
     program.emplace(kind);
-    fork_once(*program, ending);
+    fork_children(*program, {"exit", "exec", "use"});
     return;
   }
   try {
     Program program(kind);
-    fork_once(program, ending);
+    fork_children(program, {"return", "throw"});
   } catch (const Thrown&) {
   }
   if (::getpid() != parent) std::exit(0);
@@ -336,13 +339,13 @@ using Case = std::tuple<std::string, std::string>;
 class Forks : public ::testing::TestWithParam<Case> {};
 
 TEST_P(Forks, LeaveTheParentAndItsPeersAlone) {
-  const auto& [kind, ending] = GetParam();
+  const auto& [kind, memory] = GetParam();
   if (kind == "c10d" && !testing::kHasGloo) GTEST_SKIP() << "this build has no Gloo";
   const testing::TemporaryFolder folder;
   ProcessWorld world(2);
   for (int rank = 0; rank < 2; ++rank) {
     world.start(rank, "forks.forks",
-                {{"TEST_KIND", kind}, {"TEST_ENDING", ending}, {"TEST_FOLDER", folder.path()}});
+                {{"TEST_KIND", kind}, {"TEST_MEMORY", memory}, {"TEST_FOLDER", folder.path()}});
   }
   expect_all_end_well(world, seconds(60));
 }
@@ -351,10 +354,10 @@ INSTANTIATE_TEST_SUITE_P(
     Cases, Forks,
     ::testing::Combine(::testing::Values("calls", "autograd", "shm", "network", "hierarchical", "c10d",
                                          "sharded", "pipeline", "checkpoint", "averages", "elastic"),
-                       ::testing::Values("exit", "return", "throw", "exec", "use")),
+                       ::testing::Values("static", "automatic")),
     [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); });
 
-/// Four threads call, sum and keep references while the process forks 50 times.
+/// Four threads call, sum and keep references while the process forks 15 times.
 void forks_under_load() {
   static std::optional<Session> session;
   session.emplace(WorkerOptions::from_env(), Program::functions());
@@ -376,7 +379,7 @@ void forks_under_load() {
       }
     }));
   }
-  for (int round = 0; round < 50; ++round) {
+  for (int round = 0; round < 15; ++round) {
     at::Tensor sum = at::ones({1000});
     const auto pending = group->all_reduce(sum);
     if (session->rank() == 0) {
@@ -407,8 +410,8 @@ void dies_before_its_child() {
   Program program(kind);
   Executor& executor = program.session.runtime().executor;
   if (program.session.rank() == 1) {
+    const pid_t parent = ::getpid();
     if (::fork() == 0) {
-      const pid_t parent = ::getppid();
       while (::getppid() == parent) ::poll(nullptr, 0, 10);
       ::poll(nullptr, 0, 8000);
       ::_exit(0);
