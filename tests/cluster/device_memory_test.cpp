@@ -95,6 +95,7 @@ class CallingWorker : public DeviceWorker {
       executor().sleep(std::chrono::milliseconds(5));
     }
     require(worker().rpc_sync(1, kSent) > 0, "a result went through device memory");
+    await_returns(*this);  // the areas of both are free again
   }
   void check_call(double value, std::int64_t elements = kElements) {
     const at::Tensor x = at::full({elements}, value, at::kDouble).to(test_device(0));

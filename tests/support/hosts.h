@@ -102,7 +102,7 @@ class TestNetwork {
     } else if (!near.run("ip link add near type veth peer name far netns " + std::to_string(far.pid())) ||
                !near.run(std::string("ip addr add ") + kNear + "/24 dev near") ||
                !far.run(std::string("ip addr add ") + kFar + "/24 dev far") || !start(near, "near") ||
-               !start(far, "far")) {
+               !start(far, "far") || !await_carrier(near, "near") || !await_carrier(far, "far")) {
       trouble_ = "this system makes no pair of virtual Ethernet ends (veth)";
     }
   }
@@ -117,6 +117,11 @@ class TestNetwork {
  private:
   static bool start(const TestHost& host, const std::string& device) {
     return host.run("ip link set lo up") && host.run("ip link set " + device + " up");
+  }
+  /// The kernel sees the other end a moment later, and UCX takes a device without carrier for absent.
+  static bool await_carrier(const TestHost& host, const std::string& device) {
+    return host.run("/bin/sh -c 'for i in $(seq 500); do ip -o link show " + device +
+                    " | grep -q \"state UP\" && exit 0; sleep 0.02; done; exit 1'");
   }
   std::string trouble_;
 };
