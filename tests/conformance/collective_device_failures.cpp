@@ -1,10 +1,12 @@
 // What goes wrong with groups on devices: missing devices and libraries, devices that do not answer, ranks that
 // disagree. Every rank gets an error that names the culprit.
+#include <atomic>
 #include <gmock/gmock.h>
 #include <optional>
 
 #include <ATen/ATen.h>
 
+#include "collective/device/device_backend.h"
 #include "core/api/step_part.h"
 #include "tests/conformance/collective_devices.h"
 #include "tests/conformance/collective_world.h"
@@ -414,6 +416,68 @@ TEST(DeviceGroups, AbortOnOneRankEndsLaunchedWorkOfTheOthers) {
                 result.synchronize();
               }),
               Each(AllOf(HasSubstr("cancelled"), HasSubstr("worker0"), HasSubstr("the trainer gave up"))));
+}
+
+/// An engine whose first call fails while work that uses its tensors may still run, until abort() ends it.
+class FailingEngine final : public DeviceEngine {
+ public:
+  explicit FailingEngine(std::atomic<int>& freed) : freed_(freed) {}
+
+  std::string name() const override { return "failing"; }
+  bool reduces(at::ScalarType, ReduceOp reduction) const override { return reduction == kSum; }
+  void all_reduce(const at::Tensor& tensor, ReduceOp) override { fail({tensor}); }
+  void reduce_scatter(const at::Tensor& tensor, const at::Tensor& part, ReduceOp) override {
+    fail({tensor, part});
+  }
+  void broadcast(const std::vector<at::Tensor>& tensors, const std::vector<int>&) override { fail(tensors); }
+  void all_to_all(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) override {
+    std::vector<at::Tensor> all = sent;
+    all.insert(all.end(), received.begin(), received.end());
+    fail(all);
+  }
+  void abort() noexcept override {
+    for (const auto& storage : used_) freed_ += storage.expired() ? 1 : 0;
+    used_.clear();
+  }
+
+ private:
+  void fail(const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& tensor : tensors) used_.push_back(tensor.storage().getWeakStorageImpl());
+    throw Error(ErrorKind::kDisconnected, "the other rank is gone");
+  }
+
+  std::atomic<int>& freed_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> used_;
+};
+
+TEST(DeviceGroups, KeepTheTensorsOfWorkThatFailsUntilItIsAborted) {
+  const std::vector<std::pair<std::string, std::function<void(const Group&)>>> calls{
+      {"a reduction of the engine", [](const Group& group) { group.all_reduce(ones_there(8)).wait(); }},
+      {"another reduction", [](const Group& group) { group.all_reduce(ones_there(8), kMax).wait(); }},
+      {"a part of one", [](const Group& group) { group.reduce_scatter(ones_there(8)).wait(); }},
+      {"a part of another", [](const Group& group) { group.reduce_scatter(ones_there(8), kMax).wait(); }},
+      {"all_gather", [](const Group& group) { group.all_gather(ones_there(8)).wait(); }},
+      {"broadcast", [](const Group& group) { group.broadcast(ones_there(8), 0).wait(); }},
+      {"all_to_all", [](const Group& group) {
+         group.all_to_all({ones_there(8), ones_there(8)}).wait();
+       }}};
+  for (const auto& [what, call] : calls) {
+    std::atomic<int> freed{0};
+    EXPECT_THAT(
+        errors_of([&](CollectiveWorld::Rank self) {
+          auto control =
+              Group::make(self.runtime, self.membership, {.backend = BackendKind::kSharedMemory}).backend();
+          const Group group(DeviceBackend::make(
+              std::move(control),
+              {.engine = [&](const EngineParts&) { return std::make_unique<FailingEngine>(freed); },
+               .runtime = std::make_shared<StandInRuntime>(),
+               .queue = {.device = stand_in(0), .peers = {"worker0", "worker1"}}}));
+          call(group);
+        }),
+        Each(HasSubstr("the other rank is gone")))
+        << what;
+    EXPECT_EQ(freed, 0) << what;
+  }
 }
 
 }  // namespace

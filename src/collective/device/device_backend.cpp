@@ -45,15 +45,18 @@ struct Place {
   int size;
 };
 
-void reduce_dense(DeviceEngine& engine, const at::Tensor& tensor, ReduceOp reduction, Place place) {
+/// `all` is memory for the tensors of all ranks, which the operation must have captured: if the engine fails, work that was
+/// launched may write to them until it is aborted.
+void reduce_dense(DeviceEngine& engine, const at::Tensor& tensor, ReduceOp reduction, Place place,
+                  Tensors& all) {
   if (tensor.numel() == 0) return;
   if (engine.reduces(tensor.scalar_type(), reduction)) return engine.all_reduce(tensor, reduction);
-  Tensors all;
   for (int rank = 0; rank < place.size; ++rank) {
     all.push_back(rank == place.rank ? tensor.clone() : at::empty_like(tensor));
   }
   gather_into(engine, all);
   tensor.copy_(reduce_in_rank_order(all, reduction));
+  all.clear();
 }
 
 Place place_of(const DeviceQueue& queue) {
@@ -83,8 +86,9 @@ Future<at::Tensor> reduce_line(DeviceQueue& queue, CallLine line, const at::Tens
   auto operation = std::make_unique<DeviceOperation>();
   operation->line = std::move(line);
   const at::Tensor work = plain(tensor);
-  operation->launch = [engine = &queue.engine(), work, tensor, reduction, place = place_of(queue)] {
-    reduce_dense(*engine, work, reduction, place);
+  operation->launch = [engine = &queue.engine(), work, tensor, reduction, place = place_of(queue),
+                       all = Tensors()]() mutable {
+    reduce_dense(*engine, work, reduction, place, all);
     put_back(work, tensor);
   };
   operation->values = [tensor] { return Tensors{tensor}; };
@@ -100,12 +104,14 @@ Future<at::Tensor> scatter_line(DeviceQueue& queue, CallLine line, const at::Ten
   std::vector<std::int64_t> sizes = work.sizes().vec();
   sizes[0] /= static_cast<std::int64_t>(queue.options().ranks.size());
   const at::Tensor part = at::empty(sizes, work.options());
-  operation->launch = [engine = &queue.engine(), work, part, reduction, place = place_of(queue)] {
+  operation->launch = [engine = &queue.engine(), work, part, reduction, place = place_of(queue),
+                       whole = at::Tensor(), all = Tensors()]() mutable {
     if (part.numel() == 0) return;
     if (engine->reduces(work.scalar_type(), reduction)) return engine->reduce_scatter(work, part, reduction);
-    const at::Tensor whole = work.clone();
-    reduce_dense(*engine, whole, reduction, place);
+    whole = work.clone();
+    reduce_dense(*engine, whole, reduction, place, all);
     part.copy_(whole.narrow(0, place.rank * part.size(0), part.size(0)));
+    whole.reset();
   };
   operation->values = [part] { return Tensors{part}; };
   return submit<at::Tensor>(queue, std::move(operation), {work, part}, [part] { return part; });
