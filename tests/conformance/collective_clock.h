@@ -70,6 +70,7 @@ class MovableClock final : public Executor {
   Duration ahead() const { return Duration(ahead_.load()); }
   /// In real time.
   Deadline next_look(Deadline deadline) const {
+    if (deadline.passed(now())) return Deadline(TimePoint::min());
     const Deadline look = real_.deadline_in(std::chrono::milliseconds(5));
     return deadline.is_never() ? look : std::min(look, Deadline(deadline.at() - ahead()));
   }
