@@ -63,9 +63,9 @@ Job::Job(c10d::Store& store, Place place, Duration timeout)
 }
 
 void Job::meet() {
-  publish(host_key(place_.rank), this_host());
+  store_.set(host_key(place_.rank), bytes_of(this_host()));
   if (place_.rank == 0) return meet_rank_0();
-  const std::string published = text_at(kAddressKey);
+  const std::string published = text_of(store_.get(kAddressKey));
   if (published == kEnded) {
     place_.rank = 0;
     place_.size = 1;
@@ -81,7 +81,7 @@ void Job::meet() {
   one_host_ = published.substr(0, first) == "one";
   id_ = published.substr(first + 1, second - first - 1);
   address_ = published.substr(second + 1);
-  if (is_open(place_) && one_host_ && text_at(host_key(0)) != this_host()) {
+  if (is_open(place_) && one_host_ && text_of(store_.get(host_key(0))) != this_host()) {
     throw Error(
         ErrorKind::kInvalid,
         "rank 0 is on another host, and expects workers on its own host only: set MASTER_ADDR, on all "
@@ -98,7 +98,8 @@ void Job::meet_rank_0() {
     one_host_ = host.empty() || net::is_loopback_host(host);
     return;
   }
-  for (int rank = 0; rank < place_.size; ++rank) one_host_ &= text_at(host_key(rank)) == this_host();
+  for (int rank = 0; rank < place_.size; ++rank)
+    one_host_ &= text_of(store_.get(host_key(rank))) == this_host();
 }
 
 void Job::make_environment() {
@@ -155,7 +156,7 @@ std::unique_ptr<rendezvous::Membership> Job::join_once(const std::string& addres
     options.store_listen = at.store_address();
   }
   options.store_ready = [this](const std::string& ready) {
-    publish(kAddressKey, fmt::format("{} {} {}", one_host_ ? "one" : "many", id_, ready));
+    store_.set(kAddressKey, bytes_of(fmt::format("{} {} {}", one_host_ ? "one" : "many", id_, ready)));
   };
   rendezvous::TransportFactory transports;
   if (place_.size != 1) {
@@ -174,24 +175,12 @@ std::unique_ptr<Observation> Job::observe(const std::string& name) const {
   return std::make_unique<Observation>(runtime_, ObservationOptions::from(variables_), identity);
 }
 
-void Job::end_open_world(c10d::Store& store) {
-  const std::string text = kEnded;
-  store.set(kAddressKey, std::vector<std::uint8_t>(text.begin(), text.end()));
-}
+void Job::end_open_world(c10d::Store& store) { store.set(kAddressKey, bytes_of(kEnded)); }
 
 /// The others wait for the address, and the program's store names no reason.
 void Job::tell_others(const Error& error) {
   if (place_.rank == 0 && !store_.check({kAddressKey}))
-    publish(kAddressKey, fmt::format("failed: {}", error.what()));
-}
-
-std::string Job::text_at(const std::string& key) {
-  const std::vector<std::uint8_t> bytes = store_.get(key);
-  return {bytes.begin(), bytes.end()};
-}
-
-void Job::publish(const std::string& key, const std::string& text) {
-  store_.set(key, std::vector<std::uint8_t>(text.begin(), text.end()));
+    store_.set(kAddressKey, bytes_of(fmt::format("failed: {}", error.what())));
 }
 
 }  // namespace torchspan::python

@@ -1,6 +1,8 @@
 #pragma once
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -12,6 +14,10 @@
 #include "core/api/observation.h"
 
 namespace torchspan::python {
+
+/// Text as the program's store holds it.
+inline std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+inline std::string text_of(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
 /// Where torch.distributed places this process in its job.
 struct Place {
@@ -62,8 +68,6 @@ class Job {
   std::unique_ptr<rendezvous::Membership> join_once(const std::string& address, Duration timeout);
   void make_environment();
   void tell_others(const Error& error);
-  std::string text_at(const std::string& key);
-  void publish(const std::string& key, const std::string& text);
 
   c10d::Store& store_;
   const Duration timeout_;

@@ -120,9 +120,7 @@ void answer(const TorchMessage& message, rpc::Completion& reply) {
 /// Refuses a world of which other workers have a size, and vice versa.
 void check_kind(c10d::Store& store, const Place& place) {
   const std::string kind = place.size == rendezvous::kOpenWorld ? "dynamic" : "static";
-  const std::vector<std::uint8_t> found =
-      store.compareSet("torchspan/kind", {}, std::vector<std::uint8_t>(kind.begin(), kind.end()));
-  if (std::string(found.begin(), found.end()) == kind) return;
+  if (text_of(store.compareSet("torchspan/kind", {}, bytes_of(kind))) == kind) return;
   throw Error(
       ErrorKind::kInvalid,
       fmt::format("RPC group mixes statically and dynamically initialized members which is not supported. "
@@ -137,8 +135,7 @@ Error explain_failed_join(c10d::Store& store, const Place& place, const Error& e
   std::set<std::string> names;
   for (int rank = 0; error.kind() == ErrorKind::kInvalid && rank < place.size; ++rank) {
     if (!store.check({name_key(rank)})) continue;
-    const std::vector<std::uint8_t> bytes = store.get(name_key(rank));
-    const std::string name(bytes.begin(), bytes.end());
+    const std::string name = text_of(store.get(name_key(rank)));
     if (names.insert(name).second) continue;
     return Error(error.kind(), fmt::format("RPC worker name {} is not unique: {}", name, error.message()));
   }
@@ -155,7 +152,7 @@ std::shared_ptr<Agent> Agent::join(const c10::intrusive_ptr<c10d::Store>& store,
     without_gil([agent] { delete agent; });
   };
   check_kind(*store, place);
-  store->set(name_key(place.rank), std::vector<std::uint8_t>(place.name.begin(), place.name.end()));
+  store->set(name_key(place.rank), bytes_of(place.name));
   try {
     Job job(*store, place, std::max<Duration>(options.timeout, std::chrono::seconds(60)));
     return {new Agent(job, store, std::move(options)), end};
