@@ -1,0 +1,62 @@
+"""The examples in examples/python, as their first lines start them: by torchrun, and by `torchspan run`."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import unittest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+LIMIT = 120  # seconds
+
+# `torchspan run`, from the environment, the build folder or PATH.
+COMMAND = next(
+    (
+        str(path)
+        for path in (os.environ.get("TORCHSPAN_COMMAND"), ROOT / "build/dev/bin/torchspan", shutil.which("torchspan"))
+        if path and os.access(path, os.X_OK)
+    ),
+    None,
+)
+
+
+def launchers(ranks):
+    yield [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    if COMMAND:
+        yield [COMMAND, "run", "-n", str(ranks), sys.executable]
+
+
+def output_of(launcher, example, *options):
+    done = subprocess.run(
+        [*launcher, str(ROOT / "examples/python" / example), *options],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode != 0:
+        raise AssertionError(f"{launcher}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+class Examples(unittest.TestCase):
+    def test_ranks_learn_what_one_process_learns(self):
+        for launcher in launchers(2):
+            with self.subTest(launcher=launcher):
+                found = re.search(r"2 ranks, 20 steps: loss ([0-9.]+); one process differs by (\S+)", output_of(launcher, "ddp.py", "--steps", "20"))
+                self.assertLess(float(found[2]), 1e-5)
+
+    def test_all_trainers_of_a_parameter_server_learn(self):
+        for launcher in launchers(3):
+            with self.subTest(launcher=launcher):
+                output = output_of(launcher, "parameter_server.py", "--steps", "20")
+                losses = re.findall(r"trainer [12]: loss ([0-9.]+) before, ([0-9.]+) after", output)
+                self.assertEqual(len(losses), 2, output)
+                for first, last in losses:
+                    self.assertLess(float(last), 0.8 * float(first))
+
+
+if __name__ == "__main__":
+    unittest.main()
