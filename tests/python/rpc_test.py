@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import gc
 import logging
 import os
 import pathlib
@@ -46,6 +47,11 @@ def identity(value):
 def sleep(seconds):
     time.sleep(seconds)
     return seconds
+
+
+def sleep_and_return(seconds, value):
+    time.sleep(seconds)
+    return value
 
 
 def end_by_signal(number):
@@ -290,6 +296,19 @@ def gradients(rank, size):
     return [torch.equal(found[x], here[0]), torch.equal(found[y], here[1])]
 
 
+def early_release(rank, size):
+    """Worker 1 releases references whose creation has timed out, while the functions that create them still run."""
+    rpc.api._ignore_rref_leak = False  # rpc.shutdown() then raises for a reference that is left
+    if rank == 0:
+        return ""
+    text = raised_by(rpc.remote("worker0", sleep, args=(2.0,), timeout=0.1)._get_future().wait)
+    with dist_autograd.context():
+        factor = torch.ones(1, requires_grad=True)
+        raised_by(rpc.remote("worker0", sleep_and_return, args=(2.0, factor), timeout=0.1)._get_future().wait)
+    gc.collect()  # the references end here
+    return text
+
+
 def with_group(rank, size, store):
     """A process group of ours beside the calls."""
     dist.init_process_group("torchspan", init_method="file://" + store, rank=rank, world_size=size)
@@ -359,6 +378,11 @@ class Failures(unittest.TestCase):
         for rank, (text, seconds) in enumerate(processes.run(2, short_timeout, world=Calls())):
             self.assertRegex(text, rf"RPC ran for more than set timeout \(200 ms\).*worker{1 - rank}")
             self.assertLess(seconds, 1)
+
+    def test_a_reference_that_is_released_before_its_creation_ends_is_not_left_behind(self):
+        owner, creator = processes.run(2, early_release, world=Calls())
+        self.assertEqual(owner, "")
+        self.assertRegex(creator, r"RPC ran for more than set timeout \(100 ms\)")
 
     def test_workers_with_one_name_are_refused_everywhere(self):
         for result in processes.run(3, identity_of_rank, world=Calls(names=["a", "b", "a"])):

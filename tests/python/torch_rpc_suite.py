@@ -16,7 +16,6 @@ import torch_suite
 KNOWN = {
     "test_set_and_get_num_worker_threads": "makes options of torch's own agent",
     "test_tensorpipe_set_default_timeout": "makes options of torch's own agent",
-    "test_rref_proxy_timeout": "the owner keeps the reference of a creation that timed out until its world ends; not understood yet",
 }
 
 

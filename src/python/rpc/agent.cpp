@@ -5,7 +5,14 @@
 #include <utility>
 
 #include <ATen/ThreadLocalState.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/rpc_with_autograd.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/rpc_with_profiling_req.h>
+#include <torch/csrc/distributed/rpc/python_remote_call.h>
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
+#include <torch/csrc/distributed/rpc/rref_context.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
+#include <torch/csrc/distributed/rpc/script_remote_call.h>
+#include <torch/csrc/distributed/rpc/unpickled_python_remote_call.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <torchspan/rpc/worker.h>
@@ -102,6 +109,113 @@ class PendingReply final : public rpc::Completion {
   Call call_;
 };
 
+/// Serves requests as torch does, and releases references whose release came before their creation had ended. The creator of
+/// a reference releases it after a time-out while its function still runs here. torch's owner does not know the reference
+/// then, ignores the release, and keeps the reference for ever.
+class RequestCallback final : public torch_rpc::RequestCallbackImpl {
+ public:
+  /// The first step of a request: its arguments may wait for other references.
+  std::unique_ptr<torch_rpc::RpcCommandBase> deserializePythonRpcCommand(
+      std::unique_ptr<torch_rpc::RpcCommandBase> command, const torch_rpc::MessageType& type) const override {
+    const std::optional<torch_rpc::ForkId> fork = fork_created_by(*command, type);
+    if (!fork) return RequestCallbackImpl::deserializePythonRpcCommand(std::move(command), type);
+    {
+      MutexLock lock(mutex_);
+      released_.try_emplace(*fork, false);
+    }
+    try {
+      return RequestCallbackImpl::deserializePythonRpcCommand(std::move(command), type);
+    } catch (...) {
+      end_creation(*fork);
+      throw;
+    }
+  }
+  c10::intrusive_ptr<JitFuture> processPythonRemoteCall(
+      torch_rpc::RpcCommandBase& command, const std::vector<c10::Stream>& streams) const override {
+    const auto& call = static_cast<const torch_rpc::UnpickledPythonRemoteCall&>(command);
+    return create(call.rrefId(), call.forkId(),
+                  [&] { return RequestCallbackImpl::processPythonRemoteCall(command, streams); });
+  }
+  c10::intrusive_ptr<JitFuture> processScriptRemoteCall(
+      torch_rpc::RpcCommandBase& command, const std::vector<c10::Stream>& streams) const override {
+    const auto& call = static_cast<const torch_rpc::ScriptRemoteCall&>(command);
+    return create(call.retRRefId(), call.retForkId(),
+                  [&] { return RequestCallbackImpl::processScriptRemoteCall(command, streams); });
+  }
+  c10::intrusive_ptr<JitFuture> processRpcWithErrors(torch_rpc::RpcCommandBase& command,
+                                                     const torch_rpc::MessageType& type,
+                                                     const std::vector<c10::Stream>& streams) const override {
+    if (type == torch_rpc::MessageType::RREF_USER_DELETE &&
+        note_release(static_cast<torch_rpc::RRefUserDelete&>(command).forkId())) {
+      return asFuture(torch_rpc::RRefAck().toMessage());
+    }
+    return RequestCallbackImpl::processRpcWithErrors(command, type, streams);
+  }
+
+ private:
+  /// The reference that a request makes, if it makes one.
+  static std::optional<torch_rpc::ForkId> fork_created_by(torch_rpc::RpcCommandBase& command,
+                                                          torch_rpc::MessageType type) {
+    namespace autograd = torch::distributed::autograd;
+    switch (type) {
+      case torch_rpc::MessageType::PYTHON_REMOTE_CALL:
+        return torch_rpc::ForkId::fromIValue(
+            static_cast<const torch_rpc::PythonRemoteCall&>(command).retForkId());
+      case torch_rpc::MessageType::SCRIPT_REMOTE_CALL:
+        return static_cast<const torch_rpc::ScriptRemoteCall&>(command).retForkId();
+      case torch_rpc::MessageType::FORWARD_AUTOGRAD_REQ: {
+        auto& outer = static_cast<autograd::RpcWithAutograd&>(command);
+        return fork_created_by(outer.wrappedRpc(), outer.wrappedMessageType());
+      }
+      case torch_rpc::MessageType::RUN_WITH_PROFILING_REQ: {
+        auto& outer = static_cast<autograd::RpcWithProfilingReq&>(command);
+        return fork_created_by(outer.wrappedRpc(), outer.wrappedMessageType());
+      }
+      default:
+        return std::nullopt;
+    }
+  }
+  /// Runs torch's creation, which registers the fork with the owner.
+  template <class F>
+  c10::intrusive_ptr<JitFuture> create(const torch_rpc::RRefId& reference, const torch_rpc::ForkId& fork,
+                                       F&& torch_creates) const {
+    c10::intrusive_ptr<JitFuture> future;
+    try {
+      future = torch_creates();
+    } catch (...) {
+      end_creation(fork);
+      throw;
+    }
+    if (end_creation(fork)) {
+      auto released = torch_rpc::RRefContext::getInstance().delForkOfOwner(reference, fork);
+      handleRRefDelete(released);
+    }
+    return future;
+  }
+  /// Whether the fork is being created here; its creation then releases it.
+  bool note_release(const torch_rpc::ForkId& fork) const {
+    MutexLock lock(mutex_);
+    const auto found = released_.find(fork);
+    if (found == released_.end()) return false;
+    found->second = true;
+    return true;
+  }
+  /// Whether the fork was released meanwhile.
+  bool end_creation(const torch_rpc::ForkId& fork) const {
+    MutexLock lock(mutex_);
+    const auto found = released_.find(fork);
+    if (found == released_.end()) return false;
+    const bool released = found->second;
+    released_.erase(found);
+    return released;
+  }
+
+  mutable Mutex mutex_;
+  /// Whether references that are being created were released.
+  mutable std::unordered_map<torch_rpc::ForkId, bool, torch_rpc::ForkId::Hash> released_
+      TORCHSPAN_GUARDED_BY(mutex_);
+};
+
 /// The message in the future of torch's handler, or the exception.
 TorchMessagePtr result_of(JitFuture& future, std::int64_t id) {
   if (!future.hasError()) {
@@ -163,7 +277,7 @@ std::shared_ptr<Agent> Agent::join(const c10::intrusive_ptr<c10d::Store>& store,
 
 Agent::Agent(Job& job, const c10::intrusive_ptr<c10d::Store>& store, Options options)
     : RpcAgent(TorchWorker(job.environment().name, static_cast<std::int64_t>(job.place().rank)),
-               std::make_unique<torch_rpc::RequestCallbackImpl>(), options.timeout),
+               std::make_unique<RequestCallback>(), options.timeout),
       store_(store),
       threads_(options.threads),
       device_maps_(job.environment().name, std::move(options.device_maps)),
