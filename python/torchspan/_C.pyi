@@ -14,6 +14,10 @@ torch_version: str
 
 class World:
     def leave(self, timeout: timedelta) -> None: ...
+    def observe(self) -> ObservedWorld: ...
+
+class ObservedWorld:
+    def get(self) -> World | None: ...
 
 class Backend(torch._C._distributed_c10d.Backend):
     @property

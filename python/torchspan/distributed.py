@@ -1,7 +1,6 @@
 """The backend "torchspan" of torch.distributed: collectives on CPUs over shared memory, and encrypted between hosts."""
 
 import atexit
-import weakref
 from datetime import timedelta
 
 import torch
@@ -13,7 +12,7 @@ from . import _C
 _NAME = "torchspan"
 _LEAVE_TIMEOUT = timedelta(seconds=30)
 # Left at the end of the interpreter, for programs that do not call destroy_process_group().
-_worlds: "weakref.WeakSet[_C.World]" = weakref.WeakSet()
+_worlds: "list[_C.ObservedWorld]" = []
 
 
 def register() -> None:
@@ -45,7 +44,7 @@ def _create(name):
         world = _C.join_world(
             options.store, options.group_rank, options.group_size, _host_of(options.store), timeout
         )
-        _worlds.add(world)
+        _worlds[:] = [*(known for known in _worlds if known.get() is not None), world.observe()]
         return _C.make_backend(world, [], name, options.group_id, True, timeout)
 
     return create
@@ -71,9 +70,11 @@ def _host_of(store) -> str:
 
 
 def _leave_worlds() -> None:
-    for world in list(_worlds):
+    for known in _worlds:
         try:
-            world.leave(_LEAVE_TIMEOUT)
+            world = known.get()
+            if world is not None:
+                world.leave(_LEAVE_TIMEOUT)
         except Exception:  # the others learn of the end anyway
             pass
 

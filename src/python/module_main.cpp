@@ -25,11 +25,18 @@ c10::intrusive_ptr<Backend> make_backend(const std::shared_ptr<World>& world, co
   return with_torch_errors([&] { return Backend::make(world, ranks, names, timeout); });
 }
 
+/// Lets a world end while Python knows it. A weak reference of Python's would be one to the wrapper of a World, which ends
+/// before the World does.
+struct ObservedWorld {
+  std::weak_ptr<World> world;
+};
+
 }  // namespace
 }  // namespace torchspan::python
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   namespace ours = torchspan::python;
+  using ours::ObservedWorld;
   pybind11::module_::import("torch.distributed");  // registers the base class
   module.attr("version") = TORCHSPAN_VERSION;
   module.attr("torch_version") = TORCH_VERSION;
@@ -39,7 +46,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           [](ours::World& world, ours::Milliseconds timeout) {
             ours::with_torch_errors([&] { world.leave(timeout); });
           },
-          pybind11::arg("timeout"), pybind11::call_guard<pybind11::gil_scoped_release>());
+          pybind11::arg("timeout"), pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def("observe", [](const std::shared_ptr<ours::World>& world) { return ObservedWorld{world}; });
+  pybind11::class_<ObservedWorld>(module, "ObservedWorld").def("get", [](const ObservedWorld& observed) {
+    return observed.world.lock();
+  });
   pybind11::class_<ours::Backend, c10d::Backend, c10::intrusive_ptr<ours::Backend>>(module, "Backend")
       .def_property_readonly("world", &ours::Backend::world);
   module.def("join_world", torch::wrap_pybind_function_no_gil(ours::join_world), pybind11::arg("store"),

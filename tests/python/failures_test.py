@@ -126,6 +126,21 @@ def nothing_but_exit(rank, size):
     return True
 
 
+def end_of_a_program(rank, size):
+    """What rank 0 sees when rank 1 ends without destroy_process_group()."""
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        atexit._run_exitfuncs()
+        os._exit(0)
+
+    def call_until_it_fails():
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.001)
+
+    return raised_by(call_until_it_fails)
+
+
 def allocated(rank, size):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert backend.supports_tensor_alloc(torch.device("cpu"))
@@ -228,6 +243,10 @@ class Failures(unittest.TestCase):
 
     def test_a_program_may_end_without_destroying_its_group(self):
         self.assertEqual(processes.run(3, nothing_but_exit, world=processes.Group(destroy=False)), [True] * 3)
+
+    def test_a_program_that_ends_leaves_its_world(self):
+        text = processes.run(2, end_of_a_program, world=processes.Group(destroy=False))[0]
+        self.assertRegex(text, r"worker1 \(rank 1.* left")
 
     def test_tensors_of_the_group(self):
         self.assertEqual(processes.run(2, allocated), [3000.0, 3000.0])
