@@ -7,7 +7,7 @@
 #                                   clang-tidy; CHECK_SECONDS=600 limits those that compile
 #   make bench [SECTION=rpc]        run all benchmarks or one, write build/bench/*.json and report.html; LIBTORCH=torch2
 #                                   uses pip's torch, ARGS=--quick measures one round
-#   make python                     build the Python package and install it in build/python/venv, beside pip's torch
+#   make python                     build the Python package as a wheel and install it in build/python/venv, beside pip's torch
 #   make test-python                PyTorch's own suites from its wheel over TorchSpan, and ours; ARGS name tests
 #   make fuzz [FUZZ_SECONDS=60]     feed malformed bytes to the decoders
 #   make soak [SOAK_SECONDS=600]    make random calls while workers are killed and restarted
@@ -84,9 +84,11 @@ bench:
 # For the torch of the environment, so pip must not build it in an environment of its own.
 python:
 	@tools/install-deps build python
-	@CXX=clang++-19 CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) build/python/venv/bin/pip install --quiet --disable-pip-version-check \
-	  --no-deps --no-build-isolation --force-reinstall --config-settings=build-dir=build/python/module .
-	@echo "build/python/venv/bin/python has torchspan: see docs/python.md"
+	@rm -rf build/python/wheel
+	@CXX=clang++-19 CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) build/python/venv/bin/pip wheel --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --config-settings=build-dir=build/python/module --wheel-dir build/python/wheel .
+	@build/python/venv/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/python/wheel/*.whl
+	@echo "build/python/venv/bin/python has torchspan, and build/python/wheel its wheel: see docs/python.md"
 
 test-python: python
 	@build/python/venv/bin/python tests/python/run.py $(ARGS)
