@@ -64,7 +64,7 @@ class CheckpointManager::Impl {
     const std::optional<Error> previous = finish();
     checkpoint::StateWriter writer;
     checkpoint::Listing listing;
-    const auto proposal = checkpoint::outcome_of([&] {
+    const auto proposal = outcome_of([&] {
       if (previous) throw *previous;
       if (ranks_->commits()) prepared_.before_save();
       for (const Registered& one : sources_) {

@@ -1,12 +1,12 @@
 #pragma once
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include <torchspan/core/bytes.h>
-#include <torchspan/core/error.h>
 #include <torchspan/core/time.h>
+
+#include "core/api/agreement.h"
 
 namespace torchspan {
 class Worker;
@@ -27,6 +27,11 @@ class Ranks {
 
   std::size_t size() const { return names().size(); }
   bool commits() const { return index() == 0; }
+  /// Exchanges the outcomes of all ranks.
+  std::vector<RankOutcome> exchange(const std::string& tag, const RankOutcome& mine) {
+    return gather_outcomes([&](BytesView bytes) { return gather(tag, Bytes(bytes.begin(), bytes.end())); },
+                           mine);
+  }
 };
 
 /// A single process.
@@ -35,31 +40,5 @@ std::unique_ptr<Ranks> make_single_rank();
 /// operations do not use. `name` separates managers of one set of workers.
 std::unique_ptr<Ranks> make_worker_ranks(const Worker& worker, std::vector<std::string> participants,
                                          std::string name, Duration timeout);
-
-/// A rank's success, with a result, or its failure.
-struct RankOutcome {
-  std::optional<Error> failure = {};
-  Bytes result = {};
-};
-
-/// Runs `body`, whose result becomes the outcome; what it throws becomes the failure.
-template <class F>
-RankOutcome outcome_of(F&& body) {
-  RankOutcome outcome;
-  try {
-    outcome.result = body();
-  } catch (...) {
-    outcome.failure = to_error(std::current_exception());
-  }
-  return outcome;
-}
-
-/// Exchanges the outcomes; returns those of all ranks.
-std::vector<RankOutcome> exchange_outcomes(Ranks& ranks, const std::string& tag, const RankOutcome& mine);
-
-/// One error that begins with `what` and names every rank that failed; nullopt if none did. Its kind is that
-/// of the first failure.
-std::optional<Error> joint_failure(const std::vector<RankOutcome>& outcomes, const Ranks& ranks,
-                                   const std::string& what);
 
 }  // namespace torchspan::checkpoint

@@ -23,6 +23,8 @@ std::string to_text(const Bytes& bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
+constexpr const char* kNotRestored = "the checkpoint was not restored";
+
 }  // namespace
 
 std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& data, const Retention& retention,
@@ -32,9 +34,9 @@ std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& dat
   std::optional<Error> failure;
   std::string name;
   try {
-    const auto written = exchange_outcomes(ranks_, tag + "written",
-                                           outcome_of([&] { return write(job, data, write_on_owner); }));
-    failure = joint_failure(written, ranks_, what);
+    const auto written =
+        ranks_.exchange(tag + "written", outcome_of([&] { return write(job, data, write_on_owner); }));
+    failure = joint_failure(written, ranks_.names(), what);
     RankOutcome committed;
     if (ranks_.commits() && !failure) {
       committed = outcome_of([&] {
@@ -45,8 +47,8 @@ std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& dat
     }
     if (ranks_.commits() && (failure || committed.failure)) abandon(job);
     // Also after a failure: every rank knows that the others have ended this save.
-    const auto ended = exchange_outcomes(ranks_, tag + "committed", committed);
-    if (!failure) failure = joint_failure(ended, ranks_, what);
+    const auto ended = ranks_.exchange(tag + "committed", committed);
+    if (!failure) failure = joint_failure(ended, ranks_.names(), what);
     name = to_text(ended.front().result);
   } catch (const Error& error) {
     if (ranks_.commits()) abandon(job);
@@ -141,41 +143,29 @@ void SaveRound::abandon(const SaveJob& job) const noexcept {
   }
 }
 
-namespace {
-
-constexpr const char* kNotRestored = "the checkpoint was not restored";
-
-Bytes bytes_of_text(const std::string& text) {
-  const auto view = std::as_bytes(std::span(text));
-  return {view.begin(), view.end()};
-}
-
-}  // namespace
-
 std::optional<std::int64_t> RestoreRound::run(const Load& load) {
   for (;;) {
-    const auto proposals = exchange_outcomes(
-        ranks_, "restore.proposed",
-        ranks_.commits() ? outcome_of([&] { return bytes_of_text(propose()); }) : RankOutcome());
-    if (const auto failure = joint_failure(proposals, ranks_, kNotRestored)) throw *failure;
-    const Bytes& chosen = proposals.front().result;
-    if (chosen.empty()) return std::nullopt;
-    const std::string name(reinterpret_cast<const char*>(chosen.data()), chosen.size());
+    const auto proposals =
+        ranks_.exchange("restore.proposed",
+                        ranks_.commits() ? outcome_of([&] { return to_bytes(propose()); }) : RankOutcome());
+    if (const auto failure = joint_failure(proposals, ranks_.names(), kNotRestored)) throw *failure;
+    const std::string name = to_text(proposals.front().result);
+    if (name.empty()) return std::nullopt;
     const std::string folder = directory_.path_of(name);
     Manifest manifest;
     const auto checked =
-        exchange_outcomes(ranks_, "restore.checked", outcome_of([&] {
-                            manifest = open_manifest(directory_.disk(), folder);
-                            verify_data(directory_.disk(), folder, manifest, ranks_.index(), ranks_.size());
-                            return Bytes();
-                          }));
-    if (const auto damage = joint_failure(checked, ranks_, fmt::format("'{}' cannot be used", name))) {
+        ranks_.exchange("restore.checked", outcome_of([&] {
+                          manifest = open_manifest(directory_.disk(), folder);
+                          verify_data(directory_.disk(), folder, manifest, ranks_.index(), ranks_.size());
+                          return Bytes();
+                        }));
+    if (const auto damage =
+            joint_failure(checked, ranks_.names(), fmt::format("'{}' cannot be used", name))) {
       reject(name, damage->message());
       continue;
     }
-    const auto loaded =
-        exchange_outcomes(ranks_, "restore.loaded", outcome_of([&] { return load(folder, manifest); }));
-    if (const auto failure = joint_failure(loaded, ranks_, kNotRestored)) throw *failure;
+    const auto loaded = ranks_.exchange("restore.loaded", outcome_of([&] { return load(folder, manifest); }));
+    if (const auto failure = joint_failure(loaded, ranks_.names(), kNotRestored)) throw *failure;
     if (ranks_.commits()) report_unused(name, manifest, loaded);
     return manifest.step;
   }
