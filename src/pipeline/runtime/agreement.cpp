@@ -1,51 +1,59 @@
 #include "pipeline/runtime/agreement.h"
 
-#include <algorithm>
-#include <string_view>
-
 namespace torchspan::pipeline {
+namespace {
 
-std::vector<std::string> all_gather_text(const Worker& worker, const std::string& mine,
-                                         const std::vector<std::string>& workers, Duration limit) {
-  std::vector<std::string> texts(workers.size());
-  bool more = true;  // after a full piece, which may be the last one
-  for (std::size_t begin = 0; more; begin += kMostBytes) {
-    const auto piece = std::string_view(mine).substr(std::min(begin, mine.size()), kMostBytes);
-    const auto* bytes = reinterpret_cast<const std::byte*>(piece.data());
-    const std::vector<Bytes> all =
-        worker.all_gather_bytes(Bytes(bytes, bytes + piece.size()), workers, limit);
-    more = false;
-    for (std::size_t i = 0; i < workers.size(); ++i) {
-      texts[i].append(reinterpret_cast<const char*>(all[i].data()), all[i].size());
-      more = more || all[i].size() == kMostBytes;
-    }
-  }
+Bytes to_bytes(const std::string& text) {
+  const auto* bytes = reinterpret_cast<const std::byte*>(text.data());
+  return Bytes(bytes, bytes + text.size());
+}
+
+std::string to_text(BytesView bytes) {
+  return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+std::vector<std::string> to_texts(const std::vector<Bytes>& all) {
+  std::vector<std::string> texts;
+  for (const Bytes& bytes : all) texts.push_back(to_text(bytes));
   return texts;
 }
 
-/// A text begins with '+', or with '-' if it is the message of a failure.
-std::vector<std::string> all_or_none(const Worker& worker, const std::vector<std::string>& workers,
-                                     ErrorKind kind, const std::function<std::string()>& mine) {
-  std::string text;
-  try {
-    text = '+' + mine();
-  } catch (const Error& error) {
-    text = '-' + std::string(error.message());
-  } catch (...) {
-    text = '-' + describe(std::current_exception()).text;
-  }
-  std::vector<std::string> all = all_gather_text(worker, text, workers);
-  for (std::size_t i = 0; i < workers.size(); ++i) {
-    if (all[i].starts_with('-')) throw Error(kind, all[i].substr(1)).with_worker(workers[i]);
-    all[i].erase(0, 1);
-  }
-  return all;
+GatherBytes gather_among(const Worker& worker, const std::vector<std::string>& workers, Duration limit) {
+  const auto round = [&worker, &workers, limit](BytesView piece) {
+    return worker.all_gather_bytes(Bytes(piece.begin(), piece.end()), workers, limit);
+  };
+  return [round](BytesView mine) { return gather_pieces(round, mine, {.most = kMostBytes}); };
 }
 
-std::optional<std::size_t> first_difference(const std::vector<std::string>& texts) {
-  const auto found = std::find_if(texts.begin(), texts.end(),
-                                  [&](const std::string& text) { return text != texts.front(); });
-  return found == texts.end() ? std::nullopt : std::optional(static_cast<std::size_t>(found - texts.begin()));
+/// The bytes of release 0.1.0: '+' and a result, or '-' and the message of a failure.
+constexpr OutcomeFormat kTextFormat{
+    .encode =
+        [](const RankOutcome& outcome) {
+          return to_bytes(outcome.failure ? '-' + outcome.failure->message() : '+' + to_text(outcome.result));
+        },
+    .decode =
+        [](BytesView bytes) {
+          ByteReader in(bytes);
+          const bool failed = in.get<char>() == '-';
+          const std::string text = to_text(in.get_bytes(in.left()));
+          if (failed) return RankOutcome{.failure = Error(ErrorKind::kRemoteFailure, text)};
+          return RankOutcome{.result = to_bytes(text)};
+        }};
+
+}  // namespace
+
+std::vector<std::string> all_gather_text(const Worker& worker, const std::string& mine,
+                                         const std::vector<std::string>& workers, Duration limit) {
+  return to_texts(gather_among(worker, workers, limit)(to_bytes(mine)));
+}
+
+std::vector<std::string> all_or_none(const Worker& worker, const std::vector<std::string>& workers,
+                                     ErrorKind kind, const std::function<std::string()>& mine) {
+  const auto refusal = [&](std::size_t i, const Error& failure) {
+    return Error(kind, failure.message()).with_worker(workers[i]);
+  };
+  return to_texts(torchspan::all_or_none(gather_among(worker, workers, kCreationTimeout),
+                                         outcome_of([&] { return to_bytes(mine()); }), refusal, kTextFormat));
 }
 
 }  // namespace torchspan::pipeline

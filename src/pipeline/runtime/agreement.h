@@ -1,12 +1,13 @@
 #pragma once
 #include <cstddef>
 #include <functional>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include <torchspan/core/error.h>
 #include <torchspan/rpc/worker.h>
+
+#include "core/api/agreement.h"
 
 /// What all workers of a pipeline compare and decide while they create it.
 namespace torchspan::pipeline {
@@ -27,8 +28,5 @@ std::vector<std::string> all_gather_text(const Worker& worker, const std::string
 /// an Error of `kind` on all, with the message of the first worker on which it threw. Collective over `workers`.
 std::vector<std::string> all_or_none(const Worker& worker, const std::vector<std::string>& workers,
                                      ErrorKind kind, const std::function<std::string()>& mine);
-
-/// The first text that differs from that of the first worker; nullopt: all are the same.
-std::optional<std::size_t> first_difference(const std::vector<std::string>& texts);
 
 }  // namespace torchspan::pipeline
