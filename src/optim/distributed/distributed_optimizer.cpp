@@ -11,6 +11,7 @@
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
 
+#include "core/api/agreement.h"
 #include "core/api/saturated_time.h"
 #include "optim/distributed/messages.h"
 #include "optim/parameters.h"
@@ -26,14 +27,13 @@ struct ReplicaNorm {
   double norm = 0;
   double max_norm = 0;
   double norm_type = 0;
-  std::string failure;  ///< why it has no norm
 
+  static constexpr std::size_t kBytes = 3 * sizeof(double);
   Bytes to_bytes() const {
     ByteWriter writer;
     writer.put(norm);
     writer.put(max_norm);
     writer.put(norm_type);
-    writer.put_string(failure);
     return writer.take();
   }
   static ReplicaNorm from_bytes(BytesView bytes) {
@@ -42,17 +42,29 @@ struct ReplicaNorm {
     norm.norm = reader.get<double>();
     norm.max_norm = reader.get<double>();
     norm.norm_type = reader.get<double>();
-    norm.failure = reader.get_string();
     return norm;
   }
 };
 
+/// The bytes of release 0.1.0: a ReplicaNorm, then the text of a failure.
+constexpr OutcomeFormat kNormFormat{
+    .encode =
+        [](const RankOutcome& outcome) {
+          ByteWriter writer(outcome.failure ? Bytes(ReplicaNorm::kBytes) : outcome.result);
+          writer.put_string(outcome.failure ? outcome.failure->message() : "");
+          return writer.take();
+        },
+    .decode =
+        [](BytesView bytes) {
+          ByteReader reader(bytes);
+          const BytesView norm = reader.get_bytes(ReplicaNorm::kBytes);
+          const std::string failure = reader.get_string();
+          RankOutcome outcome{.result = Bytes(norm.begin(), norm.end())};
+          if (!failure.empty()) outcome.failure = Error(ErrorKind::kRemoteFailure, failure);
+          return outcome;
+        }};
+
 void check(const ReplicaNorm& mine, const ReplicaNorm& theirs, const std::string& name, const char* verb) {
-  if (!theirs.failure.empty()) {
-    throw Error(ErrorKind::kRemoteFailure,
-                fmt::format("{}(): replica '{}' could not compute its norm: {}", verb, name, theirs.failure))
-        .with_worker(name);
-  }
   if (mine.max_norm == theirs.max_norm && mine.norm_type == theirs.norm_type) return;
   throw Error(
       ErrorKind::kInvalid,
@@ -73,23 +85,23 @@ double largest_norm(const Worker& worker, const ClipOptions& options, const char
                 fmt::format("{}(): this worker, rank {}, is not among the replicas", verb, self));
   }
   for (const int rank : options.replicas) names.push_back(worker.info(rank).name);
-  ReplicaNorm mine{0, options.max_norm, options.norm_type, ""};
-  std::exception_ptr failure;
-  try {
+  ReplicaNorm mine{0, options.max_norm, options.norm_type};
+  const RankOutcome own = outcome_of([&] {
     mine.norm = norm_here();
-  } catch (...) {
-    failure = std::current_exception();
-    mine.failure = to_error(failure).message();
-  }
-  std::vector<Bytes> all;
-  try {
-    all = worker.endpoint()->all_gather_bytes(
-        std::string("optim.") + verb, mine.to_bytes(), names,
+    return mine.to_bytes();
+  });
+  const auto gather = [&](BytesView bytes) {
+    return worker.endpoint()->all_gather_bytes(
+        std::string("optim.") + verb, Bytes(bytes.begin(), bytes.end()), names,
         worker.runtime().executor.deadline_in(no_limit_if_zero(options.timeout)));
-  } catch (...) {
-    if (!failure) throw;
-  }
-  if (failure) std::rethrow_exception(failure);
+  };
+  const auto refusal = [&](std::size_t replica, const Error& failure) {
+    if (own.failure) return *own.failure;
+    return Error(ErrorKind::kRemoteFailure, fmt::format("{}(): replica '{}' could not compute its norm: {}",
+                                                        verb, names[replica], failure.message()))
+        .with_worker(names[replica]);
+  };
+  const std::vector<Bytes> all = all_or_none(gather, own, refusal, kNormFormat);
   double largest = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const ReplicaNorm theirs = ReplicaNorm::from_bytes(all[i]);
