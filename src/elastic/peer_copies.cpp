@@ -12,6 +12,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/agreement.h"
 #include "elastic/tracked_state.h"
 
 namespace torchspan::elastic {
@@ -185,9 +186,6 @@ void StatePart::load(const NamedSources& sources) const {
 
 namespace {
 
-/// Longer texts of failures are cut.
-constexpr std::size_t kMostText = 4096;
-
 enum CopyTag : int { kSizesTag = 1, kHeaderTag, kDataTag };
 
 using Sent = std::vector<Future<at::Tensor>>;
@@ -233,13 +231,16 @@ std::optional<CopyId> PeerCopies::meet(std::int64_t newest_checkpoint, std::uint
 
 void PeerCopies::load(const CopyId& id) {
   fetch_missing(id);
-  std::string failure;
-  try {
+  const RankOutcome loaded = outcome_of([&] {
     memory_.own(id)->load(sources_);
-  } catch (...) {
-    failure = describe(std::current_exception()).text;
-  }
-  agree(failure);
+    return Bytes();
+  });
+  all_or_none([&](BytesView mine) { return group_.all_gather_bytes(mine); }, loaded,
+              [&](std::size_t rank, const Error& failure) {
+                return Error(ErrorKind::kInvalid,
+                             fmt::format("rank {} cannot use the copy of its state in memory: {}",
+                                         group_.ranks()[rank], failure.message()));
+              });
   memory_.keep(id);
 }
 
@@ -269,17 +270,6 @@ void PeerCopies::fetch_missing(const CopyId& id) {
     memory_.put_own(std::move(part));
   }
   wait_for(sent);
-}
-
-void PeerCopies::agree(const std::string& failure) const {
-  const std::string text = failure.substr(0, kMostText);
-  const std::vector<Bytes> all = group_.all_gather_bytes(std::as_bytes(std::span(text)));
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].empty()) continue;
-    throw_invalid(
-        fmt::format("rank {} cannot use the copy of its state in memory: {}", group_.ranks()[rank],
-                    std::string(reinterpret_cast<const char*>(all[rank].data()), all[rank].size())));
-  }
 }
 
 void PeerCopies::begin(std::int64_t step) {

@@ -144,8 +144,6 @@ class PeerCopies {
  private:
   void send_around();
   void fetch_missing(const CopyId& id);
-  /// Throws the error of the first rank that has one.
-  void agree(const std::string& failure) const;
   int next() const { return (group_.rank() + 1) % group_.size(); }
   int previous() const { return (group_.rank() + group_.size() - 1) % group_.size(); }
 

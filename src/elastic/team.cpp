@@ -13,6 +13,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/wire/codec.h>
 
+#include "core/api/agreement.h"
 #include "elastic/tracked_state.h"
 #include "state/api/place.h"
 
@@ -105,13 +106,12 @@ void Team::compare(const torch::nn::Module& module, const std::vector<at::Tensor
   mine.put(digest_of(parameters));
   for (const std::int64_t number : {position.step, position.epoch, position.next}) mine.put(number);
   const std::vector<Bytes> all = group_.all_gather_bytes(mine.bytes());
-  for (std::size_t rank = 1; rank < all.size(); ++rank) {
-    if (all[rank] == all[0]) continue;
+  if (const auto other = first_difference(all)) {
     throw_invalid(
         fmt::format("the parameters or positions of ranks {} and {} differ after step {}: change parameters "
                     "only in `apply`, which "
                     "must do the same on all ranks, and register every object that it uses with add()",
-                    generation_.ranks[0], generation_.ranks[rank], position.step));
+                    generation_.ranks[0], generation_.ranks[*other], position.step));
   }
 }
 
