@@ -6,6 +6,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include "core/api/agreement.h"
 #include "core/api/hashes.h"
 #include "state/api/place.h"
 
@@ -150,10 +151,7 @@ void agree(const collective::Group& group, const Agreement& mine, const std::str
   out.put(fnv1a(text));
   out.put(fnv1a(text, 0x9e3779b97f4a7c15ULL));
   const std::vector<Bytes> digests = group.all_gather_bytes(out.bytes());
-  const bool same =
-      mine.failure.empty() &&
-      std::all_of(digests.begin(), digests.end(), [&](const Bytes& other) { return other == out.bytes(); });
-  if (same) return;
+  if (mine.failure.empty() && !torchspan::first_difference(digests)) return;
   std::vector<Agreement> by_rank;
   for (const Bytes& bytes : group.all_gather_bytes(all)) by_rank.push_back(Agreement::decode(bytes));
   throw Error(
