@@ -54,7 +54,7 @@ TEST(Leaving, RankZeroNamesTheMembersThatItWaitsFor) {
     Runtime runtime(world.executor(), options.name, rank == 0 ? LogLevel::kWarning : LogLevel::kOff);
     const auto membership = Membership::join(runtime, world.transports(rank), options);
     membership->barrier("all", {}, world.in(seconds(1)));
-    world.executor().sleep(seconds(rank == 2 ? 35 : 0));
+    world.executor().sleep(seconds(rank == 2 ? 45 : 0));
     membership->leave(world.in(seconds(60)));
   });
   const std::string log = ::testing::internal::GetCapturedStderr();

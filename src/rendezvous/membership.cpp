@@ -363,12 +363,10 @@ class Membership::Impl {
   /// others would say the same, and each rank to which the store does not answer.
   Wait with_warnings(Wait wait, const std::string& call, const std::vector<int>& ranks) const {
     if (wait.report) return wait;
-    wait.every = kFirstWaitWarning;
-    const auto now_and_again = [this, began = runtime_.executor.now(), next = kFirstWaitWarning]() mutable {
+    wait.every = WaitWarnings().next();
+    const auto now_and_again = [this, began = runtime_.executor.now(), warnings = WaitWarnings()]() mutable {
       const Duration waited = runtime_.executor.now() - began;
-      if (waited < next) return std::string();
-      next *= 2;
-      return fmt::format("has waited {:.0f} s", to_seconds(waited));
+      return warnings.due(waited) ? fmt::format("has waited {:.0f} s", to_seconds(waited)) : std::string();
     };
     wait.report = [this, call, ranks,
                    has_waited = now_and_again](const std::vector<Member>& missing) mutable {

@@ -314,9 +314,11 @@ T SerialBackend::submit_and_wait(Duration timeout, const char* call, UniqueFunct
   std::uint64_t number = 0;
   const Future<T> future = submit<T>({call}, std::move(body), &number);
   Duration waited{0};
-  for (Duration next = kFirstWaitWarning; timeout == Duration::zero() || next < timeout; next *= 2) {
-    if (future.wait_for(next - waited)) break;
-    waited = next;
+  WaitWarnings warnings;
+  while (timeout == Duration::zero() || warnings.next() < timeout) {
+    if (future.wait_for(warnings.next() - waited)) break;
+    waited = warnings.next();
+    warnings.due(waited);
     const std::string awaited = collectives_->awaited();
     runtime_->log.warning(fmt::format(
         "{}, call {} of the group, has waited {:.0f} s{}: torchspan stacks shows what each rank does", call,

@@ -427,8 +427,7 @@ std::vector<std::string> OpQueue::late_ranks(const Operation& operation, CountTa
 }
 
 void OpQueue::warn_if_due(Operation& operation, CountTarget target, Duration waited) {
-  if (!is_listed_by_caller(operation.call) || waited < operation.warn_after) return;
-  operation.warn_after *= 2;
+  if (!is_listed_by_caller(operation.call) || !operation.warnings.due(waited)) return;
   int first = 0;
   while (first < memory_->rank() && is_late(first, target)) ++first;
   if (first != memory_->rank()) return;

@@ -84,7 +84,7 @@ struct Operation {
 
   CountTarget awaited = {};  ///< what the operation waits for
   TimePoint awaited_since;
-  Duration warn_after = kFirstWaitWarning;
+  WaitWarnings warnings;
   bool begun = false;
   OpCoroutine script;
 };

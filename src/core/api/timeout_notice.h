@@ -12,8 +12,21 @@ namespace torchspan {
 /// none. A process that a worker started may have another file at that descriptor, so only a pipe counts.
 int launcher_pipe();
 
-/// After this time and its doubles, a wait for other ranks logs a warning with those that are missing.
-inline constexpr Duration kFirstWaitWarning = std::chrono::seconds(10);
+/// When a wait for other ranks logs a warning with those that are missing: after 10 s, 20 s, 40 s, ….
+class WaitWarnings {
+ public:
+  /// The length of the wait after which the next warning is due.
+  Duration next() const { return next_; }
+  /// Whether a warning is due after a wait of `waited`; the next one then is due after twice the time.
+  bool due(Duration waited) {
+    if (waited < next_) return false;
+    next_ *= 2;
+    return true;
+  }
+
+ private:
+  Duration next_ = std::chrono::seconds(10);
+};
 
 /// An operation that ended because its time limit passed. Kinds are those of open operations in a worker's state, and
 /// "handler": the handler of `name`, called by `peer`, had made the call of the notice before.

@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
+#include <vector>
 
 namespace torchspan::timeout_notice_test {
 namespace {
@@ -91,6 +92,16 @@ TEST(TimeoutNotice, IsNotWrittenToAnotherFile) {
   EXPECT_EQ(lseek(file, 0, SEEK_END), 0);
   close(file);
   unlink(path.c_str());
+}
+
+TEST(WaitWarnings, AreDueAfterTenTwentyAndFortySeconds) {
+  WaitWarnings warnings;
+  std::vector<int> due;
+  for (int second = 1; second <= 50; ++second) {
+    if (warnings.due(std::chrono::seconds(second))) due.push_back(second);
+  }
+  EXPECT_EQ(due, (std::vector<int>{10, 20, 40}));
+  EXPECT_EQ(warnings.next(), std::chrono::seconds(80));
 }
 
 }  // namespace

@@ -196,7 +196,8 @@ void Client::decide(std::optional<Error> refusal) {
 }
 
 Member Client::join() {
-  Deadline warn_at = runtime_.executor.deadline_in(kFirstWaitWarning);
+  const TimePoint began = runtime_.executor.now();
+  WaitWarnings warnings;
   while (true) {
     Deadline until = join_until_;
     {
@@ -210,9 +211,8 @@ Member Client::join() {
       if (channel_) until = with_grace(until);
       if (until.passed(runtime_.executor.now())) break;
     }
-    verdict_->park(earlier(until, warn_at));
-    if (!warn_at.passed(runtime_.executor.now())) continue;
-    warn_at = runtime_.executor.deadline_in(2 * kFirstWaitWarning);
+    verdict_->park(earlier(until, Deadline(began + warnings.next())));
+    if (!warnings.due(runtime_.executor.now() - began)) continue;
     MutexLock lock(mutex_);
     // A worker that is connected waits for others, which rank 0 names.
     if (decided_ || !last_failure_ || runtime_.executor.now() - last_failure_->at > 2 * kDialTimeout)

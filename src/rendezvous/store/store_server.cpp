@@ -66,25 +66,25 @@ std::string StoreServer::finish(Deadline deadline) {
   return left_behind_;
 }
 
-/// Names the workers for which rank 0 waits to join or to leave, every ten seconds.
-void StoreServer::warn_of_awaited(std::optional<Deadline>& next) {
-  constexpr Duration kEvery = std::chrono::seconds(10);
+/// Names the workers for which rank 0 waits to join or to leave.
+void StoreServer::warn_of_awaited(std::optional<Awaiting>& wait) {
   const std::vector<int> missing = finishing_ ? std::vector<int>() : store_.missing();
-  if (!finishing_ && missing.empty()) return next.reset();
-  if (next && !next->passed(runtime_.executor.now())) return;
-  if (next && finishing_) {
+  if (!finishing_ && missing.empty()) return wait.reset();
+  const TimePoint now = runtime_.executor.now();
+  if (!wait) wait = Awaiting{now};
+  if (!wait->warnings.due(now - wait->began)) return;
+  if (finishing_) {
     runtime_.log.warning(fmt::format(
         "rank 0 leaves after all others, because it serves the store; these have not left yet: {}",
         list_members(store_.present())));
-  } else if (next) {
+  } else {
     runtime_.log.warning(fmt::format("rank 0 waits for these ranks to join: {}; there: {}",
                                      list_some(missing), list_members(store_.present())));
   }
-  next = runtime_.executor.deadline_in(kEvery);
 }
 
 void StoreServer::serve() {
-  std::optional<Deadline> warning;
+  std::optional<Awaiting> wait;
   while (!stopping_) {
     // The store's deadlines pass in time, however many messages peers send.
     for (int i = 0; i < kPollsBetweenTicks && !stopping_ && transport_->poll(); ++i) {
@@ -94,8 +94,9 @@ void StoreServer::serve() {
       finishing_ = false;
       finished_->unpark();
     }
-    warn_of_awaited(warning);
-    transport_->wait(warning ? earlier(store_.next_deadline(), *warning) : store_.next_deadline());
+    warn_of_awaited(wait);
+    const Deadline next = store_.next_deadline();
+    transport_->wait(wait ? earlier(next, Deadline(wait->began + wait->warnings.next())) : next);
   }
   const auto present = store_.present();
   MutexLock lock(mutex_);

@@ -10,6 +10,7 @@
 #include <torchspan/detail/net/transport.h>
 
 #include "core/api/rate_limited_warning.h"
+#include "core/api/timeout_notice.h"
 #include "rendezvous/store/store.h"
 
 namespace torchspan::rendezvous {
@@ -30,7 +31,12 @@ class StoreServer final : private net::Handler {
   std::string finish(Deadline deadline);
 
  private:
-  void warn_of_awaited(std::optional<Deadline>& next);
+  /// For workers that join or leave.
+  struct Awaiting {
+    TimePoint began;
+    WaitWarnings warnings = {};
+  };
+  void warn_of_awaited(std::optional<Awaiting>& wait);
   void serve();
   void send(ConnectionId connection, const SharedBytes& message);
   void on_accepted(const std::shared_ptr<net::Channel>& channel) override;
