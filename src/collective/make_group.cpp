@@ -22,6 +22,7 @@
 #include "collective/shm/shm_backend.h"
 #include "collective/single.h"
 #include "collective/world_link.h"
+#include "core/api/agreement.h"
 #include "core/api/saturated_time.h"
 #include "core/api/sim_executor.h"
 #include "rendezvous/api/environment.h"
@@ -217,43 +218,16 @@ class Maker {
     }
   }
 
-  /// Returns the contributions of `ranks`, in this order; the membership's order is that of the ranks of the world.
-  std::vector<Bytes> exchange(BytesView mine, const std::vector<int>& ranks) {
-    std::vector<Bytes> sorted = world_.all_gather_bytes(tag_, mine, ranks, deadline_);
-    std::vector<std::size_t> order(ranks.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return ranks[a] < ranks[b]; });
-    std::vector<Bytes> by_rank(sorted.size());
-    for (std::size_t i = 0; i < order.size(); ++i) by_rank[order[i]] = std::move(sorted.at(i));
-    return by_rank;
-  }
-
-  /// A contribution after the comparison of plans: bytes, or why this rank could not make its part of the group.
-  static Bytes encode_step(BytesView bytes, const std::optional<Error>& failure = std::nullopt) {
-    constexpr std::size_t kMostText = std::size_t{8} << 10;
-    ByteWriter writer;
-    writer.put(static_cast<std::uint8_t>(failure ? failure->kind() : ErrorKind{}));
-    writer.put_string(failure ? std::string_view(failure->message()).substr(0, kMostText)
-                              : std::string_view());
-    writer.put_bytes(bytes);
-    return writer.take();
-  }
-
   /// Returns the bytes of `ranks`, all or some of the group. Throws on all of them if one has failed since the last round.
   std::vector<Bytes> gather(BytesView mine, const std::vector<int>& ranks) {
     others_wait_ = ranks.size() < ranks_.size();
-    std::vector<Bytes> all = exchange(encode_step(mine), ranks);
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      ByteReader reader(all[i]);
-      const auto kind = static_cast<ErrorKind>(reader.get<std::uint8_t>());
-      const std::string failure = reader.get_string();
-      if (kind != ErrorKind{}) {
-        throw Error(kind, fmt::format("{} could not make its part of the group: {}",
-                                      describe(world_.member(ranks[i])), failure));
-      }
-      const BytesView bytes = reader.get_bytes(reader.left());
-      all[i] = Bytes(bytes.begin(), bytes.end());
-    }
+    std::vector<Bytes> all = all_or_none(
+        [&](BytesView bytes) { return gather_in_order(world_, tag_, bytes, ranks, deadline_); },
+        {.result = Bytes(mine.begin(), mine.end())},
+        [&](std::size_t rank, const Error& failure) {
+          return Error(failure.kind(), fmt::format("{} could not make its part of the group: {}",
+                                                   describe(world_.member(ranks[rank])), failure.message()));
+        });
     others_wait_ = true;
     return all;
   }
@@ -261,7 +235,7 @@ class Maker {
   /// Contributes to the next round, in which the other ranks wait for this one.
   void announce(const Error& failure) {
     try {
-      world_.all_gather_bytes_async(tag_, encode_step({}, failure), ranks_, deadline_,
+      world_.all_gather_bytes_async(tag_, encode_outcome({.failure = failure}), ranks_, deadline_,
                                     [](const auto&, const auto&) {});
     } catch (const Error& error) {  // this worker is leaving, which ends the round
       runtime_->log.debug(fmt::format("a failed group was not announced: {}", error.message()));
@@ -273,20 +247,19 @@ class Maker {
     // Only the first rank's time counts; equal contributions of the others make the answer small.
     const bool first_rank = world_.self().rank == ranks_[0];
     mine.put(first_rank ? runtime_->executor.now().time_since_epoch().count() : std::int64_t{0});
-    std::vector<Bytes> plans = exchange(mine.bytes(), ranks_);
+    std::vector<Bytes> plans = gather_in_order(world_, tag_, mine.bytes(), ranks_, deadline_);
     ByteReader first(plans[0]);
     first.get_bytes(plans[0].size() - sizeof number_);
     number_ = first.get<std::uint64_t>() ^ world_.member(ranks_[0]).instance;
     for (Bytes& plan : plans) plan.resize(plan.size() - sizeof number_);
-    for (std::size_t i = 1; i < plans.size(); ++i) {
-      if (plans[i] == plans[0]) continue;
+    if (const auto other = first_difference(plans)) {
       throw Error(
           ErrorKind::kInvalid,
           fmt::format(
               "the ranks of a group must make it with the same options (GroupOptions::device with the "
               "same type of device on all ranks, or on none), but {} has {}, and {} has {}",
-              describe(world_.member(ranks_[0])), describe_plan(plans[0]), describe(world_.member(ranks_[i])),
-              describe_plan(plans[i])));
+              describe(world_.member(ranks_[0])), describe_plan(plans[0]),
+              describe(world_.member(ranks_[*other])), describe_plan(plans[*other])));
     }
   }
 

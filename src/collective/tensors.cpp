@@ -40,8 +40,7 @@ std::string different_shapes(std::size_t rank, at::IntArrayRef theirs, at::IntAr
       rank, fmt::join(theirs.vec(), ", "), fmt::join(own.vec(), ", "));
 }
 
-std::vector<int> ranks_of_split(const std::function<std::vector<Bytes>(BytesView mine)>& gather, int color,
-                                int key) {
+std::vector<int> ranks_of_split(const GatherBytes& gather, int color, int key) {
   ByteWriter writer;
   writer.put(color);
   writer.put(key);

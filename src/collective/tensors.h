@@ -13,6 +13,8 @@
 #include <torchspan/collective/backend.h>
 #include <torchspan/core/bytes.h>
 
+#include "core/api/agreement.h"
+
 /// Conversions between callers' tensors and the contiguous memory that backends use.
 namespace torchspan::collective {
 
@@ -32,8 +34,7 @@ std::string different_shapes(std::size_t rank, at::IntArrayRef theirs, at::IntAr
 
 /// Collective: exchanges `color` and `key`; returns the ranks of a split: those with this color, ordered by
 /// key, then by rank.
-std::vector<int> ranks_of_split(const std::function<std::vector<Bytes>(BytesView mine)>& gather, int color,
-                                int key);
+std::vector<int> ranks_of_split(const GatherBytes& gather, int color, int key);
 
 /// "all_reduce_coalesced", ….
 std::string_view name_of(CoalescedCall::Verb verb);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <numeric>
 
 namespace torchspan::collective {
 
@@ -15,8 +16,24 @@ constexpr Duration kForTheMembership = std::chrono::seconds(1);
 
 }  // namespace
 
+std::vector<Bytes> gather_in_order(Membership& world, const std::string& tag, BytesView mine,
+                                   const std::vector<int>& ranks, Deadline deadline) {
+  std::vector<Bytes> sorted = world.all_gather_bytes(tag, mine, ranks, deadline);
+  std::vector<std::size_t> order(ranks.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return ranks[a] < ranks[b]; });
+  std::vector<Bytes> by_rank(sorted.size());
+  for (std::size_t i = 0; i < order.size(); ++i) by_rank[order[i]] = std::move(sorted.at(i));
+  return by_rank;
+}
+
 std::string text_of_gone(const std::string& peer, const std::string& how) {
   return how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how);
+}
+
+Error lost_rank(const std::string& peer, const std::string& how) {
+  return {ErrorKind::kDisconnected,
+          fmt::format("{}, and the group cannot continue without it", text_of_gone(peer, how))};
 }
 
 Error aborted_by(const std::string& peer, const Error& cause) {

@@ -28,6 +28,13 @@ class WorldListener {
 /// "worker1 (rank 1, …) died: …", or "worker1 (rank 1, …) is gone: it left the world" if `how` does not name it.
 std::string text_of_gone(const std::string& peer, const std::string& how);
 
+/// Membership::all_gather_bytes() with the contributions in the order of `ranks`.
+std::vector<Bytes> gather_in_order(rendezvous::Membership& world, const std::string& tag, BytesView mine,
+                                   const std::vector<int>& ranks, Deadline deadline);
+
+/// The error of a group that lost a rank; `how` may begin with its name.
+Error lost_rank(const std::string& peer, const std::string& how);
+
 /// Why a group is broken after a rank has called abort(): "worker1 (…) aborted the group: …". A cause that says so already
 /// stays as it is.
 Error aborted_by(const std::string& peer, const Error& cause);

@@ -8,24 +8,26 @@
 #include "collective/c10d/c10d_op.h"
 #include "collective/c10d/compat.h"
 #include "collective/tensors.h"
+#include "core/api/agreement.h"
 
 namespace torchspan::collective {
 namespace {
 
-/// The rank's process group, or why it has none.
-c10::intrusive_ptr<c10d::ProcessGroup> try_to_make(const ProcessGroupFactory& factory, const Backend& control,
-                                                   std::string& trouble) {
+/// This rank's part of a process group. Throws Error if the program's factory does not make it.
+c10::intrusive_ptr<c10d::ProcessGroup> make_part(const ProcessGroupFactory& factory, const Backend& control) {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
   try {
-    auto group = factory(control.ranks(), control.rank());
-    if (group && group->getRank() == control.rank() && group->getSize() == control.size()) return group;
-    trouble = group ? fmt::format("it made rank {} of {}, but is rank {} of {}", group->getRank(),
-                                  group->getSize(), control.rank(), control.size())
-                    : "it returned null";
+    group = factory(control.ranks(), control.rank());
   } catch (...) {
-    trouble = torchspan::describe(std::current_exception()).text;
-    if (trouble.empty()) trouble = "it threw an exception without a text";
+    const std::string trouble = torchspan::describe(std::current_exception()).text;
+    throw_invalid(trouble.empty() ? "it threw an exception without a text" : trouble);
   }
-  return {};
+  if (!group) throw_invalid("it returned null");
+  if (group->getRank() != control.rank() || group->getSize() != control.size()) {
+    throw_invalid(fmt::format("it made rank {} of {}, but is rank {} of {}", group->getRank(),
+                              group->getSize(), control.rank(), control.size()));
+  }
+  return group;
 }
 
 }  // namespace
@@ -36,20 +38,19 @@ C10dEngine::~C10dEngine() = default;
 
 std::unique_ptr<C10dEngine> C10dEngine::make(const ProcessGroupFactory& factory, const EngineParts& parts) {
   Backend& control = *parts.control;
-  std::string trouble;
-  auto group = try_to_make(factory, control, trouble);
-  const auto* text = reinterpret_cast<const std::byte*>(trouble.data());
-  const auto troubles = control.all_gather_bytes(BytesView(text, trouble.size()), parts.timeout);
-  for (std::size_t rank = 0; rank < troubles.size(); ++rank) {
-    if (troubles[rank].empty()) continue;
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format(
-            "GroupOptions::process_group of rank {} failed: {}; it must make this rank's part of a "
-            "process group of the given ranks",
-            control.ranks()[rank],
-            std::string(reinterpret_cast<const char*>(troubles[rank].data()), troubles[rank].size())));
-  }
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  const RankOutcome mine = outcome_of([&] {
+    group = make_part(factory, control);
+    return Bytes();
+  });
+  all_or_none([&](BytesView bytes) { return control.all_gather_bytes(bytes, parts.timeout); }, mine,
+              [&](std::size_t rank, const Error& failure) {
+                return Error(
+                    ErrorKind::kUnsupported,
+                    fmt::format("GroupOptions::process_group of rank {} failed: {}; it must make this "
+                                "rank's part of a process group of the given ranks",
+                                control.ranks()[rank], failure.message()));
+              });
   return std::unique_ptr<C10dEngine>(new C10dEngine(std::move(group)));
 }
 

@@ -4,9 +4,10 @@
 #include <array>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <numeric>
 #include <span>
 #include <unistd.h>
+
+#include "core/api/agreement.h"
 
 namespace torchspan::collective::channels {
 namespace {
@@ -335,16 +336,10 @@ void Mesh::stop_lanes(const char* why) {
   for (const auto& lane : lanes_) lane->stop();
 }
 
-std::vector<Bytes> Mesh::gather(WorldLink& world, const Bytes& mine, Deadline deadline) const {
-  const std::vector<Bytes> sorted = world.ask([&](rendezvous::Membership& members) {
-    return members.all_gather_bytes(options_.tag, mine, ranks_, deadline);
+std::vector<Bytes> Mesh::gather(WorldLink& world, BytesView mine, Deadline deadline) const {
+  return world.ask([&](rendezvous::Membership& members) {
+    return gather_in_order(members, options_.tag, mine, ranks_, deadline);
   });
-  std::vector<std::size_t> order(ranks_.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return ranks_[a] < ranks_[b]; });
-  std::vector<Bytes> by_rank(sorted.size());
-  for (std::size_t i = 0; i < order.size(); ++i) by_rank[order[i]] = sorted.at(i);
-  return by_rank;
 }
 
 /// Starts the lanes; returns their addresses.
@@ -365,16 +360,18 @@ std::vector<std::string> Mesh::listen(WorldLink& world, std::uint64_t nonce) {
   return addresses;
 }
 
-/// Returns what went wrong on this rank; nothing if it is connected to all others.
-Mesh::Trouble Mesh::connect(WorldLink& world, Deadline deadline) {
+/// Returns what went wrong on this rank; nullopt if it is connected to all others.
+std::optional<Error> Mesh::connect(WorldLink& world, Deadline deadline) {
   Places mine{.nonce = make_nonce(world, executor_)};
-  Trouble trouble;
+  std::optional<Error> trouble;
   try {
     mine.addresses = listen(world, mine.nonce);
   } catch (...) {  // without addresses, no rank connects
     const Error error = to_error(std::current_exception());
-    trouble.text = fmt::format("cannot listen: {}", error.message());
-    if (error.kind() == ErrorKind::kOverloaded) trouble.kind = error.kind();  // no descriptor is left
+    // Overloaded: no descriptor is left.
+    const bool overloaded = error.kind() == ErrorKind::kOverloaded;
+    trouble = Error(overloaded ? ErrorKind::kOverloaded : ErrorKind::kDisconnected,
+                    fmt::format("cannot listen: {}", error.message()));
   }
   std::vector<Places> places;
   std::size_t count = lanes_.size();
@@ -382,7 +379,7 @@ Mesh::Trouble Mesh::connect(WorldLink& world, Deadline deadline) {
     places.push_back(Places::decode(theirs));
     count = std::min(count, places.back().addresses.size());
   }
-  if (!trouble.text.empty()) return trouble;
+  if (trouble) return trouble;
   lane_count_ = static_cast<int>(count);
   const Deadline limit = earlier(deadline, executor_.deadline_in(kDialLimit));
   for (std::size_t lane = 0; lane < count; ++lane) {
@@ -402,23 +399,20 @@ Mesh::Trouble Mesh::connect(WorldLink& world, Deadline deadline) {
   for (const auto& lane : used) {
     for (std::string& one : lane->missing()) missing.push_back(std::move(one));
   }
-  if (!missing.empty()) trouble.text = fmt::format("has no connection to {}", fmt::join(missing, "; "));
-  return trouble;
+  if (missing.empty()) return std::nullopt;
+  return Error(ErrorKind::kDisconnected, fmt::format("has no connection to {}", fmt::join(missing, "; ")));
 }
 
 /// Throws on all ranks if one of them is not connected.
-void Mesh::agree(WorldLink& world, const Trouble& mine, Deadline deadline) {
-  ByteWriter writer;
-  writer.put_string(std::string_view(mine.text).substr(0, std::size_t{8} << 10));
-  writer.put(mine.kind);  // 0.1.0 sends none
-  const std::vector<Bytes> answers = gather(world, writer.take(), deadline);
+void Mesh::agree(WorldLink& world, std::optional<Error> mine, Deadline deadline) {
+  const auto outcomes = gather_outcomes([&](BytesView bytes) { return gather(world, bytes, deadline); },
+                                        {.failure = std::move(mine)});
   std::vector<std::string> troubles;
-  for (std::size_t rank = 0; rank < answers.size(); ++rank) {
-    ByteReader reader(answers[rank]);
-    const std::string its = fmt::format("{} {}", peers_[rank], reader.get_string());
-    const auto kind = reader.left() == 0 ? ErrorKind::kDisconnected : reader.get<ErrorKind>();
-    if (kind == ErrorKind::kOverloaded) throw Error(kind, its);
-    if (its.size() > peers_[rank].size() + 1) troubles.push_back(its);
+  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
+    const auto& failure = outcomes[rank].failure;
+    if (!failure) continue;
+    troubles.push_back(fmt::format("{} {}", peers_[rank], failure->message()));
+    if (failure->kind() == ErrorKind::kOverloaded) throw Error(failure->kind(), troubles.back());
   }
   if (troubles.empty()) return;
   throw Error(ErrorKind::kDisconnected,

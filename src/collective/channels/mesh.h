@@ -141,14 +141,9 @@ class Mesh final {
 
   int lane_of(std::uint32_t part) const { return static_cast<int>(part / 2) % lane_count_; }
   std::vector<std::string> listen(WorldLink& world, std::uint64_t nonce);
-  /// What went wrong on a rank while the ranks connected; no text: nothing.
-  struct Trouble {
-    std::string text = {};
-    ErrorKind kind = ErrorKind::kDisconnected;
-  };
-  Trouble connect(WorldLink& world, Deadline deadline);
-  void agree(WorldLink& world, const Trouble& mine, Deadline deadline);
-  std::vector<Bytes> gather(WorldLink& world, const Bytes& mine, Deadline deadline) const;
+  std::optional<Error> connect(WorldLink& world, Deadline deadline);
+  void agree(WorldLink& world, std::optional<Error> mine, Deadline deadline);
+  std::vector<Bytes> gather(WorldLink& world, BytesView mine, Deadline deadline) const;
   void wait_for_room(int to, Lane& lane);
   void stop_lanes(const char* why);
 

@@ -6,6 +6,7 @@
 
 #include "collective/api/device_services.h"
 #include "collective/world_link.h"
+#include "core/api/agreement.h"
 
 namespace torchspan::collective {
 
@@ -19,8 +20,8 @@ struct DeviceGroupPlan {
   ProcessGroupFactory process_group = {};  ///< for kC10d
   Duration timeout{};
   std::shared_ptr<WorldLink> world = {};
-  std::function<std::vector<Bytes>(BytesView mine)> gather = {};  ///< bytes of every rank, by rank
-  std::function<std::shared_ptr<Backend>()> control = {};         ///< collective: the group for the CPU
+  GatherBytes gather = {};                                 ///< bytes of every rank, by rank
+  std::function<std::shared_ptr<Backend>()> control = {};  ///< collective: the group for the CPU
 };
 
 /// Collective: selects and makes a backend for ranks that have a device each. Throws the same error on all ranks

@@ -5,9 +5,8 @@
 
 #include <ATen/Functions.h>
 
-#include <torchspan/core/bytes.h>
-
 #include "collective/tensors.h"
+#include "core/api/agreement.h"
 #include "device/api/tensors.h"
 
 namespace torchspan::collective {
@@ -42,30 +41,12 @@ std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
 std::unique_ptr<BlockingCollectives> connect_together(const Group& local, const std::vector<int>& others,
                                                       const ConnectLeaders& connect) {
   std::unique_ptr<BlockingCollectives> leaders;
-  std::exception_ptr failure;
-  try {
+  const RankOutcome mine = outcome_of([&] {
     if (!others.empty()) leaders = connect(others);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  ByteWriter mine;
-  if (failure) {
-    mine.put(static_cast<std::uint8_t>(to_error(failure).kind()));
-    mine.put_string(to_error(failure).message());
-  }
-  std::vector<Bytes> answers;
-  try {
-    answers = local.all_gather_bytes(mine.bytes());
-  } catch (...) {
-    if (!failure) throw;
-  }
-  if (failure) std::rethrow_exception(failure);
-  for (const Bytes& answer : answers) {
-    if (answer.empty()) continue;
-    ByteReader reader(answer);
-    const auto kind = static_cast<ErrorKind>(reader.get<std::uint8_t>());
-    throw Error(kind, reader.get_string());
-  }
+    return Bytes();
+  });
+  all_or_none([&](BytesView bytes) { return local.all_gather_bytes(bytes); }, mine,
+              [&](std::size_t, const Error& failure) { return mine.failure ? *mine.failure : failure; });
   return leaders;
 }
 

@@ -9,37 +9,13 @@
 #include <torchspan/detail/device/streams.h>
 
 #include "collective/device/device_engine.h"
+#include "core/api/agreement.h"
 #include "device/api/tensors.h"
 
 namespace torchspan::collective::ipc {
 namespace {
 
 int world_rank(const Backend& control, int rank) { return control.ranks()[static_cast<std::size_t>(rank)]; }
-
-/// This rank's allocation and its handle, or why there is none.
-struct Offer {
-  std::shared_ptr<std::byte> memory = {};
-  Bytes handle = {};
-  std::string trouble = {};
-
-  Bytes encode() const {
-    ByteWriter writer;
-    writer.put_string(trouble);
-    writer.put_bytes(handle);
-    return writer.take();
-  }
-};
-
-Offer make_offer(const EngineParts& parts, std::size_t bytes) {
-  Offer offer;
-  try {
-    offer.memory = parts.runtime->allocate(parts.device, bytes);
-    offer.handle = parts.runtime->export_memory(parts.device, offer.memory.get());
-  } catch (...) {
-    offer.trouble = torchspan::describe(std::current_exception()).text;
-  }
-  return offer;
-}
 
 }  // namespace
 
@@ -56,37 +32,37 @@ at::Tensor device_bytes(const at::Tensor& tensor) {
 Staging::Staging(const EngineParts& parts, std::size_t area_bytes) : parts_(parts), area_bytes_(area_bytes) {
   Backend& control = *parts.control;
   const std::size_t bytes = 2 * area_bytes_;
-  const Offer mine = make_offer(parts, bytes);
-  const std::vector<Bytes> offers = control.all_gather_bytes(mine.encode(), parts.timeout);
-  std::string trouble;
-  for (int rank = 0; rank < control.size() && trouble.empty(); ++rank) {
-    ByteReader reader(offers[static_cast<std::size_t>(rank)]);
-    trouble = reader.get_string();
-    if (!trouble.empty()) {
-      trouble = fmt::format("rank {}: {}", world_rank(control, rank), trouble);
-      break;
+  const auto share = [&](const RankOutcome& mine) {
+    return all_or_none(
+        [&](BytesView sent) { return control.all_gather_bytes(sent, parts.timeout); }, mine,
+        [&](std::size_t rank, const Error& failure) {
+          return Error(
+              ErrorKind::kUnsupported,
+              fmt::format("the ranks cannot map each other's device memory: rank {}: {}; run them in "
+                          "one container, which shares process numbers and memory, or use "
+                          "BackendKind::kNccl",
+                          control.ranks()[rank], failure.message()));
+        });
+  };
+  std::shared_ptr<std::byte> own;
+  const std::vector<Bytes> handles = share(outcome_of([&] {
+    own = parts.runtime->allocate(parts.device, bytes);
+    return parts.runtime->export_memory(parts.device, own.get());
+  }));
+  share(outcome_of([&] {
+    for (int rank = 0; rank < control.size(); ++rank) {
+      try {
+        memory_.push_back(
+            rank == control.rank()
+                ? own
+                : parts.runtime->open_memory(parts.device, handles[static_cast<std::size_t>(rank)], bytes));
+      } catch (...) {
+        throw_invalid(fmt::format("it cannot map the memory of rank {}: {}", world_rank(control, rank),
+                                  torchspan::describe(std::current_exception()).text));
+      }
     }
-    try {
-      memory_.push_back(rank == control.rank() ? mine.memory
-                                               : parts.runtime->open_memory(
-                                                     parts.device, reader.get_bytes(reader.left()), bytes));
-    } catch (...) {
-      trouble =
-          fmt::format("rank {} cannot map the memory of rank {}: {}", world_rank(control, control.rank()),
-                      world_rank(control, rank), torchspan::describe(std::current_exception()).text);
-    }
-  }
-  ByteWriter outcome;
-  outcome.put_string(trouble);
-  for (const Bytes& theirs : control.all_gather_bytes(outcome.bytes(), parts.timeout)) {
-    const std::string text = ByteReader(theirs).get_string();
-    if (text.empty()) continue;
-    throw Error(
-        ErrorKind::kUnsupported,
-        fmt::format("the ranks cannot map each other's device memory: {}; run them in one container, which "
-                    "shares process numbers and memory, or use BackendKind::kNccl",
-                    text));
-  }
+    return Bytes();
+  }));
 }
 
 Staging::~Staging() {

@@ -9,6 +9,7 @@
 #include <torchspan/detail/device/streams.h>
 
 #include "collective/tensors.h"
+#include "core/api/agreement.h"
 
 namespace torchspan::collective::nccl {
 namespace {
@@ -25,16 +26,16 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, c
   Backend& control = *parts_.control;
   const c10::DeviceGuard guard(parts_.device);
   UniqueId id{};
-  ByteWriter writer;
-  const Result made = control.rank() == 0 ? library_->functions().get_unique_id(&id) : kSuccess;
-  writer.put_string(made == kSuccess ? std::string() : error_of(made, "ncclGetUniqueId").message());
-  const auto* const first = reinterpret_cast<const std::byte*>(id.bytes);
-  writer.put_bytes(BytesView(first, kIdBytes));
-  const std::vector<Bytes> all = control.all_gather_bytes(writer.bytes(), parts_.timeout);
-  ByteReader reader(all[0]);
-  const std::string trouble = reader.get_string();
-  if (!trouble.empty()) throw Error(ErrorKind::kUnsupported, trouble);
-  const BytesView bytes = reader.get_bytes(reader.left());
+  const auto make_id = [&] {
+    const Result made = control.rank() == 0 ? library_->functions().get_unique_id(&id) : kSuccess;
+    if (made != kSuccess) throw error_of(made, "ncclGetUniqueId");
+    const auto* const first = reinterpret_cast<const std::byte*>(id.bytes);
+    return Bytes(first, first + kIdBytes);
+  };
+  const std::vector<Bytes> all = all_or_none(
+      [&](BytesView mine) { return control.all_gather_bytes(mine, parts_.timeout); }, outcome_of(make_id),
+      [](std::size_t, const Error& failure) { return Error(ErrorKind::kUnsupported, failure.message()); });
+  const Bytes& bytes = all[0];
   if (bytes.size() != kIdBytes) {
     throw Error(ErrorKind::kInvalid, "the first rank sent an NCCL id of another size than NCCL's");
   }

@@ -118,7 +118,7 @@ bool LocalRanks::all_together() const {
   return std::all_of(leaders.begin(), leaders.end(), [&](int leader) { return leader == leaders[0]; });
 }
 
-LocalRanks find_local_ranks(Executor& executor, const LocalRanksPlan& plan, const Gather& gather) {
+LocalRanks find_local_ranks(Executor& executor, const LocalRanksPlan& plan, const GatherBytes& gather) {
   LocalRanks found;
   std::vector<ListenerInfo> listeners;
   for (const Bytes& bytes : gather(start_listening(executor, plan, found.listener).encode())) {
@@ -289,7 +289,7 @@ class Bootstrap {
 }  // namespace
 
 BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan,
-                          LocalRanks local_ranks, const Gather& gather) {
+                          LocalRanks local_ranks, const GatherBytes& gather) {
   BootstrapResult met{local_ranks.leaders, local_ranks.reasons};
   std::string trouble;
   try {

@@ -9,12 +9,9 @@
 
 #include "collective/shm/peer_memory.h"
 #include "collective/shm/unix_sockets.h"
+#include "core/api/agreement.h"
 
 namespace torchspan::collective::shm {
-
-/// Returns the bytes of every rank, by rank of the new group, through the membership. Throws if a rank does not
-/// answer.
-using Gather = std::function<std::vector<Bytes>(BytesView mine)>;
 
 inline constexpr std::size_t kTokenBytes = 32;
 
@@ -41,7 +38,7 @@ struct LocalRanks {
 
 /// Collective: every rank listens, and connects to the earlier ranks of its machine until one that runs as the
 /// same user answers.
-LocalRanks find_local_ranks(Executor& executor, const LocalRanksPlan& plan, const Gather& gather);
+LocalRanks find_local_ranks(Executor& executor, const LocalRanksPlan& plan, const GatherBytes& gather);
 
 struct BootstrapOptions {
   std::vector<PeerIdentity> peers;  ///< by rank of the new group
@@ -62,6 +59,6 @@ struct BootstrapResult {
 /// the leader stays open, so that its end reveals the end of a process. If a rank cannot pass or map memory,
 /// the ranks of its host share none, as if each were alone on a host.
 BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const BootstrapOptions& plan,
-                          LocalRanks local_ranks, const Gather& gather);
+                          LocalRanks local_ranks, const GatherBytes& gather);
 
 }  // namespace torchspan::collective::shm

@@ -107,7 +107,7 @@ GroupMemory::Places GroupMemory::reserve(std::size_t staging_area_bytes, std::si
 }
 
 std::unique_ptr<GroupMemory> GroupMemory::make(std::shared_ptr<PeerMemory> peer_memory,
-                                               std::vector<int> members, const Gather& gather,
+                                               std::vector<int> members, const GatherBytes& gather,
                                                const std::vector<int>& answering) {
   std::unique_ptr<GroupMemory> memory(new GroupMemory);
   const std::size_t size = members.size();

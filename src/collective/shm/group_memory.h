@@ -17,7 +17,7 @@ class GroupMemory {
   /// participants, and `answering` the index of each member among them. Throws the same error on every rank
   /// if one of them has no memory.
   static std::unique_ptr<GroupMemory> make(std::shared_ptr<PeerMemory> peer_memory, std::vector<int> members,
-                                           const Gather& gather, const std::vector<int>& answering);
+                                           const GatherBytes& gather, const std::vector<int>& answering);
   /// Other ranks may still read this rank's last calls: its memory is released when they no longer can.
   ~GroupMemory();
 

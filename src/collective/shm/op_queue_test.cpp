@@ -48,7 +48,7 @@ class OpQueueTest : public ::testing::Test {
     std::vector<Thread> ranks;
     for (int rank = 0; rank < kRanks; ++rank) {
       ranks.push_back(executor_->spawn("rank", [&, rank] {
-        const Gather gather = [&](BytesView mine) {
+        const GatherBytes gather = [&](BytesView mine) {
           places[rank].assign(mine.begin(), mine.end());
           ++there;
           while (there < kRanks) executor_->sleep(std::chrono::milliseconds(1));

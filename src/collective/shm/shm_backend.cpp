@@ -348,7 +348,7 @@ ShmBackend::ShmBackend(std::shared_ptr<OpQueue> op_queue) : op_queue_(std::move(
 
 std::shared_ptr<ShmBackend> ShmBackend::make(std::shared_ptr<PeerMemory> peer_memory,
                                              std::vector<int> members, Duration timeout,
-                                             const Gather& gather) {
+                                             const GatherBytes& gather) {
   std::vector<int> answering(members.size());
   for (std::size_t i = 0; i < members.size(); ++i) answering[i] = static_cast<int>(i);
   auto memory = GroupMemory::make(std::move(peer_memory), std::move(members), gather, answering);
@@ -357,7 +357,7 @@ std::shared_ptr<ShmBackend> ShmBackend::make(std::shared_ptr<PeerMemory> peer_me
 
 std::shared_ptr<Backend> ShmBackend::split(int color, int key) {
   const Deadline deadline = op_queue_->executor().deadline_in(op_queue_->timeout());
-  const Gather gather = [&](BytesView mine) { return gather_bytes(*op_queue_, mine, deadline); };
+  const GatherBytes gather = [&](BytesView mine) { return gather_bytes(*op_queue_, mine, deadline); };
   const std::vector<int> answering = ranks_of_split(gather, color, key);
   std::vector<int> members;
   for (const int parent_rank : answering) {

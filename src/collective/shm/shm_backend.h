@@ -18,7 +18,7 @@ class ShmBackend final : public Backend, public GathersInPlace, public MapsPeers
  public:
   /// Collective over `members` (peer memory ranks, by rank of the group); see GroupMemory::make().
   static std::shared_ptr<ShmBackend> make(std::shared_ptr<PeerMemory> peer_memory, std::vector<int> members,
-                                          Duration timeout, const Gather& gather);
+                                          Duration timeout, const GatherBytes& gather);
 
   std::string name() const override { return "shm"; }
   int rank() const override { return op_queue_->memory().rank(); }
