@@ -1,5 +1,8 @@
+#include <atomic>
+#include <cstdint>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <memory>
 #include <optional>
 #include <string_view>
 
@@ -9,14 +12,123 @@
 
 #include <torchspan/collective/group.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/runtime.h>
 
-#include "collective/api/gathers_in_place.h"
-#include "collective/operation_log.h"
+#include "collective/api/shares_memory.h"
 #include "collective/point_to_point/point_to_point.h"
 #include "collective/tensors.h"
 #include "core/api/step_part.h"
+#include "core/api/timeout_notice.h"
 
 namespace torchspan::collective {
+
+/// Numbers the operations of one group and records them as spans in a traced run. Does not keep the runtime
+/// alive, because its last owner must not be a thread of the group.
+class OperationLog {
+ public:
+  /// An operation that has begun; without spans in a run that is not traced.
+  struct Operation {
+    const char* call;
+    std::uint64_t number;
+    std::uint64_t bytes;
+    std::optional<TimePoint> began;
+  };
+
+  OperationLog(const std::shared_ptr<Runtime>& runtime, const std::vector<int>& ranks);
+
+  /// The log of a part of the group.
+  std::shared_ptr<OperationLog> of_part(const std::vector<int>& ranks) const;
+
+  Operation begin(const char* call, std::uint64_t bytes);
+  void end(const Operation& operation) const;
+
+  /// A blocking operation, listed as open until the destructor ends it.
+  class Blocking {
+   public:
+    Blocking(OperationLog& log, const char* call, std::uint64_t bytes);
+
+    /// Returns what `work` returns; reports it to the launcher if it times out.
+    template <class F>
+    auto run(F work) const {
+      try {
+        return work();
+      } catch (const Error& error) {
+        note(error);
+        throw;
+      }
+    }
+
+   private:
+    void note(const Error& error) const;
+
+    const char* const call_;
+    const std::uint64_t number_;
+    const std::int32_t group_;
+    std::shared_ptr<Runtime> runtime_;
+    TimePoint began_;
+    std::optional<SpanScope> scope_;
+  };
+
+  /// Ends the operation when `work` completes; `log` may be null.
+  template <class T>
+  static Future<T> until(const std::shared_ptr<OperationLog>& log, const Operation& operation,
+                         Future<T> work) {
+    if (operation.began) work.add_done_callback([log, operation](const Future<T>&) { log->end(operation); });
+    return work;
+  }
+
+ private:
+  std::shared_ptr<Runtime> runtime() const { return borrowed_ ? borrowed_ : owned_.lock(); }
+
+  const std::weak_ptr<Runtime> owned_;
+  const std::shared_ptr<Runtime> borrowed_;  ///< owns nothing
+  const std::int32_t group_;                 ///< hash of the ranks
+  std::atomic<std::uint64_t> next_{0};
+};
+
+OperationLog::OperationLog(const std::shared_ptr<Runtime>& runtime, const std::vector<int>& ranks)
+    : owned_(runtime),
+      borrowed_(runtime.use_count() == 0 ? runtime : std::shared_ptr<Runtime>()),
+      group_(group_number(ranks)) {}
+
+std::shared_ptr<OperationLog> OperationLog::of_part(const std::vector<int>& ranks) const {
+  return std::make_shared<OperationLog>(borrowed_ ? borrowed_ : owned_.lock(), ranks);
+}
+
+OperationLog::Blocking::Blocking(OperationLog& log, const char* call, std::uint64_t bytes)
+    : call_(call),
+      number_(log.next_.fetch_add(1, std::memory_order_relaxed)),
+      group_(log.group_),
+      runtime_(log.runtime()) {
+  if (!runtime_) return;
+  began_ = runtime_->executor.now();
+  scope_.emplace(runtime_->spans, SpanKind::kCollective, call,
+                 SpanLink{.id = number_, .part = group_, .bytes = bytes});
+}
+
+void OperationLog::Blocking::note(const Error& error) const {
+  if (!runtime_ || error.kind() != ErrorKind::kTimedOut) return;
+  report_timeout({.kind = "collective",
+                  .name = call_,
+                  .seconds = to_seconds(runtime_->executor.now() - began_),
+                  .id = number_,
+                  .part = group_});
+}
+
+OperationLog::Operation OperationLog::begin(const char* call, std::uint64_t bytes) {
+  Operation operation{call, next_.fetch_add(1, std::memory_order_relaxed), bytes, std::nullopt};
+  const std::shared_ptr<Runtime> here = runtime();
+  if (here && here->spans.is_traced()) operation.began = here->executor.now();
+  return operation;
+}
+
+void OperationLog::end(const Operation& operation) const {
+  const std::shared_ptr<Runtime> here = runtime();
+  if (!here || !operation.began) return;
+  here->spans.record(SpanKind::kCollective, operation.call, *operation.began,
+                     SpanLink{.id = operation.number, .part = group_, .bytes = operation.bytes});
+}
+
 namespace {
 
 void check(bool good, std::string text) {
@@ -264,7 +376,7 @@ Future<at::Tensor> Group::all_gather_into_tensor(at::Tensor output, at::Tensor t
   check_written(*backend_, "all_gather_into_tensor", output);
   check_output("all_gather_into_tensor", output, tensor, size());
   const std::uint64_t bytes = logged_bytes(tensor);
-  if (auto* in_place = dynamic_cast<GathersInPlace*>(backend_.get())) {
+  if (auto* in_place = dynamic_cast<SharesMemory*>(backend_.get())) {
     return start("all_gather_into_tensor", bytes,
                  [&] { return in_place->all_gather_into(std::move(output), std::move(tensor)); });
   }

@@ -11,7 +11,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/optimizer.h>
 
-#include "collective/api/gathers_in_place.h"
+#include "collective/api/shares_memory.h"
 
 namespace torchspan::sharded {
 namespace {
@@ -20,7 +20,7 @@ namespace {
 constexpr std::int64_t kMostCopiedBytes = 256 << 10;
 
 bool gathers_in_place(const collective::Group& group) {
-  return dynamic_cast<const collective::GathersInPlace*>(group.backend().get()) != nullptr;
+  return dynamic_cast<const collective::SharesMemory*>(group.backend().get()) != nullptr;
 }
 
 }  // namespace

@@ -2,20 +2,27 @@
 
 #include "collective/c10d/c10d_collectives.h"
 #include "collective/c10d/compat.h"
-#include "collective/c10d/connections.h"
 
 #if defined(TORCHSPAN_GLOO)
 #include <algorithm>
+#include <charconv>
 #include <csignal>
+#include <cstring>
+#include <fcntl.h>
+#include <filesystem>
 #include <fmt/format.h>
 #include <map>
+#include <netinet/in.h>
 #include <optional>
+#include <set>
+#include <sys/socket.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <torchspan/detail/core/mutex.h>
 
+#include "core/api/descriptor.h"
 #include "net/api/network.h"
 
 namespace torchspan::collective {
@@ -26,6 +33,81 @@ using rendezvous::Membership;
 constexpr Duration kBetweenGathers = std::chrono::milliseconds(1);
 /// Gloo adds its timeout to the time; this stands for none.
 constexpr Duration kLongestTimeout = std::chrono::hours(24 * 3650);
+
+/// The TCP connections of an engine that cannot cancel its pending operations. Finds them among the
+/// descriptors of this process by the addresses at which the engine's ranks listen.
+class Connections {
+ public:
+  /// Adds the addresses at which this rank, or a peer, listens: every sockaddr found in the bytes that the
+  /// engine's ranks exchanged.
+  void add_own(const std::vector<std::uint8_t>& exchanged) { find(exchanged, own_); }
+  void add_peer(const std::vector<std::uint8_t>& exchanged) { find(exchanged, peers_); }
+
+  /// Shuts the connections down, as if all peers had closed them. Returns their number.
+  int end() const;
+
+ private:
+  static void find(const std::vector<std::uint8_t>& exchanged, std::set<std::string>& addresses);
+  bool is_ours(int socket) const;
+
+  std::set<std::string> own_, peers_;
+};
+
+/// Family, port and address; empty for other families.
+std::string key_of(const sockaddr_storage& address) {
+  const auto text = [](const void* data, std::size_t size) {
+    return std::string(static_cast<const char*>(data), size);
+  };
+  if (address.ss_family == AF_INET) {
+    const auto& four = reinterpret_cast<const sockaddr_in&>(address);
+    return text(&four.sin_port, sizeof four.sin_port) + text(&four.sin_addr, sizeof four.sin_addr);
+  }
+  if (address.ss_family == AF_INET6) {
+    const auto& six = reinterpret_cast<const sockaddr_in6&>(address);
+    return text(&six.sin6_port, sizeof six.sin6_port) + text(&six.sin6_addr, sizeof six.sin6_addr);
+  }
+  return {};
+}
+
+void Connections::find(const std::vector<std::uint8_t>& exchanged, std::set<std::string>& addresses) {
+  for (const std::size_t size : {sizeof(sockaddr_in), sizeof(sockaddr_in6)}) {
+    for (std::size_t at = 0; at + size <= exchanged.size(); ++at) {
+      sockaddr_storage address{};
+      std::memcpy(&address, exchanged.data() + at, size);
+      if (address.ss_family != (size == sizeof(sockaddr_in) ? AF_INET : AF_INET6)) continue;
+      addresses.insert(key_of(address));
+    }
+  }
+}
+
+bool Connections::is_ours(int socket) const {
+  sockaddr_storage own{}, peer{};
+  socklen_t own_size = sizeof own, peer_size = sizeof peer;
+  if (::getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) != 0 ||
+      ::getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &peer_size) != 0) {
+    return false;
+  }
+  return own_.contains(key_of(own)) || peers_.contains(key_of(peer));
+}
+
+int Connections::end() const {
+  std::vector<int> descriptors;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", ignored)) {
+    const std::string name = entry.path().filename().string();
+    int descriptor = -1;
+    if (std::from_chars(name.data(), name.data() + name.size(), descriptor).ec == std::errc()) {
+      descriptors.push_back(descriptor);
+    }
+  }
+  int ended = 0;
+  for (const int descriptor : descriptors) {
+    // The descriptor may be closed and reused at any time; the copy is not.
+    const Descriptor copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+    if (copy && is_ours(copy.get()) && ::shutdown(copy.get(), SHUT_RDWR) == 0) ++ended;
+  }
+  return ended;
+}
 
 /// The store through which Gloo's ranks find each other. A thread exchanges what the ranks set, by repeated
 /// gathers, until all ranks are connected.

@@ -142,7 +142,7 @@ Future<ReceivedMessage> PointToPoint::recv_from_any(const at::Tensor& tensor, in
 void PointToPoint::member_died(const rendezvous::Member& member, const Error& reason) {
   const auto& instances = loop_.plan().instances;
   if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
-  loop_.break_with(FailureReports::lost(describe(member), reason.message()), MessageLoop::Tell::kNobody);
+  loop_.break_with(lost_rank(describe(member), reason.message()), MessageLoop::Tell::kNobody);
 }
 
 void PointToPoint::world_ended(const Error& reason) { loop_.break_with(reason, MessageLoop::Tell::kPeers); }

@@ -13,6 +13,7 @@
 #include "collective/serial/gathers.h"
 #include "collective/single.h"
 #include "collective/tensors.h"
+#include "core/api/agreement.h"
 #include "core/api/step_part.h"
 #include "core/api/timeout_notice.h"
 #include "device/api/tensors.h"
@@ -22,35 +23,60 @@ namespace {
 
 constexpr Duration kAnswerLimit = std::chrono::seconds(1);
 
-}  // namespace
-
-Error FailureReports::lost(const std::string& peer, const std::string& how) {
-  return {ErrorKind::kDisconnected,
-          fmt::format("{}, and the group cannot continue without it", text_of_gone(peer, how))};
+void throw_if_rank_gone(const SerialOptions& options) {
+  const auto gone = options.world ? options.world->first_gone(options.instances) : std::nullopt;
+  if (gone) throw lost_rank(options.peers[gone->rank], gone->how);
 }
 
-void FailureReports::throw_if_rank_gone() const {
-  const auto gone = options_.world ? options_.world->first_gone(options_.instances) : std::nullopt;
-  if (gone) throw lost(options_.peers[gone->rank], gone->how);
-}
-
-void FailureReports::throw_different(std::size_t one, const std::string& its_call, std::size_t other,
-                                     const std::string& other_call) const {
+[[noreturn]] void throw_different_calls(const SerialOptions& options, std::size_t one,
+                                        const std::string& its_call, std::size_t other,
+                                        const std::string& other_call) {
   throw Error(
       ErrorKind::kInvalid,
       fmt::format(
           "the ranks of a group must call the same operations in the same order, but {} called {}, and {} "
           "called {}",
-          options_.peers[one], its_call, options_.peers[other], other_call));
+          options.peers[one], its_call, options.peers[other], other_call));
 }
 
-Error FailureReports::explain(const std::string& call, std::uint64_t number,
-                              const std::exception_ptr& exception) const {
+/// Asks the ranks through the membership whether call `number` of the group failed there too. Returns which ranks did not
+/// answer within a second; empty if all did.
+std::string find_silent_ranks(Executor& executor, const SerialOptions& options, std::uint64_t number) {
+  std::vector<int> ranks = options.ranks;
+  std::sort(ranks.begin(), ranks.end());
+  try {
+    options.world->ask([&](rendezvous::Membership& world) {
+      world.barrier(fmt::format("torchspan.roll_call.{}", number), std::move(ranks),
+                    executor.deadline_in(kAnswerLimit));
+    });
+  } catch (const Error& error) {
+    return error.message();
+  }
+  return {};
+}
+
+/// The ranks that are gone, or else those that do not answer, for a message about call `number`; begins with "; ".
+std::string missing_ranks(Executor& executor, const SerialOptions& options, BlockingCollectives& collectives,
+                          std::uint64_t number) {
+  if (const auto first = options.world ? options.world->first_gone(options.instances) : std::nullopt) {
+    return fmt::format("; {}", text_of_gone(options.peers[first->rank], first->how));
+  }
+  const std::string awaited = collectives.awaited();
+  if (!awaited.empty()) return "; it waits for " + awaited;
+  if (!options.world) return {};
+  const std::string silent = find_silent_ranks(executor, options, number);
+  return silent.empty() ? "; all ranks report this failure"
+                        : "; the ranks were asked whether it failed on them too: " + silent;
+}
+
+/// The error for what the engine threw during call `number` of the group.
+Error explain_failure(Executor& executor, const SerialOptions& options, BlockingCollectives& collectives,
+                      const std::string& call, std::uint64_t number, const std::exception_ptr& exception) {
   const auto about = [&](ErrorKind kind, const std::string& text) {
-    if (kind == ErrorKind::kDisconnected && options_.world)
-      options_.world->await_first_gone(options_.instances);
-    return Error(kind, fmt::format("{}, call {} of the group, failed in {}: {}{}", call, number,
-                                   collectives_.name(), text, missing_ranks(number)));
+    if (kind == ErrorKind::kDisconnected && options.world) options.world->await_first_gone(options.instances);
+    return Error(kind,
+                 fmt::format("{}, call {} of the group, failed in {}: {}{}", call, number, collectives.name(),
+                             text, missing_ranks(executor, options, collectives, number)));
   };
   try {
     std::rethrow_exception(exception);
@@ -61,42 +87,14 @@ Error FailureReports::explain(const std::string& call, std::uint64_t number,
   }
   const std::string text = torchspan::describe(exception).text;
   // Engines that announce failures report lost connections as Errors; anything else concerns this rank alone.
-  if (collectives_.announces()) {
+  if (collectives.announces()) {
     return {to_error(exception).kind(),
             fmt::format("{}, call {} of the group, failed on {}: {}", call, number,
-                        options_.peers[static_cast<std::size_t>(options_.rank)], text)};
+                        options.peers[static_cast<std::size_t>(options.rank)], text)};
   }
   const bool late = text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos;
   return about(late ? ErrorKind::kTimedOut : ErrorKind::kDisconnected, text);
 }
-
-std::string FailureReports::missing_ranks(std::uint64_t number) const {
-  if (const auto first = options_.world ? options_.world->first_gone(options_.instances) : std::nullopt) {
-    return fmt::format("; {}", text_of_gone(options_.peers[first->rank], first->how));
-  }
-  const std::string awaited = collectives_.awaited();
-  if (!awaited.empty()) return "; it waits for " + awaited;
-  if (!options_.world) return {};
-  const std::string silent = find_silent_ranks(number);
-  return silent.empty() ? "; all ranks report this failure"
-                        : "; the ranks were asked whether it failed on them too: " + silent;
-}
-
-std::string FailureReports::find_silent_ranks(std::uint64_t number) const {
-  std::vector<int> ranks = options_.ranks;
-  std::sort(ranks.begin(), ranks.end());
-  try {
-    options_.world->ask([&](rendezvous::Membership& world) {
-      world.barrier(fmt::format("torchspan.roll_call.{}", number), std::move(ranks),
-                    executor_.deadline_in(kAnswerLimit));
-    });
-  } catch (const Error& error) {
-    return error.message();
-  }
-  return {};
-}
-
-namespace {
 
 std::string comma(ReduceOp reduction) { return ", " + to_string(reduction); }
 
@@ -111,7 +109,6 @@ SerialBackend::SerialBackend(std::shared_ptr<Runtime> runtime,
       options_(std::move(options)),
       collectives_(std::move(collectives)),
       gathers_(*collectives_, options_.rank, static_cast<int>(options_.ranks.size())),
-      reports_(runtime_->executor, options_, *collectives_),
       host_(std::make_shared<GroupHost>(runtime_)),
       parker_(runtime_->executor.make_parker()) {
   collectives_->watch([parker = parker_] { parker->unpark(); }, {});
@@ -127,7 +124,7 @@ std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runt
   if (!world) return backend;
   world->add(backend);
   if (const auto gone = world->first_gone(instances)) {
-    backend->break_with(FailureReports::lost(backend->options_.peers[gone->rank], gone->how));
+    backend->break_with(lost_rank(backend->options_.peers[gone->rank], gone->how));
   }
   return backend;
 }
@@ -155,7 +152,7 @@ void SerialBackend::stop_thread() {
 void SerialBackend::member_died(const rendezvous::Member& member, const Error& reason) {
   const auto& instances = options_.instances;
   if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
-  const Error cause = FailureReports::lost(describe(member), reason.message());
+  const Error cause = lost_rank(describe(member), reason.message());
   if (collectives_->announces()) collectives_->abort(cause);  // before this rank may end because of it
   break_with(cause);
   collectives_->abort(cause);
@@ -262,14 +259,15 @@ void SerialBackend::run_one(Job& job) {
   try {
     if (const auto cause = recorded_failure()) throw Error(*cause);
     // Engines that announce failures see the end of a rank in the order of calls.
-    if (!collectives_->announces()) reports_.throw_if_rank_gone();
+    if (!collectives_->announces()) throw_if_rank_gone(options_);
     compare(job.call);
     job.run();
   } catch (...) {
     const auto announced = collectives_->failure();
     if (!recorded_failure())
       break_with(announced ? *announced
-                           : reports_.explain(job.call.text, calls_.load(), std::current_exception()));
+                           : explain_failure(runtime_->executor, options_, *collectives_, job.call.text,
+                                             calls_.load(), std::current_exception()));
     const Error cause = *recorded_failure();
     if (collectives_->announces() && !is_leaving()) collectives_->fail_call(cause, job.number);
     if (cause.kind() == ErrorKind::kTimedOut && !listed_by_caller) {
@@ -303,10 +301,8 @@ void SerialBackend::compare(const CallLine& call) {
       bytes_of(lines.data(), lines.size() * kLineBytes)
           .view({static_cast<std::int64_t>(lines.size()), static_cast<std::int64_t>(kLineBytes)});
   collectives_->all_gather(bytes_of(mine.data(), mine.size()), all);
-  for (std::size_t rank = 1; rank < lines.size(); ++rank) {
-    if (lines[rank] != lines[0])
-      reports_.throw_different(0, unpack_line(lines[0]), rank, unpack_line(lines[rank]));
-  }
+  if (const auto rank = first_difference(lines))
+    throw_different_calls(options_, 0, unpack_line(lines[0]), *rank, unpack_line(lines[*rank]));
 }
 
 template <class T>
@@ -326,8 +322,9 @@ T SerialBackend::submit_and_wait(Duration timeout, const char* call, UniqueFunct
   }
   if (timeout == Duration::zero() || future.wait_for(timeout - waited)) return future.wait();
   const std::uint64_t dropped = break_with(
-      Error(ErrorKind::kTimedOut, fmt::format("{}, call {} of the group, did not complete by its deadline{}",
-                                              call, number, reports_.missing_ranks(number))));
+      Error(ErrorKind::kTimedOut,
+            fmt::format("{}, call {} of the group, did not complete by its deadline{}", call, number,
+                        missing_ranks(runtime_->executor, options_, *collectives_, number))));
   const Error cause = *recorded_failure();
   if (collectives_->announces()) collectives_->fail_call(cause, std::min(number, dropped));
   throw Error(cause).with_call(call);
@@ -390,7 +387,7 @@ Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
     }
     return submit<at::Tensor>(std::move(line), [this, tensor, reduction] {
       return reduce_sparse(gathers_, tensor, reduction, [&](const SparseDifference& calls) {
-        reports_.throw_different(calls.one, calls.its_call, calls.other, calls.other_call);
+        throw_different_calls(options_, calls.one, calls.its_call, calls.other, calls.other_call);
       });
     });
   }

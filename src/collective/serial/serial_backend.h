@@ -33,33 +33,6 @@ struct SerialOptions {
   std::vector<std::uint64_t> instances = {};  ///< of the ranks' processes, if there is a world
 };
 
-/// Explains failures of a serial group: which ranks are gone, late or silent, or made other calls.
-class FailureReports {
- public:
-  /// Everything must outlive this object.
-  FailureReports(Executor& executor, const SerialOptions& options, BlockingCollectives& collectives)
-      : executor_(executor), options_(options), collectives_(collectives) {}
-
-  /// The error for what the engine threw during call `number` of the group.
-  Error explain(const std::string& call, std::uint64_t number, const std::exception_ptr& exception) const;
-  /// The ranks that are gone, or else those that do not answer, for a message about call `number`; begins with "; ".
-  std::string missing_ranks(std::uint64_t number) const;
-  void throw_if_rank_gone() const;
-  [[noreturn]] void throw_different(std::size_t one, const std::string& its_call, std::size_t other,
-                                    const std::string& other_call) const;
-  /// The error for a rank that is gone; `how` may begin with its name.
-  static Error lost(const std::string& peer, const std::string& how);
-
- private:
-  /// Asks the ranks through the membership whether this call failed there too. Returns which ranks did not
-  /// answer within a second; empty if all did.
-  std::string find_silent_ranks(std::uint64_t number) const;
-
-  Executor& executor_;
-  const SerialOptions& options_;
-  BlockingCollectives& collectives_;
-};
-
 /// A backend over BlockingCollectives: runs one operation at a time on its thread, and implements what the
 /// engine does not support. Gathers and reduces dtypes and reductions that the engine lacks here, in the
 /// order of ranks; reduces 16-bit floats as floats.
@@ -134,7 +107,6 @@ class SerialBackend final : public Backend, public WorldListener {
   const SerialOptions options_;
   const std::unique_ptr<BlockingCollectives> collectives_;
   const Gathers gathers_;
-  const FailureReports reports_;
   const std::shared_ptr<GroupHost> host_;
   const std::shared_ptr<Parker> parker_;  ///< shared with the engine, which wakes the thread
   std::atomic<bool> stopping_{false};

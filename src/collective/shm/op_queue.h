@@ -16,11 +16,11 @@ namespace torchspan::collective::shm {
 /// Runs the operations of one rank of a group in the order of their calls. The thread that holds the driver
 /// lock runs them: a caller that waits for a future, else the group's thread. The group's thread leaves an
 /// operation to its caller for a moment, because waking the thread takes longer than a small operation.
-class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_this<OpQueue> {
+class OpQueue final : public std::enable_shared_from_this<OpQueue> {
  public:
   static std::shared_ptr<OpQueue> make(std::unique_ptr<GroupMemory> memory, Duration timeout);
   /// Fails pending operations with kCancelled.
-  ~OpQueue() override;
+  ~OpQueue();
 
   /// Numbers the call, posts it to the other ranks as soon as a slot is free, and later completes the
   /// operation.
@@ -29,10 +29,11 @@ class OpQueue final : public PeerMemoryListener, public std::enable_shared_from_
   /// Why no operation runs any more; nullopt if operations run.
   std::optional<Error> breakage();
 
-  void rank_gone() override;
+  // What PeerMemory reports, without locks, on threads that this object does not join. See WorldListener.
+  void rank_gone();
   /// Fails all operations on this rank; the other ranks see that it has left the group.
-  void world_ended(const Error& reason) override;
-  void world_closing() override;
+  void world_ended(const Error& reason);
+  void world_closing();
 
   GroupMemory& memory() { return *memory_; }
   Runtime& runtime() const { return *runtime_; }

@@ -3,6 +3,8 @@
 #include <cerrno>
 #include <sys/socket.h>
 
+#include "collective/shm/op_queue.h"
+
 namespace torchspan::collective::shm {
 
 void PeerMemory::note_gone(std::uint64_t instance, const std::string& how) {
@@ -26,8 +28,8 @@ void PeerMemory::world_closing() {
   for (const auto& listener : listeners()) listener->world_closing();
 }
 
-std::vector<std::shared_ptr<PeerMemoryListener>> PeerMemory::listeners() {
-  std::vector<std::shared_ptr<PeerMemoryListener>> living;
+std::vector<std::shared_ptr<OpQueue>> PeerMemory::listeners() {
+  std::vector<std::shared_ptr<OpQueue>> living;
   MutexLock lock(mutex_);
   std::erase_if(listeners_, [](const auto& listener) { return listener.expired(); });
   for (const auto& listener : listeners_) {
@@ -74,7 +76,7 @@ void PeerMemory::reclaim() {
   });
 }
 
-void PeerMemory::add(const std::weak_ptr<PeerMemoryListener>& listener) {
+void PeerMemory::add(const std::weak_ptr<OpQueue>& listener) {
   {
     MutexLock lock(mutex_);
     listeners_.push_back(listener);

@@ -20,16 +20,7 @@ struct PeerIdentity {
   std::string text = {};       ///< "worker1 (rank 1, pid 4711 on node3)"
 };
 
-/// A group that uses the peer memory. Called without locks, while the group is alive, on threads that it does
-/// not join.
-class PeerMemoryListener {
- public:
-  virtual ~PeerMemoryListener() = default;
-  virtual void rank_gone() = 0;
-  /// See WorldListener.
-  virtual void world_ended(const Error& reason) = 0;
-  virtual void world_closing() = 0;
-};
+class OpQueue;
 
 /// The memory of a set of ranks on one host, and which of them are gone. bootstrap() makes it; a group and
 /// all groups split from it share it. Thread-safe.
@@ -80,7 +71,7 @@ class PeerMemory final : public WorldListener {
   void reclaim();
 
   /// Notifies `listener` while it lives.
-  void add(const std::weak_ptr<PeerMemoryListener>& listener);
+  void add(const std::weak_ptr<OpQueue>& listener);
 
  private:
   struct Retired {
@@ -88,7 +79,7 @@ class PeerMemory final : public WorldListener {
     std::function<bool()> unseen;
   };
   void note_gone(std::uint64_t instance, const std::string& how);
-  std::vector<std::shared_ptr<PeerMemoryListener>> listeners();
+  std::vector<std::shared_ptr<OpQueue>> listeners();
 
   const std::shared_ptr<WorldLink> world_;
   const std::vector<PeerIdentity> peers_;
@@ -98,7 +89,7 @@ class PeerMemory final : public WorldListener {
   std::vector<Descriptor> ends_;
   Mutex mutex_;
   std::vector<std::optional<std::string>> gone_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<std::weak_ptr<PeerMemoryListener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::weak_ptr<OpQueue>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
   Mutex retired_mutex_;
   std::vector<Retired> retired_ TORCHSPAN_GUARDED_BY(retired_mutex_);
 };

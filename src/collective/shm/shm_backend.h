@@ -4,8 +4,7 @@
 
 #include <torchspan/collective/backend.h>
 
-#include "collective/api/gathers_in_place.h"
-#include "collective/api/maps_peers.h"
+#include "collective/api/shares_memory.h"
 #include "collective/shm/op_queue.h"
 
 namespace torchspan::collective::shm {
@@ -14,7 +13,7 @@ namespace torchspan::collective::shm {
 /// sent with the call, and every rank reduces them; large ones go through staging buffers chunk by chunk. If
 /// tensors are in shared memory already, each part is reduced once and written to the tensors of all ranks.
 /// All paths sum in the order of ranks 0 to P-1.
-class ShmBackend final : public Backend, public GathersInPlace, public MapsPeers {
+class ShmBackend final : public Backend, public SharesMemory {
  public:
   /// Collective over `members` (peer memory ranks, by rank of the group); see GroupMemory::make().
   static std::shared_ptr<ShmBackend> make(std::shared_ptr<PeerMemory> peer_memory, std::vector<int> members,

@@ -17,7 +17,7 @@
 
 #include <torchspan/core/error.h>
 
-#include "collective/api/maps_peers.h"
+#include "collective/api/shares_memory.h"
 #include "data_parallel/api/group_ranks.h"
 
 namespace torchspan::sharded {
@@ -125,8 +125,8 @@ namespace {
 
 std::size_t page_size() { return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)); }
 
-collective::MapsPeers* maps_of(const collective::Group& group) {
-  return dynamic_cast<collective::MapsPeers*>(group.backend().get());
+collective::SharesMemory* maps_of(const collective::Group& group) {
+  return dynamic_cast<collective::SharesMemory*>(group.backend().get());
 }
 
 bool in_pages(const FlatLayout& layout, std::size_t item) {
@@ -146,7 +146,7 @@ std::int64_t JoinedParts::step(const collective::Group& group, at::ScalarType dt
 std::unique_ptr<JoinedParts> JoinedParts::make(const collective::Group& group, const at::Tensor& part,
                                                const FlatLayout& layout) {
   const auto item = static_cast<std::size_t>(part.element_size());
-  collective::MapsPeers* const maps = maps_of(group);
+  collective::SharesMemory* const maps = maps_of(group);
   if (maps == nullptr || !in_pages(layout, item)) return nullptr;
   const std::vector<std::byte*> parts = maps->peer_memory_of(part);
   if (parts.empty()) return nullptr;

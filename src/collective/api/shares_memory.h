@@ -5,12 +5,17 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
+#include <torchspan/core/future.h>
+
 namespace torchspan::collective {
 
-/// A backend that has this base has mapped the shared memory of all ranks.
-class MapsPeers {
+/// What a backend can do that has mapped the shared memory of all ranks.
+class SharesMemory {
  public:
-  virtual ~MapsPeers() = default;
+  virtual ~SharesMemory() = default;
+  /// As Group::all_gather_into_tensor(), which has checked the arguments, without a copy in between. `tensor` may be this
+  /// rank's part of `output`.
+  virtual Future<at::Tensor> all_gather_into(at::Tensor output, at::Tensor tensor) = 0;
   /// Collective; blocks. Returns where this process sees each rank's `mine`, a contiguous tensor from Group::allocate()
   /// with the same number of bytes on all ranks; nothing on all ranks if a rank has another tensor. The addresses are
   /// valid while the backend lives and the other ranks keep their tensors.
