@@ -2,11 +2,13 @@
 #include <array>
 #include <cmath>
 #include <cstddef>
+#include <exception>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <functional>
 #include <limits>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -30,12 +32,148 @@
 #include "data_parallel/api/agreement.h"
 #include "data_parallel/api/group_ranks.h"
 #include "sharded/parts.h"
-#include "sharded/zero/bucket_parameters.h"
 #include "sharded/zero/gradient_scatter.h"
 #include "sharded/zero/join_protocol.h"
 
 namespace torchspan::sharded {
 namespace {
+
+/// The parameters of a reducer's buckets, each bucket in one flat tensor, and the gathers that bring the other ranks'
+/// parts. Use it from the training thread.
+class BucketParameters {
+ public:
+  /// Moves the parameters into the flat tensors.
+  BucketParameters(collective::Group group, std::vector<BucketShards> layout,
+                   const std::vector<data_parallel::Parameter>& parameters);
+  BucketParameters(const BucketParameters&) = delete;
+  BucketParameters& operator=(const BucketParameters&) = delete;
+
+  /// Moves parameters that the program gave other memory, as torch::load() does, back into the flat tensors, with their
+  /// new values, unless their shape, dtype or device has changed.
+  void adopt();
+  /// Throws Error{kInvalid} for a parameter that adopt() left out.
+  void check() const;
+
+  /// adopt(), and returns when all buckets are whole.
+  void settle() {
+    adopt();
+    wait_all();
+  }
+
+  std::size_t size() const { return flats_.size(); }
+  const at::Tensor& flat(std::size_t bucket) const { return flats_[bucket]; }
+  /// Collective: begins to replace the other ranks' parts of a bucket by theirs.
+  void begin_gather(std::size_t bucket);
+  /// Returns when the bucket's parameters are whole. After a gather has failed, always throws its failure.
+  void wait(std::size_t bucket);
+  void wait_all();
+  /// Number of buckets with a gather that was not waited for.
+  std::size_t arriving() const;
+
+ private:
+  struct Held {
+    data_parallel::Parameter parameter;
+    at::Tensor view;  ///< its place in the flat tensor
+    std::size_t bucket;
+    bool fits() const;
+  };
+  struct Gather {
+    PartGather parts;
+    Future<at::Tensor> remainder;
+  };
+
+  const collective::Group group_;
+  const std::vector<BucketShards> layout_;
+  std::vector<at::Tensor> flats_;
+  std::vector<Held> held_;
+  std::vector<std::optional<Gather>> gathers_;  ///< by bucket
+  std::exception_ptr failure_;
+};
+
+BucketParameters::BucketParameters(collective::Group group, std::vector<BucketShards> layout,
+                                   const std::vector<data_parallel::Parameter>& parameters)
+    : group_(std::move(group)), layout_(std::move(layout)), gathers_(layout_.size()) {
+  const at::NoGradGuard no_grad;
+  for (const BucketShards& bucket : layout_) {
+    const at::Tensor& like = parameters[bucket.places[0].parameter].tensor;
+    flats_.push_back(shared_or_private(group_, bucket.count, like.options().requires_grad(false)));
+    for (const BucketShards::Place& place : bucket.places) {
+      const data_parallel::Parameter& parameter = parameters[place.parameter];
+      const at::Tensor view =
+          flats_.back().narrow(0, place.offset, place.count).view(parameter.tensor.sizes());
+      view.copy_(parameter.tensor);
+      parameter.tensor.set_data(view);
+      held_.push_back({parameter, view, flats_.size() - 1});
+    }
+  }
+}
+
+bool BucketParameters::Held::fits() const {
+  const at::Tensor& tensor = parameter.tensor;
+  return tensor.sizes() == view.sizes() && tensor.scalar_type() == view.scalar_type() &&
+         tensor.device() == view.device();
+}
+
+void BucketParameters::adopt() {
+  for (const Held& held : held_) {
+    const at::Tensor& tensor = held.parameter.tensor;
+    if (tensor.numel() == 0 || !held.fits()) continue;
+    if (tensor.data_ptr() == held.view.data_ptr() && tensor.is_contiguous()) continue;
+    wait(held.bucket);  // the step before it
+    const at::NoGradGuard no_grad;
+    held.view.copy_(tensor);
+    tensor.set_data(held.view);
+  }
+}
+
+void BucketParameters::check() const {
+  for (const Held& held : held_) {
+    if (held.fits()) continue;
+    const at::Tensor& tensor = held.parameter.tensor;
+    throw Error(
+        ErrorKind::kInvalid,
+        fmt::format("parameter '{}' is {} {} on {} now, but was {} {} on {} when the "
+                    "ZeroRedundancyOptimizer was made; convert the module before",
+                    held.parameter.name, c10::toString(tensor.scalar_type()), c10::str(tensor.sizes()),
+                    tensor.device().str(), c10::toString(held.view.scalar_type()),
+                    c10::str(held.view.sizes()), held.view.device().str()));
+  }
+}
+
+void BucketParameters::begin_gather(std::size_t bucket) {
+  wait(bucket);
+  const BucketShards& shards = layout_[bucket];
+  const at::Tensor& flat = flats_[bucket];
+  const std::int64_t even = shards.ranks * shards.chunk;
+  Gather gather{
+      PartGather(group_, flat.narrow(0, 0, even), flat.narrow(0, shards.begin(group_.rank()), shards.chunk)),
+      {}};
+  if (shards.remainder() > 0)
+    gather.remainder = group_.broadcast(flat.narrow(0, even, shards.remainder()), group_.size() - 1);
+  gathers_[bucket] = std::move(gather);
+}
+
+void BucketParameters::wait(std::size_t bucket) {
+  if (failure_) std::rethrow_exception(failure_);
+  std::optional<Gather> gather = std::exchange(gathers_[bucket], std::nullopt);
+  if (!gather) return;
+  try {
+    gather->parts.wait();
+    if (gather->remainder.valid()) gather->remainder.wait();
+  } catch (...) {
+    failure_ = std::current_exception();
+    throw;
+  }
+}
+
+void BucketParameters::wait_all() {
+  for (std::size_t bucket = gathers_.size(); bucket-- > 0;) wait(bucket);
+}
+
+std::size_t BucketParameters::arriving() const {
+  return static_cast<std::size_t>(
+      std::count_if(gathers_.begin(), gathers_.end(), [](const auto& gather) { return gather.has_value(); }));
+}
 
 /// The state of an optimizer of pieces, and of parameters that an optimizer of the whole module would have without stepping
 /// them. Refuses to save or load while parameters arrive: those of the module are then of two steps.
