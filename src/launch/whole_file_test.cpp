@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "core/api/descriptor.h"
-#include "launch/redirected.h"
+#include "launch/captured.h"
 #include "tests/support/processes.h"
 
 namespace torchspan::launch::whole_file_test {

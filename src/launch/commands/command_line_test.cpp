@@ -10,7 +10,6 @@
 
 #include "core/api/trace_format.h"
 #include "launch/captured.h"
-#include "launch/redirected.h"
 #include "tests/support/processes.h"
 
 namespace torchspan::launch::command_line_test {
