@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <charconv>
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <unistd.h>
 
@@ -15,7 +16,6 @@
 #include "device/api/device_runtime.h"
 #include "rendezvous/api/environment.h"
 #include "rendezvous/api/worker_network.h"
-#include "session/calls_state.h"
 #include "session/session_on_host.h"
 
 namespace torchspan {
@@ -68,6 +68,39 @@ rendezvous::WorkerNetworkOptions network_options(const WorkerOptions& options,
   if (options.device_staging_bytes != 0 && device::cuda_device_runtime())
     network.transport.device_memory = net::DeviceMemoryKind::kCuda;
   return network;
+}
+
+/// Encodes a worker's calls as JSON: those that wait for a reply, those that it serves, its threads, and the backward
+/// passes in which it takes part.
+std::string encode_calls(const DebugInfo& info, const std::vector<autograd::RunningPass>& passes) {
+  using nlohmann::json;
+  json pending = json::array(), serving = json::array();
+  for (const DebugInfo::Pending& call : info.pending) {
+    json entry = {
+        {"call", call.call}, {"to", call.to}, {"site", call.site}, {"seconds", to_seconds(call.age)}};
+    if (call.left != Duration::max()) entry["left"] = to_seconds(call.left);
+    pending.push_back(std::move(entry));
+  }
+  for (const DebugInfo::Serving& call : info.serving) {
+    serving.push_back(
+        {{"call", call.call}, {"from", call.from}, {"seconds", to_seconds(call.age)}, {"begun", call.begun}});
+  }
+  json running = json::array();
+  for (const autograd::RunningPass& pass : passes) {
+    running.push_back({{"id", pass.id}, {"busy", pass.busy}, {"waits", pass.waits}});
+  }
+  return json{{"pending", pending},
+              {"serving", serving},
+              {"passes", running},
+              {"threads", info.pool_threads},
+              {"queued", info.pool_queued},
+              {"sent", info.calls_sent},
+              {"handled", info.calls_handled},
+              {"references",
+               {{"owned", info.references.owners},
+                {"shared", info.references.forks},
+                {"unconfirmed", info.references.pending_users}}}}
+      .dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
 constexpr Duration kWeek = std::chrono::hours(24 * 7);
