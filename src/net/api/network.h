@@ -7,14 +7,6 @@
 
 namespace torchspan::net {
 
-/// Transport for several hosts: shared memory to peers on this host, TLS (or UCX) to others. Listens at
-/// "unix:/path,tls:host:port" ("ucx:" with UCX) and advertises "unix:/path@boot-id,tls:host:port". A peer with
-/// the same boot id that finds the socket dials it; others dial TLS. Boot id and path are only hints: the dialed
-/// socket and the memory passed over it prove that peers share a host. Either part of an address may be
-/// absent. Throws as make_local_transport(), make_tls_transport() and make_ucx_transport().
-std::unique_ptr<Transport> make_network_transport(Executor& executor, Handler& handler,
-                                                  TransportOptions options, NetworkOptions network = {});
-
 /// This host's address, without brackets, on the route to `host` (a name or an address), at which a worker
 /// listens for its peers. Uses the system resolver, which may be slow; sends no traffic to `host`. Throws
 /// kInvalid for an unknown name or an unreachable host.
@@ -35,10 +27,15 @@ bool is_loopback_host(const std::string& host);
 
 struct MarkedNetworkOptions {
   NetworkOptions network = {};
-  std::string host_mark = {};  ///< in this worker's addresses; empty: boot id of this machine
+  std::string host_mark =
+      {};  ///< in this worker's addresses; empty: boot id of this machine; tests simulate several hosts
 };
 
-/// Like make_network_transport(), with the given host mark: tests simulate several hosts on one machine.
+/// Transport for several hosts: shared memory to peers on this host, TLS (or UCX) to others. Listens at
+/// "unix:/path,tls:host:port" ("ucx:" with UCX) and advertises "unix:/path@boot-id,tls:host:port". A peer with
+/// the same boot id that finds the socket dials it; others dial TLS. Boot id and path are only hints: the dialed
+/// socket and the memory passed over it prove that peers share a host. Either part of an address may be
+/// absent. Throws as make_local_transport(), make_tls_transport() and make_ucx_transport().
 std::unique_ptr<Transport> make_marked_network_transport(Executor& executor, Handler& handler,
                                                          TransportOptions options,
                                                          MarkedNetworkOptions marked);

@@ -141,12 +141,6 @@ void NetworkTransport::wake() {
   poller_->wake();
 }
 
-std::unique_ptr<Transport> make_network_transport(Executor& executor, Handler& handler,
-                                                  TransportOptions options, NetworkOptions network) {
-  return make_marked_network_transport(executor, handler, std::move(options),
-                                       {.network = std::move(network)});
-}
-
 std::unique_ptr<Transport> make_marked_network_transport(Executor& executor, Handler& handler,
                                                          TransportOptions options,
                                                          MarkedNetworkOptions marked) {
