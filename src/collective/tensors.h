@@ -1,4 +1,5 @@
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -46,5 +47,21 @@ std::string shapes_of(const std::vector<at::Tensor>& tensors);
 at::Tensor join_rows(const std::vector<at::Tensor>& tensors, std::int64_t rows);
 /// Cuts a row of join_rows() into tensors of these sizes; views.
 std::vector<at::Tensor> cut_row(const at::Tensor& row, const std::vector<std::vector<std::int64_t>>& sizes);
+
+/// A call of a rank as one line of text: "all_reduce(Float [3, 4], sum)". Calls agree if their lines are
+/// equal.
+struct CallLine {
+  std::string text;
+};
+
+/// `first_free`: the first dimension may differ.
+CallLine line_of_tensor(const char* verb, const at::Tensor& tensor, const std::string& more,
+                        bool first_free = false);
+
+/// Lines are sent in fixed size: longer ones are truncated, and contain a checksum of the whole line.
+inline constexpr std::size_t kLineBytes = 192;
+using LineBytes = std::array<char, kLineBytes>;
+LineBytes pack_line(const CallLine& line, std::uint64_t number);
+std::string unpack_line(const LineBytes& bytes);
 
 }  // namespace torchspan::collective

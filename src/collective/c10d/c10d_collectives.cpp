@@ -4,7 +4,6 @@
 
 #include <ATen/Functions.h>
 
-#include "collective/c10d/c10d_op.h"
 #include "collective/c10d/compat.h"
 #include "collective/serial/serial_backend.h"
 #include "collective/tensors.h"

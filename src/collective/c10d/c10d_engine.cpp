@@ -5,7 +5,7 @@
 
 #include <ATen/Functions.h>
 
-#include "collective/c10d/c10d_op.h"
+#include "collective/c10d/c10d_collectives.h"
 #include "collective/c10d/compat.h"
 #include "collective/tensors.h"
 #include "core/api/agreement.h"

@@ -17,7 +17,7 @@
 #include "collective/api/event_gate.h"
 #include "collective/device/device_engine.h"
 #include "collective/group_host.h"
-#include "collective/serial/call_line.h"
+#include "collective/tensors.h"
 #include "collective/world_link.h"
 
 namespace torchspan::collective {

@@ -6,7 +6,6 @@
 #include <ATen/Functions.h>
 
 #include "collective/kernels.h"
-#include "collective/serial/call_line.h"
 #include "collective/tensors.h"
 
 namespace torchspan::collective {

@@ -15,8 +15,8 @@
 
 #include "collective/group_host.h"
 #include "collective/serial/blocking_collectives.h"
-#include "collective/serial/call_line.h"
 #include "collective/serial/gathers.h"
+#include "collective/tensors.h"
 #include "collective/world_link.h"
 
 namespace torchspan::collective {
