@@ -1,18 +1,13 @@
 // Starts a program in the ForkServer of a test, and ends as it does: for launchers, which start programs by their paths.
 // Signals are passed on; the program ends with this process.
 #include <sys/resource.h>
+#include <sys/signalfd.h>
 
 #include "tests/support/fork_server.h"
 
 namespace {
 
 using torchspan::testing::ForkServer;
-
-volatile pid_t program = 0;
-
-void pass_on(int signal) {
-  if (program > 0) ::kill(program, signal);
-}
 
 int connect_to_server() {
   const char* const name = std::getenv(ForkServer::kName);
@@ -52,6 +47,19 @@ ForkServer::Reply receive(int connection) {
   std::exit(127);
 }
 
+/// Waits for the end of the program, and passes these signals on to it meanwhile.
+int status_of(pid_t program, int connection, const sigset_t& signals) {
+  const int arriving = signalfd(-1, &signals, SFD_CLOEXEC);
+  while (true) {
+    pollfd events[2] = {{connection, POLLIN, 0}, {arriving, POLLIN, 0}};
+    if (poll(events, 2, -1) < 0) continue;
+    if (events[0].revents != 0) return receive(connection).status;
+    signalfd_siginfo arrived{};
+    if (read(arriving, &arrived, sizeof arrived) == static_cast<ssize_t>(sizeof arrived))
+      ::kill(program, static_cast<int>(arrived.ssi_signo));
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -68,14 +76,17 @@ int main(int argc, char** argv) {
     std::perror("start_loaded: cannot ask the fork server");
     return 127;
   }
-  program = receive(connection).value;
+  sigset_t signals;
+  sigemptyset(&signals);
   for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT})
-    ::signal(signal, pass_on);
-  const int status = receive(connection).status;
+    sigaddset(&signals, signal);
+  sigprocmask(SIG_BLOCK, &signals, nullptr);
+  const pid_t program = receive(connection).value;
+  const int status = status_of(program, connection, signals);
   if (!WIFSIGNALED(status)) return WEXITSTATUS(status);
   const rlimit no_core{0, 0};
   setrlimit(RLIMIT_CORE, &no_core);
-  ::signal(WTERMSIG(status), SIG_DFL);
+  sigprocmask(SIG_UNBLOCK, &signals, nullptr);
   ::raise(WTERMSIG(status));
   return 128 + WTERMSIG(status);
 }
