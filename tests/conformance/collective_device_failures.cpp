@@ -3,6 +3,7 @@
 #include <atomic>
 #include <gmock/gmock.h>
 #include <optional>
+#include <utility>
 
 #include <ATen/ATen.h>
 
@@ -461,7 +462,7 @@ TEST(DeviceGroups, KeepTheTensorsOfWorkThatFailsUntilItIsAborted) {
       {"all_to_all", [](const Group& group) {
          group.all_to_all({ones_there(8), ones_there(8)}).wait();
        }}};
-  for (const auto& [what, call] : calls) {
+  for (const auto& each : calls) {
     std::atomic<int> freed{0};
     EXPECT_THAT(
         errors_of([&](CollectiveWorld::Rank self) {
@@ -472,11 +473,11 @@ TEST(DeviceGroups, KeepTheTensorsOfWorkThatFailsUntilItIsAborted) {
               {.engine = [&](const EngineParts&) { return std::make_unique<FailingEngine>(freed); },
                .runtime = std::make_shared<StandInRuntime>(),
                .queue = {.device = stand_in(0), .peers = {"worker0", "worker1"}}}));
-          call(group);
+          each.second(group);
         }),
         Each(HasSubstr("the other rank is gone")))
-        << what;
-    EXPECT_EQ(freed, 0) << what;
+        << each.first;
+    EXPECT_EQ(freed, 0) << each.first;
   }
 }
 
