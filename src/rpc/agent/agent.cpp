@@ -24,6 +24,16 @@ Peer to_peer(const rendezvous::Member& member) {
           member.wire};
 }
 
+void throw_leaks(const std::string& worker, const std::vector<RRefInfo>& leaks) {
+  if (leaks.empty()) return;
+  std::string text = fmt::format(
+      "worker '{}' was shut down while others referred to {} of its values (strict_leaks); release these "
+      "RRefs before shutdown():",
+      worker, leaks.size());
+  for (const std::string& line : leak_lines(leaks)) text += "\n  " + line;
+  throw Error(ErrorKind::kInvalid, text);
+}
+
 }  // namespace
 
 /// Gives an extension access to the agent while the extension is attached.
@@ -172,17 +182,7 @@ void RpcAgent::shutdown(Deadline deadline) {
       GracefulShutdown(state_, membership_, shutdown_hooks_).run(deadline);
   stop(outcome.last_lines);
   if (outcome.failure) throw Error(*outcome.failure);
-  throw_leaks(outcome.leaks);
-}
-
-void RpcAgent::throw_leaks(const std::vector<RRefInfo>& leaks) const {
-  if (leaks.empty()) return;
-  std::string text = fmt::format(
-      "worker '{}' was shut down while others referred to {} of its values (strict_leaks); release these "
-      "RRefs before shutdown():",
-      state_.self.name, leaks.size());
-  for (const std::string& line : leak_lines(leaks)) text += "\n  " + line;
-  throw Error(ErrorKind::kInvalid, text);
+  throw_leaks(state_.self.name, outcome.leaks);
 }
 
 void RpcAgent::stop(const std::string& why) {

@@ -63,6 +63,7 @@ class RpcAgent final : public Endpoint {
     return state_.stopping.load() || !state_.runtime.executor.process().is_current();
   }
   void after(Duration delay, UniqueFunction<void()> job) override;
+  void receive_here() override { state_.host->receive_here(); }
   void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override;
   ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) override;
   ReferencePtr create(std::uint32_t to, Request request, std::string type_name) override;
@@ -83,7 +84,6 @@ class RpcAgent final : public Endpoint {
   void member_departed(const Peer& member, const Error& reason);
   void member_joined(const rendezvous::Member& member);
   void stop_pool();
-  void throw_leaks(const std::vector<RRefInfo>& leaks) const;
 
   AgentState state_;
   TransportLoop loop_;

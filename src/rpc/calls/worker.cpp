@@ -5,8 +5,6 @@
 #include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/rpc/worker.h>
 
-#include "rpc/agent/agent_state.h"
-
 namespace torchspan {
 namespace {
 
@@ -173,10 +171,6 @@ Error Endpoint::shut_down() const {
                fmt::format("worker '{}' was shut down; make no calls after shutdown(), and keep the Session "
                            "for as long as anything uses its worker",
                            self().name));
-}
-
-void Endpoint::receive_here() {
-  if (const auto here = std::dynamic_pointer_cast<Host>(host().lock())) here->receive_here();
 }
 
 void Endpoint::check_running() const {

@@ -81,7 +81,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   /// At the end of a job on a thread of the pool: receives messages on this thread, and serves those that a pool thread
   /// serves here, until none has arrived for the executor's spin limit. This saves waking a pool thread for each
   /// message. One thread at a time; on others it does nothing.
-  void receive_here();
+  virtual void receive_here() {}
 
   /// Sends a request; the completion receives its reply or failure. Never waits for the peer and never
   /// throws.

@@ -1,0 +1,153 @@
+// What extensions use of a worker's endpoint.
+#include <gtest/gtest.h>
+#include <mutex>
+#include <thread>
+
+#include <torchspan/core/future.h>
+#include <torchspan/rpc/worker.h>
+
+#include "tests/support/cluster.h"
+#include "tests/support/errors.h"
+
+namespace torchspan::endpoint_test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using testing::ClusterOptions;
+using testing::SimCluster;
+using torchspan::testing::kind_of;
+
+constexpr wire::MessageType kServed{0x8101};    ///< on the pool; then receives there
+constexpr wire::MessageType kReceived{0x8102};  ///< where it is received
+constexpr wire::MessageType kSlow{0x8103};      ///< on the pool, for a second
+
+/// What the handlers of one test saw.
+struct Seen {
+  std::mutex mutex;
+  std::vector<std::thread::id> served, received;
+
+  std::thread::id last(const std::vector<std::thread::id>& of) {
+    const std::lock_guard lock(mutex);
+    return of.empty() ? std::thread::id() : of.back();
+  }
+  std::size_t count(const std::vector<std::thread::id>& of) {
+    const std::lock_guard lock(mutex);
+    return of.size();
+  }
+};
+
+class Handlers final : public rpc::Extension {
+ public:
+  explicit Handlers(Seen& seen) : seen_(seen) {}
+  void attach(rpc::Registrar& registrar) override {
+    using Reply = std::shared_ptr<rpc::Completion>;
+    const auto note = [this](std::vector<std::thread::id>& where) {
+      const std::lock_guard lock(seen_.mutex);
+      where.push_back(std::this_thread::get_id());
+    };
+    const auto answer = [](const Reply& reply) {
+      wire::Payload nothing;
+      reply->succeed(nothing);
+    };
+    registrar.handle_raw(kServed, "served", rpc::RunOn::kPool,
+                         [=, this, endpoint = registrar.worker().endpoint().get()](
+                             const rpc::CallInfo&, wire::Payload&, const Reply& reply) {
+                           note(seen_.served);
+                           answer(reply);
+                           endpoint->receive_here();
+                         });
+    registrar.handle_raw(kReceived, "received", rpc::RunOn::kReceiver,
+                         [=, this](const rpc::CallInfo&, wire::Payload&, const Reply& reply) {
+                           note(seen_.received);
+                           answer(reply);
+                         });
+    registrar.handle_raw(
+        kSlow, "slow", rpc::RunOn::kPool,
+        [=, &runtime = registrar.runtime()](const rpc::CallInfo&, wire::Payload&, const Reply& reply) {
+          runtime.executor.sleep(seconds(1));
+          answer(reply);
+        });
+  }
+
+ private:
+  Seen& seen_;
+};
+
+Future<void> send(Worker& worker, wire::MessageType type, Duration timeout = seconds(60),
+                  bool served_late = false) {
+  rpc::Endpoint& endpoint = *worker.endpoint();
+  rpc::Request request;
+  request.type = type;
+  request.name = "test";
+  request.deadline = worker.runtime().executor.deadline_in(timeout);
+  request.served_late = served_late;
+  auto completion = std::make_shared<rpc::PromiseCompletion<void>>(endpoint.host());
+  Future<void> done = completion->future();
+  endpoint.send(1, std::move(request), std::move(completion));
+  return done;
+}
+
+/// Runs `body` on worker 0; worker 1 has the handlers.
+void on_first(ClusterOptions options, Seen& seen, const std::function<void(Worker&)>& body) {
+  options.extensions = [&seen] {
+    std::vector<std::unique_ptr<rpc::Extension>> extensions;
+    extensions.push_back(std::make_unique<Handlers>(seen));
+    return extensions;
+  };
+  SimCluster world(std::move(options));
+  world.run([&](Worker& worker) {
+    if (worker.rank() == 0) body(worker);
+  });
+}
+
+TEST(Endpoint, AThreadThatReceivesHereTakesTheNextMessagesUntilNoneComes) {
+  Seen seen;
+  on_first({.spin = milliseconds(20)}, seen, [&](Worker& worker) {
+    send(worker, kReceived).wait();
+    const std::thread::id receiver = seen.last(seen.received);
+    send(worker, kServed).wait();
+    const std::thread::id pool = seen.last(seen.served);
+    EXPECT_NE(pool, receiver);
+    for (int i = 0; i < 3; ++i) {
+      send(worker, kReceived).wait();
+      EXPECT_EQ(seen.last(seen.received), pool);
+      send(worker, kServed).wait();
+      EXPECT_EQ(seen.last(seen.served), pool) << "without waking another thread of the pool";
+    }
+    worker.runtime().executor.sleep(seconds(1));
+    send(worker, kReceived).wait();
+    EXPECT_EQ(seen.last(seen.received), receiver) << "no message had come for the limit";
+  });
+}
+
+TEST(Endpoint, OtherThreadsDoNotReceiveHere) {
+  Seen seen;
+  on_first({.spin = milliseconds(20)}, seen, [&](Worker& worker) {
+    const TimePoint before = worker.runtime().executor.now();
+    worker.endpoint()->receive_here();
+    EXPECT_EQ(worker.runtime().executor.now(), before);
+  });
+}
+
+TEST(Endpoint, ServesARequestAfterItsDeadlineOnlyIfItIsServedLate) {
+  Seen seen;
+  on_first({.threads = 1}, seen, [&](Worker& worker) {
+    const Future<void> busy = send(worker, kSlow);
+    const Future<void> dropped = send(worker, kServed, milliseconds(100));
+    EXPECT_EQ(kind_of([&] { dropped.wait(); }), ErrorKind::kTimedOut);
+    busy.wait();
+    worker.runtime().executor.sleep(seconds(1));
+    EXPECT_EQ(seen.count(seen.served), 0U);
+
+    const Future<void> busy_again = send(worker, kSlow);
+    const Future<void> late = send(worker, kServed, milliseconds(100), /*served_late=*/true);
+    EXPECT_EQ(kind_of([&] { late.wait(); }), ErrorKind::kTimedOut) << "the caller's deadline stays";
+    busy_again.wait();
+    worker.runtime().executor.sleep(seconds(1));
+    EXPECT_EQ(seen.count(seen.served), 1U);
+  });
+}
+
+}  // namespace
+}  // namespace torchspan::endpoint_test
