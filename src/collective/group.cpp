@@ -345,6 +345,31 @@ Future<at::Tensor> Group::reduce_scatter(at::Tensor tensor, ReduceOp reduction) 
                [&] { return backend_->reduce_scatter(std::move(tensor), reduction); });
 }
 
+Future<at::Tensor> Group::reduce_scatter_tensor(at::Tensor output, at::Tensor tensor,
+                                                ReduceOp reduction) const {
+  const char* const call = "reduce_scatter_tensor";
+  check_tensor(*backend_, call, tensor);
+  check_written(*backend_, call, output);
+  check_divisible(call, tensor, size());
+  check(output.scalar_type() == tensor.scalar_type() && output.numel() * size() == tensor.numel(),
+        fmt::format(
+            "{} of {} {} on {} ranks needs an output of the same dtype with {} elements, but it is {} {}",
+            call, c10::toString(tensor.scalar_type()), text_of(tensor.sizes()), size(),
+            tensor.numel() / size(), c10::toString(output.scalar_type()), text_of(output.sizes())));
+  const std::uint64_t bytes = logged_bytes(tensor);
+  if (auto* in_place = dynamic_cast<SharesMemory*>(backend_.get())) {
+    return start(call, bytes, [&] {
+      return in_place->reduce_scatter_into(std::move(output), std::move(tensor), reduction);
+    });
+  }
+  return start(call, bytes, [&] {
+    return backend_->reduce_scatter(std::move(tensor), reduction)
+        .then([output](const Future<at::Tensor>& done) {
+          return put_back(done.wait().reshape(output.sizes()), output);
+        });
+  });
+}
+
 Future<std::vector<at::Tensor>> Group::all_gather(at::Tensor tensor) const {
   check_tensor(*backend_, "all_gather", tensor);
   const std::uint64_t bytes = logged_bytes(tensor);

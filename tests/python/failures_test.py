@@ -150,6 +150,24 @@ def allocated(rank, size):
     return tensor.sum().item()
 
 
+def reduced_into(rank, size):
+    """Whether reduce_scatter_tensor() writes to views with gaps, to part of its input, and in the group's memory."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    equal = []
+    for count in (1, 1000, 200000):
+        for dtype in (torch.float32, torch.int64, torch.bfloat16):
+            wholes = [(torch.arange(size * count) % 100 + r).to(dtype) for r in range(size)]
+            wanted = sum(whole.long() for whole in wholes)[rank * count : (rank + 1) * count].to(dtype)
+            shared = backend.allocate_tensor(size * count, dtype=dtype, device=torch.device("cpu"))
+            for whole in (wholes[rank].clone(), shared.copy_(wholes[rank])):
+                gaps = torch.zeros(count, 2, dtype=dtype)[:, 0]
+                dist.reduce_scatter_tensor(gaps, whole)
+                inside = whole[rank * count : (rank + 1) * count]
+                dist.reduce_scatter_tensor(inside, whole)
+                equal += [torch.equal(gaps, wanted), torch.equal(inside, wanted)]
+    return equal
+
+
 def dropped(rank, size):
     outputs = [torch.zeros(3) for _ in range(size)]
     dist.all_gather(outputs, torch.full((3,), float(rank)), async_op=True)  # nobody waits
@@ -250,6 +268,9 @@ class Failures(unittest.TestCase):
 
     def test_tensors_of_the_group(self):
         self.assertEqual(processes.run(2, allocated), [3000.0, 3000.0])
+
+    def test_reduce_scatter_writes_to_any_output(self):
+        self.assertEqual(processes.run(3, reduced_into), [[True] * 36] * 3)
 
     def test_an_operation_that_nobody_waits_for_writes_its_results(self):
         for result in processes.run(3, dropped):

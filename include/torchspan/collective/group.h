@@ -134,6 +134,10 @@ class Group {
   /// Returns this rank's part of the reduced tensor, split evenly along the first dimension; size() must
   /// divide it.
   Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction = kSum) const;
+  /// reduce_scatter() that writes this rank's part to `output`, of that part's shape or any with as many elements; it may be
+  /// this rank's part of `tensor`, and must not overlap the rest. Ranks may mix the two calls.
+  Future<at::Tensor> reduce_scatter_tensor(at::Tensor output, at::Tensor tensor,
+                                           ReduceOp reduction = kSum) const;
   /// Returns all ranks' tensors, by rank; their first dimensions may differ.
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) const;
   /// Overwrites `tensor` with that of `root`, a rank of this group.

@@ -5,6 +5,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
+#include <torchspan/collective/backend.h>
 #include <torchspan/core/future.h>
 
 namespace torchspan::collective {
@@ -16,6 +17,9 @@ class SharesMemory {
   /// As Group::all_gather_into_tensor(), which has checked the arguments, without a copy in between. `tensor` may be this
   /// rank's part of `output`.
   virtual Future<at::Tensor> all_gather_into(at::Tensor output, at::Tensor tensor) = 0;
+  /// As Group::reduce_scatter_tensor(), likewise. `output` may be this rank's part of `tensor`.
+  virtual Future<at::Tensor> reduce_scatter_into(at::Tensor output, at::Tensor tensor,
+                                                 ReduceOp reduction) = 0;
   /// Collective; blocks. Returns where this process sees each rank's `mine`, a contiguous tensor from Group::allocate()
   /// with the same number of bytes on all ranks; nothing on all ranks if a rank has another tensor. The addresses are
   /// valid while the backend lives and the other ranks keep their tensors.

@@ -214,7 +214,9 @@ Future<at::Tensor> reduce_dense(OpQueue& queue, Call call, const at::Tensor& ten
                             [work, tensor, gets] { return gets ? put_back(work, tensor) : tensor; });
 }
 
-Future<at::Tensor> scatter_dense(OpQueue& queue, Call call, const at::Tensor& tensor, ReduceOp reduction) {
+/// Writes this rank's part to `output`; undefined: a new tensor.
+Future<at::Tensor> scatter_dense(OpQueue& queue, Call call, const at::Tensor& tensor, ReduceOp reduction,
+                                 const at::Tensor& output = {}) {
   const Kernel kernel = find_kernel(tensor.scalar_type(), reduction);
   const at::Tensor work = plain(tensor);
   call.reduction = static_cast<std::uint8_t>(reduction);
@@ -222,12 +224,14 @@ Future<at::Tensor> scatter_dense(OpQueue& queue, Call call, const at::Tensor& te
   place(queue.memory(), *operation);
   std::vector<std::int64_t> sizes = work.sizes().vec();
   sizes[0] /= queue.memory().size();
-  const at::Tensor part = empty(sizes, work.scalar_type());
+  const at::Tensor part = output.defined() ? plain(output) : empty(sizes, work.scalar_type());
   operation->begin = [algorithms = &queue.algorithms(), piece = piece_of(work), kernel,
                       item = static_cast<std::size_t>(work.element_size()), into = piece_of(part).data] {
     return algorithms->reduce({piece.data, piece.size, item, kernel}, into);
   };
-  return submit<at::Tensor>(queue, std::move(operation), [work, part] { return part; });
+  return submit<at::Tensor>(queue, std::move(operation), [work, part, output] {
+    return output.defined() ? put_back(part, output) : part;
+  });
 }
 
 Future<std::vector<at::Tensor>> gather_dense(OpQueue& queue, const Call& call, const at::Tensor& tensor) {
@@ -380,6 +384,10 @@ Future<at::Tensor> ShmBackend::reduce(at::Tensor tensor, int root, ReduceOp redu
 
 Future<at::Tensor> ShmBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
   return scatter_dense(*op_queue_, call_of(Verb::kReduceScatter), tensor, reduction);
+}
+
+Future<at::Tensor> ShmBackend::reduce_scatter_into(at::Tensor output, at::Tensor tensor, ReduceOp reduction) {
+  return scatter_dense(*op_queue_, call_of(Verb::kReduceScatter), tensor, reduction, output);
 }
 
 Future<std::vector<at::Tensor>> ShmBackend::all_gather(at::Tensor tensor) {

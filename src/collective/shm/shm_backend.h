@@ -26,6 +26,7 @@ class ShmBackend final : public Backend, public SharesMemory {
   std::shared_ptr<Backend> split(int color, int key) override;
   Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;
   Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction) override;
+  Future<at::Tensor> reduce_scatter_into(at::Tensor output, at::Tensor tensor, ReduceOp reduction) override;
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
   Future<at::Tensor> all_gather_into(at::Tensor output, at::Tensor tensor) override;
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;

@@ -376,7 +376,7 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
       return piece.numel() == pieces[0].numel();
     });
     if (even)
-      return start(title, parts, outputs, group_->reduce_scatter(at::cat(pieces), reduction), into(output));
+      return start(title, parts, outputs, group_->reduce_scatter_tensor(output, at::cat(pieces), reduction));
     std::vector<Future<at::Tensor>> each;
     for (int rank = 0; rank < size_; ++rank)
       each.push_back(group_->reduce(pieces[static_cast<std::size_t>(rank)].clone(), rank, reduction));
@@ -395,7 +395,7 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
       throw_invalid(fmt::format("the input has {} elements; expected {} times the {} of the output",
                                 input.numel(), size_, output.numel()));
     return start({c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter"}, {input}, {output},
-                 group_->reduce_scatter(flat(input), reduction_of(options.reduceOp)), into(output));
+                 group_->reduce_scatter_tensor(output, flat(input), reduction_of(options.reduceOp)));
   });
 }
 
@@ -406,9 +406,10 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
       throw_invalid(fmt::format("there are {} outputs for {} inputs", outputs.size(), inputs.size()));
     const ReduceOp reduction = reduction_of(options.reduceOp);
     std::vector<Future<at::Tensor>> each;
-    for (const at::Tensor& input : inputs) each.push_back(group_->reduce_scatter(flat(input), reduction));
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      each.push_back(group_->reduce_scatter_tensor(outputs[i], flat(inputs[i]), reduction));
     return start({c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter"}, inputs, outputs,
-                 when_all(std::move(each)), into(outputs));
+                 when_all(std::move(each)));
   });
 }
 
