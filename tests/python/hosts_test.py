@@ -115,10 +115,14 @@ class Hosts(unittest.TestCase):
                 )
                 for rank, name in enumerate(namespaces.names)
             ]
-            results = [rank.communicate(timeout=100)[0] for rank in ranks]
-            ended.set()
-            reader.join()
-            packets.close()
+            try:
+                results = [rank.communicate(timeout=300)[0] for rank in ranks]
+            finally:
+                for rank in ranks:
+                    rank.kill()
+                ended.set()
+                reader.join()
+                packets.close()
         self.assertEqual([json.loads(result) for result in results], [[True] * 3] * 2)
         self.assertGreater(len(seen), 2 * len(PLAIN) * 1000)
         self.assertNotIn(PLAIN, seen)
