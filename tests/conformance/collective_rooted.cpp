@@ -118,6 +118,45 @@ TEST_P(CollectiveRooted, GathersIntoOneTensor) {
   });
 }
 
+// peer: c10d `test_reduce_scatter_tensor`: same
+TEST_P(CollectiveRooted, ReduceScatterWritesTheResultToAGivenTensor) {
+  run([&](Group& group) {
+    for (const std::int64_t rows : {1L, 7L, 90001L}) {
+      for (const auto dtype : {at::kFloat, at::kLong, at::kBFloat16}) {
+        const SharedInputs inputs = inputs_of_ranks({rows * ranks(), 3}, dtype, rows);
+        const auto part_of = [&](const at::Tensor& whole) {
+          return whole.narrow(0, rows * group.rank(), rows);
+        };
+        const at::Tensor wanted = group.reduce_scatter(inputs[group.rank()].clone()).wait();
+        const at::Tensor output = at::zeros({rows, 3}, dtype), flat = at::zeros({rows * 3}, dtype);
+        EXPECT_TRUE(group.reduce_scatter_tensor(output, inputs[group.rank()]).wait().is_same(output));
+        group.reduce_scatter_tensor(flat, inputs[group.rank()]).wait();
+        const at::Tensor strided = at::zeros({3, rows}, dtype).t();
+        group.reduce_scatter_tensor(strided, inputs[group.rank()]).wait();
+        EXPECT_TRUE(same_bits(output, wanted));
+        EXPECT_TRUE(same_bits(flat.view({rows, 3}), wanted));
+        EXPECT_TRUE(same_bits(strided.contiguous(), wanted));
+        // To this rank's part of the input, in memory of its own and in the group's; ranks mix the calls.
+        for (const at::Tensor& whole :
+             {at::zeros({rows * ranks(), 3}, dtype), group.allocate({rows * ranks(), 3}, dtype).zero_()}) {
+          whole.copy_(inputs[group.rank()]);
+          if (group.rank() % 2 == 0) {
+            group.reduce_scatter_tensor(part_of(whole), whole).wait();
+            EXPECT_TRUE(same_bits(part_of(whole).contiguous(), wanted));
+          } else {
+            EXPECT_TRUE(same_bits(group.reduce_scatter(whole).wait(), wanted));
+          }
+        }
+      }
+    }
+    EXPECT_THROW(static_cast<void>(group.reduce_scatter_tensor(at::zeros({3}), at::ones({ranks(), 2}))),
+                 Error);
+    EXPECT_THROW(
+        static_cast<void>(group.reduce_scatter_tensor(at::zeros({2}, at::kInt), at::ones({ranks(), 2}))),
+        Error);
+  });
+}
+
 TEST_P(CollectiveRooted, GathersOnlyTensorsOfOneShapeIntoOneTensor) {
   if (ranks() == 1) return;
   run([&](Group& group) {
@@ -198,6 +237,7 @@ TEST(CollectiveSpans, ATracedRunRecordsEveryOperation) {
          const std::vector<at::Tensor> all(2, one);
          group->all_reduce(one.clone()).wait();
          group->reduce_scatter(one).wait();
+         group->reduce_scatter_tensor(at::zeros({1}), one).wait();
          group->all_gather(one).wait();
          group->broadcast(one.clone(), 0).wait();
          group->all_to_all(all).wait();
@@ -218,10 +258,10 @@ TEST(CollectiveSpans, ATracedRunRecordsEveryOperation) {
          }
          EXPECT_THAT(names,
                      ::testing::UnorderedElementsAre(
-                         "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
-                         "all_gather_into_tensor", "gather", "scatter", "reduce", "all_reduce_coalesced",
-                         "reduce_scatter_coalesced", "all_gather_into_tensor_coalesced",
-                         self.rank == 0 ? "send" : "recv", "barrier"));
+                         "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "broadcast",
+                         "all_to_all", "all_gather_into_tensor", "gather", "scatter", "reduce",
+                         "all_reduce_coalesced", "reduce_scatter_coalesced",
+                         "all_gather_into_tensor_coalesced", self.rank == 0 ? "send" : "recv", "barrier"));
        })) {
     EXPECT_FALSE(failure) << describe(failure).text;
   }
