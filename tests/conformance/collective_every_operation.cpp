@@ -33,6 +33,10 @@ std::vector<GroupCall> all_group_calls() {
        [](const Group& group) {
          return waiter(group.reduce_scatter(at::ones({group.size(), 2})));
        }},
+      {"reduce_scatter", true,
+       [](const Group& group) {
+         return waiter(group.reduce_scatter_tensor(at::zeros({2}), at::ones({group.size(), 2})));
+       }},
       {"all_gather", true, [=](const Group& group) { return waiter(group.all_gather(three())); }},
       {"all_gather", true,
        [=](const Group& group) {
