@@ -32,37 +32,39 @@ at::Tensor device_bytes(const at::Tensor& tensor) {
 Staging::Staging(const EngineParts& parts, std::size_t area_bytes) : parts_(parts), area_bytes_(area_bytes) {
   Backend& control = *parts.control;
   const std::size_t bytes = 2 * area_bytes_;
-  const auto share = [&](const RankOutcome& mine) {
+  const auto share = [&](const RankOutcome& mine, const char* what) {
     return all_or_none(
         [&](BytesView sent) { return control.all_gather_bytes(sent, parts.timeout); }, mine,
         [&](std::size_t rank, const Error& failure) {
           return Error(
               ErrorKind::kUnsupported,
-              fmt::format("the ranks cannot map each other's device memory: rank {}: {}; run them in "
+              fmt::format("the ranks cannot map each other's device memory: rank {}{}{}; run them in "
                           "one container, which shares process numbers and memory, or use "
                           "BackendKind::kNccl",
-                          control.ranks()[rank], failure.message()));
+                          control.ranks()[rank], what, failure.message()));
         });
   };
   std::shared_ptr<std::byte> own;
   const std::vector<Bytes> handles = share(outcome_of([&] {
-    own = parts.runtime->allocate(parts.device, bytes);
-    return parts.runtime->export_memory(parts.device, own.get());
-  }));
+                                             own = parts.runtime->allocate(parts.device, bytes);
+                                             return parts.runtime->export_memory(parts.device, own.get());
+                                           }),
+                                           ": ");
   share(outcome_of([&] {
-    for (int rank = 0; rank < control.size(); ++rank) {
-      try {
-        memory_.push_back(
-            rank == control.rank()
-                ? own
-                : parts.runtime->open_memory(parts.device, handles[static_cast<std::size_t>(rank)], bytes));
-      } catch (...) {
-        throw_invalid(fmt::format("it cannot map the memory of rank {}: {}", world_rank(control, rank),
-                                  torchspan::describe(std::current_exception()).text));
-      }
-    }
-    return Bytes();
-  }));
+          for (int rank = 0; rank < control.size(); ++rank) {
+            try {
+              memory_.push_back(rank == control.rank()
+                                    ? own
+                                    : parts.runtime->open_memory(
+                                          parts.device, handles[static_cast<std::size_t>(rank)], bytes));
+            } catch (...) {
+              throw_invalid(fmt::format("rank {}: {}", world_rank(control, rank),
+                                        torchspan::describe(std::current_exception()).text));
+            }
+          }
+          return Bytes();
+        }),
+        " cannot map the memory of ");
 }
 
 Staging::~Staging() {
