@@ -20,6 +20,8 @@
 
 #include <torchspan/detail/core/mutex.h>
 
+#include "core/api/unforked_memory.h"
+
 namespace torchspan {
 namespace {
 
@@ -148,6 +150,15 @@ SharedMemory SharedMemory::map(const Descriptor& file, std::size_t size, int fla
   void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | flags, file.get(), 0);
   if (memory == MAP_FAILED) return {};
   return {static_cast<std::byte*>(memory), size};
+}
+
+void set_inherited(std::byte* data, std::size_t size, bool inherited) {
+  ::madvise(data, size, inherited ? MADV_DOFORK : MADV_DONTFORK);
+}
+
+UnforkedMemory not_inherited(SharedMemory memory) {
+  if (memory) set_inherited(memory.data(), memory.size(), false);
+  return std::make_unique<SharedMemory>(std::move(memory));
 }
 
 Descriptor create_memory_file(const char* label) {

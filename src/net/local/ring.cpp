@@ -65,7 +65,7 @@ bool is_ring_size(std::uint64_t size) {
 }
 
 RingProducer::RingProducer(SharedMemory memory)
-    : memory_(std::move(memory)), capacity_(memory_.size() - kRingHeaderBytes) {}
+    : memory_(not_inherited(std::move(memory))), capacity_(memory_->size() - kRingHeaderBytes) {}
 
 std::size_t RingProducer::room() const {
   const std::uint64_t used = tail_.load(std::memory_order_relaxed) - header().head.load();
@@ -96,7 +96,7 @@ std::size_t RingProducer::write(std::span<const iovec> places) {
 
 void RingProducer::put(std::uint64_t at, BytesView bytes) {
   if (bytes.empty()) return;
-  std::byte* ring = memory_.data() + kRingHeaderBytes;
+  std::byte* ring = memory_->data() + kRingHeaderBytes;
   const std::size_t offset = at & (capacity_ - 1);
   const std::size_t first = std::min(bytes.size(), capacity_ - offset);
   std::memcpy(ring + offset, bytes.data(), first);
@@ -111,7 +111,7 @@ bool RingProducer::ask_for_room() {
 }
 
 RingConsumer::RingConsumer(SharedMemory memory)
-    : memory_(std::move(memory)), capacity_(memory_.size() - kRingHeaderBytes) {}
+    : memory_(not_inherited(std::move(memory))), capacity_(memory_->size() - kRingHeaderBytes) {}
 
 std::size_t RingConsumer::available() const {
   const std::uint64_t size = header().tail.load() - head_;
@@ -122,7 +122,7 @@ std::size_t RingConsumer::available() const {
 BytesView RingConsumer::readable() const {
   const std::size_t offset = head_ & (capacity_ - 1);
   const std::size_t size = std::min({available(), capacity_ - offset, capacity_ / kParts});
-  return {memory_.data() + kRingHeaderBytes + offset, size};
+  return {memory_->data() + kRingHeaderBytes + offset, size};
 }
 
 bool RingConsumer::consume(std::size_t size) {

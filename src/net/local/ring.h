@@ -10,7 +10,7 @@
 
 #include <torchspan/core/bytes.h>
 
-#include "core/api/descriptor.h"
+#include "core/api/unforked_memory.h"
 #include "net/handshake.h"
 
 namespace torchspan::net {
@@ -41,7 +41,8 @@ std::optional<NewMemory> make_memory(const LocalFaults& faults, std::size_t size
 /// kOverloaded if it cannot be mapped.
 SharedMemory map_memory(const LocalFaults& faults, const Descriptor& descriptor, std::size_t size);
 
-/// A byte ring for one producer and one consumer, in memory that both map. This is its first page:
+/// A byte ring for one producer and one consumer, in memory that both map and that forked children do not have. This is its
+/// first page:
 struct RingHeader {
   std::array<std::byte, kNonceBytes> nonce;                ///< proves that both see the same memory
   alignas(64) std::atomic<std::uint64_t> tail;             ///< bytes written so far; set by the producer
@@ -63,7 +64,7 @@ class RingProducer {
   /// `memory` has a page for the header, then the ring's bytes.
   explicit RingProducer(SharedMemory memory);
 
-  RingHeader& header() const { return *reinterpret_cast<RingHeader*>(memory_.data()); }
+  RingHeader& header() const { return *reinterpret_cast<RingHeader*>(memory_->data()); }
   /// Writes as many bytes as there is room for; returns how many. Throws kInvalid if the consumer's counter
   /// is impossible.
   std::size_t write(std::span<const iovec> places);
@@ -77,7 +78,7 @@ class RingProducer {
  private:
   void put(std::uint64_t at, BytesView bytes);
 
-  SharedMemory memory_;
+  UnforkedMemory memory_;
   std::size_t capacity_;
   std::atomic<std::uint64_t> tail_{0};  ///< the header has a copy, which the peer can change
   std::size_t room_seen_ = 0;           ///< there is at least this much room
@@ -88,7 +89,7 @@ class RingConsumer {
  public:
   explicit RingConsumer(SharedMemory memory);
 
-  RingHeader& header() const { return *reinterpret_cast<RingHeader*>(memory_.data()); }
+  RingHeader& header() const { return *reinterpret_cast<RingHeader*>(memory_->data()); }
   std::size_t capacity() const { return capacity_; }
   /// The first contiguous bytes that can be read; empty if there are none. Throws kInvalid if the producer's
   /// counter is impossible.
@@ -103,7 +104,7 @@ class RingConsumer {
  private:
   std::size_t available() const;
 
-  SharedMemory memory_;
+  UnforkedMemory memory_;
   std::size_t capacity_;
   std::uint64_t head_ = 0;
 };

@@ -6,6 +6,9 @@
 #include <limits>
 #include <new>
 #include <random>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <vector>
 
 #include <torchspan/detail/core/executor.h>
@@ -69,6 +72,19 @@ std::size_t write_text(RingProducer& producer, std::uint64_t sent, std::mt19937&
     at += pieces[i].size();
   }
   return producer.write(places);
+}
+
+// A child of fork() once had the rings of its parent.
+TEST(Ring, IsNotInheritedByForkedChildren) {
+  const Ring ring;
+  for (RingHeader* header : {&ring.producer.header(), &ring.consumer.header()}) {
+    const pid_t child = ::fork();
+    if (child == 0)
+      ::_exit(::msync(header, kRingHeaderBytes, MS_ASYNC) == 0 ? 1 : 0);  // ENOMEM: it is not mapped
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
 }
 
 TEST(Ring, ReadsWhatWasWrittenAcrossTheWrap) {
