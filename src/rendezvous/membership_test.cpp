@@ -193,6 +193,25 @@ TEST(Membership, ReportsThatRankZeroNeverStarted) {
   });
 }
 
+// Once rank 0 had given up, its refusals hid why it could not be reached before.
+TEST(Membership, ReportsWhyRankZeroCouldNotBeReachedBeforeItEnded) {
+  SimulatedWorld world(3, 2);
+  world.run([&](int rank) {
+    if (rank == 0) {
+      world.network().cut("member1", "store");
+      MembershipOptions options = world.options(0);
+      options.timeout = seconds(7);
+      EXPECT_THAT(error_of([&] { world.join(0, options); }).what(), HasSubstr("only 1 of 2 workers joined"));
+      return world.network().heal("member1", "store");
+    }
+    const Error error = error_of([&] { world.join(1); });
+    EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
+    EXPECT_THAT(error.what(),
+                AllOf(HasSubstr("no worker listens at 'sim:store'"),
+                      HasSubstr("before that: 'sim:store' did not finish the handshake in time")));
+  });
+}
+
 TEST(Membership, NamesBothWorkersOfOneNameOnEveryRank) {
   SimulatedWorld world(4, 4);
   const auto errors = refusals(world, [&](int rank, MembershipOptions& options) {

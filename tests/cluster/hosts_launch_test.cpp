@@ -172,6 +172,23 @@ TEST_F(HostsLaunch, EndsWithAnErrorIfTheOtherHostNeverStarts) {
   EXPECT_THAT(near->output(), HasSubstr("did not join within 2 s: 1"));
 }
 
+// The launcher of the far host once gave up each connection before the transport knew why it did not open.
+TEST_F(HostsLaunch, SaysThatThePathToHostZeroDropsLargePackets) {
+  if (!network_.near.run("tc qdisc add dev near root tbf rate 100mbit latency 50ms burst 1200"))
+    GTEST_SKIP() << "this system has no queueing discipline tbf";
+  const auto executor = make_executor();
+  std::vector<std::unique_ptr<Process>> hosts;
+  for (const int node : {0, 1}) {
+    hosts.push_back(launch(node, {"--rdzv", std::string(testing::TestNetwork::kNear) + ":29654", "--env",
+                                  "TORCHSPAN_JOIN_TIMEOUT=11"}));
+  }
+  for (const auto& host : hosts) {
+    ASSERT_TRUE(host->wait(*executor, seconds(60))) << host->output();
+    EXPECT_NE(host->exit_code(), 0);
+  }
+  EXPECT_THAT(hosts[1]->output(), HasSubstr("passes small packets only"));
+}
+
 const testing::Scenarios kScenarios("hosts_launch", {{"sum_of_all", sum_of_all},
                                                      {"sum_after_deaths", sum_after_deaths},
                                                      {"wait_forever", wait_forever}});

@@ -154,6 +154,8 @@ using rendezvous::Membership;
 
 /// One attempt to reach host 0. After each, the thread sees whether it must stop.
 constexpr Duration kDialTime = std::chrono::seconds(2);
+/// Of the last attempt, whose error is reported: long enough for a handshake to find out that the path drops large packets.
+constexpr Duration kLastDialTime = std::chrono::seconds(8);
 constexpr Duration kBetweenLooks = std::chrono::milliseconds(100);
 /// Of a round. A launcher that does not answer is dead much earlier.
 constexpr Duration kRoundLimit = std::chrono::seconds(30);
@@ -244,7 +246,8 @@ std::optional<NodeState> NodeRounds::next_state() {
 std::unique_ptr<Membership> NodeRounds::join(Deadline until) {
   for (;;) {
     rendezvous::MembershipOptions options = meeting_.join;
-    options.timeout = std::min(kDialTime, until.left(executor_.now()));
+    const Duration left = until.left(executor_.now());
+    options.timeout = left <= kLastDialTime ? left : std::min(kDialTime, left - kLastDialTime);
     try {
       return Membership::join(runtime_, meeting_.transports, std::move(options));
     } catch (const Error& error) {

@@ -227,14 +227,19 @@ Member Client::join() {
 Error Client::unreachable() const {
   const double seconds = to_seconds(options_.timeout);
   MutexLock lock(mutex_);
+  // When rank 0 has given up, it refuses connections, which says less than what failed before.
+  const std::string before = !channel_ && other_failure_
+                                 ? fmt::format("; before that: {}", other_failure_->message())
+                                 : std::string();
   return Error(
       ErrorKind::kTimedOut,
-      fmt::format("rank 0 at {} did not answer within {:g} s ({}); is it running, and do MASTER_ADDR and "
+      fmt::format("rank 0 at {} did not answer within {:g} s ({}{}); is it running, and do MASTER_ADDR and "
                   "MASTER_PORT name its address?",
                   options_.store_address, seconds,
                   channel_        ? "its store accepted the connection, but did not answer"
                   : last_failure_ ? last_failure_->error.message()
-                                  : "no answer at all"));
+                                  : "no answer at all",
+                  before));
 }
 
 void Client::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
@@ -323,6 +328,7 @@ void Client::on_closed_before_welcome(const Error& reason) {
   }
   {
     MutexLock lock(mutex_);
+    if (last_failure_ && last_failure_->error.kind() != reason.kind()) other_failure_ = last_failure_->error;
     last_failure_ = {reason, runtime_.executor.now()};
   }
   redial_.at = runtime_.executor.deadline_in(redial_.pause);

@@ -115,6 +115,7 @@ class Client final : private net::Handler {
   mutable Mutex mutex_;
   std::shared_ptr<net::Channel> channel_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<DialFailure> last_failure_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<Error> other_failure_ TORCHSPAN_GUARDED_BY(mutex_);  ///< the last one of another kind
   bool decided_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::optional<Error> refusal_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<int, Known> known_ TORCHSPAN_GUARDED_BY(mutex_);
