@@ -390,6 +390,36 @@ TEST(Lockstep, ARankWhoseBackwardTheOthersSkipIsReferredToAgree) {
   on_ranks(3, program, 1, torchspan::testing::InProcessOptions{.timeout = std::chrono::seconds(5)});
 }
 
+// Its timeout may be hours away.
+TEST(Lockstep, ARankWhoseBackwardTheOthersSkipSaysSoWhileItWaits) {
+  if (over_shared_memory()) GTEST_SKIP() << "it would wait for ten seconds";
+  ::testing::internal::CaptureStderr();
+  const auto program = [](const Rank& self) {
+    Fragile net(false);
+    DistributedDataParallel model(net, self.group);
+    for (int step = 0; step < 2; ++step) {
+      at::Tensor loss;
+      try {
+        const at::Tensor output = model(fed(1));
+        if (step == 0 && self.rank == 1) throw std::runtime_error("not a number");
+        loss = output.sum();
+      } catch (const std::exception&) {
+      }
+      if (self.rank == 1 || step == 0) continue;
+      self.runtime.executor.sleep(std::chrono::seconds(12));  // of the simulated time
+      EXPECT_NE(caught([&] { loss.backward(); }), "");
+    }
+  };
+  on_ranks(3, program, 1, torchspan::testing::InProcessOptions{.timeout = std::chrono::seconds(60)});
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find("rank 1 gave up its backward pass, because an exception discarded the outputs"),
+            std::string::npos)
+      << log;
+  EXPECT_NE(log.find("has waited 10 s for the other ranks to begin theirs. If the ranks decide"),
+            std::string::npos)
+      << log;
+}
+
 /// Where a rank throws in the only step that uses `b`, after a local pass that uses it on some ranks.
 enum class Failing : std::uint8_t { kLocalLoss, kForward, kLoss, kBackward };
 

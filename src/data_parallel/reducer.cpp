@@ -11,6 +11,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel/reducer.h>
 
+#include "core/api/timeout_notice.h"
 #include "data_parallel/api/agreement.h"
 #include "data_parallel/reducer_impl.h"
 #include "engine/api/grad_field_sink.h"
@@ -23,13 +24,13 @@ constexpr Duration kLeaveLimit = std::chrono::seconds(1);
 constexpr const char* kDiscarded =
     "an exception discarded the outputs of its forward before their backward pass";
 
-/// Adds advice to a timeout of the group, for the case that a rank takes part in a backward pass which the others skip.
-Error with_agreement(const Error& error) {
-  return Error(error.kind(),
-               error.message() +
-                   ". If the ranks decide between forward and backward whether to skip a step, let them "
-                   "call agree() for it instead of a reduction of the program");
-}
+/// For ranks that take part in a backward pass which the others skip.
+constexpr const char* kAgreement =
+    ". If the ranks decide between forward and backward whether to skip a step, let them call agree() for it "
+    "instead of a "
+    "reduction of the program";
+
+Error with_agreement(const Error& error) { return Error(error.kind(), error.message() + kAgreement); }
 
 int this_rank(const collective::Group& group) { return group.ranks()[group.rank()]; }
 
@@ -198,6 +199,13 @@ std::optional<Error> Reducer::Impl::settle() {
   std::optional<Error> late;
   if (!given_up.valid()) return late;
   try {
+    if (!given_up.wait_for(kFirstWaitWarning)) {
+      context_.runtime.log.warning(
+          fmt::format("rank {} gave up its backward pass, because {}, and has waited {:.0f} s for the other "
+                      "ranks to begin "
+                      "theirs{}",
+                      this_rank(context_.group), reason, to_seconds(kFirstWaitWarning), kAgreement));
+    }
     given_up.wait();
   } catch (const Error& error) {  // reported when it happened; the next operation of a broken group fails too
     if (error.kind() == ErrorKind::kTimedOut) {
