@@ -140,7 +140,13 @@ std::optional<WorldLink::GoneRank> WorldLink::await_first_gone(const std::vector
 std::string WorldLink::cause_of_loss(const std::vector<std::uint64_t>& instances,
                                      const std::vector<std::string>& peers, const GoneRank& lost) {
   const auto first = await_first_gone(instances);
-  if (!first) return lost.how;
+  if (!first) {
+    return fmt::format(
+        "{}, as {} reports; the world still counts {} as a member: if it lives, the network between these "
+        "two "
+        "is cut",
+        lost.how, describe(self_), peers[lost.rank]);
+  }
   const std::string text = text_of_gone(peers[first->rank], first->how);
   return first->rank == lost.rank ? text : fmt::format("{}; after it, {} ended too", text, peers[lost.rank]);
 }

@@ -64,7 +64,8 @@ class WorldLink {
   /// connection: waits up to a second for the membership, which knows the first. Not on the membership thread.
   std::optional<GoneRank> await_first_gone(const std::vector<std::uint64_t>& instances);
   /// Why a group lost a rank, whose connection reported `lost.how`: names the process that went first, as
-  /// await_first_gone() finds it; otherwise lost.how. `peers` describes the processes.
+  /// await_first_gone() finds it; otherwise lost.how, with this rank, which is then the only one that has lost the other.
+  /// `peers` describes the processes.
   std::string cause_of_loss(const std::vector<std::uint64_t>& instances,
                             const std::vector<std::string>& peers, const GoneRank& lost);
   /// Why the world ended; nullopt while it exists.

@@ -284,6 +284,56 @@ TEST_F(SimulatedGroups, TheFirstOfSeveralDeathsIsNamedByMessages) {
   }
 }
 
+/// The connections between workers 1 and 2 break, and rank 0 reaches both. `call` of a group of all never returns.
+void expect_the_reporter_of_a_cut_named(std::uint64_t seed, Duration when,
+                                        const std::function<void(Group&)>& call) {
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  SimulatedWorld world(seed, 3, {.jitter = microseconds(500)});
+  world.run([&](int rank) {
+    Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
+    const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+    {
+      Group group =
+          Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(20)});
+      Thread network;
+      if (rank == 0) {
+        network = world.executor().spawn("network", [&] {
+          world.executor().sleep(when);
+          for (const std::string& one : world.direct(1)) {
+            for (const std::string& other : world.direct(2)) world.network().sever(one, other);
+          }
+        });
+      }
+      const Error error = error_of([&] { call(group); });
+      EXPECT_EQ(error.kind(), ErrorKind::kDisconnected) << error.what();
+      EXPECT_THAT(error.what(),
+                  ::testing::AnyOf(::testing::AllOf(HasSubstr("the connection to worker1 (rank 1"),
+                                                    HasSubstr("as worker2 (rank 2")),
+                                   ::testing::AllOf(HasSubstr("the connection to worker2 (rank 2"),
+                                                    HasSubstr("as worker1 (rank 1"))));
+      EXPECT_THAT(error.what(), HasSubstr("the world still counts worker"));
+    }
+    membership->barrier("test.end", {}, world.in(seconds(30)));
+    membership->leave(world.in(seconds(30)));
+  });
+}
+
+TEST_F(SimulatedGroups, TheRankThatLostAnotherOneIsNamedWhereTheWorldReachesBoth) {
+  for (std::uint64_t seed = 1; seed <= seeds_or(10); ++seed) {
+    expect_the_reporter_of_a_cut_named(seed, time_of_death(seed), [](Group& group) {
+      for (;;) group.all_reduce(at::ones({2000})).wait();
+    });
+    expect_the_reporter_of_a_cut_named(seed, milliseconds(20) + time_of_death(seed), [](Group& group) {
+      const int size = group.size(), previous = (group.rank() + size - 1) % size;
+      for (;;) {
+        const auto sent = group.send(at::ones({10}), (group.rank() + 1) % size);
+        group.recv(at::zeros({10}), previous).wait();
+        if (group.rank() != 0) sent.wait();
+      }
+    });
+  }
+}
+
 TEST_F(SimulatedGroups, ABarrierNamesTheRanksForWhichItWaits) {
   SimulatedWorld world(7, 3);
   ::testing::internal::CaptureStderr();

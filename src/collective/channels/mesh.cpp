@@ -440,7 +440,7 @@ void Mesh::lost(int rank, const std::string& why) {
   std::vector<std::uint64_t> instances;
   for (const rendezvous::Member& member : members_) instances.push_back(member.instance);
   const auto place = static_cast<std::size_t>(rank);
-  const std::string how = fmt::format("{} is gone: {}", peers_[place], why);
+  const std::string how = fmt::format("the connection to {} ended: {}", peers_[place], why);
   abort(Error(ErrorKind::kDisconnected, fmt::format("{}; the group cannot continue without it",
                                                     world_->cause_of_loss(instances, peers_, {place, how}))));
 }

@@ -284,8 +284,10 @@ void PairConnections::on_closed(const std::shared_ptr<net::Channel>& channel, co
   closed_->unpark();
   if (expected) return;
   if (!met) return lost(*rank, Error(ErrorKind::kDisconnected, reason.message()), Loss::kAbsence);
-  loop_.lost(*rank, Error(ErrorKind::kDisconnected, fmt::format("{} is gone: {}", name, reason.message())),
-             Loss::kFailure);
+  loop_.lost(
+      *rank,
+      Error(ErrorKind::kDisconnected, fmt::format("the connection to {} ended: {}", name, reason.message())),
+      Loss::kFailure);
 }
 
 namespace {

@@ -424,8 +424,11 @@ Error SimTransport::gone(const SimChannel& channel) const {
   if (channel.state().said_goodbye) {
     return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
   }
-  return Error(ErrorKind::kDisconnected,
-               fmt::format("'{}' is gone: its process died or was killed; see its log", peer));
+  return Error(
+      ErrorKind::kDisconnected,
+      fmt::format(
+          "'{}' is gone: its process died or was killed, or the network ended the connection; see its log",
+          peer));
 }
 
 Error SimTransport::timed_out(const SimChannel& channel) const {

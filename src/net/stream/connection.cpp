@@ -82,9 +82,11 @@ void Connection::receive(bool hung_up, std::span<std::byte> scratch, Handler& ha
       return;
     }
     if (result < 0) {
-      throw Error(ErrorKind::kDisconnected,
-                  fmt::format("the connection to '{}' broke ({}): its process died or was killed",
-                              channel_->peer(), std::strerror(errno)));
+      throw Error(
+          ErrorKind::kDisconnected,
+          fmt::format(
+              "the connection to '{}' broke ({}): its process died or was killed, or the network ended it",
+              channel_->peer(), std::strerror(errno)));
     }
     const auto received = static_cast<std::size_t>(result);
     const std::size_t in_place = std::min(received, direct);
@@ -239,9 +241,11 @@ void Connection::throw_end_of_stream() const {
     throw Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
   }
   if (heard_goodbye()) throw Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer));
-  throw Error(ErrorKind::kDisconnected,
-              fmt::format("'{}' is gone{}: its process died or was killed; see its log", peer,
-                          parser_.mid_frame() ? " in the middle of a message" : ""));
+  throw Error(
+      ErrorKind::kDisconnected,
+      fmt::format(
+          "'{}' is gone{}: its process died or was killed, or the network ended the connection; see its log",
+          peer, parser_.mid_frame() ? " in the middle of a message" : ""));
 }
 
 }  // namespace torchspan::net

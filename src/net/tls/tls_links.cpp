@@ -116,9 +116,11 @@ Error TlsLink::end_of_stream() const {
   }
   if (heard_goodbye()) return Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer));
   const bool inside = parser_.mid_frame() || !assembly_.empty();
-  return Error(ErrorKind::kDisconnected,
-               fmt::format("'{}' is gone{}: its process died or was killed; see its log", peer,
-                           inside ? " in the middle of a message" : ""));
+  return Error(
+      ErrorKind::kDisconnected,
+      fmt::format(
+          "'{}' is gone{}: its process died or was killed, or the network ended the connection; see its log",
+          peer, inside ? " in the middle of a message" : ""));
 }
 
 namespace {
