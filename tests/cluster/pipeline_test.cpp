@@ -1,8 +1,14 @@
 // Pipelines across real processes.
 // peer: async_pipe async_event_loop
+#include <array>
+#include <cmath>
 #include <cstring>
 #include <fmt/format.h>
 #include <fstream>
+#include <functional>
+#include <map>
+#include <optional>
+#include <random>
 
 #include <torch/torch.h>
 
@@ -12,6 +18,7 @@
 #include <torchspan/session.h>
 
 #include "tests/support/cluster_main.h"
+#include "tests/support/environment.h"
 
 namespace torchspan::pipeline_test {
 namespace {
@@ -415,9 +422,134 @@ TEST(PipelineProcesses, AShorterLimitEndsTheStepAndIsNamed) {
 
 INSTANTIATE_TEST_SUITE_P(Stages, Struck, ::testing::Values(0, 1, 2));
 
+enum class FailsIn { kForward, kBackward, kLoss };
+
+/// Throws in the backward of a micro-batch.
+struct FailingBackward : torch::autograd::Function<FailingBackward> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    throw std::runtime_error("planted");
+  }
+};
+
+/// Trainings with overlapping steps in which some batches fail on one worker. All ranks draw the same choices.
+class FailingBatches {
+ public:
+  FailingBatches(Session& session, std::uint64_t seed) : session_(session), random_(seed) {
+    for (bool& fails : fails_) fails = draw(3) == 0;
+    Layers layers;
+    for (int stage = 0; stage < kStages; ++stage) {
+      layers.add<Dense>(kWidth, kWidth, static_cast<std::uint64_t>(stage) + 1);
+      plain_.emplace_back(kWidth, kWidth, static_cast<std::uint64_t>(stage) + 1);
+      auto earlier = std::make_shared<std::map<std::int64_t, int>>();
+      layers.add_function("fails", [this, stage, earlier](const at::Tensor& x) -> at::Tensor {
+        const bool fails = stage == stage_ && fails_.at(static_cast<std::size_t>(x.size(0) - 1)) &&
+                           (*earlier)[x.size(0)]++ >= micro_batch_;
+        if (fails && place_ == FailsIn::kForward) throw std::runtime_error("planted");
+        return fails && place_ == FailsIn::kBackward ? FailingBackward::apply(x) : x * 1;
+      });
+    }
+    pipe_.emplace(session.worker(), layers,
+                  PipelineOptions{.balance = {2, 2, 2},
+                                  .micro_batches = micro_batches_,
+                                  .schedule = schedule_,
+                                  .checkpoint = checkpoint_,
+                                  .staleness = 1});
+  }
+
+  void run() {
+    std::optional<int> in_flight;
+    for (int batch = 0; batch < kBatches; ++batch) {
+      const bool throws = in_flight && fails_.at(static_cast<std::size_t>(*in_flight));
+      expect(in_flight, throws, [&] { return train(batch); });
+      in_flight = throws ? std::nullopt : std::optional(batch);  // the call that throws drops its batch
+    }
+    expect(in_flight, in_flight && fails_.at(static_cast<std::size_t>(*in_flight)),
+           [&] { return pipe_->finish(); });
+  }
+
+ private:
+  static constexpr int kStages = 3, kBatches = 30;
+
+  int draw(int count) { return static_cast<int>(random_() % static_cast<unsigned>(count)); }
+  /// Micro-batches have one row more in each batch, by which layers know it.
+  at::Tensor rows(int batch, int what) const {
+    return numbers({micro_batches_ * (batch + 1), kWidth}, static_cast<std::uint64_t>(100 * what + batch));
+  }
+  double train(int batch) {
+    const bool fails = place_ == FailsIn::kLoss && fails_.at(static_cast<std::size_t>(batch));
+    return pipe_->train_step(rows(batch, 1), rows(batch, 2),
+                             [fails](const at::Tensor& output, const at::Tensor& target) {
+                               if (fails) throw std::runtime_error("planted");
+                               return mean_square(output, target);
+                             });
+  }
+  /// A call that returns the loss of `batch`, or nothing.
+  void expect(std::optional<int> batch, bool throws, const std::function<double()>& call) {
+    const std::string where = fmt::format("batch {} on rank {}", batch.value_or(-1), session_.rank());
+    for (const at::Tensor& parameter : pipe_->parameters()) parameter.mutable_grad() = at::Tensor();
+    double loss = 0;
+    std::string failure;
+    try {
+      loss = call();
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    require(throws == !failure.empty(), where + (throws ? " does not fail" : ": " + failure));
+    if (throws) return require(failure.find("planted") != std::string::npos, where + ": " + failure);
+    require(std::isnan(loss) == !batch, where + " has a loss or not");
+    if (!batch) return;
+    for (Dense& layer : plain_) layer->zero_grad();
+    at::Tensor output = rows(*batch, 1);
+    for (Dense& layer : plain_) output = layer->forward(output);
+    const at::Tensor expected = mean_square(output, rows(*batch, 2));
+    expected.backward();
+    require(std::abs(loss - expected.item<double>()) < 1e-12, where + ": the loss");
+    const at::Tensor mine = pipe_->parameters().at(0).grad();
+    require(mine.defined() &&
+                at::allclose(mine, plain_.at(static_cast<std::size_t>(session_.rank()))->weight.grad(), 1e-10,
+                             1e-12),
+            where + ": the gradients");
+  }
+
+  Session& session_;
+  std::mt19937_64 random_;
+  std::array<bool, kBatches> fails_{};
+  const int micro_batches_ = 1 + draw(4), stage_ = draw(kStages), micro_batch_ = draw(micro_batches_);
+  const FailsIn place_ = static_cast<FailsIn>(draw(3));
+  const Schedule schedule_ =
+      std::array{Schedule::kGPipe, Schedule::k1F1B, Schedule::kZBH1}.at(static_cast<std::size_t>(draw(3)));
+  const ActivationCheckpoint checkpoint_ =
+      draw(2) == 0 ? ActivationCheckpoint::kNever : ActivationCheckpoint::kAlways;
+  std::vector<Dense> plain_;
+  std::optional<Pipeline> pipe_;
+};
+
+void lose_batches() {
+  Session session(WorkerOptions::from_env());
+  const auto first = testing::number_from("TORCHSPAN_SEED", std::uint64_t{1});
+  const auto cases = testing::number_from("TORCHSPAN_CASES", std::uint64_t{6});
+  for (std::uint64_t seed = first; seed < first + cases; ++seed) {
+    try {
+      FailingBatches(session, seed).run();
+    } catch (const std::exception& error) {
+      throw std::runtime_error(fmt::format("TORCHSPAN_SEED={} TORCHSPAN_CASES=1: {}", seed, error.what()));
+    }
+  }
+  session.shutdown();
+}
+
+TEST(PipelineProcesses, ABatchThatFailsInAnOverlappingStepLosesNoOther) {
+  ProcessWorld world(3);
+  world.start_all("pipeline.lose_batches");
+  expect_all_end_well(world, std::chrono::minutes(10));
+}
+
 const testing::Scenarios kScenarios("pipeline", {{"train", train},
                                                  {"train_with_split_backwards", train_with_split_backwards},
                                                  {"train_replicas", train_replicas},
+                                                 {"lose_batches", lose_batches},
                                                  {"make_weights", make_weights},
                                                  {"do_something", do_something},
                                                  {"be_paused", be_paused},
