@@ -52,7 +52,7 @@ namespace {
 constexpr Duration kLook = std::chrono::milliseconds(5);
 /// How long an operation may wait for the other ranks, or run, before it is listed as open. The control group lists its
 /// announcement later.
-constexpr Duration kListedAfter = std::chrono::milliseconds(150);
+constexpr Duration kLaunchListedAfter = std::chrono::milliseconds(150);
 
 /// What a rank sends of a call: its line and its numbers.
 at::Tensor announcement_of(const CallLine& line, const std::vector<std::int64_t>& numbers,
@@ -328,7 +328,7 @@ void DeviceQueue::wait_for_stream() {
 
 CallNumbers DeviceQueue::agree(Job& job) {
   std::vector<at::Tensor> all;
-  const Deadline listed_from = runtime_.executor.deadline_in(kListedAfter);
+  const Deadline listed_from = runtime_.executor.deadline_in(kLaunchListedAfter);
   std::optional<SpanScope> listed;
   try {
     while (!job.agreement.wait_for(kLook * 20)) {
@@ -372,7 +372,7 @@ bool DeviceQueue::watch() {
   try {
     launched_.release_finished();
     const int group = group_number(options_.ranks);
-    launched_.list_late(runtime_.spans, runtime_.executor.now() - kListedAfter, group);
+    launched_.list_late(runtime_.spans, runtime_.executor.now() - kLaunchListedAfter, group);
     if (launched_.empty()) return false;
     const auto* late = launched_.overdue(runtime_.executor.now() - options_.timeout);
     if (failure_->get()) {

@@ -9,7 +9,7 @@
 namespace torchspan::rpc {
 namespace {
 
-constexpr Duration kFullPause = std::chrono::minutes(1);
+constexpr Duration kFullDevicePause = std::chrono::minutes(1);
 
 }  // namespace
 
@@ -26,7 +26,7 @@ std::optional<Buffer> ReceivedMemory::allocate(c10::Device device, std::size_t b
     memory =
         at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device));
   } catch (const std::exception&) {
-    room.full_until = executor_.now() + kFullPause;
+    room.full_until = executor_.now() + kFullDevicePause;
     return std::nullopt;
   }
   auto* const data = static_cast<std::byte*>(memory.data_ptr());
