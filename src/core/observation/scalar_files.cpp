@@ -98,17 +98,16 @@ Bytes encode_event(double unix_seconds, const Scalar* scalar) {
 }
 
 std::string encode_scalar_line(double unix_seconds, int rank, const Scalar& scalar) {
-  nlohmann::ordered_json line;
-  line["time"] = unix_seconds;
-  line["rank"] = rank;
-  line["tag"] = scalar.tag;
-  line["step"] = scalar.step;
-  if (std::isfinite(scalar.value)) {
-    line["value"] = scalar.value;
-  } else {
-    line["value"] = std::isnan(scalar.value) ? "nan" : scalar.value > 0 ? "inf" : "-inf";
+  const auto encoded = [](const nlohmann::json& value) {
+    return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  };
+  nlohmann::json value = scalar.value;
+  if (!std::isfinite(scalar.value)) {
+    value = std::isnan(scalar.value) ? "nan" : scalar.value > 0 ? "inf" : "-inf";
   }
-  return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  return fmt::format(R"({{"time":{},"rank":{},"tag":{},"step":{},"value":{}}})"
+                     "\n",
+                     encoded(unix_seconds), rank, encoded(scalar.tag), scalar.step, encoded(value));
 }
 
 ScalarFiles::ScalarFiles(Runtime& runtime, const std::string& tensorboard_folder,
