@@ -10,4 +10,9 @@
 #include <vector>
 
 #include <ATen/core/ivalue.h>  // first: clang in C++20 mode needs it before the other LibTorch headers
+#pragma push_macro("NDEBUG")
+#undef NDEBUG
+#define NDEBUG  // for its layout: LibTorch is compiled without assertions
+#include <ATen/record_function.h>
+#pragma pop_macro("NDEBUG")
 #include <ATen/ATen.h>

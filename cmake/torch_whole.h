@@ -1,6 +1,11 @@
 // For sources that use modules, optimizers or the whole of LibTorch's C++ front end.
 #pragma once
 #include <ATen/core/ivalue.h>  // first: clang in C++20 mode needs it before the other LibTorch headers
+#pragma push_macro("NDEBUG")
+#undef NDEBUG
+#define NDEBUG  // for its layout: LibTorch is compiled without assertions
+#include <ATen/record_function.h>
+#pragma pop_macro("NDEBUG")
 #include <torch/torch.h>
 
 #ifdef __clang__
