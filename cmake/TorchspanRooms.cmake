@@ -81,6 +81,9 @@ function(torchspan_test name)
   endif()
   # The more sources instantiate the same templates of GoogleTest together, the better.
   math(EXPR batch "2 * ${TORCHSPAN_UNITY_BATCH}")
+  if(batch GREATER 32)
+    set(batch 32)  # which needs 2 GB of memory
+  endif()
   set_target_properties(${name} PROPERTIES UNITY_BUILD_BATCH_SIZE ${batch})
   if(TEST_DEPENDS)
     add_dependencies(${name} ${TEST_DEPENDS})

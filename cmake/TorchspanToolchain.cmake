@@ -44,8 +44,6 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     add_compile_options(-Wno-subobject-linkage)
   endif()
 elseif(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
-  # CMake would also include the source of a precompiled header by its absolute path, which ccache hashes.
-  set(CMAKE_CXX_COMPILE_OPTIONS_USE_PCH -Xclang -include-pch -Xclang <PCH_FILE>)
   # ccache caches the users of a precompiled header of clang only if it names no times.
   # libstdc++'s std::stable_sort uses what is deprecated since C++17, and silences gcc only.
   add_compile_options(-Wthread-safety -Wno-deprecated-declarations "SHELL:-Xclang -fno-pch-timestamp")

@@ -8,9 +8,10 @@ target_link_libraries(torchspan_torch INTERFACE ${TORCHSPAN_LIBTORCH})
 
 # A precompiled torch/torch.h costs each source four times as much as the narrow one, so only targets that use it get the large
 # one.
-torchspan_precompile(torch_narrow ${PROJECT_SOURCE_DIR}/cmake/torch_narrow.h LINK torchspan_torch)
+torchspan_precompile(torch_narrow ${PROJECT_SOURCE_DIR}/cmake/torch_narrow.h OVER standard LINK torchspan_torch)
 torchspan_precompile(
   torch_whole ${PROJECT_SOURCE_DIR}/cmake/torch_whole.h
+  OVER torch_narrow
   PUBLIC <torchspan/torchspan.h> <torchspan/elastic.h> <torchspan/sharded.h>
   LINK torchspan_torch)
 

@@ -1,5 +1,5 @@
 """Runs a compiler; after it made a precompiled header, writes a file beside it, named '….sum', with a hash of all that went
-in: the compiler, its options and every header.
+in: the compiler, its options, every header, and the hash of the precompiled header below it.
 
 ccache takes this file for the header itself. Precompiled headers have hundreds of megabytes and contain the paths of the
 build, so without it ccache would read all of them for each source, and sources behind two of them would have nothing in
@@ -11,6 +11,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+PRECOMPILED = (".pch", ".gch")
+
+
+def without_header(command):
+    """The command for the empty source that CMake compiles beside a header: without the header, which takes seconds to
+    read."""
+    text = "\0".join(command)
+    return re.sub("\0-Xclang\0-include-pch\0-Xclang\0[^\0]*", "", text).split("\0")
 
 
 def headers_of(dependencies):
@@ -30,6 +39,7 @@ def checksum(source_folder, command, dependencies):
     for word in command[1:]:
         digest.update(in_every_clone(word).encode() + b"\0")
     for path in sorted(headers_of(dependencies), key=in_every_clone):
+        path += ".sum" if path.endswith(PRECOMPILED) else ""
         # CMake's own header contains the path of ours.
         digest.update(Path(path).read_bytes().replace(source_folder.encode(), b"SOURCE"))
     return digest.hexdigest()
@@ -37,9 +47,11 @@ def checksum(source_folder, command, dependencies):
 
 def main():
     source_folder, *command = sys.argv[1:]
-    code = subprocess.run(command, check=False).returncode
     output = command[command.index("-o") + 1] if "-o" in command else ""
-    if code == 0 and output.endswith((".pch", ".gch")):
+    if not output.endswith(PRECOMPILED):
+        command = without_header(command)
+    code = subprocess.run(command, check=False).returncode
+    if code == 0 and output.endswith(PRECOMPILED):
         Path(output + ".sum").write_text(checksum(source_folder, command, command[command.index("-MF") + 1]))
     return code
 

@@ -91,6 +91,11 @@ class BuildHeader:
         self.compiler, *words = words
         self.output = words[words.index("-o") + 1]
         self.flags = []
+        self.below = None  # the header that this one builds upon
+        if "-include-pch" in words:
+            at = words.index("-include-pch") - 1
+            self.below = words[at + 3]
+            del words[at:at + 4]
         skip = 0
         for first, second in zip(words, words[1:] + [""]):
             if skip:
@@ -103,9 +108,9 @@ class BuildHeader:
             self.flags += ["-Xclang", "-include-pch", "-Xclang", str(folder / self.output)]
 
     def salt(self):
-        """The same in all clones: the options, and the headers that it includes."""
-        text = (self.folder / self.output).with_suffix("")
-        named = text.read_text() if text.is_file() else ""
+        """The same in all clones: the options, and the headers that it and the one below include."""
+        texts = [(self.folder / output).with_suffix("") for output in (self.output, self.below) if output]
+        named = "".join(text.read_text() for text in texts if text.is_file())
         ours = [Path(path) for path in re.findall(r'#include "(.*)"', named) if Path(path).is_file()]
         return "\n".join([*self.flags, named]).replace(str(self.root), "") + "".join(path.read_text() for path in ours)
 

@@ -60,6 +60,29 @@ class Precompile(unittest.TestCase):
         seen.add(self.checksum(clone))
         self.assertEqual(len(seen), 5)
 
+    def test_that_of_the_header_below_takes_its_place(self):
+        clone = self.clones[0]
+        self.write("tools/below.pch", "compiled somewhere")
+        self.write("tools/below.pch.sum", "1")
+        self.write("tools/compiler", COMPILER.replace("theirs.h", "below.pch"))
+        seen = {self.checksum(clone)}
+        self.write("tools/below.pch", "compiled elsewhere")
+        seen.add(self.checksum(clone))
+        self.assertEqual(len(seen), 1)
+        self.write("tools/below.pch.sum", "2")
+        seen.add(self.checksum(clone))
+        self.assertEqual(len(seen), 2)
+
+    def test_the_empty_source_is_compiled_without_the_header(self):
+        self.write("tools/compiler", COMPILER.replace("while", 'echo "$*" >arguments\nwhile', 1))
+        clone = self.clones[0]
+        header = ("-Xclang", "-include-pch", "-Xclang", "x.pch")
+        for output, kept in (("x.pch", True), ("x.o", False)):
+            self.assertEqual(self.compile(clone, "-O1", *header, "-g", output=output), 0)
+            arguments = (clone / "build/arguments").read_text()
+            self.assertEqual(" ".join(("-O1", *header, "-g")) in arguments, kept)
+            self.assertEqual("-O1 -g" in arguments, not kept)
+
     def test_objects_and_failures_have_none(self):
         self.assertEqual(self.compile(self.clones[0], output="x.o"), 0)
         self.assertEqual(self.compile(self.clones[0], "fail"), 3)
