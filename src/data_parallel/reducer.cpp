@@ -199,12 +199,13 @@ std::optional<Error> Reducer::Impl::settle() {
   std::optional<Error> late;
   if (!given_up.valid()) return late;
   try {
-    if (!given_up.wait_for(kFirstWaitWarning)) {
+    const Duration warned = WaitWarnings().next();
+    if (!given_up.wait_for(warned)) {
       context_.runtime.log.warning(
           fmt::format("rank {} gave up its backward pass, because {}, and has waited {:.0f} s for the other "
                       "ranks to begin "
                       "theirs{}",
-                      this_rank(context_.group), reason, to_seconds(kFirstWaitWarning), kAgreement));
+                      this_rank(context_.group), reason, to_seconds(warned), kAgreement));
     }
     given_up.wait();
   } catch (const Error& error) {  // reported when it happened; the next operation of a broken group fails too
