@@ -63,10 +63,10 @@ function(torchspan_precompile_rich target)
     endif()
   endif()
   if(below)
-    add_dependencies(${target} ${below})
+    set(file ${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/${below}.dir/cmake_pch.hxx.pch)
     set_source_files_properties(
-      ${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/${target}.dir/cmake_pch.hxx.cxx PROPERTIES
-      COMPILE_OPTIONS "-Xclang;-include-pch;-Xclang;${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/${below}.dir/cmake_pch.hxx.pch")
+      ${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/${target}.dir/cmake_pch.hxx.cxx
+      PROPERTIES COMPILE_OPTIONS "-Xclang;-include-pch;-Xclang;${file}" OBJECT_DEPENDS ${file})
   endif()
 endfunction()
 
