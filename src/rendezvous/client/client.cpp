@@ -228,8 +228,8 @@ Error Client::unreachable() const {
   const double seconds = to_seconds(options_.timeout);
   MutexLock lock(mutex_);
   // When rank 0 has given up, it refuses connections, which says less than what failed before.
-  const std::string before = !channel_ && other_failure_
-                                 ? fmt::format("; before that: {}", other_failure_->message())
+  const std::string before = !channel_ && last_failure_ && last_failure_->before
+                                 ? fmt::format("; before that: {}", last_failure_->before->message())
                                  : std::string();
   return Error(
       ErrorKind::kTimedOut,
@@ -328,8 +328,10 @@ void Client::on_closed_before_welcome(const Error& reason) {
   }
   {
     MutexLock lock(mutex_);
-    if (last_failure_ && last_failure_->error.kind() != reason.kind()) other_failure_ = last_failure_->error;
-    last_failure_ = {reason, runtime_.executor.now()};
+    std::optional<Error> before;
+    if (last_failure_)
+      before = last_failure_->error.kind() != reason.kind() ? last_failure_->error : last_failure_->before;
+    last_failure_ = {reason, runtime_.executor.now(), std::move(before)};
   }
   redial_.at = runtime_.executor.deadline_in(redial_.pause);
   redial_.pause = std::min(redial_.pause * 2, kLongestBackoff);

@@ -69,6 +69,7 @@ class Client final : private net::Handler {
   struct DialFailure {
     Error error;
     TimePoint at;
+    std::optional<Error> before = {};  ///< the last one of another kind
   };
 
   void add_handlers();
@@ -115,7 +116,6 @@ class Client final : private net::Handler {
   mutable Mutex mutex_;
   std::shared_ptr<net::Channel> channel_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<DialFailure> last_failure_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::optional<Error> other_failure_ TORCHSPAN_GUARDED_BY(mutex_);  ///< the last one of another kind
   bool decided_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::optional<Error> refusal_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<int, Known> known_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -1,9 +1,10 @@
 // What extensions use of a worker's endpoint.
 #include <gtest/gtest.h>
-#include <mutex>
-#include <thread>
+#include <unistd.h>
+#include <vector>
 
 #include <torchspan/core/future.h>
+#include <torchspan/detail/core/mutex.h>
 #include <torchspan/rpc/worker.h>
 
 #include "tests/support/cluster.h"
@@ -24,15 +25,15 @@ constexpr wire::MessageType kSlow{0x8103};      ///< on the pool, for a second
 
 /// What the handlers of one test saw.
 struct Seen {
-  std::mutex mutex;
-  std::vector<std::thread::id> served, received;
+  Mutex mutex;  ///< guards the threads on which handlers ran
+  std::vector<pid_t> served, received;
 
-  std::thread::id last(const std::vector<std::thread::id>& of) {
-    const std::lock_guard lock(mutex);
-    return of.empty() ? std::thread::id() : of.back();
+  pid_t last(const std::vector<pid_t>& of) {
+    const MutexLock lock(mutex);
+    return of.empty() ? -1 : of.back();
   }
-  std::size_t count(const std::vector<std::thread::id>& of) {
-    const std::lock_guard lock(mutex);
+  std::size_t count(const std::vector<pid_t>& of) {
+    const MutexLock lock(mutex);
     return of.size();
   }
 };
@@ -42,9 +43,9 @@ class Handlers final : public rpc::Extension {
   explicit Handlers(Seen& seen) : seen_(seen) {}
   void attach(rpc::Registrar& registrar) override {
     using Reply = std::shared_ptr<rpc::Completion>;
-    const auto note = [this](std::vector<std::thread::id>& where) {
-      const std::lock_guard lock(seen_.mutex);
-      where.push_back(std::this_thread::get_id());
+    const auto note = [this](std::vector<pid_t>& where) {
+      const MutexLock lock(seen_.mutex);
+      where.push_back(gettid());
     };
     const auto answer = [](const Reply& reply) {
       wire::Payload nothing;
@@ -105,9 +106,9 @@ TEST(Endpoint, AThreadThatReceivesHereTakesTheNextMessagesUntilNoneComes) {
   Seen seen;
   on_first({.spin = milliseconds(20)}, seen, [&](Worker& worker) {
     send(worker, kReceived).wait();
-    const std::thread::id receiver = seen.last(seen.received);
+    const pid_t receiver = seen.last(seen.received);
     send(worker, kServed).wait();
-    const std::thread::id pool = seen.last(seen.served);
+    const pid_t pool = seen.last(seen.served);
     EXPECT_NE(pool, receiver);
     for (int i = 0; i < 3; ++i) {
       send(worker, kReceived).wait();
