@@ -23,7 +23,7 @@ std::uint64_t whole_pages(std::uint64_t bytes) {
 
 }  // namespace
 
-UnforkedMemory map_arena(const Descriptor& descriptor, std::uint64_t size) {
+SharedMemory map_arena(const Descriptor& descriptor, std::uint64_t size) {
   if (!is_sealed_memory_file(descriptor, size)) {
     throw Error(
         ErrorKind::kInvalid,
@@ -38,7 +38,7 @@ UnforkedMemory map_arena(const Descriptor& descriptor, std::uint64_t size) {
                     size, std::strerror(errno)));
   }
   ::madvise(memory.data(), size, MADV_DONTDUMP);
-  return not_inherited(std::move(memory));
+  return memory;
 }
 
 Arena::Arena(Descriptor descriptor, std::uint64_t size)
@@ -63,9 +63,9 @@ std::shared_ptr<Arena> Arena::make(std::uint64_t size) {
 }
 
 bool Arena::holds(const void* data, std::size_t bytes) const {
-  const auto begin = reinterpret_cast<std::uintptr_t>(mapping_->data());
+  const auto begin = reinterpret_cast<std::uintptr_t>(mapping_.data());
   const auto at = reinterpret_cast<std::uintptr_t>(data);
-  return at >= begin && mapping_->holds(at - begin, bytes);
+  return at >= begin && mapping_.holds(at - begin, bytes);
 }
 
 Arena::Stretch Arena::reserve(std::size_t bytes) {
@@ -79,7 +79,7 @@ Arena::Stretch Arena::reserve(std::size_t bytes) {
                                                     bytes, std::strerror(reason)));
   }
 #if defined(MADV_POPULATE_WRITE)
-  ::madvise(mapping_->data() + offset, taken, MADV_POPULATE_WRITE);
+  ::madvise(mapping_.data() + offset, taken, MADV_POPULATE_WRITE);
 #endif
   return {offset, taken};
 }
@@ -93,9 +93,7 @@ std::shared_ptr<std::byte> Arena::allocate(std::size_t bytes) {
   };
   const std::shared_ptr<Allocation> allocation =
       ProcessOwned<Allocation>(new Allocation{shared_from_this(), stretch});
-  std::byte* const data = mapping_->data() + stretch.offset;
-  set_inherited(data, stretch.bytes, true);
-  return {allocation, data};
+  return {allocation, mapping_.data() + stretch.offset};
 }
 
 std::uint64_t Arena::take(std::uint64_t bytes) {
@@ -110,11 +108,10 @@ std::uint64_t Arena::take(std::uint64_t bytes) {
   throw Error(ErrorKind::kOverloaded,
               fmt::format("{} bytes do not fit into the rest of the {} bytes that this rank may share; raise "
                           "GroupOptions::shared_bytes, or release tensors from allocate()",
-                          bytes, mapping_->size()));
+                          bytes, mapping_.size()));
 }
 
 void Arena::give_back(std::uint64_t offset, std::uint64_t bytes) {
-  set_inherited(mapping_->data() + offset, bytes, false);
   ::fallocate(descriptor_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
               static_cast<off_t>(bytes));
   MutexLock lock(mutex_);

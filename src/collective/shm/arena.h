@@ -6,13 +6,13 @@
 
 #include <torchspan/detail/core/mutex.h>
 
-#include "core/api/unforked_memory.h"
+#include "core/api/descriptor.h"
 
 namespace torchspan::collective::shm {
 
 /// Maps the arena of a rank: a sealed memory file of exactly `size` bytes. Throws kInvalid for any other file,
-/// which could shrink under the mapping; kOverloaded without address space. Forked children do not have the memory.
-UnforkedMemory map_arena(const Descriptor& descriptor, std::uint64_t size);
+/// which could shrink under the mapping; kOverloaded without address space.
+SharedMemory map_arena(const Descriptor& descriptor, std::uint64_t size);
 
 /// The memory that one rank shares: an anonymous memory file of the largest allowed size. Only allocated
 /// pages take memory. Thread-safe.
@@ -23,8 +23,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   static std::shared_ptr<Arena> make(std::uint64_t size);
 
   /// Allocates zeroed, page-aligned memory, and releases it with the last copy of the pointer, which also
-  /// keeps the arena. Forked children have it too, because it is a tensor's. Throws kOverloaded if the arena or the machine
-  /// is full.
+  /// keeps the arena. Throws kOverloaded if the arena or the machine is full.
   std::shared_ptr<std::byte> allocate(std::size_t bytes);
 
   /// A range that no destructor releases, because other processes may still read it.
@@ -37,10 +36,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void release(const Stretch& stretch) { give_back(stretch.offset, stretch.bytes); }
 
   const Descriptor& descriptor() const { return descriptor_; }
-  const SharedMemory& mapping() const { return *mapping_; }
+  const SharedMemory& mapping() const { return mapping_; }
   bool holds(const void* data, std::size_t bytes) const;
   std::uint64_t offset_of(const void* data) const {
-    return static_cast<std::uint64_t>(static_cast<const std::byte*>(data) - mapping_->data());
+    return static_cast<std::uint64_t>(static_cast<const std::byte*>(data) - mapping_.data());
   }
 
  private:
@@ -51,7 +50,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void give_back(std::uint64_t offset, std::uint64_t bytes);
 
   const Descriptor descriptor_;
-  const UnforkedMemory mapping_;
+  const SharedMemory mapping_;
   Mutex mutex_;
   std::map<std::uint64_t, std::uint64_t> free_ TORCHSPAN_GUARDED_BY(mutex_);  ///< offset → bytes
 };

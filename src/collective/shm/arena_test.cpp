@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #include <vector>
 
@@ -53,36 +52,12 @@ TEST(Arena, MergesAdjacentFreeBlocksInAnyOrder) {
 TEST(Arena, IsVisibleThroughEveryMappingOfItsFile) {
   const auto arena = Arena::make(1 << 20);
   const auto block = arena->allocate(100);
-  const UnforkedMemory other = map_arena(Descriptor(::dup(arena->descriptor().get())), 1 << 20);
+  const SharedMemory other = map_arena(Descriptor(::dup(arena->descriptor().get())), 1 << 20);
   block.get()[5] = std::byte{42};
-  EXPECT_EQ(other->data()[arena->offset_of(block.get()) + 5], std::byte{42});
-  EXPECT_FALSE(other->holds((1 << 20) - 4, 5));
-  EXPECT_FALSE(other->holds(~std::uint64_t{0}, 5));
-  EXPECT_FALSE(other->holds(5, ~std::uint64_t{0}));
-}
-
-// A child of fork() once had all memory that its parent shares with other ranks, and could write to it.
-TEST(Arena, GivesForkedChildrenOnlyTheMemoryOfTensors) {
-  const auto arena = Arena::make(1 << 20);
-  const UnforkedMemory other = map_arena(Descriptor(::dup(arena->descriptor().get())), 1 << 20);
-  const auto tensor = arena->allocate(5000);
-  auto ended = arena->allocate(5000);
-  const std::byte* const old = ended.get();
-  std::byte* const staging = arena->mapping().data() + arena->reserve(5000).offset;
-  const auto in_child = [](const std::byte* data) {
-    const pid_t child = ::fork();
-    if (child == 0) ::_exit(::msync(const_cast<std::byte*>(data), 4096, MS_ASYNC) == 0 ? 1 : 0);  // or ENOMEM
-    int status = -1;
-    ::waitpid(child, &status, 0);
-    return WEXITSTATUS(status) == 1;
-  };
-  EXPECT_TRUE(in_child(tensor.get()));
-  EXPECT_TRUE(in_child(tensor.get() + 4096));
-  EXPECT_TRUE(in_child(old));
-  ended.reset();
-  EXPECT_FALSE(in_child(old));
-  EXPECT_FALSE(in_child(staging));
-  EXPECT_FALSE(in_child(other->data()));
+  EXPECT_EQ(other.data()[arena->offset_of(block.get()) + 5], std::byte{42});
+  EXPECT_FALSE(other.holds((1 << 20) - 4, 5));
+  EXPECT_FALSE(other.holds(~std::uint64_t{0}, 5));
+  EXPECT_FALSE(other.holds(5, ~std::uint64_t{0}));
 }
 
 TEST(Arena, RefusesFilesThatCouldShrink) {

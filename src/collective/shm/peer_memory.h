@@ -30,7 +30,7 @@ class PeerMemory final : public WorldListener {
   PeerMemory(std::shared_ptr<WorldLink> world, std::vector<PeerIdentity> peers, int self,
              std::shared_ptr<Arena> own)
       : world_(std::move(world)), peers_(std::move(peers)), self_(self), own_(std::move(own)) {
-    for (std::size_t i = 0; i < peers_.size(); ++i) mappings_.push_back(not_inherited({}));
+    mappings_.resize(peers_.size());
     ends_.resize(peers_.size());
     gone_.resize(peers_.size());
   }
@@ -41,12 +41,12 @@ class PeerMemory final : public WorldListener {
   const PeerIdentity& peer(int peer_rank) const { return peers_[static_cast<std::size_t>(peer_rank)]; }
   const std::shared_ptr<Arena>& own() const { return own_; }
   const SharedMemory& memory(int peer_rank) const {
-    return peer_rank == self_ ? own_->mapping() : *mappings_[static_cast<std::size_t>(peer_rank)];
+    return peer_rank == self_ ? own_->mapping() : mappings_[static_cast<std::size_t>(peer_rank)];
   }
 
   /// Adds a peer's memory, and the socket that closes when the peer ends. Call them before other threads use
   /// this object.
-  void add_peer(int peer_rank, UnforkedMemory memory) {
+  void add_peer(int peer_rank, SharedMemory memory) {
     mappings_[static_cast<std::size_t>(peer_rank)] = std::move(memory);
   }
   void add_end(int peer_rank, Descriptor socket) {
@@ -85,7 +85,7 @@ class PeerMemory final : public WorldListener {
   const std::vector<PeerIdentity> peers_;
   const int self_;
   const std::shared_ptr<Arena> own_;
-  std::vector<UnforkedMemory> mappings_;
+  std::vector<SharedMemory> mappings_;
   std::vector<Descriptor> ends_;
   Mutex mutex_;
   std::vector<std::optional<std::string>> gone_ TORCHSPAN_GUARDED_BY(mutex_);
