@@ -152,12 +152,8 @@ SharedMemory SharedMemory::map(const Descriptor& file, std::size_t size, int fla
   return {static_cast<std::byte*>(memory), size};
 }
 
-void set_inherited(std::byte* data, std::size_t size, bool inherited) {
-  ::madvise(data, size, inherited ? MADV_DOFORK : MADV_DONTFORK);
-}
-
 UnforkedMemory not_inherited(SharedMemory memory) {
-  if (memory) set_inherited(memory.data(), memory.size(), false);
+  if (memory) ::madvise(memory.data(), memory.size(), MADV_DONTFORK);
   return std::make_unique<SharedMemory>(std::move(memory));
 }
 
