@@ -475,7 +475,8 @@ class FailingBatches {
   int draw(int count) { return static_cast<int>(random_() % static_cast<unsigned>(count)); }
   /// Micro-batches have one row more in each batch, by which layers know it.
   at::Tensor rows(int batch, int what) const {
-    return numbers({micro_batches_ * (batch + 1), kWidth}, static_cast<std::uint64_t>(100 * what + batch));
+    return numbers({micro_batches_ * (batch + 1), kWidth},
+                   100 * static_cast<std::uint64_t>(what) + static_cast<std::uint64_t>(batch));
   }
   double train(int batch) {
     const bool fails = place_ == FailsIn::kLoss && fails_.at(static_cast<std::size_t>(batch));
