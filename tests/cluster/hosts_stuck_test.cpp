@@ -1,5 +1,6 @@
 // A job on two hosts that gets stuck: the launcher of either host names the rank that is the cause, on whichever host it
 // runs. The hosts are network namespaces connected by a virtual cable.
+#include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -87,7 +88,8 @@ class StuckOnTwoHosts : public testing::Hosts {
                                                  folder_.path() + "/output" + std::to_string(node)));
     }
     const Deadline started = executor_->deadline_in(seconds(90));
-    while (process_of(0) * process_of(1) * process_of(2) * process_of(3) == 0) {
+    const std::vector<int> ranks{0, 1, 2, 3};
+    while (!std::ranges::all_of(ranks, [&](int rank) { return process_of(rank) > 0; })) {
       ASSERT_FALSE(started.passed(executor_->now())) << hosts_[0]->output() << hosts_[1]->output();
       executor_->sleep(milliseconds(10));
     }
@@ -122,6 +124,10 @@ class StuckOnTwoHosts : public testing::Hosts {
   }
   /// The same while a process is stopped, which must not last until its peers declare it dead.
   std::string shown_while_stopped(int process, int node, const std::vector<std::string>& words) const {
+    if (process <= 0) {  // which would stop this process
+      ADD_FAILURE() << "the rank has not left its process id";
+      return "";
+    }
     kill(process, SIGSTOP);
     const std::string text = shown(node, words);
     kill(process, SIGCONT);
