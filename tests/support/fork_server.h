@@ -179,6 +179,7 @@ class ForkServer {
       close(connection);
       end(run_as_asked(request, outputs, run));
     }
+    if (reply.value < 0) _exit(1);  // kill() with this number would end every process of the user
     for (const int output : outputs) close(output);
     send(connection, &reply, sizeof reply, MSG_NOSIGNAL);
     pollfd events[2] = {{connection, POLLIN, 0},
