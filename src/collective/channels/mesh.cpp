@@ -157,10 +157,11 @@ void Lane::end(const std::string& why, const std::optional<Abort>& cause) {
       if (peer.channel) channels.push_back(peer.channel);
     }
   }
+  const Bytes first = cause ? encode(*cause) : Bytes(), last = encode(End{why});
   for (const auto& channel : channels) {
     try {
-      if (cause) channel->send(encode(*cause), {});
-      channel->send(encode(End{why}), {});
+      if (cause) channel->send(first, {});
+      channel->send(last, {});
     } catch (const Error&) {  // it has ended already
     }
     channel->close();

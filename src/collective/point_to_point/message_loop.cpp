@@ -206,9 +206,10 @@ void PairConnections::end(const channels::End& last, const std::optional<channel
       if (peer.channel) channels.push_back(peer.channel);
     }
   }
+  const Bytes first = cause ? encode(*cause) : Bytes(), header = encode(last);
   for (const auto& channel : channels) {
-    if (cause) send_to(*channel, encode(*cause), std::nullopt);
-    send_to(*channel, encode(last), std::nullopt);
+    if (cause) send_to(*channel, first, std::nullopt);
+    send_to(*channel, header, std::nullopt);
     channel->close();
   }
 }
