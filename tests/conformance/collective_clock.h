@@ -14,7 +14,8 @@ namespace torchspan::testing {
 /// not pass early on a busy machine. Whatever waits looks at the clock every few milliseconds.
 class MovableClock final : public Executor {
  public:
-  explicit MovableClock(Executor& real) : real_(real) {}
+  /// Is also ahead by `common`, which several clocks may share.
+  MovableClock(Executor& real, const std::atomic<Duration::rep>& common) : real_(real), common_(common) {}
 
   void move_forward(Duration by) { ahead_ += by.count(); }
   TimePoint now() const override { return real_.now() + ahead(); }
@@ -67,7 +68,7 @@ class MovableClock final : public Executor {
     const std::unique_ptr<Poller> real_;
   };
 
-  Duration ahead() const { return Duration(ahead_.load()); }
+  Duration ahead() const { return Duration(ahead_ + common_); }
   /// In real time.
   Deadline next_look(Deadline deadline) const {
     if (deadline.passed(now())) return Deadline(TimePoint::min());
@@ -77,6 +78,7 @@ class MovableClock final : public Executor {
 
   Executor& real_;
   std::atomic<Duration::rep> ahead_{0};
+  const std::atomic<Duration::rep>& common_;
 };
 
 }  // namespace torchspan::testing

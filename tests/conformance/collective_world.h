@@ -1,5 +1,6 @@
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <functional>
 #include <gtest/gtest.h>
@@ -35,8 +36,14 @@ class CollectiveWorld {
   /// Gives every rank a clock of its own, which the test can move forward. Call it before the ranks run.
   void make_clocks() {
     while (clocks_.size() < static_cast<std::size_t>(size_))
-      clocks_.push_back(std::make_unique<MovableClock>(*executor_));
+      clocks_.push_back(std::make_unique<MovableClock>(*executor_, ahead_));
   }
+  /// Moves the clocks of all ranks of this process forward at once: no rank passes a limit while another, which it has told of
+  /// that, has yet to be moved.
+  void move_clocks(Duration by) { ahead_ += by.count(); }
+  /// How many ranks run in this process, and whether `rank` is the first of them.
+  std::size_t ranks_here() const { return mpi_ ? 1 : static_cast<std::size_t>(size_); }
+  bool is_first_here(int rank) const { return mpi_ || rank == 0; }
   MovableClock& clock(int rank) { return *clocks_.at(static_cast<std::size_t>(rank)); }
   int size() const { return size_; }
   Executor& executor() { return *executor_; }
@@ -50,7 +57,7 @@ class CollectiveWorld {
   /// Runs `body` on every rank at the same time; returns what each threw, or null. Under mpirun: on this
   /// rank.
   std::vector<std::exception_ptr> try_each(std::function<void(Rank)> body) {
-    std::vector<std::exception_ptr> failures(mpi_ ? 1 : size_);
+    std::vector<std::exception_ptr> failures(ranks_here());
     store_ = name_of_store();
     if (mpi_) {
       try {
@@ -139,6 +146,7 @@ class CollectiveWorld {
   std::optional<ReservedPort> port_;  ///< of the store, over TLS
   std::string store_;
   const std::unique_ptr<Executor> executor_;
+  std::atomic<Duration::rep> ahead_{0};                ///< what all clocks were moved forward by
   std::vector<std::unique_ptr<MovableClock>> clocks_;  ///< by rank; empty: the system's
 };
 
