@@ -127,7 +127,10 @@ std::shared_ptr<SimLink> SimNetwork::Impl::make_wire(std::string from, std::stri
   auto link = std::make_shared<SimLink>();
   link->from = std::move(from);
   link->to = std::move(to);
-  std::erase_if(links_, [](const auto& old) { return old.expired(); });
+  if (links_.size() >= sweep_links_at_) {  // doubled: the cost of a link is constant on average
+    std::erase_if(links_, [](const auto& old) { return old.expired(); });
+    sweep_links_at_ = std::max<std::size_t>(64, 2 * links_.size());
+  }
   links_.push_back(link);
   return link;
 }

@@ -169,6 +169,7 @@ class SimNetwork::Impl : public std::enable_shared_from_this<Impl> {
   std::uint64_t next_id_ TORCHSPAN_GUARDED_BY(mutex) = 1;
   std::map<std::string, std::shared_ptr<SimNode>> nodes_ TORCHSPAN_GUARDED_BY(mutex);
   std::vector<std::weak_ptr<SimLink>> links_ TORCHSPAN_GUARDED_BY(mutex);
+  std::size_t sweep_links_at_ TORCHSPAN_GUARDED_BY(mutex) = 64;
   std::set<Names> cuts_ TORCHSPAN_GUARDED_BY(mutex);
 };
 
