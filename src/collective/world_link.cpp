@@ -73,6 +73,8 @@ void WorldLink::add(const std::weak_ptr<WorldListener>& listener) {
   std::optional<Error> ended;
   {
     MutexLock lock(mutex_);
+    // Without a death, nothing else removes those of parts that ended.
+    std::erase_if(listeners_, [](const auto& one) { return one.expired(); });
     listeners_.push_back(listener);
     ended = ended_;
   }

@@ -79,6 +79,7 @@ void PeerMemory::reclaim() {
 void PeerMemory::add(const std::weak_ptr<OpQueue>& listener) {
   {
     MutexLock lock(mutex_);
+    std::erase_if(listeners_, [](const auto& one) { return one.expired(); });
     listeners_.push_back(listener);
   }
   const auto listening = listener.lock();
