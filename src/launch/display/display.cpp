@@ -90,8 +90,26 @@ void Display::print_output(std::string_view prefix, std::string_view line) {
   print(options_.output, options_.output_terminal, fmt::format("{}{}\n", prefix, line));
 }
 
+/// An Error's text is long, and ends with what is its worker's own: " (call 'join', worker 'worker1', after 0.1 s)".
+std::string Display::without_repetition(std::string_view prefix, std::string_view line) {
+  constexpr std::size_t kLong = 120, kShown = 50, kMost = 16;
+  const std::size_t end = line.rfind(" (call '");
+  if (end == std::string_view::npos || end < kLong) return std::string(line);
+  const std::string_view text = line.substr(0, end);
+  const auto same = std::find_if(printed_.begin(), printed_.end(),
+                                 [&](const PrintedError& printed) { return printed.text == text; });
+  if (same == printed_.end()) {
+    printed_.push_back({std::string(prefix), std::string(text)});
+    if (printed_.size() > kMost) printed_.pop_front();
+    return std::string(line);
+  }
+  if (same->prefix == prefix) return std::string(line);
+  return fmt::format("{}… as {}above{}", cut_line(text, kShown), same->prefix, line.substr(end));
+}
+
 void Display::print_error(std::string_view prefix, std::string_view line) {
-  print(options_.errors, options_.errors_terminal, fmt::format("{}{}\n", prefix, line));
+  print(options_.errors, options_.errors_terminal,
+        fmt::format("{}{}\n", prefix, without_repetition(prefix, line)));
 }
 
 void Display::say(std::string_view text) {

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstddef>
+#include <deque>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -35,6 +36,8 @@ class Display {
   Display(Executor& executor, DisplayOptions options) : executor_(executor), options_(options) {}
 
   void print_output(std::string_view prefix, std::string_view line);
+  /// Shortens an error of a call that another worker, with another prefix, has just printed: its worker and its time
+  /// may differ.
   void print_error(std::string_view prefix, std::string_view line);
   /// Writes text of the launcher itself, ending in a newline.
   void say(std::string_view text);
@@ -64,6 +67,8 @@ class Display {
   /// The block, from its beginning, with the cursor at the beginning of its last line.
   std::string draw_block();
   void print(int descriptor, bool terminal, std::string text);
+  /// The line, shortened if it repeats an error of another worker.
+  std::string without_repetition(std::string_view prefix, std::string_view line);
   /// Returns false if the system refused the write; errno holds the reason.
   bool write_all(int descriptor, std::string_view text);
   void note_loss(int descriptor, int reason);
@@ -71,6 +76,10 @@ class Display {
 
   Executor& executor_;
   const DisplayOptions options_;
+  struct PrintedError {
+    std::string prefix, text;
+  };
+  std::deque<PrintedError> printed_;  ///< the last ones
   std::vector<std::string> live_;
   std::size_t drawn_width_ = 0;  ///< of the terminal when the block was drawn
   bool broken_ = false;

@@ -32,6 +32,35 @@ TEST(Display, WritesOutputAndErrorsApartWhereThereIsNoTerminal) {
   EXPECT_EQ(errors.text(), "[worker1] oops\ntorchspan: done\n");
 }
 
+/// All workers of a job throw the same errors of joining, of groups and of pipelines.
+TEST(Display, ShortensAnErrorThatAnotherWorkerHasPrinted) {
+  const auto executor = make_executor();
+  Captured errors;
+  Display display(*executor, {.errors = errors.descriptor()});
+  const std::string text =
+      "failed: invalid: the workers' function tables differ: of worker0 (rank 0) and worker1 (rank 1), only "
+      "worker0 has two (int32) -> int32; start the same program everywhere";
+  const std::string first = text + " (call 'join', worker 'worker1', after 0.005 s)";
+  const std::string other = text + ", too (call 'join', worker 'worker2', after 0.005 s)";
+  const std::string program = "epoch 1: " + std::string(200, 'x');
+  display.print_error("[worker1] ", first);
+  display.print_error("[worker0] ", text + " (call 'join', worker 'worker0', after 0.165 s)");
+  display.print_error("[worker1] ", first);
+  display.print_error("[worker2] ", other);
+  for (const char* prefix : {"[worker0] ", "[worker1] "}) {
+    display.print_error(prefix, program);
+    display.print_error(prefix, "failed: timed out: no reply (call 'add')");
+  }
+  EXPECT_EQ(
+      errors.text(),
+      "[worker1] " + first +
+          "\n[worker0] failed: invalid: the workers' function tables diff… as [worker1] above (call 'join', "
+          "worker 'worker0', after 0.165 s)\n[worker1] " +
+          first + "\n[worker2] " + other + "\n[worker0] " + program +
+          "\n[worker0] failed: timed out: no reply (call 'add')\n[worker1] " + program +
+          "\n[worker1] failed: timed out: no reply (call 'add')\n");
+}
+
 /// A pseudoterminal whose other end is a TerminalScreen.
 class Terminal {
  public:
