@@ -71,6 +71,35 @@ TEST_F(BatchingStore, SendsANewWorkerOnlyTheChangesAfterItsWelcome) {
   EXPECT_EQ(heard<Died>(0).size(), 3u);
 }
 
+/// Rank 0 ends because another worker died, and the store with it: the others must know of both.
+TEST_F(BatchingStore, AnnouncesEveryDeathBeforeItEndsWithRank0) {
+  gather_batching_world(4);
+  store_->on_closed(3, closed(), kStart);
+  store_->tick(kStart);  // announces it, and the next one later
+  store_->on_closed(1, closed(), kStart);
+  EXPECT_EQ(heard<Died>(2).size(), 1u);
+  say(0, GiveUp{"left because its call failed"});
+  const auto deaths = heard<Died>(2);
+  ASSERT_EQ(deaths.size(), 3u);
+  EXPECT_EQ(deaths[1].rank, 1);
+  EXPECT_EQ(deaths[2].rank, 0);
+  EXPECT_EQ(deaths[2].how, " left because its call failed");
+  EXPECT_EQ(heard<Farewell>(0).size(), 1u);
+}
+
+TEST(StoreOrder, Rank0HearsOfADeathLast) {
+  std::vector<ConnectionId> heard;
+  Store store({4, "job"},
+              {.send = [&](ConnectionId connection, const SharedBytes&) { heard.push_back(connection); },
+               .close = [](ConnectionId) {}});
+  for (int rank = 0; rank < 4; ++rank)
+    store.on_message(static_cast<ConnectionId>(rank), encode_message(registration(rank, 4)), kStart);
+  heard.clear();
+  store.on_closed(1, Error(ErrorKind::kDisconnected, "end of file"), kStart);
+  store.tick(kStart);
+  EXPECT_EQ(heard, (std::vector<ConnectionId>{3, 2, 0}));
+}
+
 TEST_F(BatchingStore, WaitsAtMostFiftyMillisecondsHoweverLargeTheWorld) {
   Announcements announcements{{}};
   announcements.add(Gone{{1}});

@@ -313,8 +313,9 @@ void Store::catch_up(Worker& worker) {
 }
 
 void Store::catch_up_all(TimePoint now) {
-  for (auto& [rank, worker] : roster_.all()) {
-    if (worker.connection) catch_up(worker);
+  // Rank 0 last: a death may end its process, and the store with it.
+  for (auto worker = roster_.all().rbegin(); worker != roster_.all().rend(); ++worker) {
+    if (worker->second.connection) catch_up(worker->second);
   }
   announcements_.all_sent(now, roster_.present());
 }
@@ -330,7 +331,9 @@ void Store::on_leave(ConnectionId connection, TimePoint now) {
 }
 
 void Store::on_give_up(ConnectionId connection, const std::string& why, TimePoint now) {
-  end_of(rank_of(connection), " " + why, now);
+  const int rank = rank_of(connection);
+  end_of(rank, " " + why, now);
+  if (rank == 0) catch_up_all(now);  // the store ends with it
   connections_.send(connection, share_message(Farewell{}));
 }
 
