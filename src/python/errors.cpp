@@ -1,20 +1,67 @@
 #include "python/errors.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <torchspan/core/error.h>
 
 namespace torchspan::python {
+namespace {
+
+/// The class of torchspan.errors for a kind.
+const char* class_name_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kInvalid:
+      return "InvalidError";
+    case ErrorKind::kRemoteFailure:
+      return "RemoteFailureError";
+    case ErrorKind::kDisconnected:
+      return "DisconnectedError";
+    case ErrorKind::kTimedOut:
+      return "TimedOutError";
+    case ErrorKind::kCancelled:
+      return "CancelledError";
+    case ErrorKind::kOverloaded:
+      return "OverloadedError";
+    case ErrorKind::kDenied:
+      return "DeniedError";
+    case ErrorKind::kUnsupported:
+      return "UnsupportedError";
+  }
+  return "Error";
+}
+
+/// torch turns it into the Python exception that python_type() returns, with the text of what().
+class PythonError final : public torch::PyTorchError {
+ public:
+  explicit PythonError(const Error& error)
+      : PyTorchError(std::string("torchspan: ") + error.what()), kind_(error.kind()) {}
+
+  /// Borrowed from its module. Called with the GIL.
+  PyObject* python_type() override {
+    try {
+      return pybind11::module_::import("torchspan.errors").attr(class_name_of(kind_)).ptr();
+    } catch (const pybind11::error_already_set&) {  // at the end of the interpreter
+      return PyExc_RuntimeError;
+    }
+  }
+
+ private:
+  const ErrorKind kind_;
+};
+
+}  // namespace
 
 std::exception_ptr to_torch_error(const std::exception_ptr& error, bool calling) {
   try {
     std::rethrow_exception(error);
   } catch (const Error& ours) {
-    const c10::SourceLocation here{__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)};
-    const std::string text = std::string("torchspan: ") + ours.what();
-    if (calling && ours.kind() == ErrorKind::kInvalid)
-      return std::make_exception_ptr(c10::ValueError(here, text));
-    return std::make_exception_ptr(c10::DistBackendError(here, text));
+    if (calling && ours.kind() == ErrorKind::kInvalid) {
+      const c10::SourceLocation here{__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)};
+      return std::make_exception_ptr(c10::ValueError(here, std::string("torchspan: ") + ours.what()));
+    }
+    return std::make_exception_ptr(PythonError(ours));
   } catch (...) {
     return std::current_exception();
   }

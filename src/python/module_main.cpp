@@ -17,12 +17,16 @@ using Milliseconds = std::chrono::milliseconds;
 
 std::shared_ptr<World> join_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                   const std::string& master_host, Milliseconds timeout) {
-  return with_torch_errors([&] { return World::join(*store, Place{rank, size, master_host}, timeout); });
+  return with_torch_errors(
+      [&] {
+        return World::join(*store, Place{rank, size, master_host}, timeout);
+      },
+      false);
 }
 
 c10::intrusive_ptr<Backend> make_backend(const std::shared_ptr<World>& world, const std::vector<int>& ranks,
                                          const Backend::Names& names, Milliseconds timeout) {
-  return with_torch_errors([&] { return Backend::make(world, ranks, names, timeout); });
+  return with_torch_errors([&] { return Backend::make(world, ranks, names, timeout); }, false);
 }
 
 /// Lets a world end while Python knows it. A weak reference of Python's would be one to the wrapper of a World, which ends

@@ -12,6 +12,19 @@ import torch
 import torch.distributed as dist
 
 import processes
+import torchspan
+
+
+class Disagreeing(processes.Group):
+    """A world of which each rank has its own opinion of the size."""
+
+    def __init__(self, sizes, timeout=20):
+        super().__init__(timeout=timeout)
+        self.sizes = sizes
+
+    def begin(self):
+        self.size = self.sizes[self.rank]
+        super().begin()
 
 
 def killed(rank, size):
@@ -23,7 +36,7 @@ def killed(rank, size):
         for _ in range(1000):
             dist.all_reduce(torch.ones(1000))
             time.sleep(0.001)
-    except dist.DistBackendError as error:
+    except torchspan.errors.DisconnectedError as error:
         return str(error), time.monotonic() - started
     return "nothing was raised", 0
 
@@ -35,7 +48,7 @@ def late(rank, size):
     started = time.monotonic()
     try:
         dist.all_reduce(torch.ones(2))
-    except dist.DistBackendError as error:
+    except torchspan.errors.TimedOutError as error:
         return str(error), time.monotonic() - started
     return "nothing was raised", 0
 
@@ -44,6 +57,7 @@ def raised_by(call):
     try:
         call()
     except Exception as error:
+        assert isinstance(error, dist.DistBackendError) == isinstance(error, torchspan.errors.Error)
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
@@ -215,7 +229,7 @@ class Failures(unittest.TestCase):
 
     def test_different_shapes_fail_on_all_ranks(self):
         for text in processes.run(3, different_shapes, world=processes.Group(destroy=False)):
-            self.assertRegex(text, r"DistBackendError: torchspan: invalid.*all_reduce\(Float \[2\].*all_reduce\(Float \[3\]")
+            self.assertRegex(text, r"InvalidError: torchspan: invalid.*all_reduce\(Float \[2\].*all_reduce\(Float \[3\]")
 
     def test_wrong_arguments_are_refused_and_break_nothing(self):
         for result in processes.run(3, wrong_arguments):
@@ -237,7 +251,7 @@ class Failures(unittest.TestCase):
             2, nothing_but_exit, world=processes.Group(timeout=5), environment=lambda rank: {"TORCHSPAN_SECRET_FILE": f"{folder}/{rank}"}
         )
         self.assertRegex(results[1].text, "denied|secret")
-        self.assertEqual(results[1].type_name, "DistBackendError")
+        self.assertEqual(results[1].type_name, "DeniedError")
         self.assertIsInstance(results[0], processes.Failed)
 
     def test_groups_leave_no_descriptors(self):
