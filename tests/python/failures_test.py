@@ -4,6 +4,7 @@ import atexit
 import os
 import signal
 import tempfile
+import threading
 import time
 import unittest
 from datetime import timedelta
@@ -129,6 +130,34 @@ def forked(rank, size, way):
     for _ in range(20):
         dist.all_reduce(value)
     return status, value.item()
+
+
+def forked_meanwhile(rank, size, forks):
+    """Children of a rank whose threads are in calls, and their copies of an operation that was pending."""
+    group, ended = dist.new_group(), threading.Event()
+
+    def call():
+        flag = torch.zeros(1)
+        while flag.item() < size:  # until all ranks have made their forks
+            flag.fill_(float(ended.is_set()))
+            dist.all_reduce(flag, group=group)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    statuses = []
+    for _ in range(forks):
+        pending = dist.all_reduce(torch.ones(1), async_op=True)
+        child = os.fork()
+        if child == 0:
+            texts = [raised_by(lambda: dist.all_reduce(torch.ones(1), group=group))]
+            texts += [] if pending.is_completed() else [raised_by(pending.wait)]
+            pending = None
+            os._exit(0 if all("is a fork of" in text for text in texts) else 1)
+        statuses.append(os.waitpid(child, 0)[1])
+        pending.wait()
+    ended.set()
+    caller.join()
+    return statuses
 
 
 def pending_work(rank, size):
@@ -269,6 +298,9 @@ class Failures(unittest.TestCase):
         for way in ("exit", "end", "destroy"):
             with self.subTest(way=way):
                 self.assertEqual(processes.run(2, forked, way), [(0, 2.0**21)] * 2)
+
+    def test_a_process_may_fork_while_its_threads_call(self):
+        self.assertEqual(processes.run(2, forked_meanwhile, 50), [[0] * 50] * 2)
 
     def test_pending_work_does_not_keep_a_process(self):
         self.assertEqual(processes.run(2, pending_work, world=processes.Group(destroy=False)), [True, True])

@@ -45,7 +45,9 @@ Work::Work(const Call& call, std::vector<at::Tensor> outputs, std::unique_ptr<Pe
 
 Work::~Work() {
   const auto ending = ending_;
-  if (ending->call().done()) {
+  if (!process_.is_current()) {
+    keep_until_exit(new std::shared_ptr<Ending>(ending));
+  } else if (ending->call().done()) {
     ending->conclude();
   } else {
     ending->call().when_done([ending] { ending->conclude(); });
@@ -71,7 +73,7 @@ std::vector<at::Tensor> Work::result() { return ending_->outputs(); }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
   const Duration limit = timeout > std::chrono::milliseconds::zero() ? Duration(timeout) : Duration::zero();
-  if (!ending_->call().wait_for(limit)) {
+  if (!with_torch_errors([&] { return ending_->call().wait_for(limit); }, false)) {
     std::rethrow_exception(
         to_torch_error(std::make_exception_ptr(Error(
                            ErrorKind::kTimedOut,
@@ -94,6 +96,7 @@ void Work::abort() {
 c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
   MutexLock lock(future_mutex_);
   if (future_) return future_;
+  with_torch_errors([this] { process_.check(); }, false);
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   ending_->call().when_done([ending = ending_, future = future_, world = world_] {
     const auto complete = [ending, future] {

@@ -8,6 +8,7 @@
 
 #include <torchspan/core/future.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/owner_process.h>
 
 #include "python/c10d/world.h"
 
@@ -65,7 +66,7 @@ class Work final : public c10d::Work {
   };
   /// `outputs`: result(), and the value of the future.
   Work(const Call& call, std::vector<at::Tensor> outputs, std::unique_ptr<PendingCall> pending);
-  /// An operation that nobody waited for still writes its results.
+  /// An operation that nobody waited for still writes its results; not in a forked child.
   ~Work() override;
 
   bool isCompleted() override;
@@ -84,6 +85,7 @@ class Work final : public c10d::Work {
  private:
   class Ending;
 
+  const OwnerProcess process_;
   const std::shared_ptr<Ending> ending_;
   const std::uint64_t number_;
   const std::weak_ptr<World> world_;
