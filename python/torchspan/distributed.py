@@ -18,7 +18,8 @@ _worlds: "list[_C.ObservedWorld]" = []
 def register() -> None:
     """Registers the backend "torchspan". Importing the package does this; so does torch 2.14 and later by itself."""
     if _NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(_NAME, _create(_NAME), extended_api=True, devices=["cpu"])
+        # CUDA tensors, too, so that a text of ours refuses them.
+        dist.Backend.register_backend(_NAME, _create(_NAME), extended_api=True, devices=["cpu", "cuda"])
 
 
 def use_for_gloo() -> None:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <fstream>
 #include <utility>
 
@@ -36,6 +37,7 @@ std::string random_text() {
 /// How long a worker tries to reach rank 0 of an open world before it looks whether that has left.
 constexpr Duration kJoinAttempt = std::chrono::seconds(2);
 
+/// The world size and the host of a rank.
 std::string host_key(int rank) { return fmt::format("torchspan/host/{}", rank); }
 /// "one" or "many" hosts, the job's id, and the address of rank 0's store; or "failed: " and why; or kEnded.
 constexpr const char* kAddressKey = "torchspan/store";
@@ -62,10 +64,37 @@ Job::Job(c10d::Store& store, Place place, Duration timeout)
   });
 }
 
+std::string Job::presence() const { return fmt::format("{} {}", place_.size, this_host()); }
+
+void Job::check_size(int rank, const std::string& present) const {
+  const std::string size = present.substr(0, present.find(' '));
+  if (size == std::to_string(place_.size)) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("rank {} has world_size {}, and rank {} has {}: give all ranks the same",
+                          place_.rank, place_.size, rank, size));
+}
+
+std::string Job::value_of(const std::string& key) {
+  try {
+    return text_of(store_.get(key));
+  } catch (const std::exception&) {
+    std::vector<int> absent;
+    for (int rank = 0; rank < place_.size; ++rank) {
+      if (!store_.check({host_key(rank)})) absent.push_back(rank);
+    }
+    if (absent.empty()) throw;
+    throw Error(
+        ErrorKind::kTimedOut,
+        fmt::format("ranks {} of a world of {} did not join in time: start them, or give all ranks the "
+                    "world_size of those that run",
+                    fmt::join(absent, ", "), place_.size));
+  }
+}
+
 void Job::meet() {
-  store_.set(host_key(place_.rank), bytes_of(this_host()));
+  store_.set(host_key(place_.rank), bytes_of(presence()));
   if (place_.rank == 0) return meet_rank_0();
-  const std::string published = text_of(store_.get(kAddressKey));
+  const std::string published = value_of(kAddressKey);
   if (published == kEnded) {
     place_.rank = 0;
     place_.size = 1;
@@ -78,10 +107,12 @@ void Job::meet() {
                     ? fmt::format("rank 0 cannot open the world: {}", published.substr(8))
                     : fmt::format("the program's store holds '{}' in place of rank 0's address", published));
   }
+  const std::string present = value_of(host_key(0));
+  check_size(0, present);
   one_host_ = published.substr(0, first) == "one";
   id_ = published.substr(first + 1, second - first - 1);
   address_ = published.substr(second + 1);
-  if (is_open(place_) && one_host_ && text_of(store_.get(host_key(0))) != this_host()) {
+  if (is_open(place_) && one_host_ && present != presence()) {
     throw Error(
         ErrorKind::kInvalid,
         "rank 0 is on another host, and expects workers on its own host only: set MASTER_ADDR, on all "
@@ -98,8 +129,11 @@ void Job::meet_rank_0() {
     one_host_ = host.empty() || net::is_loopback_host(host);
     return;
   }
-  for (int rank = 0; rank < place_.size; ++rank)
-    one_host_ &= text_of(store_.get(host_key(rank))) == this_host();
+  for (int rank = 0; rank < place_.size; ++rank) {
+    const std::string other = value_of(host_key(rank));
+    check_size(rank, other);
+    one_host_ &= other == presence();
+  }
 }
 
 void Job::make_environment() {

@@ -63,6 +63,12 @@ class Job {
   }
 
  private:
+  /// The world size and the host of this process.
+  std::string presence() const;
+  /// Throws kInvalid if another rank, of which `present` is the presence(), is in a world of another size.
+  void check_size(int rank, const std::string& present) const;
+  /// Waits for it in the program's store. Throws kTimedOut that names the ranks that have not come.
+  std::string value_of(const std::string& key);
   void meet();
   void meet_rank_0();
   std::unique_ptr<rendezvous::Membership> join_once(const std::string& address, Duration timeout);

@@ -42,6 +42,22 @@ def killed(rank, size):
     return "nothing was raised", 0
 
 
+def stopped(rank, size):
+    """Rank 1 is stopped by a signal; rank 0 continues it later."""
+    pids = torch.zeros(size, dtype=torch.int64)
+    pids[rank] = os.getpid()
+    dist.all_reduce(pids)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "", 0
+    started = time.monotonic()
+    try:
+        text = raised_by(lambda: dist.all_reduce(torch.ones(2)))
+    finally:
+        os.kill(int(pids[1]), signal.SIGCONT)
+    return text, time.monotonic() - started
+
+
 def late(rank, size):
     if rank == 1:
         time.sleep(3)
@@ -80,15 +96,55 @@ def wrong_arguments(rank, size):
     return texts, good
 
 
+def on_other_devices(rank, size):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    elsewhere, here = torch.ones(size, device="meta"), torch.ones(size)
+    texts = [
+        raised_by(lambda: backend.allreduce([elsewhere])),
+        raised_by(lambda: backend.broadcast(elsewhere, 0)),
+        raised_by(lambda: backend.allgather([[here] * size], [elsewhere])),
+        raised_by(lambda: backend._allgather_base(elsewhere, torch.ones(1))),
+        raised_by(lambda: backend._reduce_scatter_base(torch.ones(1, device="meta"), here)),
+        raised_by(lambda: backend.alltoall_base(here, elsewhere, [], [])),
+        raised_by(lambda: backend.send([elsewhere], 1 - rank, 0)),
+        raised_by(lambda: backend.recv([elsewhere], 1 - rank, 0)),
+    ]
+    dist.all_reduce(here)  # none of these breaks the group
+    return texts, here
+
+
+def after_destroy(rank, size):
+    """Calls of groups that the program still knows."""
+    world, part = dist.group.WORLD, dist.new_group()
+    backend = part._get_backend(torch.device("cpu"))
+    pending = dist.all_reduce(torch.ones(1), group=part, async_op=True)
+    dist.destroy_process_group(part)
+    pending.wait()
+    calls = [lambda: part.allreduce([torch.ones(1)]), lambda: part.barrier(), lambda: part.send([torch.ones(1)], 1 - rank, 0)]
+    texts = [raised_by(call) for call in calls]
+    good = torch.ones(1)
+    dist.all_reduce(good)
+    dist.destroy_process_group()
+    calls = [lambda: world.allreduce([torch.ones(1)]).wait(), lambda: backend.barrier(), lambda: dist.all_reduce(torch.ones(1))]
+    return texts, good.item(), [raised_by(call) for call in calls]
+
+
+def resources():
+    """What groups could leave behind: descriptors, threads, mappings, and kilobytes."""
+    memory = next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]
+    return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(list(open("/proc/self/maps"))), int(memory)]
+
+
 def many_groups(rank, size, count):
-    descriptors = []
+    found = []
     for number in range(count):
         group = dist.new_group(list(range(size)))
         dist.all_reduce(torch.ones(1), group=group)
         dist.destroy_process_group(group)
-        if number in (count // 2, count - 1):
-            descriptors.append(len(os.listdir("/proc/self/fd")))
-    return descriptors
+        if number in (count // 4, count - 1):
+            dist.barrier()
+            found.append(resources())
+    return found
 
 
 def two_worlds(rank, size):
@@ -251,6 +307,11 @@ class Failures(unittest.TestCase):
                 self.assertRegex(text, r"worker1 \(rank 1, pid \d+")
                 self.assertLess(seconds, 2)
 
+    def test_a_stopped_rank_is_named(self):
+        text, seconds = processes.run(2, stopped, world=processes.Group(timeout=2, destroy=False))[0]
+        self.assertRegex(text, r"TimedOutError: torchspan: .*worker1 \(rank 1")
+        self.assertLess(seconds, 10)
+
     def test_a_late_rank_is_named_after_the_timeout(self):
         text, seconds = processes.run(2, late, world=processes.Group(timeout=1, destroy=False))[0]
         self.assertRegex(text, r"timed out.*all_reduce\(Float \[2\], sum\).*worker1 \(rank 1")
@@ -283,9 +344,43 @@ class Failures(unittest.TestCase):
         self.assertEqual(results[1].type_name, "DeniedError")
         self.assertIsInstance(results[0], processes.Failed)
 
-    def test_groups_leave_no_descriptors(self):
-        for result in processes.run(2, many_groups, 200):
-            self.assertEqual(result[0], result[1])
+    def test_ranks_with_different_world_sizes_are_named_at_once(self):
+        for result in processes.run(2, nothing_but_exit, world=Disagreeing([3, 2])):
+            self.assertEqual(result.type_name, "InvalidError")
+            self.assertRegex(result.text, "rank 0 has world_size 3, and rank 1 has 2: give all ranks the same")
+            self.assertLess(result.seconds, 10)
+
+    def test_a_rank_beyond_the_world_is_refused_and_the_others_go_on(self):
+        results = processes.run(3, nothing_but_exit, world=Disagreeing([2, 2, 3]))
+        self.assertEqual(results[:2], [True, True])
+        self.assertEqual(results[2].type_name, "InvalidError")
+        self.assertRegex(results[2].text, "rank 2 has world_size 3, and rank 0 has 2: give all ranks the same")
+
+    def test_ranks_that_do_not_join_are_named(self):
+        for result in processes.run(2, nothing_but_exit, world=Disagreeing([4, 4], timeout=2)):
+            self.assertEqual(result.type_name, "TimedOutError")
+            self.assertRegex(result.text, "ranks 2, 3 of a world of 4 did not join in time: start them, or give")
+
+    def test_tensors_on_other_devices_are_refused_and_break_nothing(self):
+        for texts, good in processes.run(2, on_other_devices):
+            for text in texts:
+                self.assertRegex(text, r"UnsupportedError: .*takes tensors on CPUs, and one is on meta: pass its cpu\(\), or")
+            self.assertEqual(good.tolist(), [2, 2])
+
+    def test_calls_of_destroyed_groups_are_refused(self):
+        for texts, good, later in processes.run(2, after_destroy, world=processes.Group(destroy=False)):
+            for text in texts:
+                self.assertRegex(text, r"CancelledError: .*destroy_process_group\(\) has ended .*: make another one with new_group\(\)")
+            self.assertEqual(good, 2)
+            self.assertRegex(later[0], r"CancelledError: .*make another one with init_process_group\(\)")
+            self.assertRegex(later[1], r"CancelledError: .*make another one with new_group\(\)")
+            self.assertRegex(later[2], "has not been initialized, please make sure to call init_process_group")
+
+    def test_a_thousand_groups_leave_nothing(self):
+        for before, after in processes.run(2, many_groups, 1000):
+            self.assertEqual(before[:2], after[:2])
+            self.assertLess(after[2] - before[2], 50)  # allocators make some
+            self.assertLess(after[3] - before[3], 4 << 10)
 
     def test_a_process_can_be_part_of_one_world_after_another(self):
         path = tempfile.mkdtemp() + "/store"

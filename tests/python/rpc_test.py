@@ -10,6 +10,7 @@ import pickle
 import signal
 import socket
 import tempfile
+import threading
 import time
 import unittest
 
@@ -200,6 +201,54 @@ class Bomb:
 
     def __reduce__(self):
         return (pathlib.Path.touch, (pathlib.Path(self.path),))
+
+
+def forked_meanwhile(rank, size, forks):
+    """Children of a worker whose threads call and are called."""
+    other, ended = f"worker{1 - rank}", threading.Event()
+
+    def call():
+        while not ended.is_set():
+            rpc.rpc_sync(other, identity, args=(torch.ones(10),))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    statuses = []
+    for _ in range(forks):
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if "is a fork of" in raised_by(lambda: rpc.rpc_sync(other, identity, args=(1,))) else 1)
+        statuses.append(os.waitpid(child, 0)[1])
+    ended.set()
+    caller.join()
+    return statuses
+
+
+def made_elsewhere():
+    return torch.ones(2, device="meta")
+
+
+def on_other_devices(rank, size):
+    texts = [
+        raised_by(lambda: rpc.rpc_sync(f"worker{1 - rank}", identity, args=(torch.ones(2, device="meta"),))),
+        raised_by(lambda: rpc.rpc_sync(f"worker{1 - rank}", made_elsewhere)),
+    ]
+    return texts, rpc.rpc_sync(f"worker{1 - rank}", identity, args=(rank,))
+
+
+def after_shutdown(rank, size):
+    kept = rpc.remote(f"worker{1 - rank}", identity, args=(1,))
+    kept.to_here()
+    rpc.shutdown()
+    return [raised_by(lambda: rpc.rpc_sync(f"worker{1 - rank}", identity, args=(1,))), raised_by(kept.to_here)]
+
+
+class Disagreeing(Calls):
+    """A world of which each worker has its own opinion of the size."""
+
+    def begin(self):
+        self.size = 3 - self.rank
+        super().begin()
 
 
 def bombed(rank, size, path):
@@ -416,6 +465,25 @@ class Failures(unittest.TestCase):
         for way in ("drop", "shutdown", "end"):
             with self.subTest(way=way):
                 self.assertEqual(processes.run(2, forked, way, world=Calls()), [(0, 2.0)] * 2)
+
+    def test_a_process_may_fork_while_its_threads_call(self):
+        self.assertEqual(processes.run(2, forked_meanwhile, 30, world=Calls()), [[0] * 30] * 2)
+
+    def test_tensors_without_a_device_map_are_refused_and_break_nothing(self):
+        for rank, (texts, later) in enumerate(processes.run(2, on_other_devices, world=Calls())):
+            self.assertRegex(texts[0], r"a tensor on meta.*device map.*set_device_map\(\) of the options")
+            self.assertRegex(texts[1], f"a meta tensor has no data to send.*worker{1 - rank}")
+            self.assertEqual(later, rank)
+
+    def test_calls_after_the_shutdown_are_refused(self):
+        for texts in processes.run(2, after_shutdown, world=Calls(destroy=False)):
+            for text in texts:
+                self.assertRegex(text, "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.|has been deleted")
+
+    def test_workers_with_different_world_sizes_are_named_at_once(self):
+        for result in processes.run(2, identity_of_rank, world=Disagreeing()):
+            self.assertRegex(result.text, "rank 0 has world_size 3, and rank 1 has 2: give all ranks the same")
+            self.assertLess(result.seconds, 10)
 
     def test_pending_work_does_not_keep_a_process(self):
         started = time.monotonic()

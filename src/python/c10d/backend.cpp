@@ -139,8 +139,8 @@ Backend::Backend(std::shared_ptr<World> world, collective::Group group, Names na
                  std::chrono::milliseconds timeout)
     : c10d::Backend(group.rank(), group.size()),
       world_(std::move(world)),
-      group_(std::move(group)),
       names_(std::move(names)),
+      group_(std::move(group), names_),
       timeout_(timeout) {}
 
 Backend::~Backend() {
@@ -176,6 +176,7 @@ void Backend::abort() {
 }
 
 void Backend::shutdown() {
+  group_.destroy();
   if (names_.ends_world) with_torch_errors([&] { world_->leave(kLeaveTimeout); });
 }
 
@@ -196,6 +197,23 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   });
 }
 
+collective::Group& Backend::OwnGroup::usable(at::TensorList tensors) {
+  if (destroyed_.load()) {
+    throw Error(ErrorKind::kCancelled,
+                fmt::format("destroy_process_group() has ended process group '{}': make another one with {}",
+                            names_.group, names_.ends_world ? "init_process_group()" : "new_group()"));
+  }
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined() || tensor.device().is_cpu()) continue;
+    throw Error(
+        ErrorKind::kUnsupported,
+        fmt::format("backend '{}' takes tensors on CPUs, and one is on {}: pass its cpu(), or name a backend "
+                    "for its device, as in init_process_group(\"cpu:{},cuda:nccl\")",
+                    names_.backend, tensor.device().str(), names_.backend));
+  }
+  return *group_;
+}
+
 template <class T>
 Backend::WorkPtr Backend::start(Title title, const Tensors& inputs, Tensors outputs, Future<T> future,
                                 std::function<void(const T&)> take) {
@@ -208,7 +226,7 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
   return with_torch_errors([&] {
     const at::Tensor& tensor = only(tensors, "tensors");
     return start({c10d::OpType::BROADCAST, "broadcast"}, tensors, tensors,
-                 group_->broadcast(tensor, static_cast<int>(options.rootRank)));
+                 group_.usable(tensor).broadcast(tensor, static_cast<int>(options.rootRank)));
   });
 }
 
@@ -220,8 +238,8 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
       throw Error(ErrorKind::kUnsupported, "PREMUL_SUM is NCCL's: multiply the tensor, then use SUM");
     const Title title{c10d::OpType::ALLREDUCE, "all_reduce"};
     if (tensor.layout() == at::kStrided)
-      return start(title, tensors, tensors, group_->all_reduce(tensor, reduction));
-    return start(title, tensors, tensors, group_->all_reduce(tensor, reduction), into(tensor));
+      return start(title, tensors, tensors, group_.usable(tensor).all_reduce(tensor, reduction));
+    return start(title, tensors, tensors, group_.usable(tensor).all_reduce(tensor, reduction), into(tensor));
   });
 }
 
@@ -236,9 +254,10 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
     const ReduceOp reduction = reduction_of(options.reduceOp);
     const Title title{c10d::OpType::ALLREDUCE_COALESCED, "all_reduce"};
     if (fit_together(tensors))
-      return start(title, tensors, tensors, all_reduce_coalesced(*group_, tensors, reduction));
+      return start(title, tensors, tensors, all_reduce_coalesced(group_.usable(tensors), tensors, reduction));
     std::vector<Future<at::Tensor>> each;
-    for (const at::Tensor& tensor : tensors) each.push_back(group_->all_reduce(tensor, reduction));
+    for (const at::Tensor& tensor : tensors)
+      each.push_back(group_.usable(tensor).all_reduce(tensor, reduction));
     return start(title, tensors, tensors, when_all(std::move(each)), into(tensors));
   });
 }
@@ -246,8 +265,8 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
 Backend::WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   return with_torch_errors([&] {
     return start({c10d::OpType::REDUCE, "reduce"}, tensors, tensors,
-                 group_->reduce(only(tensors, "tensors"), static_cast<int>(options.rootRank),
-                                reduction_of(options.reduceOp)));
+                 group_.usable(tensors).reduce(only(tensors, "tensors"), static_cast<int>(options.rootRank),
+                                               reduction_of(options.reduceOp)));
   });
 }
 
@@ -257,7 +276,7 @@ Backend::WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
     Tensors& parts = only(outputs, "outputs");
     require_count(parts, size_, "outputs");
     return start({c10d::OpType::ALLGATHER, "all_gather"}, inputs, parts,
-                 group_->all_gather(only(inputs, "inputs")), into(parts));
+                 group_.usable(inputs).all_gather(only(inputs, "inputs")), into(parts));
   });
 }
 
@@ -269,9 +288,11 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
       throw_invalid(fmt::format("the output has {} elements; expected {} times the {} of the input",
                                 output.numel(), size_, input.numel()));
     if (output.is_contiguous())
-      return start(title, {input}, {output}, group_->all_gather_into_tensor(flat(output), flat(input)));
+      return start(title, {input}, {output},
+                   group_.usable({output, input}).all_gather_into_tensor(flat(output), flat(input)));
     const at::Tensor packed = at::empty({output.numel()}, output.options());
-    return start(title, {input}, {output}, group_->all_gather_into_tensor(packed, flat(input)), into(output));
+    return start(title, {input}, {output}, group_.usable(input).all_gather_into_tensor(packed, flat(input)),
+                 into(output));
   });
 }
 
@@ -290,7 +311,7 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
     std::vector<Future<at::Tensor>> each;
     for (const at::Tensor& input : inputs) {
       wide.push_back(at::empty({size_, input.numel()}, input.options()));
-      each.push_back(group_->all_gather_into_tensor(wide.back().view(-1), flat(input)));
+      each.push_back(group_.usable(input).all_gather_into_tensor(wide.back().view(-1), flat(input)));
     }
     const std::function<void(const Tensors&)> take = [all, wide, count = inputs.size()](const Tensors&) {
       for (std::size_t i = 0; i < all.size(); ++i)
@@ -312,7 +333,7 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
       const at::Tensor to = outputs[i].is_contiguous()
                                 ? flat(outputs[i])
                                 : at::empty({outputs[i].numel()}, outputs[i].options());
-      each.push_back(group_->all_gather_into_tensor(to, flat(inputs[i])));
+      each.push_back(group_.usable({to, inputs[i]}).all_gather_into_tensor(to, flat(inputs[i])));
     }
     const std::function<void(const Tensors&)> take = [outputs](const Tensors& results) {
       for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -331,11 +352,11 @@ Backend::WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
     const at::Tensor& input = only(inputs, "inputs");
     if (rank_ != root) {
       if (!outputs.empty() && !outputs[0].empty()) throw_invalid("only the root passes outputs");
-      return start(title, inputs, {}, group_->gather(input, root));
+      return start(title, inputs, {}, group_.usable(input).gather(input, root));
     }
     Tensors& parts = only(outputs, "outputs");
     require_count(parts, size_, "outputs");
-    return start(title, inputs, parts, group_->gather(input, root), into(parts));
+    return start(title, inputs, parts, group_.usable(input).gather(input, root), into(parts));
   });
 }
 
@@ -358,7 +379,8 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
       parts = only(inputs, "inputs");
       require_count(parts, size_, "inputs");
     }
-    return start({c10d::OpType::SCATTER, "scatter"}, outputs, outputs, group_->scatter(output, parts, root));
+    return start({c10d::OpType::SCATTER, "scatter"}, outputs, outputs,
+                 group_.usable(output).scatter(output, parts, root));
   });
 }
 
@@ -376,10 +398,12 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
       return piece.numel() == pieces[0].numel();
     });
     if (even)
-      return start(title, parts, outputs, group_->reduce_scatter_tensor(output, at::cat(pieces), reduction));
+      return start(title, parts, outputs,
+                   group_.usable(parts).reduce_scatter_tensor(output, at::cat(pieces), reduction));
     std::vector<Future<at::Tensor>> each;
     for (int rank = 0; rank < size_; ++rank)
-      each.push_back(group_->reduce(pieces[static_cast<std::size_t>(rank)].clone(), rank, reduction));
+      each.push_back(
+          group_.usable(parts).reduce(pieces[static_cast<std::size_t>(rank)].clone(), rank, reduction));
     const std::function<void(const Tensors&)> take =
         [output, mine = static_cast<std::size_t>(rank_)](const Tensors& results) {
           write(output, results[mine]);
@@ -395,7 +419,8 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
       throw_invalid(fmt::format("the input has {} elements; expected {} times the {} of the output",
                                 input.numel(), size_, output.numel()));
     return start({c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter"}, {input}, {output},
-                 group_->reduce_scatter_tensor(output, flat(input), reduction_of(options.reduceOp)));
+                 group_.usable({output, input})
+                     .reduce_scatter_tensor(output, flat(input), reduction_of(options.reduceOp)));
   });
 }
 
@@ -407,7 +432,8 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
     const ReduceOp reduction = reduction_of(options.reduceOp);
     std::vector<Future<at::Tensor>> each;
     for (std::size_t i = 0; i < inputs.size(); ++i)
-      each.push_back(group_->reduce_scatter_tensor(outputs[i], flat(inputs[i]), reduction));
+      each.push_back(group_.usable({outputs[i], inputs[i]})
+                         .reduce_scatter_tensor(outputs[i], flat(inputs[i]), reduction));
     return start({c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter"}, inputs, outputs,
                  when_all(std::move(each)));
   });
@@ -418,8 +444,8 @@ Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
   return with_torch_errors([&] {
     require_count(outputs, size_, "outputs");
     require_count(inputs, size_, "inputs");
-    return start({c10d::OpType::ALLTOALL, "all_to_all"}, inputs, outputs, group_->all_to_all(inputs),
-                 into(outputs));
+    return start({c10d::OpType::ALLTOALL, "all_to_all"}, inputs, outputs,
+                 group_.usable(inputs).all_to_all(inputs), into(outputs));
   });
 }
 
@@ -430,21 +456,21 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
   return with_torch_errors([&] {
     const Tensors to = split_rows(output, output_sizes, size_, "output");
     return start({c10d::OpType::ALLTOALL_BASE, "all_to_all"}, {input}, {output},
-                 group_->all_to_all(split_rows(input, input_sizes, size_, "input")), into(to));
+                 group_.usable(input).all_to_all(split_rows(input, input_sizes, size_, "input")), into(to));
   });
 }
 
 Backend::WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
   return with_torch_errors([&] {
     return start({c10d::OpType::SEND, "send"}, tensors, tensors,
-                 group_->send(only(tensors, "tensors"), to, tag));
+                 group_.usable(tensors).send(only(tensors, "tensors"), to, tag));
   });
 }
 
 Backend::WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
   return with_torch_errors([&] {
     return start({c10d::OpType::RECV, "recv"}, tensors, tensors,
-                 group_->recv(only(tensors, "tensors"), from, tag));
+                 group_.usable(tensors).recv(only(tensors, "tensors"), from, tag));
   });
 }
 
@@ -457,7 +483,7 @@ Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
         Work::Call{names_.backend, "recvAnySource", c10d::OpType::RECVANYSOURCE, ++calls_, tensors, world_},
         tensors,
         std::make_unique<PendingCallOf<collective::ReceivedMessage>>(
-            group_->recv(only(tensors, "tensors"), collective::kAnySource, tag), take));
+            group_.usable(tensors).recv(only(tensors, "tensors"), collective::kAnySource, tag), take));
     work->set_source(source);
     return work;
   });
@@ -465,7 +491,8 @@ Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
 
 Backend::WorkPtr Backend::barrier(const c10d::BarrierOptions& /*options*/) {
   return with_torch_errors([&] {
-    return start({c10d::OpType::BARRIER, "barrier"}, {}, {}, group_->all_reduce(at::zeros({1}, at::kByte)));
+    return start({c10d::OpType::BARRIER, "barrier"}, {}, {},
+                 group_.usable({}).all_reduce(at::zeros({1}, at::kByte)));
   });
 }
 

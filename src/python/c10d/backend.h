@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -94,6 +95,22 @@ class Backend final : public c10d::Backend {
   const std::shared_ptr<void> in_place_of_a_store_;
   const c10::intrusive_ptr<LikeGloo> like_gloo_ = c10::make_intrusive<LikeGloo>("gloo");
 
+  /// The group, of which a program may keep a handle after it has destroyed the group.
+  class OwnGroup {
+   public:
+    OwnGroup(collective::Group group, const Names& names) : group_(std::move(group)), names_(names) {}
+    collective::Group* operator->() { return &*group_; }
+    /// For an operation on `tensors`. Throws kCancelled after destroy(), and kUnsupported for other devices than CPUs.
+    collective::Group& usable(at::TensorList tensors);
+    void destroy() { destroyed_.store(true); }
+    void reset() { group_.reset(); }
+
+   private:
+    std::optional<collective::Group> group_;  ///< until the destructor of Backend
+    const Names& names_;
+    std::atomic<bool> destroyed_{false};
+  };
+
   struct Title {
     c10d::OpType type;
     const char* operation;
@@ -103,8 +120,8 @@ class Backend final : public c10d::Backend {
                 std::function<void(const T&)> take = {});
 
   std::shared_ptr<World> world_;
-  std::optional<collective::Group> group_;  ///< until the destructor
   const Names names_;
+  OwnGroup group_;
   const std::chrono::milliseconds timeout_;
   std::atomic<std::uint64_t> calls_{0};
   std::atomic<std::uint64_t> barriers_{0};
