@@ -24,6 +24,12 @@ def program(rank, address):
 
     torch.set_num_threads(1)
     method = f"tcp://{address}:"
+    if "TORCHSPAN_SECRET_FILE" not in os.environ:
+        try:
+            dist.init_process_group("torchspan", init_method=method + str(PORT + 2), rank=rank, world_size=2)
+        except torchspan.errors.InvalidError as error:
+            print(json.dumps(str(error)))
+        return
     mine = torch.frombuffer(bytearray(PLAIN * 1000), dtype=torch.uint8)
     rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=2, backend=rpc.BackendType.TORCHSPAN,
@@ -105,28 +111,40 @@ class Hosts(unittest.TestCase):
 
             reader = threading.Thread(target=read)
             reader.start()
-            environment = {
-                **os.environ, "TORCHSPAN_SECRET_FILE": folder + "/secret", "TP_SOCKET_IFNAME": "", "MASTER_ADDR": "10.87.0.1"
-            }
-            ranks = [
-                subprocess.Popen(
-                    ["ip", "netns", "exec", name, sys.executable, __file__, str(rank), "10.87.0.1"],
-                    stdout=subprocess.PIPE, text=True, env=environment,
-                )
-                for rank, name in enumerate(namespaces.names)
-            ]
             try:
-                results = [rank.communicate(timeout=300)[0] for rank in ranks]
+                results = self.results_of_hosts(namespaces, {"TORCHSPAN_SECRET_FILE": folder + "/secret"})
             finally:
-                for rank in ranks:
-                    rank.kill()
                 ended.set()
                 reader.join()
                 packets.close()
-        self.assertEqual([json.loads(result) for result in results], [[True] * 3] * 2)
+        self.assertEqual(results, [[True] * 3] * 2)
         self.assertGreater(len(seen), 2 * len(PLAIN) * 1000)
         self.assertNotIn(PLAIN, seen)
         self.assertIn(b"torchspan/store", seen)  # of torch's own store, which is in the clear
+
+    def test_hosts_without_a_common_secret_are_refused_and_learn_what_to_do(self):
+        with Namespaces() as namespaces:
+            texts = self.results_of_hosts(namespaces, {"HOME": tempfile.mkdtemp()})
+        for text in texts:
+            self.assertRegex(text, "no cluster secret in .* on several hosts.* or set TORCHSPAN_SECRET_FILE to a file that all can read")
+        self.assertRegex(texts[1], "rank 0 cannot open the world")
+
+    @staticmethod
+    def results_of_hosts(namespaces, environment):
+        """What program() prints on each host."""
+        inherited = {name: value for name, value in os.environ.items() if name != "TORCHSPAN_SECRET_FILE"}
+        ranks = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, __file__, str(rank), "10.87.0.1"], stdout=subprocess.PIPE,
+                text=True, env={**inherited, "TP_SOCKET_IFNAME": "", "MASTER_ADDR": "10.87.0.1", **environment},
+            )
+            for rank, name in enumerate(namespaces.names)
+        ]
+        try:
+            return [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
 
 
 if __name__ == "__main__":
