@@ -33,6 +33,9 @@ collective::Group World::make_group(collective::GroupOptions options) {
   return collective::Group::make(runtime_, *membership_, std::move(options));
 }
 
-void World::leave(Duration timeout) { membership_->leave(runtime_->executor.deadline_in(timeout)); }
+void World::leave(Duration timeout) {
+  runtime_->check_process();  // others would see the parent leave
+  membership_->leave(runtime_->executor.deadline_in(timeout));
+}
 
 }  // namespace torchspan::python
