@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import pathlib
 import signal
 import tempfile
 import threading
@@ -25,7 +26,18 @@ class Disagreeing(processes.Group):
 
     def begin(self):
         self.size = self.sizes[self.rank]
-        super().begin()
+        os.environ["REFUSED"] = self.store + ".refused"
+        try:
+            super().begin()
+        finally:
+            if self.rank >= self.sizes[0]:
+                pathlib.Path(os.environ["REFUSED"]).touch()
+
+
+def until_one_is_refused(rank, size):
+    while not os.path.exists(os.environ["REFUSED"]):
+        time.sleep(0.01)
+    return True
 
 
 def killed(rank, size):
@@ -356,7 +368,7 @@ class Failures(unittest.TestCase):
             self.assertLess(result.seconds, 10)
 
     def test_a_rank_beyond_the_world_is_refused_and_the_others_go_on(self):
-        results = processes.run(3, nothing_but_exit, world=Disagreeing([2, 2, 3]))
+        results = processes.run(3, until_one_is_refused, world=Disagreeing([2, 2, 3]))
         self.assertEqual(results[:2], [True, True])
         self.assertEqual(results[2].type_name, "InvalidError")
         self.assertRegex(results[2].text, "rank 2 has world_size 3, and rank 0 has 2: give all ranks the same")
