@@ -58,15 +58,24 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
     settle(*endpoint);
   }
 
-  /// The process of a rank has ended.
+  /// The process of a rank has ended, or this worker stops. Drops the rank's call, which keeps the endpoint
+  /// alive and with it this object; when stopping, also the call of rank 0 itself.
   void departed(int rank, const std::string& why) {
     const auto endpoint = endpoint_.lock();
     if (!endpoint) return;
+    std::vector<std::shared_ptr<Call>> dropped;  // destroyed without the lock
     {
       MutexLock lock(mutex_);
       ++departures_[rank];
-      for (auto& [name, trainer] : trainers_)
+      for (auto& [name, trainer] : trainers_) {
         trainer.table->gone(rank, why, endpoint->runtime().executor.now());
+        for (const int caller : {rank, endpoint->is_stopping() ? 0 : rank}) {
+          const auto call = trainer.calls.find(caller);
+          if (call == trainer.calls.end()) continue;
+          dropped.push_back(std::move(call->second));
+          trainer.calls.erase(call);
+        }
+      }
     }
     settle(*endpoint);
   }
