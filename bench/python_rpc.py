@@ -68,7 +68,7 @@ def one_round(rank, backend, options):
 
 def measure(rank, folder, rounds):
     """Returns the metrics on rank 0."""
-    from torchspan.rpc import TorchSpanRpcBackendOptions
+    from torchspan.torch_rpc import TorchSpanRpcBackendOptions
 
     found = {"TORCHSPAN": [], "TENSORPIPE": []}
     for number in range(rounds):

@@ -87,7 +87,7 @@ def main():
         rank=rank,
         world_size=size,
         backend=rpc.BackendType.TORCHSPAN,
-        rpc_backend_options=torchspan.rpc.TorchSpanRpcBackendOptions(),
+        rpc_backend_options=torchspan.torch_rpc.TorchSpanRpcBackendOptions(),
     )
     if rank == 0:
         server = rpc.RRef(ParameterServer(size - 1))

@@ -1,181 +1,500 @@
-"""The backend BackendType.TORCHSPAN of torch.distributed.rpc: calls over authenticated shared memory, and encrypted between hosts."""
+"""Remote calls between Python programs on TorchSpan's own engine, with the names of torch.distributed.rpc.
+
+    from torchspan import rpc
+    rpc.init_rpc("worker0", rank=0, world_size=2)
+    rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+    rpc.shutdown()
+
+Functions that other workers call may be `async def`: they hold no thread while they await calls.
+"""
 
 import atexit
-import json
-import os
+import contextlib
+import functools as _functools
+import pickle
+import re
+import sys
+import threading
+import types
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed import rpc
-from torch.distributed.rpc import api, backend_registry
-from torch.distributed.rpc import constants as defaults
-from torch.distributed.rpc.options import _to_device_list, _to_device_map
 
-from . import _C
-from .distributed import _host_of
+from . import _C, _calls, errors
+from ._calls import RemoteError
+from ._C import RRef
 
-_NAME = "TORCHSPAN"
-# The last one; stopped at the end of the interpreter, for programs that do not call rpc.shutdown().
-_agents: "list[_C.RpcAgent]" = []
+__all__ = [
+    "Future",
+    "Options",
+    "RRef",
+    "RemoteError",
+    "WorkerInfo",
+    "delay",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "install",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "wait_all",
+]
+
+UNSET_TIMEOUT = -1.0
+_inits = 0
+_departed: "list[tuple[str, str]]" = []
 
 
-class TorchSpanRpcBackendOptions(_C.RpcOptions):
-    """Options of init_rpc(backend=BackendType.TORCHSPAN).
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker: its name, and its rank as id."""
 
-    num_worker_threads: how many functions a worker runs at the same time for the others.
+    name: str
+    id: int
+
+    def __post_init__(self):
+        if not re.fullmatch("[A-Za-z0-9_:-]{1,128}", self.name):
+            raise RuntimeError(
+                "Worker name must be non-empty, match ^[A-Za-z0-9-_:]*$, and be shorter than 129 characters, "
+                f"but got {self.name!r}"
+            )
+
+
+@dataclass
+class Options:
+    """Options of init_rpc().
+
+    num_worker_threads: how many functions this worker runs at the same time for the others; those that wait do not count.
     rpc_timeout: seconds after which a call fails; 0: no limit. A call may have its own.
-    init_method: where the workers meet, as for init_process_group().
-    device_maps: by the name of each callee, the devices here and theirs there. Tensors go through the hosts' memory.
-    devices: the devices of this worker that messages use; by default, those that the maps of all workers name.
+    init_method: where the workers meet, as for torch.distributed.init_process_group().
     """
 
-    def __init__(
-        self,
-        *,
-        num_worker_threads: int = defaults.DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = defaults.DEFAULT_RPC_TIMEOUT_SEC,
-        init_method: str = defaults.DEFAULT_INIT_METHOD,
-        device_maps: "dict[str, dict] | None" = None,
-        devices: "list | None" = None,
-    ):
-        super().__init__(num_worker_threads, rpc_timeout, init_method)
-        self.device_maps = {name: _to_device_map(device_map) for name, device_map in (device_maps or {}).items()}
-        self.devices = _to_device_list(devices or [])
-
-    def set_device_map(self, to: str, device_map: dict) -> None:
-        """Adds to the map for calls to worker `to`: devices here, and theirs there."""
-        maps = self.device_maps
-        full = {**maps.get(to, {})}
-        for here, there in _to_device_map(device_map).items():
-            if full.get(here, there) != there:
-                raise ValueError(
-                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {here} to {there} and {full[here]}"
-                )
-            full[here] = there
-        maps[to] = _to_device_map(full)
-        self.device_maps = maps
-
-    def set_devices(self, devices: list) -> None:
-        self.devices = _to_device_list(devices)
+    num_worker_threads: int = 16
+    rpc_timeout: float = 60.0
+    init_method: str = "env://"
+    device_maps: dict = field(default_factory=dict)
+    devices: list = field(default_factory=list)
 
 
-def register() -> None:
-    """Makes BackendType.TORCHSPAN known. Importing the package does this."""
-    if backend_registry.backend_registered(_NAME):
-        return
-    known = backend_registry.BackendType
-    backend_registry.register_backend(_NAME, _make_options, _init_backend)
-    # torch makes a new enumeration, in which members of the one that programs have imported are unknown.
-    made = backend_registry.BackendType[_NAME]
-    member = object.__new__(known)
-    member._name_, member._value_, member._sort_order_ = made.name, made.value, len(known.__members__)
-    setattr(known, _NAME, member)
-    known._member_names_.append(_NAME)
-    known._member_map_[_NAME] = member
-    known._value2member_map_[member._value_] = member
-    member.__objclass__ = known
-    backend_registry.BackendType = known
+class functions:
+    """Decorators of functions that other workers call."""
+
+    @staticmethod
+    def async_execution(function):
+        """The function returns a Future; its caller gets what that completes with. `async def` does the same."""
+
+        @_functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        wrapper._wrapped_async_rpc_function = function
+        return wrapper
 
 
-def _make_options(rpc_timeout, init_method, **options):
-    return TorchSpanRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **options)
+class Future(torch.futures.Future):
+    """The result of rpc_async(). wait() also receives messages, so that no other thread need wake up."""
+
+    def __init__(self, handle):
+        super().__init__()
+        self._handle = handle
+        handle.on_done(self._finish)
+
+    def _finish(self):
+        handle = self.__dict__.pop("_handle", None)  # once: by the thread that waits, or by one of the pool
+        if handle is None:
+            return
+        try:
+            result = handle.wait()
+        except KeyboardInterrupt:
+            self._handle = handle
+            raise
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+    def wait(self):
+        self._finish()
+        return super().wait()
+
+    def __await__(self):
+        if not self.done():
+            yield self
+        return self.wait()
 
 
-def _init_backend(store, name, rank, world_size, rpc_backend_options):
-    if not isinstance(store, dist.Store):
-        raise TypeError(f"`store` must be a c10d::Store. {store}")
-    if not isinstance(rpc_backend_options, TorchSpanRpcBackendOptions):
-        raise TypeError(f"`rpc_backend_options` must be a `TorchSpanRpcBackendOptions`. {rpc_backend_options}")
-    agent = _C.join_rpc(store, name, rank, world_size or 0, _host_of(store), rpc_backend_options, _on_departure)
-    _agents[:] = [agent]
+def init_rpc(
+    name: str,
+    backend=None,
+    rank: int = -1,
+    world_size: "int | None" = None,
+    rpc_backend_options=None,
+    *,
+    functions: "list | None" = None,
+) -> None:
+    """Joins as worker `name` and serves the others; returns when all workers have joined.
+
+    world_size None: workers join and leave at any time. functions: the only callables that others may call; then nothing
+    is pickled, and only tensors, numbers, strings, bytes, lists, tuples, dicts and references travel.
+    """
+    global _inits
+    if _calls.has_worker():
+        raise RuntimeError("torchspan.rpc: this process is already initialized as a worker: call shutdown() first")
+    options = rpc_backend_options or Options()
+    if getattr(options, "device_maps", None):
+        raise ValueError("torchspan.rpc: device maps are not supported: tensors arrive on the CPU")
+    if options.num_worker_threads < 1:
+        raise ValueError(f"num_worker_threads is {options.num_worker_threads}; expected at least 1")
+    meeting = dist.rendezvous(options.init_method, rank=rank, world_size=-1 if world_size is None else world_size)
+    store, found_rank, found_size = next(meeting)
+    rank = found_rank if rank < 0 else rank
+    size = found_size if world_size is None else world_size
+    _inits += 1
+    _departed.clear()
+    with _torch_words(name):
+        worker = _C.join_worker(
+            dist.PrefixStore(f"torchspan.rpc/{_inits}", store),
+            name,
+            rank,
+            max(size, 0),
+            getattr(store, "host", ""),
+            options.num_worker_threads,
+            options.rpc_timeout,
+            functions is None,
+            _calls.Hooks(functions),
+            lambda one, reason: _departed.append((one, reason)),
+        )
+    _calls.set_current_worker(worker, functions is None)
+
+
+@contextlib.contextmanager
+def _torch_words(name):
     try:
-        if world_size:
-            agent.set_devices(_devices(agent, name, rpc_backend_options))
-        api._init_rpc_states(agent)
-    except BaseException:
-        agent.shutdown()
-        if api._is_current_rpc_agent_set():
-            rpc._reset_current_rpc_agent()
-        raise
-    return agent if world_size else _Alone(agent)
+        yield
+    except errors.Error as error:
+        if "are named" not in str(error):
+            raise
+        raise errors.of_kind(error.kind, f"RPC worker name {name} is not unique: {error}") from None
 
 
-class _Alone:
-    """In a world that workers join and leave, each waits for itself alone when it leaves; torch asks for those to wait for."""
+def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
+    """Waits until no worker has outstanding calls, then leaves together with the others; without `graceful`, at once.
 
-    def __init__(self, agent):
-        self._agent = agent
+    timeout: seconds; 0: no limit.
+    """
+    if not _calls.has_worker():
+        return
+    worker = _calls.current_worker()
+    try:
+        if graceful:
+            worker.shutdown(timeout)
+        else:
+            worker.stop()
+    finally:
+        _calls.set_current_worker(None)
+
+
+def get_worker_info(worker_name: "str | None" = None) -> WorkerInfo:
+    """This worker, or the one of that name."""
+    worker = _calls.current_worker()
+    if worker_name is None:
+        return WorkerInfo(worker.name, worker.rank)
+    for one in get_worker_infos():
+        if one.name == worker_name:
+            return one
+    names = ", ".join(one.name for one in get_worker_infos())
+    raise errors.of_kind("invalid", f"could not find destination '{worker_name}': there are {names}")
+
+
+def get_worker_infos() -> "list[WorkerInfo]":
+    """All workers, by rank."""
+    return [WorkerInfo(name, rank) for name, rank in _calls.current_worker().workers()]
+
+
+def get_rpc_timeout() -> float:
+    """The limit of calls that name none, in seconds; 0: no limit."""
+    return _calls.current_worker().default_timeout
+
+
+def _set_rpc_timeout(timeout: float) -> None:
+    _calls.current_worker().default_timeout = timeout
+
+
+def _destination(to):
+    if isinstance(to, (str, int)):
+        return to
+    if hasattr(to, "id") and hasattr(to, "name"):
+        return to.id
+    raise ValueError(f"torchspan.rpc: cannot find a worker for {to!r}: give a name, a rank or a WorkerInfo")
+
+
+def _call(to, func, args, kwargs, timeout, name=None):
+    name = name or getattr(func, "__qualname__", None) or type(func).__qualname__
+    return _C.Call(_destination(to), func, tuple(args or ()), kwargs or {}, timeout, name)
+
+
+def _sync(call):
+    return _calls.current_worker().call(call)
+
+
+def _async(call):
+    future = Future(_calls.current_worker().call_async(call))
+    _collect(future)
+    return future
+
+
+def _create(call):
+    return _calls.current_worker().create(call)
+
+
+def rpc_sync(to, func, args=None, kwargs=None, timeout: float = UNSET_TIMEOUT):
+    """Calls func(*args, **kwargs) on worker `to` and returns its result.
+
+    timeout: seconds; 0: no limit; default: the worker's. An exception arrives as its own type, with the traceback of the
+    other worker as its cause; failures of the library are those of torchspan.errors.
+    """
+    return _sync(_call(to, func, args, kwargs, timeout))
+
+
+def rpc_async(to, func, args=None, kwargs=None, timeout: float = UNSET_TIMEOUT) -> Future:
+    """Like rpc_sync(), but returns a Future at once: wait() for it, or await it."""
+    return _async(_call(to, func, args, kwargs, timeout))
+
+
+def remote(to, func, args=None, kwargs=None, timeout: float = UNSET_TIMEOUT) -> RRef:
+    """Calls func(*args, **kwargs) on worker `to`, which keeps the result, and returns a reference to it at once."""
+    return _create(_call(to, func, args, kwargs, timeout))
+
+
+def delay(seconds: float) -> Future:
+    """A future that completes after that time; no thread waits: `await rpc.delay(0.002)`."""
+    return Future(_calls.current_worker().delay(seconds))
+
+
+_thread_local_var = threading.local()
+
+
+def _collect(future) -> None:
+    collected = getattr(_thread_local_var, "future_list", None)
+    if collected is not None:
+        collected.append(future)
+
+
+@contextlib.contextmanager
+def wait_all():
+    """At its end, waits for all futures of rpc_async() that this thread made in its block, and raises the first failure."""
+    if hasattr(_thread_local_var, "future_list"):
+        raise RuntimeError("torchspan.rpc: wait_all() in a block of wait_all(): one block waits for all of its calls")
+    _thread_local_var.future_list = made = []
+    try:
+        yield
+    finally:
+        del _thread_local_var.future_list
+        torch.futures.wait_all(made)
+
+
+# ---- references
+
+
+@_calls.own
+def _call_method(rref, name, args, kwargs):
+    if name.startswith("_") and not _calls.pickles():
+        raise ValueError(f"torchspan: {name} is private: with functions=[…] only public methods can be called")
+    created = rref._created()
+    if not created.done():
+        return _call_method_later(Future(created), rref, name, args, kwargs)
+    created.wait()  # raises what the creation raised
+    return _invoke(rref, name, args, kwargs)
+
+
+def _invoke(rref, name, args, kwargs):
+    method = getattr(rref.local_value(), name)
+    result = method(*args, **kwargs)
+    return _calls.Later(result) if hasattr(method, "_wrapped_async_rpc_function") else result
+
+
+async def _call_method_later(created, rref, name, args, kwargs):
+    await created
+    result = _invoke(rref, name, args, kwargs)
+    if isinstance(result, _calls.Later):
+        return await _Awaited(result.future)
+    return await result if isinstance(result, types.CoroutineType) else result
+
+
+@_calls.own
+def _type_of(rref):
+    return type(rref.local_value())
+
+
+class _Awaited:
+    """Awaits a future of torch, which has no __await__."""
+
+    def __init__(self, future):
+        self._future = future
+
+    def __await__(self):
+        if not self._future.done():
+            yield self._future
+        return self._future.wait()
+
+
+class _Proxy:
+    """Methods of a referenced value, called on its owner."""
+
+    def __init__(self, verb, rref, timeout):
+        self._verb, self._rref, self._timeout = verb, rref, timeout
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            owner = self._rref._owner()[1]
+            return self._verb(_call(owner, _call_method, (self._rref, name, args, kwargs), None, self._timeout, name))
+
+        return call
+
+
+def _extend_references() -> None:
+    def owner(self) -> WorkerInfo:
+        """The worker that has the value."""
+        return WorkerInfo(*self._owner())
+
+    def proxies(verb, text):
+        def proxy(self, timeout: float = UNSET_TIMEOUT):
+            return _Proxy(verb, self, timeout)
+
+        proxy.__doc__ = text
+        return proxy
+
+    def refuse_pickle(self, *_):
+        raise RuntimeError("Can not pickle rref in python pickler: send it as an argument or a result of a call")
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs backward() with the value as root: in the context, or on the owner's own graph."""
+        from . import autograd
+
+        if dist_autograd_ctx_id == -1 and not self.is_owner():
+            raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        value = self.to_here()
+        if not isinstance(value, torch.Tensor):
+            raise RuntimeError(f"RRef should contain a tensor for .backward(), and contains a {type(value).__name__}")
+        if dist_autograd_ctx_id == -1:
+            value.backward(retain_graph=retain_graph)
+        else:
+            autograd.backward(dist_autograd_ctx_id, [value], retain_graph=retain_graph)
+
+    def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True):
+        verb = _sync if blocking else _async
+        return verb(_call(self._owner()[1], _type_of, (self,), None, timeout))
+
+    def _get_future(self) -> Future:
+        return Future(self._created())
+
+    for name, member in {
+        "owner": owner,
+        "rpc_sync": proxies(_sync, "rref.rpc_sync().method(…): calls a method of the value on its owner."),
+        "rpc_async": proxies(_async, "The same, returns a Future."),
+        "remote": proxies(_create, "The same, returns a reference to the result, which the owner keeps."),
+        "backward": backward,
+        "_get_future": _get_future,
+        "_get_type": _get_type,
+        "__reduce_ex__": refuse_pickle,
+        "__class_getitem__": classmethod(types.GenericAlias),
+    }.items():
+        setattr(RRef, name, member)
+    RRef.__module__ = __name__
+
+
+_extend_references()
+
+
+def _all_gather(obj, worker_names=None, timeout: float = UNSET_TIMEOUT) -> dict:
+    """What each worker gave, by name, once all of them have called it."""
+    worker = _calls.current_worker()
+    names = [one.name for one in get_worker_infos()]
+    if unknown := set(worker_names or ()) - set(names):
+        raise errors.of_kind("invalid", f"could not find destination {', '.join(sorted(unknown))}: there are {', '.join(names)}")
+    chosen = sorted(worker_names) if worker_names else names
+    limit = worker.default_timeout if timeout == UNSET_TIMEOUT else timeout
+    return dict(zip(chosen, map(pickle.loads, worker.gather(pickle.dumps(obj), chosen if worker_names else [], limit))))
+
+
+def _wait_all_workers(timeout: float = UNSET_TIMEOUT) -> None:
+    _all_gather(None, timeout=timeout)
+
+
+def _barrier(worker_names) -> None:
+    _all_gather(None, set(worker_names))
+
+
+class _Agent:
+    """What programs for torch.distributed.rpc ask its agent for."""
+
+    def __getattr__(self, name):
+        return getattr(_calls.current_worker(), name)
+
+    def get_worker_info(self, worker=None):
+        if isinstance(worker, int):
+            return next(one for one in get_worker_infos() if one.id == worker)
+        return get_worker_info(worker)
 
     def get_worker_infos(self):
-        return [self._agent.get_worker_info()]
+        return get_worker_infos()
+
+    def _get_device_map(self, worker):
+        return {}
+
+    def get_debug_info(self):
+        return {"agent.calls": _calls.current_worker().debug()}
 
 
-def _devices(agent, name, options):
-    """Checks the device maps of all workers, as torch does for its own agent, and returns the devices that this one uses."""
-    count = torch.accelerator.device_count() if hasattr(torch, "accelerator") else torch.cuda.device_count()
-    mine = {
-        "name": name,
-        "count": count,
-        "maps": {to: [[str(k), str(v)] for k, v in one.items()] for to, one in options.device_maps.items()},
-        "devices": [str(device) for device in options.devices],
-    }
-    everyone = [json.loads(text) for text in agent.gather("torchspan.rpc.devices", json.dumps(mine).encode())]
-    if not any(one["maps"] or one["devices"] for one in everyone):
-        return []
-    names = [one["name"] for one in everyone]
-    maps = {
-        one["name"]: {
-            to: {torch.device(k): torch.device(v) for k, v in pairs} for to, pairs in one["maps"].items()
-        }
-        for one in everyone
-    }
-    devices = {one["name"]: [torch.device(text) for text in one["devices"]] for one in everyone}
-    backend_registry._validate_device_maps(names, {one["name"]: one["count"] for one in everyone}, maps, devices)
-    backwards = backend_registry._create_reverse_mapping(name, names, maps)
-    used = backend_registry._create_device_list(devices[name], maps[name], backwards)
-    if used and torch.cuda.is_available():
-        torch.cuda.init()
-    return used
-
-
-class _Failed:
-    """In place of the state of a gather that will not end: its waiters get the reason."""
-
-    def __init__(self, reason, proceed_signal):
-        self._reason, self.proceed_signal = reason, proceed_signal
-
-    @property
-    def gathered_objects(self):
-        raise RuntimeError(f"torchspan: {self._reason}")
-
-
-def _on_departure(name, reason):
-    """Ends the waits of torch's own gathers and barriers, rpc.shutdown() among them, for a worker that died."""
-    with api._all_gather_dict_lock:
-        states = api._all_gather_sequence_id_to_states
-        for sequence_id in list(states):
-            if name in sequence_id and not states[sequence_id].proceed_signal.is_set():
-                signal = states[sequence_id].proceed_signal
-                states[sequence_id] = _Failed(reason, signal)
-                signal.set()
+def _current_agent():
+    _calls.current_worker()
+    return _Agent()
 
 
 def _stop_at_exit():
-    for agent in _agents:
-        agent.stop_at_exit()
-
-
-def _in_forked_child():
-    """torch waits in a child, as in its parent, for others that do not know the child."""
-    for agent in _agents:
-
-        def refuse(name=agent.get_worker_info().name):
-            raise RuntimeError(
-                f"torchspan: this process is a fork of worker '{name}': only the process that called init_rpc() may use it"
-            )
-
-        api._is_current_rpc_agent_set = refuse
+    if _calls.has_worker():
+        _calls.current_worker().stop_at_exit()
 
 
 atexit.register(_stop_at_exit)
-os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def install() -> None:
+    """Puts this at torch.distributed.rpc and torch.distributed.autograd, also where torch has neither."""
+    from . import autograd
+
+    here = sys.modules[__name__]
+    for name, source in (("torch.distributed.rpc", here), ("torch.distributed.autograd", autograd)):
+        module = sys.modules.get(name)
+        if module is None:
+            try:
+                module = __import__(name, fromlist=["_"])
+            except ImportError:
+                module = sys.modules[name] = types.ModuleType(name, source.__doc__)
+                setattr(dist, name.rpartition(".")[2], module)
+        for public in source.__all__:
+            setattr(module, public, getattr(source, public))
+    rpc = sys.modules["torch.distributed.rpc"]
+    rpc._wait_all, rpc._set_rpc_timeout = wait_all, _set_rpc_timeout
+    rpc.WorkerInfo, rpc._get_current_rpc_agent = WorkerInfo, _current_agent
+    rpc._is_current_rpc_agent_set = _calls.has_worker
+    torch._jit_internal.RRef = RRef  # in annotations of TorchScript
+    api = getattr(rpc, "api", None)
+    from . import optim
+
+    dist.optim.DistributedOptimizer = optim.DistributedOptimizer
+    for name, ours in {
+        **{name: getattr(here, name) for name in __all__},
+        "_all_gather": _all_gather,
+        "_barrier": _barrier,
+        "_thread_local_var": _thread_local_var,
+        "_wait_all": wait_all,
+        "_wait_all_workers": _wait_all_workers,
+    }.items():
+        if api is not None:
+            setattr(api, name, ours)

@@ -33,9 +33,9 @@ const char* class_name_of(ErrorKind kind) {
 }
 
 /// torch turns it into the Python exception that python_type() returns, with the text of what().
-class PythonError final : public torch::PyTorchError {
+class ErrorOfKind final : public torch::PyTorchError {
  public:
-  explicit PythonError(const Error& error)
+  explicit ErrorOfKind(const Error& error)
       : PyTorchError(std::string("torchspan: ") + error.what()), kind_(error.kind()) {}
 
   /// Borrowed from its module. Called with the GIL.
@@ -61,7 +61,7 @@ std::exception_ptr to_torch_error(const std::exception_ptr& error, bool calling)
       const c10::SourceLocation here{__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)};
       return std::make_exception_ptr(c10::ValueError(here, std::string("torchspan: ") + ours.what()));
     }
-    return std::make_exception_ptr(PythonError(ours));
+    return std::make_exception_ptr(ErrorOfKind(ours));
   } catch (...) {
     return std::current_exception();
   }

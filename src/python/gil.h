@@ -4,13 +4,20 @@
 
 namespace torchspan::python {
 
-/// Runs `body` without the GIL if this thread holds it: for what waits for threads that may need it.
+/// Runs `body` without the GIL if this thread holds it: for what waits for threads that may need it. Takes it again, also if
+/// `body` throws.
 template <class F>
 void without_gil(F&& body) {
-  PyThreadState* const held =
-      Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr;
+  struct Released {
+    Released() : held(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
+    ~Released() {
+      if (held != nullptr) PyEval_RestoreThread(held);
+    }
+    Released(const Released&) = delete;
+    PyThreadState* const held;
+  };
+  const Released released;
   std::forward<F>(body)();
-  if (held != nullptr) PyEval_RestoreThread(held);
 }
 
 /// Keeps Python's state of this thread while it lives, without the GIL. Without it, each function that takes the GIL makes

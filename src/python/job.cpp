@@ -1,16 +1,19 @@
 #include "python/job.h"
 
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <fstream>
+#include <optional>
 #include <utility>
 
 #include <torchspan/detail/core/runtime.h>
 
 #include "net/api/network.h"
 #include "rendezvous/api/environment.h"
+#include "rendezvous/api/worker_network.h"
 
 namespace torchspan::python {
 namespace {
@@ -36,6 +39,9 @@ std::string random_text() {
 
 /// How long a worker tries to reach rank 0 of an open world before it looks whether that has left.
 constexpr Duration kJoinAttempt = std::chrono::seconds(2);
+
+/// How long the end of a program waits for handlers that still run.
+constexpr Duration kExitTime = std::chrono::seconds(5);
 
 /// The world size and the host of a rank.
 std::string host_key(int rank) { return fmt::format("torchspan/host/{}", rank); }
@@ -202,6 +208,34 @@ std::unique_ptr<rendezvous::Membership> Job::join_once(const std::string& addres
       [&] { return rendezvous::Membership::join(*runtime_, std::move(transports), std::move(options)); });
 }
 
+std::pair<std::unique_ptr<rpc::WorkerService>, std::string> Job::make_service(
+    rpc::ServiceOptions options, FunctionTable functions,
+    std::vector<std::unique_ptr<rpc::Extension>> extensions) {
+  return or_tell_others([&] {
+    options.rank = static_cast<std::uint32_t>(place_.rank);
+    std::optional<rendezvous::WorkerNetwork> network;
+    rpc::WorkerService::MakeTransport make_transport;
+    if (place_.size != 1) {
+      rendezvous::WorkerNetworkOptions reach{environment_, network_, {}, {}};
+      reach.transport.secret = secret_;
+      network.emplace(*runtime_, std::move(reach));
+      options.listen = network->listen();
+      make_transport = [&](net::Handler& handler) { return network->make_transport(handler); };
+    }
+    auto service = std::make_unique<rpc::WorkerService>(runtime_, std::move(functions), std::move(options),
+                                                        make_transport, std::move(extensions));
+    std::string address = network ? network->advertised_address(service->address()) : std::string();
+    return std::pair(std::move(service), std::move(address));
+  });
+}
+
+std::unique_ptr<rpc::WorkerService> Job::start(rpc::ServiceOptions options, FunctionTable functions,
+                                               std::vector<std::unique_ptr<rpc::Extension>> extensions) {
+  auto [service, address] = make_service(std::move(options), std::move(functions), std::move(extensions));
+  service->start(join(address));
+  return std::move(service);
+}
+
 std::unique_ptr<Observation> Job::observe(const std::string& name) const {
   TraceIdentity identity = identify(runtime_->executor, name, place_.rank, place_.size);
   identity.run = id_;
@@ -210,6 +244,26 @@ std::unique_ptr<Observation> Job::observe(const std::string& name) const {
 }
 
 void Job::end_open_world(c10d::Store& store) { store.set(kAddressKey, bytes_of(kEnded)); }
+
+void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::Endpoint>& endpoint,
+                      std::function<void()> stop) {
+  struct Ending {
+    std::unique_ptr<Parker> parker;
+    std::atomic<bool> ended{false};
+  };
+  const auto ending = std::make_shared<Ending>();
+  ending->parker = runtime.executor.make_parker();
+  Thread thread = runtime.executor.spawn(endpoint->self().name + "/exit", [stop = std::move(stop), ending] {
+    stop();
+    ending->ended.store(true);
+    ending->parker->unpark();
+  });
+  ending->parker->park(runtime.executor.deadline_in(kExitTime));
+  if (ending->ended.load()) return thread.join();
+  runtime.log.warning(
+      fmt::format("the program ends while functions that it serves still run: {}", endpoint->debug().str()));
+  keep_until_exit(new Thread(std::move(thread)));
+}
 
 /// The others wait for the address, and the program's store names no reason.
 void Job::tell_others(const Error& error) {

@@ -1,13 +1,16 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/rendezvous/membership.h>
+#include <torchspan/detail/rpc/service.h>
 #include <torchspan/net.h>
 #include <torchspan/rendezvous.h>
 
@@ -47,6 +50,14 @@ class Job {
   /// Joins; returns when all ranks of a fixed world have joined. `address`: where peers reach this worker. `listen`:
   /// WorkerNetwork::store_listen().
   std::unique_ptr<rendezvous::Membership> join(const std::string& address = {});
+  /// Makes the worker's service with the transport that the job needs; does not join.
+  /// Returns it and the address where peers reach it.
+  std::pair<std::unique_ptr<rpc::WorkerService>, std::string> make_service(
+      rpc::ServiceOptions options, FunctionTable functions,
+      std::vector<std::unique_ptr<rpc::Extension>> extensions);
+  /// The same, joins, and begins to serve.
+  std::unique_ptr<rpc::WorkerService> start(rpc::ServiceOptions options, FunctionTable functions,
+                                            std::vector<std::unique_ptr<rpc::Extension>> extensions);
   /// Writes and serves what the environment asks for.
   std::unique_ptr<Observation> observe(const std::string& name) const;
   /// Tells workers that come later that the open world has ended; on rank 0.
@@ -87,5 +98,9 @@ class Job {
   net::Secret secret_;
   std::shared_ptr<Runtime> runtime_;
 };
+
+/// Runs `stop` for the worker at the end of the program. After a few seconds, functions that still run are abandoned.
+void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::Endpoint>& endpoint,
+                      std::function<void()> stop);
 
 }  // namespace torchspan::python

@@ -7,6 +7,7 @@
 #include <torch/version.h>
 
 #include "python/c10d/backend.h"
+#include "python/calls/bindings.h"
 #include "python/errors.h"
 #include "python/rpc/bindings.h"
 
@@ -70,4 +71,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       pybind11::arg("world"), pybind11::arg("ranks"), pybind11::arg("backend"), pybind11::arg("group"),
       pybind11::arg("ends_world"), pybind11::arg("timeout"));
   ours::bind_rpc(module);
+  ours::bind_calls(module);
 }

@@ -33,7 +33,7 @@ def program(rank, address):
     mine = torch.frombuffer(bytearray(PLAIN * 1000), dtype=torch.uint8)
     rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=2, backend=rpc.BackendType.TORCHSPAN,
-        rpc_backend_options=torchspan.rpc.TorchSpanRpcBackendOptions(init_method=method + str(PORT)),
+        rpc_backend_options=torchspan.torch_rpc.TorchSpanRpcBackendOptions(init_method=method + str(PORT)),
     )
     there_and_back = rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(mine, 0))
     text = rpc.rpc_sync(f"worker{1 - rank}", bytes.upper, args=(PLAIN,))

@@ -103,13 +103,35 @@ class Calls(Group):
             rank=self.rank,
             world_size=None if self.dynamic else self.size,
             backend=rpc.BackendType[self.backend],
-            rpc_backend_options=torchspan.rpc.TorchSpanRpcBackendOptions(
+            rpc_backend_options=torchspan.torch_rpc.TorchSpanRpcBackendOptions(
                 init_method="file://" + self.store, rpc_timeout=self.timeout, num_worker_threads=self.threads
             ),
         )
 
     def end(self):
         rpc.shutdown()
+
+
+class Native(Calls):
+    """torchspan.rpc among worker0, worker1, …. `functions`: the only ones that others may call."""
+
+    def __init__(self, timeout=30, destroy=True, threads=16, functions=None):
+        super().__init__(timeout, destroy, threads)
+        self.functions = functions
+
+    def begin(self):
+        torchspan.rpc.init_rpc(
+            f"worker{self.rank}",
+            rank=self.rank,
+            world_size=self.size,
+            rpc_backend_options=torchspan.rpc.Options(
+                init_method="file://" + self.store, rpc_timeout=self.timeout, num_worker_threads=self.threads
+            ),
+            functions=self.functions,
+        )
+
+    def end(self):
+        torchspan.rpc.shutdown()
 
 
 def _rank(pipe, world, body, arguments, environment):

@@ -515,7 +515,7 @@ class Dynamic(unittest.TestCase):
 
 class Options(unittest.TestCase):
     def test_wrong_options_are_refused_where_they_are_given(self):
-        make = torchspan.rpc.TorchSpanRpcBackendOptions
+        make = torchspan.torch_rpc.TorchSpanRpcBackendOptions
         self.assertRegex(raised_by(lambda: make(num_worker_threads=0)), "ValueError: num_worker_threads is 0")
         self.assertRegex(raised_by(lambda: make(num_worker_threads="2")), "TypeError")
         self.assertRegex(raised_by(lambda: make(rpc_timeout=-1)), "non-negative")

@@ -18,6 +18,7 @@ SUITES = [
     ["torch_c10d_suite.py", "--as", "gloo", "--world-size", "4"],
     ["torch_rpc_suite.py"],
     ["torch_rpc_suite.py", "--tensorpipe"],
+    ["torch_rpc_suite.py", "--installed"],
 ]
 
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include <ATen/ThreadLocalState.h>
@@ -20,16 +21,12 @@
 #include "python/errors.h"
 #include "python/gil.h"
 #include "python/rpc/message_server.h"
-#include "rendezvous/api/worker_network.h"
 
 namespace torchspan::python {
 namespace {
 
 namespace torch_rpc = torch::distributed::rpc;
 using std::chrono::milliseconds;
-
-/// How long the end of a program waits for handlers that still run.
-constexpr Duration kExitTime = std::chrono::seconds(5);
 
 /// How long after a departure what waits for the worker fails.
 constexpr Duration kDepartureTime = std::chrono::seconds(1);
@@ -287,35 +284,21 @@ Agent::Agent(Job& job, const c10::intrusive_ptr<c10d::Store>& store, Options opt
       directory_(workerInfo_),
       runtime_(job.runtime()),
       serves_open_world_(job.place().size == rendezvous::kOpenWorld && job.place().rank == 0) {
+  rpc::ServiceOptions service;
+  service.name = workerInfo_.name_;
+  service.threads = 2 * static_cast<std::size_t>(threads_);
+  service.max_threads = std::max<std::size_t>(service.max_threads, 2 * service.threads);
+  service.report_leaks = false;
+  std::vector<std::unique_ptr<rpc::Extension>> extensions;
+  extensions.push_back(std::make_unique<MessageServer>(
+      static_cast<std::size_t>(threads_),
+      MessageServer::Callbacks{
+          [this](std::int64_t id, wire::Payload& request, const std::shared_ptr<rpc::Completion>& reply) {
+            serve(id, request, reply);
+          },
+          [this](std::uint32_t rank, const Error& reason) { departed(rank, reason); }}));
   std::string address;
-  job.or_tell_others([&] {
-    rpc::ServiceOptions service;
-    service.name = workerInfo_.name_;
-    service.rank = static_cast<std::uint32_t>(job.place().rank);
-    service.threads = 2 * static_cast<std::size_t>(threads_);
-    service.max_threads = std::max<std::size_t>(service.max_threads, 2 * service.threads);
-    service.report_leaks = false;
-    std::optional<rendezvous::WorkerNetwork> network;
-    rpc::WorkerService::MakeTransport make_transport;
-    if (job.place().size != 1) {
-      rendezvous::WorkerNetworkOptions reach{job.environment(), job.network(), {}, {}};
-      reach.transport.secret = job.secret();
-      network.emplace(*runtime_, std::move(reach));
-      service.listen = network->listen();
-      make_transport = [&](net::Handler& handler) { return network->make_transport(handler); };
-    }
-    std::vector<std::unique_ptr<rpc::Extension>> extensions;
-    extensions.push_back(std::make_unique<MessageServer>(
-        static_cast<std::size_t>(threads_),
-        MessageServer::Callbacks{
-            [this](std::int64_t id, wire::Payload& request, const std::shared_ptr<rpc::Completion>& reply) {
-              serve(id, request, reply);
-            },
-            [this](std::uint32_t rank, const Error& reason) { departed(rank, reason); }}));
-    service_ = std::make_unique<rpc::WorkerService>(runtime_, FunctionTable(), service, make_transport,
-                                                    std::move(extensions));
-    if (network) address = network->advertised_address(service_->address());
-  });
+  std::tie(service_, address) = job.make_service(std::move(service), FunctionTable(), std::move(extensions));
   endpoint_ = service_->worker().endpoint();
   joined_ = job.join(address);
   membership_ = joined_.get();
@@ -455,23 +438,7 @@ void Agent::shutdownImpl() {
 }
 
 void Agent::stop_at_exit() {
-  if (!process_.is_current()) return;
-  struct Ending {
-    std::unique_ptr<Parker> parker;
-    std::atomic<bool> ended{false};
-  };
-  const auto ending = std::make_shared<Ending>();
-  ending->parker = runtime_->executor.make_parker();
-  Thread thread = runtime_->executor.spawn(workerInfo_.name_ + "/exit", [this, ending] {
-    shutdown();
-    ending->ended.store(true);
-    ending->parker->unpark();
-  });
-  ending->parker->park(runtime_->executor.deadline_in(kExitTime));
-  if (ending->ended.load()) return thread.join();
-  runtime_->log.warning(
-      fmt::format("the program ends while functions that it serves still run: {}", endpoint().debug().str()));
-  keep_until_exit(new Thread(std::move(thread)));
+  if (process_.is_current()) stop_before_exit(*runtime_, endpoint_, [this] { shutdown(); });
 }
 
 std::unordered_map<std::string, std::string> Agent::getMetrics() {

@@ -40,6 +40,17 @@ class RemoteCreation final : public Completion {
   std::shared_ptr<UserReference> user_;
 };
 
+/// Whether it is the exception of another worker's function, of a registered type: a creation that this call uses failed.
+bool is_rebuilt(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const std::nested_exception&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 /// The current exception. Lack of memory is kOverloaded: the request was not sent, and may be later.
 std::exception_ptr why_unsent() {
   try {
@@ -396,6 +407,7 @@ void RequestSender::fail_channel_later(const std::shared_ptr<net::Channel>& chan
 }
 
 std::exception_ptr RequestSender::annotate(const PendingCall& call, const std::exception_ptr& cause) const {
+  if (is_rebuilt(cause)) return cause;
   const Error plain = to_error(cause);
   std::string text = plain.message();
   // A failure of the creation that this call uses already names its own worker and call, and keeps them.

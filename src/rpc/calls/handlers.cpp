@@ -97,6 +97,17 @@ std::optional<ErrorKind> refusal_in(const std::exception_ptr& cause) {
   return std::nullopt;
 }
 
+/// The encoded exception of a failed creation, whose failure another function passes on.
+std::optional<Bytes> encoded_in(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const UserFailure& failure) {
+    return failure.encoded();
+  } catch (...) {
+  }
+  return std::nullopt;
+}
+
 /// Makes the error that the caller of a user function gets: the chain so far, and this hop.
 std::exception_ptr remote_failure(RpcAgent& agent, const std::string& call, const std::exception_ptr& cause) {
   const ExceptionDescription description = describe(cause);
@@ -122,9 +133,9 @@ std::exception_ptr remote_failure(RpcAgent& agent, const std::string& call, cons
     if (rebuilt.nested_ptr()) frames = to_error(rebuilt.nested_ptr()).frames();
   } catch (...) {
   }
-  std::optional<Bytes> encoded;
+  std::optional<Bytes> encoded = encoded_in(cause);
   try {
-    encoded = agent.functions().errors().encode(cause);
+    if (!encoded) encoded = agent.functions().errors().encode(cause);
   } catch (const Error& failure) {  // the caller gets the text of the exception instead
     message += fmt::format(" ({})", failure.message());
     agent.runtime().log.warning(failure.message());

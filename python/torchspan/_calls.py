@@ -1,0 +1,219 @@
+"""What the compiled module asks of Python: names of functions, exceptions, and results that come later; and the current worker."""
+
+import builtins
+import collections
+import copyreg
+import importlib
+import inspect
+import pickle
+import sys
+import traceback
+import types
+
+import torch
+from torch.jit._builtins import _find_builtin
+
+from . import _C, errors
+
+# Functions of this package that other workers call, by name.
+_OWN = {}
+_current = []
+
+
+def current_worker():
+    """The worker of this process."""
+    if not _current:
+        raise RuntimeError("RPC has not been initialized. Call torchspan.rpc.init_rpc() first.")
+    return _current[0]
+
+
+def has_worker() -> bool:
+    return bool(_current)
+
+
+def set_current_worker(worker, pickles=True) -> None:
+    _current[:] = [] if worker is None else [worker, pickles]
+
+
+def pickles() -> bool:
+    """Whether any function may be called, and values may be pickled."""
+    return not _current or _current[1]
+
+
+class RemoteError(RuntimeError):
+    """An exception of a function on another worker whose type this process cannot make: its type's name and text."""
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that came from another worker: the traceback there."""
+
+    def __init__(self, worker: str, text: str):
+        super().__init__(worker, text)
+        self._shown = f"on {worker}:\n{text}" if worker else text
+
+    def __str__(self):
+        return self._shown
+
+
+class Later:
+    """A result that is there when `future` completes."""
+
+    def __init__(self, future):
+        self.future = future
+
+
+def own(function):
+    """Makes a function of this package callable by other workers, whatever functions they registered."""
+    _OWN[function] = f"torchspan:{function.__name__}"
+    return function
+
+
+class Hooks:
+    """The hooks of a worker. `functions`: those that others may call; None: any that can be imported or pickled."""
+
+    Error = staticmethod(errors.of_kind)
+    Later = Later
+
+    def __init__(self, functions):
+        self._pickles = functions is None
+        self._names = dict(_OWN)
+        for function in functions or ():
+            name = f"{function.__module__}:{function.__qualname__}"
+            if name in self._names.values():
+                raise ValueError(f"torchspan.rpc: functions has two entries of the name {name}")
+            self._names[function] = name
+        self._functions = {name: function for function, name in self._names.items()}
+
+    def name_of(self, function):
+        name = self._names.get(function)
+        if name is not None or not self._pickles:
+            return name
+        if isinstance(function, torch.jit.ScriptFunction):
+            named = getattr(function, "_torchdynamo_inline", None)  # what was compiled
+        elif isinstance(function, (types.FunctionType, types.BuiltinFunctionType, type)):
+            named = function
+        else:
+            return None
+        name = f"{getattr(named, '__module__', None)}:{getattr(named, '__qualname__', None)}"
+        return name if _imported(name) is function else None
+
+    def function_of(self, name):
+        known = self._functions.get(name)
+        if known is not None:
+            return known
+        if not self._pickles:
+            raise ValueError(
+                f"torchspan: {name} is not among the functions=[…] with which this worker was started: add it there, on all workers"
+            )
+        module, _, path = name.partition(":")
+        if module not in sys.modules:
+            importlib.import_module(module)
+        function = _imported(name)
+        if function is None:
+            raise AttributeError(
+                f"module '{module}' has no attribute '{path}' on this worker: run the same program on all workers, and "
+                "define the function at the top level of a module"
+            )
+        return function
+
+    @staticmethod
+    def operator_of(function):
+        name = _find_builtin(function)
+        return name if name is not None and name.startswith("aten::") else None
+
+    @staticmethod
+    def later(result, reply):
+        if inspect.iscoroutine(result):
+            return _run(result, reply)
+        future = result.future if isinstance(result, Later) else result
+        if not isinstance(future, torch._C.Future):
+            return reply.fail(
+                RuntimeError(
+                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                    f"but got {future} of type {type(future)}"
+                )
+            )
+        return future.add_done_callback(lambda done: _answer(done, reply))
+
+    @staticmethod
+    def reducers():
+        """Of types that torch pickles in calls only, such as RemoteModule."""
+        internal = sys.modules.get("torch.distributed.rpc.internal")
+        own = internal._internal_rpc_pickler._class_reducer_dict if internal is not None else None
+        return collections.ChainMap(own, copyreg.dispatch_table) if own else None
+
+    def describe(self, error):
+        pickled = None
+        if self._pickles:
+            try:
+                pickled = pickle.dumps(error)
+                pickle.loads(pickled)
+            except Exception:  # the text is all that can be sent
+                pickled = None
+        kind = type(error)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        trace = "".join(traceback.format_exception(kind, error, error.__traceback__))
+        return name, _text(error), trace.encode(errors="backslashreplace"), pickled
+
+    def rebuild(self, description, worker):
+        name, text, trace, pickled = description
+        error = None
+        if pickled is not None and self._pickles:
+            try:
+                error = pickle.loads(pickled)
+            except Exception:  # a type that only the other worker has
+                error = None
+        if not isinstance(error, BaseException):
+            kind = getattr(builtins, name, None)
+            simple = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
+            error = kind(text) if simple else RemoteError(f"{name}: {text}")
+        error.__cause__ = RemoteTraceback(worker, trace.decode())
+        return error
+
+
+def _text(error) -> str:
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except Exception:  # of the exception's own __str__
+        return "(its text cannot be made)"
+
+
+def _imported(name):
+    """The object of that name in a module that is loaded, or None."""
+    module, _, path = name.partition(":")
+    found = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _answer(done, reply) -> None:
+    try:
+        value = done.value()
+    except BaseException as error:
+        reply.fail(error)
+    else:
+        reply.succeed(value)
+
+
+def _run(coroutine, reply) -> None:
+    """Runs the coroutine of a function until it awaits a call; it continues on a thread of the pool, in its own environment."""
+
+    def step(_=None):
+        try:
+            awaited = coroutine.send(None)
+            while not isinstance(awaited, torch._C.Future):
+                awaited = coroutine.throw(
+                    TypeError(
+                        f"torchspan: a function that other workers call awaits {awaited!r}: it can await calls, and delay() of "
+                        "torchspan.rpc"
+                    )
+                )
+        except StopIteration as end:
+            reply.succeed(end.value)
+        except BaseException as error:
+            reply.fail(error)
+        else:
+            awaited.add_done_callback(_C.bound(step))
+
+    step()

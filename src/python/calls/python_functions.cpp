@@ -1,0 +1,166 @@
+#include "python/calls/python_functions.h"
+
+#include <fmt/format.h>
+#include <utility>
+
+namespace torchspan::python {
+
+namespace py = pybind11;
+
+namespace {
+
+template <class R>
+R converted(Packer& packer, const py::object& result) {
+  if constexpr (std::is_same_v<R, Object>) {
+    return Object(result);
+  } else {
+    return packer.pack(result);
+  }
+}
+
+/// The exception with its traceback.
+py::object exception_of(const py::error_already_set& error) {
+  py::object exception = error.value();
+  if (error.trace()) PyException_SetTraceback(exception.ptr(), error.trace().ptr());
+  return exception;
+}
+
+/// Whether the result of `function` is there later: of async functions, and of those that return futures.
+bool is_later(const Hooks& hooks, PyObject* function, PyObject* result) {
+  return PyCoro_CheckExact(result) ||
+         reinterpret_cast<PyObject*>(Py_TYPE(result)) == hooks.later_type.get().ptr() ||
+         PyObject_HasAttrString(function, "_wrapped_async_rpc_function") != 0;
+}
+
+template <class R>
+class ReplyOf final : public Reply {
+ public:
+  ReplyOf(Promise<R> promise, std::shared_ptr<Packer> packer)
+      : promise_(std::move(promise)), packer_(std::move(packer)) {}
+  void succeed(const py::object& result) override {
+    try {
+      promise_.set_value(converted<R>(*packer_, result));
+    } catch (const py::error_already_set& error) {
+      fail(exception_of(error));
+    } catch (...) {
+      promise_.set_error(std::current_exception());
+    }
+  }
+  void fail(const py::object& exception) override {
+    promise_.set_error(std::make_exception_ptr(PythonFunctions::describe(*packer_, exception)));
+  }
+
+ private:
+  Promise<R> promise_;
+  const std::shared_ptr<Packer> packer_;
+};
+
+}  // namespace
+
+FunctionTable PythonFunctions::table() {
+  FunctionTable functions;
+  functions.add(kCall, kCreate, kFetch);
+  functions.add_error<PythonError>("PythonError");
+  return functions;
+}
+
+void PythonFunctions::attach(rpc::Registrar& registrar) {
+  if (!on_departure_) return;
+  registrar.on_departure(
+      [this, endpoint = registrar.worker().endpoint().get()](std::uint32_t rank, const Error& reason) {
+        if (reason.kind() == ErrorKind::kCancelled) return;  // this worker itself stops
+        endpoint->after(Duration::zero(), [this, name = endpoint->name_of(rank),
+                                           text = std::string(reason.what())] { on_departure_(name, text); });
+      });
+}
+
+PythonError PythonFunctions::describe(Packer& packer, const py::object& exception) {
+  const py::tuple description = packer.hooks().describe.get()(exception);
+  return {packer.pack(description).bytes,
+          fmt::format("{}: {}", description[0].cast<std::string>(), description[1].cast<std::string>())};
+}
+
+template <class R>
+Future<R> PythonFunctions::run(const Worker& worker, Pack call) {
+  Promise<R> promise(worker.endpoint()->host());
+  Future<R> future = promise.future();
+  keep_thread_state();
+  const py::gil_scoped_acquire gil;
+  try {
+    const Hooks& hooks = packer_->hooks();
+    const py::tuple parts = packer_->unpack(call);
+    call = {};  // the function may free its arguments
+    if (parts.size() != 3)
+      throw Error(ErrorKind::kInvalid, "a call of Python has a function, args and kwargs");
+    PyObject* const made = PyObject_Call(PyTuple_GET_ITEM(parts.ptr(), 0), PyTuple_GET_ITEM(parts.ptr(), 1),
+                                         PyTuple_GET_ITEM(parts.ptr(), 2));
+    if (made == nullptr) throw py::error_already_set();
+    const auto result = py::reinterpret_steal<py::object>(made);
+    if (is_later(hooks, PyTuple_GET_ITEM(parts.ptr(), 0), made)) {
+      const std::shared_ptr<Reply> reply = std::make_shared<ReplyOf<R>>(std::move(promise), packer_);
+      hooks.later.get()(result, reply);
+    } else {
+      promise.set_value(converted<R>(*packer_, result));
+    }
+  } catch (const py::error_already_set& error) {
+    const PythonError described = describe(*packer_, exception_of(error));
+    promise.set_error(std::make_exception_ptr(described));
+  } catch (const py::builtin_exception& error) {  // of this file's own checks
+    error.set_error();
+    const py::error_already_set raised;
+    promise.set_error(std::make_exception_ptr(describe(*packer_, raised.value())));
+  } catch (...) {
+    promise.set_error(std::current_exception());
+  }
+  return future;
+}
+
+void keep_thread_state() {
+  if (Py_IsInitialized() == 0 || PyGILState_GetThisThreadState() != nullptr) return;
+  PyGILState_Ensure();
+  PyEval_SaveThread();
+}
+
+Task<Pack> serve_call(Worker& worker, Pack call) {
+  co_return co_await worker.extension<PythonFunctions>().run<Pack>(worker, std::move(call));
+}
+
+Task<Object> serve_creation(Worker& worker, Pack call) {
+  co_return co_await worker.extension<PythonFunctions>().run<Object>(worker, std::move(call));
+}
+
+Task<Pack> serve_fetch(Worker& worker, RRef<Object> reference) {
+  co_await reference.creation();
+  PythonFunctions& functions = worker.extension<PythonFunctions>();
+  keep_thread_state();
+  const py::gil_scoped_acquire gil;
+  try {
+    co_return functions.packer()->pack(reference.local_value().get());
+  } catch (const py::error_already_set& error) {
+    throw PythonFunctions::describe(*functions.packer(), exception_of(error));
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+    throw PythonFunctions::describe(*functions.packer(), py::error_already_set().value());
+  }
+}
+
+template Future<Pack> PythonFunctions::run(const Worker&, Pack);
+template Future<Object> PythonFunctions::run(const Worker&, Pack);
+
+}  // namespace torchspan::python
+
+namespace torchspan {
+
+void Wire<python::PythonError>::encode(wire::Encoder& encoder, const python::PythonError& value) {
+  encoder.bytes().put_string(
+      {reinterpret_cast<const char*>(value.description.data()), value.description.size()});
+  encoder.bytes().put_string(value.text);
+}
+
+python::PythonError Wire<python::PythonError>::decode(wire::Decoder& decoder) {
+  const std::string description = decoder.bytes().get_string();
+  const auto raw = std::as_bytes(std::span(description));
+  return {Bytes(raw.begin(), raw.end()), decoder.bytes().get_string()};
+}
+
+}  // namespace torchspan

@@ -1,0 +1,276 @@
+#include "python/calls/python_worker.h"
+
+#include <fmt/format.h>
+#include <utility>
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <torchspan/detail/autograd/extension.h>
+
+#include "python/calls/python_functions.h"
+#include "python/gil.h"
+
+namespace torchspan::python {
+
+namespace py = pybind11;
+
+namespace {
+
+/// How often a wait looks for Ctrl-C.
+constexpr Duration kSignalTime = std::chrono::milliseconds(100);
+
+CallOptions options_of(double timeout) {
+  CallOptions options;
+  if (timeout >= 0)
+    options.timeout = std::chrono::duration_cast<Duration>(std::chrono::duration<double>(timeout));
+  return options;
+}
+
+Destination destination(const py::object& to) {
+  return PyLong_Check(to.ptr()) ? Destination(to.cast<std::int64_t>()) : Destination(to.cast<std::string>());
+}
+
+py::object to_python(Packer& packer, Pack pack) { return packer.unpack(pack); }
+py::object to_python(Packer& /*packer*/, c10::IValue value) {
+  return torch::jit::toPyObject(std::move(value));
+}
+
+/// Waits without the GIL. Throws what a signal raises.
+template <class T>
+void wait_for(const Future<T>& future) {
+  while (!future.done()) {
+    without_gil([&] { future.wait_for(kSignalTime); });
+    if (!future.done() && PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+template <class T>
+class PendingOf final : public CallHandle {
+ public:
+  PendingOf(Future<T> future, std::shared_ptr<Packer> packer)
+      : future_(std::move(future)), packer_(std::move(packer)) {}
+
+  bool done() const override { return future_.done(); }
+  py::object wait() override {
+    wait_for(future_);
+    if (future_.error()) raise(*packer_, future_.error());
+    try {
+      if constexpr (std::is_void_v<T>) {
+        return py::none();
+      } else {
+        return to_python(*packer_, future_.wait());
+      }
+    } catch (const Error&) {
+      raise(*packer_, std::current_exception());
+    }
+  }
+  void on_done(py::object callback) override {
+    const Object held(std::move(callback));
+    future_.add_done_callback([held](const Future<T>&) {
+      keep_thread_state();
+      const py::gil_scoped_acquire gil;
+      try {
+        held.get()();
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("a callback of a call");
+      }
+    });
+  }
+
+ private:
+  const Future<T> future_;
+  const std::shared_ptr<Packer> packer_;
+};
+
+/// The arguments for one of the operators of that name, and its full name; nullopt if none takes them.
+std::optional<std::pair<std::string, std::vector<c10::IValue>>> match_operator(const std::string& name,
+                                                                               const py::tuple& args,
+                                                                               const py::dict& kwargs) {
+  const py::kwargs named = py::reinterpret_borrow<py::kwargs>(kwargs);
+  for (const auto& candidate : torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(name))) {
+    const c10::FunctionSchema& schema = candidate->schema();
+    try {
+      torch::jit::Stack stack =
+          torch::jit::createStackForSchema(schema, torch::jit::tuple_slice(args), named, std::nullopt);
+      const std::string full =
+          schema.overload_name().empty() ? name : fmt::format("{}.{}", name, schema.overload_name());
+      return std::pair(full, std::move(stack));
+    } catch (const torch::jit::schema_match_error&) {
+    } catch (const py::cast_error&) {
+    }
+  }
+  return std::nullopt;
+}
+
+std::shared_ptr<Packer> packer_of(const Worker& worker) {
+  return worker.extension<PythonFunctions>().packer();
+}
+
+/// Runs `body`; what it throws becomes an exception of Python.
+template <class F>
+auto with_exceptions(Packer& packer, F&& body) {
+  try {
+    return body();
+  } catch (const Error&) {
+    raise(packer, std::current_exception());
+  } catch (const PythonError&) {
+    raise(packer, std::current_exception());
+  }
+}
+
+}  // namespace
+
+void raise(Packer& packer, const std::exception_ptr& error) {
+  const auto throw_object = [](const py::object& exception) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+    throw py::error_already_set();
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const PythonError& theirs) {
+    std::string worker;
+    try {
+      std::rethrow_if_nested(theirs);
+    } catch (const Error& ours) {
+      if (!ours.frames().empty()) worker = ours.frames().front().worker;
+    }
+    Pack pack;
+    pack.bytes = theirs.description;
+    throw_object(packer.hooks().rebuild.get()(packer.unpack(pack), worker));
+  } catch (const rpc::UserFailure& theirs) {  // of a creation, kept on the owner
+    const std::exception_ptr plain = std::make_exception_ptr(Error(theirs));
+    raise(packer,
+          theirs.encoded() ? PythonFunctions::table().errors().rebuild(*theirs.encoded(), plain) : plain);
+  } catch (const Error& ours) {
+    throw_object(packer.hooks().error_type.get()(std::string(to_string(ours.kind())), ours.what()));
+  }
+  std::rethrow_exception(error);
+}
+
+std::shared_ptr<PythonWorker> PythonWorker::join(c10d::Store& store, const Place& place,
+                                                 std::shared_ptr<Packer> packer, Options options) {
+  const auto end = [process = OwnerProcess()](PythonWorker* worker) {
+    // After the interpreter has ended, its threads may wait for the GIL for ever.
+    if (!process.is_current() || Py_IsInitialized() == 0) return keep_until_exit(worker);
+    without_gil([worker] { delete worker; });
+  };
+  Job job(store, place, std::max<Duration>(options.timeout, std::chrono::seconds(60)));
+  return {new PythonWorker(job, std::move(packer), std::move(options)), end};
+}
+
+PythonWorker::PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options options)
+    : packer_(std::move(packer)), runtime_(job.runtime()) {
+  rpc::ServiceOptions service;
+  service.name = job.environment().name;
+  service.default_timeout = options.timeout;
+  service.threads = options.threads;
+  service.max_threads = std::max<std::size_t>(service.max_threads, 2 * service.threads);
+  std::vector<std::unique_ptr<rpc::Extension>> extensions;
+  extensions.push_back(std::make_unique<autograd::AutogradExtension>());
+  extensions.push_back(std::make_unique<PythonFunctions>(packer_, std::move(options.on_departure)));
+  service_ = job.start(std::move(service), PythonFunctions::table(), std::move(extensions));
+}
+
+rpc::Request PythonWorker::make_request(wire::MessageType type, std::uint64_t function, const Call& call) {
+  const Pack pack = packer_->pack_call(call.function, call.args, call.kwargs);
+  rpc::Request request;
+  request.type = type;
+  request.name = call.name;
+  worker().endpoint()->apply(options_of(call.timeout), request);
+  request.user_values = true;
+  wire::Encoder encoder(request.payload);
+  wire::encode(encoder, function);
+  wire::encode(encoder, pack);
+  encoder.finish();
+  return request;
+}
+
+std::shared_ptr<CallHandle> PythonWorker::call(const Call& call) {
+  return with_exceptions(*packer_, [&]() -> std::shared_ptr<CallHandle> {
+    const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
+    if (const std::string name = packer_->operator_of(call.function); !name.empty()) {
+      if (auto matched = match_operator(name, call.args, call.kwargs)) {
+        const Destination to = destination(call.to);
+        Future<c10::IValue> result;
+        without_gil([&] {
+          result = worker()
+                       .with(options_of(call.timeout))
+                       .rpc_async(to, matched->first, std::move(matched->second));
+        });
+        return std::make_shared<PendingOf<c10::IValue>>(std::move(result), packer_);
+      }
+    }
+    const std::uint32_t to = endpoint->resolve(destination(call.to));
+    rpc::Request request =
+        make_request(rpc::kCallFunction, endpoint->id_of(kCall.name, &rpc::signature_of<serve_call>), call);
+    auto completion = std::make_shared<rpc::PromiseCompletion<Pack>>(endpoint->host());
+    auto handle = std::make_shared<PendingOf<Pack>>(completion->future(), packer_);
+    without_gil([&] { endpoint->send(to, std::move(request), std::move(completion)); });
+    return handle;
+  });
+}
+
+RRef<Object> PythonWorker::create(const Call& call) {
+  return with_exceptions(*packer_, [&] {
+    const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
+    const std::uint32_t to = endpoint->resolve(destination(call.to));
+    rpc::Request request = make_request(
+        rpc::kCreateRemote, endpoint->id_of(kCreate.name, &rpc::signature_of<serve_creation>), call);
+    RRef<Object> reference;
+    without_gil([&] {
+      reference = RRef<Object>(endpoint->create(to, std::move(request), rpc::type_name_of<Object>()));
+    });
+    return reference;
+  });
+}
+
+void PythonWorker::shutdown(double timeout) {
+  service_->shutdown(timeout <= 0 ? Deadline::never()
+                                  : runtime_->executor.deadline_in(*options_of(timeout).timeout));
+}
+
+void PythonWorker::stop_at_exit() {
+  if (!process_.is_current()) return;
+  stop_before_exit(*runtime_, worker().endpoint(), [this] { stop(); });
+}
+
+std::shared_ptr<CallHandle> make_pending(Future<void> future, std::shared_ptr<Packer> packer) {
+  return std::make_shared<PendingOf<void>>(std::move(future), std::move(packer));
+}
+
+py::object fetch(const RRef<Object>& reference, double timeout) {
+  const Worker worker(reference.state()->endpoint());
+  const std::shared_ptr<Packer> packer = packer_of(worker);
+  return with_exceptions(*packer, [&] {
+    const CallOptions options = options_of(timeout);
+    if (reference.is_owner()) {
+      const Duration limit = options.timeout.value_or(worker.default_timeout());
+      const Deadline until =
+          limit == Duration::zero() ? Deadline::never() : worker.runtime().executor.deadline_in(limit);
+      without_gil([&] { reference.creation().wait(until); });
+      return reference.local_value().get();
+    }
+    Future<Pack> value;
+    without_gil([&] { value = worker.with(options).call_on(reference, kFetch); });
+    return PendingOf<Pack>(std::move(value), packer).wait();
+  });
+}
+
+py::object local_value(const RRef<Object>& reference) {
+  return with_exceptions(*packer_of(Worker(reference.state()->endpoint())), [&] {
+    const Object* value = nullptr;
+    without_gil([&] { value = &reference.local_value(); });
+    return value->get();
+  });
+}
+
+std::shared_ptr<CallHandle> creation_of(const RRef<Object>& reference) {
+  const std::shared_ptr<Packer> packer = packer_of(Worker(reference.state()->endpoint()));
+  return with_exceptions(*packer, [&] {
+    Future<void> created;
+    without_gil([&] { created = reference.creation(); });
+    return make_pending(std::move(created), packer);
+  });
+}
+
+}  // namespace torchspan::python

@@ -1,0 +1,88 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <torchspan/autograd/context.h>
+#include <torchspan/detail/core/owner_process.h>
+#include <torchspan/detail/rpc/service.h>
+
+#include "python/calls/pack.h"
+#include "python/job.h"
+
+namespace torchspan::python {
+
+/// Throws `error` as an exception of Python: that of a function on another worker as its own type, an Error as
+/// torchspan.Error. Needs the GIL.
+[[noreturn]] void raise(Packer& packer, const std::exception_ptr& error);
+
+/// A call that was made: Python's view of its Future. Used with the GIL.
+class CallHandle {
+ public:
+  virtual ~CallHandle() = default;
+  virtual bool done() const = 0;
+  /// Waits without the GIL, drives the transport meanwhile, and returns the result or throws. Ctrl-C ends it.
+  virtual pybind11::object wait() = 0;
+  /// Calls `callback` once, on a thread of the pool or, if it is done, here.
+  virtual void on_done(pybind11::object callback) = 0;
+};
+
+/// A worker whose functions are Python's: calls, creations and contexts of distributed autograd. Thread-safe.
+class PythonWorker {
+ public:
+  struct Options {
+    std::size_t threads = 16;  ///< functions that run at the same time
+    Duration timeout = std::chrono::seconds(60);
+    /// A member died or left; called on a thread of the pool.
+    std::function<void(const std::string& name, const std::string& reason)> on_departure;
+  };
+
+  /// Joins and serves; returns when all workers of a fixed world have joined. Throws Error. Without the GIL.
+  static std::shared_ptr<PythonWorker> join(c10d::Store& store, const Place& place,
+                                            std::shared_ptr<Packer> packer, Options options);
+
+  /// A call of a function of Python.
+  struct Call {
+    pybind11::object to;  ///< a name or a rank
+    pybind11::object function;
+    pybind11::tuple args;
+    pybind11::dict kwargs;
+    double timeout;    ///< seconds; negative: the default; 0: no limit
+    std::string name;  ///< of the function, in errors and traces
+  };
+  /// Operators of LibTorch run without Python on the other worker. With the GIL.
+  std::shared_ptr<CallHandle> call(const Call& call);
+  RRef<Object> create(const Call& call);
+
+  Worker& worker() { return service_->worker(); }
+  const std::shared_ptr<Packer>& packer() const { return packer_; }
+  /// Waits until no worker has outstanding calls, then leaves together with the others.
+  void shutdown(double timeout);
+  /// Leaves at once.
+  void stop() { service_->stop("left without a graceful torchspan.rpc.shutdown()"); }
+  /// Leaves at the end of the program, which may have left functions that never end: they are abandoned.
+  void stop_at_exit();
+  bool is_of_this_process() const { return process_.is_current(); }
+
+ private:
+  PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options options);
+  rpc::Request make_request(wire::MessageType type, std::uint64_t function, const Call& call);
+
+  const OwnerProcess process_;
+  const std::shared_ptr<Packer> packer_;
+  const std::shared_ptr<Runtime> runtime_;
+  std::unique_ptr<rpc::WorkerService> service_;
+};
+
+/// A call whose future completes without a value.
+std::shared_ptr<CallHandle> make_pending(Future<void> future, std::shared_ptr<Packer> packer);
+/// The value of a reference, from its owner; on the owner the value itself. These three: with the GIL.
+pybind11::object fetch(const RRef<Object>& reference, double timeout);
+pybind11::object local_value(const RRef<Object>& reference);
+/// Completes when the value has been created, or fails as the creation did.
+std::shared_ptr<CallHandle> creation_of(const RRef<Object>& reference);
+
+}  // namespace torchspan::python

@@ -1,0 +1,585 @@
+"""torchspan.rpc, torchspan.autograd and torchspan.optim: values, references, exceptions, deaths, coroutines, gradients."""
+
+import gc
+import os
+import pickle
+import random
+import signal
+import time
+import unittest
+
+import torch
+
+import torchspan
+from processes import Failed, Native, run
+from torchspan import autograd, errors, optim, rpc
+
+SEEDS = int(os.environ.get("TORCHSPAN_PYTHON_SEEDS", "40"))
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+# ---- functions of the other worker
+
+
+def identity(value):
+    return value
+
+
+def add(a, b=0):
+    return a + b
+
+
+def fail(text):
+    raise ValueError(text)
+
+
+class TwoPart(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+        self.first, self.second = first, second
+
+    def __reduce__(self):
+        return TwoPart, (self.first, self.second)
+
+
+class CannotBePickled(Exception):
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = __import__("threading").Lock()
+
+
+def fail_with(kind, *args):
+    raise kind(*args)
+
+
+def fail_at(worker, text):
+    rpc.rpc_sync(worker, fail, args=(text,))
+
+
+def me():
+    return rpc.get_worker_info().name
+
+
+def nested(other, depth):
+    return 0 if depth == 0 else 1 + rpc.rpc_sync(other, nested, args=(me(), depth - 1))
+
+
+async def awaited(other, depth):
+    return 0 if depth == 0 else 1 + await rpc.rpc_async(other, awaited, args=(me(), depth - 1))
+
+
+async def awaits_something_else():
+    class Other:
+        def __await__(self):
+            yield 7
+
+    await Other()
+
+
+async def slept(seconds):
+    await rpc.delay(seconds)
+    return seconds
+
+
+@rpc.functions.async_execution
+def doubled(other, value):
+    return rpc.rpc_async(other, add, args=(value, value)).then(lambda done: done.wait())
+
+
+def sleep(seconds):
+    time.sleep(seconds)
+
+
+class Counter:
+    def __init__(self, start):
+        if start < 0:
+            raise ValueError(f"start is {start}")
+        self.value = start
+
+    def increase(self, by=1):
+        self.value += by
+        return self.value
+
+    async def later(self):
+        await rpc.delay(0.01)
+        return self.value
+
+    @rpc.functions.async_execution
+    def doubled(self):
+        return rpc.rpc_async(me(), add, args=(self.value, self.value))
+
+    def itself(self):
+        return self
+
+
+class SlowCounter(Counter):
+    def __init__(self, start):
+        time.sleep(0.2)
+        super().__init__(start)
+
+
+def increase(rref, by):
+    return rref.rpc_sync().increase(by)
+
+
+def give_back(rref):
+    return rref
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3, dtype=torch.double)
+        values = torch.Generator().manual_seed(seed)  # others may be constructed at the same time
+        for parameter in self.parameters():
+            parameter.data.uniform_(-0.5, 0.5, generator=values)
+
+    def forward(self, x):
+        return Square.apply(torch.tanh(self.linear(x)))
+
+    def references(self):
+        return [rpc.RRef(parameter) for parameter in self.parameters()]
+
+    def gradients(self, context):
+        gradients = autograd.get_gradients(context)
+        return [gradients.get(parameter) for parameter in self.parameters()]
+
+    def values(self):
+        return [parameter.detach().clone() for parameter in self.parameters()]
+
+
+def at_rank_0(body):
+    """Runs `body` on rank 0; the others serve."""
+
+    def everywhere(rank, size):
+        return body(size) if rank == 0 else None
+
+    return everywhere
+
+
+class Calls(unittest.TestCase):
+    def check(self, body, size=2, **options):
+        result = run(size, at_rank_0(body), world=Native(**options))[0]
+        self.assertNotIsInstance(result, Failed, result)
+        return result
+
+    def test_values_arrive_as_they_were(self):
+        shared = [1]
+        loop = []
+        loop.append(loop)
+        deep = []
+        for _ in range(100):
+            deep = [deep]
+        values = [
+            None, True, False, 0, -1, 2**63 - 1, -(2**63), 10**40, -(10**1000), 1.5, float("inf"), "", "ä€😀", "\ud800", b"", b"\0x",
+            [], (), {}, [1, [2, (3, {"a": None})]], {1: "x", (2, 3): [4]}, {1, 2}, 2 + 1j, slice(1, 2), torch.float64,
+            torch.Size([2, 3]), range(3), deep, [shared, shared], Counter, add, TwoPart(1, 2),
+        ]  # fmt: skip
+
+        def body(size):
+            got = rpc.rpc_sync("worker1", identity, args=(values,))
+            one_by_one = [rpc.rpc_sync("worker1", identity, args=(value,)) for value in values]
+            twin = one_by_one[values.index([shared, shared])]
+            round = rpc.rpc_sync("worker1", identity, args=(loop,))
+            self.assertEqual(rpc.rpc_sync("worker1", identity, args=(10**5000,)), 10**5000)
+            return repr(got) == repr(values), repr(one_by_one) == repr(values), twin[0] is twin[1], round[0] is round
+
+        self.assertEqual(self.check(body), (True, True, True, True))
+
+    def test_tensors_arrive_with_their_values_wherever_they_are(self):
+        def body(size):
+            tensors = [
+                torch.randn(3, 4), torch.arange(6).reshape(2, 3).t(), torch.zeros(0, 2), torch.tensor(3.5), torch.ones(2).bool(),
+                torch.ones(2, dtype=torch.complex64), torch.ones(3, dtype=torch.bfloat16), torch.eye(3).to_sparse(),
+                torch.nn.Parameter(torch.ones(2)),
+            ]  # fmt: skip
+            forms = [tensors, {"a": tensors}, (tensors, {1, 2}), slice(tensors, None)]
+            same = []
+            for form in forms:
+                got = rpc.rpc_sync("worker1", identity, args=(form,))
+                got = got["a"] if isinstance(got, dict) else got.start if isinstance(got, slice) else got
+                got = got[0] if isinstance(got, tuple) else got
+                same += [torch.equal(a.to_dense().detach(), b.to_dense().detach()) and a.dtype == b.dtype for a, b in zip(got, tensors)]
+            large = torch.randn(1 << 20)
+            same.append(torch.equal(rpc.rpc_sync("worker1", add, args=(large,), kwargs={"b": 1.0}), large + 1))
+            same.append(torch.equal(rpc.rpc_sync("worker1", torch.add, args=(large, large), kwargs={"alpha": 2}), 3 * large))
+            return same
+
+        self.assertEqual(set(self.check(body)), {True})
+
+    def test_modules_are_pickled_with_their_parameters(self):
+        def body(size):
+            sent = Layer(3)
+            got = rpc.rpc_sync("worker1", identity, args=(sent,))
+            return type(got.linear.weight) is torch.nn.Parameter and torch.equal(got.linear.weight, sent.linear.weight)
+
+        self.assertTrue(self.check(body))
+
+    def test_exceptions_arrive_as_their_own_types_with_both_tracebacks(self):
+        def body(size):
+            plain = raised_by(lambda: rpc.rpc_sync("worker1", fail, args=("negative",)))
+            own = raised_by(lambda: rpc.rpc_async("worker1", fail_with, args=(TwoPart, 1, 2)).wait())
+            foreign = raised_by(lambda: rpc.rpc_sync("worker1", fail_with, args=(CannotBePickled, "has a lock")))
+            far = raised_by(lambda: rpc.rpc_sync("worker1", fail_at, args=("worker2", "far")))
+            surrogate = raised_by(lambda: rpc.rpc_sync("worker1", fail_with, args=(ValueError, "\ud800")))
+            return [
+                type(plain) is ValueError and str(plain) == "negative" and "in fail" in str(plain.__cause__),
+                "on worker1" in str(plain.__cause__),
+                type(own) is TwoPart and (own.first, own.second) == (1, 2),
+                type(foreign) is rpc.RemoteError and "CannotBePickled: has a lock" in str(foreign),
+                type(far) is ValueError and "on worker1" in str(far.__cause__) and "on worker2" in str(far.__cause__),
+                type(surrogate) is ValueError,
+            ]
+
+        self.assertEqual(self.check(body, size=3), [True] * 6)
+
+    def test_workers_are_named_by_name_rank_and_info_and_may_be_this_one(self):
+        def body(rank, size):
+            others = [("worker1", 1, rpc.get_worker_info("worker1")), (me(), rank, rpc.get_worker_info())]
+            found = []
+            for to in [one for names in others for one in names]:
+                found.append(rpc.rpc_sync(to, torch.add, args=(torch.ones(2), 1)).sum().item())
+                found.append(rpc.rpc_async(to, add, args=(torch.ones(2), 1)).wait().sum().item())
+                found.append(rpc.remote(to, add, args=(torch.ones(2), 1)).to_here().sum().item())
+            return set(found)
+
+        self.assertEqual(run(2, body, world=Native()), [{4.0}, {4.0}])
+
+    def test_failures_of_the_library_name_worker_and_function(self):
+        def body(size):
+            late = raised_by(lambda: rpc.rpc_sync("worker1", sleep, args=(3,), timeout=0.1))
+            later = raised_by(lambda: rpc.rpc_async("worker1", sleep, args=(3,), timeout=0.1).wait())
+            nobody = raised_by(lambda: rpc.rpc_sync("nobody", add, args=(1, 2)))
+            local = raised_by(lambda: rpc.rpc_sync("worker1", lambda: 1))
+            shapes = raised_by(lambda: rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), torch.ones(3))))
+            return [
+                late.kind == "timed out" and "'sleep'" in str(late) and "worker1" in str(late),
+                later.kind == "timed out",
+                nobody.kind == "invalid" and "worker0" in str(nobody),
+                isinstance(local, (AttributeError, pickle.PicklingError)),
+                isinstance(shapes, RuntimeError) and "size of tensor" in str(shapes),
+                type(pickle.loads(pickle.dumps(late))) is errors.TimedOutError,
+            ]
+
+        self.assertEqual(self.check(body), [True] * 6)
+
+    def test_a_death_fails_the_calls_that_wait_for_it(self):
+        def body(size):
+            pid = rpc.rpc_sync("worker1", os.getpid)
+            waiting = rpc.rpc_async("worker1", sleep, args=(30,))
+            reference = rpc.remote("worker1", Counter, args=(1,))
+            reference.rpc_sync().increase()
+            started = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            died = raised_by(waiting.wait)
+            fetched = raised_by(reference.to_here)
+            left = raised_by(rpc.shutdown)
+            return died.kind, "worker1" in str(died), fetched.kind, "worker1" in str(left), time.monotonic() - started < 10
+
+        result = run(2, at_rank_0(body), world=Native())[0]
+        self.assertEqual(result, ("disconnected", True, "disconnected", True, True))
+
+    def test_handlers_that_wait_leave_their_threads_to_others(self):
+        def body(size):
+            return (
+                rpc.rpc_sync("worker1", nested, args=("worker0", 64)),
+                rpc.rpc_sync("worker1", awaited, args=("worker0", 64)),
+                sum(future.wait() for future in [rpc.rpc_async("worker1", slept, args=(0.2,)) for _ in range(200)]),
+            )
+
+        deep, flat, slept_for = self.check(body, threads=1)
+        self.assertEqual((deep, flat), (64, 64))
+        self.assertAlmostEqual(slept_for, 40)
+
+    def test_coroutines_and_futures_of_functions_are_answered(self):
+        def body(size):
+            wrong = raised_by(lambda: rpc.rpc_sync("worker1", awaits_something_else))
+            not_a_future = raised_by(lambda: rpc.rpc_sync("worker1", wrongly_decorated))
+            with rpc.wait_all():
+                futures = [rpc.rpc_async("worker1", add, args=(i, 1)) for i in range(10)]
+            done = [future.done() for future in futures]
+            chained = rpc.rpc_async("worker1", add, args=(1, 2)).then(lambda future: future.wait() * 10)
+            return (
+                rpc.rpc_sync("worker1", doubled, args=("worker0", 21)),
+                type(wrong) is TypeError and "it can await calls" in str(wrong),
+                "must return a torch.futures.Future" in str(not_a_future),
+                all(done),
+                chained.wait(),
+                torch.futures.wait_all(futures),
+            )
+
+        self.assertEqual(self.check(body), (42, True, True, True, 30, list(range(1, 11))))
+
+    def test_references_call_their_values_and_are_counted(self):
+        def body(size):
+            counter = rpc.remote("worker1", Counter, args=(10,))
+            slow = rpc.remote("worker1", SlowCounter, args=(1,))
+            bad = rpc.remote("worker1", Counter, args=(-1,))
+            mine = rpc.RRef([1, 2])
+            results = [
+                counter.rpc_sync().increase(),
+                counter.rpc_async().increase(by=4).wait(),
+                counter.rpc_sync().later(),
+                counter.rpc_sync().doubled(),
+                slow.rpc_sync().increase(),
+                counter.remote().increase().to_here(),
+                rpc.rpc_sync("worker2", increase, args=(counter, 100)),
+                rpc.rpc_sync("worker2", give_back, args=({"a": (counter,)},))["a"][0].rpc_sync().increase(),
+                counter.to_here().value,
+                counter.owner_name(),
+                counter.is_owner(),
+                (mine.is_owner(), mine.local_value(), mine.to_here() is mine.local_value()),
+                rpc.rpc_sync("worker1", identity, args=(mine,)).local_value() is mine.local_value(),
+            ]
+            errors = [
+                type(raised_by(bad.to_here)).__name__,
+                type(raised_by(lambda: bad.rpc_sync().increase())).__name__,
+                raised_by(counter.local_value).kind,
+                type(raised_by(lambda: pickle.dumps(counter))).__name__,
+            ]
+            return results, errors
+
+        results, errors = self.check(body, size=3)
+        self.assertEqual(
+            results, [11, 15, 15, 30, 2, 16, 116, 117, 117, "worker1", False, (True, [1, 2], True), True]
+        )
+        self.assertEqual(errors, ["ValueError", "ValueError", "invalid", "RuntimeError"])
+
+    def test_released_references_free_their_values(self):
+        def body(size):
+            for _ in range(200):
+                rpc.remote("worker1", Counter, args=(1,)).rpc_sync().increase()
+            gc.collect()
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                if rpc.rpc_sync("worker1", living_counters) == 0:
+                    return True
+                time.sleep(0.05)
+            return False
+
+        self.assertTrue(self.check(body))
+
+    def test_with_registered_functions_nothing_else_is_called_and_nothing_is_unpickled(self):
+        def body(size):
+            counter = rpc.remote("worker1", Counter, args=(1,))
+            private = raised_by(lambda: counter.rpc_sync()._secret())
+            unknown = raised_by(lambda: rpc.rpc_sync("worker1", identity, args=(1,)))
+            pickled = raised_by(lambda: rpc.rpc_sync("worker1", add, args=(1, 2j)))
+            result = raised_by(lambda: rpc.rpc_sync("worker1", complex_number))
+            failed = raised_by(lambda: rpc.rpc_sync("worker1", fail, args=("negative",)))
+            return [
+                rpc.rpc_sync("worker1", add, args=(1, 2)) == 3,
+                counter.rpc_sync().increase() == 2,
+                torch.equal(rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)), torch.full((2,), 2.0)),
+                type(private) is ValueError and "private" in str(private),
+                type(unknown) is ValueError and "functions=" in str(unknown),
+                type(pickled) is TypeError and "complex" in str(pickled),
+                type(result) is TypeError and "complex" in str(result),
+                type(failed) is ValueError and str(failed) == "negative",
+            ]
+
+        functions = [add, Counter, fail, complex_number]
+        self.assertEqual(self.check(body, functions=functions), [True] * 8)
+
+    def test_a_peer_that_pickles_is_refused_where_functions_are_registered(self):
+        def body(rank, size):
+            if rank == 0:
+                found = raised_by(lambda: rpc.rpc_sync("worker1", add, args=(1, 2j)))
+                return found.kind, "unpickles nothing" in str(found), rpc.rpc_sync("worker1", add, args=(1, 2))
+            return None
+
+        class Mixed(Native):
+            def begin(self):
+                self.functions = [add] if self.rank == 1 else None
+                super().begin()
+
+        self.assertEqual(run(2, body, world=Mixed())[0], ("denied", True, 3))
+
+    def test_forked_children_say_so_and_leave_their_parent_alone(self):
+        def body(size):
+            child = os.fork()
+            if child == 0:
+                found = raised_by(lambda: rpc.rpc_sync("worker1", add, args=(1, 2)))
+                os._exit(0 if found is not None and "fork" in str(found) else 1)
+            status = os.waitpid(child, 0)[1]
+            return status, rpc.rpc_sync("worker1", add, args=(1, 2))
+
+        self.assertEqual(self.check(body), (0, 3))
+
+    def test_worlds_may_follow_each_other(self):
+        def body(rank, size):
+            sums = []
+            for _ in range(3):
+                sums.append(rpc.rpc_sync(f"worker{1 - rank}", add, args=(rank, 1)))
+                rpc.shutdown()
+                store = f"{os.environ['TORCHSPAN_TEST_STORE']}{len(sums)}"
+                rpc.init_rpc(
+                    f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.Options(init_method="file://" + store)
+                )
+            return sums, raised_by(lambda: rpc.init_rpc("again")) is not None
+
+        import tempfile
+
+        os.environ["TORCHSPAN_TEST_STORE"] = tempfile.mkdtemp() + "/next"
+        self.assertEqual(run(2, body, world=Native()), [([1] * 3, True), ([2] * 3, True)])
+
+
+@rpc.functions.async_execution
+def wrongly_decorated():
+    return 7
+
+
+def complex_number():
+    return 2j
+
+
+def living_counters():
+    gc.collect()
+    return sum(isinstance(one, Counter) for one in gc.get_objects())
+
+
+class Gradients(unittest.TestCase):
+    def test_random_programs_have_the_gradients_of_one_process(self):
+        """Layers on three workers, called in a random order from each other, with values used once, twice or not at all."""
+
+        def body(rank, size):
+            if rank != 0:
+                return None
+            wrong = []
+            for seed in range(SEEDS):
+                wrong += random_program(seed, size)
+            return wrong
+
+        result = run(3, body, world=Native())[0]
+        self.assertEqual(result, [])
+
+    def test_optimizers_step_as_in_one_process(self):
+        def body(size):
+            layers = [rpc.remote(f"worker{owner}", Layer, args=(owner,)) for owner in (1, 2)]
+            parameters = [one for layer in layers for one in layer.rpc_sync().references()]
+            optimizer = optim.DistributedOptimizer(torch.optim.AdamW, parameters, lr=0.05)
+            x = torch.ones(2, 3, dtype=torch.double)
+            for _ in range(5):
+                with autograd.context() as context:
+                    loss = layers[1].rpc_sync().forward(layers[0].rpc_sync().forward(x)).sum()
+                    autograd.backward(context, [loss])
+                    optimizer.step(context)
+            found = [value for layer in layers for value in layer.rpc_sync().values()]
+
+            local = [Layer(1), Layer(2)]
+            oracle = torch.optim.AdamW([p for layer in local for p in layer.parameters()], lr=0.05)
+            for _ in range(5):
+                oracle.zero_grad()
+                local[1](local[0](x)).sum().backward()
+                oracle.step()
+            wanted = [value for layer in local for value in layer.values()]
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state)
+            return [torch.allclose(a, b, atol=1e-12) for a, b in zip(found, wanted)], sorted(state)
+
+        same, owners = run(3, at_rank_0(body), world=Native())[0]
+        self.assertEqual((set(same), owners), ({True}, ["worker1", "worker2"]))
+
+    def test_a_fast_pass_that_stalls_names_the_tensors_that_were_sent(self):
+        def body(size):
+            with autograd.context() as context:
+                x = torch.ones(2, dtype=torch.double, requires_grad=True)
+                used = rpc.rpc_sync("worker1", add, args=(x, 1))
+                rpc.rpc_sync("worker1", torch.mul, args=(x, 3))
+                stalled = raised_by(lambda: autograd.backward(context, [used.sum()], mode="fast", stall=0.2))
+            with autograd.context() as context:
+                used = rpc.rpc_sync("worker1", add, args=(x, 1))
+                rpc.rpc_sync("worker1", torch.mul, args=(x, 3))
+                autograd.backward(context, [used.sum()])
+                gradient = autograd.get_gradients(context)[x]
+            return isinstance(stalled, errors.Error) and "worker1" in str(stalled), gradient.tolist(), x.grad is None
+
+        self.assertEqual(run(2, at_rank_0(body), world=Native())[0], (True, [1.0, 1.0], True))
+
+    def test_exceptions_in_backward_and_wrong_contexts_are_named(self):
+        def body(size):
+            unknown = raised_by(lambda: autograd.backward(100, [torch.ones(1, requires_grad=True).sum()]))
+            mode = raised_by(lambda: autograd.backward(100, [], mode="slow"))
+            with autograd.context():
+                nested = raised_by(lambda: autograd.context().__enter__())
+            return unknown.kind, isinstance(mode, ValueError), nested.kind
+
+        self.assertEqual(run(2, at_rank_0(body), world=Native())[0], ("invalid", True, "invalid"))
+
+
+
+
+def program(choose, layer_count, call):
+    """A random program: each value is a layer of an earlier one, perhaps plus another; the loss uses some of them."""
+    values = [torch.full((2, 3), 0.3, dtype=torch.double, requires_grad=True)]
+    start = values[0]
+    for _ in range(choose.randint(1, 6)):
+        layer = choose.randrange(layer_count)
+        source = values[choose.randrange(len(values))]
+        value = call(layer, source, choose.randrange(layer_count) if choose.random() < 0.5 else None)
+        if choose.random() < 0.5:
+            value = value + values[choose.randrange(len(values))]
+        values.append(value)
+    chosen = [value for value in values[1:] if choose.random() < 0.6] or values[-1:]
+    return start, sum(value.sum() for value in chosen)
+
+
+def through(first, second, value):
+    """Calls another worker's layer from this one."""
+    result = first.local_value()(value)
+    return second.rpc_sync().forward(result) if second is not None else result
+
+
+def random_program(seed, size):
+    owners = [1 + i % (size - 1) for i in range(3)]
+    layers = [rpc.remote(f"worker{owner}", Layer, args=(seed * 10 + i,)) for i, owner in enumerate(owners)]
+
+    def remotely(layer, value, then):
+        return rpc.rpc_sync(
+            f"worker{owners[layer]}", through, args=(layers[layer], None if then is None else layers[then], value)
+        )
+
+    with autograd.context() as context:
+        start, loss = program(random.Random(seed), 3, remotely)
+        autograd.backward(context, [loss])
+        found = [autograd.get_gradients(context).get(start)]
+        for layer in layers:
+            found += layer.rpc_sync().gradients(context)
+
+    local = [Layer(seed * 10 + i) for i in range(3)]
+
+    def locally(layer, value, then):
+        result = local[layer](value)
+        return result if then is None else local[then](result)
+
+    start, wanted_loss = program(random.Random(seed), 3, locally)
+    wanted_loss.backward()
+    wanted = [start.grad] + [parameter.grad for layer in local for parameter in layer.parameters()]
+    same = [
+        (a is None and b is None) or (a is not None and b is not None and torch.allclose(a, b, atol=1e-12))
+        for a, b in zip(found, wanted)
+    ]
+    right = torch.allclose(loss, wanted_loss, atol=1e-12) and len(found) == len(wanted) and all(same)
+    return [] if right else [f"seed {seed}"]
+
+
+if __name__ == "__main__":
+    unittest.main()
