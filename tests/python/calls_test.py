@@ -495,7 +495,9 @@ class Gradients(unittest.TestCase):
             optimizer.load_state_dict(state)
             return [torch.allclose(a, b, atol=1e-12) for a, b in zip(found, wanted)], sorted(state)
 
-        same, owners = run(3, at_rank_0(body), world=Native())[0]
+        result = run(3, at_rank_0(body), world=Native())[0]
+        self.assertNotIsInstance(result, Failed, result)
+        same, owners = result
         self.assertEqual((set(same), owners), ({True}, ["worker1", "worker2"]))
 
     def test_a_fast_pass_that_stalls_names_the_tensors_that_were_sent(self):
