@@ -11,6 +11,7 @@ Functions that other workers call may be `async def`: they hold no thread while 
 import atexit
 import contextlib
 import functools as _functools
+import importlib
 import pickle
 import re
 import sys
@@ -58,10 +59,11 @@ class WorkerInfo:
     id: int
 
     def __post_init__(self):
+        if not self.name:
+            raise RuntimeError("Worker name must be non-empty")
         if not re.fullmatch("[A-Za-z0-9_:-]{1,128}", self.name):
             raise RuntimeError(
-                "Worker name must be non-empty, match ^[A-Za-z0-9-_:]*$, and be shorter than 129 characters, "
-                f"but got {self.name!r}"
+                f"Worker name must match ^[A-Za-z0-9-_:]*$ and be shorter than 129 characters, but got {self.name!r}"
             )
 
 
@@ -401,6 +403,8 @@ def _extend_references() -> None:
         "backward": backward,
         "_get_future": _get_future,
         "_get_type": _get_type,
+        "_serialize": lambda self: self,  # torch's RemoteModule asks for it inside of a call
+        "_deserialize": staticmethod(lambda reference: reference),
         "__reduce_ex__": refuse_pickle,
         "__class_getitem__": classmethod(types.GenericAlias),
     }.items():
@@ -473,7 +477,7 @@ def install() -> None:
         module = sys.modules.get(name)
         if module is None:
             try:
-                module = __import__(name, fromlist=["_"])
+                module = importlib.import_module(name)
             except ImportError:
                 module = sys.modules[name] = types.ModuleType(name, source.__doc__)
                 setattr(dist, name.rpartition(".")[2], module)
@@ -482,15 +486,16 @@ def install() -> None:
     rpc = sys.modules["torch.distributed.rpc"]
     rpc._wait_all, rpc._set_rpc_timeout = wait_all, _set_rpc_timeout
     rpc.WorkerInfo, rpc._get_current_rpc_agent = WorkerInfo, _current_agent
-    rpc._is_current_rpc_agent_set = _calls.has_worker
+    rpc._is_current_rpc_agent_set, rpc.PyRRef = _calls.has_worker, RRef
     torch._jit_internal.RRef = RRef  # in annotations of TorchScript
     api = getattr(rpc, "api", None)
     from . import optim
 
-    dist.optim.DistributedOptimizer = optim.DistributedOptimizer
+    importlib.import_module("torch.distributed.optim").DistributedOptimizer = optim.DistributedOptimizer
     for name, ours in {
         **{name: getattr(here, name) for name in __all__},
         "_all_gather": _all_gather,
+        "_get_current_rpc_agent": _current_agent,
         "_barrier": _barrier,
         "_thread_local_var": _thread_local_var,
         "_wait_all": wait_all,
