@@ -55,9 +55,19 @@ BytesView view_of(PyObject* bytes) {
           static_cast<std::size_t>(PyBytes_GET_SIZE(bytes))};
 }
 
+/// After the interpreter has ended, its objects are gone.
+void drop(PyObject* object) {
+  if (Py_IsInitialized() == 0) return;
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  Py_DECREF(object);
+  PyGILState_Release(gil);
+}
+
 py::bytes to_bytes(BytesView bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
 }  // namespace
+
+Object::Object(pybind11::object object) : held_(object.release().ptr(), drop) {}
 
 /// Writes plain values.
 class Packer::Writer {

@@ -86,6 +86,9 @@ Task<std::int64_t> take_elsewhere(Worker& worker, std::int64_t how_many) {
   co_return co_await worker.rpc_async((worker.rank() + 1) % worker.world_size(), kTake, how_many);
 }
 
+std::int64_t value_behind(RRef<std::int64_t> value) { return value.local_value(); }
+constexpr Function<value_behind> kValueBehind{"value_behind"};
+
 void refuse(std::int64_t kind) { throw Error(static_cast<ErrorKind>(kind), "come back later"); }
 Task<void> refuse_elsewhere(Worker& worker, std::int64_t kind);
 std::int64_t refuse_value(std::int64_t kind) {
@@ -120,7 +123,7 @@ Error error_of(const std::function<void()>& body) {
 void on_first(int workers, const std::function<void(Worker&)>& body) {
   ClusterOptions options;
   options.workers = workers;
-  options.functions.add(kTake, kTakeElsewhere, kRefuse, kRefuseElsewhere, kRefuseValue);
+  options.functions.add(kTake, kTakeElsewhere, kValueBehind, kRefuse, kRefuseElsewhere, kRefuseValue);
   options.functions.add(kThrowStubborn, kGetUnsendable, kThrowText, kThrowHuge);
   options.functions.add_error<OutOfStock>("OutOfStock");
   options.functions.add_error<Stubborn>("Stubborn");
@@ -163,6 +166,17 @@ TEST(ErrorTypes, AreRebuiltOnTheCaller) {
 // peer: rpc/more user exceptions arrive with their original type
 TEST(ErrorTypes, CrossSeveralWorkers) {
   on_first(3, [](Worker& worker) { expect_out_of_stock([&] { worker.rpc_sync(1, kTakeElsewhere, 4); }, 2); });
+}
+
+TEST(ErrorTypes, OfAFailedCreationReachWhoeverUsesItsReference) {
+  on_first(2, [](Worker& worker) {
+    const RRef<std::int64_t> late = worker.remote(1, kTake, 4);
+    EXPECT_THROW(worker.rpc_sync(1, kValueBehind, late), OutOfStock) << "found by the function on the owner";
+    const RRef<std::int64_t> known = worker.remote(1, kTake, 4);
+    EXPECT_THROW(known.creation().wait(), OutOfStock);
+    EXPECT_THROW(worker.rpc_sync(1, kValueBehind, known), OutOfStock) << "known before the call is sent";
+    EXPECT_THROW(known.rpc_sync(kValueBehind), OutOfStock);
+  });
 }
 
 TEST(ErrorTypes, LeaveUnregisteredTypesUnchanged) {
