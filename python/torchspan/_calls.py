@@ -27,6 +27,15 @@ def current_worker():
     return _current[0]
 
 
+def worker_of_reference():
+    """The worker that owns a new reference."""
+    if not _current:
+        raise RuntimeError(
+            "Current RPC agent is not set! Did you initialize the RPC framework (by calling torchspan.rpc.init_rpc())?"
+        )
+    return _current[0]
+
+
 def has_worker() -> bool:
     return bool(_current)
 

@@ -16,6 +16,7 @@ import pickle
 import re
 import sys
 import threading
+import time
 import types
 from dataclasses import dataclass, field
 
@@ -147,7 +148,13 @@ def init_rpc(
     global _inits
     if _calls.has_worker():
         raise RuntimeError("torchspan.rpc: this process is already initialized as a worker: call shutdown() first")
-    options = rpc_backend_options or Options()
+    if backend is not None and not hasattr(backend, "value"):
+        raise TypeError("Argument backend must be a member of BackendType; torchspan.rpc has one backend, and needs none named")
+    options = Options() if rpc_backend_options is None else rpc_backend_options
+    if not hasattr(options, "init_method"):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions, such as torchspan.rpc.Options")
+    if not hasattr(options, "num_worker_threads"):
+        raise TypeError(f"Could not infer backend for options {options!r}: use torchspan.rpc.Options")
     if getattr(options, "device_maps", None):
         raise ValueError("torchspan.rpc: device maps are not supported: tensors arrive on the CPU")
     if options.num_worker_threads < 1:
@@ -423,7 +430,12 @@ def _all_gather(obj, worker_names=None, timeout: float = UNSET_TIMEOUT) -> dict:
         raise errors.of_kind("invalid", f"could not find destination {', '.join(sorted(unknown))}: there are {', '.join(names)}")
     chosen = sorted(worker_names) if worker_names else names
     limit = worker.default_timeout if timeout == UNSET_TIMEOUT else timeout
-    return dict(zip(chosen, map(pickle.loads, worker.gather(pickle.dumps(obj), chosen if worker_names else [], limit))))
+    started = time.monotonic()
+    mine = pickle.dumps(obj)
+    left = limit - (time.monotonic() - started)
+    if limit > 0 and left <= 0:
+        raise errors.of_kind("timed out", f"timed out in _all_gather after {limit:.2f} seconds: the object was pickled too slowly")
+    return dict(zip(chosen, map(pickle.loads, worker.gather(mine, chosen if worker_names else [], max(left, 0.0)))))
 
 
 def _wait_all_workers(timeout: float = UNSET_TIMEOUT) -> None:

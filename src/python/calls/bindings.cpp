@@ -195,7 +195,7 @@ void bind_reference(py::module_& module) {
   py::class_<Reference>(module, "RRef", py::dynamic_attr())
       .def(py::init([](py::object value, const py::object& /*type_hint*/) {
              const auto worker = py::module_::import("torchspan._calls")
-                                     .attr("current_worker")()
+                                     .attr("worker_of_reference")()
                                      .cast<std::shared_ptr<PythonWorker>>();
              return Reference(worker->worker(), Object(std::move(value)));
            }),
