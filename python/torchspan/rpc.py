@@ -62,9 +62,9 @@ class WorkerInfo:
     def __post_init__(self):
         if not self.name:
             raise RuntimeError("Worker name must be non-empty")
-        if not re.fullmatch("[A-Za-z0-9_:-]{1,128}", self.name):
+        if not re.fullmatch("[A-Za-z0-9_:-]{1,127}", self.name):
             raise RuntimeError(
-                f"Worker name must match ^[A-Za-z0-9-_:]*$ and be shorter than 129 characters, but got {self.name!r}"
+                f"Worker name must match ^[A-Za-z0-9-_:]*$ and be shorter than 128 characters, but got {self.name!r}"
             )
 
 
