@@ -117,6 +117,5 @@ def join_worker(
     timeout: float,
     pickles: bool,
     hooks: object,
-    departed: Callable[[str, str], None],
 ) -> Worker: ...
 def bound(step: Callable) -> Callable: ...

@@ -65,7 +65,11 @@ class UnsupportedError(Error):
     kind = "unsupported"
 
 
+def class_of(kind: str) -> "type[Error]":
+    """The class of a kind."""
+    return next((one for one in Error.__subclasses__() if one.kind == kind), Error)
+
+
 def of_kind(kind: str, text: str) -> Error:
     """The error of a kind, with a text that does not begin with "torchspan: " yet."""
-    made = next((one for one in Error.__subclasses__() if one.kind == kind), Error)
-    return made(f"torchspan: {text}")
+    return class_of(kind)(f"torchspan: {text}")

@@ -49,7 +49,6 @@ __all__ = [
 
 UNSET_TIMEOUT = -1.0
 _inits = 0
-_departed: "list[tuple[str, str]]" = []
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,6 @@ def init_rpc(
     rank = found_rank if rank < 0 else rank
     size = found_size if world_size is None else world_size
     _inits += 1
-    _departed.clear()
     with _torch_words(name):
         worker = _C.join_worker(
             dist.PrefixStore(f"torchspan.rpc/{_inits}", store),
@@ -176,7 +174,6 @@ def init_rpc(
             options.rpc_timeout,
             functions is None,
             _calls.Hooks(functions),
-            lambda one, reason: _departed.append((one, reason)),
         )
     _calls.set_current_worker(worker, functions is None)
 

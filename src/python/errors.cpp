@@ -9,29 +9,6 @@
 namespace torchspan::python {
 namespace {
 
-/// The class of torchspan.errors for a kind.
-const char* class_name_of(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kInvalid:
-      return "InvalidError";
-    case ErrorKind::kRemoteFailure:
-      return "RemoteFailureError";
-    case ErrorKind::kDisconnected:
-      return "DisconnectedError";
-    case ErrorKind::kTimedOut:
-      return "TimedOutError";
-    case ErrorKind::kCancelled:
-      return "CancelledError";
-    case ErrorKind::kOverloaded:
-      return "OverloadedError";
-    case ErrorKind::kDenied:
-      return "DeniedError";
-    case ErrorKind::kUnsupported:
-      return "UnsupportedError";
-  }
-  return "Error";
-}
-
 /// torch turns it into the Python exception that python_type() returns, with the text of what().
 class ErrorOfKind final : public torch::PyTorchError {
  public:
@@ -41,7 +18,9 @@ class ErrorOfKind final : public torch::PyTorchError {
   /// Borrowed from its module. Called with the GIL.
   PyObject* python_type() override {
     try {
-      return pybind11::module_::import("torchspan.errors").attr(class_name_of(kind_)).ptr();
+      const pybind11::object found =
+          pybind11::module_::import("torchspan.errors").attr("class_of")(std::string(to_string(kind_)));
+      return found.ptr();
     } catch (const pybind11::error_already_set&) {  // at the end of the interpreter
       return PyExc_RuntimeError;
     }

@@ -2,6 +2,8 @@
 #include <Python.h>
 #include <utility>
 
+#include <torchspan/detail/core/owner_process.h>
+
 namespace torchspan::python {
 
 /// Runs `body` without the GIL if this thread holds it: for what waits for threads that may need it. Takes it again, also if
@@ -19,6 +21,20 @@ void without_gil(F&& body) {
   const Released released;
   std::forward<F>(body)();
 }
+
+/// Deletes without the GIL what has threads that may need it; not in a forked child, and not after the interpreter has ended,
+/// when its threads may wait for the GIL for ever.
+class EndsWithInterpreter {
+ public:
+  template <class T>
+  void operator()(T* object) const {
+    if (!process_.is_current() || Py_IsInitialized() == 0) return keep_until_exit(object);
+    without_gil([object] { delete object; });
+  }
+
+ private:
+  OwnerProcess process_;
+};
 
 /// Keeps Python's state of this thread while it lives, without the GIL. Without it, each function that takes the GIL makes
 /// a state, maps memory for it, and unmaps that, which interrupts all threads of the process.

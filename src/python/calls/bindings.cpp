@@ -1,7 +1,5 @@
 #include "python/calls/bindings.h"
 
-#include <fmt/format.h>
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <utility>
 
@@ -10,7 +8,6 @@
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/rpc/environment.h>
 
-#include "python/calls/python_functions.h"
 #include "python/calls/python_worker.h"
 #include "python/gil.h"
 
@@ -23,14 +20,10 @@ namespace {
 /// Runs `body` without the GIL; an Error becomes an exception of Python.
 template <class F>
 auto released(PythonWorker& worker, F&& body) {
-  try {
+  return with_exceptions(*worker.packer(), [&] {
     const py::gil_scoped_release gil;
     return body();
-  } catch (const Error&) {
-    raise(*worker.packer(), std::current_exception());
-  } catch (const PythonError&) {
-    raise(*worker.packer(), std::current_exception());
-  }
+  });
 }
 
 /// A context of distributed autograd of the thread that made it.
@@ -60,11 +53,8 @@ void backward(PythonWorker& worker, std::uint64_t context, const std::vector<at:
   autograd::BackwardOptions options;
   options.retain_graph = retain_graph;
   options.mode = fast ? autograd::PassMode::kFast : autograd::PassMode::kSmart;
-  const auto seconds = [](double number) {
-    return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(number));
-  };
-  options.timeout = seconds(timeout);
-  options.stall = seconds(stall);
+  options.timeout = duration_of(timeout);
+  options.stall = duration_of(stall);
   released(worker, [&] { find_context(worker, context).backward(roots, std::move(options)); });
 }
 
@@ -91,21 +81,18 @@ Hooks hooks_of(const py::object& python, bool pickles) {
           hook("describe"), hook("rebuild"),     hook("reducers"),    hook("Error"), pickles};
 }
 
-std::shared_ptr<PythonWorker> join_worker(
-    const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int size,
-    const std::string& master_host, std::size_t threads, double timeout, bool pickles,
-    const py::object& hooks, std::function<void(const std::string&, const std::string&)> departed) {
+std::shared_ptr<PythonWorker> join_worker(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::string& name, int rank, int size,
+                                          const std::string& master_host, std::size_t threads, double timeout,
+                                          bool pickles, const py::object& hooks) {
   const auto packer = std::make_shared<Packer>(hooks_of(hooks, pickles));
   PythonWorker::Options options;
   options.threads = threads;
-  options.timeout = std::chrono::duration_cast<Duration>(std::chrono::duration<double>(timeout));
-  options.on_departure = std::move(departed);
-  try {
+  options.timeout = duration_of(timeout);
+  return with_exceptions(*packer, [&] {
     const py::gil_scoped_release gil;
     return PythonWorker::join(*store, {rank, size, master_host, name}, packer, std::move(options));
-  } catch (const Error&) {
-    raise(*packer, std::current_exception());
-  }
+  });
 }
 
 void bind_worker(py::module_& module) {
@@ -123,12 +110,8 @@ void bind_worker(py::module_& module) {
       .def_property_readonly("name", [](Self self) { return self->worker().name(); })
       .def_property_readonly("rank", [](Self self) { return self->worker().rank(); })
       .def_property(
-          "default_timeout",
-          [](Self self) { return std::chrono::duration<double>(self->worker().default_timeout()).count(); },
-          [](Self self, double seconds) {
-            self->worker().set_default_timeout(
-                std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds)));
-          })
+          "default_timeout", [](Self self) { return to_seconds(self->worker().default_timeout()); },
+          [](Self self, double seconds) { self->worker().set_default_timeout(duration_of(seconds)); })
       .def("workers",
            [](Self self) {
              std::vector<std::pair<std::string, std::uint32_t>> all;
@@ -144,11 +127,8 @@ void bind_worker(py::module_& module) {
             const std::string_view text = mine;
             const auto raw = std::as_bytes(std::span(text));
             const Bytes bytes(raw.begin(), raw.end());
-            const auto all = released(*self, [&] {
-              return self->worker().all_gather_bytes(
-                  bytes, workers,
-                  std::chrono::duration_cast<Duration>(std::chrono::duration<double>(timeout)));
-            });
+            const auto all = released(
+                *self, [&] { return self->worker().all_gather_bytes(bytes, workers, duration_of(timeout)); });
             py::list result;
             for (const Bytes& one : all)
               result.append(py::bytes(reinterpret_cast<const char*>(one.data()), one.size()));
@@ -174,9 +154,7 @@ void bind_worker(py::module_& module) {
       .def(
           "delay",
           [](Self self, double seconds) -> std::shared_ptr<CallHandle> {
-            return make_pending(self->worker().delay(std::chrono::duration_cast<Duration>(
-                                    std::chrono::duration<double>(seconds))),
-                                self->packer());
+            return make_pending(self->worker().delay(duration_of(seconds)), self->packer());
           },
           py::arg("seconds"))
       .def("debug", [](Self self) { return released(*self, [&] { return self->worker().debug().str(); }); })
@@ -187,7 +165,7 @@ void bind_worker(py::module_& module) {
       .def("stop_at_exit", &PythonWorker::stop_at_exit, py::call_guard<py::gil_scoped_release>());
   module.def("join_worker", &join_worker, py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("size"),
              py::arg("master_host"), py::arg("threads"), py::arg("timeout"), py::arg("pickles"),
-             py::arg("hooks"), py::arg("departed"));
+             py::arg("hooks"));
 }
 
 void bind_reference(py::module_& module) {

@@ -64,16 +64,6 @@ FunctionTable PythonFunctions::table() {
   return functions;
 }
 
-void PythonFunctions::attach(rpc::Registrar& registrar) {
-  if (!on_departure_) return;
-  registrar.on_departure(
-      [this, endpoint = registrar.worker().endpoint().get()](std::uint32_t rank, const Error& reason) {
-        if (reason.kind() == ErrorKind::kCancelled) return;  // this worker itself stops
-        endpoint->after(Duration::zero(), [this, name = endpoint->name_of(rank),
-                                           text = std::string(reason.what())] { on_departure_(name, text); });
-      });
-}
-
 PythonError PythonFunctions::describe(Packer& packer, const py::object& exception) {
   const py::tuple description = packer.hooks().describe.get()(exception);
   return {packer.pack(description).bytes,

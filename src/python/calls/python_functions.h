@@ -1,5 +1,4 @@
 #pragma once
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -34,12 +33,8 @@ class Reply {
 /// that C++ functions of its table find.
 class PythonFunctions final : public rpc::Extension {
  public:
-  using Departure = std::function<void(const std::string& name, const std::string& reason)>;
-
-  /// `on_departure`: a member died or left; called on a thread of the pool.
-  PythonFunctions(std::shared_ptr<Packer> packer, Departure on_departure)
-      : packer_(std::move(packer)), on_departure_(std::move(on_departure)) {}
-  void attach(rpc::Registrar& registrar) override;
+  explicit PythonFunctions(std::shared_ptr<Packer> packer) : packer_(std::move(packer)) {}
+  void attach(rpc::Registrar& /*registrar*/) override {}
 
   /// The functions that all workers of Python serve.
   static FunctionTable table();
@@ -53,7 +48,6 @@ class PythonFunctions final : public rpc::Extension {
 
  private:
   const std::shared_ptr<Packer> packer_;
-  const Departure on_departure_;
 };
 
 /// Keeps Python's state of this thread until the interpreter ends, so that a function need not make one.

@@ -7,7 +7,6 @@
 
 #include <torchspan/detail/autograd/extension.h>
 
-#include "python/calls/python_functions.h"
 #include "python/gil.h"
 
 namespace torchspan::python {
@@ -21,8 +20,7 @@ constexpr Duration kSignalTime = std::chrono::milliseconds(100);
 
 CallOptions options_of(double timeout) {
   CallOptions options;
-  if (timeout >= 0)
-    options.timeout = std::chrono::duration_cast<Duration>(std::chrono::duration<double>(timeout));
+  if (timeout >= 0) options.timeout = duration_of(timeout);
   return options;
 }
 
@@ -106,18 +104,6 @@ std::shared_ptr<Packer> packer_of(const Worker& worker) {
   return worker.extension<PythonFunctions>().packer();
 }
 
-/// Runs `body`; what it throws becomes an exception of Python.
-template <class F>
-auto with_exceptions(Packer& packer, F&& body) {
-  try {
-    return body();
-  } catch (const Error&) {
-    raise(packer, std::current_exception());
-  } catch (const PythonError&) {
-    raise(packer, std::current_exception());
-  }
-}
-
 }  // namespace
 
 void raise(Packer& packer, const std::exception_ptr& error) {
@@ -149,13 +135,8 @@ void raise(Packer& packer, const std::exception_ptr& error) {
 
 std::shared_ptr<PythonWorker> PythonWorker::join(c10d::Store& store, const Place& place,
                                                  std::shared_ptr<Packer> packer, Options options) {
-  const auto end = [process = OwnerProcess()](PythonWorker* worker) {
-    // After the interpreter has ended, its threads may wait for the GIL for ever.
-    if (!process.is_current() || Py_IsInitialized() == 0) return keep_until_exit(worker);
-    without_gil([worker] { delete worker; });
-  };
   Job job(store, place, std::max<Duration>(options.timeout, std::chrono::seconds(60)));
-  return {new PythonWorker(job, std::move(packer), std::move(options)), end};
+  return {new PythonWorker(job, std::move(packer), std::move(options)), EndsWithInterpreter()};
 }
 
 PythonWorker::PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options options)
@@ -167,7 +148,7 @@ PythonWorker::PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options opt
   service.max_threads = std::max<std::size_t>(service.max_threads, 2 * service.threads);
   std::vector<std::unique_ptr<rpc::Extension>> extensions;
   extensions.push_back(std::make_unique<autograd::AutogradExtension>());
-  extensions.push_back(std::make_unique<PythonFunctions>(packer_, std::move(options.on_departure)));
+  extensions.push_back(std::make_unique<PythonFunctions>(packer_));
   service_ = job.start(std::move(service), PythonFunctions::table(), std::move(extensions));
 }
 
@@ -225,8 +206,7 @@ RRef<Object> PythonWorker::create(const Call& call) {
 }
 
 void PythonWorker::shutdown(double timeout) {
-  service_->shutdown(timeout <= 0 ? Deadline::never()
-                                  : runtime_->executor.deadline_in(*options_of(timeout).timeout));
+  service_->shutdown(timeout <= 0 ? Deadline::never() : runtime_->executor.deadline_in(duration_of(timeout)));
 }
 
 void PythonWorker::stop_at_exit() {

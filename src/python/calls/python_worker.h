@@ -1,5 +1,4 @@
 #pragma once
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,7 +9,7 @@
 #include <torchspan/detail/core/owner_process.h>
 #include <torchspan/detail/rpc/service.h>
 
-#include "python/calls/pack.h"
+#include "python/calls/python_functions.h"
 #include "python/job.h"
 
 namespace torchspan::python {
@@ -18,6 +17,23 @@ namespace torchspan::python {
 /// Throws `error` as an exception of Python: that of a function on another worker as its own type, an Error as
 /// torchspan.Error. Needs the GIL.
 [[noreturn]] void raise(Packer& packer, const std::exception_ptr& error);
+
+/// Runs `body`, with or without the GIL; what it throws becomes an exception of Python. Needs the GIL when `body` ends.
+template <class F>
+auto with_exceptions(Packer& packer, F&& body) {
+  try {
+    return body();
+  } catch (const Error&) {
+    raise(packer, std::current_exception());
+  } catch (const PythonError&) {
+    raise(packer, std::current_exception());
+  }
+}
+
+/// A time of Python, in seconds.
+inline Duration duration_of(double seconds) {
+  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
+}
 
 /// A call that was made: Python's view of its Future. Used with the GIL.
 class CallHandle {
@@ -36,8 +52,6 @@ class PythonWorker {
   struct Options {
     std::size_t threads = 16;  ///< functions that run at the same time
     Duration timeout = std::chrono::seconds(60);
-    /// A member died or left; called on a thread of the pool.
-    std::function<void(const std::string& name, const std::string& reason)> on_departure;
   };
 
   /// Joins and serves; returns when all workers of a fixed world have joined. Throws Error. Without the GIL.
@@ -65,7 +79,6 @@ class PythonWorker {
   void stop() { service_->stop("left without a graceful torchspan.rpc.shutdown()"); }
   /// Leaves at the end of the program, which may have left functions that never end: they are abandoned.
   void stop_at_exit();
-  bool is_of_this_process() const { return process_.is_current(); }
 
  private:
   PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options options);

@@ -257,16 +257,11 @@ Error explain_failed_join(c10d::Store& store, const Place& place, const Error& e
 
 std::shared_ptr<Agent> Agent::join(const c10::intrusive_ptr<c10d::Store>& store, const Place& place,
                                    Options options) {
-  const auto end = [process = OwnerProcess()](Agent* agent) {
-    // After the interpreter has ended, its threads may wait for the GIL for ever.
-    if (!process.is_current() || Py_IsInitialized() == 0) return keep_until_exit(agent);
-    without_gil([agent] { delete agent; });
-  };
   check_kind(*store, place);
   store->set(name_key(place.rank), bytes_of(place.name));
   try {
     Job job(*store, place, std::max<Duration>(options.timeout, std::chrono::seconds(60)));
-    return {new Agent(job, store, std::move(options)), end};
+    return {new Agent(job, store, std::move(options)), EndsWithInterpreter()};
   } catch (const Error& error) {
     throw explain_failed_join(*store, place, error);
   }
