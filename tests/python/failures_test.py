@@ -205,6 +205,7 @@ def forked(rank, size, way):
 def forked_meanwhile(rank, size, forks):
     """Children of a rank whose threads are in calls, and their copies of an operation that was pending."""
     group, ended = dist.new_group(), threading.Event()
+    backend = group._get_backend(torch.device("cpu"))
 
     def call():
         flag = torch.zeros(1)
@@ -219,7 +220,8 @@ def forked_meanwhile(rank, size, forks):
         pending = dist.all_reduce(torch.ones(1), async_op=True)
         child = os.fork()
         if child == 0:
-            texts = [raised_by(lambda: dist.all_reduce(torch.ones(1), group=group))]
+            # Not dist.all_reduce(): a thread of the parent may have held the mutex of torch's flight recorder.
+            texts = [raised_by(lambda: backend.allreduce(torch.ones(1)))]
             texts += [] if pending.is_completed() else [raised_by(pending.wait)]
             pending = None
             os._exit(0 if all("is a fork of" in text for text in texts) else 1)
