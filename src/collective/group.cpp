@@ -34,10 +34,11 @@ class OperationLog {
     std::optional<TimePoint> began;
   };
 
-  OperationLog(const std::shared_ptr<Runtime>& runtime, const std::vector<int>& ranks);
+  /// `number`: the group's, as group_number() makes it.
+  OperationLog(const std::shared_ptr<Runtime>& runtime, std::int32_t number);
 
   /// The log of a part of the group.
-  std::shared_ptr<OperationLog> of_part(const std::vector<int>& ranks) const;
+  std::shared_ptr<OperationLog> of_part(std::int32_t number) const;
 
   Operation begin(const char* call, std::uint64_t bytes);
   void end(const Operation& operation) const;
@@ -82,17 +83,17 @@ class OperationLog {
 
   const std::weak_ptr<Runtime> owned_;
   const std::shared_ptr<Runtime> borrowed_;  ///< owns nothing
-  const std::int32_t group_;                 ///< hash of the ranks
+  const std::int32_t group_;
   std::atomic<std::uint64_t> next_{0};
 };
 
-OperationLog::OperationLog(const std::shared_ptr<Runtime>& runtime, const std::vector<int>& ranks)
+OperationLog::OperationLog(const std::shared_ptr<Runtime>& runtime, std::int32_t number)
     : owned_(runtime),
       borrowed_(runtime.use_count() == 0 ? runtime : std::shared_ptr<Runtime>()),
-      group_(group_number(ranks)) {}
+      group_(number) {}
 
-std::shared_ptr<OperationLog> OperationLog::of_part(const std::vector<int>& ranks) const {
-  return std::make_shared<OperationLog>(borrowed_ ? borrowed_ : owned_.lock(), ranks);
+std::shared_ptr<OperationLog> OperationLog::of_part(std::int32_t number) const {
+  return std::make_shared<OperationLog>(borrowed_ ? borrowed_ : owned_.lock(), number);
 }
 
 OperationLog::Blocking::Blocking(OperationLog& log, const char* call, std::uint64_t bytes)
@@ -310,7 +311,14 @@ Group::Group(std::shared_ptr<Backend> backend, const std::shared_ptr<Runtime>& r
              std::shared_ptr<PointToPoint> messages)
     : Group(std::move(backend)) {
   messages_ = kept_in_forks(std::move(messages));
-  log_ = std::make_shared<OperationLog>(runtime, ranks());
+  log_ = std::make_shared<OperationLog>(runtime, identify());
+}
+
+/// Tells the backend which of the groups of its ranks this is; returns the group's number.
+std::int32_t Group::identify() const {
+  const std::uint64_t instance = messages_ ? messages_->group() : 0;
+  backend_->set_instance(instance);
+  return group_number(ranks(), instance);
 }
 
 int Group::rank() const { return backend_->rank(); }
@@ -325,8 +333,8 @@ Group Group::split(int color, int key) const {
   // Counted also where making the part fails, which it may do for one color only.
   const std::uint64_t number = messages_ ? messages_->next_split() : 0;
   Group part(backend_->split(color, key));
-  if (log_) part.log_ = log_->of_part(part.ranks());
   if (messages_) part.messages_ = kept_in_forks(messages_->of_part(part.backend_, number));
+  if (log_) part.log_ = log_->of_part(part.identify());
   parts_->add(part);
   return part;
 }

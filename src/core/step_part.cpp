@@ -7,10 +7,25 @@
 
 namespace torchspan {
 
-std::int32_t group_number(std::span<const int> ranks) {
+namespace {
+
+constexpr int kInstanceBits = 8;  ///< of a group's number; the others are of its ranks
+
+std::uint32_t hash_of(std::span<const int> ranks) {
   std::uint32_t hash = 2166136261u;  // FNV-1a
   for (const int rank : ranks) hash = (hash ^ static_cast<std::uint32_t>(rank)) * 16777619u;
-  return static_cast<std::int32_t>(hash >> 1);
+  return hash >> (kInstanceBits + 1);
+}
+
+}  // namespace
+
+std::int32_t group_number(std::span<const int> ranks, std::uint64_t instance) {
+  const auto low = static_cast<std::uint32_t>((instance * 0x9E3779B97F4A7C15ULL) >> (64 - kInstanceBits));
+  return static_cast<std::int32_t>((hash_of(ranks) << kInstanceBits) | low);
+}
+
+bool has_ranks(std::int32_t group_number, std::span<const int> ranks) {
+  return static_cast<std::uint32_t>(group_number) >> kInstanceBits == hash_of(ranks);
 }
 
 const char* name_of(StepPart::Kind kind) {

@@ -84,6 +84,9 @@ class Backend {
   virtual void barrier(Duration timeout) = 0;
   virtual at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) = 0;
   virtual void abort(const Error& cause) = 0;
+  /// Distinguishes this group from others of the same ranks in what the worker reports of its operations; equal on all
+  /// ranks. Called once, before any operation.
+  virtual void set_instance(std::uint64_t instance) { static_cast<void>(instance); }
   /// Why the group is broken, as far as this rank knows without a call; nullopt if it may work.
   virtual std::optional<Error> failure() { return std::nullopt; }
 };

@@ -196,6 +196,7 @@ class Group {
  private:
   template <class F>
   auto start(const char* call, std::uint64_t bytes, F begin) const;
+  std::int32_t identify() const;
 
   std::shared_ptr<Backend> backend_;
   std::shared_ptr<OperationLog> log_;       ///< null: none

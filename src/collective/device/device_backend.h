@@ -45,6 +45,7 @@ class DeviceBackend final : public Backend {
     const auto cause = queue_->failure()->get();
     return cause ? cause : control().failure();
   }
+  void set_instance(std::uint64_t instance) override { queue_->set_instance(instance); }
 
  private:
   DeviceBackend(Plan plan, std::shared_ptr<DeviceQueue> queue)

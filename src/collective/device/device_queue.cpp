@@ -335,7 +335,7 @@ CallNumbers DeviceQueue::agree(Job& job) {
       watch();
       if (!listed && listed_from.passed(runtime_.executor.now())) {
         listed.emplace(runtime_.spans, SpanKind::kWait, job.operation->line.text,
-                       SpanLink{.id = job.number, .part = group_number(options_.ranks)});
+                       SpanLink{.id = job.number, .part = group_number_});
       }
       failure_->throw_if_set();
     }
@@ -371,8 +371,7 @@ bool DeviceQueue::watch() {
   if (launched_.empty() && !failure_->get()) return false;
   try {
     launched_.release_finished();
-    const int group = group_number(options_.ranks);
-    launched_.list_late(runtime_.spans, runtime_.executor.now() - kLaunchListedAfter, group);
+    launched_.list_late(runtime_.spans, runtime_.executor.now() - kLaunchListedAfter, group_number_);
     if (launched_.empty()) return false;
     const auto* late = launched_.overdue(runtime_.executor.now() - options_.timeout);
     if (failure_->get()) {
@@ -389,7 +388,7 @@ bool DeviceQueue::watch() {
                       .name = late->text,
                       .seconds = to_seconds(options_.timeout),
                       .id = late->number,
-                      .part = group});
+                      .part = group_number_});
       break_with(
           Error(ErrorKind::kTimedOut,
                 fmt::format("{} was launched on all ranks, but {} has not finished it on {} after {:.3g} "

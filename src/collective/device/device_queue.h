@@ -19,6 +19,7 @@
 #include "collective/group_host.h"
 #include "collective/tensors.h"
 #include "collective/world_link.h"
+#include "core/api/step_part.h"
 
 namespace torchspan::collective {
 
@@ -94,6 +95,8 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   const DeviceQueueOptions& options() const { return options_; }
   const std::shared_ptr<FutureHost>& host() const { return future_host_; }
   const std::shared_ptr<GroupFailure>& failure() const { return failure_; }
+  /// As Backend::set_instance().
+  void set_instance(std::uint64_t instance) { group_number_ = group_number(options_.ranks, instance); }
 
   /// Issues an operation. `done` gets the gate of the result, or the failure.
   void submit(std::unique_ptr<DeviceOperation> operation, const std::vector<at::Tensor>& tensors,
@@ -133,6 +136,7 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   const std::unique_ptr<DeviceEngine> engine_;
   const std::shared_ptr<GroupFailure> failure_;
   const DeviceQueueOptions options_;
+  std::atomic<std::int32_t> group_number_{group_number(options_.ranks)};
   Runtime& runtime_;
   const c10::Stream stream_;
   std::shared_ptr<Host> host_;

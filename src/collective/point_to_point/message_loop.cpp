@@ -635,7 +635,7 @@ Deadline MessageLoop::check() {
                     .detail = errors_.awaited(*late, queue_, gone_),
                     .seconds = to_seconds(now - late->began),
                     .id = late->number,
-                    .part = group_number(plan_.ranks)});
+                    .part = group_number(plan_.ranks, plan_.group)});
     break_with(errors_.late(*late, queue_, gone_), Tell::kGroup);
   }
   list_waiting(now);
@@ -661,7 +661,7 @@ void MessageLoop::list_waiting(TimePoint now) {
         plan_.world->runtime()->spans, kMessageSpan, operation->call(),
         SpanLink{.id = operation->number,
                  .peer = peer == kNoPeer ? -1 : plan_.ranks[static_cast<std::size_t>(peer)],
-                 .part = group_number(plan_.ranks),
+                 .part = group_number(plan_.ranks, plan_.group),
                  .bytes = operation->bytes()});
   });
 }

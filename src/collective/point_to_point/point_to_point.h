@@ -18,6 +18,7 @@ class PointToPoint final : public WorldListener {
   ~PointToPoint() override;
   PointToPoint(const PointToPoint&) = delete;
 
+  std::uint64_t group() const { return loop_.plan().group; }
   /// The number of a split; all ranks call it for every split.
   std::uint64_t next_split() { return splits_.fetch_add(1) + 1; }
   /// The same for a part that a split made of the group; null for one rank.

@@ -98,6 +98,24 @@ Error explain_failure(Executor& executor, const SerialOptions& options, Blocking
 
 std::string comma(ReduceOp reduction) { return ", " + to_string(reduction); }
 
+/// A dense tensor, also of dtypes and reductions that the engine lacks.
+void reduce_dense(BlockingCollectives& collectives, const at::Tensor& tensor, ReduceOp reduction, int ranks) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  if (tensor.numel() == 0) return;
+  if (collectives.reduces(dtype, reduction)) return collectives.all_reduce(tensor, reduction);
+  if (device::is_half(dtype)) {
+    const at::Tensor wide = tensor.to(at::kFloat);
+    reduce_dense(collectives, wide, reduction, ranks);
+    tensor.copy_(wide);
+    return;
+  }
+  if (reduction != kAvg || !collectives.reduces(dtype, kSum)) {
+    return reduce_gathered(collectives, tensor, reduction, ranks);
+  }
+  collectives.all_reduce(tensor, kSum);
+  tensor.div_(ranks);
+}
+
 constexpr const char* kBarrierLine = "barrier()";
 constexpr const char* kBytesLine = "all_gather_bytes()";
 
@@ -254,7 +272,7 @@ void SerialBackend::run_one(Job& job) {
   std::optional<SpanScope> running;
   if (!listed_by_caller) {
     running.emplace(runtime_->spans, SpanKind::kWait, job.call.text,
-                    SpanLink{.id = job.number, .part = group_number(options_.ranks)});
+                    SpanLink{.id = job.number, .part = group_number_});
   }
   try {
     if (const auto cause = recorded_failure()) throw Error(*cause);
@@ -275,7 +293,7 @@ void SerialBackend::run_one(Job& job) {
                       .name = job.call.text,
                       .seconds = to_seconds(runtime_->executor.now() - began),
                       .id = job.number,
-                      .part = group_number(options_.ranks)});
+                      .part = group_number_});
     }
     job.fail_with(cause);
   }
@@ -393,7 +411,7 @@ Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
   }
   return submit<at::Tensor>(std::move(line), [this, tensor, reduction] {
     const at::Tensor work = plain(tensor);
-    reduce_dense(work, reduction);
+    reduce_dense(*collectives_, work, reduction, size());
     return put_back(work, tensor);
   });
 }
@@ -414,7 +432,7 @@ Future<at::Tensor> SerialBackend::reduce(at::Tensor tensor, int root, ReduceOp r
     if (!collectives_->reduces(work.scalar_type(), reduction) ||
         !collectives_->reduce(work, root, reduction)) {
       if (!gets) work = work.clone();
-      reduce_dense(work, reduction);
+      reduce_dense(*collectives_, work, reduction, size());
     }
     return gets ? put_back(work, tensor) : tensor;
   });
@@ -431,7 +449,7 @@ Future<std::vector<at::Tensor>> SerialBackend::coalesced(CoalescedCall call, at:
                                            if (verb == Verb::kAllGather) return gathers_.dense(flat);
                                            if (verb == Verb::kReduceScatter)
                                              return std::vector<at::Tensor>{scatter_dense(flat, reduction)};
-                                           reduce_dense(flat, reduction);
+                                           reduce_dense(*collectives_, flat, reduction, size());
                                            return std::vector<at::Tensor>{flat};
                                          });
 }
@@ -517,23 +535,6 @@ at::Tensor SerialBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) 
   return at::empty(sizes, at::TensorOptions().dtype(dtype));
 }
 
-void SerialBackend::reduce_dense(at::Tensor tensor, ReduceOp reduction) {
-  const at::ScalarType dtype = tensor.scalar_type();
-  if (tensor.numel() == 0) return;
-  if (collectives_->reduces(dtype, reduction)) return collectives_->all_reduce(tensor, reduction);
-  if (device::is_half(dtype)) {
-    const at::Tensor wide = tensor.to(at::kFloat);
-    reduce_dense(wide, reduction);
-    tensor.copy_(wide);
-    return;
-  }
-  if (reduction != kAvg || !collectives_->reduces(dtype, kSum)) {
-    return reduce_gathered(*collectives_, tensor, reduction, size());
-  }
-  collectives_->all_reduce(tensor, kSum);
-  tensor.div_(size());
-}
-
 at::Tensor SerialBackend::scatter_dense(const at::Tensor& tensor, ReduceOp reduction) {
   const std::int64_t rows = tensor.size(0) / size();
   const at::Tensor part = at::empty_like(tensor.narrow(0, 0, rows));
@@ -543,7 +544,7 @@ at::Tensor SerialBackend::scatter_dense(const at::Tensor& tensor, ReduceOp reduc
     return part;
   }
   const at::Tensor work = tensor.clone();
-  reduce_dense(work, reduction);
+  reduce_dense(*collectives_, work, reduction, size());
   return work.narrow(0, rows * rank(), rows).clone();
 }
 

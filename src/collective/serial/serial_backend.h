@@ -18,6 +18,7 @@
 #include "collective/serial/gathers.h"
 #include "collective/tensors.h"
 #include "collective/world_link.h"
+#include "core/api/step_part.h"
 
 namespace torchspan::collective {
 
@@ -63,6 +64,9 @@ class SerialBackend final : public Backend, public WorldListener {
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   void abort(const Error& cause) override;
   std::optional<Error> failure() override;
+  void set_instance(std::uint64_t instance) override {
+    group_number_ = group_number(options_.ranks, instance);
+  }
 
   void member_died(const rendezvous::Member& member, const Error& reason) override;
   /// Only later operations fail: the member may have done its part of the running one.
@@ -99,7 +103,6 @@ class SerialBackend final : public Backend, public WorldListener {
   std::uint64_t break_with(const Error& cause);
   void stop_thread();
 
-  void reduce_dense(at::Tensor tensor, ReduceOp reduction);
   at::Tensor scatter_dense(const at::Tensor& tensor, ReduceOp reduction);
   Future<std::vector<at::Tensor>> exchange(CallLine line, std::vector<at::Tensor> parts);
 
@@ -109,6 +112,7 @@ class SerialBackend final : public Backend, public WorldListener {
   const Gathers gathers_;
   const std::shared_ptr<GroupHost> host_;
   const std::shared_ptr<Parker> parker_;  ///< shared with the engine, which wakes the thread
+  std::atomic<std::int32_t> group_number_{group_number(options_.ranks)};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> dropped_{false};  ///< the last handle is gone
   Mutex mutex_;

@@ -26,12 +26,6 @@ bool is_listed_by_caller(const Call& call) {
   return call.verb == Verb::kBarrier || call.verb == Verb::kExchange;
 }
 
-std::int32_t number_of(const GroupMemory& memory) {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < memory.size(); ++rank) ranks.push_back(memory.peer(rank).world_rank);
-  return group_number(ranks);
-}
-
 /// Whether all ranks have called the operation, and their data are in their slots. It can then end although the group broke
 /// afterwards: no rank writes to a slot of an unfinished call.
 bool is_in_slots(GroupMemory& memory, const Operation& operation) {
@@ -70,6 +64,12 @@ class OpQueue::Host final : public GroupHost {
 
 std::weak_ptr<FutureHost> OpQueue::host() const { return host_; }
 
+void OpQueue::set_instance(std::uint64_t instance) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < memory_->size(); ++rank) ranks.push_back(memory_->peer(rank).world_rank);
+  group_number_ = group_number(ranks, instance);
+}
+
 OpQueue::OpQueue(std::unique_ptr<GroupMemory> memory, Duration timeout)
     : runtime_(memory->peer_memory()->runtime()),
       executor_(runtime_->executor),
@@ -78,7 +78,9 @@ OpQueue::OpQueue(std::unique_ptr<GroupMemory> memory, Duration timeout)
       signals_(memory_->signals()),
       algorithms_(*memory_),
       host_(std::make_shared<Host>(runtime_)),
-      parker_(executor_.make_parker()) {}
+      parker_(executor_.make_parker()) {
+  set_instance(0);
+}
 
 std::shared_ptr<OpQueue> OpQueue::make(std::unique_ptr<GroupMemory> memory, Duration timeout) {
   const std::shared_ptr<OpQueue> op_queue(new OpQueue(std::move(memory), timeout));
@@ -341,7 +343,7 @@ bool OpQueue::await(Operation& operation, CountTarget target, const std::atomic<
     if (ended_.load()) return true;
     if (!stalled && watch.passed(executor_.now()) && !is_listed_by_caller(operation.call)) {
       stalled.emplace(runtime_->spans, SpanKind::kWait, describe(operation.call),
-                      SpanLink{.id = operation.call.sequence + 1, .part = number_of(*memory_)});
+                      SpanLink{.id = operation.call.sequence + 1, .part = group_number_});
     }
     rank_gone_.store(false);
     break_if_rank_gone(operation, target);
@@ -444,7 +446,7 @@ void OpQueue::break_for_timeout(const Operation& operation, CountTarget target, 
                     .detail = fmt::format("{}", fmt::join(late, "; ")),
                     .seconds = to_seconds(waited),
                     .id = operation.call.sequence + 1,
-                    .part = number_of(*memory_)});
+                    .part = group_number_});
   }
   signals_.break_group(
       Error(ErrorKind::kTimedOut,

@@ -41,6 +41,8 @@ class OpQueue final : public std::enable_shared_from_this<OpQueue> {
   Executor& executor() { return executor_; }
   Duration timeout() const { return timeout_; }
   std::weak_ptr<FutureHost> host() const;
+  /// As Backend::set_instance().
+  void set_instance(std::uint64_t instance);
 
  private:
   class Host;
@@ -85,6 +87,7 @@ class OpQueue final : public std::enable_shared_from_this<OpQueue> {
   ShmAlgorithms algorithms_;
   std::shared_ptr<Host> host_;
   const std::unique_ptr<Parker> parker_;
+  std::atomic<std::int32_t> group_number_{0};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> rank_gone_{false};
   std::atomic<bool> ended_{false};  ///< end_ is set

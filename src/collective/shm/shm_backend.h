@@ -40,6 +40,7 @@ class ShmBackend final : public Backend, public SharesMemory {
   std::vector<std::byte*> peer_memory_of(const at::Tensor& mine) override;
   void abort(const Error& cause) override { op_queue_->abort(cause); }
   std::optional<Error> failure() override { return op_queue_->breakage(); }
+  void set_instance(std::uint64_t instance) override { op_queue_->set_instance(instance); }
 
  private:
   explicit ShmBackend(std::shared_ptr<OpQueue> op_queue);

@@ -5,9 +5,11 @@
 
 namespace torchspan {
 
-/// The number by which spans and states name a group of ranks: equal on all of its ranks, not negative, and with high
-/// probability different for different lists of ranks.
-std::int32_t group_number(std::span<const int> ranks);
+/// The number by which spans and states name a group: equal on all of its ranks, not negative, and with high probability
+/// different for different lists of ranks, and for groups of the same ranks that differ in `instance`.
+std::int32_t group_number(std::span<const int> ranks, std::uint64_t instance = 0);
+/// Whether a group with this number may have these ranks.
+bool has_ranks(std::int32_t group_number, std::span<const int> ranks);
 
 /// A part of a pipeline's step, or the unit of a sharded model. A collective operation belongs to the part that its thread
 /// runs, the same one on all ranks of the group.

@@ -158,8 +158,7 @@ json describe_traffic(const std::vector<StoredSpan>& spans, TimePoint now) {
   return traffic;
 }
 
-/// The last operation of each set of ranks that this worker has ended, as far as its rings still hold one. Several groups
-/// may have the same ranks, so numbers do not tell which one was last.
+/// The last operation of each group that this worker has ended, as far as its rings still hold one.
 json describe_ended(const Runtime& runtime, const std::vector<StoredSpan>& spans, TimePoint now) {
   std::map<std::int32_t, const StoredSpan*> last;  // by group
   for (const StoredSpan& span : spans) {

@@ -25,13 +25,13 @@ std::vector<int> every_nth(int step, int first, int end) {
   return ranks;
 }
 
-/// The ranks first, first + step, … below some end that have this number; empty if there are none.
+/// The ranks first, first + step, … below some end whose group may have this number; empty if there are none.
 std::vector<int> find_ranks(int number, int world) {
-  if (group_number(every_nth(1, 0, world)) == number) return every_nth(1, 0, world);
+  if (has_ranks(number, every_nth(1, 0, world))) return every_nth(1, 0, world);
   for (int step = 1; step < std::min(world, kMostTried); ++step) {
     for (int first = 0; first < world; ++first) {
       for (int end = first + 1; end <= world; end += step) {
-        if (group_number(every_nth(step, first, end)) == number) return every_nth(step, first, end);
+        if (has_ranks(number, every_nth(step, first, end))) return every_nth(step, first, end);
       }
     }
     if (world > kMostTried) break;
@@ -355,15 +355,7 @@ class Suspects {
     const auto& [first, last] =
         std::pair(gathering.positions.begin()->first, gathering.positions.rbegin()->first);
     if (first.first != last.first) {
-      const std::string groups =
-          "the numbers are those of two groups of the same ranks (DistributedDataParallel and others split "
-          "the group that "
-          "they get)";
-      if (first.second != last.second)
-        return "; the ranks are in different operations: one left out an operation, or " + groups;
-      return "; the numbers differ: the rank with the smaller one is behind, or it left out an operation, "
-             "or " +
-             groups;
+      return "; the numbers differ: the rank with the smaller one is behind, or it left out an operation";
     }
     if (first.second != last.second) {
       return "; the ranks call different operations: all ranks of a group must call the same ones in the "

@@ -12,6 +12,8 @@ namespace torchspan::launch::diagnosis_test {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::Each;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -189,14 +191,19 @@ TEST(Diagnosis, PrintsTheCommandThatShowsTheThreadsOfARankInItsOwnCode) {
   EXPECT_THAT(find_suspects(workers).at(0), HasSubstr("its threads there: gdb -p 101"));
 }
 
-// Two groups of the same ranks have one number in the reports: the program's, and the one that a wrapper split from it.
-TEST(Diagnosis, DoesNotBlameARankForTheNumbersOfTwoGroups) {
+// Two groups of the same ranks, such as the program's and the one that a wrapper split from it.
+TEST(Diagnosis, KeepsTheOperationsOfTwoGroupsOfTheSameRanksApart) {
+  const std::vector<int> both{0, 1};
+  const int first = group_number(both, 1), second = group_number(both, 2);
   std::vector<WorkerReport> workers = {worker(0), worker(1)};
-  workers[0].open = {{"collective", "all_reduce", 9, 40, 77}};
-  workers[1].open = {{"collective", "barrier", 8, 3, 77}};
-  EXPECT_THAT(find_suspects(workers).at(0),
-              AllOf(HasSubstr("the ranks are in different operations"),
-                    HasSubstr("two groups of the same ranks"), Not(HasSubstr("is behind"))));
+  workers[0].open = {{"collective", "all_reduce", 9, 40, first}};
+  workers[1].open = {{"collective", "barrier", 8, 3, second}};
+  workers[1].ended = {{"collective", "all_reduce", 8.5, 39, first}};
+  const auto suspects = find_suspects(workers);
+  EXPECT_THAT(suspects, Each(Not(HasSubstr("numbers differ"))));
+  EXPECT_THAT(suspects, Contains(AllOf(HasSubstr("'all_reduce' number 40"), HasSubstr("rank 1 is not in it"),
+                                       HasSubstr("its last one of this group was 'all_reduce' number 39"))));
+  EXPECT_THAT(suspects, Contains(AllOf(HasSubstr("'barrier' number 3"), HasSubstr("rank 0 is not in it"))));
 }
 
 TEST(Diagnosis, NamesTheCellThatAPipelineWaitsFor) {

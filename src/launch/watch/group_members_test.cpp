@@ -25,6 +25,7 @@ TEST(GroupMembers, AreFoundFromTheNumberOfARangeOfRanks) {
        {Ranks{0, 1, 2, 3, 4, 5, 6, 7}, Ranks{4, 5, 6, 7}, Ranks{1, 3, 5, 7}, Ranks{2}, Ranks{0, 3, 6}}) {
     EXPECT_EQ(members_of_group(group_number(ranks), all), std::set<int>(ranks.begin(), ranks.end()));
   }
+  EXPECT_EQ(members_of_group(group_number(Ranks{1, 3}, /*instance=*/17), all), (std::set<int>{1, 3}));
   EXPECT_EQ(members_of_group(-1, all).size(), 8u);
 }
 
@@ -58,6 +59,18 @@ TEST(GroupMembers, HaveNumbersThatDiffer) {
     EXPECT_GE(group_number(ranks), 0);
   }
   EXPECT_EQ(numbers.size(), lists.size());
+}
+
+TEST(GroupMembers, HaveNumbersThatSayTheirRanksAndTellGroupsOfTheSameRanksApart) {
+  const std::vector<int> ranks{0, 2, 4}, others{0, 2, 5};
+  std::set<std::int32_t> numbers;
+  for (std::uint64_t instance = 0; instance < 100; ++instance) {
+    const std::int32_t number = group_number(ranks, instance);
+    EXPECT_TRUE(has_ranks(number, ranks));
+    EXPECT_FALSE(has_ranks(number, others));
+    numbers.insert(number);
+  }
+  EXPECT_EQ(numbers.size(), 100u);
 }
 
 }  // namespace
