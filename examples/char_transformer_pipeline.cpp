@@ -31,11 +31,11 @@ using namespace char_transformer;
 
 namespace {
 
-ts::pipeline::PipelineOptions pipeline_options(const StageOptions& options, int workers) {
+ts::PipelineOptions pipeline_options(const StageOptions& options, int workers) {
   return {.balance = balance(options.model, options.stages(workers)),
           .micro_batches = options.micro_batches,
           .schedule = options.schedule_kind(),
-          .checkpoint = ts::pipeline::ActivationCheckpoint::kNever,
+          .checkpoint = ts::ActivationCheckpoint::kNever,
           .seed = options.model.seed};  // the same dropout on any number of workers
 }
 
@@ -114,7 +114,7 @@ class Training {
   ts::Session& session_;
   const StageOptions& options_;
   const Text& text_;
-  ts::pipeline::Pipeline pipe_;
+  ts::Pipeline pipe_;
   ts::optim::Optimizer optimizer_;
   std::optional<ts::CheckpointManager> manager_;
 };

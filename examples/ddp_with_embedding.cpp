@@ -31,7 +31,7 @@ namespace {
 
 /// Runs on each trainer, at the same time, with its part of each batch.
 Report train(ts::Worker& worker, const ts::RRef<Table>& table, const Options& options) {
-  const ts::collective::Group& group = worker.extension<TrainerGroup>().group.value();
+  const ts::Group& group = worker.extension<TrainerGroup>().group.value();
   const recommender::Split data = load(options);
   const Examples examples = examples_of(data.train, mean_of(data), options.shape.is_double);
   Dense dense(options.shape);
@@ -39,7 +39,7 @@ Report train(ts::Worker& worker, const ts::RRef<Table>& table, const Options& op
   // The dense gradient is the mean over the trainers. The table takes one step for the gradient of each of them, so
   // these steps are shorter. While one trainer steps, the backward pass of another may still run: `hogwild` allows it, and
   // the result does not change, because the gradient of a table does not depend on its rows.
-  ts::optim::DistributedOptimizer optimizer(
+  ts::DistributedOptimizer optimizer(
       worker,
       {{.targets = {table}, .spec = ts::optim::SGD{.lr = options.table_lr / group.size()}, .hogwild = true},
        {.targets = {dense}, .spec = ts::optim::SGD{.lr = options.lr}}});
@@ -49,7 +49,7 @@ Report train(ts::Worker& worker, const ts::RRef<Table>& table, const Options& op
     for (const at::Tensor& batch : batches) {
       const Examples mine =
           examples.at(batch.tensor_split(group.size())[static_cast<std::size_t>(group.rank())]);
-      ts::autograd::Context context(worker);
+      ts::Context context(worker);
       const at::Tensor embedded = table.rpc_sync(kTable.forward(), mine.bags);
       // Of a batch that the trainers cannot divide, some have more ratings than others.
       const at::Tensor loss =

@@ -110,7 +110,7 @@ TeamResult train(const Job& job, const Team& team, Model& model, const ConvNet& 
 }
 
 void train_together(const Job& job, c10::Device device) {
-  const ts::collective::Group group = job.session.group({.device = device});
+  const ts::Group group = job.session.group({.device = device});
   const Team team{.group = &group, .rank = group.rank(), .size = group.size(), .device = device};
   const auto type = job.options.use_double ? torch::kDouble : torch::kFloat;
   ConvNet network(job.options.seed, device, type);

@@ -27,7 +27,7 @@ namespace {
 /// One training: the replica of this rank, and what it has sent.
 struct Training {
   const LessTrafficOptions& options;
-  ts::collective::Group group;
+  ts::Group group;
   ConvNet network{options.seed};
   std::uint64_t sent = 0;
 
@@ -37,11 +37,10 @@ struct Training {
     return bytes;
   }
   dp::CommHook counted(dp::CommHook hook) {
-    return
-        [this, hook = std::move(hook)](const dp::GradientBucket& bucket, const ts::collective::Group& ranks) {
-          sent += bucket.buffer.nbytes();
-          return hook(bucket, ranks);
-        };
+    return [this, hook = std::move(hook)](const dp::GradientBucket& bucket, const ts::Group& ranks) {
+      sent += bucket.buffer.nbytes();
+      return hook(bucket, ranks);
+    };
   }
 };
 

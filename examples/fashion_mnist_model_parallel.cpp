@@ -63,9 +63,9 @@ void write_graph(const std::string& path, const std::string& dot) {
   if (!file) throw std::runtime_error(fmt::format("--graph {}: this file cannot be written", path));
 }
 
-double train_step(ts::Session& session, Model& model, ts::optim::DistributedOptimizer& optimizer,
-                  const Batch& batch, const std::string& graph) {
-  ts::autograd::Context context(session);
+double train_step(ts::Session& session, Model& model, ts::DistributedOptimizer& optimizer, const Batch& batch,
+                  const std::string& graph) {
+  ts::Context context(session);
   const torch::Tensor loss = torch::nll_loss(model.forward(batch.images), batch.labels);
   if (!graph.empty()) write_graph(graph, context.explain({loss}));
   const auto value = loss.item<double>();
@@ -76,8 +76,7 @@ double train_step(ts::Session& session, Model& model, ts::optim::DistributedOpti
 }
 
 void train(ts::Session& session, Model& model, const Dataset& data, const ModelParallelOptions& options) {
-  ts::optim::DistributedOptimizer optimizer(session, optimizer_spec(options),
-                                            {model.features, model.classifier});
+  ts::DistributedOptimizer optimizer(session, optimizer_spec(options), {model.features, model.classifier});
   std::optional<ts::CheckpointManager> checkpoints;
   if (!options.checkpoint.empty()) {
     // Only the trainer has a manager: the owners of remote modules write and read their state.

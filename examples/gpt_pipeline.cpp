@@ -30,12 +30,12 @@ using namespace char_transformer;
 
 namespace {
 
-ts::pipeline::PipelineOptions pipeline_options(const GptOptions& options, int world_size) {
+ts::PipelineOptions pipeline_options(const GptOptions& options, int world_size) {
   return {.balance = balance(options.model, world_size / options.replicas),
           .replicas = options.replicas,
           .micro_batches = options.micro_batches,
-          .schedule = ts::pipeline::Schedule::kZBH1,
-          .checkpoint = ts::pipeline::ActivationCheckpoint::kNever,
+          .schedule = ts::Schedule::kZBH1,
+          .checkpoint = ts::ActivationCheckpoint::kNever,
           .seed = options.model.seed};
 }
 
@@ -103,7 +103,7 @@ class Training {
   ts::Session& session_;
   const GptOptions& options_;
   const Text& text_;
-  ts::pipeline::Pipeline pipe_;
+  ts::Pipeline pipe_;
   ts::optim::Optimizer optimizer_;
   std::optional<ts::CheckpointManager> manager_;
 };

@@ -52,8 +52,8 @@ struct GptImpl : torch::nn::Module {
 };
 TORCH_MODULE(Gpt);
 
-ts::sharded::FullyShardedOptions wrapper_options(const ShardedOptions& options) {
-  ts::sharded::FullyShardedOptions wrapper;
+ts::FullyShardedOptions wrapper_options(const ShardedOptions& options) {
+  ts::FullyShardedOptions wrapper;
   if (options.bfloat16) wrapper.precision = {.param_dtype = torch::kBFloat16, .output_dtype = torch::kFloat};
   return wrapper;
 }

@@ -51,10 +51,9 @@ Report train(ts::Worker& worker, const Model& model, const Part& part) {
   const Options& options = part.options;
   const Ratings ratings = split(load(options.data), static_cast<std::uint64_t>(options.seed)).train;
   const Occurrences all(ratings);
-  ts::optim::DistributedOptimizer optimizer(worker,
-                                            {{.targets = {model.students, model.lecturers, model.profiles},
-                                              .spec = ts::optim::SparseAdam{.lr = options.lr},
-                                              .hogwild = true}});
+  ts::DistributedOptimizer optimizer(worker, {{.targets = {model.students, model.lecturers, model.profiles},
+                                               .spec = ts::optim::SparseAdam{.lr = options.lr},
+                                               .hogwild = true}});
   const std::int64_t batches = (ratings.size() + options.batch - 1) / options.batch;
   const std::int64_t mine = std::max<std::int64_t>(1, (batches - part.index + part.count - 1) / part.count);
   ts::optim::LRScheduler schedule(
@@ -67,7 +66,7 @@ Report train(ts::Worker& worker, const Model& model, const Part& part) {
     for (auto i = static_cast<std::size_t>(part.index); i < order.size();
          i += static_cast<std::size_t>(part.count)) {
       const Ratings batch = ratings.at(order[i]);
-      ts::autograd::Context context(worker);
+      ts::Context context(worker);
       const at::Tensor loss = loss_of(model.predict(batch), batch, all);
       check_finite(loss.item<double>(), fmt::format("the loss in epoch {}", epoch));
       context.backward(loss);

@@ -28,7 +28,7 @@ namespace {
 
 std::vector<double> train_on_workers(ts::Session& session, const Options& options, const Corpus& corpus,
                                      const RNNModel& model) {
-  ts::optim::DistributedOptimizer optimizer(session, ts::optim::Adam{.lr = options.lr}, model.parts());
+  ts::DistributedOptimizer optimizer(session, ts::optim::Adam{.lr = options.lr}, model.parts());
   ts::Progress progress(session);
   ts::ProgressReport shown;
   shown.steps = options.steps;
@@ -37,7 +37,7 @@ std::vector<double> train_on_workers(ts::Session& session, const Options& option
     return model.forward(characters, state);
   };
   auto losses = train(options, corpus, [&](const Windows::Window& window, State& state) {
-    ts::autograd::Context context(session);
+    ts::Context context(session);
     const at::Tensor loss = loss_of(forward, window, state);
     context.backward(loss);                               // through all workers
     optimizer.clip_grad_norm(context, options.max_norm);  // by the norm of the gradients of all of them

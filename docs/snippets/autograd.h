@@ -18,6 +18,6 @@ inline constexpr ts::Function<loss_there> kLossThere{"loss_there"};
 
 extern ts::RemoteModule<Tower> tower;
 extern ts::RemoteModule<Table> table;
-extern ts::autograd::Context& context;
+extern ts::Context& context;
 extern at::Tensor x, target, out, loss, first_loss, second_loss;
 extern std::stop_source source;

@@ -10,7 +10,7 @@ extern ts::DistributedDataParallel<Encoder>& model;
 extern ts::optim::Optimizer& optimizer;
 extern ts::optim::LRScheduler& schedule;
 extern ts::CheckpointManager& manager;
-extern ts::pipeline::Layers layers;
+extern ts::Layers layers;
 extern Encoder net;
 extern std::int64_t samples;
 void train_step();

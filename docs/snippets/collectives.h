@@ -5,4 +5,4 @@
 
 namespace ts = torchspan;
 
-extern const ts::collective::Group& group;
+extern const ts::Group& group;

@@ -8,6 +8,6 @@ extern Decoder decoder;
 extern ts::RRef<at::Tensor> table;
 extern Encoder net;
 torch::Tensor loss_of(const Batch& batch);
-extern ts::autograd::Context& context;
+extern ts::Context& context;
 extern ts::optim::OptimizerTable kinds;
 extern ts::FunctionTable functions;

@@ -21,13 +21,12 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 struct ParallelBlockImpl : torch::nn::Module {
-  ParallelBlockImpl(std::int64_t width, const torchspan::collective::Group& group);
+  ParallelBlockImpl(std::int64_t width, const torchspan::Group& group);
   torch::Tensor forward(torch::Tensor x);
 };
 TORCH_MODULE(ParallelBlock);
 torch::Tensor loss_of(const torch::Tensor& output, const torch::Tensor& target);
-extern torchspan::pipeline::Pipeline& pipeline;
+extern torchspan::Pipeline& pipeline;
 extern torch::Tensor tokens, mask, labels;
-torchspan::pipeline::Layers make_layers();
-void train_step(torchspan::pipeline::Pipeline& pipe, torchspan::optim::Optimizer& optimizer,
-                std::int64_t step);
+torchspan::Layers make_layers();
+void train_step(torchspan::Pipeline& pipe, torchspan::optim::Optimizer& optimizer, std::int64_t step);

@@ -7,6 +7,6 @@
 using namespace std::chrono_literals;
 
 extern torchspan::Worker& worker;
-extern torchspan::pipeline::Layers layers;
+extern torchspan::Layers layers;
 extern at::Tensor x, y;
 at::Tensor loss(const at::Tensor& output, const at::Tensor& target);

@@ -20,7 +20,7 @@ void expect_written(const std::ofstream& stream, const std::string& file) {
 
 void check_drawing(const std::string& file) { expect_written(std::ofstream(file, std::ios::app), file); }
 
-void draw_last_step(const ts::pipeline::Pipeline& pipe, const std::string& file) {
+void draw_last_step(const ts::Pipeline& pipe, const std::string& file) {
   const auto& report = pipe.last_step();
   std::vector<ts::schedule::Timeline> timelines;
   if (!report.table.actions.empty())

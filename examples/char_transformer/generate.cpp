@@ -33,7 +33,7 @@ at::Tensor draw_next(ts::Session& session, const ts::pipeline::Batch& output, st
 
 }  // namespace
 
-std::vector<std::string> generate(ts::Session& session, ts::pipeline::Pipeline& pipe, const Text& text,
+std::vector<std::string> generate(ts::Session& session, ts::Pipeline& pipe, const Text& text,
                                   const std::string& prompt, const GenerateOptions& options) {
   pipe.eval();
   torch::manual_seed(options.seed);
@@ -68,8 +68,7 @@ std::vector<std::string> generate(ts::Session& session, ts::pipeline::Pipeline& 
   return texts;
 }
 
-void write_texts(ts::Session& session, ts::pipeline::Pipeline& pipe, const Text& text,
-                 const GptOptions& options) {
+void write_texts(ts::Session& session, ts::Pipeline& pipe, const Text& text, const GptOptions& options) {
   const ts::Progress clock(session);
   const auto texts =
       generate(session, pipe, text, options.prompt,

@@ -20,12 +20,11 @@ struct GenerateOptions {
 };
 
 /// Continues `prompt` with the model of a pipeline, character by character. Collective; returns the texts on all workers.
-std::vector<std::string> generate(torchspan::Session& session, torchspan::pipeline::Pipeline& pipe,
-                                  const Text& text, const std::string& prompt,
-                                  const GenerateOptions& options);
+std::vector<std::string> generate(torchspan::Session& session, torchspan::Pipeline& pipe, const Text& text,
+                                  const std::string& prompt, const GenerateOptions& options);
 
 /// Writes the texts that the options ask for, prints the first one and the speed on rank 0. Collective.
-void write_texts(torchspan::Session& session, torchspan::pipeline::Pipeline& pipe, const Text& text,
+void write_texts(torchspan::Session& session, torchspan::Pipeline& pipe, const Text& text,
                  const GptOptions& options);
 
 }  // namespace char_transformer

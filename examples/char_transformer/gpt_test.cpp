@@ -83,13 +83,13 @@ std::map<std::string, at::Tensor> train_in_double(int workers, int replicas, int
       .vocabulary = 11, .width = 8, .blocks = 3, .heads = 2, .context = 6, .tied = true, .copies = true};
   std::vector<std::map<std::string, at::Tensor>> by_rank(static_cast<std::size_t>(workers));
   ts::testing::on_workers(workers, 1, [&](ts::Worker& worker) {
-    ts::pipeline::Pipeline pipe(worker, layers(model),
-                                {.balance = balance(model, workers / replicas),
-                                 .replicas = replicas,
-                                 .micro_batches = micro_batches,
-                                 .schedule = ts::pipeline::Schedule::kZBH1,
-                                 .checkpoint = ts::pipeline::ActivationCheckpoint::kNever,
-                                 .seed = 3});
+    ts::Pipeline pipe(worker, layers(model),
+                      {.balance = balance(model, workers / replicas),
+                       .replicas = replicas,
+                       .micro_batches = micro_batches,
+                       .schedule = ts::Schedule::kZBH1,
+                       .checkpoint = ts::ActivationCheckpoint::kNever,
+                       .seed = 3});
     auto& mine = by_rank[static_cast<std::size_t>(worker.rank())];
     for (int layer = 0; layer < static_cast<int>(pipe.plan().layers.size()); ++layer) {
       const auto module = pipe.module(layer);

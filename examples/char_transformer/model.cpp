@@ -111,8 +111,8 @@ at::Tensor HeadImpl::forward(const at::Tensor& x) {
   return scores ? scores(y) : y;
 }
 
-torchspan::pipeline::Layers layers(const ModelOptions& options) {
-  torchspan::pipeline::Layers layers;
+torchspan::Layers layers(const ModelOptions& options) {
+  torchspan::Layers layers;
   const auto embedding = layers.add<Embedding>(options).named("embedding");
   for (std::int64_t block = 1; block <= options.blocks; ++block) {
     layers.add<Block>(options, block).named("block" + std::to_string(block));

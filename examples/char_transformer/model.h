@@ -65,7 +65,7 @@ struct HeadImpl : torch::nn::Module {
 TORCH_MODULE(Head);
 
 /// Embedding, blocks, head, and, if tied without copies, the embedding again as the output layer.
-torchspan::pipeline::Layers layers(const ModelOptions& options);
+torchspan::Layers layers(const ModelOptions& options);
 /// Returns the number of layers of each stage; the blocks are distributed evenly.
 std::vector<int> balance(const ModelOptions& options, int stages);
 

@@ -11,15 +11,15 @@
 namespace char_transformer {
 namespace {
 
-std::map<std::string, torchspan::pipeline::Schedule> schedules() {
-  using torchspan::pipeline::Schedule;
+std::map<std::string, torchspan::Schedule> schedules() {
+  using torchspan::Schedule;
   return {{"1f1b", Schedule::k1F1B},  {"gpipe", Schedule::kGPipe}, {"arrival", Schedule::kArrival},
           {"zb-h1", Schedule::kZBH1}, {"zb-h2", Schedule::kZBH2},  {"zbv", Schedule::kZBV}};
 }
 
 }  // namespace
 
-torchspan::pipeline::Schedule StageOptions::schedule_kind() const { return schedules().at(schedule); }
+torchspan::Schedule StageOptions::schedule_kind() const { return schedules().at(schedule); }
 
 void add_options(CLI::App& app, StageOptions& options) {
   add_pipeline_options(app, options);

@@ -13,7 +13,7 @@ struct StageOptions : PipelineTrainingOptions {
   std::string device = "cpu";
   std::string drawing;  ///< file; empty: none
 
-  torchspan::pipeline::Schedule schedule_kind() const;
+  torchspan::Schedule schedule_kind() const;
   /// Schedules with split backwards visit each stage once.
   bool visits_stages_once() const { return schedule.starts_with("zb"); }
   /// ZBV has two stages on each worker.

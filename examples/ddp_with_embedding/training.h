@@ -86,7 +86,7 @@ struct Roles {
 class TrainerGroup : public torchspan::rpc::Extension {
  public:
   void attach(torchspan::rpc::Registrar&) override {}
-  std::optional<torchspan::collective::Group> group;
+  std::optional<torchspan::Group> group;
 };
 
 }  // namespace ddp_with_embedding

@@ -14,7 +14,7 @@ namespace fashion_mnist {
 
 /// The ranks that train together: those of a group, or this process alone.
 struct Team {
-  const torchspan::collective::Group* group = nullptr;
+  const torchspan::Group* group = nullptr;
   int rank = 0;
   int size = 1;
   c10::Device device = c10::kCPU;

@@ -5,5 +5,4 @@
 #include <torchspan/data_parallel/distributed_data_parallel.h>
 #include <torchspan/data_parallel/hooks.h>
 #include <torchspan/data_parallel/local_sgd.h>
-#include <torchspan/data_parallel/power_sgd.h>
 #include <torchspan/data_parallel/reducer.h>

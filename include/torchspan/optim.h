@@ -5,5 +5,4 @@
 #include <torchspan/optim/extension.h>
 #include <torchspan/optim/from_torch.h>
 #include <torchspan/optim/grad_scaler.h>
-#include <torchspan/optim/lr_scheduler.h>
 #include <torchspan/optim/optimizer.h>

@@ -134,6 +134,7 @@ class Session {
   Session& operator=(const Session&) = delete;
 
   Worker& worker();
+  operator const Worker&() { return worker(); }  // what takes a worker takes a session
   Runtime& runtime();
   int rank() { return worker().rank(); }
   int world_size() { return worker().world_size(); }

@@ -9,7 +9,7 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <torchspan/checkpoint/checkpoint.h>
+#include <torchspan/checkpoint/manager.h>
 #include <torchspan/collective/group.h>
 #include <torchspan/core/bytes.h>
 #include <torchspan/core/error.h>

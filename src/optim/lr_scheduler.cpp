@@ -7,7 +7,7 @@
 #include <ATen/ATen.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/optim/lr_scheduler.h>
+#include <torchspan/optim/optimizer.h>
 
 namespace torchspan::optim {
 namespace {

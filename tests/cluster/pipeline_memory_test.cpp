@@ -6,7 +6,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/pipeline/costs.h>
+#include <torchspan/pipeline/balance.h>
 #include <torchspan/pipeline/pipeline.h>
 #include <torchspan/session.h>
 

@@ -140,10 +140,6 @@ class ContextView {
 class Context : public ContextView {
  public:
   explicit Context(const Worker& worker);
-  /// From an object with a worker(), such as a Session.
-  template <class S>
-  requires requires(S& session) { session.worker(); }
-  explicit Context(S& session) : Context(session.worker()) {}
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
@@ -176,3 +172,10 @@ bool has_current(const Worker& worker);
 bool has_current();
 
 }  // namespace torchspan::autograd
+
+namespace torchspan {
+using autograd::BackwardOptions;
+using autograd::Context;
+using autograd::ContextScope;
+using autograd::PassMode;
+}  // namespace torchspan

@@ -46,3 +46,10 @@ void save_safetensors(const std::string& file, const NamedTensors& tensors,
 NamedTensors load_safetensors(const std::string& path);
 
 }  // namespace torchspan::checkpoint
+
+namespace torchspan {
+using checkpoint::load_model;
+using checkpoint::LoadModelOptions;
+using checkpoint::save_model;
+using checkpoint::SaveModelOptions;
+}  // namespace torchspan

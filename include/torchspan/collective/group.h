@@ -218,3 +218,12 @@ Future<std::vector<at::Tensor>> all_gather_into_tensor_coalesced(const Group& gr
                                                                  const std::vector<at::Tensor>& tensors);
 
 }  // namespace torchspan::collective
+
+namespace torchspan {
+using collective::BackendKind;
+using collective::Group;
+using collective::GroupOptions;
+using collective::kAnySource;
+using collective::Network;
+using collective::ReduceOp;
+}  // namespace torchspan

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/data_parallel/no_sync.h>
+#include <torchspan/data_parallel/options.h>
 #include <torchspan/detail/data_parallel/output_tensors.h>
 #include <torchspan/detail/data_parallel/wrapped_module.h>
 

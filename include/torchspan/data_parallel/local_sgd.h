@@ -93,3 +93,10 @@ class DiLoCo {
 };
 
 }  // namespace torchspan::data_parallel
+
+namespace torchspan {
+using data_parallel::AveragingLevel;
+using data_parallel::DiLoCo;
+using data_parallel::DiLoCoOptions;
+using data_parallel::ModelAverager;
+}  // namespace torchspan

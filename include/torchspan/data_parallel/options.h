@@ -1,7 +1,9 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -57,4 +59,37 @@ struct Parameter {
   bool sparse_gradient = false;
 };
 
+/// While it lives, backward passes of new forwards of `Wrapped` reduce nothing; see no_sync() of the wrappers. Movable, for
+/// example into a std::optional. Several may live at once, and end in any order, also after the wrapper.
+template <class Wrapped>
+class NoSync {
+ public:
+  explicit NoSync(const std::shared_ptr<Wrapped>& wrapped) : wrapped_(wrapped) {
+    wrapped->pause_reductions();
+  }
+  ~NoSync() { end(); }
+  NoSync(NoSync&&) noexcept = default;
+  NoSync& operator=(NoSync&& other) noexcept {
+    if (this == &other) return *this;
+    end();
+    wrapped_ = std::move(other.wrapped_);
+    return *this;
+  }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  void end() noexcept {
+    if (const auto wrapped = std::exchange(wrapped_, {}).lock()) wrapped->resume_reductions();
+  }
+
+  std::weak_ptr<Wrapped> wrapped_;
+};
+
 }  // namespace torchspan::data_parallel
+
+namespace torchspan {
+using data_parallel::DataParallelOptions;
+using data_parallel::JoinOptions;
+using data_parallel::OnUnreducedBackward;
+}  // namespace torchspan

@@ -9,7 +9,6 @@
 
 #include <torchspan/autograd/context.h>
 #include <torchspan/optim/algorithms.h>
-#include <torchspan/optim/lr_scheduler.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/worker.h>
 
@@ -76,15 +75,6 @@ class DistributedOptimizer : public LRTarget {
   DistributedOptimizer(const Worker& worker, OptimizerSpec spec, std::vector<Target> targets)
       : DistributedOptimizer(worker, {DistributedParamGroup{std::move(targets), std::move(spec)}}) {}
   DistributedOptimizer(const Worker& worker, const std::vector<DistributedParamGroup>& groups);
-  /// From an object with a worker(), such as a Session.
-  template <class S>
-  requires requires(S& session) { session.worker(); }
-  DistributedOptimizer(S& session, OptimizerSpec spec, std::vector<Target> targets)
-      : DistributedOptimizer(session.worker(), std::move(spec), std::move(targets)) {}
-  template <class S>
-  requires requires(S& session) { session.worker(); }
-  DistributedOptimizer(S& session, const std::vector<DistributedParamGroup>& groups)
-      : DistributedOptimizer(session.worker(), groups) {}
   /// Destroys the optimizers on the owners. Those of a worker that died or left are destroyed
   /// automatically.
   ~DistributedOptimizer() override;
@@ -168,3 +158,9 @@ class DistributedOptimizer : public LRTarget {
 };
 
 }  // namespace torchspan::optim
+
+namespace torchspan {
+using optim::ClipOptions;
+using optim::DistributedOptimizer;
+using optim::DistributedParamGroup;
+}  // namespace torchspan

@@ -123,3 +123,8 @@ class GradScaler {
 };
 
 }  // namespace torchspan::optim
+
+namespace torchspan {
+using optim::GradScaler;
+using optim::GradScalerOptions;
+}  // namespace torchspan

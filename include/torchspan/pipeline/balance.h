@@ -4,7 +4,9 @@
 
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/pipeline/layers.h>
+#include <torchspan/pipeline/pipeline.h>
 #include <torchspan/rpc/worker.h>
+#include <torchspan/schedule.h>
 
 namespace torchspan::pipeline {
 
@@ -44,5 +46,21 @@ std::vector<int> balance_by_time(const Worker& worker, const Layers& layers, int
 /// and optimizer state). Collective like balance_by_time().
 std::vector<int> balance_by_size(const Worker& worker, const Layers& layers, int stages, const Batch& sample,
                                  double parameter_scale = 2, const ProfileOptions& options = {});
+
+/// What measure_costs() runs.
+struct CostSample {
+  Batch input;  ///< one micro-batch
+  Batch target;
+  Loss loss;
+  int repeats = 3;  ///< the fastest run counts; 1 or more
+};
+
+/// Measures what one micro-batch costs each layer range of the plan that `options` and the world of `worker` give: times,
+/// and in bytes what it keeps until its input gradient, until its weight gradient, and while a forward is repeated.
+/// Simulate tables of this plan with the result. Not collective: builds all layers here and needs their memory; existing
+/// modules keep their parameters, gradients and buffers. ActivationCheckpoint::kExceptLast counts as kAlways. Throws
+/// Error{kInvalid} if the sample does not fit, or while LibTorch's profiler runs on this thread.
+std::vector<schedule::Costs> measure_costs(const Worker& worker, const Layers& layers,
+                                           const PipelineOptions& options, const CostSample& sample);
 
 }  // namespace torchspan::pipeline

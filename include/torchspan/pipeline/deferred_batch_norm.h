@@ -86,3 +86,7 @@ DeferredBatchNorm convert_deferred_batch_norm(const Holder& norm) {
 torch::nn::Sequential convert_deferred_batch_norm(const torch::nn::Sequential& modules);
 
 }  // namespace torchspan::pipeline
+
+namespace torchspan {
+using pipeline::DeferredBatchNorm;
+}  // namespace torchspan

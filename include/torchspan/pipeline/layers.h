@@ -373,3 +373,8 @@ Use<Object>& Use<Object>::named(std::string name) {
 }
 
 }  // namespace torchspan::pipeline
+
+namespace torchspan {
+using pipeline::Layers;
+using pipeline::Skips;
+}  // namespace torchspan

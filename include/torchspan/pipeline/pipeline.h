@@ -13,7 +13,6 @@
 
 #include <torchspan/core/future.h>
 #include <torchspan/core/time.h>
-#include <torchspan/pipeline/cache.h>
 #include <torchspan/pipeline/layers.h>
 #include <torchspan/pipeline/plan.h>
 #include <torchspan/rpc/worker.h>
@@ -163,6 +162,24 @@ struct StepReport {
   schedule::Timeline measured;
 };
 
+/// What the layers of a pipeline keep between calls of Pipeline::infer(input, cache), such as the keys and values of
+/// attention when a model generates text token by token. Every worker has one and passes it to the same calls; it holds
+/// this worker's part only. Belongs to the pipeline of its first call, whose rows all later calls have. If a call
+/// fails, the cache is as before it. May outlive its pipeline; frees what it holds when it is destroyed.
+class Cache {
+ public:
+  Cache();
+  ~Cache();
+  Cache(const Cache&) = delete;
+  Cache& operator=(const Cache&) = delete;
+
+  class State;
+  State& state() { return *state_; }
+
+ private:
+  const std::unique_ptr<State> state_;
+};
+
 /// Splits each batch into micro-batches and runs them through the layers' owners. Results and gradients
 /// equal those of the plain model on each micro-batch, up to the order of floating-point sums. Every worker
 /// of the plan creates it and calls the same functions in the same order, from its training thread. A stage
@@ -251,3 +268,11 @@ class Pipeline {
 };
 
 }  // namespace torchspan::pipeline
+
+namespace torchspan {
+using pipeline::ActivationCheckpoint;
+using pipeline::Pipeline;
+using pipeline::PipelineOptions;
+using pipeline::Schedule;
+using pipeline::StepOptions;
+}  // namespace torchspan

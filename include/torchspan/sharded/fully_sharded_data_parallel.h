@@ -14,7 +14,7 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/collective/group.h>
-#include <torchspan/data_parallel/no_sync.h>
+#include <torchspan/data_parallel/options.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/sharded/sharded_module.h>
 #include <torchspan/state/source.h>
@@ -225,5 +225,8 @@ class FullyShardedDataParallel {
   Module module_;
   std::shared_ptr<sharded::WrappedUnits> wrapped_;
 };
+
+using sharded::FullyShardedOptions;
+using sharded::MixedPrecision;
 
 }  // namespace torchspan

@@ -86,4 +86,6 @@ class ZeroRedundancyOptimizer : public optim::LRTarget {
   std::shared_ptr<Impl> impl_;
 };
 
+using sharded::ZeroOptions;
+
 }  // namespace torchspan

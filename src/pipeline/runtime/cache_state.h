@@ -8,7 +8,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/pipeline/cache.h>
+#include <torchspan/pipeline/pipeline.h>
 
 namespace torchspan::pipeline {
 

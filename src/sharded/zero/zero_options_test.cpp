@@ -11,7 +11,7 @@
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/algorithms.h>
-#include <torchspan/optim/lr_scheduler.h>
+#include <torchspan/optim/optimizer.h>
 #include <torchspan/sharded.h>
 
 #include "sharded/units/test_models.h"
