@@ -110,9 +110,10 @@ GroupOptions limited(GroupOptions options) {
   return options;
 }
 
-class Maker {
+class GroupBuilder {
  public:
-  Maker(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options, DeviceServices services)
+  GroupBuilder(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options,
+               DeviceServices services)
       : runtime_(std::move(runtime)),
         world_(world),
         options_(limited(std::move(options))),
@@ -439,9 +440,9 @@ class Maker {
 Group make_group(std::shared_ptr<Runtime> runtime, Membership& world, GroupOptions options,
                  DeviceServices services) {
   try {
-    Maker maker(runtime, world, std::move(options), std::move(services));
-    const std::shared_ptr<Backend> backend = maker.make();
-    Group group(backend, runtime, maker.messages(backend));
+    GroupBuilder builder(runtime, world, std::move(options), std::move(services));
+    const std::shared_ptr<Backend> backend = builder.make();
+    Group group(backend, runtime, builder.messages(backend));
     if (runtime->log.enabled(LogLevel::kDebug)) {
       runtime->log.debug(fmt::format("group of {} ranks, this is rank {} ({})", group.size(), group.rank(),
                                      group.backend()->name()));

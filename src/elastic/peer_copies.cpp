@@ -219,7 +219,7 @@ void PeerCopies::add(std::string name, checkpoint::SourcePtr source) {
   sources_.emplace_back(std::move(name), std::move(source));
 }
 
-std::optional<CopyId> PeerCopies::meet(std::int64_t newest_checkpoint, std::uint64_t round) {
+std::optional<CopyId> PeerCopies::exchange(std::int64_t newest_checkpoint, std::uint64_t round) {
   CopyInventory mine = memory_.inventory();
   mine.newest_checkpoint = newest_checkpoint;
   mine.round = round;

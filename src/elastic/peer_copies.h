@@ -128,8 +128,8 @@ class PeerCopies {
   void add(std::string name, checkpoint::SourcePtr source);
 
   /// Exchanges what the ranks have; returns the newest complete copies. `newest_checkpoint` of rank 0 counts. Collective.
-  std::optional<CopyId> meet(std::int64_t newest_checkpoint, std::uint64_t round);
-  /// What rank 0 passed to meet().
+  std::optional<CopyId> exchange(std::int64_t newest_checkpoint, std::uint64_t round);
+  /// What rank 0 passed to exchange().
   std::int64_t newest_checkpoint() const { return inventories_.at(0).newest_checkpoint; }
   /// Restores the registered objects from these copies; a rank without its own gets it from the next rank. Throws the
   /// same Error on all ranks if an object does not fit. Collective.

@@ -31,7 +31,7 @@ class RankProcesses {
   };
 
   /// Exchanges the processes of all ranks. Returns `number` of rank 0. Collective.
-  std::uint64_t meet(const collective::Group& group, std::uint64_t number) {
+  std::uint64_t exchange(const collective::Group& group, std::uint64_t number) {
     const std::int64_t pid = ::getpid();
     const auto stat = rendezvous::read_process_stat(pid);
     ByteWriter mine;
@@ -237,7 +237,7 @@ class RecoveringTrainer::Impl {
     ++round_;
     // Ranks that left an earlier attempt at different places would wait for each other under names of that attempt.
     CheckpointOptions options = options_.checkpoint;
-    options.name += in_group([&] { return fmt::format(".{}", processes_.meet(*group_, round_)); });
+    options.name += in_group([&] { return fmt::format(".{}", processes_.exchange(*group_, round_)); });
     Step step;  // owns the objects, which outlive what refers to them
     std::optional<elastic::PeerCopies> copies;
     CheckpointManager manager(worker_, options);
@@ -288,7 +288,7 @@ class RecoveringTrainer::Impl {
     std::optional<elastic::CopyId> chosen;
     if (copies) {
       const bool looks = worker_.rank() == 0;
-      chosen = copies->meet(looks ? newest_step_in(options_.checkpoint.directory) : -1, round_);
+      chosen = copies->exchange(looks ? newest_step_in(options_.checkpoint.directory) : -1, round_);
     }
     std::optional<std::int64_t> saved;
     if (!chosen || copies->newest_checkpoint() > chosen->step) saved = manager.restore();

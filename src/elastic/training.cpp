@@ -174,7 +174,7 @@ class Training::Impl {
   void begin_team(const quorum::Generation& generation, std::uint64_t departures) {
     members_ = generation;
     failed_.begin(members_, departures);
-    if (!client_.meet(members_, options_.step_timeout)) {
+    if (!client_.await_members(members_, options_.step_timeout)) {
       worker_.runtime().log.info(fmt::format(
           "generation {} of '{}' ended before all of its ranks had joined: another rank needs the next one",
           members_.number, options_.name));

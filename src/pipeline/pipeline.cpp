@@ -462,7 +462,7 @@ Batch Pipeline::Impl::forward(const Batch& input) {
   output_ = in_step(StepKind::kForward, input, {}, nullptr, {}, [&](Step& step) {
     step.run_part(false);
     Batch output = is_last() ? step.output() : Batch();
-    step.meet();
+    step.await_workers();
     return output;
   });
   return output_;

@@ -88,7 +88,7 @@ TEST_P(CoordinatorOfSeed, EndsAGenerationWhoseMemberWasReplacedBeforeAllWereTher
     const Generation next = client.next(report);
     EXPECT_EQ(next.number, 2U);
     EXPECT_THAT(next.ranks, ElementsAre(0, 1, 2));
-    EXPECT_TRUE(client.meet(next, seconds(120)));
+    EXPECT_TRUE(client.await_members(next, seconds(120)));
     return next;
   };
   world.run([&](Worker& worker) {
@@ -99,14 +99,14 @@ TEST_P(CoordinatorOfSeed, EndsAGenerationWhoseMemberWasReplacedBeforeAllWereTher
     if (worker.rank() == 1) {
       executor.sleep(seconds(10));
       const TimePoint began = executor.now();
-      EXPECT_FALSE(client.meet(first, seconds(120)));
+      EXPECT_FALSE(client.await_members(first, seconds(120)));
       EXPECT_LT(executor.now() - began, seconds(2)) << "it waited for a process that is gone";
       meet_next(client, next_report(first));
       return executor.sleep(seconds(60));
     }
     executor.sleep(seconds(1));
     world.kill(2);
-    EXPECT_EQ(torchspan::testing::kind_of([&] { client.meet(first, seconds(120)); }),
+    EXPECT_EQ(torchspan::testing::kind_of([&] { client.await_members(first, seconds(120)); }),
               ErrorKind::kDisconnected);
     Thread replacement = world.start(2, 1, [&](rpc::WorkerService& service) {
       GenerationClient theirs(service.worker(), "the trainer");
@@ -115,7 +115,7 @@ TEST_P(CoordinatorOfSeed, EndsAGenerationWhoseMemberWasReplacedBeforeAllWereTher
     });
     const Generation second = meet_next(client, next_report(first));
     const TimePoint began = executor.now();
-    const Error late = torchspan::testing::error_of([&] { client.meet(second, seconds(3)); });
+    const Error late = torchspan::testing::error_of([&] { client.await_members(second, seconds(3)); });
     EXPECT_EQ(late.kind(), ErrorKind::kTimedOut);
     EXPECT_THAT(late.message(), HasSubstr("worker1 (rank 1"));
     EXPECT_LT(executor.now() - began, seconds(4));
@@ -130,15 +130,15 @@ TEST_P(CoordinatorOfSeed, WaitsForALateMemberAndEndsAGenerationThatOneHasLeft) {
     GenerationClient client(worker, "trainer");
     const Generation first = client.next(kFirstReport);
     executor.sleep(seconds(7 * worker.rank()));
-    EXPECT_TRUE(client.meet(first, seconds(120))) << "rank 2 was late";
+    EXPECT_TRUE(client.await_members(first, seconds(120))) << "rank 2 was late";
     const Generation second = client.next(next_report(first));
     if (worker.rank() != 2) {
       const TimePoint began = executor.now();
-      EXPECT_FALSE(client.meet(second, seconds(120))) << "rank 2 has left";
+      EXPECT_FALSE(client.await_members(second, seconds(120))) << "rank 2 has left";
       EXPECT_LT(executor.now() - began, seconds(6));
     }
     const Generation third = client.next(next_report(second));
-    EXPECT_TRUE(client.meet(third, seconds(120)));
+    EXPECT_TRUE(client.await_members(third, seconds(120)));
     executor.sleep(seconds(60));
   });
 }
@@ -149,14 +149,14 @@ TEST_P(CoordinatorOfSeed, EndsTheWaitOfAMemberThatWasLeftOutWhileAnotherOneWasRe
   const auto meet_second = [&](GenerationClient& client, const Report& report) {
     const Generation second = client.next(report);
     EXPECT_THAT(second.ranks, ElementsAre(0, 2)) << "rank 1 was late";
-    EXPECT_TRUE(client.meet(second, seconds(120)));
+    EXPECT_TRUE(client.await_members(second, seconds(120)));
     executor.sleep(seconds(20));  // rank 1 arrives meanwhile, and no rank waits then
     return second;
   };
   const auto meet_third = [&](GenerationClient& client, const Generation& after) {
     const Generation third = client.next(next_report(after));
     EXPECT_THAT(third.ranks, ElementsAre(0, 1, 2));
-    EXPECT_TRUE(client.meet(third, seconds(120)));
+    EXPECT_TRUE(client.await_members(third, seconds(120)));
     executor.sleep(seconds(60));
   };
   world.run([&](Worker& worker) {
@@ -166,13 +166,13 @@ TEST_P(CoordinatorOfSeed, EndsTheWaitOfAMemberThatWasLeftOutWhileAnotherOneWasRe
     if (worker.rank() == 1) {
       executor.sleep(kFirstReport.late_limit + seconds(10));
       const TimePoint began = executor.now();
-      EXPECT_FALSE(client.meet(first, seconds(120)));
+      EXPECT_FALSE(client.await_members(first, seconds(120)));
       EXPECT_LT(executor.now() - began, seconds(2)) << "it waited alone";
       return meet_third(client, first);
     }
     executor.sleep(seconds(1));
     world.kill(2);
-    EXPECT_EQ(torchspan::testing::kind_of([&] { client.meet(first, seconds(120)); }),
+    EXPECT_EQ(torchspan::testing::kind_of([&] { client.await_members(first, seconds(120)); }),
               ErrorKind::kDisconnected);
     Thread replacement = world.start(2, 1, [&](rpc::WorkerService& service) {
       GenerationClient theirs(service.worker(), "trainer");
@@ -194,11 +194,11 @@ TEST_P(CoordinatorOfSeed, EndsAGenerationOfWhichAMemberHasWithdrawn) {
       return executor.sleep(seconds(120));
     }
     const TimePoint began = executor.now();
-    EXPECT_FALSE(client.meet(first, seconds(120)));
+    EXPECT_FALSE(client.await_members(first, seconds(120)));
     EXPECT_LT(executor.now() - began, seconds(6)) << "it waited for a rank that has withdrawn";
     const Generation second = client.next(next_report(first));
     EXPECT_THAT(second.ranks, ElementsAre(0, 1));
-    EXPECT_TRUE(client.meet(second, seconds(120)));
+    EXPECT_TRUE(client.await_members(second, seconds(120)));
     executor.sleep(seconds(60));
   });
 }
@@ -233,7 +233,7 @@ TEST_P(CoordinatorOfSeed, EndsTheWaitOfMembersThatLoseRank0WhichIsNoMember) {
     GenerationClient client(worker, "trainer");
     const Generation without_rank_0{.number = 1, .ranks = {1, 2}};
     const TimePoint began = executor.now();
-    EXPECT_EQ(torchspan::testing::kind_of([&] { client.meet(without_rank_0, seconds(120)); }),
+    EXPECT_EQ(torchspan::testing::kind_of([&] { client.await_members(without_rank_0, seconds(120)); }),
               ErrorKind::kDisconnected);
     EXPECT_LT(executor.now() - began, seconds(10));
     executor.sleep(seconds(10));
@@ -249,7 +249,7 @@ TEST_P(CoordinatorOfSeed, EndsTheWaitAtItsLimitAlthoughRank0DoesNotAnswer) {
     const TimePoint began = executor.now();
     world.network().cut("worker0", "worker1");  // but not worker1 from the store
     const Generation without_rank_0{.number = 1, .ranks = {1, 2}};
-    EXPECT_EQ(torchspan::testing::kind_of([&] { client.meet(without_rank_0, seconds(1)); }),
+    EXPECT_EQ(torchspan::testing::kind_of([&] { client.await_members(without_rank_0, seconds(1)); }),
               ErrorKind::kTimedOut);
     EXPECT_LT(executor.now() - began, seconds(4));
     world.network().heal("worker0", "worker1");
@@ -263,7 +263,8 @@ TEST_P(CoordinatorOfSeed, TellsTrainersWithSimilarNamesApart) {
   world.run([&](Worker& worker) {
     GenerationClient client(worker, start + (worker.rank() == 0 ? ".first" : ".second"));
     const Generation all{.number = 1, .ranks = {0, 1, 2}};
-    EXPECT_EQ(torchspan::testing::kind_of([&] { client.meet(all, seconds(3)); }), ErrorKind::kTimedOut);
+    EXPECT_EQ(torchspan::testing::kind_of([&] { client.await_members(all, seconds(3)); }),
+              ErrorKind::kTimedOut);
     executor.sleep(seconds(60));
   });
 }
@@ -277,7 +278,7 @@ TEST_P(CoordinatorOfSeed, EndsTheWaitOfALateMemberForOnesThatHaveGivenUp) {
     const bool late = worker.rank() == 1;
     if (late) executor.sleep(seconds(30));
     const TimePoint began = executor.now();
-    const Error error = torchspan::testing::error_of([&] { client.meet(first, seconds(10)); });
+    const Error error = torchspan::testing::error_of([&] { client.await_members(first, seconds(10)); });
     EXPECT_EQ(error.kind(), ErrorKind::kTimedOut);
     EXPECT_THAT(error.message(), HasSubstr("worker1 (rank 1"));
     EXPECT_LT(executor.now() - began, seconds(late ? 2 : 12));

@@ -61,7 +61,7 @@ Generation GenerationClient::next(const Report& report) {
 
 /// Each generation uses separate tags, so an abandoned gather matches no later one. Attempts are short: if a member was
 /// replaced before this rank arrived, the gather waits for the new process, which never joins this generation.
-bool GenerationClient::meet(const Generation& generation, Duration limit) const {
+bool GenerationClient::await_members(const Generation& generation, Duration limit) const {
   if (generation.ranks.size() < 2) return true;
   const rpc::Endpoint& endpoint = *worker_.endpoint();
   Executor& executor = worker_.runtime().executor;

@@ -252,7 +252,7 @@ std::vector<std::string> listed_waits(const Runtime& runtime) {
   for (const OpenOperation& operation : runtime.spans.open()) {
     if (operation.kind != SpanKind::kWait || operation.name.starts_with("all_gather(Byte [")) continue;
     listed.push_back(operation.name + " number " + std::to_string(operation.link.id));
-    EXPECT_EQ(operation.link.part, group_number(std::vector<int>{0, 1}));
+    EXPECT_TRUE(has_ranks(operation.link.part, std::vector<int>{0, 1}));
   }
   return listed;
 }

@@ -1,9 +1,12 @@
 // Operations with a root, all_gather_into_tensor, and bitwise reductions.
+#include <array>
 #include <gmock/gmock.h>
 #include <optional>
+#include <set>
 
 #include <ATen/ATen.h>
 
+#include "core/api/step_part.h"
 #include "tests/conformance/collective_backends.h"
 #include "tests/conformance/collective_oracle.h"
 
@@ -265,6 +268,30 @@ TEST(CollectiveSpans, ATracedRunRecordsEveryOperation) {
        })) {
     EXPECT_FALSE(failure) << describe(failure).text;
   }
+}
+
+// torchspan stacks and top keep the operations of two groups of the same ranks apart by these numbers.
+TEST(CollectiveSpans, GroupsOfTheSameRanksHaveNumbersOfTheirOwnThatAllRanksShare) {
+  if (mpi_place()) return;
+  CollectiveWorld world(2);
+  std::array<std::vector<std::int32_t>, 2> numbers;
+  for (const auto& failure : world.try_each([&](CollectiveWorld::Rank self) {
+         self.runtime.spans.set_traced(4096);
+         const Group first = Group::make(self.runtime, self.membership);
+         const Group second = Group::make(self.runtime, self.membership), part = first.split(0, self.rank);
+         for (const Group& group : {first, second, part, part.split(0, self.rank)}) group.barrier();
+         for (const SpanRecord& span : self.runtime.spans.snapshot()) {
+           if (span.kind != SpanKind::kCollective || span.name != "barrier") continue;
+           numbers.at(static_cast<std::size_t>(self.rank)).push_back(span.link.part);
+           EXPECT_TRUE(has_ranks(span.link.part, first.ranks()));
+         }
+       })) {
+    EXPECT_FALSE(failure) << describe(failure).text;
+  }
+  EXPECT_EQ(numbers[0], numbers[1]);
+  EXPECT_EQ(numbers[0].size(), 4u);
+  EXPECT_GE(std::set<std::int32_t>(numbers[0].begin(), numbers[0].end()).size(),
+            2u);  // eight bits of some may be equal
 }
 
 }  // namespace

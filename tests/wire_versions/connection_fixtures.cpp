@@ -89,7 +89,7 @@ Bytes copy_of(const std::array<std::byte, kSize>& bytes) {
 void add_group_notes(Fixtures& all) {
   using namespace collective::channels;  // NOLINT(google-build-using-namespace)
   const auto rewrite = [](const Parts& parts) { return Parts{encode(decode(parts.at(0)))}; };
-  const auto add = [&](const std::string& name, const Note& note) {
+  const auto add = [&](const std::string& name, const GroupMessage& note) {
     all.push_back({"group/" + name, {encode(note)}, rewrite});
   };
   add("Hello", Hello{0x1122334455667788, 0x21324354});

@@ -179,9 +179,9 @@ std::optional<int> Lane::rank_of(const net::Channel& channel) {
 void Lane::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
   std::optional<int> rank = rank_of(*channel);
   try {
-    const Note note = decode(message.header);
+    const GroupMessage note = decode(message.header);
     if (const auto* hello = std::get_if<Hello>(&note)) {
-      meet(channel, *hello);
+      accept(channel, *hello);
     } else if (rank) {
       receive(*rank, note, message);
     } else {
@@ -196,7 +196,7 @@ void Lane::on_message(const std::shared_ptr<net::Channel>& channel, net::Message
   }
 }
 
-void Lane::meet(const std::shared_ptr<net::Channel>& channel, const Hello& hello) {
+void Lane::accept(const std::shared_ptr<net::Channel>& channel, const Hello& hello) {
   bool answer = false;
   {
     MutexLock lock(mutex_);
@@ -217,7 +217,7 @@ void Lane::meet(const std::shared_ptr<net::Channel>& channel, const Hello& hello
   mesh_.changed();
 }
 
-void Lane::receive(int rank, const Note& note, net::Message& message) {
+void Lane::receive(int rank, const GroupMessage& note, net::Message& message) {
   if (const auto* part = std::get_if<Part>(&note)) {
     if (message.segments.size() != 1) throw Error(ErrorKind::kInvalid, "a part has one segment");
     inbox_.put({rank, part->operation, part->part}, part->calls, std::move(message.segments[0]));

@@ -76,8 +76,8 @@ class Lane final : private net::Handler {
   void on_accepted(const std::shared_ptr<net::Channel>&) override {}
   void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
   void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
-  void meet(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
-  void receive(int rank, const Note& note, net::Message& message);
+  void accept(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
+  void receive(int rank, const GroupMessage& note, net::Message& message);
   std::optional<int> rank_of(const net::Channel& channel);
   std::shared_ptr<net::Channel> channel_to(int rank);
   void run();

@@ -55,7 +55,7 @@ ErrorKind read_kind(ByteReader& reader) {
   return static_cast<ErrorKind>(kind);
 }
 
-Note read(ByteReader& reader) {
+GroupMessage read(ByteReader& reader) {
   const auto type = reader.get<std::uint8_t>();
   switch (static_cast<NoteType>(type)) {
     case NoteType::kHello: {
@@ -99,15 +99,15 @@ Note read(ByteReader& reader) {
 
 }  // namespace
 
-Bytes encode(const Note& note) {
+Bytes encode(const GroupMessage& note) {
   ByteWriter writer;
   std::visit([&](const auto& message) { write(writer, message); }, note);
   return writer.take();
 }
 
-Note decode(BytesView header) {
+GroupMessage decode(BytesView header) {
   ByteReader reader(header);
-  Note note = read(reader);
+  GroupMessage note = read(reader);
   reader.expect_end();
   return note;
 }

@@ -60,10 +60,10 @@ struct Data {
 struct Done {
   std::uint64_t number = 0;
 };
-using Note = std::variant<Hello, Part, Abort, End, Offer, Accept, Data, Done>;
+using GroupMessage = std::variant<Hello, Part, Abort, End, Offer, Accept, Data, Done>;
 
-Bytes encode(const Note& note);
+Bytes encode(const GroupMessage& note);
 /// Throws kInvalid for any other bytes.
-Note decode(BytesView header);
+GroupMessage decode(BytesView header);
 
 }  // namespace torchspan::collective::channels

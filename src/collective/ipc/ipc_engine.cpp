@@ -111,7 +111,7 @@ void IpcEngine::wait_for_device() const {
   wait_on_host(end, parts_.control->runtime().executor, parts_.timeout, check, late);
 }
 
-void IpcEngine::meet() const {
+void IpcEngine::barrier() const {
   wait_for_device();
   parts_.control->barrier(parts_.timeout);
 }
@@ -127,7 +127,7 @@ void IpcEngine::reduce_chunk(const at::Tensor& chunk, ReduceOp reduction) const 
     return Range{static_cast<std::size_t>(from) * item, static_cast<std::size_t>(to - from) * item};
   };
   staging_.sent(rank(), 0, chunk.nbytes()).copy_(device_bytes(chunk));
-  meet();
+  barrier();
   const Range mine = range(rank());
   if (mine.bytes != 0) {
     std::vector<at::Tensor> sources;
@@ -137,7 +137,7 @@ void IpcEngine::reduce_chunk(const at::Tensor& chunk, ReduceOp reduction) const 
     as(staging_.reduced(rank(), mine.offset, mine.bytes), dtype)
         .copy_(reduce_in_rank_order(sources, reduction));
   }
-  meet();
+  barrier();
   const at::Tensor target = device_bytes(chunk);
   for (int from = 0; from < size(); ++from) {
     const Range theirs = range(from);
@@ -170,13 +170,13 @@ void IpcEngine::reduce_scatter(const at::Tensor& tensor, const at::Tensor& part,
       staging_.sent(rank(), static_cast<std::size_t>(to) * bytes, bytes)
           .copy_(device_bytes(rows[to].narrow(0, at, count)));
     }
-    meet();
+    barrier();
     std::vector<at::Tensor> sources;
     for (int from = 0; from < size(); ++from) {
       sources.push_back(as(staging_.sent(from, static_cast<std::size_t>(rank()) * bytes, bytes), dtype));
     }
     part.view({-1}).narrow(0, at, count).copy_(reduce_in_rank_order(sources, reduction));
-    meet();
+    barrier();
   }
 }
 
@@ -196,11 +196,11 @@ void IpcEngine::exchange(const Pieces& mine, const std::vector<Pieces>& wanted, 
   const auto step = static_cast<std::int64_t>(staging_.area_bytes());
   for (std::int64_t from = 0; from < longest; from += step) {
     copy_pieces(mine, rank(), from, /*into_area=*/true);
-    meet();
+    barrier();
     for (int of = 0; of < size(); ++of) {
       if (of != rank()) copy_pieces(wanted[static_cast<std::size_t>(of)], of, from, /*into_area=*/false);
     }
-    meet();
+    barrier();
   }
 }
 

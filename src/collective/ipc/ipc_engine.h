@@ -86,7 +86,7 @@ class IpcEngine final : public DeviceEngine {
   int size() const { return parts_.control->size(); }
   void wait_for_device() const;
   /// Waits until this rank's device has done its work, then for all ranks to have come here.
-  void meet() const;
+  void barrier() const;
   /// Reduces a tensor that fits into an area.
   void reduce_chunk(const at::Tensor& chunk, ReduceOp reduction) const;
   /// Every rank sends a sequence of bytes, at most `longest`; takes pieces of those of the others.

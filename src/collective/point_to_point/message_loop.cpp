@@ -17,8 +17,8 @@
 namespace torchspan::collective {
 namespace {
 
+using channels::GroupMessage;
 using channels::Hello;
-using channels::Note;
 
 /// How long the end waits for the peers to acknowledge it.
 constexpr Duration kPairLinger = std::chrono::seconds(3);
@@ -52,8 +52,8 @@ PairConnections::PairConnections(PairPlan plan, MessageLoop& loop)
   transport_ = std::move(listening.transport);
   address_ = std::move(listening.address);
   {
-    MutexLock lock(meetings_->mutex);
-    meetings_->transport = transport_.get();
+    MutexLock lock(requests_->mutex);
+    requests_->transport = transport_.get();
   }
   thread_ = executor_.spawn("messages", [this] { run(); });
 }
@@ -64,8 +64,8 @@ void PairConnections::stop(const std::optional<channels::Abort>& cause) {
   if (!thread_.joinable()) return;
   stopping_.store(true);
   {
-    MutexLock lock(meetings_->mutex);
-    meetings_->transport = nullptr;
+    MutexLock lock(requests_->mutex);
+    requests_->transport = nullptr;
   }
   end({"has destroyed its group"}, cause);
   const Deadline until = executor_.deadline_in(kPairLinger);
@@ -82,7 +82,7 @@ void PairConnections::run() {
     }
     if (ending_.load()) return;
     connect_pending();
-    transport_->wait(loop_.look());
+    transport_->wait(loop_.poll());
   }
 }
 
@@ -98,11 +98,11 @@ void PairConnections::open(int rank) {
   ByteWriter mine;
   mine.put(nonce_);
   mine.put_string(address_);
-  const auto done = [meetings = meetings_, rank](std::vector<Bytes> both, std::optional<Error> failure) {
-    MutexLock lock(meetings->mutex);
-    if (meetings->transport == nullptr) return;
-    meetings->pending.push_back({rank, std::move(both), std::move(failure)});
-    meetings->transport->wake();
+  const auto done = [requests = requests_, rank](std::vector<Bytes> both, std::optional<Error> failure) {
+    MutexLock lock(requests->mutex);
+    if (requests->transport == nullptr) return;
+    requests->pending.push_back({rank, std::move(both), std::move(failure)});
+    requests->transport->wake();
   };
   try {
     plan_.world->ask([&](rendezvous::Membership& world) {
@@ -116,28 +116,28 @@ void PairConnections::open(int rank) {
 }
 
 void PairConnections::connect_pending() {
-  std::vector<Meeting> pending;
+  std::vector<MutualRequest> pending;
   {
-    MutexLock lock(meetings_->mutex);
-    pending.swap(meetings_->pending);
+    MutexLock lock(requests_->mutex);
+    pending.swap(requests_->pending);
   }
-  for (const Meeting& meeting : pending) {
+  for (const MutualRequest& request : pending) {
     try {
-      if (meeting.failure) throw Error(*meeting.failure);
-      connect(meeting);
+      if (request.failure) throw Error(*request.failure);
+      connect(request);
     } catch (const Error& error) {
-      lost(meeting.rank, error, Loss::kAbsence);
+      lost(request.rank, error, Loss::kAbsence);
     }
   }
 }
 
-void PairConnections::connect(const Meeting& meeting) {
-  const auto index = static_cast<std::size_t>(meeting.rank);
+void PairConnections::connect(const MutualRequest& request) {
+  const auto index = static_cast<std::size_t>(request.rank);
   const bool first = plan_.ranks[index] < plan_.ranks[static_cast<std::size_t>(plan_.rank)];
-  ByteReader theirs(meeting.both.at(first ? 0 : 1));
+  ByteReader theirs(request.both.at(first ? 0 : 1));
   const auto nonce = theirs.get<std::uint64_t>();
   const std::string address = theirs.get_string();
-  if (meeting.rank > plan_.rank) return;  // it dials
+  if (request.rank > plan_.rank) return;  // it dials
   const Bytes hello = encode(Hello{nonce, static_cast<std::uint32_t>(plan_.rank)});
   const Segment probe = pair_probe();
   MutexLock lock(mutex_);  // end() closes the channels that it finds
@@ -157,7 +157,7 @@ void PairConnections::lost(int rank, const Error& cause, Loss how) {
              how);
 }
 
-void PairConnections::send(int rank, const Note& note, std::optional<Segment> segment) {
+void PairConnections::send(int rank, const GroupMessage& note, std::optional<Segment> segment) {
   std::shared_ptr<net::Channel> channel;
   Bytes header = encode(note);
   {
@@ -230,9 +230,9 @@ std::optional<int> PairConnections::rank_of(const net::Channel& channel) {
 void PairConnections::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
   const std::optional<int> rank = rank_of(*channel);
   try {
-    const Note note = channels::decode(message.header);
+    const GroupMessage note = channels::decode(message.header);
     if (const auto* hello = std::get_if<Hello>(&note)) {
-      meet(channel, *hello);
+      accept(channel, *hello);
     } else if (!rank) {
       channel->close();
     } else {
@@ -249,7 +249,7 @@ void PairConnections::on_message(const std::shared_ptr<net::Channel>& channel, n
   }
 }
 
-void PairConnections::meet(const std::shared_ptr<net::Channel>& channel, const Hello& hello) {
+void PairConnections::accept(const std::shared_ptr<net::Channel>& channel, const Hello& hello) {
   bool answer = false;
   {
     MutexLock lock(mutex_);
@@ -479,7 +479,7 @@ void MessageLoop::lost(int rank, const Error& cause, Loss how) {
   if (connections_) connections_->wake();
 }
 
-Deadline MessageLoop::look() {
+Deadline MessageLoop::poll() {
   std::deque<MessageOperationPtr> operations;
   std::deque<Lost> lost;
   {
@@ -555,7 +555,7 @@ void MessageLoop::receive(const MessageOperationPtr& operation) {
   }
 }
 
-void MessageLoop::received(int rank, const channels::Note& note, Buffer data) {
+void MessageLoop::received(int rank, const channels::GroupMessage& note, Buffer data) {
   if (failed_) return;
   if (const auto* offer = std::get_if<channels::Offer>(&note)) {
     const Offered offered{rank, *offer, std::move(data)};

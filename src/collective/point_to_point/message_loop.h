@@ -50,9 +50,9 @@ class PairConnections final : private net::Handler {
   /// Connects to a rank as soon as it does the same. On the connections' thread.
   void open(int rank);
   /// Sends now, or when the rank is connected; drops the message if the rank is lost. Segments have `keep`.
-  void send(int rank, const channels::Note& note, std::optional<Segment> segment = std::nullopt);
+  void send(int rank, const channels::GroupMessage& note, std::optional<Segment> segment = std::nullopt);
   std::size_t unsent_bytes(int rank);
-  /// Makes the thread call look().
+  /// Makes the thread call poll().
   void wake() { transport_->wake(); }
   /// Sends the cause for which the group broke, if it did, and `last` to all connected ranks; closes the connections.
   void end(const channels::End& last, const std::optional<channels::Abort>& cause);
@@ -78,24 +78,24 @@ class PairConnections final : private net::Handler {
   void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
   void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
   /// A rank and this one have asked for a connection, or never will.
-  struct Meeting {
+  struct MutualRequest {
     int rank;
     std::vector<Bytes> both;  ///< their nonces and addresses, by rank of the world
     std::optional<Error> failure;
   };
-  /// Passes meetings from the membership's thread to that of the connections, which may end first.
-  struct Meetings {
+  /// Passes requests from the membership's thread to that of the connections, which may end first.
+  struct MutualRequests {
     Mutex mutex;
     net::Transport* transport TORCHSPAN_GUARDED_BY(mutex) =
         nullptr;  ///< to wake; null: the connections have ended
-    std::vector<Meeting> pending TORCHSPAN_GUARDED_BY(mutex) = {};
+    std::vector<MutualRequest> pending TORCHSPAN_GUARDED_BY(mutex) = {};
   };
 
   void run();
   void connect_pending();
-  void connect(const Meeting& meeting);
+  void connect(const MutualRequest& request);
   void lost(int rank, const Error& cause, Loss how);
-  void meet(const std::shared_ptr<net::Channel>& channel, const channels::Hello& hello);
+  void accept(const std::shared_ptr<net::Channel>& channel, const channels::Hello& hello);
   void send_queued(int rank);
   std::optional<int> rank_of(const net::Channel& channel);
   bool connected();
@@ -111,7 +111,7 @@ class PairConnections final : private net::Handler {
   Mutex mutex_;
   std::vector<Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::unique_ptr<net::Transport> transport_;
-  const std::shared_ptr<Meetings> meetings_ = std::make_shared<Meetings>();
+  const std::shared_ptr<MutualRequests> requests_ = std::make_shared<MutualRequests>();
   Thread thread_;
 };
 
@@ -184,11 +184,11 @@ class MessageLoop final {
 
   // On the thread of the connections:
   /// `data` is empty if the message has none. Throws kInvalid for a message that the rank may not send.
-  void received(int rank, const channels::Note& note, Buffer data);
+  void received(int rank, const channels::GroupMessage& note, Buffer data);
   /// No connection to the rank can be made, or it has ended.
   void lost(int rank, const Error& cause, Loss how);
   /// Called after events and wake(), and at the time that it returned last.
-  Deadline look();
+  Deadline poll();
   void handle(const Lost& lost);
   /// Breaks the group without a rank that it needs; names the process that went first.
   void break_without(int rank, const Error& seen);

@@ -103,7 +103,7 @@ void JobNodes::ready(int attempt, std::uint16_t store_port) {
   publish();
 }
 
-void JobNodes::look() {
+void JobNodes::read_rounds() {
   for (const NodeStates& states : rounds_->take()) note(states);
   if (!gone_) gone_ = rounds_->failure();
 }
@@ -133,7 +133,7 @@ void JobNodes::note(const NodeStates& states) {
 }
 
 bool JobNodes::may_start() {
-  look();
+  read_rounds();
   if (gone_) throw Error(*gone_);
   return all_ready_;
 }
@@ -156,12 +156,12 @@ void JobNodes::announce_signal(int signal) {
 }
 
 int JobNodes::take_signal() {
-  look();
+  read_rounds();
   return signal_ != 0 && !std::exchange(signal_taken_, true) ? signal_ : 0;
 }
 
 std::string JobNodes::take_failure() {
-  look();
+  read_rounds();
   const std::string failure = gone_ ? gone_->message() : failure_elsewhere_;
   if (failure.empty() || std::exchange(failure_taken_, true)) return "";
   return failure;
@@ -173,7 +173,7 @@ void JobNodes::end() {
 }
 
 bool JobNodes::all_ended() {
-  look();
+  read_rounds();
   if (!all_ended_ && gone_) {
     AttemptResult result;
     result.code = 1;

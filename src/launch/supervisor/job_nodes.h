@@ -56,7 +56,7 @@ class JobNodes {
 
  private:
   void publish();
-  void look();
+  void read_rounds();
   void note(const NodeStates& states);
   std::string name_of(int node, const std::string& text) const;
 

@@ -120,7 +120,7 @@ JobReport HostWatch::take() {
 
 void HostWatch::set_incident(const Incident& incident, bool written) {
   MutexLock lock(mutex_);
-  told_ = Told{incident, written, context_.executor.now()};
+  published_ = PublishedIncident{incident, written, context_.executor.now()};
 }
 
 void HostWatch::set_workers(std::vector<WorkerReport> workers) {
@@ -134,10 +134,10 @@ HostReport HostWatch::describe(bool brief, const std::atomic<bool>& stopping) {
   HostReport report{.node = setting_.nodes.node_rank, .host = host_, .trouble = "", .workers = {}};
   if (!brief) report.workers = describe_workers(stopping);
   MutexLock lock(mutex_);
-  if (told_ && context_.executor.now() - told_->at < kSameIncident) {
-    report.notices = told_->incident.notices;
-    report.page = told_->incident.page;
-    report.written = told_->written;
+  if (published_ && context_.executor.now() - published_->at < kSameIncident) {
+    report.notices = published_->incident.notices;
+    report.page = published_->incident.page;
+    report.written = published_->written;
   }
   return report;
 }

@@ -39,7 +39,7 @@ class HostWatch {
 
  private:
   /// What other launchers are sent about an incident.
-  struct Told {
+  struct PublishedIncident {
     Incident incident;
     bool written = false;
     TimePoint at{};
@@ -56,7 +56,7 @@ class HostWatch {
   const std::string host_;
   std::atomic<bool> stopping_{false}, waiting_{false};
   Mutex mutex_;
-  std::optional<Told> told_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::optional<PublishedIncident> published_ TORCHSPAN_GUARDED_BY(mutex_);
   bool examining_ TORCHSPAN_GUARDED_BY(mutex_) = false;  ///< the workers are being asked for an incident
   std::vector<WorkerReport> workers_ TORCHSPAN_GUARDED_BY(mutex_);
   TimePoint workers_at_ TORCHSPAN_GUARDED_BY(mutex_){};

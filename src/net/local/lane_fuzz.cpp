@@ -26,12 +26,12 @@ SharedMemory plain_memory(std::size_t size) {
 }
 
 void take_notes(BytesView bytes, PeerBlocks& peer_blocks) {
-  NoteParser parser;
-  std::deque<Note> notes;
+  ControlParser parser;
+  std::deque<ControlMessage> notes;
   try {
     parser.feed(bytes, false, notes);
-    for (const Note& note : notes) {
-      if (note.kind == Note::Kind::kRetired) peer_blocks.retire(note.number);
+    for (const ControlMessage& note : notes) {
+      if (note.kind == ControlMessage::Kind::kRetired) peer_blocks.retire(note.number);
     }
   } catch (const Error&) {
   }
@@ -96,7 +96,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
   return torchspan::testing::offer_seeds(count, arguments, [] {
     using torchspan::testing::bytes_of, torchspan::testing::joined;
-    const auto note = [](Note::Kind kind, std::uint64_t number, std::uint64_t size) {
+    const auto note = [](ControlMessage::Kind kind, std::uint64_t number, std::uint64_t size) {
       ByteWriter writer;
       writer.put(kind);
       writer.put_bytes(Bytes(7));
@@ -119,10 +119,10 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
       seeds.push_back(joined({bytes_of({0, lump}), frame, lent(1, 100), frame, lent(2, 4096)}));
       seeds.push_back(joined({bytes_of({0, lump}), lent(1, 100), lent(1, 100)}));
       seeds.push_back(joined({bytes_of({static_cast<int>(kNoteBytes) + 1, lump}), bytes_of({1}),
-                              note(Note::Kind::kRetired, 1, 0), frame, lent(1, 10)}));
+                              note(ControlMessage::Kind::kRetired, 1, 0), frame, lent(1, 10)}));
     }
-    seeds.push_back(joined(
-        {bytes_of({static_cast<int>(kNoteBytes), 1}), note(Note::Kind::kBlock, 9, kBlock), goodbye_frame()}));
+    seeds.push_back(joined({bytes_of({static_cast<int>(kNoteBytes), 1}),
+                            note(ControlMessage::Kind::kBlock, 9, kBlock), goodbye_frame()}));
     return seeds;
   });
 }

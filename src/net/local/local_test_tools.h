@@ -70,7 +70,7 @@ struct RawPeer {
   void say(BytesView bytes, int descriptor = -1) const {
     ASSERT_TRUE(send_note(socket.get(), bytes, descriptor));
   }
-  static Bytes note(Note::Kind kind, std::uint64_t number, std::uint64_t size) {
+  static Bytes note(ControlMessage::Kind kind, std::uint64_t number, std::uint64_t size) {
     ByteWriter writer;
     writer.put(kind);
     writer.put_bytes(Bytes(7));

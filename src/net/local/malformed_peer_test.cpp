@@ -65,7 +65,7 @@ TEST_F(LocalTransportTest, CutsOffAPeerThatLendsABlockTwice) {
   RawPeer peer = dial_raw();
   const std::size_t size = kBlockHeaderBytes + 100'000;
   const auto made = make_memory({}, size);
-  peer.say(RawPeer::note(Note::Kind::kBlock, 5, size), made->descriptor.get());
+  peer.say(RawPeer::note(ControlMessage::Kind::kBlock, 5, size), made->descriptor.get());
   peer.write(RawPeer::lending(5, 100'000));
   drive_until([&] { return listener_->journal.received.size() == 1; });
   peer.write(RawPeer::lending(5, 100'000));
@@ -74,13 +74,13 @@ TEST_F(LocalTransportTest, CutsOffAPeerThatLendsABlockTwice) {
 
 TEST_F(LocalTransportTest, CutsOffAPeerThatAnnouncesMemoryWithoutPassingIt) {
   const RawPeer peer = dial_raw();
-  peer.say(RawPeer::note(Note::Kind::kBlock, 5, 100'000));
+  peer.say(RawPeer::note(ControlMessage::Kind::kBlock, 5, 100'000));
   EXPECT_EQ(end_of_raw().kind(), ErrorKind::kInvalid);
 }
 
 TEST_F(LocalTransportTest, CutsOffAPeerThatRetiresAnUnknownBlock) {
   const RawPeer peer = dial_raw();
-  peer.say(RawPeer::note(Note::Kind::kRetired, 5, 0));
+  peer.say(RawPeer::note(ControlMessage::Kind::kRetired, 5, 0));
   EXPECT_EQ(end_of_raw().kind(), ErrorKind::kInvalid);
 }
 

@@ -99,7 +99,7 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
       return ::testing::joined({::testing::bytes_of({how | static_cast<int>(bytes.size())}), bytes});
     };
     ByteWriter block;
-    block.put(Note::Kind::kBlock);
+    block.put(ControlMessage::Kind::kBlock);
     block.put_bytes(Bytes(7));
     block.put(std::uint64_t{1});
     block.put(std::uint64_t{kRingHeaderBytes + kRing});

@@ -20,13 +20,13 @@ bool send_note(int socket, BytesView bytes, int descriptor) {
   return send_with_descriptor(socket, bytes, descriptor, MSG_DONTWAIT) == static_cast<ssize_t>(bytes.size());
 }
 
-ReceivedNotes receive_notes(int socket, std::span<std::byte> bytes, std::deque<Descriptor>& descriptors,
-                            const LocalFaults& faults) {
+ReceivedControl receive_notes(int socket, std::span<std::byte> bytes, std::deque<Descriptor>& descriptors,
+                              const LocalFaults& faults) {
   ReceivedBytes received = receive_with_descriptors(socket, bytes, MSG_DONTWAIT);
   if (received.size < 0) return {.ended = errno != EAGAIN && errno != EWOULDBLOCK};
   if (received.size == 0) return {.ended = true};
-  ReceivedNotes received_notes{.size = static_cast<std::size_t>(received.size),
-                               .truncated = received.truncated};
+  ReceivedControl received_notes{.size = static_cast<std::size_t>(received.size),
+                                 .truncated = received.truncated};
   for (Descriptor& descriptor : received.descriptors) {
     if (fails(faults, LocalStep::kTakeDescriptor)) {
       received_notes.truncated = true;
@@ -37,26 +37,26 @@ ReceivedNotes receive_notes(int socket, std::span<std::byte> bytes, std::deque<D
   return received_notes;
 }
 
-void NoteParser::feed(BytesView bytes, bool truncated, std::deque<Note>& notes) {
+void ControlParser::feed(BytesView bytes, bool truncated, std::deque<ControlMessage>& notes) {
   truncated_ |= truncated;
   partial_.insert(partial_.end(), bytes.begin(), bytes.end());
   std::size_t at = 0;
   while (at < partial_.size()) {
-    const auto kind = static_cast<Note::Kind>(partial_[at]);
-    if (kind == Note::Kind::kWake) {
+    const auto kind = static_cast<ControlMessage::Kind>(partial_[at]);
+    if (kind == ControlMessage::Kind::kWake) {
       ++at;
       continue;
     }
-    if (kind != Note::Kind::kBlock && kind != Note::Kind::kRetired) {
+    if (kind != ControlMessage::Kind::kBlock && kind != ControlMessage::Kind::kRetired) {
       throw Error(ErrorKind::kInvalid, "sent a note of an unknown type");
     }
     if (partial_.size() - at < kNoteBytes) break;
     ByteReader reader(BytesView(partial_).subspan(at + 8, kNoteBytes - 8));
-    Note note{.kind = kind};
+    ControlMessage note{.kind = kind};
     note.number = reader.get<std::uint64_t>();
     note.size = reader.get<std::uint64_t>();
     at += kNoteBytes;
-    if (kind == Note::Kind::kBlock) {
+    if (kind == ControlMessage::Kind::kBlock) {
       if (descriptors_.empty() && truncated_) {
         throw Error(ErrorKind::kOverloaded,
                     "passed memory, but this process has no descriptor left for it: raise the limit of open "
@@ -154,7 +154,7 @@ void SharedLane::send_record() {
 
 std::optional<SharedLane::Record> SharedLane::receive_record() {
   std::array<std::byte, kRecordBytes> bytes;
-  const ReceivedNotes received_notes = receive_notes(
+  const ReceivedControl received_notes = receive_notes(
       socket_, std::span(bytes).first(kRecordBytes - record_.size()), parser_.descriptors(), share_->faults);
   if (received_notes.ended) {
     throw Error(ErrorKind::kDisconnected, "disconnected during the handshake: see its log for the reason");
@@ -210,13 +210,13 @@ Lane::Outcome SharedLane::take_record(const Record& record) {
 
 bool SharedLane::read_some_notes() {
   std::array<std::byte, kNotesAtOnce> bytes;
-  const ReceivedNotes received_notes = receive_notes(socket_, bytes, parser_.descriptors(), share_->faults);
+  const ReceivedControl received_notes = receive_notes(socket_, bytes, parser_.descriptors(), share_->faults);
   ended_ |= received_notes.ended;
   if (received_notes.size == 0) return false;
   parser_.feed(std::span(bytes).first(received_notes.size), received_notes.truncated, notes_);
-  for (Note& note : notes_) {
-    if (note.kind == Note::Kind::kBlock) peer_blocks_.add(note.number, note.size, note.descriptor);
-    if (note.kind == Note::Kind::kRetired) peer_blocks_.retire(note.number);
+  for (ControlMessage& note : notes_) {
+    if (note.kind == ControlMessage::Kind::kBlock) peer_blocks_.add(note.number, note.size, note.descriptor);
+    if (note.kind == ControlMessage::Kind::kRetired) peer_blocks_.retire(note.number);
   }
   notes_.clear();
   return true;
@@ -270,14 +270,14 @@ ssize_t SharedLane::write(std::span<const iovec> places) {
 
 void SharedLane::wake_peer() {
   // If this fails, the socket is full of unread bytes, which wake the peer as well, or the peer has ended.
-  const std::byte wake{static_cast<std::uint8_t>(Note::Kind::kWake)};
+  const std::byte wake{static_cast<std::uint8_t>(ControlMessage::Kind::kWake)};
   send_note(socket_, {&wake, 1}, -1);
 }
 
 bool SharedLane::pass(std::uint64_t block, std::size_t size, const Descriptor& descriptor) {
   if (fails(share_->faults, LocalStep::kPassDescriptor)) return false;
   ByteWriter note;
-  note.put(Note::Kind::kBlock);
+  note.put(ControlMessage::Kind::kBlock);
   note.put_bytes(std::array<std::byte, 7>{});
   note.put(block);
   note.put(std::uint64_t{size});
@@ -286,7 +286,7 @@ bool SharedLane::pass(std::uint64_t block, std::size_t size, const Descriptor& d
 
 bool SharedLane::retire(std::uint64_t block) {
   ByteWriter note;
-  note.put(Note::Kind::kRetired);
+  note.put(ControlMessage::Kind::kRetired);
   note.put_bytes(std::array<std::byte, 7>{});
   note.put(block);
   note.put(std::uint64_t{0});

@@ -21,7 +21,7 @@ namespace torchspan::net {
 ///   wake     u8 1                                   the ring has news
 ///   block    u8 2  u8 0[7]  u64 number  u64 bytes   with the descriptor of its memory
 ///   retired  u8 3  u8 0[7]  u64 number  u64 0       the block is not used any longer
-struct Note {
+struct ControlMessage {
   enum class Kind : std::uint8_t { kWake = 1, kBlock = 2, kRetired = 3 };
   Kind kind;
   std::uint64_t number = 0;
@@ -35,21 +35,21 @@ inline constexpr std::size_t kNoteBytes = 24;
 bool send_note(int socket, BytesView bytes, int descriptor);
 
 /// Bytes and descriptors from a socket.
-struct ReceivedNotes {
+struct ReceivedControl {
   std::size_t size = 0;
   bool ended = false;      ///< end of stream, or the connection broke
   bool truncated = false;  ///< a descriptor was lost: this process may have no more
 };
 /// Receives into `bytes` without waiting and appends the descriptors to `descriptors`.
-ReceivedNotes receive_notes(int socket, std::span<std::byte> bytes, std::deque<Descriptor>& descriptors,
-                            const LocalFaults& faults);
+ReceivedControl receive_notes(int socket, std::span<std::byte> bytes, std::deque<Descriptor>& descriptors,
+                              const LocalFaults& faults);
 
 /// Turns bytes and descriptors into notes; pure. After a throw it must not be used again.
-class NoteParser {
+class ControlParser {
  public:
   /// Throws kInvalid for bytes that are not a note and for a block without its descriptor, kOverloaded if the
   /// descriptor was lost (`truncated`).
-  void feed(BytesView bytes, bool truncated, std::deque<Note>& notes);
+  void feed(BytesView bytes, bool truncated, std::deque<ControlMessage>& notes);
   std::deque<Descriptor>& descriptors() { return descriptors_; }
 
  private:
@@ -118,8 +118,8 @@ class SharedLane final : public Lane, private BlockNotes {
   std::array<std::byte, kNonceBytes> nonce_{};
   bool passed_ = false;  ///< the descriptor of the outgoing ring was passed
   Bytes record_;         ///< the record that is being received
-  NoteParser parser_;
-  std::deque<Note> notes_;
+  ControlParser parser_;
+  std::deque<ControlMessage> notes_;
   std::size_t records_sent_ = 0;
   bool ended_ = false;
   std::atomic<bool> broken_{false};  ///< the peer's counters are impossible

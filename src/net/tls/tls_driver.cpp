@@ -110,7 +110,7 @@ LaneHello TlsAdmission::greeting_of(const TlsLane& lane) const {
   return hello;
 }
 
-void TlsAdmission::meet(TlsLane& lane, const LaneHello& hello) {
+void TlsAdmission::admit(TlsLane& lane, const LaneHello& hello) {
   if (lane.role() == Role::kDialer) return take_answer(lane, hello);
   hello.lane == 0 ? accept_first(lane, hello) : accept_further(lane, hello);
 }
@@ -254,9 +254,9 @@ void TlsDriver::step(TlsLane& lane, const Poller::Event& event) {
   }
   if (lane.stage() != TlsLane::Stage::kOpen) {
     if (event.writable) lane.session()->flush();
-    const std::optional<LaneHello> hello = lane.meet(admission_.greeting_of(lane));
+    const std::optional<LaneHello> hello = lane.handshake(admission_.greeting_of(lane));
     if (!hello) return;
-    admission_.meet(lane, *hello);
+    admission_.admit(lane, *hello);
   } else if (event.writable) {
     lane.link->channel()->flush();
   }

@@ -52,7 +52,7 @@ class TlsAdmission {
   /// What this side says, apart from the listener's answer.
   LaneHello greeting_of(const TlsLane& lane) const;
   /// The peer's greeting arrived: puts the lane into its channel. Throws why the lane ends instead.
-  void meet(TlsLane& lane, const LaneHello& hello);
+  void admit(TlsLane& lane, const LaneHello& hello);
 
  private:
   void accept_first(TlsLane& lane, const LaneHello& hello);

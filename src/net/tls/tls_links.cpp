@@ -146,7 +146,7 @@ void TlsLane::start(std::shared_ptr<TlsSession> session, bool connected) {
   stage_ = connected ? Stage::kTls : Stage::kConnecting;
 }
 
-std::optional<LaneHello> TlsLane::meet(const LaneHello& mine) {
+std::optional<LaneHello> TlsLane::handshake(const LaneHello& mine) {
   if (stage_ == Stage::kTls) {
     if (!session_->shake_hands()) return std::nullopt;
     stage_ = Stage::kHello;

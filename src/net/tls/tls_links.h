@@ -125,7 +125,7 @@ class TlsLane {
   void connected() { stage_ = Stage::kTls; }
   /// Continues the TLS handshake and the greetings: a dialer sends its own, `mine`, first. Returns the peer's
   /// greeting once it has arrived.
-  std::optional<LaneHello> meet(const LaneHello& mine);
+  std::optional<LaneHello> handshake(const LaneHello& mine);
   void say(const LaneHello& hello) { greeting_.say(*session_, hello); }
   /// The lane is open, as lane `number` of `link`; adds a further lane to the channel.
   void join(std::shared_ptr<TlsLink> link, std::uint8_t number);

@@ -291,7 +291,7 @@ void Step::accept(StepEvent& event) {
       event);
 }
 
-void Step::meet() {
+void Step::await_workers() {
   // A worker that has left this part may begin another step before this worker has the messages that end the part.
   if (work_.begin.kind == StepKind::kForward && closing_.part() == 0) abandonments_.emplace();
   const PartDone mine{work_.begin.id, local_.me, passes_.output().loss(), passes_.peak(), ran_};
@@ -310,7 +310,7 @@ void Step::meet() {
 void Step::close() {
   // Before the other workers may leave the step: a failure here must end it on all of them.
   if (passes_.input().has_gradients()) backward_before_input();
-  meet();
+  await_workers();
   exchange_.commit();
   loss_ = closing_.result().loss;
 }

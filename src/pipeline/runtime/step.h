@@ -71,7 +71,7 @@ class Step {
   /// Takes an event of this step. Throws the error that ends the step.
   void accept(StepEvent& event);
   /// Waits until all workers have run their part.
-  void meet();
+  void await_workers();
   /// Runs the backward before the input, then synchronizes with the other workers: the end of the step.
   void close();
 

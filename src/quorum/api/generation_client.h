@@ -21,7 +21,7 @@ class GenerationClient {
   /// Waits until all members of a generation wait here. Returns false if the generation has ended before that: rank 0 has
   /// left this rank out, a member left it, perhaps because a third one was replaced, or another rank waits to join.
   /// Throws kDisconnected if a member or rank 0 has ended, and kTimedOut after `limit`, which names the missing members.
-  bool meet(const Generation& generation, Duration limit) const;
+  bool await_members(const Generation& generation, Duration limit) const;
   /// Tells rank 0 that this rank takes no part any more; does not wait.
   void withdraw(const std::string& why);
   /// Whether the members should report, since a rank waits to join or one has left, as far as this rank knows: rank 0

@@ -52,7 +52,7 @@ void Client::add_handlers() {
   messages_.on<Welcome>(
       [this](Welcome message) {
         store_.newer = message.versions.newest > options_.store.newest;
-        meet(std::move(message));
+        on_welcome(std::move(message));
       },
       [this](ByteReader& reader) { return Welcome::decode(reader, options_.store); });
   messages_.on<Refused>([this](Refused message) {
@@ -89,7 +89,7 @@ void Client::add_handlers() {
   });
 }
 
-void Client::meet(Welcome message) {
+void Client::on_welcome(Welcome message) {
   std::vector<Known> gone;
   {
     MutexLock lock(mutex_);

@@ -83,7 +83,7 @@ class Client final : private net::Handler {
   void on_silence();
   void lose_store(const Error& reason, bool silent = false);
   void decide(std::optional<Error> refusal);
-  void meet(Welcome message);
+  void on_welcome(Welcome message);
   void note(const Changes& changes);
   void note_arrival(const Member& member);
   void note_end(int rank, std::shared_ptr<const Error> death);

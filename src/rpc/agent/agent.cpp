@@ -66,9 +66,9 @@ RpcAgent::RpcAgent(std::shared_ptr<Runtime> runtime, FunctionTable functions, Se
     : state_(std::move(runtime), std::move(functions), std::move(options)),
       loop_(state_.runtime, state_.calls, server_,
             {.fail_expired = [this] { calls_.fail_expired(); },
-             .look =
+             .poll_devices =
                  [this] {
-                   sender_.copying().look();
+                   sender_.copying().poll_copies();
                    if (state_.device_memory) state_.device_memory->send_returns();
                  }}),
       sender_(

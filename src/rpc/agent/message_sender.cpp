@@ -82,7 +82,7 @@ bool CopyingMessages::soon_ready(OutgoingMessage& out) const {
 }
 
 /// The thread may be a user's that waits: nothing of its own work may affect what is sent.
-void CopyingMessages::look() {
+void CopyingMessages::poll_copies() {
   if (count_.load(std::memory_order_relaxed) == 0 || looking_.exchange(true)) return;
   struct Looked {
     std::atomic<bool>& flag;
@@ -208,20 +208,20 @@ bool detach_graph_tensors(std::span<at::Tensor> tensors) {
 /// Adds the segments that the connection carries from device to device, and blobs that say which segments the peer has
 /// already. Places of tensors in device memory do not count those in parts.
 void add_places(OutgoingMessage& out) {
-  using Way = OutgoingMessage::Way;
+  using TensorRoute = OutgoingMessage::TensorRoute;
   SharedPlaces shared;
   SplitPlaces split;
   std::size_t carried = 0;
   for (std::size_t i = 0; i < out.ways.size(); ++i) {
     const std::size_t segment = out.tensors.shared[i];
     switch (out.ways[i]) {
-      case Way::kSplit:
+      case TensorRoute::kSplit:
         split.all.push_back({static_cast<std::uint32_t>(segment), out.split[split.all.size()]->number()});
         break;
-      case Way::kLent:
+      case TensorRoute::kLent:
         shared.all.push_back(out.lent[shared.all.size()]->place(segment - split.all.size()));
         break;
-      case Way::kCarried: {
+      case TensorRoute::kCarried: {
         const auto& [copy, target] = out.carried[carried++];
         const std::size_t place = segment - split.all.size() - shared.all.size();
         out.tensors.segments.insert(
@@ -301,32 +301,33 @@ void MessageSender::pack(const CallInfo& info, PeerId to, wire::Payload& payload
 MessageSender::Share MessageSender::share_with_peer(const CallInfo& info, PeerId to, TensorUse use,
                                                     OutgoingMessage& out) {
   return [this, &info, to, use, &out](const at::Tensor& tensor, device::PendingCopies& copies) {
-    using Way = OutgoingMessage::Way;
+    using TensorRoute = OutgoingMessage::TensorRoute;
     const auto there = state_.device_memory ? device_there(info, use, tensor.device()) : std::nullopt;
-    DeviceMemory::Way way;
-    if (there) way = state_.device_memory->way_to(to, tensor, *there, use.channel->carries_device_memory());
-    if (way.lent) {
-      at::Tensor view = way.lent->view_like(tensor);
+    DeviceMemory::Route route;
+    if (there)
+      route = state_.device_memory->route_to(to, tensor, *there, use.channel->carries_device_memory());
+    if (route.lent) {
+      at::Tensor view = route.lent->view_like(tensor);
       state_.copies.share(tensor, view, copies);
-      out.lent.push_back(std::move(way.lent));
-      out.ways.push_back(Way::kLent);
+      out.lent.push_back(std::move(route.lent));
+      out.ways.push_back(TensorRoute::kLent);
       return view;
     }
-    if (way.device_target != 0) {
+    if (route.device_target != 0) {
       at::Tensor copy = copy_on_device(tensor, copies);
-      const TensorPtr kept(new at::Tensor(copy), [room = std::move(way.room)](at::Tensor* sent) mutable {
+      const TensorPtr kept(new at::Tensor(copy), [room = std::move(route.room)](at::Tensor* sent) mutable {
         delete sent;
         room.reset();
       });
-      out.carried.push_back({kept, way.device_target});
-      out.ways.push_back(Way::kCarried);
+      out.carried.push_back({kept, route.device_target});
+      out.ways.push_back(TensorRoute::kCarried);
       return copy;
     }
     SplitTensorPtr parts = split(to, tensor, there, out);
     if (!parts) return at::Tensor();
     at::Tensor captured = parts->captured();
     out.split.push_back(std::move(parts));
-    out.ways.push_back(Way::kSplit);
+    out.ways.push_back(TensorRoute::kSplit);
     return captured;
   };
 }

@@ -39,8 +39,8 @@ struct OutgoingMessage {
     std::uint32_t target = 0;  ///< Segment::device_target
   };
   std::vector<Carried> carried = {};
-  enum class Way : std::uint8_t { kLent, kSplit, kCarried };
-  std::vector<Way> ways = {};  ///< of the tensors in these three lists, in the order of the message
+  enum class TensorRoute : std::uint8_t { kLent, kSplit, kCarried };
+  std::vector<TensorRoute> ways = {};  ///< of the tensors in these three lists, in the order of the message
   wire::PackedTensors tensors = {};
   std::exception_ptr failure = nullptr;  ///< an Error: why not all parts were sent
 
@@ -77,7 +77,7 @@ class CopyingMessages {
            UniqueFunction<void(OutgoingMessage&)> next);
   /// Passes on the oldest messages if they may be sent now; the pool sends parts and large ones. Threads that poll call
   /// it often.
-  void look();
+  void poll_copies();
   /// Drops all messages, also later ones; after the loop has stopped.
   void drop();
 

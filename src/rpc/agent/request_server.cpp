@@ -348,7 +348,7 @@ void RequestServer::serve(const IncomingPtr& call, const RequestHandler& handler
 }
 
 void RequestServer::leave_call(IncomingCall& call, const RequestHandler& handler) {
-  if (!call.end_one_of_both()) return;
+  if (!call.is_second_of_reply_and_return()) return;
   auto references = std::move(call.payload.references);
   if (handler.where != RunOn::kPool)
     state_.references->driver().release_references(std::move(references));  // else released here and now
@@ -356,7 +356,7 @@ void RequestServer::leave_call(IncomingCall& call, const RequestHandler& handler
 
 void RequestServer::answered(IncomingCall& call) {
   if (auto timer = state_.serving.remove(call)) loop_.cancel(*timer);
-  if (call.end_one_of_both())
+  if (call.is_second_of_reply_and_return())
     state_.references->driver().release_references(std::move(call.payload.references));
   state_.handled.fetch_add(1);
   state_.running.fetch_sub(1);

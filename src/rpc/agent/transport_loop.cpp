@@ -60,16 +60,16 @@ void TransportLoop::run() {
   TimePoint last = executor_.now();
   while (!stopping_.load(std::memory_order_acquire)) {
     const bool busy = poll_once();
-    work_.look();
+    work_.poll_devices();
     work_.fail_expired();
     timers_.run_due(executor_.now());
     const Duration spin = executor_.spin_limit();
     if (busy) {
       last = executor_.now();
     } else if (spin > Duration::zero() && is_driven(executor_.now())) {
-      aside_.store(true);
+      yields_to_callers_.store(true);
       aside_parker_->park(executor_.deadline_in(kAside));
-      aside_.store(false);
+      yields_to_callers_.store(false);
       last = executor_.now();
     } else if (spin > Duration::zero() && executor_.now() - last < spin) {
       executor_.yield();
@@ -132,7 +132,7 @@ void TransportLoop::run_timers_only() {
 
 bool TransportLoop::drive() {
   if (stopping_.load(std::memory_order_relaxed)) return false;
-  work_.look();
+  work_.poll_devices();
   if (transport_ == nullptr) return false;
   InlineCalls calls;
   bool busy = false;
@@ -153,7 +153,7 @@ bool TransportLoop::drive() {
 
 void TransportLoop::end_driving(bool unserved) {
   drivers_.fetch_sub(1, std::memory_order_relaxed);
-  if (unserved && aside_.load()) aside_parker_->unpark();
+  if (unserved && yields_to_callers_.load()) aside_parker_->unpark();
 }
 
 void TransportLoop::check_may_wait() const {

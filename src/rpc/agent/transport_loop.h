@@ -60,7 +60,7 @@ struct InlineCall {
 /// What the loop does besides the transport.
 struct LoopWork {
   std::function<void()> fail_expired;  ///< fails the calls whose deadline passed; the loop's thread runs it
-  std::function<void()> look;          ///< looks at the devices; every thread that polls runs it, often
+  std::function<void()> poll_devices;  ///< looks at the devices; every thread that polls runs it, often
 };
 
 /// Polls the transport, on a dedicated thread or on callers that wait, and runs timers. One thread polls at a
@@ -129,7 +129,7 @@ class TransportLoop final {
   std::atomic<TimePoint> job_since_{
       TimePoint::max()};  ///< when the one that runs a job began it; max(): none does
   std::atomic<bool> stopping_{false};
-  std::atomic<bool> aside_{false};  ///< the thread pauses while waiting callers poll
+  std::atomic<bool> yields_to_callers_{false};  ///< the thread pauses while waiting callers poll
   const std::unique_ptr<Parker> aside_parker_;
   const std::unique_ptr<Parker> timer_parker_;             ///< the thread sleeps here without a transport
   std::atomic<TimePoint> sleeps_until_{TimePoint::min()};  ///< min(): the thread is awake

@@ -56,7 +56,7 @@ struct IncomingCall {
 
   /// Marks that the handler returned, or that the call was answered. Returns true the second time: the
   /// references among the arguments are then not needed, even if the call is still held.
-  bool end_one_of_both() { return half_ended_.exchange(true); }
+  bool is_second_of_reply_and_return() { return half_ended_.exchange(true); }
 
   /// The thread that reads requests, while it runs the handler, which must not wait there.
   std::atomic<ThreadId> inline_thread{};

@@ -110,15 +110,16 @@ std::shared_ptr<const void> DeviceMemory::room_on(c10::Device device, std::size_
   return carried_.try_emplace(device.str(), kMostCarried).first->second.reserve(bytes);
 }
 
-DeviceMemory::Way DeviceMemory::way_to(PeerId to, const at::Tensor& tensor, c10::Device there, bool carries) {
-  if (tensor.nbytes() < kLeast || to == state_.id()) return {};
+DeviceMemory::Route DeviceMemory::route_to(PeerId to, const at::Tensor& tensor, c10::Device there,
+                                           bool carries) {
+  if (tensor.nbytes() < kMinBytesOnDevice || to == state_.id()) return {};
   // An area that only parts could use.
   if (tensor.nbytes() > state_.options.device_staging_bytes && !reads_parts(to)) return {};
   OutgoingMemory::Shared shared = outgoing_.share(to, tensor.device(), there, tensor.nbytes());
-  Way way{.lent = std::move(shared.tensor)};
-  if (carries && shared.device_target != 0) way.room = room_on(tensor.device(), tensor.nbytes());
-  if (way.room) way.device_target = shared.device_target;
-  if (way.lent || way.room) shared_.add();
+  Route route{.lent = std::move(shared.tensor)};
+  if (carries && shared.device_target != 0) route.room = room_on(tensor.device(), tensor.nbytes());
+  if (route.room) route.device_target = shared.device_target;
+  if (route.lent || route.room) shared_.add();
   if (shared.offer) {
     if (const auto agent = agent_.lock()) {
       state_.host->post([self = shared_from_this(), agent, to, offer = std::move(*shared.offer)]() mutable {
@@ -126,7 +127,7 @@ DeviceMemory::Way DeviceMemory::way_to(PeerId to, const at::Tensor& tensor, c10:
       });
     }
   }
-  return way;
+  return route;
 }
 
 std::optional<SharedArea> DeviceMemory::area_to(PeerId to, c10::Device here, c10::Device there) const {

@@ -35,7 +35,7 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
   DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime, RunAfter run_after);
 
   /// The way of a tensor to a device of a peer. Without both, it must go through host memory, maybe only this time.
-  struct Way {
+  struct Route {
     LentTensorPtr lent = nullptr;  ///< memory for it
     /// Not 0: the connection carries a copy of it from device to device, which keeps `room`.
     std::uint32_t device_target = 0;
@@ -43,8 +43,8 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
   };
   /// `there`: the peer's device; the CPU: where the peer's map places it. `carries`: whether the tensor's connection
   /// carries device memory.
-  Way way_to(PeerId to, const at::Tensor& tensor, c10::Device there, bool carries);
-  /// The memory of which way_to() lends parts, if the peer has mapped it.
+  Route route_to(PeerId to, const at::Tensor& tensor, c10::Device there, bool carries);
+  /// The memory of which route_to() lends parts, if the peer has mapped it.
   std::optional<SharedArea> area_to(PeerId to, c10::Device here, c10::Device there) const;
   /// See IncomingMemory::insert().
   void insert(PeerId from, BytesView blob, ReceivedSegments segments) const {
@@ -67,7 +67,7 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
   class ReturnSent;
   using Returns = std::map<std::pair<PeerId, std::uint32_t>, std::vector<std::uint64_t>>;
   /// Below, two copies and a message that returns the memory cost more than the way through the host.
-  static constexpr std::size_t kLeast = std::size_t{64} << 10;
+  static constexpr std::size_t kMinBytesOnDevice = std::size_t{64} << 10;
 
   std::shared_ptr<const void> room_on(c10::Device device, std::size_t bytes);
   void send_offer(PeerId to, OfferDeviceMemory offer);

@@ -11,16 +11,16 @@ SplitTensorPtr OutgoingParts::split(PeerId to, const at::Tensor& tensor, PartSen
   const std::size_t shared_part = shared ? SharedBuffers::part_of(*shared->area) : 0;
   const bool is_shared = shared_part != 0 && tensor.nbytes() >= shared_part;
   if (!is_shared && tensor.nbytes() < 2 * part_) return nullptr;
-  SplitTensor::Way way{line_to(to, tensor.device(), is_shared ? shared : std::nullopt), sender, 0};
+  SplitTensor::Route route{line_to(to, tensor.device(), is_shared ? shared : std::nullopt), sender, 0};
   {
     MutexLock lock(mutex_);
-    way.number = ++last_number_;
+    route.number = ++last_number_;
   }
-  if (!way.line || !way.line->enter(way.number)) return nullptr;
-  const std::shared_ptr<PartLine> line = way.line;
-  const std::uint64_t number = way.number;
+  if (!route.line || !route.line->enter(route.number)) return nullptr;
+  const std::shared_ptr<PartLine> line = route.line;
+  const std::uint64_t number = route.number;
   try {
-    return std::make_shared<SplitTensor>(std::move(way), tensor, events_);
+    return std::make_shared<SplitTensor>(std::move(route), tensor, events_);
   } catch (...) {  // no memory on the device
     line->forget(number);
     throw;

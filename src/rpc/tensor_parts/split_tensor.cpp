@@ -63,14 +63,14 @@ void PartLine::forget(std::uint64_t number) {
   alive_->fetch_sub(1);
 }
 
-SplitTensor::SplitTensor(Way way, const at::Tensor& tensor, const device::EventPoolPtr& events)
-    : way_(std::move(way)), captured_(copy_without_graph(tensor)), total_(captured_.nbytes()) {
+SplitTensor::SplitTensor(Route route, const at::Tensor& tensor, const device::EventPoolPtr& events)
+    : route_(std::move(route)), captured_(copy_without_graph(tensor)), total_(captured_.nbytes()) {
   captured_at_.emplace(device::current_stream(captured_.device()), events);
 }
 
 SplitTensor::~SplitTensor() {
-  if (way_.line->is_first(way_.number)) way_.line->buffers().discard();
-  way_.line->forget(way_.number);
+  if (route_.line->is_first(route_.number)) route_.line->buffers().discard();
+  route_.line->forget(route_.number);
   if (!channel_) return;
   try {
     send(std::nullopt);
@@ -79,8 +79,8 @@ SplitTensor::~SplitTensor() {
 }
 
 void SplitTensor::fill() {
-  if (copied_ == total_ || !way_.line->is_first(way_.number)) return;
-  PartBuffers& buffers = way_.line->buffers();
+  if (copied_ == total_ || !route_.line->is_first(route_.number)) return;
+  PartBuffers& buffers = route_.line->buffers();
   if (captured_at_) {
     captured_at_->hold_back(buffers.stream());
     captured_at_.reset();
@@ -91,15 +91,15 @@ void SplitTensor::fill() {
 }
 
 bool SplitTensor::can_advance() const {
-  if (done() || !way_.line->is_first(way_.number)) return false;
-  PartBuffers& buffers = way_.line->buffers();
+  if (done() || !route_.line->is_first(route_.number)) return false;
+  PartBuffers& buffers = route_.line->buffers();
   return buffers.ready() || (copied_ < total_ && buffers.has_room(total_ - copied_));
 }
 
 std::size_t SplitTensor::advance(const std::shared_ptr<net::Channel>& channel) {
-  if (done() || !way_.line->is_first(way_.number)) return 0;
+  if (done() || !route_.line->is_first(route_.number)) return 0;
   std::size_t carried = 0;
-  PartBuffers& buffers = way_.line->buffers();
+  PartBuffers& buffers = route_.line->buffers();
   fill();
   while (std::optional<Part> part = buffers.take()) {
     channel_ = channel;
@@ -116,7 +116,7 @@ std::size_t SplitTensor::advance(const std::shared_ptr<net::Channel>& channel) {
     fill();
   }
   if (!done()) return carried;
-  way_.line->leave(way_.number);
+  route_.line->leave(route_.number);
   captured_ = at::Tensor();
   return carried;
 }
@@ -126,9 +126,9 @@ void SplitTensor::send(const std::optional<Part>& part) const {
   wire::Frame frame;
   frame.header.type = TensorPart::kType;
   frame.header.flags = wire::kFlagOneWay;
-  frame.header.instance = way_.sender.instance;
-  frame.header.version = way_.sender.version;
-  frame.value = wire::to_payload(TensorPart{way_.number, total_}).value;
+  frame.header.instance = route_.sender.instance;
+  frame.header.version = route_.sender.version;
+  frame.value = wire::to_payload(TensorPart{route_.number, total_}).value;
   if (!part || !part->lent) {
     const std::size_t segments = part ? 1 : 0;
     return channel_->send(wire::encode_frame(frame), {part ? &part->segment : nullptr, segments});

@@ -103,20 +103,20 @@ struct PartSender {
 class SplitTensor {
  public:
   /// The way of one worker's tensors to a peer.
-  struct Way {
+  struct Route {
     std::shared_ptr<PartLine> line;
     PartSender sender;
     std::uint64_t number = 0;  ///< of the tensor, among those to the peer; it has entered the line
   };
   /// Copies the tensor on its device: its values after the work of this thread's current stream so far.
-  SplitTensor(Way way, const at::Tensor& tensor, const device::EventPoolPtr& events);
+  SplitTensor(Route route, const at::Tensor& tensor, const device::EventPoolPtr& events);
   ~SplitTensor();
   SplitTensor(const SplitTensor&) = delete;
   SplitTensor& operator=(const SplitTensor&) = delete;
 
   /// The dense copy on the device; undefined once all parts were sent.
   const at::Tensor& captured() const { return captured_; }
-  std::uint64_t number() const { return way_.number; }
+  std::uint64_t number() const { return route_.number; }
   /// Begins to copy parts for which there are buffers, if it is its turn.
   void fill();
   /// Whether advance() would send a part or begin to copy one. Does not wait.
@@ -137,7 +137,7 @@ class SplitTensor {
  private:
   void send(const std::optional<Part>& part) const;
 
-  const Way way_;
+  const Route route_;
   at::Tensor captured_;
   std::optional<device::Mark> captured_at_;  ///< until the buffers' stream waits for it
   const std::size_t total_;                  ///< bytes
