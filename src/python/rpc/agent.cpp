@@ -1,10 +1,16 @@
 #include "python/rpc/agent.h"
 
+#include <algorithm>
+#include <deque>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <optional>
 #include <set>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 
+#include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/rpc_with_autograd.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/rpc_with_profiling_req.h>
@@ -16,11 +22,12 @@
 #include <torch/csrc/distributed/rpc/unpickled_python_remote_call.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/rpc/extension.h>
 #include <torchspan/rpc/worker.h>
 
 #include "python/errors.h"
 #include "python/gil.h"
-#include "python/rpc/message_server.h"
 
 namespace torchspan::python {
 namespace {
@@ -253,7 +260,194 @@ Error explain_failed_join(c10d::Store& store, const Place& place, const Error& e
   return error;
 }
 
+/// Receives the messages of torch.distributed.rpc from the others. Its handlers run on the worker's pool, at most
+/// `threads` at a time, so that threads are left for replies while all of them wait.
+class MessageServer final : public rpc::Extension {
+ public:
+  struct Callbacks {
+    std::function<void(std::int64_t id, wire::Payload& request, std::shared_ptr<rpc::Completion> reply)>
+        serve;
+    /// A member died or left; on a thread that must not wait.
+    std::function<void(std::uint32_t rank, const Error& reason)> departed;
+  };
+  MessageServer(std::size_t threads, Callbacks callbacks)
+      : callbacks_(std::move(callbacks)), free_(threads) {}
+
+  void attach(rpc::Registrar& registrar) override;
+
+ private:
+  struct Request {
+    std::int64_t id = 0;
+    wire::Payload payload;
+    std::shared_ptr<rpc::Completion> reply;
+  };
+  void run(Request request);
+
+  const Callbacks callbacks_;
+  Mutex mutex_;
+  std::size_t free_ TORCHSPAN_GUARDED_BY(mutex_);  ///< handlers that may begin
+  std::deque<Request> waiting_ TORCHSPAN_GUARDED_BY(mutex_);
+};
+
+void MessageServer::attach(rpc::Registrar& registrar) {
+  registrar.handle_raw(
+      kTorchMessage, "torch.distributed.rpc", rpc::RunOn::kPool,
+      [this, endpoint = registrar.worker().endpoint().get()](
+          const rpc::CallInfo& call, wire::Payload& payload, std::shared_ptr<rpc::Completion> reply) {
+        std::optional<KeptThreadState> kept;
+        if (runs_python(payload)) kept.emplace();
+        run({static_cast<std::int64_t>(call.call), std::move(payload), std::move(reply)});
+        endpoint->receive_here();
+      });
+  registrar.handle_raw(
+      kGreeting, "greeting", rpc::RunOn::kReceiver,
+      [](const rpc::CallInfo&, wire::Payload&, const std::shared_ptr<rpc::Completion>& reply) {
+        wire::Payload nothing;
+        reply->succeed(nothing);
+      });
+  registrar.on_departure(callbacks_.departed);
+}
+
+void MessageServer::run(Request request) {
+  {
+    MutexLock lock(mutex_);
+    if (free_ == 0) return waiting_.push_back(std::move(request));
+    --free_;
+  }
+  for (;;) {
+    callbacks_.serve(request.id, request.payload, std::move(request.reply));
+    request = {};  // without the lock
+    MutexLock lock(mutex_);
+    if (waiting_.empty()) {
+      ++free_;
+      return;
+    }
+    request = std::move(waiting_.front());
+    waiting_.pop_front();
+  }
+}
+
 }  // namespace
+
+TorchWorker WorkerDirectory::worker_of(const rendezvous::Member& member) const {
+  if (member.rank == membership_->self().rank) return self_;
+  return {member.name, static_cast<std::int64_t>(member.rank)};
+}
+
+template <class Matches>
+const TorchWorker& WorkerDirectory::find_if(const Matches& matches, const std::string& what) const {
+  if (matches(self_)) return self_;
+  MutexLock lock(mutex_);
+  const bool may_change = membership_->open();
+  if (!may_change) {
+    const auto found = std::ranges::find_if(known_, matches);
+    if (found != known_.end()) return *found;
+  }
+  std::vector<std::string> names;
+  for (const TorchWorker& worker : all()) {
+    names.push_back(worker.name_);
+    if (!matches(worker)) continue;
+    const auto same = std::ranges::find_if(
+        known_, [&](const TorchWorker& one) { return one.id_ == worker.id_ && one.name_ == worker.name_; });
+    return same != known_.end() ? *same : known_.emplace_back(worker);
+  }
+  throw std::runtime_error(fmt::format("torchspan: worker {} could not find destination {}; there are {}",
+                                       self_.name_, what, fmt::join(names, ", ")));
+}
+
+const TorchWorker& WorkerDirectory::find(const std::string& name) const {
+  return find_if([&](const TorchWorker& worker) { return worker.name_ == name; },
+                 fmt::format("worker '{}'", name));
+}
+
+const TorchWorker& WorkerDirectory::find(torch::distributed::rpc::worker_id_t id) const {
+  return find_if([&](const TorchWorker& worker) { return worker.id_ == id; }, fmt::format("id {}", id));
+}
+
+std::vector<TorchWorker> WorkerDirectory::all() const {
+  std::vector<TorchWorker> workers;
+  for (const rendezvous::Member& member : membership_->members()) {
+    if (!membership_->open() || membership_->is_present(member.rank)) workers.push_back(worker_of(member));
+  }
+  return workers;
+}
+
+std::uint32_t WorkerDirectory::rank_of(const TorchWorker& worker) const {
+  return static_cast<std::uint32_t>(worker.id_ == self_.id_ ? membership_->self().rank : worker.id_);
+}
+
+std::string WorkerDirectory::name_of(std::uint32_t rank) const {
+  return membership_->member(static_cast<int>(rank)).name;
+}
+
+const TorchDeviceMap& DeviceMaps::to(const std::string& worker) const {
+  const auto found = maps_.find(worker);
+  return found == maps_.end() ? none_ : found->second;
+}
+
+std::vector<c10::Device> DeviceMaps::of(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::Device> devices;
+  bool any = false;
+  for (const at::Tensor& tensor : tensors) {
+    devices.push_back(tensor.device());
+    any |= !tensor.device().is_cpu();
+  }
+  if (!any) devices.clear();
+  return devices;
+}
+
+std::vector<c10::Device> DeviceMaps::arguments(const std::vector<at::Tensor>& tensors,
+                                               const std::string& worker, const TorchDeviceMap& given) const {
+  const TorchDeviceMap& map = given.empty() ? to(worker) : given;
+  std::vector<c10::Device> devices;
+  if (map.empty()) {
+    devices = of(tensors);
+    if (devices.empty() || worker == self_) return devices;
+  }
+  devices.clear();
+  for (const at::Tensor& tensor : tensors) {
+    const auto place = map.find(tensor.device());
+    TORCH_CHECK(
+        place != map.end() || tensor.device().is_cpu(),
+        fmt::format("torchspan: worker {} sends a tensor on {} to worker {}, and has no device map for it: "
+                    "add it with set_device_map() of the options, on all workers, or send tensor.cpu()",
+                    self_, tensor.device().str(), worker));
+    devices.push_back(place != map.end() ? place->second : tensor.device());
+  }
+  return devices;
+}
+
+std::vector<c10::Device> DeviceMaps::results(const std::vector<c10::Device>& there, const std::string& worker,
+                                             const TorchDeviceMap& given) const {
+  if (worker == self_) return there;
+  const TorchDeviceMap& map = given.empty() ? to(worker) : given;
+  std::vector<c10::Device> devices;
+  for (const c10::Device& device : there) {
+    c10::Device here = c10::kCPU;
+    bool found = device.is_cpu();
+    for (const auto& [from, to] : map) {
+      if (to != device) continue;
+      here = from;
+      found = true;
+    }
+    TORCH_CHECK(
+        found,
+        fmt::format("torchspan: worker {} returns a tensor on {}, to which the device map of worker {} "
+                    "maps no device: add it with set_device_map() of the options, or return "
+                    "tensor.cpu()",
+                    worker, device.str(), self_));
+    devices.push_back(here);
+  }
+  return devices;
+}
+
+void DeviceMaps::place(std::vector<at::Tensor>& tensors, const std::vector<c10::Device>& devices) {
+  for (std::size_t i = 0; i < devices.size(); ++i) {
+    if (tensors[i].device() == devices[i]) continue;
+    const bool requires_grad = tensors[i].requires_grad();
+    tensors[i] = tensors[i].detach().to(devices[i]).set_requires_grad(requires_grad);
+  }
+}
 
 std::shared_ptr<Agent> Agent::join(const c10::intrusive_ptr<c10d::Store>& store, const Place& place,
                                    Options options) {

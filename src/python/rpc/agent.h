@@ -1,23 +1,83 @@
 #pragma once
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
+#include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/owner_process.h>
+#include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/detail/rpc/service.h>
 
 #include "python/job.h"
-#include "python/rpc/device_maps.h"
 #include "python/rpc/messages.h"
-#include "python/rpc/worker_directory.h"
 
 namespace torchspan::python {
+
+using TorchWorker = torch::distributed::rpc::WorkerInfo;
+
+/// The members of a world as torch's WorkerInfo, which stay where they are. Thread-safe.
+class WorkerDirectory {
+ public:
+  explicit WorkerDirectory(TorchWorker self) : self_(std::move(self)) {}
+
+  /// Before everything else. `membership` must live as long as calls are made.
+  void begin(const rendezvous::Membership& membership) { membership_ = &membership; }
+  /// Throws std::runtime_error that lists the workers.
+  const TorchWorker& find(const std::string& name) const;
+  const TorchWorker& find(torch::distributed::rpc::worker_id_t id) const;
+  /// Those that have neither died nor left; in a fixed world, all.
+  std::vector<TorchWorker> all() const;
+  /// The rank of a worker in the membership. torch's id of this worker is another one in a world that it has alone.
+  std::uint32_t rank_of(const TorchWorker& worker) const;
+  std::string name_of(std::uint32_t rank) const;
+
+ private:
+  TorchWorker worker_of(const rendezvous::Member& member) const;
+  template <class Matches>
+  const TorchWorker& find_if(const Matches& matches, const std::string& what) const;
+
+  const TorchWorker self_;
+  const rendezvous::Membership* membership_ = nullptr;
+  mutable Mutex mutex_;
+  mutable std::deque<TorchWorker> known_ TORCHSPAN_GUARDED_BY(mutex_);  ///< those that were asked for
+};
+
+using TorchDeviceMap = torch::distributed::rpc::DeviceMap;
+
+/// Where the tensors of calls to other workers, and of their results, are placed. Tensors travel through the hosts'
+/// memory. Immutable.
+class DeviceMaps {
+ public:
+  DeviceMaps(std::string self, std::unordered_map<std::string, TorchDeviceMap> maps)
+      : self_(std::move(self)), maps_(std::move(maps)) {}
+
+  const TorchDeviceMap& to(const std::string& worker) const;
+  /// The devices of a call's tensors on `worker`; empty if all are on CPUs. `map`: instead of the map for the worker, if
+  /// it is not empty. Throws c10::Error for a tensor on a device without a place there.
+  std::vector<c10::Device> arguments(const std::vector<at::Tensor>& tensors, const std::string& worker,
+                                     const TorchDeviceMap& map) const;
+  /// The devices here of a result whose tensors are on `there`.
+  std::vector<c10::Device> results(const std::vector<c10::Device>& there, const std::string& worker,
+                                   const TorchDeviceMap& map) const;
+
+  /// The devices of tensors; empty if all are on CPUs.
+  static std::vector<c10::Device> of(const std::vector<at::Tensor>& tensors);
+  /// Moves received tensors to `devices`; none for an empty list.
+  static void place(std::vector<at::Tensor>& tensors, const std::vector<c10::Device>& devices);
+
+ private:
+  const std::string self_;
+  const std::unordered_map<std::string, TorchDeviceMap> maps_;
+  const TorchDeviceMap none_;
+};
 
 using JitFuture = torch::distributed::rpc::JitFuture;
 
