@@ -121,6 +121,25 @@ TEST_F(SimulatedGroups, NameTheAbortThatBrokeThemAlsoWhenOtherRanksDropThemFirst
   }
 }
 
+// The receiver finds the difference, and may drop the group before the sender has learned of it.
+TEST_F(SimulatedGroups, NameBothCallsOfAMismatchedMessageAlsoWhenTheReceiverDropsTheGroupFirst) {
+  for (std::uint64_t seed = 1; seed <= seeds_or(20); ++seed) {
+    for (const std::int64_t length : {2, 100'000}) {
+      SCOPED_TRACE(::testing::Message() << length << " elements, seed " << seed);
+      SimulatedWorld world(seed, 3, {.jitter = milliseconds(20)});
+      run(world, seconds(20), [&](Group& group, Membership&) {
+        if (group.rank() == 2) return;
+        const Error error = error_of([&] {
+          if (group.rank() == 0) group.send(at::ones({length}), 1).wait();
+          if (group.rank() == 1) group.recv(at::ones({length + 1}), 0).wait();
+        });
+        EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << "rank " << group.rank() << ": " << error.what();
+        EXPECT_THAT(error.what(), ::testing::AllOf(HasSubstr("called send("), HasSubstr("called recv(")));
+      });
+    }
+  }
+}
+
 /// What one all-reduce costs a rank, with the comparison of calls before it.
 struct Cost {
   double messages = 0;  ///< that a rank sends
