@@ -1,5 +1,6 @@
 // torchspan._C: what the package `torchspan` needs of the library.
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -10,6 +11,7 @@
 #include "python/calls/bindings.h"
 #include "python/errors.h"
 #include "python/rpc/bindings.h"
+#include "python/training/bindings.h"
 
 namespace torchspan::python {
 namespace {
@@ -36,6 +38,36 @@ struct ObservedWorld {
   std::weak_ptr<World> world;
 };
 
+/// A part of the program in the trace, from its construction to close().
+class OpenSpan {
+ public:
+  OpenSpan(std::shared_ptr<Runtime> runtime, const std::string& name, std::uint64_t number)
+      : runtime_(std::move(runtime)),
+        scope_(std::make_unique<SpanScope>(runtime_->spans, SpanKind::kUser, name, number)) {}
+  void close() { scope_ = nullptr; }
+
+ private:
+  const std::shared_ptr<Runtime> runtime_;
+  std::unique_ptr<SpanScope> scope_;
+};
+
+void bind_trace(pybind11::module_& module) {
+  pybind11::class_<OpenSpan>(module, "Span").def("close", &OpenSpan::close);
+  pybind11::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
+      .def(
+          "span",
+          [](std::shared_ptr<Runtime> self, const std::string& name, std::uint64_t number) {
+            return std::make_unique<OpenSpan>(std::move(self), name, number);
+          },
+          pybind11::arg("name"), pybind11::arg("number"))
+      .def(
+          "log_scalar",
+          [](Runtime& self, const std::string& name, double value, std::optional<std::int64_t> step) {
+            self.scalars.add(name, value, step, self.executor.now());
+          },
+          pybind11::arg("name"), pybind11::arg("value"), pybind11::arg("step"));
+}
+
 }  // namespace
 }  // namespace torchspan::python
 
@@ -45,7 +77,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   pybind11::module_::import("torch.distributed");  // registers the base class
   module.attr("version") = TORCHSPAN_VERSION;
   module.attr("torch_version") = TORCH_VERSION;
+  ours::bind_trace(module);
   pybind11::class_<ours::World, std::shared_ptr<ours::World>>(module, "World")
+      .def_property_readonly("runtime", &ours::World::shared_runtime)
       .def(
           "leave",
           [](ours::World& world, ours::Milliseconds timeout) {
@@ -72,4 +106,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       pybind11::arg("ends_world"), pybind11::arg("timeout"));
   ours::bind_rpc(module);
   ours::bind_calls(module);
+  ours::bind_optimizers(module);
+  ours::bind_checkpoints(module);
 }

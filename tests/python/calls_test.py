@@ -474,14 +474,11 @@ class Gradients(unittest.TestCase):
                 local[1](local[0](x)).sum().backward()
                 oracle.step()
             wanted = [value for layer in local for value in layer.values()]
-            state = optimizer.state_dict()
-            optimizer.load_state_dict(state)
-            return [torch.allclose(a, b, atol=1e-12) for a, b in zip(found, wanted)], sorted(state)
+            return [torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, wanted)]
 
         result = run(3, at_rank_0(body), world=Native())[0]
         self.assertNotIsInstance(result, Failed, result)
-        same, owners = result
-        self.assertEqual((set(same), owners), ({True}, ["worker1", "worker2"]))
+        self.assertEqual(set(result), {True})
 
     def test_a_fast_pass_that_stalls_names_the_tensors_that_were_sent(self):
         def body(size):

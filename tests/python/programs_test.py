@@ -16,7 +16,7 @@ from calls_test import Layer, raised_by
 from processes import Native, run
 from torchspan import autograd, rpc
 
-FIRST, _, COUNT = os.environ.get("TORCHSPAN_PYTHON_SEEDS", "40").rpartition("+")
+FIRST, _, COUNT = os.environ.get("TORCHSPAN_PYTHON_SEEDS", "200").rpartition("+")
 SEEDS = range(int(FIRST or 0), int(FIRST or 0) + int(COUNT))
 WORKERS = [f"worker{rank}" for rank in range(3)]
 THREADS = (1, 4, 16)  # that serve calls; by group of seeds

@@ -25,6 +25,7 @@ class World {
   collective::Group make_group(collective::GroupOptions options);
   rendezvous::Membership& membership() { return *membership_; }
   Runtime& runtime() { return *runtime_; }
+  const std::shared_ptr<Runtime>& shared_runtime() const { return runtime_; }
   /// Runs `job` on a thread that may block, as callbacks of c10d's futures do.
   void post(UniqueFunction<void()> job);
   /// Leaves, so that the other ranks see no death. Rank 0 waits for the others until the deadline. Later calls of

@@ -109,6 +109,7 @@ void bind_worker(py::module_& module) {
   py::class_<PythonWorker, std::shared_ptr<PythonWorker>>(module, "Worker")
       .def_property_readonly("name", [](Self self) { return self->worker().name(); })
       .def_property_readonly("rank", [](Self self) { return self->worker().rank(); })
+      .def_property_readonly("runtime", [](Self self) { return self->runtime(); })
       .def_property(
           "default_timeout", [](Self self) { return to_seconds(self->worker().default_timeout()); },
           [](Self self, double seconds) { self->worker().set_default_timeout(duration_of(seconds)); })

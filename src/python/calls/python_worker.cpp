@@ -150,6 +150,7 @@ PythonWorker::PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options opt
   extensions.push_back(std::make_unique<autograd::AutogradExtension>());
   extensions.push_back(std::make_unique<PythonFunctions>(packer_));
   service_ = job.start(std::move(service), PythonFunctions::table(), std::move(extensions));
+  observation_ = job.observe(worker().name());
 }
 
 rpc::Request PythonWorker::make_request(wire::MessageType type, std::uint64_t function, const Call& call) {

@@ -73,6 +73,7 @@ class PythonWorker {
 
   Worker& worker() { return service_->worker(); }
   const std::shared_ptr<Packer>& packer() const { return packer_; }
+  const std::shared_ptr<Runtime>& runtime() const { return runtime_; }
   /// Waits until no worker has outstanding calls, then leaves together with the others.
   void shutdown(double timeout);
   /// Leaves at once.
@@ -87,6 +88,7 @@ class PythonWorker {
   const OwnerProcess process_;
   const std::shared_ptr<Packer> packer_;
   const std::shared_ptr<Runtime> runtime_;
+  std::unique_ptr<Observation> observation_;  ///< ends after the service, so that it sees all of its work
   std::unique_ptr<rpc::WorkerService> service_;
 };
 

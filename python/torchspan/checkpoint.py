@@ -1,0 +1,340 @@
+"""Checkpoints of Python programs: files that the package safetensors reads, complete for all ranks or not there.
+
+    manager = torchspan.CheckpointManager("checkpoints", keep_last=3)
+    manager.add("model", model)
+    manager.add("optimizer", optimizer)
+    manager.add("progress", progress := {"samples": 0})  # numbers and texts are in a dict or a list
+    for step in range(manager.restore_or(0), 1000):
+        train_step()
+        manager.save(step + 1)
+    manager.close()
+"""
+
+import base64
+import collections
+import itertools
+import json
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from . import _C, _calls, distributed, errors, rpc
+
+__all__ = ["CheckpointManager"]
+
+_numbers = itertools.count(1)
+
+
+class CheckpointManager:
+    """Saves and restores the registered objects of all ranks as one checkpoint, which exists for all of them or for none.
+
+    The ranks are the workers of torchspan.rpc (`participants`: the names of those that have this manager; None: all), or the
+    ranks of torch.distributed's default group, of any backend, or this process. Every rank registers its objects under the
+    same names, and calls save() and restore() in the same order. directory: on a file system that all ranks share. save()
+    returns when the state is copied; with asynchronous=False when the checkpoint is complete. timeout: seconds of each
+    wait for other ranks; 0: no limit. rng: also saves torch's default generators of every rank.
+    """
+
+    def __init__(
+        self,
+        directory,
+        *,
+        keep_last: int = 3,
+        keep_best: int = 0,
+        lower_is_better: bool = True,
+        asynchronous: bool = True,
+        rng: bool = True,
+        participants=None,
+        name: str = "manager",
+        timeout: float = 1800.0,
+    ):
+        options = _C.CheckpointOptions()
+        options.directory = str(directory)
+        options.keep_last, options.keep_best, options.lower_is_better = keep_last, keep_best, lower_is_better
+        options.asynchronous, options.rng = asynchronous, rng
+        options.participants, options.name, options.timeout = list(participants or []), name, timeout
+        self._own_worker = None
+        worker = _calls.current_worker() if _calls.has_worker() else None
+        if worker is None and dist.is_initialized() and dist.get_world_size() > 1:
+            worker = self._own_worker = _join_ranks(timeout)
+        self._manager = _C.CheckpointManager(worker, options)
+
+    def add(self, name: str, value) -> None:
+        """Registers a module, an optimizer, a schedule or another object with state_dict() and load_state_dict(), a tensor, a
+        torch.Generator, a dict or list of plain values, or a reference to such an object on another worker.
+
+        Ranks that register the same name have replicas, whose plain values must be equal.
+        """
+        self._manager.add(name, _adapter(name, value), False)
+
+    def add_per_rank(self, name: str, value) -> None:
+        """Registers an object whose state differs between ranks, such as a sampler; as many ranks as saved it can restore it."""
+        self._manager.add(name, _adapter(name, value), True)
+
+    def save(self, step: int, *, metric: "float | None" = None) -> None:
+        """Saves the state after `step` steps. If the previous save failed, raises its error instead, on all ranks."""
+        self._manager.save(step, metric)
+
+    def wait(self) -> None:
+        """Returns when the last save() is a checkpoint; raises if it failed."""
+        self._manager.wait()
+
+    def restore(self) -> "int | None":
+        """Restores the newest undamaged checkpoint and returns its step; None if there is none."""
+        return self._manager.restore()
+
+    def restore_or(self, first_step: int) -> int:
+        """The same, or returns `first_step` if there is no checkpoint."""
+        found = self.restore()
+        return first_step if found is None else found
+
+    def close(self) -> None:
+        """Waits for the last save(), and lets the other ranks go. The manager cannot be used afterwards."""
+        if self._manager is None:
+            return
+        manager, worker = self._manager, self._own_worker
+        self._manager = self._own_worker = None
+        try:
+            manager.wait()
+        finally:
+            del manager
+            if worker is not None:
+                worker.shutdown(0.0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __del__(self):
+        if getattr(self, "_own_worker", None) is not None:
+            self._manager = None
+            self._own_worker.stop_at_exit()
+
+
+def _join_ranks(timeout):
+    """A worker for the ranks of a program without torchspan.rpc; they find each other through the default group's store."""
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    return _C.join_worker(
+        dist.PrefixStore(f"torchspan.checkpoint/{next(_numbers)}", store),
+        f"rank{rank}",
+        rank,
+        dist.get_world_size(),
+        distributed._host_of(store),
+        1,
+        timeout,
+        False,
+        _calls.Hooks([]),
+    )
+
+
+def _adapter(name, value):
+    if isinstance(value, rpc.RRef):
+        return _Stateful(name, _Remote(value))
+    if isinstance(value, DistributedDataParallel):
+        value = value.module
+    if isinstance(value, torch.nn.Module):
+        return _Module(value)
+    if isinstance(value, torch.Tensor):
+        return _Tensor(value)
+    if isinstance(value, torch.Generator):
+        return _Generator(value)
+    if isinstance(value, (dict, list)):
+        return _Container(name, value)
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return _Stateful(name, value)
+    raise TypeError(
+        f"torchspan: a checkpoint cannot save '{name}', a {type(value).__name__}: register a module, an optimizer, an object with "
+        "state_dict() and load_state_dict(), a tensor, a torch.Generator, or a dict or list that holds the value"
+    )
+
+
+class _Remote:
+    """The state of an object on another worker."""
+
+    def __init__(self, rref):
+        self._rref = rref
+
+    def state_dict(self):
+        return self._rref.rpc_sync(timeout=0).state_dict()
+
+    def load_state_dict(self, state):
+        self._rref.rpc_sync(timeout=0).load_state_dict(state)
+
+
+class _Tensor:
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def save(self):
+        return [("", self._tensor)]
+
+    def load(self, reader):
+        target = self._tensor.detach()
+        reader.read_shard("", target, [0] * target.dim())
+
+
+class _Generator:
+    def __init__(self, generator):
+        self._generator = generator
+
+    def save(self):
+        return [("", self._generator.get_state())]
+
+    def load(self, reader):
+        self._generator.set_state(reader.read("").clone())
+
+
+class _Module:
+    """Parameters and buffers by name, a tensor with several names once; other entries of the state as one text."""
+
+    def __init__(self, module):
+        self._module = module
+
+    def save(self):
+        return [(names[0], tensor) for names, tensor in self._tensors()] + [
+            item for key, value in self._others() for item in _encoded(key, value)
+        ]
+
+    def load(self, reader):
+        state, unexpected, missing = {}, set(reader.names()), []
+        others = [key for key, _ in self._others()]
+        for names, tensor in self._tensors():
+            saved = next((name for name in names if reader.has(name)), None)
+            if saved is None:
+                missing.append(names[0])
+                continue
+            reader.check(saved, tensor)
+            unexpected.difference_update(names)
+            state.update(dict.fromkeys(names, saved))
+        unexpected = {name for name in unexpected if not any(name.startswith(f"{key}.") for key in others)}
+        faults = [f"the checkpoint has no {_some(missing)}"] if missing else []
+        faults += [f"the module has no {_some(unexpected)}"] if unexpected else []
+        if faults:
+            raise ValueError("; ".join(faults))
+        whole = {name: reader.read(saved) for name, saved in state.items()}
+        whole.update({key: _decoded(key, reader) for key in others})
+        self._module.load_state_dict(whole)
+
+    def _tensors(self):
+        """(names, tensor) of each tensor."""
+        known = {}
+        for name, tensor in self._module.state_dict().items():
+            if isinstance(tensor, torch.Tensor):
+                _require_whole(name, tensor)
+                same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+                known.setdefault(same if tensor.numel() > 0 else name, ([], tensor))[0].append(name)
+        return list(known.values())
+
+    def _others(self):
+        return [(key, value) for key, value in self._module.state_dict().items() if not isinstance(value, torch.Tensor)]
+
+
+class _Stateful:
+    """An object with state_dict() and load_state_dict()."""
+
+    def __init__(self, name, value):
+        self._name, self._value = name, value
+
+    def save(self):
+        return _encoded("", self._value.state_dict())
+
+    def load(self, reader):
+        self._value.load_state_dict(_decoded("", reader))
+
+
+class _Container:
+    """A dict or list of the program, whose content changes."""
+
+    def __init__(self, name, value):
+        self._name, self._value = name, value
+
+    def save(self):
+        return _encoded("", self._value)
+
+    def load(self, reader):
+        saved = _decoded("", reader)
+        if not isinstance(saved, dict if isinstance(self._value, dict) else list):
+            raise ValueError(f"the checkpoint has a {type(saved).__name__}, and the program a {type(self._value).__name__}")
+        self._value.clear()
+        (self._value.update if isinstance(saved, dict) else self._value.extend)(saved)
+
+
+# ---- nested values: their tensors by name, the rest as one JSON text, in which an object {kind: content} is what JSON lacks
+
+_MAPPINGS = {"dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter}
+
+
+def _encoded(name, value):
+    tensors = []
+    text = json.dumps(_plain(name, value, tensors))
+    return [(name, text), *tensors]
+
+
+def _plain(path, value, tensors):
+    """What JSON writes for the value; tensors are appended with their names."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        _require_whole(path, value)
+        path = path or "tensor"
+        tensors.append((path, value))
+        return {"tensor": path}
+
+    def inside(key, one):
+        return _plain(f"{path}.{key}" if path else str(key), one, tensors)
+
+    if type(value) is list:
+        return [inside(place, one) for place, one in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"tuple": [inside(place, one) for place, one in enumerate(value)]}
+    if isinstance(value, collections.defaultdict):
+        value = dict(value)
+    if type(value).__name__ in _MAPPINGS and isinstance(value, dict):
+        return {type(value).__name__: [[_plain(path, key, tensors), inside(key, one)] for key, one in value.items()]}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {type(value).__name__: str(value).removeprefix("torch.")}
+    raise TypeError(
+        f"a checkpoint cannot hold {path or 'a value'} of type {type(value).__name__}: it holds tensors, numbers, strings, bytes, and "
+        "lists, tuples and dicts of them"
+    )
+
+
+def _decoded(name, reader):
+    def value(plain):
+        if isinstance(plain, list):
+            return [value(one) for one in plain]
+        if not isinstance(plain, dict):
+            return plain
+        ((kind, content),) = plain.items()
+        if kind == "tensor":
+            return reader.read(content).clone()  # a part of a mapped file otherwise, which then stays on the disk
+        if kind == "tuple":
+            return tuple(value(one) for one in content)
+        if kind == "bytes":
+            return base64.b64decode(content)
+        if kind == "dtype":
+            return getattr(torch, content)
+        if kind == "device":
+            return torch.device(content)
+        return _MAPPINGS[kind]({value(key): value(one) for key, one in content})
+
+    return value(json.loads(reader.value(name)))
+
+
+def _require_whole(name, tensor):
+    if hasattr(tensor, "device_mesh"):
+        raise errors.of_kind(
+            "unsupported",
+            f"{name} is a DTensor, of which each rank has a part: save it with torch.distributed.checkpoint, or its full_tensor()",
+        )
+
+
+def _some(names):
+    names = sorted(names)
+    return ", ".join(f"'{name}'" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
