@@ -18,6 +18,8 @@ from . import _C, errors
 # Functions of this package that other workers call, by name.
 _OWN = {}
 _current = []
+# Whether this worker prints what its functions raise, as torch.distributed.rpc does.
+_printing = []
 
 
 def current_worker():
@@ -42,6 +44,11 @@ def has_worker() -> bool:
 
 def set_current_worker(worker, pickles=True) -> None:
     _current[:] = [] if worker is None else [worker, pickles]
+
+
+def print_failures() -> None:
+    """Prints what functions that others call raise, where they run."""
+    _printing[:] = [True]
 
 
 def pickles() -> bool:
@@ -162,6 +169,8 @@ class Hooks:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         trace = "".join(traceback.format_exception(kind, error, error.__traceback__))
+        if _printing:
+            print(f"On {_current[0].name if _current else 'this worker'}:\n{trace}", file=sys.stderr)
         return name, _text(error), trace.encode(errors="backslashreplace"), pickled
 
     def rebuild(self, description, worker):
@@ -175,9 +184,24 @@ class Hooks:
         if not isinstance(error, BaseException):
             kind = getattr(builtins, name, None)
             simple = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
-            error = kind(text) if simple else RemoteError(f"{name}: {text}")
+            error = kind(text) if simple else RemoteError(
+                f"{name} cannot be made here. Original exception on remote side was {name}: {text}"
+            )
         error.__cause__ = RemoteTraceback(worker, trace.decode())
         return error
+
+
+def all_of(futures) -> list:
+    """The results once all are there; raises the first failure then."""
+    results, failure = [], None
+    for future in futures:
+        try:
+            results.append(future.wait())
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return results
 
 
 def _text(error) -> str:

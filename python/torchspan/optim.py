@@ -270,19 +270,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for owner, made in self._optimizers.items():
             share = {index: entries for index, entries in state.items() if self._owner_of[index] == owner}
             calls.append(made.rpc_async().load(share, options))
-        _wait_for(calls)
+        _calls.all_of(calls)
         for group, saved in zip(self.param_groups, options):
             group.update(saved)
         self._sent = [_options(group) for group in self.param_groups]
 
     def _on_all(self, method, *args):
-        return _wait_for([getattr(made.rpc_async(), method)(*args) for made in self._optimizers.values()])
+        return _calls.all_of([getattr(made.rpc_async(), method)(*args) for made in self._optimizers.values()])
 
 
 def _options(group):
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _wait_for(calls):
-    torch.futures.collect_all(calls).wait()
-    return [call.wait() for call in calls]

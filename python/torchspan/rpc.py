@@ -116,7 +116,7 @@ class Future(torch.futures.Future):
             self._handle = handle
             raise
         except BaseException as error:
-            self.set_exception(error)
+            _C.fail_future(self, error)
         else:
             self.set_result(result)
 
@@ -301,7 +301,7 @@ def wait_all():
         yield
     finally:
         del _thread_local_var.future_list
-        torch.futures.wait_all(made)
+        _calls.all_of(made)
 
 
 # ---- references
@@ -481,6 +481,7 @@ def install() -> None:
     """Puts this at torch.distributed.rpc and torch.distributed.autograd, also where torch has neither."""
     from . import autograd
 
+    _calls.print_failures()
     here = sys.modules[__name__]
     for name, source in (("torch.distributed.rpc", here), ("torch.distributed.autograd", autograd)):
         module = sys.modules.get(name)

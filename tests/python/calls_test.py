@@ -241,7 +241,7 @@ class Calls(unittest.TestCase):
                 type(plain) is ValueError and str(plain) == "negative" and "in fail" in str(plain.__cause__),
                 "on worker1" in str(plain.__cause__),
                 type(own) is TwoPart and (own.first, own.second) == (1, 2),
-                type(foreign) is rpc.RemoteError and "CannotBePickled: has a lock" in str(foreign),
+                type(foreign) is rpc.RemoteError and "CannotBePickled: has a lock" in str(foreign) and "remote side was" in str(foreign),
                 type(far) is ValueError and "on worker1" in str(far.__cause__) and "on worker2" in str(far.__cause__),
                 type(surrogate) is ValueError,
             ]
@@ -324,6 +324,18 @@ class Calls(unittest.TestCase):
             )
 
         self.assertEqual(self.check(body), (42, True, True, True, 30, list(range(1, 11))))
+
+    def test_the_first_failure_ends_wait_all_of_torch_at_once_and_can_be_raised_again(self):
+        def body(size):
+            futures = [rpc.rpc_async("worker1", sleep, args=(8,)), rpc.rpc_async("worker1", fail, args=("negative",))]
+            started = time.monotonic()
+            found = [raised_by(lambda: torch.futures.wait_all(futures)), raised_by(futures[1].wait), raised_by(futures[1].wait)]
+            seconds = time.monotonic() - started
+            then = raised_by(futures[1].then(lambda done: done.wait()).wait)
+            with_cause = all(type(one) is ValueError and "in fail" in str(one.__cause__) for one in found)
+            return with_cause, seconds < 7, "ValueError: negative" in str(then)
+
+        self.assertEqual(self.check(body), (True, True, True))
 
     def test_references_call_their_values_and_are_counted(self):
         def body(size):

@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 #include <utility>
 
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <torchspan/detail/autograd/extension.h>
@@ -73,6 +75,17 @@ py::cpp_function bound(py::object step) {
         const rpc::EnvironmentScope scope(inside);
         return step(*args);
       });
+}
+
+/// Completes the future with an exception of Python. Unlike Future.set_exception(), which completes it with a value that raises
+/// later, this lets torch.futures.wait_all() and collect_all() learn it at once.
+void fail_future(const std::shared_ptr<torch::jit::PythonFutureWrapper>& future,
+                 const py::object& exception) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+  python_error error;
+  error.persist();
+  const py::gil_scoped_release gil;
+  future->fut->setError(std::make_exception_ptr(std::move(error)));
 }
 
 Hooks hooks_of(const py::object& python, bool pickles) {
@@ -210,6 +223,7 @@ void bind_calls(py::module_& module) {
   bind_worker(module);
   bind_reference(module);
   module.def("bound", &bound, py::arg("step"));
+  module.def("fail_future", &fail_future, py::arg("future"), py::arg("exception"));
 }
 
 }  // namespace torchspan::python
