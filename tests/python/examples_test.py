@@ -57,6 +57,24 @@ class Examples(unittest.TestCase):
                 for first, last in losses:
                     self.assertLess(float(last), 0.8 * float(first))
 
+    def test_an_agent_learns_from_observers_one_by_one_and_in_batches(self):
+        for launcher in launchers(3):
+            for options in ([], ["--batch"]):
+                with self.subTest(launcher=launcher, options=options):
+                    output = output_of(launcher, "reinforcement.py", "--episodes", "60", *options)
+                    found = re.search(r"4 observers: reward (-[0-9.]+) in the first episodes, (-[0-9.]+) in the last", output)
+                    self.assertIsNotNone(found, output)
+                    self.assertLess(-float(found[2]), 0.7 * -float(found[1]))
+
+    def test_an_rnn_on_two_workers_learns_what_one_process_learns(self):
+        for launcher in launchers(2):
+            with self.subTest(launcher=launcher):
+                output = output_of(launcher, "rnn.py")
+                found = re.search(r"60 steps: loss ([0-9.]+) to ([0-9.]+); one process differs by (\S+)", output)
+                self.assertIsNotNone(found, output)
+                self.assertLess(float(found[2]), 0.2 * float(found[1]))
+                self.assertLess(float(found[3]), 1e-4)
+
 
 if __name__ == "__main__":
     unittest.main()
