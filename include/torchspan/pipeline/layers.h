@@ -65,9 +65,11 @@ class LayerCache {
 
 /// What a forward may take besides its input.
 struct LayerContext {
-  LayerContext(Skips& layer_skips, LayerCache layer_cache = {}) : skips(layer_skips), cache(layer_cache) {}
+  LayerContext(Skips& layer_skips, LayerCache layer_cache = {}, bool is_repeated = false)
+      : skips(layer_skips), cache(layer_cache), repeated(is_repeated) {}
   Skips& skips;
   LayerCache cache;
+  bool repeated = false;  ///< activation checkpointing computes this forward for the second time
 };
 
 /// A layer built on its owner. A stateless function has no module.
@@ -292,6 +294,12 @@ class Layers {
         {last_layer(), "", layers_detail::function_call(std::move(function), &F::operator()), {}, {}, ""});
     return Use<void>(*this, last_layer(), uses_.size() - 1);
   }
+  /// Adds a layer that functions build and call: one whose class is known when the program runs.
+  Use<void> add(LayerSpec spec, LayerCall call) {
+    specs_.push_back(std::move(spec));
+    uses_.push_back({last_layer(), "", std::move(call), {}, {}, ""});
+    return Use<void>(*this, last_layer(), uses_.size() - 1);
+  }
   /// Uses the layer of an earlier use again, through its forward.
   template <class Object>
   Use<Object> reuse(const Use<Object>& earlier) {
@@ -304,9 +312,15 @@ class Layers {
   }
   /// Uses it again through another method, named `method_name` in errors.
   template <class Object, class Method>
-  Use<Object> reuse(const Use<Object>& earlier, std::string method_name, Method method) {
-    uses_.push_back(
-        {earlier.layer(), std::move(method_name), layers_detail::method_call<Object>(method), {}, {}, ""});
+  requires std::is_member_function_pointer_v<Method> Use<Object> reuse(const Use<Object>& earlier,
+                                                                       std::string method_name,
+                                                                       Method method) {
+    return reuse(earlier, std::move(method_name), layers_detail::method_call<Object>(method));
+  }
+  /// The same with a function that calls the layer.
+  template <class Object>
+  Use<Object> reuse(const Use<Object>& earlier, std::string method_name, LayerCall call) {
+    uses_.push_back({earlier.layer(), std::move(method_name), std::move(call), {}, {}, ""});
     return Use<Object>(*this, earlier.layer(), uses_.size() - 1);
   }
 

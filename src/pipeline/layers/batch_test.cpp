@@ -256,6 +256,32 @@ TEST(Layers, ShareALayerBetweenItsUses) {
   EXPECT_EQ(layers.specs()[1].build().module, nullptr);
 }
 
+TEST(Layers, TakeFunctionsThatBuildAndCallALayer) {
+  Layers layers;
+  const auto factor = [](double by) {
+    return [by](void* object, const Batch& input, LayerContext) {
+      return Batch(input.tensor() * *static_cast<double*>(object) * by);
+    };
+  };
+  const auto first = layers.add({"times",
+                                 [] {
+                                   return BuiltLayer{std::make_shared<double>(3), nullptr};
+                                 }},
+                                factor(1));
+  layers.reuse(first);
+  layers.reuse(first, "negative", factor(-1));
+  EXPECT_EQ(layers.specs()[0].name, "times");
+  EXPECT_EQ(layers.uses()[2].method, "negative");
+  const BuiltLayer built = layers.specs()[0].build();
+  Skips skips({}, {});
+  const auto call = [&](std::size_t use) {
+    return layers.uses()[use].call(built.object.get(), number(2), skips).tensor();
+  };
+  EXPECT_TRUE(call(0).equal(number(6)));
+  EXPECT_TRUE(call(1).equal(number(6)));
+  EXPECT_TRUE(call(2).equal(number(-6)));
+}
+
 TEST(Layers, DoNotRepeatTheSkipsOfAnEarlierUse) {
   int made = 0;
   Layers layers;

@@ -345,6 +345,30 @@ TEST(Failure, AWorkerThatDoesNotJoinTheStepIsNamed) {
   }
 }
 
+TEST(Failure, WhatAWorkerCallsWhileItWaitsCanEndTheStep) {
+  for (int waiting = 0; waiting < 2; ++waiting) {
+    std::vector<std::string> texts(2);
+    on_workers(2, 1, [&](Worker& worker) {
+      const bool waits = static_cast<int>(worker.rank()) == waiting;
+      bool stop = waits;
+      Fault fault;
+      PipelineOptions made = options(2);
+      made.while_waiting = [&] {
+        if (stop) throw std::runtime_error("Ctrl-C");
+      };
+      Pipeline pipe(worker, faulty_layers(fault, 2), made);
+      if (!waits) worker.barrier();
+      texts[worker.rank()] = text_of([&] { pipe.train_step(some_rows(), some_rows(), mean_of); });
+      stop = false;
+      if (waits) worker.barrier();
+      expect_good_step(pipe, 2);
+    });
+    EXPECT_THAT(texts[0], HasSubstr(fmt::format("was interrupted on worker 'worker{}'", waiting)));
+    EXPECT_THAT(texts[0], HasSubstr("Ctrl-C"));
+    EXPECT_EQ(texts[1], texts[0]);
+  }
+}
+
 TEST(Failure, AForwardWithoutBackwardIsGivenUpAndTheNextStepWorks) {
   on_workers(3, 1, [](Worker& worker) {
     Fault fault;

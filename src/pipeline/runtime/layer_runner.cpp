@@ -78,7 +78,7 @@ LayerRunner::UseData LayerRunner::run_use(int order, const UseData& input, bool 
     UseData output;
     {
       const SeededScope random = seeded_scope(order);
-      output.batch = use.call(layer.object.get(), input.batch, {skips, cache});
+      output.batch = use.call(layer.object.get(), input.batch, {skips, cache, repeated});
     }
     if (const std::string unused_keys = skips.unused_keys(); !unused_keys.empty()) {
       throw Error(ErrorKind::kInvalid, "skips: " + unused_keys);

@@ -151,7 +151,22 @@ void StallWatch::ask(std::uint64_t step) {
   }
 }
 
+void StallWatch::call_user(std::uint64_t step, const std::string& waiting_for) const {
+  if (!local_.options.while_waiting) return;
+  try {
+    local_.options.while_waiting();
+  } catch (...) {
+    const ExceptionDescription description = describe(std::current_exception());
+    throw Error(
+        ErrorKind::kRemoteFailure,
+        fmt::format("step {} of pipeline '{}' was interrupted on worker '{}', which waited for {}: {}", step,
+                    local_.options.name, local_.worker.name(), waiting_for, description.text))
+        .with_worker(local_.worker.name());
+  }
+}
+
 std::optional<Error> StallWatch::check(std::uint64_t step, const std::string& waiting_for) {
+  call_user(step, waiting_for);
   const double limit = to_seconds(local_.options.stall_timeout);
   const double waited = to_seconds(local_.executor().now() - since_);
   const auto report = [&](const std::string& peer) {

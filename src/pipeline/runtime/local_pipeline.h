@@ -148,6 +148,8 @@ class StallWatch {
     Future<WorkerState> answer;
   };
   void ask(std::uint64_t step);
+  /// Calls PipelineOptions::while_waiting.
+  void call_user(std::uint64_t step, const std::string& waiting_for) const;
 
   const LocalPipeline& local_;
   TimePoint since_;
