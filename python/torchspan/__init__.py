@@ -26,12 +26,12 @@ if _C.torch_version.split(".")[:2] != torch.__version__.split("+")[0].split(".")
         f"torchspan {_C.version} was built for torch {_C.torch_version}, and this is torch {torch.__version__}. {_ADVICE}"
     )
 
-from . import autograd, errors, optim, rpc, torch_rpc, trace  # noqa: E402
+from . import autograd, errors, optim, pipeline, rpc, torch_rpc, trace  # noqa: E402
 from .checkpoint import CheckpointManager  # noqa: E402
 from .distributed import register, use_for_gloo  # noqa: E402
 
 __version__ = _C.version
-__all__ = ["CheckpointManager", "autograd", "errors", "optim", "register", "rpc", "trace", "use_for_gloo"]
+__all__ = ["CheckpointManager", "autograd", "errors", "optim", "pipeline", "register", "rpc", "trace", "use_for_gloo"]
 
 register()
 torch_rpc.register()

@@ -10,6 +10,7 @@
 #include "python/c10d/backend.h"
 #include "python/calls/bindings.h"
 #include "python/errors.h"
+#include "python/pipeline/python_pipeline.h"
 #include "python/rpc/bindings.h"
 #include "python/training/bindings.h"
 
@@ -108,4 +109,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   ours::bind_calls(module);
   ours::bind_optimizers(module);
   ours::bind_checkpoints(module);
+  ours::bind_pipeline(module);
 }

@@ -74,6 +74,13 @@ class Examples(unittest.TestCase):
                 self.assertIsNotNone(found, output)
                 self.assertLess(float(found[2]), 0.2 * float(found[1]))
                 self.assertLess(float(found[3]), 1e-4)
+    def test_a_gpt_on_several_workers_learns_what_one_process_learns(self):
+        for launcher in launchers(2):
+            with self.subTest(launcher=launcher):
+                output = output_of(launcher, "pipeline.py", "--steps", "20")
+                found = re.search(r"2 workers, 20 steps: loss ([0-9.]+) before, ([0-9.]+) after; one process differs by (\S+)", output)
+                self.assertLess(float(found[2]), 0.8 * float(found[1]))
+                self.assertLess(float(found[3]), 1e-9)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,6 @@ R converted(Packer& packer, const py::object& result) {
   }
 }
 
-/// The exception with its traceback.
-py::object exception_of(const py::error_already_set& error) {
-  py::object exception = error.value();
-  if (error.trace()) PyException_SetTraceback(exception.ptr(), error.trace().ptr());
-  return exception;
-}
-
 /// Whether the result of `function` is there later: of async functions, and of those that return futures.
 bool is_later(const Hooks& hooks, PyObject* function, PyObject* result) {
   return PyCoro_CheckExact(result) ||
@@ -56,6 +49,12 @@ class ReplyOf final : public Reply {
 };
 
 }  // namespace
+
+py::object exception_of(const py::error_already_set& error) {
+  py::object exception = error.value();
+  if (error.trace()) PyException_SetTraceback(exception.ptr(), error.trace().ptr());
+  return exception;
+}
 
 FunctionTable PythonFunctions::table() {
   FunctionTable functions;

@@ -21,6 +21,9 @@ class PythonError : public std::exception {
   std::string text;   ///< "ValueError: negative"
 };
 
+/// The exception with its traceback. Needs the GIL.
+pybind11::object exception_of(const pybind11::error_already_set& error);
+
 /// Where the result of an awaitable goes; with the GIL. The first of succeed() and fail() counts.
 class Reply {
  public:

@@ -6,6 +6,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/pipeline/extension.h>
 
 #include "python/gil.h"
 
@@ -148,6 +149,7 @@ PythonWorker::PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options opt
   service.max_threads = std::max<std::size_t>(service.max_threads, 2 * service.threads);
   std::vector<std::unique_ptr<rpc::Extension>> extensions;
   extensions.push_back(std::make_unique<autograd::AutogradExtension>());
+  extensions.push_back(std::make_unique<pipeline::PipelineExtension>());
   extensions.push_back(std::make_unique<PythonFunctions>(packer_));
   service_ = job.start(std::move(service), PythonFunctions::table(), std::move(extensions));
   observation_ = job.observe(worker().name());
