@@ -1,6 +1,7 @@
-"""Groups from Python against torch's Gloo, and calls against TensorPipe: two processes, rounds in turn.
+"""Groups from Python against torch's Gloo, calls against TensorPipe, and pipelines against torch's over Gloo: two processes, rounds
+in turn.
 
-    build/python/venv/bin/python bench/python_bench.py [groups | calls] >build/bench/python.json
+    build/python/venv/bin/python bench/python_bench.py [groups | pipelines | calls] >build/bench/python.json
 
 `make bench SECTION=python` runs it.
 """
@@ -139,6 +140,60 @@ def measure_groups(rank, folder):
     return metrics
 
 
+def pipeline_steps(rank, folder, group):
+    """Steps of a GPT of 450,000 parameters in two stages, 8 micro-batches: ours, torch's."""
+    import torchspan
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    blocks, width, rows = 4, 96, (32, 32)
+    batch, target = torch.randn(*rows, width), torch.randn(*rows, width)
+    options = torchspan.rpc.Options(init_method=f"file://{folder}/pipelines")
+    torchspan.rpc.init_rpc(f"worker{rank}", rank=rank, world_size=RANKS, rpc_backend_options=options)
+    layers = torchspan.pipeline.Layers()
+    for _ in range(blocks):
+        layers.add(Block, width)
+    pipe = torchspan.pipeline.Pipeline(layers, micro_batches=8, checkpoint="never")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+
+    def ours():
+        pipe.train_step(batch, target, nn.functional.mse_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    part = nn.Sequential(*[Block(width) for _ in range(blocks // RANKS)])
+    stage = PipelineStage(part, rank, RANKS, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, 8, loss_fn=nn.functional.mse_loss)
+    others = torch.optim.SGD(part.parameters(), lr=0.01)
+
+    def theirs():
+        schedule.step(*([batch] if rank == 0 else []), **({"target": target} if rank == RANKS - 1 else {}))
+        others.step()
+        others.zero_grad()
+
+    return ours, theirs, pipe
+
+
+def measure_pipelines(rank, folder):
+    import torchspan
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=RANKS)
+    ours, theirs, pipe = pipeline_steps(rank, folder, dist.new_group(backend="gloo"))
+    mine, others = pair(ours, theirs)
+    pipe.close()
+    torchspan.rpc.shutdown()
+    dist.destroy_process_group()
+    return [
+        {
+            "name": "python/pipeline/step/gpt_450k",
+            "unit": "ms",
+            "value": mine * 1e3,
+            "peer": "torch.distributed.pipelining",
+            "peer_value": others * 1e3,
+            "ratio": mine / others,
+        }
+    ]
+
+
 def rank_main(rank, folder, parts):
     import torchspan  # noqa: F401
 
@@ -146,6 +201,8 @@ def rank_main(rank, folder, parts):
     metrics = []
     if "groups" in parts:
         metrics += measure_groups(rank, folder)
+    if "pipelines" in parts:
+        metrics += measure_pipelines(rank, folder)
     if "calls" in parts:
         metrics += python_rpc.measure(rank, folder, ROUNDS)
     if rank == 0:
@@ -154,4 +211,4 @@ def rank_main(rank, folder, parts):
 
 
 if __name__ == "__main__":
-    multiprocessing.spawn(rank_main, (tempfile.mkdtemp(), sys.argv[1:] or ["groups", "calls"]), nprocs=RANKS)
+    multiprocessing.spawn(rank_main, (tempfile.mkdtemp(), sys.argv[1:] or ["groups", "pipelines", "calls"]), nprocs=RANKS)
