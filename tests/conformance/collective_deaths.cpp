@@ -1,9 +1,13 @@
 // Ranks as processes that are killed or stopped in the middle of a collective.
 #include <csignal>
 #include <gmock/gmock.h>
+#include <netinet/in.h>
+#include <set>
+#include <sys/socket.h>
 
 #include <ATen/ATen.h>
 
+#include "core/api/descriptor.h"
 #include "tests/conformance/collective_every_operation.h"
 #include "tests/conformance/collective_process.h"
 
@@ -213,6 +217,62 @@ TEST(CollectiveDeaths, ARankThatDiedUnderGlooIsNamedWithTheCallItMissed) {
 
 TEST(CollectiveDeaths, ARankMayDieWhileGlooWritesToAllRanks) {
   expect_survivors_at_any_time("dies_at_any_time_of_gloo", 3);
+}
+
+/// A connection within this process.
+struct Loop {
+  Descriptor listener, dialed, accepted;
+
+  bool passes_a_byte() const {
+    char byte = 'x';
+    return ::send(dialed.get(), &byte, 1, MSG_NOSIGNAL) == 1 && ::recv(accepted.get(), &byte, 1, 0) == 1;
+  }
+};
+
+/// Connections at the ports of this process at which nothing listens any more.
+std::vector<Loop> connect_at_used_ports() {
+  std::set<in_port_t> ports;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    sockaddr_in own{}, peer{};
+    socklen_t own_size = sizeof own, peer_size = sizeof peer;
+    const int socket = std::stoi(entry.path().filename());
+    if (::getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
+        ::getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &peer_size) == 0 &&
+        own.sin_family == AF_INET)
+      ports.insert(own.sin_port);
+  }
+  std::vector<Loop> loops;
+  for (const in_port_t port : ports) {
+    const sockaddr_in address{AF_INET, port, {htonl(INADDR_LOOPBACK)}, {}};
+    const auto* const at = reinterpret_cast<const sockaddr*>(&address);
+    const auto make = [] { return Descriptor(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)); };
+    Loop loop{make(), make(), {}};
+    const int on = 1;
+    ::setsockopt(loop.listener.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (::bind(loop.listener.get(), at, sizeof address) != 0 || ::listen(loop.listener.get(), 1) != 0 ||
+        ::connect(loop.dialed.get(), at, sizeof address) != 0)
+      continue;
+    loop.accepted.reset(::accept(loop.listener.get(), nullptr, nullptr));
+    loops.push_back(std::move(loop));
+  }
+  return loops;
+}
+
+// Gloo cannot cancel an operation, so its connections are shut down; the system may have given their ports to others.
+TEST(CollectiveDeaths, AnAbortUnderGlooLeavesOtherConnectionsAtItsPorts) {
+  CollectiveWorld world(2);
+  world.run(
+      [](Group& group) {
+        std::vector<Loop> loops;
+        if (group.rank() == 0) {
+          loops = connect_at_used_ports();
+          EXPECT_FALSE(loops.empty());
+        }
+        group.barrier();
+        group.abort(Error(ErrorKind::kCancelled, "enough"));
+        for (const Loop& loop : loops) EXPECT_TRUE(loop.passes_a_byte());
+      },
+      {.backend = BackendKind::kC10d});
 }
 
 /// Gloo's threads write to sockets of the dead rank; the resulting SIGPIPE would end this process, too.

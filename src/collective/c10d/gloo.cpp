@@ -34,22 +34,66 @@ constexpr Duration kBetweenGathers = std::chrono::milliseconds(1);
 /// Gloo adds its timeout to the time; this stands for none.
 constexpr Duration kLongestTimeout = std::chrono::hours(24 * 3650);
 
-/// The TCP connections of an engine that cannot cancel its pending operations. Finds them among the
-/// descriptors of this process by the addresses at which the engine's ranks listen.
+/// A number that no other socket of this system has, also after this one is closed; 0 if it is no socket.
+std::uint64_t cookie_of(int descriptor) {
+  std::uint64_t cookie = 0;
+  socklen_t size = sizeof cookie;
+  return ::getsockopt(descriptor, SOL_SOCKET, SO_COOKIE, &cookie, &size) == 0 ? cookie : 0;
+}
+
+/// Calls `look` with a copy of each descriptor of this process: the descriptor may be closed and reused at any time.
+template <class Look>
+void for_each_descriptor(const Look& look) {
+  std::vector<int> descriptors;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", ignored)) {
+    const std::string name = entry.path().filename().string();
+    int descriptor = -1;
+    if (std::from_chars(name.data(), name.data() + name.size(), descriptor).ec == std::errc()) {
+      descriptors.push_back(descriptor);
+    }
+  }
+  for (const int descriptor : descriptors) {
+    const Descriptor copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+    if (copy) look(copy.get());
+  }
+}
+
+/// The TCP connections of an engine that cannot cancel its pending operations: the sockets that appear while the engine is
+/// made, and have an end at an address at which its ranks listened. These addresses alone do not tell them later: their
+/// ports are free again, and the system gives them to other sockets.
 class Connections {
  public:
+  /// Before the engine is made.
+  Connections() {
+    for_each_descriptor([this](int descriptor) { others_.insert(cookie_of(descriptor)); });
+  }
+
   /// Adds the addresses at which this rank, or a peer, listens: every sockaddr found in the bytes that the
   /// engine's ranks exchanged.
   void add_own(const std::vector<std::uint8_t>& exchanged) { find(exchanged, own_); }
   void add_peer(const std::vector<std::uint8_t>& exchanged) { find(exchanged, peers_); }
+  /// After the engine is made and all addresses are added.
+  void identify() {
+    for_each_descriptor([this](int descriptor) {
+      const std::uint64_t cookie = cookie_of(descriptor);
+      if (cookie != 0 && !others_.contains(cookie) && has_known_end(descriptor)) cookies_.insert(cookie);
+    });
+    others_.clear();
+  }
 
-  /// Shuts the connections down, as if all peers had closed them. Returns their number.
-  int end() const;
+  /// Shuts the connections down, as if all peers had closed them.
+  void end() const {
+    for_each_descriptor([this](int descriptor) {
+      if (cookies_.contains(cookie_of(descriptor))) ::shutdown(descriptor, SHUT_RDWR);
+    });
+  }
 
  private:
   static void find(const std::vector<std::uint8_t>& exchanged, std::set<std::string>& addresses);
-  bool is_ours(int socket) const;
+  bool has_known_end(int socket) const;
 
+  std::set<std::uint64_t> others_, cookies_;
   std::set<std::string> own_, peers_;
 };
 
@@ -80,7 +124,7 @@ void Connections::find(const std::vector<std::uint8_t>& exchanged, std::set<std:
   }
 }
 
-bool Connections::is_ours(int socket) const {
+bool Connections::has_known_end(int socket) const {
   sockaddr_storage own{}, peer{};
   socklen_t own_size = sizeof own, peer_size = sizeof peer;
   if (::getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) != 0 ||
@@ -88,25 +132,6 @@ bool Connections::is_ours(int socket) const {
     return false;
   }
   return own_.contains(key_of(own)) || peers_.contains(key_of(peer));
-}
-
-int Connections::end() const {
-  std::vector<int> descriptors;
-  std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", ignored)) {
-    const std::string name = entry.path().filename().string();
-    int descriptor = -1;
-    if (std::from_chars(name.data(), name.data() + name.size(), descriptor).ec == std::errc()) {
-      descriptors.push_back(descriptor);
-    }
-  }
-  int ended = 0;
-  for (const int descriptor : descriptors) {
-    // The descriptor may be closed and reused at any time; the copy is not.
-    const Descriptor copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
-    if (copy && is_ours(copy.get()) && ::shutdown(copy.get(), SHUT_RDWR) == 0) ++ended;
-  }
-  return ended;
 }
 
 /// The store through which Gloo's ranks find each other. A thread exchanges what the ranks set, by repeated
@@ -134,9 +159,8 @@ class GlooStore final : public c10d::Store {
     if (failure_) throw Error(*failure_);
   }
 
-  /// Returns the addresses of this rank and of its peers.
-  Connections connections() {
-    Connections connections;
+  /// Adds the addresses of this rank and of its peers.
+  void add_addresses(Connections& connections) {
     MutexLock lock(mutex_);
     for (const auto& [key, value] : values_) {
       if (own_.values.contains(key)) {
@@ -145,7 +169,6 @@ class GlooStore final : public c10d::Store {
         connections.add_peer(value);
       }
     }
-    return connections;
   }
 
   void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
@@ -315,6 +338,7 @@ C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int
       c10::make_intrusive<GlooStore>(world, ranks, world->runtime()->executor.deadline_in(options.timeout));
   const auto rank = std::find(ranks.begin(), ranks.end(), world->self().rank) - ranks.begin();
   C10dGroup group;
+  Connections connections;
   std::string trouble;
   try {
     const WithoutPipeSignal without_pipe_signal;
@@ -326,7 +350,9 @@ C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int
     trouble = torchspan::describe(std::current_exception()).text;
   }
   store->finish(trouble);
-  group.abort = [connections = store->connections()] { connections.end(); };
+  store->add_addresses(connections);
+  connections.identify();
+  group.abort = [connections = std::move(connections)] { connections.end(); };
   group.split = [world, ranks, options](const std::vector<int>& members) {
     std::vector<int> part;
     for (const int member : members) part.push_back(ranks[static_cast<std::size_t>(member)]);
