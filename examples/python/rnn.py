@@ -106,7 +106,8 @@ def main():
     if rank == 1:
         losses = train("server", arguments.steps)
         difference = max(abs(a - b) for a, b in zip(losses, train_in_one_process(arguments.steps)))
-        print(f"{arguments.steps} steps: loss {losses[0]:.3f} to {losses[-1]:.3f}; one process differs by {difference:.1e}", flush=True)
+        first, last = losses[0], losses[-1]
+        print(f"{len(losses)} steps: loss {first:.3f} to {last:.3f}; one process differs by {difference:.1e}", flush=True)
     rpc.shutdown()
 
 

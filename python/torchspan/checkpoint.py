@@ -300,8 +300,8 @@ def _plain(path, value, tensors):
     if isinstance(value, (torch.dtype, torch.device)):
         return {type(value).__name__: str(value).removeprefix("torch.")}
     raise TypeError(
-        f"a checkpoint cannot hold {path or 'a value'} of type {type(value).__name__}: it holds tensors, numbers, strings, bytes, and "
-        "lists, tuples and dicts of them"
+        f"a checkpoint cannot hold {path or 'a value'} of type {type(value).__name__}: it holds tensors, numbers, strings, "
+        "bytes, and lists, tuples and dicts of them"
     )
 
 

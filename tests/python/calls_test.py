@@ -241,12 +241,13 @@ class Calls(unittest.TestCase):
                 type(plain) is ValueError and str(plain) == "negative" and "in fail" in str(plain.__cause__),
                 "on worker1" in str(plain.__cause__),
                 type(own) is TwoPart and (own.first, own.second) == (1, 2),
-                type(foreign) is rpc.RemoteError and "CannotBePickled: has a lock" in str(foreign) and "remote side was" in str(foreign),
+                type(foreign) is rpc.RemoteError and "CannotBePickled: has a lock" in str(foreign),
+                "Original exception on remote side was" in str(foreign),
                 type(far) is ValueError and "on worker1" in str(far.__cause__) and "on worker2" in str(far.__cause__),
                 type(surrogate) is ValueError,
             ]
 
-        self.assertEqual(self.check(body, size=3), [True] * 6)
+        self.assertEqual(self.check(body, size=3), [True] * 7)
 
     def test_workers_are_named_by_name_rank_and_info_and_may_be_this_one(self):
         def body(rank, size):

@@ -117,7 +117,9 @@ class Optimizers(unittest.TestCase):
                 lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
                 lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
                 lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2], total_steps=8, cycle_momentum=False),
-                lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1 / (step + 1), lambda step: 0.9**step]),
+                lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+                    optimizer, [lambda step: 1 / (step + 1), lambda step: 0.9**step]
+                ),
             ]
             for number, schedule in enumerate(schedules):
                 for chosen in ("adamw", torch.optim.AdamW):
@@ -226,11 +228,19 @@ class Optimizers(unittest.TestCase):
             ]
 
         texts = self.check(body)
-        for text, part in zip(
-            texts,
-            ["there is no optimizer 'adamz'", "Adam has no option 'beta'", "lr is 'high'; expected a number", "lr = -1", "needs a learning rate",
-             "no parameters", "weight_decay of group 0", "all its groups", "list it once", "groups of [4]"],
-        ):  # fmt: skip
+        parts = [
+            "there is no optimizer 'adamz'",
+            "Adam has no option 'beta'",
+            "lr is 'high'; expected a number",
+            "lr = -1",
+            "needs a learning rate",
+            "no parameters",
+            "weight_decay of group 0",
+            "all its groups",
+            "list it once",
+            "groups of [4]",
+        ]
+        for text, part in zip(texts, parts, strict=True):
             self.assertIn(part, text)
 
 
