@@ -62,11 +62,13 @@ def loss_of(scores, targets):
 
 def train(server, steps):
     """Returns the losses."""
-    embedding, lstm = rpc.remote(server, Embedding), recurrent()
-    decoder = rpc.remote(server, Decoder)
+    lstm, remote = recurrent(), []
     parameters = [rpc.RRef(parameter) for parameter in lstm.parameters()]
-    for module in (embedding, decoder):
-        parameters += rpc.rpc_sync(server, references, args=(module,))
+    for kind in (Embedding, Decoder):
+        remote.append(rpc.remote(server, kind))
+        # Waits until it is made: both draw their parameters from the server's one generator.
+        parameters += rpc.rpc_sync(server, references, args=(remote[-1],))
+    embedding, decoder = remote
     optimizer = optim.DistributedOptimizer("adam", parameters, lr=0.02)
     losses = []
     for tokens, targets in batches(steps):
