@@ -10,7 +10,12 @@
 Importing this package registers both; for process groups, torch 2.14 and later do it themselves.
 """
 
+import sysconfig
+
 import torch
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise ImportError("torchspan needs the global interpreter lock: use a Python that is not free-threaded")
 
 _ADVICE = "Build it for this environment: pip install --no-build-isolation --force-reinstall --no-deps torchspan"
 

@@ -29,6 +29,11 @@ class Package(unittest.TestCase):
         self.assertEqual(code, 1)
         self.assertRegex(output, "ImportError: " + ADVICE)
 
+    def test_free_threaded_python_is_refused(self):
+        code, output = printed_by("import sysconfig; sysconfig.get_config_var = lambda name: int(name == 'Py_GIL_DISABLED')\nimport torchspan")
+        self.assertEqual(code, 1)
+        self.assertRegex(output, "ImportError: torchspan needs the global interpreter lock")
+
 
 if __name__ == "__main__":
     unittest.main()
