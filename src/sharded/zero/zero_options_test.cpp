@@ -202,7 +202,7 @@ TEST(ZeroOptions, StateIsNotSavedWhileParametersArrive) {
     const auto source = zero.state_source();
     loss_of(ddp, self.rank, 0).backward();
     zero.step();
-    checkpoint::StateWriter refused, writer;
+    state::StateWriter refused, writer;
     EXPECT_THAT(error_text([&] { source->save(refused); }), HasSubstr("call synchronize()"));
     EXPECT_TRUE(refused.tensors().empty());
     zero.synchronize();
