@@ -22,20 +22,18 @@ _current = []
 _printing = []
 
 
-def current_worker():
-    """The worker of this process."""
+def current_worker(otherwise="RPC has not been initialized. Call torchspan.rpc.init_rpc() first."):
+    """The worker of this process; raises RuntimeError with the text `otherwise` if there is none."""
     if not _current:
-        raise RuntimeError("RPC has not been initialized. Call torchspan.rpc.init_rpc() first.")
+        raise RuntimeError(otherwise)
     return _current[0]
 
 
 def worker_of_reference():
     """The worker that owns a new reference."""
-    if not _current:
-        raise RuntimeError(
-            "Current RPC agent is not set! Did you initialize the RPC framework (by calling torchspan.rpc.init_rpc())?"
-        )
-    return _current[0]
+    return current_worker(
+        "Current RPC agent is not set! Did you initialize the RPC framework (by calling torchspan.rpc.init_rpc())?"
+    )
 
 
 def has_worker() -> bool:

@@ -195,14 +195,15 @@ class _Module:
         self._module = module
 
     def save(self):
-        return [(names[0], tensor) for names, tensor in self._tensors()] + [
-            item for key, value in self._others() for item in _encoded(key, value)
+        tensors, others = self._split()
+        return [(names[0], tensor) for names, tensor in tensors] + [
+            item for key, value in others.items() for item in _encoded(key, value)
         ]
 
     def load(self, reader):
         state, unexpected, missing = {}, set(reader.names()), []
-        others = [key for key, _ in self._others()]
-        for names, tensor in self._tensors():
+        tensors, others = self._split()
+        for names, tensor in tensors:
             saved = next((name for name in names if reader.has(name)), None)
             if saved is None:
                 missing.append(names[0])
@@ -219,18 +220,17 @@ class _Module:
         whole.update({key: _decoded(key, reader) for key in others})
         self._module.load_state_dict(whole)
 
-    def _tensors(self):
-        """(names, tensor) of each tensor."""
-        known = {}
-        for name, tensor in self._module.state_dict().items():
-            if isinstance(tensor, torch.Tensor):
-                _require_whole(name, tensor)
-                same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-                known.setdefault(same if tensor.numel() > 0 else name, ([], tensor))[0].append(name)
-        return list(known.values())
-
-    def _others(self):
-        return [(key, value) for key, value in self._module.state_dict().items() if not isinstance(value, torch.Tensor)]
+    def _split(self):
+        """(names, tensor) of each tensor, and the other entries of the state."""
+        known, others = {}, {}
+        for name, value in self._module.state_dict().items():
+            if not isinstance(value, torch.Tensor):
+                others[name] = value
+                continue
+            _require_whole(name, value)
+            same = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            known.setdefault(same if value.numel() > 0 else name, ([], value))[0].append(name)
+        return list(known.values()), others
 
 
 class _Stateful:

@@ -1,5 +1,6 @@
 """Optimizers whose parameters are on several workers of torchspan.rpc."""
 
+import itertools
 import threading
 
 import torch
@@ -15,13 +16,18 @@ _STEPPING = threading.Lock()
 _PAIRS = {"betas": ("beta1", "beta2"), "etas": ("eta_minus", "eta_plus"), "step_sizes": ("step_min", "step_max")}
 
 
-def _own_options(kind, options):
-    """All options of TorchSpan's optimizer `kind`, with the names that they have in torch.optim."""
-    given = {name: value for name, value in options.items() if name not in _PAIRS}
+def _by_own_names(options):
+    """Options of torch.optim with the names that they have in TorchSpan."""
+    own = {name: value for name, value in options.items() if name not in _PAIRS}
     for name, pair in _PAIRS.items():
         if name in options:
-            given.update(zip(pair, options[name]))
-    full = _C.optimizer_options(kind, given)
+            own.update(zip(pair, options[name]))
+    return own
+
+
+def _own_options(kind, options):
+    """All options of TorchSpan's optimizer `kind`, with the names that they have in torch.optim."""
+    full = _C.optimizer_options(kind, _by_own_names(options))
     for name, (first, second) in _PAIRS.items():
         if first in full:
             full[name] = (full.pop(first), full.pop(second))
@@ -73,11 +79,8 @@ class _OwnSteps:
         made = []
         for group in groups:
             names = [str(index) for index in group["indices"]]
-            options = {name: value for name, value in group.items() if name not in ("params", "indices")}
-            for name, pair in _PAIRS.items():
-                if name in options:
-                    options.update(zip(pair, options.pop(name)))
-            made.append((kind, options, group["params"], names))
+            options = {name: value for name, value in _options(group).items() if name != "indices"}
+            made.append((kind, _by_own_names(options), group["params"], names))
         self._optimizer = _C.Optimizer(made)
 
     def change(self, options):
@@ -253,7 +256,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         It loads after parameters have moved to other workers, and into torch.optim's optimizer of the same kind.
         """
         state = {index: entries for share in self._on_all("state") for index, entries in share.items()}
-        numbers = iter(range(len(state) + len(self._owner_of)))
+        numbers = itertools.count()
         groups = [
             {**_options(group), "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups
         ]

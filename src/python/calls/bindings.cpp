@@ -19,15 +19,6 @@ namespace py = pybind11;
 
 namespace {
 
-/// Runs `body` without the GIL; an Error becomes an exception of Python.
-template <class F>
-auto released(PythonWorker& worker, F&& body) {
-  return with_exceptions(*worker.packer(), [&] {
-    const py::gil_scoped_release gil;
-    return body();
-  });
-}
-
 /// A context of distributed autograd of the thread that made it.
 class ContextHandle {
  public:

@@ -92,6 +92,15 @@ class PythonWorker {
   std::unique_ptr<rpc::WorkerService> service_;
 };
 
+/// Runs `body` without the GIL; an Error becomes an exception of Python.
+template <class F>
+auto released(PythonWorker& worker, F&& body) {
+  return with_exceptions(*worker.packer(), [&] {
+    const pybind11::gil_scoped_release gil;
+    return body();
+  });
+}
+
 /// A call whose future completes without a value.
 std::shared_ptr<CallHandle> make_pending(Future<void> future, std::shared_ptr<Packer> packer);
 /// The value of a reference, from its owner; on the owner the value itself. These three: with the GIL.

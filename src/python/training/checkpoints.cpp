@@ -103,19 +103,6 @@ class PythonSource final : public state::StateSource {
   const Object adapter_;
 };
 
-using Manager = CheckpointManager;
-
-std::shared_ptr<Manager> make_manager(const std::shared_ptr<PythonWorker>& worker,
-                                      const CheckpointOptions& options) {
-  return with_torch_errors(
-      [&]() -> std::shared_ptr<Manager> {
-        const py::gil_scoped_release gil;
-        if (worker == nullptr) return {new Manager(options), EndsWithInterpreter()};
-        return {new Manager(worker->worker(), options), EndsWithInterpreter()};
-      },
-      false);
-}
-
 /// Runs `body` without the GIL; an Error becomes the class of torchspan.errors for its kind.
 template <class F>
 auto unlocked(F&& body) {
@@ -125,6 +112,16 @@ auto unlocked(F&& body) {
         return body();
       },
       false);
+}
+
+using Manager = CheckpointManager;
+
+std::shared_ptr<Manager> make_manager(const std::shared_ptr<PythonWorker>& worker,
+                                      const CheckpointOptions& options) {
+  return unlocked([&]() -> std::shared_ptr<Manager> {
+    if (worker == nullptr) return {new Manager(options), EndsWithInterpreter()};
+    return {new Manager(worker->worker(), options), EndsWithInterpreter()};
+  });
 }
 
 }  // namespace

@@ -147,8 +147,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const std::vector<Group>& group
 
 /// Steps by the context's gradients times `factor`, without the GIL.
 void step(optim::Optimizer& optimizer, PythonWorker& worker, std::uint64_t context, double factor) {
-  with_exceptions(*worker.packer(), [&] {
-    const py::gil_scoped_release gil;
+  released(worker, [&] {
     const auto view = worker.worker().extension<autograd::AutogradExtension>().find(context);
     std::unordered_map<const c10::TensorImpl*, at::Tensor> gradients;
     for (const autograd::ParameterGradient& one : view.gradients())
