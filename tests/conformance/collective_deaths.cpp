@@ -1,4 +1,5 @@
 // Ranks as processes that are killed or stopped in the middle of a collective.
+#include <atomic>
 #include <csignal>
 #include <gmock/gmock.h>
 #include <netinet/in.h>
@@ -6,10 +7,12 @@
 #include <sys/socket.h>
 
 #include <ATen/ATen.h>
+#include <c10/core/Allocator.h>
 
 #include "core/api/descriptor.h"
 #include "tests/conformance/collective_every_operation.h"
 #include "tests/conformance/collective_process.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::testing::collective_deaths {
 namespace {
@@ -58,6 +61,18 @@ void dies_at_any_time(const GroupOptions& options) {
         group.all_reduce(mine, kMax).wait();
         for (int i = 0; i < 20; ++i) group.all_reduce(bucket[i], kMax).wait();
       }
+    });
+    wait_for_other_survivor(group, executor);
+  });
+}
+
+/// The same, while each rank sends to each other one.
+void dies_at_any_time_in_all_to_all(const GroupOptions& options) {
+  with_group(options, [](Group& group, Executor& executor) {
+    const std::vector<at::Tensor> sent(3, at::ones({1 << 21}));
+    if (group.rank() == kVictim) std::ofstream(folder_of_run() + "/ready") << "now";
+    expect_error(ErrorKind::kDisconnected, {"worker1 (rank 1, pid"}, [&] {
+      for (;;) static_cast<void>(group.all_to_all(sent).wait());
     });
     wait_for_other_survivor(group, executor);
   });
@@ -158,6 +173,9 @@ TEST(CollectiveDeaths, ARankThatDiedIsNamedByGroupsOnDevices) {
   return {};
 }
 
+/// Below the time-outs of the groups.
+constexpr Duration kNoticed = seconds(30);
+
 void expect_survivors_at_any_time(const std::string& scene, int times) {
   for (int time = 0; time < times; ++time) {
     ProcessWorld world(3);
@@ -170,8 +188,7 @@ void expect_survivors_at_any_time(const std::string& scene, int times) {
     world.executor().sleep(milliseconds(3 + 37 * time));
     world.process(kVictim).kill(SIGKILL);
     for (const int rank : {0, 2}) {
-      ASSERT_TRUE(world.process(rank).wait(world.executor(), seconds(60)))
-          << "rank " << rank << " still runs";
+      ASSERT_TRUE(world.process(rank).wait(world.executor(), kNoticed)) << "rank " << rank << " still runs";
       EXPECT_EQ(world.process(rank).exit_code(), 0) << world.process(rank).output();
     }
   }
@@ -217,6 +234,7 @@ TEST(CollectiveDeaths, ARankThatDiedUnderGlooIsNamedWithTheCallItMissed) {
 
 TEST(CollectiveDeaths, ARankMayDieWhileGlooWritesToAllRanks) {
   expect_survivors_at_any_time("dies_at_any_time_of_gloo", 3);
+  expect_survivors_at_any_time("dies_at_any_time_in_all_to_all_of_gloo", 2);
 }
 
 /// A connection within this process.
@@ -297,6 +315,65 @@ TEST(CollectiveDeaths, NoThreadOfGlooTakesTheSignalOfABrokenPipe) {
       },
       {.backend = BackendKind::kC10d});
 }
+
+bool is_thread_of_gloo(const std::string& name_of_maker) {
+  const std::string called = field_of_thread(std::to_string(gettid()), "Name:");
+  return called == name_of_maker || called.starts_with("pt_gloo");
+}
+
+/// Counts what is freed by threads of Gloo while they handle an exception.
+class CountsFreesOfFailures final : public c10::Allocator {
+ public:
+  /// `name`: of the thread that makes the group.
+  explicit CountsFreesOfFailures(std::string name) : name_(std::move(name)) {}
+  c10::DataPtr allocate(std::size_t bytes) const {
+    auto* const block = new Block{std::vector<std::byte>(bytes), *this};
+    return {block->bytes.data(), block, &free, c10::Device(c10::kCPU)};
+  }
+  /// LibTorch 2.3 and later.
+  c10::DataPtr allocate(std::size_t bytes) { return std::as_const(*this).allocate(bytes); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const { std::memcpy(to, from, bytes); }
+  int frees() const { return frees_.load(); }
+
+ private:
+  struct Block {
+    std::vector<std::byte> bytes;
+    const CountsFreesOfFailures& allocator;
+  };
+  static void free(void* context) {
+    const std::unique_ptr<Block> block(static_cast<Block*>(context));
+    const CountsFreesOfFailures& self = block->allocator;
+    if (std::uncaught_exceptions() > 0 && is_thread_of_gloo(self.name_)) ++self.frees_;
+  }
+
+  const std::string name_;
+  mutable std::atomic<int> frees_{0};
+};
+
+// LibTorch's all-gather over Gloo frees its buffer while Gloo may still send from it: processes then end ("writev: Bad
+// address"), or send what took the memory. This happens if other messages arrive between the failure and the abort.
+TEST(CollectiveDeaths, NoThreadOfGlooFreesMemoryThatAFailedCallSends) {
+  CollectiveWorld world(2);
+  std::unique_ptr<CountsFreesOfFailures> counting;
+  std::atomic<bool> failed{false};
+  world.run(
+      [&](Group& group) {
+        group.barrier();
+        if (group.rank() == 1) {
+          while (!failed.load()) world.executor().sleep(milliseconds(5));
+          return;
+        }
+        c10::Allocator* const before = c10::GetAllocator(c10::kCPU);
+        counting =
+            std::make_unique<CountsFreesOfFailures>(field_of_thread(std::to_string(gettid()), "Name:"));
+        c10::SetAllocator(c10::kCPU, counting.get(), 1);
+        error_of([&] { group.all_reduce(at::ones({100}), kMax).wait(); });
+        c10::SetAllocator(c10::kCPU, before, 1);
+        failed.store(true);
+      },
+      {.backend = BackendKind::kC10d, .timeout = seconds(1)});
+  EXPECT_EQ(counting->frees(), 0);
+}
 #endif
 
 // peer: c10d testSIGSTOPException: same: late, not dead
@@ -337,6 +414,7 @@ int main(int argc, char** argv) {
       {"dies_between_calls_of_gloo", [&] { dies_between_calls(gloo); }},
       {"dies_at_any_time", [] { dies_at_any_time(shared_memory()); }},
       {"dies_at_any_time_of_gloo", [&] { dies_at_any_time(gloo); }},
+      {"dies_at_any_time_in_all_to_all_of_gloo", [&] { dies_at_any_time_in_all_to_all(gloo); }},
       {"stops", stops}};
   scenarios.merge(phase_scenarios());
   scenarios.merge(every_operation_scenarios());

@@ -4,6 +4,8 @@
 
 #include <ATen/Functions.h>
 
+#include <torchspan/detail/core/owner_process.h>
+
 #include "collective/c10d/compat.h"
 #include "collective/serial/serial_backend.h"
 #include "collective/tensors.h"
@@ -25,31 +27,80 @@ bool C10dCollectives::reduces(at::ScalarType dtype, ReduceOp reduction) const {
   }
 }
 
+C10dCollectives::~C10dCollectives() {
+  if (!left_behind_) return;
+  // The process group's threads are joined when it ends.
+  keep_until_exit(new Thread(runtime_->executor.spawn("c10d end", [group = group_, work = left_behind_] {
+    try {
+      work->wait();
+    } catch (const std::exception&) {  // that of the abort, or a time-out
+    }
+  })));
+}
+
+// A pair of Gloo whose socket closes in the middle of a message does not tell the operation that waits for the message.
+void C10dCollectives::wait(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (!abort_) {
+    work->wait();
+    return;
+  }
+  const auto done = std::make_shared<std::atomic<bool>>(false);
+  work->getFuture()->addCallback([done, parker = parker_](c10::ivalue::Future&) {
+    done->store(true);
+    parker->unpark();
+  });
+  while (!done->load() && !aborted_.load()) parker_->park(Deadline::never());
+  if (!done->load()) {
+    left_behind_ = work;
+    throw Error(ErrorKind::kCancelled, "the process group of this group was aborted");
+  }
+  work->wait();
+}
+
+void C10dCollectives::abort(const Error&) {
+  if (!abort_) return;
+  abort_();
+  aborted_.store(true);
+  parker_->unpark();
+}
+
 void C10dCollectives::all_reduce(at::Tensor tensor, ReduceOp reduction) {
-  std::vector<at::Tensor> tensors{std::move(tensor)};
+  std::vector<at::Tensor> tensors{own(tensor)};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d_op(reduction);
-  group_->allreduce(tensors, options)->wait();
+  wait(group_->allreduce(tensors, options));
+  if (abort_) tensor.copy_(tensors[0]);
 }
 
 void C10dCollectives::broadcast(at::Tensor tensor, int root) {
-  std::vector<at::Tensor> tensors{std::move(tensor)};
+  std::vector<at::Tensor> tensors{own(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  group_->broadcast(tensors, options)->wait();
+  wait(group_->broadcast(tensors, options));
+  if (abort_) tensor.copy_(tensors[0]);
 }
 
 void C10dCollectives::all_gather(at::Tensor mine, at::Tensor all) {
+  if (engine_ == "gloo") {
+    // When Gloo's all-gather fails, LibTorch frees the buffer that it made for it while a thread of Gloo may still send from
+    // there. A sum with zeros uses the tensors that it is given.
+    all.zero_();
+    all[group_->getRank()].copy_(mine);
+    const at::Tensor bytes = all.view({-1});
+    return all_reduce(bytes.numel() % 8 == 0 ? bytes.view(at::kLong) : bytes, kSum);
+  }
   std::vector<std::vector<at::Tensor>> outputs(1);
   for (std::int64_t rank = 0; rank < all.size(0); ++rank) outputs[0].push_back(all[rank]);
   std::vector<at::Tensor> inputs{std::move(mine)};
-  group_->allgather(outputs, inputs)->wait();
+  wait(group_->allgather(outputs, inputs));
 }
 
 void C10dCollectives::all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts,
                                  at::Tensor all, const std::vector<std::int64_t>& all_counts) {
   std::vector<std::int64_t> in = mine_counts, out = all_counts;
-  compat::all_to_all(*group_, mine, in, all, out);
+  at::Tensor sent = own(mine), received = own(all);
+  wait(compat::all_to_all(*group_, sent, in, received, out));
+  if (abort_) all.copy_(received);
 }
 
 std::unique_ptr<BlockingCollectives> C10dCollectives::split(const std::vector<int>& members) {

@@ -1,10 +1,14 @@
 #pragma once
+#include <atomic>
 #include <functional>
+#include <memory>
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <torchspan/collective/c10d.h>
 #include <torchspan/collective/group.h>
+#include <torchspan/detail/core/executor.h>
+#include <torchspan/detail/core/runtime.h>
 
 #include "collective/serial/blocking_collectives.h"
 
@@ -37,18 +41,23 @@ struct C10dGroup {
   c10::intrusive_ptr<c10d::ProcessGroup> group = {};
   std::string engine = {};  ///< for messages
   std::function<C10dGroup(const std::vector<int>& members)> split = {};
-  /// On any thread: fails blocked calls and all later ones. May be empty.
+  /// On any thread: ends blocked operations, or keeps them from touching their tensors, and fails all later ones. May be empty.
   std::function<void()> abort = {};
+  std::shared_ptr<Runtime> runtime = {};  ///< not null if abort is set
 };
 
-/// BlockingCollectives over a LibTorch process group.
+/// BlockingCollectives over a LibTorch process group. If it can be aborted, its operations work on copies: an operation that does
+/// not notice the abort is left behind, and ends at the process group's own time-out.
 class C10dCollectives final : public BlockingCollectives {
  public:
   explicit C10dCollectives(C10dGroup group)
       : group_(std::move(group.group)),
         engine_(std::move(group.engine)),
         split_(std::move(group.split)),
-        abort_(std::move(group.abort)) {}
+        abort_(std::move(group.abort)),
+        runtime_(std::move(group.runtime)),
+        parker_(runtime_ ? runtime_->executor.make_parker() : nullptr) {}
+  ~C10dCollectives() override;
 
   std::string name() const override { return "c10d:" + engine_; }
   void all_reduce(at::Tensor tensor, ReduceOp reduction) override;
@@ -58,15 +67,22 @@ class C10dCollectives final : public BlockingCollectives {
   void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
                   const std::vector<std::int64_t>& all_counts) override;
   std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) override;
-  void abort(const Error&) override {
-    if (abort_) abort_();
-  }
+  void abort(const Error&) override;
 
  private:
+  /// `tensor`, or a copy if an operation may be left behind.
+  at::Tensor own(const at::Tensor& tensor) const { return abort_ ? tensor.clone() : tensor; }
+  /// Throws Error{kCancelled} after abort().
+  void wait(const c10::intrusive_ptr<c10d::Work>& work);
+
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::string engine_;
   const std::function<C10dGroup(const std::vector<int>& members)> split_;
   const std::function<void()> abort_;
+  const std::shared_ptr<Runtime> runtime_;
+  const std::shared_ptr<Parker> parker_;  ///< wakes wait(); not null if abort_ is set
+  std::atomic<bool> aborted_{false};
+  c10::intrusive_ptr<c10d::Work> left_behind_;
 };
 
 }  // namespace torchspan::collective

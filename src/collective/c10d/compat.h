@@ -12,12 +12,13 @@
 
 namespace torchspan::collective::compat {
 
-inline void all_to_all(c10d::ProcessGroup& group, at::Tensor& mine, std::vector<std::int64_t>& mine_counts,
-                       at::Tensor& all, std::vector<std::int64_t>& all_counts) {
+inline c10::intrusive_ptr<c10d::Work> all_to_all(c10d::ProcessGroup& group, at::Tensor& mine,
+                                                 std::vector<std::int64_t>& mine_counts, at::Tensor& all,
+                                                 std::vector<std::int64_t>& all_counts) {
 #if TORCHSPAN_LIBTORCH_AT_LEAST(2, 13)
-  group.all_to_all_single(all, mine, all_counts, mine_counts)->wait();
+  return group.all_to_all_single(all, mine, all_counts, mine_counts);
 #else
-  group.alltoall_base(all, mine, all_counts, mine_counts)->wait();
+  return group.alltoall_base(all, mine, all_counts, mine_counts);
 #endif
 }
 

@@ -353,6 +353,7 @@ C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int
   store->add_addresses(connections);
   connections.identify();
   group.abort = [connections = std::move(connections)] { connections.end(); };
+  group.runtime = world->runtime();
   group.split = [world, ranks, options](const std::vector<int>& members) {
     std::vector<int> part;
     for (const int member : members) part.push_back(ranks[static_cast<std::size_t>(member)]);
