@@ -3,12 +3,14 @@
 import builtins
 import collections
 import copyreg
+import functools
 import importlib
 import inspect
 import pickle
 import sys
 import traceback
 import types
+import typing
 
 import torch
 from torch.jit._builtins import _find_builtin
@@ -76,6 +78,67 @@ class Later:
         self.future = future
 
 
+class Typed:
+    """A function of rpc.typed(): what is called here, and its name and types for workers of C++."""
+
+    def __init__(self, function, name, signature):
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.type = _C.TypedFunction(name or function.__name__, signature or _signature_of(function))
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def bound(self, args, kwargs):
+        """The arguments in their order, with defaults."""
+        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args
+
+
+_WIRE_TYPES = {
+    bool: "bool",
+    int: "int64",
+    float: "float64",
+    str: "string",
+    bytes: "string",
+    torch.Tensor: "Tensor",
+    None: "void",
+    type(None): "void",
+}
+_WIRE_TEMPLATES = {list: "vector", tuple: "tuple", dict: "map"}
+
+
+def _signature_of(function) -> str:
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters
+    missing = [name for name in [*parameters, "return"] if name not in hints]
+    if missing:
+        raise TypeError(
+            f"torchspan.rpc: {function.__qualname__} has no type for {', '.join(missing)}: annotate it, or give typed() the "
+            "signature of the C++ function"
+        )
+    arguments = ", ".join(_wire_type(hints[name], function) for name in parameters)
+    return f"({arguments}) -> {_wire_type(hints['return'], function)}"
+
+
+def _wire_type(hint, function) -> str:
+    try:
+        known = _WIRE_TYPES.get(hint)
+    except TypeError:  # not hashable
+        known = None
+    if known is not None:
+        return known
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType) and len(parts) == 2 and type(None) in parts:
+        return f"optional<{_wire_type(parts[0] if parts[1] is type(None) else parts[1], function)}>"
+    if origin in _WIRE_TEMPLATES and parts and ... not in parts:
+        return f"{_WIRE_TEMPLATES[origin]}<{', '.join(_wire_type(part, function) for part in parts)}>"
+    raise TypeError(
+        f"torchspan.rpc: {function.__qualname__} has a type {hint!r} that has no counterpart in C++: give typed() the signature"
+    )
+
+
 def own(function):
     """Makes a function of this package callable by other workers, whatever functions they registered."""
     _OWN[function] = f"torchspan:{function.__name__}"
@@ -87,6 +150,7 @@ class Hooks:
 
     Error = staticmethod(errors.of_kind)
     Later = Later
+    Typed = Typed
 
     def __init__(self, functions):
         self._pickles = functions is None

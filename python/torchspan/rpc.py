@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools as _functools
 import importlib
+import os
 import pickle
 import re
 import sys
@@ -44,6 +45,7 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "typed",
     "wait_all",
 ]
 
@@ -73,7 +75,8 @@ class Options:
 
     num_worker_threads: how many functions this worker runs at the same time for the others; those that wait do not count.
     rpc_timeout: seconds after which a call fails; 0: no limit. A call may have its own.
-    init_method: where the workers meet, as for torch.distributed.init_process_group().
+    init_method: where the workers meet, as for torch.distributed.init_process_group(); or "torchspan://", where workers of C++
+    meet under `torchspan run`: at MASTER_ADDR and MASTER_PORT, with RANK and WORLD_SIZE.
     """
 
     num_worker_threads: int = 16
@@ -138,13 +141,14 @@ def init_rpc(
     rpc_backend_options=None,
     *,
     functions: "list | None" = None,
+    typed: "list | tuple" = (),
 ) -> None:
     """Joins as worker `name` and serves the others; returns when all workers have joined.
 
     world_size None: workers join and leave at any time. functions: the only callables that others may call; then nothing
-    is pickled, and only tensors, numbers, strings, bytes, lists, tuples, dicts and references travel.
+    is pickled, and only tensors, numbers, strings, bytes, lists, tuples, dicts and references travel. typed: functions of
+    typed() that workers of C++ may call.
     """
-    global _inits
     if _calls.has_worker():
         raise RuntimeError("torchspan.rpc: this process is already initialized as a worker: call shutdown() first")
     if backend is not None and not hasattr(backend, "value"):
@@ -158,24 +162,43 @@ def init_rpc(
         raise ValueError("torchspan.rpc: device maps are not supported: tensors arrive on the CPU")
     if options.num_worker_threads < 1:
         raise ValueError(f"num_worker_threads is {options.num_worker_threads}; expected at least 1")
-    meeting = dist.rendezvous(options.init_method, rank=rank, world_size=-1 if world_size is None else world_size)
-    store, found_rank, found_size = next(meeting)
-    rank = found_rank if rank < 0 else rank
-    size = found_size if world_size is None else world_size
-    _inits += 1
+    for function in typed:
+        if not isinstance(function, _calls.Typed):
+            raise TypeError(f"torchspan.rpc: typed has {function!r}, which is not a function of torchspan.rpc.typed()")
+    store, rank, size, host = _meet(options.init_method, rank, world_size)
     with _torch_words(name):
         worker = _C.join_worker(
-            dist.PrefixStore(f"torchspan.rpc/{_inits}", store),
+            store,
             name,
             rank,
             max(size, 0),
-            getattr(store, "host", ""),
+            host,
             options.num_worker_threads,
             options.rpc_timeout,
             functions is None,
             _calls.Hooks(functions),
+            list(typed),
         )
     _calls.set_current_worker(worker, functions is None)
+
+
+def _meet(init_method, rank, world_size):
+    """The program's store, or None if the workers meet at TorchSpan's; this rank, the world's size, and the store's host."""
+    global _inits
+    if init_method == "torchspan://":
+        for name, given in (("RANK", rank if rank >= 0 else None), ("WORLD_SIZE", world_size)):
+            if given is not None and os.environ.setdefault(name, str(given)) != str(given):
+                raise ValueError(f"torchspan.rpc: {name} is {os.environ[name]} in the environment, and {given} in the call")
+        return None, 0, 0, ""
+    meeting = dist.rendezvous(init_method, rank=rank, world_size=-1 if world_size is None else world_size)
+    store, found_rank, found_size = next(meeting)
+    _inits += 1
+    return (
+        dist.PrefixStore(f"torchspan.rpc/{_inits}", store),
+        found_rank if rank < 0 else rank,
+        found_size if world_size is None else world_size,
+        getattr(store, "host", ""),
+    )
 
 
 @contextlib.contextmanager
@@ -239,7 +262,22 @@ def _destination(to):
     raise ValueError(f"torchspan.rpc: cannot find a worker for {to!r}: give a name, a rank or a WorkerInfo")
 
 
+def typed(function=None, *, name: "str | None" = None, signature: "str | None" = None):
+    """Decorator: gives a function the name and types of a C++ function, torchspan::Function.
+
+    Pass it to rpc_sync() or rpc_async() to call that function of a C++ worker; its body is then not used. List it in
+    init_rpc(typed=[…]), and C++ workers may call it here. Types are those of the annotations: bool, int (int64), float
+    (float64), str or bytes (string), torch.Tensor, list, dict (map), tuple, Optional; or those of `signature`, as
+    "(Tensor, vector<int32>) -> float32". Nothing is pickled.
+    """
+    if function is None:
+        return lambda function: _calls.Typed(function, name, signature)
+    return _calls.Typed(function, name, signature)
+
+
 def _call(to, func, args, kwargs, timeout, name=None):
+    if isinstance(func, _calls.Typed):
+        args, kwargs, name = func.bound(args or (), kwargs or {}), None, func.type.name
     name = name or getattr(func, "__qualname__", None) or type(func).__qualname__
     return _C.Call(_destination(to), func, tuple(args or ()), kwargs or {}, timeout, name)
 

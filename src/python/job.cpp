@@ -53,21 +53,34 @@ bool is_open(const Place& place) { return place.size == rendezvous::kOpenWorld; 
 
 }  // namespace
 
-Job::Job(c10d::Store& store, Place place, Duration timeout)
+Job::Job(c10d::Store* store, Place place, Duration timeout)
     : store_(store), timeout_(timeout), place_(std::move(place)) {
   or_tell_others([this] {
-    meet();
-    make_environment();
-    environment_ = rendezvous::read_environment(variables_);
+    if (store_ != nullptr) {
+      meet();
+      make_environment();
+      environment_ = rendezvous::read_environment(variables_);
+      environment_.master_port = 0;  // rank 0 serves the store at a free port
+    } else {
+      read_variables();
+    }
     const auto level = variables_.find("TORCHSPAN_LOG_LEVEL");
     runtime_ = make_own_runtime(environment_.name, level == variables_.end() || level->second.empty()
                                                        ? LogLevel::kWarning
                                                        : parse_log_level(level->second));
     network_ = rendezvous::read_network(variables_);
-    // Rank 0 serves the store at a free port.
-    environment_.master_port = 0;
     if (place_.size != 1) secret_ = rendezvous::load_secret(environment_);
   });
+}
+
+void Job::read_variables() {
+  variables_ = rendezvous::process_environment();
+  if (!place_.name.empty()) variables_["TORCHSPAN_NAME"] = place_.name;
+  environment_ = rendezvous::read_environment(variables_);
+  place_.rank = environment_.rank;
+  place_.size = environment_.world_size;
+  one_host_ = environment_.one_host();
+  id_ = environment_.job;
 }
 
 std::string Job::presence() const { return fmt::format("{} {}", place_.size, this_host()); }
@@ -82,11 +95,11 @@ void Job::check_size(int rank, const std::string& present) const {
 
 std::string Job::value_of(const std::string& key) {
   try {
-    return text_of(store_.get(key));
+    return text_of(store_->get(key));
   } catch (const std::exception&) {
     std::vector<int> absent;
     for (int rank = 0; rank < place_.size; ++rank) {
-      if (!store_.check({host_key(rank)})) absent.push_back(rank);
+      if (!store_->check({host_key(rank)})) absent.push_back(rank);
     }
     if (absent.empty()) throw;
     throw Error(
@@ -98,7 +111,7 @@ std::string Job::value_of(const std::string& key) {
 }
 
 void Job::meet() {
-  store_.set(host_key(place_.rank), bytes_of(presence()));
+  store_->set(host_key(place_.rank), bytes_of(presence()));
   if (place_.rank == 0) return meet_rank_0();
   const std::string published = value_of(kAddressKey);
   if (published == kEnded) {
@@ -164,7 +177,7 @@ void Job::make_environment() {
 }
 
 std::unique_ptr<rendezvous::Membership> Job::join(const std::string& address) {
-  if (!is_open(place_) || place_.rank == 0) return join_once(address, timeout_);
+  if (store_ == nullptr || !is_open(place_) || place_.rank == 0) return join_once(address, timeout_);
   // Rank 0 may have left after this worker read its address.
   const Deadline end = runtime_->executor.deadline_in(timeout_);
   for (;;) {
@@ -195,9 +208,15 @@ std::unique_ptr<rendezvous::Membership> Job::join_once(const std::string& addres
     at.master_host = environment_.listen_host;
     options.store_listen = at.store_address();
   }
-  options.store_ready = [this](const std::string& ready) {
-    store_.set(kAddressKey, bytes_of(fmt::format("{} {} {}", one_host_ ? "one" : "many", id_, ready)));
-  };
+  if (store_ != nullptr) {
+    options.store_ready = [this](const std::string& ready) {
+      store_->set(kAddressKey, bytes_of(fmt::format("{} {} {}", one_host_ ? "one" : "many", id_, ready)));
+    };
+  } else {
+    options.functions = functions_.descriptions();
+    options.functions_digest = functions_.digest();
+    options.require_same_functions = false;
+  }
   rendezvous::TransportFactory transports;
   if (place_.size != 1) {
     Executor& executor = runtime_->executor;
@@ -231,6 +250,7 @@ std::pair<std::unique_ptr<rpc::WorkerService>, std::string> Job::make_service(
 
 std::unique_ptr<rpc::WorkerService> Job::start(rpc::ServiceOptions options, FunctionTable functions,
                                                std::vector<std::unique_ptr<rpc::Extension>> extensions) {
+  functions_ = functions;
   auto [service, address] = make_service(std::move(options), std::move(functions), std::move(extensions));
   service->start(join(address));
   return std::move(service);
@@ -267,8 +287,8 @@ void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::Endpoint>& en
 
 /// The others wait for the address, and the program's store names no reason.
 void Job::tell_others(const Error& error) {
-  if (place_.rank == 0 && !store_.check({kAddressKey}))
-    store_.set(kAddressKey, bytes_of(fmt::format("failed: {}", error.what())));
+  if (store_ != nullptr && place_.rank == 0 && !store_->check({kAddressKey}))
+    store_->set(kAddressKey, bytes_of(fmt::format("failed: {}", error.what())));
 }
 
 }  // namespace torchspan::python

@@ -31,12 +31,14 @@ struct Place {
 };
 
 /// What a process needs to join the others of its job. They find each other through the program's store, which
-/// carries their hosts and the address of rank 0, and nothing secret: it authenticates nobody.
+/// carries their hosts and the address of rank 0, and nothing secret: it authenticates nobody. Without such a store they meet
+/// where TorchSpan's own launcher and C++ programs do, at MASTER_ADDR and MASTER_PORT.
 class Job {
  public:
   /// Waits until rank 0 has decided whether all are on one host. Throws Error, and what the store throws. An open world
-  /// that has ended is a world of one for workers that come later.
-  Job(c10d::Store& store, Place place, Duration timeout);
+  /// that has ended is a world of one for workers that come later. If `store` is null, the environment gives the place, but
+  /// for its name.
+  Job(c10d::Store* store, Place place, Duration timeout);
 
   const std::shared_ptr<Runtime>& runtime() const { return runtime_; }
   const rendezvous::WorkerEnvironment& environment() const { return environment_; }
@@ -83,10 +85,11 @@ class Job {
   void meet();
   void meet_rank_0();
   std::unique_ptr<rendezvous::Membership> join_once(const std::string& address, Duration timeout);
+  void read_variables();
   void make_environment();
   void tell_others(const Error& error);
 
-  c10d::Store& store_;
+  c10d::Store* const store_;
   const Duration timeout_;
   Place place_;
   bool one_host_ = true;
@@ -97,6 +100,7 @@ class Job {
   net::NetworkOptions network_;
   net::Secret secret_;
   std::shared_ptr<Runtime> runtime_;
+  FunctionTable functions_;  ///< that workers of C++ compare with theirs
 };
 
 /// Runs `stop` for the worker at the end of the program. After a few seconds, functions that still run are abandoned.

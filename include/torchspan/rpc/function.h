@@ -175,6 +175,8 @@ struct ScriptEntry {
 std::uint64_t function_id(std::string_view name, std::string_view signature);
 /// Throws Error{kInvalid} that names both types: a member function was called on an object of another type.
 [[noreturn]] void throw_wrong_object(const Value& value, const std::type_info& wanted);
+/// Throws Error{kUnsupported}: this worker declares the function, and does not serve it.
+Outcome refuse_declared(Execution& execution);
 /// Decodes the next reference and returns its value, which this worker must own and which must be ready.
 ValuePtr decode_object(Execution& invocation);
 
@@ -299,6 +301,15 @@ class FunctionTable {
     (add_one(tokens), ...);
     return *this;
   }
+  /// Adds tokens of functions that other workers serve, such as those of Python programs, and this one only calls: they need
+  /// no definition here. Throws as add().
+  template <auto... kFunctions>
+  FunctionTable& declare(const Function<kFunctions>&... tokens) {
+    (insert({tokens.name, rpc::signature_of<kFunctions>(), 0, &rpc::refuse_declared, Serve::kOnPool,
+             &rpc::signature_of<kFunctions>}),
+     ...);
+    return *this;
+  }
   /// Adds every function of a unit under its qualified name: rpc_sync(to, "__torch__.score", {x}).
   FunctionTable& add_script(const std::shared_ptr<torch::jit::CompilationUnit>& unit);
   /// Adds the methods of a module that every worker has: rpc_sync(to, "model.forward", {x}) runs the
@@ -340,6 +351,8 @@ class FunctionTable {
     insert({token.name, rpc::constructor_signature<T, Args...>(), 0, &rpc::run_constructor<T, Args...>,
             Serve::kOnPool, &rpc::constructor_signature<T, Args...>});
   }
+  /// A function whose types are known at run time.
+  void add_one(const rpc::FunctionEntry& entry) { insert(entry); }
   void insert(rpc::FunctionEntry entry);
   void insert_script(rpc::ScriptEntry entry);
 

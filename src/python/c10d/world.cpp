@@ -13,7 +13,7 @@ std::shared_ptr<World> World::join(c10d::Store& store, const Place& place, Durat
 }
 
 World::World(c10d::Store& store, const Place& place, Duration timeout) {
-  Job job(store, place, timeout);
+  Job job(&store, place, timeout);
   runtime_ = job.runtime();
   membership_ = job.join();
   callbacks_ = std::make_shared<Pool>(runtime_->executor, PoolOptions{.name = "callbacks", .threads = 1});

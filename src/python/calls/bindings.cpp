@@ -11,6 +11,7 @@
 #include <torchspan/detail/rpc/environment.h>
 
 #include "python/calls/python_worker.h"
+#include "python/calls/typed.h"
 #include "python/gil.h"
 
 namespace torchspan::python {
@@ -82,20 +83,25 @@ void fail_future(const std::shared_ptr<torch::jit::PythonFutureWrapper>& future,
 Hooks hooks_of(const py::object& python, bool pickles) {
   const auto hook = [&](const char* name) { return Object(python.attr(name)); };
   return {hook("name_of"),  hook("function_of"), hook("operator_of"), hook("later"), hook("Later"),
-          hook("describe"), hook("rebuild"),     hook("reducers"),    hook("Error"), pickles};
+          hook("describe"), hook("rebuild"),     hook("reducers"),    hook("Error"), hook("Typed"),
+          pickles};
 }
 
 std::shared_ptr<PythonWorker> join_worker(const c10::intrusive_ptr<c10d::Store>& store,
                                           const std::string& name, int rank, int size,
                                           const std::string& master_host, std::size_t threads, double timeout,
-                                          bool pickles, const py::object& hooks) {
+                                          bool pickles, const py::object& hooks, const py::list& typed) {
   const auto packer = std::make_shared<Packer>(hooks_of(hooks, pickles));
   PythonWorker::Options options;
   options.threads = threads;
   options.timeout = duration_of(timeout);
+  for (const py::handle function : typed) {
+    options.typed.push_back(
+        serve_typed(function.attr("type").cast<std::shared_ptr<TypedFunction>>(), function.attr("function")));
+  }
   return with_exceptions(*packer, [&] {
     const py::gil_scoped_release gil;
-    return PythonWorker::join(*store, {rank, size, master_host, name}, packer, std::move(options));
+    return PythonWorker::join(store.get(), {rank, size, master_host, name}, packer, std::move(options));
   });
 }
 
@@ -170,7 +176,7 @@ void bind_worker(py::module_& module) {
       .def("stop_at_exit", &PythonWorker::stop_at_exit, py::call_guard<py::gil_scoped_release>());
   module.def("join_worker", &join_worker, py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("size"),
              py::arg("master_host"), py::arg("threads"), py::arg("timeout"), py::arg("pickles"),
-             py::arg("hooks"));
+             py::arg("hooks"), py::arg("typed") = py::list());
 }
 
 void bind_reference(py::module_& module) {
@@ -211,6 +217,17 @@ void bind_calls(py::module_& module) {
       .def(py::init<std::shared_ptr<PythonWorker>>(), py::arg("worker"))
       .def_property_readonly("id", &ContextHandle::id)
       .def("close", &ContextHandle::close);
+  py::class_<TypedFunction, std::shared_ptr<TypedFunction>>(module, "TypedFunction")
+      .def(py::init([](const std::string& name, const std::string& signature) {
+             try {
+               return std::make_shared<TypedFunction>(name, signature);
+             } catch (const Error& error) {
+               throw py::value_error(error.what());
+             }
+           }),
+           py::arg("name"), py::arg("signature"))
+      .def_property_readonly("name", &TypedFunction::name)
+      .def_property_readonly("signature", &TypedFunction::signature);
   bind_worker(module);
   bind_reference(module);
   module.def("bound", &bound, py::arg("step"));

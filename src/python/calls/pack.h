@@ -43,6 +43,7 @@ struct Hooks {
   Object rebuild;       ///< (description, worker's name) -> an exception
   Object reducers;      ///< () -> a dispatch table of pickle, or None
   Object error_type;    ///< of what the library throws: (kind, text)
+  Object typed_type;    ///< of functions with a TypedFunction, their attribute `type`
   bool pickles = true;  ///< false: functions were registered, and only they and plain values travel
 };
 

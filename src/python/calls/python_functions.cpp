@@ -9,15 +9,6 @@ namespace py = pybind11;
 
 namespace {
 
-template <class R>
-R converted(Packer& packer, const py::object& result) {
-  if constexpr (std::is_same_v<R, Object>) {
-    return Object(result);
-  } else {
-    return packer.pack(result);
-  }
-}
-
 /// Whether the result of `function` is there later: of async functions, and of those that return futures.
 bool is_later(const Hooks& hooks, PyObject* function, PyObject* result) {
   return PyCoro_CheckExact(result) ||
@@ -28,11 +19,12 @@ bool is_later(const Hooks& hooks, PyObject* function, PyObject* result) {
 template <class R>
 class ReplyOf final : public Reply {
  public:
-  ReplyOf(Promise<R> promise, std::shared_ptr<Packer> packer)
-      : promise_(std::move(promise)), packer_(std::move(packer)) {}
+  using Convert = std::function<R(const py::object&)>;
+  ReplyOf(Promise<R> promise, Convert convert, std::shared_ptr<Packer> packer)
+      : promise_(std::move(promise)), convert_(std::move(convert)), packer_(std::move(packer)) {}
   void succeed(const py::object& result) override {
     try {
-      promise_.set_value(converted<R>(*packer_, result));
+      promise_.set_value(convert_(result));
     } catch (const py::error_already_set& error) {
       fail(exception_of(error));
     } catch (...) {
@@ -45,6 +37,7 @@ class ReplyOf final : public Reply {
 
  private:
   Promise<R> promise_;
+  const Convert convert_;
   const std::shared_ptr<Packer> packer_;
 };
 
@@ -71,30 +64,51 @@ PythonError PythonFunctions::describe(Packer& packer, const py::object& exceptio
 
 template <class R>
 Future<R> PythonFunctions::run(const Worker& worker, Pack call) {
-  Promise<R> promise(worker.endpoint()->host());
-  Future<R> future = promise.future();
   keep_thread_state();
   const py::gil_scoped_acquire gil;
+  py::tuple parts;
   try {
-    const Hooks& hooks = packer_->hooks();
-    const py::tuple parts = packer_->unpack(call);
-    call = {};  // the function may free its arguments
+    parts = packer_->unpack(call);
     if (parts.size() != 3)
       throw Error(ErrorKind::kInvalid, "a call of Python has a function, args and kwargs");
-    PyObject* const made = PyObject_Call(PyTuple_GET_ITEM(parts.ptr(), 0), PyTuple_GET_ITEM(parts.ptr(), 1),
-                                         PyTuple_GET_ITEM(parts.ptr(), 2));
+  } catch (const py::error_already_set& error) {
+    throw describe(*packer_, exception_of(error));
+  } catch (const py::builtin_exception& error) {  // of a file of this room
+    error.set_error();
+    throw describe(*packer_, py::error_already_set().value());
+  }
+  call = {};  // the function may free its arguments
+  return invoke<R>(worker, parts[0], parts[1], parts[2],
+                   [packer = packer_.get()](const py::object& result) -> R {
+                     if constexpr (std::is_same_v<R, Object>) {
+                       return Object(result);
+                     } else {
+                       return packer->pack(result);
+                     }
+                   });
+}
+
+template <class R>
+Future<R> PythonFunctions::invoke(const Worker& worker, const py::object& function, const py::tuple& args,
+                                  const py::dict& kwargs, std::function<R(const py::object&)> convert) {
+  Promise<R> promise(worker.endpoint()->host());
+  Future<R> future = promise.future();
+  try {
+    const Hooks& hooks = packer_->hooks();
+    PyObject* const made = PyObject_Call(function.ptr(), args.ptr(), kwargs.ptr());
     if (made == nullptr) throw py::error_already_set();
     const auto result = py::reinterpret_steal<py::object>(made);
-    if (is_later(hooks, PyTuple_GET_ITEM(parts.ptr(), 0), made)) {
-      const std::shared_ptr<Reply> reply = std::make_shared<ReplyOf<R>>(std::move(promise), packer_);
+    if (is_later(hooks, function.ptr(), made)) {
+      const std::shared_ptr<Reply> reply =
+          std::make_shared<ReplyOf<R>>(std::move(promise), std::move(convert), packer_);
       hooks.later.get()(result, reply);
     } else {
-      promise.set_value(converted<R>(*packer_, result));
+      promise.set_value(convert(result));
     }
   } catch (const py::error_already_set& error) {
     const PythonError described = describe(*packer_, exception_of(error));
     promise.set_error(std::make_exception_ptr(described));
-  } catch (const py::builtin_exception& error) {  // of this file's own checks
+  } catch (const py::builtin_exception& error) {  // of a file of this room
     error.set_error();
     const py::error_already_set raised;
     promise.set_error(std::make_exception_ptr(describe(*packer_, raised.value())));
@@ -135,6 +149,9 @@ Task<Pack> serve_fetch(Worker& worker, RRef<Object> reference) {
 
 template Future<Pack> PythonFunctions::run(const Worker&, Pack);
 template Future<Object> PythonFunctions::run(const Worker&, Pack);
+template Future<rpc::ValuePtr> PythonFunctions::invoke(const Worker&, const py::object&, const py::tuple&,
+                                                       const py::dict&,
+                                                       std::function<rpc::ValuePtr(const py::object&)>);
 
 }  // namespace torchspan::python
 

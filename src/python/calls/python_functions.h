@@ -1,4 +1,5 @@
 #pragma once
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -46,6 +47,10 @@ class PythonFunctions final : public rpc::Extension {
   /// Calls what `call` packs, and packs or keeps the result.
   template <class R>
   Future<R> run(const Worker& worker, Pack call);
+  /// Calls `function`, also one whose result is there later, and completes with what `convert` makes of it. With the GIL.
+  template <class R>
+  Future<R> invoke(const Worker& worker, const pybind11::object& function, const pybind11::tuple& args,
+                   const pybind11::dict& kwargs, std::function<R(const pybind11::object&)> convert);
   /// The current Python exception, for the caller.
   static PythonError describe(Packer& packer, const pybind11::object& exception);
 

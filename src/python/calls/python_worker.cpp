@@ -8,6 +8,7 @@
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/pipeline/extension.h>
 
+#include "python/calls/typed.h"
 #include "python/gil.h"
 
 namespace torchspan::python {
@@ -33,6 +34,30 @@ py::object to_python(Packer& packer, Pack pack) { return packer.unpack(pack); }
 py::object to_python(Packer& /*packer*/, c10::IValue value) {
   return torch::jit::toPyObject(std::move(value));
 }
+
+/// What a function of C++ returned, as it came.
+struct TypedReply {
+  std::shared_ptr<const TypedFunction> type;
+  std::shared_ptr<wire::Payload> payload;
+};
+py::object to_python(Packer& /*packer*/, const TypedReply& reply) {
+  return reply.type->decode_result(*reply.payload);
+}
+
+class TypedCompletion final : public rpc::Completion {
+ public:
+  TypedCompletion(std::shared_ptr<const TypedFunction> type, std::weak_ptr<FutureHost> host)
+      : type_(std::move(type)), promise_(std::move(host)) {}
+  Future<TypedReply> future() const { return promise_.future(); }
+  void succeed(wire::Payload& reply) override {
+    promise_.set_value(TypedReply{type_, std::make_shared<wire::Payload>(std::move(reply))});
+  }
+  void fail(std::exception_ptr error) override { promise_.set_error(std::move(error)); }
+
+ private:
+  const std::shared_ptr<const TypedFunction> type_;
+  Promise<TypedReply> promise_;
+};
 
 /// Waits without the GIL. Throws what a signal raises.
 template <class T>
@@ -134,7 +159,7 @@ void raise(Packer& packer, const std::exception_ptr& error) {
   std::rethrow_exception(error);
 }
 
-std::shared_ptr<PythonWorker> PythonWorker::join(c10d::Store& store, const Place& place,
+std::shared_ptr<PythonWorker> PythonWorker::join(c10d::Store* store, const Place& place,
                                                  std::shared_ptr<Packer> packer, Options options) {
   Job job(store, place, std::max<Duration>(options.timeout, std::chrono::seconds(60)));
   return {new PythonWorker(job, std::move(packer), std::move(options)), EndsWithInterpreter()};
@@ -151,17 +176,25 @@ PythonWorker::PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options opt
   extensions.push_back(std::make_unique<autograd::AutogradExtension>());
   extensions.push_back(std::make_unique<pipeline::PipelineExtension>());
   extensions.push_back(std::make_unique<PythonFunctions>(packer_));
-  service_ = job.start(std::move(service), PythonFunctions::table(), std::move(extensions));
+  FunctionTable functions = PythonFunctions::table();
+  for (const rpc::FunctionEntry& typed : options.typed) functions.add(typed);
+  service_ = job.start(std::move(service), std::move(functions), std::move(extensions));
   observation_ = job.observe(worker().name());
 }
 
-rpc::Request PythonWorker::make_request(wire::MessageType type, std::uint64_t function, const Call& call) {
-  const Pack pack = packer_->pack_call(call.function, call.args, call.kwargs);
+rpc::Request PythonWorker::make_request(wire::MessageType type, const Call& call) {
   rpc::Request request;
   request.type = type;
   request.name = call.name;
   worker().endpoint()->apply(options_of(call.timeout), request);
   request.user_values = true;
+  return request;
+}
+
+rpc::Request PythonWorker::make_python_request(wire::MessageType type, std::uint64_t function,
+                                               const Call& call) {
+  const Pack pack = packer_->pack_call(call.function, call.args, call.kwargs);
+  rpc::Request request = make_request(type, call);
   wire::Encoder encoder(request.payload);
   wire::encode(encoder, function);
   wire::encode(encoder, pack);
@@ -169,8 +202,28 @@ rpc::Request PythonWorker::make_request(wire::MessageType type, std::uint64_t fu
   return request;
 }
 
+bool PythonWorker::is_typed(const py::object& function) const {
+  return py::type::of(function).is(packer_->hooks().typed_type.get());
+}
+
+std::shared_ptr<CallHandle> PythonWorker::call_typed(const Call& call) {
+  const auto type = call.function.attr("type").cast<std::shared_ptr<TypedFunction>>();
+  const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
+  const std::uint32_t to = endpoint->resolve(destination(call.to));
+  rpc::Request request = make_request(rpc::kCallFunction, call);
+  wire::Encoder encoder(request.payload);
+  wire::encode(encoder, type->id());
+  type->encode_arguments(encoder, call.args);
+  encoder.finish();
+  auto completion = std::make_shared<TypedCompletion>(type, endpoint->host());
+  auto handle = std::make_shared<PendingOf<TypedReply>>(completion->future(), packer_);
+  without_gil([&] { endpoint->send(to, std::move(request), std::move(completion)); });
+  return handle;
+}
+
 std::shared_ptr<CallHandle> PythonWorker::call(const Call& call) {
   return with_exceptions(*packer_, [&]() -> std::shared_ptr<CallHandle> {
+    if (is_typed(call.function)) return call_typed(call);
     const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
     if (const std::string name = packer_->operator_of(call.function); !name.empty()) {
       if (auto matched = match_operator(name, call.args, call.kwargs)) {
@@ -185,8 +238,8 @@ std::shared_ptr<CallHandle> PythonWorker::call(const Call& call) {
       }
     }
     const std::uint32_t to = endpoint->resolve(destination(call.to));
-    rpc::Request request =
-        make_request(rpc::kCallFunction, endpoint->id_of(kCall.name, &rpc::signature_of<serve_call>), call);
+    rpc::Request request = make_python_request(
+        rpc::kCallFunction, endpoint->id_of(kCall.name, &rpc::signature_of<serve_call>), call);
     auto completion = std::make_shared<rpc::PromiseCompletion<Pack>>(endpoint->host());
     auto handle = std::make_shared<PendingOf<Pack>>(completion->future(), packer_);
     without_gil([&] { endpoint->send(to, std::move(request), std::move(completion)); });
@@ -196,9 +249,16 @@ std::shared_ptr<CallHandle> PythonWorker::call(const Call& call) {
 
 RRef<Object> PythonWorker::create(const Call& call) {
   return with_exceptions(*packer_, [&] {
+    if (is_typed(call.function)) {
+      throw Error(
+          ErrorKind::kUnsupported,
+          fmt::format("remote() of '{}', a function of C++, is not supported: call it with rpc_sync() or "
+                      "rpc_async(), or create the object in a function of C++",
+                      call.name));
+    }
     const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
     const std::uint32_t to = endpoint->resolve(destination(call.to));
-    rpc::Request request = make_request(
+    rpc::Request request = make_python_request(
         rpc::kCreateRemote, endpoint->id_of(kCreate.name, &rpc::signature_of<serve_creation>), call);
     RRef<Object> reference;
     without_gil([&] {

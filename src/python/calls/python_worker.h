@@ -52,10 +52,12 @@ class PythonWorker {
   struct Options {
     std::size_t threads = 16;  ///< functions that run at the same time
     Duration timeout = std::chrono::seconds(60);
+    std::vector<rpc::FunctionEntry> typed = {};  ///< served to workers of C++
   };
 
-  /// Joins and serves; returns when all workers of a fixed world have joined. Throws Error. Without the GIL.
-  static std::shared_ptr<PythonWorker> join(c10d::Store& store, const Place& place,
+  /// Joins and serves; returns when all workers of a fixed world have joined. `store`: as for Job. Throws Error. Without the
+  /// GIL.
+  static std::shared_ptr<PythonWorker> join(c10d::Store* store, const Place& place,
                                             std::shared_ptr<Packer> packer, Options options);
 
   /// A call of a function of Python.
@@ -83,7 +85,11 @@ class PythonWorker {
 
  private:
   PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options options);
-  rpc::Request make_request(wire::MessageType type, std::uint64_t function, const Call& call);
+  /// The request without its payload.
+  rpc::Request make_request(wire::MessageType type, const Call& call);
+  rpc::Request make_python_request(wire::MessageType type, std::uint64_t function, const Call& call);
+  std::shared_ptr<CallHandle> call_typed(const Call& call);
+  bool is_typed(const pybind11::object& function) const;
 
   const OwnerProcess process_;
   const std::shared_ptr<Packer> packer_;

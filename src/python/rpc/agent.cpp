@@ -454,7 +454,7 @@ std::shared_ptr<Agent> Agent::join(const c10::intrusive_ptr<c10d::Store>& store,
   check_kind(*store, place);
   store->set(name_key(place.rank), bytes_of(place.name));
   try {
-    Job job(*store, place, std::max<Duration>(options.timeout, std::chrono::seconds(60)));
+    Job job(store.get(), place, std::max<Duration>(options.timeout, std::chrono::seconds(60)));
     return {new Agent(job, store, std::move(options)), EndsWithInterpreter()};
   } catch (const Error& error) {
     throw explain_failed_join(*store, place, error);

@@ -23,6 +23,12 @@ void throw_wrong_object(const Value& value, const std::type_info& wanted) {
                                                demangle(wanted), value.type_name()));
 }
 
+Outcome refuse_declared(Execution& execution) {
+  throw Error(ErrorKind::kUnsupported,
+              fmt::format("{} declares this function and does not serve it: call a worker that does",
+                          execution.worker.name()));
+}
+
 ValuePtr decode_object(Execution& invocation) {
   auto reference = std::static_pointer_cast<Reference>(invocation.arguments.reference());
   if (!reference) throw Error(ErrorKind::kInvalid, "a member function was called without its object");
