@@ -6,6 +6,7 @@
 
 #include <torchspan/pipeline/pipeline.h>
 
+#include "pipeline/messages/messages.h"
 #include "tests/support/pipeline_world.h"
 
 namespace torchspan::pipeline::failure_test {
@@ -16,6 +17,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using torchspan::testing::on_workers;
+using torchspan::testing::request_type;
 using torchspan::testing::SimCluster;
 
 /// Which action fails: the n-th forward or backward of a stage in the step that is armed.
@@ -477,6 +479,33 @@ TEST(Failure, APipelineThatIsGoneElsewhereEndsTheStep) {
                             HasSubstr("was destroyed here while another worker still uses it")));
   });
   for (const std::string& text : texts) EXPECT_EQ(text, "");
+}
+
+// Worker 0 learns of the failure first, and destroys its pipeline. What worker 2 sends there then is not the cause.
+TEST(Failure, OfAThirdWorkerIsNamedByOneThatMeetsAGonePipelineFirst) {
+  SimCluster world(torchspan::testing::pipeline_cluster(3));
+  world.network().block([](const net::SimMessage& message) {
+    return message.from == "sim:worker1" && message.to == "sim:worker2" &&
+           request_type(message) == StepFailed::kType;
+  });
+  world.network().delay_if(
+      [](const net::SimMessage& message) {
+        return message.from == "sim:worker2" && request_type(message) == PartDone::kType;
+      },
+      std::chrono::milliseconds(100));
+  std::vector<std::string> texts(3);
+  world.run([&](Worker& worker) {
+    Fault fault;
+    if (worker.rank() == 1) fault = {1, ActionKind::kBackward, 2};
+    {
+      Pipeline pipe(worker, faulty_layers(fault, 3), options(3));
+      texts[worker.rank()] = text_of([&] { pipe.train_step(some_rows(), some_rows(), mean_of); });
+    }
+    if (worker.rank() != 0) return;
+    worker.runtime().executor.sleep(std::chrono::milliseconds(900));
+    world.network().unblock();
+  });
+  for (const std::string& text : texts) EXPECT_THAT(text, HasSubstr("the layer broke"));
 }
 
 }  // namespace

@@ -2,8 +2,6 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/detail/wire/frame.h>
-
 #include "pipeline/messages/messages.h"
 #include "pipeline/pipeline_test_util.h"
 
@@ -11,6 +9,7 @@ namespace torchspan::pipeline::testing::initial_values_test {
 namespace {
 
 using ::testing::HasSubstr;
+using torchspan::testing::request_type;
 
 /// A large parameter, a buffer and a number, with values of its worker.
 struct LargeImpl : torch::nn::Module {
@@ -23,14 +22,6 @@ struct LargeImpl : torch::nn::Module {
   at::Tensor weight, scale, steps;
 };
 TORCH_MODULE(Large);
-
-/// Nullopt for replies and for messages of the membership.
-std::optional<wire::MessageType> request_type(const net::SimMessage& message) {
-  if (!message.from.starts_with("sim:worker") || message.from.ends_with(".membership")) return std::nullopt;
-  const wire::FrameView frame = wire::decode_frame(message.header);
-  if ((frame.header.flags & wire::kFlagReply) != 0) return std::nullopt;
-  return frame.header.type;
-}
 
 /// Layers whose values depend on the worker that builds them.
 Layers large_layers(Worker& worker, int count, std::int64_t elements) {

@@ -14,19 +14,31 @@ namespace torchspan::pipeline {
 namespace {
 
 constexpr Duration kReportLimit = std::chrono::seconds(1);
+/// A worker that has no such pipeline any more has ended the step, or its failure has. The message that says so may come later,
+/// from another worker.
+constexpr Duration kGoneLimit = std::chrono::seconds(2);
+bool is_gone(const Error& error) { return error.kind() == ErrorKind::kInvalid; }
 
 /// Puts the failure of a message into an event queue.
 class EventOnFailure final : public rpc::Completion {
  public:
-  EventOnFailure(std::weak_ptr<EventQueue> event_queue, StepId id, std::uint32_t rank)
-      : event_queue_(std::move(event_queue)), id_(id), rank_(rank) {}
+  EventOnFailure(std::weak_ptr<EventQueue> event_queue, std::weak_ptr<rpc::Endpoint> endpoint, StepId id,
+                 std::uint32_t rank)
+      : event_queue_(std::move(event_queue)), endpoint_(std::move(endpoint)), id_(id), rank_(rank) {}
   void succeed(wire::Payload&) override {}
   void fail(std::exception_ptr error) override {
-    if (auto event_queue = event_queue_.lock()) event_queue->put(NotSent{id_, rank_, to_error(error)});
+    const NotSent event{id_, rank_, to_error(error)};
+    const auto put = [queue = event_queue_, event](const Future<void>&) {
+      if (auto event_queue = queue.lock()) event_queue->put(event);
+    };
+    const auto endpoint = is_gone(event.error) ? endpoint_.lock() : nullptr;
+    if (!endpoint) return put({});
+    Worker(endpoint).delay(kGoneLimit).add_done_callback(put);
   }
 
  private:
   const std::weak_ptr<EventQueue> event_queue_;
+  const std::weak_ptr<rpc::Endpoint> endpoint_;
   const StepId id_;
   const std::uint32_t rank_;
 };
@@ -81,7 +93,7 @@ std::string LocalPipeline::describe(const schedule::Action& action) const {
 }
 
 std::shared_ptr<rpc::Completion> LocalPipeline::event_on_failure(StepId step, std::uint32_t rank) const {
-  return std::make_shared<EventOnFailure>(event_queue, step, rank);
+  return std::make_shared<EventOnFailure>(event_queue, worker.endpoint(), step, rank);
 }
 
 Error LocalPipeline::unreachable(std::uint64_t step, std::uint32_t rank, const Error& reason) const {
@@ -193,6 +205,7 @@ std::optional<Error> StallWatch::check(std::uint64_t step, const std::string& wa
     }
     if (question.answer.error()) {
       const Error error = to_error(question.answer.error());
+      if (is_gone(error) && waited < to_seconds(patience() + kGoneLimit)) continue;
       if (error.kind() == ErrorKind::kDisconnected) return local_.unreachable(step, question.rank, error);
       return Error(error.kind(), fmt::format("step {} of pipeline '{}' ends: {}", step, local_.options.name,
                                              error.message()))
@@ -211,7 +224,7 @@ std::optional<Error> StallWatch::check(std::uint64_t step, const std::string& wa
   const bool all_answered =
       std::all_of(asked_.begin(), asked_.end(), [](const Question& q) { return q.answer.done(); });
   const bool any_busy = std::any_of(asked_.begin(), asked_.end(), [](const Question& question) {
-    return question.answer.done() && question.answer.wait().busy;
+    return question.answer.done() && !question.answer.error() && question.answer.wait().busy;
   });
   if (waited > limit && all_answered && !asked_.empty() && !any_busy) {
     report("");
