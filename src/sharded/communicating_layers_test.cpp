@@ -466,6 +466,28 @@ TEST(LayersThatCommunicate, AreRefusedWhereTheOrderDependsOnTheArrivalOfMessages
   });
 }
 
+TEST(LayersThatCommunicate, AreRefusedThereAlsoIfOnlyTheirBackwardCommunicates) {
+  const Case one{"arrival", Schedule::kArrival, kOneEach};
+  with_seeds(one, [&](Place& place) {
+    Layers layers;
+    for (int stage = 0; stage < 2; ++stage) {
+      layers.add<WholeBlock>(10.0 * stage);
+      layers.add_function("with a hook", [group = place.group](const at::Tensor& x) {
+        at::Tensor y = x * 1;
+        if (y.requires_grad())
+          y.register_hook(
+              [group](const at::Tensor& gradient) { return group.all_reduce(gradient.clone()).wait(); });
+        return y;
+      });
+    }
+    PipelineOptions options = options_of(one, place.pipeline);
+    options.balance = {2, 2};
+    Pipeline pipe(place.worker, layers, options);
+    EXPECT_THAT(error_text([&] { pipe.train_step(input_of(0), target_of(0), mean_square); }),
+                AllOf(HasSubstr("in the backward of micro-batch"), HasSubstr("use another schedule")));
+  });
+}
+
 /// Pipelines that do not run the same step must not be paired.
 TEST(LayersThatCommunicate, AreNotPairedWithThoseOfAnotherOrder) {
   const Case one{"interleaved", Schedule::kInterleaved, kLooped};

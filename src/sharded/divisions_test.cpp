@@ -108,6 +108,7 @@ struct Program {
   optim::Optimizer* optimizer = nullptr;  ///< or
   ZeroRedundancyOptimizer* zero = nullptr;
   int part = 0, parts = 1;
+  std::function<double(double max_norm)> clip_by_wrapper = nullptr;  ///< clips in even steps, if there is one
 
   checkpoint::SourcePtr model_source() const { return checkpoint::source_of(module); }
   checkpoint::SourcePtr optimizer_source() const {
@@ -119,8 +120,9 @@ struct Program {
   }
   double train(int step) const {
     backward(step);
-    const double norm =
-        zero != nullptr ? zero->clip_grad_norm(kMaxNorm) : optimizer->clip_grad_norm(kMaxNorm);
+    const double norm = clip_by_wrapper && step % 2 == 0 ? clip_by_wrapper(kMaxNorm)
+                        : zero != nullptr                ? zero->clip_grad_norm(kMaxNorm)
+                                                         : optimizer->clip_grad_norm(kMaxNorm);
     zero != nullptr ? zero->step() : optimizer->step();
     zero != nullptr ? zero->zero_grad() : optimizer->zero_grad();
     return norm;
@@ -163,8 +165,8 @@ void run_sharded(Net<Mlp> net, const Group& group, int shard_ranks,
                  const std::function<void(const Program&)>& body) {
   FullyShardedDataParallel<Net<Mlp>> model(net, group, {.shard_ranks = shard_ranks});
   optim::Optimizer optimizer(*net, adam());
-  body(
-      {*net, [&](const at::Tensor& x) { return model(x); }, &optimizer, nullptr, group.rank(), group.size()});
+  body({*net, [&](const at::Tensor& x) { return model(x); }, &optimizer, nullptr, group.rank(), group.size(),
+        [&](double max_norm) { return model.clip_grad_norm(max_norm); }});
 }
 
 std::vector<Division> divisions() {

@@ -1,4 +1,5 @@
 // ZeroRedundancyOptimizer inside join() when a step is skipped, a reduction fails, or a loop ends with an exception.
+#include <cstdint>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <set>
@@ -138,34 +139,46 @@ TEST(ZeroJoin, DifferentLearningRatesAreRefusedOnAllRanksBeforeAnythingChanges) 
   });
 }
 
+/// Where a program clears gradients in a loop whose step may throw.
+enum class Clears : std::uint8_t { kBefore, kBeforeAndOnFailure, kAfterAndOnFailure };
+
+// In join(), the rank that threw takes part in that step's reduction when its next forward begins, after it has cleared.
 TEST(ZeroJoin, AnExceptionBetweenForwardAndBackwardOnOneRankSkipsThatStepAsWithoutZero) {
-  for (const bool clears : {true, false}) {
-    on_ranks(3, [&](const Rank& self) {
-      Net mine, replica;
-      Model sharded(mine, self.group), plain(replica, self.group);
-      const optim::OptimizerSpec spec = optim::SGD({.lr = 0.1, .momentum = 0.9});
-      ZeroRedundancyOptimizer zero(sharded, spec);
-      optim::Optimizer optimizer(*replica, spec);
-      const auto train_on = [&](Model& model, auto& trained) {
-        std::string failures;
-        for (int step = 0; step < 5; ++step) {
-          try {
-            trained.zero_grad();
-            const at::Tensor loss = model(input(self.rank, step), false);
-            if (step == 1 && self.rank == 1) throw std::runtime_error("no such sample");
-            loss.backward();
-            trained.step();
-          } catch (const std::exception& error) {
-            failures += std::to_string(step) + " ";
-            if (clears) trained.zero_grad();
-          }
-        }
-        return failures;
-      };
-      const std::string with = train_on(sharded, zero), without = train_on(plain, optimizer);
-      EXPECT_EQ(with, without) << "rank " << self.rank;
-      expect_equal_parameters(*mine, *replica);
-    });
+  for (const bool joins : {false, true}) {
+    for (const Clears clears : {Clears::kBefore, Clears::kBeforeAndOnFailure, Clears::kAfterAndOnFailure}) {
+      on_ranks(3, [&](const Rank& self) {
+        SCOPED_TRACE(::testing::Message() << "joins " << joins << ", clears " << static_cast<int>(clears));
+        Net mine, replica;
+        Model sharded(mine, self.group), plain(replica, self.group);
+        const optim::OptimizerSpec spec = optim::SGD({.lr = 0.1, .momentum = 0.9});
+        ZeroRedundancyOptimizer zero(sharded, spec);
+        optim::Optimizer optimizer(*replica, spec);
+        const auto train_on = [&](Model& model, auto& trained) {
+          std::string failures;
+          const auto loop = [&] {
+            for (int step = 0; step < (joins ? 4 + self.rank : 5); ++step) {
+              try {
+                if (clears != Clears::kAfterAndOnFailure) trained.zero_grad();
+                const at::Tensor loss = model(input(self.rank, step), false);
+                if (step == 1 && self.rank == 1) throw std::runtime_error("no such sample");
+                loss.backward();
+                trained.step();
+                if (clears == Clears::kAfterAndOnFailure) trained.zero_grad();
+              } catch (const std::exception& error) {
+                failures += std::to_string(step) + " ";
+                if (clears != Clears::kBefore) trained.zero_grad();
+              }
+            }
+          };
+          joins ? model.join(loop) : loop();
+          return failures;
+        };
+        const std::string with = train_on(sharded, zero), without = train_on(plain, optimizer);
+        EXPECT_EQ(with, "1 ") << "rank " << self.rank;
+        EXPECT_EQ(with, without) << "rank " << self.rank;
+        expect_equal_parameters(*mine, *replica);
+      });
+    }
   }
 }
 
