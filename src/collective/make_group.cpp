@@ -371,6 +371,8 @@ class GroupBuilder {
                                .deadline = deadline_};
     try {
       plan.memory = shm::Arena::make(options_.shared_bytes);
+    } catch (const shm::NoDescriptorLeft&) {
+      throw;
     } catch (const Error& error) {
       refusal = error.message();
     }

@@ -76,8 +76,9 @@ ListenerInfo start_listening(Executor& executor, const LocalRanksPlan& plan,
     if (!plan.folder.empty()) names.push_back(plan.folder + "/g-" + hex(random_bytes(8)) + ".sock");
     listener.emplace(executor, names);
     return {listener->names(), random_bytes(kTokenBytes)};
+  } catch (const NoDescriptorLeft&) {
+    throw;
   } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kOverloaded) throw;  // no descriptor is left, wherever the ranks are
     return {.refusal = error.message()};
   }
 }
@@ -96,8 +97,9 @@ Answer dial_earlier_ranks(Executor& executor, const LocalRanksPlan& plan,
         answer.leader = static_cast<std::int32_t>(rank);
         answer.same_network = UnixListener::is_nameless(name);
         return answer;
+      } catch (const NoDescriptorLeft&) {
+        throw;
       } catch (const Error& error) {
-        if (error.kind() == ErrorKind::kOverloaded) throw;
         if (why.empty()) why = error.message();
       }
     }
@@ -226,6 +228,8 @@ class Bootstrap {
       if (hello.token != token_ || hello.rank == 0 || hello.rank >= peers_.size()) return std::nullopt;
       return std::pair(hello.rank,
                        AcceptedPeer{std::move(connection), std::move(received.descriptor), hello.size});
+    } catch (const NoDescriptorLeft&) {
+      throw;
     } catch (const Error& error) {
       rejections_.write(fmt::format("rejected a connection to the group's socket: {}", error.message()));
       return std::nullopt;
@@ -296,6 +300,8 @@ BootstrapResult bootstrap(const std::shared_ptr<WorldLink>& world, const Bootstr
     Bootstrap exchange(world, plan, local_ranks);
     exchange.hold();
     met.peer_memory = exchange.take_hub();
+  } catch (const NoDescriptorLeft&) {
+    throw;
   } catch (const Error& error) {
     trouble = error.message();
   }

@@ -55,8 +55,17 @@ Error disconnected(const char* what) {
                                                 errno == 0 ? "the other end closed" : std::strerror(errno))};
 }
 
+std::unique_ptr<Poller> make_poller(Executor& executor) {
+  try {
+    return executor.make_poller();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kOverloaded) throw NoDescriptorLeft(error.kind(), error.message());
+    throw;
+  }
+}
+
 void wait_for(Executor& executor, const std::vector<int>& sockets, bool writable, Deadline deadline) {
-  const auto poller = executor.make_poller();
+  const auto poller = make_poller(executor);
   for (std::size_t i = 0; i < sockets.size(); ++i) poller->add(sockets[i], i, writable);
   std::array<Poller::Event, 1> events;
   if (poller->wait(events, deadline) == 0 && deadline.passed(executor.now())) {
@@ -72,7 +81,7 @@ void throw_if_no_descriptor_is_left(const char* what) {
   if (reason != EMFILE && reason != ENFILE) return;
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);
-  throw Error(
+  throw NoDescriptorLeft(
       ErrorKind::kOverloaded,
       reason == EMFILE
           ? fmt::format("no file descriptor is left for {}: this process may have {}; raise the limit "
@@ -100,7 +109,8 @@ DescriptorMessage UnixConnection::receive(std::size_t most, Deadline deadline) {
     wait_until_ready(false, deadline);
   }
   if (received.descriptors.size() == 1) message.descriptor = std::move(received.descriptors.front());
-  errno = 0;
+  errno = received.truncated && received.descriptors.empty() ? EMFILE : 0;
+  throw_if_no_descriptor_is_left("the memory of a member of the group");
   if (received.size == 0) throw disconnected("a member disconnected");
   message.bytes.resize(static_cast<std::size_t>(received.size));
   return message;

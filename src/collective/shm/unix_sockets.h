@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <torchspan/core/bytes.h>
+#include <torchspan/core/error.h>
 #include <torchspan/detail/core/executor.h>
 
 #include "collective/shm/arena.h"
@@ -12,7 +13,12 @@
 /// Unix sockets that pass memory between the processes of one user; all waits have a deadline.
 namespace torchspan::collective::shm {
 
-/// Throws kOverloaded if errno says that this process, or the system, has no file descriptor left for `what`.
+/// This process, or the system, has no file descriptor left: kOverloaded. Ranks that share no memory need descriptors, too.
+struct NoDescriptorLeft : Error {
+  using Error::Error;
+};
+
+/// Throws NoDescriptorLeft if errno says that there is none for `what`.
 void throw_if_no_descriptor_is_left(const char* what);
 
 /// A message with a memory file and a few bytes.
