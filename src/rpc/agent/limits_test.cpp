@@ -6,6 +6,7 @@
 #include <torchspan/core/future.h>
 #include <torchspan/rpc/worker.h>
 
+#include "rpc/tensor_parts/messages.h"
 #include "tests/support/cluster.h"
 
 namespace torchspan::limits_test {
@@ -177,6 +178,29 @@ TEST(Reconnect, LosesNoReferenceWhoseDeletionWasInFlight) {
     });
     EXPECT_EQ(owners, 0u) << "seed " << seed;
   }
+}
+
+// A member that is wrong or hostile may send them without a limit.
+TEST(Limits, MalformedMessagesAreLoggedOnceInTenSeconds) {
+  ::testing::internal::CaptureStderr();
+  on_first({}, [](Worker& worker, SimCluster& world) {
+    const auto send_malformed = [&] {
+      const Deadline until = world.executor().deadline_in(milliseconds(5000));
+      EXPECT_THROW(worker.request(1, rpc::TensorPart{.tensor = 1}, until).wait(), Error);
+    };
+    const TimePoint begin = world.executor().now();
+    for (int i = 0; i < 6; ++i) send_malformed();
+    EXPECT_LT(world.executor().now() - begin, std::chrono::seconds(10));
+    world.executor().sleep(std::chrono::seconds(10));
+    send_malformed();
+  });
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  std::size_t lines = 0;
+  for (std::size_t at = log.find("closing the connection to"); at != std::string::npos;
+       at = log.find("closing the connection to", at + 1))
+    ++lines;
+  EXPECT_EQ(lines, 2u) << log;
+  EXPECT_THAT(log, HasSubstr("(5 more of this kind since the last)"));
 }
 
 }  // namespace
