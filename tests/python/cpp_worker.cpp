@@ -26,8 +26,6 @@ inline constexpr ts::Function<joined> kJoined{"joined"};
 inline constexpr ts::Function<failing> kFailing{"failing"};
 inline constexpr ts::Function<late> kLate{"late"};
 
-namespace {
-
 double mean_of(const at::Tensor& tensor, std::optional<std::int64_t> dim) {
   return dim ? tensor.mean(*dim).sum().item<double>() : tensor.mean().item<double>();
 }
@@ -61,6 +59,24 @@ inline constexpr ts::Function<process_of_cpp> kProcess{"process_of_cpp"};
 at::Tensor cubed(const at::Tensor& tensor) { return tensor.pow(3); }
 inline constexpr ts::Function<cubed> kCubed{"cubed"};
 
+/// An object that Python makes and uses through references.
+class Counter {
+ public:
+  explicit Counter(std::int64_t start) : count_(start) {}
+  std::int64_t add(std::int64_t number) { return count_ += number; }
+
+ private:
+  std::int64_t count_;
+};
+inline constexpr ts::Class<Counter, std::int64_t> kCounter{"Counter"};
+inline constexpr ts::Function<&Counter::add> kAdd{"Counter.add"};
+std::int64_t sum_of(const ts::RRef<Counter>& one, const ts::RRef<Counter>& other) {
+  return one.local_value().add(0) + other.local_value().add(0);
+}
+inline constexpr ts::Function<sum_of> kSumOf{"sum_of"};
+ts::RRef<Counter> another(ts::Worker& worker) { return ts::RRef<Counter>(worker, Counter(100)); }
+inline constexpr ts::Function<another> kAnother{"another"};
+
 /// What the functions of Python on `worker` return and throw.
 std::vector<std::string> ask(ts::Worker& worker, const std::string& to) {
   std::vector<std::string> answers;
@@ -90,12 +106,11 @@ at::Tensor gradient_through(ts::Worker& worker, const std::string& to, const at:
 }
 inline constexpr ts::Function<gradient_through> kGradientThrough{"gradient_through"};
 
-}  // namespace
-
 int main() {
   try {
     ts::FunctionTable functions;
-    functions.add(kMeanOf, kSorted, kTotals, kSwapped, kOverloaded, kProcess, kCubed, kAsk, kGradientThrough);
+    functions.add(kMeanOf, kSorted, kTotals, kSwapped, kOverloaded, kProcess, kCubed, kCounter, kAdd, kSumOf,
+                  kAnother, kAsk, kGradientThrough);
     functions.declare(kScaled, kJoined, kFailing, kLate);
     ts::WorkerOptions options = ts::WorkerOptions::from_env();
     options.require_same_functions = false;

@@ -79,6 +79,12 @@ async def late(tensor: torch.Tensor) -> torch.Tensor:
     return tensor + 1
 
 
+new_counter = rpc.typed(lambda start: None, name="Counter", signature="new (int64) -> Counter")
+add = rpc.typed(lambda counter, number: None, name="Counter.add", signature="Counter::(int64) -> int64")
+sum_of = rpc.typed(lambda one, other: None, name="sum_of", signature="(RRef<Counter>, RRef<Counter>) -> int64")
+another = rpc.typed(lambda: None, name="another", signature="() -> RRef<Counter>")
+
+
 @rpc.typed
 def of_another_type(tensor: torch.Tensor) -> str:
     return tensor
@@ -197,10 +203,6 @@ class MixedTest(unittest.TestCase):
                 fails(scaled, torch.ones(1), 2.0),
             ]
             try:
-                rpc.remote("cpp", mean_of, args=(torch.ones(1),))
-            except errors.Error as error:
-                failures.append((type(error).__name__, str(error)))
-            try:
                 rpc.rpc_sync(rpc.get_worker_info(), of_another_type, args=(torch.ones(1),))
             except errors.Error as error:
                 failures.append((type(error).__name__, str(error)))
@@ -221,7 +223,6 @@ class MixedTest(unittest.TestCase):
                 ("OverloadedError", "later"),
                 ("InvalidError", "mean_of"),
                 ("UnsupportedError", "cpp", "declares"),
-                ("UnsupportedError", "remote() of 'mean_of'", "rpc_sync()"),
                 ("InvalidError", "the result of of_another_type is a Tensor", "string"),
                 ("works", "1.0"),
             ],
@@ -230,6 +231,38 @@ class MixedTest(unittest.TestCase):
             self.assertEqual(found[0], kind, found)
             for word in words:
                 self.assertIn(word, found[1])
+
+    def test_objects_of_cpp_are_used_through_references(self):
+        def body(rank, size):
+            one = rpc.remote("cpp", new_counter, args=(1,))
+            results = [rpc.rpc_sync(one.owner(), add, args=(one, 4)), rpc.rpc_async("cpp", add, args=(one, 2)).wait()]
+            given = rpc.rpc_sync("cpp", another)
+            results += [rpc.rpc_sync("cpp", add, args=(given, 1)), rpc.rpc_sync("cpp", sum_of, args=(one, given))]
+            for call in (
+                lambda: rpc.rpc_sync("cpp", new_counter, args=(1,)),
+                lambda: one.to_here(),
+                lambda: rpc.rpc_sync("cpp", add, args=(rpc.RRef(1), 2)),
+                lambda: rpc.remote(rpc.get_worker_info(), new_counter, args=(1,))._get_future().wait(),
+            ):
+                try:
+                    call()
+                except errors.Error as error:
+                    results.append(str(error))
+            return results
+
+        results = self.in_world(body)
+        self.assertEqual(results[:4], [5, 7, 101, 108])
+        for text, words in zip(
+            results[4:],
+            [
+                "a Counter, the result of Counter, stays on its worker",
+                "to_here() of a reference to an object of C++",
+                "argument 1 of Counter.add is a RRef",
+                "worker 'python1' does not have this function",
+            ],
+            strict=True,
+        ):
+            self.assertIn(words, text)
 
     def test_a_death_names_the_worker_of_cpp(self):
         def body(rank, size):
@@ -244,7 +277,9 @@ class MixedTest(unittest.TestCase):
     def test_signatures_that_python_cannot_have_are_refused(self):
         for signature, words in (
             ("(Tensor", "at ''"),
-            ("(RRef<Tensor>) -> void", "the type 'RRef' in"),
+            ("(Carts) -> void", "the type 'Carts' in"),
+            ("() -> ", "at ''"),
+            ("(RRef<Carts) -> void", "at ' void'"),
             ("(void) -> void", "the type 'void' in"),
             ("(vector<int64, int64>) -> void", "the type 'vector' in"),
             ("(int64)->void", "at '->void'"),

@@ -1,16 +1,26 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <torchspan/detail/rpc/service.h>
+#include <torchspan/detail/wire/frame.h>
 
 #include "core/api/sim_executor.h"
 #include "net/api/sim.h"
 #include "net/api/stream.h"
 
 namespace torchspan::testing {
+
+/// The type of a request between workers; nullopt for replies and for messages of the membership.
+inline std::optional<wire::MessageType> request_type(const net::SimMessage& message) {
+  if (!message.from.starts_with("sim:worker") || message.from.ends_with(".membership")) return std::nullopt;
+  const wire::FrameView frame = wire::decode_frame(message.header);
+  if ((frame.header.flags & wire::kFlagReply) != 0) return std::nullopt;
+  return frame.header.type;
+}
 
 /// The parts from which one worker of a simulated cluster is made.
 struct WorkerPlan {

@@ -11,7 +11,6 @@
 #include <torchspan/detail/rpc/environment.h>
 
 #include "python/calls/python_worker.h"
-#include "python/calls/typed.h"
 #include "python/gil.h"
 
 namespace torchspan::python {

@@ -8,7 +8,6 @@
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/pipeline/extension.h>
 
-#include "python/calls/typed.h"
 #include "python/gil.h"
 
 namespace torchspan::python {
@@ -208,17 +207,28 @@ bool PythonWorker::is_typed(const py::object& function) const {
 
 std::shared_ptr<CallHandle> PythonWorker::call_typed(const Call& call) {
   const auto type = call.function.attr("type").cast<std::shared_ptr<TypedFunction>>();
+  if (!type->has_value()) {
+    throw Error(ErrorKind::kUnsupported,
+                fmt::format("a {}, the result of {}, stays on its worker: call remote()", type->result_text(),
+                            type->name()));
+  }
   const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
   const std::uint32_t to = endpoint->resolve(destination(call.to));
-  rpc::Request request = make_request(rpc::kCallFunction, call);
-  wire::Encoder encoder(request.payload);
-  wire::encode(encoder, type->id());
-  type->encode_arguments(encoder, call.args);
-  encoder.finish();
+  rpc::Request request = make_typed_request(rpc::kCallFunction, *type, call);
   auto completion = std::make_shared<TypedCompletion>(type, endpoint->host());
   auto handle = std::make_shared<PendingOf<TypedReply>>(completion->future(), packer_);
   without_gil([&] { endpoint->send(to, std::move(request), std::move(completion)); });
   return handle;
+}
+
+rpc::Request PythonWorker::make_typed_request(wire::MessageType message, const TypedFunction& type,
+                                              const Call& call) {
+  rpc::Request request = make_request(message, call);
+  wire::Encoder encoder(request.payload);
+  wire::encode(encoder, type.id());
+  type.encode_arguments(encoder, call.args);
+  encoder.finish();
+  return request;
 }
 
 std::shared_ptr<CallHandle> PythonWorker::call(const Call& call) {
@@ -249,21 +259,21 @@ std::shared_ptr<CallHandle> PythonWorker::call(const Call& call) {
 
 RRef<Object> PythonWorker::create(const Call& call) {
   return with_exceptions(*packer_, [&] {
-    if (is_typed(call.function)) {
-      throw Error(
-          ErrorKind::kUnsupported,
-          fmt::format("remote() of '{}', a function of C++, is not supported: call it with rpc_sync() or "
-                      "rpc_async(), or create the object in a function of C++",
-                      call.name));
-    }
     const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
     const std::uint32_t to = endpoint->resolve(destination(call.to));
-    rpc::Request request = make_python_request(
-        rpc::kCreateRemote, endpoint->id_of(kCreate.name, &rpc::signature_of<serve_creation>), call);
+    std::string type_name = rpc::type_name_of<Object>();
+    rpc::Request request;
+    if (is_typed(call.function)) {
+      const auto type = call.function.attr("type").cast<std::shared_ptr<TypedFunction>>();
+      request = make_typed_request(rpc::kCreateRemote, *type, call);
+      type_name = type->result_text();
+    } else {
+      request = make_python_request(rpc::kCreateRemote,
+                                    endpoint->id_of(kCreate.name, &rpc::signature_of<serve_creation>), call);
+    }
     RRef<Object> reference;
-    without_gil([&] {
-      reference = RRef<Object>(endpoint->create(to, std::move(request), rpc::type_name_of<Object>()));
-    });
+    without_gil(
+        [&] { reference = RRef<Object>(endpoint->create(to, std::move(request), std::move(type_name))); });
     return reference;
   });
 }
@@ -281,10 +291,19 @@ std::shared_ptr<CallHandle> make_pending(Future<void> future, std::shared_ptr<Pa
   return std::make_shared<PendingOf<void>>(std::move(future), std::move(packer));
 }
 
+/// Throws Error{kUnsupported} for references to objects of C++.
+void require_value_of_python(const RRef<Object>& reference, const char* call) {
+  if (reference.state()->type_tag() == wire::digest(rpc::type_name_of<Object>())) return;
+  throw Error(
+      ErrorKind::kUnsupported,
+      fmt::format("{} of a reference to an object of C++: pass the reference to a typed() function", call));
+}
+
 py::object fetch(const RRef<Object>& reference, double timeout) {
   const Worker worker(reference.state()->endpoint());
   const std::shared_ptr<Packer> packer = packer_of(worker);
   return with_exceptions(*packer, [&] {
+    require_value_of_python(reference, "to_here()");
     const CallOptions options = options_of(timeout);
     if (reference.is_owner()) {
       const Duration limit = options.timeout.value_or(worker.default_timeout());
@@ -301,6 +320,7 @@ py::object fetch(const RRef<Object>& reference, double timeout) {
 
 py::object local_value(const RRef<Object>& reference) {
   return with_exceptions(*packer_of(Worker(reference.state()->endpoint())), [&] {
+    require_value_of_python(reference, "local_value()");
     const Object* value = nullptr;
     without_gil([&] { value = &reference.local_value(); });
     return value->get();

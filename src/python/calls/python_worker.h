@@ -10,6 +10,7 @@
 #include <torchspan/detail/rpc/service.h>
 
 #include "python/calls/python_functions.h"
+#include "python/calls/typed.h"
 #include "python/job.h"
 
 namespace torchspan::python {
@@ -88,6 +89,7 @@ class PythonWorker {
   /// The request without its payload.
   rpc::Request make_request(wire::MessageType type, const Call& call);
   rpc::Request make_python_request(wire::MessageType type, std::uint64_t function, const Call& call);
+  rpc::Request make_typed_request(wire::MessageType message, const TypedFunction& type, const Call& call);
   std::shared_ptr<CallHandle> call_typed(const Call& call);
   bool is_typed(const pybind11::object& function) const;
 

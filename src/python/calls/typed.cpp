@@ -88,14 +88,24 @@ bool takes(const std::string& head, std::size_t parts) {
   return head == "tuple";
 }
 
-/// Reads "(A, B<C>) -> D".
+/// Of objects, which stay on their worker.
+constexpr const char* kReference = "RRef";
+
+/// Reads "(A, B<C>) -> D", "new (A) -> D" and "D::(A) -> B".
 class Reader {
  public:
   explicit Reader(std::string_view text) : text_(text), left_(text) {}
 
   std::vector<WireType> arguments() {
-    expect("(");
     std::vector<WireType> all;
+    const std::size_t begin = std::min(left_.find('('), left_.size());
+    if (begin > 2 && left_.substr(begin - 2, 2) == "::") {
+      all.push_back({kReference, {{std::string(left_.substr(0, begin - 2))}}});
+      left_.remove_prefix(begin);
+    } else {
+      skip("new ");
+    }
+    expect("(");
     if (skip(")")) return all;
     do all.push_back(type(1));
     while (skip(", "));
@@ -118,19 +128,26 @@ class Reader {
   void expect(std::string_view token) {
     if (!skip(token)) fail();
   }
-  /// `depth` 0: of a result, which alone may be void.
+  /// `depth` 0: of a result, which alone may be void, or of a class.
   WireType type(int depth) {
     if (depth == kTypeDepth) fail();
     const std::size_t end = std::min(left_.find_first_of("<>,() "), left_.size());
     WireType type{std::string(left_.substr(0, end))};
     left_.remove_prefix(end);
-    if (skip("<")) {
+    if (type.name == kReference && skip("<")) {
+      const std::size_t close = std::min(left_.find('>'), left_.size());
+      type.parts.push_back({std::string(left_.substr(0, close))});
+      left_.remove_prefix(close);
+      expect(">");
+    } else if (skip("<")) {
       do type.parts.push_back(this->type(depth + 1));
       while (skip(", "));
       expect(">");
       if (!takes(type.name, type.parts.size())) fail_type(type.name);
-    } else if (find_codec(type.name) == nullptr || (type.name == "void" && depth != 0)) {
+    } else if (depth != 0 && (find_codec(type.name) == nullptr || type.name == "void")) {
       fail_type(type.name);
+    } else if (type.name.empty()) {
+      fail();
     }
     return type;
   }
@@ -153,7 +170,11 @@ class Reader {
 void encode(wire::Encoder& encoder, const WireType& type, py::handle value) {
   if (const Codec* codec = find_codec(type.name)) return codec->encode(encoder, value);
   const wire::NestingScope nesting(encoder);
-  if (type.name == "optional") {
+  if (type.name == kReference) {
+    const auto& reference = value.cast<const RRef<Object>&>();
+    if (reference.state()->type_tag() != wire::digest(type.parts[0].name)) throw py::cast_error();
+    encoder.reference(reference.state());
+  } else if (type.name == "optional") {
     encoder.bytes().put(!value.is_none());
     if (!value.is_none()) encode(encoder, type.parts[0], value);
   } else if (type.name == "map" || type.name == "unordered_map") {
@@ -177,6 +198,12 @@ void encode(wire::Encoder& encoder, const WireType& type, py::handle value) {
 py::object decode(wire::Decoder& decoder, const WireType& type) {
   if (const Codec* codec = find_codec(type.name)) return codec->decode(decoder);
   const wire::NestingScope nesting(decoder);
+  if (type.name == kReference) {
+    auto reference = std::static_pointer_cast<rpc::Reference>(decoder.reference());
+    if (!reference) return py::none();
+    rpc::check_reference_type(*reference, type.parts[0].name);
+    return py::cast(RRef<Object>(std::move(reference)));
+  }
   if (type.name == "optional")
     return wire::decode_flag(decoder) ? decode(decoder, type.parts[0]) : py::object(py::none());
   if (type.name == "map" || type.name == "unordered_map") {
@@ -272,6 +299,10 @@ py::tuple TypedFunction::decode_arguments(wire::Decoder& decoder) const {
 
 void TypedFunction::encode_result(wire::Encoder& encoder, const py::object& result) const {
   encode_checked(encoder, result_, result, fmt::format("the result of {}", name_));
+}
+
+bool TypedFunction::has_value() const {
+  return find_codec(result_.name) != nullptr || !result_.parts.empty();
 }
 
 py::object TypedFunction::decode_result(wire::Payload& payload) const {

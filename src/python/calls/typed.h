@@ -15,7 +15,8 @@ struct WireType {
 };
 
 /// A function of the table of C++ workers, by its name and types, which are part of its identity:
-/// "(Tensor, vector<int64>) -> float64". Immutable. What needs the GIL says so.
+/// "(Tensor, vector<int64>) -> float64"; "new (int64) -> Carts", a constructor; or "Carts::(Tensor) -> Tensor", a member function,
+/// whose first argument is a reference to the object. Immutable. What needs the GIL says so.
 class TypedFunction {
  public:
   /// Throws Error{kInvalid} for a text that is no signature, and for types that Python values cannot have.
@@ -23,6 +24,8 @@ class TypedFunction {
 
   const std::string& name() const { return name_; }
   const std::string& signature() const { return signature_; }
+  /// Whether the result is a value of Python, and not an object that stays on its worker.
+  bool has_value() const;
   std::uint64_t id() const { return rpc::function_id(name_, signature_); }
 
   /// Writes the arguments. Throws Error{kInvalid} that names the one that has another type. With the GIL.

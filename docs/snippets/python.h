@@ -1,0 +1,2 @@
+#pragma once
+#include "docs/snippets/modules.h"
