@@ -7,12 +7,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "python/bindings.h"
 #include "python/c10d/backend.h"
-#include "python/calls/bindings.h"
 #include "python/errors.h"
-#include "python/pipeline/python_pipeline.h"
-#include "python/rpc/bindings.h"
-#include "python/training/bindings.h"
 
 namespace torchspan::python {
 namespace {

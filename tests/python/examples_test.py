@@ -74,6 +74,16 @@ class Examples(unittest.TestCase):
                 self.assertIsNotNone(found, output)
                 self.assertLess(float(found[2]), 0.2 * float(found[1]))
                 self.assertLess(float(found[3]), 1e-4)
+
+    @unittest.skipUnless(COMMAND, "needs `torchspan run` and the examples of C++")
+    def test_a_learner_uses_simulators_of_cpp(self):
+        simulator = pathlib.Path(COMMAND).with_name("cart_pole_simulator")
+        both = f'if [ $RANK = 0 ]; then exec {sys.executable} "$0" "$@"; else exec {simulator}; fi'
+        output = output_of([COMMAND, "run", "-n", "3", "sh", "-c", both], "cart_pole.py")
+        found = re.search(r"32 carts on 2 workers: episodes of ([0-9]+) steps at first, ([0-9]+) at last", output)
+        self.assertIsNotNone(found, output)
+        self.assertGreater(int(found[2]), 2 * int(found[1]))
+
     def test_a_gpt_on_several_workers_learns_what_one_process_learns(self):
         for launcher in launchers(2):
             with self.subTest(launcher=launcher):

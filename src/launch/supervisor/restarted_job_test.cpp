@@ -138,7 +138,7 @@ TEST_F(RestartedJobs, FailBelowTheLeastNumberOfWorkers) {
 }
 
 TEST_F(RestartedJobs, ContinueWithTheWorkersThatTheSystemCanStart) {
-  JobOptions mine = options(3, 0, "echo started of $WORLD_SIZE >&$DONE; exec sleep 0.1");
+  JobOptions mine = options(3, 0, "echo started of $WORLD_SIZE >/dev/fd/$DONE; exec sleep 0.1");
   mine.least_workers = 1;
   ASSERT_EQ(pipe(alive_.data()), 0);
   mine.extra["DONE"] = std::to_string(alive_[1]);
@@ -152,7 +152,7 @@ TEST_F(RestartedJobs, ContinueWithTheWorkersThatTheSystemCanStart) {
     _exit(run_job(*make_executor(), mine));
   }
   close(alive_[1]);
-  EXPECT_EQ(code_of(launcher), 0);
+  EXPECT_EQ(code_of(launcher), 0) << errors();
   EXPECT_THAT(errors(), HasSubstr("only "));
   EXPECT_THAT(errors(), HasSubstr("of 3 workers could be started; attempt 2 with "));
   EXPECT_THAT(heard(true), Not(::testing::EndsWith("started of 3\n")));

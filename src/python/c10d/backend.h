@@ -11,7 +11,7 @@
 #include <torchspan/collective/group.h>
 
 #include "python/c10d/work.h"
-#include "python/c10d/world.h"
+#include "python/job.h"
 
 namespace torchspan::python {
 

@@ -10,7 +10,7 @@
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/owner_process.h>
 
-#include "python/c10d/world.h"
+#include "python/job.h"
 
 namespace torchspan::python {
 

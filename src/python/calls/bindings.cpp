@@ -1,4 +1,4 @@
-#include "python/calls/bindings.h"
+#include "python/bindings.h"
 
 #include <pybind11/stl.h>
 #include <utility>

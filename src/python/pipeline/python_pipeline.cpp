@@ -1,5 +1,3 @@
-#include "python/pipeline/python_pipeline.h"
-
 #include <fmt/format.h>
 #include <map>
 #include <pybind11/stl.h>
@@ -11,6 +9,7 @@
 
 #include <torchspan/pipeline/pipeline.h>
 
+#include "python/bindings.h"
 #include "python/calls/python_worker.h"
 #include "python/gil.h"
 

@@ -1,4 +1,4 @@
-#include "python/rpc/bindings.h"
+#include "python/bindings.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>

@@ -14,10 +14,10 @@
 #include <torchspan/checkpoint/manager.h>
 #include <torchspan/core/error.h>
 
+#include "python/bindings.h"
 #include "python/calls/python_worker.h"
 #include "python/errors.h"
 #include "python/gil.h"
-#include "python/training/bindings.h"
 
 namespace torchspan::python {
 

@@ -18,9 +18,9 @@
 #include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/optimizer.h>
 
+#include "python/bindings.h"
 #include "python/calls/python_worker.h"
 #include "python/errors.h"
-#include "python/training/bindings.h"
 
 namespace torchspan::python {
 
