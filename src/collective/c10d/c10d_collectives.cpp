@@ -29,13 +29,18 @@ bool C10dCollectives::reduces(at::ScalarType dtype, ReduceOp reduction) const {
 
 C10dCollectives::~C10dCollectives() {
   if (!left_behind_) return;
-  // The process group's threads are joined when it ends.
-  keep_until_exit(new Thread(runtime_->executor.spawn("c10d end", [group = group_, work = left_behind_] {
+  // The process group's threads are joined when it ends, one of them at its time-out.
+  const auto end = [group = group_, work = left_behind_] {
     try {
       work->wait();
-    } catch (const std::exception&) {  // that of the abort, or a time-out
+    } catch (const std::exception&) {  // that of the abort, or the time-out
     }
-  })));
+  };
+  try {
+    keep_until_exit(new Thread(runtime_->executor.spawn("c10d end", end)));
+  } catch (const Error&) {  // no thread is left, or this is a forked child
+    keep_until_exit(new auto(end));
+  }
 }
 
 // A pair of Gloo whose socket closes in the middle of a message does not tell the operation that waits for the message.
