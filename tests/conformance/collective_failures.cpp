@@ -267,6 +267,24 @@ TEST_P(CollectiveFailureReports, AbortReachesTheSplitsAndTheirSplits) {
   }
 }
 
+TEST_P(CollectiveFailureReports, AnAbortWithTheErrorOfAnotherGroupNamesTheFirstAbortOnly) {
+  for (const Error& error : errors_of([&](Group& group) {
+         const Group part = group.split(0, group.rank());
+         if (group.rank() == 1) part.abort(Error(ErrorKind::kCancelled, "enough"));
+         try {
+           part.all_reduce(at::ones({1 << 18})).wait();
+         } catch (const Error& of_part) {
+           group.abort(of_part);
+         }
+         group.all_reduce(at::ones({3})).wait();
+       })) {
+    EXPECT_EQ(error.kind(), ErrorKind::kCancelled);
+    EXPECT_THAT(error.what(), HasSubstr("enough"));
+    EXPECT_EQ(error.message().find("aborted the group"), error.message().rfind("aborted the group"))
+        << error.what();
+  }
+}
+
 TEST_P(CollectiveFailures, ATimeoutOfZeroIsNoLimit) {
   GroupOptions options = this->options();
   options.timeout = Duration::zero();
