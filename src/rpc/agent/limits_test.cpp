@@ -54,7 +54,7 @@ TEST(Limits, RejectACallBeyondTheLimitOfPendingCalls) {
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kOverloaded);
       EXPECT_EQ(error.worker(), "worker1");
-      EXPECT_THAT(error.message(), HasSubstr("max_pending_calls"));
+      EXPECT_THAT(error.message(), HasSubstr("WorkerOptions::max_pending_calls"));
     }
     worker.rpc_sync(0, kNap, 1);  // another peer has its own limit
     wait_all(naps);
