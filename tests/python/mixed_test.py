@@ -283,6 +283,8 @@ class MixedTest(unittest.TestCase):
             ("(void) -> void", "the type 'void' in"),
             ("(vector<int64, int64>) -> void", "the type 'vector' in"),
             ("(int64)->void", "at '->void'"),
+            ("(map<vector<int64>, int64>) -> void", "the type 'map' in"),
+            ("(map<Tensor, int64>) -> void", "the type 'map' in"),
             ("(" + "vector<" * 40 + "int64" + ">" * 40 + ") -> void", "is not a signature"),
         ):
             with self.assertRaisesRegex(ValueError, words.replace("(", "\\(")):

@@ -23,7 +23,7 @@ constexpr int kTypeDepth = 16;
 constexpr const char* kTypes =
     "bool, int8 to int64, uint8 to uint64, float32, float64, string, Tensor, void, and vector<T>, "
     "optional<T>, "
-    "pair<A, B>, tuple<…>, map<K, V>, unordered_map<K, V> of them";
+    "pair<A, B>, tuple<…>, map<K, V> of them; K not a Tensor or container";
 
 struct Codec {
   void (*encode)(wire::Encoder&, py::handle);
@@ -82,9 +82,11 @@ const Codec* find_codec(const std::string& name) {
   return found == kCodecs.end() ? nullptr : &found->second;
 }
 
-bool takes(const std::string& head, std::size_t parts) {
-  if (head == "vector" || head == "optional") return parts == 1;
-  if (head == "pair" || head == "map" || head == "unordered_map") return parts == 2;
+bool takes(const std::string& head, const std::vector<WireType>& parts) {
+  if (head == "vector" || head == "optional") return parts.size() == 1;
+  if (head == "pair") return parts.size() == 2;
+  if (head == "map" || head == "unordered_map")
+    return parts.size() == 2 && find_codec(parts[0].name) != nullptr && parts[0].name != "Tensor";
   return head == "tuple";
 }
 
@@ -143,7 +145,7 @@ class Reader {
       do type.parts.push_back(this->type(depth + 1));
       while (skip(", "));
       expect(">");
-      if (!takes(type.name, type.parts.size())) fail_type(type.name);
+      if (!takes(type.name, type.parts)) fail_type(type.name);
     } else if (depth != 0 && (find_codec(type.name) == nullptr || type.name == "void")) {
       fail_type(type.name);
     } else if (type.name.empty()) {
@@ -210,6 +212,7 @@ py::object decode(wire::Decoder& decoder, const WireType& type) {
     py::dict dict;
     for (std::size_t left = decoder.bytes().get_count(1); left > 0; --left) {
       const py::object key = decode(decoder, type.parts[0]);
+      if (dict.contains(key)) throw Error(ErrorKind::kInvalid, "a map has a key twice");
       dict[key] = decode(decoder, type.parts[1]);
     }
     return std::move(dict);
@@ -236,6 +239,8 @@ std::string type_text(const WireType& type) {
 void encode_checked(wire::Encoder& encoder, const WireType& type, py::handle value, const std::string& what) {
   try {
     encode(encoder, type, value);
+  } catch (const py::error_already_set& error) {  // must not leave this thread
+    throw Error(ErrorKind::kInvalid, fmt::format("{}: {}", what, error.what()));
   } catch (const py::cast_error&) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("{} is a {}, or has parts, that cannot be a {}", what,
@@ -291,10 +296,14 @@ void TypedFunction::encode_arguments(wire::Encoder& encoder, const py::tuple& ar
 }
 
 py::tuple TypedFunction::decode_arguments(wire::Decoder& decoder) const {
-  py::list all;
-  for (const WireType& type : arguments_) all.append(decode(decoder, type));
-  decoder.expect_end();
-  return py::tuple(all);
+  try {
+    py::list all;
+    for (const WireType& type : arguments_) all.append(decode(decoder, type));
+    decoder.expect_end();
+    return py::tuple(all);
+  } catch (const py::error_already_set& error) {  // must not leave this thread
+    throw Error(ErrorKind::kInvalid, fmt::format("arguments of {}: {}", name_, error.what()));
+  }
 }
 
 void TypedFunction::encode_result(wire::Encoder& encoder, const py::object& result) const {
