@@ -21,9 +21,9 @@ namespace {
 constexpr int kTypeDepth = 16;
 
 constexpr const char* kTypes =
-    "bool, int8 to int64, uint8 to uint64, float32, float64, string, Tensor, void, and vector<T>, "
-    "optional<T>, "
-    "pair<A, B>, tuple<…>, map<K, V> of them; K not a Tensor or container";
+    "bool, int8 to int64, uint8 to uint64, float32, float64, string, Tensor, RRef<any type>, as a result "
+    "void, and "
+    "vector<T>, optional<T>, pair<A, B>, tuple<…>, map<K, V> of them; K not a Tensor or container";
 
 struct Codec {
   void (*encode)(wire::Encoder&, py::handle);
