@@ -10,6 +10,7 @@
 #include <c10/core/Allocator.h>
 
 #include "core/api/descriptor.h"
+#include "device/api/torch_version.h"
 #include "tests/conformance/collective_every_operation.h"
 #include "tests/conformance/collective_process.h"
 #include "tests/support/errors.h"
@@ -326,13 +327,14 @@ class CountsFreesOfFailures final : public c10::Allocator {
  public:
   /// `name`: of the thread that makes the group.
   explicit CountsFreesOfFailures(std::string name) : name_(std::move(name)) {}
-  c10::DataPtr allocate(std::size_t bytes) const {
-    auto* const block = new Block{std::vector<std::byte>(bytes), *this};
-    return {block->bytes.data(), block, &free, c10::Device(c10::kCPU)};
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 3)
+  c10::DataPtr allocate(std::size_t bytes) override { return make(bytes); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    std::memcpy(to, from, bytes);
   }
-  /// LibTorch 2.3 and later.
-  c10::DataPtr allocate(std::size_t bytes) { return std::as_const(*this).allocate(bytes); }
-  void copy_data(void* to, const void* from, std::size_t bytes) const { std::memcpy(to, from, bytes); }
+#else
+  c10::DataPtr allocate(std::size_t bytes) const override { return make(bytes); }
+#endif
   int frees() const { return frees_.load(); }
 
  private:
@@ -340,6 +342,10 @@ class CountsFreesOfFailures final : public c10::Allocator {
     std::vector<std::byte> bytes;
     const CountsFreesOfFailures& allocator;
   };
+  c10::DataPtr make(std::size_t bytes) const {
+    auto* const block = new Block{std::vector<std::byte>(bytes), *this};
+    return {block->bytes.data(), block, &free, c10::Device(c10::kCPU)};
+  }
   static void free(void* context) {
     const std::unique_ptr<Block> block(static_cast<Block*>(context));
     const CountsFreesOfFailures& self = block->allocator;
