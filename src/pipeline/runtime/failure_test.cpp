@@ -482,7 +482,7 @@ TEST(Failure, APipelineThatIsGoneElsewhereEndsTheStep) {
 }
 
 // Worker 0 learns of the failure first, and destroys its pipeline. What worker 2 sends there then is not the cause.
-TEST(Failure, OfAThirdWorkerIsNamedByOneThatMeetsAGonePipelineFirst) {
+void expect_third_worker_named(Duration stall_timeout) {
   SimCluster world(torchspan::testing::pipeline_cluster(3));
   world.network().block([](const net::SimMessage& message) {
     return message.from == "sim:worker1" && message.to == "sim:worker2" &&
@@ -498,14 +498,24 @@ TEST(Failure, OfAThirdWorkerIsNamedByOneThatMeetsAGonePipelineFirst) {
     Fault fault;
     if (worker.rank() == 1) fault = {1, ActionKind::kBackward, 2};
     {
-      Pipeline pipe(worker, faulty_layers(fault, 3), options(3));
+      PipelineOptions made = options(3);
+      made.stall_timeout = stall_timeout;
+      Pipeline pipe(worker, faulty_layers(fault, 3), made);
       texts[worker.rank()] = text_of([&] { pipe.train_step(some_rows(), some_rows(), mean_of); });
     }
     if (worker.rank() != 0) return;
-    worker.runtime().executor.sleep(std::chrono::milliseconds(900));
+    worker.runtime().executor.sleep(std::chrono::milliseconds(600));
     world.network().unblock();
   });
   for (const std::string& text : texts) EXPECT_THAT(text, HasSubstr("the layer broke"));
+}
+
+TEST(Failure, OfAThirdWorkerIsNamedByOneThatMeetsAGonePipelineFirst) {
+  expect_third_worker_named(PipelineOptions().stall_timeout);
+}
+
+TEST(Failure, OfAThirdWorkerIsNamedByOneThatAsksAGonePipeline) {
+  expect_third_worker_named(std::chrono::milliseconds(800));
 }
 
 }  // namespace
