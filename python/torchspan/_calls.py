@@ -85,13 +85,14 @@ class Typed:
         functools.update_wrapper(self, function)
         self.function = function
         self.type = _C.TypedFunction(name or function.__name__, signature or _signature_of(function))
+        self._parameters = inspect.signature(function)
 
     def __call__(self, *args, **kwargs):
         return self.function(*args, **kwargs)
 
     def bound(self, args, kwargs):
         """The arguments in their order, with defaults."""
-        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound = self._parameters.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.args
 

@@ -171,7 +171,7 @@ def init_rpc(
             store,
             name,
             rank,
-            max(size, 0),
+            size,
             host,
             options.num_worker_threads,
             options.rpc_timeout,
@@ -183,20 +183,22 @@ def init_rpc(
 
 
 def _meet(init_method, rank, world_size):
-    """The program's store, or None if the workers meet at TorchSpan's; this rank, the world's size, and the store's host."""
+    """The program's store, or None if the workers meet at TorchSpan's; this rank and the world's size, -1 if only the
+    environment has it; and the store's host."""
     global _inits
     if init_method == "torchspan://":
-        for name, given in (("RANK", rank if rank >= 0 else None), ("WORLD_SIZE", world_size)):
-            if given is not None and os.environ.setdefault(name, str(given)) != str(given):
+        size = -1 if world_size is None else world_size
+        for name, given in (("RANK", rank), ("WORLD_SIZE", size)):
+            if given >= 0 and os.environ.get(name, str(given)) != str(given):
                 raise ValueError(f"torchspan.rpc: {name} is {os.environ[name]} in the environment, and {given} in the call")
-        return None, 0, 0, ""
+        return None, rank, size, ""
     meeting = dist.rendezvous(init_method, rank=rank, world_size=-1 if world_size is None else world_size)
     store, found_rank, found_size = next(meeting)
     _inits += 1
     return (
         dist.PrefixStore(f"torchspan.rpc/{_inits}", store),
         found_rank if rank < 0 else rank,
-        found_size if world_size is None else world_size,
+        max(found_size if world_size is None else world_size, 0),
         getattr(store, "host", ""),
     )
 

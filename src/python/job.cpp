@@ -77,6 +77,8 @@ Job::Job(c10d::Store* store, Place place, Duration timeout)
 void Job::read_variables() {
   variables_ = rendezvous::process_environment();
   if (!place_.name.empty()) variables_["TORCHSPAN_NAME"] = place_.name;
+  if (place_.rank >= 0) variables_["RANK"] = std::to_string(place_.rank);
+  if (place_.size >= 0) variables_["WORLD_SIZE"] = std::to_string(place_.size);
   environment_ = rendezvous::read_environment(variables_);
   place_.rank = environment_.rank;
   place_.size = environment_.world_size;

@@ -39,8 +39,8 @@ struct Place {
 class Job {
  public:
   /// Waits until rank 0 has decided whether all are on one host. Throws Error, and what the store throws. An open world
-  /// that has ended is a world of one for workers that come later. If `store` is null, the environment gives the place, but
-  /// for its name.
+  /// that has ended is a world of one for workers that come later. If `store` is null, the environment gives what is negative
+  /// in `place`.
   Job(c10d::Store* store, Place place, Duration timeout);
 
   const std::shared_ptr<Runtime>& runtime() const { return runtime_; }

@@ -16,6 +16,19 @@ bool is_later(const Hooks& hooks, PyObject* function, PyObject* result) {
          PyObject_HasAttrString(function, "_wrapped_async_rpc_function") != 0;
 }
 
+/// What `body` returns; what it raises in Python is thrown as a PythonError. With the GIL.
+template <class F>
+auto described(Packer& packer, F&& body) {
+  try {
+    return body();
+  } catch (const py::error_already_set& error) {
+    throw PythonFunctions::describe(packer, exception_of(error));
+  } catch (const py::builtin_exception& error) {  // of a file of this room
+    error.set_error();
+    throw PythonFunctions::describe(packer, py::error_already_set().value());
+  }
+}
+
 template <class R>
 class ReplyOf final : public Reply {
  public:
@@ -24,9 +37,7 @@ class ReplyOf final : public Reply {
       : promise_(std::move(promise)), convert_(std::move(convert)), packer_(std::move(packer)) {}
   void succeed(const py::object& result) override {
     try {
-      promise_.set_value(convert_(result));
-    } catch (const py::error_already_set& error) {
-      fail(exception_of(error));
+      promise_.set_value(described(*packer_, [&] { return convert_(result); }));
     } catch (...) {
       promise_.set_error(std::current_exception());
     }
@@ -66,17 +77,8 @@ template <class R>
 Future<R> PythonFunctions::run(const Worker& worker, Pack call) {
   keep_thread_state();
   const py::gil_scoped_acquire gil;
-  py::tuple parts;
-  try {
-    parts = packer_->unpack(call);
-    if (parts.size() != 3)
-      throw Error(ErrorKind::kInvalid, "a call of Python has a function, args and kwargs");
-  } catch (const py::error_already_set& error) {
-    throw describe(*packer_, exception_of(error));
-  } catch (const py::builtin_exception& error) {  // of a file of this room
-    error.set_error();
-    throw describe(*packer_, py::error_already_set().value());
-  }
+  const py::tuple parts = described(*packer_, [&]() -> py::tuple { return packer_->unpack(call); });
+  if (parts.size() != 3) throw Error(ErrorKind::kInvalid, "a call of Python has a function, args and kwargs");
   call = {};  // the function may free its arguments
   return invoke<R>(worker, parts[0], parts[1], parts[2],
                    [packer = packer_.get()](const py::object& result) -> R {
@@ -94,24 +96,16 @@ Future<R> PythonFunctions::invoke(const Worker& worker, const py::object& functi
   Promise<R> promise(worker.endpoint()->host());
   Future<R> future = promise.future();
   try {
-    const Hooks& hooks = packer_->hooks();
-    PyObject* const made = PyObject_Call(function.ptr(), args.ptr(), kwargs.ptr());
-    if (made == nullptr) throw py::error_already_set();
-    const auto result = py::reinterpret_steal<py::object>(made);
-    if (is_later(hooks, function.ptr(), made)) {
+    described(*packer_, [&] {
+      PyObject* const made = PyObject_Call(function.ptr(), args.ptr(), kwargs.ptr());
+      if (made == nullptr) throw py::error_already_set();
+      const auto result = py::reinterpret_steal<py::object>(made);
+      const Hooks& hooks = packer_->hooks();
+      if (!is_later(hooks, function.ptr(), made)) return promise.set_value(convert(result));
       const std::shared_ptr<Reply> reply =
           std::make_shared<ReplyOf<R>>(std::move(promise), std::move(convert), packer_);
       hooks.later.get()(result, reply);
-    } else {
-      promise.set_value(convert(result));
-    }
-  } catch (const py::error_already_set& error) {
-    const PythonError described = describe(*packer_, exception_of(error));
-    promise.set_error(std::make_exception_ptr(described));
-  } catch (const py::builtin_exception& error) {  // of a file of this room
-    error.set_error();
-    const py::error_already_set raised;
-    promise.set_error(std::make_exception_ptr(describe(*packer_, raised.value())));
+    });
   } catch (...) {
     promise.set_error(std::current_exception());
   }
@@ -137,14 +131,8 @@ Task<Pack> serve_fetch(Worker& worker, RRef<Object> reference) {
   PythonFunctions& functions = worker.extension<PythonFunctions>();
   keep_thread_state();
   const py::gil_scoped_acquire gil;
-  try {
-    co_return functions.packer()->pack(reference.local_value().get());
-  } catch (const py::error_already_set& error) {
-    throw PythonFunctions::describe(*functions.packer(), exception_of(error));
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-    throw PythonFunctions::describe(*functions.packer(), py::error_already_set().value());
-  }
+  co_return described(*functions.packer(),
+                      [&] { return functions.packer()->pack(reference.local_value().get()); });
 }
 
 template Future<Pack> PythonFunctions::run(const Worker&, Pack);

@@ -201,12 +201,13 @@ rpc::Request PythonWorker::make_python_request(wire::MessageType type, std::uint
   return request;
 }
 
-bool PythonWorker::is_typed(const py::object& function) const {
-  return py::type::of(function).is(packer_->hooks().typed_type.get());
+std::shared_ptr<TypedFunction> PythonWorker::type_of(const py::object& function) const {
+  if (!py::type::of(function).is(packer_->hooks().typed_type.get())) return nullptr;
+  return function.attr("type").cast<std::shared_ptr<TypedFunction>>();
 }
 
-std::shared_ptr<CallHandle> PythonWorker::call_typed(const Call& call) {
-  const auto type = call.function.attr("type").cast<std::shared_ptr<TypedFunction>>();
+std::shared_ptr<CallHandle> PythonWorker::call_typed(const std::shared_ptr<TypedFunction>& type,
+                                                     const Call& call) {
   if (!type->has_value()) {
     throw Error(ErrorKind::kUnsupported,
                 fmt::format("a {}, the result of {}, stays on its worker: call remote()", type->result_text(),
@@ -233,7 +234,7 @@ rpc::Request PythonWorker::make_typed_request(wire::MessageType message, const T
 
 std::shared_ptr<CallHandle> PythonWorker::call(const Call& call) {
   return with_exceptions(*packer_, [&]() -> std::shared_ptr<CallHandle> {
-    if (is_typed(call.function)) return call_typed(call);
+    if (const auto type = type_of(call.function)) return call_typed(type, call);
     const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
     if (const std::string name = packer_->operator_of(call.function); !name.empty()) {
       if (auto matched = match_operator(name, call.args, call.kwargs)) {
@@ -263,8 +264,7 @@ RRef<Object> PythonWorker::create(const Call& call) {
     const std::uint32_t to = endpoint->resolve(destination(call.to));
     std::string type_name = rpc::type_name_of<Object>();
     rpc::Request request;
-    if (is_typed(call.function)) {
-      const auto type = call.function.attr("type").cast<std::shared_ptr<TypedFunction>>();
+    if (const auto type = type_of(call.function)) {
       request = make_typed_request(rpc::kCreateRemote, *type, call);
       type_name = type->result_text();
     } else {

@@ -90,8 +90,9 @@ class PythonWorker {
   rpc::Request make_request(wire::MessageType type, const Call& call);
   rpc::Request make_python_request(wire::MessageType type, std::uint64_t function, const Call& call);
   rpc::Request make_typed_request(wire::MessageType message, const TypedFunction& type, const Call& call);
-  std::shared_ptr<CallHandle> call_typed(const Call& call);
-  bool is_typed(const pybind11::object& function) const;
+  std::shared_ptr<CallHandle> call_typed(const std::shared_ptr<TypedFunction>& type, const Call& call);
+  /// Null for functions of Python.
+  std::shared_ptr<TypedFunction> type_of(const pybind11::object& function) const;
 
   const OwnerProcess process_;
   const std::shared_ptr<Packer> packer_;

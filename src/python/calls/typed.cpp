@@ -15,6 +15,11 @@ namespace torchspan::python {
 
 namespace py = pybind11;
 
+struct Codec {
+  void (*encode)(wire::Encoder&, py::handle);
+  py::object (*decode)(wire::Decoder&);
+};
+
 namespace {
 
 /// Deeper types are refused.
@@ -24,11 +29,6 @@ constexpr const char* kTypes =
     "bool, int8 to int64, uint8 to uint64, float32, float64, string, Tensor, RRef<any type>, as a result "
     "void, and "
     "vector<T>, optional<T>, pair<A, B>, tuple<…>, map<K, V> of them; K not a Tensor or container";
-
-struct Codec {
-  void (*encode)(wire::Encoder&, py::handle);
-  py::object (*decode)(wire::Decoder&);
-};
 
 template <class T>
 Codec number() {
@@ -86,7 +86,7 @@ bool takes(const std::string& head, const std::vector<WireType>& parts) {
   if (head == "vector" || head == "optional") return parts.size() == 1;
   if (head == "pair") return parts.size() == 2;
   if (head == "map" || head == "unordered_map")
-    return parts.size() == 2 && find_codec(parts[0].name) != nullptr && parts[0].name != "Tensor";
+    return parts.size() == 2 && parts[0].codec != nullptr && parts[0].name != "Tensor";
   return head == "tuple";
 }
 
@@ -146,10 +146,10 @@ class Reader {
       while (skip(", "));
       expect(">");
       if (!takes(type.name, type.parts)) fail_type(type.name);
-    } else if (depth != 0 && (find_codec(type.name) == nullptr || type.name == "void")) {
-      fail_type(type.name);
-    } else if (type.name.empty()) {
-      fail();
+    } else {
+      type.codec = find_codec(type.name);
+      if (depth != 0 && (type.codec == nullptr || type.name == "void")) fail_type(type.name);
+      if (type.name.empty()) fail();
     }
     return type;
   }
@@ -170,7 +170,7 @@ class Reader {
 };
 
 void encode(wire::Encoder& encoder, const WireType& type, py::handle value) {
-  if (const Codec* codec = find_codec(type.name)) return codec->encode(encoder, value);
+  if (type.codec != nullptr) return type.codec->encode(encoder, value);
   const wire::NestingScope nesting(encoder);
   if (type.name == kReference) {
     const auto& reference = value.cast<const RRef<Object>&>();
@@ -198,7 +198,7 @@ void encode(wire::Encoder& encoder, const WireType& type, py::handle value) {
 }
 
 py::object decode(wire::Decoder& decoder, const WireType& type) {
-  if (const Codec* codec = find_codec(type.name)) return codec->decode(decoder);
+  if (type.codec != nullptr) return type.codec->decode(decoder);
   const wire::NestingScope nesting(decoder);
   if (type.name == kReference) {
     auto reference = std::static_pointer_cast<rpc::Reference>(decoder.reference());
@@ -277,7 +277,7 @@ class TypedValue final : public rpc::Value {
 }  // namespace
 
 TypedFunction::TypedFunction(std::string name, std::string signature)
-    : name_(std::move(name)), signature_(std::move(signature)) {
+    : name_(std::move(name)), signature_(std::move(signature)), id_(rpc::function_id(name_, signature_)) {
   if (name_.empty()) throw Error(ErrorKind::kInvalid, "a typed function needs a name");
   Reader reader(signature_);
   arguments_ = reader.arguments();
@@ -310,9 +310,7 @@ void TypedFunction::encode_result(wire::Encoder& encoder, const py::object& resu
   encode_checked(encoder, result_, result, fmt::format("the result of {}", name_));
 }
 
-bool TypedFunction::has_value() const {
-  return find_codec(result_.name) != nullptr || !result_.parts.empty();
-}
+bool TypedFunction::has_value() const { return result_.codec != nullptr || !result_.parts.empty(); }
 
 py::object TypedFunction::decode_result(wire::Payload& payload) const {
   wire::Decoder decoder(payload);

@@ -8,10 +8,13 @@
 
 namespace torchspan::python {
 
+struct Codec;
+
 /// A type by its name on the wire: "int64", or "vector" with its parts.
 struct WireType {
   std::string name;
   std::vector<WireType> parts = {};
+  const Codec* codec = nullptr;  ///< null: of several parts, or of a class
 };
 
 /// A function of the table of C++ workers, by its name and types, which are part of its identity:
@@ -26,7 +29,7 @@ class TypedFunction {
   const std::string& signature() const { return signature_; }
   /// Whether the result is a value of Python, and not an object that stays on its worker.
   bool has_value() const;
-  std::uint64_t id() const { return rpc::function_id(name_, signature_); }
+  std::uint64_t id() const { return id_; }
 
   /// Writes the arguments. Throws Error{kInvalid} that names the one that has another type. With the GIL.
   void encode_arguments(wire::Encoder& encoder, const pybind11::tuple& arguments) const;
@@ -39,6 +42,7 @@ class TypedFunction {
 
  private:
   const std::string name_, signature_;
+  const std::uint64_t id_;
   std::vector<WireType> arguments_;
   WireType result_;
   std::string result_text_;
