@@ -29,7 +29,7 @@ MAKEFLAGS += --no-print-directory
 
 JOBS ?= 2
 # Many tests wait for other processes most of the time.
-TEST_JOBS ?= $(shell expr $(JOBS) + 1)
+TEST_JOBS ?= $(shell expr $(JOBS) \* 2)
 WORKERS ?= 3
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 600
