@@ -14,7 +14,7 @@
 #include <ATen/Parallel.h>
 #include <torch/optim/sgd.h>
 
-#include <torchspan/data_parallel/distributed_data_parallel.h>
+#include <torchspan/data_parallel.h>
 #include <torchspan/session.h>
 
 #include "bench/ddp/workloads.h"

@@ -8,7 +8,7 @@
 #include <torch/utils.h>
 
 #include <torchspan/data_parallel.h>
-#include <torchspan/data_parallel/hooks.h>
+#include <torchspan/data_parallel/reducer.h>
 
 #include "bench/ranks.h"
 #include "bench/slow_link.h"

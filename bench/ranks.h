@@ -13,7 +13,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/rendezvous.h>
 

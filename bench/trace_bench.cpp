@@ -13,7 +13,7 @@
 #include <ATen/Parallel.h>
 #include <torch/optim/sgd.h>
 
-#include <torchspan/data_parallel/distributed_data_parallel.h>
+#include <torchspan/data_parallel.h>
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/session.h>
 

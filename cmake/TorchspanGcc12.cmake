@@ -6,9 +6,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
     set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS $<$<CONFIG:Release>:-Wno-${warning}>)
   endfunction()
   torchspan_false_alarm(restrict src/core/reporting/progress.cpp src/launch/display/board.cpp src/net/network/network_transport.cpp
-                        src/schedule/draw.cpp src/collective/serial/call_line.cpp src/session/endpoint.cpp)
+                        src/schedule/draw.cpp src/collective/serial/serial_backend.cpp src/session/session.cpp)
   torchspan_false_alarm(stringop-overread src/net/ucx/ucx_transport.cpp)
   torchspan_false_alarm(stringop-overflow src/net/local/shared_lane.cpp src/collective/c10d/gloo.cpp
-                        src/collective/serial/call_line.cpp src/optim/functional/algorithms.cpp src/session/endpoint.cpp)
-  torchspan_false_alarm(array-bounds src/optim/functional/algorithms.cpp src/session/endpoint.cpp)
+                        src/collective/serial/serial_backend.cpp src/optim/functional/algorithms.cpp src/session/session.cpp)
+  torchspan_false_alarm(array-bounds src/optim/functional/algorithms.cpp src/session/session.cpp)
 endif()

@@ -16,7 +16,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/torchspan.h>
 

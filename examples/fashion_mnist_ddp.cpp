@@ -14,7 +14,7 @@
 #include <torch/types.h>
 
 #include <torchspan/core/preemption.h>
-#include <torchspan/data_parallel/distributed_data_parallel.h>
+#include <torchspan/data_parallel.h>
 #include <torchspan/torchspan.h>
 
 #include "devices/devices.h"

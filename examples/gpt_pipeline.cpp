@@ -15,7 +15,7 @@
 #include <torch/utils.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/torchspan.h>
 
 #include "char_transformer/generate.h"

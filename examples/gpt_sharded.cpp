@@ -12,7 +12,7 @@
 #include <torch/utils.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded.h>

@@ -12,7 +12,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/torchspan.h>
 
 #include "fashion_mnist/dataset.h"

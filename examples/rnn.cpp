@@ -13,7 +13,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/torchspan.h>
 
 #include "programs/run_program.h"

@@ -5,7 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include <torchspan/autograd/context.h>
+#include <torchspan/autograd.h>
 #include <torchspan/session.h>
 
 namespace torchspan::bench {

@@ -10,7 +10,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
-#include <torchspan/data_parallel/distributed_data_parallel.h>
+#include <torchspan/data_parallel.h>
 #include <torchspan/session.h>
 
 namespace torchspan::bench {

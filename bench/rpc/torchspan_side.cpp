@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <torchspan/detail/autograd/extension.h>
-#include <torchspan/optim/extension.h>
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session.h>
 

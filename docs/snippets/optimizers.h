@@ -1,5 +1,5 @@
 #pragma once
-#include <torchspan/optim/from_torch.h>
+#include <torchspan/optim/functional.h>
 
 #include "docs/snippets/modules.h"
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <thread>
 
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 
 #include "docs/snippets/modules.h"
 

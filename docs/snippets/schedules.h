@@ -2,7 +2,7 @@
 #include <chrono>
 #include <fstream>
 
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 
 using namespace std::chrono_literals;
 

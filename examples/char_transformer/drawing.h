@@ -1,7 +1,7 @@
 #pragma once
 #include <string>
 
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 
 namespace char_transformer {
 

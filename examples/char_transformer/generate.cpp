@@ -8,7 +8,7 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 
 namespace char_transformer {
 namespace {

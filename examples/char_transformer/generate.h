@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/session.h>
 
 #include "char_transformer/gpt_options.h"

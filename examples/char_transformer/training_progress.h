@@ -1,7 +1,7 @@
 #pragma once
 #include <cstdint>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/session.h>
 
 #include "char_transformer/training_options.h"

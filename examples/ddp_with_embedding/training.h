@@ -8,7 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/collective.h>
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/session.h>
 
 #include "ddp_with_embedding/model.h"

@@ -5,7 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 #include "fashion_mnist/dataset.h"
 #include "fashion_mnist/evaluation.h"

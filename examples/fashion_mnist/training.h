@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <string>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/session.h>
 
 #include "fashion_mnist/dataset.h"

@@ -1,7 +1,7 @@
 #pragma once
 #include <cstdint>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/wire.h>
 

@@ -1,5 +1,6 @@
 #pragma once
-// Options of the connections between workers: shared memory on one host, TLS or UCX between hosts.
+// Options of the connections between workers: shared memory on one host, TLS or UCX between hosts. Includes no
+// LibTorch.
 #include <chrono>
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,5 @@
 #pragma once
-// A worker's identity, read from the launcher's environment variables.
+// A worker's identity, read from the launcher's environment variables. Includes no LibTorch.
 #include <cstdint>
 #include <map>
 #include <string>

@@ -1,5 +1,5 @@
 #pragma once
-// RPC: Worker, RRef, functions, futures, coroutines, remote modules, errors.
+// RPC: Worker, RRef, functions, futures, coroutines, remote modules, errors. Includes no torch/nn.
 #include <torchspan/core/error.h>
 #include <torchspan/core/future.h>
 #include <torchspan/core/task.h>

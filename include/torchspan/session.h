@@ -1,5 +1,5 @@
 #pragma once
-// Session: one worker and everything it runs on.
+// Session: one worker and everything it runs on. Includes no torch/nn.
 #include <cstdint>
 #include <exception>
 #include <map>
@@ -8,18 +8,17 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/log.h>
 #include <torchspan/core/observation.h>
-#include <torchspan/core/trace.h>
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/checkpoint/extension.h>
 #include <torchspan/detail/net/secret.h>
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/detail/pipeline/extension.h>
 #include <torchspan/detail/quorum/extension.h>
 #include <torchspan/detail/rpc/service.h>
 #include <torchspan/net.h>
-#include <torchspan/optim/extension.h>
 #include <torchspan/rendezvous.h>
 
 namespace torchspan {
@@ -139,7 +138,7 @@ class Session {
   int rank() { return worker().rank(); }
   int world_size() { return worker().world_size(); }
 
-  /// Creates a group for collective operations (collective/group.h). Collective over options.ranks; by
+  /// Creates a group for collective operations (collective.h). Collective over options.ranks; by
   /// default all workers. The group may outlive the session; its operations then fail with kCancelled.
   collective::Group group(collective::GroupOptions options = {}) {
     return collective::Group::make(runtime_owner(), membership(), std::move(options));

@@ -1,5 +1,5 @@
 #pragma once
-// Types that can be sent, and how to make a type sendable.
+// Types that can be sent, and how to make a type sendable. Includes no torch/nn.
 #include <algorithm>
 #include <cstddef>
 #include <string>

@@ -243,7 +243,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: each context has gradients of its own."""
+        """Does nothing: each context has its gradients."""
 
     def add_param_group(self, param_group) -> None:
         if hasattr(self, "_sent"):

@@ -12,7 +12,7 @@ namespace torchspan::autograd {
 AutogradExtension::Impl::Impl(rpc::Registrar& registrar)
     : worker_(registrar.worker()),
       registry_(std::make_shared<Registry>(
-          registrar.worker().name(), [worker = worker_] { return worker.require().endpoint()->next_id(); })),
+          registrar.worker().name(), [worker = worker_] { return worker.require().backend()->next_id(); })),
       contexts_(std::make_shared<ContextLifetimes>(worker_, registry_)),
       queries_(std::make_shared<ContextQueries>(worker_, registry_)),
       passes_(std::make_shared<PassService>(worker_, registry_)),
@@ -29,8 +29,8 @@ AutogradExtension::Impl::Impl(rpc::Registrar& registrar)
   registrar.on_departure([registry = std::weak_ptr(registry_), passes = std::weak_ptr(passes_),
                           contexts = std::weak_ptr(contexts_)](std::uint32_t rank, const Error& reason) {
     auto all = require_alive(registry)->all();
-    require_alive(passes)->worker_gone(all, rank, reason);
-    require_alive(contexts)->worker_gone(std::move(all), rank);
+    require_alive(passes)->worker_departed(all, rank, reason);
+    require_alive(contexts)->worker_departed(std::move(all), rank);
   });
 }
 

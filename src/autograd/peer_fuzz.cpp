@@ -113,7 +113,7 @@ class World {
         [&](net::Handler& handler) { return network_.make_transport("worker", handler, {}); },
         std::move(extensions));
     service.start(join(runtime, 0, service.address()));
-    while (service.worker().endpoint()->is_present(1)) executor_.sleep(std::chrono::milliseconds(100));
+    while (service.worker().backend()->is_present(1)) executor_.sleep(std::chrono::milliseconds(100));
     if (service.worker().rpc_sync(0, kCount, std::vector<std::int64_t>(3)) != 3) std::abort();
     service.stop();
   }

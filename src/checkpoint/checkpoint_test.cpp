@@ -9,7 +9,6 @@
 #include <torch/nn.h>
 
 #include <torchspan/checkpoint.h>
-#include <torchspan/checkpoint/manager.h>
 
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"

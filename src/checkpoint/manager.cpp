@@ -6,7 +6,7 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <torchspan/checkpoint/manager.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/runtime.h>
 
@@ -234,7 +234,7 @@ std::unique_ptr<checkpoint::Ranks> ranks_of(const Worker& worker, const Checkpoi
 
 CheckpointManager::CheckpointManager(const Worker& worker, CheckpointOptions options)
     : impl_(std::make_unique<Impl>(
-          worker.runtime(), worker.endpoint(), ranks_of(worker, options),
+          worker.runtime(), worker.backend(), ranks_of(worker, options),
           std::make_unique<checkpoint::Owners>(worker, no_limit_if_zero(options.timeout)),
           std::move(options))) {}
 

@@ -9,7 +9,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/nn/module.h>
 
-#include <torchspan/checkpoint/model_folder.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/core/error.h>
 
 #include "checkpoint/files/disk.h"

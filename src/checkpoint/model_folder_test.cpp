@@ -12,7 +12,6 @@
 #include <torch/nn.h>
 
 #include <torchspan/checkpoint.h>
-#include <torchspan/checkpoint/model_folder.h>
 
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"

@@ -68,7 +68,7 @@ void Owners::snapshot(const RemoteValues& values, const SaveJob& job, std::size_
   };
   const auto send = [&](const Plan::Share& share) {
     TakeSnapshot message;
-    message.id = worker_.endpoint()->next_id();
+    message.id = worker_.backend()->next_id();
     message.items = std::move(items[share.owner]);
     for (std::size_t i = 0; i < share.entries.size(); ++i) {
       message.names.push_back(job.listings[rank][share.parts[i]].name);
@@ -161,7 +161,7 @@ std::string text_of_bytes(const Bytes& bytes) {
 /// The snapshots that other workers took of this worker's values.
 class CheckpointExtension::Impl {
  public:
-  explicit Impl(std::weak_ptr<rpc::Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
+  explicit Impl(std::weak_ptr<rpc::WorkerBackend> backend) : backend_(std::move(backend)) {}
 
   std::string list(const ListTensors& message) const {
     StateWriter writer;
@@ -197,8 +197,8 @@ class CheckpointExtension::Impl {
     } else {
       taken->snapshot.borrow(writer.tensors(), taken->share);
     }
-    const auto endpoint = endpoint_.lock();
-    if (!endpoint || !endpoint->is_present(message.id.worker))
+    const auto backend = backend_.lock();
+    if (!backend || !backend->is_present(message.id.worker))
       throw Error(ErrorKind::kDisconnected, "the worker that saves this checkpoint has died or left");
     MutexLock lock(mutex_);
     taken_[message.id] = std::move(taken);
@@ -253,7 +253,7 @@ class CheckpointExtension::Impl {
     return node.empty() ? nullptr : std::move(node.mapped());
   }
 
-  const std::weak_ptr<rpc::Endpoint> endpoint_;
+  const std::weak_ptr<rpc::WorkerBackend> backend_;
   mutable Mutex mutex_;
   std::map<GlobalId, std::shared_ptr<Taken>> taken_ TORCHSPAN_GUARDED_BY(mutex_);
 };
@@ -262,7 +262,7 @@ CheckpointExtension::CheckpointExtension() = default;
 CheckpointExtension::~CheckpointExtension() = default;
 
 void CheckpointExtension::attach(rpc::Registrar& registrar) {
-  impl_ = std::make_shared<Impl>(registrar.worker().endpoint()->weak_from_this());
+  impl_ = std::make_shared<Impl>(registrar.worker().backend()->weak_from_this());
   using rpc::RunOn;
   registrar.handle<ListTensors>(
       RunOn::kPool, [impl = impl_](const rpc::CallInfo&, const ListTensors& m) { return impl->list(m); });

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/checkpoint/state.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/core/time.h>
 #include <torchspan/detail/rpc/message.h>
 #include <torchspan/detail/rpc/reference_wire.h>

@@ -1,7 +1,7 @@
 #pragma once
 #include <vector>
 
-#include <torchspan/checkpoint/sources.h>
+#include <torchspan/checkpoint.h>
 
 #include "device/api/devices.h"
 

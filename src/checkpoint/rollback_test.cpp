@@ -11,7 +11,7 @@
 
 #include <torchspan/checkpoint.h>
 #include <torchspan/optim.h>
-#include <torchspan/optim/from_torch.h>
+#include <torchspan/optim/functional.h>
 
 #include "tests/support/processes.h"
 

@@ -13,7 +13,7 @@
 #include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/serialize/archive.h>
 
-#include <torchspan/checkpoint/sources.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/core/error.h>
 
 #include "checkpoint/files/safetensors.h"

@@ -1,7 +1,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 
 namespace torchspan::collective {
 

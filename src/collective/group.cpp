@@ -10,7 +10,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/runtime.h>
 

@@ -2,7 +2,7 @@
 #include <cstddef>
 #include <span>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 
 namespace torchspan::collective {
 

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <sys/stat.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/rendezvous/membership.h>
 
 #include "collective/c10d/gloo.h"

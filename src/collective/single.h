@@ -1,7 +1,7 @@
 #pragma once
 #include <vector>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 
 #include "collective/world_link.h"
 

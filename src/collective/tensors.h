@@ -11,7 +11,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/bytes.h>
 
 #include "core/api/agreement.h"

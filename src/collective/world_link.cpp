@@ -11,7 +11,7 @@ using rendezvous::Membership;
 
 namespace {
 
-/// How long await_first_gone() waits: the death of a process on this host is known at once, unless the machine is busy.
+/// How long await_first_departed() waits: the death of a process on this host is known at once, unless the machine is busy.
 constexpr Duration kForTheMembership = std::chrono::seconds(1);
 
 }  // namespace
@@ -27,13 +27,13 @@ std::vector<Bytes> gather_in_order(Membership& world, const std::string& tag, By
   return by_rank;
 }
 
-std::string text_of_gone(const std::string& peer, const std::string& how) {
+std::string text_of_departed(const std::string& peer, const std::string& how) {
   return how.starts_with(peer) ? how : fmt::format("{} is gone: {}", peer, how);
 }
 
-Error lost_rank(const std::string& peer, const std::string& how) {
+Error departed_rank_error(const std::string& peer, const std::string& how) {
   return {ErrorKind::kDisconnected,
-          fmt::format("{}, and the group cannot continue without it", text_of_gone(peer, how))};
+          fmt::format("{}, and the group cannot continue without it", text_of_departed(peer, how))};
 }
 
 Error aborted_by(const std::string& peer, const Error& cause) {
@@ -56,7 +56,7 @@ std::shared_ptr<WorldLink> WorldLink::make(std::shared_ptr<Runtime> runtime, Mem
                    [hold](const Member& member) {
                      const auto link = hold->link.lock();
                      if (!link) return;
-                     link->note_gone(member, "it left the world");
+                     link->note_departed(member, "it left the world");
                      for (const auto& listener : link->listeners()) listener->member_left(member);
                    },
                .owner = link});
@@ -65,7 +65,7 @@ std::shared_ptr<WorldLink> WorldLink::make(std::shared_ptr<Runtime> runtime, Mem
 
 void WorldLink::note_death(const Member& member, const Error& reason) {
   if (member.instance == self_.instance) return end(reason);
-  note_gone(member, reason.message());
+  note_departed(member, reason.message());
   for (const auto& listener : listeners()) listener->member_died(member, reason);
 }
 
@@ -92,46 +92,49 @@ std::vector<std::shared_ptr<WorldListener>> WorldLink::listeners() {
   return living;
 }
 
-void WorldLink::note_gone(const Member& member, const std::string& how) {
+void WorldLink::note_departed(const Member& member, const std::string& how) {
   MutexLock lock(mutex_);
-  gone_.emplace_back(member.instance, how);
-  for (Parker* const parker : awaiting_gone_) parker->unpark();
+  departed_.emplace_back(member.instance, how);
+  for (Parker* const parker : awaiting_departed_) parker->unpark();
 }
 
-std::optional<std::string> WorldLink::gone(std::uint64_t instance) {
+std::optional<std::string> WorldLink::departed(std::uint64_t instance) {
   MutexLock lock(mutex_);
-  const auto found =
-      std::find_if(gone_.begin(), gone_.end(), [&](const auto& one) { return one.first == instance; });
-  return found == gone_.end() ? std::nullopt : std::optional(found->second);
+  const auto found = std::find_if(departed_.begin(), departed_.end(),
+                                  [&](const auto& one) { return one.first == instance; });
+  return found == departed_.end() ? std::nullopt : std::optional(found->second);
 }
 
-std::optional<WorldLink::GoneRank> WorldLink::find_first_gone(
+std::optional<WorldLink::DepartedRank> WorldLink::find_first_departed(
     const std::vector<std::uint64_t>& instances) const {
-  for (const auto& [instance, how] : gone_) {
+  for (const auto& [instance, how] : departed_) {
     const auto found = std::find(instances.begin(), instances.end(), instance);
-    if (found != instances.end()) return GoneRank{static_cast<std::size_t>(found - instances.begin()), how};
+    if (found != instances.end())
+      return DepartedRank{static_cast<std::size_t>(found - instances.begin()), how};
   }
   return std::nullopt;
 }
 
-std::optional<WorldLink::GoneRank> WorldLink::first_gone(const std::vector<std::uint64_t>& instances) {
+std::optional<WorldLink::DepartedRank> WorldLink::first_departed(
+    const std::vector<std::uint64_t>& instances) {
   MutexLock lock(mutex_);
-  return find_first_gone(instances);
+  return find_first_departed(instances);
 }
 
-std::optional<WorldLink::GoneRank> WorldLink::await_first_gone(const std::vector<std::uint64_t>& instances) {
+std::optional<WorldLink::DepartedRank> WorldLink::await_first_departed(
+    const std::vector<std::uint64_t>& instances) {
   const auto parker = runtime_->executor.make_parker();
   const Deadline until = runtime_->executor.deadline_in(kForTheMembership);
   {
     MutexLock lock(mutex_);
-    awaiting_gone_.push_back(parker.get());
+    awaiting_departed_.push_back(parker.get());
   }
   for (;;) {
     {
       MutexLock lock(mutex_);
-      auto first = find_first_gone(instances);
+      auto first = find_first_departed(instances);
       if (first || ended_ || until.passed(runtime_->executor.now())) {
-        std::erase(awaiting_gone_, parker.get());
+        std::erase(awaiting_departed_, parker.get());
         return first;
       }
     }
@@ -140,8 +143,8 @@ std::optional<WorldLink::GoneRank> WorldLink::await_first_gone(const std::vector
 }
 
 std::string WorldLink::cause_of_loss(const std::vector<std::uint64_t>& instances,
-                                     const std::vector<std::string>& peers, const GoneRank& lost) {
-  const auto first = await_first_gone(instances);
+                                     const std::vector<std::string>& peers, const DepartedRank& lost) {
+  const auto first = await_first_departed(instances);
   if (!first) {
     return fmt::format(
         "{}, as {} reports; the world still counts {} as a member: if it lives, the network between these "
@@ -149,7 +152,7 @@ std::string WorldLink::cause_of_loss(const std::vector<std::uint64_t>& instances
         "is cut",
         lost.how, describe(self_), peers[lost.rank]);
   }
-  const std::string text = text_of_gone(peers[first->rank], first->how);
+  const std::string text = text_of_departed(peers[first->rank], first->how);
   return first->rank == lost.rank ? text : fmt::format("{}; after it, {} ended too", text, peers[lost.rank]);
 }
 
@@ -163,7 +166,7 @@ void WorldLink::end(const Error& reason) {
     MutexLock lock(mutex_);
     if (ended_) return;
     ended_ = reason;
-    for (Parker* const parker : awaiting_gone_) parker->unpark();
+    for (Parker* const parker : awaiting_departed_) parker->unpark();
   }
   for (const auto& listener : listeners()) listener->world_ended(reason);
 }

@@ -26,14 +26,14 @@ class WorldListener {
 };
 
 /// "worker1 (rank 1, …) died: …", or "worker1 (rank 1, …) is gone: it left the world" if `how` does not name it.
-std::string text_of_gone(const std::string& peer, const std::string& how);
+std::string text_of_departed(const std::string& peer, const std::string& how);
 
 /// Membership::all_gather_bytes() with the contributions in the order of `ranks`.
 std::vector<Bytes> gather_in_order(rendezvous::Membership& world, const std::string& tag, BytesView mine,
                                    const std::vector<int>& ranks, Deadline deadline);
 
 /// The error of a group that lost a rank; `how` may begin with its name.
-Error lost_rank(const std::string& peer, const std::string& how);
+Error departed_rank_error(const std::string& peer, const std::string& how);
 
 /// Why a group is broken after a rank has called abort(): "worker1 (…) aborted the group: …". A cause that says so already
 /// stays as it is.
@@ -52,22 +52,22 @@ class WorldLink {
   /// once.
   void add(const std::weak_ptr<WorldListener>& listener);
   /// Why the process with this instance cannot take part any more; nullopt if it may be alive.
-  std::optional<std::string> gone(std::uint64_t instance);
+  std::optional<std::string> departed(std::uint64_t instance);
   /// A rank of a group that cannot take part any more, and why.
-  struct GoneRank {
+  struct DepartedRank {
     std::size_t rank;
     std::string how;
   };
   /// The one of these processes, in rank order, that went first: others may have ended because of it.
-  std::optional<GoneRank> first_gone(const std::vector<std::uint64_t>& instances);
+  std::optional<DepartedRank> first_departed(const std::vector<std::uint64_t>& instances);
   /// The same after something else than the membership has reported the end of one of them, such as its
   /// connection: waits up to a second for the membership, which knows the first. Not on the membership thread.
-  std::optional<GoneRank> await_first_gone(const std::vector<std::uint64_t>& instances);
+  std::optional<DepartedRank> await_first_departed(const std::vector<std::uint64_t>& instances);
   /// Why a group lost a rank, whose connection reported `lost.how`: names the process that went first, as
-  /// await_first_gone() finds it; otherwise lost.how, with this rank, which is then the only one that has lost the other.
+  /// await_first_departed() finds it; otherwise lost.how, with this rank, which is then the only one that has lost the other.
   /// `peers` describes the processes.
   std::string cause_of_loss(const std::vector<std::uint64_t>& instances,
-                            const std::vector<std::string>& peers, const GoneRank& lost);
+                            const std::vector<std::string>& peers, const DepartedRank& lost);
   /// Why the world ended; nullopt while it exists.
   std::optional<Error> ended();
 
@@ -102,8 +102,8 @@ class WorldLink {
   WorldLink(std::shared_ptr<Runtime> runtime, rendezvous::Membership& world);
   std::vector<std::shared_ptr<WorldListener>> listeners();
   void note_death(const rendezvous::Member& member, const Error& reason);
-  void note_gone(const rendezvous::Member& member, const std::string& how);
-  std::optional<GoneRank> find_first_gone(const std::vector<std::uint64_t>& instances) const
+  void note_departed(const rendezvous::Member& member, const std::string& how);
+  std::optional<DepartedRank> find_first_departed(const std::vector<std::uint64_t>& instances) const
       TORCHSPAN_REQUIRES(mutex_);
   void end(const Error& reason);
   void close();
@@ -113,12 +113,12 @@ class WorldLink {
   const rendezvous::Member self_;
   Mutex mutex_;
   std::vector<std::weak_ptr<WorldListener>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::vector<std::pair<std::uint64_t, std::string>> gone_
+  std::vector<std::pair<std::uint64_t, std::string>> departed_
       TORCHSPAN_GUARDED_BY(mutex_);  ///< instance and reason
   std::optional<Error> ended_ TORCHSPAN_GUARDED_BY(mutex_);
   int asking_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   Parker* closing_ TORCHSPAN_GUARDED_BY(mutex_) = nullptr;
-  std::vector<Parker*> awaiting_gone_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<Parker*> awaiting_departed_ TORCHSPAN_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchspan::collective

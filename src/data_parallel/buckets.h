@@ -6,8 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/group.h>
-#include <torchspan/data_parallel/options.h>
+#include <torchspan/collective.h>
 #include <torchspan/data_parallel/reducer.h>
 
 namespace torchspan::data_parallel {

@@ -11,7 +11,6 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <torchspan/data_parallel/options.h>
 #include <torchspan/data_parallel/reducer.h>
 
 #include "data_parallel/api/agreement.h"

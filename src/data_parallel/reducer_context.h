@@ -8,9 +8,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/group.h>
-#include <torchspan/data_parallel/hooks.h>
-#include <torchspan/data_parallel/options.h>
+#include <torchspan/collective.h>
 #include <torchspan/data_parallel/reducer.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/mutex.h>

@@ -93,7 +93,7 @@ class Round::Conclusion {
                               next = std::move(next)](const Future<at::Tensor>& done) { next(done); });
   }
 
-  std::weak_ptr<FutureHost> send_early();
+  std::weak_ptr<ContinuationExecutor> send_early();
   void await_hooks(std::size_t bucket);
   void send_status();
   void await_status();
@@ -124,12 +124,12 @@ class Round::Conclusion {
 };
 
 /// Without a hook, or with one whose futures are complete, the status follows the buckets at once. Returns
-/// the host of the future that the outcome depends on.
-std::weak_ptr<FutureHost> Round::Conclusion::send_early() {
-  std::weak_ptr<FutureHost> host = gradients_.hook_host();
-  if (!host.expired()) return host;
+/// the executor of the future that the outcome depends on.
+std::weak_ptr<ContinuationExecutor> Round::Conclusion::send_early() {
+  std::weak_ptr<ContinuationExecutor> continuations = gradients_.hook_continuations();
+  if (!continuations.expired()) return continuations;
   send_status();
-  return status_.host();
+  return status_.continuations();
 }
 
 /// Waits for one bucket after the other: the status follows everything that hooks send.
@@ -456,7 +456,7 @@ void Round::conclude() {
   {
     MutexLock lock(context_.mutex);
     conclusion_ = std::move(made);
-    written_back_.emplace(conclusion.reduced().host());
+    written_back_.emplace(conclusion.reduced().continuations());
   }
   if (end) end->hold(conclusion.reduced());
   conclusion.start();

@@ -321,12 +321,12 @@ void RoundGradients::end_backward() {
   if (began) context_.runtime.spans.record(SpanKind::kBucket, "backward", *began, round_);
 }
 
-std::weak_ptr<FutureHost> RoundGradients::hook_host() const {
-  std::weak_ptr<FutureHost> host;
+std::weak_ptr<ContinuationExecutor> RoundGradients::hook_continuations() const {
+  std::weak_ptr<ContinuationExecutor> continuations;
   for (const auto& work : works_) {
-    if (context_.comm_hook && host.expired()) host = work.host();
+    if (context_.comm_hook && continuations.expired()) continuations = work.continuations();
   }
-  return host;
+  return continuations;
 }
 
 void RoundGradients::check_hook_results() const {

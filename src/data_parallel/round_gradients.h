@@ -68,7 +68,7 @@ class RoundGradients {
   // After the last launch:
   void end_backward();
   /// Where a hook's futures run their continuations; expired without a hook, or if it completes at once.
-  std::weak_ptr<FutureHost> hook_host() const;
+  std::weak_ptr<ContinuationExecutor> hook_continuations() const;
   const std::vector<Future<at::Tensor>>& works() const { return works_; }
   /// Throws a hook's failure, or Error{kInvalid} for a result that does not fit its bucket.
   void check_hook_results() const;

@@ -6,7 +6,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/core/log.h>
 #include <torchspan/core/time.h>
-#include <torchspan/elastic/options.h>
+#include <torchspan/elastic.h>
 
 #include "core/api/saturated_time.h"
 #include "quorum/api/generation.h"

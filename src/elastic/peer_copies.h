@@ -10,8 +10,8 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/checkpoint/sources.h>
-#include <torchspan/collective/group.h>
+#include <torchspan/checkpoint.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/bytes.h>
 #include <torchspan/detail/core/executor.h>
 

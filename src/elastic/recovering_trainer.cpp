@@ -9,11 +9,11 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <torchspan/checkpoint/manager.h>
-#include <torchspan/collective/group.h>
+#include <torchspan/checkpoint.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/bytes.h>
 #include <torchspan/core/error.h>
-#include <torchspan/elastic/recovering_trainer.h>
+#include <torchspan/elastic.h>
 
 #include "elastic/peer_copies.h"
 #include "rendezvous/api/process_stat.h"
@@ -153,7 +153,7 @@ class RecoveringTrainer::Impl {
     for (const WorkerInfo& one : worker_.workers()) {
       const int rank = static_cast<int>(one.rank);
       if (rank == worker_.rank()) continue;
-      if (!worker_.endpoint()->is_present(one.rank))
+      if (!worker_.backend()->is_present(one.rank))
         return fmt::format("'{}' (rank {}) has died or left", one.name, rank);
       if (stopped && stopped->rank == rank) {
         return fmt::format(
@@ -183,7 +183,7 @@ class RecoveringTrainer::Impl {
 
   /// Whether an error is due to a rank that has died, is stopped or was late once, and not to the program.
   bool misses_rank(const Error& error) const {
-    if (error.kind() == ErrorKind::kDisconnected) return !worker_.endpoint()->is_stopping();
+    if (error.kind() == ErrorKind::kDisconnected) return !worker_.backend()->is_stopping();
     if (group_failed_with(ErrorKind::kDisconnected)) return true;
     // The late rank itself, which continues after a stop, gets this error, too.
     if (group_failed_with(ErrorKind::kTimedOut) && furthest_ > late_after_) return true;
@@ -193,7 +193,7 @@ class RecoveringTrainer::Impl {
 
   /// Throws if it is of no use to try again.
   void check_hope(const std::string& why, Deadline patience) const {
-    if (worker_.rank() != 0 && !worker_.endpoint()->is_present(0)) {
+    if (worker_.rank() != 0 && !worker_.backend()->is_present(0)) {
       throw Error(ErrorKind::kDisconnected, fmt::format("this worker has lost rank 0, which has the list of "
                                                         "workers and cannot be replaced ({}): if its process "
                                                         "has ended, restart the job, which resumes from its "
@@ -256,8 +256,8 @@ class RecoveringTrainer::Impl {
       check_group();
       train(steps, step, manager, copies);
       // A death until here is handled like one during training.
-      worker_.endpoint()->all_gather_bytes("recovered." + options.name, {}, {},
-                                           executor().deadline_in(options.timeout));
+      worker_.backend()->all_gather_bytes("recovered." + options.name, {}, {},
+                                          executor().deadline_in(options.timeout));
     });
   }
 

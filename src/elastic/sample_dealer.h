@@ -3,7 +3,7 @@
 #include <optional>
 #include <vector>
 
-#include <torchspan/elastic/options.h>
+#include <torchspan/elastic.h>
 
 namespace torchspan::elastic {
 

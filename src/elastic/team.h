@@ -7,7 +7,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/elastic/training.h>
 
 #include "quorum/api/generation.h"

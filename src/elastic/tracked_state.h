@@ -9,11 +9,10 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
 
-#include <torchspan/checkpoint/sources.h>
-#include <torchspan/checkpoint/state.h>
-#include <torchspan/collective/group.h>
+#include <torchspan/checkpoint.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/bytes.h>
-#include <torchspan/elastic/options.h>
+#include <torchspan/elastic.h>
 
 namespace torchspan::elastic {
 

@@ -226,7 +226,7 @@ TEST_F(EngineStreams, TheEndOfAPassFollowsTheStreamsOfItsLeaves) {
 TEST_F(EngineStreams, CallbacksAfterHeldFuturesRunOnTheCallersStreams) {
   const Tensor x = leaf(3);
   const c10::Stream caller = side_stream();
-  Promise<void> work(std::weak_ptr<FutureHost>{});
+  Promise<void> work(std::weak_ptr<ContinuationExecutor>{});
   GradientMap gradients;
   MapSink sink(gradients);
   sink.hold(work.future());

@@ -6,7 +6,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize.h>
 
-#include <torchspan/optim/from_torch.h>
+#include <torchspan/optim/functional.h>
 
 #include "state/api/save_load.h"
 

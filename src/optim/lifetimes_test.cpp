@@ -6,8 +6,8 @@
 #include <torch/torch.h>
 
 #include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/extension.h>
 
 #include "tests/support/cluster.h"
 #include "tests/support/errors.h"

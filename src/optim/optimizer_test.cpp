@@ -7,7 +7,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/from_torch.h>
+#include <torchspan/optim/functional.h>
 
 #include "tests/support/errors.h"
 

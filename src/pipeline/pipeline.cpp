@@ -11,8 +11,8 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/detail/pipeline/extension.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/pipeline/deferred_batch_norm.h>
-#include <torchspan/pipeline/pipeline.h>
 
 #include "pipeline/layers/micro_batches.h"
 #include "pipeline/policies/tables.h"

@@ -4,7 +4,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 
 #include "tests/support/pipeline_world.h"
 

@@ -10,8 +10,8 @@
 
 #include <torch/torch.h>
 
+#include <torchspan/pipeline.h>
 #include <torchspan/pipeline/deferred_batch_norm.h>
-#include <torchspan/pipeline/pipeline.h>
 
 namespace torchspan::pipeline::testing {
 

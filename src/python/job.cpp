@@ -302,7 +302,7 @@ void World::leave(Duration timeout) {
   membership_->leave(runtime_->executor.deadline_in(timeout));
 }
 
-void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::Endpoint>& endpoint,
+void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::WorkerBackend>& backend,
                       std::function<void()> stop) {
   struct Ending {
     std::unique_ptr<Parker> parker;
@@ -310,7 +310,7 @@ void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::Endpoint>& en
   };
   const auto ending = std::make_shared<Ending>();
   ending->parker = runtime.executor.make_parker();
-  Thread thread = runtime.executor.spawn(endpoint->self().name + "/exit", [stop = std::move(stop), ending] {
+  Thread thread = runtime.executor.spawn(backend->self().name + "/exit", [stop = std::move(stop), ending] {
     stop();
     ending->ended.store(true);
     ending->parker->unpark();
@@ -318,7 +318,7 @@ void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::Endpoint>& en
   ending->parker->park(runtime.executor.deadline_in(kExitTime));
   if (ending->ended.load()) return thread.join();
   runtime.log.warning(
-      fmt::format("the program ends while functions that it serves still run: {}", endpoint->debug().str()));
+      fmt::format("the program ends while functions that it serves still run: {}", backend->debug().str()));
   keep_until_exit(new Thread(std::move(thread)));
 }
 

@@ -8,7 +8,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/core/owner_process.h>
 #include <torchspan/detail/core/pool.h>
 #include <torchspan/detail/core/runtime.h>
@@ -135,7 +135,7 @@ class World {
 };
 
 /// Runs `stop` for the worker at the end of the program. After a few seconds, functions that still run are abandoned.
-void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::Endpoint>& endpoint,
+void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::WorkerBackend>& backend,
                       std::function<void()> stop);
 
 }  // namespace torchspan::python

@@ -10,7 +10,7 @@
 #include <torchspan/core/future.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/quorum/extension.h>
-#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 #include <torchspan/rpc/worker.h>
 
 #include "quorum/generations.h"
@@ -22,54 +22,54 @@ namespace torchspan::quorum {
 /// one, which counts the processes that ended. Thread-safe.
 class Coordinator : public std::enable_shared_from_this<Coordinator> {
  public:
-  explicit Coordinator(std::weak_ptr<rpc::Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
+  explicit Coordinator(std::weak_ptr<rpc::WorkerBackend> backend) : backend_(std::move(backend)) {}
 
   Future<GenerationAnswer> next(int rank, const AwaitGeneration& message) {
-    const auto endpoint = this->endpoint();
-    if (endpoint->self().rank != 0) {
+    const auto backend = this->backend();
+    if (backend->self().rank != 0) {
       throw_invalid(fmt::format(
           "rank {} asked rank {} for a generation of the elastic trainer '{}': only rank 0 decides", rank,
-          endpoint->self().rank, message.trainer));
+          backend->self().rank, message.trainer));
     }
-    const auto call = std::make_shared<Call>(endpoint->host());
+    const auto call = std::make_shared<Call>(backend->continuations());
     std::shared_ptr<Call> replaced;  // destroyed without the lock
     {
       MutexLock lock(mutex_);
-      Trainer& trainer = this->trainer(message.trainer, *endpoint);
+      Trainer& trainer = this->trainer(message.trainer, *backend);
       replaced = std::exchange(trainer.calls[rank], call);
-      const TimePoint now = endpoint->runtime().executor.now();
+      const TimePoint now = backend->runtime().executor.now();
       trainer.table->report(rank, message.report, now);
       // Its process may have ended while this report was on its way.
-      const bool present = rank == 0 || endpoint->is_present(static_cast<std::uint32_t>(rank));
+      const bool present = rank == 0 || backend->is_present(static_cast<std::uint32_t>(rank));
       if (!present) trainer.table->gone(rank, "its process ended", now);
     }
-    settle(*endpoint);
+    settle(*backend);
     return call->future();
   }
 
   void withdraw(int rank, const Withdraw& message) {
-    const auto endpoint = this->endpoint();
+    const auto backend = this->backend();
     {
       MutexLock lock(mutex_);
       const auto found = trainers_.find(message.trainer);
       if (found == trainers_.end()) return;
-      found->second.table->gone(rank, "its run() threw: " + message.why, endpoint->runtime().executor.now());
+      found->second.table->gone(rank, "its run() threw: " + message.why, backend->runtime().executor.now());
     }
-    settle(*endpoint);
+    settle(*backend);
   }
 
-  /// The process of a rank has ended, or this worker stops. Drops the rank's call, which keeps the endpoint
+  /// The process of a rank has ended, or this worker stops. Drops the rank's call, which keeps the backend
   /// alive and with it this object; when stopping, also the call of rank 0 itself.
   void departed(int rank, const std::string& why) {
-    const auto endpoint = endpoint_.lock();
-    if (!endpoint) return;
+    const auto backend = backend_.lock();
+    if (!backend) return;
     std::vector<std::shared_ptr<Call>> dropped;  // destroyed without the lock
     {
       MutexLock lock(mutex_);
       ++departures_[rank];
       for (auto& [name, trainer] : trainers_) {
-        trainer.table->gone(rank, why, endpoint->runtime().executor.now());
-        for (const int caller : {rank, endpoint->is_stopping() ? 0 : rank}) {
+        trainer.table->gone(rank, why, backend->runtime().executor.now());
+        for (const int caller : {rank, backend->is_stopping() ? 0 : rank}) {
           const auto call = trainer.calls.find(caller);
           if (call == trainer.calls.end()) continue;
           dropped.push_back(std::move(call->second));
@@ -77,7 +77,7 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
         }
       }
     }
-    settle(*endpoint);
+    settle(*backend);
   }
 
   /// How many processes of a rank have ended, as far as this worker knows.
@@ -102,17 +102,17 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
     std::map<int, std::shared_ptr<Call>> calls;  ///< by rank: its latest
   };
 
-  std::shared_ptr<rpc::Endpoint> endpoint() const {
-    auto endpoint = endpoint_.lock();
-    if (!endpoint)
+  std::shared_ptr<rpc::WorkerBackend> backend() const {
+    auto backend = backend_.lock();
+    if (!backend)
       throw Error(ErrorKind::kCancelled, "rank 0, which decides about generations, is shutting down");
-    return endpoint;
+    return backend;
   }
 
-  Trainer& trainer(const std::string& name, rpc::Endpoint& endpoint) TORCHSPAN_REQUIRES(mutex_) {
+  Trainer& trainer(const std::string& name, rpc::WorkerBackend& backend) TORCHSPAN_REQUIRES(mutex_) {
     Trainer& trainer = trainers_[name];
     if (trainer.table) return trainer;
-    const auto workers = endpoint.workers();
+    const auto workers = backend.workers();
     std::set<int> ranks;
     for (const WorkerInfo& worker : workers) ranks.insert(static_cast<int>(worker.rank));
     trainer.table = std::make_unique<Generations>(
@@ -126,9 +126,9 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
                                    answer(name, rank, {{}, error});
                                  }});
     for (const WorkerInfo& worker : workers) {
-      if (worker.rank == endpoint.self().rank || endpoint.is_present(worker.rank)) continue;
+      if (worker.rank == backend.self().rank || backend.is_present(worker.rank)) continue;
       trainer.table->gone(static_cast<int>(worker.rank), "its process ended",
-                          endpoint.runtime().executor.now());
+                          backend.runtime().executor.now());
     }
     return trainer;
   }
@@ -142,7 +142,7 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
   }
 
   /// Completes the calls that the tables have answered, and arranges the next tick.
-  void settle(rpc::Endpoint& endpoint) {
+  void settle(rpc::WorkerBackend& backend) {
     std::vector<Answer> answers;
     Deadline tick_at;
     {
@@ -154,23 +154,23 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
     }
     for (auto& [call, value] : answers) call->set_value(std::move(value));
     if (tick_at.is_never()) return;
-    endpoint.after(tick_at.left(endpoint.runtime().executor.now()), [weak = weak_from_this()] {
+    backend.after(tick_at.left(backend.runtime().executor.now()), [weak = weak_from_this()] {
       if (const auto self = weak.lock()) self->tick();
     });
   }
 
   void tick() {
-    const auto endpoint = endpoint_.lock();
-    if (!endpoint) return;
+    const auto backend = backend_.lock();
+    if (!backend) return;
     {
       MutexLock lock(mutex_);
       tick_at_ = Deadline::never();
-      for (auto& [name, trainer] : trainers_) trainer.table->tick(endpoint->runtime().executor.now());
+      for (auto& [name, trainer] : trainers_) trainer.table->tick(backend->runtime().executor.now());
     }
-    settle(*endpoint);
+    settle(*backend);
   }
 
-  const std::weak_ptr<rpc::Endpoint> endpoint_;
+  const std::weak_ptr<rpc::WorkerBackend> backend_;
   mutable Mutex mutex_;
   std::map<std::string, Trainer> trainers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<Answer> answers_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -182,7 +182,7 @@ QuorumExtension::QuorumExtension() = default;
 QuorumExtension::~QuorumExtension() = default;
 
 void QuorumExtension::attach(rpc::Registrar& registrar) {
-  coordinator_ = std::make_shared<Coordinator>(registrar.worker().endpoint()->weak_from_this());
+  coordinator_ = std::make_shared<Coordinator>(registrar.worker().backend()->weak_from_this());
   registrar.handle<AwaitGeneration>(
       rpc::RunOn::kPool,
       [coordinator = coordinator_](const rpc::CallInfo& call, const AwaitGeneration& message) {

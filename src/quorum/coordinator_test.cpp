@@ -289,10 +289,10 @@ TEST_P(CoordinatorOfSeed, EndsTheWaitOfALateMemberForOnesThatHaveGivenUp) {
 TEST_P(CoordinatorOfSeed, SaysWhatToDoWhenAWorkerHasLostRank0) {
   SimCluster world(mortal_world_with_quorum(GetParam()));
   Executor& executor = world.executor();
-  std::weak_ptr<rpc::Endpoint> lost_endpoint;
+  std::weak_ptr<rpc::WorkerBackend> lost_backend;
   world.run([&](Worker& worker) {
     if (worker.rank() == 0) {
-      lost_endpoint = worker.endpoint()->weak_from_this();
+      lost_backend = worker.backend()->weak_from_this();
       executor.sleep(seconds(1));
       world.kill(0);
       return executor.sleep(seconds(60));
@@ -305,7 +305,7 @@ TEST_P(CoordinatorOfSeed, SaysWhatToDoWhenAWorkerHasLostRank0) {
     EXPECT_THAT(lost.message(), HasSubstr("if it declared this worker dead, restart this worker"));
     executor.sleep(seconds(10));
   });
-  EXPECT_TRUE(lost_endpoint.expired());  // though the calls of the others waited there
+  EXPECT_TRUE(lost_backend.expired());  // though the calls of the others waited there
 }
 
 }  // namespace

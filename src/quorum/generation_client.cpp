@@ -17,9 +17,10 @@ constexpr Duration kFirstPatience = std::chrono::milliseconds(250),
                    kLongestPatience = std::chrono::seconds(4);
 
 template <rpc::Message M>
-Future<typename M::Reply> send_to_rank_0(rpc::Endpoint& endpoint, const M& message) {
-  const auto completion = std::make_shared<rpc::PromiseCompletion<typename M::Reply>>(endpoint.host());
-  endpoint.send(0, rpc::make_request(message), completion);
+Future<typename M::Reply> send_to_rank_0(rpc::WorkerBackend& backend, const M& message) {
+  const auto completion =
+      std::make_shared<rpc::PromiseCompletion<typename M::Reply>>(backend.continuations());
+  backend.send(0, rpc::make_request(message), completion);
   return completion->future();
 }
 
@@ -31,19 +32,19 @@ GenerationClient::GenerationClient(const Worker& worker, std::string trainer)
 }
 
 Generation GenerationClient::next(const Report& report) {
-  rpc::Endpoint& endpoint = *worker_.endpoint();
+  rpc::WorkerBackend& backend = *worker_.backend();
   await_withdrawal();
   asked_.reset();  // its answer concerns the generation before
   for (;;) {
     try {
-      const GenerationAnswer answer = send_to_rank_0(endpoint, AwaitGeneration{trainer_, report}).wait();
+      const GenerationAnswer answer = send_to_rank_0(backend, AwaitGeneration{trainer_, report}).wait();
       if (answer.refusal)
         throw Error(*answer.refusal).with_worker(worker_.name()).with_call("ElasticTrainer::run");
       return answer.generation;
     } catch (const Error& error) {
       const bool own = error.call() == "ElasticTrainer::run";
-      if (own || endpoint.is_stopping()) throw;
-      if (!endpoint.is_present(0)) {
+      if (own || backend.is_stopping()) throw;
+      if (!backend.is_present(0)) {
         throw Error(
             ErrorKind::kDisconnected,
             fmt::format("rank 0 decides which ranks train together, and this worker has lost it ({}): if its "
@@ -55,7 +56,7 @@ Generation GenerationClient::next(const Report& report) {
       // Only the connection broke, or a copy of the call replaced it: rank 0 still has the answer.
       if (error.kind() != ErrorKind::kDisconnected && error.kind() != ErrorKind::kCancelled) throw;
     }
-    endpoint.runtime().executor.sleep(kRetryDelay);
+    backend.runtime().executor.sleep(kRetryDelay);
   }
 }
 
@@ -63,7 +64,7 @@ Generation GenerationClient::next(const Report& report) {
 /// replaced before this rank arrived, the gather waits for the new process, which never joins this generation.
 bool GenerationClient::await_members(const Generation& generation, Duration limit) const {
   if (generation.ranks.size() < 2) return true;
-  const rpc::Endpoint& endpoint = *worker_.endpoint();
+  const rpc::WorkerBackend& backend = *worker_.backend();
   Executor& executor = worker_.runtime().executor;
   const Deadline end = executor.deadline_in(limit);
   Duration patience = kFirstPatience, waited{};
@@ -74,7 +75,7 @@ bool GenerationClient::await_members(const Generation& generation, Duration limi
     } catch (const Error& error) {
       const bool late = error.kind() == ErrorKind::kTimedOut;
       const bool passing = late || error.kind() == ErrorKind::kDisconnected;
-      if (!passing || endpoint.is_stopping() || !endpoint.is_present(0) || has_ended(generation)) throw;
+      if (!passing || backend.is_stopping() || !backend.is_present(0) || has_ended(generation)) throw;
       if (is_over(earlier(end, executor.deadline_in(patience)))) return false;
       // A rank that comes late finds the attempts of the others ended, and gives up where they did.
       if (late) waited += patience;
@@ -90,24 +91,24 @@ bool GenerationClient::await_members(const Generation& generation, Duration limi
 
 /// The nth call for a generation is the nth round of its tag, except those that throw before they wait.
 void GenerationClient::gather(const Generation& generation, Deadline until) const {
-  rpc::Endpoint& endpoint = *worker_.endpoint();
+  rpc::WorkerBackend& backend = *worker_.backend();
   std::vector<std::string> names;
   for (const int rank : generation.ranks) {
-    names.push_back(endpoint.name_of(static_cast<std::uint32_t>(rank)));
-    if (endpoint.is_present(static_cast<std::uint32_t>(rank))) continue;
+    names.push_back(backend.name_of(static_cast<std::uint32_t>(rank)));
+    if (backend.is_present(static_cast<std::uint32_t>(rank))) continue;
     throw Error(ErrorKind::kDisconnected,
                 fmt::format("worker '{}' (rank {}) of generation {} has died or left", names.back(), rank,
                             generation.number))
         .with_worker(names.back());
   }
   try {
-    static_cast<void>(endpoint.all_gather_bytes(
+    static_cast<void>(backend.all_gather_bytes(
         fmt::format("elastic.{:016x}.{}", wire::digest(trainer_), generation.number), {}, names, until));
   } catch (const Error& error) {
     // A worker that left or was replaced meanwhile no longer has its name.
     const auto has_name = [&](int rank, const std::string& name) {
       const auto id = static_cast<std::uint32_t>(rank);
-      return endpoint.is_present(id) && endpoint.name_of(id) == name;
+      return backend.is_present(id) && backend.name_of(id) == name;
     };
     const bool unchanged =
         std::equal(generation.ranks.begin(), generation.ranks.end(), names.begin(), has_name);
@@ -121,7 +122,7 @@ void GenerationClient::gather(const Generation& generation, Deadline until) cons
 bool GenerationClient::is_over(Deadline until) const {
   if (worker_.rank() == 0) return worker_.extension<QuorumExtension>().is_over(trainer_);
   try {
-    return send_to_rank_0(*worker_.endpoint(), AskAwaited{trainer_}).wait(until);
+    return send_to_rank_0(*worker_.backend(), AskAwaited{trainer_}).wait(until);
   } catch (const Error&) {
     return false;
   }
@@ -129,20 +130,19 @@ bool GenerationClient::is_over(Deadline until) const {
 
 void GenerationClient::withdraw(const std::string& why) {
   withdrawn_for_ = why;
-  withdrawal_ = send_to_rank_0(*worker_.endpoint(), Withdraw{trainer_, why});
+  withdrawal_ = send_to_rank_0(*worker_.backend(), Withdraw{trainer_, why});
 }
 
 /// Calls are unordered: one that arrives after the next report would erase it.
 void GenerationClient::await_withdrawal() {
-  rpc::Endpoint& endpoint = *worker_.endpoint();
+  rpc::WorkerBackend& backend = *worker_.backend();
   while (withdrawal_) {
     try {
       withdrawal_->wait();
       withdrawal_.reset();
     } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kDisconnected || endpoint.is_stopping() || !endpoint.is_present(0))
-        throw;
-      endpoint.runtime().executor.sleep(kRetryDelay);
+      if (error.kind() != ErrorKind::kDisconnected || backend.is_stopping() || !backend.is_present(0)) throw;
+      backend.runtime().executor.sleep(kRetryDelay);
       withdraw(withdrawn_for_);
     }
   }
@@ -153,13 +153,13 @@ bool GenerationClient::is_awaited(const Generation& generation) {
   if (generation.ranks.front() != worker_.rank()) return false;
   if (asked_ && !asked_->done()) return false;
   const bool awaited = asked_ && !asked_->error() && asked_->wait();
-  asked_ = send_to_rank_0(*worker_.endpoint(), AskAwaited{trainer_});
+  asked_ = send_to_rank_0(*worker_.backend(), AskAwaited{trainer_});
   return awaited;
 }
 
 bool GenerationClient::has_ended(const Generation& generation) const {
   return std::any_of(generation.ranks.begin(), generation.ranks.end(), [&](int rank) {
-    return rank != worker_.rank() && !worker_.endpoint()->is_present(static_cast<std::uint32_t>(rank));
+    return rank != worker_.rank() && !worker_.backend()->is_present(static_cast<std::uint32_t>(rank));
   });
 }
 

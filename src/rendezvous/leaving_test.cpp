@@ -127,25 +127,25 @@ TEST(Leaving, DestroysTheCallbacksHoweverTheMembershipEnds) {
       world.run([&](int rank) {
         auto membership = world.join(rank);
         Membership& mine = *membership;
-        int gone = 0;
+        int departed = 0;
         const auto watch = [&] {
-          const std::shared_ptr<int> held(&gone, [&mine, rank](int* count) {
+          const std::shared_ptr<int> held(&departed, [&mine, rank](int* count) {
             EXPECT_EQ(mine.self().rank, rank) << "the membership still answers";
             ++*count;
           });
           mine.watch({.left = [held](const Member&) {}});
         };
         watch();
-        EXPECT_EQ(gone, 0);
+        EXPECT_EQ(departed, 0);
         if (how == "leave") mine.leave(world.in(seconds(5)));
         if (how == "give_up") mine.give_up("left because of a test");
         if (how != "destruction") {
-          EXPECT_EQ(gone, 1);
+          EXPECT_EQ(departed, 1);
           watch();
-          EXPECT_EQ(gone, 2) << "callbacks that are added late are destroyed immediately";
+          EXPECT_EQ(departed, 2) << "callbacks that are added late are destroyed immediately";
         }
         membership.reset();
-        EXPECT_EQ(gone, how == "destruction" ? 1 : 2);
+        EXPECT_EQ(departed, how == "destruction" ? 1 : 2);
       });
     }
   }

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include <torchspan/core/error.h>
-#include <torchspan/schedule/csv.h>
+#include <torchspan/schedule.h>
 
 #include "schedule/tables.h"
 

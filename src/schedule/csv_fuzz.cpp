@@ -1,7 +1,7 @@
 #include <cstdlib>
 
 #include <torchspan/core/error.h>
-#include <torchspan/schedule/csv.h>
+#include <torchspan/schedule.h>
 
 #include "tests/support/fuzz_seeds.h"
 

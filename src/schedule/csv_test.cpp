@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/schedule/csv.h>
+#include <torchspan/schedule.h>
 
 #include "schedule/test_tables.h"
 #include "tests/support/environment.h"

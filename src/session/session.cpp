@@ -5,7 +5,7 @@
 #include <optional>
 #include <unistd.h>
 
-#include <torchspan/core/error_file.h>
+#include <torchspan/core/error.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/session.h>

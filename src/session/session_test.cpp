@@ -15,7 +15,7 @@
 #include <torch/torch.h>
 
 #include <torchspan/optim.h>
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/rpc/remote_module.h>
 #include <torchspan/session.h>
 

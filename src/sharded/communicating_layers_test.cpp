@@ -16,7 +16,7 @@
 #include <torchspan/data_parallel/sync_batch_norm.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/algorithms.h>
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/sharded.h>
 #include <torchspan/sharded/functional.h>
 #include <torchspan/sharded/tensor_parallel.h>

@@ -11,8 +11,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/nn.h>
 
-#include <torchspan/checkpoint/model_folder.h>
-#include <torchspan/checkpoint/sources.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/algorithms.h>

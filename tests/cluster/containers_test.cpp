@@ -4,7 +4,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session.h>
 

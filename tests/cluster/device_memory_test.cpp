@@ -5,7 +5,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/autograd/context.h>
+#include <torchspan/autograd.h>
 
 #include "tests/support/device_worker.h"
 #include "tests/support/errors.h"
@@ -328,7 +328,7 @@ void keep_for_the_living() {
   }
   self->connect();
   std::ofstream(variable("TORCHSPAN_RUNTIME_DIR") + "/may-leave") << "1";
-  require(await(self->executor(), [&] { return !self->worker().endpoint()->is_present(1); }), "it left");
+  require(await(self->executor(), [&] { return !self->worker().backend()->is_present(1); }), "it left");
   self->executor().sleep(std::chrono::seconds(2));
   require(owns_areas(1), "the memory is kept while the process lives");
   std::ofstream(marker) << "1";

@@ -2,8 +2,7 @@
 // stages without a device.
 #include <torch/torch.h>
 
-#include <torchspan/pipeline/balance.h>
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 
 #include "tests/support/device_worker.h"
 

@@ -7,7 +7,6 @@
 #include <torch/torch.h>
 
 #include <torchspan/checkpoint.h>
-#include <torchspan/checkpoint/model_folder.h>
 #include <torchspan/data_parallel/sync_batch_norm.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/grad_scaler.h>

@@ -8,7 +8,7 @@
 
 #include <torchspan/detail/device/autocast.h>
 #include <torchspan/detail/device/streams.h>
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/torchspan.h>
 
 #include "tests/support/cluster_main.h"

@@ -26,7 +26,7 @@ std::int64_t add(std::int64_t a, std::int64_t b) { return a + b; }
 void fail(const std::string& text) { throw std::out_of_range(text); }
 Future<std::int64_t> never(Worker& worker) {
   // Never completed: its promise lives as long as the process.
-  auto* promise = new Promise<std::int64_t>(worker.endpoint()->host());
+  auto* promise = new Promise<std::int64_t>(worker.backend()->continuations());
   return promise->future();
 }
 void die() { ::kill(getpid(), SIGKILL); }

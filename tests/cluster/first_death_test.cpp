@@ -66,9 +66,9 @@ class Ranks {
     if (step != kDeathStep) return;
     if (session_.rank() == kVictim) ::kill(getpid(), SIGKILL);
     if (session_.rank() != late_) return;
-    const auto& endpoint = session_.worker().endpoint();
+    const auto& backend = session_.worker().backend();
     const Deadline limit = session_.runtime().executor.deadline_in(seconds(20));
-    while (endpoint->is_present(static_cast<std::uint32_t>(2 - late_))) {
+    while (backend->is_present(static_cast<std::uint32_t>(2 - late_))) {
       if (limit.passed(session_.runtime().executor.now()))
         throw std::runtime_error("the other survivor did not end");
       session_.runtime().executor.sleep(milliseconds(5));

@@ -33,8 +33,8 @@ at::Tensor weight() { return at::ones({3}).requires_grad_(); }
 at::Tensor weigh(const RRef<at::Tensor>& weight, const at::Tensor& x) { return weight.local_value() * x; }
 /// Long enough for the caller to fork meanwhile.
 Future<std::int64_t> later(Worker& worker) {
-  auto promise = std::make_shared<Promise<std::int64_t>>(worker.endpoint()->host());
-  worker.endpoint()->after(seconds(5), [promise] { promise->set_value(7); });
+  auto promise = std::make_shared<Promise<std::int64_t>>(worker.backend()->continuations());
+  worker.backend()->after(seconds(5), [promise] { promise->set_value(7); });
   return promise->future();
 }
 /// A child that returns from the handler instead of ending. Returns how it ended.
@@ -102,7 +102,7 @@ struct Program {
     auto& pending = make<Future<std::int64_t>>(worker().rpc_async(1, kLater));
     // From 1 MiB on, the tensor lies in memory that both processes map.
     auto& big = make<at::Tensor>(worker().rpc_sync(1, kTwice, at::ones({1 << 20})));
-    auto& promise = make<Promise<std::int64_t>>(worker().endpoint()->host());
+    auto& promise = make<Promise<std::int64_t>>(worker().backend()->continuations());
     uses["rpc_sync"] = [this] { require(worker().rpc_sync(1, kAdd, 40, 2) == 42, "40 + 2"); };
     uses["two tensors"] = [this, &big] {
       const at::Tensor other = worker().rpc_sync(1, kTwice, at::full({1 << 20}, 4.0));

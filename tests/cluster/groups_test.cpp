@@ -8,7 +8,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session.h>

@@ -6,7 +6,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/torchspan.h>
 
 #include "tests/cluster/hosts_suite.h"

@@ -9,7 +9,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/core/trace.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/session.h>
 
 #include "tests/cluster/hosts_suite.h"

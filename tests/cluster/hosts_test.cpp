@@ -5,7 +5,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/net/secret.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session.h>

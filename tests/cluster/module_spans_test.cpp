@@ -11,9 +11,9 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
-#include <torchspan/autograd/context.h>
-#include <torchspan/core/trace.h>
-#include <torchspan/data_parallel/distributed_data_parallel.h>
+#include <torchspan/autograd.h>
+#include <torchspan/core/observation.h>
+#include <torchspan/data_parallel.h>
 #include <torchspan/engine/operator_trace.h>
 #include <torchspan/session.h>
 

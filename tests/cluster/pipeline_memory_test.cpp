@@ -6,8 +6,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/pipeline/balance.h>
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/session.h>
 
 #include "tests/support/cluster_main.h"

@@ -12,9 +12,9 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/session.h>
 
 #include "tests/support/cluster_main.h"

@@ -10,8 +10,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/core/progress.h>
-#include <torchspan/core/trace.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/rpc/worker.h>
 #include <torchspan/session.h>
 
@@ -37,7 +36,7 @@ constexpr Function<leaf> kLeaf{"leaf"};
 /// Never answers.
 Future<std::int64_t> never(Worker& worker) {
   // Never completed: its promise lives as long as the process.
-  auto* promise = new Promise<std::int64_t>(worker.endpoint()->host());
+  auto* promise = new Promise<std::int64_t>(worker.backend()->continuations());
   return promise->future();
 }
 constexpr Function<never> kNever{"never"};

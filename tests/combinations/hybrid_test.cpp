@@ -14,12 +14,11 @@
 #include <torch/optim.h>
 
 #include <torchspan/checkpoint.h>
-#include <torchspan/checkpoint/sources.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/algorithms.h>
-#include <torchspan/optim/extension.h>
 #include <torchspan/sharded.h>
 
 #include "sharded/memory_state.h"

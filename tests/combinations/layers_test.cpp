@@ -7,7 +7,7 @@
 #include <torch/nn.h>
 
 #include <torchspan/data_parallel.h>
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/sharded.h>
 
 #include "tests/combinations/training_case.h"

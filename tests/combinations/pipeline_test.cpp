@@ -12,7 +12,6 @@
 #include <torch/optim.h>
 
 #include <torchspan/checkpoint.h>
-#include <torchspan/checkpoint/sources.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/algorithms.h>
 #include <torchspan/pipeline.h>

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/checkpoint/sources.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
 #include <torchspan/sharded.h>

@@ -4,7 +4,7 @@
 #include <map>
 #include <memory>
 
-#include <torchspan/checkpoint/sources.h>
+#include <torchspan/checkpoint.h>
 
 #include "sharded/memory_state.h"
 #include "tests/combinations/trainer.h"

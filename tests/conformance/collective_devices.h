@@ -8,7 +8,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/Functions.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 #include "collective/api/device_services.h"
 #include "tests/support/fake_nccl/fake_nccl.h"

@@ -79,7 +79,7 @@ class NcclEngine : public ::testing::Test {
             .device = device_,
             .runtime = test_runtime(),
             .failure = failure_,
-            .gone = [] { return std::nullopt; },
+            .departed = [] { return std::nullopt; },
             .timeout = timeout};
   }
   std::unique_ptr<nccl::NcclEngine> make() const {

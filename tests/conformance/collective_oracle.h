@@ -9,7 +9,7 @@
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/core/mutex.h>
 
 #include "tests/support/reduce_step.h"

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/rendezvous.h>
 
 #include "rendezvous/api/environment.h"

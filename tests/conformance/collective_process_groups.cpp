@@ -240,7 +240,7 @@ TEST(C10dEngines, AbortTheirProcessGroupOnceAndThenThrow) {
        .device = stand_in(0),
        .runtime = std::make_shared<StandInRuntime>(),
        .failure = std::make_shared<GroupFailure>(),
-       .gone = [] { return std::nullopt; },
+       .departed = [] { return std::nullopt; },
        .timeout = seconds(60)});
   const at::Tensor tensor = there(at::ones({3}));
   engine->all_reduce(tensor, kSum);

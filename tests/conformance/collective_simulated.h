@@ -7,7 +7,7 @@
 
 #include <ATen/Functions.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 #include "rendezvous/simulated_world.h"
 #include "tests/conformance/collective_oracle.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/rendezvous/membership.h>
 

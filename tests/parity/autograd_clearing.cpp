@@ -149,7 +149,7 @@ TEST(AutogradClearing, AWorkerThatLeftAnOpenWorldIsNotAsked) {
     context.backward(worker.rpc_sync(1, kMultiply, a, a).sum());
     cluster.kill(2);
     nap(worker, seconds(10));
-    EXPECT_FALSE(worker.endpoint()->is_present(2));
+    EXPECT_FALSE(worker.backend()->is_present(2));
     context.clear_gradients();
     EXPECT_FALSE(context.gradient(a).defined());
   });

@@ -1,8 +1,8 @@
 // Clipping when some gradients are averaged over replicas and others belong to one trainer. Trainers that
 // scaled by their own norms had copies of the averaged parameters that diverged without an error.
-#include <torchspan/data_parallel/distributed_data_parallel.h>
+#include <torchspan/data_parallel.h>
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/extension.h>
 #include <torchspan/optim/grad_scaler.h>
 
 #include "tests/parity/autograd_world.h"

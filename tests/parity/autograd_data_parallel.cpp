@@ -1,6 +1,6 @@
 // Data parallelism inside model parallelism: trainers whose local part, or whose whole model, is averaged,
 // with an embedding on another worker. Compared with one process that sees the batches of all trainers.
-#include <torchspan/data_parallel/distributed_data_parallel.h>
+#include <torchspan/data_parallel.h>
 
 #include "tests/parity/autograd_world.h"
 #include "tests/support/in_process_group.h"

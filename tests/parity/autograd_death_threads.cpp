@@ -37,7 +37,7 @@ TEST(AutogradDeathThreads, ACallbackOfAPassEndedByADeathBlocksNothing) {
   cluster.run([&](Worker& worker) {
     if (worker.rank() == 0) {
       nap(worker, seconds(50));
-      EXPECT_TRUE(worker.endpoint()->is_present(1)) << "it had a slow callback only";
+      EXPECT_TRUE(worker.backend()->is_present(1)) << "it had a slow callback only";
       return nap(worker, seconds(100));
     }
     if (worker.rank() != 1) return nap(worker, seconds(150));
@@ -56,7 +56,7 @@ TEST(AutogradDeathThreads, ACallbackOfAPassEndedByADeathBlocksNothing) {
       nap(worker, seconds(10));
       cluster.kill(4);
       nap(worker, seconds(10));
-      EXPECT_FALSE(worker.endpoint()->is_present(4)) << "ten seconds after its death";
+      EXPECT_FALSE(worker.backend()->is_present(4)) << "ten seconds after its death";
     });
     expect_error(ErrorKind::kDisconnected, "worker3", [&] { context.backward(loss); });
     EXPECT_TRUE(called);
@@ -70,7 +70,7 @@ TEST(AutogradDeathThreads, AContextEndedByADeathIsReleasedOnAThreadThatMayWait) 
   cluster.run([&](Worker& worker) {
     if (worker.rank() == 0) {
       nap(worker, seconds(50));
-      EXPECT_TRUE(worker.endpoint()->is_present(1)) << "it had a slow destructor only";
+      EXPECT_TRUE(worker.backend()->is_present(1)) << "it had a slow destructor only";
       return nap(worker, seconds(100));
     }
     if (worker.rank() == 1) return nap(worker, seconds(150));

@@ -1,7 +1,7 @@
 // Handles that outlive their worker: every operation on them throws kCancelled with advice, and their
 // destructors do nothing. They used to read the runtime of a destroyed session.
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/extension.h>
 #include <torchspan/rpc/remote_module.h>
 #include <torchspan/rpc/worker.h>
 

@@ -1,7 +1,7 @@
 // Modules on another worker that are used like local ones: forward, training and state, with the same numbers
 // as in one process.
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/extension.h>
 #include <torchspan/rpc/remote_module.h>
 
 #include "tests/parity/autograd_world.h"

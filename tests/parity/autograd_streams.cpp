@@ -3,8 +3,8 @@
 #include <c10/core/StreamGuard.h>
 
 #include <torchspan/detail/device/streams.h>
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/optim/distributed_optimizer.h>
-#include <torchspan/optim/extension.h>
 #include <torchspan/optim/grad_scaler.h>
 
 #include "tests/parity/autograd_world.h"

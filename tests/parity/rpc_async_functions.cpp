@@ -66,8 +66,8 @@ Task<std::int64_t> await_raise(Worker& worker) {
   throw std::domain_error("Expected error");
 }
 Number async_with_promise(Worker& worker, std::int64_t a, std::int64_t b) {
-  auto promise = std::make_shared<Promise<std::int64_t>>(worker.endpoint()->host());
-  worker.endpoint()->host().lock()->post([promise, a, b] { promise->set_value(a + b); });
+  auto promise = std::make_shared<Promise<std::int64_t>>(worker.backend()->continuations());
+  worker.backend()->continuations().lock()->post([promise, a, b] { promise->set_value(a + b); });
   return promise->future();
 }
 Number async_chained(Worker& worker, const WorkerInfo& to, std::int64_t a, std::int64_t b, std::int64_t c) {
@@ -86,12 +86,13 @@ Number async_multi_chained(Worker& worker, const WorkerInfo& to, std::int64_t x,
 Number async_fanout(Worker& worker, const WorkerInfo& to, std::int64_t x, std::int64_t count,
                     std::int64_t step) {
   struct Gathering {
-    Gathering(const std::weak_ptr<FutureHost>& host, std::int64_t count) : promise(host), left(count) {}
+    Gathering(const std::weak_ptr<ContinuationExecutor>& continuations, std::int64_t count)
+        : promise(continuations), left(count) {}
     Promise<std::int64_t> promise;
     std::atomic<std::int64_t> sum{0};
     std::atomic<std::int64_t> left;
   };
-  auto all = std::make_shared<Gathering>(worker.endpoint()->host(), count);
+  auto all = std::make_shared<Gathering>(worker.backend()->continuations(), count);
   Number result = all->promise.future();
   for (std::int64_t i = 0; i < count; ++i) {
     worker.rpc_async(to, kAdd, x, i * step).add_done_callback([all](Number number) {

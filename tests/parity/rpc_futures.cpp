@@ -32,7 +32,7 @@ constexpr Function<add_with_callback> kAddWithCallback{"add_with_callback"};
 constexpr Function<complete_my_own_future> kCompleteMine{"complete_my_own_future"};
 
 std::int64_t add_use_future(Worker& worker, const WorkerInfo& to, std::int64_t a, std::int64_t b) {
-  Promise<std::int64_t> promise(worker.endpoint()->host());
+  Promise<std::int64_t> promise(worker.backend()->continuations());
   worker.rpc_async(to, kAdd, a, b).add_done_callback([&](Number sum) { promise.set_value(sum.wait()); });
   return promise.future().wait();
 }
@@ -42,9 +42,9 @@ std::int64_t add_with_callback(Worker& worker, const WorkerInfo& to, std::int64_
       .wait();
 }
 std::int64_t complete_my_own_future(Worker& worker) {
-  auto promise = std::make_shared<Promise<std::int64_t>>(worker.endpoint()->host());
+  auto promise = std::make_shared<Promise<std::int64_t>>(worker.backend()->continuations());
   auto later = promise->future().then([](Number number) { return number.wait() + 1; });
-  worker.endpoint()->host().lock()->post([promise] { promise->set_value(41); });
+  worker.backend()->continuations().lock()->post([promise] { promise->set_value(41); });
   return later.wait();
 }
 
@@ -168,7 +168,7 @@ TEST(RpcConformance, AddDoneCallback) {
 //   throws nothing
 TEST(RpcConformance, MarkFutureTwice) {
   on_first(world(), [](Worker& worker) {
-    Promise<std::int64_t> promise(worker.endpoint()->host());
+    Promise<std::int64_t> promise(worker.backend()->continuations());
     EXPECT_TRUE(promise.set_value(3));
     EXPECT_FALSE(promise.set_value(4));
     EXPECT_FALSE(promise.set_error(Error(ErrorKind::kInvalid, "too late")));
@@ -241,7 +241,7 @@ TEST(RpcConformance, DroppedPromiseFailsItsFuture) {
   on_first(world(), [](Worker& worker) {
     Number orphan;
     {
-      Promise<std::int64_t> promise(worker.endpoint()->host());
+      Promise<std::int64_t> promise(worker.backend()->continuations());
       orphan = promise.future();
     }
     expect_error(ErrorKind::kCancelled, "dropped", [&] { orphan.wait(); });

@@ -343,11 +343,14 @@ TEST(RpcConformance, ToHereOfAValueThatCannotBeSent) {
 
 /// One model, whose trainers' gradients are gathered in rounds; all trainers of a round share one future.
 struct ParameterServer {
-  ParameterServer(std::int64_t trainers, at::Tensor start, std::weak_ptr<FutureHost> host)
-      : trainers(trainers), weight(std::move(start)), host(std::move(host)), round(this->host) {}
+  ParameterServer(std::int64_t trainers, at::Tensor start, std::weak_ptr<ContinuationExecutor> continuations)
+      : trainers(trainers),
+        weight(std::move(start)),
+        continuations(std::move(continuations)),
+        round(this->continuations) {}
   const std::int64_t trainers;
   at::Tensor weight;
-  std::weak_ptr<FutureHost> host;
+  std::weak_ptr<ContinuationExecutor> continuations;
   Promise<at::Tensor> round;
   at::Tensor gradient;
   std::int64_t arrived = 0;
@@ -355,7 +358,7 @@ struct ParameterServer {
 using ServerPointer = std::shared_ptr<ParameterServer>;
 
 ServerPointer make_server(Worker& worker, std::int64_t trainers, const at::Tensor& start) {
-  return std::make_shared<ParameterServer>(trainers, start, worker.endpoint()->host());
+  return std::make_shared<ParameterServer>(trainers, start, worker.backend()->continuations());
 }
 Future<at::Tensor> update_and_fetch(const RRef<ServerPointer>& rref, const at::Tensor& gradient) {
   ParameterServer& server = *rref.local_value();
@@ -364,7 +367,7 @@ Future<at::Tensor> update_and_fetch(const RRef<ServerPointer>& rref, const at::T
   if (server.arrived < server.trainers) return result;
   server.weight = server.weight - 0.1 * server.gradient / static_cast<double>(server.trainers);
   server.arrived = 0;
-  Promise<at::Tensor> done = std::exchange(server.round, Promise<at::Tensor>(server.host));
+  Promise<at::Tensor> done = std::exchange(server.round, Promise<at::Tensor>(server.continuations));
   done.set_value(server.weight);
   return result;
 }

@@ -293,7 +293,7 @@ TEST(RpcConformance, SlowCreationIsCleanedUpAfterItsTimeout) {
 TEST(RpcConformance, ValueEndsWithItsReferencesDespiteACallOnIt) {
   with_network(1, [](Worker& worker, SimCluster&, Lives& lives) {
     auto tracked = worker.remote(0, kMakeTracked);
-    auto& core = static_cast<rpc::RpcAgent&>(*worker.endpoint());
+    auto& core = static_cast<rpc::RpcAgent&>(*worker.backend());
     auto call = worker.rpc_async(0, kReadSlowly, tracked);
     nap(worker, milliseconds(100));
     const auto kept = core.serving().all();

@@ -8,8 +8,8 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
+#include <torchspan/pipeline.h>
 #include <torchspan/pipeline/deferred_batch_norm.h>
-#include <torchspan/pipeline/pipeline.h>
 
 #include "tests/support/pipeline_world.h"
 

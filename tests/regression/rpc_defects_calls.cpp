@@ -75,7 +75,7 @@ TEST(RpcDefects, HandlersOfASilentCallerAreStopped) {
     }
     nap(worker, seconds(120));
     if (worker.rank() == 1) {
-      EXPECT_FALSE(worker.endpoint()->is_present(2));
+      EXPECT_FALSE(worker.backend()->is_present(2));
       EXPECT_EQ(marks.begun, 1);
       EXPECT_EQ(marks.stopped, 1);
     }
@@ -114,7 +114,7 @@ TEST(RpcDefects, CallsOfAWorkerDeclaredDeadAreRefused) {
     }
     nap(worker, seconds(20));
     if (worker.rank() == 1) {
-      EXPECT_FALSE(worker.endpoint()->is_present(2));
+      EXPECT_FALSE(worker.backend()->is_present(2));
       EXPECT_EQ(marks.begun, 0);
       cluster.network().heal("worker2", "worker1");
       nap(worker, seconds(10));

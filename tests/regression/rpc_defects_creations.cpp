@@ -15,7 +15,7 @@ std::int64_t read(const Number& number) { return number.to_here(); }
 std::int64_t values(Worker& worker) { return static_cast<std::int64_t>(worker.debug().references.owners); }
 std::int64_t remembered(Worker& worker) {
   return static_cast<std::int64_t>(
-      static_cast<rpc::RpcAgent&>(*worker.endpoint()).references().counts().remembered);
+      static_cast<rpc::RpcAgent&>(*worker.backend()).references().counts().remembered);
 }
 
 constexpr Function<raise> kRaise{"raise"};

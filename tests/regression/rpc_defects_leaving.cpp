@@ -33,7 +33,7 @@ Leaving leave(Duration limit, const Body& body, const Body& meanwhile = {}) {
     nap(worker, seconds(1));
     body(worker, cluster);
     nap(worker, seconds(1));
-    EXPECT_TRUE(worker.endpoint()->is_present(1));
+    EXPECT_TRUE(worker.backend()->is_present(1));
     const TimePoint begin = testing::now(worker);
     try {
       service.shutdown(cluster.executor().deadline_in(limit));

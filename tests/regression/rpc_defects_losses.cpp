@@ -10,13 +10,13 @@ using namespace defects;  // NOLINT(google-build-using-namespace)
 using Number = RRef<std::int64_t>;
 
 rpc::References& references_of(const Worker& worker) {
-  return static_cast<rpc::RpcAgent&>(*worker.endpoint()).references();
+  return static_cast<rpc::RpcAgent&>(*worker.backend()).references();
 }
 std::int64_t seven() { return 7; }
 std::int64_t how_many(const std::vector<Number>& all) { return static_cast<std::int64_t>(all.size()); }
 /// The next reference that this worker sends has the number after this one.
 std::int64_t last_number(Worker& worker) {
-  return static_cast<std::int64_t>(worker.endpoint()->next_id().local);
+  return static_cast<std::int64_t>(worker.backend()->next_id().local);
 }
 GlobalId fork_of(std::uint32_t rank, std::int64_t number) {
   return {rank, static_cast<std::uint64_t>(number)};

@@ -122,7 +122,7 @@ TEST(RpcDefects, ChildOfAReceiverThatDiedIsForgotten) {
     cluster.kill(2);
     EXPECT_THROW(call.wait(), Error);
     nap(worker, seconds(60));
-    EXPECT_FALSE(worker.endpoint()->is_present(2));
+    EXPECT_FALSE(worker.backend()->is_present(2));
     EXPECT_EQ(worker.debug().references.pending_children, 0u);
   });
 }

@@ -4,7 +4,7 @@
 
 #include <ATen/ATen.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 #include "rendezvous/simulated_world.h"
 #include "tests/scale/measurements.h"

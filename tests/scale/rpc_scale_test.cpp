@@ -4,7 +4,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/autograd/context.h>
+#include <torchspan/autograd.h>
 
 #include "tests/parity/autograd_world.h"
 #include "tests/scale/measurements.h"

@@ -11,7 +11,7 @@
 #include <unistd.h>
 #include <utility>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/log.h>
 #include <torchspan/detail/core/runtime.h>
 #include <torchspan/detail/rendezvous/membership.h>

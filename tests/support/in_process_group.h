@@ -13,7 +13,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/pool.h>

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <torchspan/detail/pipeline/extension.h>
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 
 #include "tests/support/cluster.h"
 

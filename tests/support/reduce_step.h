@@ -2,7 +2,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 
 namespace torchspan::testing {
 

@@ -26,7 +26,7 @@ namespace torchspan::rpc::testing {
 inline constexpr std::uint32_t kNeighbors = 8;
 
 /// Queues the jobs of all workers for the one thread that drives them.
-class JobQueue final : public FutureHost {
+class JobQueue final : public ContinuationExecutor {
  public:
   explicit JobQueue(Executor& executor) : executor_(executor) {}
   Executor& executor() override { return executor_; }
@@ -56,7 +56,7 @@ struct Shared {
 inline constexpr wire::MessageType kShare{0x8001};
 
 /// Implements a worker as the reference driver over a transport, without threads.
-class Node final : public Endpoint, public net::Handler {
+class Node final : public WorkerBackend, public net::Handler {
  public:
   Node(Shared& shared, std::uint32_t rank)
       : shared_(shared),
@@ -105,9 +105,9 @@ class Node final : public Endpoint, public net::Handler {
     transmit(to, request, references_->to_handles({reference}, {to, 0}), std::make_shared<Ignore>());
   }
 
-  // Endpoint: what the driver needs of a worker
+  // WorkerBackend: what the driver needs of a worker
   Runtime& runtime() override { return shared_.runtime; }
-  std::weak_ptr<FutureHost> host() override { return shared_.jobs; }
+  std::weak_ptr<ContinuationExecutor> continuations() override { return shared_.jobs; }
   const WorkerInfo& self() const override { return self_; }
   std::string name_of(std::uint32_t rank) const override { return "worker" + std::to_string(rank); }
   bool is_present(std::uint32_t) const override { return true; }
@@ -141,7 +141,7 @@ class Node final : public Endpoint, public net::Handler {
     channel->send(wire::encode_frame(reply), {});
   }
 
-  // Endpoint: unused here
+  // WorkerBackend: unused here
   Pool& pool() override { std::abort(); }
   std::vector<WorkerInfo> workers() const override { std::abort(); }
   WorkerInfo info(const Destination&) const override { std::abort(); }

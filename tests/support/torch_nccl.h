@@ -7,7 +7,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 #include "tests/support/on_cuda.h"
 

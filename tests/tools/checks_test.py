@@ -29,8 +29,9 @@ class Tree(unittest.TestCase):
         self.write("CMakeLists.txt", ROOMS)
         for name in NAMES:
             self.write(f"src/{name}/README.md", f"# {name}\n")
-        self.write("include/torchspan/core/error.h", "#pragma once\n")
-        self.write("include/torchspan/net/transport.h", "#pragma once\n#include <torchspan/core/error.h>\n")
+        self.write("include/torchspan/core/error.h", "#pragma once\n// Errors. Includes no LibTorch.\n")
+        self.write("include/torchspan/net/transport.h",
+                   "#pragma once\n// Transports. Includes no LibTorch.\n#include <torchspan/core/error.h>\n")
 
     def write(self, path, text):
         file = self.root / path
@@ -208,12 +209,22 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
 
     def test_public_headers_include_neither_heavy_nor_private_libraries(self):
         self.write("include/torchspan/rpc/heavy.h",
-                   "#pragma once\n#include <torch/torch.h>\n#include <fmt/format.h>\n")
-        self.write("include/torchspan/session.h", "#pragma once\n#include <torch/torch.h>\n")
-        self.write("include/torchspan/rpc/bare.h", "struct Bare {};\n")
-        self.assert_reports("check-rules", ("include/torchspan/rpc/heavy.h:2", "[heavy-include]"),
-                            ("include/torchspan/rpc/heavy.h:3", "[leak]"),
+                   "#pragma once\n// Heavy. Includes torch/nn.\n#include <torch/torch.h>\n#include <fmt/format.h>\n")
+        self.write("include/torchspan/session.h", "#pragma once\n// All. Includes torch/nn.\n#include <torch/torch.h>\n")
+        self.write("include/torchspan/rpc/bare.h", "// Bare. Includes no LibTorch.\nstruct Bare {};\n")
+        self.assert_reports("check-rules", ("include/torchspan/rpc/heavy.h:3", "[heavy-include]"),
+                            ("include/torchspan/rpc/heavy.h:4", "[leak]"),
                             ("include/torchspan/rpc/bare.h:1", "[guard]"))
+
+    def test_public_headers_say_what_they_include_of_libtorch(self):
+        self.write("include/torchspan/detail/rpc/value.h", "#pragma once\n#include <ATen/core/Tensor.h>\n")
+        self.write("include/torchspan/rpc/value.h", "#pragma once\n// Values. Includes no LibTorch.\n"
+                   "#include <torchspan/detail/rpc/value.h>\n")
+        self.write("include/torchspan/rpc/module.h", "#pragma once\n// Modules.\n#include <torch/nn/module.h>\n"
+                   "#include <torchspan/rpc/value.h>\n")
+        self.write("include/torchspan/rpc/name.h", "#pragma once\n// Names. Includes\n// no LibTorch.\n#include <string>\n")
+        self.assert_reports("check-rules", ("include/torchspan/rpc/value.h:2", "ends with 'Includes no torch/nn.'"),
+                            ("include/torchspan/rpc/module.h:2", "ends with 'Includes torch/nn.'"))
 
     def test_unfinished_work_long_files_and_machine_paths_are_named(self):
         self.write("src/net/later.cpp", "// TO" "DO: later\n" + "\n" * 1199)

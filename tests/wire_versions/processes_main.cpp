@@ -1,7 +1,7 @@
 // Workers of neighboring releases across real processes: what they announce differs, over the transports of sessions.
 #include <ATen/ATen.h>
 
-#include <torchspan/autograd/context.h>
+#include <torchspan/autograd.h>
 #include <torchspan/session.h>
 
 #include "session/session_on_host.h"

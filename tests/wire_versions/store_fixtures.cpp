@@ -59,7 +59,8 @@ Fixtures fixtures() {
   add(all, "AskMissing", AskMissing{9});
   add(all, "Missing", Missing{9, {0, 5}});
   add(all, "GiveUp", GiveUp{"left because of something"});
-  add(all, "Changes", Changes{{Gone{{3, 4}, true, " died: killed"}, Gone{{5}}, Arrived{{member(5)}}}});
+  add(all, "Changes",
+      Changes{{Departed{{3, 4}, true, " died: killed"}, Departed{{5}}, Arrived{{member(5)}}}});
   add(all, "Summed", Summed{9, {{7, 8}, {{1, some}}, 2}});
   return all;
 }

@@ -205,8 +205,9 @@ TEST(UnknownFields, AreAnErrorOfTheirCallOnly) {
     rpc::Request request = rpc::make_request(News{6});
     request.payload.value.push_back(std::byte{1});
     request.deadline = worker.runtime().executor.deadline_in(seconds(10));
-    const auto completion = std::make_shared<rpc::PromiseCompletion<std::int64_t>>(worker.endpoint()->host());
-    worker.endpoint()->send(1, std::move(request), completion);
+    const auto completion =
+        std::make_shared<rpc::PromiseCompletion<std::int64_t>>(worker.backend()->continuations());
+    worker.backend()->send(1, std::move(request), completion);
     const Error error = error_of([&] { completion->future().wait(); });
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << error.what();
     use_everything(worker);

@@ -1,4 +1,5 @@
 #pragma once
+// A collective backend over any c10d process group. Includes no torch/nn.
 #include <functional>
 #include <memory>
 #include <string>
@@ -6,7 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/core/runtime.h>
 
 namespace torchspan::collective {

@@ -1,4 +1,5 @@
 #pragma once
+// Bytes, and readers and writers of fixed-width and variable-width numbers in them. Includes no LibTorch.
 #include <bit>
 #include <cstddef>
 #include <cstdint>

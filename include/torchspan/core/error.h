@@ -1,4 +1,5 @@
 #pragma once
+// Error and its kinds; the file to which a failed worker writes its error for the launcher. Includes no LibTorch.
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -91,5 +92,13 @@ struct ExceptionDescription {
   std::string text;
 };
 ExceptionDescription describe(const std::exception_ptr& exception);
+
+/// Encodes an exception as torchrun's error file: {"message": {"message": "TYPE: TEXT", "extraInfo":
+/// {"py_callstack": …, "timestamp": "SECONDS"}}}. The callstack lists the remote calls of an Error, origin first.
+std::string encode_error_file(const std::exception_ptr& exception, std::int64_t seconds_since_1970);
+
+/// Writes that to `path` (TORCHELASTIC_ERROR_FILE) unless the file exists: the first error is the cause of
+/// later ones. Does nothing for an empty path; ignores failures. Session::run() and Session::abort() call it.
+void write_error_file(const std::string& path, const std::exception_ptr& exception) noexcept;
 
 }  // namespace torchspan

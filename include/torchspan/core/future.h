@@ -1,4 +1,5 @@
 #pragma once
+// Future and Promise: results that come later, and what runs when they are there. Includes no LibTorch.
 #include <atomic>
 #include <coroutine>
 #include <exception>
@@ -24,23 +25,22 @@ template <class T>
 using Stored = std::conditional_t<std::is_void_v<T>, Unit, T>;
 
 /// Where a future's waiters wait and its continuations run, such as a worker. Thread-safe.
-class FutureHost {
+class ContinuationExecutor {
  public:
-  virtual ~FutureHost() = default;
+  virtual ~ContinuationExecutor() = default;
   virtual Executor& executor() = 0;
-  /// Runs `job` on a thread that holds no lock; after the host stopped, or if it cannot start a single
+  /// Runs `job` on a thread that holds no lock; after the executor stopped, or if it cannot start a single
   /// thread, on the calling thread. Never throws: completing a future relies on it.
   virtual void post(UniqueFunction<void()> job) = 0;
   /// Prepares a continuation for storage; may wrap it in thread-local state of the thread that adds it.
   virtual UniqueFunction<void()> bind(UniqueFunction<void()> continuation) { return continuation; }
-  /// Returns once `done` is true and `parker` was unparked, or at the deadline; may drive progress
-  /// meanwhile.
+  /// Returns once `done` is true and `parker` was unparked, or at the deadline; may drive progress meanwhile.
   virtual void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) = 0;
   virtual std::string worker_name() const { return {}; }  ///< for errors; may be empty
 };
 
-/// Orders work on devices: a thread that takes a value passes its gate first, so that the thread's later work
-/// runs after the work that computes the value. Thread-safe.
+/// Orders work on devices: a thread that takes a value passes its gate first, so that the thread's later work runs
+/// after the work that computes the value. Thread-safe.
 class ValueGate {
  public:
   virtual ~ValueGate() = default;
@@ -59,7 +59,8 @@ std::shared_ptr<const ValueGate> combine_gates(std::vector<std::shared_ptr<const
 /// Type-independent part of a future's shared state.
 class FutureStateBase {
  public:
-  explicit FutureStateBase(std::weak_ptr<FutureHost> host) : host_(std::move(host)) {}
+  explicit FutureStateBase(std::weak_ptr<ContinuationExecutor> continuations)
+      : executor_(std::move(continuations)) {}
   virtual ~FutureStateBase();
 
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -67,14 +68,14 @@ class FutureStateBase {
   void wait(Deadline deadline);
   /// Returns done() after completion or at the deadline.
   bool wait_until(Deadline deadline);
-  /// The deadline `timeout` from now, on the host's clock.
+  /// The deadline `timeout` from now, on the executor's clock.
   Deadline deadline_in(Duration timeout) const;
-  /// Runs `continuation` once after completion: posted to the host or, if the host was destroyed, on the completing
+  /// Runs `continuation` once after completion: posted to the executor or, if that was destroyed, on the completing
   /// thread (on this one if already complete). It must not throw.
   void on_done(UniqueFunction<void()> continuation);
-  /// on_done() with `continuation` wrapped by FutureHost::bind() on this thread.
+  /// on_done() with `continuation` wrapped by ContinuationExecutor::bind() on this thread.
   void on_done_bound(UniqueFunction<void()> continuation);
-  const std::weak_ptr<FutureHost>& host() const { return host_; }
+  const std::weak_ptr<ContinuationExecutor>& continuations() const { return executor_; }
   /// Whether the thread that may complete it is in another process: this one is a forked child.
   bool is_of_parent() const { return !process_.is_current(); }
   /// What takers of the value pass; null for most values. Call only after done().
@@ -92,7 +93,7 @@ class FutureStateBase {
  private:
   void check_process() const;
   const OwnerProcess process_;
-  std::weak_ptr<FutureHost> host_;
+  std::weak_ptr<ContinuationExecutor> executor_;
   std::shared_ptr<const ValueGate> gate_;
   Mutex mutex_;
   std::atomic<bool> claimed_{false};
@@ -157,9 +158,8 @@ std::exception_ptr thread_ended();
 template <class T>
 class Promise;
 
-/// A value that another thread or worker will supply, or the Error that replaces it. A cheap handle to
-/// shared state: copy it freely and wait on it from any thread, any number of times. Every future of this
-/// library completes.
+/// A value that another thread or worker will supply, or the Error that replaces it. A cheap handle to shared state:
+/// copy it freely and wait on it from any thread, any number of times. Every future of this library completes.
 template <class T>
 class [[nodiscard]] Future {
  public:
@@ -200,7 +200,7 @@ class [[nodiscard]] Future {
   /// The failure of a completed future, or null.
   std::exception_ptr error() const { return state().error(); }
   /// Where its waiters wait and its continuations run.
-  const std::weak_ptr<FutureHost>& host() const { return state().host(); }
+  const std::weak_ptr<ContinuationExecutor>& continuations() const { return state().continuations(); }
 
   /// Runs `callback(Future<T>)` on a pool thread after completion, successful or not. Its result or
   /// exception completes the returned future. Runs on this thread only if the future is complete and its worker has
@@ -241,8 +241,8 @@ class [[nodiscard]] Future {
 template <class T>
 class Promise {
  public:
-  explicit Promise(std::weak_ptr<FutureHost> host)
-      : state_(std::make_shared<FutureState<T>>(std::move(host))) {}
+  explicit Promise(std::weak_ptr<ContinuationExecutor> continuations)
+      : state_(std::make_shared<FutureState<T>>(std::move(continuations))) {}
   Promise(Promise&&) = default;
   Promise& operator=(Promise&& other) noexcept {
     Promise(std::move(other)).state_.swap(state_);  // drops the previous promise
@@ -299,14 +299,14 @@ class Promise {
 
 template <class T>
 Future<T> make_ready_future(Stored<T> value = {}) {
-  auto state = std::make_shared<FutureState<T>>(std::weak_ptr<FutureHost>());
+  auto state = std::make_shared<FutureState<T>>(std::weak_ptr<ContinuationExecutor>());
   state->set_value(std::move(value));
   return Future<T>(std::move(state));
 }
 
 template <class T>
 Future<T> make_failed_future(std::exception_ptr error) {
-  auto state = std::make_shared<FutureState<T>>(std::weak_ptr<FutureHost>());
+  auto state = std::make_shared<FutureState<T>>(std::weak_ptr<ContinuationExecutor>());
   state->set_error(std::move(error));
   return Future<T>(std::move(state));
 }
@@ -315,7 +315,7 @@ template <class T>
 template <class F>
 auto Future<T>::then(F callback) const -> Future<std::invoke_result_t<F&, Future<T>>> {
   using R = std::invoke_result_t<F&, Future<T>>;
-  Promise<R> promise(state().host());
+  Promise<R> promise(state().continuations());
   Future<R> result = promise.future();
   state().on_done_bound(
       [self = *this, promise = std::move(promise), callback = std::move(callback)]() mutable {
@@ -334,8 +334,8 @@ using All = std::conditional_t<std::is_void_v<T>, void, std::vector<Stored<T>>>;
 template <class T>
 class Collector {
  public:
-  Collector(std::weak_ptr<FutureHost> host, std::vector<Future<T>> futures)
-      : promise_(std::move(host)), futures_(std::move(futures)), left_(futures_.size()) {}
+  Collector(std::weak_ptr<ContinuationExecutor> continuations, std::vector<Future<T>> futures)
+      : promise_(std::move(continuations)), futures_(std::move(futures)), left_(futures_.size()) {}
 
   Future<All<T>> future() const { return promise_.future(); }
   void note(const Future<T>& done) {
@@ -374,12 +374,12 @@ class Collector {
 template <class T>
 Future<future_detail::All<T>> when_all(std::vector<Future<T>> futures) {
   if (futures.empty()) return make_ready_future<future_detail::All<T>>();
-  std::weak_ptr<FutureHost> host;
+  std::weak_ptr<ContinuationExecutor> continuations;
   for (const Future<T>& future : futures) {
-    const std::weak_ptr<FutureHost>& its = future.host();
-    if (host.expired()) host = its;  // futures that were created ready have no host
+    const std::weak_ptr<ContinuationExecutor>& its = future.continuations();
+    if (continuations.expired()) continuations = its;  // futures that were created ready have none
   }
-  auto collector = std::make_shared<future_detail::Collector<T>>(host, futures);
+  auto collector = std::make_shared<future_detail::Collector<T>>(continuations, futures);
   for (const Future<T>& future : futures) {
     future.add_done_callback([collector](Future<T> done) { collector->note(done); });
   }

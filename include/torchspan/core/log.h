@@ -1,4 +1,5 @@
 #pragma once
+// The log of a worker, which a program may redirect. Includes no LibTorch.
 #include <atomic>
 #include <cstdint>
 #include <functional>

@@ -1,5 +1,5 @@
 #pragma once
-// Preemption: the signal that asks a program to write a checkpoint and end.
+// Preemption: the signal that asks a program to write a checkpoint and end. Includes no LibTorch.
 #include <memory>
 #include <optional>
 #include <string>

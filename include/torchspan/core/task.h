@@ -1,4 +1,5 @@
 #pragma once
+// Task: coroutines that await futures. Includes no LibTorch.
 #include <coroutine>
 #include <exception>
 #include <memory>
@@ -201,9 +202,9 @@ Detached drive(std::shared_ptr<Flow> flow, Task<T> task, Promise<T> promise) {
 /// arguments. The task resumes where continuations of the awaited future run. The returned future completes
 /// after the last step.
 template <class T>
-Future<T> start(Task<T> task, std::weak_ptr<FutureHost> host,
+Future<T> start(Task<T> task, std::weak_ptr<ContinuationExecutor> continuations,
                 std::shared_ptr<TaskEnvironment> environment = nullptr) {
-  Promise<T> promise(std::move(host));
+  Promise<T> promise(std::move(continuations));
   Future<T> future = promise.future();
   auto flow = std::make_shared<task_detail::Flow>(std::move(environment));
   auto root = task_detail::drive<T>(flow, std::move(task), std::move(promise));

@@ -1,4 +1,5 @@
 #pragma once
+// Durations, points in time and deadlines. Includes no LibTorch.
 #include <chrono>
 #include <cstdint>
 

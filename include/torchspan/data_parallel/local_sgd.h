@@ -1,4 +1,5 @@
 #pragma once
+// Data parallelism that averages parameters now and then: local SGD and DiLoCo. Includes no torch/nn.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -8,8 +9,8 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/group.h>
-#include <torchspan/data_parallel/hooks.h>
+#include <torchspan/collective.h>
+#include <torchspan/data_parallel/reducer.h>
 
 namespace torchspan::data_parallel {
 

@@ -1,4 +1,5 @@
 #pragma once
+// SyncBatchNorm: batch norm over the batches of all ranks. Includes torch/nn.
 #include <cstddef>
 #include <optional>
 #include <ostream>
@@ -9,8 +10,8 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/pimpl.h>
 
-#include <torchspan/collective/group.h>
-#include <torchspan/data_parallel/convert_sync_batch_norm.h>
+#include <torchspan/collective.h>
+#include <torchspan/data_parallel.h>
 
 namespace torchspan {
 

@@ -1,9 +1,10 @@
 #pragma once
 // LibTorch's operators and the forwards and backwards of modules in the trace of a run: docs/observability.md.
+// Includes no LibTorch.
 #include <memory>
 #include <string>
 
-#include <torchspan/core/trace.h>
+#include <torchspan/core/observation.h>
 
 namespace torch::nn {
 class Module;

@@ -1,4 +1,5 @@
 #pragma once
+// The optimizers and their options: SGD, Adam, AdamW and others. Includes no torch/nn.
 #include <limits>
 #include <memory>
 #include <optional>

@@ -1,4 +1,6 @@
 #pragma once
+// DistributedOptimizer: one optimizer for parameters on many workers, after a distributed backward pass. Includes no
+// torch/nn.
 #include <chrono>
 #include <map>
 #include <memory>
@@ -7,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/autograd/context.h>
+#include <torchspan/autograd.h>
 #include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/worker.h>

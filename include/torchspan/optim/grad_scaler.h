@@ -1,4 +1,5 @@
 #pragma once
+// GradScaler: scaling of losses and gradients for float16. Includes no torch/nn.
 #include <concepts>
 #include <functional>
 #include <map>

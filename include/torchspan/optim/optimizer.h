@@ -1,4 +1,5 @@
 #pragma once
+// Optimizer for the parameters of this process, and learning-rate schedules. Includes no torch/nn.
 #include <cstddef>
 #include <cstdint>
 #include <functional>

@@ -1,4 +1,5 @@
 #pragma once
+// Batch: the tensors of a micro-batch, and which types of programs are one. Includes no torch/nn.
 #include <cstdint>
 #include <optional>
 #include <tuple>

@@ -1,4 +1,5 @@
 #pragma once
+// DeferredBatchNorm: batch norm over all micro-batches of a step. Includes torch/nn.
 #include <cstdint>
 #include <map>
 #include <vector>

@@ -1,4 +1,5 @@
 #pragma once
+// Layers: what a pipeline computes, and where. Includes no torch/nn.
 #include <functional>
 #include <map>
 #include <memory>

@@ -1,4 +1,5 @@
 #pragma once
+// Plan: which stage computes which use of a layer. Includes no LibTorch.
 #include <optional>
 #include <string>
 #include <vector>

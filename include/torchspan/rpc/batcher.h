@@ -1,4 +1,5 @@
 #pragma once
+// Batcher: joins the calls of many callers into batches. Includes no torch/nn.
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
@@ -74,7 +75,7 @@ class Batcher {
 
     /// Looks for a batch after a delay, on a thread of the worker. `claimed`: `serving` is set for it.
     void look_in(const std::shared_ptr<State>& self, Duration delay, bool claimed) {
-      worker.endpoint()->after(delay, [weak = std::weak_ptr<State>(self), claimed] {
+      worker.backend()->after(delay, [weak = std::weak_ptr<State>(self), claimed] {
         if (const auto alive = weak.lock()) alive->look(alive, claimed);
       });
     }

@@ -1,4 +1,5 @@
 #pragma once
+// What a worker reports about itself, for diagnosis. Includes no LibTorch.
 #include <cstddef>
 #include <cstdint>
 #include <functional>

@@ -1,4 +1,5 @@
 #pragma once
+// Function, Class and FunctionTable: what other workers may call. Includes no torch/nn.
 #include <concepts>
 #include <functional>
 #include <map>
@@ -144,7 +145,7 @@ using ValuePtr = std::shared_ptr<Value>;
 struct Execution {
   Worker& worker;
   wire::Decoder& arguments;
-  std::weak_ptr<FutureHost> host;
+  std::weak_ptr<ContinuationExecutor> continuations;
   std::shared_ptr<TaskEnvironment> environment;
 };
 
@@ -268,7 +269,7 @@ Outcome run_function(Execution& invocation) {
   auto arguments = decode_arguments(invocation.arguments, static_cast<typename S::Arguments*>(nullptr));
   if constexpr (std::is_same_v<Returned, Task<R>>) {
     auto task = run_coroutine<kFunction>(invocation.worker, std::move(object), std::move(arguments));
-    return {nullptr, start(std::move(task), invocation.host, invocation.environment)};
+    return {nullptr, start(std::move(task), invocation.continuations, invocation.environment)};
   } else if constexpr (std::is_same_v<Returned, Future<R>>) {
     Future<R> future = apply_function<kFunction>(invocation.worker, object.get(), arguments);
     if (!future.valid())

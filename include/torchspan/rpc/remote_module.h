@@ -1,4 +1,5 @@
 #pragma once
+// RemoteModule: a module on another worker. Includes no torch/nn.
 #include <array>
 #include <cstddef>
 #include <stdexcept>
@@ -171,7 +172,7 @@ class RemoteModule
 
   /// Returns a handle to the same module with other call options: encoder.with({.timeout = 5s}).forward(x).
   RemoteModule with(CallOptions options) const {
-    return RemoteModule(Caller(caller_.endpoint(), std::move(options)), *token_, *this);
+    return RemoteModule(Caller(caller_.backend(), std::move(options)), *token_, *this);
   }
   /// RRefs to the remote parameters, in the order of the module's parameters(); one round trip.
   std::vector<RRef<at::Tensor>> parameter_rrefs(SourceLocation site = SourceLocation::current()) const {

@@ -1,11 +1,12 @@
 #pragma once
+// RRef: a reference to a value on any worker. Includes no torch/nn.
 #include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 
 namespace torchspan {
 

@@ -1,4 +1,5 @@
 #pragma once
+// Worker: calls, creations and references to values on other workers. Includes no torch/nn.
 #include <map>
 #include <memory>
 #include <optional>
@@ -9,28 +10,27 @@
 #include <ATen/core/ivalue.h>
 
 #include <torchspan/detail/rpc/call_group.h>
-#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 #include <torchspan/rpc/rref.h>
 
 namespace torchspan {
 
-/// The remote-call verbs with one set of call options. Cheap to copy; thread-safe. rpc_sync waits and
-/// returns the result, rpc_async returns a future, remote leaves the result on the callee and returns an
-/// RRef at once. Arguments convert to the function's declared types at compile time and are captured before
-/// the verb returns. Calls are unordered: wait for A before issuing B. Throws Error: kRemoteFailure (user
-/// code threw; see frames()), kDisconnected, kTimedOut, kInvalid (unknown worker or function), kCancelled
-/// (shut down).
+/// The remote-call verbs with one set of call options. Cheap to copy; thread-safe. rpc_sync waits and returns the
+/// result, rpc_async returns a future, remote leaves the result on the callee and returns an RRef at once. Arguments
+/// convert to the function's declared types at compile time and are captured before the verb returns. Calls are
+/// unordered: wait for A before issuing B. Throws Error: kRemoteFailure (user code threw; see frames()),
+/// kDisconnected, kTimedOut, kInvalid (unknown worker or function), kCancelled (shut down).
 class Caller {
  public:
-  Caller(std::shared_ptr<rpc::Endpoint> endpoint, CallOptions options)
-      : endpoint_(std::move(endpoint)), options_(std::move(options)) {}
+  Caller(std::shared_ptr<rpc::WorkerBackend> backend, CallOptions options)
+      : backend_(std::move(backend)), options_(std::move(options)) {}
 
   template <auto kFunction, class... Args>
   Future<rpc::ResultOf<kFunction>> rpc_async(const Destination& to, Function<kFunction> token,
                                              Args&&... args) const {
     static_assert(!rpc::kIsMember<kFunction>,
                   "a member function is called on an RRef: rref.rpc_async(token, …)");
-    return call<kFunction>(endpoint_->resolve(to), to.site(), token, nullptr, std::forward<Args>(args)...);
+    return call<kFunction>(backend_->resolve(to), to.site(), token, nullptr, std::forward<Args>(args)...);
   }
   template <auto kFunction, class... Args>
   rpc::ResultOf<kFunction> rpc_sync(const Destination& to, Function<kFunction> token, Args&&... args) const {
@@ -41,7 +41,7 @@ class Caller {
                                                 Args&&... args) const {
     static_assert(!rpc::kIsMember<kFunction>,
                   "a member function is called on an RRef: rref.remote(token, …)");
-    return create<kFunction>(endpoint_->resolve(to), to.site(), token, nullptr, std::forward<Args>(args)...);
+    return create<kFunction>(backend_->resolve(to), to.site(), token, nullptr, std::forward<Args>(args)...);
   }
   /// Constructs a T on another worker.
   template <class T, class... Params, class... Args>
@@ -50,10 +50,10 @@ class Caller {
                   "these arguments do not fit the constructor that the token declares");
     auto request = make_request(rpc::kCreateRemote, token.name, to.site());
     wire::Encoder encoder(request.payload);
-    wire::encode(encoder, endpoint_->id_of(token.name, &rpc::constructor_signature<T, Params...>));
+    wire::encode(encoder, backend_->id_of(token.name, &rpc::constructor_signature<T, Params...>));
     encode_all(encoder, std::tuple<std::remove_cvref_t<Params>...>(std::forward<Args>(args)...));
     encoder.finish();
-    return begin_creation<T>(endpoint_->resolve(to), std::move(request));
+    return begin_creation<T>(backend_->resolve(to), std::move(request));
   }
   /// Constructs a module of a ModuleClass on another worker.
   template <class Token, class... Args>
@@ -129,20 +129,20 @@ class Caller {
     rpc::Request request = rpc::make_request(message);
     request.deadline = deadline;
     request.site = to.site();
-    return send<typename M::Reply>(endpoint_->resolve(to), std::move(request));
+    return send<typename M::Reply>(backend_->resolve(to), std::move(request));
   }
   template <rpc::Message M>
   Future<typename M::Reply> request(const Destination& to, const M& message) const {
     rpc::Request request = rpc::make_request(message);
-    endpoint_->apply(options_, request);
+    backend_->apply(options_, request);
     request.site = to.site();
-    return send<typename M::Reply>(endpoint_->resolve(to), std::move(request));
+    return send<typename M::Reply>(backend_->resolve(to), std::move(request));
   }
 
-  const std::shared_ptr<rpc::Endpoint>& endpoint() const { return endpoint_; }
+  const std::shared_ptr<rpc::WorkerBackend>& backend() const { return backend_; }
 
  protected:
-  std::shared_ptr<rpc::Endpoint> endpoint_;
+  std::shared_ptr<rpc::WorkerBackend> backend_;
   CallOptions options_;
   std::shared_ptr<rpc::CallGroup> group_;  ///< set by WaitScope
 
@@ -156,7 +156,7 @@ class Caller {
     rpc::Request request;
     request.type = type;
     request.name = name;
-    endpoint_->apply(options_, request);
+    backend_->apply(options_, request);
     request.user_values = true;
     request.site = site;
     return request;
@@ -173,7 +173,7 @@ class Caller {
                   "these arguments do not fit the function that the token names (see Function<…> above)");
     auto request = make_request(type, token.name, site);
     wire::Encoder encoder(request.payload);
-    wire::encode(encoder, endpoint_->id_of(token.name, &rpc::signature_of<kFunction>));
+    wire::encode(encoder, backend_->id_of(token.name, &rpc::signature_of<kFunction>));
     if (object != nullptr) encoder.reference(*object);
     encode_all(encoder, Arguments(std::forward<Args>(args)...));
     encoder.finish();
@@ -195,15 +195,15 @@ class Caller {
   }
   template <class R>
   RRef<R> begin_creation(std::uint32_t to, rpc::Request request) const {
-    auto reference = endpoint_->create(to, std::move(request), rpc::type_name_of<R>());
+    auto reference = backend_->create(to, std::move(request), rpc::type_name_of<R>());
     if (group_) rpc::CallGroup::track(group_, reference->ready());
     return RRef<R>(std::move(reference));
   }
   template <class R>
   Future<R> send(std::uint32_t to, rpc::Request request) const {
-    auto completion = std::make_shared<rpc::PromiseCompletion<R>>(endpoint_->host());
+    auto completion = std::make_shared<rpc::PromiseCompletion<R>>(backend_->continuations());
     Future<R> future = completion->future();
-    endpoint_->send(to, std::move(request), std::move(completion));
+    backend_->send(to, std::move(request), std::move(completion));
     if (group_) rpc::CallGroup::track(group_, future);
     return future;
   }
@@ -213,45 +213,45 @@ class Caller {
 /// cheap handle; a served function may take one as its first parameter.
 class Worker : public Caller {
  public:
-  explicit Worker(std::shared_ptr<rpc::Endpoint> endpoint) : Caller(std::move(endpoint), {}) {}
+  explicit Worker(std::shared_ptr<rpc::WorkerBackend> backend) : Caller(std::move(backend), {}) {}
 
-  WorkerInfo info() const { return endpoint_->self(); }
-  std::string name() const { return endpoint_->self().name; }
-  int rank() const { return static_cast<int>(endpoint_->self().rank); }
+  WorkerInfo info() const { return backend_->self(); }
+  std::string name() const { return backend_->self().name; }
+  int rank() const { return static_cast<int>(backend_->self().rank); }
   int world_size() const { return static_cast<int>(workers().size()); }
   /// All workers by rank; in an open world the current members.
-  std::vector<WorkerInfo> workers() const { return endpoint_->workers(); }
+  std::vector<WorkerInfo> workers() const { return backend_->workers(); }
   /// Looks a worker up by name, rank or info; throws Error{kInvalid} that lists the members.
-  WorkerInfo info(const Destination& of) const { return endpoint_->info(of); }
-  Runtime& runtime() const { return endpoint_->runtime(); }
+  WorkerInfo info(const Destination& of) const { return backend_->info(of); }
+  Runtime& runtime() const { return backend_->runtime(); }
   /// Makes a promise hosted by this worker: its threads run the waits and continuations of the future.
   template <class T>
   Promise<T> make_promise() const {
-    return Promise<T>(endpoint_->host());
+    return Promise<T>(backend_->continuations());
   }
   /// Starts a coroutine on this worker (core/task.h). It inherits this thread's environment: the call being
   /// served, the autograd context and grad mode.
   template <class T>
   Future<T> start(Task<T> task) const {
-    return torchspan::start(std::move(task), endpoint_->host(),
+    return torchspan::start(std::move(task), backend_->continuations(),
                             std::make_shared<rpc::CapturedTaskEnvironment>());
   }
 
   /// The same verbs with other options: worker.with({.timeout = 5s}).rpc_sync(…).
-  Caller with(CallOptions options) const { return Caller(endpoint_, std::move(options)); }
+  Caller with(CallOptions options) const { return Caller(backend_, std::move(options)); }
   /// In a handler, and in its coroutine and continuations: the call being served; elsewhere nullopt. Calls
   /// made there inherit its deadline and stop token unless CallOptions::detached is set.
-  std::optional<CurrentCall> current_call() const { return endpoint_->current_call(); }
+  std::optional<CurrentCall> current_call() const { return backend_->current_call(); }
   /// Snapshot of pending calls, running handlers and references.
-  DebugInfo debug() const { return endpoint_->debug(); }
+  DebugInfo debug() const { return backend_->debug(); }
   /// Sets the timeout of later calls that have no timeout option; 0: none.
-  void set_default_timeout(Duration timeout) { endpoint_->set_default_timeout(timeout); }
-  Duration default_timeout() const { return endpoint_->default_timeout(); }
+  void set_default_timeout(Duration timeout) { backend_->set_default_timeout(timeout); }
+  Duration default_timeout() const { return backend_->default_timeout(); }
 
   /// The extension of type E. Without it throws Error{kInvalid} that says what to add.
   template <class E>
   E& extension() const {
-    return *static_cast<E*>(endpoint_->find_extension(typeid(E)));
+    return *static_cast<E*>(backend_->find_extension(typeid(E)));
   }
 
   /// Returns the bytes of every participant, in the order of `participants` (worker names; empty: all
@@ -273,7 +273,7 @@ class Worker : public Caller {
 /// scope. Throws Error{kOverloaded} when no thread is left to run the work that could end the wait.
 class BlockingScope {
  public:
-  explicit BlockingScope(const Worker& worker) : scope_(worker.endpoint()->pool()) {}
+  explicit BlockingScope(const Worker& worker) : scope_(worker.backend()->pool()) {}
 
  private:
   Pool::BlockingScope scope_;
@@ -318,7 +318,7 @@ class RRefCaller {
   Future<T> to_here_async() const { return rref_.fetch(options_); }
 
  private:
-  Caller caller() const { return Caller(rref_.held().endpoint(), options_); }
+  Caller caller() const { return Caller(rref_.held().backend(), options_); }
 
   RRef<T> rref_;
   CallOptions options_;
@@ -330,18 +330,18 @@ RRefCaller<T> RRef<T>::with(CallOptions options) const {
 }
 template <class T>
 RRef<T>::RRef(const Worker& worker, T value, SourceLocation site)
-    : RRefBase(worker.endpoint()->own(rpc::make_value<T>(std::move(value)), rpc::type_name_of<T>(), site)) {}
+    : RRefBase(worker.backend()->own(rpc::make_value<T>(std::move(value)), rpc::type_name_of<T>(), site)) {}
 
 template <class T>
 Caller RRef<T>::caller() const {
-  return Caller(held().endpoint(), {});
+  return Caller(held().backend(), {});
 }
 
 template <class T>
 Future<T> RRef<T>::fetch(CallOptions options) const {
   static_assert(wire::Transferable<T>,
                 "a T cannot be sent: call functions on its RRef, or specialize torchspan::Wire");
-  auto completion = std::make_shared<rpc::PromiseCompletion<T>>(held().endpoint()->host());
+  auto completion = std::make_shared<rpc::PromiseCompletion<T>>(held().backend()->continuations());
   Future<T> future = completion->future();
   rpc::fetch(state(), options, std::move(completion));
   return future;

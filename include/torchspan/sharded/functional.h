@@ -1,10 +1,11 @@
 #pragma once
+// Collective operations with gradients. Includes no torch/nn.
 #include <cstdint>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 /// Collective operations through which gradients flow. The gradient of an input is that of the sum of all ranks'
 /// losses. All ranks call the same operations in the same order, and run their backward passes; these block for

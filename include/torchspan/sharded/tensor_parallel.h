@@ -1,4 +1,5 @@
 #pragma once
+// Linear layers, embeddings and norms whose parts lie on several ranks. Includes torch/nn.
 #include <cstdint>
 #include <optional>
 #include <ostream>
@@ -13,7 +14,7 @@
 #include <torch/nn/modules/normalization.h>
 #include <torch/nn/pimpl.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/state/source.h>
 
 namespace torchspan {

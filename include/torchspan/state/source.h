@@ -1,4 +1,5 @@
 #pragma once
+// The interface through which objects list their state, for checkpoints and copies. Includes no torch/nn.
 #include <cstdint>
 #include <map>
 #include <memory>

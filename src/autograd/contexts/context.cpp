@@ -125,7 +125,7 @@ std::shared_ptr<PassState> begin_pass(const Worker& worker, const std::shared_pt
         ErrorKind::kInvalid,
         fmt::format("a backward pass, begun by worker '{}', already runs in autograd context {:#x}; wait "
                     "for it, or use one context for each pass",
-                    worker.endpoint()->name_of(running->root()), context->id()));
+                    worker.backend()->name_of(running->root()), context->id()));
   }
   pass = std::make_shared<PassState>(
       worker, context, PassKey{registry.next_id(), options.retain_graph, options.mode, options.threads});
@@ -211,7 +211,7 @@ void run_pass(const Worker& worker, const std::shared_ptr<ContextState>& context
 
 void wait_or_stop(const Worker& worker, const Future<void>& done, Deadline deadline,
                   const std::stop_token& stop) {
-  const auto either = std::make_shared<Promise<void>>(worker.endpoint()->host());
+  const auto either = std::make_shared<Promise<void>>(worker.backend()->continuations());
   done.add_done_callback([either](const Future<void>& end) {
     end.error() ? either->set_error(end.error()) : either->set_value();
   });
@@ -230,7 +230,7 @@ void ContextView::backward(const at::Tensor& root, BackwardOptions options) cons
 }
 
 void ContextView::backward(const std::vector<at::Tensor>& roots, BackwardOptions options) const {
-  worker_.endpoint()->check_running();
+  worker_.backend()->check_running();
   const auto impl = worker_.extension<AutogradExtension>().impl();
   run_pass(worker_, state_, *impl->registry(), impl->queries(), roots, options);
 }
@@ -241,7 +241,7 @@ void ContextView::backward(const std::vector<at::Tensor>& roots, const std::vect
 }
 
 void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options) const {
-  worker_.endpoint()->check_running();
+  worker_.backend()->check_running();
   Executor& executor = worker_.runtime().executor;
   const Deadline deadline = executor.deadline_in(no_limit_if_zero(options.timeout));
   at::Tensor loss;
@@ -250,22 +250,22 @@ void ContextView::backward(const RRef<at::Tensor>& root, BackwardOptions options
     loss = root.local_value();
   } else {
     const WorkScope scope(state_);
-    auto fetched = std::make_shared<rpc::PromiseCompletion<at::Tensor>>(worker_.endpoint()->host());
+    auto fetched = std::make_shared<rpc::PromiseCompletion<at::Tensor>>(worker_.backend()->continuations());
     const Future<at::Tensor> value = fetched->future();
     rpc::fetch(root.state(), {.timeout = options.timeout, .stop = options.stop}, std::move(fetched));
     loss = value.wait();
   }
-  options.timeout = std::max(deadline.left(executor.now()), Duration(1));  // zero is no limit
+  options.timeout = std::max(deadline.left(executor.now()), Duration(1));  // zero means: no limit
   backward(loss, std::move(options));
 }
 
 ContextGraph ContextView::graph(const std::vector<at::Tensor>& roots) const {
-  worker_.endpoint()->check_running();
+  worker_.backend()->check_running();
   return worker_.extension<AutogradExtension>().impl()->queries().graph(*state_, roots);
 }
 
 void ContextView::clear_gradients(Duration timeout) const {
-  worker_.endpoint()->check_running();
+  worker_.backend()->check_running();
   worker_.extension<AutogradExtension>().impl()->queries().clear_gradients(*state_, timeout);
 }
 
@@ -296,7 +296,7 @@ void ContextView::offer_gradients(GradientTaker taker) const {
 }
 
 Context::Context(const Worker& worker) : ContextView(worker, nullptr) {
-  worker.endpoint()->check_running();
+  worker.backend()->check_running();
   const auto impl = worker.extension<AutogradExtension>().impl();
   if (const auto* here = current_of(impl->registry()->worker())) {
     throw Error(ErrorKind::kInvalid,

@@ -111,32 +111,33 @@ std::shared_ptr<ContextState> ContextLifetimes::join(std::uint64_t id, std::uint
 }
 
 void ContextLifetimes::add_peer(const std::shared_ptr<ContextState>& context, std::uint32_t peer) {
-  const auto endpoint = worker_.endpoint();
-  if (endpoint && !endpoint->is_present(peer)) lost_peer(context);
+  const auto backend = worker_.backend();
+  if (backend && !backend->is_present(peer)) peer_departed(context);
 }
 
-void ContextLifetimes::worker_gone(std::vector<std::shared_ptr<ContextState>> contexts, std::uint32_t rank) {
-  const auto pool = worker_.host().lock();
+void ContextLifetimes::worker_departed(std::vector<std::shared_ptr<ContextState>> contexts,
+                                       std::uint32_t rank) {
+  const auto pool = worker_.continuations().lock();
   if (!pool) return;
   pool->post([self = shared_from_this(), contexts = std::move(contexts), rank] {
-    if (!self->worker_.endpoint()) return;
+    if (!self->worker_.backend()) return;
     for (const auto& context : contexts) {
-      if (context->workers().contains(rank) || maker_of(context->id()) == rank) self->lost_peer(context);
+      if (context->workers().contains(rank) || maker_of(context->id()) == rank) self->peer_departed(context);
     }
   });
 }
 
 /// A worker that this one communicated with in the context is gone.
-void ContextLifetimes::lost_peer(const std::shared_ptr<ContextState>& context) {
+void ContextLifetimes::peer_departed(const std::shared_ptr<ContextState>& context) {
   const Worker me = worker_.require();
   const std::uint32_t maker = maker_of(context->id());
-  if (maker == me.endpoint()->self().rank) return;
+  if (maker == me.backend()->self().rank) return;
   const auto release_soon = [weak = weak_from_this(), id = context->id()] {
     const auto self = weak.lock();
-    const auto pool = self ? self->worker_.host().lock() : nullptr;
+    const auto pool = self ? self->worker_.continuations().lock() : nullptr;
     if (pool) pool->post([self, id] { static_cast<void>(self->release(id)); });
   };
-  if (!me.endpoint()->is_present(maker)) return release_soon();
+  if (!me.backend()->is_present(maker)) return release_soon();
   const auto request = std::make_shared<Notification<AdoptMember>>(me, maker, AdoptMember{context->id()},
                                                                    [release_soon](bool known) {
                                                                      if (!known) release_soon();
@@ -156,9 +157,9 @@ Future<void> ContextLifetimes::release(std::uint64_t id) {
     pass->ending().fail_here(
         Error(ErrorKind::kCancelled, "the autograd context was released while its backward pass ran"));
   }
-  auto endpoint = worker_.endpoint();
-  if (!endpoint) return make_ready_future<void>();
-  Future<void> notified = notify_all(Worker(endpoint), *context, ReleaseContext{id});
+  auto backend = worker_.backend();
+  if (!backend) return make_ready_future<void>();
+  Future<void> notified = notify_all(Worker(backend), *context, ReleaseContext{id});
   MutexLock lock(mutex_);
   std::erase_if(releases_, [](const auto& release) { return release.second.done(); });
   releases_.emplace(id, notified);

@@ -79,7 +79,7 @@ class ContextLifetimes : public std::enable_shared_from_this<ContextLifetimes> {
   /// A message of `peer` was the first in `context` from it. The peer may be gone already.
   void add_peer(const std::shared_ptr<ContextState>& context, std::uint32_t peer);
   /// A worker has died or left. `contexts` are those of this worker at that time.
-  void worker_gone(std::vector<std::shared_ptr<ContextState>> contexts, std::uint32_t rank);
+  void worker_departed(std::vector<std::shared_ptr<ContextState>> contexts, std::uint32_t rank);
   /// Completes when all participants have released the context; at once if it was released here before, so
   /// that workers that notify each other do not wait for each other.
   Future<void> release(std::uint64_t id);
@@ -90,7 +90,7 @@ class ContextLifetimes : public std::enable_shared_from_this<ContextLifetimes> {
   void release_notified(std::uint32_t peer, ReleaseContext message, Answer<ReleaseContext> answer);
   Future<void> releases_under_way();
   bool adopt(const rpc::CallInfo& call, const AdoptMember& message);
-  void lost_peer(const std::shared_ptr<ContextState>& context);
+  void peer_departed(const std::shared_ptr<ContextState>& context);
 
   const WeakWorker worker_;
   const std::shared_ptr<Registry> registry_;

@@ -15,10 +15,10 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <torchspan/autograd/context.h>
+#include <torchspan/autograd.h>
 #include <torchspan/core/future.h>
 #include <torchspan/detail/core/pool.h>
-#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 #include <torchspan/rpc/worker.h>
 
 #include "autograd/contexts/context_state.h"
@@ -108,7 +108,7 @@ void write_worker(const WorkerGraph& worker, const std::map<std::uint64_t, std::
 
 /// This worker's part of a context's graph, with the graphs of `roots`, losses on this worker.
 WorkerGraph graph_of(const Worker& me, const ContextState& context, const std::vector<at::Tensor>& roots) {
-  WorkerGraph graph{me.name(), me.endpoint()->self().rank, false, {}};
+  WorkerGraph graph{me.name(), me.backend()->self().rank, false, {}};
   for (const auto& send : context.sends().all()) {
     const MessageInfo& message = send->message();
     GraphPart part{
@@ -228,7 +228,7 @@ void ask_to_clear(std::map<std::uint32_t, Future<ClearedPart>>& asked, const Wor
   try {
     asked.emplace(rank, me.request(Destination(rank), ClearGradients{context}, deadline));
   } catch (const Error&) {
-    if (me.endpoint()->is_present(rank)) throw;
+    if (me.backend()->is_present(rank)) throw;
   }
 }
 
@@ -238,12 +238,12 @@ std::optional<ClearedPart> cleared_part_of(const Worker& me, std::uint32_t rank,
   try {
     return answer.wait();
   } catch (const Error& error) {
-    if (!me.endpoint()->is_present(rank)) return std::nullopt;
+    if (!me.backend()->is_present(rank)) return std::nullopt;
     throw Error(error.kind(),
                 fmt::format("clear_gradients(): worker '{}' may still have gradients of this context, clear "
                             "again: {}",
-                            me.endpoint()->name_of(rank), error.message()))
-        .with_worker(me.endpoint()->name_of(rank));
+                            me.backend()->name_of(rank), error.message()))
+        .with_worker(me.backend()->name_of(rank));
   }
 }
 
@@ -278,7 +278,7 @@ PartReport ContextQueries::report_of(ContextState& context, std::uint64_t id) co
   }
   for (const MessageInfo& message : context.sends().messages()) {
     part.waiting.push_back({message.id, message.call, message.site, message.reply,
-                            me.endpoint()->name_of(message.peer), context.sends().is_unanswered(message.id)});
+                            me.backend()->name_of(message.peer), context.sends().is_unanswered(message.id)});
   }
   return part;
 }
@@ -286,7 +286,7 @@ PartReport ContextQueries::report_of(ContextState& context, std::uint64_t id) co
 StallSurvey ContextQueries::survey(ContextState& context, std::uint64_t pass) const {
   const AskPass question{context.id(), pass, registry_->next_id(), kPatience.count()};
   context.is_first_of(question.wave);
-  auto answers = std::make_shared<Promise<std::vector<PartReport>>>(worker_.host());
+  auto answers = std::make_shared<Promise<std::vector<PartReport>>>(worker_.continuations());
   ask_all(worker_.require(), context, question, {report_of(context, pass)}, silent_part,
           [answers](std::vector<PartReport> parts) { answers->set_value(std::move(parts)); });
   return StallSurvey(answers->future().wait());
@@ -313,7 +313,7 @@ ContextGraph ContextQueries::graph(ContextState& context, const std::vector<at::
   const Worker me = worker_.require();
   const AskGraph question{context.id(), registry_->next_id(), kPatience.count()};
   context.is_first_of(question.wave);
-  auto answers = std::make_shared<Promise<std::vector<WorkerGraph>>>(worker_.host());
+  auto answers = std::make_shared<Promise<std::vector<WorkerGraph>>>(worker_.continuations());
   ask_all(me, context, question, {graph_of(me, context, roots)}, silent_graph,
           [answers](std::vector<WorkerGraph> graphs) { answers->set_value(std::move(graphs)); });
   ContextGraph graph{context.id(), answers->future().wait()};
@@ -328,7 +328,7 @@ void ContextQueries::clear_gradients(ContextState& context, Duration timeout) co
   const Future<void> notified = context.failures_notified();
   // What completes it runs on the pool, of which this thread may be the only one.
   std::optional<Pool::ExtraThread> extra;
-  if (!notified.done()) extra.emplace(me.endpoint()->pool());
+  if (!notified.done()) extra.emplace(me.backend()->pool());
   if (!notified.wait_until(deadline)) {
     throw Error(
         ErrorKind::kTimedOut,
@@ -344,12 +344,12 @@ void ContextQueries::clear_gradients(ContextState& context, Duration timeout) co
   while (!next.empty()) {
     std::map<std::uint32_t, Future<ClearedPart>> asked;
     for (const std::uint32_t rank : std::exchange(next, {})) {
-      if (rank != me.endpoint()->self().rank) ask_to_clear(asked, me, rank, context.id(), deadline);
+      if (rank != me.backend()->self().rank) ask_to_clear(asked, me, rank, context.id(), deadline);
     }
     for (const auto& [rank, answer] : asked) {
       const std::optional<ClearedPart> part = cleared_part_of(me, rank, answer);
       if (!part) continue;
-      check_cleared(*part, me.endpoint()->name_of(rank));
+      check_cleared(*part, me.backend()->name_of(rank));
       for (const std::uint32_t peer : part->peers) {
         if (known.insert(peer).second) next.push_back(peer);
       }

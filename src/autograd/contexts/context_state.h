@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/autograd/context.h>
+#include <torchspan/autograd.h>
 #include <torchspan/core/error.h>
 #include <torchspan/core/future.h>
 #include <torchspan/detail/core/mutex.h>

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/autograd/context.h>
+#include <torchspan/autograd.h>
 #include <torchspan/detail/rpc/message.h>
 #include <torchspan/wire.h>
 

@@ -7,9 +7,9 @@
 namespace torchspan::autograd {
 
 Worker WeakWorker::require() const {
-  auto endpoint = endpoint_.lock();
-  if (!endpoint) throw Error(ErrorKind::kCancelled, fmt::format("worker '{}' was shut down", name_));
-  return Worker(std::move(endpoint));
+  auto backend = backend_.lock();
+  if (!backend) throw Error(ErrorKind::kCancelled, fmt::format("worker '{}' was shut down", name_));
+  return Worker(std::move(backend));
 }
 
 void Outbox::close() {
@@ -21,13 +21,13 @@ void Outbox::close() {
 
 std::vector<std::string> Outbox::waiting() const {
   std::vector<std::string> lines;
-  const auto endpoint = endpoint_.lock();
-  if (!endpoint) return lines;
+  const auto backend = backend_.lock();
+  if (!backend) return lines;
   MutexLock lock(mutex_);
   for (const auto& [to, queue] : queues_) {
     if (queue.queue.empty()) continue;
     lines.push_back(fmt::format("{} messages to worker '{}' are queued: {}", queue.queue.size(),
-                                endpoint->name_of(to), queue.why));
+                                backend->name_of(to), queue.why));
   }
   return lines;
 }
@@ -64,17 +64,17 @@ bool Outbox::takes_back(const QueuedMessagePtr& queued, const std::exception_ptr
     if (found->second.queue.empty()) return false;
   }
   // Sends two messages for each answer, so that the number in flight grows until a limit is reached again.
-  const auto endpoint = endpoint_.lock();
-  const auto host = endpoint ? endpoint->host().lock() : nullptr;
-  if (host) host->post([self = shared_from_this(), to] { self->send_some(to, 2); });
+  const auto backend = backend_.lock();
+  const auto continuations = backend ? backend->continuations().lock() : nullptr;
+  if (continuations) continuations->post([self = shared_from_this(), to] { self->send_some(to, 2); });
   return false;
 }
 
 void Outbox::pause(std::uint32_t to, Queue& queue) {
-  const auto endpoint = endpoint_.lock();
-  if (!endpoint || queue.pausing) return;
+  const auto backend = backend_.lock();
+  if (!backend || queue.pausing) return;
   queue.pausing = true;
-  endpoint->after(queue.pause, [weak = weak_from_this(), to] {
+  backend->after(queue.pause, [weak = weak_from_this(), to] {
     if (const auto self = weak.lock()) self->pause_over(to);
   });
   queue.pause = std::min(2 * queue.pause, kLongestPause);

@@ -26,18 +26,18 @@ namespace torchspan::autograd {
 class WeakWorker {
  public:
   explicit WeakWorker(const Worker& worker)
-      : endpoint_(worker.endpoint()), host_(worker.endpoint()->host()), name_(worker.name()) {}
+      : backend_(worker.backend()), continuations_(worker.backend()->continuations()), name_(worker.name()) {}
 
   const std::string& name() const { return name_; }
   /// Null after the worker was destroyed.
-  std::shared_ptr<rpc::Endpoint> endpoint() const { return endpoint_.lock(); }
-  const std::weak_ptr<FutureHost>& host() const { return host_; }
+  std::shared_ptr<rpc::WorkerBackend> backend() const { return backend_.lock(); }
+  const std::weak_ptr<ContinuationExecutor>& continuations() const { return continuations_; }
   /// Throws Error{kCancelled} after the worker was destroyed.
   Worker require() const;
 
  private:
-  const std::weak_ptr<rpc::Endpoint> endpoint_;
-  const std::weak_ptr<FutureHost> host_;
+  const std::weak_ptr<rpc::WorkerBackend> backend_;
+  const std::weak_ptr<ContinuationExecutor> continuations_;
   const std::string name_;
 };
 
@@ -109,7 +109,7 @@ void ask_briefly(const Worker& me, std::uint32_t to, const M& message, Deadline 
   };
   rpc::Request request = rpc::make_request(message);
   request.deadline = deadline;
-  me.endpoint()->send(to, std::move(request), std::make_shared<Receiver>(std::move(on_reply)));
+  me.backend()->send(to, std::move(request), std::make_shared<Receiver>(std::move(on_reply)));
 }
 
 /// The longest time that a question of another worker may take.
@@ -146,13 +146,13 @@ void ask_all(const Worker& me, const ContextState& context, const M& question, t
   M next = question;
   next.patience = Duration(patience * 2 / 3).count();  // so that the receivers' answers are in time
   for (const std::uint32_t rank : context.workers()) {
-    if (rank == me.endpoint()->self().rank || !me.endpoint()->is_present(rank)) continue;
+    if (rank == me.backend()->self().rank || !me.backend()->is_present(rank)) continue;
     {
       MutexLock lock(gathering->mutex);
       ++gathering->left;
     }
     ask_briefly(me, rank, next, deadline,
-                [gathering, silent, rank, name = me.endpoint()->name_of(rank)](
+                [gathering, silent, rank, name = me.backend()->name_of(rank)](
                     List list, const std::exception_ptr& error) {
                   if (error) list.assign(1, silent(rank, name));
                   gathering->add(std::move(list));
@@ -169,11 +169,11 @@ class Notification : public std::enable_shared_from_this<Notification<M>> {
   /// Calls `on_reply` with the answer, if one arrives, under the rules of ask_briefly().
   Notification(const Worker& me, std::uint32_t to, M message,
                std::function<void(const typename M::Reply&)> on_reply = {})
-      : me_(me.endpoint()),
+      : me_(me.backend()),
         to_(to),
         message_(std::move(message)),
         on_reply_(std::move(on_reply)),
-        done_(me.endpoint()->host()) {}
+        done_(me.backend()->continuations()) {}
 
   /// The future completes, never with an error, when there is nothing left to repeat.
   Future<void> start() {
@@ -183,9 +183,9 @@ class Notification : public std::enable_shared_from_this<Notification<M>> {
 
  private:
   void try_once() {
-    auto endpoint = me_.lock();
-    if (!endpoint) return done_.set_value(), void();
-    const Worker me(endpoint);
+    auto backend = me_.lock();
+    if (!backend) return done_.set_value(), void();
+    const Worker me(backend);
     const Duration limit = std::min<Duration>(kFirstLimit * (1 << std::min(attempt_, 5)), kLongestLimit);
     ask_briefly(
         me, to_, message_, me.runtime().executor.deadline_in(limit),
@@ -194,30 +194,30 @@ class Notification : public std::enable_shared_from_this<Notification<M>> {
             if (self->on_reply_) self->on_reply_(reply);
             return self->done_.set_value(), void();
           }
-          auto endpoint = self->me_.lock();
-          const auto host = endpoint ? endpoint->host().lock() : nullptr;
-          if (!host) return self->done_.set_value(), void();
-          host->post([self, failed] { self->retry_after(failed); });
+          auto backend = self->me_.lock();
+          const auto continuations = backend ? backend->continuations().lock() : nullptr;
+          if (!continuations) return self->done_.set_value(), void();
+          continuations->post([self, failed] { self->retry_after(failed); });
         });
   }
 
   void retry_after(const std::exception_ptr& failed) {
-    auto endpoint = me_.lock();
-    if (!endpoint) return done_.set_value(), void();
+    auto backend = me_.lock();
+    if (!backend) return done_.set_value(), void();
     const Error error = to_error(failed);
     const bool passing = error.kind() == ErrorKind::kTimedOut || error.kind() == ErrorKind::kDisconnected ||
                          error.kind() == ErrorKind::kOverloaded;
-    if (!passing || !endpoint->is_present(to_)) return done_.set_value(), void();
-    if (++attempt_ == kWarnAt) endpoint->runtime().log.warning(error.what());
+    if (!passing || !backend->is_present(to_)) return done_.set_value(), void();
+    if (++attempt_ == kWarnAt) backend->runtime().log.warning(error.what());
     const Duration pause = std::min<Duration>(kPause * (1 << std::min(attempt_, 10)), kLongestPause);
-    endpoint->after(pause, [self = this->shared_from_this()] { self->try_once(); });
+    backend->after(pause, [self = this->shared_from_this()] { self->try_once(); });
   }
 
   static constexpr Duration kFirstLimit = std::chrono::seconds(1), kLongestLimit = std::chrono::seconds(30);
   static constexpr Duration kPause = std::chrono::milliseconds(10), kLongestPause = std::chrono::seconds(1);
   static constexpr int kWarnAt = 20;
 
-  const std::weak_ptr<rpc::Endpoint> me_;
+  const std::weak_ptr<rpc::WorkerBackend> me_;
   const std::uint32_t to_;
   const M message_;
   const std::function<void(const typename M::Reply&)> on_reply_;
@@ -230,7 +230,7 @@ template <rpc::Message M>
 Future<void> notify_all(const Worker& me, const ContextState& context, const M& message) {
   std::vector<Future<void>> answered;
   for (const std::uint32_t rank : context.workers()) {
-    if (rank != me.endpoint()->self().rank)
+    if (rank != me.backend()->self().rank)
       answered.push_back(std::make_shared<Notification<M>>(me, rank, message)->start());
   }
   return when_all(std::move(answered));
@@ -241,7 +241,7 @@ Future<void> notify_all(const Worker& me, const ContextState& context, const M& 
 /// after a pause. Thread-safe.
 class Outbox : public std::enable_shared_from_this<Outbox> {
  public:
-  explicit Outbox(std::weak_ptr<rpc::Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
+  explicit Outbox(std::weak_ptr<rpc::WorkerBackend> backend) : backend_(std::move(backend)) {}
 
   /// ask_briefly() without a deadline: the failure detection and the pass's timeout limit the wait. `on_reply`
   /// gets no kOverloaded.
@@ -252,10 +252,10 @@ class Outbox : public std::enable_shared_from_this<Outbox> {
     queued->send = [message = std::move(message), on_reply = std::move(on_reply),
                     streams = device::Streams::current_side()](const QueuedMessagePtr& self,
                                                                Outbox& outbox) mutable {
-      const auto endpoint = outbox.endpoint_.lock();
-      if (!endpoint) return;
+      const auto backend = outbox.backend_.lock();
+      if (!backend) return;
       const device::SideStreamsScope of_gradients(streams);
-      ask_briefly(Worker(endpoint), self->to, message, Deadline::never(),
+      ask_briefly(Worker(backend), self->to, message, Deadline::never(),
                   [self, &on_reply, weak = outbox.weak_from_this()](typename M::Reply reply,
                                                                     std::exception_ptr error) {
                     const auto outbox = weak.lock();
@@ -302,7 +302,7 @@ class Outbox : public std::enable_shared_from_this<Outbox> {
   /// Begins a pause unless one is running.
   void pause(std::uint32_t to, Queue& queue) TORCHSPAN_REQUIRES(mutex_);
 
-  const std::weak_ptr<rpc::Endpoint> endpoint_;
+  const std::weak_ptr<rpc::WorkerBackend> backend_;
   mutable Mutex mutex_;
   bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::map<std::uint32_t, Queue> queues_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -99,9 +99,9 @@ Error node_failure(const engine::GraphPass& graph, const std::string& worker,
   return failure.with_frame({worker, graph.failed_node(), description.type, description.text});
 }
 
-Error lost_worker_failure(const std::string& lost, std::uint32_t rank, const Error& cause,
-                          const std::string& worker, const std::string& through,
-                          std::set<std::string> calls) {
+Error departed_worker_failure(const std::string& lost, std::uint32_t rank, const Error& cause,
+                              const std::string& worker, const std::string& through,
+                              std::set<std::string> calls) {
   const ErrorKind kind = cause.kind();
   if (kind != ErrorKind::kDisconnected && kind != ErrorKind::kCancelled && kind != ErrorKind::kTimedOut) {
     const std::string what = through.empty() ? "a message" : "the gradients of " + through;

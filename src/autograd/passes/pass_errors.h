@@ -23,7 +23,8 @@ Error node_failure(const engine::GraphPass& graph, const std::string& worker,
 
 /// The failure on `worker` when the worker `lost` is gone, or cannot be reached because of `cause`. `through`: the call
 /// whose gradients could not be sent; empty: another message. `calls`: those between the two workers.
-Error lost_worker_failure(const std::string& lost, std::uint32_t rank, const Error& cause,
-                          const std::string& worker, const std::string& through, std::set<std::string> calls);
+Error departed_worker_failure(const std::string& lost, std::uint32_t rank, const Error& cause,
+                              const std::string& worker, const std::string& through,
+                              std::set<std::string> calls);
 
 }  // namespace torchspan::autograd

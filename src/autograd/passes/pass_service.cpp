@@ -48,7 +48,7 @@ std::shared_ptr<PassState> PassService::join(std::uint64_t context_id, const Pas
   }
   // A worker may have died while its message waited for a thread, and then found no pass to fail.
   for (const std::uint32_t rank : {peer, pass->root()}) {
-    if (worker_.require().endpoint()->is_present(rank)) continue;
+    if (worker_.require().backend()->is_present(rank)) continue;
     const Error gone(ErrorKind::kDisconnected, "it has died or left");
     pass->ending().fail_without(rank, gone);
     throw Error(pass->ending().failure().value_or(gone));
@@ -70,11 +70,10 @@ std::shared_ptr<PassState> PassService::try_join(const std::shared_ptr<ContextSt
     return nullptr;
   }
   if (running) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("two backward passes run in one autograd context at once, begun by worker '{}' "
-                    "and by worker '{}'; run one after the other, or use one context for each",
-                    me.endpoint()->name_of(running->root()), me.endpoint()->name_of(maker_of(key.id))));
+    throw Error(ErrorKind::kInvalid,
+                fmt::format("two backward passes run in one autograd context at once, begun by worker '{}' "
+                            "and by worker '{}'; run one after the other, or use one context for each",
+                            me.backend()->name_of(running->root()), me.backend()->name_of(maker_of(key.id))));
   }
   pass = std::make_shared<PassState>(me, context, key);
   context->begin_pass(pass);
@@ -117,7 +116,7 @@ void PassService::mark(std::uint32_t peer, MarkSends message, Answer<MarkSends> 
     PassState::release_on_pool(std::move(pass));
     if (marked) return;
   }
-  const auto pool = worker_.host().lock();
+  const auto pool = worker_.continuations().lock();
   if (!pool) return;  // the sender is notified that this worker has stopped
   pool->post(
       [self = shared_from_this(), peer, message = std::move(message), answer = std::move(answer)]() mutable {
@@ -168,8 +167,8 @@ void PassService::abort_all(const Error& error) {
   }
 }
 
-void PassService::worker_gone(const std::vector<std::shared_ptr<ContextState>>& contexts, std::uint32_t rank,
-                              const Error& reason) {
+void PassService::worker_departed(const std::vector<std::shared_ptr<ContextState>>& contexts,
+                                  std::uint32_t rank, const Error& reason) {
   for (const auto& context : contexts) {
     const bool participates = context->workers().contains(rank), made = maker_of(context->id()) == rank;
     auto pass = context->pass();

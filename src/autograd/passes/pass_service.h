@@ -26,8 +26,8 @@ class PassService : public std::enable_shared_from_this<PassService> {
   void abort_all(const Error& error);
   /// A worker has died or left: fails the passes that need it. Runs no user code and destroys no graphs on
   /// this thread, which has other workers to notify.
-  void worker_gone(const std::vector<std::shared_ptr<ContextState>>& contexts, std::uint32_t rank,
-                   const Error& reason);
+  void worker_departed(const std::vector<std::shared_ptr<ContextState>>& contexts, std::uint32_t rank,
+                       const Error& reason);
 
  private:
   void check_process(std::uint64_t context, std::uint64_t message) const;

@@ -30,7 +30,7 @@ PassState::PassState(const Worker& worker, std::shared_ptr<ContextState> context
       rank_(static_cast<std::uint32_t>(worker.rank())),
       context_(std::move(context)),
       key_(key),
-      outbox_(std::make_shared<Outbox>(worker.endpoint())),
+      outbox_(std::make_shared<Outbox>(worker.backend())),
       graph_(context_, key_, hooks()),
       marks_(context_->id(), rank_, graph_),
       ending_(*this) {}
@@ -123,26 +123,26 @@ void PassState::send_back(const RecvNode& node, torch::autograd::variable_list g
 
 void PassState::finish() {
   const std::vector<at::Tensor> parameters = stray_gradients().parameters();
-  const auto endpoint = worker_.endpoint();
-  if (!parameters.empty() && endpoint)
-    Worker(endpoint).extension<AutogradExtension>().impl()->stray_gradient_warning().write(parameters);
+  const auto backend = worker_.backend();
+  if (!parameters.empty() && backend)
+    Worker(backend).extension<AutogradExtension>().impl()->stray_gradient_warning().write(parameters);
   if (key_.retain_graph) return;
   std::vector<SendNodePtr> gone = graph_.use_up(marks_.marked_sends());
   if (!gone.empty()) post([gone = std::move(gone)] {});  // this may be the receiving thread
 }
 
 void PassState::post(UniqueFunction<void()> act) {
-  const auto host = worker_.host().lock();
-  if (!host) return act();
-  host->post([self = shared_from_this(), act = std::move(act)]() mutable { act(); });
+  const auto continuations = worker_.continuations().lock();
+  if (!continuations) return act();
+  continuations->post([self = shared_from_this(), act = std::move(act)]() mutable { act(); });
 }
 
 void PassState::release_on_pool(std::shared_ptr<PassState> pass) {
   // Without this reference, the pass that has it may be destroyed meanwhile.
   const auto context = pass->context_;
   if (context->drop_running(pass)) return;
-  const auto host = pass->worker_.host().lock();
-  if (host) host->post([last = std::move(pass)] {});
+  const auto continuations = pass->worker_.continuations().lock();
+  if (continuations) continuations->post([last = std::move(pass)] {});
 }
 
 PartReport PassState::report() const {
@@ -155,7 +155,7 @@ PartReport PassState::report() const {
   const Worker me = worker_.require();
   for (const MessageInfo& message : waits_for(graph)) {
     mine.waiting.push_back({message.id, message.call, message.site, message.reply,
-                            me.endpoint()->name_of(message.peer),
+                            me.backend()->name_of(message.peer),
                             context_->sends().is_unanswered(message.id)});
   }
   return mine;
@@ -261,11 +261,11 @@ void PassState::end_marks_request() {
     if (round->parent) round->parent->give(MarkedWorkers{std::move(round->unmarked_workers), {}});
     return;
   }
-  if (const auto endpoint = worker_.endpoint()) {
+  if (const auto backend = worker_.backend()) {
     for (const std::uint32_t rank : round->unmarked_workers) {
       if (rank == rank_) continue;
       const MarksFinal message{context_->id(), key_.id};
-      static_cast<void>(std::make_shared<Notification<MarksFinal>>(Worker(endpoint), rank, message)->start());
+      static_cast<void>(std::make_shared<Notification<MarksFinal>>(Worker(backend), rank, message)->start());
     }
   }
   marks_are_final();
@@ -280,7 +280,7 @@ void PassState::drive_soon() {
   post([this] { drive(); });
 }
 
-PassEnding::PassEnding(PassState& pass) : pass_(pass), over_(pass.worker_.host()) {}
+PassEnding::PassEnding(PassState& pass) : pass_(pass), over_(pass.worker_.continuations()) {}
 
 void PassEnding::watch_graph() {
   const auto pass = pass_.shared_from_this();
@@ -330,8 +330,8 @@ void PassEnding::work_over(const engine::PassStatus& status) {
       return;
     }
     stage_ = Stage::kGraphDone;
-    // Without a host: the end runs on the thread that delivers the last reply.
-    all_left_.emplace(std::weak_ptr<FutureHost>());
+    // Without an executor: the end runs on the thread that delivers the last reply.
+    all_left_.emplace(std::weak_ptr<ContinuationExecutor>());
     rest = all_left_->future();
   }
   pass_.graph_.sink().hold(std::move(rest));
@@ -378,7 +378,7 @@ void PassEnding::fail(const Error& failure, Close where) {
     left = std::exchange(all_left_, std::nullopt);
     answer = std::exchange(answer_, std::nullopt);
   }
-  const auto all_notified = std::make_shared<Promise<void>>(pass_.worker_.host());
+  const auto all_notified = std::make_shared<Promise<void>>(pass_.worker_.continuations());
   leave_context(failure, all_notified->future());
   const Future<void> others = notify_others(failure);
   others.add_done_callback([all_notified](const Future<void>&) { all_notified->set_value(); });
@@ -411,24 +411,24 @@ void PassEnding::fail_in_node() {
 
 void PassEnding::fail_without(std::uint32_t rank, const Error& cause, const std::string& through,
                               Close close) {
-  const auto endpoint = pass_.worker_.endpoint();
-  if (!endpoint || endpoint->is_stopping())
+  const auto backend = pass_.worker_.backend();
+  if (!backend || backend->is_stopping())
     return fail_here(Error(ErrorKind::kCancelled, "this worker was shut down during a backward pass"), close);
-  fail(lost_worker_failure(endpoint->name_of(rank), rank, cause, pass_.worker_.name(), through,
-                           pass_.context_->sends().calls_to(rank)),
+  fail(departed_worker_failure(backend->name_of(rank), rank, cause, pass_.worker_.name(), through,
+                               pass_.context_->sends().calls_to(rank)),
        close);
 }
 
 void PassEnding::leave_context(const std::optional<Error>& failure, Future<void> notified) {
-  if (const auto endpoint = pass_.worker_.endpoint())
-    endpoint->runtime().metrics.counter("autograd.counted_nodes").add(pass_.graph_.counted_nodes());
+  if (const auto backend = pass_.worker_.backend())
+    backend->runtime().metrics.counter("autograd.counted_nodes").add(pass_.graph_.counted_nodes());
   pass_.context_->end_pass(pass_.key_.id, pass_.work(), failure, std::move(notified));
 }
 
 Future<void> PassEnding::notify_others(const Error& failure) {
-  const auto endpoint = pass_.worker_.endpoint();
-  if (!endpoint) return make_ready_future<void>();
-  return notify_all(Worker(endpoint), *pass_.context_,
+  const auto backend = pass_.worker_.backend();
+  if (!backend) return make_ready_future<void>();
+  return notify_all(Worker(backend), *pass_.context_,
                     AbortPass{pass_.context_->id(), pass_.key_.id, as_remote(failure, pass_.worker_.name())});
 }
 

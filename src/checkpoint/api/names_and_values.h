@@ -2,7 +2,7 @@
 #include <cstddef>
 #include <string>
 
-#include <torchspan/checkpoint/state.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/core/bytes.h>
 
 namespace torchspan::checkpoint {

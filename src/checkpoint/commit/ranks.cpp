@@ -26,7 +26,7 @@ constexpr std::size_t kRoundBytes = std::size_t{60} << 10;
 class WorkerRanks final : public Ranks {
  public:
   WorkerRanks(const Worker& worker, std::vector<std::string> participants, std::string name, Duration timeout)
-      : endpoint_(worker.endpoint()), name_(std::move(name)), timeout_(timeout) {
+      : backend_(worker.backend()), name_(std::move(name)), timeout_(timeout) {
     std::vector<WorkerInfo> members;
     if (participants.empty()) members = worker.workers();
     for (const std::string& participant : participants) members.push_back(worker.info(participant));
@@ -53,16 +53,16 @@ class WorkerRanks final : public Ranks {
   const std::vector<std::string>& names() const override { return names_; }
 
   std::vector<Bytes> gather(const std::string& tag, const Bytes& mine) override {
-    const Deadline deadline = endpoint_->runtime().executor.deadline_in(timeout_);
+    const Deadline deadline = backend_->runtime().executor.deadline_in(timeout_);
     const auto round = [&](BytesView piece) {
-      return endpoint_->all_gather_bytes(fmt::format("checkpoint.{}.{}", name_, tag),
-                                         Bytes(piece.begin(), piece.end()), participants_, deadline);
+      return backend_->all_gather_bytes(fmt::format("checkpoint.{}.{}", name_, tag),
+                                        Bytes(piece.begin(), piece.end()), participants_, deadline);
     };
     return gather_pieces(round, mine, {.most = kRoundBytes, .with_total = true});
   }
 
  private:
-  const std::shared_ptr<rpc::Endpoint> endpoint_;
+  const std::shared_ptr<rpc::WorkerBackend> backend_;
   const std::string name_;
   const Duration timeout_;
   std::vector<std::string> participants_;

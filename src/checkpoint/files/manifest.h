@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include <torchspan/checkpoint/state.h>
+#include <torchspan/checkpoint.h>
 
 #include "checkpoint/files/safetensors.h"
 #include "state/api/place.h"

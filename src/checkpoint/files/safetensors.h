@@ -126,7 +126,7 @@ EncodedHeader encode_header(std::vector<HeaderEntry> entries, const Metadata& me
 /// The file must not shrink while it is mapped; files that TorchSpan writes are replaced, never changed.
 class MappedFile {
  public:
-  /// Maps the file and parses its header. Throws an Error that names the path: it cannot be read, is no
+  /// Maps the file and parses its header. Throws an Error that names the path: it cannot be read, is not a
   /// safetensors file, or is truncated.
   explicit MappedFile(std::string path);
   ~MappedFile();

@@ -11,7 +11,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
-#include <torchspan/checkpoint/manager.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/core/error.h>
 
 #include "checkpoint/api/names_and_values.h"

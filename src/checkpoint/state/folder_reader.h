@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/checkpoint/state.h>
+#include <torchspan/checkpoint.h>
 
 #include "checkpoint/files/manifest.h"
 #include "checkpoint/files/safetensors.h"

@@ -9,7 +9,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/checkpoint/state.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/core/bytes.h>
 #include <torchspan/detail/device/copies.h>
 

@@ -2,7 +2,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 #include "collective/ipc/ipc_engine.h"
 #include "device/api/device_runtime.h"

@@ -5,7 +5,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/future.h>
 
 namespace torchspan::collective {

@@ -5,8 +5,8 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <torchspan/collective.h>
 #include <torchspan/collective/c10d.h>
-#include <torchspan/collective/group.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/runtime.h>
 
@@ -39,7 +39,7 @@ inline c10d::ReduceOp c10d_op(ReduceOp reduction) {
 /// A process group, and a function that makes the process group of some of its ranks.
 struct C10dGroup {
   c10::intrusive_ptr<c10d::ProcessGroup> group = {};
-  std::string engine = {};  ///< "gloo" gathers in a way of its own
+  std::string engine = {};  ///< for "gloo", gathers are sums with zeros
   std::function<C10dGroup(const std::vector<int>& members)> split = {};
   /// On any thread: ends blocked operations, or keeps them from touching their tensors, and fails all later ones. May be empty.
   std::function<void()> abort = {};

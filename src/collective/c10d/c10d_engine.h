@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 #include "collective/device/device_engine.h"
 

@@ -34,7 +34,7 @@ constexpr Duration kBetweenGathers = std::chrono::milliseconds(1);
 /// Gloo adds its timeout to the time; this stands for none.
 constexpr Duration kLongestTimeout = std::chrono::hours(24 * 3650);
 
-/// A number that no other socket of this system has, also after this one is closed; 0 if it is no socket.
+/// A number that no other socket of this system has, also after this one is closed; 0 for a descriptor that is not a socket.
 std::uint64_t cookie_of(int descriptor) {
   std::uint64_t cookie = 0;
   socklen_t size = sizeof cookie;

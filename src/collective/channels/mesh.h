@@ -25,7 +25,7 @@ using MakeTransport = std::function<Listening(net::Handler& handler)>;
 
 class Mesh;
 
-/// The connections of one lane: one to each other rank, on a transport and a thread of its own, which
+/// The connections of one lane: one to each other rank, on one transport and one thread, which
 /// receives and decrypts; send() encrypts on the calling thread. Of two ranks, the higher one dials.
 class Lane final : private net::Handler {
  public:

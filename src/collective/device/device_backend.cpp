@@ -67,7 +67,7 @@ Place place_of(const DeviceQueue& queue) {
 template <class T>
 Future<T> submit(DeviceQueue& queue, std::unique_ptr<DeviceOperation> operation, const Tensors& tensors,
                  UniqueFunction<T()> result) {
-  auto promise = std::make_shared<Promise<T>>(queue.host());
+  auto promise = std::make_shared<Promise<T>>(queue.continuations());
   Future<T> future = promise->future();
   queue.submit(std::move(operation), tensors,
                [promise, result = std::move(result)](std::shared_ptr<const ValueGate> gate,
@@ -241,16 +241,17 @@ bool all_on_cpu(const char* call, const Tensors& parts, int rank) {
 std::shared_ptr<DeviceBackend> DeviceBackend::make(std::shared_ptr<Backend> made, Plan plan) {
   auto failure = std::make_shared<GroupFailure>();
   std::shared_ptr<Backend> control = made->split(0, made->rank());
-  plan.queue.gone = [world = plan.queue.world, instances = plan.queue.instances,
-                     peers = plan.queue.peers]() -> std::optional<Error> {
-    const auto gone = world ? world->first_gone(instances) : std::nullopt;
-    return gone ? std::optional(lost_member(peers[gone->rank], gone->how)) : std::nullopt;
+  plan.queue.departed = [world = plan.queue.world, instances = plan.queue.instances,
+                         peers = plan.queue.peers]() -> std::optional<Error> {
+    const auto departed = world ? world->first_departed(instances) : std::nullopt;
+    return departed ? std::optional(departed_member_error(peers[departed->rank], departed->how))
+                    : std::nullopt;
   };
   std::unique_ptr<DeviceEngine> engine = plan.engine({.control = std::move(made),
                                                       .device = plan.queue.device,
                                                       .runtime = plan.runtime,
                                                       .failure = failure,
-                                                      .gone = plan.queue.gone,
+                                                      .departed = plan.queue.departed,
                                                       .timeout = plan.queue.timeout});
   plan.queue.ranks = control->ranks();
   plan.queue.rank = control->rank();

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 
 #include "collective/device/device_queue.h"
 

@@ -9,9 +9,9 @@
 
 namespace torchspan::collective {
 
-Error lost_member(const std::string& peer, const std::string& how) {
+Error departed_member_error(const std::string& peer, const std::string& how) {
   return {ErrorKind::kDisconnected,
-          fmt::format("{}, and the group cannot continue without it", text_of_gone(peer, how))};
+          fmt::format("{}, and the group cannot continue without it", text_of_departed(peer, how))};
 }
 
 bool all_ranks_end(const EngineParts& parts) noexcept {

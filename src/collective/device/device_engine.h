@@ -9,7 +9,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/mutex.h>
@@ -52,12 +52,12 @@ struct EngineParts {
   std::shared_ptr<const device::DeviceRuntime> runtime;
   std::shared_ptr<GroupFailure> failure;  ///< checked while the engine waits on the host
   /// Which rank's process has ended or left the world; nullopt if none has.
-  std::function<std::optional<Error>()> gone;
+  std::function<std::optional<Error>()> departed;
   Duration timeout{};
 };
 
 /// The error for a rank that is gone; `how` may begin with its name.
-Error lost_member(const std::string& peer, const std::string& how);
+Error departed_member_error(const std::string& peer, const std::string& how);
 
 /// Waits up to 5 s until all ranks of a group end their engines. False, at once, after a failure of the group; false
 /// if a rank is gone or keeps its group.

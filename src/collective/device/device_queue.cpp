@@ -89,12 +89,12 @@ Announcement read_announcement(const at::Tensor& bytes) {
 
 /// Runs continuations under a stream of their own, so that they do not delay the streams of callers. Also keeps events
 /// of that device for reuse.
-class DeviceQueue::Host final : public GroupHost {
+class DeviceQueue::QueueExecutor final : public GroupExecutor {
  public:
-  Host(std::shared_ptr<Runtime> runtime, c10::Stream stream)
-      : GroupHost(std::move(runtime)), stream_(stream) {}
+  QueueExecutor(std::shared_ptr<Runtime> runtime, c10::Stream stream)
+      : GroupExecutor(std::move(runtime)), stream_(stream) {}
   void post(UniqueFunction<void()> job) override {
-    GroupHost::post([stream = stream_, job = std::move(job)]() mutable {
+    GroupExecutor::post([stream = stream_, job = std::move(job)]() mutable {
       c10::OptionalStreamGuard guard;
       try {
         guard.reset_stream(stream);
@@ -145,10 +145,10 @@ DeviceQueue::DeviceQueue(std::shared_ptr<Backend> control, std::unique_ptr<Devic
       options_(std::move(options)),
       runtime_(control_->runtime()),
       stream_(device::stream_from_pool(options_.device)),
-      host_(std::make_shared<Host>(
+      continuations_(std::make_shared<QueueExecutor>(
           options_.world ? options_.world->runtime() : std::shared_ptr<Runtime>(control_, &runtime_),
           device::stream_from_pool(options_.device))),
-      future_host_(host_),
+      promised_continuations_(continuations_),
       parker_(runtime_.executor.make_parker()) {}
 
 std::shared_ptr<DeviceQueue> DeviceQueue::make(std::shared_ptr<Backend> control,
@@ -161,7 +161,7 @@ std::shared_ptr<DeviceQueue> DeviceQueue::make(std::shared_ptr<Backend> control,
   const auto& world = queue->options_.world;
   if (!world) return queue;
   world->add(queue);
-  if (const auto lost = queue->options_.gone()) queue->break_with(*lost);
+  if (const auto lost = queue->options_.departed()) queue->break_with(*lost);
   return queue;
 }
 
@@ -181,7 +181,7 @@ DeviceQueue::~DeviceQueue() {
   }
   if (const auto cause = control_->failure()) failure_->set(*cause);
   stop_thread();
-  Host::close(std::move(host_), options_.world && options_.world->ended());
+  QueueExecutor::close(std::move(continuations_), options_.world && options_.world->ended());
 }
 
 void DeviceQueue::stop_thread() {
@@ -193,7 +193,7 @@ void DeviceQueue::stop_thread() {
 void DeviceQueue::member_died(const rendezvous::Member& member, const Error& reason) {
   const auto& instances = options_.instances;
   if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
-  break_with(lost_member(describe(member), reason.message()));
+  break_with(departed_member_error(describe(member), reason.message()));
 }
 
 void DeviceQueue::break_with(const Error& cause) {
@@ -222,8 +222,8 @@ void DeviceQueue::fail(Job& job, const Error& cause) {
 
 void DeviceQueue::submit(std::unique_ptr<DeviceOperation> operation, const std::vector<at::Tensor>& tensors,
                          UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done) {
-  auto job =
-      std::make_unique<Job>(std::move(operation), device::current_stream(options_.device), host_->events());
+  auto job = std::make_unique<Job>(std::move(operation), device::current_stream(options_.device),
+                                   continuations_->events());
   job->operation->line.text += describe(StepPartScope::current());
   job->tensors = tensors;
   job->done = std::move(done);
@@ -275,7 +275,7 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
   std::shared_ptr<EventGate> gate;
   try {
     failure_->throw_if_set();
-    if (const auto lost = options_.gone()) throw Error(*lost);
+    if (const auto lost = options_.departed()) throw Error(*lost);
     const CallNumbers numbers = agree(*job);
     {
       const c10::StreamGuard guard(job->caller);
@@ -287,7 +287,7 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
     const c10::StreamGuard guard(stream_);
     job->ready->hold_back(stream_);
     job->operation->launch();
-    gate = EventGate::record(stream_, host_->events(),
+    gate = EventGate::record(stream_, continuations_->events(),
                              job->operation->values ? job->operation->values() : std::vector<at::Tensor>());
   } catch (...) {
     const Error error = to_error(std::current_exception());
@@ -316,13 +316,13 @@ void DeviceQueue::wait_for_stream() {
     if (const auto cause = control_->failure()) throw Error(*cause);
     if (const auto cause = engine_->failure()) throw Error(*cause);
     if (waited < kLeftLimit) return;
-    if (const auto lost = options_.gone()) throw Error(*lost);
+    if (const auto lost = options_.departed()) throw Error(*lost);
   };
   const auto late = [this] {
     return Error(ErrorKind::kTimedOut, fmt::format("{} has not finished it within {:.3g} s",
                                                    options_.device.str(), to_seconds(options_.timeout)));
   };
-  const device::Mark end(stream_, host_->events());
+  const device::Mark end(stream_, continuations_->events());
   wait_on_host(end, runtime_.executor, options_.timeout, check, late);
 }
 
@@ -380,7 +380,7 @@ bool DeviceQueue::watch() {
       break_with(*cause);
     } else if (const auto found = engine_->failure()) {
       break_with(*found);
-    } else if (const auto lost = options_.gone();
+    } else if (const auto lost = options_.departed();
                lost && launched_.overdue(runtime_.executor.now() - kLeftLimit) != nullptr) {
       break_with(*lost);
     } else if (late != nullptr) {

@@ -16,7 +16,7 @@
 
 #include "collective/api/event_gate.h"
 #include "collective/device/device_engine.h"
-#include "collective/group_host.h"
+#include "collective/group_executor.h"
 #include "collective/tensors.h"
 #include "collective/world_link.h"
 #include "core/api/step_part.h"
@@ -65,8 +65,8 @@ struct DeviceQueueOptions {
   int rank = 0;
   Duration timeout = std::chrono::minutes(5);
   std::shared_ptr<WorldLink> world = {};  ///< may be null; a death that it reports breaks the group at once
-  std::vector<std::uint64_t> instances = {};        ///< of the ranks' processes, if there is a world
-  std::function<std::optional<Error>()> gone = {};  ///< as in EngineParts
+  std::vector<std::uint64_t> instances = {};            ///< of the ranks' processes, if there is a world
+  std::function<std::optional<Error>()> departed = {};  ///< as in EngineParts
 };
 
 /// One operation on a device. `prepare` runs when all calls agree, under the stream of the caller, and may
@@ -93,7 +93,7 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   DeviceEngine& engine() { return *engine_; }
   Backend& control() const { return *control_; }
   const DeviceQueueOptions& options() const { return options_; }
-  const std::shared_ptr<FutureHost>& host() const { return future_host_; }
+  const std::shared_ptr<ContinuationExecutor>& continuations() const { return promised_continuations_; }
   const std::shared_ptr<GroupFailure>& failure() const { return failure_; }
   /// As Backend::set_instance().
   void set_instance(std::uint64_t instance) { group_number_ = group_number(options_.ranks, instance); }
@@ -115,7 +115,7 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   void world_closing() override { stop_thread(); }
 
  private:
-  class Host;
+  class QueueExecutor;
   struct Job;
 
   DeviceQueue(std::shared_ptr<Backend> control, std::unique_ptr<DeviceEngine> engine,
@@ -139,8 +139,8 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   std::atomic<std::int32_t> group_number_{group_number(options_.ranks)};
   Runtime& runtime_;
   const c10::Stream stream_;
-  std::shared_ptr<Host> host_;
-  const std::shared_ptr<FutureHost> future_host_;
+  std::shared_ptr<QueueExecutor> continuations_;
+  const std::shared_ptr<ContinuationExecutor> promised_continuations_;
   const std::unique_ptr<Parker> parker_;
   std::atomic<bool> stopping_{false};
   LaunchedWork launched_;  ///< of the queue's thread

@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 #include "collective/serial/blocking_collectives.h"
 
@@ -66,7 +66,7 @@ class HierarchicalCollectives final : public BlockingCollectives {
   std::vector<std::vector<int>> hosts_;  ///< ranks of the group by host, in the order of their leaders
   int exchangers_ = 1;                   ///< the ranks of each host that are connected to others
   std::atomic<bool> ending_{false};      ///< this rank leaves the group; `leaders_` reports that, too
-  /// To the ranks at the same place on the other hosts; null if this rank is no exchanger, or there is one host.
+  /// To the ranks at the same place on the other hosts; null for ranks without such connections, or on one host.
   std::unique_ptr<BlockingCollectives> leaders_;
 };
 

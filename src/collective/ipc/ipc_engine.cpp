@@ -98,7 +98,7 @@ void IpcEngine::wait_for_device() const {
     parts_.failure->throw_if_set();
     if (const auto cause = parts_.control->failure()) throw Error(*cause);
     if (waited < kLeftLimit) return;
-    if (const auto lost = parts_.gone()) throw Error(*lost);
+    if (const auto lost = parts_.departed()) throw Error(*lost);
   };
   const auto late = [this] {
     return Error(ErrorKind::kTimedOut,

@@ -114,7 +114,7 @@ void NcclCommunicator::settle(Result result, const char* name, Deadline deadline
   while (result == kInProgress) {
     throw_if_failed();
     const TimePoint now = executor.now();
-    if (const auto lost = parts_.gone(); lost && now - began > kLeftLimit) throw Error(*lost);
+    if (const auto lost = parts_.departed(); lost && now - began > kLeftLimit) throw Error(*lost);
     if (deadline.passed(now)) {
       throw Error(
           ErrorKind::kTimedOut,
@@ -148,7 +148,7 @@ Error NcclCommunicator::error_of(Result result, const char* name) const {
 
 namespace {
 
-/// How NCCL reduces a dtype: as so many elements of its own types.
+/// How NCCL reduces a dtype: as so many elements of its types.
 struct Form {
   DataType type = kUint8;
   std::size_t elements = 1;  ///< per element of the tensor

@@ -111,7 +111,7 @@ void PairConnections::open(int rank) {
                                   {self, other}, done);
     });
   } catch (const Error& error) {
-    lost(rank, error, Loss::kAbsence);
+    departed(rank, error, Departure::kAbsence);
   }
 }
 
@@ -126,7 +126,7 @@ void PairConnections::connect_pending() {
       if (request.failure) throw Error(*request.failure);
       connect(request);
     } catch (const Error& error) {
-      lost(request.rank, error, Loss::kAbsence);
+      departed(request.rank, error, Departure::kAbsence);
     }
   }
 }
@@ -148,13 +148,14 @@ void PairConnections::connect(const MutualRequest& request) {
   channel->send(hello, std::span(&probe, 1));
 }
 
-void PairConnections::lost(int rank, const Error& cause, Loss how) {
+void PairConnections::departed(int rank, const Error& cause, Departure how) {
   if (cause.kind() == ErrorKind::kCancelled)
     return;  // the end of this worker's world is reported to the group
-  loop_.lost(rank,
-             Error(cause.kind(), fmt::format("no connection to {}: {}",
-                                             plan_.peers[static_cast<std::size_t>(rank)], cause.message())),
-             how);
+  loop_.departed(
+      rank,
+      Error(cause.kind(), fmt::format("no connection to {}: {}", plan_.peers[static_cast<std::size_t>(rank)],
+                                      cause.message())),
+      how);
 }
 
 void PairConnections::send(int rank, const GroupMessage& note, std::optional<Segment> segment) {
@@ -245,7 +246,7 @@ void PairConnections::on_message(const std::shared_ptr<net::Channel>& channel, n
   } catch (const Error& error) {
     channel->close();
     if (!rank) return;
-    loop_.lost(*rank, MessageErrors(plan_).invalid(*rank, error), Loss::kFailure);
+    loop_.departed(*rank, MessageErrors(plan_).invalid(*rank, error), Departure::kFailure);
   }
 }
 
@@ -284,11 +285,11 @@ void PairConnections::on_closed(const std::shared_ptr<net::Channel>& channel, co
   }
   closed_->unpark();
   if (expected) return;
-  if (!met) return lost(*rank, Error(ErrorKind::kDisconnected, reason.message()), Loss::kAbsence);
-  loop_.lost(
+  if (!met) return departed(*rank, Error(ErrorKind::kDisconnected, reason.message()), Departure::kAbsence);
+  loop_.departed(
       *rank,
       Error(ErrorKind::kDisconnected, fmt::format("the connection to {} ended: {}", name, reason.message())),
-      Loss::kFailure);
+      Departure::kFailure);
 }
 
 namespace {
@@ -308,15 +309,15 @@ std::string list_some(const std::vector<std::string>& names, const char* separat
 }  // namespace
 
 Error MessageErrors::late(const MessageOperation& operation, const MessageQueue& queue,
-                          const GoneRanks& gone) const {
+                          const DepartedRanks& departed) const {
   return {ErrorKind::kTimedOut,
           fmt::format("{} of {} waited {:.3g} s: {}", operation.call(), name(plan_.rank),
-                      to_seconds(plan_.timeout), awaited(operation, queue, gone))};
+                      to_seconds(plan_.timeout), awaited(operation, queue, departed))};
 }
 
 std::string MessageErrors::awaited(const MessageOperation& operation, const MessageQueue& queue,
-                                   const GoneRanks& gone) const {
-  if (operation.peer == kNoPeer) return awaited_from_any(operation, queue, gone);
+                                   const DepartedRanks& departed) const {
+  if (operation.peer == kNoPeer) return awaited_from_any(operation, queue, departed);
   const std::string& peer = name(operation.peer);
   if (operation.accepted) {
     return fmt::format("{} made the matching call, but {} of {} bytes arrived in time", peer, operation.moved,
@@ -330,11 +331,11 @@ std::string MessageErrors::awaited(const MessageOperation& operation, const Mess
 }
 
 std::string MessageErrors::awaited_from_any(const MessageOperation& operation, const MessageQueue& queue,
-                                            const GoneRanks& gone) const {
+                                            const DepartedRanks& departed) const {
   std::vector<std::string> waited_for, others;
   for (int rank = 0; rank < static_cast<int>(plan_.ranks.size()); ++rank) {
     if (rank == plan_.rank) continue;
-    if (const auto& cause = gone[static_cast<std::size_t>(rank)]) {
+    if (const auto& cause = departed[static_cast<std::size_t>(rank)]) {
       others.push_back(cause->message());
       continue;
     }
@@ -357,9 +358,9 @@ Error MessageErrors::mismatch(const MessageOperation& operation, const Offered& 
               operation.call())};
 }
 
-Error MessageErrors::no_sender(const MessageOperation& operation, const GoneRanks& gone) const {
+Error MessageErrors::no_sender(const MessageOperation& operation, const DepartedRanks& departed) const {
   std::vector<std::string> causes;
-  for (const auto& cause : gone) {
+  for (const auto& cause : departed) {
     if (cause) causes.push_back(cause->message());
   }
   return {ErrorKind::kDisconnected, fmt::format("{} of {} waits, but no other rank can send: {}",
@@ -394,7 +395,7 @@ MessageLoop::MessageLoop(PairPlan plan, std::shared_ptr<Backend> backend)
       errors_(plan_),
       backend_(std::move(backend)),
       executor_(plan_.world->runtime()->executor),
-      gone_(plan_.ranks.size()) {}
+      causes_of_departure_(plan_.ranks.size()) {}
 
 MessageLoop::~MessageLoop() { stop(Error(ErrorKind::kCancelled, "the group was destroyed")); }
 
@@ -473,22 +474,22 @@ void MessageLoop::stop(const Error& error) {
   for (const auto& operation : left) operation->fail(cause->error);
 }
 
-void MessageLoop::lost(int rank, const Error& cause, Loss how) {
+void MessageLoop::departed(int rank, const Error& cause, Departure how) {
   MutexLock lock(mutex_);
-  lost_.push_back({rank, cause, how});
+  departed_.push_back({rank, cause, how});
   if (connections_) connections_->wake();
 }
 
 Deadline MessageLoop::poll() {
   std::deque<MessageOperationPtr> operations;
-  std::deque<Lost> lost;
+  std::deque<Departed> departed;
   {
     MutexLock lock(mutex_);
     if (!connections_) return Deadline::never();
     operations.swap(new_);
-    lost.swap(lost_);
+    departed.swap(departed_);
   }
-  for (const Lost& one : lost) handle(one);
+  for (const Departed& one : departed) handle(one);
   for (const auto& operation : operations) begin(operation);
   Deadline next = check();
   if (!failed_ && send_more()) next = earlier(next, executor_.deadline_in(kForPieces));
@@ -503,22 +504,22 @@ Deadline MessageLoop::poll() {
 }
 
 /// A rank that leaves, or was never connected, may have nothing to send to a recv() from any rank.
-void MessageLoop::handle(const Lost& lost) {
-  const bool breaks_receives = lost.how == Loss::kFailure && queue_.first_from_any();
-  if (queue_.needs(lost.rank) || breaks_receives) break_without(lost.rank, lost.cause);
-  gone_[static_cast<std::size_t>(lost.rank)] = lost.cause;
-  queue_.drop_offers(lost.rank);
+void MessageLoop::handle(const Departed& departed) {
+  const bool breaks_receives = departed.how == Departure::kFailure && queue_.first_from_any();
+  if (queue_.needs(departed.rank) || breaks_receives) break_without(departed.rank, departed.cause);
+  causes_of_departure_[static_cast<std::size_t>(departed.rank)] = departed.cause;
+  queue_.drop_offers(departed.rank);
 }
 
-const Error* MessageLoop::gone(int rank) {
+const Error* MessageLoop::cause_of_departure(int rank) {
   const auto place = static_cast<std::size_t>(rank);
-  std::optional<Error>& gone = gone_[place];
-  if (gone) return &*gone;
-  const auto how = plan_.world->gone(plan_.instances[place]);
+  std::optional<Error>& departed = causes_of_departure_[place];
+  if (departed) return &*departed;
+  const auto how = plan_.world->departed(plan_.instances[place]);
   if (!how) return nullptr;
-  gone = Error(ErrorKind::kDisconnected, text_of_gone(plan_.peers[place], *how));
+  departed = Error(ErrorKind::kDisconnected, text_of_departed(plan_.peers[place], *how));
   queue_.drop_offers(rank);
-  return &*gone;
+  return &*departed;
 }
 
 void MessageLoop::break_without(int rank, const Error& seen) {
@@ -531,12 +532,12 @@ void MessageLoop::break_without(int rank, const Error& seen) {
 void MessageLoop::begin(const MessageOperationPtr& operation) {
   if (operation->from_any) {
     for (int rank = 0; rank < static_cast<int>(plan_.ranks.size()); ++rank) {
-      if (rank != plan_.rank && gone(rank) == nullptr) connections_->open(rank);
+      if (rank != plan_.rank && cause_of_departure(rank) == nullptr) connections_->open(rank);
     }
     return receive(operation);
   }
   const int peer = operation->peer;
-  if (const Error* cause = gone(peer)) break_without(peer, *cause);
+  if (const Error* cause = cause_of_departure(peer)) break_without(peer, *cause);
   connections_->open(peer);
   if (!operation->sends) return receive(operation);
   const channels::Offer offer = queue_.add_send(operation);
@@ -575,7 +576,8 @@ void MessageLoop::received(int rank, const channels::GroupMessage& note, Buffer 
     break_with(Error(abort->kind, abort->text), Tell::kNobody);
   } else if (const auto* end = std::get_if<channels::End>(&note)) {
     const std::string& name = plan_.peers[static_cast<std::size_t>(rank)];
-    lost(rank, Error(ErrorKind::kDisconnected, fmt::format("{} {}", name, end->text)), Loss::kAbsence);
+    departed(rank, Error(ErrorKind::kDisconnected, fmt::format("{} {}", name, end->text)),
+             Departure::kAbsence);
   } else {
     throw Error(ErrorKind::kInvalid, "it belongs to another kind of connection");
   }
@@ -632,11 +634,11 @@ Deadline MessageLoop::check() {
   if (late) {
     report_timeout({.kind = "message",
                     .name = late->call(),
-                    .detail = errors_.awaited(*late, queue_, gone_),
+                    .detail = errors_.awaited(*late, queue_, causes_of_departure_),
                     .seconds = to_seconds(now - late->began),
                     .id = late->number,
                     .part = group_number(plan_.ranks, plan_.group)});
-    break_with(errors_.late(*late, queue_, gone_), Tell::kGroup);
+    break_with(errors_.late(*late, queue_, causes_of_departure_), Tell::kGroup);
   }
   list_waiting(now);
   if (const auto cause = backend_->failure()) break_with(*cause, Tell::kNobody);
@@ -647,9 +649,9 @@ void MessageLoop::check_senders() {
   const MessageOperationPtr waiting = queue_.first_from_any();
   if (!waiting) return;
   for (int rank = 0; rank < static_cast<int>(plan_.ranks.size()); ++rank) {
-    if (rank != plan_.rank && gone(rank) == nullptr) return;
+    if (rank != plan_.rank && cause_of_departure(rank) == nullptr) return;
   }
-  break_with(errors_.no_sender(*waiting, gone_), Tell::kGroup);
+  break_with(errors_.no_sender(*waiting, causes_of_departure_), Tell::kGroup);
 }
 
 void MessageLoop::list_waiting(TimePoint now) {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/net/transport.h>
@@ -18,8 +18,8 @@
 
 namespace torchspan::collective {
 
-/// How a rank was lost.
-enum class Loss : std::uint8_t {
+/// How a rank departed.
+enum class Departure : std::uint8_t {
   kAbsence,  ///< it left, or no connection to it could be made
   kFailure,  ///< the connection broke, or it sent an invalid message
 };
@@ -94,7 +94,7 @@ class PairConnections final : private net::Handler {
   void run();
   void connect_pending();
   void connect(const MutualRequest& request);
-  void lost(int rank, const Error& cause, Loss how);
+  void departed(int rank, const Error& cause, Departure how);
   void accept(const std::shared_ptr<net::Channel>& channel, const channels::Hello& hello);
   void send_queued(int rank);
   std::optional<int> rank_of(const net::Channel& channel);
@@ -116,7 +116,7 @@ class PairConnections final : private net::Handler {
 };
 
 /// Ranks of a group that can send no more, and why, by rank.
-using GoneRanks = std::vector<std::optional<Error>>;
+using DepartedRanks = std::vector<std::optional<Error>>;
 
 /// The errors of send() and recv() of one rank.
 class MessageErrors {
@@ -125,20 +125,21 @@ class MessageErrors {
   explicit MessageErrors(const PairPlan& plan) : plan_(plan) {}
 
   /// `operation` waited until its deadline.
-  Error late(const MessageOperation& operation, const MessageQueue& queue, const GoneRanks& gone) const;
+  Error late(const MessageOperation& operation, const MessageQueue& queue,
+             const DepartedRanks& departed) const;
   /// What the operation waits for: the other rank and its call.
   std::string awaited(const MessageOperation& operation, const MessageQueue& queue,
-                      const GoneRanks& gone) const;
+                      const DepartedRanks& departed) const;
   /// The message does not have the dtype and shape of the tensor.
   Error mismatch(const MessageOperation& operation, const Offered& offered) const;
   /// All ranks from which a recv() from any rank could receive are gone.
-  Error no_sender(const MessageOperation& operation, const GoneRanks& gone) const;
+  Error no_sender(const MessageOperation& operation, const DepartedRanks& departed) const;
   /// A rank sent what it may not send.
   Error invalid(int rank, const Error& cause) const;
 
  private:
   std::string awaited_from_any(const MessageOperation& operation, const MessageQueue& queue,
-                               const GoneRanks& gone) const;
+                               const DepartedRanks& departed) const;
   const std::string& name(int rank) const { return plan_.peers[static_cast<std::size_t>(rank)]; }
 
   const PairPlan& plan_;
@@ -172,10 +173,10 @@ class MessageLoop final {
     Error error;
     Tell tell;
   };
-  struct Lost {
+  struct Departed {
     int rank;
     Error cause;
-    Loss how;
+    Departure how;
   };
 
   friend class PairConnections;
@@ -186,16 +187,16 @@ class MessageLoop final {
   /// `data` is empty if the message has none. Throws kInvalid for a message that the rank may not send.
   void received(int rank, const channels::GroupMessage& note, Buffer data);
   /// No connection to the rank can be made, or it has ended.
-  void lost(int rank, const Error& cause, Loss how);
+  void departed(int rank, const Error& cause, Departure how);
   /// Called after events and wake(), and at the time that it returned last.
   Deadline poll();
-  void handle(const Lost& lost);
+  void handle(const Departed& departed);
   /// Breaks the group without a rank that it needs; names the process that went first.
   void break_without(int rank, const Error& seen);
   void begin(const MessageOperationPtr& operation);
   void receive(const MessageOperationPtr& operation);
   /// Why a rank can send no more; null: it may.
-  const Error* gone(int rank);
+  const Error* cause_of_departure(int rank);
   void match(const MessageOperationPtr& operation, const Offered& offered);
   void take_data(const MessageOperationPtr& operation, const Buffer& data);
   void complete(const MessageOperationPtr& operation);
@@ -216,11 +217,11 @@ class MessageLoop final {
   Mutex mutex_;
   bool starting_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::deque<MessageOperationPtr> new_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::deque<Lost> lost_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::deque<Departed> departed_ TORCHSPAN_GUARDED_BY(mutex_);
   std::optional<Cause> cause_ TORCHSPAN_GUARDED_BY(mutex_);
-  bool failed_ = false;  ///< of the connections' thread: it has handled cause_
-  MessageQueue queue_;   ///< of the same thread
-  GoneRanks gone_;       ///< the same
+  bool failed_ = false;                ///< of the connections' thread: it has handled cause_
+  MessageQueue queue_;                 ///< of the same thread
+  DepartedRanks causes_of_departure_;  ///< the same
   /// Set once, with the lock; read with the lock until the connections' thread has seen it.
   std::unique_ptr<PairConnections> connections_;
 };

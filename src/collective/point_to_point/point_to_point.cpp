@@ -32,10 +32,10 @@ at::Tensor& tensor_of(ReceivedMessage& received) { return received.tensor; }
 /// Receives a tensor on a device through memory of the CPU. The copy to the device runs after the work that the caller has
 /// enqueued so far, and takers' work after the copy.
 template <class Received, class F>
-Future<Received> through_cpu(const std::shared_ptr<GroupHost>& host, const device::EventPoolPtr& events,
-                             const at::Tensor& tensor, F receive) {
+Future<Received> through_cpu(const std::shared_ptr<GroupExecutor>& continuations,
+                             const device::EventPoolPtr& events, const at::Tensor& tensor, F receive) {
   const auto before = EventGate::record(device::current_stream(tensor.device()), events, {tensor});
-  const auto promise = std::make_shared<Promise<Received>>(host);
+  const auto promise = std::make_shared<Promise<Received>>(continuations);
   Future<Received> future = promise->future();
   receive(at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type())))
       .add_done_callback([promise, events, before, tensor](const Future<Received>& done) {
@@ -57,7 +57,8 @@ Future<Received> through_cpu(const std::shared_ptr<GroupHost>& host, const devic
 }  // namespace
 
 PointToPoint::PointToPoint(PairPlan plan, std::shared_ptr<Backend> backend)
-    : host_(std::make_shared<GroupHost>(plan.world->runtime())), loop_(std::move(plan), std::move(backend)) {}
+    : continuations_(std::make_shared<GroupExecutor>(plan.world->runtime())),
+      loop_(std::move(plan), std::move(backend)) {}
 
 std::shared_ptr<PointToPoint> PointToPoint::make(PairPlan plan, std::shared_ptr<Backend> backend) {
   const std::shared_ptr<WorldLink> world = plan.world;
@@ -69,7 +70,7 @@ std::shared_ptr<PointToPoint> PointToPoint::make(PairPlan plan, std::shared_ptr<
 PointToPoint::~PointToPoint() {
   loop_.stop(Error(ErrorKind::kCancelled,
                    "the last handle of the group was dropped while this operation was pending"));
-  GroupHost::close(std::move(host_), loop_.plan().world->ended().has_value());
+  GroupExecutor::close(std::move(continuations_), loop_.plan().world->ended().has_value());
 }
 
 std::shared_ptr<PointToPoint> PointToPoint::of_part(std::shared_ptr<Backend> part, std::uint64_t split) {
@@ -103,7 +104,7 @@ void PointToPoint::submit(MessageOperation operation) {
 
 Future<at::Tensor> PointToPoint::send(const at::Tensor& tensor, int peer, int tag) {
   const at::NoGradGuard no_grad;
-  const auto promise = std::make_shared<Promise<at::Tensor>>(host_);
+  const auto promise = std::make_shared<Promise<at::Tensor>>(continuations_);
   submit({.sends = true,
           .peer = peer,
           .tag = tag,
@@ -115,22 +116,23 @@ Future<at::Tensor> PointToPoint::send(const at::Tensor& tensor, int peer, int ta
 
 Future<at::Tensor> PointToPoint::recv(const at::Tensor& tensor, int peer, int tag) {
   if (!tensor.is_cpu()) {
-    return through_cpu<at::Tensor>(host_, events_, tensor,
+    return through_cpu<at::Tensor>(continuations_, events_, tensor,
                                    [&](const at::Tensor& staging) { return recv(staging, peer, tag); });
   }
   const at::NoGradGuard no_grad;
-  const auto promise = std::make_shared<Promise<at::Tensor>>(host_);
+  const auto promise = std::make_shared<Promise<at::Tensor>>(continuations_);
   submit({.peer = peer, .tag = tag, .tensor = tensor, .work = memory_for(tensor), .promise = promise});
   return promise->future();
 }
 
 Future<ReceivedMessage> PointToPoint::recv_from_any(const at::Tensor& tensor, int tag) {
   if (!tensor.is_cpu()) {
-    return through_cpu<ReceivedMessage>(
-        host_, events_, tensor, [&](const at::Tensor& staging) { return recv_from_any(staging, tag); });
+    return through_cpu<ReceivedMessage>(continuations_, events_, tensor, [&](const at::Tensor& staging) {
+      return recv_from_any(staging, tag);
+    });
   }
   const at::NoGradGuard no_grad;
-  const auto promise = std::make_shared<Promise<ReceivedMessage>>(host_);
+  const auto promise = std::make_shared<Promise<ReceivedMessage>>(continuations_);
   submit({.from_any = true,
           .tag = tag,
           .tensor = tensor,
@@ -142,7 +144,7 @@ Future<ReceivedMessage> PointToPoint::recv_from_any(const at::Tensor& tensor, in
 void PointToPoint::member_died(const rendezvous::Member& member, const Error& reason) {
   const auto& instances = loop_.plan().instances;
   if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
-  loop_.break_with(lost_rank(describe(member), reason.message()), MessageLoop::Tell::kNobody);
+  loop_.break_with(departed_rank_error(describe(member), reason.message()), MessageLoop::Tell::kNobody);
 }
 
 void PointToPoint::world_ended(const Error& reason) { loop_.break_with(reason, MessageLoop::Tell::kPeers); }

@@ -4,7 +4,7 @@
 
 #include <torchspan/detail/device/streams.h>
 
-#include "collective/group_host.h"
+#include "collective/group_executor.h"
 #include "collective/point_to_point/message_loop.h"
 
 namespace torchspan::collective {
@@ -39,7 +39,7 @@ class PointToPoint final : public WorldListener {
   void submit(MessageOperation operation);
 
   std::atomic<std::uint64_t> splits_{0};
-  std::shared_ptr<GroupHost> host_;
+  std::shared_ptr<GroupExecutor> continuations_;
   const device::EventPoolPtr events_ = std::make_shared<device::EventPool>();  ///< for tensors on devices
   MessageLoop loop_;
 };

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 
 namespace torchspan::collective {
 

@@ -23,9 +23,9 @@ namespace {
 
 constexpr Duration kAnswerLimit = std::chrono::seconds(1);
 
-void throw_if_rank_gone(const SerialOptions& options) {
-  const auto gone = options.world ? options.world->first_gone(options.instances) : std::nullopt;
-  if (gone) throw lost_rank(options.peers[gone->rank], gone->how);
+void throw_if_rank_departed(const SerialOptions& options) {
+  const auto departed = options.world ? options.world->first_departed(options.instances) : std::nullopt;
+  if (departed) throw departed_rank_error(options.peers[departed->rank], departed->how);
 }
 
 [[noreturn]] void throw_different_calls(const SerialOptions& options, std::size_t one,
@@ -58,8 +58,8 @@ std::string find_silent_ranks(Executor& executor, const SerialOptions& options, 
 /// The ranks that are gone, or else those that do not answer, for a message about call `number`; begins with "; ".
 std::string missing_ranks(Executor& executor, const SerialOptions& options, BlockingCollectives& collectives,
                           std::uint64_t number) {
-  if (const auto first = options.world ? options.world->first_gone(options.instances) : std::nullopt) {
-    return fmt::format("; {}", text_of_gone(options.peers[first->rank], first->how));
+  if (const auto first = options.world ? options.world->first_departed(options.instances) : std::nullopt) {
+    return fmt::format("; {}", text_of_departed(options.peers[first->rank], first->how));
   }
   const std::string awaited = collectives.awaited();
   if (!awaited.empty()) return "; it waits for " + awaited;
@@ -73,7 +73,8 @@ std::string missing_ranks(Executor& executor, const SerialOptions& options, Bloc
 Error explain_failure(Executor& executor, const SerialOptions& options, BlockingCollectives& collectives,
                       const std::string& call, std::uint64_t number, const std::exception_ptr& exception) {
   const auto about = [&](ErrorKind kind, const std::string& text) {
-    if (kind == ErrorKind::kDisconnected && options.world) options.world->await_first_gone(options.instances);
+    if (kind == ErrorKind::kDisconnected && options.world)
+      options.world->await_first_departed(options.instances);
     return Error(kind,
                  fmt::format("{}, call {} of the group, failed in {}: {}{}", call, number, collectives.name(),
                              text, missing_ranks(executor, options, collectives, number)));
@@ -127,7 +128,7 @@ SerialBackend::SerialBackend(std::shared_ptr<Runtime> runtime,
       options_(std::move(options)),
       collectives_(std::move(collectives)),
       gathers_(*collectives_, options_.rank, static_cast<int>(options_.ranks.size())),
-      host_(std::make_shared<GroupHost>(runtime_)),
+      continuations_(std::make_shared<GroupExecutor>(runtime_)),
       parker_(runtime_->executor.make_parker()) {
   collectives_->watch([parker = parker_] { parker->unpark(); }, {});
   thread_ = runtime_->executor.spawn("group", [this] { run(); });
@@ -141,8 +142,8 @@ std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runt
   const auto& [world, instances] = std::tie(backend->options_.world, backend->options_.instances);
   if (!world) return backend;
   world->add(backend);
-  if (const auto gone = world->first_gone(instances)) {
-    backend->break_with(lost_rank(backend->options_.peers[gone->rank], gone->how));
+  if (const auto departed = world->first_departed(instances)) {
+    backend->break_with(departed_rank_error(backend->options_.peers[departed->rank], departed->how));
   }
   return backend;
 }
@@ -158,7 +159,7 @@ SerialBackend::~SerialBackend() {
   if (cause) collectives_->fail_call(*cause, calls_.load() + 1);
   if (collectives_->announces()) collectives_->end(dropped);
   stop_thread();
-  GroupHost::close(host_, options_.world && options_.world->ended());
+  GroupExecutor::close(continuations_, options_.world && options_.world->ended());
 }
 
 void SerialBackend::stop_thread() {
@@ -170,7 +171,7 @@ void SerialBackend::stop_thread() {
 void SerialBackend::member_died(const rendezvous::Member& member, const Error& reason) {
   const auto& instances = options_.instances;
   if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
-  const Error cause = lost_rank(describe(member), reason.message());
+  const Error cause = departed_rank_error(describe(member), reason.message());
   if (collectives_->announces()) collectives_->abort(cause);  // before this rank may end because of it
   break_with(cause);
   collectives_->abort(cause);
@@ -185,7 +186,7 @@ void SerialBackend::world_closing() { stop_thread(); }
 
 template <class T>
 Future<T> SerialBackend::submit(CallLine call, UniqueFunction<T()> body, std::uint64_t* number) {
-  auto promise = std::make_shared<Promise<T>>(host_);
+  auto promise = std::make_shared<Promise<T>>(continuations_);
   Future<T> future = promise->future();
   auto job = std::make_unique<Job>();
   job->call = std::move(call);
@@ -277,7 +278,7 @@ void SerialBackend::run_one(Job& job) {
   try {
     if (const auto cause = recorded_failure()) throw Error(*cause);
     // Engines that announce failures see the end of a rank in the order of calls.
-    if (!collectives_->announces()) throw_if_rank_gone(options_);
+    if (!collectives_->announces()) throw_if_rank_departed(options_);
     compare(job.call);
     job.run();
   } catch (...) {

@@ -13,7 +13,7 @@
 #include <torchspan/detail/core/pool.h>
 #include <torchspan/detail/core/runtime.h>
 
-#include "collective/group_host.h"
+#include "collective/group_executor.h"
 #include "collective/serial/blocking_collectives.h"
 #include "collective/serial/gathers.h"
 #include "collective/tensors.h"
@@ -110,7 +110,7 @@ class SerialBackend final : public Backend, public WorldListener {
   const SerialOptions options_;
   const std::unique_ptr<BlockingCollectives> collectives_;
   const Gathers gathers_;
-  const std::shared_ptr<GroupHost> host_;
+  const std::shared_ptr<GroupExecutor> continuations_;
   const std::shared_ptr<Parker> parker_;  ///< shared with the engine, which wakes the thread
   std::atomic<std::int32_t> group_number_{group_number(options_.ranks)};
   std::atomic<bool> stopping_{false};

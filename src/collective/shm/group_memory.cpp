@@ -71,7 +71,7 @@ GroupMemory::~GroupMemory() {
                        tokens = tokens_] {
     for (std::size_t rank = 0; rank < staging_areas.size(); ++rank) {
       const bool here = staging_areas[rank]->member_of.load(std::memory_order_acquire) == tokens[rank];
-      if (here && !peer_memory->gone(members[rank])) return false;
+      if (here && !peer_memory->departed(members[rank])) return false;
     }
     return true;
   };
@@ -177,7 +177,7 @@ void GroupMemory::await_units() {
   const Deadline limit = executor.deadline_in(kUnitLimit);
   for (int rank = 0; rank < size(); ++rank) {
     while (rank != rank_ && signals_->is_in_unit(rank) && !limit.passed(executor.now()) &&
-           !peer_memory_->gone(members_[static_cast<std::size_t>(rank)])) {
+           !peer_memory_->departed(members_[static_cast<std::size_t>(rank)])) {
       executor.sleep(std::chrono::microseconds(50));
     }
   }

@@ -5,7 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "collective/group_host.h"
+#include "collective/group_executor.h"
 #include "core/api/step_part.h"
 #include "core/api/timeout_notice.h"
 
@@ -41,9 +41,9 @@ bool is_in_slots(GroupMemory& memory, const Operation& operation) {
 }  // namespace
 
 /// A waiting thread takes the driver lock if it is free.
-class OpQueue::Host final : public GroupHost {
+class OpQueue::QueueExecutor final : public GroupExecutor {
  public:
-  using GroupHost::GroupHost;
+  using GroupExecutor::GroupExecutor;
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override {
     if (const auto op_queue = op_queue_.lock()) {
       const Pool::BlockingScope scope(pool());
@@ -53,7 +53,7 @@ class OpQueue::Host final : public GroupHost {
       }
     }
     while (!done.load(std::memory_order_acquire) && !deadline.passed(executor().now())) {
-      GroupHost::wait(parker, done, deadline);
+      GroupExecutor::wait(parker, done, deadline);
     }
   }
   void set_op_queue(std::weak_ptr<OpQueue> op_queue) { op_queue_ = std::move(op_queue); }
@@ -62,7 +62,7 @@ class OpQueue::Host final : public GroupHost {
   std::weak_ptr<OpQueue> op_queue_;
 };
 
-std::weak_ptr<FutureHost> OpQueue::host() const { return host_; }
+std::weak_ptr<ContinuationExecutor> OpQueue::continuations() const { return continuations_; }
 
 void OpQueue::set_instance(std::uint64_t instance) {
   std::vector<int> ranks;
@@ -77,7 +77,7 @@ OpQueue::OpQueue(std::unique_ptr<GroupMemory> memory, Duration timeout)
       memory_(std::move(memory)),
       signals_(memory_->signals()),
       algorithms_(*memory_),
-      host_(std::make_shared<Host>(runtime_)),
+      continuations_(std::make_shared<QueueExecutor>(runtime_)),
       parker_(executor_.make_parker()) {
   set_instance(0);
 }
@@ -89,7 +89,7 @@ std::shared_ptr<OpQueue> OpQueue::make(std::unique_ptr<GroupMemory> memory, Dura
 }
 
 void OpQueue::start() {
-  host_->set_op_queue(weak_from_this());
+  continuations_->set_op_queue(weak_from_this());
   thread_ = executor_.spawn("group", [this] { run(); });
   memory_->peer_memory()->add(weak_from_this());
 }
@@ -101,8 +101,8 @@ void OpQueue::stop_thread() {
   if (thread_.joinable()) thread_.join();
 }
 
-void OpQueue::rank_gone() {
-  rank_gone_.store(true);
+void OpQueue::rank_departed() {
+  rank_departed_.store(true);
   signals_.interrupt();
 }
 
@@ -137,7 +137,7 @@ OpQueue::~OpQueue() {
   signals_.leave();
   fail_all(Error(ErrorKind::kCancelled,
                  "the last handle of the group was dropped while this operation was pending"));
-  Host::close(std::move(host_), ended_.load());
+  QueueExecutor::close(std::move(continuations_), ended_.load());
 }
 
 void OpQueue::submit(std::unique_ptr<Operation> operation) {
@@ -324,7 +324,7 @@ bool OpQueue::await(Operation& operation, CountTarget target, const std::atomic<
                              ? executor_.deadline_in(timeout_ - (executor_.now() - began))
                              : operation.deadline;
   const auto interrupted = [&] {
-    return stopping_.load(std::memory_order_relaxed) || rank_gone_.load(std::memory_order_relaxed) ||
+    return stopping_.load(std::memory_order_relaxed) || rank_departed_.load(std::memory_order_relaxed) ||
            ended_.load(std::memory_order_relaxed) ||
            (done != nullptr && done->load(std::memory_order_relaxed));
   };
@@ -345,8 +345,8 @@ bool OpQueue::await(Operation& operation, CountTarget target, const std::atomic<
       stalled.emplace(runtime_->spans, SpanKind::kWait, describe(operation.call),
                       SpanLink{.id = operation.call.sequence + 1, .part = group_number_});
     }
-    rank_gone_.store(false);
-    break_if_rank_gone(operation, target);
+    rank_departed_.store(false);
+    break_if_rank_departed(operation, target);
     warn_if_due(operation, target, executor_.now() - began);
     Deadline earliest = limit;  // a later operation may have less time
     {
@@ -391,16 +391,17 @@ void OpQueue::fail_all(const Error& cause) {
   }
 }
 
-void OpQueue::break_if_rank_gone(const Operation& operation, CountTarget target) {
+void OpQueue::break_if_rank_departed(const Operation& operation, CountTarget target) {
   for (int rank = 0; rank < memory_->size(); ++rank) {
     if (rank == memory_->rank()) continue;
-    auto how = memory_->peer_memory()->gone(memory_->members()[static_cast<std::size_t>(rank)]);
+    auto how = memory_->peer_memory()->departed(memory_->members()[static_cast<std::size_t>(rank)]);
     if (signals_.has_left(rank)) how = "it left the group";
     if (!how) continue;
     if (!is_late(rank, target)) continue;
     const std::string call = describe_numbered(operation.call);
-    const auto first =
-        signals_.has_left(rank) ? std::nullopt : memory_->peer_memory()->await_first_gone(memory_->members());
+    const auto first = signals_.has_left(rank)
+                           ? std::nullopt
+                           : memory_->peer_memory()->await_first_departed(memory_->members());
     const int cause = first ? static_cast<int>(first->rank) : rank;
     signals_.break_group(Error(
         ErrorKind::kDisconnected,

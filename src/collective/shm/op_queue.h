@@ -30,7 +30,7 @@ class OpQueue final : public std::enable_shared_from_this<OpQueue> {
   std::optional<Error> breakage();
 
   // What PeerMemory reports, without locks, on threads that this object does not join. See WorldListener.
-  void rank_gone();
+  void rank_departed();
   /// Fails all operations on this rank; the other ranks see that it has left the group.
   void world_ended(const Error& reason);
   void world_closing();
@@ -40,12 +40,12 @@ class OpQueue final : public std::enable_shared_from_this<OpQueue> {
   ShmAlgorithms& algorithms() { return algorithms_; }
   Executor& executor() { return executor_; }
   Duration timeout() const { return timeout_; }
-  std::weak_ptr<FutureHost> host() const;
+  std::weak_ptr<ContinuationExecutor> continuations() const;
   /// As Backend::set_instance().
   void set_instance(std::uint64_t instance);
 
  private:
-  class Host;
+  class QueueExecutor;
 
   OpQueue(std::unique_ptr<GroupMemory> memory, Duration timeout);
   void start();
@@ -71,7 +71,7 @@ class OpQueue final : public std::enable_shared_from_this<OpQueue> {
   Operation* first();
 
   /// Breaks the group if a rank that has not reached the target is gone.
-  void break_if_rank_gone(const Operation& operation, CountTarget target);
+  void break_if_rank_departed(const Operation& operation, CountTarget target);
   void break_for_timeout(const Operation& operation, CountTarget target, Duration waited);
   /// Warns of the ranks for which a barrier or gather of bytes waits, after 10 s, 20 s, 40 s, …; on the first that waits.
   void warn_if_due(Operation& operation, CountTarget target, Duration waited);
@@ -85,11 +85,11 @@ class OpQueue final : public std::enable_shared_from_this<OpQueue> {
   const std::unique_ptr<GroupMemory> memory_;
   Signals& signals_;
   ShmAlgorithms algorithms_;
-  std::shared_ptr<Host> host_;
+  std::shared_ptr<QueueExecutor> continuations_;
   const std::unique_ptr<Parker> parker_;
   std::atomic<std::int32_t> group_number_{0};
   std::atomic<bool> stopping_{false};
-  std::atomic<bool> rank_gone_{false};
+  std::atomic<bool> rank_departed_{false};
   std::atomic<bool> ended_{false};  ///< end_ is set
 
   Mutex mutex_;

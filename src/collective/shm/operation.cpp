@@ -5,7 +5,7 @@
 #include <fmt/ranges.h>
 #include <span>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 
 #include "collective/tensors.h"
 

@@ -7,17 +7,17 @@
 
 namespace torchspan::collective::shm {
 
-void PeerMemory::note_gone(std::uint64_t instance, const std::string& how) {
+void PeerMemory::note_departed(std::uint64_t instance, const std::string& how) {
   bool is_first = false;
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == self_ || peer(rank).instance != instance) continue;
     MutexLock lock(mutex_);
-    auto& gone = gone_[static_cast<std::size_t>(rank)];
-    is_first = !gone;
-    if (is_first) gone = how;
+    auto& departed = departed_[static_cast<std::size_t>(rank)];
+    is_first = !departed;
+    if (is_first) departed = how;
   }
   if (!is_first) return;
-  for (const auto& listener : listeners()) listener->rank_gone();
+  for (const auto& listener : listeners()) listener->rank_departed();
 }
 
 void PeerMemory::world_ended(const Error& reason) {
@@ -38,7 +38,7 @@ std::vector<std::shared_ptr<OpQueue>> PeerMemory::listeners() {
   return living;
 }
 
-std::optional<std::string> PeerMemory::gone(int peer_rank) {
+std::optional<std::string> PeerMemory::departed(int peer_rank) {
   const auto index = static_cast<std::size_t>(peer_rank);
   bool ended = false;
   if (ends_[index]) {
@@ -48,15 +48,16 @@ std::optional<std::string> PeerMemory::gone(int peer_rank) {
     ended = got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
   }
   MutexLock lock(mutex_);
-  if (!gone_[index]) gone_[index] = world_->gone(peer(peer_rank).instance);
-  if (ended && !gone_[index]) gone_[index] = "its process ended or dropped its groups";
-  return gone_[index];
+  if (!departed_[index]) departed_[index] = world_->departed(peer(peer_rank).instance);
+  if (ended && !departed_[index]) departed_[index] = "its process ended or dropped its groups";
+  return departed_[index];
 }
 
-std::optional<WorldLink::GoneRank> PeerMemory::await_first_gone(const std::vector<int>& peer_ranks) const {
+std::optional<WorldLink::DepartedRank> PeerMemory::await_first_departed(
+    const std::vector<int>& peer_ranks) const {
   std::vector<std::uint64_t> instances;
   for (const int peer_rank : peer_ranks) instances.push_back(peer(peer_rank).instance);
-  return world_->await_first_gone(instances);
+  return world_->await_first_departed(instances);
 }
 
 void PeerMemory::retire(const Arena::Stretch& stretch, std::function<bool()> unseen) {

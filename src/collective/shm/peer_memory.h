@@ -32,7 +32,7 @@ class PeerMemory final : public WorldListener {
       : world_(std::move(world)), peers_(std::move(peers)), self_(self), own_(std::move(own)) {
     mappings_.resize(peers_.size());
     ends_.resize(peers_.size());
-    gone_.resize(peers_.size());
+    departed_.resize(peers_.size());
   }
 
   const std::shared_ptr<Runtime>& runtime() const { return world_->runtime(); }
@@ -54,17 +54,17 @@ class PeerMemory final : public WorldListener {
   }
 
   void member_died(const rendezvous::Member& member, const Error& reason) override {
-    note_gone(member.instance, reason.message());
+    note_departed(member.instance, reason.message());
   }
   void member_left(const rendezvous::Member& member) override {
-    note_gone(member.instance, "it left the world");
+    note_departed(member.instance, "it left the world");
   }
   void world_ended(const Error& reason) override;
   void world_closing() override;
   /// Checks a rank's connection. Returns why the rank is gone; nullopt if it is not known to be.
-  std::optional<std::string> gone(int peer_rank);
-  /// The first of these peer ranks that is gone, by its place; see WorldLink::await_first_gone().
-  std::optional<WorldLink::GoneRank> await_first_gone(const std::vector<int>& peer_ranks) const;
+  std::optional<std::string> departed(int peer_rank);
+  /// The first of these peer ranks that is gone, by its place; see WorldLink::await_first_departed().
+  std::optional<WorldLink::DepartedRank> await_first_departed(const std::vector<int>& peer_ranks) const;
   /// Takes over a range of this process's arena that a destroyed group used. Releases it when `unseen`
   /// returns true: no other process reads it. Calls `unseen` from time to time.
   void retire(const Arena::Stretch& stretch, std::function<bool()> unseen);
@@ -78,7 +78,7 @@ class PeerMemory final : public WorldListener {
     Arena::Stretch stretch;
     std::function<bool()> unseen;
   };
-  void note_gone(std::uint64_t instance, const std::string& how);
+  void note_departed(std::uint64_t instance, const std::string& how);
   std::vector<std::shared_ptr<OpQueue>> listeners();
 
   const std::shared_ptr<WorldLink> world_;
@@ -88,7 +88,7 @@ class PeerMemory final : public WorldListener {
   std::vector<SharedMemory> mappings_;
   std::vector<Descriptor> ends_;
   Mutex mutex_;
-  std::vector<std::optional<std::string>> gone_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::optional<std::string>> departed_ TORCHSPAN_GUARDED_BY(mutex_);
   std::vector<std::weak_ptr<OpQueue>> listeners_ TORCHSPAN_GUARDED_BY(mutex_);
   Mutex retired_mutex_;
   std::vector<Retired> retired_ TORCHSPAN_GUARDED_BY(retired_mutex_);

@@ -190,7 +190,7 @@ std::uint32_t hash_of(const std::string& text) {
 /// Submits the operation; the future gets the result of `result`, or the operation's failure.
 template <class T>
 Future<T> submit(OpQueue& queue, std::unique_ptr<Operation> operation, UniqueFunction<T()> result) {
-  auto promise = std::make_shared<Promise<T>>(queue.host());
+  auto promise = std::make_shared<Promise<T>>(queue.continuations());
   Future<T> future = promise->future();
   operation->succeed = [promise, result = std::move(result)]() mutable { promise->set_from(result); };
   operation->fail = [promise](std::exception_ptr error) { promise->set_error(std::move(error)); };

@@ -2,7 +2,7 @@
 #include <memory>
 #include <vector>
 
-#include <torchspan/collective/backend.h>
+#include <torchspan/collective.h>
 
 #include "collective/api/shares_memory.h"
 #include "collective/shm/op_queue.h"

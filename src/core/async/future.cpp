@@ -56,8 +56,8 @@ FutureStateBase::~FutureStateBase() {
 
 void FutureStateBase::check_process() const {
   if (!is_of_parent()) return;
-  const auto host = host_.lock();
-  throw OwnerProcess::forked(host ? host->worker_name() : std::string());
+  const auto executor = executor_.lock();
+  throw OwnerProcess::forked(executor ? executor->worker_name() : std::string());
 }
 
 bool FutureStateBase::claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
@@ -73,10 +73,10 @@ void FutureStateBase::publish() {
       waiter->unpark();  // a waiter's parker lives until it left under this lock
   }
   if (continuations.empty()) return;
-  auto host = host_.lock();
+  auto executor = executor_.lock();
   for (auto& continuation : continuations) {
-    if (host) {
-      host->post(std::move(continuation));
+    if (executor) {
+      executor->post(std::move(continuation));
     } else {
       continuation();
     }
@@ -86,9 +86,9 @@ void FutureStateBase::publish() {
 bool FutureStateBase::wait_until(Deadline deadline) {
   if (done()) return true;
   check_process();
-  auto host = host_.lock();
-  if (!host) throw Error(ErrorKind::kCancelled, "this future's worker is gone, so it can never complete");
-  auto parker = host->executor().make_parker();
+  auto executor = executor_.lock();
+  if (!executor) throw Error(ErrorKind::kCancelled, "this future's worker is gone, so it can never complete");
+  auto parker = executor->executor().make_parker();
   {
     MutexLock lock(mutex_);
     if (done_.load(std::memory_order_relaxed)) return true;
@@ -102,40 +102,40 @@ bool FutureStateBase::wait_until(Deadline deadline) {
       std::erase(state.waiters_, parker);
     }
   } leave{*this, parker.get()};
-  host->wait(*parker, done_, deadline);
+  executor->wait(*parker, done_, deadline);
   return done();
 }
 
 void FutureStateBase::wait(Deadline deadline) {
   if (done()) return;
   check_process();
-  const auto host = host_.lock();
-  const TimePoint began = host ? host->executor().now() : TimePoint();
+  const auto executor = executor_.lock();
+  const TimePoint began = executor ? executor->executor().now() : TimePoint();
   if (wait_until(deadline)) return;
   throw Error(ErrorKind::kTimedOut,
               "the future did not complete before the deadline of this wait; it may complete later")
-      .with_elapsed(host->executor().now() - began);
+      .with_elapsed(executor->executor().now() - began);
 }
 
 void FutureStateBase::synchronize(Deadline deadline) const {
   if (!gate_) return;
   check_process();
   if (gate_->done()) return;
-  const auto host = host_.lock();
-  if (!host)
+  const auto executor = executor_.lock();
+  if (!executor)
     throw Error(ErrorKind::kCancelled, "this future's worker is gone, so its device cannot be awaited");
-  const auto parker = host->executor().make_parker();
+  const auto parker = executor->executor().make_parker();
   while (!gate_->done()) {
-    if (deadline.passed(host->executor().now())) {
+    if (deadline.passed(executor->executor().now())) {
       throw Error(ErrorKind::kTimedOut, "the device did not finish the value of this future by the deadline");
     }
-    parker->park(earlier(deadline, host->executor().deadline_in(kGatePoll)));
+    parker->park(earlier(deadline, executor->executor().deadline_in(kGatePoll)));
   }
 }
 
 Deadline FutureStateBase::deadline_in(Duration timeout) const {
-  auto host = host_.lock();
-  return host ? host->executor().deadline_in(timeout) : Deadline::never();
+  auto executor = executor_.lock();
+  return executor ? executor->executor().deadline_in(timeout) : Deadline::never();
 }
 
 void FutureStateBase::on_done(UniqueFunction<void()> continuation) {
@@ -147,15 +147,15 @@ void FutureStateBase::on_done(UniqueFunction<void()> continuation) {
       return;
     }
   }
-  if (auto host = host_.lock()) {
-    host->post(std::move(continuation));
+  if (auto executor = executor_.lock()) {
+    executor->post(std::move(continuation));
   } else {
     continuation();
   }
 }
 
 void FutureStateBase::on_done_bound(UniqueFunction<void()> continuation) {
-  if (auto host = host_.lock()) continuation = host->bind(std::move(continuation));
+  if (auto executor = executor_.lock()) continuation = executor->bind(std::move(continuation));
   on_done(std::move(continuation));
 }
 

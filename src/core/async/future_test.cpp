@@ -26,7 +26,7 @@ ErrorKind failure_of(const Future<T>& future) {
 TEST(Future, GivesItsValueToEveryCopyAnyNumberOfTimes) {
   everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
-    Promise<std::string> promise(pool.host());
+    Promise<std::string> promise(pool.continuations());
     const Future<std::string> future = promise.future();
     // NOLINTNEXTLINE(performance-unnecessary-copy-initialization): what is tested
     const Future<std::string> copy = future;
@@ -47,10 +47,10 @@ TEST(Future, ServesVoidAndTypesWithoutDefault) {
     explicit OnlyFrom(int number) : number(number) {}
     int number;
   };
-  Promise<void> nothing{std::weak_ptr<FutureHost>()};
+  Promise<void> nothing{std::weak_ptr<ContinuationExecutor>()};
   EXPECT_TRUE(nothing.set_value());
   nothing.future().wait();
-  Promise<OnlyFrom> something{std::weak_ptr<FutureHost>()};
+  Promise<OnlyFrom> something{std::weak_ptr<ContinuationExecutor>()};
   EXPECT_TRUE(something.set_value(7));
   EXPECT_EQ(something.future().wait().number, 7);
 }
@@ -79,7 +79,7 @@ TEST(ValueGate, IsPassedByEveryTakerAndRenewedForContinuations) {
   everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
     const auto gate = std::make_shared<CountingGate>();
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     const Future<int> future = promise.future();
     const Future<int> later = future.then([](const Future<int>& done) { return done.wait() + 1; });
     promise.set_value_behind(gate, 4);
@@ -97,7 +97,7 @@ TEST(ValueGate, OfSeveralFuturesIsPassedForAll) {
   everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
     const auto first = std::make_shared<CountingGate>(), second = std::make_shared<CountingGate>();
-    Promise<int> one(pool.host()), other(pool.host());
+    Promise<int> one(pool.continuations()), other(pool.continuations());
     const auto both = when_all(std::vector<Future<int>>{one.future(), other.future()});
     one.set_value_behind(first, 1);
     other.set_value_behind(second, 2);
@@ -112,11 +112,11 @@ TEST(ValueGate, MakesSynchronizeWaitAndReportsItsFailure) {
   everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
     const auto gate = std::make_shared<CountingGate>(3);
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     promise.set_value_behind(gate, 4);
     EXPECT_EQ(promise.future().synchronize(executor.deadline_in(10s)), 4);
     const auto never = std::make_shared<CountingGate>(1 << 30);
-    Promise<int> slow(pool.host());
+    Promise<int> slow(pool.continuations());
     slow.set_value_behind(never, 4);
     EXPECT_EQ(kind_of([&] { slow.future().synchronize(executor.deadline_in(1ms)); }), ErrorKind::kTimedOut);
     never->failed = true;
@@ -127,7 +127,7 @@ TEST(ValueGate, MakesSynchronizeWaitAndReportsItsFailure) {
 TEST(Promise, LetsTheFirstOfManySettersWin) {
   everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor);
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     std::atomic<int> wins{0}, winner{-1};
     std::vector<Thread> threads;
     for (int i = 0; i < 4; ++i) {
@@ -153,7 +153,7 @@ TEST(Promise, LetsTheFirstOfManySettersWin) {
 }
 
 TEST(Promise, LeavesALosingValueWithItsOwner) {
-  Promise<std::string> promise{std::weak_ptr<FutureHost>()};
+  Promise<std::string> promise{std::weak_ptr<ContinuationExecutor>()};
   promise.set_value("first");
   std::string second = "second, which is too long to be kept in place";
   EXPECT_FALSE(promise.set_value(std::move(second)));
@@ -165,7 +165,7 @@ TEST(Promise, LeavesALosingValueWithItsOwner) {
 TEST(Promise, CancelsItsFutureWhenDropped) {
   everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
-    auto promise = std::make_unique<Promise<int>>(pool.host());
+    auto promise = std::make_unique<Promise<int>>(pool.continuations());
     const Future<int> future = promise->future();
     Thread thread = executor.spawn("drops", [&] { promise.reset(); });
     EXPECT_EQ(kind_of([&] { future.wait(); }), ErrorKind::kCancelled);
@@ -173,7 +173,7 @@ TEST(Promise, CancelsItsFutureWhenDropped) {
 }
 
 TEST(Promise, CancelsItsFutureWhenAnotherPromiseIsMovedIn) {
-  Promise<int> promise{std::weak_ptr<FutureHost>()}, other{std::weak_ptr<FutureHost>()};
+  Promise<int> promise{std::weak_ptr<ContinuationExecutor>()}, other{std::weak_ptr<ContinuationExecutor>()};
   const Future<int> old = promise.future(), fresh = other.future();
   promise = std::move(other);
   ASSERT_TRUE(old.done());
@@ -191,14 +191,14 @@ TEST(Promise, FailsItsFutureWhenTheValueCannotBeStored) {
   struct Fragile {
     explicit Fragile(int) { throw std::out_of_range("cannot be made"); }
   };
-  Promise<Fragile> promise{std::weak_ptr<FutureHost>()};
+  Promise<Fragile> promise{std::weak_ptr<ContinuationExecutor>()};
   promise.set_from([] { return 1; });
   ASSERT_TRUE(promise.future().done());
   EXPECT_THROW(promise.future().wait(), std::out_of_range);
 }
 
 TEST(Promise, TakesTheResultOrExceptionOfABody) {
-  Promise<int> value{std::weak_ptr<FutureHost>()}, failure{std::weak_ptr<FutureHost>()};
+  Promise<int> value{std::weak_ptr<ContinuationExecutor>()}, failure{std::weak_ptr<ContinuationExecutor>()};
   value.set_from([] { return 5; });
   failure.set_from([]() -> int { throw std::length_error("too long"); });
   EXPECT_EQ(value.future().wait(), 5);
@@ -221,7 +221,7 @@ TEST(Promise, CanBeDestroyedByTheWaiterOnceTheValueIsSet) {
     }
   });
   for (int i = 0; i < 2000; ++i) {
-    auto promise = std::make_unique<Promise<int>>(pool.host());
+    auto promise = std::make_unique<Promise<int>>(pool.continuations());
     auto future = promise->future();
     offered = promise.get();
     EXPECT_EQ(future.wait(), 1);
@@ -232,7 +232,7 @@ TEST(Promise, CanBeDestroyedByTheWaiterOnceTheValueIsSet) {
 TEST(FutureWait, TimesOutAtItsDeadlineAndReportsTheElapsedTime) {
   for_seeds(20, [](SimExecutor& executor) {
     OwnedPool pool(executor);
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     try {
       promise.future().wait(250ms);
       ADD_FAILURE() << "nothing was thrown";
@@ -250,7 +250,7 @@ TEST(FutureWait, TimesOutAtItsDeadlineAndReportsTheElapsedTime) {
 TEST(FutureWait, ReportsCompletionWithoutThrowingTheFailure) {
   for_seeds(20, [](SimExecutor& executor) {
     OwnedPool pool(executor);
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     const Future<int> future = promise.future();
     EXPECT_FALSE(future.wait_for(250ms));
     EXPECT_EQ(executor.now(), TimePoint(250ms));
@@ -264,14 +264,14 @@ TEST(FutureWait, ReportsCompletionWithoutThrowingTheFailure) {
     EXPECT_LT(executor.now(), TimePoint(1300ms));
     EXPECT_TRUE(future.wait_for(0s));
     EXPECT_EQ(kind_of([&] { future.wait(); }), ErrorKind::kTimedOut);
-    EXPECT_TRUE(make_ready_future<int>(1).wait_for(0s)) << "it has no host";
+    EXPECT_TRUE(make_ready_future<int>(1).wait_for(0s)) << "it has no executor";
   });
 }
 
 TEST(FutureWait, WakesEveryWaiterInTime) {
   everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor);
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     std::atomic<int> got{0}, timed_out{0};
     std::vector<Thread> threads;
     for (int i = 0; i < 8; ++i) {
@@ -291,10 +291,10 @@ TEST(FutureWait, WakesEveryWaiterInTime) {
   });
 }
 
-TEST(FutureWait, RefusesToWaitWhenTheHostIsGone) {
+TEST(FutureWait, RefusesToWaitWhenTheExecutorIsGone) {
   const auto executor = make_executor();
   OwnedPool pool(*executor);
-  Promise<int> promise(pool.host());
+  Promise<int> promise(pool.continuations());
   pool.destroy();
   EXPECT_EQ(kind_of([&] { promise.future().wait(1h); }), ErrorKind::kCancelled);
   promise.set_value(4);
@@ -304,7 +304,7 @@ TEST(FutureWait, RefusesToWaitWhenTheHostIsGone) {
 TEST(FutureThen, PassesValuesAlongAChain) {
   everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor);
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     Future<std::string> text = promise.future()
                                    .then([](const Future<int>& f) { return f.wait() * 2; })
                                    .then([](const Future<int>& f) { return std::to_string(f.wait()); });
@@ -318,7 +318,7 @@ TEST(FutureThen, PassesValuesAlongAChain) {
 TEST(FutureThen, PassesErrorsAlongAChainUntilACallbackHandlesThem) {
   everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor);
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     std::atomic<int> calls{0};
     Future<int> failed = promise.future().then([&](const Future<int>& f) {
       ++calls;
@@ -338,7 +338,7 @@ TEST(FutureThen, PassesErrorsAlongAChainUntilACallbackHandlesThem) {
 TEST(FutureThen, FailsWithTheExceptionOfTheCallback) {
   everywhere(20, [](Executor& executor) {
     OwnedPool pool(executor);
-    Promise<void> promise(pool.host());
+    Promise<void> promise(pool.continuations());
     Future<int> result =
         promise.future().then([](const Future<void>&) -> int { throw std::range_error("r"); });
     promise.set_value();
@@ -349,7 +349,7 @@ TEST(FutureThen, FailsWithTheExceptionOfTheCallback) {
 TEST(FutureThen, RunsEachOfManyCallbacksOnceWheneverItWasAdded) {
   everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 3});
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     std::atomic<int> calls{0};
     std::vector<Future<void>> results;
     Thread thread = executor.spawn("sets", [&] {
@@ -368,7 +368,7 @@ TEST(FutureThen, RunsEachOfManyCallbacksOnceWheneverItWasAdded) {
 TEST(FutureThen, RunsOnAPoolThreadEvenWhenTheFutureIsComplete) {
   everywhere(10, [](Executor& executor) {
     OwnedPool pool(executor);
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     promise.set_value(1);
     Future<bool> on_pool = promise.future().then([&](const Future<int>&) { return pool->is_pool_thread(); });
     EXPECT_TRUE(on_pool.wait());
@@ -381,8 +381,8 @@ TEST(FutureThen, NeverRunsInsideSetValueNorUnderTheCompletersLock) {
   for_seeds(25, [](SimExecutor& executor) {
     OwnedPool pool(executor);
     Mutex mutex;
-    Promise<int> value(pool.host()), failure(pool.host());
-    auto dropped = std::make_unique<Promise<int>>(pool.host());
+    Promise<int> value(pool.continuations()), failure(pool.continuations());
+    auto dropped = std::make_unique<Promise<int>>(pool.continuations());
     bool completing = false;
     std::vector<Future<void>> results;
     for (const Future<int>& future : {value.future(), failure.future(), dropped->future()}) {
@@ -405,10 +405,10 @@ TEST(FutureThen, NeverRunsInsideSetValueNorUnderTheCompletersLock) {
   });
 }
 
-TEST(FutureThen, RunsOnTheCompletingThreadWhenTheHostIsGone) {
+TEST(FutureThen, RunsOnTheCompletingThreadWhenTheExecutorIsGone) {
   const auto executor = make_executor();
   OwnedPool pool(*executor);
-  Promise<int> promise(pool.host());
+  Promise<int> promise(pool.continuations());
   const Future<int> before = promise.future().then([](const Future<int>& f) { return f.wait() + 1; });
   pool.destroy();
   std::thread::id ran_on;
@@ -466,7 +466,7 @@ TEST(Future, ComputesTheSameAsASequentialProgram) {
     std::vector<Thread> threads;
     for (int i = 0; i < 30; ++i) {
       if (i < 3 || executor.random() % 3 == 0) {
-        auto promise = std::make_shared<Promise<std::int64_t>>(pool.host());
+        auto promise = std::make_shared<Promise<std::int64_t>>(pool.continuations());
         const auto value = static_cast<std::int64_t>(executor.random() % 1000);
         futures.push_back(promise->future());
         expected.push_back(value);

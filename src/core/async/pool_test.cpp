@@ -79,7 +79,7 @@ TEST(Pool, StartsNoThreadBeforeThereIsWork) {
   const auto executor = make_executor();
   OwnedPool pool(*executor, {.threads = 4});
   EXPECT_EQ(pool->thread_count(), 0u);
-  async(pool.host(), [] {}).wait();
+  async(pool.continuations(), [] {}).wait();
   EXPECT_EQ(pool->thread_count(), 1u);
 }
 
@@ -104,7 +104,7 @@ TEST(Pool, StartsNoJobWhileThreadsThatReturnFromAWaitKeepItBusy) {
   for_seeds(25, [](SimExecutor& executor) {
     const std::size_t threads = 1 + executor.random() % 3;
     OwnedPool pool(executor, {.threads = threads});
-    Promise<void> promise(pool.host());
+    Promise<void> promise(pool.continuations());
     std::size_t running = 0;
     for (int i = 0; i < 30; ++i) {
       pool->post([&, i] {
@@ -139,7 +139,7 @@ TEST(Pool, RunsJobsInTheOrderOfPostingOnOneThread) {
 TEST(PoolGrowth, CompletesANestOfFiftyWaitsWithOneThread) {
   everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1});
-    EXPECT_EQ(async(pool.host(), [&] { return nest(pool.host(), 50); }).wait(), 50);
+    EXPECT_EQ(async(pool.continuations(), [&] { return nest(pool.continuations(), 50); }).wait(), 50);
     EXPECT_LE(pool->thread_count(), 51u);
   });
 }
@@ -148,12 +148,12 @@ TEST(PoolGrowth, ReplacesAThreadThatIsInABlockingScope) {
   everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1});
     const auto parker = executor.make_parker();
-    Future<bool> blocked = async(pool.host(), [&] {
+    Future<bool> blocked = async(pool.continuations(), [&] {
       Pool::BlockingScope outer(*pool);
       Pool::BlockingScope inner(*pool);
       return parker->park(executor.deadline_in(1h));
     });
-    Future<void> other = async(pool.host(), [&] { parker->unpark(); });
+    Future<void> other = async(pool.continuations(), [&] { parker->unpark(); });
     other.wait();
     EXPECT_TRUE(blocked.wait());
   });
@@ -162,7 +162,7 @@ TEST(PoolGrowth, ReplacesAThreadThatIsInABlockingScope) {
 TEST(PoolGrowth, CountsAThreadOnceHoweverItsScopesNest) {
   for_seeds(25, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1});
-    Promise<void> promise(pool.host());
+    Promise<void> promise(pool.continuations());
     int running = 0;
     for (int i = 0; i < 4; ++i) {
       pool->post([&] {
@@ -186,7 +186,7 @@ TEST(PoolGrowth, IgnoresScopesAndWaitsOfOtherThreads) {
   everywhere(20, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 1});
     Pool::BlockingScope scope(*pool);
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     pool->post([&] { promise.set_value(1); });
     EXPECT_EQ(promise.future().wait(), 1);
   });
@@ -201,16 +201,17 @@ TEST(PoolCap, ReportsOverloadToTheDeepestNestedWaitInsteadOfHanging) {
     nest_for_ever = [&] {
       if (overloaded) return;  // the job of a wait that failed
       try {
-        async(pool.host(), nest_for_ever).wait();
+        async(pool.continuations(), nest_for_ever).wait();
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::kOverloaded);
         overloaded = true;
         throw;
       }
     };
-    EXPECT_EQ(kind_of([&] { async(pool.host(), nest_for_ever).wait(); }), ErrorKind::kOverloaded);
+    EXPECT_EQ(kind_of([&] { async(pool.continuations(), nest_for_ever).wait(); }), ErrorKind::kOverloaded);
     while (pool->queued() > 0) executor.yield();
-    EXPECT_EQ(async(pool.host(), [&] { return nest(pool.host(), 5); }).wait(), 5) << "the pool works on";
+    EXPECT_EQ(async(pool.continuations(), [&] { return nest(pool.continuations(), 5); }).wait(), 5)
+        << "the pool works on";
     EXPECT_LE(pool->thread_count(), 8u);
   });
 }
@@ -218,17 +219,17 @@ TEST(PoolCap, ReportsOverloadToTheDeepestNestedWaitInsteadOfHanging) {
 TEST(PoolCap, ReportsOverloadToAWaitThatBeganBeforeTheJobsWerePosted) {
   everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 2});
-    Promise<int> never(pool.host());
+    Promise<int> never(pool.continuations());
     std::atomic<int> waiting{0};
     std::vector<Future<bool>> waits;
     for (int i = 0; i < 2; ++i) {
-      waits.push_back(async(pool.host(), [&] {
+      waits.push_back(async(pool.continuations(), [&] {
         ++waiting;
         return is_overload([&] { never.future().wait(); });
       }));
     }
     while (waiting < 2) executor.yield();
-    Future<int> job = async(pool.host(), [] { return 7; });
+    Future<int> job = async(pool.continuations(), [] { return 7; });
     EXPECT_EQ(job.wait(), 7);
     never.set_value(1);
     const bool first = waits[0].wait(), second = waits[1].wait();
@@ -240,11 +241,11 @@ TEST(PoolCap, ReportsOverloadToAWaitThatBeganBeforeTheJobsWerePosted) {
 TEST(PoolCap, LetsAThreadWaitWhenAnotherIsAboutToBecomeFree) {
   for_seeds(50, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 2});
-    Promise<int> promise(pool.host());
-    Future<int> first = async(pool.host(), [&] { return promise.future().wait(); });
-    Future<int> second = async(pool.host(), [&] {
+    Promise<int> promise(pool.continuations());
+    Future<int> first = async(pool.continuations(), [&] { return promise.future().wait(); });
+    Future<int> second = async(pool.continuations(), [&] {
       promise.set_value(3);
-      return async(pool.host(), [] { return 7; }).wait();
+      return async(pool.continuations(), [] { return 7; }).wait();
     });
     EXPECT_EQ(first.wait(), 3);
     EXPECT_EQ(second.wait(), 7);
@@ -254,9 +255,9 @@ TEST(PoolCap, LetsAThreadWaitWhenAnotherIsAboutToBecomeFree) {
 TEST(PoolCap, AnExtraThreadServesAWaitThatMustNotFail) {
   everywhere(25, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1, .max_threads = 1});
-    const auto nested = [&pool] { return async(pool.host(), [] { return 7; }).wait(); };
-    EXPECT_EQ(kind_of([&] { async(pool.host(), nested).wait(); }), ErrorKind::kOverloaded);
-    const Future<int> allowed = async(pool.host(), [&] {
+    const auto nested = [&pool] { return async(pool.continuations(), [] { return 7; }).wait(); };
+    EXPECT_EQ(kind_of([&] { async(pool.continuations(), nested).wait(); }), ErrorKind::kOverloaded);
+    const Future<int> allowed = async(pool.continuations(), [&] {
       const Pool::ExtraThread extra(*pool);
       return nested();
     });
@@ -281,7 +282,7 @@ TEST(PoolStop, RunsWhatIsQueuedFirst) {
 TEST(PoolStop, StillReplacesThreadsThatBlock) {
   everywhere(50, [](Executor& executor) {
     OwnedPool pool(executor, {.threads = 1});
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     std::atomic<int> got{0};
     for (int i = 0; i < 3; ++i) {
       pool->post([&] {
@@ -299,7 +300,7 @@ TEST(PoolStop, StillReplacesThreadsThatBlock) {
 TEST(PoolStop, RunsLaterPostsOnTheirPosters) {
   everywhere(20, [](Executor& executor) {
     OwnedPool pool(executor);
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     Future<int> doubled = promise.future().then([](const Future<int>& f) { return 2 * f.wait(); });
     pool->stop();
     pool->stop();
@@ -314,8 +315,10 @@ TEST(PoolStop, RunsLaterPostsOnTheirPosters) {
 TEST(PoolStop, RefusesOnAThreadOfThePoolItself) {
   everywhere(20, [](Executor& executor) {
     OwnedPool pool(executor);
-    EXPECT_EQ(async(pool.host(), [&] { return kind_of([&] { pool->stop(); }); }).wait(), ErrorKind::kInvalid);
-    EXPECT_TRUE(async(pool.host(), [&] { return pool->is_pool_thread(); }).wait()) << "it was not stopped";
+    EXPECT_EQ(async(pool.continuations(), [&] { return kind_of([&] { pool->stop(); }); }).wait(),
+              ErrorKind::kInvalid);
+    EXPECT_TRUE(async(pool.continuations(), [&] { return pool->is_pool_thread(); }).wait())
+        << "it was not stopped";
   });
 }
 
@@ -323,7 +326,7 @@ TEST(PoolIdle, EndsThreadsBeyondItsSizeAfterAWhileAndGrowsAgain) {
   for_seeds(13, [](SimExecutor& executor) {
     OwnedPool pool(executor, {.threads = 2, .linger = 3s});
     for (int round = 0; round < 2; ++round) {
-      EXPECT_EQ(async(pool.host(), [&] { return nest(pool.host(), 20); }).wait(), 20);
+      EXPECT_EQ(async(pool.continuations(), [&] { return nest(pool.continuations(), 20); }).wait(), 20);
       EXPECT_GE(pool->thread_count(), 20u);
       executor.sleep(2s);
       EXPECT_GE(pool->thread_count(), 20u);
@@ -338,9 +341,9 @@ TEST(PoolIdle, LosesNoJobPostedWhileAThreadEnds) {
     OwnedPool pool(executor, {.threads = 1, .linger = 1ms});
     int runs = 0;
     for (int round = 0; round < 5; ++round) {
-      async(pool.host(), [&] { return nest(pool.host(), 4); }).wait();
+      async(pool.continuations(), [&] { return nest(pool.continuations(), 4); }).wait();
       executor.sleep(1ms);
-      for (int i = 0; i < 3; ++i) static_cast<void>(async(pool.host(), [&] { ++runs; }));
+      for (int i = 0; i < 3; ++i) static_cast<void>(async(pool.continuations(), [&] { ++runs; }));
       executor.yield();
     }
     pool->stop();
@@ -374,7 +377,7 @@ TEST(PoolWithoutThreads, RunsJobsOnTheirPosters) {
     std::thread::id ran_on;
     pool->post([&] { ran_on = std::this_thread::get_id(); });
     EXPECT_EQ(ran_on, std::this_thread::get_id());
-    Promise<int> promise(pool.host());
+    Promise<int> promise(pool.continuations());
     promise.set_value(1);
     EXPECT_EQ(promise.future().then([](const Future<int>& f) { return f.wait(); }).wait(), 1);
   });
@@ -386,9 +389,10 @@ TEST(PoolWithoutThreads, UsesItsExistingThreadsAndReportsOverloadWhenTheyAllWait
     OwnedPool pool(few, {.threads = 4});
     std::atomic<int> runs{0};
     for (int i = 0; i < 20; ++i) pool->post([&] { ++runs; });
-    EXPECT_EQ(async(pool.host(), [&] { return nest(pool.host(), 2); }).wait(), 2);
-    EXPECT_EQ(kind_of([&] { async(pool.host(), [&] { return nest(pool.host(), 9); }).wait(); }),
-              ErrorKind::kOverloaded);
+    EXPECT_EQ(async(pool.continuations(), [&] { return nest(pool.continuations(), 2); }).wait(), 2);
+    EXPECT_EQ(
+        kind_of([&] { async(pool.continuations(), [&] { return nest(pool.continuations(), 9); }).wait(); }),
+        ErrorKind::kOverloaded);
     pool->stop();
     EXPECT_EQ(runs, 20);
   });
@@ -424,7 +428,8 @@ TEST(Pool, SurvivesRandomNestsOfWaitsScopesAndContinuations) {
     OwnedPool pool(executor, {.threads = threads, .max_threads = 4096, .linger = 10us});
     std::vector<Future<int>> results;
     for (int i = 0; i < 3; ++i) {
-      results.push_back(async(pool.host(), [&] { return run_random_nest(executor, pool.host(), 4); }));
+      results.push_back(
+          async(pool.continuations(), [&] { return run_random_nest(executor, pool.continuations(), 4); }));
     }
     for (auto& result : results) EXPECT_GE(result.wait(), 1);
   });
@@ -438,7 +443,8 @@ TEST(Pool, EndsEveryRandomNestWithAValueOrOverloadUnderASmallCap) {
                    {.threads = threads, .max_threads = threads + executor.random() % 3, .linger = 10us});
     std::vector<Future<int>> results;
     for (int i = 0; i < 3; ++i) {
-      results.push_back(async(pool.host(), [&] { return run_random_nest(executor, pool.host(), 3); }));
+      results.push_back(
+          async(pool.continuations(), [&] { return run_random_nest(executor, pool.continuations(), 3); }));
     }
     for (auto& result : results) {
       overloaded += is_overload([&] { result.wait(); }) ? 1 : 0;

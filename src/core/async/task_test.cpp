@@ -68,8 +68,8 @@ TEST(Task, ReturnsThroughNestedTasks) {
 TEST(Task, AwaitsFuturesThatOtherThreadsComplete) {
   everywhere(50, [](Executor& executor) {
     OwnedPool pool(executor);
-    Promise<int> left(pool.host()), right(pool.host());
-    Future<int> sum = start(add(left.future(), right.future()), pool.host());
+    Promise<int> left(pool.continuations()), right(pool.continuations());
+    Future<int> sum = start(add(left.future(), right.future()), pool.continuations());
     Thread first = executor.spawn("left", [&] { left.set_value(40); });
     Thread second = executor.spawn("right", [&] { right.set_value(2); });
     EXPECT_EQ(sum.wait(), 42);
@@ -79,9 +79,9 @@ TEST(Task, AwaitsFuturesThatOtherThreadsComplete) {
 TEST(Task, PassesErrorsOfTasksAndFuturesThroughTheAwait) {
   everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor);
-    Promise<int> promise(pool.host());
-    Future<int> recovered = start(recover(promise.future()), pool.host());
-    Future<int> failed = start(add(promise.future(), make_ready_future<int>(1)), pool.host());
+    Promise<int> promise(pool.continuations());
+    Future<int> recovered = start(recover(promise.future()), pool.continuations());
+    Future<int> failed = start(add(promise.future(), make_ready_future<int>(1)), pool.continuations());
     promise.set_error(Error(ErrorKind::kDenied, "no entry"));
     EXPECT_EQ(recovered.wait(), static_cast<int>(ErrorKind::kDenied));
     EXPECT_THROW(failed.wait(), Error);
@@ -91,8 +91,8 @@ TEST(Task, PassesErrorsOfTasksAndFuturesThroughTheAwait) {
 TEST(Task, CompletesWhenTheAwaitedPromiseIsDropped) {
   everywhere(13, [](Executor& executor) {
     OwnedPool pool(executor);
-    auto promise = std::make_unique<Promise<int>>(pool.host());
-    Future<int> recovered = start(recover(promise->future()), pool.host());
+    auto promise = std::make_unique<Promise<int>>(pool.continuations());
+    Future<int> recovered = start(recover(promise->future()), pool.continuations());
     promise.reset();
     EXPECT_EQ(recovered.wait(), static_cast<int>(ErrorKind::kCancelled));
   });
@@ -147,12 +147,12 @@ TEST(Task, ReturnsThroughADeepNestWithoutUsingTheStack) {
 TEST(Task, ResumesOnThePoolOfTheAwaitedFuture) {
   everywhere(10, [](Executor& executor) {
     OwnedPool home(executor, {.name = "home"}), other(executor, {.name = "other"});
-    Promise<int> promise(other.host());
+    Promise<int> promise(other.continuations());
     const auto where = [](Future<int> future, Pool& pool) -> Task<bool> {
       co_await future;
       co_return pool.is_pool_thread();
     };
-    Future<bool> there = start(where(promise.future(), *other), home.host());
+    Future<bool> there = start(where(promise.future(), *other), home.continuations());
     promise.set_value(1);
     EXPECT_TRUE(there.wait());
   });
@@ -166,8 +166,8 @@ TEST(Task, DestroysItsLocalsAndArgumentsBeforeItsFutureCompletes) {
       const auto local = argument;  // NOLINT(performance-unnecessary-copy-initialization): what is tested
       co_return co_await future + *local;
     };
-    Promise<int> promise(pool.host());
-    Future<int> result = start(hold(token, promise.future()), pool.host());
+    Promise<int> promise(pool.continuations());
+    Future<int> result = start(hold(token, promise.future()), pool.continuations());
     promise.set_value(1);
     EXPECT_EQ(result.wait(), 2);
     EXPECT_EQ(token.use_count(), 1);
@@ -269,13 +269,14 @@ TEST(TaskEnvironment, SeesEachStepInsideRunAndTheStateFollowsTheCoroutine) {
       std::vector<std::unique_ptr<Witness>> witnesses;
       std::vector<Promise<int>> promises;
       std::vector<Future<int>> futures, results;
-      for (int i = 0; i < 4; ++i) promises.emplace_back(pool.host());
+      for (int i = 0; i < 4; ++i) promises.emplace_back(pool.continuations());
       for (auto& promise : promises) futures.push_back(promise.future());
       for (int i = 0; i < 3; ++i) {
         const int begin = 1000 * (i + 1);
         recorders.push_back(std::make_shared<Recorder>(executor, state, begin));
         witnesses.push_back(std::make_unique<Witness>(Witness{state, *recorders.back(), begin}));
-        results.push_back(start(outer_steps(*witnesses.back(), futures), pool.host(), recorders.back()));
+        results.push_back(
+            start(outer_steps(*witnesses.back(), futures), pool.continuations(), recorders.back()));
       }
       Thread one = executor.spawn("one", [&] {
         promises[0].set_value(1);
@@ -302,7 +303,7 @@ TEST(TaskEnvironment, HasLeftTheThreadWhenTheTasksFutureCompletes) {
     ThreadState state;
     const auto recorder = std::make_shared<Recorder>(executor, state, 5);
     Witness witness{state, *recorder, 5};
-    Promise<int> promise(std::weak_ptr<FutureHost>{});  // no host: continuations run where it is completed
+    Promise<int> promise(std::weak_ptr<ContinuationExecutor>{});  // they run where it is completed
     Future<int> result = start(inner_steps(witness, promise.future()), {}, recorder);
     Future<void> after = result.then([&](const Future<int>&) {
       EXPECT_FALSE(recorder->inside());

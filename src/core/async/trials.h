@@ -52,7 +52,7 @@ class OwnedPool {
 
   Pool* operator->() const { return pool_.get(); }
   Pool& operator*() const { return *pool_; }
-  std::shared_ptr<Pool> host() const { return pool_; }
+  std::shared_ptr<Pool> continuations() const { return pool_; }
   /// Stops the pool and drops it; futures find their host gone.
   void destroy() {
     pool_->stop();

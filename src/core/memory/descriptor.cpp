@@ -179,7 +179,7 @@ std::optional<ReservedPort> ReservedPort::take(std::uint16_t port) {
   Descriptor holder(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  // A name that begins with a zero byte is no file: the system removes it with the socket.
+  // A name that begins with a zero byte does not name a file: the system removes it with the socket.
   const std::string name = "torchspan.port." + std::to_string(port);
   name.copy(static_cast<char*>(address.sun_path) + 1, name.size());
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());

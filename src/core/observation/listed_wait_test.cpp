@@ -11,10 +11,10 @@ namespace {
 
 using namespace std::chrono_literals;
 
-/// Waits by wait_listed(), as the hosts of workers and groups do.
-class ListingHost final : public FutureHost {
+/// Waits by wait_listed(), as the executors of workers and groups do.
+class ListingExecutor final : public ContinuationExecutor {
  public:
-  ListingHost(Executor& executor, SpanRecorder& spans) : executor_(executor), spans_(spans) {}
+  ListingExecutor(Executor& executor, SpanRecorder& spans) : executor_(executor), spans_(spans) {}
   Executor& executor() override { return executor_; }
   void post(UniqueFunction<void()> job) override { job(); }
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override {
@@ -37,7 +37,7 @@ class ListedWaits : public ::testing::Test {
     std::vector<std::vector<OpenOperation>> seen;
     executor_.run([&] {
       const TimePoint began = executor_.now();
-      Promise<int> promise(host_);
+      Promise<int> promise(continuations_);
       for (const Duration look : looks) executor_.at(began + look, [&] { seen.push_back(spans_.open()); });
       Thread setter = executor_.spawn("sets", [&] {
         executor_.sleep(after);
@@ -56,7 +56,7 @@ class ListedWaits : public ::testing::Test {
 
   SimExecutor executor_{3};
   SpanRecorder spans_{executor_};
-  std::shared_ptr<ListingHost> host_ = std::make_shared<ListingHost>(executor_, spans_);
+  std::shared_ptr<ListingExecutor> continuations_ = std::make_shared<ListingExecutor>(executor_, spans_);
 };
 
 TEST_F(ListedWaits, AreListedFromTwoTenthsOfASecondOn) {

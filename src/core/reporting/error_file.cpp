@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/error_file.h>
 
 #include "core/api/descriptor.h"
 

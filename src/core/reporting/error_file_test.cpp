@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 #include <torchspan/core/error.h>
-#include <torchspan/core/error_file.h>
 
 namespace torchspan::error_file_test {
 namespace {

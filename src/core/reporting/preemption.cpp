@@ -116,7 +116,7 @@ class Preemption::Handlers {
     if (!target_.event)
       throw Error(ErrorKind::kOverloaded, "no descriptor is left for Preemption; see ulimit -n");
     for (const int signal : signals_) {
-      // The C library refuses SIGKILL, SIGSTOP and signals of its own.
+      // The C library refuses SIGKILL, SIGSTOP and the signals that it uses itself.
       if (signal < 1 || signal >= NSIG ||
           sigaction(signal, nullptr, &before_[static_cast<std::size_t>(signal)]) != 0 || signal == SIGKILL ||
           signal == SIGSTOP) {

@@ -8,8 +8,8 @@
 #include <unistd.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/core/preemption.h>
-#include <torchspan/core/progress.h>
 #include <torchspan/detail/core/executor.h>
 
 namespace torchspan::preemption_test {

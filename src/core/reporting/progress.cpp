@@ -7,7 +7,7 @@
 #include <unistd.h>
 #include <utility>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/detail/core/spans.h>
 
 #include "core/api/timeout_notice.h"

@@ -7,7 +7,7 @@
 #include <random>
 #include <unistd.h>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/detail/core/runtime.h>
 
 #include "core/api/sim_executor.h"

@@ -6,7 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/bytes.h>
 
 namespace torchspan::data_parallel {

@@ -1,7 +1,7 @@
 #pragma once
 #include <functional>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 #include "state/api/place.h"
 

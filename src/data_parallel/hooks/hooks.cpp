@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <torchspan/data_parallel/hooks.h>
+#include <torchspan/data_parallel/reducer.h>
 
 namespace torchspan::data_parallel {
 namespace {

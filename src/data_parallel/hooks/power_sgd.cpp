@@ -9,7 +9,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/data_parallel/hooks.h>
+#include <torchspan/data_parallel/reducer.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/device/streams.h>
 

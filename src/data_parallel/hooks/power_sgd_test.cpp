@@ -4,7 +4,7 @@
 #include <optional>
 
 #include <torchspan/core/error.h>
-#include <torchspan/data_parallel/hooks.h>
+#include <torchspan/data_parallel/reducer.h>
 
 #include "data_parallel/toy_model.h"
 

@@ -17,7 +17,6 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/schedule.h>
-#include <torchspan/schedule/csv.h>
 
 #include "launch/whole_file.h"
 

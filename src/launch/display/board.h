@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 
 #include "launch/display/display.h"
 #include "launch/watch/activity.h"

@@ -6,8 +6,8 @@
 #include <poll.h>
 #include <string>
 
+#include <torchspan/core/observation.h>
 #include <torchspan/core/preemption.h>
-#include <torchspan/core/progress.h>
 
 #include "launch/supervisor/job_fixture.h"
 

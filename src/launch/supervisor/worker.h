@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/core/progress.h>
+#include <torchspan/core/observation.h>
 #include <torchspan/detail/core/executor.h>
 
 #include "core/api/descriptor.h"

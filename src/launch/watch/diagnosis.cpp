@@ -170,7 +170,7 @@ class Suspects {
     check_operations();
     check_messages();
     // After a timeout, a worker of a cycle or an operation may have ended because of it.
-    for (const WorkerReport& worker : workers_) check_gone(worker);
+    for (const WorkerReport& worker : workers_) check_departed(worker);
     check_hosts();
     check_pipelines();
     for (const WorkerReport& worker : workers_) check_backward(worker);
@@ -194,7 +194,7 @@ class Suspects {
     blamed_.insert(worker.name);
   }
 
-  void check_gone(const WorkerReport& worker) {
+  void check_departed(const WorkerReport& worker) {
     const std::string who = describe_worker_of(worker);
     if (worker.process_state == 'T' || worker.process_state == 't' || !worker.trouble.empty()) return;
     if (worker.process_state == 'Z' || worker.process_state == 'X') {

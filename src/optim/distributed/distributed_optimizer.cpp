@@ -91,7 +91,7 @@ double largest_norm(const Worker& worker, const ClipOptions& options, const char
     return mine.to_bytes();
   });
   const auto gather = [&](BytesView bytes) {
-    return worker.endpoint()->all_gather_bytes(
+    return worker.backend()->all_gather_bytes(
         std::string("optim.") + verb, Bytes(bytes.begin(), bytes.end()), names,
         worker.runtime().executor.deadline_in(no_limit_if_zero(options.timeout)));
   };
@@ -139,10 +139,11 @@ std::string name_of(const Worker& worker, Owner rank) {
 template <rpc::Message M>
 Future<typename M::Reply> ask(const Worker& worker, Owner owner, const M& message) {
   rpc::Request request = rpc::make_request(message);
-  worker.endpoint()->apply({}, request);
-  auto completion = std::make_shared<rpc::PromiseCompletion<typename M::Reply>>(worker.endpoint()->host());
+  worker.backend()->apply({}, request);
+  auto completion =
+      std::make_shared<rpc::PromiseCompletion<typename M::Reply>>(worker.backend()->continuations());
   auto answer = completion->future();
-  worker.endpoint()->send(owner, std::move(request), std::move(completion));
+  worker.backend()->send(owner, std::move(request), std::move(completion));
   return answer;
 }
 
@@ -150,8 +151,8 @@ Future<typename M::Reply> ask(const Worker& worker, Owner owner, const M& messag
 /// worker dies, the owner destroys the optimizer without a request.
 class DropRequest final : public rpc::Completion {
  public:
-  static void send(const std::shared_ptr<rpc::Endpoint>& worker, Owner owner, const DropOptimizer& message,
-                   int attempt = 0) {
+  static void send(const std::shared_ptr<rpc::WorkerBackend>& worker, Owner owner,
+                   const DropOptimizer& message, int attempt = 0) {
     rpc::Request request = rpc::make_request(message);
     request.deadline = worker->runtime().executor.deadline_in(kPatience);
     worker->send(owner, std::move(request),
@@ -172,17 +173,18 @@ class DropRequest final : public rpc::Completion {
 
  private:
   static constexpr Duration kPatience = std::chrono::seconds(30), kPause = std::chrono::milliseconds(50);
-  DropRequest(std::weak_ptr<rpc::Endpoint> worker, Owner owner, const DropOptimizer& message, int attempt)
+  DropRequest(std::weak_ptr<rpc::WorkerBackend> worker, Owner owner, const DropOptimizer& message,
+              int attempt)
       : worker_(std::move(worker)), owner_(owner), message_(message), attempt_(attempt) {}
 
-  const std::weak_ptr<rpc::Endpoint> worker_;
+  const std::weak_ptr<rpc::WorkerBackend> worker_;
   const Owner owner_;
   const DropOptimizer message_;
   const int attempt_;
 };
 
 void check_alive(const Worker& worker, const autograd::ContextView& context, const char* verb) {
-  worker.endpoint()->check_running();
+  worker.backend()->check_running();
   if (worker.extension<autograd::AutogradExtension>().try_find(context.id())) return;
   throw Error(ErrorKind::kInvalid,
               fmt::format("{} got autograd context {:#x}, which has ended, and its gradients "
@@ -276,7 +278,7 @@ DistributedOptimizer::DistributedOptimizer(const Worker& worker,
   if (groups.empty()) throw Error(ErrorKind::kInvalid, "a DistributedOptimizer needs at least one group");
   std::map<Owner, Future<Unit>> answers;
   for (auto& [owner, message] : messages) {
-    message.id = worker_.endpoint()->next_id();
+    message.id = worker_.backend()->next_id();
     shares_[owner].id = message.id.local;
     answers.emplace(owner, ask(worker_, owner, message));
   }
@@ -293,7 +295,7 @@ DistributedOptimizer::~DistributedOptimizer() { drop(); }
 void DistributedOptimizer::drop() noexcept {
   try {
     for (const auto& [owner, share] : shares_)
-      DropRequest::send(worker_.endpoint(), owner, DropOptimizer{id_on(owner)});
+      DropRequest::send(worker_.backend(), owner, DropOptimizer{id_on(owner)});
   } catch (...) {  // out of memory: the owners destroy them when this worker ends
   }
 }

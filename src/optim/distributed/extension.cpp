@@ -13,7 +13,7 @@
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/device/streams.h>
-#include <torchspan/optim/extension.h>
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/worker.h>
 
@@ -150,9 +150,9 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
  public:
   Impl(OptimizerTable table, rpc::Registrar& registrar)
       : table_(std::move(table)),
-        worker_(registrar.worker().endpoint()->weak_from_this()),
-        host_(registrar.host()),
-        queue_(registrar.host()) {}
+        worker_(registrar.worker().backend()->weak_from_this()),
+        continuations_(registrar.continuations()),
+        queue_(registrar.continuations()) {}
 
   void create(std::uint32_t maker, const CreateOptimizer& message) {
     const std::uint64_t departures = departures_of(maker);
@@ -175,7 +175,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
       owned->keys.insert(parameter.unsafeGetTensorImpl());
     }
     owned->keys.insert(owned.get());  // so that steps of single parameters also run one after another
-    const bool present = worker().endpoint()->is_present(maker);
+    const bool present = worker().backend()->is_present(maker);
     MutexLock lock(mutex_);
     if (!present || departures_[maker] != departures)
       throw Error(ErrorKind::kDisconnected, "the worker that creates this optimizer has died or left");
@@ -212,8 +212,9 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
         it = optimizers_.erase(it);
       }
     }
-    const auto host = host_.lock();
-    if (host && !gone.empty()) host->post([gone = std::move(gone)]() mutable { gone.clear(); });
+    const auto continuations = continuations_.lock();
+    if (continuations && !gone.empty())
+      continuations->post([gone = std::move(gone)]() mutable { gone.clear(); });
   }
 
   Future<bool> step(const StepOptimizer& message) {
@@ -346,9 +347,9 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
   }
 
   Worker worker() const {
-    auto endpoint = worker_.lock();
-    if (!endpoint) throw Error(ErrorKind::kCancelled, "this worker was shut down");
-    return Worker(endpoint);
+    auto backend = worker_.lock();
+    if (!backend) throw Error(ErrorKind::kCancelled, "this worker was shut down");
+    return Worker(backend);
   }
 
   /// Nullopt if this worker does not know the context.
@@ -376,8 +377,8 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
   }
 
   const OptimizerTable table_;
-  const std::weak_ptr<rpc::Endpoint> worker_;
-  const std::weak_ptr<FutureHost> host_;
+  const std::weak_ptr<rpc::WorkerBackend> worker_;
+  const std::weak_ptr<ContinuationExecutor> continuations_;
   StepQueue queue_;
   const device::EventPoolPtr events_ = std::make_shared<device::EventPool>();
   mutable Mutex mutex_;

@@ -2,9 +2,9 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/detail/rpc/endpoint.h>
 #include <torchspan/detail/rpc/message.h>
 #include <torchspan/detail/rpc/reference_wire.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 #include <torchspan/optim/functional.h>
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/rref.h>

@@ -5,7 +5,7 @@
 namespace torchspan::optim {
 
 Future<Unit> StepQueue::run(Keys keys, UniqueFunction<void()> work) {
-  auto job = std::make_shared<Job>(Job{std::move(keys), std::move(work), Promise<Unit>(host_)});
+  auto job = std::make_shared<Job>(Job{std::move(keys), std::move(work), Promise<Unit>(continuations_)});
   Future<Unit> done = job->promise.future();
   {
     MutexLock lock(mutex_);
@@ -35,7 +35,7 @@ void StepQueue::start_ready() {
     MutexLock lock(mutex_);
     ready = take_ready();
   }
-  auto host = host_.lock();
+  auto continuations = continuations_.lock();
   for (const auto& job : ready) {
     auto run = [this, job] {
       // finish() releases the keys before the future completes.
@@ -52,8 +52,8 @@ void StepQueue::start_ready() {
         job->promise.set_value();
       }
     };
-    if (host) {
-      host->post(run);
+    if (continuations) {
+      continuations->post(run);
     } else {
       run();
     }

@@ -17,9 +17,10 @@ namespace torchspan::optim {
 class StepQueue {
  public:
   using Keys = std::set<const void*>;
-  explicit StepQueue(std::weak_ptr<FutureHost> host) : host_(std::move(host)) {}
+  explicit StepQueue(std::weak_ptr<ContinuationExecutor> continuations)
+      : continuations_(std::move(continuations)) {}
 
-  /// Runs `job` on the host. The future completes when it returns, or with what it throws.
+  /// Runs `job` on the executor. The future completes when it returns, or with what it throws.
   Future<Unit> run(Keys keys, UniqueFunction<void()> job);
 
  private:
@@ -35,7 +36,7 @@ class StepQueue {
   std::vector<std::shared_ptr<Job>> take_ready() TORCHSPAN_REQUIRES(mutex_);
   void finish(const std::shared_ptr<Job>& job);
 
-  const std::weak_ptr<FutureHost> host_;
+  const std::weak_ptr<ContinuationExecutor> continuations_;
   Mutex mutex_;
   Jobs jobs_ TORCHSPAN_GUARDED_BY(mutex_);
 };

@@ -55,7 +55,7 @@ void EventQueue::put_back(std::deque<StepEvent> events) {
 Future<void> EventQueue::arrival() {
   MutexLock lock(mutex_);
   if (!events_.empty()) return make_ready_future<void>();
-  if (!waiting_) waiting_.emplace(host_);
+  if (!waiting_) waiting_.emplace(continuations_);
   return waiting_->future();
 }
 
@@ -107,13 +107,13 @@ std::uint64_t PipelineExtension::MessageRouter::next_number(const std::string& n
 
 PipelineExtension::MessageRouter::Opened PipelineExtension::MessageRouter::open(
     const std::string& name, const std::string& workers, std::uint64_t number,
-    std::weak_ptr<FutureHost> host) {
+    std::weak_ptr<ContinuationExecutor> continuations) {
   MutexLock lock(mutex_);
   const std::string key = name + '\n' + workers;
   Opened opened;
   opened.id = wire::digest(fmt::format("{}\n{}", key, number));
   next_numbers_[key] = number + 1;
-  opened.event_queue = std::make_shared<EventQueue>(name, std::move(host));
+  opened.event_queue = std::make_shared<EventQueue>(name, std::move(continuations));
   std::erase_if(event_queues_, [](const auto& entry) { return entry.second.expired(); });
   event_queues_[opened.id] = opened.event_queue;
   return opened;

@@ -41,8 +41,8 @@ std::optional<std::uint64_t> step_of(const StepEvent& event);
 /// out. Also answers what other workers ask this one. Thread-safe; never blocks.
 class EventQueue {
  public:
-  EventQueue(std::string name, std::weak_ptr<FutureHost> host)
-      : name_(std::move(name)), host_(std::move(host)) {}
+  EventQueue(std::string name, std::weak_ptr<ContinuationExecutor> continuations)
+      : name_(std::move(name)), continuations_(std::move(continuations)) {}
 
   const std::string& name() const { return name_; }
   void put(StepEvent event);
@@ -70,7 +70,7 @@ class EventQueue {
   Future<void> arrival();
 
   const std::string name_;
-  const std::weak_ptr<FutureHost> host_;
+  const std::weak_ptr<ContinuationExecutor> continuations_;
   mutable Mutex mutex_;
   std::deque<StepEvent> events_ TORCHSPAN_GUARDED_BY(mutex_);  ///< since the last take()
   std::deque<StepEvent> later_ TORCHSPAN_GUARDED_BY(mutex_);   ///< of steps that this worker has not begun
@@ -83,7 +83,7 @@ class EventQueue {
 /// Finds the event queue of a message's pipeline among those of one worker. Thread-safe.
 class PipelineExtension::MessageRouter {
  public:
-  explicit MessageRouter(Worker& worker) : worker_(worker.endpoint()->weak_from_this()) {}
+  explicit MessageRouter(Worker& worker) : worker_(worker.backend()->weak_from_this()) {}
 
   /// Id and event queue of a pipeline on this worker. The router does not own the queue.
   struct Opened {
@@ -96,14 +96,14 @@ class PipelineExtension::MessageRouter {
   /// Registers the pipeline of these workers and name with the number that they have agreed on, from which its id
   /// is computed.
   Opened open(const std::string& name, const std::string& workers, std::uint64_t number,
-              std::weak_ptr<FutureHost> host);
+              std::weak_ptr<ContinuationExecutor> continuations);
   /// Throws Error{kInvalid} if the pipeline does not exist or was destroyed.
   std::shared_ptr<EventQueue> find(std::uint64_t id);
   void departed(std::uint32_t rank, const Error& error);
   TimePoint now() const;
 
  private:
-  const std::weak_ptr<rpc::Endpoint> worker_;
+  const std::weak_ptr<rpc::WorkerBackend> worker_;
   Mutex mutex_;
   std::map<std::string, std::uint64_t> next_numbers_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<std::uint64_t, std::weak_ptr<EventQueue>> event_queues_ TORCHSPAN_GUARDED_BY(mutex_);

@@ -8,8 +8,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// A host on which an event may arrive at the end of a wait.
-class LateHost final : public FutureHost {
+/// An executor on which an event may arrive at the end of a wait.
+class LateExecutor final : public ContinuationExecutor {
  public:
   Executor& executor() override { return *executor_; }
   void post(UniqueFunction<void()> job) override { job(); }
@@ -26,10 +26,10 @@ class LateHost final : public FutureHost {
 
 class EventQueues : public ::testing::Test {
  protected:
-  EventQueues() { host_->event_queue = queue_; }
+  EventQueues() { continuations_->event_queue = queue_; }
 
-  const std::shared_ptr<LateHost> host_ = std::make_shared<LateHost>();
-  const std::shared_ptr<EventQueue> queue_ = std::make_shared<EventQueue>("pipeline", host_);
+  const std::shared_ptr<LateExecutor> continuations_ = std::make_shared<LateExecutor>();
+  const std::shared_ptr<EventQueue> queue_ = std::make_shared<EventQueue>("pipeline", continuations_);
 };
 
 TEST_F(EventQueues, AWaitWithoutEventsEndsAtItsLimit) {
@@ -46,7 +46,7 @@ TEST_F(EventQueues, AWaitReturnsAtOnceIfAnEventHasArrived) {
 
 /// Steps used to end with the error of the wait, if a worker was declared dead at this moment.
 TEST_F(EventQueues, AnEventThatArrivesWhileAWaitEndsIsAnEvent) {
-  host_->arrives_late = true;
+  continuations_->arrives_late = true;
   EXPECT_TRUE(queue_->wait(milliseconds(1)));
   EXPECT_EQ(queue_->take(0).size(), 1u);
 }

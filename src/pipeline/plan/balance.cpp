@@ -15,7 +15,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
-#include <torchspan/pipeline/balance.h>
+#include <torchspan/pipeline.h>
 
 #include "engine/api/node_ptr.h"
 #include "pipeline/layers/random.h"

@@ -6,7 +6,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/pipeline/balance.h>
+#include <torchspan/pipeline.h>
 
 #include "core/api/sim_executor.h"
 #include "tests/support/errors.h"

@@ -6,7 +6,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 
 #include "tests/support/pipeline_world.h"
 
@@ -265,7 +265,7 @@ TEST(RunOrder, TheFirstBackwardWaitsForItsController) {
     PipelineOptions options{
         .balance = {1, 1}, .micro_batches = 2, .checkpoint = ActivationCheckpoint::kNever};
     Pipeline pipe(worker, slow_layers(executor, {0, 1}), options);
-    Promise<void> go(worker.endpoint()->host());
+    Promise<void> go(worker.backend()->continuations());
     const TimePoint begin = executor.now();
     Thread controller = executor.spawn("controller", [&] {
       executor.sleep(std::chrono::milliseconds(50));

@@ -4,7 +4,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/pipeline/balance.h>
+#include <torchspan/pipeline.h>
 
 #include "pipeline/pipeline_test_util.h"
 

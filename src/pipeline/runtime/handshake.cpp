@@ -11,7 +11,7 @@
 
 #include <torchspan/detail/device/streams.h>
 #include <torchspan/detail/pipeline/extension.h>
-#include <torchspan/schedule/csv.h>
+#include <torchspan/schedule.h>
 #include <torchspan/wire.h>
 
 #include "pipeline/layers/random.h"
@@ -335,7 +335,7 @@ LocalPipeline make_local(const Worker& worker, const Layers& layers, PipelineOpt
   local.declared_ties = layers.ties();
   auto opened = worker.extension<PipelineExtension>().router()->open(
       local.options.name, fmt::format("{}", fmt::join(distinct(local.options.workers), "\n")), number,
-      worker.endpoint()->host());
+      worker.backend()->continuations());
   local.id = opened.id;
   local.event_queue = std::move(opened.event_queue);
   build_together(layers, seed, local);

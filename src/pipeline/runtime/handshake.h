@@ -1,6 +1,6 @@
 #pragma once
+#include <torchspan/pipeline.h>
 #include <torchspan/pipeline/layers.h>
-#include <torchspan/pipeline/pipeline.h>
 #include <torchspan/rpc/worker.h>
 
 #include "pipeline/runtime/local_pipeline.h"

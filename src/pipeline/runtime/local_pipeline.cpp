@@ -22,23 +22,23 @@ bool is_gone(const Error& error) { return error.kind() == ErrorKind::kInvalid; }
 /// Puts the failure of a message into an event queue.
 class EventOnFailure final : public rpc::Completion {
  public:
-  EventOnFailure(std::weak_ptr<EventQueue> event_queue, std::weak_ptr<rpc::Endpoint> endpoint, StepId id,
+  EventOnFailure(std::weak_ptr<EventQueue> event_queue, std::weak_ptr<rpc::WorkerBackend> backend, StepId id,
                  std::uint32_t rank)
-      : event_queue_(std::move(event_queue)), endpoint_(std::move(endpoint)), id_(id), rank_(rank) {}
+      : event_queue_(std::move(event_queue)), backend_(std::move(backend)), id_(id), rank_(rank) {}
   void succeed(wire::Payload&) override {}
   void fail(std::exception_ptr error) override {
     const NotSent event{id_, rank_, to_error(error)};
     const auto put = [queue = event_queue_, event](const Future<void>&) {
       if (auto event_queue = queue.lock()) event_queue->put(event);
     };
-    const auto endpoint = is_gone(event.error) ? endpoint_.lock() : nullptr;
-    if (!endpoint) return put({});
-    Worker(endpoint).delay(kGoneLimit).add_done_callback(put);
+    const auto backend = is_gone(event.error) ? backend_.lock() : nullptr;
+    if (!backend) return put({});
+    Worker(backend).delay(kGoneLimit).add_done_callback(put);
   }
 
  private:
   const std::weak_ptr<EventQueue> event_queue_;
-  const std::weak_ptr<rpc::Endpoint> endpoint_;
+  const std::weak_ptr<rpc::WorkerBackend> backend_;
   const StepId id_;
   const std::uint32_t rank_;
 };
@@ -93,7 +93,7 @@ std::string LocalPipeline::describe(const schedule::Action& action) const {
 }
 
 std::shared_ptr<rpc::Completion> LocalPipeline::event_on_failure(StepId step, std::uint32_t rank) const {
-  return std::make_shared<EventOnFailure>(event_queue, worker.endpoint(), step, rank);
+  return std::make_shared<EventOnFailure>(event_queue, worker.backend(), step, rank);
 }
 
 Error LocalPipeline::unreachable(std::uint64_t step, std::uint32_t rank, const Error& reason) const {
@@ -124,7 +124,7 @@ void LocalPipeline::report_failure(std::uint64_t step, const Error& error) const
   const StepFailed report{{id, step}, error};
   std::vector<Future<StepFailed::Reply>> replies;
   for (const std::uint32_t rank : grid.all_ranks()) {
-    if (rank == rank_of(me) || !worker.endpoint()->is_present(rank)) continue;
+    if (rank == rank_of(me) || !worker.backend()->is_present(rank)) continue;
     try {
       replies.push_back(worker.request(static_cast<int>(rank), report, until));
     } catch (const Error&) {  // the worker departed meanwhile
@@ -140,7 +140,7 @@ void LocalPipeline::report_failure(std::uint64_t step, const Error& error) const
 
 void LocalPipeline::check_presence(std::uint64_t step) const {
   for (const std::uint32_t rank : grid.all_ranks()) {
-    if (worker.endpoint()->is_present(rank)) continue;
+    if (worker.backend()->is_present(rank)) continue;
     throw unreachable(step, rank, reason_of_absence(*this, step, rank));
   }
 }

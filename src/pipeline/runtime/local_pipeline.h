@@ -8,8 +8,8 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
+#include <torchspan/pipeline.h>
 #include <torchspan/pipeline/layers.h>
-#include <torchspan/pipeline/pipeline.h>
 #include <torchspan/pipeline/plan.h>
 #include <torchspan/rpc/worker.h>
 
@@ -95,7 +95,7 @@ struct LocalPipeline {
   /// Sends a message without waiting for its reply. A failure becomes a NotSent in `event_queue`.
   template <rpc::Message M>
   void post(std::uint32_t rank, const M& message) const {
-    worker.endpoint()->send(rank, rpc::make_request(message), event_on_failure(message.id, rank));
+    worker.backend()->send(rank, rpc::make_request(message), event_on_failure(message.id, rank));
   }
   /// To the other workers of `to`.
   template <rpc::Message M>

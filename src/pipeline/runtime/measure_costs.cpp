@@ -8,7 +8,7 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/detail/device/streams.h>
-#include <torchspan/pipeline/balance.h>
+#include <torchspan/pipeline.h>
 #include <torchspan/pipeline/deferred_batch_norm.h>
 
 #include "pipeline/layers/micro_batches.h"

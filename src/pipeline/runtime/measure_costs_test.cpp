@@ -4,7 +4,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/torch.h>
 
-#include <torchspan/pipeline/balance.h>
+#include <torchspan/pipeline.h>
 
 #include "pipeline/pipeline_test_util.h"
 #include "pipeline/plan/measuring.h"

@@ -5,7 +5,7 @@
 
 #include <torch/torch.h>
 
-#include <torchspan/schedule/csv.h>
+#include <torchspan/schedule.h>
 
 #include "pipeline/pipeline_test_util.h"
 

@@ -8,7 +8,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 
 #include "python/c10d/work.h"
 #include "python/job.h"

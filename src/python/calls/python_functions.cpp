@@ -93,7 +93,7 @@ Future<R> PythonFunctions::run(const Worker& worker, Pack call) {
 template <class R>
 Future<R> PythonFunctions::invoke(const Worker& worker, const py::object& function, const py::tuple& args,
                                   const py::dict& kwargs, std::function<R(const py::object&)> convert) {
-  Promise<R> promise(worker.endpoint()->host());
+  Promise<R> promise(worker.backend()->continuations());
   Future<R> future = promise.future();
   try {
     described(*packer_, [&] {

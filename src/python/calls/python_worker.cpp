@@ -45,8 +45,9 @@ py::object to_python(Packer& /*packer*/, const TypedReply& reply) {
 
 class TypedCompletion final : public rpc::Completion {
  public:
-  TypedCompletion(std::shared_ptr<const TypedFunction> type, std::weak_ptr<FutureHost> host)
-      : type_(std::move(type)), promise_(std::move(host)) {}
+  TypedCompletion(std::shared_ptr<const TypedFunction> type,
+                  std::weak_ptr<ContinuationExecutor> continuations)
+      : type_(std::move(type)), promise_(std::move(continuations)) {}
   Future<TypedReply> future() const { return promise_.future(); }
   void succeed(wire::Payload& reply) override {
     promise_.set_value(TypedReply{type_, std::make_shared<wire::Payload>(std::move(reply))});
@@ -185,7 +186,7 @@ rpc::Request PythonWorker::make_request(wire::MessageType type, const Call& call
   rpc::Request request;
   request.type = type;
   request.name = call.name;
-  worker().endpoint()->apply(options_of(call.timeout), request);
+  worker().backend()->apply(options_of(call.timeout), request);
   request.user_values = true;
   return request;
 }
@@ -213,12 +214,12 @@ std::shared_ptr<CallHandle> PythonWorker::call_typed(const std::shared_ptr<Typed
                 fmt::format("a {}, the result of {}, stays on its worker: call remote()", type->result_text(),
                             type->name()));
   }
-  const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
-  const std::uint32_t to = endpoint->resolve(destination(call.to));
+  const std::shared_ptr<rpc::WorkerBackend>& backend = worker().backend();
+  const std::uint32_t to = backend->resolve(destination(call.to));
   rpc::Request request = make_typed_request(rpc::kCallFunction, *type, call);
-  auto completion = std::make_shared<TypedCompletion>(type, endpoint->host());
+  auto completion = std::make_shared<TypedCompletion>(type, backend->continuations());
   auto handle = std::make_shared<PendingOf<TypedReply>>(completion->future(), packer_);
-  without_gil([&] { endpoint->send(to, std::move(request), std::move(completion)); });
+  without_gil([&] { backend->send(to, std::move(request), std::move(completion)); });
   return handle;
 }
 
@@ -235,7 +236,7 @@ rpc::Request PythonWorker::make_typed_request(wire::MessageType message, const T
 std::shared_ptr<CallHandle> PythonWorker::call(const Call& call) {
   return with_exceptions(*packer_, [&]() -> std::shared_ptr<CallHandle> {
     if (const auto type = type_of(call.function)) return call_typed(type, call);
-    const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
+    const std::shared_ptr<rpc::WorkerBackend>& backend = worker().backend();
     if (const std::string name = packer_->operator_of(call.function); !name.empty()) {
       if (auto matched = match_operator(name, call.args, call.kwargs)) {
         const Destination to = destination(call.to);
@@ -248,20 +249,20 @@ std::shared_ptr<CallHandle> PythonWorker::call(const Call& call) {
         return std::make_shared<PendingOf<c10::IValue>>(std::move(result), packer_);
       }
     }
-    const std::uint32_t to = endpoint->resolve(destination(call.to));
+    const std::uint32_t to = backend->resolve(destination(call.to));
     rpc::Request request = make_python_request(
-        rpc::kCallFunction, endpoint->id_of(kCall.name, &rpc::signature_of<serve_call>), call);
-    auto completion = std::make_shared<rpc::PromiseCompletion<Pack>>(endpoint->host());
+        rpc::kCallFunction, backend->id_of(kCall.name, &rpc::signature_of<serve_call>), call);
+    auto completion = std::make_shared<rpc::PromiseCompletion<Pack>>(backend->continuations());
     auto handle = std::make_shared<PendingOf<Pack>>(completion->future(), packer_);
-    without_gil([&] { endpoint->send(to, std::move(request), std::move(completion)); });
+    without_gil([&] { backend->send(to, std::move(request), std::move(completion)); });
     return handle;
   });
 }
 
 RRef<Object> PythonWorker::create(const Call& call) {
   return with_exceptions(*packer_, [&] {
-    const std::shared_ptr<rpc::Endpoint>& endpoint = worker().endpoint();
-    const std::uint32_t to = endpoint->resolve(destination(call.to));
+    const std::shared_ptr<rpc::WorkerBackend>& backend = worker().backend();
+    const std::uint32_t to = backend->resolve(destination(call.to));
     std::string type_name = rpc::type_name_of<Object>();
     rpc::Request request;
     if (const auto type = type_of(call.function)) {
@@ -269,11 +270,11 @@ RRef<Object> PythonWorker::create(const Call& call) {
       type_name = type->result_text();
     } else {
       request = make_python_request(rpc::kCreateRemote,
-                                    endpoint->id_of(kCreate.name, &rpc::signature_of<serve_creation>), call);
+                                    backend->id_of(kCreate.name, &rpc::signature_of<serve_creation>), call);
     }
     RRef<Object> reference;
     without_gil(
-        [&] { reference = RRef<Object>(endpoint->create(to, std::move(request), std::move(type_name))); });
+        [&] { reference = RRef<Object>(backend->create(to, std::move(request), std::move(type_name))); });
     return reference;
   });
 }
@@ -284,7 +285,7 @@ void PythonWorker::shutdown(double timeout) {
 
 void PythonWorker::stop_at_exit() {
   if (!process_.is_current()) return;
-  stop_before_exit(*runtime_, worker().endpoint(), [this] { stop(); });
+  stop_before_exit(*runtime_, worker().backend(), [this] { stop(); });
 }
 
 std::shared_ptr<CallHandle> make_pending(Future<void> future, std::shared_ptr<Packer> packer) {
@@ -300,7 +301,7 @@ void require_value_of_python(const RRef<Object>& reference, const char* call) {
 }
 
 py::object fetch(const RRef<Object>& reference, double timeout) {
-  const Worker worker(reference.state()->endpoint());
+  const Worker worker(reference.state()->backend());
   const std::shared_ptr<Packer> packer = packer_of(worker);
   return with_exceptions(*packer, [&] {
     require_value_of_python(reference, "to_here()");
@@ -319,7 +320,7 @@ py::object fetch(const RRef<Object>& reference, double timeout) {
 }
 
 py::object local_value(const RRef<Object>& reference) {
-  return with_exceptions(*packer_of(Worker(reference.state()->endpoint())), [&] {
+  return with_exceptions(*packer_of(Worker(reference.state()->backend())), [&] {
     require_value_of_python(reference, "local_value()");
     const Object* value = nullptr;
     without_gil([&] { value = &reference.local_value(); });
@@ -328,7 +329,7 @@ py::object local_value(const RRef<Object>& reference) {
 }
 
 std::shared_ptr<CallHandle> creation_of(const RRef<Object>& reference) {
-  const std::shared_ptr<Packer> packer = packer_of(Worker(reference.state()->endpoint()));
+  const std::shared_ptr<Packer> packer = packer_of(Worker(reference.state()->backend()));
   return with_exceptions(*packer, [&] {
     Future<void> created;
     without_gil([&] { created = reference.creation(); });

@@ -5,7 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <torchspan/autograd/context.h>
+#include <torchspan/autograd.h>
 #include <torchspan/detail/core/owner_process.h>
 #include <torchspan/detail/rpc/service.h>
 

@@ -7,7 +7,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/nn/module.h>
 
-#include <torchspan/pipeline/pipeline.h>
+#include <torchspan/pipeline.h>
 
 #include "python/bindings.h"
 #include "python/calls/python_worker.h"

@@ -60,7 +60,7 @@ class PendingReply final : public rpc::Completion {
  public:
   struct Call {
     c10::intrusive_ptr<JitFuture> future;
-    std::shared_ptr<rpc::Endpoint> endpoint;
+    std::shared_ptr<rpc::WorkerBackend> backend;
     std::shared_ptr<AgentCounters> counters;
     milliseconds timeout;
     const DeviceMaps* device_maps;  ///< of the agent, which outlives its calls
@@ -80,14 +80,14 @@ class PendingReply final : public rpc::Completion {
  private:
   template <class F>
   void post(F end) {
-    const std::shared_ptr<FutureHost> host = call_.endpoint->host().lock();
-    host->post([call = std::move(call_), end = std::move(end)]() mutable {
+    const std::shared_ptr<ContinuationExecutor> continuations = call_.backend->continuations().lock();
+    continuations->post([call = std::move(call_), end = std::move(end)]() mutable {
       const KeptThreadState kept;
       end(call);
       // After the callbacks of the future, which may make more calls.
       call.counters->client_calls.fetch_sub(1);
       call.future.reset();
-      call.endpoint->receive_here();
+      call.backend->receive_here();
     });
   }
 
@@ -292,12 +292,12 @@ class MessageServer final : public rpc::Extension {
 void MessageServer::attach(rpc::Registrar& registrar) {
   registrar.handle_raw(
       kTorchMessage, "torch.distributed.rpc", rpc::RunOn::kPool,
-      [this, endpoint = registrar.worker().endpoint().get()](
-          const rpc::CallInfo& call, wire::Payload& payload, std::shared_ptr<rpc::Completion> reply) {
+      [this, backend = registrar.worker().backend().get()](const rpc::CallInfo& call, wire::Payload& payload,
+                                                           std::shared_ptr<rpc::Completion> reply) {
         std::optional<KeptThreadState> kept;
         if (runs_python(payload)) kept.emplace();
         run({static_cast<std::int64_t>(call.call), std::move(payload), std::move(reply)});
-        endpoint->receive_here();
+        backend->receive_here();
       });
   registrar.handle_raw(
       kGreeting, "greeting", rpc::RunOn::kReceiver,
@@ -488,7 +488,7 @@ Agent::Agent(Job& job, const c10::intrusive_ptr<c10d::Store>& store, Options opt
           [this](std::uint32_t rank, const Error& reason) { departed(rank, reason); }}));
   std::string address;
   std::tie(service_, address) = job.make_service(std::move(service), FunctionTable(), std::move(extensions));
-  endpoint_ = service_->worker().endpoint();
+  backend_ = service_->worker().backend();
   joined_ = job.join(address);
   membership_ = joined_.get();
   directory_.begin(*membership_);
@@ -522,9 +522,9 @@ void Agent::greet_members() {
     request.type = kGreeting;
     request.name = "greeting";
     request.deadline = runtime_->executor.deadline_in(getRpcTimeout());
-    auto completion = std::make_shared<rpc::PromiseCompletion<void>>(endpoint().host());
+    auto completion = std::make_shared<rpc::PromiseCompletion<void>>(backend().continuations());
     answers.push_back(completion->future());
-    endpoint().send(static_cast<std::uint32_t>(member.rank), std::move(request), std::move(completion));
+    backend().send(static_cast<std::uint32_t>(member.rank), std::move(request), std::move(completion));
   }
   for (const Future<void>& answer : answers) {
     answer.wait_until(Deadline::never());
@@ -551,9 +551,9 @@ c10::intrusive_ptr<JitFuture> Agent::send(const TorchWorker& to, TorchMessagePtr
   request.payload = to_payload(*message, device_maps_.arguments(message->tensors(), to.name_, device_map));
   if (limit != milliseconds::zero()) request.deadline = runtime_->executor.deadline_in(limit);
   request.served_late = true;  // its references must arrive
-  endpoint().send(directory_.rank_of(to), std::move(request),
-                  std::make_shared<PendingReply>(PendingReply::Call{future, endpoint_, counters_, limit,
-                                                                    &device_maps_, device_map, to.name_}));
+  backend().send(directory_.rank_of(to), std::move(request),
+                 std::make_shared<PendingReply>(PendingReply::Call{future, backend_, counters_, limit,
+                                                                   &device_maps_, device_map, to.name_}));
   return future;
 }
 
@@ -590,8 +590,9 @@ void Agent::serve(std::int64_t id, wire::Payload& request, const std::shared_ptr
 void Agent::departed(std::uint32_t rank, const Error& reason) {
   if (!on_departure_ || reason.kind() == ErrorKind::kCancelled) return;  // this worker itself stops
   // What it sent before its end may still be on its way from others.
-  endpoint().after(kDepartureTime, [this, name = directory_.name_of(rank),
-                                    text = std::string(reason.what())] { on_departure_(name, text); });
+  backend().after(kDepartureTime, [this, name = directory_.name_of(rank), text = std::string(reason.what())] {
+    on_departure_(name, text);
+  });
 }
 
 void Agent::join(bool shutdown, float timeout) {
@@ -610,12 +611,12 @@ void Agent::wait_for_all(Deadline deadline) {
   for (bool again = false;; again = true) {
     while (counters_->client_calls.load() != 0 || counters_->server_calls.load() != 0) {
       if (deadline.passed(runtime_->executor.now()))
-        throw Error(ErrorKind::kTimedOut, "calls are outstanding:\n" + endpoint().debug().str());
+        throw Error(ErrorKind::kTimedOut, "calls are outstanding:\n" + backend().debug().str());
       runtime_->executor.sleep(std::chrono::milliseconds(2));
     }
     if (membership_->open()) return;  // there is no fixed set of workers
     const rendezvous::CountSums sums =
-        membership_->sum("torchspan.rpc.join", {endpoint().debug().calls_sent}, {}, {}, {.until = deadline});
+        membership_->sum("torchspan.rpc.join", {backend().debug().calls_sent}, {}, {}, {.until = deadline});
     const std::uint64_t sent = sums.counts.at(0);
     if (again && sent == before) return;
     before = sent;
@@ -627,7 +628,7 @@ void Agent::shutdownImpl() {
 }
 
 void Agent::stop_at_exit() {
-  if (process_.is_current()) stop_before_exit(*runtime_, endpoint_, [this] { shutdown(); });
+  if (process_.is_current()) stop_before_exit(*runtime_, backend_, [this] { shutdown(); });
 }
 
 std::unordered_map<std::string, std::string> Agent::getMetrics() {
@@ -649,7 +650,7 @@ std::unordered_map<std::string, std::string> Agent::getMetrics() {
 
 std::unordered_map<std::string, std::string> Agent::getDebugInfo() {
   auto info = getMetrics();
-  info["agent.calls"] = endpoint().debug().str();
+  info["agent.calls"] = backend().debug().str();
   return info;
 }
 

@@ -142,7 +142,7 @@ class Agent final : public torch::distributed::rpc::RpcAgent {
   void departed(std::uint32_t rank, const Error& reason);
   void greet_members();
   void wait_for_all(Deadline deadline);
-  rpc::Endpoint& endpoint() const { return *endpoint_; }
+  rpc::WorkerBackend& backend() const { return *backend_; }
 
   const OwnerProcess process_;
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -154,7 +154,7 @@ class Agent final : public torch::distributed::rpc::RpcAgent {
   WorkerDirectory directory_;
   const std::shared_ptr<Runtime> runtime_;
   std::unique_ptr<rpc::WorkerService> service_;
-  std::shared_ptr<rpc::Endpoint> endpoint_;
+  std::shared_ptr<rpc::WorkerBackend> backend_;
   std::unique_ptr<rendezvous::Membership> joined_;  ///< until start()
   rendezvous::Membership* membership_ = nullptr;
   const bool serves_open_world_;  ///< rank 0 of an open world

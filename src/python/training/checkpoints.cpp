@@ -11,7 +11,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <torchspan/checkpoint/manager.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/core/error.h>
 
 #include "python/bindings.h"

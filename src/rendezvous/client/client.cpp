@@ -90,7 +90,7 @@ void Client::add_handlers() {
 }
 
 void Client::on_welcome(Welcome message) {
-  std::vector<Known> gone;
+  std::vector<Known> departed;
   {
     MutexLock lock(mutex_);
     if (decided_) return;
@@ -101,7 +101,7 @@ void Client::on_welcome(Welcome message) {
       const int rank = member.rank;
       known_[rank] = {std::move(member)};
     }
-    for (const Gone& ended : message.gone) {
+    for (const Departed& ended : message.departed) {
       for (const int rank : ended.ranks) {
         const auto found = known_.find(rank);
         if (found == known_.end()) continue;
@@ -110,12 +110,12 @@ void Client::on_welcome(Welcome message) {
         if (ended.died) {
           known.death = std::make_shared<Error>(ErrorKind::kDisconnected, describe(known.member) + ended.how);
         }
-        gone.push_back(known);
+        departed.push_back(known);
       }
     }
     decided_ = true;
   }
-  for (const Known& one : gone) events_.add(one.member, one.presence, one.death);
+  for (const Known& one : departed) events_.add(one.member, one.presence, one.death);
   verdict_->unpark();
 }
 
@@ -125,21 +125,21 @@ void Client::note(const Changes& changes) {
       for (const Member& member : arrived->members) note_arrival(member);
       continue;
     }
-    const auto& gone = std::get<Gone>(change);
+    const auto& departed = std::get<Departed>(change);
     std::vector<std::pair<int, std::shared_ptr<const Error>>> ended;
     std::vector<std::string> deaths;
     const TimePoint now = runtime_.executor.now();
-    const std::string before = death_log_.first().before(now);  // those of one Gone died together
-    for (const int rank : gone.ranks) {
+    const std::string before = death_log_.first().before(now);  // those of one Departed died together
+    for (const int rank : departed.ranks) {
       const auto known = find(rank);
       if (!known || known->presence != Presence::kPresent) continue;
       ended.emplace_back(rank, nullptr);
-      if (!gone.died) continue;
+      if (!departed.died) continue;
       death_log_.first().add(known->member, now);
-      deaths.push_back(describe(known->member) + gone.how + before);
+      deaths.push_back(describe(known->member) + departed.how + before);
       ended.back().second = std::make_shared<Error>(ErrorKind::kDisconnected, deaths.back());
     }
-    death_log_.write(deaths, gone.how);
+    death_log_.write(deaths, departed.how);
     for (auto& [rank, death] : ended) note_end(rank, std::move(death));
   }
 }
@@ -348,34 +348,35 @@ void Client::on_store_gone(const Error& reason, bool held_for_dead) {
       : reason.kind() == ErrorKind::kDisconnected
           ? "its process ended, or the connection to it broke; see its own output for why"
           : reason.message();
-  std::optional<Error> gone;
+  std::optional<Error> departed;
   {
     MutexLock lock(mutex_);
     const auto found = known_.find(0);
     if (found == known_.end()) return;  // this worker was refused, so it was never a member
     const bool rank0_left = found->second.presence == Presence::kLeft;
     const std::string server = describe(found->second.member);
-    if (found->second.death) gone = *found->second.death;
-    if (!gone)
-      gone.emplace(ErrorKind::kDisconnected,
-                   store_.declared_dead ? fmt::format("{} no longer serves this worker: {}", server, cause)
-                   : rank0_left         ? fmt::format("the store closed, since {} left the world", server)
-                                        : fmt::format("{} died, and the store with it: {}{}", server, cause,
-                                                      death_log_.first().before(runtime_.executor.now())));
-    store_gone_ = gone;
+    if (found->second.death) departed = *found->second.death;
+    if (!departed)
+      departed.emplace(ErrorKind::kDisconnected,
+                       store_.declared_dead
+                           ? fmt::format("{} no longer serves this worker: {}", server, cause)
+                       : rank0_left ? fmt::format("the store closed, since {} left the world", server)
+                                    : fmt::format("{} died, and the store with it: {}{}", server, cause,
+                                                  death_log_.first().before(runtime_.executor.now())));
+    store_gone_ = departed;
   }
-  rounds_.cancel(*gone, *gone);
+  rounds_.cancel(*departed, *departed);
   if (options_.rank == 0) return;
   if (const auto rank0 = find(0); rank0 && rank0->presence == Presence::kPresent) {
     // That this worker itself was declared dead is not a consequence of another death.
     if (held_for_dead) {
-      runtime_.log.warning(gone->message());
+      runtime_.log.warning(departed->message());
     } else {
-      death_log_.write({gone->message()}, "");
+      death_log_.write({departed->message()}, "");
     }
   }
-  note_end(0, std::make_shared<Error>(*gone));
-  if (held_for_dead) note_own_death(*gone);
+  note_end(0, std::make_shared<Error>(*departed));
+  if (held_for_dead) note_own_death(*departed);
 }
 
 std::optional<Client::Known> Client::find(int rank) const {

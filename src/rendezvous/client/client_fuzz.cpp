@@ -32,9 +32,9 @@ class ScriptedTransport final : public net::Transport {
     return channel_ = std::make_shared<DiscardingChannel>();
   }
   bool poll() override {
-    if (!channel_ || gone_) return false;
+    if (!channel_ || departed_) return false;
     if (words_.empty() || channel_->closed) {
-      gone_ = true;
+      departed_ = true;
       handler_.on_closed(channel_, Error(ErrorKind::kDisconnected, "the store is gone"));
       done_.unpark();
       return true;
@@ -54,7 +54,7 @@ class ScriptedTransport final : public net::Transport {
   Parker& done_;
   const std::unique_ptr<Parker> sleeper_;
   std::shared_ptr<DiscardingChannel> channel_;
-  bool gone_ = false;
+  bool departed_ = false;
 };
 
 /// Decodes a message and checks that its encoding decodes to the same message.
@@ -164,20 +164,20 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
       member.rank = rank;
       welcome.members.push_back(member);
     }
-    Welcome with_gone = welcome;
-    with_gone.gone = {{{2}, true, " died"}, {{0}, false, ""}};
+    Welcome with_departed = welcome;
+    with_departed.departed = {{{2}, true, " died"}, {{0}, false, ""}};
     Member again = welcome.members[2];
     again.incarnation = 1;
     Changes news;
-    news.add(Gone{{2}, true, " died: why"});
+    news.add(Departed{{2}, true, " died: why"});
     news.add(Arrived{{again}});
     Gathered gathered{.call = 0, .runs = {}};
     for (Bytes bytes : {Bytes(2), Bytes(), Bytes()}) gathered.add(std::move(bytes));
     std::vector<Bytes> seeds;
-    for (const Welcome& one : {welcome, with_gone}) {
+    for (const Welcome& one : {welcome, with_departed}) {
       seeds.push_back(testing::joined({word(Ping{std::chrono::seconds(5)}), word(one), word(news)}));
       seeds.push_back(testing::joined(
-          {word(one), word(Changes{{Gone{{0, 2}}}}), word(gathered), word(DeclaredDead{"silent"})}));
+          {word(one), word(Changes{{Departed{{0, 2}}}}), word(gathered), word(DeclaredDead{"silent"})}));
       seeds.push_back(testing::joined({word(one), word(RoundFailed{0, ErrorKind::kTimedOut, "late"}),
                                        word(Summed{0, {{7}, {{1, Bytes(1)}}, 1}}),
                                        word(Missing{0, {0, 1, 2}}), word(Farewell{})}));
@@ -185,8 +185,8 @@ extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
     seeds.push_back(word(Refused{ErrorKind::kInvalid, "no"}));
     Welcome of_newer = welcome;
     of_newer.versions = {kStoreProtocol.newest, kStoreProtocol.newest + 1, 0};
-    seeds.push_back(testing::joined(
-        {word(of_newer), testing::bytes_of({3, 0, 0, 9, 1}), word(Changes{{Arrived{{again}}, Gone{{2}}}})}));
+    seeds.push_back(testing::joined({word(of_newer), testing::bytes_of({3, 0, 0, 9, 1}),
+                                     word(Changes{{Arrived{{again}}, Departed{{2}}}})}));
     Register entry;
     entry.member = self();
     entry.functions = {"f()"};

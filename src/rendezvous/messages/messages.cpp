@@ -109,22 +109,22 @@ Member get_member(ByteReader& all) {
   return member;
 }
 
-void put_gone(ByteWriter& writer, const Gone& gone) {
-  writer.put(gone.died);
-  Ranks(gone.ranks).encode(writer);
-  if (gone.died) writer.put_string(gone.how);
+void put_departed(ByteWriter& writer, const Departed& departed) {
+  writer.put(departed.died);
+  Ranks(departed.ranks).encode(writer);
+  if (departed.died) writer.put_string(departed.how);
 }
 
 /// `most`: how many ranks may still follow in the message; falls by those that are read.
-Gone get_gone(ByteReader& reader, std::size_t& most) {
-  Gone gone;
-  gone.died = reader.get<bool>();
+Departed get_departed(ByteReader& reader, std::size_t& most) {
+  Departed departed;
+  departed.died = reader.get<bool>();
   const Ranks ranks = Ranks::decode(reader);
   if (ranks.size() > most) throw Error(ErrorKind::kInvalid, "store message names too many ranks");
   most -= ranks.size();
-  gone.ranks = ranks.list();
-  if (gone.died) gone.how = reader.get_string();
-  return gone;
+  departed.ranks = ranks.list();
+  if (departed.died) departed.how = reader.get_string();
+  return departed;
 }
 
 }  // namespace
@@ -164,7 +164,7 @@ Register Register::decode(ByteReader& reader, const ProtocolRange& spoken) {
 
 void Welcome::encode(ByteWriter& writer) const {
   put_members(writer, members);
-  put_list(writer, gone, [&](const Gone& one) { put_gone(writer, one); });
+  put_list(writer, departed, [&](const Departed& one) { put_departed(writer, one); });
   put_range(writer, versions);
 }
 
@@ -172,7 +172,7 @@ Welcome Welcome::decode(ByteReader& reader, const ProtocolRange& spoken) {
   Welcome message;
   message.members = get_members(reader);
   std::size_t most = kMaxWorkers;
-  message.gone = get_list(reader, 2, [&] { return get_gone(reader, most); });
+  message.departed = get_list(reader, 2, [&] { return get_departed(reader, most); });
   message.versions = get_range(reader);
   skip_if_newer(reader, message.versions, spoken);
   return message;
@@ -305,19 +305,19 @@ void Changes::add(const Change& change) {
     last->members.insert(last->members.end(), arrived->members.begin(), arrived->members.end());
     return;
   }
-  const auto& gone = std::get<Gone>(change);
-  auto* last = list.empty() ? nullptr : std::get_if<Gone>(&list.back());
-  if (last == nullptr || last->died != gone.died || last->how != gone.how) {
-    list.emplace_back(gone);
+  const auto& departed = std::get<Departed>(change);
+  auto* last = list.empty() ? nullptr : std::get_if<Departed>(&list.back());
+  if (last == nullptr || last->died != departed.died || last->how != departed.how) {
+    list.emplace_back(departed);
   } else {
-    last->ranks.insert(last->ranks.end(), gone.ranks.begin(), gone.ranks.end());
+    last->ranks.insert(last->ranks.end(), departed.ranks.begin(), departed.ranks.end());
   }
 }
 
 void Changes::encode(ByteWriter& writer) const {
   put_list(writer, list, [&](const Change& change) {
-    writer.put(std::holds_alternative<Gone>(change));
-    if (const auto* gone = std::get_if<Gone>(&change)) return put_gone(writer, *gone);
+    writer.put(std::holds_alternative<Departed>(change));
+    if (const auto* departed = std::get_if<Departed>(&change)) return put_departed(writer, *departed);
     put_members(writer, std::get<Arrived>(change).members);
   });
 }
@@ -326,7 +326,7 @@ Changes Changes::decode(ByteReader& reader) {
   Changes message;
   std::size_t most = kMaxWorkers;
   message.list = get_list(reader, 2, [&] {
-    return reader.get<bool>() ? Change(get_gone(reader, most)) : Change(Arrived{get_members(reader)});
+    return reader.get<bool>() ? Change(get_departed(reader, most)) : Change(Arrived{get_members(reader)});
   });
   return message;
 }

@@ -44,7 +44,7 @@ struct Register {
 };
 
 /// Workers that have left, or died in the same way.
-struct Gone {
+struct Departed {
   std::vector<int> ranks;
   bool died = false;
   std::string how = {};  ///< of a death: the text after describe(worker), as in " died: its process ended …"
@@ -53,8 +53,8 @@ struct Gone {
 /// Store to a client: it has joined, because the world is complete or open. It finds itself by its name.
 struct Welcome {
   static constexpr std::uint16_t kType = 2;
-  std::vector<Member> members;  ///< the latest member of every rank, by rank
-  std::vector<Gone> gone;       ///< those of them that left or died, by rank
+  std::vector<Member> members;     ///< the latest member of every rank, by rank
+  std::vector<Departed> departed;  ///< those of them that left or died, by rank
   ProtocolRange versions = kStoreProtocol;
 
   void encode(ByteWriter& writer) const;
@@ -144,7 +144,7 @@ struct Arrived {
 /// is gone if it said goodbye, or died: its connection ended, or it was silent, or it gave up.
 struct Changes {
   static constexpr std::uint16_t kType = 18;
-  using Change = std::variant<Arrived, Gone>;
+  using Change = std::variant<Arrived, Departed>;
   std::vector<Change> list;
 
   /// Appends a change; joins it to the last one if both are of the same kind.

@@ -55,7 +55,8 @@ std::vector<Bytes> examples() {
       encode_message(RoundFailed{9, ErrorKind::kTimedOut, "late"}),
       encode_message(Leave{}),
       encode_message(Farewell{}),
-      encode_message(Changes{{Gone{{3}}, Gone{{1, 2, 4}, true, "killed"}, Arrived{{make_member(5)}}}}),
+      encode_message(
+          Changes{{Departed{{3}}, Departed{{1, 2, 4}, true, "killed"}, Arrived{{make_member(5)}}}}),
       encode_message(Ping{std::chrono::seconds(5)}),
       encode_message(Pong{}),
       encode_message(DeclaredDead{"silent"}),
@@ -137,10 +138,10 @@ TEST(StoreMessages, KeepRoundsAndTheirBytes) {
 
 TEST(StoreMessages, KeepDepartedAndJoinedWorkers) {
   const auto welcome = round_trip(Welcome{{make_member(0), make_member(1)}, {{{1}, true, "killed"}}});
-  ASSERT_EQ(welcome.gone.size(), 1u);
-  EXPECT_EQ(welcome.gone[0].ranks, std::vector<int>{1});
-  EXPECT_TRUE(welcome.gone[0].died);
-  EXPECT_EQ(welcome.gone[0].how, "killed");
+  ASSERT_EQ(welcome.departed.size(), 1u);
+  EXPECT_EQ(welcome.departed[0].ranks, std::vector<int>{1});
+  EXPECT_TRUE(welcome.departed[0].died);
+  EXPECT_EQ(welcome.departed[0].how, "killed");
   const Ping ping = round_trip(Ping{std::chrono::seconds(5), TimePoint(Duration(7))});
   EXPECT_EQ(ping.dead_after, std::chrono::seconds(5));
   EXPECT_EQ(ping.sent, TimePoint(Duration(7)));

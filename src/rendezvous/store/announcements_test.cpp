@@ -61,7 +61,7 @@ TEST_F(BatchingStore, SendsANewWorkerOnlyTheChangesAfterItsWelcome) {
   store_->on_closed(2, closed(), kStart);
   say(11, registration(1, 4));
   ASSERT_EQ(heard<Welcome>(11).size(), 1u);
-  EXPECT_EQ(heard<Welcome>(11).at(0).gone.at(0).ranks, std::vector<int>{2});
+  EXPECT_EQ(heard<Welcome>(11).at(0).departed.at(0).ranks, std::vector<int>{2});
   store_->on_closed(3, closed(), kStart);
   store_->tick(kStart + milliseconds(1));
   ASSERT_EQ(heard<Died>(11).size(), 1u);
@@ -102,9 +102,9 @@ TEST(StoreOrder, Rank0HearsOfADeathLast) {
 
 TEST_F(BatchingStore, WaitsAtMostFiftyMillisecondsHoweverLargeTheWorld) {
   Announcements announcements{{}};
-  announcements.add(Gone{{1}});
+  announcements.add(Departed{{1}});
   announcements.all_sent(kStart, 1 << 20);
-  announcements.add(Gone{{2}});
+  announcements.add(Departed{{2}});
   EXPECT_FALSE(announcements.due(kStart + milliseconds(49)));
   EXPECT_TRUE(announcements.due(kStart + milliseconds(50)));
 }

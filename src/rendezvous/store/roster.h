@@ -128,7 +128,7 @@ class Roster {
     Register registration;                        ///< without its functions, which FunctionTables has
     std::optional<ConnectionId> connection = {};  ///< none once it left or died
     bool died = false;                            ///< else it left
-    std::string how = {};                         ///< it died; see Gone::how
+    std::string how = {};                         ///< it died; see Departed::how
     std::uint64_t told = 0;                       ///< its place in the announcements
     const Member& member() const { return registration.member; }
   };

@@ -96,8 +96,8 @@ void Rounds::on_join(Member member) {
   const int rank = member.rank;
   if (const auto former = members_.find(rank); former != members_.end()) {
     former_names_[rank] = former->second.name;
-    on_gone(rank, describe(former->second) + " was replaced");
-    gone_.erase(rank);
+    on_departed(rank, describe(former->second) + " was replaced");
+    departed_.erase(rank);
     std::erase_if(rounds_, [&](const auto& entry) { return entry.first.ranks.contains(rank); });
   }
   members_[rank] = std::move(member);
@@ -145,7 +145,7 @@ Rounds::Place Rounds::begin(Key key, const Contribute& message) {
   round.incarnations = message.incarnations;
   round.counts.resize(message.counts.size());
   for (const int other : place->first.ranks.list()) {
-    if (!gone_.contains(other)) round.expected.insert(round.expected.end(), other);
+    if (!departed_.contains(other)) round.expected.insert(round.expected.end(), other);
   }
   return place;
 }
@@ -155,17 +155,17 @@ void Rounds::arrive(const Key& key, Round& round, int rank, Contribute message, 
       !round.arrived.insert_or_assign(rank, Arrival{message.call, std::move(message.bytes)}).second;
   for (std::size_t i = 0; i < message.counts.size() && !again; ++i) round.counts[i] += message.counts[i];
   round.deadline = earlier(round.deadline, deadline_after(now, message.timeout));
-  // Of a later arrival, all ranks are present: on_gone() would have ended the round.
-  if (const End* gone = round.arrived.size() == 1 ? first_gone(key.ranks) : nullptr) {
-    fail(round, ErrorKind::kDisconnected, gone->cause);
+  // Of a later arrival, all ranks are present: on_departed() would have ended the round.
+  if (const End* departed = round.arrived.size() == 1 ? first_departed(key.ranks) : nullptr) {
+    fail(round, ErrorKind::kDisconnected, departed->cause);
   } else if (round.expected.empty()) {
     complete(round, key.sums);
   }
 }
 
-const Rounds::End* Rounds::first_gone(const Ranks& ranks) const {
+const Rounds::End* Rounds::first_departed(const Ranks& ranks) const {
   const End* first = nullptr;
-  for (const auto& [rank, end] : gone_) {
+  for (const auto& [rank, end] : departed_) {
     if (first != nullptr && first->number < end.number) continue;
     if (ranks.contains(rank)) first = &end;
   }
@@ -231,8 +231,8 @@ void Rounds::fail(Round& round, ErrorKind kind, std::string text) {
   round.arrived.clear();
 }
 
-void Rounds::on_gone(int rank, std::string cause) {
-  gone_.emplace(rank, End{ends_++, cause});
+void Rounds::on_departed(int rank, std::string cause) {
+  departed_.emplace(rank, End{ends_++, cause});
   for (auto& [key, round] : rounds_) {
     if (!key.ranks.contains(rank)) continue;
     round.expected.erase(rank);

@@ -33,7 +33,7 @@ class Rounds {
   void report_missing(int rank, std::uint64_t call) const;
   /// `rank` has left or died; `cause` is the reason ("worker1 (…) died: …"). Its rounds fail with the cause
   /// of the first of their ranks that left or died.
-  void on_gone(int rank, std::string cause);
+  void on_departed(int rank, std::string cause);
   /// Ends the rounds whose first deadline has passed.
   void tick(TimePoint now);
   Deadline next_deadline() const;
@@ -79,7 +79,7 @@ class Rounds {
   std::string names_of(const std::vector<int>& ranks) const;
   std::string text_for(int rank, const Round& round) const;
   std::string waits_elsewhere(const Key& key, const Round& round) const;
-  const End* first_gone(const Ranks& ranks) const;
+  const End* first_departed(const Ranks& ranks) const;
   void fail(Round& round, ErrorKind kind, std::string text);
   void complete(Round& round, bool sums);
   /// Answers all that arrived; `make` returns the message for a call.
@@ -90,7 +90,7 @@ class Rounds {
   const Answer answer_;
   std::map<int, Member> members_;
   std::map<int, std::string> former_names_;  ///< of the ranks whose worker was replaced
-  std::map<int, End> gone_;
+  std::map<int, End> departed_;
   std::uint64_t ends_ = 0;
   std::map<Key, Round> rounds_;
 };

@@ -282,11 +282,11 @@ Welcome Store::make_welcome() const {
   for (const auto& [rank, worker] : roster_.all()) {
     welcome.members.push_back(worker.member());
     if (worker.connection) continue;
-    if (!welcome.gone.empty() && welcome.gone.back().died == worker.died &&
-        welcome.gone.back().how == worker.how) {
-      welcome.gone.back().ranks.push_back(rank);
+    if (!welcome.departed.empty() && welcome.departed.back().died == worker.died &&
+        welcome.departed.back().how == worker.how) {
+      welcome.departed.back().ranks.push_back(rank);
     } else {
-      welcome.gone.push_back({{rank}, worker.died, worker.how});
+      welcome.departed.push_back({{rank}, worker.died, worker.how});
     }
   }
   return welcome;
@@ -326,8 +326,8 @@ void Store::on_leave(ConnectionId connection, TimePoint now) {
   Worker& worker = roster_.at(rank);
   heartbeats_.forget(*worker.connection);
   roster_.leave(worker);
-  announce(Gone{{rank}});
-  rounds_.on_gone(rank, describe(worker.member()) + " left the world" + first_death_.before(now));
+  announce(Departed{{rank}});
+  rounds_.on_departed(rank, describe(worker.member()) + " left the world" + first_death_.before(now));
 }
 
 void Store::on_give_up(ConnectionId connection, const std::string& why, TimePoint now) {
@@ -364,8 +364,8 @@ void Store::end_of(int rank, const std::string& how, TimePoint now) {
   roster_.leave(worker);
   worker.died = true;
   worker.how = how;
-  announce(Gone{{rank}, true, how});
-  rounds_.on_gone(rank, describe(worker.member()) + how + first_death_.before(now));
+  announce(Departed{{rank}, true, how});
+  rounds_.on_departed(rank, describe(worker.member()) + how + first_death_.before(now));
   first_death_.add(worker.member(), now);
 }
 

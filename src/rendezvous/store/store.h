@@ -72,7 +72,7 @@ class Store {
   void admit(ConnectionId connection, Register message);
   Welcome make_welcome() const;
   void report_end(ConnectionId connection, const std::string& cause, TimePoint now);
-  /// Of a running world; see Gone::how.
+  /// Of a running world; see Departed::how.
   void end_of(int rank, const std::string& how, TimePoint now);
   void fail(const Error& reason);
   void refuse(ConnectionId connection, const Error& reason, bool passing = false);

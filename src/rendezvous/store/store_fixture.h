@@ -103,13 +103,14 @@ class StoreFixture : public ::testing::Test {
     }
   }
   static void append(std::vector<Left>& list, const Changes::Change& change) {
-    const auto* gone = std::get_if<Gone>(&change);
-    for (const int rank : gone && !gone->died ? gone->ranks : std::vector<int>()) list.push_back({rank});
+    const auto* departed = std::get_if<Departed>(&change);
+    for (const int rank : departed && !departed->died ? departed->ranks : std::vector<int>())
+      list.push_back({rank});
   }
   static void append(std::vector<Died>& list, const Changes::Change& change) {
-    const auto* gone = std::get_if<Gone>(&change);
-    for (const int rank : gone && gone->died ? gone->ranks : std::vector<int>())
-      list.push_back({rank, gone->how});
+    const auto* departed = std::get_if<Departed>(&change);
+    for (const int rank : departed && departed->died ? departed->ranks : std::vector<int>())
+      list.push_back({rank, departed->how});
   }
   std::string refusal(ConnectionId connection) const {
     const auto all = heard<Refused>(connection);

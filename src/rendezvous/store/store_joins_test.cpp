@@ -115,10 +115,10 @@ TEST_F(OpenStore, SendsNewWorkersTheDepartedOnesWithReasons) {
   ASSERT_EQ(heard<Welcome>(3).size(), 1u);
   const Welcome welcome = heard<Welcome>(3).at(0);
   EXPECT_EQ(welcome.members.size(), 4u);
-  ASSERT_EQ(welcome.gone.size(), 2u);
-  EXPECT_TRUE(welcome.gone[0].died);
-  EXPECT_THAT(welcome.gone[0].how, HasSubstr("without a goodbye"));
-  EXPECT_FALSE(welcome.gone[1].died);
+  ASSERT_EQ(welcome.departed.size(), 2u);
+  EXPECT_TRUE(welcome.departed[0].died);
+  EXPECT_THAT(welcome.departed[0].how, HasSubstr("without a goodbye"));
+  EXPECT_FALSE(welcome.departed[1].died);
 }
 
 TEST_F(OpenStore, ComparesFunctionsWithPresentWorkersOnly) {
@@ -216,7 +216,7 @@ TEST_F(StoreFixture, ReadmitsDepartedWorkersOfACompleteWorld) {
   EXPECT_EQ(heard<Joined>(2).at(0).member.pid, 777);
   ASSERT_EQ(heard<Welcome>(13).size(), 1u);
   EXPECT_EQ(heard<Welcome>(13).at(0).members.at(1).incarnation, 1u);
-  EXPECT_TRUE(heard<Welcome>(13).at(0).gone.empty());
+  EXPECT_TRUE(heard<Welcome>(13).at(0).departed.empty());
   store_->on_closed(13, closed(), kStart);
   say(14, registration(1, 3));
   EXPECT_EQ(heard<Joined>(0).back().member.incarnation, 2u);

@@ -447,7 +447,7 @@ TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
       const auto self = static_cast<std::size_t>(rank);
       now += std::chrono::milliseconds(random() % 5);
       if (random() % 40 == 0) {
-        if (alive.erase(rank) == 1) rounds.on_gone(rank, "gone");
+        if (alive.erase(rank) == 1) rounds.on_departed(rank, "gone");
       } else if (!alive.contains(rank) && random() % 4 == 0) {
         Member again = registration(rank, size).member;
         again.incarnation = ++latest[self];
@@ -478,7 +478,7 @@ TEST_F(StoreFixture, EndsEveryRoundOnceWhateverHappens) {
     }
     rounds.tick(now + std::chrono::seconds(1));
     for (const int rank : alive) EXPECT_EQ(answered[rank], asked[rank]) << "rank " << rank;
-    while (!alive.empty()) rounds.on_gone(alive.extract(alive.begin()).value(), "gone");
+    while (!alive.empty()) rounds.on_departed(alive.extract(alive.begin()).value(), "gone");
     EXPECT_EQ(rounds.size(), 0u);
   }
 }

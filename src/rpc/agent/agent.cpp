@@ -42,7 +42,7 @@ class RpcAgent::ExtensionRegistrar final : public Registrar {
   explicit ExtensionRegistrar(RpcAgent& agent) : agent_(agent) {}
   Worker& worker() override { return agent_.worker(); }
   Runtime& runtime() override { return agent_.runtime(); }
-  std::weak_ptr<FutureHost> host() override { return agent_.host(); }
+  std::weak_ptr<ContinuationExecutor> continuations() override { return agent_.continuations(); }
   void intercept(Interceptor& interceptor) override { agent_.state_.interceptors.push_back(&interceptor); }
   void on_departure(std::function<void(std::uint32_t, const Error&)> callback) override {
     agent_.departure_callbacks_.push_back(std::move(callback));
@@ -81,13 +81,13 @@ RpcAgent::RpcAgent(std::shared_ptr<Runtime> runtime, FunctionTable functions, Se
       default_timeout_(state_.options.default_timeout) {}
 
 void RpcAgent::open(const WorkerService::MakeTransport& make_transport) {
-  state_.endpoint = weak_from_this();
+  state_.backend = weak_from_this();
   state_.references = std::make_shared<References>(weak_from_this(), state_.self.rank);
   state_.device_memory = DeviceMemory::make(state_, [this](Duration delay, UniqueFunction<void()> job) {
     loop_.at(state_.runtime.executor.deadline_in(delay), std::move(job));
   });
   worker_ = std::make_unique<Worker>(shared_from_this());
-  state_.host->set_driver(std::shared_ptr<TransportLoop>(shared_from_this(), &loop_));
+  state_.continuations->set_driver(std::shared_ptr<TransportLoop>(shared_from_this(), &loop_));
   install_handlers(*this);
   install_device_memory(*this, state_.device_memory);
   if (!make_transport) return;
@@ -226,7 +226,7 @@ void RpcAgent::stop_pool() {
     } catch (const Error&) {  // the system has no thread left: nothing reports what this waits for
     }
   }
-  state_.host->pool().stop();
+  state_.continuations->pool().stop();
 }
 
 void RpcAgent::release() {
@@ -318,8 +318,8 @@ DebugInfo RpcAgent::debug() const {
     return alive ? alive->list() : std::vector<RRefInfo>();
   };
   info.references = {counts.owners, counts.forks, counts.pending_users, counts.pending_children};
-  info.pool_threads = state_.host->pool().thread_count();
-  info.pool_queued = state_.host->pool().queued();
+  info.pool_threads = state_.continuations->pool().thread_count();
+  info.pool_queued = state_.continuations->pool().queued();
   info.calls_sent = state_.sent.load();
   info.calls_handled = state_.handled.load();
   info.late_replies = receiver_.late_replies();
@@ -328,7 +328,7 @@ DebugInfo RpcAgent::debug() const {
 
 void RpcAgent::after(Duration delay, UniqueFunction<void()> job) {
   state_.runtime.check_process();
-  loop_.after(delay, state_.host, std::move(job));
+  loop_.after(delay, state_.continuations, std::move(job));
 }
 
 void RpcAgent::send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) {

@@ -24,7 +24,7 @@ namespace torchspan::rpc {
 /// Implements one worker: owns the parts that send, receive and serve, starts and stops them, and follows the
 /// membership. The parts have internal locks, held for microseconds and never across user code, a send or
 /// each other.
-class RpcAgent final : public Endpoint {
+class RpcAgent final : public WorkerBackend {
  public:
   RpcAgent(std::shared_ptr<Runtime> runtime, FunctionTable functions, ServiceOptions options);
   void open(const WorkerService::MakeTransport& make_transport);
@@ -39,10 +39,10 @@ class RpcAgent final : public Endpoint {
   /// Keeps this object alive until the process exits: it could not be stopped, so its threads still use it.
   void keep_alive() { itself_ = shared_from_this(); }
 
-  // Endpoint
+  // WorkerBackend
   Runtime& runtime() override { return state_.runtime; }
-  std::weak_ptr<FutureHost> host() override { return state_.host; }
-  Pool& pool() override { return state_.host->pool(); }
+  std::weak_ptr<ContinuationExecutor> continuations() override { return state_.continuations; }
+  Pool& pool() override { return state_.continuations->pool(); }
   const WorkerInfo& self() const override { return state_.self; }
   std::vector<WorkerInfo> workers() const override;
   WorkerInfo info(const Destination& of) const override;
@@ -63,7 +63,7 @@ class RpcAgent final : public Endpoint {
     return state_.stopping.load() || !state_.runtime.executor.process().is_current();
   }
   void after(Duration delay, UniqueFunction<void()> job) override;
-  void receive_here() override { state_.host->receive_here(); }
+  void receive_here() override { state_.continuations->receive_here(); }
   void send(std::uint32_t to, Request request, std::shared_ptr<Completion> completion) override;
   ReferencePtr own(ValuePtr value, std::string type_name, SourceLocation site) override;
   ReferencePtr create(std::uint32_t to, Request request, std::string type_name) override;
@@ -103,7 +103,7 @@ class RpcAgent final : public Endpoint {
   std::unique_ptr<Worker> worker_;
   std::atomic<Duration> default_timeout_;
   std::atomic<bool> shut_down_{false};
-  std::shared_ptr<Endpoint> itself_;  ///< set by keep_alive()
+  std::shared_ptr<WorkerBackend> itself_;  ///< set by keep_alive()
 };
 
 }  // namespace torchspan::rpc

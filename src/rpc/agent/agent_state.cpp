@@ -31,7 +31,7 @@ class Driving {
 
 }  // namespace
 
-void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) {
+void AgentExecutor::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) {
   runtime_->check_process();
   Executor& executor = pool_.executor();
   const auto driver = driver_.lock();
@@ -52,13 +52,13 @@ void Host::wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline
   wait_listed(runtime_->spans, done, deadline, [&](Deadline until) { pool_.wait(parker, done, until); });
 }
 
-void Host::post(UniqueFunction<void()> job) {
+void AgentExecutor::post(UniqueFunction<void()> job) {
   if (polling_.load(std::memory_order_relaxed) == std::this_thread::get_id())
     return arrived_.push_back(std::move(job));
   pool_.post(std::move(job));
 }
 
-void Host::receive_here() {
+void AgentExecutor::receive_here() {
   const auto driver = driver_.lock();
   if (!driver || pool_.executor().spin_limit() == Duration::zero() || !pool_.is_pool_thread() ||
       receiving_.exchange(true)) {
@@ -78,7 +78,7 @@ void Host::receive_here() {
   }
 }
 
-UniqueFunction<void()> Host::poll_for_job(TransportLoop& driver) {
+UniqueFunction<void()> AgentExecutor::poll_for_job(TransportLoop& driver) {
   Executor& executor = pool_.executor();
   const TimePoint begun = executor.now();
   for (unsigned idle = 1; pool_.queued() == 0 && executor.now() - begun < executor.spin_limit(); ++idle) {
@@ -101,7 +101,7 @@ UniqueFunction<void()> Host::poll_for_job(TransportLoop& driver) {
   return job;
 }
 
-UniqueFunction<void()> Host::bind(UniqueFunction<void()> continuation) {
+UniqueFunction<void()> AgentExecutor::bind(UniqueFunction<void()> continuation) {
   return [environment = Environment::capture(), continuation = std::move(continuation)]() mutable {
     const EnvironmentScope scope(environment);
     std::exchange(continuation, nullptr)();  // destroys the captures inside the scope, too
@@ -128,7 +128,7 @@ AgentState::AgentState(std::shared_ptr<Runtime> shared_runtime, FunctionTable ta
       devices({options.name, options.rank}, options.device_maps),
       self{options.name, options.rank},
       peers(Peer{self, {}, 0, 0}),
-      host(make_process_shared<Host>(runtime_owner, pool_options(options))),
+      continuations(make_process_shared<AgentExecutor>(runtime_owner, pool_options(options))),
       calls(options.max_pending_calls),
       serving(options.max_waiting_bytes) {
   devices.check_here();

@@ -22,9 +22,9 @@ namespace torchspan::rpc {
 
 /// Runs continuations of a worker's futures on its pool, and waits for the futures. A waiter polls the
 /// transport for a short time before it sleeps.
-class Host final : public FutureHost {
+class AgentExecutor final : public ContinuationExecutor {
  public:
-  Host(std::shared_ptr<Runtime> runtime, PoolOptions options)
+  AgentExecutor(std::shared_ptr<Runtime> runtime, PoolOptions options)
       : runtime_(std::move(runtime)), pool_(runtime_->executor, std::move(options)) {}
   Executor& executor() override { return pool_.executor(); }
   void post(UniqueFunction<void()> job) override;
@@ -32,7 +32,7 @@ class Host final : public FutureHost {
   UniqueFunction<void()> bind(UniqueFunction<void()> continuation) override;
   void wait(Parker& parker, const std::atomic<bool>& done, Deadline deadline) override;
   std::string worker_name() const override { return runtime_->log.owner(); }
-  /// See Endpoint::receive_here().
+  /// See WorkerBackend::receive_here().
   void receive_here();
   Pool& pool() { return pool_; }
   void set_driver(std::weak_ptr<TransportLoop> driver) { driver_ = std::move(driver); }
@@ -63,7 +63,7 @@ struct AgentState {
   device::CopyStreams copies;
   ReceivedMemory received{copies, runtime.executor};  ///< for the thread that polls
   std::shared_ptr<DeviceMemory> device_memory;        ///< null: tensors go through host memory
-  std::weak_ptr<Endpoint> endpoint;  ///< the agent; a posted job locks it to keep the agent alive
+  std::weak_ptr<WorkerBackend> backend;  ///< the agent; a posted job locks it to keep the agent alive
   WorkerInfo self;
   std::uint64_t instance = 0;
   std::uint32_t incarnation = 0;
@@ -71,7 +71,7 @@ struct AgentState {
   std::vector<Interceptor*> interceptors;
 
   PeerTable peers;
-  const std::shared_ptr<Host> host;
+  const std::shared_ptr<AgentExecutor> continuations;
   CallTable calls;
   ServingTable serving;
   std::shared_ptr<References> references;

@@ -149,7 +149,7 @@ std::string unfinished_work(const AgentState& state) {
   }
   if (lines.empty() && !state.references->settled())
     lines.push_back("waits for others to confirm references");
-  if (lines.empty() && state.host->pool().busy()) lines.push_back("runs continuations of futures");
+  if (lines.empty() && state.continuations->pool().busy()) lines.push_back("runs continuations of futures");
   return in_short(lines);
 }
 
@@ -185,7 +185,7 @@ std::vector<RRefInfo> GracefulShutdown::leave_world(Deadline deadline) {
 
 Totals GracefulShutdown::totals() const {
   return {state_.sent.load(), state_.handled.load(),
-          state_.calls.size() != 0 || state_.running.load() != 0 || state_.host->pool().busy() ||
+          state_.calls.size() != 0 || state_.running.load() != 0 || state_.continuations->pool().busy() ||
               !state_.references->settled()};
 }
 
@@ -266,7 +266,7 @@ std::vector<RRefInfo> GracefulShutdown::leave_open_world(Deadline deadline) {
         std::string unanswered;
         for (const std::string& line : state_.references->driver().outstanding())
           unanswered += fmt::format("  {}\n", line);
-        const auto agent = state_.endpoint.lock();
+        const auto agent = state_.backend.lock();
         throw Error(ErrorKind::kTimedOut, fmt::format("{} did not end in time:\n{}{}", for_what, unanswered,
                                                       agent ? agent->debug().str() : ""));
       }

@@ -126,7 +126,7 @@ CopyingMessages::Answer CopyingMessages::ask(const CopyingPtr& copying) {
   try {
     const bool late = !out.split.empty() && copying->deadline.passed(state_.runtime.executor.now());
     if (late || std::ranges::any_of(out.split, [](const auto& tensor) { return tensor->can_advance(); })) {
-      state_.host->post([this, alive = state_.endpoint.lock(), copying] { send_parts(copying); });
+      state_.continuations->post([this, alive = state_.backend.lock(), copying] { send_parts(copying); });
       return Answer::kBusy;
     }
     if (out.ready()) return Answer::kCopied;
@@ -159,7 +159,7 @@ void CopyingMessages::send_parts(const CopyingPtr& copying) {
 }
 
 void CopyingMessages::post(const CopyingPtr& copying) {
-  state_.host->post([this, alive = state_.endpoint.lock(), copying] { pass_on(copying); });
+  state_.continuations->post([this, alive = state_.backend.lock(), copying] { pass_on(copying); });
 }
 
 /// Its tensors end here, on the thread that sent them.
@@ -466,9 +466,9 @@ void MessageSender::send_reply(SmallReply reply) {
       return break_channel_(reply.channel, error);  // the caller gets an error
     }
   }
-  loop_.after(kFullPause, state_.host,
-              [this, endpoint = state_.endpoint, reply = std::move(reply)]() mutable {
-                const auto alive = endpoint.lock();
+  loop_.after(kFullPause, state_.continuations,
+              [this, backend = state_.backend, reply = std::move(reply)]() mutable {
+                const auto alive = backend.lock();
                 if (!alive) return;
                 unsent_replies_.fetch_sub(1);
                 send_reply(std::move(reply));

@@ -252,7 +252,7 @@ void RequestSender::fail_unsent(std::uint64_t id, PendingCall& call,
 }
 
 void RequestSender::check_may_start(const Request& request, TimePoint now) const {
-  if (const auto agent = state_.endpoint.lock()) agent->check_running();
+  if (const auto agent = state_.backend.lock()) agent->check_running();
   if (request.stop.stop_requested() || request.inherited_stop.stop_requested())
     throw Error(ErrorKind::kCancelled, "cancelled by its stop token before the call was made");
   if (request.deadline.passed(now))
@@ -330,7 +330,7 @@ bool RequestSender::await_death_report(std::uint64_t id, PendingCall& call, cons
 void RequestSender::watch_stop(std::uint64_t id, const std::array<std::stop_token, 2>& tokens) {
   for (const std::stop_token& stop : tokens) {
     if (!stop.stop_possible()) continue;
-    auto hook = std::make_unique<StopHook>(stop, [this, agent = state_.endpoint, id] {
+    auto hook = std::make_unique<StopHook>(stop, [this, agent = state_.backend, id] {
       if (const auto alive = agent.lock()) cancel(id);
     });
     if (!state_.calls.attach(id, hook)) return;

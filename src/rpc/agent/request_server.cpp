@@ -40,7 +40,7 @@ namespace {
 class ReplyCompletion final : public Completion, public std::enable_shared_from_this<ReplyCompletion> {
  public:
   ReplyCompletion(AgentState& state, MessageSender& sender, RequestServer& server, IncomingPtr call)
-      : agent_(state.endpoint.lock()),
+      : agent_(state.backend.lock()),
         state_(state),
         sender_(sender),
         server_(server),
@@ -54,7 +54,7 @@ class ReplyCompletion final : public Completion, public std::enable_shared_from_
   void try_to_send(const CallInfo& info, OutgoingMessage& out);
   void send(const CallInfo& info, OutgoingMessage& out);
 
-  const std::shared_ptr<Endpoint> agent_;
+  const std::shared_ptr<WorkerBackend> agent_;
   AgentState& state_;
   MessageSender& sender_;
   RequestServer& server_;
@@ -248,7 +248,7 @@ bool RequestServer::is_inline(const IncomingCall& call) const {
 }
 
 void RequestServer::post(const IncomingPtr& call, const RequestHandler& handler) {
-  state_.host->post([this, alive = state_.endpoint.lock(), call, &handler] { run(call, handler); });
+  state_.continuations->post([this, alive = state_.backend.lock(), call, &handler] { run(call, handler); });
 }
 
 void RequestServer::run_on_pool(const InlineCall& call) { post(call.call, *call.handler); }

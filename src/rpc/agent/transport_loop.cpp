@@ -171,9 +171,10 @@ Timers::Id TransportLoop::at(Deadline when, UniqueFunction<void()> job) {
   return added.id;
 }
 
-void TransportLoop::after(Duration delay, std::shared_ptr<FutureHost> host, UniqueFunction<void()> job) {
-  at(executor_.deadline_in(delay),
-     [host = std::move(host), job = std::move(job)]() mutable { host->post(std::move(job)); });
+void TransportLoop::after(Duration delay, std::shared_ptr<ContinuationExecutor> continuations,
+                          UniqueFunction<void()> job) {
+  at(executor_.deadline_in(delay), [continuations = std::move(continuations),
+                                    job = std::move(job)]() mutable { continuations->post(std::move(job)); });
 }
 
 void TransportLoop::wake_by(Deadline deadline) {

@@ -79,8 +79,8 @@ class TransportLoop final {
   /// Runs `job` on the loop's thread; it must be short.
   Timers::Id at(Deadline when, UniqueFunction<void()> job);
   void cancel(const Timers::Id& id) { timers_.cancel(id); }
-  /// Posts `job` to the pool of `host` after a delay.
-  void after(Duration delay, std::shared_ptr<FutureHost> host, UniqueFunction<void()> job);
+  /// Posts `job` to `continuations` after a delay.
+  void after(Duration delay, std::shared_ptr<ContinuationExecutor> continuations, UniqueFunction<void()> job);
   /// Wakes the thread if it would sleep beyond `deadline`.
   void wake_by(Deadline deadline);
   void wake();

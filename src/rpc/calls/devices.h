@@ -7,7 +7,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/rpc/message.h>
-#include <torchspan/rpc/device_map.h>
+#include <torchspan/rpc/options.h>
 
 #include "rpc/peers/peer_table.h"
 

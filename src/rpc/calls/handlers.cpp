@@ -204,7 +204,7 @@ void run_entry(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call, 
   Outcome outcome;
   try {
     const EnvironmentScope serving(Environment::of_call(call));
-    Execution invocation{agent->worker(), decoder, agent->host(),
+    Execution invocation{agent->worker(), decoder, agent->continuations(),
                          std::make_shared<CapturedTaskEnvironment>()};
     outcome = entry->run(invocation);
   } catch (...) {

@@ -32,27 +32,27 @@ Future<void> CallGroup::settled() {
   MutexLock lock(mutex_);
   if (failure_) return make_failed_future<void>(failure_);
   if (out_ == 0) return make_ready_future<void>();
-  settled_.emplace_back(host_);
+  settled_.emplace_back(continuations_);
   return settled_.back().future();
 }
 
 Future<void> CallGroup::all_ended() {
   MutexLock lock(mutex_);
   if (out_ == 0) return make_ready_future<void>();
-  all_ended_.emplace_back(host_);
+  all_ended_.emplace_back(continuations_);
   return all_ended_.back().future();
 }
 
 }  // namespace rpc
 
 WaitScope::WaitScope(const Worker& worker, CallOptions options)
-    : Caller(worker.endpoint(), std::move(options)) {
-  endpoint_->check_may_wait();  // the destructor waits, and cannot throw
-  group_ = std::make_shared<rpc::CallGroup>(endpoint_->host());
+    : Caller(worker.backend(), std::move(options)) {
+  backend_->check_may_wait();  // the destructor waits, and cannot throw
+  group_ = std::make_shared<rpc::CallGroup>(backend_->continuations());
 }
 
 WaitScope::~WaitScope() {
-  if (!endpoint_->runtime().executor.process().is_current()) return;
+  if (!backend_->runtime().executor.process().is_current()) return;
   std::vector<Pool::ExtraThread> extra;
   for (;;) {
     try {
@@ -63,17 +63,17 @@ WaitScope::~WaitScope() {
       if (error.kind() != ErrorKind::kOverloaded) return;
     }
     // The calls may refer to objects that end with the scope: it stays until the calls have ended.
-    extra.emplace_back(endpoint_->pool());
-    endpoint_->runtime().executor.sleep(kOverloadedPause);
+    extra.emplace_back(backend_->pool());
+    backend_->runtime().executor.sleep(kOverloadedPause);
   }
 }
 
 void WaitScope::wait() {
-  endpoint_->check_may_wait();
+  backend_->check_may_wait();
   group_->settled().wait();
 }
 void WaitScope::wait(Duration timeout) {
-  endpoint_->check_may_wait();
+  backend_->check_may_wait();
   group_->settled().wait(timeout);
 }
 

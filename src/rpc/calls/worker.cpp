@@ -26,7 +26,7 @@ Future<c10::IValue> Caller::rpc_async(const Destination& to, const std::string& 
                                       std::map<std::string, c10::IValue> kwargs) const {
   auto request = make_request(rpc::kCallOperator, operator_name.c_str(), to.site());
   encode_by_name(request, nullptr, operator_name, args, kwargs);
-  return send<c10::IValue>(endpoint_->resolve(to), std::move(request));
+  return send<c10::IValue>(backend_->resolve(to), std::move(request));
 }
 
 c10::IValue Caller::rpc_sync(const Destination& to, const std::string& operator_name,
@@ -39,7 +39,7 @@ RRef<c10::IValue> Caller::remote(const Destination& to, const std::string& opera
                                  std::map<std::string, c10::IValue> kwargs) const {
   auto request = make_request(rpc::kCreateByOperator, operator_name.c_str(), to.site());
   encode_by_name(request, nullptr, operator_name, args, kwargs);
-  return begin_creation<c10::IValue>(endpoint_->resolve(to), std::move(request));
+  return begin_creation<c10::IValue>(backend_->resolve(to), std::move(request));
 }
 
 Future<c10::IValue> Caller::call_method(const RRefBase& rref, const std::string& method,
@@ -64,15 +64,15 @@ namespace {
 
 constexpr const char* kUserBarrier = "user.barrier";
 
-Deadline deadline_of(rpc::Endpoint& endpoint, Duration timeout) {
-  return timeout == Duration::zero() ? Deadline::never() : endpoint.runtime().executor.deadline_in(timeout);
+Deadline deadline_of(rpc::WorkerBackend& backend, Duration timeout) {
+  return timeout == Duration::zero() ? Deadline::never() : backend.runtime().executor.deadline_in(timeout);
 }
 
 }  // namespace
 
-std::vector<Bytes> rpc::Endpoint::all_gather_bytes(const std::string& tag, const Bytes& mine,
-                                                   const std::vector<std::string>& participants,
-                                                   Deadline deadline) {
+std::vector<Bytes> rpc::WorkerBackend::all_gather_bytes(const std::string& tag, const Bytes& mine,
+                                                        const std::vector<std::string>& participants,
+                                                        Deadline deadline) {
   const Gathering who = gathering(participants);
   const std::vector<Bytes> gathered = who.membership->all_gather_bytes(tag, mine, who.ranks, deadline);
   std::vector<Bytes> result;
@@ -85,21 +85,21 @@ std::vector<Bytes> rpc::Endpoint::all_gather_bytes(const std::string& tag, const
 
 std::vector<Bytes> Worker::all_gather_bytes(const Bytes& mine, const std::vector<std::string>& participants,
                                             Duration timeout) const {
-  return endpoint_->all_gather_bytes("user.all_gather", mine, participants, deadline_of(*endpoint_, timeout));
+  return backend_->all_gather_bytes("user.all_gather", mine, participants, deadline_of(*backend_, timeout));
 }
 
 void Worker::barrier(const std::vector<std::string>& participants, Duration timeout) const {
-  const rpc::Gathering who = endpoint_->gathering(participants);
-  who.membership->barrier(kUserBarrier, who.ranks, deadline_of(*endpoint_, timeout));
+  const rpc::Gathering who = backend_->gathering(participants);
+  who.membership->barrier(kUserBarrier, who.ranks, deadline_of(*backend_, timeout));
 }
 
 Future<void> Worker::barrier_async(const std::vector<std::string>& participants, Duration timeout) const {
-  auto promise = std::make_shared<Promise<void>>(endpoint_->host());
+  auto promise = std::make_shared<Promise<void>>(backend_->continuations());
   Future<void> future = promise->future();
   try {
-    const rpc::Gathering who = endpoint_->gathering(participants);
+    const rpc::Gathering who = backend_->gathering(participants);
     who.membership->all_gather_bytes_async(
-        kUserBarrier, {}, who.ranks, deadline_of(*endpoint_, timeout),
+        kUserBarrier, {}, who.ranks, deadline_of(*backend_, timeout),
         [promise](const std::vector<Bytes>&, const std::optional<Error>& failure) {
           failure ? promise->set_error(std::make_exception_ptr(*failure)) : promise->set_value();
         });
@@ -110,10 +110,10 @@ Future<void> Worker::barrier_async(const std::vector<std::string>& participants,
 }
 
 Future<void> Worker::delay(Duration time) const {
-  endpoint_->check_running();
-  auto promise = std::make_shared<Promise<void>>(endpoint_->host());
+  backend_->check_running();
+  auto promise = std::make_shared<Promise<void>>(backend_->continuations());
   Future<void> future = promise->future();
-  endpoint_->after(std::max(time, Duration::zero()), [promise] { promise->set_value(); });
+  backend_->after(std::max(time, Duration::zero()), [promise] { promise->set_value(); });
   return future;
 }
 
@@ -125,7 +125,7 @@ rpc::Reference& RRefBase::held() const {
   return *state_;
 }
 
-WorkerInfo RRefBase::owner() const { return {held().endpoint()->name_of(held().owner()), held().owner()}; }
+WorkerInfo RRefBase::owner() const { return {held().backend()->name_of(held().owner()), held().owner()}; }
 
 bool RRefBase::confirmed_by_owner() const {
   if (held().is_owner()) return true;
@@ -135,16 +135,16 @@ bool RRefBase::confirmed_by_owner() const {
 
 Future<void> RRefBase::creation() const {
   if (!held().copied()) return held().ready();
-  const auto endpoint = held().endpoint();
+  const auto backend = held().backend();
   rpc::Request request;
   request.type = rpc::kAwaitCreation;
   request.name = "creation";
-  endpoint->apply({}, request);
+  backend->apply({}, request);
   wire::Encoder encoder(request.payload);
   encoder.reference(state());
   encoder.finish();
-  auto completion = std::make_shared<rpc::PromiseCompletion<void>>(endpoint->host());
-  endpoint->send(held().owner(), std::move(request), completion);
+  auto completion = std::make_shared<rpc::PromiseCompletion<void>>(backend->continuations());
+  backend->send(held().owner(), std::move(request), completion);
   return completion->future();
 }
 
@@ -165,7 +165,7 @@ std::string RRefBase::str() const {
 
 namespace rpc {
 
-Error Endpoint::shut_down() const {
+Error WorkerBackend::shut_down() const {
   if (!process_.is_current()) return OwnerProcess::forked(self().name);
   return Error(ErrorKind::kCancelled,
                fmt::format("worker '{}' was shut down; make no calls after shutdown(), and keep the Session "
@@ -173,7 +173,7 @@ Error Endpoint::shut_down() const {
                            self().name));
 }
 
-void Endpoint::check_running() const {
+void WorkerBackend::check_running() const {
   if (is_stopping()) throw shut_down();
 }
 
@@ -185,7 +185,7 @@ void check_reference_type(const Reference& reference, const std::string& type_na
 }
 
 void fetch(const ReferencePtr& reference, CallOptions options, std::shared_ptr<Completion> completion) {
-  auto endpoint = reference->endpoint();
+  auto backend = reference->backend();
   if (!reference->is_owner()) {
     const Future<void> ready = reference->ready();
     if (ready.done() && ready.error()) return completion->fail(ready.error());
@@ -193,12 +193,12 @@ void fetch(const ReferencePtr& reference, CallOptions options, std::shared_ptr<C
   Request request;
   request.type = kFetch;
   request.name = "to_here";
-  endpoint->apply(options, request);
+  backend->apply(options, request);
   request.user_values = true;
   wire::Encoder encoder(request.payload);
   encoder.reference(reference);
   encoder.finish();
-  endpoint->send(reference->owner(), std::move(request), std::move(completion));
+  backend->send(reference->owner(), std::move(request), std::move(completion));
 }
 
 }  // namespace rpc

@@ -45,7 +45,7 @@ class DeviceMemory::OfferSent final : public Completion {
       if (by_connection_) return memory_->outgoing_.use_connection(to_, offer_.route);
       return memory_->outgoing_.lost(to_, offer_.route);  // it went over another connection than expected
     }
-    memory_->state_.host->post([memory = memory_, agent, to = to_, offer = offer_, answer] {
+    memory_->state_.continuations->post([memory = memory_, agent, to = to_, offer = offer_, answer] {
       memory->offer_answered(to, offer, answer);
     });
   }
@@ -94,7 +94,7 @@ std::shared_ptr<DeviceMemory> DeviceMemory::make(AgentState& state, RunAfter run
 DeviceMemory::DeviceMemory(AgentState& state, std::shared_ptr<const device::DeviceRuntime> runtime,
                            RunAfter run_after)
     : state_(state),
-      agent_(state.endpoint),
+      agent_(state.backend),
       runtime_(std::move(runtime)),
       run_after_(std::move(run_after)),
       shared_(state.runtime.metrics.counter("rpc.device_memory.sent")),
@@ -122,9 +122,10 @@ DeviceMemory::Route DeviceMemory::route_to(PeerId to, const at::Tensor& tensor, 
   if (route.lent || route.room) shared_.add();
   if (shared.offer) {
     if (const auto agent = agent_.lock()) {
-      state_.host->post([self = shared_from_this(), agent, to, offer = std::move(*shared.offer)]() mutable {
-        self->send_offer(to, std::move(offer));
-      });
+      state_.continuations->post(
+          [self = shared_from_this(), agent, to, offer = std::move(*shared.offer)]() mutable {
+            self->send_offer(to, std::move(offer));
+          });
     }
   }
   return route;
@@ -286,7 +287,7 @@ void DeviceMemory::departed(PeerId peer, const ProcessId& process) {
     free_ended_later(agent);
 }
 
-void DeviceMemory::free_ended_later(const std::shared_ptr<Endpoint>& agent) {
+void DeviceMemory::free_ended_later(const std::shared_ptr<WorkerBackend>& agent) {
   agent->after(kEndedPause, [weak = weak_from_this()] {
     const auto self = weak.lock();
     const auto alive = self ? self->agent_.lock() : nullptr;

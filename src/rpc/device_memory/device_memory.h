@@ -11,7 +11,7 @@
 #include <torchspan/detail/core/function.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/runtime.h>
-#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 
 #include "rpc/device_memory/incoming_memory.h"
 #include "rpc/device_memory/outgoing_memory.h"
@@ -76,10 +76,10 @@ class DeviceMemory final : public std::enable_shared_from_this<DeviceMemory> {
   void give_back(PeerId to, std::uint32_t route, std::uint64_t lease);
   bool reads_parts(PeerId peer) const;
   void return_failed(PeerId to, ReleaseDeviceMemory release);
-  void free_ended_later(const std::shared_ptr<Endpoint>& agent);
+  void free_ended_later(const std::shared_ptr<WorkerBackend>& agent);
 
   AgentState& state_;  ///< alive while `agent_` is
-  const std::weak_ptr<Endpoint> agent_;
+  const std::weak_ptr<WorkerBackend> agent_;
   const std::shared_ptr<const device::DeviceRuntime> runtime_;
   const RunAfter run_after_;
   Counter& shared_;    ///< tensors, and parts of others, that were sent

@@ -32,10 +32,10 @@ std::optional<Refusal> HeldReferences::adopt(const wire::Handle& handle, PeerId 
     return Refusal{Refusal::Why::kSentTwice, parent, {}};
   users_[handle.fork] = {owner, handle.value, user, true};
   const Presence::Standing standing = presence_.of(owner);
-  if (standing == Presence::Standing::kGone) {
+  if (standing == Presence::Standing::kDeparted) {
     pending_[handle.fork] = {user, parent};
     fork_answered(handle.fork, false, effects);
-    return Refusal{Refusal::Why::kOwnerGone, owner, {}};
+    return Refusal{Refusal::Why::kOwnerDeparted, owner, {}};
   }
   if (owner == parent) return std::nullopt;
   pending_[handle.fork] = {user, parent};

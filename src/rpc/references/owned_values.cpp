@@ -54,7 +54,7 @@ void OwnedValues::creation_given_up(const RRefMessage& message, PeerId creator, 
 
 std::optional<Refusal> OwnedValues::request_fork(GlobalId value, GlobalId fork, std::uint64_t number,
                                                  PeerId holder) {
-  if (!presence_.present(holder)) return Refusal{Refusal::Why::kSenderGone, holder, {}};
+  if (!presence_.present(holder)) return Refusal{Refusal::Why::kSenderDeparted, holder, {}};
   const bool first = requested_[holder].insert(number);
   auto it = owned_.find(value);
   if (!first) {
@@ -103,9 +103,9 @@ void OwnedValues::depart(PeerId peer, Effects& effects) {
     const Entry here = it++;
     forks_ -= std::erase_if(here->second.forks, [&](const auto& fork) { return fork.second == peer; });
     if (!here->second.came && creator_of(here->first) == peer) {
-      fail(here, {Refusal::Why::kCreatorGone, peer, {}}, effects);
+      fail(here, {Refusal::Why::kCreatorDeparted, peer, {}}, effects);
     } else {
-      erase_if_unused(here, {Refusal::Why::kHolderGone, peer, {}}, effects);
+      erase_if_unused(here, {Refusal::Why::kHolderDeparted, peer, {}}, effects);
     }
   }
 }
@@ -137,7 +137,7 @@ bool OwnedValues::may_arrive(GlobalId value) const {
   switch (presence_.of(creator)) {
     case Presence::Standing::kUnknown:
       return true;
-    case Presence::Standing::kGone:
+    case Presence::Standing::kDeparted:
       return false;
     case Presence::Standing::kPresent:
       break;
@@ -150,7 +150,7 @@ Refusal OwnedValues::why_gone(GlobalId value) const {
   if (const auto known = reasons_.find(value); known != reasons_.end()) return known->second;
   const PeerId creator = creator_of(value);
   if (creator == self_ || presence_.present(creator)) return {};
-  return {Refusal::Why::kCreatorGone, creator, {}};
+  return {Refusal::Why::kCreatorDeparted, creator, {}};
 }
 
 void OwnedValues::remember(GlobalId value, Refusal why) {

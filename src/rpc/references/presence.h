@@ -14,8 +14,8 @@ class Presence {
  public:
   enum class Standing {
     kPresent,
-    kUnknown,  ///< its join has not been reported yet
-    kGone,     ///< it died or left, or another process has its rank
+    kUnknown,   ///< its join has not been reported yet
+    kDeparted,  ///< it died or left, or another process has its rank
   };
 
   /// Forgets all processes except this worker.
@@ -40,7 +40,7 @@ class Presence {
     const auto it = latest_.find(peer.rank);
     if (it == latest_.end() || it->second.incarnation < peer.incarnation) return Standing::kUnknown;
     const bool it_is = it->second.incarnation == peer.incarnation && it->second.present;
-    return it_is ? Standing::kPresent : Standing::kGone;
+    return it_is ? Standing::kPresent : Standing::kDeparted;
   }
   bool present(PeerId peer) const { return of(peer) == Standing::kPresent; }
   /// Returns the latest process of a rank, gone or not.

@@ -7,13 +7,13 @@
 namespace torchspan::rpc {
 namespace {
 
-std::weak_ptr<FutureHost> host_of(const std::weak_ptr<Endpoint>& endpoint) {
-  auto alive = endpoint.lock();
-  return alive ? alive->host() : std::weak_ptr<FutureHost>();
+std::weak_ptr<ContinuationExecutor> continuations_of(const std::weak_ptr<WorkerBackend>& backend) {
+  auto alive = backend.lock();
+  return alive ? alive->continuations() : std::weak_ptr<ContinuationExecutor>();
 }
 
-std::shared_ptr<Endpoint> require(const std::weak_ptr<Endpoint>& endpoint) {
-  auto alive = endpoint.lock();
+std::shared_ptr<WorkerBackend> require(const std::weak_ptr<WorkerBackend>& backend) {
+  auto alive = backend.lock();
   if (!alive)
     throw Error(ErrorKind::kCancelled, "this RRef's worker was shut down; it cannot be used any more");
   return alive;
@@ -21,14 +21,14 @@ std::shared_ptr<Endpoint> require(const std::weak_ptr<Endpoint>& endpoint) {
 
 }  // namespace
 
-OwnerReference::OwnerReference(std::weak_ptr<Endpoint> endpoint, PeerId self, GlobalId value,
+OwnerReference::OwnerReference(std::weak_ptr<WorkerBackend> backend, PeerId self, GlobalId value,
                                std::uint64_t tag, Origin origin)
-    : endpoint_(std::move(endpoint)),
+    : backend_(std::move(backend)),
       self_(self),
       value_(value),
       tag_(tag),
       origin_(origin),
-      promise_(host_of(endpoint_)),
+      promise_(continuations_of(backend_)),
       slot_(promise_.future()) {}
 
 void OwnerReference::set(ValuePtr value) {
@@ -51,15 +51,15 @@ Future<void> OwnerReference::ready() const {
   return slot_.then([](Future<ValuePtr> value) { value.wait(); });
 }
 
-std::shared_ptr<Endpoint> OwnerReference::endpoint() const { return require(endpoint_); }
+std::shared_ptr<WorkerBackend> OwnerReference::backend() const { return require(backend_); }
 
-UserReference::UserReference(std::weak_ptr<Endpoint> endpoint, std::weak_ptr<References> references, Ids ids,
-                             Origin origin)
-    : endpoint_(std::move(endpoint)),
+UserReference::UserReference(std::weak_ptr<WorkerBackend> backend, std::weak_ptr<References> references,
+                             Ids ids, Origin origin)
+    : backend_(std::move(backend)),
       references_(std::move(references)),
       ids_(ids),
       origin_(origin),
-      ready_(host_of(endpoint_)),
+      ready_(continuations_of(backend_)),
       ready_future_(ready_.future()) {}
 
 UserReference::~UserReference() {
@@ -68,7 +68,7 @@ UserReference::~UserReference() {
 }
 
 ValuePtr UserReference::value(Deadline) const {
-  auto alive = endpoint();
+  auto alive = backend();
   throw Error(ErrorKind::kInvalid,
               fmt::format("local_value() of a value that is on worker '{}' was called on worker '{}'; call a "
                           "function on the RRef there, or fetch a copy with to_here()",
@@ -79,12 +79,12 @@ void UserReference::name_type(const std::string& name) const {
   if (auto references = references_.lock()) references->names().check_and_add_type(ids_.tag, name);
 }
 
-std::shared_ptr<Endpoint> UserReference::endpoint() const {
+std::shared_ptr<WorkerBackend> UserReference::backend() const {
   if (detached_.load(std::memory_order_acquire)) {
     throw Error(ErrorKind::kCancelled,
                 "this RRef was released when its worker shut down; it cannot be used any more");
   }
-  return require(endpoint_);
+  return require(backend_);
 }
 
 }  // namespace torchspan::rpc

@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 
 #include "rpc/references/rref_message.h"
 
@@ -23,7 +23,7 @@ struct Origin {
 /// Holds a value on its owner: one that exists, or that a creation in flight will make.
 class OwnerReference final : public Reference {
  public:
-  OwnerReference(std::weak_ptr<Endpoint> endpoint, PeerId self, GlobalId value, std::uint64_t tag,
+  OwnerReference(std::weak_ptr<WorkerBackend> backend, PeerId self, GlobalId value, std::uint64_t tag,
                  Origin origin);
   /// Sets the result or the failure of the creation. Only the first call counts.
   void set(ValuePtr value);
@@ -41,11 +41,11 @@ class OwnerReference final : public Reference {
   std::uint64_t type_tag() const override { return tag_; }
   Future<void> ready() const override;
   ValuePtr value(Deadline deadline) const override { return slot_.wait(deadline); }
-  std::shared_ptr<Endpoint> endpoint() const override;
+  std::shared_ptr<WorkerBackend> backend() const override;
   void abandon(const std::exception_ptr& reason) override { promise_.set_error(reason); }
 
  private:
-  const std::weak_ptr<Endpoint> endpoint_;
+  const std::weak_ptr<WorkerBackend> backend_;
   const PeerId self_;
   const GlobalId value_;
   const std::uint64_t tag_;
@@ -64,7 +64,7 @@ class UserReference final : public Reference {
     GlobalId fork;
     std::uint64_t tag = 0;
   };
-  UserReference(std::weak_ptr<Endpoint> endpoint, std::weak_ptr<References> references, Ids ids,
+  UserReference(std::weak_ptr<WorkerBackend> backend, std::weak_ptr<References> references, Ids ids,
                 Origin origin);
   ~UserReference() override;
   void confirm() { ready_.set_value(); }
@@ -83,12 +83,12 @@ class UserReference final : public Reference {
   Future<void> ready() const override { return ready_future_; }
   bool copied() const override { return origin_.copied; }
   ValuePtr value(Deadline deadline) const override;
-  std::shared_ptr<Endpoint> endpoint() const override;
+  std::shared_ptr<WorkerBackend> backend() const override;
   void name_type(const std::string& name) const override;
   void abandon(const std::exception_ptr& reason) override { ready_.set_error(reason); }
 
  private:
-  const std::weak_ptr<Endpoint> endpoint_;
+  const std::weak_ptr<WorkerBackend> backend_;
   const std::weak_ptr<References> references_;
   const Ids ids_;
   const Origin origin_;

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 #include <torchspan/rpc/debug.h>
 #include <torchspan/rpc/worker.h>
 
@@ -22,10 +22,10 @@ namespace {
 /// Returns all entries of a worker's table of references, oldest first. Holds the table's lock for short
 /// portions.
 std::vector<RRefInfo> list_references(const SharedRRefTable& shared, const ProgramNames& names,
-                                      Endpoint& endpoint);
+                                      WorkerBackend& backend);
 /// Returns only the values here that other workers refer to.
 std::vector<RRefInfo> list_owned_values(const SharedRRefTable& shared, const ProgramNames& names,
-                                        Endpoint& endpoint);
+                                        WorkerBackend& backend);
 
 /// How many entries are read at a time under the lock.
 constexpr std::size_t kPortion = 256;
@@ -115,9 +115,9 @@ void read_held(const SharedRRefTable& shared, std::vector<Entry>& entries) {
 }
 
 std::vector<RRefInfo> describe(const std::vector<Entry>& entries, const ProgramNames& names,
-                               Endpoint& endpoint) {
+                               WorkerBackend& backend) {
   const auto types = names.types();
-  const TimePoint now = endpoint.runtime().executor.now();
+  const TimePoint now = backend.runtime().executor.now();
   std::vector<RRefInfo> list;
   list.reserve(entries.size());
   for (const Entry& entry : entries) {
@@ -130,36 +130,36 @@ std::vector<RRefInfo> describe(const std::vector<Entry>& entries, const ProgramN
     info.bytes = entry.size;
     info.age = now - origin.since;
     if (origin.line != 0) info.site = std::string(file_of(origin.file)) + ":" + std::to_string(origin.line);
-    info.creator = endpoint.name_of(entry.value.worker);
-    info.owner = endpoint.name_of(entry.owner);
+    info.creator = backend.name_of(entry.value.worker);
+    info.owner = backend.name_of(entry.owner);
     const bool copied = entry.role == RRefInfo::Role::kUser || entry.role == RRefInfo::Role::kPendingFork;
-    if (copied && origin.copied) info.from = endpoint.name_of(origin.from);
-    for (const std::uint32_t holder : entry.holders) ++info.holders[endpoint.name_of(holder)];
+    if (copied && origin.copied) info.from = backend.name_of(origin.from);
+    for (const std::uint32_t holder : entry.holders) ++info.holders[backend.name_of(holder)];
     info.there = entry.there;
   }
   return list;
 }
 
 std::vector<RRefInfo> list_owned_values(const SharedRRefTable& shared, const ProgramNames& names,
-                                        Endpoint& endpoint) {
-  return describe(read_owned(shared), names, endpoint);
+                                        WorkerBackend& backend) {
+  return describe(read_owned(shared), names, backend);
 }
 
 std::vector<RRefInfo> list_references(const SharedRRefTable& shared, const ProgramNames& names,
-                                      Endpoint& endpoint) {
+                                      WorkerBackend& backend) {
   std::vector<Entry> entries = read_owned(shared);
   read_held(shared, entries);
-  std::vector<RRefInfo> list = describe(entries, names, endpoint);
+  std::vector<RRefInfo> list = describe(entries, names, backend);
   std::ranges::stable_sort(list, std::greater(), &RRefInfo::age);
   return list;
 }
 
 }  // namespace
 
-References::References(std::weak_ptr<Endpoint> endpoint, std::uint32_t self)
-    : endpoint_(std::move(endpoint)),
+References::References(std::weak_ptr<WorkerBackend> backend, std::uint32_t self)
+    : backend_(std::move(backend)),
       shared_(std::make_shared<SharedRRefTable>(self)),
-      driver_(std::make_shared<RRefDriver>(endpoint_, shared_)) {}
+      driver_(std::make_shared<RRefDriver>(backend_, shared_)) {}
 
 void References::begin(PeerId self) {
   MutexLock lock(shared_->mutex);
@@ -185,9 +185,9 @@ void References::departed(PeerId peer) {
 }
 
 Origin References::origin(SourceLocation site) const {
-  auto endpoint = endpoint_.lock();
+  auto backend = backend_.lock();
   return {site.file_name(), static_cast<std::uint32_t>(site.line()), false, 0,
-          endpoint ? endpoint->runtime().executor.now() : TimePoint()};
+          backend ? backend->runtime().executor.now() : TimePoint()};
 }
 
 Origin References::origin_from(PeerId from) const {
@@ -212,7 +212,7 @@ ReferencePtr References::own(ValuePtr value, const std::string& type, SourceLoca
     id = shared_->table.next_value(self.rank);
   }
   names_.add_type(tag, type);
-  auto owner = make_process_shared<OwnerReference>(endpoint_, self, id, tag, origin(site));
+  auto owner = make_process_shared<OwnerReference>(backend_, self, id, tag, origin(site));
   owner->set(std::move(value));
   return owner;
 }
@@ -224,7 +224,7 @@ std::shared_ptr<OwnerReference> References::begin_own_creation(const std::string
   MutexLock lock(shared_->mutex);
   const PeerId self = shared_->table.self();
   auto owner =
-      make_process_shared<OwnerReference>(endpoint_, self, shared_->table.next_value(self.rank), tag, origin);
+      make_process_shared<OwnerReference>(backend_, self, shared_->table.next_value(self.rank), tag, origin);
   shared_->table.owned().expect_own(owner->value_id(), owner);
   return owner;
 }
@@ -249,7 +249,7 @@ std::shared_ptr<UserReference> References::begin_creation(std::uint32_t to, cons
            wire::digest(type)};
   }
   names_.add_type(ids.tag, type);
-  auto user = make_process_shared<UserReference>(endpoint_, weak_from_this(), ids, origin(site));
+  auto user = make_process_shared<UserReference>(backend_, weak_from_this(), ids, origin(site));
   MutexLock lock(shared_->mutex);
   shared_->table.held().add_creating(ids.owner, ids.value, ids.fork, user);
   return user;
@@ -306,7 +306,7 @@ std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle
       throw Error(
           ErrorKind::kDisconnected,
           "this creation is addressed to another worker, or to an earlier process of this rank; call again");
-    fresh = make_process_shared<OwnerReference>(endpoint_, self, handle.value, handle.type_tag, origin);
+    fresh = make_process_shared<OwnerReference>(backend_, self, handle.value, handle.type_tag, origin);
     if (from == self) {
       kept = shared_->table.owned().find(handle.value);
       shared_->table.owned().own_creation_ended(handle.value, effects);
@@ -330,8 +330,8 @@ bool References::send_reference(const std::shared_ptr<void>& reference, PeerId t
   } else {
     const PeerId owner = static_cast<const UserReference&>(state).owner_peer();
     handle.incarnation = owner.incarnation;
-    if (shared_->table.presence().of(owner) == Presence::Standing::kGone)
-      dead = Refusal{Refusal::Why::kOwnerGone, owner, {}};
+    if (shared_->table.presence().of(owner) == Presence::Standing::kDeparted)
+      dead = Refusal{Refusal::Why::kOwnerDeparted, owner, {}};
     if (!dead) fork = shared_->table.send_user(reference, to);
   }
   handle.fork = fork.value_or(GlobalId());
@@ -343,7 +343,7 @@ std::vector<wire::Handle> References::to_handles(const std::vector<std::shared_p
   for (const auto& reference : references) {
     if (!reference) continue;
     const auto state = std::static_pointer_cast<Reference>(reference);
-    state->endpoint();  // throws if the reference is deleted
+    state->backend();  // throws if the reference is deleted
     const Future<void> ready = state->ready();
     if (ready.done()) ready.wait();  // throws if its creation failed
   }
@@ -394,7 +394,7 @@ std::shared_ptr<void> References::receive_at_owner(const wire::Handle& handle, P
   std::shared_ptr<OwnerReference> fresh;
   {
     MutexLock lock(shared_->mutex);
-    fresh = make_process_shared<OwnerReference>(endpoint_, shared_->table.self(), handle.value,
+    fresh = make_process_shared<OwnerReference>(backend_, shared_->table.self(), handle.value,
                                                 handle.type_tag, origin);
     found = shared_->table.receive_at_owner(handle, from, fresh, effects);
   }
@@ -409,7 +409,7 @@ std::shared_ptr<void> References::receive_at_owner(const wire::Handle& handle, P
 std::shared_ptr<void> References::adopt(const wire::Handle& handle, PeerId from) {
   const PeerId owner{handle.owner, handle.incarnation};
   auto user = make_process_shared<UserReference>(
-      endpoint_, weak_from_this(), UserReference::Ids{owner, handle.value, handle.fork, handle.type_tag},
+      backend_, weak_from_this(), UserReference::Ids{owner, handle.value, handle.fork, handle.type_tag},
       origin_from(from));
   RRefTable::Effects effects;
   std::optional<Refusal> refusal;
@@ -505,13 +505,13 @@ void References::clear() {
 }
 
 std::vector<RRefInfo> References::list() const {
-  const auto endpoint = endpoint_.lock();
-  return endpoint ? list_references(*shared_, names_, *endpoint) : std::vector<RRefInfo>();
+  const auto backend = backend_.lock();
+  return backend ? list_references(*shared_, names_, *backend) : std::vector<RRefInfo>();
 }
 
 std::vector<RRefInfo> References::list_owners() const {
-  const auto endpoint = endpoint_.lock();
-  return endpoint ? list_owned_values(*shared_, names_, *endpoint) : std::vector<RRefInfo>();
+  const auto backend = backend_.lock();
+  return backend ? list_owned_values(*shared_, names_, *backend) : std::vector<RRefInfo>();
 }
 
 }  // namespace torchspan::rpc

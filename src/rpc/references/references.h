@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 #include <torchspan/rpc/debug.h>
 
 #include "rpc/references/program_names.h"
@@ -17,7 +17,7 @@ namespace torchspan::rpc {
 /// Thread-safe.
 class References : public std::enable_shared_from_this<References> {
  public:
-  References(std::weak_ptr<Endpoint> endpoint, std::uint32_t self);
+  References(std::weak_ptr<WorkerBackend> backend, std::uint32_t self);
   /// Sets this worker's rank and incarnation, before the first message: see RRefTable::begin.
   void begin(PeerId self);
   /// Handles a worker that joined, before any of its messages, or one that departed, once nothing can be sent
@@ -78,7 +78,7 @@ class References : public std::enable_shared_from_this<References> {
   Origin origin(SourceLocation site) const;
   Origin origin_from(PeerId from) const;
 
-  const std::weak_ptr<Endpoint> endpoint_;
+  const std::weak_ptr<WorkerBackend> backend_;
   const std::shared_ptr<SharedRRefTable> shared_;
   const std::shared_ptr<RRefDriver> driver_;
   ProgramNames names_;

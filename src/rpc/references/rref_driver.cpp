@@ -89,12 +89,12 @@ class RRefDriver::AuditCompletion final : public Completion {
     owner_->audited(peer_, asked_, wire::from_payload<ForkAudit::Reply>(reply));
   }
   void fail(std::exception_ptr) override {
-    auto endpoint = owner_->endpoint_.lock();
+    auto backend = owner_->backend_.lock();
     const auto again = owner_->audit_again(attempt_);
-    if (!endpoint || !endpoint->is_present(peer_.rank)) return owner_->audited(peer_, asked_, {});
+    if (!backend || !backend->is_present(peer_.rank)) return owner_->audited(peer_, asked_, {});
     if (!again) return owner_->give_up_audit(peer_);
-    endpoint->after(again->pause,
-                    [owner = owner_, peer = peer_, next = again->attempt] { owner->audit(peer, next); });
+    backend->after(again->pause,
+                   [owner = owner_, peer = peer_, next = again->attempt] { owner->audit(peer, next); });
   }
 
  private:
@@ -142,14 +142,14 @@ void RRefDriver::audit(PeerId peer, int attempt) {
     MutexLock lock(mutex_);
     alone = alone_;
   }
-  auto endpoint = endpoint_.lock();
-  if (!endpoint || asked.empty()) return audited(peer, {}, {});
+  auto backend = backend_.lock();
+  if (!backend || asked.empty()) return audited(peer, {}, {});
   ForkAudit question;
   for (const auto& [fork, value] : asked) question.forks.push_back(fork);
   Request request = make_request(question);
-  request.deadline = endpoint->runtime().executor.deadline_in(alone ? patience(attempt) : kAuditPatience);
-  endpoint->send(peer.rank, std::move(request),
-                 std::make_shared<AuditCompletion>(shared_from_this(), peer, attempt, std::move(asked)));
+  request.deadline = backend->runtime().executor.deadline_in(alone ? patience(attempt) : kAuditPatience);
+  backend->send(peer.rank, std::move(request),
+                std::make_shared<AuditCompletion>(shared_from_this(), peer, attempt, std::move(asked)));
 }
 
 void RRefDriver::audited(PeerId peer, const RRefTable::Forks& asked, const std::vector<GlobalId>& lost) {
@@ -201,7 +201,7 @@ std::optional<RRefDriver::Again> RRefDriver::send_again(const RRefMessage& messa
   }
   const bool unreached = why == ErrorKind::kDisconnected;
   const int next = unreached && !leaving ? attempt : attempt + 1;
-  if (standing == Presence::Standing::kGone) return std::nullopt;
+  if (standing == Presence::Standing::kDeparted) return std::nullopt;
   if (standing == Presence::Standing::kUnknown)
     return next < kLookedFor ? std::optional(Again{kReconnectDelay, next}) : std::nullopt;
   if (leaving && next >= kLastAttempts) return std::nullopt;
@@ -225,9 +225,9 @@ void RRefDriver::release_references(std::vector<std::shared_ptr<void>> reference
     return !kept || !std::static_pointer_cast<Reference>(kept)->is_owner();
   });
   if (references.empty()) return;
-  const auto endpoint = endpoint_.lock();
-  if (auto host = endpoint ? endpoint->host().lock() : nullptr)
-    host->post([ended = std::move(references)] {});
+  const auto backend = backend_.lock();
+  if (auto continuations = backend ? backend->continuations().lock() : nullptr)
+    continuations->post([ended = std::move(references)] {});
 }
 
 void RRefDriver::not_in_flight(const RRefMessage& message) {
@@ -249,10 +249,10 @@ class RRefDriver::ControlCompletion final : public Completion {
   }
   void fail(std::exception_ptr error) override {
     const ErrorKind why = to_error(error).kind();
-    auto endpoint = owner_->endpoint_.lock();
+    auto backend = owner_->backend_.lock();
     const auto again = owner_->send_again(message_, attempt_, why);
-    if (!endpoint || !again) return owner_->answered(message_, error);
-    endpoint->after(again->pause, [owner = owner_, message = message_, next = again->attempt] {
+    if (!backend || !again) return owner_->answered(message_, error);
+    backend->after(again->pause, [owner = owner_, message = message_, next = again->attempt] {
       owner->send(message, next);
       owner->not_in_flight(message);
     });
@@ -265,20 +265,20 @@ class RRefDriver::ControlCompletion final : public Completion {
 };
 
 void RRefDriver::send(const RRefMessage& message, int attempt) {
-  auto endpoint = endpoint_.lock();
-  if (!endpoint) return;
+  auto backend = backend_.lock();
+  if (!backend) return;
   {
     MutexLock lock(mutex_);
     ++in_flight_[{message.to, message.kind}];
   }
   Request request = to_request(message);
-  request.deadline = endpoint->runtime().executor.deadline_in(patience(attempt));
-  endpoint->send(message.to.rank, std::move(request),
-                 std::make_shared<ControlCompletion>(shared_from_this(), message, attempt));
+  request.deadline = backend->runtime().executor.deadline_in(patience(attempt));
+  backend->send(message.to.rank, std::move(request),
+                std::make_shared<ControlCompletion>(shared_from_this(), message, attempt));
 }
 
 Error RRefDriver::refused(GlobalId value, const Refusal& refusal) const {
-  auto endpoint = endpoint_.lock();
+  auto backend = backend_.lock();
   const std::uint32_t rank = refusal.who.rank;
   PeerId latest;
   {
@@ -288,25 +288,25 @@ Error RRefDriver::refused(GlobalId value, const Refusal& refusal) const {
   // Another process may have the rank by now, in an open world under another name.
   const std::string who = latest != refusal.who && latest.incarnation > 0
                               ? fmt::format("an earlier process of rank {}", rank)
-                          : endpoint ? fmt::format("worker '{}'", endpoint->name_of(rank))
-                                     : fmt::format("rank {}", rank);
+                          : backend ? fmt::format("worker '{}'", backend->name_of(rank))
+                                    : fmt::format("rank {}", rank);
   const std::string what = fmt::format("value {}:{} is not available: ", value.worker, value.local);
   const auto gone = [&](const std::string& why) { return Error(ErrorKind::kDisconnected, what + why); };
   switch (refusal.why) {
-    case Refusal::Why::kHolderGone:
+    case Refusal::Why::kHolderDeparted:
       return gone(who +
                   ", through which it was shared, died or left before its owner knew of this "
                   "reference; make the value again");
-    case Refusal::Why::kCreatorGone:
+    case Refusal::Why::kCreatorDeparted:
       return gone(who + ", which created it, died or left, and no other reference was known to its owner");
     case Refusal::Why::kGivenUp:
       return Error(ErrorKind::kCancelled, fmt::format("{}{}, which created it, cancelled the creation: {}",
                                                       what, who, refusal.text));
     case Refusal::Why::kOtherOwner:
       return gone("it belonged to an earlier process of its owner, which ended");
-    case Refusal::Why::kOwnerGone:
+    case Refusal::Why::kOwnerDeparted:
       return gone(who + ", its owner, died or left, and the value with it");
-    case Refusal::Why::kSenderGone:
+    case Refusal::Why::kSenderDeparted:
       return gone(who + ", which sent this reference, died or left before its owner knew of it");
     case Refusal::Why::kSentTwice:
       return Error(ErrorKind::kInvalid,
@@ -339,13 +339,13 @@ std::vector<std::string> RRefDriver::outstanding() const {
       counts[{message.first.rank, name_of(message.second)}] += count;
     for (const auto& [peer, again] : audits_) ++counts[{peer.rank, ForkAudit::kName}];
   }
-  const auto endpoint = endpoint_.lock();
+  const auto backend = backend_.lock();
   std::vector<std::string> lines;
   for (const auto& [message, count] : counts) {
     const auto& [rank, name] = message;
     lines.push_back(fmt::format(
         "no answer to {} of '{}' to {}", count, name,
-        endpoint ? fmt::format("worker '{}'", endpoint->name_of(rank)) : fmt::format("rank {}", rank)));
+        backend ? fmt::format("worker '{}'", backend->name_of(rank)) : fmt::format("rank {}", rank)));
   }
   return lines;
 }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include <torchspan/detail/core/mutex.h>
-#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 
 #include "rpc/references/rref_table.h"
 
@@ -22,8 +22,8 @@ std::string_view name_of(RRefMessage::Kind kind);
 /// held together.
 class RRefDriver : public std::enable_shared_from_this<RRefDriver> {
  public:
-  RRefDriver(std::weak_ptr<Endpoint> endpoint, std::shared_ptr<SharedRRefTable> shared)
-      : endpoint_(std::move(endpoint)), shared_(std::move(shared)) {}
+  RRefDriver(std::weak_ptr<WorkerBackend> backend, std::shared_ptr<SharedRRefTable> shared)
+      : backend_(std::move(backend)), shared_(std::move(shared)) {}
 
   void apply(RRefTable::Effects effects);
   /// Releases references on a thread where the destructors of values may wait.
@@ -63,7 +63,7 @@ class RRefDriver : public std::enable_shared_from_this<RRefDriver> {
   std::optional<Again> audit_again(int attempt) const;
   void give_up_audit(PeerId peer);
 
-  const std::weak_ptr<Endpoint> endpoint_;
+  const std::weak_ptr<WorkerBackend> backend_;
   const std::shared_ptr<SharedRRefTable> shared_;
   mutable Mutex mutex_;
   std::map<std::pair<PeerId, RRefMessage::Kind>, std::size_t> in_flight_ TORCHSPAN_GUARDED_BY(mutex_);

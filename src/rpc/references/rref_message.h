@@ -32,14 +32,14 @@ struct RRefMessage {
 /// Why a reference cannot be counted or a value is not available.
 struct Refusal {
   enum class Why : std::uint8_t {
-    kReleased,     ///< no worker that the owner knew of held it any more
-    kHolderGone,   ///< the same; the last holder, `who`, died or left
-    kCreatorGone,  ///< the value's creator is gone; the value never arrived, or ended with its holders
-    kGivenUp,      ///< its creator gave up the creation before it arrived: `text`
-    kOtherOwner,   ///< its owner was a process that had the owner's rank before
-    kOwnerGone,    ///< the owner died or left
-    kSenderGone,   ///< the sender has died or left, and the reference was not counted
-    kSentTwice,    ///< the sender, `who`, sent the number of a reference that is here
+    kReleased,         ///< no worker that the owner knew of held it any more
+    kHolderDeparted,   ///< the same; the last holder, `who`, died or left
+    kCreatorDeparted,  ///< the value's creator is gone; the value never arrived, or ended with its holders
+    kGivenUp,          ///< its creator gave up the creation before it arrived: `text`
+    kOtherOwner,       ///< its owner was a process that had the owner's rank before
+    kOwnerDeparted,    ///< the owner died or left
+    kSenderDeparted,   ///< the sender has died or left, and the reference was not counted
+    kSentTwice,        ///< the sender, `who`, sent the number of a reference that is here
   };
   Why why = Why::kReleased;
   PeerId who;

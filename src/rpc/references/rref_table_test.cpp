@@ -85,7 +85,7 @@ TEST(RRefTable, ReportsThatTheHolderOfAValueDied) {
   EXPECT_EQ(table.effects.released.size(), 1u);
   const auto refusal = table.ask(made_by_other(1), {2, 9}, 1, kOther);
   ASSERT_TRUE(refusal);
-  EXPECT_EQ(*refusal, (Refusal{Why::kHolderGone, kThird, {}}));
+  EXPECT_EQ(*refusal, (Refusal{Why::kHolderDeparted, kThird, {}}));
 }
 
 TEST(RRefTable, FailsAnExpectedValueWhenItsCreatorDies) {
@@ -96,7 +96,7 @@ TEST(RRefTable, FailsAnExpectedValueWhenItsCreatorDies) {
   table.depart(kOther, table.effects);
   ASSERT_EQ(table.effects.failed.size(), 1u);
   EXPECT_EQ(table.effects.failed[0].reference, waiting);
-  EXPECT_EQ(table.effects.failed[0].why.why, Why::kCreatorGone);
+  EXPECT_EQ(table.effects.failed[0].why.why, Why::kCreatorDeparted);
   EXPECT_EQ(table.owned().creation_arrived(made_by_other(1), {1, 8}, thing()), nullptr)
       << "what still waited in the pool does not count";
   EXPECT_EQ(table.counts().owners, 0u);
@@ -121,9 +121,10 @@ TEST(RRefTable, CountsNothingForAWorkerThatIsGone) {
   EXPECT_FALSE(table.send_owner({0, 1}, owner, kThird));
   EXPECT_FALSE(table.send_user(owner, kThird));
   table.owned().creation_arrived(made_by_other(1), {1, 8}, thing());
-  EXPECT_EQ(table.ask(made_by_other(1), {1, 9}, 1, kThird)->why, Why::kSenderGone);
+  EXPECT_EQ(table.ask(made_by_other(1), {1, 9}, 1, kThird)->why, Why::kSenderDeparted);
   table.join({kThird.rank, 1}, table.effects);
-  EXPECT_EQ(table.ask(made_by_other(1), {1, 9}, 1, kThird)->why, Why::kSenderGone) << "it is another one now";
+  EXPECT_EQ(table.ask(made_by_other(1), {1, 9}, 1, kThird)->why, Why::kSenderDeparted)
+      << "it is another one now";
   EXPECT_TRUE(table.send_owner({0, 1}, owner, {kThird.rank, 1}));
   EXPECT_EQ(table.counts().forks, 2u);
 }

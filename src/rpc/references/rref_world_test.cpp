@@ -131,7 +131,8 @@ bool RRefWorld::share(Worker& worker, std::size_t index, Worker& other, bool fai
   const ObjectPtr object = worker.program[index % worker.program.size()];
   const Value& value = values_[object->value];
   const PeerId to = worker.table->presence().latest(other.id.rank);
-  if (object->failed || worker.table->presence().of(value.owner) == Presence::Standing::kGone) return false;
+  if (object->failed || worker.table->presence().of(value.owner) == Presence::Standing::kDeparted)
+    return false;
   const auto fork =
       object->fork ? worker.table->send_user(object, to) : worker.table->send_owner(value.id, object, to);
   if (!fork) return false;

@@ -8,7 +8,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Storage.h>
 
-#include <torchspan/sharded/fully_sharded_data_parallel.h>
+#include <torchspan/sharded.h>
 
 #include "sharded/units/test_models.h"
 #include "tests/support/ranks.h"

@@ -8,7 +8,7 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
-#include <torchspan/sharded/fully_sharded_data_parallel.h>
+#include <torchspan/sharded.h>
 
 #include "engine/api/grad_field_sink.h"
 #include "sharded/units/sharded_model.h"

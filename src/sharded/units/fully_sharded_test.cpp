@@ -6,7 +6,7 @@
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
-#include <torchspan/checkpoint/sources.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>

@@ -4,10 +4,10 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
 
-#include <torchspan/checkpoint/sources.h>
+#include <torchspan/checkpoint.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/algorithms.h>
-#include <torchspan/sharded/fully_sharded_data_parallel.h>
+#include <torchspan/sharded.h>
 
 #include "sharded/memory_state.h"
 #include "sharded/units/test_models.h"

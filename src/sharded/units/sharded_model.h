@@ -12,10 +12,10 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/error.h>
 #include <torchspan/core/future.h>
-#include <torchspan/sharded/fully_sharded_data_parallel.h>
+#include <torchspan/sharded.h>
 
 #include "engine/api/grad_field_sink.h"
 #include "sharded/units/flat_parameters.h"

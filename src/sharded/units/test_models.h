@@ -12,7 +12,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
-#include <torchspan/sharded/sharded_module.h>
+#include <torchspan/sharded.h>
 
 namespace torchspan::sharded::testing {
 

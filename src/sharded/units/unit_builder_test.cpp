@@ -6,7 +6,7 @@
 
 #include <torchspan/optim.h>
 #include <torchspan/optim/algorithms.h>
-#include <torchspan/sharded/fully_sharded_data_parallel.h>
+#include <torchspan/sharded.h>
 
 #include "sharded/memory_state.h"
 #include "sharded/units/test_models.h"

@@ -8,10 +8,9 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/core/future.h>
-#include <torchspan/data_parallel/hooks.h>
-#include <torchspan/data_parallel/options.h>
+#include <torchspan/data_parallel/reducer.h>
 #include <torchspan/detail/core/mutex.h>
 
 namespace torchspan::sharded {

@@ -6,7 +6,7 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/detail/data_parallel/wrapped_module.h>
 
 #include "sharded/parts.h"

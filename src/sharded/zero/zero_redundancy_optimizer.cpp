@@ -26,7 +26,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/sharded/unit_forward.h>
 #include <torchspan/optim/optimizer.h>
-#include <torchspan/sharded/zero_redundancy_optimizer.h>
+#include <torchspan/sharded.h>
 #include <torchspan/state/source.h>
 
 #include "data_parallel/api/agreement.h"

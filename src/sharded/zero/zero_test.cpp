@@ -8,7 +8,7 @@
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/algorithms.h>
-#include <torchspan/sharded/zero_redundancy_optimizer.h>
+#include <torchspan/sharded.h>
 
 #include "sharded/memory_state.h"
 #include "tests/support/errors.h"

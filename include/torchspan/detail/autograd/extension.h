@@ -2,7 +2,7 @@
 #include <memory>
 #include <optional>
 
-#include <torchspan/autograd/context.h>
+#include <torchspan/autograd.h>
 #include <torchspan/detail/rpc/extension.h>
 
 namespace torchspan::autograd {

@@ -25,7 +25,7 @@ struct PoolOptions {
 /// calls cannot starve each other. An exception from a job terminates the process. Futures share ownership;
 /// the owner calls stop() before releasing it, because the last reference must not drop on a pool thread
 /// that is not yet joined.
-class Pool final : public FutureHost {
+class Pool final : public ContinuationExecutor {
  public:
   Pool(Executor& executor, PoolOptions options);
   /// Calls stop() if it was not called.

@@ -16,7 +16,7 @@
 
 namespace torchspan::data_parallel {
 
-/// See data_parallel/distributed_data_parallel.h.
+/// See data_parallel.h.
 template <class T>
 struct OutputTensors;
 

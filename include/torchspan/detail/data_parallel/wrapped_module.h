@@ -7,7 +7,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
 
-#include <torchspan/collective/group.h>
+#include <torchspan/collective.h>
 #include <torchspan/data_parallel/reducer.h>
 #include <torchspan/detail/core/runtime.h>
 

@@ -5,9 +5,17 @@
 #include <optional>
 #include <string>
 
-#include <torchspan/checkpoint/sources.h>
-#include <torchspan/elastic/options.h>
+#include <torchspan/checkpoint.h>
+#include <torchspan/collective.h>
 #include <torchspan/rpc/worker.h>
+
+namespace torchspan {
+
+struct ElasticOptions;
+struct ElasticPosition;
+struct ElasticStep;
+
+}  // namespace torchspan
 
 namespace torchspan::elastic {
 

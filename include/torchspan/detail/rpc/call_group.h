@@ -11,7 +11,8 @@ namespace torchspan::rpc {
 /// The calls made through one WaitScope. Thread-safe.
 class CallGroup {
  public:
-  explicit CallGroup(std::weak_ptr<FutureHost> host) : host_(std::move(host)) {}
+  explicit CallGroup(std::weak_ptr<ContinuationExecutor> continuations)
+      : continuations_(std::move(continuations)) {}
   template <class T>
   static void track(const std::shared_ptr<CallGroup>& group, const Future<T>& call) {
     group->begin();
@@ -27,7 +28,7 @@ class CallGroup {
   void end(std::exception_ptr error);
 
   using Promises = std::vector<Promise<void>>;
-  const std::weak_ptr<FutureHost> host_;
+  const std::weak_ptr<ContinuationExecutor> continuations_;
   Mutex mutex_;
   std::size_t out_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::exception_ptr failure_ TORCHSPAN_GUARDED_BY(mutex_);

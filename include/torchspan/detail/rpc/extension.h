@@ -47,7 +47,7 @@ class Registrar {
 
   virtual Worker& worker() = 0;
   virtual Runtime& runtime() = 0;
-  virtual std::weak_ptr<FutureHost> host() = 0;
+  virtual std::weak_ptr<ContinuationExecutor> continuations() = 0;
   /// `interceptor` must live as long as the extension.
   virtual void intercept(Interceptor& interceptor) = 0;
   /// Called once for each member that died or left, on a thread without locks.

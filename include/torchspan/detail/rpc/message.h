@@ -12,7 +12,7 @@
 #include <torchspan/core/future.h>
 #include <torchspan/detail/core/source_location.h>
 #include <torchspan/detail/wire/frame.h>
-#include <torchspan/rpc/call_options.h>
+#include <torchspan/rpc/options.h>
 #include <torchspan/wire.h>
 
 namespace torchspan {
@@ -89,7 +89,8 @@ class Completion {
 template <class R>
 class PromiseCompletion final : public Completion {
  public:
-  explicit PromiseCompletion(std::weak_ptr<FutureHost> host) : promise_(std::move(host)) {}
+  explicit PromiseCompletion(std::weak_ptr<ContinuationExecutor> continuations)
+      : promise_(std::move(continuations)) {}
   Future<R> future() const { return promise_.future(); }
   void succeed(wire::Payload& reply) override {
     promise_.set_from([&]() -> R {

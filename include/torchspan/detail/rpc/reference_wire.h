@@ -2,7 +2,7 @@
 #include <memory>
 #include <string>
 
-#include <torchspan/detail/rpc/endpoint.h>
+#include <torchspan/detail/rpc/worker_backend.h>
 #include <torchspan/wire.h>
 
 /// For messages of extensions that carry references to values of any type.

@@ -9,7 +9,7 @@
 #include <torchspan/detail/net/transport.h>
 #include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/detail/rpc/extension.h>
-#include <torchspan/rpc/device_map.h>
+#include <torchspan/rpc/options.h>
 #include <torchspan/rpc/worker.h>
 
 namespace torchspan::device {

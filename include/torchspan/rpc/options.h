@@ -1,11 +1,16 @@
 #pragma once
+// Options of calls, and which devices stand for which on another worker. Includes no torch/nn.
 #include <concepts>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <optional>
 #include <stop_token>
 #include <string>
 #include <utility>
+#include <vector>
+
+#include <c10/core/Device.h>
 
 #include <torchspan/core/time.h>
 #include <torchspan/detail/core/source_location.h>
@@ -77,3 +82,29 @@ struct std::hash<torchspan::WorkerInfo> {
     return std::hash<std::string>()(worker.name) ^ worker.rank;
   }
 };
+
+namespace torchspan {
+
+/// Maps devices of this worker one-to-one to devices of one peer. Tensors in calls to the peer are placed
+/// by the map, and tensors in their results by its inverse. CPU tensors stay on the CPU unless the map
+/// names it.
+class DeviceMap {
+ public:
+  using Pair = std::pair<c10::Device, c10::Device>;
+
+  DeviceMap() = default;
+  /// Builds the map from {{here, there}, …}. Throws Error{kInvalid} for a device that occurs twice on one
+  /// side or has no index ("cuda" instead of "cuda:0").
+  DeviceMap(std::initializer_list<Pair> pairs) : DeviceMap(std::vector<Pair>(pairs)) {}
+  explicit DeviceMap(std::vector<Pair> pairs);
+
+  /// Returns nullopt for a device that the map does not name.
+  std::optional<c10::Device> there(c10::Device here) const;
+  std::optional<c10::Device> here(c10::Device there) const;
+  const std::vector<Pair>& pairs() const { return pairs_; }
+
+ private:
+  std::vector<Pair> pairs_;
+};
+
+}  // namespace torchspan

@@ -1,4 +1,4 @@
-// What extensions use of a worker's endpoint.
+// What extensions use of a worker's backend.
 #include <gtest/gtest.h>
 #include <unistd.h>
 #include <vector>
@@ -10,7 +10,7 @@
 #include "tests/support/cluster.h"
 #include "tests/support/errors.h"
 
-namespace torchspan::endpoint_test {
+namespace torchspan::worker_backend_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -52,11 +52,11 @@ class Handlers final : public rpc::Extension {
       reply->succeed(nothing);
     };
     registrar.handle_raw(kServed, "served", rpc::RunOn::kPool,
-                         [=, this, endpoint = registrar.worker().endpoint().get()](
+                         [=, this, backend = registrar.worker().backend().get()](
                              const rpc::CallInfo&, wire::Payload&, const Reply& reply) {
                            note(seen_.served);
                            answer(reply);
-                           endpoint->receive_here();
+                           backend->receive_here();
                          });
     registrar.handle_raw(kReceived, "received", rpc::RunOn::kReceiver,
                          [=, this](const rpc::CallInfo&, wire::Payload&, const Reply& reply) {
@@ -77,15 +77,15 @@ class Handlers final : public rpc::Extension {
 
 Future<void> send(Worker& worker, wire::MessageType type, Duration timeout = seconds(60),
                   bool served_late = false) {
-  rpc::Endpoint& endpoint = *worker.endpoint();
+  rpc::WorkerBackend& backend = *worker.backend();
   rpc::Request request;
   request.type = type;
   request.name = "test";
   request.deadline = worker.runtime().executor.deadline_in(timeout);
   request.served_late = served_late;
-  auto completion = std::make_shared<rpc::PromiseCompletion<void>>(endpoint.host());
+  auto completion = std::make_shared<rpc::PromiseCompletion<void>>(backend.continuations());
   Future<void> done = completion->future();
-  endpoint.send(1, std::move(request), std::move(completion));
+  backend.send(1, std::move(request), std::move(completion));
   return done;
 }
 
@@ -102,7 +102,7 @@ void on_first(ClusterOptions options, Seen& seen, const std::function<void(Worke
   });
 }
 
-TEST(Endpoint, AThreadThatReceivesHereTakesTheNextMessagesUntilNoneComes) {
+TEST(WorkerBackend, AThreadThatReceivesHereTakesTheNextMessagesUntilNoneComes) {
   Seen seen;
   on_first({.spin = milliseconds(20)}, seen, [&](Worker& worker) {
     send(worker, kReceived).wait();
@@ -122,16 +122,16 @@ TEST(Endpoint, AThreadThatReceivesHereTakesTheNextMessagesUntilNoneComes) {
   });
 }
 
-TEST(Endpoint, OtherThreadsDoNotReceiveHere) {
+TEST(WorkerBackend, OtherThreadsDoNotReceiveHere) {
   Seen seen;
   on_first({.spin = milliseconds(20)}, seen, [&](Worker& worker) {
     const TimePoint before = worker.runtime().executor.now();
-    worker.endpoint()->receive_here();
+    worker.backend()->receive_here();
     EXPECT_EQ(worker.runtime().executor.now(), before);
   });
 }
 
-TEST(Endpoint, ServesARequestAfterItsDeadlineOnlyIfItIsServedLate) {
+TEST(WorkerBackend, ServesARequestAfterItsDeadlineOnlyIfItIsServedLate) {
   Seen seen;
   on_first({.threads = 1}, seen, [&](Worker& worker) {
     const Future<void> busy = send(worker, kSlow);
@@ -151,4 +151,4 @@ TEST(Endpoint, ServesARequestAfterItsDeadlineOnlyIfItIsServedLate) {
 }
 
 }  // namespace
-}  // namespace torchspan::endpoint_test
+}  // namespace torchspan::worker_backend_test

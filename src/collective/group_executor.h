@@ -9,11 +9,11 @@
 
 namespace torchspan::collective {
 
-/// Host of a group's futures: one thread on which they wait and continue. Separate from the backend, so that
+/// Runs the continuations of a group's futures on one thread, and waits for the futures. Separate from the backend, so that
 /// a thread that completes a future never drops the last reference to the backend, which joins that thread.
-class GroupHost : public FutureHost {
+class GroupExecutor : public ContinuationExecutor {
  public:
-  explicit GroupHost(std::shared_ptr<Runtime> runtime)
+  explicit GroupExecutor(std::shared_ptr<Runtime> runtime)
       : runtime_(std::move(runtime)),
         observed_(runtime_),
         executor_(runtime_->executor),
@@ -36,12 +36,13 @@ class GroupHost : public FutureHost {
   /// Ends the thread. A pool cannot be stopped by its own thread: if a continuation drops the last handle of
   /// a group, the thread ends with the runtime; or never, if the group was the last user of the runtime
   /// (`over`).
-  static void close(std::shared_ptr<GroupHost> host, bool over) {
-    const std::shared_ptr<Pool> pool = host->pool_;
+  static void close(std::shared_ptr<GroupExecutor> continuations, bool over) {
+    const std::shared_ptr<Pool> pool = continuations->pool_;
     if (!pool->is_pool_thread()) return pool->stop();
-    const std::shared_ptr<Runtime> runtime = std::move(host->runtime_);  // keeps the host from here on
+    const std::shared_ptr<Runtime> runtime =
+        std::move(continuations->runtime_);  // keeps the executor from here on
     if (over) static_cast<void>(new std::shared_ptr<Runtime>(runtime));
-    runtime->deferred_destroy.keep(std::move(host));
+    runtime->deferred_destroy.keep(std::move(continuations));
   }
 
  protected:

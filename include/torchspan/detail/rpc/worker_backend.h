@@ -41,12 +41,12 @@ struct Gathering {
 };
 
 /// Interface of the worker behind the templates of Worker and RRef. Implemented in src/rpc.
-class Endpoint : public std::enable_shared_from_this<Endpoint> {
+class WorkerBackend : public std::enable_shared_from_this<WorkerBackend> {
  public:
-  virtual ~Endpoint() = default;
+  virtual ~WorkerBackend() = default;
 
   virtual Runtime& runtime() = 0;
-  virtual std::weak_ptr<FutureHost> host() = 0;
+  virtual std::weak_ptr<ContinuationExecutor> continuations() = 0;
   /// Where handlers run.
   virtual Pool& pool() = 0;
   virtual const WorkerInfo& self() const = 0;
@@ -128,7 +128,7 @@ class Reference {
   /// Fails everything still pending: the worker is stopping.
   virtual void abandon(const std::exception_ptr& reason) = 0;
   /// The worker; throws Error{kCancelled} if it is shut down or has deleted the reference.
-  virtual std::shared_ptr<Endpoint> endpoint() const = 0;
+  virtual std::shared_ptr<WorkerBackend> backend() const = 0;
 };
 
 }  // namespace torchspan::rpc
