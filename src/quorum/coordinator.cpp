@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -17,6 +18,10 @@
 #include "quorum/messages.h"
 
 namespace torchspan::quorum {
+namespace {
+/// How long rank 0 waits until the other ranks that were refused know it: its program may end with its own refusal.
+constexpr Duration kRefusalLimit = std::chrono::seconds(5);
+}  // namespace
 
 /// Rank 0's tables of generations, one for each trainer, with the calls that wait for their answers; every worker has
 /// one, which counts the processes that ended. Thread-safe.
@@ -36,6 +41,7 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
     {
       MutexLock lock(mutex_);
       Trainer& trainer = this->trainer(message.trainer, *backend);
+      trainer.refused.erase(rank);
       replaced = std::exchange(trainer.calls[rank], call);
       const TimePoint now = backend->runtime().executor.now();
       trainer.table->report(rank, message.report, now);
@@ -53,6 +59,7 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
       MutexLock lock(mutex_);
       const auto found = trainers_.find(message.trainer);
       if (found == trainers_.end()) return;
+      found->second.refused.erase(rank);
       found->second.table->gone(rank, "its run() threw: " + message.why, backend->runtime().executor.now());
     }
     settle(*backend);
@@ -68,6 +75,11 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
       MutexLock lock(mutex_);
       ++departures_[rank];
       for (auto& [name, trainer] : trainers_) {
+        trainer.refused.erase(rank);
+        if (trainer.held && backend->is_stopping()) {
+          dropped.push_back(std::move(trainer.held->first));
+          trainer.held.reset();
+        }
         trainer.table->gone(rank, why, backend->runtime().executor.now());
         for (const int caller : {rank, backend->is_stopping() ? 0 : rank}) {
           const auto call = trainer.calls.find(caller);
@@ -100,6 +112,9 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
   struct Trainer {
     std::unique_ptr<Generations> table;
     std::map<int, std::shared_ptr<Call>> calls;  ///< by rank: its latest
+    std::set<int> refused;                       ///< other ranks that may not know yet that they were refused
+    std::optional<Answer> held;                  ///< rank 0's own refusal, until `refused` is empty
+    Deadline held_until;
   };
 
   std::shared_ptr<rpc::WorkerBackend> backend() const {
@@ -137,8 +152,24 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
     Trainer& trainer = trainers_.at(name);
     const auto call = trainer.calls.find(rank);
     if (call == trainer.calls.end()) return;
-    answers_.emplace_back(std::move(call->second), std::move(answer));
+    if (answer.refusal && rank == 0) {
+      trainer.held.emplace(std::move(call->second), std::move(answer));
+    } else {
+      if (answer.refusal) trainer.refused.insert(rank);
+      answers_.emplace_back(std::move(call->second), std::move(answer));
+    }
     trainer.calls.erase(call);
+  }
+
+  /// Returns when to look again.
+  Deadline release_refusal(Trainer& trainer, Executor& executor) TORCHSPAN_REQUIRES(mutex_) {
+    if (!trainer.held) return Deadline::never();
+    if (trainer.held_until.is_never()) trainer.held_until = executor.deadline_in(kRefusalLimit);
+    if (!trainer.refused.empty() && !trainer.held_until.passed(executor.now())) return trainer.held_until;
+    answers_.push_back(*std::exchange(trainer.held, std::nullopt));
+    trainer.held_until = Deadline::never();
+    trainer.refused.clear();
+    return Deadline::never();
   }
 
   /// Completes the calls that the tables have answered, and arranges the next tick.
@@ -147,9 +178,12 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
     Deadline tick_at;
     {
       MutexLock lock(mutex_);
-      answers.swap(answers_);
       Deadline next;
-      for (const auto& [name, trainer] : trainers_) next = earlier(next, trainer.table->next_deadline());
+      for (auto& [name, trainer] : trainers_) {
+        next = earlier(next, trainer.table->next_deadline());
+        next = earlier(next, release_refusal(trainer, backend.runtime().executor));
+      }
+      answers.swap(answers_);
       if (next < tick_at_) tick_at = tick_at_ = next;
     }
     for (auto& [call, value] : answers) call->set_value(std::move(value));

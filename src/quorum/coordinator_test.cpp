@@ -286,6 +286,54 @@ TEST_P(CoordinatorOfSeed, EndsTheWaitOfALateMemberForOnesThatHaveGivenUp) {
   });
 }
 
+/// The program of rank 0 may end with the refusal, and its process with it.
+TEST_P(CoordinatorOfSeed, RefusesRank0WhenTheOthersKnowThatTheyAreRefused) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  int refused = 0;
+  world.run([&](Worker& worker) {
+    GenerationClient client(worker, "trainer");
+    Report report = kFirstReport;
+    report.min_ranks = 3;
+    report.too_few_limit = seconds(2);
+    const Generation first = client.next(report);
+    if (worker.rank() == 2) return executor.sleep(seconds(60));
+    if (worker.rank() == 0) {
+      executor.sleep(seconds(1));
+      world.kill(2);
+    }
+    report.generation = first.number;
+    const TimePoint began = executor.now();
+    const Error error = torchspan::testing::error_of([&] { client.next(report); });
+    EXPECT_THAT(error.message(), HasSubstr("only 2 ranks can train, and min_ranks is 3: rank 2: worker2"));
+    ++refused;
+    if (worker.rank() == 0) {
+      EXPECT_LT(executor.now() - began, seconds(3)) << "it waited for a rank that has withdrawn";
+      world.kill(0);
+    } else {
+      client.withdraw("it was refused");
+    }
+    executor.sleep(seconds(60));
+  });
+  EXPECT_EQ(refused, 2);
+}
+
+TEST_P(CoordinatorOfSeed, RefusesRank0InTimeIfAnotherRankDoesNotWithdraw) {
+  SimCluster world(mortal_world_with_quorum(GetParam()));
+  Executor& executor = world.executor();
+  world.run([&](Worker& worker) {
+    GenerationClient client(worker, "trainer");
+    Report report = kFirstReport;
+    report.min_ranks = 4;
+    report.too_few_limit = seconds(2);
+    const TimePoint began = executor.now();
+    EXPECT_THAT(torchspan::testing::error_of([&] { client.next(report); }).message(),
+                HasSubstr("min_ranks is 4"));
+    EXPECT_LT(executor.now() - began, seconds(worker.rank() == 0 ? 8 : 3));
+    executor.sleep(seconds(60));
+  });
+}
+
 TEST_P(CoordinatorOfSeed, SaysWhatToDoWhenAWorkerHasLostRank0) {
   SimCluster world(mortal_world_with_quorum(GetParam()));
   Executor& executor = world.executor();
