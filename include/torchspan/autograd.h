@@ -67,6 +67,9 @@ struct BackwardOptions {
   /// Threads per worker that may run independent branches of its graph concurrently; 1 to 64. Hooks of
   /// non-leaf nodes may then run concurrently. Pays off for large branches only.
   unsigned threads = 1;
+  /// Whether hooks of AccumulateGrad nodes on this worker run in the pass. False: the caller runs them after it, in
+  /// LibTorch's engine, as hooks need that use `.grad` or final callbacks.
+  bool run_leaf_hooks = true;
   /// Cancels the pass: it fails on all workers with Error{kCancelled}.
   std::stop_token stop = {};
 };
@@ -108,6 +111,9 @@ class ContextView {
   std::vector<ParameterGradient> gradients() const;
   /// Gradient of one local parameter; undefined if it has none.
   at::Tensor gradient(const at::Tensor& parameter) const;
+  /// Replaces the gradient of a local parameter, as code does that averages gradients after a pass. Throws
+  /// Error{kInvalid} while a pass runs.
+  void replace_gradient(const at::Tensor& parameter, at::Tensor gradient) const;
   /// Clears this context's gradients on all participating workers and keeps the graphs. Call it before
   /// retrying a failed pass, because that leaves what it had accumulated; it waits until all workers know
   /// that the pass has failed. Throws Error: kInvalid, naming the worker, while a pass runs; kTimedOut.

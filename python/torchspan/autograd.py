@@ -41,12 +41,30 @@ def backward(
 
     mode "smart" finds out which of the tensors that were sent take part; "fast" takes all of them for parts of the roots, and
     fails after `stall` seconds without progress with the names of those that are not. timeout: of the pass, in seconds.
+    After the pass, DistributedDataParallel modules of this worker that took part average their gradients in the context.
     """
     if mode not in ("smart", "fast"):
         raise ValueError(f"torchspan.autograd: mode is {mode!r}; expected 'smart' or 'fast'")
     worker = _calls.current_worker()
     _check(worker, context_id)
     worker.backward(context_id, list(roots), retain_graph, mode == "fast", timeout, stall)
+    if hooked := worker.hooked_gradients(context_id):
+        _run_hooks(worker, context_id, hooked)
+
+
+def _run_hooks(worker, context_id, hooked) -> None:
+    """Hooks such as those of DistributedDataParallel run in torch's engine and change `.grad`, which is as before afterwards."""
+    parameters = [parameter for parameter, _ in hooked]
+    kept = [_own(parameter.grad) for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        torch.autograd.backward(parameters, [gradient for _, gradient in hooked])
+        for parameter in parameters:
+            worker.replace_gradient(context_id, parameter, _own(parameter.grad))
+    finally:
+        for parameter, gradient in zip(parameters, kept):
+            parameter.grad = gradient
 
 
 def get_gradients(context_id: int) -> "dict[torch.Tensor, torch.Tensor]":
@@ -54,6 +72,11 @@ def get_gradients(context_id: int) -> "dict[torch.Tensor, torch.Tensor]":
     worker = _calls.current_worker()
     _check(worker, context_id)
     return dict(worker.gradients(context_id))
+
+
+def _own(gradient):
+    """`gradient`, or a copy if it is part of a bucket, which the next reduction overwrites."""
+    return gradient.clone() if gradient is not None and gradient._is_view() else gradient
 
 
 def _check(worker, context_id) -> None:

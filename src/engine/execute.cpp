@@ -284,14 +284,14 @@ void run_leaf(torch::autograd::AccumulateGrad& node, variable_list inputs, Gradi
     throw Error(ErrorKind::kInvalid, fmt::format("a leaf takes one gradient, got {}", inputs.size()));
   }
   const auto& hooks = node.post_hooks();
-  const bool others = !std::all_of(hooks.begin(), hooks.end(), is_gradient_hook);
+  const bool others = sink.runs_leaf_hooks() && !std::all_of(hooks.begin(), hooks.end(), is_gradient_hook);
   const variable_list seen = others ? inputs : variable_list();
   const bool accumulated = give_to_sink(node, std::move(inputs[0]), sink);
   if (sink.writes_grad_field()) compat::run_post_accumulate_hook(node, accumulated);
   for (const auto& hook : hooks) {
     if (auto* ours = dynamic_cast<GradientHook*>(hook.get())) {
       ours->gradient_ready(sink, node.variable);
-    } else {
+    } else if (others) {
       (*hook)({}, seen);
     }
   }

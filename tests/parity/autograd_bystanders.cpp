@@ -102,6 +102,28 @@ TEST(AutogradBystanders, NothingIsClearedWhileAPassRunsElsewhere) {
   });
 }
 
+TEST(AutogradBystanders, GradientsAreReplacedAfterAPassOnly) {
+  on_first(world(2), [](Worker& worker) {
+    const at::Tensor x = at::ones({2}).requires_grad_();
+    x.register_hook([&](const at::Tensor& gradient) {
+      nap(worker, seconds(2));
+      return gradient;
+    });
+    Context context(worker);
+    const at::Tensor loss = worker.rpc_sync("worker1", kMultiply, x, x).sum();
+    const auto pass = worker.delay(seconds(1)).then([&](const Future<void>&) {
+      expect_error(ErrorKind::kInvalid, "a backward pass runs",
+                   [&] { context.replace_gradient(x, at::zeros({2})); });
+    });
+    context.backward(loss);
+    pass.wait();
+    EXPECT_FALSE(at::equal(context.gradient(x), at::full({2}, 7)));
+    context.replace_gradient(x, at::full({2}, 7));
+    EXPECT_TRUE(at::equal(context.gradient(x), at::full({2}, 7)));
+    EXPECT_FALSE(x.grad().defined());
+  });
+}
+
 /// The root is dead, and a gradient of its pass arrives from a live worker.
 TEST(AutogradBystanders, NoPassBeginsWhoseRootIsDead) {
   ClusterOptions options = world(4);

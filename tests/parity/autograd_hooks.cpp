@@ -92,6 +92,9 @@ TEST(AutogradHooks, PostHooks) {
     EXPECT_EQ(second, 1);
     expect_equal(context.gradient(a), at::full_like(a, 3).detach());
     EXPECT_FALSE(a.grad().defined());
+    context.backward(worker.rpc_sync("worker1", kAdd, a, a).sum(), {.run_leaf_hooks = false});
+    EXPECT_EQ(first, 1) << "the caller runs them";
+    expect_equal(context.gradient(a), at::full_like(a, 5).detach());
   });
 }
 

@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import signal
+import tempfile
 import time
 import unittest
 
@@ -446,8 +447,6 @@ class Calls(unittest.TestCase):
                 )
             return sums, raised_by(lambda: rpc.init_rpc("again")) is not None
 
-        import tempfile
-
         os.environ["TORCHSPAN_TEST_STORE"] = tempfile.mkdtemp() + "/next"
         self.assertEqual(run(2, body, world=Native()), [([1] * 3, True), ([2] * 3, True)])
 
@@ -492,6 +491,48 @@ class Gradients(unittest.TestCase):
         result = run(3, at_rank_0(body), world=Native())[0]
         self.assertNotIsInstance(result, Failed, result)
         self.assertEqual(set(result), {True})
+
+    def test_data_parallel_modules_average_their_gradients_in_a_context(self):
+        folder = tempfile.mkdtemp()
+
+        def body(rank, size):
+            wrong = []
+            for backend in ("gloo", "torchspan"):
+                torch.distributed.init_process_group(backend, f"file://{folder}/{backend}", rank=rank, world_size=size)
+                for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+                    wrong += [(backend, options, text) for text in differences(rank, size, options)]
+                torch.distributed.destroy_process_group()
+            return wrong
+
+        def differences(rank, size, options):
+            model = torch.nn.parallel.DistributedDataParallel(Layer(3), **options)
+            remote = rpc.remote(f"worker{1 - rank}", Layer, args=(7,))
+            parameters = list(model.module.parameters())
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            local, other = Layer(3), Layer(7)
+            for step in range(1, 4):
+                with autograd.context() as context:
+                    loss = remote.rpc_sync().forward(model(torch.full((2, 3), step + 0.5 * rank, dtype=torch.double))).sum()
+                    autograd.backward(context, [loss])
+                    gradients = autograd.get_gradients(context)
+                    found = [gradients[parameter] for parameter in parameters]
+                    there = remote.rpc_sync().gradients(context)
+                passes = []
+                for one in range(size):
+                    local.zero_grad()
+                    other.zero_grad()
+                    other(local(torch.full((2, 3), step + 0.5 * one, dtype=torch.double))).sum().backward()
+                    passes.append([parameter.grad.clone() for layer in (local, other) for parameter in layer.parameters()])
+                wanted = [sum(both) / size for both in zip(*passes)][:2] + passes[rank][2:]
+                for i, (a, b) in enumerate(zip(found + there, wanted, strict=True)):
+                    if not torch.allclose(a, b, atol=1e-12, rtol=0):
+                        yield f"step {step}, gradient {i}"
+                if not all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in parameters):
+                    yield f"step {step}: .grad changed"
+
+        for result in run(2, body, world=Native()):
+            self.assertEqual(result, [], str(result))
 
     def test_a_fast_pass_that_stalls_names_the_tensors_that_were_sent(self):
         def body(size):

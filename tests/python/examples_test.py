@@ -75,6 +75,15 @@ class Examples(unittest.TestCase):
                 self.assertLess(float(found[2]), 0.2 * float(found[1]))
                 self.assertLess(float(found[3]), 1e-4)
 
+    def test_trainers_with_a_common_embedding_learn_what_one_process_learns(self):
+        for launcher in launchers(3):
+            with self.subTest(launcher=launcher):
+                output = output_of(launcher, "ddp_with_rpc.py")
+                found = re.search(r"2 trainers, 100 steps: loss ([0-9.]+) to ([0-9.]+); one process differs by (\S+)", output)
+                self.assertIsNotNone(found, output)
+                self.assertLess(float(found[2]), 0.8 * float(found[1]))
+                self.assertLess(float(found[3]), 1e-4)
+
     @unittest.skipUnless(COMMAND, "needs `torchspan run` and the examples of C++")
     def test_a_learner_uses_simulators_of_cpp(self):
         simulator = pathlib.Path(COMMAND).with_name("cart_pole_simulator")

@@ -127,8 +127,9 @@ std::shared_ptr<PassState> begin_pass(const Worker& worker, const std::shared_pt
                     "for it, or use one context for each pass",
                     worker.backend()->name_of(running->root()), context->id()));
   }
-  pass = std::make_shared<PassState>(
-      worker, context, PassKey{registry.next_id(), options.retain_graph, options.mode, options.threads});
+  pass = std::make_shared<PassState>(worker, context,
+                                     PassKey{registry.next_id(), options.retain_graph, options.mode,
+                                             options.threads, options.run_leaf_hooks});
   context->begin_pass(pass);
   if (options.mode == PassMode::kFast) gone = context->sends().use_up_used();
   return pass;
@@ -279,6 +280,16 @@ std::vector<ParameterGradient> ContextView::gradients() const {
 at::Tensor ContextView::gradient(const at::Tensor& parameter) const {
   worker_.runtime().check_process();
   return state_->gradients().gradient(parameter);
+}
+
+void ContextView::replace_gradient(const at::Tensor& parameter, at::Tensor gradient) const {
+  worker_.runtime().check_process();
+  const bool replaced = state_->change_gradients(
+      [&](engine::GradientMap& gradients) { gradients.replace(parameter, std::move(gradient)); });
+  if (replaced) return;
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("a backward pass runs in autograd context {:#x}; replace gradients after it", id()))
+      .with_worker(worker_.name());
 }
 
 bool ContextView::saw_backward() const { return state_->saw_pass(); }

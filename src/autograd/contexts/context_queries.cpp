@@ -204,7 +204,7 @@ WorkerGraph silent_graph(std::uint32_t rank, const std::string& name) { return {
 
 ClearedPart clear_part(ContextState& context) {
   ClearedPart part;
-  part.running = !context.clear_gradients();
+  part.running = !context.change_gradients([](engine::GradientMap& gradients) { gradients.clear(); });
   for (const std::uint32_t rank : context.workers()) part.peers.push_back(rank);
   return part;
 }

@@ -188,13 +188,13 @@ bool ContextState::runs(std::uint64_t pass) const {
   return pass_ && pass_->id() == pass;
 }
 
-bool ContextState::clear_gradients() {
+bool ContextState::change_gradients(const std::function<void(engine::GradientMap&)>& change) {
   MutexLock changing(changing_);
   {
     MutexLock lock(mutex_);
     if (pass_) return false;
   }
-  gradients_.clear();
+  change(gradients_);
   return true;
 }
 

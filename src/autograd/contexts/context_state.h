@@ -115,8 +115,8 @@ class ContextState : public std::enable_shared_from_this<ContextState> {
   /// Changes the gradients for a pass. No effect if that pass has ended: a thread may still be in a node of a
   /// pass that has failed.
   void change_gradients(std::uint64_t pass, const std::function<void(engine::GradientMap&)>& change);
-  /// Clears the gradients. False, without effect, while a pass runs.
-  bool clear_gradients();
+  /// Changes the gradients between passes. False, without effect, while a pass runs.
+  bool change_gradients(const std::function<void(engine::GradientMap&)>& change);
 
   ContextSends& sends() { return sends_; }
   const ContextSends& sends() const { return sends_; }

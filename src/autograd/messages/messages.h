@@ -16,6 +16,7 @@ struct PassKey {
   bool retain_graph = false;
   PassMode mode = PassMode::kSmart;
   std::uint32_t threads = 1;
+  bool run_leaf_hooks = true;  ///< on this worker; not sent to others
 
   static constexpr std::uint32_t kMostThreads = 64;
 };

@@ -149,7 +149,7 @@ engine::PassOptions engine_options(const ContextState& context, const PassKey& k
 PassGraph::PassGraph(std::shared_ptr<ContextState> context, const PassKey& key, Hooks hooks)
     : context_(std::move(context)),
       mode_(key.mode),
-      sink_(*context_, key.id),
+      sink_(*context_, key),
       graph_(sink_, engine_options(*context_, key, std::move(hooks))),
       fast_sends_(mode_ == PassMode::kFast ? context_->sends().unused() : std::vector<SendNodePtr>()),
       sends_(mode_ == PassMode::kFast ? PassSends() : context_->sends().count()) {}

@@ -25,17 +25,20 @@ namespace torchspan::autograd {
 /// Destination of one pass's gradients: offers them to the takers of the context, or stores them there.
 class ContextSink final : public engine::GradientSink {
  public:
-  ContextSink(ContextState& context, std::uint64_t pass) : GradientSink(pass), context_(context) {}
+  ContextSink(ContextState& context, const PassKey& key)
+      : GradientSink(key.id), context_(context), runs_leaf_hooks_(key.run_leaf_hooks) {}
   at::Tensor gradient(const at::Tensor& parameter) const override {
     return context_.gradients().gradient(parameter);
   }
   void accumulate(const at::Tensor& parameter, at::Tensor gradient) override;
   void replace(const at::Tensor& parameter, at::Tensor gradient) override;
+  bool runs_leaf_hooks() const override { return runs_leaf_hooks_; }
   /// Completes, never with an error, when the takers have processed the gradients that they took.
   Future<void> takers_done() const;
 
  private:
   ContextState& context_;
+  const bool runs_leaf_hooks_;
   mutable Mutex mutex_;
   std::vector<Future<void>> taken_ TORCHSPAN_GUARDED_BY(mutex_);
 };

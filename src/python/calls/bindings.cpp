@@ -4,6 +4,8 @@
 #include <utility>
 
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -48,6 +50,7 @@ void backward(PythonWorker& worker, std::uint64_t context, const std::vector<at:
   options.mode = fast ? autograd::PassMode::kFast : autograd::PassMode::kSmart;
   options.timeout = duration_of(timeout);
   options.stall = duration_of(stall);
+  options.run_leaf_hooks = false;  // autograd.py runs them
   released(worker, [&] { find_context(worker, context).backward(roots, std::move(options)); });
 }
 
@@ -57,6 +60,16 @@ std::vector<std::pair<at::Tensor, at::Tensor>> gradients(PythonWorker& worker, s
     for (auto& one : find_context(worker, context).gradients()) all.emplace_back(one.parameter, one.gradient);
     return all;
   });
+}
+
+/// Those of parameters whose AccumulateGrad node has hooks, as DistributedDataParallel adds: only torch's engine calls them.
+std::vector<std::pair<at::Tensor, at::Tensor>> hooked_gradients(PythonWorker& worker, std::uint64_t context) {
+  auto all = gradients(worker, context);
+  std::erase_if(all, [](const auto& one) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(one.first);
+    return accumulator == nullptr || accumulator->post_hooks().empty();
+  });
+  return all;
 }
 
 /// `step` in the environment of the place that calls this: the call being served, the autograd context, grad mode.
@@ -161,6 +174,17 @@ void bind_worker(py::module_& module) {
       .def(
           "gradients", [](Self self, std::uint64_t context) { return gradients(*self, context); },
           py::arg("context"))
+      .def(
+          "hooked_gradients",
+          [](Self self, std::uint64_t context) { return hooked_gradients(*self, context); },
+          py::arg("context"))
+      .def(
+          "replace_gradient",
+          [](Self self, std::uint64_t context, const at::Tensor& parameter, at::Tensor gradient) {
+            released(*self,
+                     [&] { find_context(*self, context).replace_gradient(parameter, std::move(gradient)); });
+          },
+          py::arg("context"), py::arg("parameter"), py::arg("gradient"))
       .def(
           "delay",
           [](Self self, double seconds) -> std::shared_ptr<CallHandle> {

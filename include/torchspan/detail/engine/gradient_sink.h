@@ -101,6 +101,9 @@ class GradientSink {
   /// Whether gradients are stored in `parameter.grad()`, as LibTorch's post-accumulate hooks expect.
   virtual bool writes_grad_field() const { return false; }
 
+  /// Whether the pass runs the hooks that LibTorch and programs added to AccumulateGrad nodes. GradientHooks always run.
+  virtual bool runs_leaf_hooks() const { return true; }
+
   std::uint64_t pass() const { return end_->pass(); }
   void after_work(PassEnd::Callback callback) { end_->after_work(std::move(callback)); }
   void before_end(PassEnd::Callback callback) { end_->before_end(std::move(callback)); }
