@@ -64,6 +64,22 @@ at::Tensor fail_and_clear(Worker& worker, const Context& context, const at::Tens
   return loss;
 }
 
+TEST(AutogradClearing, AnEndedContextKeepsNoGraphThatWasSent) {
+  on_first(world(2), [](Worker& worker) {
+    std::optional<autograd::ContextView> view;  // keeps the state of the context
+    std::weak_ptr<torch::autograd::Node> sent;
+    {
+      Context context(worker);
+      view.emplace(context);
+      const at::Tensor doubled = parameter() * 2;
+      sent = doubled.grad_fn();
+      worker.rpc_sync("worker1", kMultiply, doubled, doubled);
+    }
+    EXPECT_TRUE(sent.expired());
+    EXPECT_TRUE(view->gradients().empty());
+  });
+}
+
 TEST(AutogradClearing, NothingComesFromAThreadThatIsStillInAFailedPass) {
   on_first(world(2), [](Worker& worker) {
     const at::Tensor a = slow_once(worker);

@@ -1,4 +1,6 @@
 // Hooks, and which tensors share the memory of a gradient.
+#include <ATen/record_function.h>
+
 #include "engine/test_nodes.h"
 #include "tests/parity/autograd_world.h"
 
@@ -92,6 +94,7 @@ TEST(AutogradHooks, PostHooks) {
     EXPECT_EQ(second, 1);
     expect_equal(context.gradient(a), at::full_like(a, 3).detach());
     EXPECT_FALSE(a.grad().defined());
+    EXPECT_FALSE(at::hasThreadLocalCallbacks()) << "later operators of this thread would be observed";
     context.backward(worker.rpc_sync("worker1", kAdd, a, a).sum(), {.run_leaf_hooks = false});
     EXPECT_EQ(first, 1) << "the caller runs them";
     expect_equal(context.gradient(a), at::full_like(a, 5).detach());
