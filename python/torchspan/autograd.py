@@ -47,8 +47,7 @@ def backward(
         raise ValueError(f"torchspan.autograd: mode is {mode!r}; expected 'smart' or 'fast'")
     worker = _calls.current_worker()
     _check(worker, context_id)
-    worker.backward(context_id, list(roots), retain_graph, mode == "fast", timeout, stall)
-    if hooked := worker.hooked_gradients(context_id):
+    if hooked := worker.backward(context_id, list(roots), retain_graph, mode == "fast", timeout, stall):
         _run_hooks(worker, context_id, hooked)
 
 

@@ -534,6 +534,32 @@ class Gradients(unittest.TestCase):
         for result in run(2, body, world=Native()):
             self.assertEqual(result, [], str(result))
 
+    def test_a_pass_averages_the_modules_that_took_part_in_it_alone(self):
+        folder = tempfile.mkdtemp()
+
+        def body(rank, size):
+            torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
+            first, second = (torch.nn.parallel.DistributedDataParallel(Layer(seed)) for seed in (3, 7))
+            x = [torch.full((2, 3), step + 0.5 * rank, dtype=torch.double) for step in (1, 2)]
+            with autograd.context() as context:
+                autograd.backward(context, [first(x[0]).sum()])
+                again, other = first(x[1]).sum(), second(x[0]).sum()
+                autograd.backward(context, [other])
+                autograd.backward(context, [again])
+                gradients = autograd.get_gradients(context)
+                found = [gradients[parameter] for model in (first, second) for parameter in model.parameters()]
+            torch.distributed.destroy_process_group()
+            wanted = []
+            for model, steps in ((Layer(3), (1, 2)), (Layer(7), (1,))):
+                for step in steps:
+                    for one in range(size):
+                        (model(torch.full((2, 3), step + 0.5 * one, dtype=torch.double)).sum() / size).backward()
+                wanted += [parameter.grad for parameter in model.parameters()]
+            return [torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, wanted, strict=True)]
+
+        for result in run(2, body, world=Native()):
+            self.assertEqual(result, [True] * 4, str(result))
+
     def test_a_fast_pass_that_stalls_names_the_tensors_that_were_sent(self):
         def body(size):
             with autograd.context() as context:

@@ -1,5 +1,6 @@
 #include "python/bindings.h"
 
+#include <algorithm>
 #include <pybind11/stl.h>
 #include <utility>
 
@@ -43,33 +44,44 @@ autograd::ContextView find_context(PythonWorker& worker, std::uint64_t id) {
   return worker.worker().extension<autograd::AutogradExtension>().find(id);
 }
 
-void backward(PythonWorker& worker, std::uint64_t context, const std::vector<at::Tensor>& roots,
-              bool retain_graph, bool fast, double timeout, double stall) {
-  autograd::BackwardOptions options;
-  options.retain_graph = retain_graph;
-  options.mode = fast ? autograd::PassMode::kFast : autograd::PassMode::kSmart;
-  options.timeout = duration_of(timeout);
-  options.stall = duration_of(stall);
-  options.run_leaf_hooks = false;  // autograd.py runs them
-  released(worker, [&] { find_context(worker, context).backward(roots, std::move(options)); });
-}
+using Gradients = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
-std::vector<std::pair<at::Tensor, at::Tensor>> gradients(PythonWorker& worker, std::uint64_t context) {
+Gradients gradients(PythonWorker& worker, std::uint64_t context) {
   return released(worker, [&] {
-    std::vector<std::pair<at::Tensor, at::Tensor>> all;
+    Gradients all;
     for (auto& one : find_context(worker, context).gradients()) all.emplace_back(one.parameter, one.gradient);
     return all;
   });
 }
 
 /// Those of parameters whose AccumulateGrad node has hooks, as DistributedDataParallel adds: only torch's engine calls them.
-std::vector<std::pair<at::Tensor, at::Tensor>> hooked_gradients(PythonWorker& worker, std::uint64_t context) {
+Gradients hooked_gradients(PythonWorker& worker, std::uint64_t context) {
   auto all = gradients(worker, context);
   std::erase_if(all, [](const auto& one) {
     const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(one.first);
     return accumulator == nullptr || accumulator->post_hooks().empty();
   });
   return all;
+}
+
+/// Returns the gradients that the pass changed and whose hooks it has left to the caller.
+Gradients backward(PythonWorker& worker, std::uint64_t context, const std::vector<at::Tensor>& roots,
+                   bool retain_graph, bool fast, double timeout, double stall) {
+  autograd::BackwardOptions options;
+  options.retain_graph = retain_graph;
+  options.mode = fast ? autograd::PassMode::kFast : autograd::PassMode::kSmart;
+  options.timeout = duration_of(timeout);
+  options.stall = duration_of(stall);
+  options.run_leaf_hooks = false;  // autograd.py runs them
+  const Gradients before =
+      hooked_gradients(worker, context);  // a gradient that is held is not changed in place
+  released(worker, [&] { find_context(worker, context).backward(roots, std::move(options)); });
+  Gradients changed = hooked_gradients(worker, context);
+  std::erase_if(changed, [&](const auto& one) {
+    return std::ranges::any_of(before,
+                               [&](const auto& earlier) { return earlier.second.is_same(one.second); });
+  });
+  return changed;
 }
 
 /// `step` in the environment of the place that calls this: the call being served, the autograd context, grad mode.
@@ -162,7 +174,7 @@ void bind_worker(py::module_& module) {
           "backward",
           [](Self self, std::uint64_t context, const std::vector<at::Tensor>& roots, bool retain_graph,
              bool fast, double timeout,
-             double stall) { backward(*self, context, roots, retain_graph, fast, timeout, stall); },
+             double stall) { return backward(*self, context, roots, retain_graph, fast, timeout, stall); },
           py::arg("context"), py::arg("roots"), py::arg("retain_graph"), py::arg("fast"), py::arg("timeout"),
           py::arg("stall"))
       .def(
@@ -173,10 +185,6 @@ void bind_worker(py::module_& module) {
           py::arg("context"))
       .def(
           "gradients", [](Self self, std::uint64_t context) { return gradients(*self, context); },
-          py::arg("context"))
-      .def(
-          "hooked_gradients",
-          [](Self self, std::uint64_t context) { return hooked_gradients(*self, context); },
           py::arg("context"))
       .def(
           "replace_gradient",
