@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -38,8 +37,8 @@ class DistributedDataParallel {
   DistributedDataParallel(Module module, collective::Group group,
                           data_parallel::DataParallelOptions options = {})
       : module_(std::move(module)),
-        wrapped_(std::make_shared<data_parallel::WrappedModule>(pointer(module_), std::move(group),
-                                                                std::move(options))) {}
+        wrapped_(std::make_shared<data_parallel::WrappedModule>(data_parallel::pointer_to(module_),
+                                                                std::move(group), std::move(options))) {}
 
   /// Runs the module's forward and returns its result by value; data_parallel::OutputTensors finds the
   /// tensors in it. Under NoGradGuard it sends nothing, so ranks may call it independently. If it throws on
@@ -107,16 +106,6 @@ class DistributedDataParallel {
   const std::shared_ptr<data_parallel::WrappedModule>& wrapped() const { return wrapped_; }
 
  private:
-  static std::shared_ptr<torch::nn::Module> pointer(const Module& module) {
-    if constexpr (requires { module.ptr(); }) {
-      return module.ptr();
-    } else {
-      static_assert(std::is_convertible_v<Module, std::shared_ptr<torch::nn::Module>>,
-                    "give a module holder or a std::shared_ptr to a module");
-      return module;
-    }
-  }
-
   Module module_;
   std::shared_ptr<data_parallel::WrappedModule> wrapped_;
 };

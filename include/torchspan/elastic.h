@@ -81,7 +81,7 @@ class ElasticTrainer {
         training_(
             session.worker(),
             [&session](collective::GroupOptions group) { return session.group(std::move(group)); },
-            pointer(module_), std::move(options)) {
+            data_parallel::pointer_to(module_), std::move(options)) {
     options_.initial_sync = false;  // the trainer copies the state
     training_.add("module", checkpoint::source_of(module_));
   }
@@ -115,14 +115,6 @@ class ElasticTrainer {
   Module& module() { return module_; }
 
  private:
-  static std::shared_ptr<torch::nn::Module> pointer(const Module& module) {
-    if constexpr (requires { module.ptr(); }) {
-      return module.ptr();
-    } else {
-      return module;
-    }
-  }
-
   Module module_;
   data_parallel::DataParallelOptions options_;
   std::unique_ptr<Model> model_;

@@ -204,11 +204,13 @@ class FullyShardedDataParallel {
   /// models, units or options differ. A parameter of two units belongs to the root.
   FullyShardedDataParallel(Module module, collective::Group group, sharded::FullyShardedOptions options = {})
       : module_(std::move(module)),
-        wrapped_(std::make_shared<sharded::WrappedUnits>(pointer(module_), std::move(group), options)) {}
+        wrapped_(std::make_shared<sharded::WrappedUnits>(data_parallel::pointer_to(module_), std::move(group),
+                                                         options)) {}
   /// The same with the group and options of a builder, which has divided units of the module.
   FullyShardedDataParallel(Module module, const UnitBuilder& builder)
       : module_(std::move(module)),
-        wrapped_(std::make_shared<sharded::WrappedUnits>(pointer(module_), builder.model())) {}
+        wrapped_(
+            std::make_shared<sharded::WrappedUnits>(data_parallel::pointer_to(module_), builder.model())) {}
 
   /// Runs the module's forward. Collective, also under NoGradGuard: all ranks run the same units in the same order.
   /// An exception on one rank fails the others' operations with its reason and breaks the group.
@@ -269,16 +271,6 @@ class FullyShardedDataParallel {
   sharded::FullyShardedStats stats() const { return wrapped_->stats(); }
 
  private:
-  static std::shared_ptr<torch::nn::Module> pointer(const Module& module) {
-    if constexpr (requires { module.ptr(); }) {
-      return module.ptr();
-    } else {
-      static_assert(std::is_convertible_v<Module, std::shared_ptr<torch::nn::Module>>,
-                    "give a module holder or a std::shared_ptr to a module");
-      return module;
-    }
-  }
-
   Module module_;
   std::shared_ptr<sharded::WrappedUnits> wrapped_;
 };

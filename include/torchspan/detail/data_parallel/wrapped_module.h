@@ -2,6 +2,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -33,6 +34,18 @@ struct OptimizerHooks {
   /// In join(), on a rank whose body has returned: before it takes part in the other ranks' reductions.
   std::function<void()> body_ended;
 };
+
+/// The module that a holder or a std::shared_ptr points to.
+template <typename Module>
+std::shared_ptr<torch::nn::Module> pointer_to(const Module& module) {
+  if constexpr (requires { module.ptr(); }) {
+    return module.ptr();
+  } else {
+    static_assert(std::is_convertible_v<Module, std::shared_ptr<torch::nn::Module>>,
+                  "give a module holder or a std::shared_ptr to a module");
+    return module;
+  }
+}
 
 /// Type-independent part of DistributedDataParallel: keeps parameters and buffers in sync with the other
 /// ranks and prepares forwards for their reduction. Use it from the training thread.
