@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <optional>
 #include <random>
 #include <set>
 
@@ -13,6 +14,7 @@
 
 #include "tests/support/environment.h"
 #include "tests/support/errors.h"
+#include "tests/support/ranks.h"
 
 namespace torchspan::elastic::peer_copies_test {
 namespace {
@@ -236,6 +238,23 @@ TEST(CopyMemory, HasTheOlderCopiesUntilAllRanksHaveTheNextOnes) {
   EXPECT_EQ(memory.held(now)->id, now);
 }
 
-}  // namespace
+// An attempt to train ends by an exception while a copy is being sent.
+TEST(PeerCopies, WhoseOwnerEndsStopSendingAndTellTheOtherRanks) {
+  testing::on_ranks(3, [](const testing::Rank& self) {
+    CopyMemory memory;
+    std::optional<PeerCopies> copies(std::in_place, self.group, memory, self.runtime.executor);
+    torch::nn::Linear net(2, 2);
+    copies->add("net", checkpoint::source_of(net));
+    copies->exchange(-1, 1);
+    if (self.rank != 2) copies->begin(1);  // waits for rank 2
+    if (self.rank == 0) return copies.reset();
+    const Error failure = error_of([&] {
+      if (self.rank == 2) copies->begin(1);
+      copies->finish();
+    });
+    EXPECT_THAT(failure.what(), ::testing::HasSubstr("rank 0 stopped copying its state"));
+  });
+}
 
+}  // namespace
 }  // namespace torchspan::elastic::peer_copies_test

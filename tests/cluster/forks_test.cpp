@@ -6,6 +6,7 @@
 
 #include <torch/torch.h>
 
+#include <torchspan/elastic.h>
 #include <torchspan/sharded.h>
 #include <torchspan/torchspan.h>
 

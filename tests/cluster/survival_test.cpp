@@ -169,6 +169,7 @@ void train() {
   if (with_norm) options.samples = 96;  // a batch norm needs two values
   if (text_of("TEST_SIGNAL") == "stop") options.step_timeout = seconds(3);
   if (text_of("TEST_SLOW") == "1") options.step_timeout = seconds(1);
+  if (text_of("TEST_CATCHES") == "1") options.step_timeout = seconds(300);  // the others must not wait for it
   if (text_of("TEST_MIN") == "4") {
     options.min_ranks = 4;
     options.too_few_limit = seconds(1);
@@ -194,7 +195,12 @@ void train() {
     death.at("apply", step.number);
   };
   if (text_of("TEST_TWICE") == "1") trainer.run(steps / 2, body, apply);
-  const bool complete = trainer.run(steps, body, apply);
+  bool complete = false;
+  try {
+    complete = trainer.run(steps, body, apply);
+  } catch (const std::runtime_error&) {
+    if (text_of("TEST_CATCHES") != "1") throw;  // else the process goes on, and the trainer lives
+  }
   require(!complete || trainer.position().step == steps, "all steps are done");
   require(!complete || applied == steps, "the state came with its steps");
   const std::string state = digest_of(net);
@@ -387,6 +393,14 @@ TEST(Survival, GoesOnWithoutARankWhoseProgramThrows) {
   survival.supervise();
   ASSERT_EQ(survival.failures().size(), 1u) << survival.failures().back();
   EXPECT_THAT(survival.failures()[0], ::testing::HasSubstr("the program of this rank failed"));
+  EXPECT_EQ(survival.sizes().back(), 3);
+  survival.expect_right_result(3);
+}
+
+TEST(Survival, GoesOnWithoutARankWhoseProgramCatchesWhatItThrew) {
+  Survival survival(60, {{2, {"vote@30"}}}, {{"TEST_SIGNAL", "throw"}, {"TEST_CATCHES", "1"}});
+  survival.supervise();
+  EXPECT_THAT(survival.failures(), ::testing::IsEmpty());
   EXPECT_EQ(survival.sizes().back(), 3);
   survival.expect_right_result(3);
 }
