@@ -1,100 +1,22 @@
 #pragma once
 #include <atomic>
-#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/runtime.h>
-#include <torchspan/detail/net/transport.h>
 
+#include "collective/channels/group_links.h"
 #include "collective/channels/inbox.h"
 #include "collective/channels/messages.h"
 #include "collective/world_link.h"
 
 namespace torchspan::collective::channels {
-
-/// Makes a transport that listens, and returns the address that peers dial.
-struct Listening {
-  std::unique_ptr<net::Transport> transport;
-  std::string address;
-};
-using MakeTransport = std::function<Listening(net::Handler& handler)>;
-
-class Mesh;
-
-/// The connections of one lane: one to each other rank, on one transport and one thread, which
-/// receives and decrypts; send() encrypts on the calling thread. Of two ranks, the higher one dials.
-class Lane final : private net::Handler {
- public:
-  struct Plan {
-    int number = 0;
-    int rank = 0;
-    std::vector<std::string> peers = {};  ///< names of the ranks
-    std::uint64_t nonce = 0;              ///< that peers must send to this rank
-  };
-  /// `inbox` and `mesh`, to which the lane reports, must outlive this object.
-  Lane(Executor& executor, Plan plan, Inbox& inbox, Mesh& mesh);
-  ~Lane() override;
-
-  void listen(const MakeTransport& make);
-  const std::string& address() const { return address_; }
-
-  struct Target {
-    std::string address;
-    std::uint64_t nonce = 0;
-  };
-  /// Dials the lower ranks; `targets` by rank.
-  void dial(const std::vector<Target>& targets, Deadline deadline);
-  bool connected();
-  /// The connections that do not exist yet or failed, with reasons; empty if there are none.
-  std::vector<std::string> missing();
-  /// Whether a connection cannot be made.
-  bool refused();
-
-  /// Sends to a connected rank. Throws kDisconnected if the connection has ended.
-  void send(int rank, BytesView header, std::span<const Segment> segments);
-  std::size_t unsent_bytes(int rank);
-  /// Sends the cause for which the group broke, if it did, and `why` as the last messages to every rank; closes the
-  /// connections. Ranks that learn of this rank's end first must not take it for the cause.
-  void end(const std::string& why, const std::optional<Abort>& cause);
-  /// Waits briefly until the peers have what was sent, then ends the thread: no more events follow.
-  void stop();
-
- private:
-  struct Peer {
-    std::shared_ptr<net::Channel> channel;
-    std::string address = {};
-    std::uint64_t nonce = 0;  ///< of the peer, if this rank dials
-    bool met = false;         ///< it answered with a hello
-    bool ended = false;       ///< it sent its last message, or the connection is closed
-    std::string trouble = {};
-  };
-
-  void on_accepted(const std::shared_ptr<net::Channel>&) override {}
-  void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
-  void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
-  void accept(const std::shared_ptr<net::Channel>& channel, const Hello& hello);
-  void receive(int rank, const GroupMessage& note, net::Message& message);
-  std::optional<int> rank_of(const net::Channel& channel);
-  std::shared_ptr<net::Channel> channel_to(int rank);
-  void run();
-
-  Executor& executor_;
-  const Plan plan_;
-  Inbox& inbox_;
-  Mesh& mesh_;
-  std::string address_;
-  Mutex mutex_;
-  std::vector<Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
-  bool ending_ TORCHSPAN_GUARDED_BY(mutex_) = false;
-  const std::unique_ptr<Parker> closed_;  ///< unparked when a connection closes
-  std::atomic<bool> stopping_{false};
-  std::unique_ptr<net::Transport> transport_;
-  Thread thread_;
-};
 
 struct MeshOptions {
   Duration timeout = std::chrono::minutes(5);
@@ -102,10 +24,9 @@ struct MeshOptions {
   std::string tag = "torchspan.connections";  ///< of the membership's rounds in which the ranks connect
 };
 
-/// Connections between all ranks of a group over several lanes, authenticated by the job's secret or
-/// certificates, and encrypted between hosts. Announces the first failure to all ranks. One thread at a time
-/// sends and takes; everything else is thread-safe.
-class Mesh final {
+/// Connections between all ranks of a group over several lanes, each with its GroupLinks, and thus its thread. Announces the
+/// first failure to all ranks. One thread at a time sends and takes; everything else is thread-safe.
+class Mesh final : private LinkListener {
  public:
   /// Collective over `ranks` of the world, which include this worker. Throws kDisconnected on all ranks,
   /// with the connections that could not be made; kTimedOut.
@@ -134,17 +55,27 @@ class Mesh final {
   void end(const Error& reason);
 
  private:
-  friend class Lane;
-  // What lanes report, on their threads: a connection was made, or could not be made; one to a rank broke.
-  void changed() { connecting_->unpark(); }
+  // On the lanes' threads:
+  void on_met(GroupLinks&, int) override { connecting_->unpark(); }
+  void on_group_message(GroupLinks& lane, int rank, const GroupMessage& message,
+                        std::vector<Buffer> segments) override;
+  void on_invalid(GroupLinks& lane, int rank, const Error& cause) override;
+  void on_end(GroupLinks& lane, int rank, LinkEnd how, const Error& reason) override;
   void lost(int rank, const std::string& why);
+  void refuse(const GroupLinks& lane, int rank, const Error& cause);
 
   int lane_of(std::uint32_t part) const { return static_cast<int>(part / 2) % lane_count_; }
   std::vector<std::string> listen(WorldLink& world, std::uint64_t nonce);
   std::optional<Error> connect(WorldLink& world, Deadline deadline);
+  bool is_connected(GroupLinks& lane) const;
+  /// Whether a connection cannot be made.
+  bool is_refused();
+  std::string why_missing(const GroupLinks& lane, int rank);
   void agree(WorldLink& world, std::optional<Error> mine, Deadline deadline);
   std::vector<Bytes> gather(WorldLink& world, BytesView mine, Deadline deadline) const;
-  void wait_for_room(int to, Lane& lane);
+  void wait_for_room(int to, GroupLinks& lane);
+  /// Throws kDisconnected if the connection has ended.
+  void send_over(GroupLinks& lane, int to, BytesView header, std::span<const Segment> segments);
   void stop_lanes(const char* why);
 
   Executor& executor_;
@@ -156,7 +87,10 @@ class Mesh final {
   const std::vector<std::string> peers_;
   const std::unique_ptr<Parker> connecting_;
   Inbox inbox_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
+  Mutex mutex_;
+  /// Why there is no connection, by number of the lane and rank.
+  std::map<std::pair<int, int>, std::string> troubles_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::vector<std::unique_ptr<GroupLinks>> lanes_;
   int lane_count_ = 1;  ///< lanes that all ranks have
   std::uint64_t operation_ = 0;
   std::atomic<std::uint64_t> calls_{0};

@@ -1,7 +1,6 @@
 #include "collective/point_to_point/message_loop.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -15,24 +14,17 @@
 #include "core/api/timeout_notice.h"
 
 namespace torchspan::collective {
+using channels::GroupMessage;
+using channels::LinkEnd;
+
 namespace {
 
-using channels::GroupMessage;
-using channels::Hello;
-
-/// How long the end waits for the peers to acknowledge it.
-constexpr Duration kPairLinger = std::chrono::seconds(3);
-
-Segment pair_probe() {
-  static constexpr std::array<std::byte, channels::kProbeBytes> kZeros{};
-  return {kZeros.data(), kZeros.size(), {}};
-}
-
-void send_to(net::Channel& channel, const Bytes& header, const std::optional<Segment>& segment) {
-  try {
-    channel.send(header, segment ? std::span(&*segment, 1) : std::span<const Segment>());
-  } catch (const Error&) {  // it has ended: on_closed() reports it
-  }
+channels::LinksPlan links_plan(const PairPlan& plan) {
+  const std::uint64_t nonce = channels::GroupLinks::make_nonce(*plan.world, plan.group);
+  return {.name = fmt::format("messages.{:x}", nonce),
+          .ranks = static_cast<int>(plan.ranks.size()),
+          .rank = plan.rank,
+          .nonce = nonce};
 }
 
 }  // namespace
@@ -41,68 +33,42 @@ PairConnections::PairConnections(PairPlan plan, MessageLoop& loop)
     : plan_(std::move(plan)),
       loop_(loop),
       executor_(plan_.world->runtime()->executor),
-      closed_(executor_.make_parker()),
-      peers_(plan_.ranks.size()) {
-  constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
-  const auto now = static_cast<std::uint64_t>(executor_.now().time_since_epoch().count());
-  nonce_ = (plan_.group ^ plan_.world->self().instance ^ now) * kOdd;
-  auto listening = plan_.world->ask([&](rendezvous::Membership& world) {
-    return world.listen(fmt::format("messages.{:x}", nonce_), *this);
-  });
-  transport_ = std::move(listening.transport);
-  address_ = std::move(listening.address);
-  {
-    MutexLock lock(requests_->mutex);
-    requests_->transport = transport_.get();
-  }
-  thread_ = executor_.spawn("messages", [this] { run(); });
+      peers_(plan_.ranks.size()),
+      links_(*plan_.world, links_plan(plan_), *this) {
+  MutexLock lock(requests_->mutex);
+  requests_->links = &links_;
 }
 
 PairConnections::~PairConnections() { stop(std::nullopt); }
 
 void PairConnections::stop(const std::optional<channels::Abort>& cause) {
-  if (!thread_.joinable()) return;
-  stopping_.store(true);
   {
     MutexLock lock(requests_->mutex);
-    requests_->transport = nullptr;
+    requests_->links = nullptr;
   }
-  end({"has destroyed its group"}, cause);
-  const Deadline until = executor_.deadline_in(kPairLinger);
-  while (connected() && closed_->park(until)) {
-  }
-  ending_.store(true);
-  transport_->wake();
-  thread_.join();
+  links_.stop("has destroyed its group", cause);
 }
 
-void PairConnections::run() {
-  while (!ending_.load()) {
-    while (transport_->poll() && !ending_.load()) {
-    }
-    if (ending_.load()) return;
-    connect_pending();
-    transport_->wait(loop_.poll());
-  }
+Deadline PairConnections::poll() {
+  connect_pending();
+  return loop_.poll();
 }
 
 void PairConnections::open(int rank) {
   {
     MutexLock lock(mutex_);
-    Peer& peer = peers_[static_cast<std::size_t>(rank)];
-    if (peer.opened || stopping_.load()) return;
-    peer.opened = true;
+    if (std::exchange(peers_[static_cast<std::size_t>(rank)].opened, true)) return;
   }
   const int self = plan_.ranks[static_cast<std::size_t>(plan_.rank)];
   const int other = plan_.ranks[static_cast<std::size_t>(rank)];
   ByteWriter mine;
-  mine.put(nonce_);
-  mine.put_string(address_);
+  mine.put(links_.nonce());
+  mine.put_string(links_.address());
   const auto done = [requests = requests_, rank](std::vector<Bytes> both, std::optional<Error> failure) {
     MutexLock lock(requests->mutex);
-    if (requests->transport == nullptr) return;
+    if (requests->links == nullptr) return;
     requests->pending.push_back({rank, std::move(both), std::move(failure)});
-    requests->transport->wake();
+    requests->links->wake();
   };
   try {
     plan_.world->ask([&](rendezvous::Membership& world) {
@@ -111,7 +77,7 @@ void PairConnections::open(int rank) {
                                   {self, other}, done);
     });
   } catch (const Error& error) {
-    departed(rank, error, Departure::kAbsence);
+    departed(rank, error);
   }
 }
 
@@ -126,7 +92,7 @@ void PairConnections::connect_pending() {
       if (request.failure) throw Error(*request.failure);
       connect(request);
     } catch (const Error& error) {
-      departed(request.rank, error, Departure::kAbsence);
+      departed(request.rank, error);
     }
   }
 }
@@ -138,158 +104,78 @@ void PairConnections::connect(const MutualRequest& request) {
   const auto nonce = theirs.get<std::uint64_t>();
   const std::string address = theirs.get_string();
   if (request.rank > plan_.rank) return;  // it dials
-  const Bytes hello = encode(Hello{nonce, static_cast<std::uint32_t>(plan_.rank)});
-  const Segment probe = pair_probe();
-  MutexLock lock(mutex_);  // end() closes the channels that it finds
-  if (stopping_.load()) return;
-  const auto channel = transport_->connect(address, executor_.deadline_in(plan_.timeout));
-  peers_[index].channel = channel;
-  peers_[index].nonce = nonce;
-  channel->send(hello, std::span(&probe, 1));
+  links_.dial(request.rank, address, nonce, executor_.deadline_in(plan_.timeout));
 }
 
-void PairConnections::departed(int rank, const Error& cause, Departure how) {
+/// No connection to the rank can be made.
+void PairConnections::departed(int rank, const Error& cause) {
   if (cause.kind() == ErrorKind::kCancelled)
     return;  // the end of this worker's world is reported to the group
   loop_.departed(
       rank,
       Error(cause.kind(), fmt::format("no connection to {}: {}", plan_.peers[static_cast<std::size_t>(rank)],
                                       cause.message())),
-      how);
+      Departure::kAbsence);
 }
 
-void PairConnections::send(int rank, const GroupMessage& note, std::optional<Segment> segment) {
-  std::shared_ptr<net::Channel> channel;
-  Bytes header = encode(note);
+void PairConnections::send(int rank, const GroupMessage& message, std::optional<Segment> segment) {
+  Unsent unsent{encode(message), std::move(segment)};
   {
     MutexLock lock(mutex_);
     Peer& peer = peers_[static_cast<std::size_t>(rank)];
     if (!peer.ready) {
-      peer.queue.push_back({std::move(header), std::move(segment)});
+      peer.queue.push_back(std::move(unsent));
       return;
     }
-    channel = peer.channel;
   }
-  if (channel) send_to(*channel, header, segment);
+  send_now(rank, unsent);
+}
+
+void PairConnections::send_now(int rank, const Unsent& message) {
+  const auto channel = links_.channel_to(rank);
+  if (!channel) return;
+  try {
+    channel->send(message.header,
+                  message.segment ? std::span(&*message.segment, 1) : std::span<const Segment>());
+  } catch (const Error&) {  // it has ended: on_end() reports it
+  }
 }
 
 /// Later messages are queued behind those that it sends, until none is left.
 void PairConnections::send_queued(int rank) {
   for (;;) {
     std::deque<Unsent> queue;
-    std::shared_ptr<net::Channel> channel;
     {
       MutexLock lock(mutex_);
       Peer& peer = peers_[static_cast<std::size_t>(rank)];
       peer.ready = peer.queue.empty();
       if (peer.ready) return;
       queue.swap(peer.queue);
-      channel = peer.channel;
     }
-    for (const Unsent& one : queue) {
-      if (channel) send_to(*channel, one.header, one.segment);
-    }
+    for (const Unsent& one : queue) send_now(rank, one);
   }
 }
 
-std::size_t PairConnections::unsent_bytes(int rank) {
-  MutexLock lock(mutex_);
-  const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  return peer.channel ? peer.channel->unsent_bytes() : 0;
+void PairConnections::on_group_message(channels::GroupLinks&, int rank, const GroupMessage& message,
+                                       std::vector<Buffer> segments) {
+  loop_.received(rank, message, segments.empty() ? Buffer() : std::move(segments[0]));
 }
 
-void PairConnections::end(const channels::End& last, const std::optional<channels::Abort>& cause) {
-  std::vector<std::shared_ptr<net::Channel>> channels;
-  {
-    MutexLock lock(mutex_);
-    stopping_.store(true);
-    for (const Peer& peer : peers_) {
-      if (peer.channel) channels.push_back(peer.channel);
-    }
-  }
-  const Bytes first = cause ? encode(*cause) : Bytes(), header = encode(last);
-  for (const auto& channel : channels) {
-    if (cause) send_to(*channel, first, std::nullopt);
-    send_to(*channel, header, std::nullopt);
-    channel->close();
-  }
+void PairConnections::on_invalid(channels::GroupLinks&, int rank, const Error& cause) {
+  if (const auto channel = links_.channel_to(rank)) channel->close();
+  loop_.departed(rank, MessageErrors(plan_).invalid(rank, cause), Departure::kFailure);
 }
 
-bool PairConnections::connected() {
-  MutexLock lock(mutex_);
-  return std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.channel != nullptr; });
-}
-
-std::optional<int> PairConnections::rank_of(const net::Channel& channel) {
-  MutexLock lock(mutex_);
-  for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
-    if (peers_[rank].channel.get() == &channel) return static_cast<int>(rank);
+void PairConnections::on_end(channels::GroupLinks&, int rank, LinkEnd how, const Error& reason) {
+  if (how == LinkEnd::kExpected) return;
+  if (how == LinkEnd::kNeverMet) {
+    return departed(rank, Error(ErrorKind::kDisconnected, reason.message()));
   }
-  return std::nullopt;
-}
-
-void PairConnections::on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) {
-  const std::optional<int> rank = rank_of(*channel);
-  try {
-    const GroupMessage note = channels::decode(message.header);
-    if (const auto* hello = std::get_if<Hello>(&note)) {
-      accept(channel, *hello);
-    } else if (!rank) {
-      channel->close();
-    } else {
-      if (std::holds_alternative<channels::End>(note)) {
-        MutexLock lock(mutex_);
-        peers_[static_cast<std::size_t>(*rank)].ended = true;
-      }
-      loop_.received(*rank, note, message.segments.empty() ? Buffer() : std::move(message.segments[0]));
-    }
-  } catch (const Error& error) {
-    channel->close();
-    if (!rank) return;
-    loop_.departed(*rank, MessageErrors(plan_).invalid(*rank, error), Departure::kFailure);
-  }
-}
-
-void PairConnections::accept(const std::shared_ptr<net::Channel>& channel, const Hello& hello) {
-  bool answer = false;
-  {
-    MutexLock lock(mutex_);
-    const auto rank = static_cast<std::size_t>(hello.rank);
-    if (rank >= peers_.size() || stopping_.load()) return channel->close();
-    Peer& peer = peers_[rank];
-    answer = static_cast<int>(hello.rank) > plan_.rank;
-    const std::uint64_t expected = answer ? nonce_ : peer.nonce;
-    const bool fits = answer ? peer.channel == nullptr : peer.channel == channel;
-    if (hello.nonce != expected || !fits || peer.met) return channel->close();
-    peer.channel = channel;
-    peer.met = true;
-  }
-  if (answer) {
-    const Segment probe = pair_probe();
-    channel->send(encode(Hello{hello.nonce, static_cast<std::uint32_t>(plan_.rank)}), std::span(&probe, 1));
-  }
-  send_queued(static_cast<int>(hello.rank));
-}
-
-void PairConnections::on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) {
-  const std::optional<int> rank = rank_of(*channel);
-  if (!rank) return;
-  const std::string& name = plan_.peers[static_cast<std::size_t>(*rank)];
-  bool met = false, expected = false;
-  {
-    MutexLock lock(mutex_);
-    Peer& peer = peers_[static_cast<std::size_t>(*rank)];
-    peer.channel.reset();
-    met = peer.met;
-    expected = peer.ended || stopping_.load();
-  }
-  closed_->unpark();
-  if (expected) return;
-  if (!met) return departed(*rank, Error(ErrorKind::kDisconnected, reason.message()), Departure::kAbsence);
-  loop_.departed(
-      *rank,
-      Error(ErrorKind::kDisconnected, fmt::format("the connection to {} ended: {}", name, reason.message())),
-      Departure::kFailure);
+  loop_.departed(rank,
+                 Error(ErrorKind::kDisconnected,
+                       fmt::format("the connection to {} ended: {}",
+                                   plan_.peers[static_cast<std::size_t>(rank)], reason.message())),
+                 Departure::kFailure);
 }
 
 namespace {
@@ -694,7 +580,7 @@ void MessageLoop::fail_all(const Cause& cause) {
   }
   for (auto& operation : queue_.take_all()) pending.push_back(std::move(operation));
   if (!std::exchange(failed_, true)) {
-    if (cause.tell == Tell::kPeers) connections_->end({"has left the world"}, std::nullopt);
+    if (cause.tell == Tell::kPeers) connections_->end("has left the world");
     if (cause.tell == Tell::kGroup) {
       backend_->abort(cause.error);
       const channels::Abort abort{cause.error.kind(), 0, cause.error.message()};

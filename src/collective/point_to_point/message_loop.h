@@ -1,5 +1,4 @@
 #pragma once
-#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -10,8 +9,8 @@
 #include <torchspan/collective.h>
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/mutex.h>
-#include <torchspan/detail/net/transport.h>
 
+#include "collective/channels/group_links.h"
 #include "collective/channels/messages.h"
 #include "collective/point_to_point/message_queue.h"
 #include "collective/world_link.h"
@@ -37,26 +36,21 @@ struct PairPlan {
   Duration timeout = std::chrono::minutes(5);
 };
 
-/// Connections between this rank and single other ranks of a group, each made when both ranks have asked for it, with
-/// the authentication and encryption of Membership::listen(). Of two ranks, the higher one dials. One thread dials and
-/// receives.
-class PairConnections final : private net::Handler {
+/// The GroupLinks over which single messages pass. Each connection is made when both ranks have asked for it.
+class PairConnections final : private channels::LinkListener {
  public:
-  /// Listens and starts the thread, which reports to `loop`; that must outlive this object. Throws kCancelled if the world
-  /// has ended.
+  /// Reports to `loop`, which must outlive this object. Throws kCancelled if the world has ended.
   PairConnections(PairPlan plan, MessageLoop& loop);
-  ~PairConnections() override;
+  ~PairConnections();
 
   /// Connects to a rank as soon as it does the same. On the connections' thread.
   void open(int rank);
   /// Sends now, or when the rank is connected; drops the message if the rank is lost. Segments have `keep`.
-  void send(int rank, const channels::GroupMessage& note, std::optional<Segment> segment = std::nullopt);
-  std::size_t unsent_bytes(int rank);
-  /// Makes the thread call poll().
-  void wake() { transport_->wake(); }
-  /// Sends the cause for which the group broke, if it did, and `last` to all connected ranks; closes the connections.
-  void end(const channels::End& last, const std::optional<channels::Abort>& cause);
-  /// Calls end(), then ends the threads, after the peers have received what was sent, or briefly after.
+  void send(int rank, const channels::GroupMessage& message, std::optional<Segment> segment = std::nullopt);
+  std::size_t unsent_bytes(int rank) { return links_.unsent_bytes(rank); }
+  void wake() { links_.wake(); }
+  /// As those of GroupLinks.
+  void end(const std::string& why) { links_.end(why, std::nullopt); }
   void stop(const std::optional<channels::Abort>& cause);
 
  private:
@@ -65,18 +59,10 @@ class PairConnections final : private net::Handler {
     std::optional<Segment> segment;
   };
   struct Peer {
-    std::shared_ptr<net::Channel> channel;
-    std::uint64_t nonce = 0;  ///< that the peer's hello must have
     bool opened = false;
-    bool met = false;    ///< it answered with a hello
     bool ready = false;  ///< everything that was queued is sent
-    bool ended = false;  ///< it sent its last message
     std::deque<Unsent> queue = {};
   };
-
-  void on_accepted(const std::shared_ptr<net::Channel>&) override {}
-  void on_message(const std::shared_ptr<net::Channel>& channel, net::Message message) override;
-  void on_closed(const std::shared_ptr<net::Channel>& channel, const Error& reason) override;
   /// A rank and this one have asked for a connection, or never will.
   struct MutualRequest {
     int rank;
@@ -86,33 +72,29 @@ class PairConnections final : private net::Handler {
   /// Passes requests from the membership's thread to that of the connections, which may end first.
   struct MutualRequests {
     Mutex mutex;
-    net::Transport* transport TORCHSPAN_GUARDED_BY(mutex) =
-        nullptr;  ///< to wake; null: the connections have ended
+    channels::GroupLinks* links TORCHSPAN_GUARDED_BY(mutex) = nullptr;  ///< to wake; null: they have ended
     std::vector<MutualRequest> pending TORCHSPAN_GUARDED_BY(mutex) = {};
   };
 
-  void run();
+  void on_met(channels::GroupLinks&, int rank) override { send_queued(rank); }
+  void on_group_message(channels::GroupLinks&, int rank, const channels::GroupMessage& message,
+                        std::vector<Buffer> segments) override;
+  void on_invalid(channels::GroupLinks&, int rank, const Error& cause) override;
+  void on_end(channels::GroupLinks&, int rank, channels::LinkEnd how, const Error& reason) override;
+  Deadline poll() override;
   void connect_pending();
   void connect(const MutualRequest& request);
-  void departed(int rank, const Error& cause, Departure how);
-  void accept(const std::shared_ptr<net::Channel>& channel, const channels::Hello& hello);
+  void departed(int rank, const Error& cause);
   void send_queued(int rank);
-  std::optional<int> rank_of(const net::Channel& channel);
-  bool connected();
+  void send_now(int rank, const Unsent& message);
 
   const PairPlan plan_;
   MessageLoop& loop_;
   Executor& executor_;
-  std::uint64_t nonce_ = 0;
-  std::string address_;
-  const std::unique_ptr<Parker> closed_;  ///< unparked when a connection closes
-  std::atomic<bool> stopping_{false};
-  std::atomic<bool> ending_{false};
   Mutex mutex_;
   std::vector<Peer> peers_ TORCHSPAN_GUARDED_BY(mutex_);
-  std::unique_ptr<net::Transport> transport_;
   const std::shared_ptr<MutualRequests> requests_ = std::make_shared<MutualRequests>();
-  Thread thread_;
+  channels::GroupLinks links_;
 };
 
 /// Ranks of a group that can send no more, and why, by rank.
