@@ -180,7 +180,7 @@ TEST_F(HostsLaunch, SaysThatThePathToHostZeroDropsLargePackets) {
   std::vector<std::unique_ptr<Process>> hosts;
   for (const int node : {0, 1}) {
     hosts.push_back(launch(node, {"--rdzv", std::string(testing::TestNetwork::kNear) + ":29654", "--env",
-                                  "TORCHSPAN_JOIN_TIMEOUT=11"}));
+                                  "TORCHSPAN_JOIN_TIMEOUT=22"}));
   }
   for (const auto& host : hosts) {
     ASSERT_TRUE(host->wait(*executor, seconds(60))) << host->output();
