@@ -24,9 +24,9 @@ class TorchspanRecipe(ConanFile):
     topics = ("machine-learning", "distributed", "libtorch", "rpc")
     package_type = "library"
     settings = "os", "arch", "compiler", "build_type"
-    # gloo, mpi, ucx: backends whose headers come from the system (libgloo-dev, libopenmpi-dev, libucx-dev).
-    options = {name: [True, False] for name in ("shared", "gloo", "mpi", "ucx")}
-    default_options = {name: False for name in ("shared", "gloo", "mpi", "ucx")}
+    # Options whose headers come from the system (libgloo-dev, libopenmpi-dev, libucx-dev, libipsec-mb-dev).
+    options = {name: [True, False] for name in ("shared", "gloo", "mpi", "ucx", "ipsec_mb")}
+    default_options = {name: False for name in ("shared", "gloo", "mpi", "ucx", "ipsec_mb")}
 
     def set_version(self):
         lists = load(self, os.path.join(self.recipe_folder, "..", "..", "CMakeLists.txt"))
@@ -50,7 +50,7 @@ class TorchspanRecipe(ConanFile):
         toolchain.user_presets_path = False
         toolchain.cache_variables["TORCHSPAN_TESTS"] = False
         toolchain.cache_variables["TORCHSPAN_EXAMPLES"] = False
-        for option in ("shared", "gloo", "mpi", "ucx"):
+        for option in ("shared", "gloo", "mpi", "ucx", "ipsec_mb"):
             toolchain.cache_variables[f"TORCHSPAN_{option.upper()}"] = bool(self.options.get_safe(option))
         libtorch = self.conf.get("user.torchspan:libtorch")
         if libtorch:

@@ -9,6 +9,7 @@
 #include <string>
 #include <sys/uio.h>
 
+#include "net/tls/aead.h"
 #include "net/tls/byte_stream.h"
 #include "net/tls/tls_context.h"
 
@@ -25,11 +26,9 @@ inline constexpr std::size_t kRecordBytes = 64 << 10;
 /// A record has kRecordBytes, unless the rest of what is being sent fits, too.
 inline constexpr std::size_t kMostRecordBytes = 80 << 10;
 inline constexpr std::size_t kRecordHeaderBytes = 4;
-inline constexpr std::size_t kRecordTagBytes = 16;
+inline constexpr std::size_t kRecordTagBytes = kAeadTagBytes;
 inline constexpr std::size_t kRecordOverhead = kRecordHeaderBytes + kRecordTagBytes;
 inline constexpr std::uint32_t kLastUnderKey = std::uint32_t{1} << 31;
-
-enum class CipherUse : std::uint8_t { kEncrypt, kDecrypt };
 
 /// Encrypts or decrypts the records of one direction of a connection, one after another. Not thread-safe.
 class RecordCipher {
@@ -41,24 +40,19 @@ class RecordCipher {
 
   /// Starts the next record, whose first bytes are `header`.
   void begin(const std::array<char, kRecordHeaderBytes>& header);
-  void add(const char* from, char* to, std::size_t size);
+  void add(const char* from, char* to, std::size_t size) { aead_->add(from, to, size); }
   /// Ends an encrypted record.
-  void finish(char* tag);
+  void finish(char* tag) { aead_->finish(tag); }
   /// Ends a decrypted record; false if it is not what the peer encrypted as its next record.
-  [[nodiscard]] bool verify(const char* tag);
+  [[nodiscard]] bool verify(const char* tag) { return aead_->verify(tag); }
   /// Uses the next key from the next record on. The old one cannot be derived from it.
   void renew_key();
 
  private:
-  static constexpr std::size_t kNonceBytesOfRecord = 12;
-  [[noreturn]] static void fail();
-
-  const EVP_CIPHER* algorithm_;
-  const CipherUse use_;
+  std::unique_ptr<Aead> aead_;
   KeySecret secret_;
-  std::array<unsigned char, kNonceBytesOfRecord> base_{};  ///< of the nonces under this key
-  std::uint64_t number_ = 0;                               ///< of the next record under this key
-  std::unique_ptr<EVP_CIPHER_CTX, Release<EVP_CIPHER_CTX_free>> context_;
+  AeadNonce base_{};          ///< of the nonces under this key
+  std::uint64_t number_ = 0;  ///< of the next record under this key
 };
 
 /// Decrypts records into the memory of the caller: pure and incremental. Not thread-safe. After a throw, it

@@ -2,8 +2,10 @@
 #include <cstring>
 #include <gmock/gmock.h>
 #include <numeric>
+#include <optional>
 #include <random>
 
+#include "net/tls/aead.h"
 #include "net/tls/record_cipher.h"
 #include "tests/support/errors.h"
 
@@ -172,6 +174,59 @@ TEST(RecordsTest, WaitWhileABatchIsUnsent) {
   EXPECT_EQ(from.write(std::span(&place, 1)), 0u);
   from.sent(100);
   EXPECT_EQ(from.write(std::span(&place, 1)), RecordWriter::kBatch) << "less than a batch of text waits";
+}
+
+/// One message by one implementation; the tag follows it.
+std::string seal(Aead& aead, const std::string& text, std::mt19937& random) {
+  std::string bytes(text.size() + kAeadTagBytes, '\0');
+  aead.begin(AeadNonce{7}, std::string_view("head"));
+  for (std::size_t at = 0, size = 0; at < text.size(); at += size) {
+    size = std::min<std::size_t>(1 + random() % 100, text.size() - at);
+    aead.add(text.data() + at, bytes.data() + at, size);
+  }
+  aead.finish(bytes.data() + text.size());
+  return bytes;
+}
+
+std::optional<std::string> open(Aead& aead, const std::string& bytes, std::mt19937& random) {
+  std::string text(bytes.size() - kAeadTagBytes, '\0');
+  aead.begin(AeadNonce{7}, std::string_view("head"));
+  for (std::size_t at = 0, size = 0; at < text.size(); at += size) {
+    size = std::min<std::size_t>(1 + random() % 100, text.size() - at);
+    aead.add(bytes.data() + at, text.data() + at, size);
+  }
+  if (!aead.verify(bytes.data() + text.size())) return std::nullopt;
+  return text;
+}
+
+// Two hosts may have different libraries.
+TEST(Aead, OfIpsecMbIsThatOfOpenssl) {
+  std::mt19937 random(1);
+  for (const auto* algorithm : {EVP_aes_128_gcm(), EVP_aes_256_gcm()}) {
+    const auto ours = make_openssl_aead(algorithm, CipherUse::kEncrypt);
+    const auto opener = make_openssl_aead(algorithm, CipherUse::kDecrypt);
+    const auto theirs = make_ipsec_mb_aead(algorithm, CipherUse::kEncrypt);
+    const auto their_opener = make_ipsec_mb_aead(algorithm, CipherUse::kDecrypt);
+    if (!theirs)
+      GTEST_SKIP() << "IPsec-MB was not there at build time, is not installed, or has no VAES to use";
+    ASSERT_EQ(theirs->key_bytes(), ours->key_bytes());
+    for (int round = 0; round < 200; ++round) {
+      const std::string key = text_of(ours->key_bytes(), random());
+      const std::span words(reinterpret_cast<const unsigned char*>(key.data()), key.size());
+      for (Aead* aead : {ours.get(), opener.get(), theirs.get(), their_opener.get()}) aead->set_key(words);
+      const std::string text = text_of(random() % 3000, random());
+      std::string bytes = seal(*theirs, text, random);
+      EXPECT_EQ(bytes, seal(*ours, text, random));
+      EXPECT_EQ(open(*opener, bytes, random), text);
+      EXPECT_EQ(open(*their_opener, bytes, random), text);
+      bytes[random() % bytes.size()] ^= 1;
+      EXPECT_EQ(open(*their_opener, bytes, random), std::nullopt);
+    }
+  }
+}
+
+TEST(Aead, OfIpsecMbIsForAesGcmOnly) {
+  EXPECT_EQ(make_ipsec_mb_aead(EVP_chacha20_poly1305(), CipherUse::kEncrypt), nullptr);
 }
 
 }  // namespace
