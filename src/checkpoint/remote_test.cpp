@@ -10,6 +10,7 @@
 #include <torchspan/checkpoint.h>
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/checkpoint/extension.h>
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/optim.h>
 #include <torchspan/rpc.h>
 

@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 
 #include <torchspan/detail/autograd/extension.h>
+#include <torchspan/detail/optim/extension.h>
 #include <torchspan/optim.h>
 
 #include "tests/support/cluster.h"

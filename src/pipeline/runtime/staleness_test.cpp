@@ -383,7 +383,8 @@ struct FailingBatch {
   double train_step(Pipeline& pipe, int at, bool fails) const {
     fails = fails && pipe.replica() == replica;
     const auto rows = [&](int count, int what) {
-      return seeded({count, kWidth}, static_cast<std::uint64_t>(1000 * what + 2 * at + pipe.replica()));
+      const int seed = 1000 * what + 2 * at + pipe.replica();
+      return seeded({count, kWidth}, static_cast<std::uint64_t>(seed));
     };
     const Batch input = fails && place == FailsIn::kInput ? Batch() : Batch(rows(fails ? 12 : 8, 1));
     const Batch target = rows(!fails ? 8 : place == FailsIn::kTarget ? 3 : 12, 2);

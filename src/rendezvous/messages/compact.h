@@ -32,7 +32,7 @@ class Ranks {
     int first = 0;
     int step = 0;  ///< 0: one rank
     std::size_t count = 1;
-    friend auto operator<=>(const Run&, const Run&) = default;
+    friend auto operator<=>(const Run&, const Run&) = default;  // NOLINT(modernize-use-nullptr)
   };
   Ranks() = default;
   Ranks(const std::vector<int>& list);     // NOLINT(google-explicit-constructor)

@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/nn.h>
 
+#include <torchspan/checkpoint.h>
 #include <torchspan/optim.h>
 #include <torchspan/optim/algorithms.h>
 #include <torchspan/sharded.h>

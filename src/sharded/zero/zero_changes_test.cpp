@@ -8,6 +8,7 @@
 #include <torch/nn.h>
 #include <torch/serialize.h>
 
+#include <torchspan/checkpoint.h>
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
