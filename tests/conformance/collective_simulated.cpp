@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <functional>
 #include <gmock/gmock.h>
 
 #include <ATen/ATen.h>
@@ -140,12 +141,12 @@ TEST_F(SimulatedGroups, NameBothCallsOfAMismatchedMessageAlsoWhenTheReceiverDrop
   }
 }
 
-/// What one all-reduce costs a rank, with the comparison of calls before it.
+/// What one operation costs a rank, with the comparison of calls before it.
 struct Cost {
   double messages = 0;  ///< that a rank sends
   Duration time{};
 };
-std::vector<Cost> costs_of_all_reduces(int ranks, const std::vector<std::int64_t>& lengths) {
+std::vector<Cost> costs_of(int ranks, const std::vector<std::function<void(const Group&)>>& operations) {
   SimulatedWorld world(3, ranks, {.latency = microseconds(20)});
   std::atomic<bool> counting{false};
   std::atomic<int> messages{0};
@@ -160,14 +161,12 @@ std::vector<Cost> costs_of_all_reduces(int ranks, const std::vector<std::int64_t
     {
       const Group group =
           Group::make(runtime, *membership, {.backend = BackendKind::kNetwork, .timeout = seconds(60)});
-      for (const std::int64_t length : lengths) {
+      for (const auto& operation : operations) {
         membership->barrier("test.before", {}, world.in(seconds(60)));
         if (rank == 0) messages = 0, counting = true;
         membership->barrier("test.begin", {}, world.in(seconds(60)));
         const TimePoint began = world.executor().now();
-        at::Tensor mine = at::ones({length});
-        group.all_reduce(mine).wait();
-        EXPECT_EQ(mine[length - 1].item<int>(), ranks);
+        operation(group);
         const Duration time = world.executor().now() - began;
         membership->barrier("test.end", {}, world.in(seconds(60)));
         if (rank != 0) continue;
@@ -183,7 +182,15 @@ std::vector<Cost> costs_of_all_reduces(int ranks, const std::vector<std::int64_t
 TEST_F(SimulatedGroups, MessagesAndTimeOfAnAllReduceGrowWithTheLogarithmOfTheRanksUntilItIsLarge) {
   const auto steps = [](int ranks) { return std::ceil(std::log2(ranks)); };
   for (const int ranks : {2, 8, 16, 64}) {
-    const auto costs = costs_of_all_reduces(ranks, {256, 20000, 1 << 20});
+    std::vector<std::function<void(const Group&)>> operations;
+    for (const std::int64_t length : {256, 20000, 1 << 20}) {
+      operations.emplace_back([=](const Group& group) {
+        const at::Tensor mine = at::ones({length});
+        group.all_reduce(mine).wait();
+        EXPECT_EQ(mine[length - 1].item<int>(), ranks);
+      });
+    }
+    const auto costs = costs_of(ranks, operations);
     ASSERT_EQ(costs.size(), 3U);
     const Cost &small = costs[0], &medium = costs[1], &large = costs[2];
     const auto row = [&](const char* name, const Cost& cost) {
@@ -198,6 +205,37 @@ TEST_F(SimulatedGroups, MessagesAndTimeOfAnAllReduceGrowWithTheLogarithmOfTheRan
     EXPECT_LE(medium.time, microseconds(20) * (3 * static_cast<int>(steps(ranks)) + 2));
     const auto chunks = std::ceil(double(4 << 20) / ranks / double(64 << 10));
     EXPECT_LE(large.messages, 2 * chunks * (ranks - 1) + steps(ranks));
+  }
+}
+
+// Every rank once sent a message to every other one.
+TEST_F(SimulatedGroups, MessagesOfSmallReduceScattersAndAllToAllsGrowWithTheLogarithmOfTheRanks) {
+  for (const int ranks : {9, 16, 64}) {
+    const auto costs = costs_of(
+        ranks, {[=](const Group& group) {
+                  const at::Tensor mine = at::arange(ranks * 20) * (group.rank() + 1);
+                  const at::Tensor part = group.reduce_scatter(mine).wait();
+                  const at::Tensor all = at::arange(ranks * 20) * (ranks * (ranks + 1) / 2);
+                  EXPECT_TRUE(same_bits(part, all.narrow(0, group.rank() * 20, 20)));
+                },
+                [=](const Group& group) {
+                  std::vector<at::Tensor> parts;
+                  for (int to = 0; to < ranks; ++to) {
+                    parts.push_back(at::full({1 + to % 3}, group.rank() * 1000 + to));
+                  }
+                  const std::vector<at::Tensor> got = group.all_to_all(parts).wait();
+                  for (int from = 0; from < ranks; ++from) {
+                    EXPECT_TRUE(same_bits(got[static_cast<std::size_t>(from)],
+                                          at::full({1 + group.rank() % 3}, from * 1000 + group.rank())));
+                  }
+                }});
+    ASSERT_EQ(costs.size(), 2U);
+    std::printf("%d ranks: reduce_scatter %.1f, all_to_all %.1f messages per rank\n", ranks,
+                costs[0].messages, costs[1].messages);
+    const double steps = std::ceil(std::log2(ranks));
+    EXPECT_LE(costs[0].messages, 2 * steps);
+    // The ranks also gather the shapes of all parts, whose sizes come first.
+    EXPECT_LE(costs[1].messages, 4 * steps);
   }
 }
 

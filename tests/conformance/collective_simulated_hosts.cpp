@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <gmock/gmock.h>
 #include <numeric>
 
@@ -137,6 +138,76 @@ TEST_F(SimulatedHosts, MessagesBetweenHostsGrowWithTheLogarithmOfTheHostsAndNotW
       EXPECT_LE(alone[i].time, kBetweenHosts * (static_cast<int>(2 + i) * steps + 2));
     }
   }
+}
+
+/// Bytes of data that cross from host to host in each operation.
+std::vector<std::size_t> bytes_between_hosts(
+    int hosts, int ranks_per_host, const std::vector<std::function<void(const Group&)>>& operations) {
+  SimulatedWorld world(7, hosts * ranks_per_host, {.latency = kInsideAHost});
+  std::atomic<bool> counting{false};
+  std::atomic<std::size_t> bytes{0};
+  world.network().observe([&](const net::SimMessage& message) {
+    constexpr auto kPart = std::byte{2};
+    const bool is_part = !message.header.empty() && message.header[0] == kPart;
+    if (counting && is_part && host_of(message.from, ranks_per_host) != host_of(message.to, ranks_per_host)) {
+      bytes += message.size;
+    }
+  });
+  std::vector<std::size_t> all;
+  world.run([&](int rank) {
+    Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
+    const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
+    {
+      const Group group = make_hierarchical(runtime, *membership, hosts, ranks_per_host);
+      for (const auto& operation : operations) {
+        membership->barrier("test.before", {}, world.in(seconds(60)));
+        if (rank == 0) bytes = 0, counting = true;
+        membership->barrier("test.begin", {}, world.in(seconds(60)));
+        operation(group);
+        membership->barrier("test.end", {}, world.in(seconds(60)));
+        if (rank != 0) continue;
+        counting = false;
+        all.push_back(bytes);
+      }
+    }
+    membership->leave(world.in(seconds(60)));
+  });
+  return all;
+}
+
+// All-to-alls, gathers and scatters once sent all data to all hosts, and reduce-scatters those of an all-reduce.
+TEST_F(SimulatedHosts, DataCrossTheNetworkOnceToTheHostThatNeedsThem) {
+  constexpr int kHosts = 3, kEach = 2, kRanks = kHosts * kEach;
+  constexpr std::int64_t kLength = 30000;
+  constexpr std::size_t kPart = kLength * sizeof(std::int64_t);
+  const auto bytes = bytes_between_hosts(
+      kHosts, kEach,
+      {[](const Group& group) {
+         std::vector<at::Tensor> parts;
+         for (int to = 0; to < kRanks; ++to) parts.push_back(at::full({kLength}, group.rank() * 100 + to));
+         const std::vector<at::Tensor> got = group.all_to_all(parts).wait();
+         for (int from = 0; from < kRanks; ++from) {
+           EXPECT_TRUE((got[static_cast<std::size_t>(from)] == from * 100 + group.rank()).all().item<bool>());
+         }
+       },
+       [](const Group& group) {
+         const auto got = group.gather(at::full({kLength}, group.rank()), 3).wait();
+         ASSERT_EQ(got.size(), group.rank() == 3 ? std::size_t{kRanks} : 0);
+         for (std::size_t from = 0; from < got.size(); ++from) {
+           EXPECT_TRUE((got[from] == static_cast<int>(from)).all().item<bool>());
+         }
+       },
+       [](const Group& group) {
+         const at::Tensor mine = at::arange(kRanks * kLength) * (group.rank() + 1);
+         const at::Tensor part = group.reduce_scatter(mine).wait();
+         const at::Tensor all = at::arange(kRanks * kLength) * (kRanks * (kRanks + 1) / 2);
+         EXPECT_TRUE(same_bits(part, all.narrow(0, group.rank() * kLength, kLength)));
+       }});
+  ASSERT_EQ(bytes.size(), 3U);
+  constexpr double kWithShapesAndHeaders = 1.05;
+  EXPECT_LE(double(bytes[0]), kWithShapesAndHeaders * kPart * kRanks * (kRanks - kEach));
+  EXPECT_LE(double(bytes[1]), kWithShapesAndHeaders * kPart * (kRanks - kEach));
+  EXPECT_LE(double(bytes[2]), kWithShapesAndHeaders * kPart * kRanks * (kHosts - 1));
 }
 
 }  // namespace

@@ -100,9 +100,9 @@ void C10dCollectives::all_gather(at::Tensor mine, at::Tensor all) {
   wait(group_->allgather(outputs, inputs));
 }
 
-void C10dCollectives::all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts,
-                                 at::Tensor all, const std::vector<std::int64_t>& all_counts) {
-  std::vector<std::int64_t> in = mine_counts, out = all_counts;
+void C10dCollectives::all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) {
+  std::vector<std::int64_t> in = counts.sent_by(group_->getRank()),
+                            out = counts.received_by(group_->getRank());
   at::Tensor sent = own(mine), received = own(all);
   wait(compat::all_to_all(*group_, sent, in, received, out));
   if (abort_) all.copy_(received);

@@ -64,8 +64,7 @@ class C10dCollectives final : public BlockingCollectives {
   bool reduces(at::ScalarType dtype, ReduceOp reduction) const override;
   void broadcast(at::Tensor tensor, int root) override;
   void all_gather(at::Tensor mine, at::Tensor all) override;
-  void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
-                  const std::vector<std::int64_t>& all_counts) override;
+  void all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) override;
   std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) override;
   void abort(const Error&) override;
 

@@ -13,6 +13,8 @@ namespace {
 constexpr int kFewRanks = 8;
 constexpr std::size_t kMostToGather = std::size_t{8} << 10;
 constexpr std::size_t kMostToExchange = std::size_t{256} << 10;
+/// Of the parts of an all-to-all, each of which passes through log2(P) / 2 ranks on average.
+constexpr std::size_t kMostToPass = std::size_t{1} << 10;
 
 /// Parts of gather_by_doubling() after those of an exchange; lanes carry two numbers in turn.
 constexpr std::uint32_t kAfterExchange = 128;
@@ -58,30 +60,16 @@ void reduce_by_gathering(Mesh& mesh, MutableBytes data, const Reduction& reducti
       data.size());
 }
 
-/// Sends slice i to rank i in about log2 P messages, reduces the own one in the order of ranks, and gathers the results
-/// in as many.
-void reduce_by_exchanging(Mesh& mesh, MutableBytes data, const Reduction& reduction) {
+/// Passes blocks of equal size, of which block i is for rank (r + i) mod P, in about log2 P messages per rank. Block i of
+/// the result is from rank (r - i) mod P. Follows Mesh::begin_operation(); parts from kAfterExchange on are unused.
+Bytes exchange_by_doubling(Mesh& mesh, Bytes blocks, std::size_t block) {
   const int ranks = mesh.size(), rank = mesh.rank();
-  const std::size_t elements = data.size() / reduction.element;
-  const auto border = [&](int of) {
-    return elements * static_cast<std::size_t>(of) / static_cast<std::size_t>(ranks) * reduction.element;
-  };
-  // Blocks have the size of the longest slice. Block i begins as slice (rank + i), and ends as that of rank (rank - i).
-  const std::size_t block = (elements / static_cast<std::size_t>(ranks) + 1) * reduction.element;
-  Bytes blocks(block * static_cast<std::size_t>(ranks));
-  for (int i = 0; i < ranks; ++i) {
-    const int to = (rank + i) % ranks;
-    const std::size_t begin = border(to), size = border(to + 1) - begin;
-    if (size != 0)
-      std::memcpy(blocks.data() + static_cast<std::size_t>(i) * block, data.data() + begin, size);
-  }
+  const auto place = [&](int i) { return blocks.data() + static_cast<std::size_t>(i) * block; };
   std::uint32_t step = 0;
   for (int distance = 1; distance < ranks; distance *= 2, ++step) {
     Bytes passed;
     for (int i = distance; i < ranks; ++i) {
-      if ((i & distance) == 0) continue;
-      const auto from = blocks.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(i) * block);
-      passed.insert(passed.end(), from, from + static_cast<std::ptrdiff_t>(block));
+      if ((i & distance) != 0) passed.insert(passed.end(), place(i), place(i) + block);
     }
     mesh.send((rank + distance) % ranks, part_of_step(0, step), passed);
     const Buffer received =
@@ -89,20 +77,56 @@ void reduce_by_exchanging(Mesh& mesh, MutableBytes data, const Reduction& reduct
     std::size_t at = 0;
     for (int i = distance; i < ranks; ++i) {
       if ((i & distance) == 0) continue;
-      std::memcpy(blocks.data() + static_cast<std::size_t>(i) * block, received.data + at, block);
+      std::memcpy(place(i), received.data + at, block);
       at += block;
     }
   }
-  Bytes mine(block);
+  return blocks;
+}
+
+/// The bytes of each rank's slice of `bytes`: whole elements, as even as possible.
+class EvenSlices {
+ public:
+  EvenSlices(std::size_t bytes, std::size_t element, int ranks)
+      : elements_(bytes / element), element_(element), ranks_(static_cast<std::size_t>(ranks)) {}
+  std::size_t begin(int rank) const { return elements_ * static_cast<std::size_t>(rank) / ranks_ * element_; }
+  std::size_t size(int rank) const { return begin(rank + 1) - begin(rank); }
+  /// Of the largest slice, at least one element.
+  std::size_t most() const { return (elements_ / ranks_ + 1) * element_; }
+
+ private:
+  const std::size_t elements_, element_, ranks_;
+};
+
+/// Sends slice i to rank i in about log2 P messages, and reduces the own one in the order of ranks, into `mine`.
+void reduce_own_slice(Mesh& mesh, BytesView data, std::byte* mine, const Reduction& reduction) {
+  const int ranks = mesh.size(), rank = mesh.rank();
+  const EvenSlices slices(data.size(), reduction.element, ranks);
+  const std::size_t block = slices.most();
+  Bytes blocks(block * static_cast<std::size_t>(ranks));
+  for (int i = 0; i < ranks; ++i) {
+    const int to = (rank + i) % ranks;
+    if (slices.size(to) == 0) continue;
+    std::memcpy(blocks.data() + static_cast<std::size_t>(i) * block, data.data() + slices.begin(to),
+                slices.size(to));
+  }
+  blocks = exchange_by_doubling(mesh, std::move(blocks), block);
   reduce_blocks(
-      blocks, mine.data(), border(rank + 1) - border(rank), reduction,
-      [&](int i) { return (rank - i + ranks) % ranks; }, block);
+      blocks, mine, slices.size(rank), reduction, [&](int i) { return (rank - i + ranks) % ranks; }, block);
+}
+
+/// Every rank reduces its slice, and the results are gathered: about 2 log2 P messages.
+void reduce_by_exchanging(Mesh& mesh, MutableBytes data, const Reduction& reduction) {
+  const int ranks = mesh.size(), rank = mesh.rank();
+  const EvenSlices slices(data.size(), reduction.element, ranks);
+  Bytes mine(slices.most());
+  reduce_own_slice(mesh, data, mine.data(), reduction);
   const Bytes results = gather_by_doubling(mesh, mine, kAfterExchange);
   for (int i = 0; i < ranks; ++i) {
     const int of = (rank + i) % ranks;
-    const std::size_t begin = border(of), size = border(of + 1) - begin;
-    if (size != 0)
-      std::memcpy(data.data() + begin, results.data() + static_cast<std::size_t>(i) * block, size);
+    if (slices.size(of) == 0) continue;
+    std::memcpy(data.data() + slices.begin(of), results.data() + static_cast<std::size_t>(i) * slices.most(),
+                slices.size(of));
   }
 }
 
@@ -271,6 +295,9 @@ void all_reduce(Mesh& mesh, MutableBytes data, const Reduction& reduction) {
 
 void reduce_scatter(Mesh& mesh, BytesView data, MutableBytes mine, const Reduction& reduction) {
   mesh.begin_operation();
+  if (mesh.size() > kFewRanks && data.size() <= kMostToExchange) {
+    return reduce_own_slice(mesh, data, mine.data(), reduction);
+  }
   const auto ranks = static_cast<std::size_t>(mesh.size());
   const std::vector<Slice> slices = slices_of(data.size(), reduction.element, ranks);
   const Slice& own = slices[static_cast<std::size_t>(mesh.rank())];
@@ -349,6 +376,26 @@ void exchange(Mesh& mesh, const std::vector<BytesView>& outgoing, const std::vec
       const Buffer received = mesh.take(from, given(chunk), its.size(chunk));
       std::memcpy(data.data() + its.at(chunk), received.data, received.size);
     });
+  }
+}
+
+bool is_small_exchange(const Mesh& mesh, std::size_t largest) {
+  return mesh.size() > kFewRanks && largest != 0 && largest <= kMostToPass;
+}
+
+void exchange_small(Mesh& mesh, const std::vector<BytesView>& outgoing,
+                    const std::vector<MutableBytes>& incoming, std::size_t largest) {
+  mesh.begin_operation();
+  const auto ranks = static_cast<std::size_t>(mesh.size()), rank = static_cast<std::size_t>(mesh.rank());
+  Bytes blocks(largest * ranks);
+  for (std::size_t i = 0; i < ranks; ++i) {
+    std::ranges::copy(outgoing[(rank + i) % ranks],
+                      blocks.begin() + static_cast<std::ptrdiff_t>(i * largest));
+  }
+  blocks = exchange_by_doubling(mesh, std::move(blocks), largest);
+  for (std::size_t i = 0; i < ranks; ++i) {
+    const MutableBytes to = incoming[(rank + ranks - i) % ranks];
+    std::ranges::copy(BytesView(blocks).subspan(i * largest, to.size()), to.begin());
   }
 }
 

@@ -1,5 +1,7 @@
 #include "collective/channels/channel_collectives.h"
 
+#include <algorithm>
+
 #include "collective/channels/algorithms.h"
 
 namespace torchspan::collective::channels {
@@ -22,6 +24,18 @@ std::vector<MutableBytes> cut(const at::Tensor& tensor, const std::vector<std::i
     left = left.subspan(static_cast<std::size_t>(size));
   }
   return pieces;
+}
+
+/// The most bytes that a rank sends to another one; 0 if not all ranks send to all, as in a gather.
+std::size_t largest_if_all_send(const ByteCounts& counts, std::size_t ranks) {
+  std::int64_t largest = 0;
+  for (std::size_t from = 0; from < ranks; ++from) {
+    for (std::size_t to = 0; to < ranks; ++to) {
+      if (from != to && counts.at(from, to) == 0) return 0;
+      largest = std::max(largest, counts.at(from, to));
+    }
+  }
+  return static_cast<std::size_t>(largest);
 }
 
 }  // namespace
@@ -70,11 +84,13 @@ bool ChannelCollectives::all_gather_varied(const std::vector<at::Tensor>& all) {
   return true;
 }
 
-void ChannelCollectives::all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts,
-                                    at::Tensor all, const std::vector<std::int64_t>& all_counts) {
+void ChannelCollectives::all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) {
   std::vector<BytesView> outgoing;
-  for (const MutableBytes& piece : cut(mine, mine_counts)) outgoing.emplace_back(piece);
-  exchange(mesh_, outgoing, cut(all, all_counts));
+  for (const MutableBytes& piece : cut(mine, counts.sent_by(mesh_.rank()))) outgoing.emplace_back(piece);
+  const std::vector<MutableBytes> incoming = cut(all, counts.received_by(mesh_.rank()));
+  const std::size_t largest = largest_if_all_send(counts, ranks_.size());
+  if (is_small_exchange(mesh_, largest)) return exchange_small(mesh_, outgoing, incoming, largest);
+  exchange(mesh_, outgoing, incoming);
 }
 
 std::unique_ptr<BlockingCollectives> ChannelCollectives::split(const std::vector<int>& members) {

@@ -21,8 +21,7 @@ class ChannelCollectives final : public BlockingCollectives {
   void broadcast(at::Tensor tensor, int root) override;
   void all_gather(at::Tensor mine, at::Tensor all) override;
   bool all_gather_varied(const std::vector<at::Tensor>& all) override;
-  void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
-                  const std::vector<std::int64_t>& all_counts) override;
+  void all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) override;
   std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) override;
   void begin(std::uint64_t call) override { mesh_.begin_call(call); }
   bool announces() const override { return true; }

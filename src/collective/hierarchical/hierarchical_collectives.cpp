@@ -5,6 +5,7 @@
 
 #include <ATen/Functions.h>
 
+#include "collective/serial/gathers.h"
 #include "collective/tensors.h"
 #include "core/api/agreement.h"
 #include "device/api/tensors.h"
@@ -18,8 +19,6 @@ constexpr std::int64_t kOverlapChunk = std::int64_t{4} << 20;
 /// Ranks of one host that exchange slices of a tensor, and the least size of a slice.
 constexpr std::size_t kMostExchangers = 4;
 constexpr std::int64_t kLeastSlice = std::int64_t{256} << 10;
-/// What one host contributes to a gather is padded to the size of the largest contribution up to this size.
-constexpr std::int64_t kPaddedBlock = std::int64_t{8} << 10;
 
 /// How often an idle leader asks whether its local group broke.
 constexpr Duration kIdleInterval = std::chrono::milliseconds(100);
@@ -63,7 +62,11 @@ HierarchicalCollectives::HierarchicalCollectives(HierarchyPlan plan, Group local
     hosts_[place->second].push_back(static_cast<int>(rank));
   }
   std::size_t smallest = hosts_[0].size();
-  for (const auto& host : hosts_) smallest = std::min(smallest, host.size());
+  for (const auto& host : hosts_) {
+    smallest = std::min(smallest, host.size());
+    are_even_ &=
+        host.size() == hosts_[0].size() && host.back() - host.front() + 1 == static_cast<int>(host.size());
+  }
   if (plan_.announces) exchangers_ = static_cast<int>(std::min(smallest, kMostExchangers));
   if (hosts_.size() == 1) return;
   std::vector<int> others;  // none: this rank exchanges nothing
@@ -117,6 +120,41 @@ void HierarchicalCollectives::all_reduce(at::Tensor tensor, ReduceOp reduction) 
   for (const auto& done : spread) done.wait();
 }
 
+/// As all_reduce(), but the hosts exchange half as much: each gets the slices of its ranks, which must be neighbors.
+bool HierarchicalCollectives::reduce_scatter(const at::Tensor& tensor, const at::Tensor& part,
+                                             ReduceOp reduction) {
+  if (hosts_.size() == 1) return part.copy_(local_.reduce_scatter(tensor, reduction).wait()).defined();
+  if (!plan_.announces || !are_even_) return false;  // other engines may lack it, and only leaders could tell
+  const auto hosts = static_cast<std::int64_t>(hosts_.size());
+  const at::Tensor rows = tensor.view({hosts, -1});
+  const std::int64_t width = rows.size(1);
+  const std::int64_t most = std::max<std::int64_t>(kOverlapChunk / (rows.element_size() * hosts), 1);
+  const auto reduce_chunk = [&](std::int64_t at) {
+    const at::Tensor chunk = rows.narrow(1, at, std::min(most, width - at));
+    return local_.all_reduce(chunk.clone(at::MemoryFormat::Contiguous), reduction);
+  };
+  const at::Tensor of_host = at::empty({width}, tensor.options());
+  std::vector<Future<at::Tensor>> spread;
+  Future<at::Tensor> reduced = reduce_chunk(0);
+  for (std::int64_t at = 0; at < width; at += most) {
+    const at::Tensor current = reduced.wait();
+    if (at + most < width) reduced = reduce_chunk(at + most);
+    const at::Tensor target = of_host.narrow(0, at, current.size(1));
+    const int slices = exchangers_of(static_cast<std::int64_t>(current.nbytes()));
+    for (int slice = 0; slice < slices; ++slice) {
+      const at::Tensor its = slice_of(target, slice, slices);
+      if (local_.rank() == slice) {
+        const std::int64_t begin = its.storage_offset() - target.storage_offset();
+        leaders_->reduce_scatter(current.narrow(1, begin, its.numel()).contiguous(), its, reduction);
+      }
+      spread.push_back(local_.broadcast(its, slice));
+    }
+  }
+  for (const auto& done : spread) done.wait();
+  part.view({-1}).copy_(of_host.narrow(0, local_.rank() * part.numel(), part.numel()));
+  return true;
+}
+
 /// The leader of the root's host passes the result on to it.
 bool HierarchicalCollectives::reduce(const at::Tensor& tensor, int root, ReduceOp reduction) {
   const bool gets = root == plan_.rank;
@@ -147,27 +185,6 @@ void HierarchicalCollectives::broadcast(at::Tensor tensor, int root) {
   if (!here) local_.broadcast(tensor, 0).wait();
 }
 
-/// Small blocks of different sizes are padded: gathers of one size take log2 P messages per host instead of P - 1.
-void HierarchicalCollectives::exchange_blocks(const std::vector<at::Tensor>& blocks) {
-  std::int64_t longest = 0;
-  for (const at::Tensor& block : blocks) longest = std::max(longest, block.numel());
-  if (longest <= kPaddedBlock) {
-    const at::Tensor& here = blocks[static_cast<std::size_t>(host_of(plan_.rank))];
-    const at::Tensor mine = at::zeros({longest}, at::TensorOptions().dtype(at::kByte));
-    mine.narrow(0, 0, here.numel()).copy_(here);
-    const at::Tensor all = bytes_for({static_cast<std::int64_t>(blocks.size()), longest});
-    leaders_->all_gather(mine, all);
-    for (std::size_t host = 0; host < blocks.size(); ++host) {
-      blocks[host].copy_(all[static_cast<std::int64_t>(host)].narrow(0, 0, blocks[host].numel()));
-    }
-    return;
-  }
-  if (leaders_->all_gather_varied(blocks)) return;
-  for (std::size_t host = 0; host < blocks.size(); ++host) {
-    leaders_->broadcast(blocks[host], static_cast<int>(host));
-  }
-}
-
 void HierarchicalCollectives::all_gather(at::Tensor mine, at::Tensor all) {
   const std::int64_t length = mine.numel();
   const at::Tensor rows = at::stack(local_.all_gather(mine).wait());
@@ -177,7 +194,7 @@ void HierarchicalCollectives::all_gather(at::Tensor mine, at::Tensor all) {
     const auto count = static_cast<std::int64_t>(hosts_[host].size());
     blocks.push_back(host == here ? rows.view({-1}) : bytes_for({count * length}));
   }
-  if (exchanges() && length != 0) exchange_blocks(blocks);
+  if (exchanges()) gather_blocks(*leaders_, blocks, host_of(plan_.rank));
   for (std::size_t host = 0; host < hosts_.size(); ++host) {
     for (std::size_t i = 0; i < hosts_[host].size(); ++i) {
       all[hosts_[host][i]].copy_(blocks[host].narrow(0, static_cast<std::int64_t>(i) * length, length));
@@ -186,27 +203,98 @@ void HierarchicalCollectives::all_gather(at::Tensor mine, at::Tensor all) {
   if (hosts_.size() > 1) local_.broadcast(all, 0).wait();
 }
 
-void HierarchicalCollectives::all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts,
-                                         at::Tensor all, const std::vector<std::int64_t>& all_counts) {
-  const auto ranks = static_cast<std::int64_t>(plan_.ranks.size());
-  const at::Tensor counts = at::empty({ranks, ranks}, at::TensorOptions().dtype(at::kLong));
-  const std::int64_t row = ranks * static_cast<std::int64_t>(sizeof(std::int64_t));
-  std::vector<std::int64_t> own = mine_counts;
-  all_gather(at::from_blob(own.data(), {row}, at::kByte),
-             at::from_blob(counts.data_ptr(), {ranks, row}, at::kByte));
-  const std::int64_t most = counts.sum(1).max().item<std::int64_t>();
-  if (most == 0) return;
-  const at::Tensor padded = at::zeros({most}, at::TensorOptions().dtype(at::kByte));
-  padded.narrow(0, 0, sum_of(mine_counts)).copy_(mine);
-  const at::Tensor everything = bytes_for({ranks, most});
-  all_gather(padded, everything);
-  std::int64_t at = 0;
-  for (std::int64_t from = 0; from < ranks; ++from) {
-    const std::int64_t skip = counts[from].narrow(0, 0, plan_.rank).sum().item<std::int64_t>();
-    const std::int64_t count = all_counts[static_cast<std::size_t>(from)];
-    all.narrow(0, at, count).copy_(everything[from].narrow(0, skip, count));
-    at += count;
+/// Parts for this host stay on it; those for other hosts go through the leaders.
+void HierarchicalCollectives::all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) {
+  const std::vector<at::Tensor> outgoing = mine.split_with_sizes(counts.sent_by(plan_.rank));
+  const std::vector<at::Tensor> incoming = all.split_with_sizes(counts.received_by(plan_.rank));
+  const std::vector<int>& neighbors = hosts_[static_cast<std::size_t>(host_of(plan_.rank))];
+  std::vector<at::Tensor> for_neighbors;
+  for (const int rank : neighbors) for_neighbors.push_back(outgoing[static_cast<std::size_t>(rank)]);
+  const std::vector<at::Tensor> from_neighbors = local_.all_to_all(std::move(for_neighbors)).wait();
+  for (std::size_t i = 0; i < neighbors.size(); ++i) {
+    incoming[static_cast<std::size_t>(neighbors[i])].copy_(from_neighbors[i]);
   }
+  const ByteCounts between = counts_between_hosts(counts);
+  if (between.total() != 0) exchange_with_other_hosts(outgoing, incoming, counts, between);
+}
+
+/// The leaders gather what leaves their hosts, exchange it in the order of the ranks that send and then of those that
+/// receive, and scatter what arrives.
+void HierarchicalCollectives::exchange_with_other_hosts(const std::vector<at::Tensor>& outgoing,
+                                                        const std::vector<at::Tensor>& incoming,
+                                                        const ByteCounts& counts, const ByteCounts& between) {
+  const int here = host_of(plan_.rank);
+  const std::vector<int>& neighbors = hosts_[static_cast<std::size_t>(here)];
+  std::vector<std::vector<int>> others = hosts_;
+  others.erase(others.begin() + here);
+  const auto count = [&](int from, int to) {
+    return counts.at(static_cast<std::size_t>(from), static_cast<std::size_t>(to));
+  };
+  std::vector<at::Tensor> leaving;
+  if (sum_of(between.sent_by(here)) != 0) {
+    for (const auto& ranks : others) {
+      for (const int to : ranks) leaving.push_back(outgoing[static_cast<std::size_t>(to)]);
+    }
+    const std::vector<at::Tensor> gathered = local_.gather(at::cat(leaving), 0).wait();
+    leaving.clear();
+    std::vector<std::int64_t> taken(gathered.size());
+    for (const auto& ranks : others) {
+      for (std::size_t i = 0; i < gathered.size(); ++i) {
+        std::int64_t size = 0;
+        for (const int to : ranks) size += count(neighbors[i], to);
+        leaving.push_back(gathered[i].narrow(0, taken[i], size));
+        taken[i] += size;
+      }
+    }
+  }
+  const at::Tensor arrived = bytes_for({sum_of(between.received_by(here))});
+  if (exchanges())
+    leaders_->all_to_all(leaving.empty() ? bytes_for({0}) : at::cat(leaving), arrived, between);
+  if (arrived.numel() == 0) return;
+  std::vector<std::vector<at::Tensor>> pieces(leads() ? neighbors.size()
+                                                      : 0);  // of what arrived, by receiver
+  std::int64_t at = 0;
+  for (const auto& ranks : others) {
+    for (const int from : ranks) {
+      for (std::size_t i = 0; i < pieces.size(); ++i) {
+        pieces[i].push_back(arrived.narrow(0, at, count(from, neighbors[i])));
+        at += pieces[i].back().numel();
+      }
+    }
+  }
+  std::vector<at::Tensor> for_ranks;
+  for (const auto& of_rank : pieces) for_ranks.push_back(at::cat(of_rank));
+  std::vector<at::Tensor> places;
+  std::int64_t size = 0;
+  for (const auto& ranks : others) {
+    for (const int from : ranks) {
+      places.push_back(incoming[static_cast<std::size_t>(from)]);
+      size += places.back().numel();
+    }
+  }
+  const at::Tensor own = bytes_for({size});
+  local_.scatter(own, for_ranks, 0).wait();
+  at = 0;
+  for (const at::Tensor& part : places) {
+    part.copy_(own.narrow(0, at, part.numel()));
+    at += part.numel();
+  }
+}
+
+ByteCounts HierarchicalCollectives::counts_between_hosts(const ByteCounts& counts) const {
+  ByteCounts between(hosts_.size());
+  for (std::size_t from = 0; from < hosts_.size(); ++from) {
+    for (std::size_t to = 0; to < hosts_.size(); ++to) {
+      if (from == to) continue;
+      for (const int sender : hosts_[from]) {
+        for (const int receiver : hosts_[to]) {
+          between.at(from, to) +=
+              counts.at(static_cast<std::size_t>(sender), static_cast<std::size_t>(receiver));
+        }
+      }
+    }
+  }
+  return between;
 }
 
 std::unique_ptr<BlockingCollectives> HierarchicalCollectives::split(const std::vector<int>& members) {

@@ -34,11 +34,11 @@ class HierarchicalCollectives final : public BlockingCollectives {
   std::string name() const override { return "hierarchical"; }
   void all_reduce(at::Tensor tensor, ReduceOp reduction) override;
   bool reduces(at::ScalarType dtype, ReduceOp reduction) const override;
+  bool reduce_scatter(const at::Tensor& tensor, const at::Tensor& part, ReduceOp reduction) override;
   bool reduce(const at::Tensor& tensor, int root, ReduceOp reduction) override;
   void broadcast(at::Tensor tensor, int root) override;
   void all_gather(at::Tensor mine, at::Tensor all) override;
-  void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
-                  const std::vector<std::int64_t>& all_counts) override;
+  void all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) override;
   std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) override;
   void begin(std::uint64_t call) override;
   bool announces() const override { return plan_.announces; }
@@ -57,13 +57,16 @@ class HierarchicalCollectives final : public BlockingCollectives {
   int host_of(int rank) const;
   /// Whether this rank exchanges what its host has, alone.
   bool exchanges() const { return leads() && leaders_ != nullptr; }
-  /// Among leaders: blocks[host] has the bytes of that host.
-  void exchange_blocks(const std::vector<at::Tensor>& blocks);
+  ByteCounts counts_between_hosts(const ByteCounts& counts) const;
+  void exchange_with_other_hosts(const std::vector<at::Tensor>& outgoing,
+                                 const std::vector<at::Tensor>& incoming, const ByteCounts& counts,
+                                 const ByteCounts& between);
 
   const HierarchyPlan plan_;
   const Group local_;
   const ConnectLeaders connect_;
   std::vector<std::vector<int>> hosts_;  ///< ranks of the group by host, in the order of their leaders
+  bool are_even_ = true;                 ///< each host has as many ranks, which are neighbors in the group
   int exchangers_ = 1;                   ///< the ranks of each host that are connected to others
   std::atomic<bool> ending_{false};      ///< this rank leaves the group; `leaders_` reports that, too
   /// To the ranks at the same place on the other hosts; null for ranks without such connections, or on one host.

@@ -106,8 +106,9 @@ class MpiCollectives final : public BlockingCollectives {
     }
   }
 
-  void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
-                  const std::vector<std::int64_t>& all_counts) override {
+  void all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) override {
+    const std::vector<std::int64_t> mine_counts = counts.sent_by(rank()),
+                                    all_counts = counts.received_by(rank());
     check_sizes(mine_counts, all_counts);
     const auto [sent, sent_at] = layout(mine_counts);
     const auto [received, received_at] = layout(all_counts);

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -9,6 +10,32 @@
 #include <torchspan/collective.h>
 
 namespace torchspan::collective {
+
+/// How many bytes each rank sends to each other one in all_to_all(), as all ranks know it.
+class ByteCounts {
+ public:
+  explicit ByteCounts(std::size_t ranks) : ranks_(ranks), counts_(ranks * ranks) {}
+
+  std::int64_t& at(std::size_t from, std::size_t to) { return counts_[from * ranks_ + to]; }
+  std::int64_t at(std::size_t from, std::size_t to) const { return counts_[from * ranks_ + to]; }
+  std::vector<std::int64_t> sent_by(int rank) const {
+    std::vector<std::int64_t> counts;
+    for (std::size_t to = 0; to < ranks_; ++to) counts.push_back(at(static_cast<std::size_t>(rank), to));
+    return counts;
+  }
+  std::vector<std::int64_t> received_by(int rank) const {
+    std::vector<std::int64_t> counts;
+    for (std::size_t from = 0; from < ranks_; ++from) {
+      counts.push_back(at(from, static_cast<std::size_t>(rank)));
+    }
+    return counts;
+  }
+  std::int64_t total() const { return std::accumulate(counts_.begin(), counts_.end(), std::int64_t{0}); }
+
+ private:
+  std::size_t ranks_;
+  std::vector<std::int64_t> counts_;
+};
 
 /// The minimum that another engine must implement to become a backend; SerialBackend does the rest. All calls
 /// block, come from one thread, in the same order on all ranks, and have contiguous CPU tensors unless the
@@ -41,9 +68,8 @@ class BlockingCollectives {
     static_cast<void>(all);
     return false;
   }
-  /// Bytes; the counts give the number of bytes for and from each rank.
-  virtual void all_to_all(at::Tensor mine, const std::vector<std::int64_t>& mine_counts, at::Tensor all,
-                          const std::vector<std::int64_t>& all_counts) = 0;
+  /// `mine` has the bytes for each rank, by rank; `all` gets those from each.
+  virtual void all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) = 0;
   /// Collective over all ranks: makes the collectives of the ranks in `members`, which include this one; null
   /// for a single rank.
   virtual std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) = 0;

@@ -1,5 +1,6 @@
 #include "collective/serial/gathers.h"
 
+#include <algorithm>
 #include <cstring>
 #include <fmt/format.h>
 
@@ -20,6 +21,32 @@ at::Tensor bytes_of(void* data, std::size_t size) {
 
 at::Tensor empty_bytes(at::IntArrayRef sizes) {
   return at::empty(sizes, at::TensorOptions().dtype(at::kByte));
+}
+
+namespace {
+/// Blocks are padded to the size of the longest up to this size: gathers of one size take log2 P messages.
+constexpr std::int64_t kPaddedBlock = std::int64_t{8} << 10;
+}  // namespace
+
+void gather_blocks(BlockingCollectives& collectives, const std::vector<at::Tensor>& blocks, int rank) {
+  std::int64_t longest = 0;
+  for (const at::Tensor& block : blocks) longest = std::max(longest, block.numel());
+  if (longest == 0) return;
+  if (longest <= kPaddedBlock) {
+    const at::Tensor& own = blocks[static_cast<std::size_t>(rank)];
+    const at::Tensor mine = at::zeros({longest}, at::TensorOptions().dtype(at::kByte));
+    mine.narrow(0, 0, own.numel()).copy_(own);
+    const at::Tensor all = empty_bytes({static_cast<std::int64_t>(blocks.size()), longest});
+    collectives.all_gather(mine, all);
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      blocks[i].copy_(all[static_cast<std::int64_t>(i)].narrow(0, 0, blocks[i].numel()));
+    }
+    return;
+  }
+  if (collectives.all_gather_varied(blocks)) return;
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    if (blocks[i].numel() != 0) collectives.broadcast(blocks[i], static_cast<int>(i));
+  }
 }
 
 std::vector<std::vector<std::int64_t>> Gathers::numbers(std::vector<std::int64_t> mine) const {
@@ -44,11 +71,7 @@ std::vector<at::Tensor> Gathers::dense(const at::Tensor& tensor,
   }
   std::vector<at::Tensor> bytes;
   for (const at::Tensor& result : results) bytes.push_back(bytes_of(result));
-  if (collectives_.all_gather_varied(bytes)) return results;
-  for (int rank = 0; rank < size_; ++rank) {
-    const at::Tensor& its = bytes[static_cast<std::size_t>(rank)];
-    if (its.numel() != 0) collectives_.broadcast(its, rank);
-  }
+  gather_blocks(collectives_, bytes, rank_);
   return results;
 }
 

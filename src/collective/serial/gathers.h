@@ -14,6 +14,9 @@ at::Tensor bytes_of(const at::Tensor& tensor);
 at::Tensor bytes_of(void* data, std::size_t size);
 at::Tensor empty_bytes(at::IntArrayRef sizes);
 
+/// blocks[rank] has the bytes of that rank; fills in those of the others. All ranks know the sizes, which may differ.
+void gather_blocks(BlockingCollectives& collectives, const std::vector<at::Tensor>& blocks, int rank);
+
 /// Gathers data of different sizes, over BlockingCollectives, which gather rows of equal length.
 class Gathers {
  public:

@@ -4,10 +4,12 @@
 #include <cstring>
 #include <fmt/format.h>
 #include <limits>
+#include <numeric>
 #include <tuple>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/accumulate.h>
 
 #include "collective/kernels.h"
 #include "collective/serial/gathers.h"
@@ -484,35 +486,37 @@ Future<std::vector<at::Tensor>> SerialBackend::rooted_all_to_all(RootedCall call
 
 Future<std::vector<at::Tensor>> SerialBackend::exchange(CallLine line, std::vector<at::Tensor> parts) {
   return submit<std::vector<at::Tensor>>(std::move(line), [this, parts = std::move(parts)] {
+    const auto ranks = static_cast<std::size_t>(size());
     ByteWriter shapes;
     std::vector<at::Tensor> sent;
-    std::vector<std::int64_t> sent_counts, counts;
     for (const at::Tensor& part : parts) {
       shapes.put(static_cast<std::uint32_t>(part.dim()));
       for (const std::int64_t size : part.sizes()) shapes.put(size);
-      const at::Tensor work = plain(part);
-      sent_counts.push_back(static_cast<std::int64_t>(work.nbytes()));
-      sent.push_back(bytes_of(work).clone());
+      sent.push_back(bytes_of(plain(part)).clone());
     }
+    ByteCounts counts(ranks);
     std::vector<at::Tensor> results;
-    std::int64_t total = 0;
-    for (const Bytes& theirs : gathers_.bytes(shapes.bytes())) {
-      ByteReader reader(theirs);
-      std::vector<std::int64_t> sizes;
-      for (int to = 0; to <= rank(); ++to) {
-        sizes.resize(reader.get_count(sizeof(std::int64_t)));
+    const std::vector<Bytes> all_shapes = gathers_.bytes(shapes.bytes());
+    for (std::size_t from = 0; from < ranks; ++from) {
+      ByteReader reader(all_shapes[from]);
+      for (std::size_t to = 0; to < ranks; ++to) {
+        std::vector<std::int64_t> sizes(reader.get_count(sizeof(std::int64_t)));
         for (std::int64_t& size : sizes) size = reader.get<std::int64_t>();
+        counts.at(from, to) =
+            c10::multiply_integers(sizes) * static_cast<std::int64_t>(parts[0].element_size());
+        if (static_cast<int>(to) != rank()) continue;
+        results.push_back(at::empty(sizes, parts[0].options().layout(at::kStrided)));
       }
-      results.push_back(at::empty(sizes, parts[0].options().layout(at::kStrided)));
-      counts.push_back(static_cast<std::int64_t>(results.back().nbytes()));
-      total += counts.back();
     }
+    const std::vector<std::int64_t> received_counts = counts.received_by(rank());
+    const std::int64_t total =
+        std::accumulate(received_counts.begin(), received_counts.end(), std::int64_t{0});
     const at::Tensor received = empty_bytes({total});
-    collectives_->all_to_all(at::cat(sent), sent_counts, received, counts);
+    collectives_->all_to_all(at::cat(sent), received, counts);
     std::int64_t at = 0;
     for (std::size_t i = 0; i < results.size(); ++i) {
-      if (counts[i] != 0) bytes_of(results[i]).copy_(received.narrow(0, at, counts[i]));
-      at += counts[i];
+      if (received_counts[i] != 0) bytes_of(results[i]).copy_(received.narrow(0, at, received_counts[i]));
+      at += received_counts[i];
     }
     return results;
   });
@@ -537,11 +541,17 @@ at::Tensor SerialBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) 
 }
 
 at::Tensor SerialBackend::scatter_dense(const at::Tensor& tensor, ReduceOp reduction) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  if (device::is_half(dtype) && !collectives_->reduces(dtype, reduction)) {
+    return scatter_dense(tensor.to(at::kFloat), reduction).to(dtype);
+  }
+  if (reduction == kAvg && !collectives_->reduces(dtype, kAvg) && collectives_->reduces(dtype, kSum)) {
+    return scatter_dense(tensor, kSum).div_(size());
+  }
   const std::int64_t rows = tensor.size(0) / size();
   const at::Tensor part = at::empty_like(tensor.narrow(0, 0, rows));
   if (part.numel() == 0) return part;
-  if (collectives_->reduces(tensor.scalar_type(), reduction) &&
-      collectives_->reduce_scatter(tensor, part, reduction)) {
+  if (collectives_->reduces(dtype, reduction) && collectives_->reduce_scatter(tensor, part, reduction)) {
     return part;
   }
   const at::Tensor work = tensor.clone();
