@@ -153,13 +153,14 @@ class ContentHash:
             current = waiting.pop()
             if current not in seen:
                 seen.add(current)
-                waiting.extend(self._included(current))
+                waiting.extend(self.included(current))
         digest = hashlib.sha256(self.salt)
         for name in sorted(map(str, seen)):
             digest.update(name.encode() + b"\0" + (self.root / name).read_bytes() + b"\0")
         return digest.hexdigest()
 
-    def _included(self, path):
+    def included(self, path):
+        """The files of this tree in its #include lines."""
         if path not in self.links:
             found = []
             self.includes[path] = includes_of(read(self.root, path))

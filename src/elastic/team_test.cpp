@@ -8,6 +8,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel.h>
+#include <torchspan/elastic.h>
 
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"

@@ -226,6 +226,15 @@ void Pool::run() { executor_->sleep(limit); thread_.join(); static const int sev
         self.assert_reports("check-rules", ("include/torchspan/rpc/value.h:2", "ends with 'Includes no torch/nn.'"),
                             ("include/torchspan/rpc/module.h:2", "ends with 'Includes torch/nn.'"))
 
+    def test_a_source_that_uses_a_type_whose_header_it_does_not_include_is_named(self):
+        self.write("src/rpc/caller.h", "#pragma once\nclass Caller {\n};\n")
+        self.write("src/rpc/calls.h", '#pragma once\n#include "rpc/caller.h"\nclass Callee;\n')
+        self.write("src/rpc/callee.h", "#pragma once\nclass Callee {\n};\n")
+        self.write("src/rpc/one.cpp", '#include "rpc/calls.h"\nvoid one(Caller& a, Callee* b) { Caller c; }\n')
+        self.write("src/rpc/two.cpp", '#include "rpc/calls.h"\nTEST(Callee, Calls) {}\nvoid two() { Callee callee; }\n'
+                   "void three() { at::Caller(); }\n")
+        self.assert_reports("check-rules", ("src/rpc/two.cpp:3", "[uses] Callee is used here: include src/rpc/callee.h"))
+
     def test_unfinished_work_long_files_and_machine_paths_are_named(self):
         self.write("src/net/later.cpp", "// TO" "DO: later\n" + "\n" * 1199)
         self.write("src/net/long.cpp", "\n" * 1201)
