@@ -84,7 +84,7 @@ class BenchReport(unittest.TestCase):
 
     def test_tables_of_the_page_are_written_and_its_text_stays(self):
         self.assertEqual(self.run_tool("--page")[0], 0)
-        table = ["| 2026-01-31 | TorchSpan | peer | ratio | goal |", "|---|---|---|---|---|", "| `rpc/call` | 5 µs |  | 0.5 |  |",
+        table = ["| x86_64, 2026-01-31 | TorchSpan | peer | ratio | goal |", "|---|---|---|---|---|", "| `rpc/call` | 5 µs |  | 0.5 |  |",
                  "| `rpc/echo` | 8 µs |  | 0.8 |  |", "| `rpc/gone` | 7 µs |  | 0.7 |  |"]
         self.assertEqual(self.page.read_text().splitlines(), ["# Text", "", "<!-- figures", "     rpc/(call|echo) rpc/g.* -->",
                                                               *table, "<!-- end -->", "end"])
