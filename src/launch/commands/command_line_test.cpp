@@ -74,12 +74,13 @@ TEST_F(CommandLineTest, PrintsItsVersionAndWhatItsBuildUses) {
   EXPECT_EQ(run({"version"}), 0);
   EXPECT_THAT(
       output_.text(),
-      ::testing::MatchesRegex("torchspan [0-9]+\\.[0-9]+\\.[0-9]+\n"
-                              "LibTorch   ([0-9.]+.*|none)\n"
-                              "compiler   [A-Za-z]+ [0-9.]+, .*\n"
-                              "OpenSSL    3[0-9.]*\n"
-                              "options    (static libraries|shared library), UCX (yes|no), Gloo (yes|no), "
-                              "MPI (yes|no), CUDA (yes|no)\n"));
+      ::testing::MatchesRegex(
+          "torchspan [0-9]+\\.[0-9]+\\.[0-9]+\n"
+          "LibTorch   ([0-9.]+.*|none)\n"
+          "compiler   [A-Za-z]+ [0-9.]+, .*\n"
+          "OpenSSL    3[0-9.]*\n"
+          "options    (static libraries|shared library), UCX (yes|no), IPsec-MB (yes|no), Gloo (yes|no), "
+          "MPI (yes|no), CUDA (yes|no)\n"));
 }
 
 TEST_F(CommandLineTest, ExaminesTheMachine) {
