@@ -148,24 +148,29 @@ class ContentHash:
         self.includes = {}
 
     def of(self, path):
+        digest = hashlib.sha256(self.salt)
+        for name in sorted(map(str, self.reached(path))):
+            digest.update(name.encode() + b"\0" + (self.root / name).read_bytes() + b"\0")
+        return digest.hexdigest()
+
+    def reached(self, path):
+        """The file, and everything of this tree that it includes, directly or not."""
         seen, waiting = set(), [Path(path)]
         while waiting:
             current = waiting.pop()
             if current not in seen:
                 seen.add(current)
-                waiting.extend(self.included(current))
-        digest = hashlib.sha256(self.salt)
-        for name in sorted(map(str, seen)):
-            digest.update(name.encode() + b"\0" + (self.root / name).read_bytes() + b"\0")
-        return digest.hexdigest()
+                waiting.extend(self._included(current))
+        return seen
 
-    def included(self, path):
-        """The files of this tree in its #include lines."""
+    def _included(self, path):
         if path not in self.links:
             found = []
             self.includes[path] = includes_of(read(self.root, path))
             for include in self.includes[path]:
                 places = [Path("include"), Path("src"), Path("."), path.parent]
+                if path.parts[0] == "examples":
+                    places.append(Path("examples"))
                 found.extend(
                     Path(os.path.normpath(place / include.path))
                     for place in places

@@ -72,13 +72,15 @@ TEST_F(SimulatedHosts, NameTheAbortThatBrokeTheirGroupAlsoWhenOtherRanksDropItFi
   }
 }
 
-/// What one all-reduce costs, with the comparison of calls before it.
+/// What one operation costs, with the comparison of calls before it.
 struct Cost {
   double messages = 0;  ///< that a host sends to others
   Duration time{};
+  std::size_t bytes = 0;  ///< that cross from host to host
 };
+using Operation = std::function<void(const Group&)>;
 
-std::vector<Cost> costs_of(int hosts, int ranks_per_host, const std::vector<std::int64_t>& lengths) {
+std::vector<Cost> costs_of(int hosts, int ranks_per_host, const std::vector<Operation>& operations) {
   const int ranks = hosts * ranks_per_host;
   SimulatedWorld world(5, ranks, {.latency = kInsideAHost});
   const auto crosses = [=](const net::SimMessage& message) {
@@ -86,9 +88,12 @@ std::vector<Cost> costs_of(int hosts, int ranks_per_host, const std::vector<std:
   };
   std::atomic<bool> counting{false};
   std::atomic<int> messages{0};
+  std::atomic<std::size_t> bytes{0};
   world.network().observe([&](const net::SimMessage& message) {
     constexpr auto kPart = std::byte{2};
-    if (counting && !message.header.empty() && message.header[0] == kPart && crosses(message)) ++messages;
+    if (!counting || message.header.empty() || message.header[0] != kPart || !crosses(message)) return;
+    ++messages;
+    bytes += message.size;
   });
   world.network().delay_if(crosses, kBetweenHosts - kInsideAHost);
   std::vector<Cost> costs;
@@ -97,19 +102,17 @@ std::vector<Cost> costs_of(int hosts, int ranks_per_host, const std::vector<std:
     const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
     {
       const Group group = make_hierarchical(runtime, *membership, hosts, ranks_per_host);
-      for (const std::int64_t length : lengths) {
+      for (const Operation& operation : operations) {
         membership->barrier("test.before", {}, world.in(seconds(60)));
-        if (rank == 0) messages = 0, counting = true;
+        if (rank == 0) messages = 0, bytes = 0, counting = true;
         membership->barrier("test.begin", {}, world.in(seconds(60)));
         const TimePoint began = world.executor().now();
-        at::Tensor mine = at::full({length}, rank, at::kInt);
-        group.all_reduce(mine).wait();
-        EXPECT_TRUE((mine == ranks * (ranks - 1) / 2).all().item<bool>());
+        operation(group);
         const Duration time = world.executor().now() - began;
         membership->barrier("test.end", {}, world.in(seconds(60)));
         if (rank != 0) continue;
         counting = false;
-        costs.push_back({static_cast<double>(messages) / hosts, time});
+        costs.push_back({static_cast<double>(messages) / hosts, time, bytes});
       }
     }
     membership->leave(world.in(seconds(60)));
@@ -117,10 +120,19 @@ std::vector<Cost> costs_of(int hosts, int ranks_per_host, const std::vector<std:
   return costs;
 }
 
+Operation sum_of_length(std::int64_t length) {
+  return [length](const Group& group) {
+    at::Tensor mine = at::full({length}, group.rank(), at::kInt);
+    group.all_reduce(mine).wait();
+    EXPECT_TRUE((mine == group.size() * (group.size() - 1) / 2).all().item<bool>());
+  };
+}
+
 TEST_F(SimulatedHosts, MessagesBetweenHostsGrowWithTheLogarithmOfTheHostsAndNotWithTheirRanks) {
   const std::vector<std::int64_t> lengths{256, 20000};
+  const std::vector<Operation> sums{sum_of_length(lengths[0]), sum_of_length(lengths[1])};
   for (const int hosts : {2, 8, 16, 64}) {
-    const auto alone = costs_of(hosts, 1, lengths), in_pairs = costs_of(hosts, 2, lengths);
+    const auto alone = costs_of(hosts, 1, sums), in_pairs = costs_of(hosts, 2, sums);
     ASSERT_EQ(alone.size(), lengths.size());
     ASSERT_EQ(in_pairs.size(), lengths.size());
     const int steps = static_cast<int>(std::ceil(std::log2(hosts)));
@@ -140,47 +152,12 @@ TEST_F(SimulatedHosts, MessagesBetweenHostsGrowWithTheLogarithmOfTheHostsAndNotW
   }
 }
 
-/// Bytes of data that cross from host to host in each operation.
-std::vector<std::size_t> bytes_between_hosts(
-    int hosts, int ranks_per_host, const std::vector<std::function<void(const Group&)>>& operations) {
-  SimulatedWorld world(7, hosts * ranks_per_host, {.latency = kInsideAHost});
-  std::atomic<bool> counting{false};
-  std::atomic<std::size_t> bytes{0};
-  world.network().observe([&](const net::SimMessage& message) {
-    constexpr auto kPart = std::byte{2};
-    const bool is_part = !message.header.empty() && message.header[0] == kPart;
-    if (counting && is_part && host_of(message.from, ranks_per_host) != host_of(message.to, ranks_per_host)) {
-      bytes += message.size;
-    }
-  });
-  std::vector<std::size_t> all;
-  world.run([&](int rank) {
-    Runtime runtime(world.executor(), "worker" + std::to_string(rank), LogLevel::kOff);
-    const auto membership = Membership::join(runtime, world.transports(rank), world.options(rank));
-    {
-      const Group group = make_hierarchical(runtime, *membership, hosts, ranks_per_host);
-      for (const auto& operation : operations) {
-        membership->barrier("test.before", {}, world.in(seconds(60)));
-        if (rank == 0) bytes = 0, counting = true;
-        membership->barrier("test.begin", {}, world.in(seconds(60)));
-        operation(group);
-        membership->barrier("test.end", {}, world.in(seconds(60)));
-        if (rank != 0) continue;
-        counting = false;
-        all.push_back(bytes);
-      }
-    }
-    membership->leave(world.in(seconds(60)));
-  });
-  return all;
-}
-
 // All-to-alls, gathers and scatters once sent all data to all hosts, and reduce-scatters those of an all-reduce.
 TEST_F(SimulatedHosts, DataCrossTheNetworkOnceToTheHostThatNeedsThem) {
   constexpr int kHosts = 3, kEach = 2, kRanks = kHosts * kEach;
   constexpr std::int64_t kLength = 30000;
   constexpr std::size_t kPart = kLength * sizeof(std::int64_t);
-  const auto bytes = bytes_between_hosts(
+  const auto costs = costs_of(
       kHosts, kEach,
       {[](const Group& group) {
          std::vector<at::Tensor> parts;
@@ -203,11 +180,11 @@ TEST_F(SimulatedHosts, DataCrossTheNetworkOnceToTheHostThatNeedsThem) {
          const at::Tensor all = at::arange(kRanks * kLength) * (kRanks * (kRanks + 1) / 2);
          EXPECT_TRUE(same_bits(part, all.narrow(0, group.rank() * kLength, kLength)));
        }});
-  ASSERT_EQ(bytes.size(), 3U);
+  ASSERT_EQ(costs.size(), 3U);
   constexpr double kWithShapesAndHeaders = 1.05;
-  EXPECT_LE(double(bytes[0]), kWithShapesAndHeaders * kPart * kRanks * (kRanks - kEach));
-  EXPECT_LE(double(bytes[1]), kWithShapesAndHeaders * kPart * (kRanks - kEach));
-  EXPECT_LE(double(bytes[2]), kWithShapesAndHeaders * kPart * kRanks * (kHosts - 1));
+  EXPECT_LE(double(costs[0].bytes), kWithShapesAndHeaders * kPart * kRanks * (kRanks - kEach));
+  EXPECT_LE(double(costs[1].bytes), kWithShapesAndHeaders * kPart * (kRanks - kEach));
+  EXPECT_LE(double(costs[2].bytes), kWithShapesAndHeaders * kPart * kRanks * (kHosts - 1));
 }
 
 }  // namespace

@@ -379,12 +379,10 @@ void exchange(Mesh& mesh, const std::vector<BytesView>& outgoing, const std::vec
   }
 }
 
-bool is_small_exchange(const Mesh& mesh, std::size_t largest) {
-  return mesh.size() > kFewRanks && largest != 0 && largest <= kMostToPass;
-}
-
-void exchange_small(Mesh& mesh, const std::vector<BytesView>& outgoing,
-                    const std::vector<MutableBytes>& incoming, std::size_t largest) {
+void all_to_all(Mesh& mesh, const std::vector<BytesView>& outgoing, const std::vector<MutableBytes>& incoming,
+                std::size_t largest) {
+  if (mesh.size() <= kFewRanks || largest == 0 || largest > kMostToPass)
+    return exchange(mesh, outgoing, incoming);
   mesh.begin_operation();
   const auto ranks = static_cast<std::size_t>(mesh.size()), rank = static_cast<std::size_t>(mesh.rank());
   Bytes blocks(largest * ranks);

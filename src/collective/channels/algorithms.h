@@ -31,12 +31,10 @@ void reduce(Mesh& mesh, MutableBytes data, int root, const Reduction& reduction)
 void all_gather(Mesh& mesh, BytesView mine, MutableBytes all);
 /// Sends outgoing[r] to rank r and receives incoming[r] from it; copies this rank's own.
 void exchange(Mesh& mesh, const std::vector<BytesView>& outgoing, const std::vector<MutableBytes>& incoming);
-/// exchange() between ranks all of which send to all, for parts of at most `largest` bytes: about log2 P messages instead
-/// of P - 1. Worth it if is_small_exchange().
-void exchange_small(Mesh& mesh, const std::vector<BytesView>& outgoing,
-                    const std::vector<MutableBytes>& incoming, std::size_t largest);
-/// `largest`: see there; 0 if not all ranks send to all.
-bool is_small_exchange(const Mesh& mesh, std::size_t largest);
+/// exchange() of parts of at most `largest` bytes, which is 0 unless all ranks send to all. Small parts of many ranks pass
+/// through others: about log2 P messages instead of P - 1.
+void all_to_all(Mesh& mesh, const std::vector<BytesView>& outgoing, const std::vector<MutableBytes>& incoming,
+                std::size_t largest);
 /// Small data go down a binomial tree, large data through a chain of all ranks, chunk by chunk.
 void broadcast(Mesh& mesh, MutableBytes data, int root);
 

@@ -87,10 +87,8 @@ bool ChannelCollectives::all_gather_varied(const std::vector<at::Tensor>& all) {
 void ChannelCollectives::all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) {
   std::vector<BytesView> outgoing;
   for (const MutableBytes& piece : cut(mine, counts.sent_by(mesh_.rank()))) outgoing.emplace_back(piece);
-  const std::vector<MutableBytes> incoming = cut(all, counts.received_by(mesh_.rank()));
-  const std::size_t largest = largest_if_all_send(counts, ranks_.size());
-  if (is_small_exchange(mesh_, largest)) return exchange_small(mesh_, outgoing, incoming, largest);
-  exchange(mesh_, outgoing, incoming);
+  channels::all_to_all(mesh_, outgoing, cut(all, counts.received_by(mesh_.rank())),
+                       largest_if_all_send(counts, ranks_.size()));
 }
 
 std::unique_ptr<BlockingCollectives> ChannelCollectives::split(const std::vector<int>& members) {

@@ -100,57 +100,55 @@ int HierarchicalCollectives::exchangers_of(std::int64_t bytes) const {
   return static_cast<int>(std::clamp<std::int64_t>(bytes / kLeastSlice, 1, exchangers_));
 }
 
-/// The local group reduces a chunk while the exchangers work on the one before it.
-void HierarchicalCollectives::all_reduce(at::Tensor tensor, ReduceOp reduction) {
-  if (hosts_.size() == 1) return void(local_.all_reduce(tensor, reduction).wait());
-  const at::Tensor flat = tensor.view({-1});
-  const std::int64_t most = std::max<std::int64_t>(kOverlapChunk / flat.element_size(), 1);
-  const auto chunk = [&](std::int64_t at) { return flat.narrow(0, at, std::min(most, flat.numel() - at)); };
+void HierarchicalCollectives::reduce_in_chunks(const at::Tensor& result, std::int64_t most,
+                                               const ReduceHere& reduce_here, const Exchange& exchange) {
+  const auto begin_at = [&](std::int64_t at) { return reduce_here(at, std::min(most, result.numel() - at)); };
   std::vector<Future<at::Tensor>> spread;
-  Future<at::Tensor> reduced = local_.all_reduce(chunk(0), reduction);
-  for (std::int64_t at = 0; at < flat.numel(); at += most) {
+  Future<at::Tensor> reduced = begin_at(0);
+  for (std::int64_t at = 0; at < result.numel(); at += most) {
     const at::Tensor current = reduced.wait();
-    if (at + most < flat.numel()) reduced = local_.all_reduce(chunk(at + most), reduction);
+    if (at + most < result.numel()) reduced = begin_at(at + most);
+    const at::Tensor chunk = result.narrow(0, at, std::min(most, result.numel() - at));
     const int slices = exchangers_of(static_cast<std::int64_t>(current.nbytes()));
-    if (local_.rank() < slices) leaders_->all_reduce(slice_of(current, local_.rank(), slices), reduction);
     for (int slice = 0; slice < slices; ++slice) {
-      spread.push_back(local_.broadcast(slice_of(current, slice, slices), slice));
+      const at::Tensor its = slice_of(chunk, slice, slices);
+      if (local_.rank() == slice) exchange(current, its.storage_offset() - chunk.storage_offset(), its);
+      spread.push_back(local_.broadcast(its, slice));
     }
   }
   for (const auto& done : spread) done.wait();
 }
 
-/// As all_reduce(), but the hosts exchange half as much: each gets the slices of its ranks, which must be neighbors.
+void HierarchicalCollectives::all_reduce(at::Tensor tensor, ReduceOp reduction) {
+  if (hosts_.size() == 1) return void(local_.all_reduce(tensor, reduction).wait());
+  const at::Tensor flat = tensor.view({-1});
+  reduce_in_chunks(
+      flat, std::max<std::int64_t>(kOverlapChunk / flat.element_size(), 1),
+      [&](std::int64_t begin, std::int64_t size) {
+        return local_.all_reduce(flat.narrow(0, begin, size), reduction);
+      },
+      [&](const at::Tensor&, std::int64_t, const at::Tensor& its) { leaders_->all_reduce(its, reduction); });
+}
+
+/// The hosts exchange half as much as in all_reduce(): each gets the slices of its ranks, which must be neighbors.
 bool HierarchicalCollectives::reduce_scatter(const at::Tensor& tensor, const at::Tensor& part,
                                              ReduceOp reduction) {
-  if (hosts_.size() == 1) return part.copy_(local_.reduce_scatter(tensor, reduction).wait()).defined();
+  if (hosts_.size() == 1) {
+    part.copy_(local_.reduce_scatter(tensor, reduction).wait());
+    return true;
+  }
   if (!plan_.announces || !are_even_) return false;  // other engines may lack it, and only leaders could tell
   const auto hosts = static_cast<std::int64_t>(hosts_.size());
   const at::Tensor rows = tensor.view({hosts, -1});
-  const std::int64_t width = rows.size(1);
-  const std::int64_t most = std::max<std::int64_t>(kOverlapChunk / (rows.element_size() * hosts), 1);
-  const auto reduce_chunk = [&](std::int64_t at) {
-    const at::Tensor chunk = rows.narrow(1, at, std::min(most, width - at));
-    return local_.all_reduce(chunk.clone(at::MemoryFormat::Contiguous), reduction);
-  };
-  const at::Tensor of_host = at::empty({width}, tensor.options());
-  std::vector<Future<at::Tensor>> spread;
-  Future<at::Tensor> reduced = reduce_chunk(0);
-  for (std::int64_t at = 0; at < width; at += most) {
-    const at::Tensor current = reduced.wait();
-    if (at + most < width) reduced = reduce_chunk(at + most);
-    const at::Tensor target = of_host.narrow(0, at, current.size(1));
-    const int slices = exchangers_of(static_cast<std::int64_t>(current.nbytes()));
-    for (int slice = 0; slice < slices; ++slice) {
-      const at::Tensor its = slice_of(target, slice, slices);
-      if (local_.rank() == slice) {
-        const std::int64_t begin = its.storage_offset() - target.storage_offset();
-        leaders_->reduce_scatter(current.narrow(1, begin, its.numel()).contiguous(), its, reduction);
-      }
-      spread.push_back(local_.broadcast(its, slice));
-    }
-  }
-  for (const auto& done : spread) done.wait();
+  const at::Tensor of_host = at::empty({rows.size(1)}, tensor.options());
+  reduce_in_chunks(
+      of_host, std::max<std::int64_t>(kOverlapChunk / (rows.element_size() * hosts), 1),
+      [&](std::int64_t begin, std::int64_t size) {
+        return local_.all_reduce(rows.narrow(1, begin, size).clone(at::MemoryFormat::Contiguous), reduction);
+      },
+      [&](const at::Tensor& reduced, std::int64_t begin, const at::Tensor& its) {
+        leaders_->reduce_scatter(reduced.narrow(1, begin, its.numel()).contiguous(), its, reduction);
+      });
   part.view({-1}).copy_(of_host.narrow(0, local_.rank() * part.numel(), part.numel()));
   return true;
 }

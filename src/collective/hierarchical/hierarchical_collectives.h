@@ -57,6 +57,15 @@ class HierarchicalCollectives final : public BlockingCollectives {
   int host_of(int rank) const;
   /// Whether this rank exchanges what its host has, alone.
   bool exchanges() const { return leads() && leaders_ != nullptr; }
+  /// Begins to reduce elements [begin, begin + size) of this rank inside its host.
+  using ReduceHere = std::function<Future<at::Tensor>(std::int64_t begin, std::int64_t size)>;
+  /// Between the hosts: fills in elements from `begin` on of what `reduced` gives, which belong to this rank.
+  using Exchange =
+      std::function<void(const at::Tensor& reduced, std::int64_t begin, const at::Tensor& result)>;
+  /// Fills in `result` (of one dimension) chunk by chunk, of `most` elements: the local group reduces one while the
+  /// exchangers work on the one before it, and spreads what each of them got.
+  void reduce_in_chunks(const at::Tensor& result, std::int64_t most, const ReduceHere& reduce_here,
+                        const Exchange& exchange);
   ByteCounts counts_between_hosts(const ByteCounts& counts) const;
   void exchange_with_other_hosts(const std::vector<at::Tensor>& outgoing,
                                  const std::vector<at::Tensor>& incoming, const ByteCounts& counts,

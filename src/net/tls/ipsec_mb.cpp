@@ -25,12 +25,17 @@ class IpsecMb {
     if (library == nullptr) return;
     const auto make = reinterpret_cast<decltype(&alloc_mb_mgr)>(::dlsym(library, "alloc_mb_mgr"));
     const auto choose = reinterpret_cast<decltype(&init_mb_mgr_auto)>(::dlsym(library, "init_mb_mgr_auto"));
-    if (make == nullptr || choose == nullptr) return;
+    const auto release = reinterpret_cast<decltype(&free_mb_mgr)>(::dlsym(library, "free_mb_mgr"));
+    if (make == nullptr || choose == nullptr || release == nullptr) return;
     IMB_MGR* const manager = make(0);
     if (manager == nullptr) return;
     IMB_ARCH chosen = IMB_ARCH_NONE;
     choose(manager, &chosen);
-    if ((manager->features & kNeeded) == kNeeded) manager_ = manager;
+    if ((manager->features & kNeeded) == kNeeded) {
+      manager_ = manager;
+    } else {
+      release(manager);
+    }
   }
 
   /// Null if the library cannot be used.
