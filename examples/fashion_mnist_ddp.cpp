@@ -18,7 +18,6 @@
 #include <torchspan/torchspan.h>
 
 #include "devices/devices.h"
-#include "fashion_mnist/batch_order.h"
 #include "fashion_mnist/comparison.h"
 #include "fashion_mnist/dataset.h"
 #include "fashion_mnist/ddp_options.h"
@@ -48,13 +47,15 @@ class Checkpoints {
     manager_.emplace(job.session, ts::CheckpointOptions{.directory = job.options.checkpoint});
   }
 
-  /// Returns the number of steps that the restored state has made. `loss` is this rank's sum in an epoch.
-  std::int64_t restore(const ConvNet& network, torch::optim::SGD& optimizer, double& loss) {
-    if (!manager_) return 0;
+  /// `loss` is this rank's sum in an epoch.
+  void restore(const ConvNet& network, torch::optim::SGD& optimizer, ts::DataLoader<Batch>& batches,
+               double& loss) {
+    if (!manager_) return;
     manager_->add("network", network);
     manager_->add("optimizer", optimizer);
+    manager_->add("batches", batches);
     manager_->add_per_rank("loss", loss);
-    return manager_->restore_or(0);
+    manager_->restore();
   }
   /// Saves the state if that is due. Returns whether the job must end now, on all ranks if any of them got the signal.
   bool after(std::int64_t step, bool is_last) {
@@ -71,8 +72,7 @@ class Checkpoints {
   std::optional<ts::CheckpointManager> manager_;
 };
 
-/// Runs one step and returns the sum of the losses of this rank's images. `weight` is ranks / images of the whole batch,
-/// so the average of the weighted sums over ranks is the mean over the whole batch, however uneven the parts are.
+/// Runs one step and returns the sum of the losses of this rank's images. `weight` is that of a ts::DataStep.
 template <class Model>
 double train_step(Model& model, torch::optim::Optimizer& optimizer, const Batch& mine, double weight) {
   optimizer.zero_grad();
@@ -88,21 +88,22 @@ TeamResult train(const Job& job, const Team& team, Model& model, const ConvNet& 
   const auto sgd = torch::optim::SGDOptions(job.options.lr).momentum(job.options.momentum);
   torch::optim::SGD optimizer(network->parameters(), sgd);
   double loss = 0;  // of this rank's images in this epoch
+  ts::DataLoader batches(
+      job.train_data,
+      {.batch = job.options.batch, .rank = team.rank, .size = team.size, .seed = job.options.seed});
+  const std::int64_t steps = job.options.epochs * batches.steps_per_epoch();
   Checkpoints checkpoints(job, team);
-  std::int64_t step = checkpoints.restore(network, optimizer, loss);
-  BatchOrder order(job.train_data.size(), job.options);
-  TeamReport report(job.session, team, job.options, order);
-  report.begin(step);
-  while (step < order.steps()) {
-    const torch::Tensor& positions = order.positions(step);
-    const Batch mine = job.train_data.batch(team.part(positions));
-    const double weight = static_cast<double>(team.size) / static_cast<double>(positions.numel());
-    const double sum = train_step(model, optimizer, mine, weight);
-    loss += sum;
-    const std::int64_t epoch = order.epoch(step++);
-    if (order.ends_epoch(step)) report.end_epoch(std::exchange(loss, 0));
-    report.step(epoch, sum / static_cast<double>(mine.size()), positions.numel());
-    if (checkpoints.after(step, step == order.steps())) return report.preempted(step);
+  checkpoints.restore(network, optimizer, batches, loss);
+  TeamReport report(job.session, team, job.options, job.train_data.size());
+  report.begin(batches.position());
+  while (batches.position().step < steps) {
+    const auto step = batches.next();
+    const double sum = train_step(model, optimizer, step.data, step.weight);
+    if (step.weight > 0) loss += sum;
+    if (step.ends_epoch) report.end_epoch(std::exchange(loss, 0));
+    report.step(step.epoch + 1, sum / static_cast<double>(step.data.size()), step.batch);
+    const std::int64_t done = batches.position().step;
+    if (checkpoints.after(done, done == steps)) return report.preempted(done, steps);
   }
   report.finish();
   const auto forward = [&](const torch::Tensor& images) { return model.forward(images); };

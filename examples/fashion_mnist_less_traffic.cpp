@@ -52,21 +52,20 @@ void train(ts::Session& session, const Dataset& data, Training& training, const 
   const LessTrafficOptions& options = training.options;
   ts::optim::Optimizer optimizer(*training.network, ts::optim::SGD{.lr = options.lr, .momentum = 0.9});
   Meter meter(session, options, data.size(), name);
-  for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
-    const auto order = options.seed + static_cast<std::uint64_t>(epoch);
-    for (const torch::Tensor& positions : shuffled_batches(data.size(), options.batch, order)) {
-      const auto part = static_cast<std::size_t>(training.group.rank());
-      const Batch mine = data.batch(positions.tensor_split(training.group.size())[part]);
-      optimizer.zero_grad();
-      // Of a short last batch, some ranks have more images than others, or none.
-      const double weight = training.group.size() / static_cast<double>(positions.numel());
-      const torch::Tensor sum = torch::nll_loss(forward(mine.images), mine.labels, {}, at::Reduction::Sum);
-      (sum * weight).backward();
-      optimizer.step();
-      after_step();
-      if (session.rank() == 0)
-        meter.step(epoch, sum.item<double>() / static_cast<double>(mine.size()), positions.numel());
-    }
+  ts::DataLoader batches(data, {.batch = options.batch,
+                                .rank = training.group.rank(),
+                                .size = training.group.size(),
+                                .seed = options.seed});
+  while (batches.position().epoch < options.epochs) {
+    const auto step = batches.next();
+    optimizer.zero_grad();
+    const Batch& mine = step.data;
+    const torch::Tensor sum = torch::nll_loss(forward(mine.images), mine.labels, {}, at::Reduction::Sum);
+    (sum * step.weight).backward();
+    optimizer.step();
+    after_step();
+    if (session.rank() == 0)
+      meter.step(step.epoch + 1, sum.item<double>() / static_cast<double>(mine.size()), step.batch);
   }
   if (session.rank() == 0) meter.finish();
 }

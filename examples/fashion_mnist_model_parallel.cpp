@@ -16,11 +16,11 @@
 
 #include <torchspan/autograd.h>
 #include <torchspan/checkpoint.h>
+#include <torchspan/data.h>
 #include <torchspan/optim.h>
 #include <torchspan/session.h>
 
 #include "devices/devices.h"
-#include "fashion_mnist/batch_order.h"
 #include "fashion_mnist/dataset.h"
 #include "fashion_mnist/evaluation.h"
 #include "fashion_mnist/model.h"
@@ -77,6 +77,7 @@ double train_step(ts::Session& session, Model& model, ts::DistributedOptimizer& 
 
 void train(ts::Session& session, Model& model, const Dataset& data, const ModelParallelOptions& options) {
   ts::DistributedOptimizer optimizer(session, optimizer_spec(options), {model.features, model.classifier});
+  ts::DataLoader batches(data, {.batch = options.batch, .rank = 0, .size = 1, .seed = options.seed});
   std::optional<ts::CheckpointManager> checkpoints;
   if (!options.checkpoint.empty()) {
     // Only the trainer has a manager: the owners of remote modules write and read their state.
@@ -85,22 +86,21 @@ void train(ts::Session& session, Model& model, const Dataset& data, const ModelP
     checkpoints->add("features", model.features);
     checkpoints->add("classifier", model.classifier);
     checkpoints->add("optimizer", optimizer);
+    checkpoints->add("batches", batches);
+    if (const auto step = checkpoints->restore()) fmt::print("resumed after step {}\n", *step);
   }
-  std::int64_t step = checkpoints ? checkpoints->restore_or(0) : 0;
-  if (step > 0) fmt::print("resumed after step {}\n", step);
-  BatchOrder order(data.size(), options);
+  const std::int64_t steps = options.epochs * batches.steps_per_epoch();
   Meter meter(session, options, data.size());
-  meter.continue_after(step);
-  while (step < order.steps()) {
-    const std::int64_t epoch = order.epoch(step);
-    const Batch batch = data.batch(order.positions(step));
+  meter.continue_after(batches.position().step);
+  while (batches.position().step < steps) {
+    const auto batch = batches.next();
     const double loss =
-        train_step(session, model, optimizer, batch, meter.images() == 0 ? options.graph : "");
+        train_step(session, model, optimizer, batch.data, meter.images() == 0 ? options.graph : "");
+    const std::int64_t epoch = batch.epoch + 1, done = batch.number + 1;
     if (!std::isfinite(loss))
       throw std::runtime_error(fmt::format("the loss is not a finite number in epoch {}: lower --lr", epoch));
-    ++step;
-    if (options.saves_after(step, step == order.steps())) checkpoints->save(step);
-    meter.step(epoch, loss, batch.size());
+    if (options.saves_after(done, done == steps)) checkpoints->save(done);
+    meter.step(epoch, loss, batch.batch);
   }
   if (checkpoints) checkpoints->wait();
   meter.finish();

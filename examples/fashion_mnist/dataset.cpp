@@ -69,6 +69,10 @@ Batch Dataset::batch(const at::Tensor& positions) const {
   return {pixels.div_(255).sub_(kMean).div_(kDeviation), labels.index_select(0, chosen)};
 }
 
+Batch Dataset::get_batch(const std::vector<std::int64_t>& positions) const {
+  return batch(at::tensor(positions));
+}
+
 Dataset Dataset::first(std::int64_t count) const {
   const std::int64_t kept = std::min(count, size());
   return {images.slice(0, 0, kept), labels.slice(0, 0, kept)};

@@ -27,6 +27,8 @@ struct Dataset {
   std::int64_t size() const { return labels.size(0); }
   /// Returns the images at those positions (int64), normalized.
   Batch batch(const at::Tensor& positions) const;
+  /// The same, for a torchspan::DataLoader.
+  Batch get_batch(const std::vector<std::int64_t>& positions) const;
   /// Returns the first `count` images, or all if there are fewer.
   Dataset first(std::int64_t count) const;
   Dataset to(c10::Device device) const { return {images.to(device), labels.to(device)}; }

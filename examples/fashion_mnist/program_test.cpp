@@ -248,7 +248,8 @@ TEST_F(FashionMnistProgram, TrainsDataParallelAsOneProcessToTheRoundingOfDouble)
 
 TEST_F(FashionMnistProgram, TrainsDataParallelWithoutTheComparison) {
   const Outcome outcome = run_workers(
-      2, {"--data", folder_.path(), "--batch", "32", "--epochs", "5", "--no-compare"}, kDataParallel);
+      2, {"--data", folder_.path(), "--batch", "32", "--epochs", "5", "--lr", "0.02", "--no-compare"},
+      kDataParallel);
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
   EXPECT_GE(accuracy_in(outcome.output), 90) << outcome.output;
   EXPECT_THAT(outcome.output, Not(HasSubstr("one process")));

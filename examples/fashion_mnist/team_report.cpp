@@ -9,20 +9,20 @@
 namespace fashion_mnist {
 
 TeamReport::TeamReport(torchspan::Session& session, const Team& team, const TrainingOptions& options,
-                       const BatchOrder& order)
-    : session_(session), team_(team), options_(options), order_(order) {}
+                       std::int64_t images)
+    : session_(session), team_(team), options_(options), images_(images) {}
 
-void TeamReport::begin(std::int64_t steps) {
+void TeamReport::begin(const torchspan::DataPosition& position) {
   team_.wait_for_each_other();  // so that reading the data is not measured
-  result_.first_epoch = order_.epoch(steps);
+  result_.first_epoch = position.epoch + 1;
   if (team_.rank != 0) return;
-  if (steps > 0) fmt::print("resumed after step {}\n", steps);
-  meter_.emplace(session_, options_, order_.images(), team_.name());
-  meter_->continue_after(steps);
+  if (position.step > 0) fmt::print("resumed after step {}\n", position.step);
+  meter_.emplace(session_, options_, images_, team_.name());
+  meter_->continue_after(position.step);
 }
 
 void TeamReport::end_epoch(double loss) {
-  const double mean = team_.sum(loss) / static_cast<double>(order_.images());
+  const double mean = team_.sum(loss) / static_cast<double>(images_);
   if (!std::isfinite(mean)) {
     throw torchspan::Error(torchspan::ErrorKind::kInvalid,
                            fmt::format("{}: the loss is not a finite number after epoch {}: lower --lr",
@@ -51,8 +51,8 @@ TeamResult TeamReport::tested(double accuracy, std::int64_t images) {
   return result_;
 }
 
-TeamResult TeamReport::preempted(std::int64_t steps) {
-  if (meter_) fmt::print("preempted: the state after step {} of {} is saved\n", steps, order_.steps());
+TeamResult TeamReport::preempted(std::int64_t step, std::int64_t steps) {
+  if (meter_) fmt::print("preempted: the state after step {} of {} is saved\n", step, steps);
   result_.preempted = true;
   return result_;
 }

@@ -3,9 +3,9 @@
 #include <optional>
 #include <vector>
 
+#include <torchspan/data.h>
 #include <torchspan/session.h>
 
-#include "fashion_mnist/batch_order.h"
 #include "fashion_mnist/team.h"
 #include "fashion_mnist/training.h"
 
@@ -23,11 +23,11 @@ struct TeamResult {
 /// Collects the result of a team's training. Rank 0 shows the progress and the result.
 class TeamReport {
  public:
-  /// All arguments must outlive it.
+  /// References must outlive it. `images` is the size of the data set.
   TeamReport(torchspan::Session& session, const Team& team, const TrainingOptions& options,
-             const BatchOrder& order);
-  /// Waits for the whole team, and begins to measure. Earlier processes have made the first `steps` steps.
-  void begin(std::int64_t steps);
+             std::int64_t images);
+  /// Waits for the whole team, and begins to measure. Earlier processes have trained up to that position.
+  void begin(const torchspan::DataPosition& position);
   /// Notes the mean loss of an epoch; `loss` is the sum over this rank's images. Collective. Throws
   /// torchspan::Error{kInvalid} on all ranks if the mean is not finite.
   void end_epoch(double loss);
@@ -37,14 +37,14 @@ class TeamReport {
   void finish();
   /// Shows and returns the result of a complete training, with its accuracy on so many test images.
   TeamResult tested(double accuracy, std::int64_t images);
-  /// Returns the result of a training that ends early, after that many steps.
-  TeamResult preempted(std::int64_t steps);
+  /// Returns the result of a training that ends early, after that many of all steps.
+  TeamResult preempted(std::int64_t step, std::int64_t steps);
 
  private:
   torchspan::Session& session_;
   const Team& team_;
   const TrainingOptions& options_;
-  const BatchOrder& order_;
+  const std::int64_t images_;
   std::optional<Meter> meter_;  ///< on rank 0
   TeamResult result_;
 };

@@ -11,19 +11,15 @@
 #include <torchspan/checkpoint.h>
 #include <torchspan/collective.h>
 #include <torchspan/core/time.h>
+#include <torchspan/data.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/data_parallel/reducer.h>
 #include <torchspan/detail/elastic/training.h>
 
 namespace torchspan {
 
-/// Progress of a training run.
-struct ElasticPosition {
-  std::int64_t step = 0;   ///< committed steps
-  std::int64_t epoch = 0;  ///< committed epochs
-  std::int64_t next = 0;   ///< samples of the current epoch that committed steps have used
-  friend bool operator==(const ElasticPosition&, const ElasticPosition&) = default;
-};
+/// Progress of a training run: that of its committed steps.
+using ElasticPosition = DataPosition;
 
 struct ElasticOptions {
   std::int64_t samples = 0;  ///< size of the data set; required
@@ -47,21 +43,10 @@ struct ElasticOptions {
   void validate() const;
 };
 
-/// One rank's part of one step.
-struct ElasticStep {
-  std::int64_t number = 0;  ///< committed steps before this one
-  std::int64_t epoch = 0;
-  int rank = 0;                       ///< in the current group: not the worker's rank
-  int size = 1;                       ///< number of ranks in the current group
-  std::uint64_t generation = 0;       ///< counts the groups
-  std::vector<std::int64_t> samples;  ///< indices into the data set; at least one
-  /// The factor of the sum of the losses of `samples`, so that the average over ranks is the mean over the whole
-  /// batch; 0 if this rank has no share of a small batch.
-  double weight = 0;
-  std::uint64_t seed = 0;  ///< different for each step and rank; for dropout and augmentation
-
-  /// Splits `samples` into parts of at most `size`, in order. Run all but the last under no_sync().
-  std::vector<std::vector<std::int64_t>> micro_batches(std::int64_t size) const;
+/// One rank's part of one step, which `number` committed steps precede. Its rank is that in the current group, not the
+/// worker's.
+struct ElasticStep : DataStep {
+  std::uint64_t generation = 0;  ///< counts the groups
 };
 
 /// Trains a module on all ranks, data-parallel, and continues when ranks die. A step is committed on all ranks or on

@@ -6,6 +6,7 @@
 #include <torchspan/checkpoint.h>
 #include <torchspan/collective.h>
 #include <torchspan/core/observation.h>
+#include <torchspan/data.h>
 #include <torchspan/data_parallel.h>
 #include <torchspan/optim.h>
 #include <torchspan/pipeline.h>

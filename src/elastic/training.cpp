@@ -11,17 +11,67 @@
 #include <torch/nn/module.h>
 
 #include <torchspan/core/error.h>
+#include <torchspan/data.h>
 #include <torchspan/detail/elastic/training.h>
 
+#include "data/api/sampler.h"
 #include "elastic/failed_generations.h"
-#include "elastic/sample_dealer.h"
 #include "elastic/team.h"
 #include "elastic/tracked_state.h"
 #include "quorum/api/generation.h"
 #include "quorum/api/generation_client.h"
 
+namespace torchspan {
+
+void ElasticOptions::validate() const {
+  const auto check = [](bool right, const char* field, auto value, const char* expected) {
+    if (right) return;
+    throw_invalid(fmt::format("ElasticOptions::{} is {}; expected {}", field, value, expected));
+  };
+  check(samples > 0, "samples", samples, "the size of the data set, 1 or more");
+  check(batch > 0, "batch", batch, "1 or more samples");
+  check(min_ranks > 0, "min_ranks", min_ranks, "1 or more");
+  check(too_few_limit > Duration::zero(), "too_few_limit", to_seconds(too_few_limit), "more than 0 seconds");
+  check(step_timeout > Duration::zero(), "step_timeout", to_seconds(step_timeout), "more than 0 seconds");
+  check(start.step >= 0 && start.epoch >= 0, "start", start.step, "a step and an epoch of 0 or more");
+  check(start.next >= 0 && start.next < samples, "start.next", start.next, "0 or more, less than `samples`");
+  check(group.ranks.empty(), "group.ranks", group.ranks.size(), "no ranks: all workers take part");
+  data_parallel.validate();
+}
+
+}  // namespace torchspan
+
 namespace torchspan::elastic {
 namespace {
+
+/// The position of one rank, and the step that it has begun there.
+class StepCursor {
+ public:
+  explicit StepCursor(const ElasticOptions& options)
+      : sampler_({.samples = options.samples,
+                  .batch = options.batch,
+                  .batch_per_rank = options.batch_per_rank,
+                  .seed = options.seed}),
+        position_(options.start) {}
+
+  const ElasticPosition& position() const { return position_; }
+  void move_to(const ElasticPosition& position) { position_ = position; }
+  /// Begins a step in a group; replaces one that was begun before.
+  const ElasticStep& begin(int rank, int size, std::uint64_t generation) {
+    step_ = ElasticStep{sampler_.step(position_, rank, size), generation};
+    after_ = sampler_.after(position_, size);
+    return *step_;
+  }
+  /// The step that was begun.
+  const ElasticStep& step() const { return *step_; }
+  /// The step that was begun is applied.
+  void advance() { position_ = after_; }
+
+ private:
+  data::Sampler sampler_;
+  ElasticPosition position_, after_;
+  std::optional<ElasticStep> step_;
+};
 
 /// Copies of a module's buffers, such as running statistics, which forward changes: a void step must not leave traces.
 class BufferCopies {

@@ -11,7 +11,7 @@
 #include <torchspan/elastic.h>
 #include <torchspan/optim.h>
 
-#include "elastic/sample_dealer.h"
+#include "data/api/sampler.h"
 #include "tests/cluster/hosts_suite.h"
 
 namespace torchspan::hosts_elastic_test {
@@ -52,7 +52,7 @@ optim::Optimizer make_optimizer(const torch::nn::Linear& net) {
 }
 
 template <class Model>
-torch::Tensor loss_of(Model& model, const ElasticStep& step) {
+torch::Tensor loss_of(Model& model, const DataStep& step) {
   const torch::Tensor at = torch::tensor(step.samples, torch::kDouble).unsqueeze(1);
   const torch::Tensor features = torch::sin(at * torch::arange(1, kFeatures + 1, torch::kDouble));
   return (model.forward(features) - at.sin()).square().mean(1).sum() * step.weight;
@@ -104,13 +104,17 @@ void train() {
 torch::nn::Linear in_one_process() {
   torch::nn::Linear net = make_net();
   optim::Optimizer optimizer = make_optimizer(net);
-  elastic::SampleDealer dealer(elastic_options());
-  ElasticPosition at;
+  const ElasticOptions options = elastic_options();
+  data::Sampler sampler({.samples = options.samples,
+                         .batch = options.batch,
+                         .batch_per_rank = options.batch_per_rank,
+                         .seed = options.seed});
+  DataPosition at;
   for (std::int64_t step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
-    loss_of(*net, dealer.deal(at, 0, 1)).backward();
+    loss_of(*net, sampler.step(at, 0, 1)).backward();
     optimizer.step();
-    at = dealer.after(at, 1);
+    at = sampler.after(at, 1);
   }
   return net;
 }

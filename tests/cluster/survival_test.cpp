@@ -17,7 +17,7 @@
 #include <torchspan/optim.h>
 #include <torchspan/session.h>
 
-#include "elastic/sample_dealer.h"
+#include "data/api/sampler.h"
 #include "tests/support/cluster_main.h"
 #include "tests/support/environment.h"
 
@@ -72,7 +72,7 @@ optim::Optimizer make_optimizer(const Net& net) {
 
 /// The loss of one rank's part of a step.
 template <class Model>
-torch::Tensor loss_of(Model& model, const ElasticStep& step) {
+torch::Tensor loss_of(Model& model, const DataStep& step) {
   torch::manual_seed(step.seed);  // of the dropout
   const torch::Tensor at = torch::tensor(step.samples, torch::kDouble).unsqueeze(1);
   const torch::Tensor features = torch::sin(at * torch::arange(1, kFeatures + 1, torch::kDouble));
@@ -212,13 +212,17 @@ void train() {
 std::string replay(const std::vector<int>& sizes) {
   Net net(false);
   optim::Optimizer optimizer = make_optimizer(net);
-  elastic::SampleDealer dealer(training_options());
-  ElasticPosition at;
+  const ElasticOptions options = training_options();
+  data::Sampler sampler({.samples = options.samples,
+                         .batch = options.batch,
+                         .batch_per_rank = options.batch_per_rank,
+                         .seed = options.seed});
+  DataPosition at;
   for (const int size : sizes) {
     std::vector<torch::Tensor> sums;
     for (int rank = 0; rank < size; ++rank) {
       for (torch::Tensor& parameter : net->parameters()) parameter.mutable_grad().reset();
-      loss_of(*net, dealer.deal(at, rank, size)).backward();
+      loss_of(*net, sampler.step(at, rank, size)).backward();
       std::size_t place = 0;
       for (const torch::Tensor& parameter : net->parameters()) {
         if (rank == 0) {
@@ -232,7 +236,7 @@ std::string replay(const std::vector<int>& sizes) {
     std::size_t place = 0;
     for (torch::Tensor& parameter : net->parameters()) parameter.mutable_grad() = sums[place++] / size;
     optimizer.step();
-    at = dealer.after(at, size);
+    at = sampler.after(at, size);
   }
   return digest_of(net);
 }

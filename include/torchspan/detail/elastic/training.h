@@ -12,7 +12,7 @@
 namespace torchspan {
 
 struct ElasticOptions;
-struct ElasticPosition;
+struct DataPosition;
 struct ElasticStep;
 
 }  // namespace torchspan
@@ -41,7 +41,7 @@ class Training {
 
   void add(std::string name, checkpoint::SourcePtr source);
   bool run(std::int64_t steps, Replica replica);
-  const ElasticPosition& position() const;
+  const DataPosition& position() const;
 
  private:
   class Impl;
