@@ -100,7 +100,7 @@ void learn(ts::Session& session, const Options& options) {
                     fmt::format("--carts {}: each of the {} actors needs one", options.carts, actors));
   }
   at::manual_seed(options.seed);
-  const Agent agent(AgentOptions{.actors = actors, .seed = options.seed, .lr = options.lr});
+  const Agent agent(session.worker(), AgentOptions{.actors = actors, .seed = options.seed, .lr = options.lr});
   const ts::RRef<Agent> reference(session.worker(), agent);
   fmt::print("{} carts on {} {}, policy on {}\n", options.carts, actors, actors == 1 ? "actor" : "actors",
              session.worker().name());

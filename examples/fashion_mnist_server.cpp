@@ -87,7 +87,7 @@ void show(const std::vector<Seen>& versions) {
 void lead(ts::Session& session, const Options& options, const Dataset& data) {
   const int world = session.world_size(), first_client = std::min(2, world - 1);
   ts::Worker& worker = session.worker();
-  const ts::RRef<Server> server = worker.remote(std::min(1, world - 1), kServer, options.seed);
+  const ts::RRef<Server> server = worker.remote(std::min(1, world - 1), kMakeServer, options.seed);
   Calls calls{.data = options.data, .limit = options.limit};
   const auto before = worker.rpc_sync(first_client, kCallServer, server, calls);
   calls.until = last_version(options, data);
@@ -108,7 +108,7 @@ void lead(ts::Session& session, const Options& options, const Dataset& data) {
 void run(const Options& options) {
   const Dataset data = load(options, Split::kTrain);
   ts::FunctionTable functions;
-  functions.add(kServer, kClassify, kPublish, kCallServer);
+  functions.add(kMakeServer, kClassify, kPublish, kCallServer);
   ts::Session session(ts::WorkerOptions::from_env(), functions);
   session.run([&](ts::Session& running) {
     if (running.rank() == 0) lead(running, options, data);

@@ -1,7 +1,9 @@
 #include "cart_pole/agent.h"
 
 #include <algorithm>
+#include <chrono>
 #include <fmt/format.h>
+#include <map>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -15,6 +17,7 @@
 namespace cart_pole {
 namespace {
 
+constexpr auto kLongestWait = std::chrono::seconds(60);  // of an actor for the others
 constexpr double kTraceDecay = 0.95, kMostRatio = 1.2, kLeastRatio = 0.8, kEntropyShare = 0.01;
 
 torch::nn::Sequential make_network(std::int64_t outputs) {
@@ -53,10 +56,11 @@ std::string draw_curve(const std::vector<double>& lengths) {
   return text;
 }
 
-AgentImpl::AgentImpl(AgentOptions options)
+AgentImpl::AgentImpl(const torchspan::Worker& worker, AgentOptions options)
     : options_(options),
       random_(at::detail::createCPUGenerator(options.seed)),
-      waiting_(static_cast<std::size_t>(options.actors)) {
+      requests_(worker, [this](const std::vector<Request>& requests) { return answer(requests); },
+                {.max_size = static_cast<std::size_t>(options.actors), .max_delay = kLongestWait}) {
   policy_ = register_module("policy", make_network(2));
   value_ = register_module("value", make_network(1));
   optimizer_.emplace(*this, torchspan::optim::Adam{.lr = options.lr});
@@ -66,36 +70,44 @@ std::pair<at::Tensor, at::Tensor> AgentImpl::judge(const at::Tensor& states) {
   return {policy_->forward(states).log_softmax(1), value_->forward(states).squeeze(1)};
 }
 
-void AgentImpl::select(std::int64_t actor, const at::Tensor& states, torchspan::Promise<at::Tensor> actions) {
-  std::vector<std::optional<Waiting>> complete;
+torchspan::Future<at::Tensor> AgentImpl::select(std::int64_t actor, const at::Tensor& states) {
   {
     const std::lock_guard lock(mutex_);
-    if (actor < 0 || actor >= options_.actors || waiting_[static_cast<std::size_t>(actor)]) {
-      actions.set_error(std::make_exception_ptr(torchspan::Error(
+    if (actor < 0 || actor >= options_.actors || !waiting_.insert(actor).second) {
+      throw torchspan::Error(
           torchspan::ErrorKind::kInvalid,
-          fmt::format("actor {} of {} called while it waits, or does not exist", actor, options_.actors))));
-      return;
+          fmt::format("actor {} of {} called while it waits, or does not exist", actor, options_.actors));
     }
-    waiting_[static_cast<std::size_t>(actor)].emplace(Waiting{states, std::move(actions)});
-    for (const auto& one : waiting_) {
-      if (!one) return;  // the last actor to call answers all
-    }
-    complete = std::exchange(waiting_, std::vector<std::optional<Waiting>>(waiting_.size()));
   }
-  answer(std::move(complete));
+  return requests_.add({actor, states});
 }
 
-void AgentImpl::answer(std::vector<std::optional<Waiting>> waiting) {
+std::vector<at::Tensor> AgentImpl::answer(const std::vector<Request>& requests) {
+  // In the order of the actors, so that they draw the same numbers whoever calls first.
+  std::map<std::int64_t, std::size_t> places;
+  for (std::size_t i = 0; i < requests.size(); ++i) places.emplace(requests[i].actor, i);
+  {
+    const std::lock_guard lock(mutex_);
+    waiting_.clear();
+  }
+  if (static_cast<std::int64_t>(places.size()) != options_.actors) {
+    throw torchspan::Error(torchspan::ErrorKind::kTimedOut,
+                           fmt::format("{} of {} actors called within {} s", places.size(), options_.actors,
+                                       torchspan::to_seconds(kLongestWait)));
+  }
   const c10::NoGradGuard off;
   std::vector<at::Tensor> states;
   std::vector<std::int64_t> counts;
-  for (const auto& one : waiting) {
-    states.push_back(one->states);
-    counts.push_back(one->states.size(0));
+  for (const auto& [actor, place] : places) {
+    states.push_back(requests[place].states);
+    counts.push_back(requests[place].states.size(0));
   }
   const at::Tensor drawn = judge(at::cat(states)).first.exp().multinomial(1, false, random_).squeeze(1);
   const std::vector<at::Tensor> parts = drawn.split_with_sizes(counts);
-  for (std::size_t i = 0; i < waiting.size(); ++i) waiting[i]->actions.set_value(parts[i].clone());
+  std::vector<at::Tensor> actions(requests.size());
+  std::size_t part = 0;
+  for (const auto& [actor, place] : places) actions[place] = parts[part++].clone();
+  return actions;
 }
 
 double AgentImpl::learn(const Rollout& rollout) {
@@ -136,12 +148,9 @@ double AgentImpl::learn(const Rollout& rollout) {
   return last;
 }
 
-torchspan::Future<at::Tensor> select_actions(torchspan::Worker& worker, const torchspan::RRef<Agent>& agent,
-                                             std::int64_t actor, const at::Tensor& states) {
-  auto actions = worker.make_promise<at::Tensor>();
-  auto future = actions.future();
-  agent.local_value()->select(actor, states, std::move(actions));
-  return future;
+torchspan::Future<at::Tensor> select_actions(const torchspan::RRef<Agent>& agent, std::int64_t actor,
+                                             const at::Tensor& states) {
+  return agent.local_value()->select(actor, states);
 }
 
 }  // namespace cart_pole

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <torchspan/optim.h>
+#include <torchspan/rpc/batcher.h>
 #include <torchspan/rpc/rref.h>
 #include <torchspan/rpc/worker.h>
 
@@ -45,36 +47,38 @@ struct AgentOptions {
 /// when all have called, from one forward for all of them.
 class AgentImpl : public torch::nn::Module {
  public:
-  explicit AgentImpl(AgentOptions options);
+  AgentImpl(const torchspan::Worker& worker, AgentOptions options);
 
-  /// Draws an action, int64 [K], for each state, float [K, 4], of an actor, and completes the promise when every actor
-  /// has called. Thread-safe.
-  void select(std::int64_t actor, const at::Tensor& states, torchspan::Promise<at::Tensor> actions);
+  /// Draws an action, int64 [K], for each state, float [K, 4], of an actor. The future completes when every actor has
+  /// called. Thread-safe.
+  torchspan::Future<at::Tensor> select(std::int64_t actor, const at::Tensor& states);
   /// Improves the policy with the data of a round (Schulman et al., "Proximal policy optimization algorithms", 2017).
   /// Returns the loss of the last pass.
   double learn(const Rollout& rollout);
 
  private:
-  struct Waiting {
+  struct Request {
+    std::int64_t actor;
     at::Tensor states;
-    torchspan::Promise<at::Tensor> actions;
   };
   /// Float [n, 2] log-probabilities of the actions and float [n] values of float [n, 4] states.
   std::pair<at::Tensor, at::Tensor> judge(const at::Tensor& states);
-  void answer(std::vector<std::optional<Waiting>> waiting);
+  /// Returns the actions of each request.
+  std::vector<at::Tensor> answer(const std::vector<Request>& requests);
 
   const AgentOptions options_;
   at::Generator random_;
   torch::nn::Sequential policy_{nullptr}, value_{nullptr};
   std::optional<torchspan::optim::Optimizer> optimizer_;
   std::mutex mutex_;
-  std::vector<std::optional<Waiting>> waiting_;  ///< by actor; guarded by mutex_
+  std::set<std::int64_t> waiting_;  ///< actors; guarded by mutex_
+  torchspan::Batcher<Request, at::Tensor> requests_;
 };
 TORCH_MODULE(Agent);
 
 /// AgentImpl::select() for actors on other workers.
-torchspan::Future<at::Tensor> select_actions(torchspan::Worker& worker, const torchspan::RRef<Agent>& agent,
-                                             std::int64_t actor, const at::Tensor& states);
+torchspan::Future<at::Tensor> select_actions(const torchspan::RRef<Agent>& agent, std::int64_t actor,
+                                             const at::Tensor& states);
 inline constexpr torchspan::Function<select_actions> kSelectActions{"select_actions"};
 
 }  // namespace cart_pole

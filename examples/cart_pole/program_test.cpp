@@ -67,12 +67,9 @@ TEST(CartPole, NamesTheActorsThatHaveNoCart) {
 TEST(CartPole, TheAgentAnswersWhenAllActorsHaveCalled) {
   torchspan::Session session{torchspan::WorkerOptions()};
   const auto& worker = session.worker();
-  Agent agent(AgentOptions{.actors = 2});
+  Agent agent(worker, AgentOptions{.actors = 2});
   const auto ask = [&](std::int64_t actor, std::int64_t carts) {
-    auto promise = worker.make_promise<at::Tensor>();
-    auto future = promise.future();
-    agent->select(actor, at::randn({carts, 4}), std::move(promise));
-    return future;
+    return agent->select(actor, at::randn({carts, 4}));
   };
   for (int step = 0; step < 3; ++step) {
     const auto first = ask(1, 3);

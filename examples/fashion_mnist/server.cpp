@@ -1,5 +1,6 @@
 #include "fashion_mnist/server.h"
 
+#include <chrono>
 #include <fmt/format.h>
 
 #include <ATen/ATen.h>
@@ -9,18 +10,27 @@
 
 namespace fashion_mnist {
 
-ServerImpl::ServerImpl(std::uint64_t seed)
-    : current_(std::make_shared<const Version>(Version{0, ConvNet(seed, c10::kCPU)})) {}
+ServerImpl::ServerImpl(const torchspan::Worker& worker, std::uint64_t seed)
+    : current_(std::make_shared<const Version>(Version{0, ConvNet(seed, c10::kCPU)})),
+      batcher_(worker, [this](const std::vector<at::Tensor>& calls) { return answer(calls); },
+               {.max_size = 16, .max_delay = std::chrono::milliseconds(1), .max_waiting = 256}) {}
 
-std::shared_ptr<const ServerImpl::Version> ServerImpl::current() const {
-  const std::lock_guard lock(mutex_);
-  return current_;
-}
+torchspan::Future<Answer> ServerImpl::classify(const at::Tensor& images) { return batcher_.add(images); }
 
-Answer ServerImpl::classify(const at::Tensor& images) const {
-  const auto version = current();
+std::vector<Answer> ServerImpl::answer(const std::vector<at::Tensor>& calls) const {
+  std::shared_ptr<const Version> version;
+  {
+    const std::lock_guard lock(mutex_);
+    version = current_;
+  }
+  std::vector<std::int64_t> counts;
+  for (const at::Tensor& images : calls) counts.push_back(images.size(0));
   const c10::NoGradGuard off;
-  return {version->number, version->network.ptr()->forward(images).argmax(1)};
+  const at::Tensor classes = version->network.ptr()->forward(at::cat(calls)).argmax(1);
+  std::vector<Answer> answers;
+  for (const at::Tensor& part : classes.split_with_sizes(counts))
+    answers.push_back({version->number, part.clone()});
+  return answers;
 }
 
 void ServerImpl::publish(std::int64_t version, const std::vector<at::Tensor>& parameters) {
@@ -36,5 +46,7 @@ void ServerImpl::publish(std::int64_t version, const std::vector<at::Tensor>& pa
   const std::lock_guard lock(mutex_);
   if (version > current_->number) current_ = std::make_shared<const Version>(Version{version, network});
 }
+
+Server make_server(torchspan::Worker& worker, std::uint64_t seed) { return Server(worker, seed); }
 
 }  // namespace fashion_mnist

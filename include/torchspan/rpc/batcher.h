@@ -7,10 +7,13 @@
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/rpc/worker.h>
 
@@ -20,12 +23,15 @@ struct BatcherOptions {
   std::size_t max_size = 32;  ///< requests of one batch; at least 1
   /// How long the first request of a batch waits for others; zero: only while another batch is served.
   Duration max_delay = std::chrono::milliseconds(2);
+  /// Requests that may wait; at least `max_size`. Beyond it, add() fails with kOverloaded, so that callers get an answer at
+  /// once instead of one that comes too late.
+  std::size_t max_waiting = 4096;
 };
 
 /// Collects the requests of single calls into batches, for example for one forward pass of a model. Handlers return the
 /// future of add(), so that no thread waits: PyTorch's async_execution with a batch-updating server. One batch is served at
 /// a time, on a thread of the worker; meanwhile, requests collect for the next one. Thread-safe. Its destructor fails
-/// requests that are not served yet with kCancelled.
+/// waiting requests with kCancelled, and waits for the batch that is being served, unless that destroys it.
 template <class Request, class Reply>
 class Batcher {
  public:
@@ -36,6 +42,8 @@ class Batcher {
       : state_(std::make_shared<State>(worker, std::move(serve), options)) {
     if (options.max_size == 0)
       throw_invalid("BatcherOptions::max_size is 0: let a batch have at least 1 request");
+    if (options.max_waiting < options.max_size)
+      throw_invalid("BatcherOptions::max_waiting is less than max_size: no batch could be full");
     if (!state_->serve) throw_invalid("the function that serves the batches of a Batcher is empty");
   }
   ~Batcher() {
@@ -60,20 +68,28 @@ class Batcher {
     Future<Reply> add(const std::shared_ptr<State>& self, Request request) {
       Promise<Reply> reply = worker.template make_promise<Reply>();
       Future<Reply> future = reply.future();
-      bool first = false, full = false;
+      bool full = false, first = false;
       {
         MutexLock lock(mutex);
-        waiting.push_back({std::move(request), std::move(reply), worker.runtime().executor.now()});
-        first = waiting.size() == 1;
-        full = waiting.size() >= options.max_size;
-        if (serving) return future;
-        if (full) serving = true;
+        if (waiting.size() < options.max_waiting) {
+          waiting.push_back({std::move(request), std::move(reply), worker.runtime().executor.now()});
+          full = !serving && waiting.size() >= options.max_size;
+          if (full) serving = true;
+          first = !serving && !std::exchange(timed, true);
+        }
       }
-      if (full || first) look_in(self, full ? Duration::zero() : options.max_delay, full);
+      if (full) look_in(self, Duration::zero(), true);
+      if (first) look_in(self, options.max_delay, false);
+      reply.set_error(Error(ErrorKind::kOverloaded, too_many()));  // unless it waits
       return future;
     }
 
-    /// Looks for a batch after a delay, on a thread of the worker. `claimed`: `serving` is set for it.
+    std::string too_many() const {
+      return std::to_string(options.max_waiting) +
+             " requests wait for a batch, as many as BatcherOptions::max_waiting allows: call again later";
+    }
+
+    /// Looks for a batch after a delay, on a thread of the worker. `claimed`: `serving` is set for it; else it is the timer.
     void look_in(const std::shared_ptr<State>& self, Duration delay, bool claimed) {
       worker.backend()->after(delay, [weak = std::weak_ptr<State>(self), claimed] {
         if (const auto alive = weak.lock()) alive->look(alive, claimed);
@@ -81,9 +97,10 @@ class Batcher {
     }
 
     void look(const std::shared_ptr<State>& self, bool claimed) {
-      {
+      if (!claimed) {
         MutexLock lock(mutex);
-        if (serving && !claimed) return;
+        timed = false;
+        if (serving) return;
         serving = true;
       }
       for (;;) {
@@ -96,6 +113,7 @@ class Batcher {
           left = waiting.front().since + options.max_delay - worker.runtime().executor.now();
           if (waiting.size() < options.max_size && left > Duration::zero()) {
             serving = false;
+            if (std::exchange(timed, true)) return;
           } else {
             const auto end =
                 waiting.begin() + static_cast<std::ptrdiff_t>(std::min(waiting.size(), options.max_size));
@@ -104,8 +122,24 @@ class Batcher {
           }
         }
         if (batch.empty()) return look_in(self, left, false);
-        run(std::move(batch));
+        serve_batch(std::move(batch));
       }
+    }
+
+    void serve_batch(std::vector<Waiting> batch) {
+      {
+        MutexLock lock(mutex);
+        if (closed) return;  // dropped requests fail with kCancelled
+        server = std::this_thread::get_id();
+      }
+      run(std::move(batch));
+      std::optional<Promise<void>> waiter;
+      {
+        MutexLock lock(mutex);
+        server = {};
+        waiter = std::exchange(closing, std::nullopt);
+      }
+      if (waiter) waiter->set_value();
     }
 
     void run(std::vector<Waiting> batch) {
@@ -127,11 +161,17 @@ class Batcher {
 
     void close() {
       std::vector<Waiting> dropped;  // their futures fail outside the lock
+      Future<void> served;
       {
         MutexLock lock(mutex);
         closed = true;
         dropped.swap(waiting);
+        if (server != ThreadId() && server != std::this_thread::get_id()) {
+          closing = worker.template make_promise<void>();
+          served = closing->future();
+        }
       }
+      if (served.valid()) served.wait();
     }
 
     const Worker worker;
@@ -140,7 +180,10 @@ class Batcher {
     Mutex mutex;
     std::vector<Waiting> waiting TORCHSPAN_GUARDED_BY(mutex);
     bool serving TORCHSPAN_GUARDED_BY(mutex) = false;
+    bool timed TORCHSPAN_GUARDED_BY(mutex) = false;  ///< a timer will look for a batch
     bool closed TORCHSPAN_GUARDED_BY(mutex) = false;
+    ThreadId server TORCHSPAN_GUARDED_BY(mutex);                       ///< the thread that serves a batch
+    std::optional<Promise<void>> closing TORCHSPAN_GUARDED_BY(mutex);  ///< completed when it has
   };
 
   std::shared_ptr<State> state_;

@@ -125,6 +125,73 @@ TEST(Batcher, FailsRequestsThatAreNotServedWhenItIsDestroyed) {
   });
 }
 
+TEST(Batcher, RefusesRequestsWhenTooManyWait) {
+  on_first([](SimCluster&, Worker& worker) {
+    const BatcherOptions options{.max_size = 4, .max_delay = seconds(10), .max_waiting = 5};
+    Batcher<std::int64_t, std::int64_t>* filled = nullptr;
+    std::vector<Future<std::int64_t>> answers, later;
+    Batcher<std::int64_t, std::int64_t> batcher(
+        worker,
+        [&](const std::vector<std::int64_t>& numbers) {
+          for (int i = 0; i < 7 && later.size() < 7; ++i) later.push_back(filled->add(10 + i));
+          return numbers;
+        },
+        options);
+    filled = &batcher;
+    for (int i = 0; i < 4; ++i) answers.push_back(batcher.add(i));
+    for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(answers[i].wait(), static_cast<std::int64_t>(i));
+    for (std::size_t i = 0; i < 5; ++i) EXPECT_EQ(later[i].wait(), static_cast<std::int64_t>(10 + i));
+    for (std::size_t i = 5; i < 7; ++i) EXPECT_EQ(kind_of([&] { later[i].wait(); }), ErrorKind::kOverloaded);
+    EXPECT_EQ(kind_of([&] { Squares(worker, {.max_size = 4, .max_waiting = 3}); }), ErrorKind::kInvalid);
+  });
+}
+
+/// One timer, however many requests come and are served before it.
+TEST(Batcher, ServesTheRestAfterItsOwnDelayAlsoWhenAnEarlierTimerRuns) {
+  on_first([](SimCluster& world, Worker& worker) {
+    Squares squares(worker, {.max_size = 2, .max_delay = seconds(10)});
+    auto first = squares.batcher.add(1), second = squares.batcher.add(2);
+    EXPECT_EQ(first.wait() + second.wait(), 5);
+    worker.delay(seconds(6)).wait();
+    const TimePoint start = world.executor().now();
+    EXPECT_EQ(squares.batcher.add(3).wait(), 9);
+    EXPECT_GE(world.executor().now() - start, seconds(10));
+    EXPECT_LE(world.executor().now() - start, seconds(11));
+    EXPECT_THAT(squares.sizes, ElementsAre(2, 1));
+  });
+}
+
+TEST(Batcher, IsNotDestroyedWhileABatchIsServed) {
+  on_first([](SimCluster& world, Worker& worker) {
+    bool served = false;
+    Future<std::int64_t> answer;
+    const TimePoint start = world.executor().now();
+    {
+      Batcher<std::int64_t, std::int64_t> batcher(worker,
+                                                  [&](const std::vector<std::int64_t>& numbers) {
+                                                    worker.delay(seconds(2)).wait();
+                                                    served = true;
+                                                    return numbers;
+                                                  },
+                                                  {.max_size = 1});
+      answer = batcher.add(3);
+      worker.delay(seconds(1)).wait();
+    }
+    EXPECT_TRUE(served);
+    EXPECT_EQ(answer.wait(), 3);
+    EXPECT_LE(world.executor().now() - start, seconds(3));
+    auto own = std::make_unique<std::unique_ptr<Batcher<std::int64_t, std::int64_t>>>();
+    *own = std::make_unique<Batcher<std::int64_t, std::int64_t>>(
+        worker,
+        [&own](const std::vector<std::int64_t>& numbers) {
+          own->reset();  // does not wait for itself
+          return numbers;
+        },
+        BatcherOptions{.max_size = 1});
+    EXPECT_EQ((*own)->add(4).wait(), 4);
+  });
+}
+
 TEST(Delay, CompletesAfterTheTimeWithoutAThread) {
   on_first([](SimCluster& world, Worker& worker) {
     const TimePoint start = world.executor().now();
