@@ -47,7 +47,7 @@ TEST(Team, LeavesToEachRankWhatIsItsOwn) {
     Net net(self.rank), other(self.rank);
     DistributedDataParallel<Net> model(
         is_new ? other : net, self.group,
-        {.ignored_parameters = {"mine"}, .broadcast_buffers = false, .initial_sync = false});
+        {.broadcast_buffers = false, .initial_sync = false, .ignored_parameters = {"mine"}});
     team_of(self, {0, 1}).compare(*net, net->buffers(), {});
     EXPECT_EQ(net->seen[0].item<double>(), self.rank);
     EXPECT_EQ(net->mine[0].item<double>(), self.rank);

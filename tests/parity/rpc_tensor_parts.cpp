@@ -153,13 +153,14 @@ TEST_F(RpcTensorParts, KeepTypeShapeAndValuesInDeviceMemory) {
   options.functions.add(kSame);
   on_first(options, [&](Worker& worker) {
     connect(worker);
-    const at::Tensor base = at::arange(3 << 20, at::kDouble).view({2, 3, 512, 1024});
     for (const at::ScalarType dtype :
          {at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kByte, at::kBool, at::kComplexDouble}) {
-      const at::Tensor x = base.to(dtype);
+      const auto rows =
+          512 / static_cast<std::int64_t>(c10::elementSize(dtype));  // the least that goes in parts
+      const at::Tensor x = at::arange(2 * 3 * rows * 1024, at::kDouble).view({2, 3, rows, 1024}).to(dtype);
       for (const at::Tensor& tensor : {x, x.transpose(0, 3), x.select(0, 1), x.narrow(3, 1, 900),
                                        x.contiguous(at::MemoryFormat::ChannelsLast),
-                                       x.select(1, 2).unsqueeze(0).expand({3, 2, 512, 1024})}) {
+                                       x.select(1, 2).unsqueeze(0).expand({3, 2, rows, 1024})}) {
         const std::int64_t before = counter(worker, kSharedSent);
         const at::Tensor back = worker.rpc_sync(1, kSame, tensor.to(stand_in(0)));
         constexpr std::int64_t kPart = kShared / 4;
