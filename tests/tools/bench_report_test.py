@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench-report"
@@ -20,9 +21,10 @@ class BenchReport(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name)
         self.results = self.root / "build" / "bench"
-        for path in (self.root / "tools", self.root / "bench", self.root / "docs", self.results / "torch2"):
+        for path in (self.root / "tools", self.root / "bench", self.root / "docs" / "images", self.results / "torch2"):
             path.mkdir(parents=True)
-        shutil.copy(TOOL, self.root / "tools" / "bench-report")
+        for tool in (TOOL, TOOL.with_name("line_plot.py")):
+            shutil.copy(tool, self.root / "tools" / tool.name)
         self.record = self.root / "bench" / "recorded.json"
         self.page = self.root / "docs" / "performance.md"
         self.page.write_text("# Text\n\n<!-- figures\n     rpc/(call|echo) rpc/g.* -->\nold\n<!-- end -->\nend\n")
@@ -95,6 +97,26 @@ class BenchReport(unittest.TestCase):
         self.assertEqual(self.page.read_text().splitlines()[3:-1], [
             "| `rpc/call` | 5 µs |  | 0.5 | 0.5 |", "| `rpc/echo` | 8 µs |  | 0.8 | 0.75, **missed** |",
             "| `rpc/echo` | 8 µs |  | 0.8 | 8 µs |", "| `rpc/gone` | 7 µs |  | 0.7 | 6.5 µs, **missed** |"])
+
+    def test_plots_are_drawn_of_recorded_sections(self):
+        self.write_record({"rpc": {"rpc/call": 0.5, "rpc/echo": 0.8, "rpc/gone": 0.7},
+                           "survive": {"survive/goodput/kill_5s": 1.25, "survive/goodput/kill_20s": 1.0},
+                           "collective": {f"{who}/all_reduce/{size}{rest}": 0.5 for who, rest in
+                                          (("gloo", ""), ("collective", "/private/gloo")) for size in ("64B", "1KiB", "2MiB")}})
+        self.assertEqual(self.run_tool("--page")[0], 0)
+        images = self.root / "docs" / "images"
+        self.assertEqual(sorted(path.name for path in images.iterdir()), ["bench_all_reduce.svg", "bench_goodput.svg"])
+        drawn = (images / "bench_all_reduce.svg").read_text()
+        for text in (">64 B<", ">1 KiB<", ">2 MiB<", ">Gloo<", "2026-01-31", "prefers-color-scheme: dark"):
+            self.assertIn(text, drawn)
+        self.assertEqual(drawn.count("<polyline"), 2)
+        goodput = ElementTree.parse(images / "bench_goodput.svg").getroot()
+        points = goodput.find("{http://www.w3.org/2000/svg}polyline").get("points").split()
+        heights = [float(point.split(",")[1]) for point in points]
+        lines = sorted({float(line.get("y1")) for line in goodput.findall("{http://www.w3.org/2000/svg}line")})
+        self.assertEqual(len(lines), 6)
+        self.assertAlmostEqual(heights[1], lines[0], delta=0.2, msg="no loss is 100 %")
+        self.assertAlmostEqual(heights[0], lines[1], delta=0.2, msg="1.25 times the time is 80 %")
 
     def test_recording_writes_the_tables_of_the_page(self):
         self.write("rpc", figure("rpc/call", 0.4), figure("rpc/echo", 0.5), figure("rpc/gone", 0.6))
