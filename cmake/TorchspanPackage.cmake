@@ -1,5 +1,5 @@
 # `cpack` (presets `package`, `package-shared`): Debian packages of the components that cmake/TorchspanInstall.cmake
-# installs. With TORCHSPAN_SHARED, libtorchspan0.1 contains the library, and libtorchspan-dev links it.
+# installs. With TORCHSPAN_SHARED, libtorchspan0.2 contains the library, and libtorchspan-dev links it.
 set(CPACK_GENERATOR DEB)
 set(CPACK_VERBATIM_VARIABLES ON)
 set(CPACK_PACKAGE_CONTACT "TorchSpan maintainers <torchspan@localhost>")

@@ -1,6 +1,6 @@
 """Conan 2 recipe. Builds TorchSpan from its source tarball (`make tarball`), or from the checkout that contains it.
 
-    tar -xf torchspan-0.1.0.tar.gz && conan create torchspan-0.1.0/packaging/conan [-o torchspan/*:shared=True]
+    tar -xf torchspan-0.2.0.tar.gz && conan create torchspan-0.2.0/packaging/conan [-o torchspan/*:shared=True]
 
 LibTorch, OpenSSL, fmt, CLI11, JSON and xxHash come from the system: they must be those that LibTorch itself loads. Another
 LibTorch (the folder of pip's torch or of a zip): -c user.torchspan:libtorch=/path/to/libtorch

@@ -1,5 +1,5 @@
 # Builds from the source tarball that `make tarball` writes:
-#   VCPKG_KEEP_ENV_VARS="TORCHSPAN_TARBALL;TORCHSPAN_LIBTORCH" TORCHSPAN_TARBALL=/path/to/torchspan-0.1.0.tar.gz \
+#   VCPKG_KEEP_ENV_VARS="TORCHSPAN_TARBALL;TORCHSPAN_LIBTORCH" TORCHSPAN_TARBALL=/path/to/torchspan-0.2.0.tar.gz \
 #     vcpkg install torchspan --overlay-ports=packaging/vcpkg --binarysource=clear
 # LibTorch comes from the system; TORCHSPAN_LIBTORCH names the folder of another one. A dynamic triplet gives
 # libtorchspan.so, a static one the static libraries.
