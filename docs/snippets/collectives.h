@@ -5,4 +5,5 @@
 
 namespace ts = torchspan;
 
+extern ts::Session& session;
 extern const ts::Group& group;
