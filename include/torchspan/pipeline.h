@@ -101,7 +101,7 @@ struct StepOptions {
 /// Seed of LibTorch's generator for one use of a layer under PipelineOptions::seed; use it to reproduce the
 /// numbers in one process. `step` is Pipeline::training_steps() before the call, one more if a batch is in flight;
 /// without gradients, 2^63 plus the number of such calls before. Orders count from 0; the loss has the one after the last
-/// use.
+/// use. Micro-batches count over all replicas: replica * PipelineOptions::micro_batches + number.
 std::uint64_t seed_of_use(std::uint64_t seed, std::uint64_t step, int order, int micro_batch);
 /// Seed for building layer number `layer`, counted from 0.
 std::uint64_t seed_of_layer(std::uint64_t seed, int layer);

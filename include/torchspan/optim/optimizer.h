@@ -161,7 +161,7 @@ struct CosineAnnealingLR {
 
 /// Linear warmup from `start_factor` to 1, then another schedule.
 struct WarmupLR {
-  std::int64_t total_iters = 0;  ///< steps before `then` starts at its step 0; required
+  std::int64_t total_iters = 0;  ///< steps before `then`, which counts its steps from there; required
   double start_factor = 0;
   LRLambda then = nullptr;  ///< empty: constant 1
   operator LRLambda() const;
