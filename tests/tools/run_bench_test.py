@@ -21,7 +21,7 @@ class RunBench(unittest.TestCase):
         self.results = self.root / "build" / "bench"
         for path in ("bench", "tools", "build/release/bin", "path"):
             (self.root / path).mkdir(parents=True)
-        for tool in ("run-bench", "bench-report"):
+        for tool in ("run-bench", "bench-report", "line_plot.py"):
             shutil.copy(TOOLS / tool, self.root / "tools" / tool)
         self.script("path/ninja", "#!/bin/sh\n")
         self.script("path/nvidia-smi", "#!/bin/sh\nexit 9\n")
