@@ -1,6 +1,5 @@
 // Section survive: steps per second of elastic training while a rank is killed every few seconds and restarted, against
 // the same training without kills. Four ranks, the same number of samples in every step.
-#include <algorithm>
 #include <array>
 #include <filesystem>
 #include <fstream>
@@ -151,11 +150,7 @@ int main() {
       all_kills[between] += kills;
     }
   }
-  const auto median = [&](int between) {
-    std::vector<double>& all = speeds[between];
-    std::sort(all.begin(), all.end());
-    return all[all.size() / 2];
-  };
+  const auto median = [&](int between) { return bench::percentile(speeds[between], 0.5); };
   nlohmann::json metrics = nlohmann::json::array();
   for (const int between : kBetweenKills) {
     if (between == 0) continue;

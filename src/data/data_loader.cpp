@@ -104,16 +104,15 @@ class Loading::Impl {
     ahead_.reset();
     position_ = sampler_.of_step(position, options_.size);
   }
-  std::int64_t steps_per_epoch() const {
-    const std::int64_t full = options_.batch * (options_.batch_per_rank ? options_.size : 1);
-    return (sampler_.options().samples + (options_.drop_last ? 0 : full - 1)) / full;
-  }
-  void set_seed(std::uint64_t seed) {
+  /// The same, in the orders of another seed.
+  void move_to(const DataPosition& position, std::uint64_t seed) {
+    move_to(position);
     SamplerOptions options = sampler_.options();
     options.seed = seed;
-    ahead_.reset();
     sampler_ = Sampler(options);
   }
+  std::int64_t steps_per_epoch() const { return sampler_.steps_per_epoch(options_.size); }
+  std::int64_t full_step() const { return sampler_.full_step(options_.size); }
   const SamplerOptions& sampling() const { return sampler_.options(); }
 
  private:
@@ -167,14 +166,11 @@ class LoadingSource final : public state::StateSource {
     if (samples != loading_.sampling().samples) {
       throw_invalid(
           fmt::format("'{}' was saved by a DataLoader of {} samples, and this one has {}: use the same data "
-                      "set, or do not "
-                      "register the loader and call move_to()",
+                      "set, or do not register the loader and call move_to()",
                       reader.full_name(""), samples, loading_.sampling().samples));
     }
     const DataPosition position{.step = number("step"), .epoch = number("epoch"), .next = number("next")};
-    const auto seed = static_cast<std::uint64_t>(number("seed"));
-    loading_.move_to(position);
-    loading_.set_seed(seed);
+    loading_.move_to(position, static_cast<std::uint64_t>(number("seed")));
   }
 
  private:
@@ -186,12 +182,12 @@ class LoadingSource final : public state::StateSource {
 Loading::Loading(std::int64_t samples, Read read, const DataLoaderOptions& options) {
   options.validate();
   if (samples <= 0) throw_invalid("a DataLoader needs a data set with samples; this one has none");
-  const std::int64_t full = options.batch * (options.batch_per_rank ? options.size : 1);
-  if (options.drop_last && samples < full) {
-    throw_invalid(fmt::format(
-        "with DataLoaderOptions::drop_last, {} samples make no step of {}: lower `batch`", samples, full));
-  }
   impl_ = std::make_unique<Impl>(samples, std::move(read), options);
+  if (impl_->steps_per_epoch() == 0) {
+    throw_invalid(
+        fmt::format("with DataLoaderOptions::drop_last, {} samples make no step of {}: lower `batch`",
+                    samples, impl_->full_step()));
+  }
 }
 
 Loading::~Loading() = default;

@@ -21,12 +21,17 @@ std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
 
 }  // namespace
 
-std::int64_t Sampler::full(int size) const {
+std::int64_t Sampler::full_step(int size) const {
   return options_.batch_per_rank ? options_.batch * size : options_.batch;
 }
 
+std::int64_t Sampler::steps_per_epoch(int size) const {
+  const std::int64_t full = full_step(size);
+  return (options_.samples + (options_.drop_last ? 0 : full - 1)) / full;
+}
+
 std::int64_t Sampler::count(const DataPosition& at, int size) const {
-  return std::min(options_.samples - at.next, full(size));
+  return std::min(options_.samples - at.next, full_step(size));
 }
 
 /// Fisher and Yates, with a generator and a reduction that every standard library computes alike.
@@ -59,7 +64,7 @@ DataStep Sampler::step(const DataPosition& at, int rank, int size) {
 
 DataPosition Sampler::of_step(const DataPosition& at, int size) const {
   const std::int64_t left = options_.samples - at.next;
-  if (left > 0 && (!options_.drop_last || left >= full(size))) return at;
+  if (left > 0 && (!options_.drop_last || left >= full_step(size))) return at;
   return {.step = at.step, .epoch = at.epoch + 1, .next = 0};
 }
 

@@ -68,10 +68,11 @@ class Batcher {
     Future<Reply> add(const std::shared_ptr<State>& self, Request request) {
       Promise<Reply> reply = worker.template make_promise<Reply>();
       Future<Reply> future = reply.future();
-      bool full = false, first = false;
+      bool waits = false, full = false, first = false;
       {
         MutexLock lock(mutex);
-        if (waiting.size() < options.max_waiting) {
+        waits = waiting.size() < options.max_waiting;
+        if (waits) {
           waiting.push_back({std::move(request), std::move(reply), worker.runtime().executor.now()});
           full = !serving && waiting.size() >= options.max_size;
           if (full) serving = true;
@@ -80,13 +81,13 @@ class Batcher {
       }
       if (full) look_in(self, Duration::zero(), true);
       if (first) look_in(self, options.max_delay, false);
-      reply.set_error(Error(ErrorKind::kOverloaded, too_many()));  // unless it waits
+      if (!waits) {
+        reply.set_error(
+            Error(ErrorKind::kOverloaded, std::to_string(options.max_waiting) +
+                                              " requests wait for a batch, as many as "
+                                              "BatcherOptions::max_waiting allows: call again later"));
+      }
       return future;
-    }
-
-    std::string too_many() const {
-      return std::to_string(options.max_waiting) +
-             " requests wait for a batch, as many as BatcherOptions::max_waiting allows: call again later";
     }
 
     /// Looks for a batch after a delay, on a thread of the worker. `claimed`: `serving` is set for it; else it is the timer.

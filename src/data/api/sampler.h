@@ -30,8 +30,11 @@ class Sampler {
   /// The position after that step.
   DataPosition after(const DataPosition& at, int size) const;
 
+  /// Samples of a step that is not the last one of its epoch.
+  std::int64_t full_step(int size) const;
+  std::int64_t steps_per_epoch(int size) const;
+
  private:
-  std::int64_t full(int size) const;
   std::int64_t count(const DataPosition& at, int size) const;
   void shuffle(std::int64_t epoch);
 
