@@ -26,7 +26,7 @@ using testing::ProcessWorld;
 using testing::require;
 
 constexpr std::int64_t kWidth = 192;
-constexpr std::int64_t kRows = 96;  ///< of a micro-batch
+constexpr std::int64_t kRows = 48;  ///< of a micro-batch
 constexpr int kMicroBatches = 6;
 
 /// A block of a transformer without attention.

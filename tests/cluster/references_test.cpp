@@ -267,7 +267,7 @@ void churn() {
   auto session = make_session();
   Worker& worker = session->worker();
   std::vector<std::int64_t> heap, pages;
-  for (const std::size_t values : {5'000, 50'000, 50'000}) {
+  for (const std::size_t values : {5'000, 10'000, 10'000}) {
     if (worker.rank() == 0) share_and_drop(worker, values);
     worker.barrier();
     wait_until_empty(worker);
@@ -279,18 +279,18 @@ void churn() {
     worker.barrier();  // no worker creates more while others still measure
   }
   const std::string text =
-      fmt::format("rank {}: after 10,000 references and 100,000 more twice, {} bytes in use, {} in pages",
+      fmt::format("rank {}: after 10,000 references and 20,000 more twice, {} bytes in use, {} in pages",
                   worker.rank(), fmt::join(heap, ", "), fmt::join(pages, ", "));
   std::printf("%s\n", text.c_str());
   require(heap[1] - heap[0] < 4 * kMiB, text);  // the first rounds leave larger tables and fuller caches
-  require(heap[2] - heap[1] < kMiB, text);
+  require(heap[2] - heap[1] < kMiB / 4, text);
   for (const std::int64_t bytes : pages)
     require(testing::kFreedMemoryIsKept || bytes - pages[0] < 32 * kMiB, text);  // overhead of the allocator
   session->shutdown();
 }
 
-/// A leak of 11 bytes per reference would exceed the margin.
-TEST(Cluster, MemoryComesBackAfterAHundredThousandReferences) {
+/// A leak of 13 bytes per reference would exceed the margin.
+TEST(Cluster, MemoryComesBackAfterThousandsOfReferences) {
   ProcessWorld world(3);
   world.start_all("references.churn");
   expect_all_end_well(world, seconds(120));

@@ -626,7 +626,7 @@ bool check(Choices& choices) {
   return true;
 }
 
-TEST(HybridTrainings, WithSharedTablesAreThoseOfOneProcess) { run_cases(100, check); }
+TEST(HybridTrainings, WithSharedTablesAreThoseOfOneProcess) { run_cases(60, check); }
 
 bool check_in_process(Session& session, Shared& shared, Choices& choices, const std::string& folder) {
   const Case one(choices);

@@ -669,7 +669,7 @@ bool check(Choices& choices) {
   return true;
 }
 
-TEST(PipelineTrainings, AreThoseOfOneProcess) { run_cases(100, check); }
+TEST(PipelineTrainings, AreThoseOfOneProcess) { run_cases(60, check); }
 
 bool check_in_process(Session& session, Choices& choices, const std::string& folder) {
   const Case one(choices);

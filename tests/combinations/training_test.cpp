@@ -103,11 +103,11 @@ bool check(Choices& choices, bool sharded) {
 }
 
 TEST(Trainings, WithReplicasAndDividedOptimizersAreThoseOfOneProcess) {
-  run_cases(100, [](Choices& choices) { return check(choices, false); });
+  run_cases(60, [](Choices& choices) { return check(choices, false); });
 }
 
 TEST(Trainings, WithShardedParametersAreThoseOfOneProcess) {
-  run_cases(100, [](Choices& choices) { return check(choices, true); });
+  run_cases(60, [](Choices& choices) { return check(choices, true); });
 }
 
 }  // namespace

@@ -66,19 +66,19 @@ class Watch {
   Thread thread_;
 };
 
-/// A peer that authenticated before the attack and exchanges messages all the time. The attack must not
-/// affect it.
+/// A peer that authenticated before the attack and exchanges messages during it. The attack must not affect it.
 class Traffic {
  public:
   explicit Traffic(AttackedListener& listener) : honest_(listener.make_honest()) {
     if (!honest_) return;
-    thread_ = listener.executor().spawn("traffic", [this] {
+    thread_ = listener.executor().spawn("traffic", [this, &listener] {
       while (!stopping_) {
         const bool served = honest_->exchange();
         EXPECT_TRUE(served) << "an honest peer lost its connection after " << rounds_
                             << " rounds: " << honest_->why();
         if (!served) return;
         ++rounds_;
+        listener.executor().sleep(std::chrono::microseconds(500));
       }
     });
   }
