@@ -14,6 +14,7 @@ import base64
 import collections
 import itertools
 import json
+import math
 
 import torch
 import torch.distributed as dist
@@ -170,11 +171,12 @@ class _Tensor:
         self._tensor = tensor
 
     def save(self):
-        return [("", self._tensor)]
+        return _listed("", self._tensor)
 
     def load(self, reader):
-        target = self._tensor.detach()
-        reader.read_shard("", target, [0] * target.dim())
+        target, offset = _part("", self._tensor)
+        if offset is not None:
+            reader.read_shard("", target, offset)
 
 
 class _Generator:
@@ -189,14 +191,17 @@ class _Generator:
 
 
 class _Module:
-    """Parameters and buffers by name, a tensor with several names once; other entries of the state as one text."""
+    """Parameters and buffers by name, a tensor with several names once; other entries of the state as one text.
+
+    Of a DTensor, each rank saves and reads its own part, in a file of the whole: other ranks, of any number, may continue.
+    """
 
     def __init__(self, module):
         self._module = module
 
     def save(self):
         tensors, others = self._split()
-        return [(names[0], tensor) for names, tensor in tensors] + [
+        return [item for names, tensor in tensors for item in _listed(names[0], tensor)] + [
             item for key, value in others.items() for item in _encoded(key, value)
         ]
 
@@ -210,15 +215,15 @@ class _Module:
                 continue
             reader.check(saved, tensor)
             unexpected.difference_update(names)
-            state.update(dict.fromkeys(names, saved))
+            state.update(dict.fromkeys(names, (saved, tensor)))
         unexpected = {name for name in unexpected if not any(name.startswith(f"{key}.") for key in others)}
         faults = [f"the checkpoint has no {_some(missing)}"] if missing else []
         faults += [f"the module has no {_some(unexpected)}"] if unexpected else []
         if faults:
             raise ValueError("; ".join(faults))
-        whole = {name: reader.read(saved) for name, saved in state.items()}
-        whole.update({key: _decoded(key, reader) for key in others})
-        self._module.load_state_dict(whole)
+        read = {name: _read_as(reader, saved, tensor) for name, (saved, tensor) in state.items()}
+        read.update({key: _decoded(key, reader) for key in others})
+        self._module.load_state_dict(read)
 
     def _split(self):
         """(names, tensor) of each tensor, and the other entries of the state."""
@@ -227,9 +232,10 @@ class _Module:
             if not isinstance(value, torch.Tensor):
                 others[name] = value
                 continue
-            _require_whole(name, value)
-            same = (value.data_ptr(), value.dtype, value.shape, value.stride())
-            known.setdefault(same if value.numel() > 0 else name, ([], value))[0].append(name)
+            local = value.detach().to_local() if _is_divided(value) else value
+            # An empty part has no memory, but its storage tells whether two names are one tensor.
+            place = (local.untyped_storage()._cdata, local.storage_offset())
+            known.setdefault((place, value.dtype, value.shape, value.stride()), ([], value))[0].append(name)
         return list(known.values()), others
 
 
@@ -240,10 +246,17 @@ class _Stateful:
         self._name, self._value = name, value
 
     def save(self):
-        return _encoded("", self._value.state_dict())
+        return _encoded("", self._value.state_dict(), self._parameters())
 
     def load(self, reader):
-        self._value.load_state_dict(_decoded("", reader))
+        self._value.load_state_dict(_decoded("", reader, self._parameters()))
+
+    def _parameters(self):
+        """Of an optimizer of torch: its parameters, by the names of their state."""
+        if not isinstance(self._value, torch.optim.Optimizer):
+            return {}
+        parameters = (parameter for group in self._value.param_groups for parameter in group["params"])
+        return {f"state.{number}": parameter for number, parameter in enumerate(parameters)}
 
 
 class _Container:
@@ -263,29 +276,115 @@ class _Container:
         (self._value.update if isinstance(saved, dict) else self._value.extend)(saved)
 
 
+# ---- DTensors: each rank has a part
+
+
+def _is_divided(tensor):
+    return hasattr(tensor, "device_mesh")
+
+
+def _part(name, tensor):
+    """This rank's part of a tensor and its offset in the whole; the offset is None if this rank has nothing of it."""
+    tensor = tensor.detach()
+    if not _is_divided(tensor):
+        return tensor, [0] * tensor.dim()
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise errors.of_kind(
+            "unsupported", f"{name or 'the tensor'} is a DTensor of partial sums: save what its redistribute() or full_tensor() returns"
+        )
+    local = tensor.to_local()
+    if tensor.device_mesh.get_coordinate() is None or (local.numel() == 0 and tensor.numel() > 0):
+        return local, None
+    shape, offset = _box(tensor)
+    if shape != list(local.shape):
+        raise errors.of_kind(
+            "unsupported",
+            f"{name or 'the tensor'} is a DTensor of placements {tensor.placements}, which give this rank more than one range of it: "
+            "save it with torch.distributed.checkpoint, or its full_tensor()",
+        )
+    return local, offset
+
+
+def _box(tensor):
+    """Shape and offset of this rank's part of a DTensor; None, None if it is not one range in each dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh = tensor.device_mesh
+    for place, placement in enumerate(tensor.placements):
+        # fully_shard() of a dimension that tensor-parallel layers divide: it cuts each of their `split_factor` pieces.
+        pieces = getattr(placement, "split_factor", 1)
+        later = (at for at in range(place + 1, mesh.ndim) if tensor.placements[at].is_shard())
+        cuts = math.prod(mesh.size(at) for at in later if tensor.placements[at].dim == placement.dim) if pieces > 1 else 1
+        if pieces != cuts:
+            return None, None
+    try:
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    except AssertionError:  # torch's answer to pieces that such a cut does not divide evenly
+        return None, None
+    return list(shape), list(offset)
+
+
+def _listed(name, tensor):
+    """What save() lists of a tensor: (name, tensor), or (name, part, shape of the whole, offset), or nothing."""
+    if not _is_divided(tensor):
+        return [(name, tensor)]
+    local, offset = _part(name, tensor)
+    return [] if offset is None else [(name, local, list(tensor.shape), offset)]
+
+
+def _read_as(reader, saved, like):
+    """The saved tensor; if `like` is a DTensor, as one with the same placements, of which this rank reads its part."""
+    if not _is_divided(like):
+        return reader.read(saved)
+    from torch.distributed.tensor import DTensor
+
+    local, offset = _part(saved, like)
+    if offset is not None:
+        local = reader.read_part(saved, list(local.shape), offset)
+    # torch would exchange the shapes of all parts, and check them, if this did not state the whole's.
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 # ---- nested values: their tensors by name, the rest as one JSON text, in which an object {kind: content} is what JSON lacks
 
 _MAPPINGS = {"dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter}
 
 
-def _encoded(name, value):
+def _encoded(name, value, parameters=None):
+    """`parameters`: those of an optimizer, whose state is divided as they are."""
     tensors = []
-    text = json.dumps(_plain(name, value, tensors))
+    text = json.dumps(_plain(name, value, tensors, parameters or {}))
     return [(name, text), *tensors]
 
 
-def _plain(path, value, tensors):
+def _parameter_of(path, shape, parameters):
+    """The parameter to whose state the tensor at `path` belongs, if they have the same shape."""
+    owner, _, entry = path.rpartition(".")
+    parameter = parameters.get(owner) if entry != "step" else None
+    return parameter if parameter is not None and list(parameter.shape) == list(shape) else None
+
+
+def _plain(path, value, tensors, parameters):
     """What JSON writes for the value; tensors are appended with their names."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, torch.Tensor):
-        _require_whole(path, value)
         path = path or "tensor"
-        tensors.append((path, value))
+        if _is_divided(value):
+            parameter = _parameter_of(path, value.shape, parameters)
+            if parameter is None or getattr(parameter, "placements", None) != value.placements:
+                raise errors.of_kind(
+                    "unsupported",
+                    f"{path} is a DTensor that is neither a module's nor the state of a parameter with the same placements: save it "
+                    "with torch.distributed.checkpoint, or its full_tensor()",
+                )
+        tensors.extend(_listed(path, value))
         return {"tensor": path}
 
     def inside(key, one):
-        return _plain(f"{path}.{key}" if path else str(key), one, tensors)
+        return _plain(f"{path}.{key}" if path else str(key), one, tensors, parameters)
 
     if type(value) is list:
         return [inside(place, one) for place, one in enumerate(value)]
@@ -294,7 +393,7 @@ def _plain(path, value, tensors):
     if isinstance(value, collections.defaultdict):
         value = dict(value)
     if type(value).__name__ in _MAPPINGS and isinstance(value, dict):
-        return {type(value).__name__: [[_plain(path, key, tensors), inside(key, one)] for key, one in value.items()]}
+        return {type(value).__name__: [[_plain(path, key, tensors, {}), inside(key, one)] for key, one in value.items()]}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, (torch.dtype, torch.device)):
@@ -305,7 +404,13 @@ def _plain(path, value, tensors):
     )
 
 
-def _decoded(name, reader):
+def _decoded(name, reader, parameters=None):
+    def tensor(path):
+        parameter = _parameter_of(path, reader.shape(path), parameters) if parameters else None
+        if parameter is not None and _is_divided(parameter):
+            return _read_as(reader, path, parameter)
+        return reader.read(path).clone()  # a part of a mapped file otherwise, which then stays on the disk
+
     def value(plain):
         if isinstance(plain, list):
             return [value(one) for one in plain]
@@ -313,7 +418,7 @@ def _decoded(name, reader):
             return plain
         ((kind, content),) = plain.items()
         if kind == "tensor":
-            return reader.read(content).clone()  # a part of a mapped file otherwise, which then stays on the disk
+            return tensor(content)
         if kind == "tuple":
             return tuple(value(one) for one in content)
         if kind == "bytes":
@@ -325,14 +430,6 @@ def _decoded(name, reader):
         return _MAPPINGS[kind]({value(key): value(one) for key, one in content})
 
     return value(json.loads(reader.value(name)))
-
-
-def _require_whole(name, tensor):
-    if hasattr(tensor, "device_mesh"):
-        raise errors.of_kind(
-            "unsupported",
-            f"{name} is a DTensor, of which each rank has a part: save it with torch.distributed.checkpoint, or its full_tensor()",
-        )
 
 
 def _some(names):

@@ -12,6 +12,8 @@ namespace torchspan::device {
 
 DeviceCount count_devices(c10::DeviceType type) {
   if (!c10::impl::hasDeviceGuardImpl(type)) return {};
+  // In a process without CUDA devices, torch's fake tensors, which DTensor uses, install a guard that claims eight.
+  if (type == c10::kCUDA && !at::globalContext().hasCUDA()) return {.supported = true};
   return {.supported = true, .count = c10::impl::getDeviceGuardImpl(type)->deviceCount()};
 }
 
@@ -40,10 +42,8 @@ std::string why_absent(c10::Device device) { return why_absent(device, count_dev
 
 std::vector<NamedGenerator> default_generators() {
   std::vector<NamedGenerator> all{{"cpu", at::detail::getDefaultCPUGenerator()}};
-  if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return all;
-  const c10::DeviceIndex count = c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount();
-  for (c10::DeviceIndex index = 0; index < count; ++index) {
-    const c10::Device device(c10::kCUDA, index);
+  for (int index = 0; index < count_devices(c10::kCUDA).count; ++index) {
+    const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
     all.push_back({device.str(), at::globalContext().defaultGenerator(device)});
   }
   return all;

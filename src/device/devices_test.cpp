@@ -1,5 +1,7 @@
 #include "device/api/devices.h"
 
+#include <ATen/Context.h>
+#include <c10/core/impl/FakeGuardImpl.h>
 #include <gmock/gmock.h>
 
 #include "tests/support/stand_in_device.h"
@@ -32,6 +34,18 @@ TEST(Presence, CountsTheDevicesOfThisProcess) {
   EXPECT_EQ(why_absent(stand_in(1)), "");
   EXPECT_THAT(why_absent(stand_in(2)), HasSubstr("this process has 2 privateuseone devices"));
   EXPECT_EQ(why_absent(c10::Device("xpu:0")), "this process has no xpu devices");
+}
+
+/// torch's fake tensors, which DTensor uses, install such a guard in a process without CUDA devices: it claims eight.
+TEST(Presence, DoesNotCountFakeDevices) {
+  if (at::globalContext().hasCUDA()) GTEST_SKIP() << "this process has CUDA devices";
+  const c10::impl::FakeGuardImpl<c10::kCUDA> fake;
+  auto& guard = c10::impl::device_guard_impl_registry[static_cast<std::size_t>(c10::kCUDA)];
+  const auto* before = guard.exchange(&fake);
+  EXPECT_GT(fake.deviceCount(), 0);
+  EXPECT_EQ(count_devices(c10::kCUDA).count, 0);
+  EXPECT_EQ(default_generators().size(), 1u) << "that of the CPU";
+  guard.store(before);
 }
 
 }  // namespace

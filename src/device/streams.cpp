@@ -10,6 +10,7 @@
 #include <torchspan/detail/device/streams.h>
 
 #include "device/api/compat.h"
+#include "device/api/devices.h"
 
 namespace torchspan::device {
 namespace {
@@ -24,9 +25,8 @@ const std::vector<c10::Device>& devices() {
   static const std::vector<c10::Device> found = [] {
     std::vector<c10::Device> all;
     for (const c10::DeviceType type : kTypes) {
-      if (!c10::impl::hasDeviceGuardImpl(type)) continue;
-      const c10::DeviceIndex count = c10::impl::getDeviceGuardImpl(type)->deviceCount();
-      for (c10::DeviceIndex index = 0; index < count; ++index) all.emplace_back(type, index);
+      for (int index = 0; index < count_devices(type).count; ++index)
+        all.emplace_back(type, static_cast<c10::DeviceIndex>(index));
     }
     return all;
   }();

@@ -2,6 +2,7 @@
 
 import copy
 import glob
+import itertools
 import json
 import math
 import os
@@ -307,13 +308,60 @@ def read_safetensors(file):
     }
 
 
+class Divided:
+    """A training whose parameters are DTensors: rows that do not divide evenly, a part that is empty, a tied weight.
+
+    layout: "rows" of fully_shard; "hybrid": copies on half of the ranks; "columns": fully_shard of tensor-parallel layers.
+    """
+
+    def __init__(self, size, layout, seed=1):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        torch.manual_seed(seed)
+        width = 8 if layout == "columns" else 7  # torch's tensor-parallel layers must be divided evenly
+        layers = [torch.nn.Linear(*sizes) for sizes in ((3, width), (width, 2), (2, width), (width, 2))]
+        self.model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), *layers[1:]).double()
+        self.model[4].weight = self.model[2].weight
+        if layout == "columns":
+            mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("rows", "columns"))
+            self.model[4].weight = torch.nn.Parameter(self.model[2].weight.detach().clone())  # torch cannot tie these
+            parallelize_module(self.model, mesh["columns"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            mesh = mesh["rows"]
+        elif layout == "hybrid":
+            mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "rows"))
+        else:
+            mesh = init_device_mesh("cpu", (size,))
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+
+    def step(self, number):
+        """On the same batch on all ranks, so that their number does not matter."""
+        self.model(batch(number)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def manager(self, folder):
+        manager = CheckpointManager(folder)
+        manager.add("model", self.model)
+        manager.add("optimizer", self.optimizer)
+        return manager
+
+    def values(self):
+        whole = [parameter.full_tensor() for parameter in self.model.parameters()]
+        for parameter in self.model.parameters():
+            whole += [self.optimizer.state[parameter][entry].full_tensor() for entry in ("exp_avg", "exp_avg_sq")]
+        return [value.detach() for value in whole]
+
+
 class Checkpoints(unittest.TestCase):
     def setUp(self):
         self.folder = tempfile.mkdtemp()
         self.addCleanup(shutil.rmtree, self.folder)
 
-    def results(self, size, body, world=None):
-        results = run(size, body, world=world or Native())
+    def results(self, size, body, world=None, *arguments):
+        results = run(size, body, *arguments, world=world or Native())
         self.assertEqual([one for one in results if isinstance(one, Failed)], [])
         return results
 
@@ -381,6 +429,79 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(self.results(2, restore, world()), [(3, losses, {"rank": rank}, [7.0] * 3) for rank in range(2)])
             self.assertEqual(self.results(3, restore, world()), [(3, losses, {}, [7.0] * 3)] * 3)
             self.assertEqual(restore(0, 1), (3, losses, {}, [7.0] * 3))
+
+    def test_parts_of_dtensors_are_saved_and_restored_by_any_number_of_ranks(self):
+        folder = self.folder
+
+        def save(rank, size, layout):
+            training = Divided(size, layout)
+            with training.manager(folder) as manager:
+                for number in range(3):
+                    training.step(number)
+                manager.save(3)
+            saved = training.values()
+            training.step(3)
+            return saved, training.values()
+
+        def restore(rank, size, layout):
+            training = Divided(size, layout, seed=2)
+            with training.manager(folder) as manager:
+                step = manager.restore()
+            restored = training.values()
+            training.step(step)
+            placements = {str(parameter.placements) for parameter in training.model.parameters()}
+            divided = {str(state["exp_avg"].placements) for state in training.optimizer.state.values()}
+            return step, restored, training.values(), placements == divided
+
+        for saver, sizes, layouts in (
+            ("rows", (3, 2, 5), ("rows",)),
+            ("hybrid", (4,), ("rows", "hybrid")),
+            ("columns", (4,), ("columns",)),
+        ):
+            with self.subTest(saver):
+                shutil.rmtree(folder, ignore_errors=True)
+                saved, continued = self.results(sizes[0], save, Group("torchspan"), saver)[0]
+                (file,) = glob.glob(f"{folder}/step-*/*-00001-of-*.safetensors") + glob.glob(f"{folder}/step-*/model.safetensors")
+                self.assertTrue(read_safetensors(file))
+                for size, layout in itertools.product(sizes, layouts):
+                    for step, restored, values, alike in self.results(size, restore, Group("torchspan"), layout):
+                        self.assertEqual((step, alike), (3, True))
+                        for expected, got in zip(saved, restored, strict=True):
+                            self.assertTrue(torch.equal(expected, got))
+                        for expected, got in zip(continued, values, strict=True):
+                            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+    def test_a_dtensor_without_a_place_is_refused(self):
+        folder = self.folder
+
+        def body(rank, size):
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor import DTensor, Partial, Shard
+            from torch.distributed.tensor.placement_types import _StridedShard
+
+            mesh = init_device_mesh("cpu", (size,))
+            ranges = DTensor.from_local(torch.ones(4), mesh, [_StridedShard(0, split_factor=2)])
+            sums = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+            rows = DTensor.from_local(torch.full((2, 2), 1.0 * rank), mesh, [Shard(0)])
+            errors = []
+            for value in (sums, {"rows": rows}, ranges):
+                with CheckpointManager(folder) as manager:
+                    manager.add("value", value)
+                    errors.append(str(raised_by(lambda: manager.save(1))))
+            with CheckpointManager(folder) as manager:
+                manager.add("rows", rows)
+                manager.save(2)
+            other = DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)])
+            with CheckpointManager(folder) as manager:
+                manager.add("rows", other)
+                manager.restore()
+            return errors, other.full_tensor()[:, 0].tolist()
+
+        for errors, rows in self.results(2, body, Group("torchspan")):
+            self.assertIn("partial sums", errors[0])
+            self.assertIn("rows is a DTensor", errors[1])
+            self.assertIn("more than one range", errors[2])
+            self.assertEqual(rows, [0, 0, 1, 1])
 
     def test_ranks_with_different_values_all_learn_it(self):
         folder = self.folder

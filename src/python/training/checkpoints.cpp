@@ -155,6 +155,23 @@ void bind_checkpoints(py::module_& module) {
           },
           py::arg("name"), py::arg("shard"), py::arg("offset"))
       .def(
+          "shape",
+          [](Reading& self, const std::string& name) {
+            return self.from([&](auto& reader) { return reader.shape(name); });
+          },
+          py::arg("name"))
+      .def(
+          "read_part",
+          [](Reading& self, const std::string& name, const std::vector<std::int64_t>& shape,
+             const std::vector<std::int64_t>& offset) {
+            return self.from([&](auto& reader) {
+              at::Tensor part = at::empty(shape, reader.dtype_of(reader.full_name(name)));
+              reader.read_shard_into(name, part, offset);
+              return part;
+            });
+          },
+          py::arg("name"), py::arg("shape"), py::arg("offset"))
+      .def(
           "value",
           [](Reading& self, const std::string& name) {
             return self.from([&](auto& reader) { return reader.value(name); });
