@@ -1,7 +1,7 @@
 # `cmake --install`: the public headers, the libraries, the `torchspan` command, and what find_package(torchspan) and
 # pkg-config need. Programs link torchspan::torchspan, or single rooms (torchspan::rpc).
 #
-# Components: `command`, `runtime` (libtorchspan.so.0.1, with TORCHSPAN_SHARED), `development`, `documents`.
+# Components: `command`, `runtime` (libtorchspan.so.0.2, with TORCHSPAN_SHARED), `development`, `documents`.
 # cmake/TorchspanPackage.cmake makes a package of each.
 include(CMakePackageConfigHelpers)
 set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/torchspan)

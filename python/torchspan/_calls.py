@@ -17,6 +17,22 @@ from torch.jit._builtins import _find_builtin
 
 from . import _C, errors
 
+
+
+class Pickler(pickle.Pickler):
+    def persistent_id(self, value):
+        return vars(self)["persistent_id"](value)
+
+
+class Unpickler(pickle.Unpickler):
+    def persistent_load(self, place):
+        return vars(self)["persistent_load"](place)
+
+
+# The compiled module sets these two methods of an instance. pickle's own classes allow that, except those of Python 3.13.0.
+if sys.version_info[:3] != (3, 13, 0):
+    Pickler, Unpickler = pickle.Pickler, pickle.Unpickler
+
 # Functions of this package that other workers call, by name.
 _OWN = {}
 _current = []

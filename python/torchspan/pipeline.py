@@ -18,7 +18,28 @@ import torch
 
 from . import _C, _calls
 
-__all__ = ["Layers", "Pipeline", "StepReport", "Unsplit", "Use", "WorkerReport", "seed_of_layer", "seed_of_use"]
+__all__ = [
+    "Cache",
+    "LayerCache",
+    "Layers",
+    "Pipeline",
+    "Skips",
+    "StepReport",
+    "Unsplit",
+    "Use",
+    "WorkerReport",
+    "balance_by_size",
+    "balance_by_time",
+    "seed_of_layer",
+    "seed_of_use",
+]
+
+# stash(name, tensor) and pop(name): what a layer sends to a later one, past those between them. While its forward runs.
+Skips = _C.Skips
+# `active`, and `tensors`, a list to replace: what a layer keeps between calls of infer(x, cache). While its forward runs.
+LayerCache = _C.LayerCache
+# What all layers of this worker keep between calls of infer(x, cache): for text that is generated token by token.
+Cache = _C.PipelineCache
 
 seed_of_layer = _C.seed_of_layer
 seed_of_use = _C.seed_of_use
@@ -35,11 +56,36 @@ class Unsplit:
         self.tensor = tensor
 
 
-class Use(NamedTuple):
+class Use:
     """A use of a layer, for Layers.reuse() and tie(). `layer`: the layer's number, in the order of add()."""
 
-    layers: "Layers"
-    layer: int
+    def __init__(self, layers: "Layers", layer: int, method_name: "str | None"):
+        self.layers, self.layer = layers, layer
+        self._method = method_name
+        self._stashes, self._pops, self._space, self._cached = [], [], "", False
+
+    def stashes(self, *names: str) -> "Use":
+        """Its forward gets `skips`, and stashes tensors under these names for later layers: skips.stash("name", tensor)."""
+        self._stashes += names
+        return self
+
+    def pops(self, *names: str) -> "Use":
+        """Its forward gets `skips`, and pops what earlier layers stashed: skips.pop("name"), each once."""
+        self._pops += names
+        return self
+
+    def in_space(self, space: str) -> "Use":
+        """Keeps the names of this use apart from those of other spaces: for a layer that is used more than once."""
+        self._space = space
+        return self
+
+    def keeps_cache(self) -> "Use":
+        """Its forward gets `cache`, a LayerCache, which is active in infer(x, cache)."""
+        self._cached = True
+        return self
+
+    def _described(self):
+        return self.layer, self._method, self._stashes, self._pops, self._space, self._cached
 
 
 class WorkerReport(NamedTuple):
@@ -78,16 +124,16 @@ class _Layer:
         now = dict(self.module.named_parameters())
         self._replaced = next((name for name, parameter in self._parameters if now.get(name) is not parameter), None)
 
-    def run(self, method, repeated, *args):
+    def run(self, method, repeated, *args, **given):
         if self._replaced is not None:
             raise ValueError(
                 f"torchspan.pipeline: parameter '{self._replaced}' of layer '{self.name}' was replaced after the pipeline was "
                 "created: change its value in place, or make another pipeline"
             )
         call = self.module if method is None else getattr(self.module, method)
-        return self._run_again(call, args) if repeated else call(*args)
+        return self._run_again(call, args, given) if repeated else call(*args, **given)
 
-    def _run_again(self, call, args):
+    def _run_again(self, call, args, given):
         """Restores the buffers: a recomputed forward must not count twice."""
         kept = [
             (module._buffers, name, buffer, buffer.detach().clone())
@@ -96,7 +142,7 @@ class _Layer:
             if buffer is not None
         ]
         try:
-            return call(*args)
+            return call(*args, **given)
         finally:
             for buffers, name, buffer, value in kept:
                 buffers[name] = buffer
@@ -109,8 +155,8 @@ class _Function:
     def __init__(self, function):
         self._function = function
 
-    def run(self, method, repeated, *args):
-        return self._function(*args)
+    def run(self, method, repeated, *args, **given):
+        return self._function(*args, **given)
 
 
 class Layers:
@@ -151,9 +197,7 @@ class Layers:
 
     def reuse(self, use: Use, method_name: "str | None" = None) -> Use:
         """Uses a layer again, through its forward or another method. It stays with its owner."""
-        layer = self._layer(use)
-        self._uses.append((layer, method_name))
-        return Use(self, layer)
+        return self._used(self._layer(use), method_name)
 
     def tie(self, *parameters: "tuple[Use, str]") -> None:
         """Ties parameters of layers on any stages: tie((embedding, "weight"), (projection, "weight")).
@@ -164,8 +208,14 @@ class Layers:
 
     def _append(self, name, build, existing):
         self._specs.append((name, build, existing))
-        self._uses.append((len(self._specs) - 1, None))
-        return Use(self, len(self._specs) - 1)
+        return self._used(len(self._specs) - 1, None)
+
+    def _used(self, layer, method_name):
+        self._uses.append(Use(self, layer, method_name))
+        return self._uses[-1]
+
+    def _described(self):
+        return self._specs, [use._described() for use in self._uses], self._ties
 
     def _layer(self, use):
         if not isinstance(use, Use) or use.layers is not self:
@@ -183,6 +233,7 @@ class Pipeline:
     balance: distinct layers of each stage; default: even.
     workers: the owner of each stage, by name; default: stage s is on rank s modulo the world size.
     schedule: "1f1b", "gpipe", "arrival", "interleaved", "zb_h1", "zb_h2", "zb1p", "zbv" or "dualpipev".
+    schedule_csv: instead, a table of training steps as torch.distributed.pipelining writes and loads it; or "torchspan schedule".
     checkpoint: which micro-batches recompute their activations: "except_last", "never" or "always".
     checkpoint_layers: the only layers that do; Use objects or numbers.
     replicas: copies of the pipeline for data parallelism.
@@ -199,6 +250,7 @@ class Pipeline:
         workers=(),
         micro_batches: int = 1,
         schedule: str = "1f1b",
+        schedule_csv: "str | None" = None,
         checkpoint: str = "except_last",
         checkpoint_layers=(),
         replicas: int = 1,
@@ -208,11 +260,14 @@ class Pipeline:
         staleness: int = 0,
         name: str = "pipeline",
     ):
+        if schedule_csv is not None and schedule != "1f1b":
+            raise ValueError("torchspan.pipeline: give a schedule or a schedule_csv, not both")
         options = {
             "balance": [operator.index(count) for count in balance or ()],
             "workers": [str(getattr(worker, "name", worker)) for worker in workers or ()],
             "micro_batches": operator.index(micro_batches),
             "schedule": _index("schedule", schedule, _SCHEDULES),
+            "schedule_csv": schedule_csv,
             "checkpoint": _index("checkpoint", checkpoint, _CHECKPOINTS),
             "checkpoint_layers": [use.layer if isinstance(use, Use) else operator.index(use) for use in checkpoint_layers],
             "replicas": operator.index(replicas),
@@ -222,7 +277,7 @@ class Pipeline:
             "staleness": operator.index(staleness),
             "name": name,
         }
-        self._pipeline = _C.Pipeline(_calls.current_worker(), layers._specs, layers._uses, layers._ties, options)
+        self._pipeline = _C.Pipeline(_calls.current_worker(), *layers._described(), options)
         self._layers = self._pipeline.layers()
 
     def train_step(self, x, y, loss_fn, gradient_scale: float = 1.0, no_sync: bool = False) -> float:
@@ -240,9 +295,13 @@ class Pipeline:
         """With staleness 1: ends the last batch, and returns its loss."""
         return self._pipeline.finish()
 
-    def infer(self, x):
-        """Runs the forward without gradients; returns the output on the last layer's owner, None elsewhere."""
-        return self._pipeline.infer(x)
+    def infer(self, x, cache: "Cache | None" = None):
+        """Runs the forward without gradients; returns the output on the last layer's owner, None elsewhere.
+
+        cache: for the next piece of a sequence; layers keep their state in it (Use.keeps_cache()). One on each worker, given
+        to the same calls, on all replicas. If a call fails, it is as before.
+        """
+        return self._pipeline.infer(x, cache)
 
     def forward(self, x):
         """Runs the forward for backward(); returns the output on the last layer's owner, None elsewhere."""
@@ -327,6 +386,10 @@ class Pipeline:
         step, micro_batches, seconds, workers = self._pipeline.last_step()
         return StepReport(step, micro_batches, seconds, {name: WorkerReport(*one) for name, one in workers.items()})
 
+    def schedule_csv(self) -> str:
+        """The table of the last step, as torch.distributed.pipelining reads it: a row for each worker."""
+        return self._pipeline.schedule_csv()
+
     def close(self) -> None:
         """Frees the layers, and lets the other workers know if a step has not ended. Before rpc.shutdown()."""
         self._layers = {}
@@ -341,6 +404,37 @@ class Pipeline:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def balance_by_time(layers: Layers, stages: int, sample, *, repeats: int = 3, workers=()) -> "list[int]":
+    """A balance for Pipeline by the measured time of each layer's forward and backward.
+
+    Called by `workers`, by default all: the first one builds all layers, runs `sample`, one micro-batch, through them
+    `repeats` times, and all get its result. Elsewhere `sample` may be None.
+    """
+    return _balance(layers, stages, sample, 0.0, repeats, workers)
+
+
+def balance_by_size(
+    layers: Layers, stages: int, sample, *, parameter_scale: float = 2.0, repeats: int = 3, workers=()
+) -> "list[int]":
+    """The same by memory: activations, and parameters times `parameter_scale`, which stands for gradients and optimizers."""
+    if parameter_scale <= 0:
+        raise ValueError(f"torchspan.pipeline: parameter_scale is {parameter_scale}; it must be above 0")
+    return _balance(layers, stages, sample, float(parameter_scale), repeats, workers)
+
+
+def _balance(layers, stages, sample, parameter_scale, repeats, workers):
+    names = [str(getattr(worker, "name", worker)) for worker in workers or ()]
+    return _C.balance(
+        _calls.current_worker(),
+        *layers._described(),
+        operator.index(stages),
+        sample,
+        parameter_scale,
+        operator.index(repeats),
+        names,
+    )
 
 
 def _index(option, value, values) -> int:

@@ -675,6 +675,203 @@ def many(rank, size):
     return sum(one() is not None for one in left)
 
 
+# ---- skips, caches, tables, balances
+
+
+class Down(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x, skips=None):
+        y = torch.tanh(self.linear(x))
+        if skips is not None:
+            skips.stash("kept", y * 2)
+            skips.stash("nothing", None)
+            self.skips = skips
+        return y
+
+
+class Up(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x, skips):
+        if skips.pop("nothing") is not None:
+            raise AssertionError("a None became something else")
+        return torch.tanh(self.linear(x)) + skips.pop("kept")
+
+
+def skipping(reused):
+    """down, dense, up; twice with the same layers, in spaces of their own, if `reused`."""
+    layers = pipeline.Layers()
+    down = layers.add(Down).stashes("kept", "nothing").in_space("outer")
+    dense = layers.add(Dense)
+    if reused:
+        layers.reuse(down).stashes("kept", "nothing").in_space("inner")
+        up = layers.add(Up).pops("kept", "nothing").in_space("inner")
+        layers.reuse(dense)
+        layers.reuse(up).pops("kept", "nothing").in_space("outer")
+    else:
+        layers.add(Up).pops("kept", "nothing").in_space("outer")
+    return layers
+
+
+def skip_oracle(reused, x):
+    torch.manual_seed(pipeline.seed_of_layer(1, 0))
+    down = Down()
+    torch.manual_seed(pipeline.seed_of_layer(1, 1))
+    dense = Dense()
+    torch.manual_seed(pipeline.seed_of_layer(1, 2))
+    up = Up()
+
+    def rise(x, kept):
+        return torch.tanh(up.linear(x)) + kept
+
+    first = down(x)
+    middle = dense(first)
+    if reused:
+        second = down(middle)
+        middle = dense(rise(second, second * 2))
+    return rise(middle, first * 2), [down, dense, up]
+
+
+def skips(rank, size):
+    found = []
+    for reused, checkpoint, schedule in itertools.product((False, True), pipeline._CHECKPOINTS, ("1f1b", "gpipe", "arrival")):
+        x, y = numbers(7, 1), numbers(7, 2)
+        output, modules = skip_oracle(reused, x)
+        wanted = mean_square(output, y)
+        wanted.backward()
+        options = {"checkpoint": checkpoint, "schedule": schedule, "micro_batches": 3, "balance": even(3, size), "seed": 1}
+        with pipeline.Pipeline(skipping(reused), **options) as pipe:
+            loss = pipe.train_step(x, y, mean_square)
+            wrong = [] if abs(loss - wanted.item()) < 1e-12 else [(loss, wanted.item())]
+            for number, module in pipe.modules.items():
+                for mine, other in zip(module.parameters(), modules[number].parameters()):
+                    if not torch.allclose(mine.grad, other.grad, 1e-12, 1e-12):
+                        wrong.append(number)
+            late = [module.skips for module in pipe.modules.values() if hasattr(module, "skips")]
+            texts = [str(raised_by(lambda: one.stash("kept", x))) for one in late]
+            if any("while it runs" not in text for text in texts):
+                wrong.append(texts)
+        found += [(reused, checkpoint, schedule, wrong)] if wrong else []
+    return found
+
+
+class Wrong(nn.Module):
+    def forward(self, x, skips):
+        skips.stash("other", x)
+        return x
+
+
+def undeclared(rank, size):
+    layers = pipeline.Layers()
+    layers.add(Wrong).stashes("kept")
+    layers.add(Up).pops("kept", "nothing")
+    texts = [str(raised_by(lambda: pipeline.Pipeline(layers)))]
+    layers = pipeline.Layers()
+    layers.add(Wrong).stashes("kept")
+    layers.add_function("second", lambda x, skips: skips.pop("kept")).pops("kept")
+    with pipeline.Pipeline(layers) as pipe:
+        texts.append(str(raised_by(lambda: pipe.infer(numbers(2, 1)))))
+    return texts
+
+
+class RunningSum(nn.Module):
+    """Adds all rows of a sequence up to now, as attention reads all tokens up to now."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x, cache):
+        sums = x.cumsum(1) * self.scale
+        if cache.active:
+            self.cache = cache
+            if cache.tensors:
+                sums = sums + cache.tensors[0][:, None]
+            cache.tensors = [sums[:, -1]]
+        return sums
+
+
+def cached(rank, size):
+    layers = pipeline.Layers()
+    for _ in range(3):
+        layers.add(RunningSum).keeps_cache()
+    x = torch.arange(24.0, dtype=torch.float64).reshape(2, 12)
+    with pipeline.Pipeline(layers, micro_batches=2) as pipe:
+        whole = pipe.infer(x)
+        cache = pipeline.Cache()
+        parts = [pipe.infer(part, cache) for part in x.split(5, 1)]
+        late = next((str(raised_by(lambda: m.cache.tensors)) for m in pipe.modules.values()), "")
+        return (whole is None) or torch.allclose(torch.cat(parts, 1), whole, 1e-12, 1e-12), "not active" in late
+
+
+def tables(rank, size):
+    from torch.distributed.pipelining.schedules import _Action
+
+    def trained(**options):
+        with pipeline.Pipeline(Model(dense(3)).described(), balance=even(3, size), micro_batches=4, seed=1, **options) as pipe:
+            loss = pipe.train_step(numbers(8, 1), numbers(8, 2), mean_square)
+            return loss, pipe.schedule_csv()
+
+    loss, csv = trained(schedule="gpipe")
+    again, same = trained(schedule_csv=csv)
+    actions = [str(_Action.from_str(cell)) for cell in csv.splitlines()[rank].split(",")]
+    errors = [
+        str(raised_by(lambda: trained(schedule_csv=csv.replace("0F1", "0X1")))),
+        str(raised_by(lambda: trained(schedule="gpipe", schedule_csv=csv))),
+    ]
+    return again == loss, same == csv, actions, errors
+
+
+class Slow(Dense):
+    def forward(self, x):
+        for _ in range(200):
+            x = super().forward(x)
+        return x
+
+
+def balances(rank, size):
+    layers = pipeline.Layers()
+    for kind in (Dense, Dense, Dense, Slow):
+        layers.add(kind)
+    sample = numbers(8, 1) if rank == 0 else None
+    by_time = pipeline.balance_by_time(layers, 2, sample)
+    by_size = pipeline.balance_by_size(layers, 2, sample, parameter_scale=100)
+    wrong = str(raised_by(lambda: pipeline.balance_by_time(layers, 2, torch.ones(3, 3) if rank == 0 else None)))
+    return by_time, sum(by_size), wrong
+
+
+class MoreOfLayers(unittest.TestCase):
+    def test_skips_pass_the_layers_between_under_every_schedule_and_checkpoint(self):
+        for size in (1, 2, 3):
+            self.assertEqual(run(size, skips, world=Native()), [[]] * size)
+
+    def test_skips_that_were_not_declared_are_refused(self):
+        for texts in run(2, undeclared, world=Native()):
+            self.assertIn("nothing", texts[0])
+            self.assertIn("'other'", texts[1])
+
+    def test_a_cache_continues_a_sequence(self):
+        for size in (1, 2):
+            self.assertEqual(run(size, cached, world=Native()), [(True, True)] * size)
+
+    def test_tables_are_those_of_torch_and_can_be_given(self):
+        for rank, (equal, same, actions, errors) in enumerate(run(2, tables, world=Native())):
+            self.assertTrue(equal and same)
+            self.assertEqual(sorted(actions), [f"{rank}{kind}{number}" for kind in "BF" for number in range(4)])
+            self.assertIn("column", errors[0])
+            self.assertIn("not both", errors[1])
+
+    def test_balances_follow_what_layers_cost(self):
+        for rank, (by_time, layers, wrong) in enumerate(run(2, balances, world=Native())):
+            self.assertEqual((by_time, layers), ([3, 1], 4))
+            self.assertIn("mat1" if rank == 0 else "layer 'Dense'", wrong)
+
+
 class Oracle(unittest.TestCase):
     def test_all_schedules_and_checkpoints_give_losses_and_gradients_of_one_process(self):
         for size, checkpoint in itertools.product((1, 2, 3), pipeline._CHECKPOINTS):

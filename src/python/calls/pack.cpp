@@ -281,8 +281,8 @@ Packer::Packer(Hooks hooks)
       names_(py::dict()),
       functions_(py::dict()),
       operators_(py::dict()),
-      new_pickler_(py::module_::import("pickle").attr("Pickler")),
-      new_unpickler_(py::module_::import("pickle").attr("Unpickler")),
+      new_pickler_(py::module_::import("torchspan._calls").attr("Pickler")),
+      new_unpickler_(py::module_::import("torchspan._calls").attr("Unpickler")),
       new_buffer_(py::module_::import("io").attr("BytesIO")) {}
 
 py::object Packer::remembered(const Object& known, const Object& find, py::handle key) {

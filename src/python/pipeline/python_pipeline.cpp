@@ -1,16 +1,22 @@
 #include <fmt/format.h>
 #include <map>
+#include <optional>
 #include <pybind11/stl.h>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/nn/module.h>
 
+#include <torchspan/core/error.h>
 #include <torchspan/pipeline.h>
+#include <torchspan/schedule.h>
 
 #include "python/bindings.h"
 #include "python/calls/python_worker.h"
+#include "python/errors.h"
 #include "python/gil.h"
 
 namespace torchspan::python {
@@ -125,6 +131,56 @@ py::object to_python(const Batch& batch) {
   return std::move(all);
 }
 
+/// Skip connections of a layer as its forward sees them, while it runs.
+class PythonSkips {
+ public:
+  explicit PythonSkips(pipeline::Skips& skips) : skips_(&skips) {}
+
+  void stash(const std::string& name, std::optional<at::Tensor> value) {
+    with_torch_errors([&] { open().stash(name, value.value_or(at::Tensor())); }, false);
+  }
+  std::optional<at::Tensor> pop(const std::string& name) {
+    at::Tensor value = with_torch_errors([&] { return open().pop(name); }, false);
+    return value.defined() ? std::optional(std::move(value)) : std::nullopt;
+  }
+  void end() { skips_ = nullptr; }
+
+ private:
+  pipeline::Skips& open() {
+    if (skips_ == nullptr)
+      throw Error(ErrorKind::kInvalid, "skips belong to one forward: stash and pop while it runs");
+    return *skips_;
+  }
+  pipeline::Skips* skips_;
+};
+
+/// A layer's part of a cache as its forward sees it, while it runs.
+class PythonCache {
+ public:
+  explicit PythonCache(pipeline::LayerCache cache) : cache_(cache) {}
+
+  bool active() const { return cache_.active(); }
+  std::vector<at::Tensor>& tensors() {
+    return *with_torch_errors(
+        [this] {
+          if (cache_.active()) return &cache_.tensors();
+          throw Error(ErrorKind::kInvalid,
+                      "the cache of a layer is not active: use it while the layer's forward runs, in "
+                      "infer(x, cache); see LayerCache.active");
+        },
+        false);
+  }
+  void end() { cache_ = {}; }
+
+ private:
+  pipeline::LayerCache cache_;
+};
+
+/// What the forward of a use takes besides its input.
+struct Takes {
+  bool skips = false, cache = false;
+};
+
 /// A layer on its owner. Has the parameters and buffers of a module of Python, under the same names. Always in evaluation
 /// mode, whatever mode the module has: the module keeps its buffers itself when a forward is repeated.
 class PythonLayer final : public torch::nn::Module {
@@ -145,20 +201,36 @@ class PythonLayer final : public torch::nn::Module {
     raised_->guard([&] { layer_.get().attr("module").attr("train")(on); });
   }
   /// Null `method`: the layer itself.
-  Batch call(const Object& method, const Batch& input, bool repeated) {
+  Batch call(const Object& method, Takes takes, const Batch& input, const pipeline::LayerContext& context) {
     return raised_->guard([&] {
       py::tuple arguments(2 + input.size());
       arguments[0] = method ? method.get() : py::none();
-      arguments[1] = py::bool_(repeated);
+      arguments[1] = py::bool_(context.repeated);
       for (std::size_t i = 0; i < input.size(); ++i)
         arguments[2 + i] = torch::jit::toPyObject(input.members[i]);
-      return to_batch(run_.get()(*arguments), unsplit_);
+      if (!takes.skips && !takes.cache) return to_batch(run_.get()(*arguments), unsplit_);
+      py::dict named;
+      const Given<PythonSkips> skips(context.skips);
+      const Given<PythonCache> cache(context.cache);
+      if (takes.skips) named["skips"] = skips.value;
+      if (takes.cache) named["cache"] = cache.value;
+      return to_batch(run_.get()(*arguments, **named), unsplit_);
     });
   }
   bool has_module() const { return has_module_; }
   py::object layer() const { return layer_.get(); }
 
  private:
+  /// Something for a forward, which cannot be used after it.
+  template <class T>
+  struct Given {
+    template <class U>
+    explicit Given(U& of) : value(std::make_shared<T>(of)) {}
+    ~Given() { value->end(); }
+    Given(const Given&) = delete;
+    const std::shared_ptr<T> value;
+  };
+
   void add(torch::nn::Module& into, const py::object& module) {
     const auto each = [&](const char* kind, const auto& body) {
       const py::dict members = module.attr(kind);
@@ -192,17 +264,86 @@ class PythonLayer final : public torch::nn::Module {
   std::map<PyObject*, std::shared_ptr<torch::nn::Module>> known_;  ///< while it is constructed
 };
 
+/// Describes layers of Python, and keeps what they raise.
+class Description {
+ public:
+  explicit Description(const std::shared_ptr<Packer>& packer)
+      : raised_(std::make_shared<Raised>(packer)),
+        unsplit_(py::module_::import("torchspan.pipeline").attr("Unsplit")) {}
+
+  /// `layers`: tuples (name, build, existing tensors); `uses`: (layer, method or None, stashes, pops, space, has a cache);
+  /// `ties`: lists of (layer, parameter).
+  pipeline::Layers describe(const py::list& layers, const py::list& uses, const py::list& ties) const {
+    pipeline::Layers described;
+    std::vector<pipeline::Use<void>> firsts;
+    std::vector<bool> used(layers.size(), false);
+    for (const py::handle each : uses) {
+      const auto use = each.cast<py::tuple>();
+      const auto layer = use[0].cast<std::size_t>();
+      const auto stashes = use[2].cast<std::vector<std::string>>(), pops = use[3].cast<std::vector<std::string>>();
+      const Takes takes{.skips = !stashes.empty() || !pops.empty(), .cache = use[5].cast<bool>()};
+      const auto add = [&] {
+        if (!used[layer]) {  // layers are numbered in the order of their first uses
+          firsts.push_back(described.add(spec_of(layers[layer].cast<py::tuple>()), call_of(py::none(), takes)));
+          used[layer] = true;
+          return firsts.back();
+        }
+        const std::string method = use[1].is_none() ? std::string() : use[1].cast<std::string>();
+        return described.reuse(firsts[layer], method, call_of(use[1], takes));
+      };
+      pipeline::Use<void> added = add();
+      for (const std::string& name : stashes) added.stashes(name);
+      for (const std::string& name : pops) added.pops(name);
+      added.in_space(use[4].cast<std::string>());
+    }
+    for (const py::handle tie : ties) {
+      std::vector<pipeline::TiedParameter> tied;
+      for (const py::handle each : tie) {
+        const auto parameter = each.cast<py::tuple>();
+        tied.emplace_back(firsts.at(parameter[0].cast<std::size_t>()), parameter[1].cast<std::string>());
+      }
+      described.tie(std::move(tied));
+    }
+    return described;
+  }
+  const std::shared_ptr<Raised>& raised() const { return raised_; }
+  const Object& unsplit() const { return unsplit_; }
+
+ private:
+  pipeline::LayerSpec spec_of(const py::tuple& layer) const {
+    pipeline::LayerSpec spec;
+    spec.name = layer[0].cast<std::string>();
+    spec.build = [build = Object(layer[1]), raised = raised_, unsplit = unsplit_] {
+      return raised->guard([&] {
+        const auto made = std::make_shared<PythonLayer>(build.get()(), raised, unsplit);
+        return pipeline::BuiltLayer{made, made->has_module() ? made : nullptr};
+      });
+    };
+    spec.existing = [tensors = layer[2].cast<std::vector<at::Tensor>>()] { return tensors; };
+    return spec;
+  }
+  static pipeline::LayerCall call_of(const py::object& method, Takes takes) {
+    return [name = method.is_none() ? Object() : Object(method), takes](
+               void* object, const Batch& input, const pipeline::LayerContext& context) {
+      return static_cast<PythonLayer*>(object)->call(name, takes, input, context);
+    };
+  }
+
+  const std::shared_ptr<Raised> raised_;
+  const Object unsplit_;
+};
+
 /// A pipeline of layers of Python, used by one thread at a time. With the GIL.
 class PythonPipeline {
  public:
-  /// `layers`: tuples (name, build, existing tensors); `uses`: (layer, method or None); `ties`: lists of (layer, parameter).
-  /// Collective.
+  /// `layers`, `uses`, `ties`: as Description has them. Collective.
   PythonPipeline(std::shared_ptr<PythonWorker> worker, const py::list& layers, const py::list& uses,
                  const py::list& ties, const py::dict& options)
       : worker_(std::move(worker)),
-        raised_(std::make_shared<Raised>(worker_->packer())),
-        unsplit_(py::module_::import("torchspan.pipeline").attr("Unsplit")) {
-    const pipeline::Layers described = describe(layers, uses, ties);
+        description_(worker_->packer()),
+        raised_(description_.raised()),
+        unsplit_(description_.unsplit()) {
+    const pipeline::Layers described = description_.describe(layers, uses, ties);
     pipeline::PipelineOptions chosen = options_of(options);
     raised_->released([&] {
       pipeline_ = std::make_unique<pipeline::Pipeline>(worker_->worker(), described, std::move(chosen));
@@ -245,9 +386,10 @@ class PythonPipeline {
       return all.train_step(x, y, function, options);
     });
   }
-  py::object infer(const py::object& input) {
+  py::object infer(const py::object& input, const std::shared_ptr<pipeline::Cache>& cache) {
     const Batch x = batch_of_caller(input, unsplit_);
-    return to_python(run([&](pipeline::Pipeline& all) { return all.infer(x); }));
+    return to_python(
+        run([&](pipeline::Pipeline& all) { return cache ? all.infer(x, *cache) : all.infer(x); }));
   }
   py::object forward(const py::object& input) {
     const Batch x = batch_of_caller(input, unsplit_);
@@ -283,55 +425,14 @@ class PythonPipeline {
     }
     return py::make_tuple(report.step, report.micro_batches, to_seconds(measured.makespan), workers);
   }
+  std::string schedule_csv() {
+    return raised_->released([all = &open()] { return schedule::to_csv(schedule::to_sheet(all->last_step().table)); });
+  }
   void close() {
     without_gil([this] { pipeline_ = nullptr; });
   }
 
  private:
-  pipeline::Layers describe(const py::list& layers, const py::list& uses, const py::list& ties) {
-    pipeline::Layers described;
-    std::vector<pipeline::Use<void>> firsts;
-    std::vector<bool> used(layers.size(), false);
-    for (const py::handle each : uses) {
-      const auto use = each.cast<py::tuple>();
-      const auto layer = use[0].cast<std::size_t>();
-      if (!used[layer]) {  // layers are numbered in the order of their first uses
-        firsts.push_back(described.add(spec_of(layers[layer].cast<py::tuple>()), call_of(py::none())));
-        used[layer] = true;
-      } else if (use[1].is_none()) {
-        described.reuse(firsts[layer]);
-      } else {
-        described.reuse(firsts[layer], use[1].cast<std::string>(), call_of(use[1]));
-      }
-    }
-    for (const py::handle tie : ties) {
-      std::vector<pipeline::TiedParameter> tied;
-      for (const py::handle each : tie) {
-        const auto parameter = each.cast<py::tuple>();
-        tied.emplace_back(firsts.at(parameter[0].cast<std::size_t>()), parameter[1].cast<std::string>());
-      }
-      described.tie(std::move(tied));
-    }
-    return described;
-  }
-  pipeline::LayerSpec spec_of(const py::tuple& layer) {
-    pipeline::LayerSpec spec;
-    spec.name = layer[0].cast<std::string>();
-    spec.build = [build = Object(layer[1]), raised = raised_, unsplit = unsplit_] {
-      return raised->guard([&] {
-        const auto made = std::make_shared<PythonLayer>(build.get()(), raised, unsplit);
-        return pipeline::BuiltLayer{made, made->has_module() ? made : nullptr};
-      });
-    };
-    spec.existing = [tensors = layer[2].cast<std::vector<at::Tensor>>()] { return tensors; };
-    return spec;
-  }
-  static pipeline::LayerCall call_of(const py::object& method) {
-    return [name = method.is_none() ? Object() : Object(method)](void* object, const Batch& input,
-                                                                 const pipeline::LayerContext& context) {
-      return static_cast<PythonLayer*>(object)->call(name, input, context.repeated);
-    };
-  }
   pipeline::Loss loss_of(const py::object& loss) {
     return [function = Object(loss), raised = raised_](const Batch& output, const Batch& target) {
       return raised->guard([&] {
@@ -353,6 +454,12 @@ class PythonPipeline {
     options.replicas = given["replicas"].cast<int>();
     options.micro_batches = given["micro_batches"].cast<int>();
     options.schedule = static_cast<pipeline::Schedule>(given["schedule"].cast<int>());
+    if (const auto csv = given["schedule_csv"].cast<std::optional<std::string>>()) {
+      options.schedule = pipeline::Schedule::kCustom;
+      options.custom_schedule = [text = *csv](const schedule::Placement&) {
+        return schedule::to_table(schedule::parse_csv(text), "schedule_csv");
+      };
+    }
     options.checkpoint = static_cast<pipeline::ActivationCheckpoint>(given["checkpoint"].cast<int>());
     options.checkpoint_layers = given["checkpoint_layers"].cast<std::vector<int>>();
     options.staleness = given["staleness"].cast<int>();
@@ -369,16 +476,44 @@ class PythonPipeline {
   }
 
   const std::shared_ptr<PythonWorker> worker_;
+  const Description description_;
   const std::shared_ptr<Raised> raised_;
   const Object unsplit_;
   bool busy_ = false;  ///< a call runs
   std::unique_ptr<pipeline::Pipeline> pipeline_;
 };
 
+/// By time, or by memory with a `parameter_scale` above 0.
+std::vector<int> balance(const std::shared_ptr<PythonWorker>& worker, const py::list& layers, const py::list& uses,
+                         const py::list& ties, int stages, const py::object& sample, double parameter_scale,
+                         int repeats, std::vector<std::string> workers) {
+  const Description description(worker->packer());
+  const pipeline::Layers described = description.describe(layers, uses, ties);
+  const Batch x = batch_of_caller(sample, description.unsplit());
+  const pipeline::ProfileOptions options{.repeats = repeats, .workers = std::move(workers)};
+  return description.raised()->released([&] {
+    if (parameter_scale > 0)
+      return pipeline::balance_by_size(worker->worker(), described, stages, x, parameter_scale, options);
+    return pipeline::balance_by_time(worker->worker(), described, stages, x, options);
+  });
+}
+
 }  // namespace
 
 void bind_pipeline(py::module_& module) {
   using Self = PythonPipeline&;
+  py::class_<PythonSkips, std::shared_ptr<PythonSkips>>(module, "Skips")
+      .def("stash", &PythonSkips::stash, py::arg("name"), py::arg("value"))
+      .def("pop", &PythonSkips::pop, py::arg("name"));
+  py::class_<PythonCache, std::shared_ptr<PythonCache>>(module, "LayerCache")
+      .def_property_readonly("active", &PythonCache::active)
+      .def_property(
+          "tensors", [](PythonCache& self) { return self.tensors(); },
+          [](PythonCache& self, std::vector<at::Tensor> tensors) { self.tensors() = std::move(tensors); });
+  py::class_<pipeline::Cache, std::shared_ptr<pipeline::Cache>>(module, "PipelineCache").def(py::init<>());
+  module.def("balance", &balance, py::arg("worker"), py::arg("layers"), py::arg("uses"), py::arg("ties"),
+             py::arg("stages"), py::arg("sample"), py::arg("parameter_scale"), py::arg("repeats"),
+             py::arg("workers"));
   py::class_<PythonPipeline, std::shared_ptr<PythonPipeline>>(module, "Pipeline")
       .def(py::init([](std::shared_ptr<PythonWorker> worker, const py::list& layers, const py::list& uses,
                        const py::list& ties, const py::dict& options) {
@@ -389,7 +524,7 @@ void bind_pipeline(py::module_& module) {
       .def("train_step", &PythonPipeline::train_step, py::arg("x"), py::arg("y"), py::arg("loss"),
            py::arg("gradient_scale"), py::arg("no_sync"))
       .def("finish", [](Self self) { return self.run([](pipeline::Pipeline& all) { return all.finish(); }); })
-      .def("infer", &PythonPipeline::infer, py::arg("x"))
+      .def("infer", &PythonPipeline::infer, py::arg("x"), py::arg("cache"))
       .def("forward", &PythonPipeline::forward, py::arg("x"))
       .def("backward", &PythonPipeline::backward, py::arg("gradients"))
       .def(
@@ -408,6 +543,7 @@ void bind_pipeline(py::module_& module) {
       .def("plan_svg", [](Self self) { return pipeline::to_svg(self.open().plan()); })
       .def("replica", [](Self self) { return self.open().replica(); })
       .def("last_step", &PythonPipeline::last_step)
+      .def("schedule_csv", &PythonPipeline::schedule_csv)
       .def_property(
           "training_steps", [](Self self) { return self.open().training_steps(); },
           [](Self self, std::uint64_t steps) { self.open().set_training_steps(steps); })
