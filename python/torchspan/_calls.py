@@ -1,13 +1,16 @@
 """What the compiled module asks of Python: names of functions, exceptions, and results that come later; and the current worker."""
 
+import atexit
 import builtins
 import collections
+import contextlib
 import copyreg
 import functools
 import importlib
 import inspect
 import pickle
 import sys
+import threading
 import traceback
 import types
 import typing
@@ -36,6 +39,8 @@ if sys.version_info[:3] != (3, 13, 0):
 # Functions of this package that other workers call, by name.
 _OWN = {}
 _current = []
+_joining = []
+_pickling = [True]
 # Whether this worker prints what its functions raise, as torch.distributed.rpc does.
 _printing = []
 
@@ -43,8 +48,23 @@ _printing = []
 def current_worker(otherwise="RPC has not been initialized. Call torchspan.rpc.init_rpc() first."):
     """The worker of this process; raises RuntimeError with the text `otherwise` if there is none."""
     if not _current:
+        for joined in list(_joining):
+            joined.wait()  # another worker's call has come before init_rpc() returned
+    if not _current:
         raise RuntimeError(otherwise)
     return _current[0]
+
+
+@contextlib.contextmanager
+def joining(pickles):
+    """While a worker joins: others may call its functions before set_current_worker() is called, in the block."""
+    joined = threading.Event()
+    _pickling[:], _joining[:] = [pickles], [joined]
+    try:
+        yield
+    finally:
+        _joining.clear()
+        joined.set()
 
 
 def worker_of_reference():
@@ -59,7 +79,15 @@ def has_worker() -> bool:
 
 
 def set_current_worker(worker, pickles=True) -> None:
-    _current[:] = [] if worker is None else [worker, pickles]
+    _current[:] = [] if worker is None else [worker]
+    _pickling[:] = [worker is None or pickles]
+
+
+def at_exit(function) -> None:
+    """Calls the function when this process ends. To be asked for when a process joins: since Python 3.13, multiprocessing makes
+    a forked child forget what its parent asked for."""
+    atexit.unregister(function)
+    atexit.register(function)
 
 
 def print_failures() -> None:
@@ -69,7 +97,7 @@ def print_failures() -> None:
 
 def pickles() -> bool:
     """Whether any function may be called, and values may be pickled."""
-    return not _current or _current[1]
+    return _pickling[0]
 
 
 class RemoteError(RuntimeError):

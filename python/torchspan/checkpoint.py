@@ -106,8 +106,15 @@ class CheckpointManager:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            return self.close()
+        # The others must not wait for this rank, nor this rank for them.
+        manager, worker = self._manager, self._own_worker
+        self._manager = self._own_worker = None
+        if worker is not None:
+            worker.stop()
+        del manager
 
     def __del__(self):
         if getattr(self, "_own_worker", None) is not None:
@@ -252,11 +259,11 @@ class _Stateful:
         self._value.load_state_dict(_decoded("", reader, self._parameters()))
 
     def _parameters(self):
-        """Of an optimizer of torch: its parameters, by the names of their state."""
+        """Of an optimizer of torch: its DTensors, by the names of their state."""
         if not isinstance(self._value, torch.optim.Optimizer):
             return {}
         parameters = (parameter for group in self._value.param_groups for parameter in group["params"])
-        return {f"state.{number}": parameter for number, parameter in enumerate(parameters)}
+        return {f"state.{number}": parameter for number, parameter in enumerate(parameters) if _is_divided(parameter)}
 
 
 class _Container:
@@ -374,7 +381,7 @@ def _plain(path, value, tensors, parameters):
         path = path or "tensor"
         if _is_divided(value):
             parameter = _parameter_of(path, value.shape, parameters)
-            if parameter is None or getattr(parameter, "placements", None) != value.placements:
+            if parameter is None or parameter.placements != value.placements:
                 raise errors.of_kind(
                     "unsupported",
                     f"{path} is a DTensor that is neither a module's nor the state of a parameter with the same placements: save it "
@@ -407,7 +414,7 @@ def _plain(path, value, tensors, parameters):
 def _decoded(name, reader, parameters=None):
     def tensor(path):
         parameter = _parameter_of(path, reader.shape(path), parameters) if parameters else None
-        if parameter is not None and _is_divided(parameter):
+        if parameter is not None:
             return _read_as(reader, path, parameter)
         return reader.read(path).clone()  # a part of a mapped file otherwise, which then stays on the disk
 

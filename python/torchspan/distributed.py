@@ -1,13 +1,12 @@
 """The backend "torchspan" of torch.distributed: collectives on CPUs over shared memory, and encrypted between hosts."""
 
-import atexit
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from . import _C
+from . import _C, _calls
 
 _NAME = "torchspan"
 _LEAVE_TIMEOUT = timedelta(seconds=30)
@@ -45,6 +44,7 @@ def _create(name):
         world = _C.join_world(
             options.store, options.group_rank, options.group_size, _host_of(options.store), timeout
         )
+        _calls.at_exit(_leave_worlds)
         _worlds[:] = [*(known for known in _worlds if known.get() is not None), world.observe()]
         return _C.make_backend(world, [], name, options.group_id, True, timeout)
 
@@ -78,6 +78,3 @@ def _leave_worlds() -> None:
                 world.leave(_LEAVE_TIMEOUT)
         except Exception:  # the others learn of the end anyway
             pass
-
-
-atexit.register(_leave_worlds)

@@ -269,6 +269,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if counts != mine:
             raise ValueError(f"torchspan.optim: the state has groups of {counts} parameters; expected groups of {mine}")
         options = [_options(group) for group in groups]
+        if isinstance(self._kind, str):
+            for place, (saved, group) in enumerate(zip(options, self.param_groups)):
+                for name, value in saved.items():
+                    if name != "lr" and name in group and group[name] != value:
+                        raise ValueError(
+                            f"torchspan.optim: the state has {name} {value} for group {place}, and '{self._kind}' was made with "
+                            f"{group[name]}, which cannot change: make it with {value}, or use the class of torch.optim"
+                        )
         calls = []
         for owner, made in self._optimizers.items():
             share = {index: entries for index, entries in state.items() if self._owner_of[index] == owner}

@@ -8,7 +8,6 @@
 Functions that other workers call may be `async def`: they hold no thread while they await calls.
 """
 
-import atexit
 import contextlib
 import functools as _functools
 import importlib
@@ -115,10 +114,12 @@ class Future(torch.futures.Future):
             return
         try:
             result = handle.wait()
-        except KeyboardInterrupt:
-            self._handle = handle
-            raise
         except BaseException as error:
+            if not handle.done():  # what a signal handler raised, and not the call
+                self._handle = handle
+                if handle.done():  # the pool's callback may have come meanwhile
+                    self._finish()
+                raise
             _C.fail_future(self, error)
         else:
             self.set_result(result)
@@ -166,7 +167,7 @@ def init_rpc(
         if not isinstance(function, _calls.Typed):
             raise TypeError(f"torchspan.rpc: typed has {function!r}, which is not a function of torchspan.rpc.typed()")
     store, rank, size, host = _meet(options.init_method, rank, world_size)
-    with _torch_words(name):
+    with _torch_words(name), _calls.joining(functions is None):
         worker = _C.join_worker(
             store,
             name,
@@ -179,7 +180,8 @@ def init_rpc(
             _calls.Hooks(functions),
             list(typed),
         )
-    _calls.set_current_worker(worker, functions is None)
+        _calls.set_current_worker(worker, functions is None)
+    _calls.at_exit(_stop_at_exit)
 
 
 def _meet(init_method, rank, world_size):
@@ -512,9 +514,6 @@ def _current_agent():
 def _stop_at_exit():
     if _calls.has_worker():
         _calls.current_worker().stop_at_exit()
-
-
-atexit.register(_stop_at_exit)
 
 
 def install() -> None:

@@ -1,6 +1,5 @@
 """The backend BackendType.TORCHSPAN of torch.distributed.rpc: calls over authenticated shared memory, and encrypted between hosts."""
 
-import atexit
 import json
 import os
 
@@ -11,7 +10,7 @@ from torch.distributed.rpc import api, backend_registry
 from torch.distributed.rpc import constants as defaults
 from torch.distributed.rpc.options import _to_device_list, _to_device_map
 
-from . import _C
+from . import _C, _calls
 from .distributed import _host_of
 
 _NAME = "TORCHSPAN"
@@ -88,6 +87,7 @@ def _init_backend(store, name, rank, world_size, rpc_backend_options):
         raise TypeError(f"`rpc_backend_options` must be a `TorchSpanRpcBackendOptions`. {rpc_backend_options}")
     agent = _C.join_rpc(store, name, rank, world_size or 0, _host_of(store), rpc_backend_options, _on_departure)
     _agents[:] = [agent]
+    _calls.at_exit(_stop_at_exit)
     try:
         if world_size:
             agent.set_devices(_devices(agent, name, rpc_backend_options))
@@ -177,5 +177,4 @@ def _in_forked_child():
         api._is_current_rpc_agent_set = refuse
 
 
-atexit.register(_stop_at_exit)
 os.register_at_fork(after_in_child=_in_forked_child)

@@ -46,13 +46,14 @@ class KeptThreadState {
     state_ = PyEval_SaveThread();
   }
   ~KeptThreadState() {
-    if (state_ == nullptr) return;
+    if (state_ == nullptr || !process_.is_current() || Py_IsInitialized() == 0) return;
     PyEval_RestoreThread(state_);
     PyGILState_Release(gil_);
   }
   KeptThreadState(const KeptThreadState&) = delete;
 
  private:
+  const OwnerProcess process_;
   PyGILState_STATE gil_{};
   PyThreadState* state_ = nullptr;  ///< null: this thread has one already
 };

@@ -284,11 +284,24 @@ World::World(c10d::Store& store, const Place& place, Duration timeout) {
   observation_ = job.observe(membership_->self().name);
 }
 
-World::~World() { callbacks_->stop(); }
+World::~World() {
+  if (!callbacks_->is_pool_thread()) {
+    callbacks_->stop();
+    return;
+  }
+  // A callback had the last reference to the last process group: the thread that runs it cannot end its own pool.
+  static_cast<void>(new std::shared_ptr<Runtime>(runtime_));  // nor destroy the runtime that waits for it
+  runtime_->deferred_destroy.keep(std::move(callbacks_));
+}
 
 void World::post(UniqueFunction<void()> job) {
   callbacks_->post([pool = callbacks_.get(), job = std::move(job)]() mutable {
-    const Pool::BlockingScope may_block(*pool);
+    std::optional<Pool::BlockingScope> may_block;
+    try {
+      may_block.emplace(*pool);
+    } catch (const Error&) {
+      // The most threads wait already: those behind this callback wait for it, too.
+    }
     job();
   });
 }

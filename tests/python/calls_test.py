@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import unittest
@@ -59,6 +60,36 @@ def fail_with(kind, *args):
 
 def fail_at(worker, text):
     rpc.rpc_sync(worker, fail, args=(text,))
+
+
+def replaced():
+    return "first"
+
+
+def replace():
+    def second():
+        return "second"
+
+    globals()["replaced"] = second
+    second.__qualname__ = "replaced"
+
+
+def interrupt():
+    raise KeyboardInterrupt("of a function")
+
+
+def wait_a_little(seconds, value=None):
+    time.sleep(seconds)
+    return value
+
+
+def ask_back(name):
+    """A function that blocks, so that its worker takes more threads."""
+    return rpc.rpc_sync(name, wait_a_little, args=(0.5,))
+
+
+def thread_states():
+    return len(sys._current_frames())
 
 
 def me():
@@ -249,6 +280,50 @@ class Calls(unittest.TestCase):
             ]
 
         self.assertEqual(self.check(body, size=3), [True] * 7)
+
+    def test_a_function_that_was_replaced_is_not_called_any_more(self):
+        def body(size):
+            before = rpc.rpc_sync("worker1", replaced)
+            rpc.rpc_sync("worker1", replace)
+            return before, rpc.rpc_sync("worker1", replaced)
+
+        self.assertEqual(self.check(body), ("first", "second"))
+
+    def test_what_a_signal_raises_in_a_wait_is_not_the_result(self):
+        class Alarm(Exception):
+            pass
+
+        def raise_alarm(*_):
+            raise Alarm
+
+        def body(size):
+            remote = rpc.rpc_async("worker1", interrupt)
+            called = []
+            remote.then(lambda _: called.append(1))
+            try:
+                remote.wait()
+            except BaseException as error:  # noqa: B902  it is a KeyboardInterrupt
+                kind = type(error).__name__
+            future = rpc.rpc_async("worker1", wait_a_little, args=(1.0, 42))
+            signal.signal(signal.SIGALRM, raise_alarm)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            raised = raised_by(future.wait)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            return type(raised).__name__, future.wait(), kind, remote.done(), called
+
+        self.assertEqual(self.check(body), ("Alarm", 42, "KeyboardInterrupt", True, [1]))
+
+    def test_threads_that_end_leave_no_state_of_python(self):
+        def body(size):
+            before = rpc.rpc_sync("worker1", thread_states)
+            for future in [rpc.rpc_async("worker1", ask_back, args=("worker0",)) for _ in range(40)]:
+                future.wait()
+            end = time.monotonic() + 30
+            while (now := rpc.rpc_sync("worker1", thread_states)) > before + 20 and time.monotonic() < end:
+                time.sleep(0.5)
+            return now - before <= 20, now
+
+        self.assertTrue(self.check(body)[0])
 
     def test_workers_are_named_by_name_rank_and_info_and_may_be_this_one(self):
         def body(rank, size):

@@ -1,6 +1,7 @@
 """What ranks see when others die, stop, differ, or have another secret; and what processes may do around a world."""
 
 import atexit
+import gc
 import os
 import pathlib
 import signal
@@ -318,7 +319,113 @@ def aborted(rank, size):
     return raised_by(lambda: dist.all_reduce(torch.ones(1), group=group))
 
 
+def sizes_that_do_not_fit(rank, size):
+    """Texts of what each rank raised where another one sent another size, and that the group goes on."""
+    own = torch.full((3 if rank == 0 else 1,), float(rank))
+    texts = [raised_by(lambda: dist.all_gather([torch.zeros(3), torch.zeros(3)], own))]
+    rows, output = torch.ones(2, 2), torch.zeros(4 if rank == 0 else 2, 2)
+    splits = ([1, 1], [1, 3]) if rank == 0 else ([1, 1], [1, 1])
+    texts.append(raised_by(lambda: dist.all_to_all_single(output, rows, splits[1], splits[0])))
+    parts = [torch.ones(1), torch.ones(2)]
+    texts.append(raised_by(lambda: dist.reduce_scatter(torch.zeros(3), parts)))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return texts, total.item()
+
+
+def premultiplied(rank, size):
+    operation = dist._make_nccl_premul_sum(0.25)
+    output, whole = torch.zeros(2), torch.ones(4)
+    return [
+        raised_by(call)
+        for call in (
+            lambda: dist.all_reduce(whole, op=operation),
+            lambda: dist.reduce(whole, 0, op=operation),
+            lambda: dist.reduce_scatter_tensor(output, whole, op=operation),
+            lambda: dist.reduce_scatter(output, [output, output], op=operation),
+        )
+    ]
+
+
+def other_shapes(rank, size):
+    """Messages match by elements, as over Gloo."""
+    received = torch.zeros(2, 4)[:, :2]
+    if rank == 1:
+        dist.send(torch.arange(4.0), 0)
+        dist.send(torch.arange(4.0).reshape(2, 2).t(), 0)
+        return [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    first = torch.zeros(2, 2)
+    dist.recv(first, 1)
+    dist.recv(received)
+    return first.tolist(), received.tolist()
+
+
+def many_callbacks(rank, size):
+    """More callbacks that wait than a pool may have threads."""
+    hold = threading.Event()
+    if rank == 1:
+        time.sleep(1)  # the callbacks of rank 0 are there before its operations complete
+        for _ in range(301):
+            dist.all_reduce(torch.ones(1))
+        return True
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(300)]
+    futures = [work.get_future().then(lambda _: hold.wait(30)) for work in works]
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.5)
+    hold.set()
+    return all(future.wait() for future in futures)
+
+
+def last_reference(rank, size):
+    """A callback drops the last reference to the process group, on the thread that runs callbacks."""
+    group = dist.group.WORLD
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.get_future().then(lambda _, keep=group: time.sleep(0.5))
+    work.wait()
+    del group, work
+    dist.destroy_process_group()
+    gc.collect()
+    time.sleep(1)
+    return True
+
+
+def completed_futures(rank, size):
+    values = []
+    for early in (True, False) * 25:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        future = work.get_future() if early else None
+        work.wait()
+        future = future or work.get_future()
+        values.append(future.value()[0].item())
+    return set(values)
+
+
 class Failures(unittest.TestCase):
+    def test_sizes_that_do_not_fit_are_refused_and_name_the_rank(self):
+        (first, total), (second, other) = processes.run(2, sizes_that_do_not_fit)
+        self.assertEqual((total, other), (2.0, 2.0))
+        for text, wanted in zip(first, (r"rank 1 sent .*\[1\].*\[3\]", r"rank 1 sent .*\[1, 2\].*\[3, 2\]", "output has 3 elements")):
+            self.assertRegex(text, wanted)
+        self.assertRegex(second[0], "rank 1 sent")
+
+    def test_a_premultiplied_sum_is_refused(self):
+        for texts in processes.run(2, premultiplied):
+            for text in texts:
+                self.assertRegex(text, "PREMUL_SUM is NCCL's")
+
+    def test_messages_match_by_elements(self):
+        first, second = processes.run(2, other_shapes)
+        self.assertEqual(first, second)
+
+    def test_more_callbacks_may_wait_than_there_are_threads(self):
+        self.assertEqual(processes.run(2, many_callbacks), [True, True])
+
+    def test_a_callback_may_drop_the_last_reference_to_its_group(self):
+        self.assertEqual(processes.run(2, last_reference, world=processes.Group(destroy=False)), [True, True])
+
+    def test_a_future_is_complete_after_its_wait(self):
+        self.assertEqual(processes.run(2, completed_futures), [{2.0}] * 2)
+
     def test_a_killed_rank_is_named_on_all_others_within_a_second(self):
         for results in [processes.run(3, killed, world=processes.Group(destroy=False))]:
             for rank in (0, 2):

@@ -779,6 +779,27 @@ def undeclared(rank, size):
     return texts
 
 
+class Closes(nn.Module):
+    def forward(self, x):
+        closes[0].close()
+        return x
+
+
+closes = []
+
+
+def closed_by_a_layer(rank, size):
+    layers = pipeline.Layers()
+    layers.add(Closes)
+    layers.add(Dense)
+    pipe = pipeline.Pipeline(layers)
+    closes[:] = [pipe]
+    text = str(raised_by(lambda: pipe.train_step(numbers(2, 1), numbers(2, 2), mean_square)))
+    closes.clear()
+    pipe.close()
+    return text
+
+
 class RunningSum(nn.Module):
     """Adds all rows of a sequence up to now, as attention reads all tokens up to now."""
 
@@ -846,6 +867,10 @@ def balances(rank, size):
 
 
 class MoreOfLayers(unittest.TestCase):
+    def test_a_layer_cannot_close_its_pipeline(self):
+        for text in run(2, closed_by_a_layer, world=Native()):
+            self.assertIn("call it from one thread, and not from its layers", text)
+
     def test_skips_pass_the_layers_between_under_every_schedule_and_checkpoint(self):
         for size in (1, 2, 3):
             self.assertEqual(run(size, skips, world=Native()), [[]] * size)

@@ -214,6 +214,7 @@ class Optimizers(unittest.TestCase):
             references = all_in(remote.references)
             optimizer = optim.DistributedOptimizer("adam", references, lr=0.1)
             remote.step(optimizer, 0)
+            saved = optimizer.state_dict()["param_groups"][0]
             optimizer.param_groups[0]["weight_decay"] = 0.5
             return [
                 str(raised_by(lambda: optim.DistributedOptimizer("adamz", references))),
@@ -226,6 +227,7 @@ class Optimizers(unittest.TestCase):
                 str(raised_by(lambda: optimizer.add_param_group({"params": references}))),
                 str(raised_by(lambda: optim.DistributedOptimizer("adam", references + references[:1]))),
                 str(raised_by(lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}))),
+                str(raised_by(lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{**saved, "weight_decay": 2.0}]}))),
             ]
 
         texts = self.check(body)
@@ -240,6 +242,7 @@ class Optimizers(unittest.TestCase):
             "all its groups",
             "list it once",
             "groups of [4]",
+            "weight_decay 2.0 for group 0",
         ]
         for text, part in zip(texts, parts, strict=True):
             self.assertIn(part, text)
@@ -502,6 +505,24 @@ class Checkpoints(unittest.TestCase):
             self.assertIn("rows is a DTensor", errors[1])
             self.assertIn("more than one range", errors[2])
             self.assertEqual(rows, [0, 0, 1, 1])
+
+    def test_an_exception_in_the_block_of_a_manager_does_not_wait_for_other_ranks(self):
+        folder = self.folder
+
+        def body(rank, size):
+            began = time.monotonic()
+            try:
+                with CheckpointManager(folder) as manager:
+                    manager.add("x", {"a": 1})
+                    if rank == 1:
+                        raise LookupError("on one rank")
+                    torch.distributed.recv(torch.zeros(1), 1)
+            except LookupError:
+                return time.monotonic() - began
+            except Exception:
+                return 0.0
+
+        self.assertLess(self.results(2, body, Group("torchspan", destroy=False))[1], 10)
 
     def test_ranks_with_different_values_all_learn_it(self):
         folder = self.folder

@@ -15,6 +15,7 @@
 
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/core/owner_process.h>
 #include <torchspan/rpc/worker.h>
 
 namespace torchspan {
@@ -30,8 +31,9 @@ struct BatcherOptions {
 
 /// Collects the requests of single calls into batches, for example for one forward pass of a model. Handlers return the
 /// future of add(), so that no thread waits: PyTorch's async_execution with a batch-updating server. One batch is served at
-/// a time, on a thread of the worker; meanwhile, requests collect for the next one. Thread-safe. Its destructor fails
-/// waiting requests with kCancelled, and waits for the batch that is being served, unless that destroys it.
+/// a time, on a thread of the worker; meanwhile, requests collect for the next one. Thread-safe. Requests that wait when it
+/// is destroyed, or when the worker stops, fail with kCancelled; the destructor waits for the batch that is being served,
+/// unless that destroys it.
 template <class Request, class Reply>
 class Batcher {
  public:
@@ -47,7 +49,12 @@ class Batcher {
     if (!state_->serve) throw_invalid("the function that serves the batches of a Batcher is empty");
   }
   ~Batcher() {
-    if (state_) state_->close();
+    if (!state_) return;
+    if (state_->process.is_current()) {
+      state_->close();
+    } else {
+      keep_until_exit(new std::shared_ptr<State>(std::move(state_)));  // a forked child
+    }
   }
   Batcher(Batcher&&) noexcept = default;
   Batcher& operator=(Batcher&&) = delete;
@@ -92,9 +99,30 @@ class Batcher {
 
     /// Looks for a batch after a delay, on a thread of the worker. `claimed`: `serving` is set for it; else it is the timer.
     void look_in(const std::shared_ptr<State>& self, Duration delay, bool claimed) {
-      worker.backend()->after(delay, [weak = std::weak_ptr<State>(self), claimed] {
-        if (const auto alive = weak.lock()) alive->look(alive, claimed);
-      });
+      worker.backend()->after(delay, Look(self, claimed));
+    }
+
+    /// What the timer runs, or drops when the worker stops: nothing will serve those that wait then.
+    struct Look {
+      Look(std::weak_ptr<State> of, bool is_claimed) : state(std::move(of)), claimed(is_claimed) {}
+      Look(Look&&) noexcept = default;
+      Look& operator=(Look&&) = delete;
+      ~Look() {
+        if (const auto alive = state.lock()) alive->drop(claimed);
+      }
+      void operator()() {
+        if (const auto alive = std::exchange(state, {}).lock()) alive->look(alive, claimed);
+      }
+      std::weak_ptr<State> state;  ///< empty once it has run, or was moved
+      bool claimed;
+    };
+
+    void drop(bool claimed) {
+      std::vector<Waiting> dropped;  // their futures fail outside the lock
+      MutexLock lock(mutex);
+      if (claimed) serving = false;
+      if (!claimed) timed = false;
+      dropped.swap(waiting);
     }
 
     void look(const std::shared_ptr<State>& self, bool claimed) {
@@ -175,6 +203,7 @@ class Batcher {
       if (served.valid()) served.wait();
     }
 
+    const OwnerProcess process;
     const Worker worker;
     const Serve serve;
     const BatcherOptions options;

@@ -21,8 +21,9 @@ constexpr Duration kLeaveTimeout = std::chrono::seconds(30);
 ReduceOp reduction_of(const c10d::ReduceOp& operation) {
   switch (static_cast<c10d::ReduceOp::RedOpType>(operation.op_)) {
     case c10d::ReduceOp::SUM:
-    case c10d::ReduceOp::PREMUL_SUM:
       return collective::kSum;
+    case c10d::ReduceOp::PREMUL_SUM:
+      throw Error(ErrorKind::kUnsupported, "PREMUL_SUM is NCCL's: multiply the tensor, then use SUM");
     case c10d::ReduceOp::AVG:
       return collective::kAvg;
     case c10d::ReduceOp::PRODUCT:
@@ -63,10 +64,20 @@ void require_count(const std::vector<at::Tensor>& tensors, int size, const char*
 /// The program's tensors may need gradients or be inference tensors; operations change them as torch's own do.
 void write(const at::Tensor& to, const at::Tensor& from) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  to.copy_(from.sizes() == to.sizes() || from.numel() != to.numel() ? from : from.reshape(to.sizes()));
+  to.copy_(from.sizes() == to.sizes() ? from : from.reshape(to.sizes()));
+}
+
+/// What rank r sent has as many elements as output r; copy_() would repeat a single row.
+void require_fit(const at::Tensor& to, const at::Tensor& from, std::size_t rank) {
+  if (to.numel() == from.numel()) return;
+  throw_invalid(fmt::format(
+      "rank {} sent a tensor of shape [{}], and the output for it has shape [{}]: pass outputs of the sizes that "
+      "the ranks send",
+      rank, fmt::join(from.sizes(), ", "), fmt::join(to.sizes(), ", ")));
 }
 
 void copy_each(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from) {
+  for (std::size_t i = 0; i < to.size(); ++i) require_fit(to[i], from[i], i);
   for (std::size_t i = 0; i < to.size(); ++i) write(to[i], from[i]);
 }
 
@@ -234,8 +245,6 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   return with_torch_errors([&] {
     const at::Tensor& tensor = only(tensors, "tensors");
     const ReduceOp reduction = reduction_of(options.reduceOp);
-    if (static_cast<c10d::ReduceOp::RedOpType>(options.reduceOp.op_) == c10d::ReduceOp::PREMUL_SUM)
-      throw Error(ErrorKind::kUnsupported, "PREMUL_SUM is NCCL's: multiply the tensor, then use SUM");
     const Title title{c10d::OpType::ALLREDUCE, "all_reduce"};
     if (tensor.layout() == at::kStrided)
       return start(title, tensors, tensors, group_.usable(tensor).all_reduce(tensor, reduction));
@@ -314,8 +323,11 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
       each.push_back(group_.usable(input).all_gather_into_tensor(wide.back().view(-1), flat(input)));
     }
     const std::function<void(const Tensors&)> take = [all, wide, count = inputs.size()](const Tensors&) {
+      Tensors received;
       for (std::size_t i = 0; i < all.size(); ++i)
-        write(all[i], wide[i % count][static_cast<std::int64_t>(i / count)]);
+        received.push_back(wide[i % count][static_cast<std::int64_t>(i / count)]);
+      for (std::size_t i = 0; i < all.size(); ++i) require_fit(all[i], received[i], i / count);
+      for (std::size_t i = 0; i < all.size(); ++i) write(all[i], received[i]);
     };
     return start({c10d::OpType::ALLGATHER_COALESCED, "all_gather"}, inputs, all, when_all(std::move(each)),
                  take);
@@ -394,6 +406,9 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
     const Title title{c10d::OpType::REDUCE_SCATTER, "reduce_scatter"};
     Tensors pieces;
     for (const at::Tensor& part : parts) pieces.push_back(flat(part));
+    if (const at::Tensor& mine = pieces[static_cast<std::size_t>(rank_)]; mine.numel() != output.numel())
+      throw_invalid(fmt::format("the output has {} elements, and input {}, which is reduced into it, has {}",
+                                output.numel(), rank_, mine.numel()));
     const bool even = std::all_of(pieces.begin(), pieces.end(), [&](const at::Tensor& piece) {
       return piece.numel() == pieces[0].numel();
     });
@@ -462,28 +477,39 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
 
 Backend::WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
   return with_torch_errors([&] {
+    // c10d matches elements, not shapes.
     return start({c10d::OpType::SEND, "send"}, tensors, tensors,
-                 group_.usable(tensors).send(only(tensors, "tensors"), to, tag));
+                 group_.usable(tensors).send(flat(only(tensors, "tensors")), to, tag));
   });
 }
 
 Backend::WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
   return with_torch_errors([&] {
-    return start({c10d::OpType::RECV, "recv"}, tensors, tensors,
-                 group_.usable(tensors).recv(only(tensors, "tensors"), from, tag));
+    const at::Tensor& tensor = only(tensors, "tensors");
+    const Title title{c10d::OpType::RECV, "recv"};
+    if (tensor.is_contiguous())
+      return start(title, tensors, tensors, group_.usable(tensor).recv(flat(tensor), from, tag));
+    const at::Tensor packed = at::empty({tensor.numel()}, tensor.options());
+    return start(title, tensors, tensors, group_.usable(tensor).recv(packed, from, tag), into(tensor));
   });
 }
 
 Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
   return with_torch_errors([&]() -> WorkPtr {
     const auto source = std::make_shared<std::atomic<int>>(-1);
+    const at::Tensor& tensor = only(tensors, "tensors");
+    const bool packs = !tensor.is_contiguous();
+    const at::Tensor into_memory = packs ? at::empty({tensor.numel()}, tensor.options()) : flat(tensor);
     const std::function<void(const collective::ReceivedMessage&)> take =
-        [source](const collective::ReceivedMessage& message) { source->store(message.source); };
+        [source, tensor, packs](const collective::ReceivedMessage& message) {
+          source->store(message.source);
+          if (packs) write(tensor, message.tensor);
+        };
     auto work = c10::make_intrusive<Work>(
         Work::Call{names_.backend, "recvAnySource", c10d::OpType::RECVANYSOURCE, ++calls_, tensors, world_},
         tensors,
         std::make_unique<PendingCallOf<collective::ReceivedMessage>>(
-            group_.usable(tensors).recv(only(tensors, "tensors"), collective::kAnySource, tag), take));
+            group_.usable(tensor).recv(into_memory, collective::kAnySource, tag), take));
     work->set_source(source);
     return work;
   });

@@ -84,6 +84,11 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   }
   const std::exception_ptr failure = ending_->conclude();
   finish(failure);
+  const auto future = [this] {
+    MutexLock lock(future_mutex_);
+    return future_;
+  }();
+  if (future) future->wait();  // programs read its value after this
   if (failure) std::rethrow_exception(failure);
   return true;
 }
@@ -98,14 +103,18 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
   if (future_) return future_;
   with_torch_errors([this] { process_.check(); }, false);
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  ending_->call().when_done([ending = ending_, future = future_, world = world_] {
-    const auto complete = [ending, future] {
-      if (const std::exception_ptr failure = ending->conclude()) {
-        future->setError(failure);
-      } else {
-        future->markCompleted(c10::IValue(ending->outputs()));
-      }
-    };
+  const auto complete = [ending = ending_, future = future_] {
+    if (const std::exception_ptr failure = ending->conclude()) {
+      future->setError(failure);
+    } else {
+      future->markCompleted(c10::IValue(ending->outputs()));
+    }
+  };
+  if (ending_->call().done()) {
+    complete();  // it has no callbacks yet
+    return future_;
+  }
+  ending_->call().when_done([complete, world = world_] {
     // Not on this thread: a callback may wait for another operation of the group.
     const std::shared_ptr<World> alive = world.lock();
     alive ? alive->post(complete) : complete();

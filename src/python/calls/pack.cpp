@@ -76,7 +76,7 @@ class Packer::Writer {
 
   /// Writes (function, args, kwargs); false if the function has no name or a value is not plain.
   bool call(PyObject* function, PyObject* args, PyObject* kwargs) {
-    const py::object name = remembered(packer_.names_, packer_.hooks_.name_of, function);
+    const py::object name = packer_.found(packer_.names_, packer_.hooks_.name_of, function);
     if (name.is_none()) return false;
     tag(Tag::kTuple);
     bytes_.put(std::uint32_t{3});
@@ -230,7 +230,7 @@ class Packer::Reader {
       case Tag::kReference:
         return py::cast(from_.references[place(from_.references.size())]);
       case Tag::kFunction:
-        return remembered(packer_.functions_, packer_.hooks_.function_of, py::str(bytes_.get_string()));
+        return packer_.found(packer_.functions_, packer_.hooks_.function_of, py::str(bytes_.get_string()));
       case Tag::kPickled:
         return packer_.unpickle(counted(), from_);
     }
@@ -284,6 +284,11 @@ Packer::Packer(Hooks hooks)
       new_pickler_(py::module_::import("torchspan._calls").attr("Pickler")),
       new_unpickler_(py::module_::import("torchspan._calls").attr("Unpickler")),
       new_buffer_(py::module_::import("io").attr("BytesIO")) {}
+
+py::object Packer::found(const Object& known, const Object& find, py::handle key) {
+  // A module's function may be replaced by another one, as pickle allows; one of functions=[…] may not.
+  return hooks_.pickles ? find.get()(key) : remembered(known, find, key);
+}
 
 py::object Packer::remembered(const Object& known, const Object& find, py::handle key) {
   const py::object dict = known.get();

@@ -49,7 +49,7 @@ struct Hooks {
 
 /// Python values to packs and back. None, bool, int, float, str, bytes, lists, tuples, dicts, tensors, references and
 /// functions that have a name are written as they are; a value that holds anything else, or the same list twice, is pickled
-/// as a whole, its tensors apart. With the GIL; the functions' names are remembered.
+/// as a whole, its tensors apart. With the GIL.
 class Packer {
  public:
   explicit Packer(Hooks hooks);
@@ -68,6 +68,8 @@ class Packer {
  private:
   class Writer;
   class Reader;
+  /// The same, remembered only where functions are registered.
+  pybind11::object found(const Object& known, const Object& find, pybind11::handle key);
   /// What `find` returns for `key`; asked once for each key that it knows.
   static pybind11::object remembered(const Object& known, const Object& find, pybind11::handle key);
   void check_may_pickle(PyObject* not_plain) const;

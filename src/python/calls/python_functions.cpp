@@ -113,9 +113,7 @@ Future<R> PythonFunctions::invoke(const Worker& worker, const py::object& functi
 }
 
 void keep_thread_state() {
-  if (Py_IsInitialized() == 0 || PyGILState_GetThisThreadState() != nullptr) return;
-  PyGILState_Ensure();
-  PyEval_SaveThread();
+  thread_local const KeptThreadState until_the_thread_ends;
 }
 
 Task<Pack> serve_call(Worker& worker, Pack call) {

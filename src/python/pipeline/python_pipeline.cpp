@@ -360,12 +360,7 @@ class PythonPipeline {
   template <class F>
   auto run(F&& body) {
     pipeline::Pipeline& all = open();
-    if (busy_) {
-      raise(*worker_->packer(), std::make_exception_ptr(Error(
-                                    ErrorKind::kInvalid,
-                                    "the pipeline runs a call of another thread, or one that called this: "
-                                    "call it from one thread, and not from its layers")));
-    }
+    require_idle();
     struct Busy {
       explicit Busy(bool& flag) : flag(flag) { flag = true; }
       ~Busy() { flag = false; }
@@ -429,10 +424,18 @@ class PythonPipeline {
     return raised_->released([all = &open()] { return schedule::to_csv(schedule::to_sheet(all->last_step().table)); });
   }
   void close() {
+    require_idle();
     without_gil([this] { pipeline_ = nullptr; });
   }
 
  private:
+  void require_idle() const {
+    if (!busy_) return;
+    raise(*worker_->packer(), std::make_exception_ptr(
+                                  Error(ErrorKind::kInvalid,
+                                        "the pipeline runs a call of another thread, or one that called this: "
+                                        "call it from one thread, and not from its layers")));
+  }
   pipeline::Loss loss_of(const py::object& loss) {
     return [function = Object(loss), raised = raised_](const Batch& output, const Batch& target) {
       return raised->guard([&] {

@@ -7,6 +7,7 @@ namespace torchspan::rpc {
 Timers::Added Timers::at(Deadline when, UniqueFunction<void()> job) {
   MutexLock lock(mutex_);
   const Id id{when, ++counter_};
+  if (closed_) return {id, false};
   const auto place = jobs_.emplace(id, std::move(job)).first;
   return {id, place == jobs_.begin()};
 }
@@ -32,9 +33,10 @@ void Timers::run_due(TimePoint now) {
   for (auto& job : due) job();
 }
 
-void Timers::clear() {
+void Timers::close() {
   std::map<Id, UniqueFunction<void()>> dropped;  // their captures are destroyed outside the lock
   MutexLock lock(mutex_);
+  closed_ = true;
   dropped.swap(jobs_);
 }
 

@@ -27,12 +27,13 @@ class Timers {
   /// Does nothing if the job already ran.
   void cancel(const Id& id);
   void run_due(TimePoint now);
-  /// Drops all jobs, without running them.
-  void clear();
+  /// Drops all jobs, and those that come later, without running them.
+  void close();
   Deadline next() const;
 
  private:
   mutable Mutex mutex_;
+  bool closed_ TORCHSPAN_GUARDED_BY(mutex_) = false;
   std::uint64_t counter_ TORCHSPAN_GUARDED_BY(mutex_) = 0;
   std::map<Id, UniqueFunction<void()>> jobs_ TORCHSPAN_GUARDED_BY(mutex_);
 };

@@ -190,7 +190,7 @@ void TransportLoop::stop() {
   stopping_.store(true);
   wake();
   thread_.join();
-  timers_.clear();
+  timers_.close();
 }
 
 void TransportLoop::drain() {
