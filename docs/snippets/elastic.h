@@ -1,4 +1,6 @@
 #pragma once
+#include <optional>
+
 #include <torch/torch.h>
 
 #include <torchspan/elastic.h>
@@ -10,3 +12,7 @@ using Model = ts::ElasticTrainer<torch::nn::Linear>::Model;
 extern Model& model;
 extern const ts::ElasticStep& step;
 torch::Tensor loss_of(Model& model, const std::vector<std::int64_t>& samples);
+extern ts::Session session;
+extern torch::nn::Linear network;
+extern ts::optim::Optimizer optimizer;
+extern ts::ElasticTrainer<torch::nn::Linear> trainer;

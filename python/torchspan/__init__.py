@@ -17,7 +17,7 @@ import torch
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
     raise ImportError("torchspan needs the global interpreter lock: use a Python that is not free-threaded")
 
-_ADVICE = "Build it for this environment: pip install --no-build-isolation --force-reinstall --no-deps torchspan"
+_ADVICE = "Build it for this environment, in a clone of TorchSpan: pip install --no-build-isolation --force-reinstall --no-deps ."
 
 try:
     from . import _C

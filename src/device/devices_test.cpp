@@ -1,8 +1,9 @@
 #include "device/api/devices.h"
 
+#include <gmock/gmock.h>
+
 #include <ATen/Context.h>
 #include <c10/core/impl/FakeGuardImpl.h>
-#include <gmock/gmock.h>
 
 #include "tests/support/stand_in_device.h"
 

@@ -79,10 +79,8 @@ void describe_nodes(CLI::App& run, NodeOptions& options) {
                  "Number of hosts of the job: run the same command on each, with its --node-rank; -n is the "
                  "number of workers on each host");
   run.add_option("--node-rank,--node_rank", options.node_rank, "Number of this host, from 0");
-  run.add_option(
-      "--rdzv,--rdzv-endpoint,--rdzv_endpoint", options.rdzv,
-      "HOST:PORT on host 0, to which the launchers of all hosts connect, and without --max-restarts "
-      "the workers after them; port 29500 by default");
+  run.add_option("--rdzv,--rdzv-endpoint,--rdzv_endpoint", options.rdzv,
+                 "HOST:PORT on host 0, to which the launchers of all hosts connect; port 29500 by default");
   run.add_option("--rdzv-id,--rdzv_id", options.rdzv_id,
                  "Name of the job, equal on all hosts; by default that of --rdzv");
   run.add_option("--port-range", options.port_range,

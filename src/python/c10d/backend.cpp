@@ -70,10 +70,11 @@ void write(const at::Tensor& to, const at::Tensor& from) {
 /// What rank r sent has as many elements as output r; copy_() would repeat a single row.
 void require_fit(const at::Tensor& to, const at::Tensor& from, std::size_t rank) {
   if (to.numel() == from.numel()) return;
-  throw_invalid(fmt::format(
-      "rank {} sent a tensor of shape [{}], and the output for it has shape [{}]: pass outputs of the sizes that "
-      "the ranks send",
-      rank, fmt::join(from.sizes(), ", "), fmt::join(to.sizes(), ", ")));
+  throw_invalid(
+      fmt::format("rank {} sent a tensor of shape [{}], and the output for it has shape [{}]: pass outputs "
+                  "of the sizes that "
+                  "the ranks send",
+                  rank, fmt::join(from.sizes(), ", "), fmt::join(to.sizes(), ", ")));
 }
 
 void copy_each(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from) {

@@ -112,9 +112,7 @@ Future<R> PythonFunctions::invoke(const Worker& worker, const py::object& functi
   return future;
 }
 
-void keep_thread_state() {
-  thread_local const KeptThreadState until_the_thread_ends;
-}
+void keep_thread_state() { thread_local const KeptThreadState until_the_thread_ends; }
 
 Task<Pack> serve_call(Worker& worker, Pack call) {
   co_return co_await worker.extension<PythonFunctions>().run<Pack>(worker, std::move(call));

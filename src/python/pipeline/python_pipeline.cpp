@@ -280,11 +280,13 @@ class Description {
     for (const py::handle each : uses) {
       const auto use = each.cast<py::tuple>();
       const auto layer = use[0].cast<std::size_t>();
-      const auto stashes = use[2].cast<std::vector<std::string>>(), pops = use[3].cast<std::vector<std::string>>();
+      const auto stashes = use[2].cast<std::vector<std::string>>(),
+                 pops = use[3].cast<std::vector<std::string>>();
       const Takes takes{.skips = !stashes.empty() || !pops.empty(), .cache = use[5].cast<bool>()};
       const auto add = [&] {
         if (!used[layer]) {  // layers are numbered in the order of their first uses
-          firsts.push_back(described.add(spec_of(layers[layer].cast<py::tuple>()), call_of(py::none(), takes)));
+          firsts.push_back(
+              described.add(spec_of(layers[layer].cast<py::tuple>()), call_of(py::none(), takes)));
           used[layer] = true;
           return firsts.back();
         }
@@ -421,7 +423,8 @@ class PythonPipeline {
     return py::make_tuple(report.step, report.micro_batches, to_seconds(measured.makespan), workers);
   }
   std::string schedule_csv() {
-    return raised_->released([all = &open()] { return schedule::to_csv(schedule::to_sheet(all->last_step().table)); });
+    return raised_->released(
+        [all = &open()] { return schedule::to_csv(schedule::to_sheet(all->last_step().table)); });
   }
   void close() {
     require_idle();
@@ -431,10 +434,10 @@ class PythonPipeline {
  private:
   void require_idle() const {
     if (!busy_) return;
-    raise(*worker_->packer(), std::make_exception_ptr(
-                                  Error(ErrorKind::kInvalid,
-                                        "the pipeline runs a call of another thread, or one that called this: "
-                                        "call it from one thread, and not from its layers")));
+    raise(*worker_->packer(), std::make_exception_ptr(Error(
+                                  ErrorKind::kInvalid,
+                                  "the pipeline runs a call of another thread, or one that called this: "
+                                  "call it from one thread, and not from its layers")));
   }
   pipeline::Loss loss_of(const py::object& loss) {
     return [function = Object(loss), raised = raised_](const Batch& output, const Batch& target) {
@@ -487,9 +490,9 @@ class PythonPipeline {
 };
 
 /// By time, or by memory with a `parameter_scale` above 0.
-std::vector<int> balance(const std::shared_ptr<PythonWorker>& worker, const py::list& layers, const py::list& uses,
-                         const py::list& ties, int stages, const py::object& sample, double parameter_scale,
-                         int repeats, std::vector<std::string> workers) {
+std::vector<int> balance(const std::shared_ptr<PythonWorker>& worker, const py::list& layers,
+                         const py::list& uses, const py::list& ties, int stages, const py::object& sample,
+                         double parameter_scale, int repeats, std::vector<std::string> workers) {
   const Description description(worker->packer());
   const pipeline::Layers described = description.describe(layers, uses, ties);
   const Batch x = batch_of_caller(sample, description.unsplit());

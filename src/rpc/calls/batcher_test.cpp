@@ -200,11 +200,12 @@ TEST(Batcher, FailsWhatWaitsWhenTheWorkerStops) {
   std::vector<Future<std::int64_t>> waiting;
   world.run([&](Worker& worker) {
     if (worker.rank() != 0) return;
-    squares = std::make_unique<Squares>(
-        worker, BatcherOptions{.max_size = 4, .max_delay = std::chrono::hours(1)});
+    squares =
+        std::make_unique<Squares>(worker, BatcherOptions{.max_size = 4, .max_delay = std::chrono::hours(1)});
     for (std::int64_t i = 0; i < 3; ++i) waiting.push_back(squares->batcher.add(i));
   });
-  for (std::int64_t i = 0; i < 6; ++i) waiting.push_back(squares->batcher.add(i));  // alone, and in a full batch
+  for (std::int64_t i = 0; i < 6; ++i)
+    waiting.push_back(squares->batcher.add(i));  // alone, and in a full batch
   for (const auto& each : waiting) {
     ASSERT_TRUE(each.done());
     EXPECT_EQ(kind_of([&] { each.wait(); }), ErrorKind::kCancelled);
