@@ -77,9 +77,11 @@ std::uint64_t SaveAgreement::digest_of(const Listing& listing) const {
 
 SaveJob SaveAgreement::agree(const RankOutcome& proposal, std::int64_t step, const Listing& listing) {
   const std::string what = fmt::format("the checkpoint of step {} was not saved", step);
+  const std::uint64_t departures = ranks_.departures().count;
   const auto outcomes = ranks_.exchange("begin", proposal);
   if (const auto failure = joint_failure(outcomes, ranks_.names(), what)) throw *failure;
   SaveJob job;
+  job.departures = departures;
   std::vector<std::uint64_t> digests;
   std::map<std::string, std::size_t> first;  // the rank that has the value
   for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {

@@ -2,9 +2,13 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <memory>
+#include <set>
 #include <utility>
 
 #include <torchspan/core/error.h>
+#include <torchspan/detail/core/mutex.h>
+#include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/rpc/worker.h>
 
 namespace torchspan::checkpoint {
@@ -28,6 +32,7 @@ class WorkerRanks final : public Ranks {
   WorkerRanks(const Worker& worker, std::vector<std::string> participants, std::string name, Duration timeout)
       : backend_(worker.backend()), name_(std::move(name)), timeout_(timeout) {
     std::vector<WorkerInfo> members;
+    std::set<int> ranks;
     if (participants.empty()) members = worker.workers();
     for (const std::string& participant : participants) members.push_back(worker.info(participant));
     std::sort(members.begin(), members.end(),
@@ -38,6 +43,7 @@ class WorkerRanks final : public Ranks {
         index_ = participants_.size();
         found = true;
       }
+      ranks.insert(static_cast<int>(member.rank));
       participants_.push_back(member.name);
       names_.push_back(fmt::format("rank {} ('{}')", member.rank, member.name));
     }
@@ -47,10 +53,29 @@ class WorkerRanks final : public Ranks {
                       "'{}'; create it on participants only",
                       name_, worker.name()));
     }
+    const auto note = [log = departed_.get(), ranks](const rendezvous::Member& member, const Error& reason) {
+      if (!ranks.contains(member.rank)) return;
+      MutexLock lock(log->mutex);
+      ++log->all.count;
+      log->all.last = reason;
+    };
+    backend_->gathering(participants_)
+        .membership->watch({.died = note,
+                            .left =
+                                [note](const rendezvous::Member& member) {
+                                  note(member,
+                                       Error(ErrorKind::kDisconnected,
+                                             fmt::format("{} has left", rendezvous::describe(member))));
+                                },
+                            .owner = std::weak_ptr<const void>(departed_)});
   }
 
   std::size_t index() const override { return index_; }
   const std::vector<std::string>& names() const override { return names_; }
+  Departures departures() const override {
+    MutexLock lock(departed_->mutex);
+    return departed_->all;
+  }
 
   std::vector<Bytes> gather(const std::string& tag, const Bytes& mine) override {
     const Deadline deadline = backend_->runtime().executor.deadline_in(timeout_);
@@ -62,7 +87,13 @@ class WorkerRanks final : public Ranks {
   }
 
  private:
+  struct Departed {
+    Mutex mutex;
+    Departures all TORCHSPAN_GUARDED_BY(mutex);
+  };
+
   const std::shared_ptr<rpc::WorkerBackend> backend_;
+  const std::shared_ptr<Departed> departed_ = std::make_shared<Departed>();
   const std::string name_;
   const Duration timeout_;
   std::vector<std::string> participants_;

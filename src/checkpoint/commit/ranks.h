@@ -1,9 +1,12 @@
 #pragma once
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <torchspan/core/bytes.h>
+#include <torchspan/core/error.h>
 #include <torchspan/core/time.h>
 
 #include "core/api/agreement.h"
@@ -24,6 +27,13 @@ class Ranks {
   /// Returns all ranks' bytes once each has called it with this tag. Throws Error: kTimedOut or kDisconnected
   /// naming ranks.
   virtual std::vector<Bytes> gather(const std::string& tag, const Bytes& mine) = 0;
+  /// How many of the others have died or left, and why the last one has; another process may have its rank now, which
+  /// takes no part in what the ranks began before.
+  struct Departures {
+    std::uint64_t count = 0;
+    std::optional<Error> last = {};
+  };
+  virtual Departures departures() const { return {}; }
 
   std::size_t size() const { return names().size(); }
   bool commits() const { return index() == 0; }

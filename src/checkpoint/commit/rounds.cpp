@@ -33,9 +33,13 @@ std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& dat
   const std::string tag = fmt::format("save.{:x}.", job.token);
   std::optional<Error> failure;
   std::string name;
+  const auto exchange = [&](const std::string& end, const RankOutcome& mine) {
+    const Ranks::Departures now = ranks_.departures();
+    if (now.count != job.departures && now.last) throw *now.last;  // do not wait for who has that rank now
+    return ranks_.exchange(tag + end, mine);
+  };
   try {
-    const auto written =
-        ranks_.exchange(tag + "written", outcome_of([&] { return write(job, data, write_on_owner); }));
+    const auto written = exchange("written", outcome_of([&] { return write(job, data, write_on_owner); }));
     failure = joint_failure(written, ranks_.names(), what);
     RankOutcome committed;
     if (ranks_.commits() && !failure) {
@@ -47,7 +51,7 @@ std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& dat
     }
     if (ranks_.commits() && (failure || committed.failure)) abandon(job);
     // Also after a failure: every rank knows that the others have ended this save.
-    const auto ended = ranks_.exchange(tag + "committed", committed);
+    const auto ended = exchange("committed", committed);
     if (!failure) failure = joint_failure(ended, ranks_.names(), what);
     name = to_text(ended.front().result);
   } catch (const Error& error) {

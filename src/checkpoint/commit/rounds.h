@@ -24,6 +24,7 @@ struct SaveJob {
   std::map<std::string, Value> values = {};
   std::vector<Listing> listings = {};  ///< by rank
   Plan plan = {};
+  std::uint64_t departures = 0;       ///< Ranks::departures() when the ranks began to agree
   std::optional<Error> failure = {};  ///< why this rank has nothing to write
 };
 

@@ -177,6 +177,49 @@ class FullDisk final : public DiskCalls {
   bool failed_ = false;
 };
 
+/// Another process may have the rank of one that died: a rank that is late must not wait for it.
+TEST(SaveRound, DoesNotBeginARoundAfterADeathThatItHasSeen) {
+  const TemporaryFolder folder;
+  const Directory directory(Disk(), folder.path());
+  SimCluster cluster(cluster_of_three(1));
+  std::string error;
+  static_cast<void>(cluster.try_services([&](rpc::WorkerService& service) {
+    Worker& worker = service.worker();
+    worker.runtime().log.set_level(LogLevel::kOff);
+    if (worker.rank() == 2) {
+      worker.barrier();
+      cluster.kill(2);
+      service.stop("killed by the test");
+      return;
+    }
+    const auto ranks = make_worker_ranks(worker, {}, "test", std::chrono::seconds(60));
+    SaveJob job = job_of(1);
+    job.departures = ranks->departures().count;
+    worker.barrier();
+    if (worker.rank() != 0) return;
+    while (ranks->departures().count == 0) worker.runtime().executor.sleep(std::chrono::milliseconds(1));
+    struct NeverWaits final : Ranks {
+      explicit NeverWaits(Ranks& of) : ranks(of) {}
+      std::size_t index() const override { return ranks.index(); }
+      const std::vector<std::string>& names() const override { return ranks.names(); }
+      Departures departures() const override { return ranks.departures(); }
+      std::vector<Bytes> gather(const std::string& tag, const Bytes&) override {
+        ADD_FAILURE() << "waits in " << tag;
+        return {};
+      }
+      Ranks& ranks;
+    } never(*ranks);
+    SaveRound round(never, directory, worker.runtime().log);
+    const Content content(0, 1);
+    try {
+      round.run(job, content.data(*job.plan.own_share(0)), {}, {});
+    } catch (const Error& failure) {
+      error = failure.message();
+    }
+  }));
+  EXPECT_THAT(error, AllOf(HasSubstr("may not have been saved"), HasSubstr("worker2")));
+}
+
 TEST(SaveRound, FailsOnAllRanksWhenTheDiskOfOneIsFull) {
   for (int victim = 0; victim < kWorkers; ++victim) {
     for (int calls = 0;; ++calls) {
