@@ -20,21 +20,18 @@ from torch.jit._builtins import _find_builtin
 
 from . import _C, errors
 
+# The compiled module sets persistent_id and persistent_load of instances. Python 3.13.0 refuses that for pickle's own classes.
+Pickler, Unpickler = pickle.Pickler, pickle.Unpickler
+if sys.version_info[:3] == (3, 13, 0):
 
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value):
+            return vars(self)["persistent_id"](value)
 
-class Pickler(pickle.Pickler):
-    def persistent_id(self, value):
-        return vars(self)["persistent_id"](value)
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, place):
+            return vars(self)["persistent_load"](place)
 
-
-class Unpickler(pickle.Unpickler):
-    def persistent_load(self, place):
-        return vars(self)["persistent_load"](place)
-
-
-# The compiled module sets these two methods of an instance. pickle's own classes allow that, except those of Python 3.13.0.
-if sys.version_info[:3] != (3, 13, 0):
-    Pickler, Unpickler = pickle.Pickler, pickle.Unpickler
 
 # Functions of this package that other workers call, by name.
 _OWN = {}
@@ -78,9 +75,8 @@ def has_worker() -> bool:
     return bool(_current)
 
 
-def set_current_worker(worker, pickles=True) -> None:
+def set_current_worker(worker) -> None:
     _current[:] = [] if worker is None else [worker]
-    _pickling[:] = [worker is None or pickles]
 
 
 def at_exit(function) -> None:

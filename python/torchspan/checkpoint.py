@@ -320,10 +320,10 @@ def _box(tensor):
     for place, placement in enumerate(tensor.placements):
         # fully_shard() of a dimension that tensor-parallel layers divide: it cuts each of their `split_factor` pieces.
         pieces = getattr(placement, "split_factor", 1)
-        later = (at for at in range(place + 1, mesh.ndim) if tensor.placements[at].is_shard())
-        cuts = math.prod(mesh.size(at) for at in later if tensor.placements[at].dim == placement.dim) if pieces > 1 else 1
-        if pieces != cuts:
-            return None, None
+        if pieces > 1:
+            later = [at for at in range(place + 1, mesh.ndim) if tensor.placements[at].is_shard(placement.dim)]
+            if pieces != math.prod(mesh.size(at) for at in later):
+                return None, None
     try:
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     except AssertionError:  # torch's answer to pieces that such a cut does not divide evenly

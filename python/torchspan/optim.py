@@ -209,20 +209,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 {name: value for name, value in options.items() if name not in sent or sent[name] != value}
                 for options, sent in zip(now, self._sent)
             ]
-            self._check_changes(changes)
+            if fixed := self._fixed_change(now):
+                raise ValueError(
+                    f"torchspan.optim: {fixed[1]} of group {fixed[0]} changed, and only lr of '{self._kind}' can: use "
+                    "the class of torch.optim, or another optimizer"
+                )
         context, factor = self._scale
         self._on_all("step", context_id, changes, factor if context == context_id else 1.0)
         self._sent, self._scale = now, (None, 1.0)
 
-    def _check_changes(self, changes):
-        if not isinstance(self._kind, str):
-            return
-        for place, (changed, sent) in enumerate(zip(changes, self._sent)):
-            if fixed := [name for name in changed if name in sent and name != "lr"]:
-                raise ValueError(
-                    f"torchspan.optim: {fixed[0]} of group {place} changed, and only lr of '{self._kind}' can: use "
-                    "the class of torch.optim, or another optimizer"
-                )
+    def _fixed_change(self, groups):
+        """(group, option) of the first of these options that differs from the owners', whose optimizers cannot change it."""
+        if isinstance(self._kind, str):
+            for place, (options, sent) in enumerate(zip(groups, self._sent)):
+                for name, value in options.items():
+                    if name != "lr" and name in sent and sent[name] != value:
+                        return place, name
+        return None
 
     def set_lr(self, lr: float) -> None:
         """Sets the rate of all groups, from the next step on."""
@@ -269,14 +272,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if counts != mine:
             raise ValueError(f"torchspan.optim: the state has groups of {counts} parameters; expected groups of {mine}")
         options = [_options(group) for group in groups]
-        if isinstance(self._kind, str):
-            for place, (saved, group) in enumerate(zip(options, self.param_groups)):
-                for name, value in saved.items():
-                    if name != "lr" and name in group and group[name] != value:
-                        raise ValueError(
-                            f"torchspan.optim: the state has {name} {value} for group {place}, and '{self._kind}' was made with "
-                            f"{group[name]}, which cannot change: make it with {value}, or use the class of torch.optim"
-                        )
+        if fixed := self._fixed_change(options):
+            place, name = fixed
+            value = options[place][name]
+            raise ValueError(
+                f"torchspan.optim: the state has {name} {value} for group {place}, and '{self._kind}' was made with "
+                f"{self._sent[place][name]}, which cannot change: make it with {value}, or use the class of torch.optim"
+            )
         calls = []
         for owner, made in self._optimizers.items():
             share = {index: entries for index, entries in state.items() if self._owner_of[index] == owner}

@@ -180,7 +180,7 @@ def init_rpc(
             _calls.Hooks(functions),
             list(typed),
         )
-        _calls.set_current_worker(worker, functions is None)
+        _calls.set_current_worker(worker)
     _calls.at_exit(_stop_at_exit)
 
 

@@ -42,7 +42,8 @@ std::string why_absent(c10::Device device) { return why_absent(device, count_dev
 
 std::vector<NamedGenerator> default_generators() {
   std::vector<NamedGenerator> all{{"cpu", at::detail::getDefaultCPUGenerator()}};
-  for (int index = 0; index < count_devices(c10::kCUDA).count; ++index) {
+  const int count = count_devices(c10::kCUDA).count;
+  for (int index = 0; index < count; ++index) {
     const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
     all.push_back({device.str(), at::globalContext().defaultGenerator(device)});
   }

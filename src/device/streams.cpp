@@ -25,7 +25,8 @@ const std::vector<c10::Device>& devices() {
   static const std::vector<c10::Device> found = [] {
     std::vector<c10::Device> all;
     for (const c10::DeviceType type : kTypes) {
-      for (int index = 0; index < count_devices(type).count; ++index)
+      const int count = count_devices(type).count;
+      for (int index = 0; index < count; ++index)
         all.emplace_back(type, static_cast<c10::DeviceIndex>(index));
     }
     return all;

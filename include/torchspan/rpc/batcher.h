@@ -120,8 +120,7 @@ class Batcher {
     void drop(bool claimed) {
       std::vector<Waiting> dropped;  // their futures fail outside the lock
       MutexLock lock(mutex);
-      if (claimed) serving = false;
-      if (!claimed) timed = false;
+      (claimed ? serving : timed) = false;
       dropped.swap(waiting);
     }
 

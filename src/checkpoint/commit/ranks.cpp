@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <fmt/format.h>
 #include <memory>
-#include <set>
 #include <utility>
 
 #include <torchspan/core/error.h>
@@ -32,7 +31,6 @@ class WorkerRanks final : public Ranks {
   WorkerRanks(const Worker& worker, std::vector<std::string> participants, std::string name, Duration timeout)
       : backend_(worker.backend()), name_(std::move(name)), timeout_(timeout) {
     std::vector<WorkerInfo> members;
-    std::set<int> ranks;
     if (participants.empty()) members = worker.workers();
     for (const std::string& participant : participants) members.push_back(worker.info(participant));
     std::sort(members.begin(), members.end(),
@@ -43,7 +41,6 @@ class WorkerRanks final : public Ranks {
         index_ = participants_.size();
         found = true;
       }
-      ranks.insert(static_cast<int>(member.rank));
       participants_.push_back(member.name);
       names_.push_back(fmt::format("rank {} ('{}')", member.rank, member.name));
     }
@@ -53,21 +50,23 @@ class WorkerRanks final : public Ranks {
                       "'{}'; create it on participants only",
                       name_, worker.name()));
     }
-    const auto note = [log = departed_.get(), ranks](const rendezvous::Member& member, const Error& reason) {
-      if (!ranks.contains(member.rank)) return;
-      MutexLock lock(log->mutex);
-      ++log->all.count;
-      log->all.last = reason;
+    const rpc::Gathering gathering = backend_->gathering(participants_);
+    const auto note = [weak = std::weak_ptr<Departed>(departed_), ranks = gathering.ranks](
+                          const rendezvous::Member& member, const Error& reason) {
+      const auto departed = weak.lock();  // a callback may run while its owner ends
+      if (!departed || !std::ranges::binary_search(ranks, member.rank)) return;
+      MutexLock lock(departed->mutex);
+      ++departed->all.count;
+      departed->all.last = reason;
     };
-    backend_->gathering(participants_)
-        .membership->watch({.died = note,
-                            .left =
-                                [note](const rendezvous::Member& member) {
-                                  note(member,
-                                       Error(ErrorKind::kDisconnected,
-                                             fmt::format("{} has left", rendezvous::describe(member))));
-                                },
-                            .owner = std::weak_ptr<const void>(departed_)});
+    gathering.membership->watch({.died = note,
+                                 .left =
+                                     [note](const rendezvous::Member& member) {
+                                       note(member,
+                                            Error(ErrorKind::kDisconnected,
+                                                  fmt::format("{} has left", rendezvous::describe(member))));
+                                     },
+                                 .owner = std::weak_ptr<const void>(departed_)});
   }
 
   std::size_t index() const override { return index_; }

@@ -42,6 +42,14 @@ class Ranks {
     return gather_outcomes([&](BytesView bytes) { return gather(tag, Bytes(bytes.begin(), bytes.end())); },
                            mine);
   }
+  /// The same for what began when departures() counted `since`: throws why a rank has departed after that, instead of
+  /// waiting for the process that has its rank now.
+  std::vector<RankOutcome> exchange_since(std::uint64_t since, const std::string& tag,
+                                          const RankOutcome& mine) {
+    const Departures now = departures();
+    if (now.count != since && now.last) throw *now.last;
+    return exchange(tag, mine);
+  }
 };
 
 /// A single process.

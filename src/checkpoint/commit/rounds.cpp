@@ -33,13 +33,9 @@ std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& dat
   const std::string tag = fmt::format("save.{:x}.", job.token);
   std::optional<Error> failure;
   std::string name;
-  const auto exchange = [&](const std::string& end, const RankOutcome& mine) {
-    const Ranks::Departures now = ranks_.departures();
-    if (now.count != job.departures && now.last) throw *now.last;  // do not wait for who has that rank now
-    return ranks_.exchange(tag + end, mine);
-  };
   try {
-    const auto written = exchange("written", outcome_of([&] { return write(job, data, write_on_owner); }));
+    const auto written = ranks_.exchange_since(job.departures, tag + "written",
+                                               outcome_of([&] { return write(job, data, write_on_owner); }));
     failure = joint_failure(written, ranks_.names(), what);
     RankOutcome committed;
     if (ranks_.commits() && !failure) {
@@ -51,7 +47,7 @@ std::string SaveRound::run(const SaveJob& job, const std::vector<BytesView>& dat
     }
     if (ranks_.commits() && (failure || committed.failure)) abandon(job);
     // Also after a failure: every rank knows that the others have ended this save.
-    const auto ended = exchange("committed", committed);
+    const auto ended = ranks_.exchange_since(job.departures, tag + "committed", committed);
     if (!failure) failure = joint_failure(ended, ranks_.names(), what);
     name = to_text(ended.front().result);
   } catch (const Error& error) {
@@ -148,27 +144,29 @@ void SaveRound::abandon(const SaveJob& job) const noexcept {
 }
 
 std::optional<std::int64_t> RestoreRound::run(const Load& load) {
+  const std::uint64_t since = ranks_.departures().count;
   for (;;) {
-    const auto proposals =
-        ranks_.exchange("restore.proposed",
-                        ranks_.commits() ? outcome_of([&] { return to_bytes(propose()); }) : RankOutcome());
+    const auto proposals = ranks_.exchange_since(
+        since, "restore.proposed",
+        ranks_.commits() ? outcome_of([&] { return to_bytes(propose()); }) : RankOutcome());
     if (const auto failure = joint_failure(proposals, ranks_.names(), kNotRestored)) throw *failure;
     const std::string name = to_text(proposals.front().result);
     if (name.empty()) return std::nullopt;
     const std::string folder = directory_.path_of(name);
     Manifest manifest;
-    const auto checked =
-        ranks_.exchange("restore.checked", outcome_of([&] {
-                          manifest = open_manifest(directory_.disk(), folder);
-                          verify_data(directory_.disk(), folder, manifest, ranks_.index(), ranks_.size());
-                          return Bytes();
-                        }));
+    const auto checked = ranks_.exchange_since(since, "restore.checked", outcome_of([&] {
+                                                 manifest = open_manifest(directory_.disk(), folder);
+                                                 verify_data(directory_.disk(), folder, manifest,
+                                                             ranks_.index(), ranks_.size());
+                                                 return Bytes();
+                                               }));
     if (const auto damage =
             joint_failure(checked, ranks_.names(), fmt::format("'{}' cannot be used", name))) {
       reject(name, damage->message());
       continue;
     }
-    const auto loaded = ranks_.exchange("restore.loaded", outcome_of([&] { return load(folder, manifest); }));
+    const auto loaded =
+        ranks_.exchange_since(since, "restore.loaded", outcome_of([&] { return load(folder, manifest); }));
     if (const auto failure = joint_failure(loaded, ranks_.names(), kNotRestored)) throw *failure;
     if (ranks_.commits()) report_unused(name, manifest, loaded);
     return manifest.step;

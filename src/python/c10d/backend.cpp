@@ -67,18 +67,17 @@ void write(const at::Tensor& to, const at::Tensor& from) {
   to.copy_(from.sizes() == to.sizes() ? from : from.reshape(to.sizes()));
 }
 
-/// What rank r sent has as many elements as output r; copy_() would repeat a single row.
-void require_fit(const at::Tensor& to, const at::Tensor& from, std::size_t rank) {
-  if (to.numel() == from.numel()) return;
-  throw_invalid(
-      fmt::format("rank {} sent a tensor of shape [{}], and the output for it has shape [{}]: pass outputs "
-                  "of the sizes that "
-                  "the ranks send",
-                  rank, fmt::join(from.sizes(), ", "), fmt::join(to.sizes(), ", ")));
-}
-
-void copy_each(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from) {
-  for (std::size_t i = 0; i < to.size(); ++i) require_fit(to[i], from[i], i);
+/// `of_rank`: how many tensors each rank sent, in the order of ranks. Writes all or nothing; copy_() alone would repeat a
+/// single row.
+void copy_each(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from,
+               std::size_t of_rank = 1) {
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    if (to[i].numel() == from[i].numel()) continue;
+    throw_invalid(
+        fmt::format("rank {} sent a tensor of shape [{}], and the output for it has shape [{}]: pass outputs "
+                    "of the sizes that the ranks send",
+                    i / of_rank, fmt::join(from[i].sizes(), ", "), fmt::join(to[i].sizes(), ", ")));
+  }
   for (std::size_t i = 0; i < to.size(); ++i) write(to[i], from[i]);
 }
 
@@ -94,6 +93,11 @@ std::function<void(const at::Tensor&)> into(at::Tensor output) {
 at::Tensor flat(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   return tensor.reshape(-1);
+}
+
+/// Where the elements of an output arrive: its own memory, or other memory, if it has gaps, which is then written to it.
+at::Tensor memory_for(const at::Tensor& output) {
+  return output.is_contiguous() ? flat(output) : at::empty({output.numel()}, output.options());
 }
 
 /// One operation has one dtype and no sparse tensors; others take one operation for each tensor.
@@ -297,12 +301,10 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
     if (output.numel() != size_ * input.numel())
       throw_invalid(fmt::format("the output has {} elements; expected {} times the {} of the input",
                                 output.numel(), size_, input.numel()));
-    if (output.is_contiguous())
-      return start(title, {input}, {output},
-                   group_.usable({output, input}).all_gather_into_tensor(flat(output), flat(input)));
-    const at::Tensor packed = at::empty({output.numel()}, output.options());
-    return start(title, {input}, {output}, group_.usable(input).all_gather_into_tensor(packed, flat(input)),
-                 into(output));
+    Future<at::Tensor> gathered =
+        group_.usable({output, input}).all_gather_into_tensor(memory_for(output), flat(input));
+    if (output.is_contiguous()) return start(title, {input}, {output}, std::move(gathered));
+    return start(title, {input}, {output}, std::move(gathered), into(output));
   });
 }
 
@@ -327,8 +329,7 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
       Tensors received;
       for (std::size_t i = 0; i < all.size(); ++i)
         received.push_back(wide[i % count][static_cast<std::int64_t>(i / count)]);
-      for (std::size_t i = 0; i < all.size(); ++i) require_fit(all[i], received[i], i / count);
-      for (std::size_t i = 0; i < all.size(); ++i) write(all[i], received[i]);
+      copy_each(all, received, count);
     };
     return start({c10d::OpType::ALLGATHER_COALESCED, "all_gather"}, inputs, all, when_all(std::move(each)),
                  take);
@@ -343,10 +344,8 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
     const Title title{c10d::OpType::ALLGATHER_INTO_TENSOR_COALESCED, "all_gather_into_tensor"};
     std::vector<Future<at::Tensor>> each;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-      const at::Tensor to = outputs[i].is_contiguous()
-                                ? flat(outputs[i])
-                                : at::empty({outputs[i].numel()}, outputs[i].options());
-      each.push_back(group_.usable({to, inputs[i]}).all_gather_into_tensor(to, flat(inputs[i])));
+      each.push_back(group_.usable({outputs[i], inputs[i]})
+                         .all_gather_into_tensor(memory_for(outputs[i]), flat(inputs[i])));
     }
     const std::function<void(const Tensors&)> take = [outputs](const Tensors& results) {
       for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -488,10 +487,9 @@ Backend::WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
   return with_torch_errors([&] {
     const at::Tensor& tensor = only(tensors, "tensors");
     const Title title{c10d::OpType::RECV, "recv"};
-    if (tensor.is_contiguous())
-      return start(title, tensors, tensors, group_.usable(tensor).recv(flat(tensor), from, tag));
-    const at::Tensor packed = at::empty({tensor.numel()}, tensor.options());
-    return start(title, tensors, tensors, group_.usable(tensor).recv(packed, from, tag), into(tensor));
+    Future<at::Tensor> received = group_.usable(tensor).recv(memory_for(tensor), from, tag);
+    if (tensor.is_contiguous()) return start(title, tensors, tensors, std::move(received));
+    return start(title, tensors, tensors, std::move(received), into(tensor));
   });
 }
 
@@ -499,18 +497,16 @@ Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
   return with_torch_errors([&]() -> WorkPtr {
     const auto source = std::make_shared<std::atomic<int>>(-1);
     const at::Tensor& tensor = only(tensors, "tensors");
-    const bool packs = !tensor.is_contiguous();
-    const at::Tensor into_memory = packs ? at::empty({tensor.numel()}, tensor.options()) : flat(tensor);
     const std::function<void(const collective::ReceivedMessage&)> take =
-        [source, tensor, packs](const collective::ReceivedMessage& message) {
+        [source, tensor](const collective::ReceivedMessage& message) {
           source->store(message.source);
-          if (packs) write(tensor, message.tensor);
+          if (!tensor.is_contiguous()) write(tensor, message.tensor);
         };
     auto work = c10::make_intrusive<Work>(
         Work::Call{names_.backend, "recvAnySource", c10d::OpType::RECVANYSOURCE, ++calls_, tensors, world_},
         tensors,
         std::make_unique<PendingCallOf<collective::ReceivedMessage>>(
-            group_.usable(tensor).recv(into_memory, collective::kAnySource, tag), take));
+            group_.usable(tensor).recv(memory_for(tensor), collective::kAnySource, tag), take));
     work->set_source(source);
     return work;
   });

@@ -264,88 +264,78 @@ class PythonLayer final : public torch::nn::Module {
   std::map<PyObject*, std::shared_ptr<torch::nn::Module>> known_;  ///< while it is constructed
 };
 
-/// Describes layers of Python, and keeps what they raise.
-class Description {
- public:
-  explicit Description(const std::shared_ptr<Packer>& packer)
-      : raised_(std::make_shared<Raised>(packer)),
-        unsplit_(py::module_::import("torchspan.pipeline").attr("Unsplit")) {}
+pipeline::LayerSpec spec_of(const py::tuple& layer, const std::shared_ptr<Raised>& raised,
+                            const Object& unsplit) {
+  pipeline::LayerSpec spec;
+  spec.name = layer[0].cast<std::string>();
+  spec.build = [build = Object(layer[1]), raised, unsplit] {
+    return raised->guard([&] {
+      const auto made = std::make_shared<PythonLayer>(build.get()(), raised, unsplit);
+      return pipeline::BuiltLayer{made, made->has_module() ? made : nullptr};
+    });
+  };
+  spec.existing = [tensors = layer[2].cast<std::vector<at::Tensor>>()] { return tensors; };
+  return spec;
+}
 
-  /// `layers`: tuples (name, build, existing tensors); `uses`: (layer, method or None, stashes, pops, space, has a cache);
-  /// `ties`: lists of (layer, parameter).
-  pipeline::Layers describe(const py::list& layers, const py::list& uses, const py::list& ties) const {
-    pipeline::Layers described;
-    std::vector<pipeline::Use<void>> firsts;
-    std::vector<bool> used(layers.size(), false);
-    for (const py::handle each : uses) {
-      const auto use = each.cast<py::tuple>();
-      const auto layer = use[0].cast<std::size_t>();
-      const auto stashes = use[2].cast<std::vector<std::string>>(),
-                 pops = use[3].cast<std::vector<std::string>>();
-      const Takes takes{.skips = !stashes.empty() || !pops.empty(), .cache = use[5].cast<bool>()};
-      const auto add = [&] {
-        if (!used[layer]) {  // layers are numbered in the order of their first uses
-          firsts.push_back(
-              described.add(spec_of(layers[layer].cast<py::tuple>()), call_of(py::none(), takes)));
-          used[layer] = true;
-          return firsts.back();
-        }
-        const std::string method = use[1].is_none() ? std::string() : use[1].cast<std::string>();
-        return described.reuse(firsts[layer], method, call_of(use[1], takes));
-      };
-      pipeline::Use<void> added = add();
-      for (const std::string& name : stashes) added.stashes(name);
-      for (const std::string& name : pops) added.pops(name);
-      added.in_space(use[4].cast<std::string>());
-    }
-    for (const py::handle tie : ties) {
-      std::vector<pipeline::TiedParameter> tied;
-      for (const py::handle each : tie) {
-        const auto parameter = each.cast<py::tuple>();
-        tied.emplace_back(firsts.at(parameter[0].cast<std::size_t>()), parameter[1].cast<std::string>());
+pipeline::LayerCall call_of(const py::object& method, Takes takes) {
+  return [name = method.is_none() ? Object() : Object(method), takes](void* object, const Batch& input,
+                                                                      const pipeline::LayerContext& context) {
+    return static_cast<PythonLayer*>(object)->call(name, takes, input, context);
+  };
+}
+
+/// `layers`: tuples (name, build, existing tensors); `uses`: (layer, method or None, stashes, pops, space, has a cache);
+/// `ties`: lists of (layer, parameter). `raised` keeps what the layers raise.
+pipeline::Layers describe(const py::list& layers, const py::list& uses, const py::list& ties,
+                          const std::shared_ptr<Raised>& raised, const Object& unsplit) {
+  pipeline::Layers described;
+  std::vector<pipeline::Use<void>> firsts;
+  std::vector<bool> used(layers.size(), false);
+  for (const py::handle each : uses) {
+    const auto use = each.cast<py::tuple>();
+    const auto layer = use[0].cast<std::size_t>();
+    const auto stashes = use[2].cast<std::vector<std::string>>(),
+               pops = use[3].cast<std::vector<std::string>>();
+    const Takes takes{.skips = !stashes.empty() || !pops.empty(), .cache = use[5].cast<bool>()};
+    const auto add = [&] {
+      if (!used[layer]) {  // layers are numbered in the order of their first uses
+        firsts.push_back(described.add(spec_of(layers[layer].cast<py::tuple>(), raised, unsplit),
+                                       call_of(py::none(), takes)));
+        used[layer] = true;
+        return firsts.back();
       }
-      described.tie(std::move(tied));
+      const std::string method = use[1].is_none() ? std::string() : use[1].cast<std::string>();
+      return described.reuse(firsts[layer], method, call_of(use[1], takes));
+    };
+    pipeline::Use<void> added = add();
+    for (const std::string& name : stashes) added.stashes(name);
+    for (const std::string& name : pops) added.pops(name);
+    added.in_space(use[4].cast<std::string>());
+  }
+  for (const py::handle tie : ties) {
+    std::vector<pipeline::TiedParameter> tied;
+    for (const py::handle each : tie) {
+      const auto parameter = each.cast<py::tuple>();
+      tied.emplace_back(firsts.at(parameter[0].cast<std::size_t>()), parameter[1].cast<std::string>());
     }
-    return described;
+    described.tie(std::move(tied));
   }
-  const std::shared_ptr<Raised>& raised() const { return raised_; }
-  const Object& unsplit() const { return unsplit_; }
+  return described;
+}
 
- private:
-  pipeline::LayerSpec spec_of(const py::tuple& layer) const {
-    pipeline::LayerSpec spec;
-    spec.name = layer[0].cast<std::string>();
-    spec.build = [build = Object(layer[1]), raised = raised_, unsplit = unsplit_] {
-      return raised->guard([&] {
-        const auto made = std::make_shared<PythonLayer>(build.get()(), raised, unsplit);
-        return pipeline::BuiltLayer{made, made->has_module() ? made : nullptr};
-      });
-    };
-    spec.existing = [tensors = layer[2].cast<std::vector<at::Tensor>>()] { return tensors; };
-    return spec;
-  }
-  static pipeline::LayerCall call_of(const py::object& method, Takes takes) {
-    return [name = method.is_none() ? Object() : Object(method), takes](
-               void* object, const Batch& input, const pipeline::LayerContext& context) {
-      return static_cast<PythonLayer*>(object)->call(name, takes, input, context);
-    };
-  }
-
-  const std::shared_ptr<Raised> raised_;
-  const Object unsplit_;
-};
+py::object unsplit_type() { return py::module_::import("torchspan.pipeline").attr("Unsplit"); }
 
 /// A pipeline of layers of Python, used by one thread at a time. With the GIL.
 class PythonPipeline {
  public:
-  /// `layers`, `uses`, `ties`: as Description has them. Collective.
+  /// `layers`, `uses`, `ties`: as describe() takes them. Collective.
   PythonPipeline(std::shared_ptr<PythonWorker> worker, const py::list& layers, const py::list& uses,
                  const py::list& ties, const py::dict& options)
       : worker_(std::move(worker)),
-        description_(worker_->packer()),
-        raised_(description_.raised()),
-        unsplit_(description_.unsplit()) {
-    const pipeline::Layers described = description_.describe(layers, uses, ties);
+        raised_(std::make_shared<Raised>(worker_->packer())),
+        unsplit_(unsplit_type()) {
+    const pipeline::Layers described = describe(layers, uses, ties, raised_, unsplit_);
     pipeline::PipelineOptions chosen = options_of(options);
     raised_->released([&] {
       pipeline_ = std::make_unique<pipeline::Pipeline>(worker_->worker(), described, std::move(chosen));
@@ -482,7 +472,6 @@ class PythonPipeline {
   }
 
   const std::shared_ptr<PythonWorker> worker_;
-  const Description description_;
   const std::shared_ptr<Raised> raised_;
   const Object unsplit_;
   bool busy_ = false;  ///< a call runs
@@ -493,11 +482,12 @@ class PythonPipeline {
 std::vector<int> balance(const std::shared_ptr<PythonWorker>& worker, const py::list& layers,
                          const py::list& uses, const py::list& ties, int stages, const py::object& sample,
                          double parameter_scale, int repeats, std::vector<std::string> workers) {
-  const Description description(worker->packer());
-  const pipeline::Layers described = description.describe(layers, uses, ties);
-  const Batch x = batch_of_caller(sample, description.unsplit());
+  const auto raised = std::make_shared<Raised>(worker->packer());
+  const Object unsplit(unsplit_type());
+  const pipeline::Layers described = describe(layers, uses, ties, raised, unsplit);
+  const Batch x = batch_of_caller(sample, unsplit);
   const pipeline::ProfileOptions options{.repeats = repeats, .workers = std::move(workers)};
-  return description.raised()->released([&] {
+  return raised->released([&] {
     if (parameter_scale > 0)
       return pipeline::balance_by_size(worker->worker(), described, stages, x, parameter_scale, options);
     return pipeline::balance_by_time(worker->worker(), described, stages, x, options);

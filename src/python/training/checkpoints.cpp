@@ -127,20 +127,15 @@ std::shared_ptr<Manager> make_manager(const std::shared_ptr<PythonWorker>& worke
 }  // namespace
 
 void bind_checkpoints(py::module_& module) {
+  const auto of_name = [](auto method) {
+    return [method](Reading& self, const std::string& name) {
+      return self.from([&](auto& reader) { return (reader.*method)(name); });
+    };
+  };
   py::class_<Reading, std::shared_ptr<Reading>>(module, "StateReader")
       .def("names", [](Reading& self) { return self.from([](auto& reader) { return reader.names(); }); })
-      .def(
-          "has",
-          [](Reading& self, const std::string& name) {
-            return self.from([&](auto& reader) { return reader.has(name); });
-          },
-          py::arg("name"))
-      .def(
-          "read",
-          [](Reading& self, const std::string& name) {
-            return self.from([&](auto& reader) { return reader.read(name); });
-          },
-          py::arg("name"))
+      .def("has", of_name(&state::StateReader::has), py::arg("name"))
+      .def("read", of_name(&state::StateReader::read), py::arg("name"))
       .def(
           "check",
           [](Reading& self, const std::string& name, const at::Tensor& target) {
@@ -154,12 +149,7 @@ void bind_checkpoints(py::module_& module) {
             self.from([&](auto& reader) { reader.read_shard_into(name, shard, offset); });
           },
           py::arg("name"), py::arg("shard"), py::arg("offset"))
-      .def(
-          "shape",
-          [](Reading& self, const std::string& name) {
-            return self.from([&](auto& reader) { return reader.shape(name); });
-          },
-          py::arg("name"))
+      .def("shape", of_name(&state::StateReader::shape), py::arg("name"))
       .def(
           "read_part",
           [](Reading& self, const std::string& name, const std::vector<std::int64_t>& shape,
@@ -171,12 +161,7 @@ void bind_checkpoints(py::module_& module) {
             });
           },
           py::arg("name"), py::arg("shape"), py::arg("offset"))
-      .def(
-          "value",
-          [](Reading& self, const std::string& name) {
-            return self.from([&](auto& reader) { return reader.value(name); });
-          },
-          py::arg("name"));
+      .def("value", of_name(&state::StateReader::value), py::arg("name"));
   py::class_<CheckpointOptions>(module, "CheckpointOptions")
       .def(py::init<>())
       .def_readwrite("directory", &CheckpointOptions::directory)
