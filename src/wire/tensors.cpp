@@ -1,6 +1,7 @@
 #include "wire/api/tensors.h"
 
 #include <algorithm>
+#include <cstring>
 #include <fmt/format.h>
 
 #include <ATen/core/ivalue.h>
@@ -415,6 +416,16 @@ class Unpacker {
 };
 
 }  // namespace
+
+void PackedTensors::own_memory() {
+  for (Segment& segment : segments) {
+    if (segment.keep) continue;
+    const Buffer copy = allocate_buffer(segment.size);
+    std::memcpy(copy.data, segment.data, segment.size);
+    segment.data = copy.data;
+    segment.keep = copy.owner;
+  }
+}
 
 PackedTensors pack(std::span<const at::Tensor> tensors, PackOptions options) {
   return Packer(std::move(options)).pack(tensors);

@@ -1,5 +1,6 @@
 #include "wire/api/tensors.h"
 
+#include <cstring>
 #include <functional>
 #include <gtest/gtest.h>
 #include <set>
@@ -472,6 +473,26 @@ TEST(UnsupportedTensors, AreRefusedByPositionAndReason) {
   expect_unsupported(torch::zeros(std::vector<std::int64_t>(65, 1)), "dimensions");
   expect_unsupported(torch::zeros({1}).expand({std::int64_t{1} << 62}), "2^63");
   if (at::hasMKLDNN()) expect_unsupported(torch::ones({2, 2}).to_mkldnn(), "Mkldnn");
+}
+
+/// A message may be sent later than its tensors live.
+TEST(OwnMemory, KeepsWhatTensorsHadWhenTheyWerePacked) {
+  at::Tensor changed = at::ones({3, 5}, at::kLong);
+  at::Tensor gaps = at::ones({4, 4}, at::kInt).t().slice(0, 0, 2);  // packed as a copy
+  PackedTensors packed = pack(std::vector<at::Tensor>{changed, at::Tensor(), gaps, at::zeros({0})});
+  const std::byte* copied = packed.segments.at(1).data;
+  packed.own_memory();
+  EXPECT_EQ(packed.segments.at(1).data, copied);
+  changed.zero_();
+  std::vector<Buffer> received;
+  for (const Segment& segment : packed.segments) {
+    EXPECT_TRUE(segment.keep);
+    received.push_back(allocate_buffer(segment.size));
+    std::memcpy(received.back().data, segment.data, segment.size);
+  }
+  const std::vector<at::Tensor> tensors = unpack(packed.metadata, received);
+  EXPECT_TRUE(tensors.at(0).equal(at::ones({3, 5}, at::kLong)));
+  EXPECT_TRUE(tensors.at(2).equal(gaps));
 }
 
 }  // namespace

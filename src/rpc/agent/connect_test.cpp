@@ -16,14 +16,17 @@ using ::testing::Not;
 using testing::SimCluster;
 
 std::int64_t twice(std::int64_t number) { return 2 * number; }
+/// 8 bytes for each number that travels beside the message.
+std::int64_t sum(const at::Tensor& numbers) { return numbers.sum().item<std::int64_t>(); }
 std::int64_t read(const RRef<std::int64_t>& number) { return number.local_value(); }
 constexpr Function<twice> kTwice{"twice"};
+constexpr Function<sum> kSum{"sum"};
 constexpr Function<read> kRead{"read"};
 
 /// Runs `body` on worker0 while its messages do not reach worker1, whose heartbeats reach rank 0 all the time.
 void while_cut(Duration connect_timeout, const std::function<void(SimCluster&, Worker&)>& body) {
   ClusterOptions options;
-  options.functions.add(kTwice, kRead);
+  options.functions.add(kTwice, kSum, kRead);
   options.service.connect_timeout = connect_timeout;
   SimCluster world(std::move(options));
   world.network().cut("worker0", "worker1");
@@ -61,6 +64,26 @@ TEST(FirstCall, ConnectsAgainUntilItsDeadlineWhileTheWorkerIsAMember) {
     EXPECT_EQ(value.to_here(), 12);
     EXPECT_EQ(through.wait(), 12);
     EXPECT_EQ(worker.rpc_sync(1, kTwice, 7), 14);
+  });
+}
+
+TEST(FirstCall, SendsTheTensorsOfTheCallAgainAndNotWhatBecameOfThem) {
+  while_cut(Duration::zero(), [](SimCluster& world, Worker& worker) {
+    at::Tensor changed = at::ones({1 << 16}, at::kLong);
+    at::Tensor freed = at::ones({1 << 16}, at::kLong);
+    const auto first = worker.rpc_async(1, kSum, changed);
+    const auto second = worker.rpc_async(1, kSum, freed);
+    const auto third = worker.rpc_async(1, kSum, freed.slice(0, 0, 8));
+    changed.zero_();
+    freed.zero_();  // whoever reads it after its end reads no ones
+    freed.reset();
+    const auto timer = world.executor().make_parker();
+    timer->park(world.executor().deadline_in(seconds(13)));
+    EXPECT_FALSE(first.done());
+    world.network().heal("worker0", "worker1");
+    EXPECT_EQ(first.wait(), 1 << 16);
+    EXPECT_EQ(second.wait(), 1 << 16);
+    EXPECT_EQ(third.wait(), 8);
   });
 }
 

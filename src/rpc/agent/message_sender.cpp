@@ -294,6 +294,9 @@ void MessageSender::pack(const CallInfo& info, PeerId to, wire::Payload& payload
     options.share = to == state_.id() ? share_with_itself(use, out) : share_with_peer(info, to, use, out);
   out.tensors = wire::pack(payload.tensors, std::move(options));
   if (!out.ways.empty()) add_places(out);
+  // It is sent later, or once more on another channel, when the caller may have changed its tensors.
+  const bool may_repeat = use.user_values && use.channel != nullptr && !use.channel->opened();
+  if (may_repeat || !out.ready()) out.tensors.own_memory();
 }
 
 /// Tensors whose device on the peer is known may go through memory that the peer maps, or over a connection that carries

@@ -22,6 +22,10 @@ struct PackedTensors {
   /// By each tensor that PackOptions::share took: its place among the segments, shared ones included.
   std::vector<std::size_t> shared;
   device::PendingCopies copies;  ///< the bytes are ready when these are complete
+
+  /// Copies the bytes that segments borrow, so that they may be sent after the tensors changed or are gone. Throws
+  /// Error{kOverloaded} when out of memory.
+  void own_memory();
 };
 
 struct PackOptions {
