@@ -179,14 +179,16 @@ void GradScaler::unscale_(DistributedOptimizer& optimizer, const autograd::Conte
   check_first_unscale(&optimizer);
   iteration_[&optimizer] = {.unchanged = true};
   const bool found_inf = !optimizer.scale_gradients(context, 1 / scale_, options_.replicas);
-  iteration_[&optimizer] = {.complete = true, .found_inf = found_inf};
+  iteration_[&optimizer] = {.complete = true, .found_inf = found_inf, .context = context.id()};
 }
 
-bool GradScaler::begin_step(const void* optimizer) const {
+bool GradScaler::begin_step(const void* optimizer, std::uint64_t context) const {
   const auto found = iteration_.find(optimizer);
   if (found == iteration_.end() || found->second.unchanged) return false;
   if (!found->second.complete) reject(kUnscaleFailed);
   if (found->second.stepped) reject("step() was already called for this optimizer since the last update()");
+  if (found->second.context != context)
+    reject("unscale_() was called with another autograd context than step(): pass both the same one");
   return true;
 }
 
@@ -198,7 +200,7 @@ bool GradScaler::end_step(const void* optimizer) {
 }
 
 bool GradScaler::step(DistributedOptimizer& optimizer, const autograd::ContextView& context) {
-  if (!begin_step(&optimizer)) unscale_(optimizer, context);
+  if (!begin_step(&optimizer, context.id())) unscale_(optimizer, context);
   if (!end_step(&optimizer)) return false;
   optimizer.step(context);
   return true;

@@ -129,21 +129,22 @@ class DistributedOptimizer : public LRTarget {
   void load_state_shards(const std::vector<RRef<StateDict>>& shards);
 
  private:
-  /// What the next step() with a context multiplies its gradients by.
-  struct GradientScale {
-    std::uint64_t context = 0;
-    double factor = 1;
-    double of(const autograd::ContextView& view) const { return view.id() == context ? factor : 1; }
+  /// What was asked for the gradients of one context.
+  struct ContextUse {
+    double factor = 1;  ///< the next step() multiplies them by it
+    bool steps_in_backward = false;
   };
   /// One owner's optimizer id and the groups it has.
   struct Share {
     std::uint64_t id = 0;
     std::vector<std::size_t> groups;
   };
+  /// Forgets contexts that have ended. Throws Error{kInvalid} if this one has; `verb` is named.
+  ContextUse& use_of(const autograd::ContextView& context, const char* verb);
   /// Destroys the optimizers on the owners without waiting.
   void drop() noexcept;
   /// Norm of the gradients in the context, over all owners and replicas; `verb` is named in errors.
-  double norm_of(const autograd::ContextView& context, const ClipOptions& options, const char* verb) const;
+  double norm_of(const autograd::ContextView& context, const ClipOptions& options, const char* verb);
   GlobalId id_on(std::uint32_t owner) const {
     return {static_cast<std::uint32_t>(worker_.rank()), shares_.at(owner).id};
   }
@@ -155,8 +156,7 @@ class DistributedOptimizer : public LRTarget {
   std::vector<std::vector<std::uint32_t>> owners_;  ///< owners of each group's targets
   std::vector<std::string> kinds_;
   std::vector<double> rates_;
-  GradientScale scale_;
-  std::optional<std::uint64_t> in_backward_of_;  ///< the last context of step_in_backward()
+  std::map<std::uint64_t, ContextUse> uses_;  ///< by context
 };
 
 }  // namespace torchspan::optim

@@ -106,13 +106,14 @@ class GradScaler {
     bool unchanged = false;  ///< unscale_() failed before it changed anything: it may be called again
     bool found_inf = false;
     bool stepped = false;
+    std::uint64_t context = 0;  ///< of a DistributedOptimizer's gradients
   };
   void check_first_unscale(const void* optimizer) const;
   void unscale(const void* optimizer, const std::vector<at::Tensor>& parameters);
   /// `divide`: divides the gradients by the scale; returns whether one is not finite.
   void unscale(const void* optimizer, const std::function<bool(double scale)>& divide);
   /// Returns whether the optimizer is unscaled.
-  bool begin_step(const void* optimizer) const;
+  bool begin_step(const void* optimizer, std::uint64_t context = 0) const;
   /// Returns whether to step.
   bool end_step(const void* optimizer);
   void end_iteration(double scale, int tracker);

@@ -334,6 +334,29 @@ TEST(DistributedGroups, StepInBackwardWithTheBitsOfStepsAfterwards) {
   });
 }
 
+TEST(DistributedGroups, EachPassOfAContextStepsInBackwardWithTheRatesOfItsOwnCall) {
+  on_first(2, [](Worker& worker) {
+    auto layer = worker.remote("worker1", kLayer, 1);
+    DistributedOptimizer optimizer(worker, SGD{.lr = 1}, {layer}), other(worker, SGD{.lr = 1}, {layer});
+    {
+      Context context(worker);
+      for (const double lr : {0.5, 0.0, 0.25}) {
+        const auto before = layer.rpc_sync(kValues);
+        const at::Tensor loss = layer.rpc_sync(kForward, input(1)).sum();
+        optimizer.set_lr(lr);
+        optimizer.step_in_backward(context);
+        context.backward(loss);
+        EXPECT_EQ(layer.rpc_sync(kValues)[0].equal(before[0]), lr == 0) << lr;
+      }
+      EXPECT_THAT(
+          error_of([&] { other.step_in_backward(context); }).what(),
+          AllOf(HasSubstr("two optimizers"), HasSubstr("'0.linear.weight'"), HasSubstr("use step()")));
+    }
+    Context another(worker);
+    other.step_in_backward(another);
+  });
+}
+
 TEST(DistributedGroups, AStepInBackwardThatFailsEndsThePassWithItsParameter) {
   on_first(2, [](Worker& worker) {
     auto rows = worker.remote("worker1", kRows);

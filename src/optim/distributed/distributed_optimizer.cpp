@@ -306,10 +306,16 @@ std::vector<double> DistributedOptimizer::rates_on(Owner owner) const {
   return rates;
 }
 
+DistributedOptimizer::ContextUse& DistributedOptimizer::use_of(const autograd::ContextView& context,
+                                                               const char* verb) {
+  check_alive(worker_, context, verb);
+  auto& contexts = worker_.extension<autograd::AutogradExtension>();
+  std::erase_if(uses_, [&](const auto& one) { return !contexts.try_find(one.first); });
+  return uses_[context.id()];
+}
+
 void DistributedOptimizer::step(const autograd::ContextView& context) {
-  check_alive(worker_, context, "step()");
-  const double scale = scale_.of(context);
-  scale_ = {};
+  const double scale = std::exchange(use_of(context, "step()").factor, 1);
   std::map<Owner, Future<bool>> answers;
   for (const auto& [owner, share] : shares_) {
     answers.emplace(owner,
@@ -330,8 +336,7 @@ void DistributedOptimizer::step(const autograd::ContextView& context) {
 }
 
 void DistributedOptimizer::step_in_backward(const autograd::ContextView& context) {
-  check_alive(worker_, context, "step_in_backward()");
-  in_backward_of_ = context.id();
+  use_of(context, "step_in_backward()").steps_in_backward = true;
   std::map<Owner, Future<Unit>> answers;
   for (const auto& [owner, share] : shares_) {
     context.add_worker(owner);  // this may be the owner's only message in the context
@@ -348,16 +353,15 @@ double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context
 double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context,
                                             const ClipOptions& options) {
   clip_factor(0, options.max_norm);  // checks the option before any message
-  check_alive(worker_, context, "clip_grad_norm()");
-  const double scale = scale_.of(context);
-  const double norm = norm_of(context, options, "clip_grad_norm") * scale;
-  scale_ = {context.id(), scale * clip_factor(norm, options.max_norm)};
+  double& factor = use_of(context, "clip_grad_norm()").factor;
+  const double norm = norm_of(context, options, "clip_grad_norm") * factor;
+  factor *= clip_factor(norm, options.max_norm);
   return norm;
 }
 
 bool DistributedOptimizer::scale_gradients(const autograd::ContextView& context, double factor,
                                            const std::vector<int>& replicas) {
-  check_alive(worker_, context, "scale_gradients()");
+  ContextUse& use = use_of(context, "scale_gradients()");
   if (!(factor > 0) || !std::isfinite(factor)) {
     throw Error(ErrorKind::kInvalid,
                 fmt::format("scale_gradients(): factor = {}, but it must be a number above 0", factor));
@@ -366,14 +370,14 @@ bool DistributedOptimizer::scale_gradients(const autograd::ContextView& context,
                             .norm_type = std::numeric_limits<double>::infinity(),
                             .replicas = replicas};
   const bool finite = std::isfinite(norm_of(context, options, "scale_gradients"));
-  scale_ = {context.id(), factor};
+  use.factor = factor;
   return finite;
 }
 
 double DistributedOptimizer::norm_of(const autograd::ContextView& context, const ClipOptions& options,
-                                     const char* verb) const {
+                                     const char* verb) {
   const auto norm_here = [&] {
-    if (in_backward_of_ == context.id()) {
+    if (uses_[context.id()].steps_in_backward) {
       throw Error(
           ErrorKind::kInvalid,
           fmt::format("{}() needs all gradients, but step_in_backward() of this optimizer steps autograd "

@@ -231,11 +231,14 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
 
   /// This may be the first message of the context here, so it joins the context.
   void step_in_backward(std::uint32_t peer, const StepInBackward& message) {
-    const std::weak_ptr<Owned> owner = find(message.id);
+    const std::shared_ptr<Owned> asked = find(message.id);
+    const RatesPtr rates = rates_in_backward(message, *asked);
+    if (!rates) return;
+    const std::weak_ptr<Owned> owner = asked;
     worker()
         .extension<autograd::AutogradExtension>()
         .join(message.context, peer)
-        .offer_gradients([weak = weak_from_this(), owner, rates = message.rates](
+        .offer_gradients([weak = weak_from_this(), owner, rates](
                              const at::Tensor& parameter, at::Tensor& gradient,
                              const autograd::PassRuns& runs) -> std::optional<Future<void>> {
           const auto self = weak.lock();
@@ -249,7 +252,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
                      if (ready) wait_for(*ready, gradient);
                      if (!runs())
                        throw Error(ErrorKind::kCancelled, "the backward pass failed before this step");
-                     owned->optimizer->set_lrs(rates);
+                     owned->optimizer->set_lrs(rates->get());
                      owned->optimizer->step_one(parameter, gradient);
                    })
               .then([](const Future<Unit>& done) { done.wait(); });
@@ -329,11 +332,56 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
   }
 
  private:
+  /// Learning rates of the steps in the passes of one context. Thread-safe.
+  class Rates {
+   public:
+    void set(std::vector<double> rates) {
+      MutexLock lock(mutex_);
+      rates_ = std::move(rates);
+    }
+    std::vector<double> get() const {
+      MutexLock lock(mutex_);
+      return rates_;
+    }
+
+   private:
+    mutable Mutex mutex_;
+    std::vector<double> rates_ TORCHSPAN_GUARDED_BY(mutex_);
+  };
+  using RatesPtr = std::shared_ptr<Rates>;
+
   struct Owned {
     std::unique_ptr<Optimizer> optimizer;
     StepQueue::Keys keys;
     std::vector<rpc::ValuePtr> values;  ///< keeps the modules alive
+    /// By context: of passes that it steps in, while the context lives. Guarded by mutex_.
+    std::map<std::uint64_t, std::weak_ptr<Rates>> in_backward = {};
   };
+
+  /// Null if the optimizer already steps in the passes of the context, then with the new rates. Throws Error{kInvalid} if
+  /// another one does with one of its parameters, which would get the gradient alone.
+  RatesPtr rates_in_backward(const StepInBackward& message, Owned& asked) {
+    MutexLock lock(mutex_);
+    if (const RatesPtr known = asked.in_backward[message.context].lock())
+      return known->set(message.rates), nullptr;
+    for (const auto& [id, other] : optimizers_) {
+      const auto found = other->in_backward.find(message.context);
+      if (other.get() == &asked || found == other->in_backward.end() || found->second.expired()) continue;
+      for (const at::Tensor& parameter : asked.optimizer->parameters()) {
+        if (!other->keys.contains(parameter.unsafeGetTensorImpl())) continue;
+        throw_invalid(
+            fmt::format("step_in_backward() of two optimizers in autograd context {:#x} share {}: only one "
+                        "could take its "
+                        "gradient; use step() for one of them, or another context",
+                        message.context, asked.optimizer->describe(parameter)));
+      }
+    }
+    std::erase_if(asked.in_backward, [](const auto& one) { return one.second.expired(); });
+    const RatesPtr rates = std::make_shared<Rates>();
+    rates->set(message.rates);
+    asked.in_backward[message.context] = rates;
+    return rates;
+  }
 
   std::shared_ptr<Owned> find(GlobalId id) const {
     MutexLock lock(mutex_);

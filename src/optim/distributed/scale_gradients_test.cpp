@@ -119,6 +119,46 @@ TEST(ScaleGradients, LetsClippingMeasureUnscaledGradients) {
   });
 }
 
+TEST(ScaleGradients, KeepsTheFactorOfEachContextUntilItsStep) {
+  on_first([](Worker& worker) {
+    const Chain chain(worker);
+    DistributedOptimizer optimizer(worker, SGD{.lr = 1}, {chain.first, chain.second, chain.here});
+    const double norm = std::sqrt(15.0 * 15 + 10 * 10 + 6 * 6);
+    Context first(worker);
+    const at::Tensor loss = chain.loss(1);
+    first.backward(loss);
+    EXPECT_NEAR(optimizer.clip_grad_norm(first, 1), norm, 1e-9);
+    worker.runtime().executor.spawn("second", [&] {
+      Context second(worker);
+      second.backward(chain.loss(1));
+      EXPECT_NEAR(optimizer.clip_grad_norm(second, 0.5), norm, 1e-9);
+      optimizer.step(second);
+    });
+    optimizer.step(first);
+    EXPECT_THAT(chain.values(),
+                ::testing::Pointwise(::testing::DoubleNear(1e-6),
+                                     {2 - 1.5 * 15 / norm, 3 - 1.5 * 10 / norm, 5 - 1.5 * 6 / norm}));
+  });
+}
+
+TEST(ScaleGradients, RefusesAStepWithAnotherContextThanUnscale) {
+  on_first([](Worker& worker) {
+    const Chain chain(worker);
+    DistributedOptimizer optimizer(worker, SGD{.lr = 1}, {chain.here});
+    GradScaler scaler({.init_scale = 8});
+    Context first(worker);
+    first.backward(scaler.scale(chain.loss(1)));
+    scaler.unscale_(optimizer, first);
+    worker.runtime().executor.spawn("second", [&] {
+      Context second(worker);
+      second.backward(scaler.scale(chain.loss(1)));
+      EXPECT_THAT(invalid_text([&] { scaler.step(optimizer, second); }),
+                  HasSubstr("another autograd context"));
+    });
+    EXPECT_TRUE(scaler.step(optimizer, first));
+  });
+}
+
 TEST(ScaleGradients, RefusesGradientsThatAreSteppedInBackward) {
   on_first([](Worker& worker) {
     const Chain chain(worker);
