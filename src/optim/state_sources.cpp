@@ -82,12 +82,10 @@ class OptimizerSource final : public state::StateSource {
       const bool is_own = without_rank && mine.contains(entry_owner(*without_rank));
       const std::string& name = is_own ? *without_rank : saved;
       const auto owned = places.find(entry_owner(name));
-      if (!mine.contains(entry_owner(name)) || (is_own && owned == places.end())) continue;
-      if (owned == places.end()) {
-        state.insert(name, reader.read(saved));
-      } else if (state::saved_name(reader, name, owned->second.place) == saved) {
-        state.insert(name, loaded(reader, saved, owned->second));
-      }
+      if (!mine.contains(entry_owner(name))) continue;
+      const bool has_place = owned != places.end();
+      if (state::saved_name(reader, name, has_place ? owned->second.place : nullptr) == saved)
+        state.insert(name, has_place ? loaded(reader, saved, owned->second) : reader.read(saved));
       const auto [copy, last] = copies.equal_range(entry_owner(name));
       for (auto one = copy; one != last; ++one) {
         const at::Tensor* value = state.find(name);

@@ -82,29 +82,63 @@ at::Tensor first_copy_here(const LocalPipeline& local, const at::Tensor& paramet
 }
 
 /// Gives the parameters of this worker's layers places among the workers of the pipeline, while it lives. Copies of a tied
-/// parameter on other workers than the first one are repeated.
+/// parameter on other workers than the first one are repeated. Other pipelines may have the same parameters.
 class PipelinePlaces {
  public:
-  PipelinePlaces(const LocalPipeline& local, const std::vector<at::Tensor>& parameters) {
-    const auto ranks = std::make_shared<PipelineRanks>(local);
-    for (const at::Tensor& parameter : parameters) {
-      before_.emplace_back(parameter, state::place_of(parameter));
-      const state::PlacePtr& before = before_.back().second;
-      state::Place place = before ? *before : state::Place();
-      place.repeated = place.repeated || counts_elsewhere(local, parameter);
-      place.same_as = first_copy_here(local, parameter);
-      place.among.push_back(ranks);
-      state::set_place(parameter, std::make_shared<state::Place>(std::move(place)));
+  PipelinePlaces(const LocalPipeline& local, std::vector<at::Tensor> parameters)
+      : local_(local), ranks_(std::make_shared<PipelineRanks>(local)), parameters_(std::move(parameters)) {
+    for (const at::Tensor& parameter : parameters_) {
+      state::Place place = place_among(parameter);
+      if (const state::PlacePtr before = state::place_of(parameter)) place.among = before->among;
+      place.among.push_back(ranks_);
+      state::set_place(parameter, std::move(place));
     }
   }
   ~PipelinePlaces() {
-    for (auto& [parameter, place] : before_) state::set_place(parameter, std::move(place));
+    for (const at::Tensor& parameter : parameters_) {
+      const state::PlacePtr now = state::place_of(parameter);
+      if (!now) continue;
+      state::Place place = *now;
+      std::erase(place.among, ranks_);
+      const bool is_in_another = std::ranges::any_of(
+          place.among, [](const state::RanksPtr& one) { return one->level() == state::kPipeline; });
+      if (!is_in_another) {
+        place.repeated = false;
+        place.same_as = at::Tensor();
+      }
+      state::set_place(parameter, std::move(place));
+    }
   }
   PipelinePlaces(const PipelinePlaces&) = delete;
   PipelinePlaces& operator=(const PipelinePlaces&) = delete;
 
+  /// The gradients of `parameters`, at their places in this pipeline; at least one place, so that a worker without
+  /// parameters takes part.
+  std::vector<state::PlacedGradient> gradients(const std::vector<at::Tensor>& parameters) const {
+    std::vector<state::PlacedGradient> all;
+    for (const at::Tensor& parameter : parameters) {
+      state::Place place = place_among(parameter);
+      place.among.push_back(ranks_);
+      all.push_back({parameter.grad(), std::make_shared<state::Place>(std::move(place))});
+    }
+    if (all.empty()) all.push_back({{}, std::make_shared<state::Place>(state::Place{.among = {ranks_}})});
+    return all;
+  }
+
  private:
-  std::vector<std::pair<at::Tensor, state::PlacePtr>> before_;
+  /// Without the ranks of any pipeline.
+  state::Place place_among(const at::Tensor& parameter) const {
+    const state::PlacePtr now = state::place_of(parameter);
+    state::Place place = now ? *now : state::Place();
+    place.repeated = counts_elsewhere(local_, parameter);
+    place.same_as = first_copy_here(local_, parameter);
+    std::erase_if(place.among, [](const state::RanksPtr& one) { return one->level() == state::kPipeline; });
+    return place;
+  }
+
+  const LocalPipeline& local_;
+  const state::RanksPtr ranks_;
+  const std::vector<at::Tensor> parameters_;
 };
 
 /// Of the steps without gradients in seed_of_use().
@@ -518,7 +552,7 @@ double Pipeline::Impl::clip(double max_norm, double norm_type) {
     throw_invalid(fmt::format("clip_grad_norm: max_norm is {}; it must be more than 0", max_norm));
   if (!(norm_type > 0))
     throw_invalid(fmt::format("clip_grad_norm: norm_type is {}; it must be more than 0", norm_type));
-  return state::clip(state::gradients_at_places(parameters()), max_norm, norm_type);
+  return state::clip(places_.gradients(parameters()), max_norm, norm_type);
 }
 
 Pipeline::Pipeline(const Worker& worker, const Layers& layers, PipelineOptions options)

@@ -418,6 +418,27 @@ TEST(OwnValues, OfBuffersSuitAnyNumberOfRanksAndThoseOfParametersOnlyTheSame) {
   });
 }
 
+TEST(OwnValues, AreReadByAModuleThatIsNotWrappedYet) {
+  const auto buffers = saved_with_own(false), parameters = saved_with_own(true);
+  Statistics net;
+  checkpoint::source_of(net)->load(*buffers);
+  EXPECT_EQ(net->seen.item<double>(), 2);
+  EXPECT_THAT(error_or_none([&] { checkpoint::source_of(net)->load(*parameters); }),
+              AllOf(HasSubstr("'local'"), HasSubstr("local.rank0"),
+                    HasSubstr("not each rank's own in this program")));
+  std::vector<checkpoint::StateWriter> one(1);  // such as the rank that gives its state to a replacement
+  on_ranks(2, [&](const Rank& self) {
+    Statistics wrapped;
+    DistributedDataParallel<Statistics> model(wrapped, self.group, with_own(true));
+    const at::NoGradGuard no_grad;
+    wrapped->local.fill_(7);
+    if (self.rank == 1) checkpoint::source_of(wrapped)->save(one[0]);
+    self.group.barrier();
+  });
+  checkpoint::source_of(net)->load(MemoryState(one));
+  EXPECT_EQ(net->local[0].item<double>(), 7);
+}
+
 TEST(OwnValues, AreThoseOfTheLastWrapperOfAModule) {
   std::vector<checkpoint::StateWriter> writers(2);
   on_ranks(2, [&](const Rank& self) {
@@ -485,6 +506,10 @@ TEST(OwnValues, OfAnOptimizerAreSavedAndRestored) {
     checkpoint::source_of(optimizer)->load(state);
     EXPECT_NEAR(optimizer.rule(0).state(1).at("exp_avg")[0].item<double>(), 0.1 * (self.rank + 1), 1e-12);
   });
+  Statistics plain;
+  optim::Optimizer optimizer = optimizer_of(plain);
+  EXPECT_THAT(error_or_none([&] { checkpoint::source_of(optimizer)->load(state); }),
+              HasSubstr("not each rank's own in this program"));
 }
 
 TEST(TiedNames, WithDifferentValuesAreRefused) {

@@ -103,6 +103,12 @@ void set_place(const at::Tensor& tensor, PlacePtr place) {
   }
 }
 
+void set_place(const at::Tensor& tensor, Place place) {
+  const bool says_something = place.divided || place.own || place.repeated || place.same_as.defined() ||
+                              !place.among.empty() || place.elements.defined();
+  set_place(tensor, says_something ? std::make_shared<const Place>(std::move(place)) : nullptr);
+}
+
 PlacePtr place_of(const at::Tensor& tensor) {
   const Note* note = note_of(tensor);
   return note == nullptr ? nullptr : note->place;

@@ -58,23 +58,26 @@ void save_at_place(StateWriter& writer, const std::string& name, const at::Tenso
 }
 
 std::optional<std::string> saved_name(const StateReader& reader, const std::string& name,
-                                      const PlacePtr& place) {
-  if (!place || !place->own) return reader.has(name) ? std::optional(name) : std::nullopt;
-  if (reader.has(own_name(name, *place))) return own_name(name, *place);
-  if (reader.has(name)) return name;  // of a program in which it was equal on all ranks
+                                      const PlacePtr& place, bool exchangeable) {
+  const bool own = place && place->own;
+  if (own && reader.has(own_name(name, *place))) return own_name(name, *place);
+  if (reader.has(name)) return name;  // also of a program in which it was equal on all ranks
+  if (is_divided(place)) return std::nullopt;
+  // The program that saved may have left it to each rank, or will in this one, which has not wrapped its module yet.
   std::vector<std::string> others;
   for (std::string& other : reader.names()) {
     if (name_of_any_rank(other) == name) others.push_back(std::move(other));
   }
   if (others.empty()) return std::nullopt;
   if (others.size() == 1) return others.front();  // of the only rank that saved
-  if (place->exchangeable)
-    return others[static_cast<std::size_t>(place->among.front()->rank()) % others.size()];
+  if (exchangeable)
+    return others[static_cast<std::size_t>(own ? place->among.front()->rank() : 0) % others.size()];
+  const std::string but = own ? fmt::format(", but not by rank {}", place->among.front()->rank())
+                              : ", and is not each rank's own in this program";
   throw_invalid(
-      fmt::format("'{}' was saved by each rank for itself ('{}'), but not by rank {}: restore it with as "
-                  "many ranks as saved it, or read "
-                  "one of these with Checkpoint::read() and assign it",
-                  reader.full_name(name), fmt::join(others, "', '"), place->among.front()->rank()));
+      fmt::format("'{}' was saved by each rank for itself ('{}'){}: restore it with the wrapper and as many "
+                  "ranks as saved it, or read one of these with Checkpoint::read() and assign it",
+                  reader.full_name(name), fmt::join(others, "', '"), but));
 }
 
 void check_at_place(const StateReader& reader, const std::string& saved, const at::Tensor& elements,
@@ -139,14 +142,14 @@ void append_module_tensors(std::vector<ModuleTensor>& all, const torch::nn::Modu
                            const std::string& prefix) {
   std::map<const c10::TensorImpl*, std::size_t> places;
   for (std::size_t i = 0; i < all.size(); ++i) places.emplace(all[i].tensor.unsafeGetTensorImpl(), i);
-  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+  const auto add = [&](const std::string& name, const at::Tensor& tensor, bool is_buffer) {
     if (!tensor.defined()) return;  // an option of the layer left it out
     const auto [place, is_new] = places.emplace(tensor.unsafeGetTensorImpl(), all.size());
-    if (is_new) all.push_back({{}, tensor});
+    if (is_new) all.push_back({{}, tensor, is_buffer});
     all[place->second].names.push_back(join_names(prefix, name));
   };
-  for (const auto& item : module.named_parameters()) add(item.key(), item.value());
-  for (const auto& item : module.named_buffers()) add(item.key(), item.value());
+  for (const auto& item : module.named_parameters()) add(item.key(), item.value(), false);
+  for (const auto& item : module.named_buffers()) add(item.key(), item.value(), true);
 }
 
 void save_module_tensors(StateWriter& writer, const std::vector<ModuleTensor>& tensors) {
@@ -160,13 +163,16 @@ void load_module_tensors(const StateReader& reader, const std::vector<ModuleTens
                          const LoadRules& rules) {
   std::vector<std::string> missing;
   std::vector<Found> found;
-  std::set<std::string> known, known_of_ranks;
+  std::set<std::string> known, of_ranks;
   for (const ModuleTensor& entry : tensors) {
     Found one{{}, place_of(entry.tensor)};
     one.elements = elements_of(entry.tensor, one.place);
     for (const std::string& name : entry.names) {
-      (one.place && one.place->own ? known_of_ranks : known).insert(name);
-      if (auto saved = saved_name(reader, name, one.place)) one.names.push_back(std::move(*saved));
+      known.insert(name);
+      auto saved = saved_name(reader, name, one.place, entry.is_buffer);
+      if (!saved) continue;
+      if (*saved != name) of_ranks.insert(name);
+      one.names.push_back(std::move(*saved));
     }
     if (!one.names.empty()) {
       found.push_back(std::move(one));
@@ -177,8 +183,7 @@ void load_module_tensors(const StateReader& reader, const std::vector<ModuleTens
   std::vector<std::string> unknown;
   if (!rules.allow_unexpected) {
     for (const std::string& name : reader.names()) {
-      const bool of_rank =
-          known_of_ranks.contains(name) || known_of_ranks.contains(name_of_any_rank(name).value_or(""));
+      const bool of_rank = of_ranks.contains(name_of_any_rank(name).value_or(""));
       if (!known.contains(name) && !of_rank) unknown.push_back(reader.full_name(name));
     }
   }

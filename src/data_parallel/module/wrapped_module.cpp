@@ -105,7 +105,7 @@ ModuleParts parts_of(const torch::nn::Module& module, const DataParallelOptions&
 void mark_own(const torch::nn::Module& module, const DataParallelOptions& options,
               const state::RanksPtr& ranks) {
   const Names ignored(options.ignored_parameters.begin(), options.ignored_parameters.end());
-  const auto mark = [&](const at::Tensor& tensor, bool own, bool exchangeable) {
+  const auto mark = [&](const at::Tensor& tensor, bool own) {
     if (!tensor.defined()) return;
     const state::PlacePtr before = state::place_of(tensor);
     if (!own && (!before || !before->own)) return;
@@ -113,13 +113,11 @@ void mark_own(const torch::nn::Module& module, const DataParallelOptions& option
     if (place.own) place.among.erase(place.among.begin());  // of an earlier wrapper
     if (own) place.among.insert(place.among.begin(), ranks);
     place.own = own;
-    place.exchangeable = exchangeable;
-    const bool has_any = own || place.divided || !place.among.empty();
-    state::set_place(tensor, has_any ? std::make_shared<state::Place>(std::move(place)) : nullptr);
+    state::set_place(tensor, std::move(place));
   };
-  for (const auto& item : module.named_parameters()) mark(item.value(), ignored.contains(item.key()), false);
+  for (const auto& item : module.named_parameters()) mark(item.value(), ignored.contains(item.key()));
   for (const auto& item : module.named_buffers())
-    mark(item.value(), !options.broadcast_buffers || ignored.contains(item.key()), true);
+    mark(item.value(), !options.broadcast_buffers || ignored.contains(item.key()));
 }
 
 /// What the ranks of a join() do next, as they agreed before a forward or a reduction.

@@ -4,6 +4,8 @@
 #include <torch/torch.h>
 
 #include "pipeline/pipeline_test_util.h"
+#include "state/api/gradient_norm.h"
+#include "state/api/place.h"
 
 namespace torchspan::pipeline::testing::sharing_test {
 namespace {
@@ -41,6 +43,66 @@ TEST(PipelineSharing, FirstAndLastStageShareWeightsThroughASecondMethod) {
       const Batch output = pipe.infer(x);
       EXPECT_EQ(output.size(), worker.rank() == 0 ? 1u : 0u) << "the last use is on the first worker";
     });
+  });
+}
+
+/// One step of the pipeline, and the norm of all gradients by each way to ask for it.
+void expect_norms(Pipeline& pipe, const std::string& when) {
+  for (const at::Tensor& parameter : pipe.parameters()) parameter.mutable_grad().reset();
+  const at::Tensor x = seeded({7, kWidth}, 4), y = seeded({7, kWidth}, 5);
+  pipe.train_step(x, y, mean_square);
+  Dense a(1u), b(2u);
+  mean_square(b->forward(a->forward(x)), y).backward();
+  std::vector<at::Tensor> all = a->parameters();
+  for (const at::Tensor& parameter : b->parameters()) all.push_back(parameter);
+  const double expected = torch::nn::utils::clip_grad_norm_(all, 1e9);
+  EXPECT_NEAR(pipe.clip_grad_norm(1e9), expected, 1e-12) << when;
+  const auto as_an_optimizer = state::gradients_at_places(pipe.parameters());
+  EXPECT_NEAR(state::norm_over_places(as_an_optimizer, 2), expected, 1e-12) << when;
+}
+
+TEST(PipelineSharing, PipelinesOverTheSameModulesMeasureEachGradientOnce) {
+  on_workers(2, 1, [](Worker& worker) {
+    Dense a(1u), b(2u);
+    const auto make = [&](std::string name, int micro_batches) {
+      Layers layers;
+      layers.add_existing(a);
+      layers.add_existing(b);
+      return std::make_unique<Pipeline>(
+          worker, layers, PipelineOptions{.micro_batches = micro_batches, .name = std::move(name)});
+    };
+    auto first = make("first", 3);
+    expect_norms(*first, "alone");
+    auto second = make("second", 2);
+    expect_norms(*first, "the older of two");
+    expect_norms(*second, "the newer of two");
+    first.reset();
+    expect_norms(*second, "after the older one's end");
+    auto third = make("third", 1), fourth = make("fourth", 1);
+    third.reset();
+    fourth.reset();
+    expect_norms(*second, "after the newer ones' end");
+    second.reset();
+    const auto& parameters = worker.rank() == 0 ? a->parameters() : b->parameters();
+    for (const at::Tensor& parameter : parameters) EXPECT_FALSE(state::place_of(parameter));
+  });
+}
+
+TEST(PipelineSharing, AWorkerWithoutParametersTakesPartInClipping) {
+  on_workers(3, 1, [](Worker& worker) {
+    Layers layers;
+    layers.add<Dense>(1u);
+    layers.add_function("tanh", [](const at::Tensor& x) { return x.tanh(); });
+    layers.add<Dense>(2u);
+    Pipeline pipe(worker, layers, {.balance = {1, 1, 1}, .micro_batches = 2});
+    EXPECT_EQ(pipe.parameters().empty(), worker.rank() == 1);
+    const at::Tensor x = seeded({7, kWidth}, 4), y = seeded({7, kWidth}, 5);
+    pipe.train_step(x, y, mean_square);
+    Dense a(1u), b(2u);
+    mean_square(b->forward(a->forward(x).tanh()), y).backward();
+    std::vector<at::Tensor> all = a->parameters();
+    for (const at::Tensor& parameter : b->parameters()) all.push_back(parameter);
+    EXPECT_NEAR(pipe.clip_grad_norm(1), torch::nn::utils::clip_grad_norm_(all, 1), 1e-12);
   });
 }
 

@@ -52,13 +52,12 @@ struct Place {
   bool divided = false;
   Sizes shape = {};
   std::vector<Box> boxes = {};
-  /// This rank has values of its own. `exchangeable`: those of another rank will do, such as running statistics.
-  bool own = false, exchangeable = false;
+  bool own = false;  ///< this rank has values of its own
   /// Another tensor with the same values counts instead of this one, for example the first copy of a tied parameter.
   bool repeated = false;
   /// A copy of the parameter that this rank also has: an optimizer's state of one is that of the other. Undefined: none.
   at::Tensor same_as = {};
-  /// Who has the other elements, or other tensors of the model.
+  /// Who has the other elements, or other tensors of the model. Of several pipelines, the last one counts.
   std::vector<RanksPtr> among = {};
   /// The elements of this rank, if the tensor itself is something else at times. Undefined: the tensor.
   at::Tensor elements = {};
@@ -70,6 +69,8 @@ using PlacePtr = std::shared_ptr<const Place>;
 /// Sets the place of a parameter or buffer, which every handle of the tensor shares; null removes it. Moving or converting
 /// the tensor keeps it, a copy has none. Call it on the thread that trains.
 void set_place(const at::Tensor& tensor, PlacePtr place);
+/// The same; removes a place that says nothing.
+void set_place(const at::Tensor& tensor, Place place);
 /// Null for a tensor without one.
 PlacePtr place_of(const at::Tensor& tensor);
 

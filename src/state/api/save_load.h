@@ -36,10 +36,10 @@ const at::Tensor& elements_of(const at::Tensor& tensor, const PlacePtr& place);
 void save_at_place(StateWriter& writer, const std::string& name, const at::Tensor& elements,
                    const PlacePtr& place);
 
-/// Under which name the checkpoint has such a tensor for this rank; nullopt if it has none. Throws Error{kInvalid} if it
-/// has only those of several other ranks.
+/// Under which name the checkpoint has such a tensor for this rank; nullopt if it has none. If it has only those of other
+/// ranks: that of the only one, or of any one if they are `exchangeable`; otherwise throws Error{kInvalid}.
 std::optional<std::string> saved_name(const StateReader& reader, const std::string& name,
-                                      const PlacePtr& place);
+                                      const PlacePtr& place, bool exchangeable = false);
 
 /// As StateReader::check(), with the shape of the whole tensor.
 void check_at_place(const StateReader& reader, const std::string& saved, const at::Tensor& elements,
@@ -57,6 +57,7 @@ std::optional<std::string> name_of_any_rank(const std::string& name);
 struct ModuleTensor {
   std::vector<std::string> names;
   at::Tensor tensor;
+  bool is_buffer = false;
 };
 
 /// Appends the parameters and buffers of a module, each tensor once, with `prefix` before the names.
