@@ -38,6 +38,9 @@ std::int64_t whole_size(const at::Tensor& part, std::int64_t dim, const Group& g
   return part.size(dim) * group.size();
 }
 
+/// A frozen layer stays frozen.
+void train_like(at::Tensor& part, const at::Tensor& whole) { part.set_requires_grad(whole.requires_grad()); }
+
 std::string in_words(const Group& group) { return fmt::format("rank {} of {}", group.rank(), group.size()); }
 
 }  // namespace
@@ -68,8 +71,10 @@ ColumnParallelLinearImpl::ColumnParallelLinearImpl(const torch::nn::Linear& whol
   const std::int64_t out = whole->weight.size(0), first = this->group().rank() * (out / this->group().size());
   weight =
       register_part("weight", even_share(whole->weight, this->group(), 0, "output features"), 0, first, out);
+  train_like(weight, whole->weight);
   if (!whole->bias.defined()) return;
   bias = register_part("bias", even_share(whole->bias, this->group(), 0, "output features"), 0, first, out);
+  train_like(bias, whole->bias);
 }
 
 at::Tensor ColumnParallelLinearImpl::forward(const at::Tensor& input) {
@@ -95,7 +100,9 @@ RowParallelLinearImpl::RowParallelLinearImpl(const torch::nn::Linear& whole, Gro
   const std::int64_t in = whole->weight.size(1), first = this->group().rank() * (in / this->group().size());
   weight =
       register_part("weight", even_share(whole->weight, this->group(), 1, "input features"), 1, first, in);
-  if (whole->bias.defined()) bias = register_parameter("bias", of_rank_0(whole->bias, this->group()));
+  train_like(weight, whole->weight);
+  if (!whole->bias.defined()) return;
+  bias = register_parameter("bias", of_rank_0(whole->bias, this->group()), whole->bias.requires_grad());
 }
 
 at::Tensor RowParallelLinearImpl::forward(const at::Tensor& input) {
@@ -136,6 +143,7 @@ VocabularyParallelEmbeddingImpl::VocabularyParallelEmbeddingImpl(const torch::nn
   const std::int64_t count = share + (ranks.rank() < more ? 1 : 0);
   weight = register_part("weight", of_rank_0(whole->weight, ranks).narrow(0, first_, count).clone(), 0,
                          first_, rows_);
+  train_like(weight, whole->weight);
 }
 
 at::Tensor VocabularyParallelEmbeddingImpl::forward(const at::Tensor& indices) {

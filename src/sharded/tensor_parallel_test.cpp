@@ -269,6 +269,22 @@ TEST(TensorParallel, Rank0GivesTheValues) {
   });
 }
 
+TEST(TensorParallel, FrozenLayersStayFrozen) {
+  on_ranks(2, [&](const Rank& self) {
+    nn::Linear linear(2, 4);
+    linear->weight.requires_grad_(false);
+    ColumnParallelLinear column(linear, self.group);
+    RowParallelLinear row(linear, self.group);
+    for (const at::Tensor& one : {column->weight, row->weight}) EXPECT_FALSE(one.requires_grad());
+    for (const at::Tensor& one : {column->bias, row->bias}) EXPECT_TRUE(one.requires_grad());
+    linear->bias.requires_grad_(false);
+    EXPECT_FALSE(ColumnParallelLinear(linear, self.group)->bias.requires_grad());
+    EXPECT_FALSE(RowParallelLinear(linear, self.group)->bias.requires_grad());
+    const nn::Embedding embedding = nn::Embedding::from_pretrained(at::ones({4, 2}));
+    EXPECT_FALSE(VocabularyParallelEmbedding(embedding, self.group)->weight.requires_grad());
+  });
+}
+
 TEST(TensorParallel, RejectsWhatCannotBeSplit) {
   on_ranks(2, [](const Rank& self) {
     EXPECT_THAT(error_text([&] { ColumnParallelLinear(3, 5, self.group); }), HasSubstr("5 output features"));

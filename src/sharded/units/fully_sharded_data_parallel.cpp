@@ -99,8 +99,10 @@ bool WrappedUnits::on_any_rank(bool finding) {
 void WrappedUnits::with_full_parameters(const std::function<void()>& body) {
   try {
     for (const auto& unit : model_->units()) unit->acquire_whole();
-  } catch (const Error& error) {
-    throw model_->with_unit_names(error);
+  } catch (const Error& error) {  // the other ranks wait for this one's parts
+    const Error named = model_->with_unit_names(error);
+    model_->fail(named.what());
+    throw named;
   }
   const bool in_place = model_->groups().set_in_place(false);  // all parameters are copies now
   try {

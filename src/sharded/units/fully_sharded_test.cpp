@@ -381,6 +381,17 @@ TEST(FullySharded, AParameterThatIsReplacedBehindTheWrapperIsNamed) {
   });
 }
 
+TEST(FullySharded, AGatherThatFailsOnOneRankReachesTheOthersWithItsReason) {
+  on_ranks(2, [&](const Rank& self) {
+    Net net;
+    FullyShardedDataParallel<Net> model(net, self.group);
+    if (self.rank == 1) net->blocks[1]->bias.set_data(at::zeros({3}, at::kDouble));
+    const std::string error = error_text([&] { model.with_full_parameters([] {}); });
+    EXPECT_THAT(error, HasSubstr("block1.bias"));
+    EXPECT_EQ(error.find("rank 1 failed") != std::string::npos, self.rank == 0) << error;
+  });
+}
+
 TEST(FullySharded, UnitsRefuseDoubleBackwardAndClones) {
   on_ranks(2, [&](const Rank& self) {
     Net net;

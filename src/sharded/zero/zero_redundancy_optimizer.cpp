@@ -323,7 +323,8 @@ class ZeroRedundancyOptimizer::Impl {
   std::vector<state::PlacedGradient> averages(Given given) const;
   double clip(const sharded::ClipTerms& terms, Given given);
   void clear();
-  std::vector<bool> agree_on_step(Given given, const std::string& failure);
+  std::vector<state::PlacedGradient> agreed_averages(Given given) const;
+  std::vector<bool> agree_on_step(const std::vector<bool>& given, const std::string& failure);
   void make_waits();
 
   const std::shared_ptr<data_parallel::WrappedModule> wrapped_;
@@ -608,15 +609,16 @@ at::Tensor ZeroRedundancyOptimizer::Impl::average_of(const Piece& piece, Given g
 
 /// Collective: which parameters have a gradient on any rank. Gives a rank without batches the learning rates of the others.
 /// Throws on all ranks if one has failed, or if those with batches have different rates.
-std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(Given given, const std::string& failure) {
-  const bool shadow = given == nullptr;
+/// `given`: which parameters have a gradient here; empty on a rank without batches.
+std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(const std::vector<bool>& given,
+                                                               const std::string& failure) {
+  const bool shadow = given.empty();
   std::vector<double> rates = optimizer_->lrs();
   const std::size_t count = trained_.size();
   const at::Tensor status = at::zeros({static_cast<std::int64_t>(1 + count + 2 * rates.size())}, at::kDouble);
   auto* values = status.data_ptr<double>();
   values[0] = failure.empty() ? 0 : 1;
-  for (std::size_t i = 0; i < count; ++i)
-    values[i + 1] = !shadow && whole_gradient(trained_[i], *given).defined() ? 1 : 0;
+  for (std::size_t i = 0; i < given.size(); ++i) values[i + 1] = given[i] ? 1 : 0;
   double* largest = values + 1 + count;
   double* negated = largest + rates.size();
   for (std::size_t g = 0; g < rates.size(); ++g) {
@@ -656,15 +658,17 @@ void ZeroRedundancyOptimizer::Impl::step_by(Given given) {
   parameters_->wait_all();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
+  std::vector<bool> has(given == nullptr ? 0 : trained_.size());
   std::string failure;
   try {
     parameters_->adopt();
     parameters_->check();
     for (const Piece& piece : pieces_) gradients.push_back(average_of(piece, given));
-  } catch (const Error& error) {
-    failure = error.message();
+    for (std::size_t i = 0; i < has.size(); ++i) has[i] = whole_gradient(trained_[i], *given).defined();
+  } catch (...) {
+    failure = describe(std::current_exception()).text;
   }
-  const std::vector<bool> used = agree_on_step(given, failure);
+  const std::vector<bool> used = agree_on_step(has, failure);
   try {
     for (std::size_t bucket = parameters_->size(); bucket-- > 0;) {
       optimizer_->step([&](const at::Tensor& values) {
@@ -701,8 +705,21 @@ std::vector<state::PlacedGradient> ZeroRedundancyOptimizer::Impl::averages(Given
   return gradients;
 }
 
+/// Collective: throws on all ranks if one has failed, whose program may have thrown.
+std::vector<state::PlacedGradient> ZeroRedundancyOptimizer::Impl::agreed_averages(Given given) const {
+  std::vector<state::PlacedGradient> gradients;
+  data_parallel::Agreement mine;
+  try {
+    gradients = averages(given);
+  } catch (...) {
+    mine.failure = describe(std::current_exception()).text;
+  }
+  data_parallel::agree(group_, mine);
+  return gradients;
+}
+
 double ZeroRedundancyOptimizer::Impl::clip(const sharded::ClipTerms& terms, Given given) {
-  return state::clip(averages(given), terms.max_norm, terms.norm_type);
+  return state::clip(agreed_averages(given), terms.max_norm, terms.norm_type);
 }
 
 bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
@@ -710,16 +727,8 @@ bool ZeroRedundancyOptimizer::Impl::unscale(double scale) {
     throw Error(ErrorKind::kUnsupported,
                 "in join(), gradients of a ZeroRedundancyOptimizer cannot be unscaled");
   pending_->check("unscale");
-  std::vector<state::PlacedGradient> gradients;
-  data_parallel::Agreement mine;
-  try {
-    const GradientOf of_parameters;
-    gradients = averages(&of_parameters);
-  } catch (const Error& error) {
-    mine.failure = error.message();
-  }
-  data_parallel::agree(group_, mine);
-  return sharded::unscale_at_places(gradients, scale);
+  const GradientOf of_parameters;
+  return sharded::unscale_at_places(agreed_averages(&of_parameters), scale);
 }
 
 void ZeroRedundancyOptimizer::Impl::step(const GradientOf& gradient_of) {

@@ -311,6 +311,32 @@ TEST(ZeroRedundancy, AGradientThatDoesNotFitOnOneRankFailsOnAllAndChangesNothing
   });
 }
 
+TEST(ZeroRedundancy, AnExceptionOfTheProgramOnOneRankFailsOnAllAndChangesNothing) {
+  on_ranks(3, [&](const Rank& self) {
+    Net net;
+    DistributedDataParallel ddp(net, self.group);
+    ZeroRedundancyOptimizer zero(ddp, optim::SGD({.lr = 0.1}));
+    ddp(input(self.rank, 0), true).backward();
+    const at::Tensor before = net->first.detach().clone();
+    // Of the first and of the last parameter: a rank has no part of some.
+    for (const at::Tensor& bad : {net->parameters().front(), net->parameters().back()}) {
+      const auto gradient_of = [&](const at::Tensor& parameter) {
+        if (self.rank == 1 && parameter.is_same(bad)) throw std::out_of_range("no such gradient");
+        return parameter.grad();
+      };
+      EXPECT_THAT(error_text([&] { zero.step(gradient_of); }), HasSubstr("no such gradient"));
+    }
+    const auto gradient_of = [&](const at::Tensor& parameter) {
+      if (self.rank == 1) throw std::out_of_range("no such gradient");
+      return parameter.grad();
+    };
+    EXPECT_THAT(error_text([&] { zero.clip_grad_norm(1e9, 2, gradient_of); }), HasSubstr("no such gradient"));
+    EXPECT_TRUE(at::equal(net->first, before));
+    zero.step();
+    EXPECT_FALSE(at::equal(net->first, before));
+  });
+}
+
 TEST(ZeroRedundancy, ADeadRankFailsTheStepOfTheOthers) {
   if (over_shared_memory()) GTEST_SKIP() << "ranks do not die there";
   on_ranks(3, [&](const Rank& self) {
