@@ -198,9 +198,9 @@ class CheckpointExtension::Impl {
       taken->snapshot.borrow(writer.tensors(), taken->share);
     }
     const auto backend = backend_.lock();
+    MutexLock lock(mutex_);  // before the question: depart() comes after the worker is marked absent
     if (!backend || !backend->is_present(message.id.worker))
       throw Error(ErrorKind::kDisconnected, "the worker that saves this checkpoint has died or left");
-    MutexLock lock(mutex_);
     taken_[message.id] = std::move(taken);
   }
 

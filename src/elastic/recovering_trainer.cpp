@@ -28,6 +28,7 @@ class RankProcesses {
     int rank = 0;
     std::int64_t pid = 0;
     std::uint64_t start_ticks = 0;  ///< tells it from a later process with this id
+    friend bool operator==(const Process&, const Process&) = default;
   };
 
   /// Exchanges the processes of all ranks. Returns `number` of rank 0. Collective.
@@ -49,9 +50,13 @@ class RankProcesses {
       process.pid = in.get<std::int64_t>();
       process.start_ticks = in.get<std::uint64_t>();
     }
+    changed_ = processes != processes_;
     processes_ = std::move(processes);
     return number;
   }
+
+  /// Whether the last exchange found another process of a rank than the one before.
+  bool changed() const { return changed_; }
 
   /// One that a signal or a debugger has stopped. Finds only processes of this host: those of other hosts die when they
   /// are silent.
@@ -65,6 +70,7 @@ class RankProcesses {
 
  private:
   std::vector<Process> processes_;
+  bool changed_ = false;
 };
 
 }  // namespace
@@ -238,6 +244,7 @@ class RecoveringTrainer::Impl {
     // Ranks that left an earlier attempt at different places would wait for each other under names of that attempt.
     CheckpointOptions options = options_.checkpoint;
     options.name += in_group([&] { return fmt::format(".{}", processes_.exchange(*group_, round_)); });
+    progressed_ = progressed_ || processes_.changed();
     Step step;  // owns the objects, which outlive what refers to them
     std::optional<elastic::PeerCopies> copies;
     CheckpointManager manager(worker_, options);
@@ -257,7 +264,7 @@ class RecoveringTrainer::Impl {
       train(steps, step, manager, copies);
       // A death until here is handled like one during training.
       worker_.backend()->all_gather_bytes("recovered." + options.name, {}, {},
-                                          executor().deadline_in(options.timeout));
+                                          executor().deadline_in(no_limit_if_zero(options.timeout)));
     });
   }
 
@@ -272,7 +279,7 @@ class RecoveringTrainer::Impl {
     while (number < steps) {
       check_group();
       step(number++);
-      progressed_ = true;
+      progressed_ = progressed_ || number > furthest_;
       furthest_ = std::max(furthest_, number);
       if (number % options_.steps_per_checkpoint == 0 || number == steps) manager.save(number);
       if (copies && number % options_.steps_per_copy == 0 && number < steps) copies->begin(number);
@@ -310,7 +317,7 @@ class RecoveringTrainer::Impl {
   std::uint64_t round_ = 0;
   std::int64_t furthest_ = -1;    ///< step that training has reached
   std::int64_t late_after_ = -2;  ///< the same when a rank was late last
-  bool progressed_ = false;       ///< whether a step was done, perhaps again, since the last failure
+  bool progressed_ = false;       ///< whether a new step was done, or a rank replaced, since the last failure
   RecoveryReport report_;
   bool interrupted_ = false;  ///< and no attempt has restored the state since
   bool missed_ = false;       ///< whether the attempt failed because of a rank that is missing

@@ -250,6 +250,8 @@ class Training::Impl {
     } catch (...) {
       failure = std::current_exception();
       if (is_of_group()) return fail_generation(failure);
+      // The other ranks may wait for this one's forward, in the group of the wrapped module: they cannot vote.
+      if (!is_remote_failure(failure)) throw;
     }
     Team::Vote vote{
         .failed = failure != nullptr, .regroup = client_.is_awaited(members_), .step = position().step};

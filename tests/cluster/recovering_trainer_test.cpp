@@ -228,6 +228,18 @@ void fail() {
   trainer.run(kSteps, [&](RecoveryState&) { return std::make_unique<Failing>(Failing{session.rank()}); });
 }
 
+/// A step needs a worker that has left the world and does not belong to the training.
+void lose() {
+  Session session(WorkerOptions::from_env());
+  struct Losing {
+    void step(std::int64_t number) const {
+      if (number == 5) throw Error(ErrorKind::kDisconnected, "worker 'table' has left");
+    }
+  };
+  RecoveringTrainer trainer(session, recovery_options());
+  trainer.run(kSteps, [&](RecoveryState&) { return std::make_unique<Losing>(); });
+}
+
 std::string text_of(const std::string& path) {
   std::ifstream file(path);
   return {std::istreambuf_iterator<char>(file), {}};
@@ -270,7 +282,7 @@ class Recovering : public ::testing::Test {
                    {"TEST_SAVE", "7"},
                    {"TEST_COPY", "0"},
                    {"TEST_STOPS", ""},
-                   {"TEST_TIMEOUT", "60"},
+                   {"TEST_TIMEOUT", "0"},  // no limit
                    {"TEST_LIMIT", "60"}});
     }
     testing::expect_all_end_well(world);
@@ -444,9 +456,18 @@ TEST_F(Recovering, AProgramThatFailsEndsTheTrainingOnAllRanks) {
   EXPECT_THAT(outcome.output, ::testing::HasSubstr("the program of this rank failed"));
 }
 
+TEST_F(Recovering, AStepThatNeverSucceedsEndsTheTrainingWithItsReason) {
+  const Outcome outcome = run("recovering_trainer.lose", "", {.save = 3}, 0, {.limit = 2});
+  EXPECT_NE(outcome.exit_code, 0);
+  EXPECT_THAT(outcome.output,
+              ::testing::AllOf(::testing::HasSubstr("RecoveryOptions::replacement_limit (2 s)"),
+                               ::testing::HasSubstr("worker 'table' has left")));
+}
+
 const testing::Scenarios kScenarios("recovering_trainer", {{"train_pipeline", train_pipeline},
                                                            {"train_remotely", train_remotely},
-                                                           {"fail", fail}});
+                                                           {"fail", fail},
+                                                           {"lose", lose}});
 
 }  // namespace
 }  // namespace torchspan::recovering_trainer_test

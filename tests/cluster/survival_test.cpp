@@ -167,6 +167,7 @@ void train() {
   Trap trap{death, applied, session.runtime().executor};
   ElasticOptions options = training_options();
   if (with_norm) options.samples = 96;  // a batch norm needs two values
+  if (text_of("TEST_OWN_BUFFERS") == "1") options.data_parallel.broadcast_buffers = false;
   if (text_of("TEST_SIGNAL") == "stop") options.step_timeout = seconds(3);
   if (text_of("TEST_SLOW") == "1") options.step_timeout = seconds(1);
   if (text_of("TEST_CATCHES") == "1") options.step_timeout = seconds(300);  // the others must not wait for it
@@ -392,21 +393,36 @@ TEST(Survival, GoesOnFromOneRunToTheNextWithBatchNorms) {
   EXPECT_EQ(survival.sizes().size(), 200u);
 }
 
-TEST(Survival, GoesOnWithoutARankWhoseProgramThrows) {
-  Survival survival(100, {{2, {"vote@30"}}}, {{"TEST_SIGNAL", "throw"}});
+TEST(Survival, ReplacementsJoinRanksThatHaveBuffersOfTheirOwn) {
+  Survival survival(100, {{1, {"forward@45"}}, {2, {"vote@60"}}},
+                    {{"TEST_NORM", "1"}, {"TEST_OWN_BUFFERS", "1"}});
   survival.supervise();
-  ASSERT_EQ(survival.failures().size(), 1u) << survival.failures().back();
-  EXPECT_THAT(survival.failures()[0], ::testing::HasSubstr("the program of this rank failed"));
-  EXPECT_EQ(survival.sizes().back(), 3);
-  survival.expect_right_result(3);
+  EXPECT_EQ(survival.kills(), 2);
+  EXPECT_EQ(survival.finals().size(), static_cast<std::size_t>(kRanks));
+  EXPECT_EQ(survival.sizes().size(), 100u);
+}
+
+TEST(Survival, GoesOnWithoutARankWhoseProgramThrows) {
+  for (const char* where : {"forward@30", "backward@30", "vote@30"}) {
+    SCOPED_TRACE(where);
+    Survival survival(100, {{2, {where}}}, {{"TEST_SIGNAL", "throw"}});
+    survival.supervise();
+    ASSERT_EQ(survival.failures().size(), 1u) << survival.failures().back();
+    EXPECT_THAT(survival.failures()[0], ::testing::HasSubstr("the program of this rank failed"));
+    EXPECT_EQ(survival.sizes().back(), 3);
+    survival.expect_right_result(3);
+  }
 }
 
 TEST(Survival, GoesOnWithoutARankWhoseProgramCatchesWhatItThrew) {
-  Survival survival(60, {{2, {"vote@30"}}}, {{"TEST_SIGNAL", "throw"}, {"TEST_CATCHES", "1"}});
-  survival.supervise();
-  EXPECT_THAT(survival.failures(), ::testing::IsEmpty());
-  EXPECT_EQ(survival.sizes().back(), 3);
-  survival.expect_right_result(3);
+  for (const char* where : {"forward@30", "vote@30"}) {
+    SCOPED_TRACE(where);
+    Survival survival(60, {{2, {where}}}, {{"TEST_SIGNAL", "throw"}, {"TEST_CATCHES", "1"}});
+    survival.supervise();
+    EXPECT_THAT(survival.failures(), ::testing::IsEmpty());
+    EXPECT_EQ(survival.sizes().back(), 3);
+    survival.expect_right_result(3);
+  }
 }
 
 TEST(Survival, EndsWithAnErrorBelowTheLeastNumberOfRanks) {
