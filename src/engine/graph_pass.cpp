@@ -84,7 +84,7 @@ class GraphPass::Impl : public std::enable_shared_from_this<Impl> {
   at::ThreadLocalState thread_state_;
   Progress progress_;
   std::unique_ptr<CountedGraph> graph_;  // used by driving threads only
-  bool started_ = false;                 // the same
+  std::atomic<bool> started_{false};
 
   std::atomic<bool> has_queued_{false};
   std::atomic<bool> stop_{false};
@@ -269,7 +269,7 @@ void GraphPass::Impl::drive() {
   bool ended;
   {
     const at::ThreadLocalStateGuard state(thread_state_);
-    if (!std::exchange(started_, true)) start();
+    if (!started_.exchange(true)) start();
     ended = run_nodes();
   }
   if (ended) close();

@@ -137,7 +137,11 @@ void PairConnections::send_now(int rank, const Unsent& message) {
   try {
     channel->send(message.header,
                   message.segment ? std::span(&*message.segment, 1) : std::span<const Segment>());
-  } catch (const Error&) {  // it has ended: on_end() reports it
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kDisconnected) return;  // on_end() reports it
+    // The peer waits for a message that it will not get.
+    loop_.departed(rank, error, Departure::kFailure);
+    channel->close();
   }
 }
 
