@@ -1,4 +1,5 @@
-# torchspan._C: the module of the Python package, for the Python and the torch of one environment. Only its target sees Python.
+# torchspan._C: the module of the Python package, for the Python and the torch of one environment, in a folder of the release of
+# torch, so that one package may have several. Only its target sees Python.
 find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
 if(NOT CMAKE_PREFIX_PATH)
   execute_process(COMMAND ${Python_EXECUTABLE} -c "import importlib.util; print(importlib.util.find_spec('torch').submodule_search_locations[0])"
@@ -19,12 +20,13 @@ function(torchspan_python_module)
   target_include_directories(torchspan_python SYSTEM PUBLIC ${Python_INCLUDE_DIRS})
   target_compile_definitions(torchspan_python PUBLIC USE_DISTRIBUTED USE_C10D TORCH_API_INCLUDE_EXTENSION_H)
   Python_add_library(torchspan_C MODULE WITH_SOABI ${PROJECT_SOURCE_DIR}/src/python/module_main.cpp)
-  set_target_properties(torchspan_C PROPERTIES OUTPUT_NAME _C LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/python/torchspan
+  string(REGEX REPLACE "^([0-9]+)\\.([0-9]+).*" "torchspan/torch_\\1_\\2" folder "${TORCHSPAN_LIBTORCH_VERSION}")
+  set_target_properties(torchspan_C PROPERTIES OUTPUT_NAME _C LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/python/${folder}
                                                CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
   target_compile_definitions(torchspan_C PRIVATE TORCH_EXTENSION_NAME=_C TORCHSPAN_VERSION="${PROJECT_VERSION}")
   target_include_directories(torchspan_C PRIVATE ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(torchspan_C PRIVATE torchspan_python fmt::fmt ${TORCHSPAN_TORCH_PYTHON})
   # A process may have another OpenSSL, fmt or TorchSpan.
   target_link_options(torchspan_C PRIVATE -Wl,--exclude-libs,ALL)
-  install(TARGETS torchspan_C LIBRARY DESTINATION torchspan COMPONENT python)
+  install(TARGETS torchspan_C LIBRARY DESTINATION ${folder} COMPONENT python)
 endfunction()

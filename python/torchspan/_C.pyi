@@ -10,7 +10,6 @@ from torch.distributed.rpc import RpcBackendOptions as _TorchOptions
 from torch.distributed.rpc import WorkerInfo
 
 version: str
-torch_version: str
 
 class Span:
     def close(self) -> None: ...

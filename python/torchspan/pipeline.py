@@ -20,6 +20,7 @@ from . import _C, _calls
 
 __all__ = [
     "Cache",
+    "DeferredBatchNorm",
     "LayerCache",
     "Layers",
     "Pipeline",
@@ -30,6 +31,7 @@ __all__ = [
     "WorkerReport",
     "balance_by_size",
     "balance_by_time",
+    "convert_deferred_batch_norm",
     "seed_of_layer",
     "seed_of_use",
 ]
@@ -54,6 +56,48 @@ class Unsplit:
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
+
+
+class DeferredBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+    """Batch normalization for micro-batches: arguments and state are those of torch.nn.BatchNorm1d to 3d.
+
+    Normalizes each micro-batch with its own statistics, but updates the running ones once per step, with those of the whole
+    batch, all replicas included. Outside of a pipeline every forward is a step.
+    """
+
+    def _check_input_dim(self, input):
+        if not 2 <= input.dim() <= 5:
+            raise ValueError(f"DeferredBatchNorm takes inputs of 2 to 5 dimensions, channels second, not of {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        own = [self.weight, self.bias, self.running_mean, self.running_var, self.num_batches_tracked]
+        return self._statistics().forward(input, self.training, own)
+
+    def _statistics(self):
+        """The C++ side, which gathers while a step runs. Copies of this module have one of their own."""
+        if "_gathering" not in self.__dict__:
+            self.__dict__["_gathering"] = _C.DeferredBatchNorm(self.num_features, self.eps, self.momentum)
+        return self.__dict__["_gathering"]
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_gathering"}
+
+
+def convert_deferred_batch_norm(module: torch.nn.Module) -> torch.nn.Module:
+    """Replaces each BatchNorm1d to 3d in `module` by a DeferredBatchNorm with the same parameters and buffers; returns it.
+
+    For layers of a pipeline, before they are added. As torch.nn.SyncBatchNorm.convert_sync_batchnorm().
+    """
+    plain = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+    if isinstance(module, plain):
+        norm = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+        norm._parameters.update(module._parameters)
+        norm._buffers.update(module._buffers)
+        return norm.train(module.training)
+    for name, child in list(module.named_children()):
+        setattr(module, name, convert_deferred_batch_norm(child))
+    return module
 
 
 class Use:
@@ -116,6 +160,7 @@ class _Layer:
                 "torch.nn.Module; for a function, use Layers.add_function()"
             )
         self.name, self.module = name, built
+        self.statistics = [part._statistics() for part in built.modules() if isinstance(part, DeferredBatchNorm)]
         self._parameters = list(built.named_parameters())
         self._replaced = None
 
@@ -240,6 +285,7 @@ class Pipeline:
     seed: makes initial weights and dropout depend on nothing else; see seed_of_layer() and seed_of_use().
     timeout: seconds that one action, or the wait for another worker to begin a step, may take.
     staleness: 1 overlaps steps: train_step() ends the batch of the call before it.
+    offload: keeps the inputs of checkpointed layers on the host between forward and backward; for layers on devices.
     """
 
     def __init__(
@@ -258,6 +304,7 @@ class Pipeline:
         timeout: float = 600.0,
         max_in_flight: int = 0,
         staleness: int = 0,
+        offload: bool = False,
         name: str = "pipeline",
     ):
         if schedule_csv is not None and schedule != "1f1b":
@@ -275,6 +322,7 @@ class Pipeline:
             "timeout": float(timeout),
             "max_in_flight": operator.index(max_in_flight),
             "staleness": operator.index(staleness),
+            "offload": bool(offload),
             "name": name,
         }
         self._pipeline = _C.Pipeline(_calls.current_worker(), *layers._described(), options)

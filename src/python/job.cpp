@@ -46,8 +46,10 @@ constexpr Duration kExitTime = std::chrono::seconds(5);
 
 /// The world size and the host of a rank.
 std::string host_key(int rank) { return fmt::format("torchspan/host/{}", rank); }
-/// "one" or "many" hosts, the job's id, and the address of rank 0's store; or "failed: " and why; or kEnded.
+/// "one" or "many" hosts, the job's id, and the address of rank 0's store; or kFailed, the number of an ErrorKind and why;
+/// or kEnded.
 constexpr const char* kAddressKey = "torchspan/store";
+constexpr std::string_view kFailed = "failed: ";
 constexpr const char* kEnded = "ended";
 
 bool is_open(const Place& place) { return place.size == rendezvous::kOpenWorld; }
@@ -123,12 +125,14 @@ void Job::meet() {
     return;
   }
   const std::size_t first = published.find(' '), second = published.find(' ', first + 1);
-  if (second == std::string::npos || published.starts_with("failed: ")) {
-    throw Error(ErrorKind::kInvalid,
-                published.starts_with("failed: ")
-                    ? fmt::format("rank 0 cannot open the world: {}", published.substr(8))
-                    : fmt::format("the program's store holds '{}' in place of rank 0's address", published));
+  if (published.starts_with(kFailed)) {
+    const int number = std::atoi(published.c_str() + kFailed.size());
+    const bool is_kind = number >= 1 && number <= static_cast<int>(ErrorKind::kUnsupported);
+    throw Error(is_kind ? static_cast<ErrorKind>(number) : ErrorKind::kInvalid,
+                fmt::format("rank 0 cannot open the world: {}", published.substr(second + 1)));
   }
+  if (second == std::string::npos)
+    throw_invalid(fmt::format("the program's store holds '{}' in place of rank 0's address", published));
   const std::string present = value_of(host_key(0));
   check_size(0, present);
   one_host_ = published.substr(0, first) == "one";
@@ -338,7 +342,8 @@ void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::WorkerBackend
 /// The others wait for the address, and the program's store names no reason.
 void Job::tell_others(const Error& error) {
   if (store_ != nullptr && place_.rank == 0 && !store_->check({kAddressKey}))
-    store_->set(kAddressKey, bytes_of(fmt::format("failed: {}", error.what())));
+    store_->set(kAddressKey,
+                bytes_of(fmt::format("{}{} {}", kFailed, static_cast<int>(error.kind()), error.message())));
 }
 
 }  // namespace torchspan::python

@@ -5,7 +5,6 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/version.h>
 
 #include "python/bindings.h"
 #include "python/c10d/backend.h"
@@ -74,7 +73,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using ours::ObservedWorld;
   pybind11::module_::import("torch.distributed");  // registers the base class
   module.attr("version") = TORCHSPAN_VERSION;
-  module.attr("torch_version") = TORCH_VERSION;
   ours::bind_trace(module);
   pybind11::class_<ours::World, std::shared_ptr<ours::World>>(module, "World")
       .def_property_readonly("runtime", &ours::World::shared_runtime)

@@ -549,6 +549,8 @@ class Failures(unittest.TestCase):
 
     def test_a_monitored_barrier_names_the_late_rank_and_breaks_nothing(self):
         results = processes.run(3, monitored, world=processes.Group(destroy=False))
+        if "only implemented for GLOO" in results[0]:
+            self.skipTest("this torch has it for Gloo alone")
         for rank in (0, 1):
             self.assertRegex(results[rank], "Rank 2 failed")
 

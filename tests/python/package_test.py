@@ -5,6 +5,8 @@ import subprocess
 import sys
 import unittest
 
+import torch
+
 
 def printed_by(program):
     """What the program, run by this Python, writes to its error output."""
@@ -15,7 +17,8 @@ def printed_by(program):
 
 
 OTHER_TORCH = "import torch; torch.__version__ = '2.98.1+cpu'\n"
-ADVICE = r"torchspan [0-9.]+ was built for torch [0-9.]+, and this is torch 2\.98\.1\+cpu\. Build it for this environment: pip install"
+ADVICE = r"torchspan was built for torch [0-9.]+ \(cpython-.*\), and this is torch 2\.98\.1\+cpu \(cpython-.*\)\. Build it for this environment, in a clone"
+RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 class Package(unittest.TestCase):
@@ -24,6 +27,7 @@ class Package(unittest.TestCase):
         self.assertEqual(code, 1)
         self.assertRegex(output, "ImportError: " + ADVICE)
 
+    @unittest.skipIf(RELEASE < (2, 14), "this torch does not look for backends of packages")
     def test_a_program_that_leaves_the_import_to_torch_learns_the_same(self):
         code, output = printed_by(OTHER_TORCH + "import torch.distributed as d; d.init_process_group('torchspan', rank=0, world_size=1, init_method='tcp://127.0.0.1:0')")
         self.assertEqual(code, 1)

@@ -1,8 +1,11 @@
 """torchspan.pipeline: losses and gradients of one process, exceptions, deaths, state."""
 
+import copy
+import functools
 import gc
 import itertools
 import os
+import pickle
 import random
 import signal
 import threading
@@ -866,7 +869,71 @@ def balances(rank, size):
     return by_time, sum(by_size), wrong
 
 
+class Normed(nn.Module):
+    """Also with a norm inside, which another one of its kind shares."""
+
+    def __init__(self, deferred):
+        super().__init__()
+        self.first = nn.Sequential(nn.BatchNorm1d(WIDTH, dtype=torch.float64), nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+        if deferred:
+            pipeline.convert_deferred_batch_norm(self)
+
+    def forward(self, x):
+        return torch.tanh(self.first(x))
+
+
+def deferred_norms(rank, size, **options):
+    layers = pipeline.Layers()
+    layers.add(pipeline.DeferredBatchNorm, WIDTH, momentum=None, dtype=torch.float64)
+    layers.add(Normed, True)
+    layers.add(Normed, True)
+    plain = nn.BatchNorm1d(WIDTH, momentum=None, dtype=torch.float64)
+    with pipeline.Pipeline(layers, seed=1, balance=[2, 1], micro_batches=3, **options) as pipe:
+        for step in range(3):
+            halves = [numbers(6, 2 * step), 3 + 2 * numbers(6, 2 * step + 1)]
+            plain(torch.cat(halves) if "replicas" in options else halves[0])
+            x = halves[pipe.replica]
+            pipe.train_step(x, x, mean_square)
+        pipe.eval().infer(halves[0])
+        assert all(part.num_batches_tracked == 3 for module in pipe.modules.values() for part in module.modules() if hasattr(part, "num_batches_tracked"))
+        first = pipe.modules.get(0)
+        found = [] if first is None else [(a - b).abs().max().item() for a, b in zip(first.buffers(), plain.buffers())]
+        return found, sorted(name for name in pipe.state_dict() if "running_mean" in name)
+
+
+def deferred_norm_alone(rank, size):
+    """As torch's outside of a pipeline; copies and pickles are norms of their own."""
+    mine, torchs = pipeline.DeferredBatchNorm(WIDTH, dtype=torch.float64), nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        x = numbers(5, 3).requires_grad_()
+        y = x.detach().clone().requires_grad_()
+        mine(x).pow(3).sum().backward()
+        torchs(y).pow(3).sum().backward()
+        assert torch.allclose(x.grad, y.grad) and torch.allclose(mine.weight.grad, torchs.weight.grad)
+        torchs.zero_grad()
+        mine, other = copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))
+        assert torch.equal(other.running_var, mine.running_var)
+    mine.load_state_dict(torchs.state_dict())
+    assert torch.allclose(mine.eval()(x), torchs.eval()(x))
+    frozen = nn.BatchNorm2d(3)
+    frozen.weight.requires_grad_(False)
+    converted = pipeline.convert_deferred_batch_norm(frozen.eval())
+    assert converted.weight is frozen.weight and not converted.weight.requires_grad and not converted.training
+    return str(raised_by(lambda: mine(torch.ones(WIDTH)))), str(raised_by(lambda: pipeline.Pipeline(Model(dense(size)).described(), offload=True)))
+
+
 class MoreOfLayers(unittest.TestCase):
+    def test_deferred_norms_have_the_statistics_of_the_whole_batch(self):
+        for options in ({}, {"checkpoint": "always"}, {"replicas": 2, "workers": ["worker0", "worker1", "worker2", "worker3"]}):
+            results = processes.run(4 if "replicas" in options else 2, functools.partial(deferred_norms, **options), world=Native())
+            self.assertLess(max(results[0][0]), 1e-12, options)
+            self.assertEqual(results[0][1], ["layers.0.running_mean", "layers.1.first.0.running_mean"])
+
+    def test_a_deferred_norm_outside_of_a_pipeline_is_torchs(self):
+        for few, offloaded in processes.run(2, deferred_norm_alone, world=Native()):
+            self.assertRegex(few, "2 to 5 dimensions")
+            self.assertRegex(offloaded, "offload")
+
     def test_a_layer_cannot_close_its_pipeline(self):
         for text in run(2, closed_by_a_layer, world=Native()):
             self.assertIn("call it from one thread, and not from its layers", text)

@@ -515,6 +515,11 @@ class Dynamic(unittest.TestCase):
 
 
 class Options(unittest.TestCase):
+    def test_no_time_out_is_no_limit(self):
+        for dynamic in (False, True):
+            world = Calls(timeout=0, dynamic=dynamic)
+            self.assertEqual(processes.run(2, identity_of_rank, world=world), [0, 1])
+
     def test_wrong_options_are_refused_where_they_are_given(self):
         make = torchspan.torch_rpc.TorchSpanRpcBackendOptions
         self.assertRegex(raised_by(lambda: make(num_worker_threads=0)), "ValueError: num_worker_threads is 0")

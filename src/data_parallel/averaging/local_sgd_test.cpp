@@ -422,6 +422,11 @@ TEST(DiLoCo, RejectsOptionsAndStatesWithoutAMeaningOnAllRanks) {
                 AllOf(HasSubstr("rank 1"), HasSubstr("period is 0")));
     DiLoCo diloco(parameters, self.group, {.period = 2});
     EXPECT_THAT(error_text([&] { diloco.load_state({}); }), HasSubstr("no '0.outer'"));
+    auto state = diloco.state();
+    for (auto& [name, tensor] : state) {
+      if (name == "1.outer") tensor = at::zeros({4});
+    }
+    EXPECT_THAT(error_text([&] { diloco.load_state(state); }), HasSubstr("another '1.outer' of shape [2]"));
   });
 }
 

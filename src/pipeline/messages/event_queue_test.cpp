@@ -1,6 +1,7 @@
 #include "pipeline/messages/event_queue.h"
 
 #include <gtest/gtest.h>
+#include <limits>
 #include <memory>
 
 namespace torchspan::pipeline::event_queue_test {
@@ -49,6 +50,15 @@ TEST_F(EventQueues, AnEventThatArrivesWhileAWaitEndsIsAnEvent) {
   continuations_->arrives_late = true;
   EXPECT_TRUE(queue_->wait(milliseconds(1)));
   EXPECT_EQ(queue_->take(0).size(), 1u);
+}
+
+TEST_F(EventQueues, ValuesThatAreNotOfferedAreRefused) {
+  queue_->offer({at::ones({2}), at::Tensor()});
+  EXPECT_EQ(queue_->offered({0}).at(0).numel(), 2);
+  for (const std::int32_t index : {-1, 1, 2, std::numeric_limits<std::int32_t>::max()}) {
+    SCOPED_TRACE(index);
+    EXPECT_THROW(queue_->offered({0, index}), Error);
+  }
 }
 
 TEST_F(EventQueues, AWaitFailsIfItsWorkerIsGone) {

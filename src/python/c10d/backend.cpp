@@ -153,7 +153,7 @@ c10::intrusive_ptr<Backend> Backend::make(std::shared_ptr<World> world, std::vec
 
 Backend::Backend(std::shared_ptr<World> world, collective::Group group, Names names,
                  std::chrono::milliseconds timeout)
-    : c10d::Backend(group.rank(), group.size()),
+    : BackendOfAnyRelease(group.rank(), group.size()),
       world_(std::move(world)),
       names_(std::move(names)),
       group_(std::move(group), names_),
@@ -341,7 +341,7 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
   return with_torch_errors([&] {
     if (outputs.size() != inputs.size())
       throw_invalid(fmt::format("there are {} outputs for {} inputs", outputs.size(), inputs.size()));
-    const Title title{c10d::OpType::ALLGATHER_INTO_TENSOR_COALESCED, "all_gather_into_tensor"};
+    const Title title{c10d::OpType::COALESCED, "all_gather_into_tensor"};
     std::vector<Future<at::Tensor>> each;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       each.push_back(group_.usable({outputs[i], inputs[i]})
@@ -449,8 +449,7 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
     for (std::size_t i = 0; i < inputs.size(); ++i)
       each.push_back(group_.usable({outputs[i], inputs[i]})
                          .reduce_scatter_tensor(outputs[i], flat(inputs[i]), reduction));
-    return start({c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter"}, inputs, outputs,
-                 when_all(std::move(each)));
+    return start({c10d::OpType::COALESCED, "reduce_scatter"}, inputs, outputs, when_all(std::move(each)));
   });
 }
 

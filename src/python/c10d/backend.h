@@ -6,10 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <torchspan/collective.h>
 
+#include "python/c10d/compat.h"
 #include "python/c10d/work.h"
 #include "python/job.h"
 
@@ -17,7 +16,7 @@ namespace torchspan::python {
 
 /// torch.distributed's backend "torchspan": c10d's operations on a Group, which checks their arguments on all ranks.
 /// Tensors on CPUs. Thread-safe.
-class Backend final : public c10d::Backend {
+class Backend final : public BackendOfAnyRelease {
  public:
   struct Names {
     std::string backend;      ///< what get_backend() returns
@@ -86,7 +85,7 @@ class Backend final : public c10d::Backend {
 
  private:
   /// DistributedDataParallel's logger takes a backend that is named "gloo" for torch's ProcessGroupGloo without asking, and
-  /// reads `threads`. The first members are therefore laid out like those of that class (torch 2.6 to 2.15).
+  /// reads `threads`. The first members are therefore laid out like those of that class (torch 2.9 to 2.15).
   struct LikeGloo : Options {
     using Options::Options;
     std::vector<std::shared_ptr<void>> devices;

@@ -12,6 +12,7 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/pipeline.h>
+#include <torchspan/pipeline/deferred_batch_norm.h>
 #include <torchspan/schedule.h>
 
 #include "python/bindings.h"
@@ -192,7 +193,13 @@ class PythonLayer final : public torch::nn::Module {
         raised_(std::move(raised)),
         unsplit_(std::move(unsplit)),
         has_module_(!layer.attr("module").is_none()) {
-    if (has_module_) add(*this, layer.attr("module"));
+    if (has_module_) {
+      add(*this, layer.attr("module"));
+      // The pipeline finds what gathers statistics among the modules of a layer. They have no parameters of their own.
+      for (const py::handle norm : layer.attr("statistics"))
+        register_module(fmt::format("statistics_{}", children().size()),
+                        norm.cast<std::shared_ptr<pipeline::DeferredBatchNormImpl>>());
+    }
     known_.clear();
     torch::nn::Module::train(false);
   }
@@ -322,6 +329,26 @@ pipeline::Layers describe(const py::list& layers, const py::list& uses, const py
     described.tie(std::move(tied));
   }
   return described;
+}
+
+/// The C++ side of a DeferredBatchNorm of Python, which gives its tensors to each forward.
+at::Tensor normalize(pipeline::DeferredBatchNormImpl& norm, const at::Tensor& input, bool training,
+                     std::vector<std::optional<at::Tensor>> own) {
+  return with_torch_errors([&] {
+    const py::gil_scoped_release no_gil;
+    auto next = own.begin();
+    for (at::Tensor* tensor :
+         {&norm.weight, &norm.bias, &norm.running_mean, &norm.running_var, &norm.num_batches_tracked})
+      *tensor = (next++)->value_or(at::Tensor());
+    norm.train(training);
+    return norm.forward(input);
+  });
+}
+
+std::shared_ptr<pipeline::DeferredBatchNormImpl> make_norm(std::int64_t channels, double eps,
+                                                           std::optional<double> momentum) {
+  const auto options = torch::nn::BatchNormOptions(channels).eps(eps).momentum(momentum);
+  return std::make_shared<pipeline::DeferredBatchNormImpl>(options, pipeline::DeferredBatchNormImpl::State());
 }
 
 py::object unsplit_type() { return py::module_::import("torchspan.pipeline").attr("Unsplit"); }
@@ -459,6 +486,7 @@ class PythonPipeline {
     options.checkpoint = static_cast<pipeline::ActivationCheckpoint>(given["checkpoint"].cast<int>());
     options.checkpoint_layers = given["checkpoint_layers"].cast<std::vector<int>>();
     options.staleness = given["staleness"].cast<int>();
+    options.offload = given["offload"].cast<bool>();
     options.max_in_flight = given["max_in_flight"].cast<int>();
     options.seed = given["seed"].cast<std::optional<std::uint64_t>>();
     options.stall_timeout = duration_of(given["timeout"].cast<double>());
@@ -507,6 +535,10 @@ void bind_pipeline(py::module_& module) {
           "tensors", [](PythonCache& self) { return self.tensors(); },
           [](PythonCache& self, std::vector<at::Tensor> tensors) { self.tensors() = std::move(tensors); });
   py::class_<pipeline::Cache, std::shared_ptr<pipeline::Cache>>(module, "PipelineCache").def(py::init<>());
+  py::class_<pipeline::DeferredBatchNormImpl, std::shared_ptr<pipeline::DeferredBatchNormImpl>>(
+      module, "DeferredBatchNorm")
+      .def(py::init(&make_norm), py::arg("channels"), py::arg("eps"), py::arg("momentum"))
+      .def("forward", &normalize, py::arg("input"), py::arg("training"), py::arg("own"));
   module.def("balance", &balance, py::arg("worker"), py::arg("layers"), py::arg("uses"), py::arg("ties"),
              py::arg("stages"), py::arg("sample"), py::arg("parameter_scale"), py::arg("repeats"),
              py::arg("workers"));

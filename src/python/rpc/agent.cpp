@@ -26,6 +26,7 @@
 #include <torchspan/detail/rpc/extension.h>
 #include <torchspan/rpc/worker.h>
 
+#include "core/api/saturated_time.h"
 #include "python/errors.h"
 #include "python/gil.h"
 
@@ -498,9 +499,13 @@ Agent::~Agent() {
   if (rpcAgentRunning_.load()) shutdown();
 }
 
+Deadline Agent::call_deadline() const {
+  return runtime_->executor.deadline_in(no_limit_if_zero(Duration(getRpcTimeout())));
+}
+
 std::vector<std::string> Agent::gather(const std::string& tag, const std::string& bytes) {
-  const std::vector<Bytes> all = membership_->all_gather_bytes(
-      tag, std::as_bytes(std::span(bytes)), {}, runtime_->executor.deadline_in(getRpcTimeout()));
+  const std::vector<Bytes> all =
+      membership_->all_gather_bytes(tag, std::as_bytes(std::span(bytes)), {}, call_deadline());
   std::vector<std::string> texts;
   for (const Bytes& one : all) texts.emplace_back(reinterpret_cast<const char*>(one.data()), one.size());
   return texts;
@@ -521,7 +526,7 @@ void Agent::greet_members() {
     rpc::Request request;
     request.type = kGreeting;
     request.name = "greeting";
-    request.deadline = runtime_->executor.deadline_in(getRpcTimeout());
+    request.deadline = call_deadline();
     auto completion = std::make_shared<rpc::PromiseCompletion<void>>(backend().continuations());
     answers.push_back(completion->future());
     backend().send(static_cast<std::uint32_t>(member.rank), std::move(request), std::move(completion));

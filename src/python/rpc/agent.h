@@ -141,6 +141,8 @@ class Agent final : public torch::distributed::rpc::RpcAgent {
   void serve(std::int64_t id, wire::Payload& request, const std::shared_ptr<rpc::Completion>& reply);
   void departed(std::uint32_t rank, const Error& reason);
   void greet_members();
+  /// Of a call with the agent's own time-out, of which 0 is none.
+  Deadline call_deadline() const;
   void wait_for_all(Deadline deadline);
   rpc::WorkerBackend& backend() const { return *backend_; }
 
