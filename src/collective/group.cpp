@@ -497,19 +497,21 @@ Future<std::vector<at::Tensor>> reduce_scatter_coalesced(const Group& group,
   using Verb = CoalescedCall::Verb;
   check_alike(*group.backend_, name_of(Verb::kReduceScatter), tensors);
   std::vector<std::vector<std::int64_t>> sizes;
+  std::vector<at::Tensor>
+      results;  // made here: on a device, memory belongs to the stream of the thread that allocates it
   for (const at::Tensor& tensor : tensors) {
     check_divisible(name_of(Verb::kReduceScatter), tensor, group.size());
     sizes.push_back(tensor.sizes().vec());
     sizes.back()[0] /= group.size();
+    results.push_back(at::empty(sizes.back(), tensor.options().requires_grad(false)));
   }
   return group.start("reduce_scatter_coalesced", logged_bytes(tensors), [&] {
     return group.backend_
         ->coalesced({Verb::kReduceScatter, reduction, shapes_of(tensors)}, join_rows(tensors, group.size()))
-        .then([sizes](const Future<std::vector<at::Tensor>>& reduced) {
-          std::vector<at::Tensor> parts = cut_row(reduced.wait()[0].view({-1}), sizes);
-          for (at::Tensor& part : parts)
-            part = part.clone();  // views of one tensor would share their version
-          return parts;
+        .then([sizes, results](const Future<std::vector<at::Tensor>>& reduced) {
+          const std::vector<at::Tensor> parts = cut_row(reduced.wait()[0].view({-1}), sizes);
+          for (std::size_t i = 0; i < parts.size(); ++i) put_back(parts[i], results[i]);
+          return results;
         });
   });
 }

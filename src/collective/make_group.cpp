@@ -184,9 +184,7 @@ class GroupBuilder {
       case BackendKind::kC10d: {
         shm::LocalRanks local_ranks = find_local_ranks(members);
         if (!local_ranks.one_network) require_isolation(local_ranks.reasons);
-        return make_serial(
-            connect_gloo(link_, ranks_, {.timeout = options_.timeout, .loopback = local_ranks.one_network}),
-            members);
+        return make_serial(connect_gloo(link_, ranks_, gloo_options(local_ranks.one_network)), members);
       }
       case BackendKind::kNetwork:
         refuse_several_hosts(members);
@@ -347,8 +345,12 @@ class GroupBuilder {
     return SerialBackend::make(runtime_, std::move(collectives), std::move(serial));
   }
 
+  GlooOptions gloo_options(bool loopback) const {
+    return {.timeout = options_.timeout, .loopback = loopback, .rounds = {.tag = tag_of("torchspan.gloo")}};
+  }
+
   channels::MeshOptions mesh_options() const {
-    return {.timeout = options_.timeout, .tag = connections_tag_};
+    return {.timeout = options_.timeout, .rounds = {.tag = connections_tag_}};
   }
 
   int place_of(int world_rank) const {
@@ -392,11 +394,15 @@ class GroupBuilder {
     HierarchyPlan hierarchy{.ranks = ranks_, .hosts = met.leaders, .rank = plan.self, .announces = !gloo};
     Group local(met.peer_memory ? share_memory(met)
                                 : SingleBackend::make(world_.self().rank, runtime_, link_));
-    ConnectLeaders connect = [link = link_, options = mesh_options()](const std::vector<int>& leaders) {
+    ConnectLeaders connect = [link = link_, options = mesh_options()](const std::vector<int>& leaders,
+                                                                      std::uint64_t split) mutable {
+      options.rounds.split = split;
       return channels::connect_channels(link, leaders, options);
     };
     if (gloo) {
-      connect = [link = link_, options = GlooOptions{options_.timeout, loopback}](const auto& leaders) {
+      connect = [link = link_, options = gloo_options(loopback)](const auto& leaders,
+                                                                 std::uint64_t split) mutable {
+        options.rounds.split = split;
         return connect_gloo(link, leaders, options);
       };
     }

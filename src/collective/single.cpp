@@ -3,12 +3,16 @@
 #include <ATen/Functions.h>
 
 #include "collective/kernels.h"
+#include "collective/tensors.h"
 
 namespace torchspan::collective {
 namespace {
 
 /// Rejects what larger groups reject, so that a program that works on one rank works on several.
-void check(const at::Tensor& tensor, ReduceOp reduction) { find_kernel(tensor.scalar_type(), reduction); }
+void check(const at::Tensor& tensor, ReduceOp reduction) {
+  find_kernel(tensor.scalar_type(), reduction);
+  check_sparse(tensor, reduction);
+}
 
 template <class T, class Make>
 Future<T> ready(Make make) {

@@ -3,14 +3,17 @@
 #include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <random>
 #include <tuple>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/ScalarType.h>
 
 #include "core/api/hashes.h"
+#include "device/api/tensors.h"
 
 namespace torchspan::collective {
 
@@ -30,6 +33,8 @@ at::Tensor plain(const at::Tensor& tensor) {
 
 at::Tensor put_back(const at::Tensor& worked_on, const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
+  // The thread of a group is in no inference mode, but the caller's tensor may be from one.
+  const at::AutoDispatchBelowADInplaceOrView unversioned;
   if (worked_on.data_ptr() != tensor.data_ptr()) tensor.detach().copy_(worked_on);
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   return tensor;
@@ -42,30 +47,51 @@ std::string different_shapes(std::size_t rank, at::IntArrayRef theirs, at::IntAr
       rank, fmt::join(theirs.vec(), ", "), fmt::join(own.vec(), ", "));
 }
 
-std::vector<int> ranks_of_split(const GatherBytes& gather, int color, int key) {
+SplitPlan plan_split(const GatherBytes& gather, int color, int key) {
+  std::random_device random;
   ByteWriter writer;
   writer.put(color);
   writer.put(key);
+  writer.put(std::uint64_t{random()} << 32 | random());
   struct Choice {
     int color;
     int key;
     int rank;
   };
   std::vector<Choice> choices;
+  SplitPlan plan;
   for (const Bytes& answer : gather(writer.bytes())) {
     ByteReader reader(answer);
     const int their_color = reader.get<int>();
     const int their_key = reader.get<int>();
+    const auto number = reader.get<std::uint64_t>();
+    if (choices.empty()) plan.number = number;
     choices.push_back({their_color, their_key, static_cast<int>(choices.size())});
   }
   std::sort(choices.begin(), choices.end(), [](const Choice& a, const Choice& b) {
     return std::tie(a.key, a.rank) < std::tie(b.key, b.rank);
   });
-  std::vector<int> ranks;
   for (const Choice& choice : choices) {
-    if (choice.color == color) ranks.push_back(choice.rank);
+    if (choice.color == color) plan.ranks.push_back(choice.rank);
   }
-  return ranks;
+  return plan;
+}
+
+void check_sparse(const at::Tensor& tensor, ReduceOp reduction) {
+  if (!tensor.is_sparse() || reduction == kSum || reduction == kAvg) return;
+  throw Error(ErrorKind::kUnsupported,
+              fmt::format("the {} of sparse tensors is not supported, because missing entries have no value; "
+                          "convert them with to_dense() first",
+                          to_string(reduction)));
+}
+
+at::Tensor sum_of_sparse(const at::Tensor& indices, const at::Tensor& values, at::IntArrayRef sizes,
+                         std::int64_t divisor) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor sum = at::sparse_coo_tensor(indices, device::widened(values), sizes).coalesce();
+  if (divisor != 1) sum.values().div_(divisor);
+  if (sum.scalar_type() == values.scalar_type()) return sum;
+  return at::sparse_coo_tensor(sum.indices(), sum.values().to(values.scalar_type()), sizes)._coalesced_(true);
 }
 
 std::string_view name_of(CoalescedCall::Verb verb) {

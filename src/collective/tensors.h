@@ -33,9 +33,19 @@ at::Tensor put_back(const at::Tensor& worked_on, const at::Tensor& tensor);
 /// The error of an all_gather_into_tensor() whose tensor on `rank` has another shape than this rank's.
 std::string different_shapes(std::size_t rank, at::IntArrayRef theirs, at::IntArrayRef own);
 
-/// Collective: exchanges `color` and `key`; returns the ranks of a split: those with this color, ordered by
-/// key, then by rank.
-std::vector<int> ranks_of_split(const GatherBytes& gather, int color, int key);
+struct SplitPlan {
+  std::vector<int> ranks;    ///< of the part: those with this color, ordered by key, then by rank
+  std::uint64_t number = 0;  ///< of this split, the same on all ranks; other splits of the world have others
+};
+/// Collective: exchanges `color` and `key`.
+SplitPlan plan_split(const GatherBytes& gather, int color, int key);
+
+/// Throws Error{kUnsupported} for other reductions of a sparse tensor than sums and averages.
+void check_sparse(const at::Tensor& tensor, ReduceOp reduction);
+/// The sum of the entries of all ranks' sparse tensors, divided by `divisor`. Half and bfloat16 are added in float, and
+/// rounded once.
+at::Tensor sum_of_sparse(const at::Tensor& indices, const at::Tensor& values, at::IntArrayRef sizes,
+                         std::int64_t divisor);
 
 /// "all_reduce_coalesced", ….
 std::string_view name_of(CoalescedCall::Verb verb);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <numeric>
 
 namespace torchspan::collective {
@@ -16,15 +17,64 @@ constexpr Duration kForTheMembership = std::chrono::seconds(1);
 
 }  // namespace
 
-std::vector<Bytes> gather_in_order(Membership& world, const std::string& tag, BytesView mine,
-                                   const std::vector<int>& ranks, Deadline deadline) {
-  std::vector<Bytes> sorted = world.all_gather_bytes(tag, mine, ranks, deadline);
+namespace {
+
+/// Bytes in the order of ranks, in that of `ranks`.
+std::vector<Bytes> reordered(std::vector<Bytes> sorted, const std::vector<int>& ranks) {
   std::vector<std::size_t> order(ranks.size());
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return ranks[a] < ranks[b]; });
   std::vector<Bytes> by_rank(sorted.size());
   for (std::size_t i = 0; i < order.size(); ++i) by_rank[order[i]] = std::move(sorted.at(i));
   return by_rank;
+}
+
+}  // namespace
+
+std::vector<Bytes> gather_in_order(Membership& world, const std::string& tag, BytesView mine,
+                                   const std::vector<int>& ranks, Deadline deadline) {
+  return reordered(world.all_gather_bytes(tag, mine, ranks, deadline), ranks);
+}
+
+std::vector<Bytes> ConnectionRounds::gather(WorldLink& world, BytesView mine, const std::vector<int>& ranks,
+                                            Deadline deadline) {
+  if (split == 0) {
+    return world.ask(
+        [&](Membership& members) { return gather_in_order(members, tag, mine, ranks, deadline); });
+  }
+  struct Answer {
+    std::shared_ptr<Parker> parker;
+    Mutex mutex;
+    bool here TORCHSPAN_GUARDED_BY(mutex) = false;
+    std::vector<Bytes> all TORCHSPAN_GUARDED_BY(mutex);
+    std::optional<Error> failure TORCHSPAN_GUARDED_BY(mutex);
+  };
+  Executor& executor = world.runtime()->executor;
+  const auto answer = std::make_shared<Answer>();
+  answer->parker = executor.make_parker();
+  const std::string once = fmt::format("{}.{:x}.{}", tag, split, count++);
+  world.ask([&](Membership& members) {
+    members.all_gather_bytes_once(once, mine, ranks,
+                                  [answer](std::vector<Bytes> all, std::optional<Error> failure) {
+                                    MutexLock lock(answer->mutex);
+                                    answer->here = true;
+                                    answer->all = std::move(all);
+                                    answer->failure = std::move(failure);
+                                    answer->parker->unpark();
+                                  });
+  });
+  for (;;) {
+    {
+      MutexLock lock(answer->mutex);
+      if (answer->failure) throw Error(*answer->failure);
+      if (answer->here) return reordered(std::move(answer->all), ranks);
+    }
+    if (deadline.passed(executor.now()))
+      throw Error(ErrorKind::kTimedOut,
+                  fmt::format("not all of the ranks {} of a part of a group connected in time",
+                              fmt::join(ranks, ", ")));
+    answer->parker->park(deadline);
+  }
 }
 
 std::string text_of_departed(const std::string& peer, const std::string& how) {

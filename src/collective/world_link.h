@@ -32,6 +32,20 @@ std::string text_of_departed(const std::string& peer, const std::string& how);
 std::vector<Bytes> gather_in_order(rendezvous::Membership& world, const std::string& tag, BytesView mine,
                                    const std::vector<int>& ranks, Deadline deadline);
 
+class WorldLink;
+
+/// Names the membership's rounds in which the ranks of a group connect. `split`: SplitPlan::number; several threads may split
+/// groups of the same ranks at the same time, in different orders. 0: of a group that is not a part.
+struct ConnectionRounds {
+  std::string tag = "torchspan.connections";
+  std::uint64_t split = 0;
+  std::uint64_t count = 0;  ///< rounds of the split so far
+
+  /// Collective over `ranks`: returns their bytes in this order.
+  std::vector<Bytes> gather(WorldLink& world, BytesView mine, const std::vector<int>& ranks,
+                            Deadline deadline);
+};
+
 /// The error of a group that lost a rank; `how` may begin with its name.
 Error departed_rank_error(const std::string& peer, const std::string& how);
 

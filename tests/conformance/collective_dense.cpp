@@ -224,6 +224,52 @@ TEST_P(CollectiveDense, ExchangesBytesOfAnyLength) {
   });
 }
 
+/// The threads of a group are in no inference mode, and write to tensors of one.
+TEST_P(CollectiveDense, WorksOnInferenceTensors) {
+  run([&](Group& group) {
+    const c10::InferenceMode inference;
+    const int size = group.size(), rank = group.rank();
+    const auto expect_all = [](const at::Tensor& tensor, double value, const char* what) {
+      EXPECT_TRUE((tensor == value).all().item<bool>()) << what << ": " << tensor.flatten()[0].item<double>();
+    };
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kLong}) {
+      expect_all(group.all_reduce(at::ones({8}, dtype)).wait(), size, "all_reduce");
+      expect_all(group.all_reduce(at::ones({30, 20}, dtype).t()).wait(), size,
+                 "all_reduce of a strided tensor");
+      if (at::isFloatingType(dtype))
+        expect_all(group.all_reduce(at::ones({8}, dtype), kAvg).wait(), 1, "average");
+      at::Tensor reduced = at::ones({30, 20}, dtype).t();
+      group.reduce(reduced, 0).wait();
+      expect_all(reduced, rank == 0 ? size : 1, "reduce");
+      at::Tensor sent = at::full({30, 20}, rank, dtype).t();
+      expect_all(group.broadcast(sent, size - 1).wait(), size - 1, "broadcast");
+      std::vector<at::Tensor> parts(rank == 0 ? size : 0, at::ones({4}, dtype));
+      at::Tensor part = at::zeros({4}, dtype);
+      group.scatter(part, parts, 0).wait();
+      expect_all(part, 1, "scatter");
+      at::Tensor all = at::zeros({2 * size, 3}, dtype);
+      group.all_gather_into_tensor(all, at::ones({2, 3}, dtype)).wait();
+      expect_all(all, 1, "all_gather_into_tensor");
+      at::Tensor own = at::zeros({1}, dtype);
+      group.reduce_scatter_tensor(own, at::ones({size}, dtype)).wait();
+      expect_all(own, size, "reduce_scatter_tensor");
+      for (const at::Tensor& one :
+           group.all_to_all(std::vector<at::Tensor>(size, at::ones({2}, dtype))).wait())
+        expect_all(one, 1, "all_to_all");
+      for (const at::Tensor& one :
+           all_reduce_coalesced(group, {at::ones({3}, dtype), at::ones({2}, dtype)}).wait())
+        expect_all(one, size, "all_reduce_coalesced");
+      for (const at::Tensor& one : reduce_scatter_coalesced(group, {at::ones({size}, dtype)}).wait())
+        expect_all(one, size, "reduce_scatter_coalesced");
+    }
+    if (size == 1 || is_device_kind(GetParam().backend)) return;  // those groups have no messages
+    at::Tensor message = at::zeros({30, 20}).t();
+    if (rank == 0) group.send(at::ones({30, 20}).t(), 1).wait();
+    if (rank == 1) expect_all(group.recv(message, 0).wait(), 1, "recv");
+    group.barrier();
+  });
+}
+
 TEST_P(CollectiveDense, LeavesAutogradAloneAndCountsVersions) {
   run([&](Group& group) {
     at::Tensor leaf = at::ones({4}).requires_grad_();

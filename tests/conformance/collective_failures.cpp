@@ -300,6 +300,24 @@ TEST_P(CollectiveFailures, ATimeoutOfZeroIsNoLimit) {
   }
 }
 
+TEST_P(CollectiveFailures, WithoutALimitMessagesFailWithTheirGroup) {
+  if (ranks() == 1 || is_device_kind(GetParam().backend)) return;  // those groups have no messages
+  GroupOptions options = this->options();
+  options.timeout = Duration::zero();
+  const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
+    const Group group = make_group_of_suite(self.runtime, self.membership, options);
+    const auto from_one = group.recv(at::empty({3}), self.rank == 0 ? 1 : 0);
+    const auto from_any = group.recv(at::empty({3}), kAnySource);
+    group.barrier();
+    if (self.rank == 0) group.abort(Error(ErrorKind::kCancelled, "the trainer gave up"));
+    // Rank 0 leaves the world after its abort.
+    const auto is_named = AnyOf(HasSubstr("the trainer gave up"), HasSubstr("it left the world"));
+    EXPECT_THAT(error_text([&] { from_one.wait(std::chrono::seconds(30)); }), is_named);
+    EXPECT_THAT(error_text([&] { from_any.wait(std::chrono::seconds(30)); }), is_named);
+  });
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
+}
+
 /// Fills the descriptors of this process while it exists.
 class NoDescriptors {
  public:

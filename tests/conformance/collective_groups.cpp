@@ -95,6 +95,47 @@ TEST_P(CollectiveGroups, SplitsByColorAndKey) {
   });
 }
 
+/// Ranks may split two groups in different orders: each of two threads splits one.
+TEST_P(CollectiveGroups, SplitInSeveralThreadsAtOnceKeepTheirRanks) {
+  const auto failures = world_.try_each([&](CollectiveWorld::Rank self) {
+    std::vector<Group> groups;
+    for (int i = 0; i < 2; ++i)
+      groups.push_back(make_group_of_suite(self.runtime, self.membership, options()));
+    for (int round = 0; round < 3; ++round) {
+      std::vector<int> sums(2);
+      std::vector<Thread> threads;
+      for (int turn = 0; turn < 2; ++turn) {
+        const int i = (turn + self.rank) % 2;
+        threads.push_back(self.runtime.executor.spawn("splits", [&, i] {
+          const Group part = groups[static_cast<std::size_t>(i)].split(0, self.rank);
+          sums[static_cast<std::size_t>(i)] = part.all_reduce(at::full({1}, 1 + i)).wait().item<int>();
+        }));
+        self.runtime.executor.sleep(std::chrono::milliseconds(3));
+      }
+      for (Thread& thread : threads) thread.join();
+      EXPECT_EQ(sums, (std::vector<int>{ranks(), 2 * ranks()}));
+    }
+  });
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << describe(failure).text;
+}
+
+TEST_P(CollectiveGroups, AddsSparseHalvesInFloat) {
+  run([&](Group& group) {
+    for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+      for (const ReduceOp reduction : {kSum, kAvg}) {
+        const double large = dtype == at::kHalf ? 2048 : 256;
+        const at::Tensor values = at::full({1}, group.rank() == 0 ? large : 1, dtype);
+        const at::Tensor sparse = at::sparse_coo_tensor(at::zeros({1, 1}, at::kLong), values, {1});
+        const at::Tensor expected = group.all_reduce(values.clone(), reduction).wait();
+        const at::Tensor sum = group.all_reduce(sparse, reduction).wait();
+        EXPECT_EQ(sum.scalar_type(), dtype);
+        EXPECT_TRUE(at::equal(sum.to_dense(), expected)) << sum.to_dense() << expected;
+      }
+    }
+    EXPECT_THROW(group.all_reduce(at::ones({2}).to_sparse(), kMin).wait(), Error);
+  });
+}
+
 // peer: c10d sparse all-reduce: same
 TEST_P(CollectiveGroups, SumsSparseTensorsWithDifferentCounts) {
   run([&](Group& group) {

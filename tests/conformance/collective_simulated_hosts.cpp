@@ -55,8 +55,9 @@ Group make_hierarchical(Runtime& runtime, Membership& world, int hosts, int rank
           ? Group(SingleBackend::make(rank, shared, link))
           : Group::make(runtime, world,
                         {.backend = BackendKind::kNetwork, .ranks = here, .timeout = kSimulatedLimit});
-  const ConnectLeaders connect = [link](const std::vector<int>& leaders) {
-    return channels::connect_channels(link, leaders, {.timeout = kSimulatedLimit, .lanes = 1});
+  const ConnectLeaders connect = [link](const std::vector<int>& leaders, std::uint64_t split) {
+    return channels::connect_channels(link, leaders,
+                                      {.timeout = kSimulatedLimit, .lanes = 1, .rounds = {.split = split}});
   };
   return Group(SerialBackend::make(
       shared, std::make_unique<HierarchicalCollectives>(std::move(plan), local, connect), std::move(serial)));

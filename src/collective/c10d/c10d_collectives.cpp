@@ -108,14 +108,15 @@ void C10dCollectives::all_to_all(at::Tensor mine, at::Tensor all, const ByteCoun
   if (abort_) all.copy_(received);
 }
 
-std::unique_ptr<BlockingCollectives> C10dCollectives::split(const std::vector<int>& members) {
+std::unique_ptr<BlockingCollectives> C10dCollectives::split(const std::vector<int>& members,
+                                                            std::uint64_t number) {
   if (!split_) {
     throw Error(ErrorKind::kUnsupported,
                 "this process group cannot be split: set C10dOptions::split to a function that makes the "
                 "process group of a part");
   }
   if (members.size() == 1) return nullptr;
-  return std::make_unique<C10dCollectives>(split_(members));
+  return std::make_unique<C10dCollectives>(split_(members, number));
 }
 
 std::shared_ptr<Backend> make_c10d_backend(Runtime& runtime,
@@ -132,7 +133,7 @@ std::shared_ptr<Backend> make_c10d_backend(Runtime& runtime,
   const std::string engine = process_group->getBackendName();
   C10dGroup group{std::move(process_group), engine};
   if (options.split) {
-    group.split = [split = std::move(options.split), engine](const std::vector<int>& members) {
+    group.split = [split = std::move(options.split), engine](const std::vector<int>& members, std::uint64_t) {
       return C10dGroup{split(members), engine};
     };
   }

@@ -40,7 +40,7 @@ inline c10d::ReduceOp c10d_op(ReduceOp reduction) {
 struct C10dGroup {
   c10::intrusive_ptr<c10d::ProcessGroup> group = {};
   std::string engine = {};  ///< for "gloo", gathers are sums with zeros
-  std::function<C10dGroup(const std::vector<int>& members)> split = {};
+  std::function<C10dGroup(const std::vector<int>& members, std::uint64_t number)> split = {};
   /// On any thread: ends blocked operations, or keeps them from touching their tensors, and fails all later ones. May be empty.
   std::function<void()> abort = {};
   std::shared_ptr<Runtime> runtime = {};  ///< not null if abort is set
@@ -65,7 +65,7 @@ class C10dCollectives final : public BlockingCollectives {
   void broadcast(at::Tensor tensor, int root) override;
   void all_gather(at::Tensor mine, at::Tensor all) override;
   void all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) override;
-  std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) override;
+  std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members, std::uint64_t number) override;
   void abort(const Error&) override;
 
  private:
@@ -76,7 +76,7 @@ class C10dCollectives final : public BlockingCollectives {
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::string engine_;
-  const std::function<C10dGroup(const std::vector<int>& members)> split_;
+  const std::function<C10dGroup(const std::vector<int>& members, std::uint64_t number)> split_;
   const std::function<void()> abort_;
   const std::shared_ptr<Runtime> runtime_;
   const std::shared_ptr<Parker> parker_;  ///< wakes wait(); not null if abort_ is set

@@ -138,10 +138,12 @@ bool Connections::has_known_end(int socket) const {
 /// gathers, until all ranks are connected.
 class GlooStore final : public c10d::Store {
  public:
-  GlooStore(std::shared_ptr<WorldLink> world, std::vector<int> ranks, Deadline deadline)
+  GlooStore(std::shared_ptr<WorldLink> world, std::vector<int> ranks, ConnectionRounds rounds,
+            Deadline deadline)
       : world_(std::move(world)),
         executor_(world_->runtime()->executor),
         ranks_(std::move(ranks)),
+        rounds_(std::move(rounds)),
         deadline_(deadline),
         parker_(executor_.make_parker()),
         thread_(executor_.spawn("gloo store", [this] { run(); })) {}
@@ -269,9 +271,7 @@ class GlooStore final : public c10d::Store {
     }
     bool all_ended = true;
     std::size_t place = 0;
-    const std::vector<Bytes> parts = world_->ask(
-        [&](Membership& world) { return world.all_gather_bytes("torchspan.gloo", mine, sorted, deadline_); });
-    for (const Bytes& theirs : parts) {
+    for (const Bytes& theirs : rounds_.gather(*world_, mine, sorted, deadline_)) {
       const Part part = Part::decode(theirs);
       all_ended = all_ended && part.ended();
       const int rank = sorted[place++];
@@ -289,6 +289,7 @@ class GlooStore final : public c10d::Store {
   const std::shared_ptr<WorldLink> world_;
   Executor& executor_;
   const std::vector<int> ranks_;
+  ConnectionRounds rounds_;  ///< of the thread
   const Deadline deadline_;
   Mutex mutex_;
   Values values_ TORCHSPAN_GUARDED_BY(mutex_);
@@ -334,8 +335,8 @@ C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int
   auto gloo_options = c10d::ProcessGroupGloo::Options::create(
       std::chrono::ceil<std::chrono::milliseconds>(std::min(options.timeout, kLongestTimeout)));
   gloo_options->threads = 2;
-  auto store =
-      c10::make_intrusive<GlooStore>(world, ranks, world->runtime()->executor.deadline_in(options.timeout));
+  auto store = c10::make_intrusive<GlooStore>(world, ranks, options.rounds,
+                                              world->runtime()->executor.deadline_in(options.timeout));
   const auto rank = std::find(ranks.begin(), ranks.end(), world->self().rank) - ranks.begin();
   C10dGroup group;
   Connections connections;
@@ -354,10 +355,12 @@ C10dGroup connect(const std::shared_ptr<WorldLink>& world, const std::vector<int
   connections.identify();
   group.abort = [connections = std::move(connections)] { connections.end(); };
   group.runtime = world->runtime();
-  group.split = [world, ranks, options](const std::vector<int>& members) {
+  group.split = [world, ranks, options](const std::vector<int>& members, std::uint64_t number) {
     std::vector<int> part;
     for (const int member : members) part.push_back(ranks[static_cast<std::size_t>(member)]);
-    return connect(world, part, options);
+    GlooOptions of_part = options;
+    of_part.rounds.split = number;
+    return connect(world, part, of_part);
   };
   return group;
 }

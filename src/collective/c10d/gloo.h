@@ -11,6 +11,7 @@ struct GlooOptions {
   Duration timeout = std::chrono::minutes(5);
   /// All ranks are in one network namespace, so the loopback interface is enough.
   bool loopback = false;
+  ConnectionRounds rounds = {.tag = "torchspan.gloo"};
 };
 
 /// Whether this build has Gloo.

@@ -91,10 +91,13 @@ void ChannelCollectives::all_to_all(at::Tensor mine, at::Tensor all, const ByteC
                        largest_if_all_send(counts, ranks_.size()));
 }
 
-std::unique_ptr<BlockingCollectives> ChannelCollectives::split(const std::vector<int>& members) {
+std::unique_ptr<BlockingCollectives> ChannelCollectives::split(const std::vector<int>& members,
+                                                               std::uint64_t number) {
   std::vector<int> part;
   for (const int member : members) part.push_back(ranks_[static_cast<std::size_t>(member)]);
-  return connect_channels(world_, part, options_);
+  MeshOptions options = options_;
+  options.rounds.split = number;
+  return connect_channels(world_, part, options);
 }
 
 std::unique_ptr<BlockingCollectives> connect_channels(const std::shared_ptr<WorldLink>& world,

@@ -22,7 +22,7 @@ class ChannelCollectives final : public BlockingCollectives {
   void all_gather(at::Tensor mine, at::Tensor all) override;
   bool all_gather_varied(const std::vector<at::Tensor>& all) override;
   void all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) override;
-  std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) override;
+  std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members, std::uint64_t number) override;
   void begin(std::uint64_t call) override { mesh_.begin_call(call); }
   bool announces() const override { return true; }
   std::optional<Error> failure() override { return mesh_.inbox().failure(); }

@@ -89,12 +89,6 @@ void Mesh::stop_lanes(const char* why) {
   for (const auto& lane : lanes_) lane->stop(why, cause);
 }
 
-std::vector<Bytes> Mesh::gather(WorldLink& world, BytesView mine, Deadline deadline) const {
-  return world.ask([&](rendezvous::Membership& members) {
-    return gather_in_order(members, options_.tag, mine, ranks_, deadline);
-  });
-}
-
 /// Starts the lanes; returns their addresses.
 std::vector<std::string> Mesh::listen(WorldLink& world, std::uint64_t nonce) {
   std::vector<std::string> addresses;
@@ -127,7 +121,7 @@ std::optional<Error> Mesh::connect(WorldLink& world, Deadline deadline) {
   }
   std::vector<Places> places;
   std::size_t count = lanes_.size();
-  for (const Bytes& theirs : gather(world, mine.encode(), deadline)) {
+  for (const Bytes& theirs : options_.rounds.gather(world, mine.encode(), ranks_, deadline)) {
     places.push_back(Places::decode(theirs));
     count = std::min(count, places.back().addresses.size());
   }
@@ -190,8 +184,9 @@ std::string Mesh::why_missing(const GroupLinks& lane, int rank) {
 
 /// Throws on all ranks if one of them is not connected.
 void Mesh::agree(WorldLink& world, std::optional<Error> mine, Deadline deadline) {
-  const auto outcomes = gather_outcomes([&](BytesView bytes) { return gather(world, bytes, deadline); },
-                                        {.failure = std::move(mine)});
+  const auto outcomes =
+      gather_outcomes([&](BytesView bytes) { return options_.rounds.gather(world, bytes, ranks_, deadline); },
+                      {.failure = std::move(mine)});
   std::vector<std::string> troubles;
   for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
     const auto& failure = outcomes[rank].failure;

@@ -21,7 +21,7 @@ namespace torchspan::collective::channels {
 struct MeshOptions {
   Duration timeout = std::chrono::minutes(5);
   int lanes = 0;  ///< of this rank; 0: 4 with 8 cores or more, else 2. A group uses the smallest number.
-  std::string tag = "torchspan.connections";  ///< of the membership's rounds in which the ranks connect
+  ConnectionRounds rounds = {};
 };
 
 /// Connections between all ranks of a group over several lanes, each with its GroupLinks, and thus its thread. Announces the
@@ -72,7 +72,6 @@ class Mesh final : private LinkListener {
   bool is_refused();
   std::string why_missing(const GroupLinks& lane, int rank);
   void agree(WorldLink& world, std::optional<Error> mine, Deadline deadline);
-  std::vector<Bytes> gather(WorldLink& world, BytesView mine, Deadline deadline) const;
   void wait_for_room(int to, GroupLinks& lane);
   /// Throws kDisconnected if the connection has ended.
   void send_over(GroupLinks& lane, int to, BytesView header, std::span<const Segment> segments);
@@ -81,7 +80,7 @@ class Mesh final : private LinkListener {
   Executor& executor_;
   const std::shared_ptr<WorldLink> world_;
   const std::vector<int> ranks_;  ///< of the world, by rank of the group
-  const MeshOptions options_;
+  MeshOptions options_;
   const int rank_;
   const std::vector<rendezvous::Member> members_;
   const std::vector<std::string> peers_;

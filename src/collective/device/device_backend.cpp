@@ -165,10 +165,7 @@ Future<Tensors> exchange(DeviceQueue& queue, CallLine line, Tensors parts) {
 }
 
 Future<at::Tensor> all_reduce_sparse(DeviceQueue& queue, const at::Tensor& tensor, ReduceOp reduction) {
-  if (reduction != kSum && reduction != kAvg) {
-    throw Error(ErrorKind::kUnsupported,
-                "sparse tensors can only be summed and averaged; convert them with to_dense() first");
-  }
+  check_sparse(tensor, reduction);
   const at::NoGradGuard no_grad;
   const at::Tensor work = tensor.detach().coalesce();
   const std::string line = device_line("all_reduce", tensor, ", " + to_string(reduction)).text;
@@ -213,8 +210,8 @@ Future<at::Tensor> all_reduce_sparse(DeviceQueue& queue, const at::Tensor& tenso
     gather_into(queue.engine(), parts->values);
     // LibTorch waits on the host for what follows, without a limit: first, until the parts of all ranks are here.
     queue.wait_for_stream();
-    parts->sum = at::sparse_coo_tensor(at::cat(parts->indices).t(), at::cat(parts->values), sizes).coalesce();
-    if (reduction == kAvg) parts->sum.values().div_(place.size);
+    parts->sum = sum_of_sparse(at::cat(parts->indices).t(), at::cat(parts->values), sizes,
+                               reduction == kAvg ? place.size : 1);
   };
   operation->values = [parts] {
     return parts->sum.defined() ? Tensors{parts->sum.indices(), parts->sum.values()} : Tensors();
@@ -289,6 +286,18 @@ Future<at::Tensor> DeviceBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
   if (tensor.is_sparse()) return all_reduce_sparse(*queue_, tensor, reduction);
   return reduce_line(*queue_, device_line("all_reduce", tensor, ", " + to_string(reduction)), tensor,
                      reduction);
+}
+
+Future<at::Tensor> DeviceBackend::reduce(at::Tensor tensor, int root, ReduceOp reduction) {
+  if (tensor.is_cpu()) return control().reduce(std::move(tensor), root, reduction);
+  find_kernel(tensor.scalar_type(), reduction);
+  const std::string more = fmt::format(", {}, to rank {}", to_string(reduction), root);
+  const at::Tensor target = root == rank() ? tensor : plain(tensor).clone();
+  return reduce_line(*queue_, device_line("reduce", tensor, more), target, reduction)
+      .then([tensor](const Future<at::Tensor>& reduced) {
+        reduced.wait();
+        return tensor;
+      });
 }
 
 Future<at::Tensor> DeviceBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {

@@ -29,6 +29,7 @@ class DeviceBackend final : public Backend {
   bool takes(c10::Device device) const override;
   std::shared_ptr<Backend> split(int color, int key) override;
   Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;
+  Future<at::Tensor> reduce(at::Tensor tensor, int root, ReduceOp reduction) override;
   Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction) override;
   Future<std::vector<at::Tensor>> all_gather(at::Tensor tensor) override;
   Future<at::Tensor> broadcast(at::Tensor tensor, int root) override;

@@ -272,6 +272,7 @@ void DeviceQueue::run() {
 
 void DeviceQueue::run_one(std::unique_ptr<Job> job) {
   const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView unversioned;  // as in put_back()
   std::shared_ptr<EventGate> gate;
   try {
     failure_->throw_if_set();

@@ -38,10 +38,10 @@ std::int64_t sum_of(const std::vector<std::int64_t>& counts) {
 
 /// Connects this rank to `others`, if there are any. Throws on all ranks of the host if that fails on one of them.
 std::unique_ptr<BlockingCollectives> connect_together(const Group& local, const std::vector<int>& others,
-                                                      const ConnectLeaders& connect) {
+                                                      const ConnectLeaders& connect, std::uint64_t split) {
   std::unique_ptr<BlockingCollectives> leaders;
   const RankOutcome mine = outcome_of([&] {
-    if (!others.empty()) leaders = connect(others);
+    if (!others.empty()) leaders = connect(others, split);
     return Bytes();
   });
   all_or_none([&](BytesView bytes) { return local.all_gather_bytes(bytes); }, mine,
@@ -51,7 +51,8 @@ std::unique_ptr<BlockingCollectives> connect_together(const Group& local, const 
 
 }  // namespace
 
-HierarchicalCollectives::HierarchicalCollectives(HierarchyPlan plan, Group local, ConnectLeaders connect)
+HierarchicalCollectives::HierarchicalCollectives(HierarchyPlan plan, Group local, ConnectLeaders connect,
+                                                 std::uint64_t split)
     : plan_(std::move(plan)), local_(std::move(local)), connect_(std::move(connect)) {
   std::map<int, std::size_t> places;
   for (std::size_t rank = 0; rank < plan_.ranks.size(); ++rank) {
@@ -74,7 +75,7 @@ HierarchicalCollectives::HierarchicalCollectives(HierarchyPlan plan, Group local
     if (local_.rank() < exchangers_)
       others.push_back(plan_.ranks[static_cast<std::size_t>(host[static_cast<std::size_t>(local_.rank())])]);
   }
-  leaders_ = connect_together(local_, others, connect_);
+  leaders_ = connect_together(local_, others, connect_, split);
 }
 
 int HierarchicalCollectives::host_of(int rank) const {
@@ -295,7 +296,8 @@ ByteCounts HierarchicalCollectives::counts_between_hosts(const ByteCounts& count
   return between;
 }
 
-std::unique_ptr<BlockingCollectives> HierarchicalCollectives::split(const std::vector<int>& members) {
+std::unique_ptr<BlockingCollectives> HierarchicalCollectives::split(const std::vector<int>& members,
+                                                                    std::uint64_t number) {
   HierarchyPlan part;
   part.announces = plan_.announces;
   int color = members[0];
@@ -306,7 +308,7 @@ std::unique_ptr<BlockingCollectives> HierarchicalCollectives::split(const std::v
     color = std::min(color, member);
   }
   Group local = local_.split(color, part.rank);
-  return std::make_unique<HierarchicalCollectives>(std::move(part), std::move(local), connect_);
+  return std::make_unique<HierarchicalCollectives>(std::move(part), std::move(local), connect_, number);
 }
 
 void HierarchicalCollectives::begin(std::uint64_t call) {

@@ -11,9 +11,9 @@
 
 namespace torchspan::collective {
 
-/// Connects these ranks of the world, one of which is this rank; null for a single rank.
-using ConnectLeaders =
-    std::function<std::unique_ptr<BlockingCollectives>(const std::vector<int>& world_ranks)>;
+/// Connects these ranks of the world, one of which is this rank; null for a single rank. `split`: SplitPlan::number, or 0.
+using ConnectLeaders = std::function<std::unique_ptr<BlockingCollectives>(const std::vector<int>& world_ranks,
+                                                                          std::uint64_t split)>;
 
 struct HierarchyPlan {
   std::vector<int> ranks;  ///< of the world, by rank of the group
@@ -29,7 +29,7 @@ struct HierarchyPlan {
 class HierarchicalCollectives final : public BlockingCollectives {
  public:
   /// Collective; `local` contains the ranks of this host, in the order of the group.
-  HierarchicalCollectives(HierarchyPlan plan, Group local, ConnectLeaders connect);
+  HierarchicalCollectives(HierarchyPlan plan, Group local, ConnectLeaders connect, std::uint64_t split = 0);
 
   std::string name() const override { return "hierarchical"; }
   void all_reduce(at::Tensor tensor, ReduceOp reduction) override;
@@ -39,7 +39,7 @@ class HierarchicalCollectives final : public BlockingCollectives {
   void broadcast(at::Tensor tensor, int root) override;
   void all_gather(at::Tensor mine, at::Tensor all) override;
   void all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) override;
-  std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) override;
+  std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members, std::uint64_t number) override;
   void begin(std::uint64_t call) override;
   bool announces() const override { return plan_.announces; }
   std::optional<Error> failure() override;

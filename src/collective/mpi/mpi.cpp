@@ -117,7 +117,7 @@ class MpiCollectives final : public BlockingCollectives {
           "MPI_Alltoallv");
   }
 
-  std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) override {
+  std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members, std::uint64_t) override {
     const int color = *std::min_element(members.begin(), members.end());
     const auto key = std::find(members.begin(), members.end(), rank()) - members.begin();
     MPI_Comm part = MPI_COMM_NULL;

@@ -515,11 +515,13 @@ Deadline MessageLoop::check() {
   const TimePoint now = executor_.now();
   Deadline next = Deadline::never();
   MessageOperationPtr late;
+  bool any = false;
   queue_.visit([&](const MessageOperationPtr& operation) {
+    any = true;
     next = earlier(next, operation->deadline);
     if (!late && operation->deadline.passed(now)) late = operation;
   });
-  if (next.is_never()) return next;
+  if (!any) return next;
   check_senders();
   if (late) {
     report_timeout({.kind = "message",

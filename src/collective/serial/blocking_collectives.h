@@ -71,8 +71,9 @@ class BlockingCollectives {
   /// `mine` has the bytes for each rank, by rank; `all` gets those from each.
   virtual void all_to_all(at::Tensor mine, at::Tensor all, const ByteCounts& counts) = 0;
   /// Collective over all ranks: makes the collectives of the ranks in `members`, which include this one; null
-  /// for a single rank.
-  virtual std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members) = 0;
+  /// for a single rank. `number`: SplitPlan::number.
+  virtual std::unique_ptr<BlockingCollectives> split(const std::vector<int>& members,
+                                                     std::uint64_t number) = 0;
   /// Precedes the calls above for each call of the group; `call` counts these from 1.
   virtual void begin(std::uint64_t call) { static_cast<void>(call); }
   /// Whether abort() notifies all ranks, so that the first failure on one rank is that of all.

@@ -134,9 +134,8 @@ at::Tensor reduce_sparse(const Gathers& gathers, const at::Tensor& tensor, Reduc
   // The first dimension is that of the entries.
   const auto all_indices = gathers.dense(plain(indices), entries);
   const auto all_values = gathers.dense(plain(values), entries);
-  at::Tensor sum = at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), sizes).coalesce();
-  if (reduction == kAvg) sum.values().div_(static_cast<std::int64_t>(all.size()));
-  return sum;
+  return sum_of_sparse(at::cat(all_indices).t(), at::cat(all_values), sizes,
+                       reduction == kAvg ? static_cast<std::int64_t>(all.size()) : 1);
 }
 
 }  // namespace torchspan::collective

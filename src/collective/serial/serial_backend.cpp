@@ -268,6 +268,7 @@ bool SerialBackend::is_leaving() const {
 
 void SerialBackend::run_one(Job& job) {
   const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView unversioned;  // as in put_back()
   // Barriers and gathers of bytes block their callers, which the group lists and reports.
   const bool listed_by_caller =
       job.call.text.starts_with(kBarrierLine) || job.call.text.starts_with(kBytesLine);
@@ -377,8 +378,8 @@ std::shared_ptr<Backend> SerialBackend::split(int color, int key) {
   };
   const auto part = std::make_shared<Part>();
   submit<void>({"split()"}, [this, part, color, key] {
-    const std::vector<int> members =
-        ranks_of_split([&](BytesView mine) { return gathers_.bytes(mine); }, color, key);
+    const auto [members, number] =
+        plan_split([&](BytesView mine) { return gathers_.bytes(mine); }, color, key);
     part->options = options_;
     part->options.ranks.clear();
     part->options.peers.clear();
@@ -390,7 +391,7 @@ std::shared_ptr<Backend> SerialBackend::split(int color, int key) {
       if (options_.world) part->options.instances.push_back(options_.instances[member]);
       if (members[i] == rank()) part->options.rank = static_cast<int>(i);
     }
-    part->collectives = collectives_->split(members);
+    part->collectives = collectives_->split(members, number);
   }).wait();
   if (part->options.ranks.size() == 1) {
     return SingleBackend::make(part->options.ranks[0], runtime_, options_.world);
@@ -402,10 +403,7 @@ Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
   find_kernel(tensor.scalar_type(), reduction);
   CallLine line = line_of_tensor("all_reduce", tensor, comma(reduction));
   if (tensor.is_sparse()) {
-    if (reduction != kSum && reduction != kAvg) {
-      throw Error(ErrorKind::kUnsupported,
-                  "sparse tensors can only be summed and averaged; convert them with to_dense() first");
-    }
+    check_sparse(tensor, reduction);
     return submit<at::Tensor>(std::move(line), [this, tensor, reduction] {
       return reduce_sparse(gathers_, tensor, reduction, [&](const SparseDifference& calls) {
         throw_different_calls(options_, calls.one, calls.its_call, calls.other, calls.other_call);

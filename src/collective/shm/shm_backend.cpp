@@ -128,10 +128,7 @@ void SparseParts::add(const Call& call, std::uint32_t sparse_dimensions, at::Sca
 }
 
 at::Tensor SparseParts::sum(at::IntArrayRef sizes, int divisor) const {
-  const at::NoGradGuard no_grad;
-  at::Tensor sum = at::sparse_coo_tensor(at::cat(indices, 1), at::cat(values, 0), sizes).coalesce();
-  if (divisor != 1) sum.values().div_(divisor);
-  return sum;
+  return sum_of_sparse(at::cat(indices, 1), at::cat(values, 0), sizes, divisor);
 }
 
 Piece piece_of(const at::Tensor& tensor) {
@@ -303,12 +300,7 @@ std::vector<Bytes> gather_bytes(OpQueue& queue, BytesView mine, Deadline deadlin
 }
 
 Future<at::Tensor> all_reduce_sparse(OpQueue& queue, const at::Tensor& tensor, ReduceOp reduction) {
-  if (reduction != kSum && reduction != kAvg) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("the {} of sparse tensors is not supported, because missing entries have no "
-                            "value; convert them with to_dense() first",
-                            to_string(reduction)));
-  }
+  check_sparse(tensor, reduction);
   find_kernel(tensor.scalar_type(), reduction);
   const at::NoGradGuard no_grad;
   const at::Tensor work = tensor.detach().coalesce();
@@ -362,7 +354,7 @@ std::shared_ptr<ShmBackend> ShmBackend::make(std::shared_ptr<PeerMemory> peer_me
 std::shared_ptr<Backend> ShmBackend::split(int color, int key) {
   const Deadline deadline = op_queue_->executor().deadline_in(op_queue_->timeout());
   const GatherBytes gather = [&](BytesView mine) { return gather_bytes(*op_queue_, mine, deadline); };
-  const std::vector<int> answering = ranks_of_split(gather, color, key);
+  const std::vector<int> answering = plan_split(gather, color, key).ranks;
   std::vector<int> members;
   for (const int parent_rank : answering) {
     members.push_back(op_queue_->memory().members()[static_cast<std::size_t>(parent_rank)]);
