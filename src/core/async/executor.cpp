@@ -153,9 +153,19 @@ class EpollPoller final : public Poller {
   int wait_once(epoll_event* ready, int room, Deadline deadline) const {
     if (deadline.is_never()) return epoll_wait(epoll_.fd, ready, room, -1);
     const auto left = deadline.left(real_now());
+    if (!has_nanoseconds_.load(std::memory_order_relaxed)) return wait_milliseconds(ready, room, left);
     const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
     const timespec timeout{static_cast<time_t>(seconds.count()), static_cast<long>((left - seconds).count())};
-    return epoll_pwait2(epoll_.fd, ready, room, &timeout, nullptr);
+    const int count = epoll_pwait2(epoll_.fd, ready, room, &timeout, nullptr);
+    if (count >= 0 || (errno != ENOSYS && errno != EPERM)) return count;
+    has_nanoseconds_.store(false, std::memory_order_relaxed);  // before Linux 5.11, and in some containers
+    return wait_milliseconds(ready, room, left);
+  }
+
+  /// Waits a little longer rather than too short.
+  int wait_milliseconds(epoll_event* ready, int room, Duration left) const {
+    const auto whole = std::chrono::ceil<std::chrono::milliseconds>(left).count();
+    return epoll_wait(epoll_.fd, ready, room, static_cast<int>(std::min<std::int64_t>(whole, 1 << 30)));
   }
 
   void drain_wake() const {
@@ -177,6 +187,7 @@ class EpollPoller final : public Poller {
   const OwnerProcess process_;
   Descriptor epoll_;
   Descriptor wake_;
+  mutable std::atomic<bool> has_nanoseconds_{true};
 };
 
 class ThreadImpl final : public Thread::Impl {

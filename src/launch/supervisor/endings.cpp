@@ -9,12 +9,15 @@
 #include <map>
 #include <optional>
 #include <regex>
+#include <utility>
 
 #include <torchspan/core/error.h>
 
 namespace torchspan::launch {
 
-Reaction react(Interruption& interruption, int signal, int preempt_signal) {
+namespace {
+
+Reaction react_to_another(Interruption& interruption, int signal, int preempt_signal) {
   const bool preempts = signal == SIGTERM || signal == preempt_signal;
   if (interruption.signal == 0) {
     interruption.signal = signal;
@@ -31,6 +34,16 @@ Reaction react(Interruption& interruption, int signal, int preempt_signal) {
   if (interruption.signal == SIGTERM) return Reaction::kKill;
   interruption.signal = SIGTERM;
   return Reaction::kPreempt;
+}
+
+}  // namespace
+
+Reaction react(Interruption& interruption, int signal, int preempt_signal, bool reported) {
+  const int before = interruption.signal;
+  if (signal == before && (reported || std::exchange(interruption.reported, false))) return Reaction::kNone;
+  const Reaction reaction = react_to_another(interruption, signal, preempt_signal);
+  if (interruption.signal != before) interruption.reported = reported;
+  return reaction;
 }
 
 namespace {

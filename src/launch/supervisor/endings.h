@@ -16,6 +16,7 @@ namespace torchspan::launch {
 struct Interruption {
   int signal = 0;           ///< 0: none
   bool preemption = false;  ///< the workers were given time to write a checkpoint
+  bool reported = false;    ///< by a worker or another launcher; this launcher has not got the signal itself
   int clean_code = 0;       ///< the launcher's exit code if every worker then exits with 0
 };
 
@@ -30,8 +31,9 @@ enum class Reaction {
 /// Decides what `signal` does to a job that `interruption` describes, and notes it there. SIGTERM and
 /// `preempt_signal` preempt; a repeated `preempt_signal` has no effect, so that a batch system may send it to
 /// every process; SIGTERM may follow it. Any other second signal kills the workers, except that SIGINT and
-/// SIGHUP stop a job that has been preempted.
-Reaction react(Interruption& interruption, int signal, int preempt_signal);
+/// SIGHUP stop a job that has been preempted. `reported`: a worker or another launcher has got it. A batch system sends a
+/// signal to all of them, in any order: that is one signal.
+Reaction react(Interruption& interruption, int signal, int preempt_signal, bool reported = false);
 
 /// A worker's process. Another host may have a process with the same pid.
 struct RankProcess {

@@ -31,6 +31,29 @@ TEST(Interruption, BySigtermPreemptsThenKills) {
   expect_steps({{SIGTERM, Reaction::kPreempt, SIGTERM}, {SIGTERM, Reaction::kKill, SIGTERM}});
 }
 
+/// A batch system sends one to the launchers of all hosts and to all workers, which report it.
+TEST(Interruption, ByASignalThatOthersGotTooIsOne) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    const Reaction first = signal == SIGTERM ? Reaction::kPreempt : Reaction::kStop;
+    Interruption others_first;
+    EXPECT_EQ(react(others_first, signal, SIGUSR1, true), first);
+    EXPECT_EQ(react(others_first, signal, SIGUSR1, true), Reaction::kNone);
+    EXPECT_EQ(react(others_first, signal, SIGUSR1), Reaction::kNone);
+    EXPECT_EQ(react(others_first, signal, SIGUSR1, true), Reaction::kNone);
+    EXPECT_EQ(react(others_first, signal, SIGUSR1), Reaction::kKill);
+    Interruption own_first;
+    EXPECT_EQ(react(own_first, signal, SIGUSR1), first);
+    EXPECT_EQ(react(own_first, signal, SIGUSR1, true), Reaction::kNone);
+    EXPECT_EQ(react(own_first, signal, SIGUSR1), Reaction::kKill);
+  }
+  Interruption later;  // SIGTERM after the preemption signal
+  EXPECT_EQ(react(later, SIGUSR1, SIGUSR1, true), Reaction::kPreempt);
+  EXPECT_EQ(react(later, SIGTERM, SIGUSR1, true), Reaction::kPreempt);
+  EXPECT_EQ(react(later, SIGUSR1, SIGUSR1), Reaction::kNone);
+  EXPECT_EQ(react(later, SIGTERM, SIGUSR1), Reaction::kNone);
+  EXPECT_EQ(react(later, SIGTERM, SIGUSR1), Reaction::kKill);
+}
+
 TEST(Interruption, ByThePreemptionSignalIsForwardedOnceAndSigtermMayFollow) {
   expect_steps({{SIGUSR1, Reaction::kPreempt, SIGUSR1},
                 {SIGUSR1, Reaction::kNone, SIGUSR1},

@@ -144,7 +144,7 @@ class Job {
   AttemptReport run_attempt(int workers);
   AttemptReport run_workers(const JobSetting& setting);
   void watch(Attempt& attempt);
-  void on_signal(int signal, Attempt* attempt);
+  void on_signal(int signal, Attempt* attempt, bool reported = false);
   bool meet_nodes(JobSetting& setting);
   void follow_nodes(Attempt& attempt);
   void end_on_nodes(AttemptReport& report);
@@ -229,7 +229,8 @@ AttemptReport Job::try_attempt(int workers) {
   try {
     return run_attempt(workers);
   } catch (const Error& error) {
-    if (failed_attempts_.empty()) throw;
+    // The launchers of the other hosts wait for this one: without it, they end.
+    if (failed_attempts_.empty() || nodes_) throw;
     return {.workers = workers, .started = workers, .start_failure = error};
   }
 }
@@ -303,13 +304,13 @@ int Job::wait_for_nodes() {
   std::array<Poller::Event, 4> events;
   const int signal = poller_->wait(events, Deadline::never()) > 0 ? signals_.take() : 0;
   on_signal(signal, nullptr);
-  on_signal(nodes_->take_signal(), nullptr);
+  on_signal(nodes_->take_signal(), nullptr, true);
   return signal;
 }
 
 /// Does what the launchers of the other hosts announce, and announces a failure of this host.
 void Job::follow_nodes(Attempt& attempt) {
-  on_signal(nodes_->take_signal(), &attempt);
+  on_signal(nodes_->take_signal(), &attempt, true);
   const auto first = first_failure(attempt.endings());
   if (first && attempt.stopping()) {
     nodes_->fail(
@@ -330,7 +331,7 @@ void Job::end_on_nodes(AttemptReport& report) {
     const bool interrupted = interruption_.signal != 0;
     if (wait_for_nodes() != 0 && interrupted) break;
   }
-  on_signal(nodes_->take_signal(), nullptr);
+  on_signal(nodes_->take_signal(), nullptr, true);
   report.on_nodes = nodes_->failure();
 }
 
@@ -347,7 +348,7 @@ void Job::watch(Attempt& attempt) {
       }
     }
     if (const int reported = attempt.take_reported_signal(); reported != 0) {
-      on_signal(reported == SIGTERM ? SIGTERM : options_.preemption.signal, &attempt);
+      on_signal(reported == SIGTERM ? SIGTERM : options_.preemption.signal, &attempt, true);
     }
     if (nodes_) follow_nodes(attempt);
     attempt.advance(executor_.now());
@@ -359,10 +360,10 @@ void Job::watch(Attempt& attempt) {
   }
 }
 
-void Job::on_signal(int signal, Attempt* attempt) {
+void Job::on_signal(int signal, Attempt* attempt, bool reported) {
   if (signal == 0) return;
   if (nodes_) nodes_->announce_signal(signal);
-  const Reaction reaction = react(interruption_, signal, options_.preemption.signal);
+  const Reaction reaction = react(interruption_, signal, options_.preemption.signal, reported);
   if (attempt == nullptr || reaction == Reaction::kNone) return;
   if (reaction == Reaction::kKill) return attempt->kill_workers();
   if (reaction == Reaction::kPreempt) {
@@ -380,7 +381,7 @@ void Job::wait_before_restart(Duration delay) {
   std::array<Poller::Event, 4> events;
   while (interruption_.signal == 0 && !end.passed(executor_.now())) {
     if (poller_->wait(events, end) > 0) on_signal(signals_.take(), nullptr);
-    if (nodes_) on_signal(nodes_->take_signal(), nullptr);
+    if (nodes_) on_signal(nodes_->take_signal(), nullptr, true);
   }
 }
 

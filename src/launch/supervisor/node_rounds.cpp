@@ -274,7 +274,9 @@ void NodeRounds::await_all(const Membership& world, Deadline until) {
   for (;;) {
     std::vector<int> missing(static_cast<std::size_t>(meeting_.nodes));
     std::iota(missing.begin(), missing.end(), 0);
-    for (const rendezvous::Member& member : world.members()) std::erase(missing, member.rank);
+    for (const rendezvous::Member& member : world.members()) {
+      if (world.is_present(member.rank)) std::erase(missing, member.rank);
+    }
     if (missing.empty()) return;
     if (stopping_) throw left_before_all_met();
     if (until.passed(executor_.now())) {

@@ -122,6 +122,15 @@ TEST_F(PreemptedJobs, ForwardASignalThatOneWorkerGot) {
   }
 }
 
+TEST_F(PreemptedJobs, GetTheirTimeIfAWorkerReportsTheSignalBeforeTheLauncherGetsIt) {
+  EXPECT_EQ(run(options(1,
+                        "trap 'sleep 0.3; echo saved; exit 0' TERM; echo torchspan-preempted 1 signal=15 "
+                        ">/proc/self/fd/$TORCHSPAN_PROGRESS_FD; sleep 0.2; kill -TERM $PPID; kill -TERM $$; "
+                        "while :; do sleep 0.02; done")),
+            85);
+  EXPECT_EQ(output(), "[worker0] saved\n");
+}
+
 TEST_F(PreemptedJobs, ForwardTheirOwnSignalForAnyOtherThatAWorkerReports) {
   EXPECT_EQ(
       run(options(

@@ -125,6 +125,19 @@ TEST_F(RestartedNodes, ASignalToOneLauncherIsOneToAll) {
   EXPECT_THAT(lines("saved"), ElementsAre("0", "1", "2", "3"));
 }
 
+/// As a batch system sends it: the launcher of host 0 has heard of it from that of host 1 before it gets it itself.
+TEST_F(RestartedNodes, ASignalToAllLaunchersIsOne) {
+  start_both(
+      "trap 'sleep 0.5; echo $RANK >> $FOLDER/saved; exit 0' TERM; echo $RANK >> $FOLDER/ran; "
+      "while :; do sleep 0.02; done");
+  wait_for_lines_of("ran", 4);
+  kill(launchers_[1], SIGTERM);
+  while (errors_of(0).find("the workers have") == std::string::npos) executor_->sleep(milliseconds(5));
+  kill(launchers_[0], SIGTERM);
+  for (int rank = 0; rank < kNodes; ++rank) EXPECT_EQ(code(rank), 0) << errors_of(rank);
+  EXPECT_THAT(lines("saved"), ElementsAre("0", "1", "2", "3"));
+}
+
 TEST_F(RestartedNodes, SayWhichHostDoesNotStart) {
   for (const int present : {0, 1}) {
     JobOptions job = node(present, "exit 0");

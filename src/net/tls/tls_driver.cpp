@@ -74,11 +74,24 @@ void TlsDialer::start(TlsLane& lane) {
       TlsSession::Start{.role = Role::kDialer, .peer = lane.peer(), .host = link.place.host});
   lane.start(std::move(session), dialed.connected);
   lanes_.watch(lane, true);
+  limit(lane, dialed.connected);
+}
+
+/// An address that does not answer must leave time for those after it.
+void TlsDialer::limit(TlsLane& lane, bool connected) const {
+  TlsLink& link = *lane.link;
+  if (!lane.first()) return;
+  if (!link.dialed_until) link.dialed_until = driver_.timers.of(lane.token());
+  if (!link.dialed_until) return;
+  const TimePoint now = driver_.executor.now(), until = *link.dialed_until;
+  const auto left = static_cast<std::int64_t>(connected ? 1 : link.addresses.size() - link.address);
+  driver_.timers.set(lane.token(), left == 1 ? until : now + (until - now) / left);
 }
 
 void TlsDialer::finish(TlsLane& lane) const {
   explained(*lane.link, [&](const Address& address) { finish_dial(lane.session()->socket(), address); });
   lane.connected();
+  limit(lane, true);
 }
 
 namespace {
@@ -212,7 +225,11 @@ void TlsDriver::accept(Descriptor socket, const Address& listener) {
       std::make_unique<TlsLane>(driver_.tokens.next(), Role::kListener, std::move(peer), std::uint8_t{0}));
   lane.start(std::move(session), true);
   listener_.add_unauthenticated(lane.token());
-  lanes_.watch(lane, false);
+  try {
+    lanes_.watch(lane, false);
+  } catch (const Error& error) {
+    links_.fail(lane, error);
+  }
 }
 
 bool TlsDriver::serve(std::span<const Poller::Event> events) {
@@ -280,7 +297,10 @@ bool TlsDriver::run_timers() {
   while (const auto token = driver_.timers.take_due(now_)) {
     any = true;
     if (TlsLane* const lane = lanes_.find(*token)) {
-      links_.fail(*lane, lane->timed_out());
+      const Error late = lane->timed_out();
+      const bool dialing = lane->stage() == TlsLane::Stage::kConnecting;
+      if (dialing && dialer_.redial(*lane, late)) continue;
+      links_.fail(*lane, dialing ? TlsDialer::with_earlier(*lane, late) : late);
     } else {
       listener_.end_pause(*token);
     }

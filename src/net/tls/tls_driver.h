@@ -34,6 +34,7 @@ class TlsDialer {
 
  private:
   void start(TlsLane& lane);
+  void limit(TlsLane& lane, bool connected) const;
   /// Calls `dialing`; its errors say if the lane's host is this one by mistake.
   template <class Dialing>
   auto explained(const TlsLink& link, const Dialing& dialing) const;

@@ -83,7 +83,8 @@ class TlsLink {
   std::vector<Address> addresses;     ///< to dial, in this order
   std::vector<std::string> failures;  ///< why addresses before that one could not be dialed
   std::size_t address = 0;            ///< index of the address that is being dialed, or that answered
-  TlsPlace place;                     ///< the place that was dialed
+  std::optional<TimePoint> dialed_until = {};  ///< limit of all addresses together
+  TlsPlace place;                              ///< the place that was dialed
 
  private:
   void sort();

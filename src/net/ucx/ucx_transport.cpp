@@ -15,6 +15,8 @@ constexpr std::uint64_t kWorkerToken = TlsTransport::kForeignTokens;
 constexpr Duration kBlindSleep = std::chrono::milliseconds(1);
 /// After UCX lost a peer, TLS most likely reports the reason within this time.
 constexpr Duration kGrace = std::chrono::seconds(1);
+/// The longest time that messages which arrived before the end of a connection are read without a pause.
+constexpr Duration kLastMessages = std::chrono::milliseconds(100);
 
 TransportOptions options_beneath(const TransportOptions& options) {
   TransportOptions beneath;
@@ -495,8 +497,9 @@ void UcxTransport::wire_closed(const std::shared_ptr<Channel>& wire, const Error
   by_wire_.erase(wire.get());
   link->wire_gone = true;
   if (!link->open) return end(*link, reason);
-  // Delivers what arrived through UCX before the end.
-  while (serve_worker() && links_.contains(link->token)) {
+  // Delivers what arrived through UCX before the end; other peers may send all the time.
+  const Deadline limit = executor_.deadline_in(kLastMessages);
+  while (serve_worker() && links_.contains(link->token) && !limit.passed(executor_.now())) {
   }
   if (!links_.contains(link->token)) return;
   const UcxChannel::State state = link->channel->state();

@@ -37,7 +37,10 @@ Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipO
       farewell_(runtime.executor.make_parker()),
       transport_(transports(self_.name + ".membership", *this)) {
   add_handlers();
-  thread_ = runtime_.executor.spawn("torchspan membership", [this] { run(); });
+  thread_ = runtime_.executor.spawn("torchspan membership", [this] {
+    runs_on_.store(std::this_thread::get_id());
+    run();
+  });
 }
 
 Client::~Client() { stop(); }
