@@ -153,7 +153,7 @@ c10::intrusive_ptr<Backend> Backend::make(std::shared_ptr<World> world, std::vec
 
 Backend::Backend(std::shared_ptr<World> world, collective::Group group, Names names,
                  std::chrono::milliseconds timeout)
-    : BackendOfAnyRelease(group.rank(), group.size()),
+    : c10d::Backend(group.rank(), group.size()),
       world_(std::move(world)),
       names_(std::move(names)),
       group_(std::move(group), names_),

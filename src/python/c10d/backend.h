@@ -6,9 +6,11 @@
 #include <utility>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
 #include <torchspan/collective.h>
 
-#include "python/c10d/compat.h"
+#include "device/api/torch_version.h"
 #include "python/c10d/work.h"
 #include "python/job.h"
 
@@ -16,7 +18,7 @@ namespace torchspan::python {
 
 /// torch.distributed's backend "torchspan": c10d's operations on a Group, which checks their arguments on all ranks.
 /// Tensors on CPUs. Thread-safe.
-class Backend final : public BackendOfAnyRelease {
+class Backend final : public c10d::Backend {
  public:
   struct Names {
     std::string backend;      ///< what get_backend() returns
@@ -63,8 +65,11 @@ class Backend final : public BackendOfAnyRelease {
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override;
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
-  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input,
-                             const c10d::GatherOptions& options) override;
+  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options)
+#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 14)
+      override
+#endif
+      ;
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                   const c10d::ScatterOptions& options) override;
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,

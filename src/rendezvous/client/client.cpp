@@ -37,8 +37,8 @@ Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipO
       farewell_(runtime.executor.make_parker()),
       transport_(transports(self_.name + ".membership", *this)) {
   add_handlers();
-  thread_ = runtime_.executor.spawn("torchspan membership", [this] {
-    runs_on_.store(std::this_thread::get_id());
+  runner_.thread = runtime_.executor.spawn("torchspan membership", [this] {
+    runner_.id.store(::gettid());
     run();
   });
 }
@@ -48,7 +48,7 @@ Client::~Client() { stop(); }
 void Client::stop() {
   stopping_ = true;
   transport_->wake();
-  thread_.join();
+  runner_.thread.join();
 }
 
 void Client::add_handlers() {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
+#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -54,7 +54,7 @@ class Client final : private net::Handler {
   std::optional<Member> find_named(std::string_view name) const;
   /// Fails all current and later rounds, and destroys the listeners.
   void end_part(const Error& reason);
-  bool is_callback_thread() const { return runs_on_.load() == std::this_thread::get_id(); }
+  bool is_callback_thread() const { return runner_.id.load() == ::gettid(); }
 
  private:
   /// What the store has said of itself and of this worker.
@@ -130,8 +130,12 @@ class Client final : private net::Handler {
   std::unique_ptr<Parker> farewell_;
   std::atomic<bool> stopping_{false};
   std::unique_ptr<net::Transport> transport_;
-  std::atomic<std::thread::id> runs_on_{};  ///< that of `thread_`, also while another thread joins it
-  Thread thread_;
+  /// `id` is that of the thread also while another one joins it.
+  struct Runner {
+    std::atomic<pid_t> id{0};
+    Thread thread;
+  };
+  Runner runner_;
 };
 
 }  // namespace torchspan::rendezvous
