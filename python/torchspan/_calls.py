@@ -204,7 +204,10 @@ class Hooks:
         self._functions = {name: function for function, name in self._names.items()}
 
     def name_of(self, function):
-        name = self._names.get(function)
+        try:
+            name = self._names.get(function)
+        except TypeError:  # cannot be hashed
+            name = None
         if name is not None or not self._pickles:
             return name
         if isinstance(function, torch.jit.ScriptFunction):
@@ -263,7 +266,8 @@ class Hooks:
 
     def describe(self, error):
         pickled = None
-        if self._pickles:
+        # What ends a process, such as SystemExit, must not end the caller's.
+        if self._pickles and isinstance(error, Exception):
             try:
                 pickled = pickle.dumps(error)
                 pickle.loads(pickled)
@@ -284,12 +288,14 @@ class Hooks:
                 error = pickle.loads(pickled)
             except Exception:  # a type that only the other worker has
                 error = None
-        if not isinstance(error, BaseException):
+        if not isinstance(error, Exception):
             kind = getattr(builtins, name, None)
-            simple = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
-            error = kind(text) if simple else RemoteError(
-                f"{name} cannot be made here. Original exception on remote side was {name}: {text}"
-            )
+            try:
+                error = kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else None
+            except TypeError:  # such as UnicodeError, which takes more than a text
+                error = None
+        if error is None:
+            error = RemoteError(f"{name} cannot be made here. Original exception on remote side was {name}: {text}")
         error.__cause__ = RemoteTraceback(worker, trace.decode())
         return error
 

@@ -1,5 +1,6 @@
 """Optimizers whose parameters are on several workers of torchspan.rpc."""
 
+import copy
 import itertools
 import threading
 
@@ -179,7 +180,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__([{**_options(group), "params": [torch.empty(0)]} for group in probed], {})
         for group, mine in zip(self.param_groups, groups):
             group["params"] = mine["params"]
-        self._sent = [_options(group) for group in self.param_groups]
+        self._sent = [_snapshot(group) for group in self.param_groups]
         self._scale = (None, 1.0)  # of the gradients of a context
 
     def _make_on_owners(self, optimizer, groups, args, kwargs):
@@ -203,12 +204,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, context_id: int) -> None:
         """Uses the gradients of that context. Returns when all owners have stepped; a failure is raised after all have answered."""
         changes = None
-        now = [_options(group) for group in self.param_groups]
-        if now != self._sent:
-            changes = [
-                {name: value for name, value in options.items() if name not in sent or sent[name] != value}
-                for options, sent in zip(now, self._sent)
-            ]
+        now = [_snapshot(group) for group in self.param_groups]
+        changed = [
+            {name: value for name, value in options.items() if name not in sent or _differ(sent[name], value)}
+            for options, sent in zip(now, self._sent)
+        ]
+        if any(changed):
+            changes = changed
             if fixed := self._fixed_change(now):
                 raise ValueError(
                     f"torchspan.optim: {fixed[1]} of group {fixed[0]} changed, and only lr of '{self._kind}' can: use "
@@ -223,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if isinstance(self._kind, str):
             for place, (options, sent) in enumerate(zip(groups, self._sent)):
                 for name, value in options.items():
-                    if name != "lr" and name in sent and sent[name] != value:
+                    if name != "lr" and name in sent and _differ(sent[name], value):
                         return place, name
         return None
 
@@ -286,7 +288,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _calls.all_of(calls)
         for group, saved in zip(self.param_groups, options):
             group.update(saved)
-        self._sent = [_options(group) for group in self.param_groups]
+        self._sent = [_snapshot(group) for group in self.param_groups]
 
     def _on_all(self, method, *args):
         return _calls.all_of([getattr(made.rpc_async(), method)(*args) for made in self._optimizers.values()])
@@ -294,3 +296,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _options(group):
     return {name: value for name, value in group.items() if name != "params"}
+
+
+def _snapshot(group):
+    """Schedules change a learning rate that is a tensor in place."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        for name, value in _options(group).items()
+    }
+
+
+def _differ(one, other):
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return not torch.equal(one, other)
+    return type(one) is not type(other) or one != other

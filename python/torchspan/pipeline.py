@@ -71,13 +71,15 @@ class DeferredBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
-        own = [self.weight, self.bias, self.running_mean, self.running_var, self.num_batches_tracked]
-        return self._statistics().forward(input, self.training, own)
+        return self._statistics().forward(input, self.training, self._own())
+
+    def _own(self):
+        return [self.weight, self.bias, self.running_mean, self.running_var, self.num_batches_tracked]
 
     def _statistics(self):
         """The C++ side, which gathers while a step runs. Copies of this module have one of their own."""
         if "_gathering" not in self.__dict__:
-            self.__dict__["_gathering"] = _C.DeferredBatchNorm(self.num_features, self.eps, self.momentum)
+            self.__dict__["_gathering"] = _C.DeferredBatchNorm(self.num_features, self.eps, self.momentum, self._own())
         return self.__dict__["_gathering"]
 
     def __getstate__(self):
@@ -90,14 +92,25 @@ def convert_deferred_batch_norm(module: torch.nn.Module) -> torch.nn.Module:
     For layers of a pipeline, before they are added. As torch.nn.SyncBatchNorm.convert_sync_batchnorm().
     """
     plain = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-    if isinstance(module, plain):
-        norm = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-        norm._parameters.update(module._parameters)
-        norm._buffers.update(module._buffers)
-        return norm.train(module.training)
-    for name, child in list(module.named_children()):
-        setattr(module, name, convert_deferred_batch_norm(child))
-    return module
+    converted = {}  # a module may have several parents or names
+
+    def convert(one):
+        if isinstance(one, plain):
+            norm = DeferredBatchNorm(one.num_features, one.eps, one.momentum, one.affine, one.track_running_stats)
+            norm._parameters.update(one._parameters)
+            norm._buffers.update(one._buffers)
+            return norm.train(one.training)
+        for name, child in one._modules.items():
+            if child is not None:
+                one._modules[name] = once(child)
+        return one
+
+    def once(one):
+        if id(one) not in converted:
+            converted[id(one)] = one, convert(one)  # with what the number stands for
+        return converted[id(one)][1]
+
+    return once(module)
 
 
 class Use:

@@ -50,6 +50,7 @@ __all__ = [
 
 UNSET_TIMEOUT = -1.0
 _inits = 0
+_stores = []  # that rank 0 may serve, until shutdown(): other ranks may still connect
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def init_rpc(
 ) -> None:
     """Joins as worker `name` and serves the others; returns when all workers have joined.
 
-    world_size None: workers join and leave at any time. functions: the only callables that others may call; then nothing
+    world_size None: that of the environment. functions: the only callables that others may call; then nothing
     is pickled, and only tensors, numbers, strings, bytes, lists, tuples, dicts and references travel. typed: functions of
     typed() that workers of C++ may call.
     """
@@ -197,6 +198,7 @@ def _meet(init_method, rank, world_size):
     meeting = dist.rendezvous(init_method, rank=rank, world_size=-1 if world_size is None else world_size)
     store, found_rank, found_size = next(meeting)
     _inits += 1
+    _stores.append(store)
     return (
         dist.PrefixStore(f"torchspan.rpc/{_inits}", store),
         found_rank if rank < 0 else rank,
@@ -230,6 +232,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
             worker.stop()
     finally:
         _calls.set_current_worker(None)
+        _stores.clear()
 
 
 def get_worker_info(worker_name: "str | None" = None) -> WorkerInfo:

@@ -167,6 +167,8 @@ def _stop_at_exit():
 
 def _in_forked_child():
     """torch waits in a child, as in its parent, for others that do not know the child."""
+    if not api._is_current_rpc_agent_set():
+        return
     for agent in _agents:
 
         def refuse(name=agent.get_worker_info().name):

@@ -52,9 +52,9 @@ std::vector<Bytes> ConnectionRounds::gather(WorldLink& world, BytesView mine, co
   Executor& executor = world.runtime()->executor;
   const auto answer = std::make_shared<Answer>();
   answer->parker = executor.make_parker();
-  const std::string once = fmt::format("{}.{:x}.{}", tag, split, count++);
+  const std::string once = fmt::format("torchspan.split.{:x}.{}", split, count++);
   world.ask([&](Membership& members) {
-    members.all_gather_bytes_once(once, mine, ranks,
+    members.all_gather_bytes_once(once, mine, ranks, deadline,
                                   [answer](std::vector<Bytes> all, std::optional<Error> failure) {
                                     MutexLock lock(answer->mutex);
                                     answer->here = true;
@@ -69,11 +69,7 @@ std::vector<Bytes> ConnectionRounds::gather(WorldLink& world, BytesView mine, co
       if (answer->failure) throw Error(*answer->failure);
       if (answer->here) return reordered(std::move(answer->all), ranks);
     }
-    if (deadline.passed(executor.now()))
-      throw Error(ErrorKind::kTimedOut,
-                  fmt::format("not all of the ranks {} of a part of a group connected in time",
-                              fmt::join(ranks, ", ")));
-    answer->parker->park(deadline);
+    answer->parker->park(Deadline::never());  // the store decides about the deadline, for all ranks
   }
 }
 

@@ -137,7 +137,8 @@ class RecoveringTrainer::Impl {
         if (group_failed_with(ErrorKind::kTimedOut)) late_after_ = furthest_;
         group_.reset();
         if (!missed) throw;
-        if (std::exchange(progressed_, false)) patience = patience_from_now();
+        const bool elsewhere = std::exchange(failed_at_, at_) != at_;
+        if (std::exchange(replaced_, false) || elsewhere) patience = patience_from_now();
         check_hope(error.message(), patience);
         if (!interrupted_)
           worker_.runtime().log.warning(
@@ -244,7 +245,7 @@ class RecoveringTrainer::Impl {
     // Ranks that left an earlier attempt at different places would wait for each other under names of that attempt.
     CheckpointOptions options = options_.checkpoint;
     options.name += in_group([&] { return fmt::format(".{}", processes_.exchange(*group_, round_)); });
-    progressed_ = progressed_ || processes_.changed();
+    replaced_ = replaced_ || processes_.changed();
     Step step;  // owns the objects, which outlive what refers to them
     std::optional<elastic::PeerCopies> copies;
     CheckpointManager manager(worker_, options);
@@ -278,8 +279,8 @@ class RecoveringTrainer::Impl {
     if (copies) copies->begin(number);
     while (number < steps) {
       check_group();
+      at_ = number;
       step(number++);
-      progressed_ = progressed_ || number > furthest_;
       furthest_ = std::max(furthest_, number);
       if (number % options_.steps_per_checkpoint == 0 || number == steps) manager.save(number);
       if (copies && number % options_.steps_per_copy == 0 && number < steps) copies->begin(number);
@@ -315,9 +316,10 @@ class RecoveringTrainer::Impl {
   elastic::RankProcesses processes_;
   std::optional<collective::Group> group_;
   std::uint64_t round_ = 0;
-  std::int64_t furthest_ = -1;    ///< step that training has reached
-  std::int64_t late_after_ = -2;  ///< the same when a rank was late last
-  bool progressed_ = false;       ///< whether a new step was done, or a rank replaced, since the last failure
+  std::int64_t furthest_ = -1;             ///< step that training has reached
+  std::int64_t late_after_ = -2;           ///< the same when a rank was late last
+  std::int64_t at_ = -1, failed_at_ = -1;  ///< the step that began last, and the one that failed last
+  bool replaced_ = false;                  ///< whether a rank was since the last failure
   RecoveryReport report_;
   bool interrupted_ = false;  ///< and no attempt has restored the state since
   bool missed_ = false;       ///< whether the attempt failed because of a rank that is missing

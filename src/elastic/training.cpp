@@ -250,7 +250,8 @@ class Training::Impl {
     } catch (...) {
       failure = std::current_exception();
       if (is_of_group()) return fail_generation(failure);
-      // The other ranks may wait for this one's forward, in the group of the wrapped module: they cannot vote.
+      // The other ranks may wait for this one's forward, in the group of the wrapped module: they cannot vote. After a failed
+      // call, which most likely failed on all of them, they do.
       if (!is_remote_failure(failure)) throw;
     }
     Team::Vote vote{
@@ -280,12 +281,11 @@ class Training::Impl {
     cursor_.advance();
   }
 
-  /// The group works, but a rank's program failed. That rank leaves; the others wait for its end.
+  /// The group works, but calls of this rank or another one failed: the step is void. A rank on which they keep failing leaves.
   void fail_step(const std::exception_ptr& failure) {
     participant_.reject();
     if (!failure) return;
-    if (!is_remote_failure(failure) || ++remote_failures_ > kMostRemoteFailures)
-      std::rethrow_exception(failure);
+    if (++remote_failures_ > kMostRemoteFailures) std::rethrow_exception(failure);
   }
 
   /// Whether a failure is due to the group: one of its ranks ended or was late, or another rank has broken it.

@@ -36,7 +36,7 @@ class PipelineRanks final : public state::Ranks {
         me_(local.me),
         timeout_(local.options.stall_timeout) {}
 
-  const void* identity() const override { return this; }
+  const std::string& identity() const override { return identity_; }
   int level() const override { return state::kPipeline; }
   int rank() const override { return me_; }
 
@@ -59,6 +59,7 @@ class PipelineRanks final : public state::Ranks {
   const std::vector<std::string> workers_;
   const int me_;
   const Duration timeout_;
+  const std::string identity_ = fmt::format("workers {}", fmt::join(workers_, "\n"));
 };
 
 /// Whether another copy of a tied parameter counts instead of this one.
@@ -85,26 +86,29 @@ at::Tensor first_copy_here(const LocalPipeline& local, const at::Tensor& paramet
 /// parameter on other workers than the first one are repeated. Other pipelines may have the same parameters.
 class PipelinePlaces {
  public:
-  PipelinePlaces(const LocalPipeline& local, std::vector<at::Tensor> parameters)
-      : local_(local), ranks_(std::make_shared<PipelineRanks>(local)), parameters_(std::move(parameters)) {
-    for (const at::Tensor& parameter : parameters_) {
+  PipelinePlaces(const LocalPipeline& local, const std::vector<at::Tensor>& parameters)
+      : local_(local), ranks_(std::make_shared<PipelineRanks>(local)) {
+    for (const at::Tensor& parameter : parameters) {
+      const state::PlacePtr before = state::place_of(parameter);
+      parameters_.push_back({parameter, before && before->repeated, before ? before->same_as : at::Tensor()});
       state::Place place = place_among(parameter);
-      if (const state::PlacePtr before = state::place_of(parameter)) place.among = before->among;
+      if (before) place.among = before->among;
       place.among.push_back(ranks_);
       state::set_place(parameter, std::move(place));
     }
   }
   ~PipelinePlaces() {
-    for (const at::Tensor& parameter : parameters_) {
+    for (const auto& [parameter, repeated, same_as] : parameters_) {
       const state::PlacePtr now = state::place_of(parameter);
       if (!now) continue;
       state::Place place = *now;
+      const auto is_of_pipeline = [](const state::RanksPtr& one) { return one->level() == state::kPipeline; };
+      const bool was_last = !place.among.empty() && place.among.back() == ranks_;
       std::erase(place.among, ranks_);
-      const bool is_in_another = std::ranges::any_of(
-          place.among, [](const state::RanksPtr& one) { return one->level() == state::kPipeline; });
-      if (!is_in_another) {
-        place.repeated = false;
-        place.same_as = at::Tensor();
+      const bool is_in_another = std::ranges::any_of(place.among, is_of_pipeline);
+      if (was_last || !is_in_another) {  // the ties of the last pipeline count
+        place.repeated = is_in_another && repeated;
+        place.same_as = is_in_another ? same_as : at::Tensor();
       }
       state::set_place(parameter, std::move(place));
     }
@@ -112,14 +116,14 @@ class PipelinePlaces {
   PipelinePlaces(const PipelinePlaces&) = delete;
   PipelinePlaces& operator=(const PipelinePlaces&) = delete;
 
-  /// The gradients of `parameters`, at their places in this pipeline; at least one place, so that a worker without
+  /// The gradients of the parameters, at their places in this pipeline; at least one place, so that a worker without
   /// parameters takes part.
-  std::vector<state::PlacedGradient> gradients(const std::vector<at::Tensor>& parameters) const {
+  std::vector<state::PlacedGradient> gradients() const {
     std::vector<state::PlacedGradient> all;
-    for (const at::Tensor& parameter : parameters) {
-      state::Place place = place_among(parameter);
+    for (const Placed& one : parameters_) {
+      state::Place place = place_among(one.tensor);
       place.among.push_back(ranks_);
-      all.push_back({parameter.grad(), std::make_shared<state::Place>(std::move(place))});
+      all.push_back({one.tensor.grad(), std::make_shared<state::Place>(std::move(place))});
     }
     if (all.empty()) all.push_back({{}, std::make_shared<state::Place>(state::Place{.among = {ranks_}})});
     return all;
@@ -136,9 +140,16 @@ class PipelinePlaces {
     return place;
   }
 
+  /// A parameter, and the ties that it had in an earlier pipeline.
+  struct Placed {
+    at::Tensor tensor;
+    bool repeated;
+    at::Tensor same_as;
+  };
+
   const LocalPipeline& local_;
   const state::RanksPtr ranks_;
-  const std::vector<at::Tensor> parameters_;
+  std::vector<Placed> parameters_;
 };
 
 /// Of the steps without gradients in seed_of_use().
@@ -552,7 +563,7 @@ double Pipeline::Impl::clip(double max_norm, double norm_type) {
     throw_invalid(fmt::format("clip_grad_norm: max_norm is {}; it must be more than 0", max_norm));
   if (!(norm_type > 0))
     throw_invalid(fmt::format("clip_grad_norm: norm_type is {}; it must be more than 0", norm_type));
-  return state::clip(places_.gradients(parameters()), max_norm, norm_type);
+  return state::clip(places_.gradients(), max_norm, norm_type);
 }
 
 Pipeline::Pipeline(const Worker& worker, const Layers& layers, PipelineOptions options)

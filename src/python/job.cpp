@@ -184,7 +184,12 @@ void Job::make_environment() {
 }
 
 std::unique_ptr<rendezvous::Membership> Job::join(const std::string& address) {
-  if (store_ == nullptr || !is_open(place_) || place_.rank == 0) return join_once(address, timeout_);
+  if (store_ == nullptr || !is_open(place_)) {
+    auto joined = join_once(address, timeout_);
+    forget_meeting();  // all have joined, so nobody reads it any more
+    return joined;
+  }
+  if (place_.rank == 0) return join_once(address, timeout_);
   // Rank 0 may have left after this worker read its address.
   const Deadline end = runtime_->executor.deadline_in(timeout_);
   for (;;) {
@@ -196,6 +201,16 @@ std::unique_ptr<rendezvous::Membership> Job::join(const std::string& address) {
       if (!unreached || end.passed(runtime_->executor.now())) throw;
       meet();
     }
+  }
+}
+
+/// A later world may meet at the same place in the program's store.
+void Job::forget_meeting() {
+  if (store_ == nullptr) return;
+  try {
+    store_->deleteKey(host_key(place_.rank));
+    if (place_.rank == 0) store_->deleteKey(kAddressKey);
+  } catch (const std::exception&) {  // some stores cannot
   }
 }
 

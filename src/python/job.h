@@ -87,6 +87,7 @@ class Job {
   std::string value_of(const std::string& key);
   void meet();
   void meet_rank_0();
+  void forget_meeting();
   std::unique_ptr<rendezvous::Membership> join_once(const std::string& address, Duration timeout);
   void read_variables();
   void make_environment();

@@ -515,9 +515,9 @@ void Membership::all_gather_bytes_async(const std::string& tag, BytesView mine, 
 }
 
 void Membership::all_gather_bytes_once(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                                       GatherCallback done) {
+                                       Deadline deadline, GatherCallback done) {
   impl_->gather_async(tag, mine, std::move(ranks),
-                      {.deadline = Deadline::never(), .once = true, .done = std::move(done)});
+                      {.deadline = deadline, .once = true, .done = std::move(done)});
 }
 
 Membership::Listening Membership::listen(const std::string& use, net::Handler& handler) const {

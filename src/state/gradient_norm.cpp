@@ -43,24 +43,12 @@ double norm_of_share(double share, double norm_type) {
   return std::isinf(norm_type) ? share : std::pow(share, 1 / norm_type);
 }
 
-/// The ranks of a place that count: of several pipelines, the last one.
-std::vector<RanksPtr> counted(const PlacePtr& place) {
-  std::vector<RanksPtr> ranks = place ? place->among : std::vector<RanksPtr>();
-  RanksPtr last;
-  std::erase_if(ranks, [&](const RanksPtr& one) {
-    if (one->level() != kPipeline) return false;
-    last = one;
-    return true;
-  });
-  if (last) ranks.push_back(last);
-  return ranks;
-}
-
 /// All ranks of the places, each once: those with the lowest level first, otherwise as they appear.
 std::vector<RanksPtr> ranks_of(const std::vector<PlacedGradient>& gradients) {
   std::vector<RanksPtr> all;
   for (const PlacedGradient& one : gradients) {
-    for (const RanksPtr& ranks : counted(one.place)) {
+    if (!one.place) continue;
+    for (const RanksPtr& ranks : one.place->among) {
       const bool known = std::ranges::any_of(
           all, [&](const RanksPtr& other) { return other->identity() == ranks->identity(); });
       if (!known) all.push_back(ranks);
@@ -94,9 +82,10 @@ double norm_over_places(const std::vector<PlacedGradient>& gradients, double nor
   std::map<Signature, std::vector<at::Tensor>> local;
   for (const PlacedGradient& one : gradients) {
     Signature signature;
-    for (const RanksPtr& mine : counted(one.place)) {
-      const auto same = [&](const RanksPtr& other) { return other->identity() == mine->identity(); };
-      signature.insert(static_cast<std::size_t>(std::ranges::find_if(ranks, same) - ranks.begin()));
+    for (std::size_t i = 0; one.place && i < ranks.size(); ++i) {
+      const bool among = std::ranges::any_of(
+          one.place->among, [&](const RanksPtr& other) { return other->identity() == ranks[i]->identity(); });
+      if (among) signature.insert(i);
     }
     auto& tensors = local[signature];
     if (!one.place || !one.place->repeated) tensors.push_back(one.gradient);

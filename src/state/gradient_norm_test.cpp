@@ -1,6 +1,7 @@
 #include "state/api/gradient_norm.h"
 
 #include <cmath>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <limits>
 
@@ -16,7 +17,7 @@ class FixedRanks final : public Ranks {
  public:
   FixedRanks(int level, std::vector<std::vector<double>> others)
       : level_(level), others_(std::move(others)) {}
-  const void* identity() const override { return this; }
+  const std::string& identity() const override { return identity_; }
   int level() const override { return level_; }
   int rank() const override { return 0; }
   void reduce(std::vector<double>& numbers, bool maximum) const override {
@@ -32,6 +33,7 @@ class FixedRanks final : public Ranks {
  private:
   const int level_;
   const std::vector<std::vector<double>> others_;
+  const std::string identity_ = fmt::format("{}", fmt::ptr(this));
 };
 
 PlacedGradient divided(double value, std::vector<RanksPtr> among) {

@@ -304,6 +304,8 @@ void be_struck(int signal, int replicas = 1) {
   const at::Tensor x = at::ones({8, 1}, at::kDouble);
   const auto loss = [](const at::Tensor& output, const at::Tensor&) { return output.mean(); };
   pipe.train_step(x, x, loss);
+  session.worker()
+      .barrier();  // the victim may die in the second step before another worker has ended the first
   try {
     pipe.train_step(x, x, loss);
   } catch (const Error& error) {

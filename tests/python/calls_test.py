@@ -74,6 +74,14 @@ def replace():
     second.__qualname__ = "replaced"
 
 
+def leave():
+    sys.exit(3)
+
+
+def scaled(weight, x, *rest):
+    return type(weight).__name__, (weight * x).sum()
+
+
 def interrupt():
     raise KeyboardInterrupt("of a function")
 
@@ -302,7 +310,7 @@ class Calls(unittest.TestCase):
             remote.then(lambda _: called.append(1))
             try:
                 remote.wait()
-            except BaseException as error:  # noqa: B902  it is a KeyboardInterrupt
+            except BaseException as error:  # noqa: B902  a KeyboardInterrupt there is none here
                 kind = type(error).__name__
             future = rpc.rpc_async("worker1", wait_a_little, args=(1.0, 42))
             signal.signal(signal.SIGALRM, raise_alarm)
@@ -311,7 +319,16 @@ class Calls(unittest.TestCase):
             signal.setitimer(signal.ITIMER_REAL, 0)
             return type(raised).__name__, future.wait(), kind, remote.done(), called
 
-        self.assertEqual(self.check(body), ("Alarm", 42, "KeyboardInterrupt", True, [1]))
+        self.assertEqual(self.check(body), ("Alarm", 42, "RemoteError", True, [1]))
+
+    def test_what_ends_a_process_ends_no_caller_and_times_have_no_end(self):
+        def body(size):
+            error = raised_by(lambda: rpc.rpc_sync("worker1", leave, timeout=float("inf")))
+            return type(error).__name__, str(error), rpc.rpc_sync("worker1", identity, args=(1,), timeout=1e12)
+
+        kind, text, answer = self.check(body)
+        self.assertEqual((kind, answer), ("RemoteError", 1))
+        self.assertRegex(text, "SystemExit")
 
     def test_threads_that_end_leave_no_state_of_python(self):
         def body(size):
@@ -541,6 +558,39 @@ def living_counters():
 
 
 class Gradients(unittest.TestCase):
+    def test_parameters_get_their_gradients_whatever_the_other_arguments_are(self):
+        def body(size):
+            found = []
+            for rest in ((), (torch.float32,), ({1, 2},)):
+                weight = torch.nn.Parameter(torch.ones(2))
+                with autograd.context() as context:
+                    kind, loss = rpc.rpc_sync("worker1", scaled, args=(weight, 3, *rest))
+                    autograd.backward(context, [loss])
+                    found.append((kind, autograd.get_gradients(context)[weight].tolist()))
+            return found
+
+        result = run(2, at_rank_0(body), world=Native())[0]
+        self.assertEqual(result, [("Tensor", [3.0, 3.0])] * 3)
+
+    def test_rates_that_are_tensors_follow_their_schedule(self):
+        def body(size):
+            layer = rpc.remote("worker1", Layer, args=(1,))
+            parameters = layer.rpc_sync().references()
+            optimizer = optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=torch.tensor(0.5))
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.0)
+            values = []
+            for _ in range(3):
+                with autograd.context() as context:
+                    autograd.backward(context, [layer.rpc_sync().forward(torch.ones(2, 3, dtype=torch.double)).sum()])
+                    optimizer.step(context)
+                schedule.step()
+                values.append(layer.rpc_sync().values())
+            return [torch.equal(a, b) for a, b in zip(values[0], values[1])], [torch.equal(a, b) for a, b in zip(values[1], values[2])]
+
+        result = run(2, at_rank_0(body), world=Native())[0]
+        self.assertNotIsInstance(result, Failed, result)
+        self.assertEqual({one for part in result for one in part}, {True})
+
     def test_optimizers_step_as_in_one_process(self):
         def body(size):
             layers = [rpc.remote(f"worker{owner}", Layer, args=(owner,)) for owner in (1, 2)]

@@ -171,6 +171,32 @@ def two_worlds(rank, size):
     return value.item()
 
 
+def two_worlds_at_one_store(rank, size):
+    store = dist.FileStore(os.environ["SECOND_STORE"], size)
+    values = []
+    for round in range(3):
+        dist.init_process_group("torchspan", store=dist.PrefixStore("same", store), rank=rank, world_size=size)
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        values.append(value.item())
+        dist.destroy_process_group()
+    return values
+
+
+def outputs_of_lists(rank, size):
+    """Autograd notices that an output changed which it had saved."""
+    texts = []
+    for write in (
+        lambda out, x: dist.all_gather([out, torch.zeros(2)], x),
+        lambda out, x: dist.all_to_all_single(out, x),
+    ):
+        w, out = torch.ones(2, requires_grad=True), torch.zeros(2)
+        y = (w * out).sum()
+        write(out, torch.ones(2))
+        texts.append(raised_by(y.backward))
+    return texts
+
+
 def with_data_loader(rank, size):
     data = torch.utils.data.TensorDataset(torch.arange(32.0))
     total = torch.zeros(1)
@@ -511,6 +537,19 @@ class Failures(unittest.TestCase):
     def test_a_process_can_be_part_of_one_world_after_another(self):
         path = tempfile.mkdtemp() + "/store"
         self.assertEqual(processes.run(2, two_worlds, environment=lambda rank: {"SECOND_STORE": path}), [2, 2])
+
+    def test_worlds_may_follow_each_other_at_one_store(self):
+        path = tempfile.mkdtemp() + "/store"
+        world = processes.Group(destroy=False)
+        world.begin = lambda: None
+        self.assertEqual(
+            processes.run(2, two_worlds_at_one_store, world=world, environment=lambda rank: {"SECOND_STORE": path}), [[2, 2, 2]] * 2
+        )
+
+    def test_outputs_that_autograd_saved_are_noticed(self):
+        for texts in processes.run(2, outputs_of_lists):
+            for text in texts:
+                self.assertRegex(text, "modified by an inplace operation")
 
     def test_data_loaders_may_fork_workers_meanwhile(self):
         self.assertEqual(processes.run(2, with_data_loader), [2 * 3 * 496.0] * 2)

@@ -1,6 +1,8 @@
 #include "data_parallel/api/group_ranks.h"
 
 #include <algorithm>
+#include <fmt/format.h>
+#include <string>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -14,7 +16,7 @@ class GroupRanks final : public state::Ranks {
   GroupRanks(collective::Group group, int level, std::function<void()> check)
       : group_(std::move(group)), level_(level), check_(std::move(check)) {}
 
-  const void* identity() const override { return group_.backend().get(); }
+  const std::string& identity() const override { return identity_; }
   int level() const override { return level_; }
   int rank() const override { return group_.rank(); }
 
@@ -28,6 +30,7 @@ class GroupRanks final : public state::Ranks {
 
  private:
   const collective::Group group_;
+  const std::string identity_ = fmt::format("group {}", fmt::ptr(group_.backend().get()));
   const int level_;
   const std::function<void()> check_;
 };

@@ -45,10 +45,13 @@ void expect_all_close(const Tensors& got, const Tensors& wanted) {
 
 class OtherRanks final : public state::Ranks {
  public:
-  const void* identity() const override { return this; }
+  const std::string& identity() const override { return identity_; }
   int level() const override { return state::kTensorParallel; }
   int rank() const override { return 0; }
   void reduce(std::vector<double>&, bool) const override {}
+
+ private:
+  const std::string identity_ = "others";
 };
 
 TEST(ModelAverager, ResumesTheCountOfACheckpoint) {

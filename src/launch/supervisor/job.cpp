@@ -33,6 +33,7 @@ struct AttemptReport {
   std::vector<Incident> incidents = {};     ///< operations that timed out
   /// The failure that ended the attempt on all hosts of a job on several; here or on another one.
   std::optional<JobNodes::Failure> on_nodes = {};
+  bool met = true;  ///< false: this launcher gave up before those of the other hosts could begin
 
   bool failed() const { return start_failure || on_nodes || failure_code(endings) != 0; }
   /// Whether a signal ended the job before workers were started.
@@ -144,11 +145,11 @@ class Job {
   AttemptReport run_attempt(int workers);
   AttemptReport run_workers(const JobSetting& setting);
   void watch(Attempt& attempt);
-  void on_signal(int signal, Attempt* attempt, bool reported = false);
+  Reaction on_signal(int signal, Attempt* attempt, bool reported = false);
   bool meet_nodes(JobSetting& setting);
   void follow_nodes(Attempt& attempt);
   void end_on_nodes(AttemptReport& report);
-  int wait_for_nodes();
+  Reaction wait_for_nodes();
   void wait_before_restart(Duration delay);
   std::optional<NextAttempt> plan_next(const AttemptReport& report);
   std::string describe_attempt(const AttemptReport& report) const;
@@ -229,9 +230,8 @@ AttemptReport Job::try_attempt(int workers) {
   try {
     return run_attempt(workers);
   } catch (const Error& error) {
-    // The launchers of the other hosts wait for this one: without it, they end.
-    if (failed_attempts_.empty() || nodes_) throw;
-    return {.workers = workers, .started = workers, .start_failure = error};
+    if (failed_attempts_.empty()) throw;
+    return {.workers = workers, .started = workers, .start_failure = error, .met = false};
   }
 }
 
@@ -299,13 +299,13 @@ bool Job::meet_nodes(JobSetting& setting) {
   return true;
 }
 
-/// Waits for news of the other hosts or a signal, while no worker runs. Returns the signal to this launcher, or 0.
-int Job::wait_for_nodes() {
+/// Waits for news of the other hosts or a signal, while no worker runs. Returns what the signal to this launcher asks for.
+Reaction Job::wait_for_nodes() {
   std::array<Poller::Event, 4> events;
   const int signal = poller_->wait(events, Deadline::never()) > 0 ? signals_.take() : 0;
-  on_signal(signal, nullptr);
+  const Reaction reaction = on_signal(signal, nullptr);
   on_signal(nodes_->take_signal(), nullptr, true);
-  return signal;
+  return reaction;
 }
 
 /// Does what the launchers of the other hosts announce, and announces a failure of this host.
@@ -329,7 +329,7 @@ void Job::end_on_nodes(AttemptReport& report) {
   nodes_->end();
   while (!nodes_->all_ended()) {
     const bool interrupted = interruption_.signal != 0;
-    if (wait_for_nodes() != 0 && interrupted) break;
+    if (wait_for_nodes() != Reaction::kNone && interrupted) break;
   }
   on_signal(nodes_->take_signal(), nullptr, true);
   report.on_nodes = nodes_->failure();
@@ -360,20 +360,23 @@ void Job::watch(Attempt& attempt) {
   }
 }
 
-void Job::on_signal(int signal, Attempt* attempt, bool reported) {
-  if (signal == 0) return;
+Reaction Job::on_signal(int signal, Attempt* attempt, bool reported) {
+  if (signal == 0) return Reaction::kNone;
   if (nodes_) nodes_->announce_signal(signal);
   const Reaction reaction = react(interruption_, signal, options_.preemption.signal, reported);
-  if (attempt == nullptr || reaction == Reaction::kNone) return;
-  if (reaction == Reaction::kKill) return attempt->kill_workers();
-  if (reaction == Reaction::kPreempt) {
+  if (attempt == nullptr || reaction == Reaction::kNone) return reaction;
+  if (reaction == Reaction::kKill) {
+    attempt->kill_workers();
+  } else if (reaction == Reaction::kPreempt) {
     display_.say(fmt::format("torchspan: {}; the workers have {:.0f} s to write a checkpoint and end\n",
                              signal_name(signal), to_seconds(options_.preemption.grace)));
-    return attempt->preempt(signal);
+    attempt->preempt(signal);
+  } else {
+    display_.say(fmt::format("torchspan: {}; stopping the workers (repeat to kill them at once)\n",
+                             signal_name(signal)));
+    attempt->stop(signal == SIGINT ? SIGINT : SIGTERM);
   }
-  display_.say(fmt::format("torchspan: {}; stopping the workers (repeat to kill them at once)\n",
-                           signal_name(signal)));
-  attempt->stop(signal == SIGINT ? SIGINT : SIGTERM);
+  return reaction;
 }
 
 void Job::wait_before_restart(Duration delay) {
@@ -390,7 +393,7 @@ std::optional<NextAttempt> Job::plan_next(const AttemptReport& report) {
   if (interruption_.signal != 0 || !report.failed()) return std::nullopt;
   const bool first = failed_attempts_.empty();
   failed_attempts_.push_back(result_of(report));
-  if (nodes_ && nodes_->lost()) {
+  if (nodes_ && (nodes_->lost() || !report.met)) {  // without this launcher, the others end
     if (first && report.start_failure) throw *report.start_failure;
     if (options_.restarts.most > 0) reason_ = "the launchers of all hosts must run for another attempt";
     return std::nullopt;

@@ -254,11 +254,11 @@ void TlsDriver::serve_lane(TlsLane& lane, const Poller::Event& event) {
   const bool dialing = lane.stage() == TlsLane::Stage::kConnecting;
   try {
     step(lane, event);
+    if (!lane.link) return lanes_.watch(lane, lane.session()->unsent() != 0);
   } catch (const Error& error) {
     if (!dialing || !dialer_.redial(lane, error)) links_.fail(lane, TlsDialer::with_earlier(lane, error));
     return;
   }
-  if (!lane.link) return lanes_.watch(lane, lane.session()->unsent() != 0);
   lanes_.serve_resumed(*lane.link);
   links_.review(*lane.link);
 }

@@ -336,13 +336,14 @@ void DistributedOptimizer::step(const autograd::ContextView& context) {
 }
 
 void DistributedOptimizer::step_in_backward(const autograd::ContextView& context) {
-  use_of(context, "step_in_backward()").steps_in_backward = true;
+  ContextUse& use = use_of(context, "step_in_backward()");
   std::map<Owner, Future<Unit>> answers;
   for (const auto& [owner, share] : shares_) {
     context.add_worker(owner);  // this may be the owner's only message in the context
     answers.emplace(owner, ask(worker_, owner, StepInBackward{id_on(owner), context.id(), rates_on(owner)}));
   }
   collect(worker_, "requesting steps in backward", answers);
+  use.steps_in_backward = true;
 }
 
 double DistributedOptimizer::clip_grad_norm(const autograd::ContextView& context, double max_norm,

@@ -362,7 +362,9 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
   /// another one does with one of its parameters, which would get the gradient alone.
   RatesPtr rates_in_backward(const StepInBackward& message, Owned& asked) {
     MutexLock lock(mutex_);
-    if (const RatesPtr known = asked.in_backward[message.context].lock())
+    std::erase_if(asked.in_backward, [](const auto& one) { return one.second.expired(); });
+    const auto before = asked.in_backward.find(message.context);
+    if (const RatesPtr known = before == asked.in_backward.end() ? nullptr : before->second.lock())
       return known->set(message.rates), nullptr;
     for (const auto& [id, other] : optimizers_) {
       const auto found = other->in_backward.find(message.context);
@@ -372,11 +374,10 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
         throw_invalid(
             fmt::format("step_in_backward() of two optimizers in autograd context {:#x} share {}: only one "
                         "could take its "
-                        "gradient; use step() for one of them, or another context",
+                        "gradient; use another context for one of them",
                         message.context, asked.optimizer->describe(parameter)));
       }
     }
-    std::erase_if(asked.in_backward, [](const auto& one) { return one.second.expired(); });
     const RatesPtr rates = std::make_shared<Rates>();
     rates->set(message.rates);
     asked.in_backward[message.context] = rates;

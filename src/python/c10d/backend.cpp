@@ -6,6 +6,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 
 #include "python/errors.h"
 #include "python/gil.h"
@@ -65,6 +66,7 @@ void require_count(const std::vector<at::Tensor>& tensors, int size, const char*
 void write(const at::Tensor& to, const at::Tensor& from) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   to.copy_(from.sizes() == to.sizes() ? from : from.reshape(to.sizes()));
+  if (!to.is_inference()) to.unsafeGetTensorImpl()->bump_version();
 }
 
 /// `of_rank`: how many tensors each rank sent, in the order of ranks. Writes all or nothing; copy_() alone would repeat a
@@ -91,7 +93,7 @@ std::function<void(const at::Tensor&)> into(at::Tensor output) {
 }
 
 at::Tensor flat(const at::Tensor& tensor) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::NoGradGuard no_grad;  // a view has the version of its tensor
   return tensor.reshape(-1);
 }
 
@@ -110,7 +112,7 @@ bool fit_together(const std::vector<at::Tensor>& tensors) {
 /// Rows of dimension 0 for each rank: as `sizes` say, or the same number.
 std::vector<at::Tensor> split_rows(const at::Tensor& tensor, std::vector<std::int64_t> sizes, int ranks,
                                    const char* what) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::NoGradGuard no_grad;  // a view has the version of its tensor
   const std::int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
   if (sizes.empty()) {
     if (rows % ranks != 0)

@@ -329,6 +329,30 @@ Pack Packer::pack(py::handle value) {
   return made;
 }
 
+namespace {
+
+/// Parameters among the arguments themselves arrive as tensors with their gradients, whatever the other arguments are; those
+/// inside of objects stay Parameters.
+py::object with_plain_parameters(py::handle arguments) {
+  const auto plain = [](py::handle value) {
+    const bool is_parameter = THPVariable_CheckExact(value.ptr()) != 0 &&
+                              Py_TYPE(value.ptr()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
+    if (!is_parameter) return py::reinterpret_borrow<py::object>(value);
+    const at::Tensor& tensor = THPVariable_Unpack(value.ptr());
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor.view_as(tensor)));
+  };
+  if (PyDict_Check(arguments.ptr())) {
+    py::dict named;
+    for (const auto& [name, value] : py::reinterpret_borrow<py::dict>(arguments)) named[name] = plain(value);
+    return std::move(named);
+  }
+  py::list all;
+  for (const py::handle value : arguments) all.append(plain(value));
+  return py::tuple(all);
+}
+
+}  // namespace
+
 Pack Packer::pack_call(py::handle function, py::handle args, py::handle kwargs) {
   Pack made;
   Writer writer(*this, made);
@@ -343,7 +367,7 @@ Pack Packer::pack_call(py::handle function, py::handle args, py::handle kwargs) 
         py::repr(function).cast<std::string>()));
   }
   check_may_pickle(writer.not_plain());
-  pickle(py::make_tuple(function, args, kwargs), made);
+  pickle(py::make_tuple(function, with_plain_parameters(args), with_plain_parameters(kwargs)), made);
   return made;
 }
 

@@ -32,7 +32,9 @@ auto with_exceptions(Packer& packer, F&& body) {
 }
 
 /// A time of Python, in seconds.
+/// Times of centuries, and infinity, have no end.
 inline Duration duration_of(double seconds) {
+  if (!(seconds < 9e9)) return Duration::max();
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
 }
 

@@ -196,9 +196,11 @@ class PythonLayer final : public torch::nn::Module {
     if (has_module_) {
       add(*this, layer.attr("module"));
       // The pipeline finds what gathers statistics among the modules of a layer. They have no parameters of their own.
-      for (const py::handle norm : layer.attr("statistics"))
-        register_module(fmt::format("statistics_{}", children().size()),
-                        norm.cast<std::shared_ptr<pipeline::DeferredBatchNormImpl>>());
+      for (const py::handle norm : layer.attr("statistics")) {
+        std::string name = fmt::format("statistics_{}", children().size());
+        while (named_children().contains(name)) name += '_';
+        register_module(std::move(name), norm.cast<std::shared_ptr<pipeline::DeferredBatchNormImpl>>());
+      }
     }
     known_.clear();
     torch::nn::Module::train(false);
@@ -331,24 +333,35 @@ pipeline::Layers describe(const py::list& layers, const py::list& uses, const py
   return described;
 }
 
-/// The C++ side of a DeferredBatchNorm of Python, which gives its tensors to each forward.
+using OwnTensors = std::vector<std::optional<at::Tensor>>;
+
+/// `own`: weight, bias, running_mean, running_var and num_batches_tracked of Python's module, which may replace them.
+void set_own(pipeline::DeferredBatchNormImpl& norm, const OwnTensors& own) {
+  auto next = own.begin();
+  for (at::Tensor* tensor :
+       {&norm.weight, &norm.bias, &norm.running_mean, &norm.running_var, &norm.num_batches_tracked})
+    *tensor = (next++)->value_or(at::Tensor());
+}
+
+/// The C++ side of a DeferredBatchNorm of Python.
 at::Tensor normalize(pipeline::DeferredBatchNormImpl& norm, const at::Tensor& input, bool training,
-                     std::vector<std::optional<at::Tensor>> own) {
+                     const OwnTensors& own) {
   return with_torch_errors([&] {
     const py::gil_scoped_release no_gil;
-    auto next = own.begin();
-    for (at::Tensor* tensor :
-         {&norm.weight, &norm.bias, &norm.running_mean, &norm.running_var, &norm.num_batches_tracked})
-      *tensor = (next++)->value_or(at::Tensor());
+    set_own(norm, own);
     norm.train(training);
     return norm.forward(input);
   });
 }
 
 std::shared_ptr<pipeline::DeferredBatchNormImpl> make_norm(std::int64_t channels, double eps,
-                                                           std::optional<double> momentum) {
+                                                           std::optional<double> momentum,
+                                                           const OwnTensors& own) {
   const auto options = torch::nn::BatchNormOptions(channels).eps(eps).momentum(momentum);
-  return std::make_shared<pipeline::DeferredBatchNormImpl>(options, pipeline::DeferredBatchNormImpl::State());
+  auto norm =
+      std::make_shared<pipeline::DeferredBatchNormImpl>(options, pipeline::DeferredBatchNormImpl::State());
+  set_own(*norm, own);
+  return norm;
 }
 
 py::object unsplit_type() { return py::module_::import("torchspan.pipeline").attr("Unsplit"); }
@@ -537,7 +550,7 @@ void bind_pipeline(py::module_& module) {
   py::class_<pipeline::Cache, std::shared_ptr<pipeline::Cache>>(module, "PipelineCache").def(py::init<>());
   py::class_<pipeline::DeferredBatchNormImpl, std::shared_ptr<pipeline::DeferredBatchNormImpl>>(
       module, "DeferredBatchNorm")
-      .def(py::init(&make_norm), py::arg("channels"), py::arg("eps"), py::arg("momentum"))
+      .def(py::init(&make_norm), py::arg("channels"), py::arg("eps"), py::arg("momentum"), py::arg("own"))
       .def("forward", &normalize, py::arg("input"), py::arg("training"), py::arg("own"));
   module.def("balance", &balance, py::arg("worker"), py::arg("layers"), py::arg("uses"), py::arg("ties"),
              py::arg("stages"), py::arg("sample"), py::arg("parameter_scale"), py::arg("repeats"),

@@ -40,6 +40,7 @@ Client::Client(Runtime& runtime, const TransportFactory& transports, MembershipO
   runner_.thread = runtime_.executor.spawn("torchspan membership", [this] {
     runner_.id.store(::gettid());
     run();
+    runner_.id.store(0);
   });
 }
 

@@ -103,6 +103,9 @@ void WrappedUnits::with_full_parameters(const std::function<void()>& body) {
     const Error named = model_->with_unit_names(error);
     model_->fail(named.what());
     throw named;
+  } catch (...) {
+    model_->fail("the parameters could not be gathered: " + describe(std::current_exception()).text);
+    throw;
   }
   const bool in_place = model_->groups().set_in_place(false);  // all parameters are copies now
   try {

@@ -293,6 +293,9 @@ class UnitForward::Impl {
       const Error named = model_->with_unit_names(error);
       failed(named.what());
       throw named;
+    } catch (...) {
+      failed(describe(std::current_exception()).text);
+      throw;
     }
   }
 

@@ -436,7 +436,7 @@ ZeroRedundancyOptimizer::Impl::Impl(std::shared_ptr<data_parallel::WrappedModule
     parameters_ = std::make_unique<sharded::BucketParameters>(group_, scatter_->layout(), trained_);
     make_optimizer(groups);
   } catch (...) {
-    failure = describe(std::current_exception()).text;
+    failure = to_error(std::current_exception()).message();
   }
   agree(failure);
   wrapped_->register_comm_hook(
@@ -666,7 +666,7 @@ void ZeroRedundancyOptimizer::Impl::step_by(Given given) {
     for (const Piece& piece : pieces_) gradients.push_back(average_of(piece, given));
     for (std::size_t i = 0; i < has.size(); ++i) has[i] = whole_gradient(trained_[i], *given).defined();
   } catch (...) {
-    failure = describe(std::current_exception()).text;
+    failure = to_error(std::current_exception()).message();
   }
   const std::vector<bool> used = agree_on_step(has, failure);
   try {
@@ -712,7 +712,7 @@ std::vector<state::PlacedGradient> ZeroRedundancyOptimizer::Impl::agreed_average
   try {
     gradients = averages(given);
   } catch (...) {
-    mine.failure = describe(std::current_exception()).text;
+    mine.failure = to_error(std::current_exception()).message();
   }
   data_parallel::agree(group_, mine);
   return gradients;

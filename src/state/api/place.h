@@ -30,8 +30,8 @@ std::string describe(const Box& box);
 class Ranks {
  public:
   virtual ~Ranks() = default;
-  /// Equal for the same ranks of one process.
-  virtual const void* identity() const = 0;
+  /// Equal for the same ranks of one process, such as two pipelines over the same workers: one reduction serves both.
+  virtual const std::string& identity() const = 0;
   /// Numbers are reduced over ranks with a lower level first: those with a higher level may hold different tensors.
   virtual int level() const = 0;
   /// Of this process among them.
@@ -57,7 +57,7 @@ struct Place {
   bool repeated = false;
   /// A copy of the parameter that this rank also has: an optimizer's state of one is that of the other. Undefined: none.
   at::Tensor same_as = {};
-  /// Who has the other elements, or other tensors of the model. Of several pipelines, the last one counts.
+  /// Who has the other elements, or other tensors of the model.
   std::vector<RanksPtr> among = {};
   /// The elements of this rank, if the tensor itself is something else at times. Undefined: the tensor.
   at::Tensor elements = {};
