@@ -15,6 +15,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/elastic.h>
 
+#include "core/api/saturated_time.h"
 #include "elastic/peer_copies.h"
 #include "rendezvous/api/process_stat.h"
 

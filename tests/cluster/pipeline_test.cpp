@@ -304,8 +304,14 @@ void be_struck(int signal, int replicas = 1) {
   const at::Tensor x = at::ones({8, 1}, at::kDouble);
   const auto loss = [](const at::Tensor& output, const at::Tensor&) { return output.mean(); };
   pipe.train_step(x, x, loss);
-  session.worker()
-      .barrier();  // the victim may die in the second step before another worker has ended the first
+  // The victim must not die before all workers have ended the first step.
+  const auto ended_by = [](int rank) {
+    return fmt::format("{}/first{}", std::getenv("TORCHSPAN_RUNTIME_DIR"), rank);
+  };
+  std::ofstream(ended_by(session.rank())) << "now";
+  for (int rank = 0; session.rank() == victim && rank < session.world_size(); ++rank) {
+    while (!std::filesystem::exists(ended_by(rank))) session.runtime().executor.yield();
+  }
   try {
     pipe.train_step(x, x, loss);
   } catch (const Error& error) {

@@ -308,7 +308,7 @@ TEST_P(CollectiveFailures, WithoutALimitMessagesFailWithTheirGroup) {
     const Group group = make_group_of_suite(self.runtime, self.membership, options);
     const auto from_one = group.recv(at::empty({3}), self.rank == 0 ? 1 : 0);
     const auto from_any = group.recv(at::empty({3}), kAnySource);
-    group.barrier();
+    self.membership.barrier("all_wait", {}, self.runtime.executor.deadline_in(std::chrono::minutes(1)));
     if (self.rank == 0) group.abort(Error(ErrorKind::kCancelled, "the trainer gave up"));
     // Rank 0 leaves the world after its abort.
     const auto is_named = AnyOf(HasSubstr("the trainer gave up"), HasSubstr("it left the world"));
