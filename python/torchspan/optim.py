@@ -203,21 +203,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def step(self, context_id: int) -> None:
         """Uses the gradients of that context. Returns when all owners have stepped; a failure is raised after all have answered."""
-        changes = None
         now = [_snapshot(group) for group in self.param_groups]
-        changed = [
+        changes = [
             {name: value for name, value in options.items() if name not in sent or _differ(sent[name], value)}
             for options, sent in zip(now, self._sent)
         ]
-        if any(changed):
-            changes = changed
-            if fixed := self._fixed_change(now):
-                raise ValueError(
-                    f"torchspan.optim: {fixed[1]} of group {fixed[0]} changed, and only lr of '{self._kind}' can: use "
-                    "the class of torch.optim, or another optimizer"
-                )
+        if fixed := self._fixed_change(now):
+            raise ValueError(
+                f"torchspan.optim: {fixed[1]} of group {fixed[0]} changed, and only lr of '{self._kind}' can: use "
+                "the class of torch.optim, or another optimizer"
+            )
         context, factor = self._scale
-        self._on_all("step", context_id, changes, factor if context == context_id else 1.0)
+        self._on_all("step", context_id, changes if any(changes) else None, factor if context == context_id else 1.0)
         self._sent, self._scale = now, (None, 1.0)
 
     def _fixed_change(self, groups):
@@ -307,6 +304,6 @@ def _snapshot(group):
 
 
 def _differ(one, other):
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return not torch.equal(one, other)
-    return type(one) is not type(other) or one != other
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(one) is not type(other) or not torch.equal(one, other)
+    return one != other

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <numeric>
 
 namespace torchspan::collective {
@@ -17,10 +16,9 @@ constexpr Duration kForTheMembership = std::chrono::seconds(1);
 
 }  // namespace
 
-namespace {
-
-/// Bytes in the order of ranks, in that of `ranks`.
-std::vector<Bytes> reordered(std::vector<Bytes> sorted, const std::vector<int>& ranks) {
+std::vector<Bytes> gather_in_order(Membership& world, const std::string& tag, BytesView mine,
+                                   const std::vector<int>& ranks, Deadline deadline, bool once) {
+  std::vector<Bytes> sorted = world.all_gather_bytes(tag, mine, ranks, {.until = deadline, .once = once});
   std::vector<std::size_t> order(ranks.size());
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return ranks[a] < ranks[b]; });
@@ -29,48 +27,12 @@ std::vector<Bytes> reordered(std::vector<Bytes> sorted, const std::vector<int>& 
   return by_rank;
 }
 
-}  // namespace
-
-std::vector<Bytes> gather_in_order(Membership& world, const std::string& tag, BytesView mine,
-                                   const std::vector<int>& ranks, Deadline deadline) {
-  return reordered(world.all_gather_bytes(tag, mine, ranks, deadline), ranks);
-}
-
 std::vector<Bytes> ConnectionRounds::gather(WorldLink& world, BytesView mine, const std::vector<int>& ranks,
                                             Deadline deadline) {
-  if (split == 0) {
-    return world.ask(
-        [&](Membership& members) { return gather_in_order(members, tag, mine, ranks, deadline); });
-  }
-  struct Answer {
-    std::shared_ptr<Parker> parker;
-    Mutex mutex;
-    bool here TORCHSPAN_GUARDED_BY(mutex) = false;
-    std::vector<Bytes> all TORCHSPAN_GUARDED_BY(mutex);
-    std::optional<Error> failure TORCHSPAN_GUARDED_BY(mutex);
-  };
-  Executor& executor = world.runtime()->executor;
-  const auto answer = std::make_shared<Answer>();
-  answer->parker = executor.make_parker();
-  const std::string once = fmt::format("torchspan.split.{:x}.{}", split, count++);
-  world.ask([&](Membership& members) {
-    members.all_gather_bytes_once(once, mine, ranks, deadline,
-                                  [answer](std::vector<Bytes> all, std::optional<Error> failure) {
-                                    MutexLock lock(answer->mutex);
-                                    answer->here = true;
-                                    answer->all = std::move(all);
-                                    answer->failure = std::move(failure);
-                                    answer->parker->unpark();
-                                  });
-  });
-  for (;;) {
-    {
-      MutexLock lock(answer->mutex);
-      if (answer->failure) throw Error(*answer->failure);
-      if (answer->here) return reordered(std::move(answer->all), ranks);
-    }
-    answer->parker->park(Deadline::never());  // the store decides about the deadline, for all ranks
-  }
+  const bool once = split != 0;
+  const std::string name = once ? fmt::format("torchspan.split.{:x}.{}", split, count++) : tag;
+  return world.ask(
+      [&](Membership& members) { return gather_in_order(members, name, mine, ranks, deadline, once); });
 }
 
 std::string text_of_departed(const std::string& peer, const std::string& how) {

@@ -28,9 +28,9 @@ class WorldListener {
 /// "worker1 (rank 1, …) died: …", or "worker1 (rank 1, …) is gone: it left the world" if `how` does not name it.
 std::string text_of_departed(const std::string& peer, const std::string& how);
 
-/// Membership::all_gather_bytes() with the contributions in the order of `ranks`.
+/// Membership::all_gather_bytes() with the contributions in the order of `ranks`. `once`: as in Membership::Wait.
 std::vector<Bytes> gather_in_order(rendezvous::Membership& world, const std::string& tag, BytesView mine,
-                                   const std::vector<int>& ranks, Deadline deadline);
+                                   const std::vector<int>& ranks, Deadline deadline, bool once = false);
 
 class WorldLink;
 

@@ -320,7 +320,7 @@ class RecoveringTrainer::Impl {
   std::int64_t furthest_ = -1;             ///< step that training has reached
   std::int64_t late_after_ = -2;           ///< the same when a rank was late last
   std::int64_t at_ = -1, failed_at_ = -1;  ///< the step that began last, and the one that failed last
-  bool replaced_ = false;                  ///< whether a rank was since the last failure
+  bool replaced_ = false;                  ///< whether a rank was replaced since the last failure
   RecoveryReport report_;
   bool interrupted_ = false;  ///< and no attempt has restored the state since
   bool missed_ = false;       ///< whether the attempt failed because of a rank that is missing

@@ -184,8 +184,7 @@ TEST_P(GathersOfSeed, GathersOfTagsThatAreUsedOnceMeetInAnyOrder) {
     for (std::size_t i = 0; i < results.size(); ++i) {
       // Ranks ask in different orders.
       const std::size_t number = rank == 1 ? results.size() - 1 - i : i;
-      membership->all_gather_bytes_once("once." + std::to_string(number), mine, {}, Deadline::never(),
-                                        into(results[number]));
+      membership->all_gather_bytes_once("once." + std::to_string(number), mine, {}, into(results[number]));
     }
     while (std::ranges::any_of(results, [](const CalledBack& result) { return result.times == 0; })) {
       world.executor().sleep(milliseconds(1));

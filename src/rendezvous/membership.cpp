@@ -222,8 +222,9 @@ class Membership::Impl {
     return in_round(what, tag, mine, ranks, [&]() -> std::vector<Bytes> {
       if (!client_) return {Bytes(mine.begin(), mine.end())};
       const std::string call = call_text(what, tag);
-      return client_->rounds().gather(call, client_->contribution(tag, mine, ranks, wait.until),
-                                      with_warnings(wait, call, ranks));
+      Contribute message = client_->contribution(tag, mine, ranks, wait.until);
+      message.once = wait.once;
+      return client_->rounds().gather(call, std::move(message), with_warnings(wait, call, ranks));
     });
   }
 
@@ -515,9 +516,9 @@ void Membership::all_gather_bytes_async(const std::string& tag, BytesView mine, 
 }
 
 void Membership::all_gather_bytes_once(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                                       Deadline deadline, GatherCallback done) {
+                                       GatherCallback done) {
   impl_->gather_async(tag, mine, std::move(ranks),
-                      {.deadline = deadline, .once = true, .done = std::move(done)});
+                      {.deadline = Deadline::never(), .once = true, .done = std::move(done)});
 }
 
 Membership::Listening Membership::listen(const std::string& use, net::Handler& handler) const {

@@ -74,7 +74,7 @@ void PairConnections::open(int rank) {
     plan_.world->ask([&](rendezvous::Membership& world) {
       // Operations have deadlines; another rank may ask for the connection at any time.
       world.all_gather_bytes_once(fmt::format("torchspan.messages.{:x}", plan_.group), mine.bytes(),
-                                  {self, other}, Deadline::never(), done);
+                                  {self, other}, done);
     });
   } catch (const Error& error) {
     departed(rank, error);

@@ -324,7 +324,7 @@ class ZeroRedundancyOptimizer::Impl {
   double clip(const sharded::ClipTerms& terms, Given given);
   void clear();
   std::vector<state::PlacedGradient> agreed_averages(Given given) const;
-  std::vector<bool> agree_on_step(const std::vector<bool>& given, const std::string& failure);
+  std::vector<bool> agree_on_step(bool shadow, const std::vector<bool>& given, const std::string& failure);
   void make_waits();
 
   const std::shared_ptr<data_parallel::WrappedModule> wrapped_;
@@ -436,7 +436,7 @@ ZeroRedundancyOptimizer::Impl::Impl(std::shared_ptr<data_parallel::WrappedModule
     parameters_ = std::make_unique<sharded::BucketParameters>(group_, scatter_->layout(), trained_);
     make_optimizer(groups);
   } catch (...) {
-    failure = to_error(std::current_exception()).message();
+    failure = describe(std::current_exception()).text;
   }
   agree(failure);
   wrapped_->register_comm_hook(
@@ -609,16 +609,15 @@ at::Tensor ZeroRedundancyOptimizer::Impl::average_of(const Piece& piece, Given g
 
 /// Collective: which parameters have a gradient on any rank. Gives a rank without batches the learning rates of the others.
 /// Throws on all ranks if one has failed, or if those with batches have different rates.
-/// `given`: which parameters have a gradient here; empty on a rank without batches.
-std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(const std::vector<bool>& given,
+/// `given`: which parameters have a gradient here. `shadow`: a rank without batches.
+std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(bool shadow, const std::vector<bool>& given,
                                                                const std::string& failure) {
-  const bool shadow = given.empty();
   std::vector<double> rates = optimizer_->lrs();
   const std::size_t count = trained_.size();
   const at::Tensor status = at::zeros({static_cast<std::int64_t>(1 + count + 2 * rates.size())}, at::kDouble);
   auto* values = status.data_ptr<double>();
   values[0] = failure.empty() ? 0 : 1;
-  for (std::size_t i = 0; i < given.size(); ++i) values[i + 1] = given[i] ? 1 : 0;
+  for (std::size_t i = 0; i < count; ++i) values[i + 1] = given[i] ? 1 : 0;
   double* largest = values + 1 + count;
   double* negated = largest + rates.size();
   for (std::size_t g = 0; g < rates.size(); ++g) {
@@ -658,17 +657,18 @@ void ZeroRedundancyOptimizer::Impl::step_by(Given given) {
   parameters_->wait_all();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
-  std::vector<bool> has(given == nullptr ? 0 : trained_.size());
+  std::vector<bool> has(trained_.size());
   std::string failure;
   try {
     parameters_->adopt();
     parameters_->check();
     for (const Piece& piece : pieces_) gradients.push_back(average_of(piece, given));
-    for (std::size_t i = 0; i < has.size(); ++i) has[i] = whole_gradient(trained_[i], *given).defined();
+    for (std::size_t i = 0; given != nullptr && i < has.size(); ++i)
+      has[i] = whole_gradient(trained_[i], *given).defined();
   } catch (...) {
     failure = to_error(std::current_exception()).message();
   }
-  const std::vector<bool> used = agree_on_step(has, failure);
+  const std::vector<bool> used = agree_on_step(given == nullptr, has, failure);
   try {
     for (std::size_t bucket = parameters_->size(); bucket-- > 0;) {
       optimizer_->step([&](const at::Tensor& values) {

@@ -126,6 +126,8 @@ class Membership {
     std::function<void(const std::vector<Member>& missing)> report = {};
     /// Called there instead if the store has not answered for `every`.
     std::function<void()> no_answer = {};
+    /// Of a gather: these ranks gather with this tag only once, and nothing of it is kept afterwards.
+    bool once = false;
   };
 
   /// Joins the world.
@@ -196,9 +198,9 @@ class Membership {
   /// short and must not throw. Throws what all_gather_bytes() throws before it waits; then `done` is not called.
   void all_gather_bytes_async(const std::string& tag, BytesView mine, std::vector<int> ranks,
                               Deadline deadline, GatherCallback done);
-  /// The same for a tag with which these ranks gather only once: nothing of it is kept afterwards.
+  /// The same without a deadline, for a tag with which these ranks gather only once: nothing of it is kept afterwards.
   void all_gather_bytes_once(const std::string& tag, BytesView mine, std::vector<int> ranks,
-                             Deadline deadline, GatherCallback done);
+                             GatherCallback done);
 
   /// Like barrier(), and returns the sums of all ranks' counts (each rank gives the same number of them) and the
   /// first notes. An empty note is none. The answer's size does not depend on the number of ranks.
