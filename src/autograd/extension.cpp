@@ -6,6 +6,7 @@
 #include "autograd/api/running_passes.h"
 #include "autograd/extension_impl.h"
 #include "autograd/passes/pass_state.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::autograd {
 
@@ -52,10 +53,8 @@ std::optional<ContextView> AutogradExtension::try_find(std::uint64_t id) const {
 
 ContextView AutogradExtension::find(std::uint64_t id) const {
   if (auto context = try_find(id)) return *context;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("this worker has no autograd context {:#x}: it did not take part in it, "
-                          "or the context has ended",
-                          id));
+  throw_invalid(
+      "this worker has no autograd context {:#x}: it did not take part in it, or the context has ended", id);
 }
 
 ContextView AutogradExtension::join(std::uint64_t id, std::uint32_t peer) {

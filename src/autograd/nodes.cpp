@@ -14,6 +14,7 @@
 #include "autograd/contexts/current_contexts.h"
 #include "autograd/messages/messages.h"
 #include "autograd/passes/pass_state.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::autograd {
 
@@ -51,11 +52,10 @@ void SendNode::place(torch::autograd::variable_list& gradients, device::CopyStre
 void RecvNode::run(torch::autograd::variable_list gradients, engine::GradientSink& sink) {
   PassState* pass = current_pass();
   if (pass == nullptr || !pass->fills(sink)) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("a local backward pass reached {} from another worker (rank {}), through which only "
-                    "context.backward() can continue",
-                    message_.text(), message_.peer));
+    throw_invalid(
+        "a local backward pass reached {} from another worker (rank {}), through which only "
+        "context.backward() can continue",
+        message_.text(), message_.peer);
   }
   const SpanScope span(spans_, SpanKind::kAutograd, message_.span_name("send"),
                        SpanLink{.id = pass->id(), .peer = static_cast<std::int32_t>(message_.peer)});
@@ -64,33 +64,27 @@ void RecvNode::run(torch::autograd::variable_list gradients, engine::GradientSin
 
 void RecvNode::check_context(std::uint64_t context) const {
   if (message_.context == context) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("the loss depends on {}, which was received in autograd context {:#x}, but is "
-                  "differentiated in context {:#x}; run its forward pass in the context whose backward() you "
-                  "call, or detach tensors of other contexts",
-                  message_.text(), message_.context, context));
+  throw_invalid(
+      "the loss depends on {}, which was received in autograd context {:#x}, but is differentiated in "
+      "context {:#x}; run its forward pass in the context whose backward() you call, or detach tensors of "
+      "other contexts",
+      message_.text(), message_.context, context);
 }
 
 /// LibTorch's engine calls this; a distributed pass calls run().
 torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&&) {
   if (current_pass() == nullptr) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("this loss depends on tensors received from another worker (call '{}', rank {}), so "
-                    "loss.backward() would lose their gradients: run the forward pass again and use "
-                    "context.backward(loss)",
-                    message_.call, message_.peer));
+    throw_invalid(
+        "this loss depends on tensors received from another worker (call '{}', rank {}), so loss.backward() "
+        "would lose their gradients: run the forward pass again and use context.backward(loss)",
+        message_.call, message_.peer);
   }
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format(
-          "inside a distributed backward pass, a backward function or a hook ran LibTorch's engine "
-          "(y.backward() or grad(), as a reentrant checkpoint does), which reached {} from another "
-          "worker (rank {}): it cannot wait for gradients from there. A checkpointed function must not "
-          "call other workers: put the checkpoint into the called function, or move the call out of "
-          "the checkpoint",
-          message_.text(), message_.peer));
+  throw_invalid(
+      "inside a distributed backward pass, a backward function or a hook ran LibTorch's engine (y.backward() "
+      "or grad(), as a reentrant checkpoint does), which reached {} from another worker (rank {}): it cannot "
+      "wait for gradients from there. A checkpointed function must not call other workers: put the "
+      "checkpoint into the called function, or move the call out of the checkpoint",
+      message_.text(), message_.peer);
 }
 
 namespace {
@@ -110,13 +104,11 @@ void check_no_other_context(const rpc::CallInfo& call, std::span<const at::Tenso
   const CurrentContexts* others = CurrentContexts::of_thread();
   if (others == nullptr || call.reply || !at::GradMode::is_enabled()) return;
   if (std::none_of(tensors.begin(), tensors.end(), carries_edge)) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format(
-          "the call goes through worker '{}', but this thread works in an autograd context of worker "
-          "'{}' of this process: the gradients of its tensors would be lost; call through that worker, "
-          "make an autograd::Context of '{}' as well, or detach the tensors",
-          worker, others->entries().front().context->worker_name(), worker));
+  throw_invalid(
+      "the call goes through worker '{}', but this thread works in an autograd context of worker '{}' of "
+      "this process: the gradients of its tensors would be lost; call through that worker, make an "
+      "autograd::Context of '{}' as well, or detach the tensors",
+      worker, others->entries().front().context->worker_name(), worker);
 }
 
 }  // namespace
@@ -182,7 +174,7 @@ rpc::EnvironmentValuePtr EdgeInterceptor::incoming(const rpc::CallInfo& call, st
     for (std::uint32_t i : header.tensors) {
       if (i >= tensors.size() || !tensors[i].defined() ||
           !torch::autograd::isDifferentiableType(tensors[i].scalar_type())) {
-        throw Error(ErrorKind::kInvalid, "an autograd header names a tensor that is not in its message");
+        throw_invalid("an autograd header names a tensor that is not in its message");
       }
       tensors[i].set_requires_grad(false);
       torch::autograd::set_history(tensors[i], receive);

@@ -20,6 +20,7 @@
 #include "checkpoint/state/folder_reader.h"
 #include "checkpoint/state/snapshot.h"
 #include "core/api/saturated_time.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan {
 
@@ -39,8 +40,8 @@ class CheckpointManager::Impl {
         agreement_(*ranks_) {
     if (options_.directory.empty()) throw_invalid("CheckpointOptions::directory is empty; name a folder");
     if (options_.keep_last < 1 || options_.keep_best < 0) {
-      throw_invalid(fmt::format("keep_last is {} and keep_best {}; at least one checkpoint must be kept",
-                                options_.keep_last, options_.keep_best));
+      throw_invalid("keep_last is {} and keep_best {}; at least one checkpoint must be kept",
+                    options_.keep_last, options_.keep_best);
     }
     if (options_.rng) add("rng", checkpoint::rng_source(), true);
   }
@@ -50,10 +51,10 @@ class CheckpointManager::Impl {
   }
 
   void add(const std::string& name, SourcePtr source, bool per_rank) {
-    if (!source) throw_invalid(fmt::format("the state registered as '{}' is null", name));
+    if (!source) throw_invalid("the state registered as '{}' is null", name);
     for (const Registered& other : sources_) {
       if (other.name == name)
-        throw_invalid(fmt::format("'{}' is registered twice; use another name for one of them", name));
+        throw_invalid("'{}' is registered twice; use another name for one of them", name);
       checkpoint::require_separate_names(name, *source, other.name, *other.source);
     }
     const Scope scope = source->is_of_rank() ? Scope::kRank : per_rank ? Scope::kSameRank : Scope::kAll;
@@ -143,8 +144,8 @@ class CheckpointManager::Impl {
     }
     const int saved = reader.manifest().world_size;
     if (one.name != "rng" && saved != static_cast<int>(ranks_->size())) {
-      throw_invalid(fmt::format("'{}' was saved per rank by {} ranks; {} ranks cannot restore it", one.name,
-                                saved, ranks_->size()));
+      throw_invalid("'{}' was saved per rank by {} ranks; {} ranks cannot restore it", one.name, saved,
+                    ranks_->size());
     }
     return mine;
   }

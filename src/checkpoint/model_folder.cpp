@@ -18,6 +18,7 @@
 #include "checkpoint/state/folder_reader.h"
 #include "checkpoint/state/snapshot.h"
 #include "checkpoint/state/torch_types.h"
+#include "core/api/throw_invalid.h"
 #include "state/api/place.h"
 #include "state/api/save_load.h"
 
@@ -99,11 +100,11 @@ bool is_numbered_name(std::string_view name) {
 void require_whole(const ModuleTensor& entry) {
   const state::PlacePtr place = state::place_of(entry.tensor);
   if (!place || !place->divided || entry.tensor.sizes() == at::IntArrayRef(place->shape)) return;
-  throw_invalid(fmt::format(
+  throw_invalid(
       "this rank has a part of '{}', whose shape is {}, so save_model() cannot save it: save a checkpoint "
-      "(CheckpointManager) "
-      "and load that in one process; for a FullyShardedDataParallel alone, call with_full_parameters()",
-      entry.names.front(), describe(place->shape)));
+      "(CheckpointManager) and load that in one process; for a FullyShardedDataParallel alone, call "
+      "with_full_parameters()",
+      entry.names.front(), describe(place->shape));
 }
 
 /// The parameters and buffers of a module, divided into files.
@@ -166,8 +167,8 @@ FolderReader open_model(const std::string& path) {
   const std::string index_path = path + "/" + kIndexFile;
   if (disk.file_size(index_path) < 0) {
     if (disk.file_size(path + "/" + kSingleFile) < 0) {
-      throw_invalid(fmt::format("'{}' is neither a safetensors file nor a folder with '{}' or '{}'", path,
-                                kSingleFile, kIndexFile));
+      throw_invalid("'{}' is neither a safetensors file nor a folder with '{}' or '{}'", path, kSingleFile,
+                    kIndexFile);
     }
     add_file(manifest, path, kSingleFile, nullptr);
     return {path, std::move(manifest)};
@@ -177,7 +178,7 @@ FolderReader open_model(const std::string& path) {
   for (const auto& [tensor, file] : index.files) {
     if (!manifest.files.contains(file)) add_file(manifest, path, file, &index.files);
     if (!manifest.tensors.contains(tensor))
-      throw_invalid(fmt::format("'{}' says that '{}' is in '{}', which lacks it", index_path, tensor, file));
+      throw_invalid("'{}' says that '{}' is in '{}', which lacks it", index_path, tensor, file);
   }
   return {path, std::move(manifest)};
 }

@@ -1,7 +1,6 @@
 #include "checkpoint/remote_values.h"
 
 #include <exception>
-#include <fmt/format.h>
 #include <functional>
 #include <map>
 #include <span>
@@ -19,6 +18,7 @@
 #include "checkpoint/files/safetensors.h"
 #include "checkpoint/state/folder_reader.h"
 #include "checkpoint/state/snapshot.h"
+#include "core/api/throw_invalid.h"
 #include "state/api/save_load.h"
 
 namespace torchspan::checkpoint {
@@ -113,15 +113,14 @@ void Owners::load(const std::string& folder, const std::string& name, const Remo
 namespace {
 
 rpc::ValuePtr value_of_item(const RemoteItem& item) {
-  if (!item.value) throw_invalid(fmt::format("the RRef saved as '{}' is empty", item.name));
+  if (!item.value) throw_invalid("the RRef saved as '{}' is empty", item.name);
   return item.value->value(Deadline::never());  // ready: a handler runs when its references are
 }
 
 std::vector<state::ModuleTensor> tensors_of_module(rpc::Value& value, const std::string& name) {
   auto* module = value.object<torch::nn::Module>();
   if (module == nullptr) {
-    throw_invalid(fmt::format("'{}' is a '{}'; a checkpoint saves RRefs of modules and tensors", name,
-                              value.type_name()));
+    throw_invalid("'{}' is a '{}'; a checkpoint saves RRefs of modules and tensors", name, value.type_name());
   }
   std::vector<state::ModuleTensor> all;
   state::append_module_tensors(all, *module, "");
@@ -186,7 +185,7 @@ class CheckpointExtension::Impl {
     for (std::size_t i = 0; i < message.names.size(); ++i) {
       const auto place = places.find(message.names[i]);
       if (place == places.end())
-        throw_invalid(fmt::format("the tensor '{}' was listed and no longer exists", message.names[i]));
+        throw_invalid("the tensor '{}' was listed and no longer exists", message.names[i]);
       const ListedPart& part = listing[place->second];
       taken->share.parts.push_back(place->second);
       taken->share.entries.push_back({message.keys[i], part.type, part.box.size});

@@ -19,6 +19,7 @@
 #include "checkpoint/files/safetensors.h"
 #include "checkpoint/rng_source.h"
 #include "checkpoint/state/torch_types.h"
+#include "core/api/throw_invalid.h"
 #include "state/api/save_load.h"
 
 namespace torchspan::checkpoint {
@@ -62,9 +63,8 @@ class TensorVariableSource final : public StateSource {
   void save(StateWriter& writer) const override { writer.add("", variable_); }
   void load(const StateReader& reader) override {
     if (!variable_.defined()) {
-      throw_invalid(
-          fmt::format("the tensor '{}' is undefined; assign one of the saved shape before restoring it",
-                      reader.full_name("")));
+      throw_invalid("the tensor '{}' is undefined; assign one of the saved shape before restoring it",
+                    reader.full_name(""));
     }
     reader.read_into("", variable_);
   }
@@ -240,7 +240,7 @@ SourcePtr torch_schedule_source(torch::optim::LRScheduler& schedule) {
                       [&schedule](const Value& value) {
                         const auto steps = detail::value_as<std::int64_t>(value);
                         if (steps < 0 || steps > std::numeric_limits<unsigned>::max())
-                          throw_invalid(fmt::format("{} is not a number of steps", steps));
+                          throw_invalid("{} is not a number of steps", steps);
                         StepCount::of(schedule) = static_cast<unsigned>(steps);
                       });
 }

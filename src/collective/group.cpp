@@ -133,7 +133,7 @@ void OperationLog::end(const Operation& operation) const {
 namespace {
 
 void check(bool good, std::string text) {
-  if (!good) throw Error(ErrorKind::kInvalid, std::move(text));
+  if (!good) throw_invalid(std::move(text));
 }
 
 std::string text_of(at::IntArrayRef sizes) { return fmt::format("[{}]", fmt::join(sizes.vec(), ", ")); }

@@ -25,6 +25,7 @@
 #include "core/api/agreement.h"
 #include "core/api/saturated_time.h"
 #include "core/api/sim_executor.h"
+#include "core/api/throw_invalid.h"
 #include "rendezvous/api/environment.h"
 
 namespace torchspan::collective {
@@ -194,26 +195,23 @@ class GroupBuilder {
         return make_serial(connect_mpi(ranks_, world_.self().rank, world_.world_size()), members);
       case BackendKind::kNccl:
       case BackendKind::kCudaIpc:
-        throw Error(
-            ErrorKind::kInvalid,
+        throw_invalid(
             "GroupOptions::backend is for GPUs, but GroupOptions::device is not set: set it on all ranks, "
             "for example to c10::Device(c10::kCUDA, local_rank)");
     }
-    throw Error(ErrorKind::kInvalid, "GroupOptions::backend is not a BackendKind; choose one of its values");
+    throw_invalid("GroupOptions::backend is not a BackendKind; choose one of its values");
   }
 
   void check_ranks() const {
     std::vector<int> sorted = ranks_;
     std::sort(sorted.begin(), sorted.end());
     if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
-      throw Error(ErrorKind::kInvalid, fmt::format("the ranks {} contain a rank twice", ranks_));
+      throw_invalid("the ranks {} contain a rank twice", ranks_);
     }
     if (!std::binary_search(sorted.begin(), sorted.end(), world_.self().rank)) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format(
-              "this worker (rank {}) is not among the ranks {} of the group: only these may call make()",
-              world_.self().rank, ranks_));
+      throw_invalid(
+          "this worker (rank {}) is not among the ranks {} of the group: only these may call make()",
+          world_.self().rank, ranks_);
     }
   }
 
@@ -252,13 +250,11 @@ class GroupBuilder {
     number_ = first.get<std::uint64_t>() ^ world_.member(ranks_[0]).instance;
     for (Bytes& plan : plans) plan.resize(plan.size() - sizeof number_);
     if (const auto other = first_difference(plans)) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format(
-              "the ranks of a group must make it with the same options (GroupOptions::device with the "
-              "same type of device on all ranks, or on none), but {} has {}, and {} has {}",
-              describe(world_.member(ranks_[0])), describe_plan(plans[0]),
-              describe(world_.member(ranks_[*other])), describe_plan(plans[*other])));
+      throw_invalid(
+          "the ranks of a group must make it with the same options (GroupOptions::device with the same type "
+          "of device on all ranks, or on none), but {} has {}, and {} has {}",
+          describe(world_.member(ranks_[0])), describe_plan(plans[0]),
+          describe(world_.member(ranks_[*other])), describe_plan(plans[*other]));
     }
   }
 

@@ -3,6 +3,8 @@
 
 #include <torchspan/detail/core/protocol.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan {
 
 std::optional<Protocol> common_protocol(const ProtocolRange& one, const ProtocolRange& other) {
@@ -28,8 +30,7 @@ ProtocolRange get_range(ByteReader& reader) {
   range.newest = reader.get<std::uint16_t>();
   range.features = reader.get<std::uint32_t>();
   if (range.oldest == 0 || range.oldest > range.newest) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("protocol versions {} to {} are not a range", range.oldest, range.newest));
+    throw_invalid("protocol versions {} to {} are not a range", range.oldest, range.newest);
   }
   return range;
 }

@@ -2,7 +2,6 @@
 #include <atomic>
 #include <deque>
 #include <exception>
-#include <fmt/format.h>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -13,6 +12,7 @@
 #include <torchspan/detail/core/executor.h>
 #include <torchspan/detail/core/pool.h>
 
+#include "core/api/throw_invalid.h"
 #include "data/api/sampler.h"
 
 namespace torchspan::data {
@@ -97,9 +97,8 @@ class Loading::Impl {
   void move_to(const DataPosition& position) {
     if (position.step < 0 || position.epoch < 0 || position.next < 0 ||
         position.next > sampler_.options().samples) {
-      throw_invalid(
-          fmt::format("a DataLoader cannot go to step {}, epoch {}, sample {}: an epoch has {} samples",
-                      position.step, position.epoch, position.next, sampler_.options().samples));
+      throw_invalid("a DataLoader cannot go to step {}, epoch {}, sample {}: an epoch has {} samples",
+                    position.step, position.epoch, position.next, sampler_.options().samples);
     }
     ahead_.reset();
     position_ = sampler_.of_step(position, options_.size);
@@ -165,9 +164,9 @@ class LoadingSource final : public state::StateSource {
     const std::int64_t samples = number("samples");
     if (samples != loading_.sampling().samples) {
       throw_invalid(
-          fmt::format("'{}' was saved by a DataLoader of {} samples, and this one has {}: use the same data "
-                      "set, or do not register the loader and call move_to()",
-                      reader.full_name(""), samples, loading_.sampling().samples));
+          "'{}' was saved by a DataLoader of {} samples, and this one has {}: use the same data set, or do "
+          "not register the loader and call move_to()",
+          reader.full_name(""), samples, loading_.sampling().samples);
     }
     const DataPosition position{.step = number("step"), .epoch = number("epoch"), .next = number("next")};
     loading_.move_to(position, static_cast<std::uint64_t>(number("seed")));
@@ -184,9 +183,8 @@ Loading::Loading(std::int64_t samples, Read read, const DataLoaderOptions& optio
   if (samples <= 0) throw_invalid("a DataLoader needs a data set with samples; this one has none");
   impl_ = std::make_unique<Impl>(samples, std::move(read), options);
   if (impl_->steps_per_epoch() == 0) {
-    throw_invalid(
-        fmt::format("with DataLoaderOptions::drop_last, {} samples make no step of {}: lower `batch`",
-                    samples, impl_->full_step()));
+    throw_invalid("with DataLoaderOptions::drop_last, {} samples make no step of {}: lower `batch`", samples,
+                  impl_->full_step());
   }
 }
 
@@ -205,7 +203,7 @@ namespace torchspan {
 void DataLoaderOptions::validate() const {
   const auto check = [](bool right, const char* field, auto value, const char* expected) {
     if (right) return;
-    throw_invalid(fmt::format("DataLoaderOptions::{} is {}; expected {}", field, value, expected));
+    throw_invalid("DataLoaderOptions::{} is {}; expected {}", field, value, expected);
   };
   check(batch > 0, "batch", batch, "1 or more samples");
   check(size > 0, "size", size, "the number of ranks that share the samples, such as session.world_size()");

@@ -2,7 +2,6 @@
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <memory>
 #include <string>
 #include <sys/stat.h>
@@ -18,6 +17,7 @@
 #include <torchspan/data.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan {
 
@@ -29,15 +29,14 @@ class RecordFiles::Impl {
     bytes_ = element;
     for (const std::int64_t length : shape_) {
       if (length <= 0)
-        throw_invalid(fmt::format("RecordFileOptions::shape has a length of {}; expected 1 or more", length));
+        throw_invalid("RecordFileOptions::shape has a length of {}; expected 1 or more", length);
       if (__builtin_mul_overflow(bytes_, length, &bytes_))
         throw_invalid("RecordFileOptions::shape: a record of this shape has too many bytes");
     }
-    if (header_ < 0)
-      throw_invalid(fmt::format("RecordFileOptions::header_bytes is {}; expected 0 or more", header_));
+    if (header_ < 0) throw_invalid("RecordFileOptions::header_bytes is {}; expected 0 or more", header_);
     if (options.stride < 0 || options.stride > bytes_ / element) {
-      throw_invalid(fmt::format("RecordFileOptions::stride is {}; expected 0 to {}, the elements of a record",
-                                options.stride, bytes_ / element));
+      throw_invalid("RecordFileOptions::stride is {}; expected 0 to {}, the elements of a record",
+                    options.stride, bytes_ / element);
     }
     stride_ = options.stride == 0 ? bytes_ : options.stride * element;
     if (files.empty()) throw_invalid("RecordFiles needs at least one file");
@@ -53,8 +52,8 @@ class RecordFiles::Impl {
     auto* place = static_cast<char*>(batch.data_ptr());
     for (const std::int64_t record : records) {
       if (record < 0 || record >= size())
-        throw_invalid(fmt::format("record {} does not exist: '{}' and its like have {}", record,
-                                  files_.front().path, size()));
+        throw_invalid("record {} does not exist: '{}' and its like have {}", record, files_.front().path,
+                      size());
       const auto file = std::upper_bound(files_.begin(), files_.end(), record,
                                          [](std::int64_t at, const File& one) { return at < one.end; });
       read_at(*file, header_ + (record - file->begin) * stride_, place);
@@ -74,18 +73,18 @@ class RecordFiles::Impl {
     Descriptor descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
     struct stat about {};
     if (!descriptor || ::fstat(descriptor.get(), &about) != 0)
-      throw_invalid(fmt::format("cannot read '{}': {}", path, std::strerror(errno)));
-    if (!S_ISREG(about.st_mode)) throw_invalid(fmt::format("'{}' is no file", path));
+      throw_invalid("cannot read '{}': {}", path, std::strerror(errno));
+    if (!S_ISREG(about.st_mode)) throw_invalid("'{}' is no file", path);
     const std::int64_t left = about.st_size - header_;
     if (left < bytes_) {
-      throw_invalid(fmt::format("'{}' has {} bytes, less than a header of {} and a record of {}", path,
-                                about.st_size, header_, bytes_));
+      throw_invalid("'{}' has {} bytes, less than a header of {} and a record of {}", path, about.st_size,
+                    header_, bytes_);
     }
     if (whole && left % bytes_ != 0) {
       throw_invalid(
-          fmt::format("'{}' ends within a record: after a header of {}, {} bytes are left, and a record has "
-                      "{}; check shape and dtype",
-                      path, header_, left, bytes_));
+          "'{}' ends within a record: after a header of {}, {} bytes are left, and a record has {}; check "
+          "shape and dtype",
+          path, header_, left, bytes_);
     }
     const std::int64_t begin = files_.empty() ? 0 : files_.back().end;
     files_.push_back({path, std::move(descriptor), begin, begin + (left - bytes_) / stride_ + 1});
@@ -96,8 +95,8 @@ class RecordFiles::Impl {
       const ssize_t got = ::pread(file.descriptor.get(), place + done,
                                   static_cast<std::size_t>(bytes_ - done), offset + done);
       if (got < 0 && errno == EINTR) continue;
-      if (got < 0) throw_invalid(fmt::format("cannot read '{}': {}", file.path, std::strerror(errno)));
-      if (got == 0) throw_invalid(fmt::format("'{}' has become shorter while it is read", file.path));
+      if (got < 0) throw_invalid("cannot read '{}': {}", file.path, std::strerror(errno));
+      if (got == 0) throw_invalid("'{}' has become shorter while it is read", file.path);
       done += got;
     }
   }

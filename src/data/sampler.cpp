@@ -1,12 +1,13 @@
 #include "data/api/sampler.h"
 
 #include <algorithm>
-#include <fmt/format.h>
 #include <numeric>
 #include <random>
 #include <utility>
 
 #include <torchspan/core/error.h>
+
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::data {
 namespace {
@@ -77,7 +78,7 @@ DataPosition Sampler::after(const DataPosition& at, int size) const {
 namespace torchspan {
 
 std::vector<std::vector<std::int64_t>> DataStep::micro_batches(std::int64_t most) const {
-  if (most <= 0) throw_invalid(fmt::format("the size of a micro-batch is {}; expected 1 or more", most));
+  if (most <= 0) throw_invalid("the size of a micro-batch is {}; expected 1 or more", most);
   std::vector<std::vector<std::int64_t>> parts;
   const auto count = static_cast<std::int64_t>(samples.size());
   for (std::int64_t from = 0; from < count; from += most)

@@ -25,7 +25,7 @@ struct OpenBucket {
 
 void check_assignment(const std::vector<at::Tensor>& tensors, const std::vector<std::size_t>& limits,
                       const AssignmentOptions& options) {
-  const auto refuse = [](const std::string& text) { throw Error(ErrorKind::kInvalid, text); };
+  const auto refuse = [](const std::string& text) { throw_invalid(text); };
   if (tensors.empty()) refuse("there are no tensors to put into buckets");
   if (limits.empty()) refuse("there is no size limit for buckets; give at least one");
   if (!options.sparse.empty() && options.sparse.size() != tensors.size()) {
@@ -222,15 +222,14 @@ void Buckets::check(std::size_t slot, const at::Tensor& gradient) const {
   const at::Tensor& view = views_[slot];
   const bool sparse = buckets_[bucket_of(slot)].sparse;
   if (sparse != gradient.is_sparse()) {
-    throw Error(ErrorKind::kInvalid,
-                sparse
-                    ? "it got a dense gradient, but was declared to have a sparse one"
-                    : "it got a sparse gradient; name it in sparse_parameters, or make its embedding dense");
+    throw_invalid(
+        sparse ? "it got a dense gradient, but was declared to have a sparse one"
+               : "it got a sparse gradient; name it in sparse_parameters, or make its embedding dense");
   }
   if (!sparse && (gradient.scalar_type() != view.scalar_type() || gradient.sizes() != view.sizes())) {
-    throw Error(ErrorKind::kInvalid,
-                "its gradient does not have the dtype or shape that the parameter had when it was wrapped; "
-                "convert the module before it is wrapped");
+    throw_invalid(
+        "its gradient does not have the dtype or shape that the parameter had when it was wrapped; convert "
+        "the module before it is wrapped");
   }
 }
 

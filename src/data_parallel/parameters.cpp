@@ -10,6 +10,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "data_parallel/reducer_impl.h"
 #include "engine/api/grad_field_sink.h"
 #include "engine/api/graph_walk.h"
@@ -30,11 +31,10 @@ Reducer::Replicas trainable(Reducer::Replicas replicas) {
 /// before it is averaged.
 void check_not_stepped_in_backward(const Parameter& parameter) {
   if (!engine::has_gradient_use(parameter.tensor, engine::GradientUse::kSteps)) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("parameter '{}' is stepped in backward by an optimizer, before its gradient is averaged; "
-                  "destroy what step_in_backward() returned, and call step() after backward",
-                  parameter.name));
+  throw_invalid(
+      "parameter '{}' is stepped in backward by an optimizer, before its gradient is averaged; destroy what "
+      "step_in_backward() returned, and call step() after backward",
+      parameter.name);
 }
 
 /// Gives the gradient of a slot to the reducer. LibTorch's engine does not pass the text of an exception on.
@@ -65,7 +65,7 @@ std::string on(bool flag) { return flag ? "true" : "false"; }
 
 void check_replicas(const Reducer::Replicas& replicas) {
   if (replicas.empty() || replicas[0].empty()) {
-    throw Error(ErrorKind::kInvalid, "there are no parameters, so there are no gradients to reduce");
+    throw_invalid("there are no parameters, so there are no gradients to reduce");
   }
   bool trainable = false;
   std::map<const c10::TensorImpl*, std::string> listed;
@@ -73,24 +73,21 @@ void check_replicas(const Reducer::Replicas& replicas) {
     const std::vector<Parameter>& replica = replicas[r];
     const std::string of_replica = replicas.size() > 1 ? fmt::format(" of replica {}", r) : "";
     if (replica.size() != replicas[0].size()) {
-      throw Error(ErrorKind::kInvalid, fmt::format("one replica has {} parameters, another has {}",
-                                                   replicas[0].size(), replica.size()));
+      throw_invalid("one replica has {} parameters, another has {}", replicas[0].size(), replica.size());
     }
     for (std::size_t i = 0; i < replica.size(); ++i) {
       const Parameter& parameter = replica[i];
       const at::Tensor& like = replicas[0][i].tensor;
       const auto refuse = [&](const std::string& why) {
-        throw Error(ErrorKind::kInvalid, fmt::format("parameter '{}' {}", parameter.name, why));
+        throw_invalid("parameter '{}' {}", parameter.name, why);
       };
       if (!parameter.tensor.defined()) refuse("is undefined");
       const auto [first_entry, is_new] = listed.emplace(parameter.tensor.unsafeGetTensorImpl(),
                                                         fmt::format("'{}'{}", parameter.name, of_replica));
       if (!is_new) {
-        throw Error(ErrorKind::kInvalid,
-                    fmt::format("parameter '{}'{} is the same tensor as {}; {}", parameter.name, of_replica,
-                                first_entry->second,
-                                replicas.size() > 1 ? "list it once, and give each replica its own copy"
-                                                    : "list it once"));
+        throw_invalid(
+            "parameter '{}'{} is the same tensor as {}; {}", parameter.name, of_replica, first_entry->second,
+            replicas.size() > 1 ? "list it once, and give each replica its own copy" : "list it once");
       }
       check_not_stepped_in_backward(parameter);
       if (parameter.tensor.is_sparse()) refuse("is a sparse tensor; only its gradient may be sparse");
@@ -101,12 +98,10 @@ void check_replicas(const Reducer::Replicas& replicas) {
       }
       const c10::Device device = parameter.tensor.device(), first = replicas[0][0].tensor.device();
       if (device != first) {
-        throw Error(
-            ErrorKind::kInvalid,
-            fmt::format("parameter '{}' is on {}, but '{}' is on {}: a process averages the gradients of "
-                        "one device, so run one process for each device, or put the parts of a model that "
-                        "spans devices into a Pipeline",
-                        parameter.name, device.str(), replicas[0][0].name, first.str()));
+        throw_invalid(
+            "parameter '{}' is on {}, but '{}' is on {}: a process averages the gradients of one device, so "
+            "run one process for each device, or put the parts of a model that spans devices into a Pipeline",
+            parameter.name, device.str(), replicas[0][0].name, first.str());
       }
       if (parameter.tensor.sizes() != like.sizes() || parameter.tensor.strides() != like.strides() ||
           parameter.tensor.scalar_type() != like.scalar_type() ||
@@ -117,8 +112,7 @@ void check_replicas(const Reducer::Replicas& replicas) {
     }
   }
   if (!trainable) {
-    throw Error(ErrorKind::kInvalid,
-                "no parameter requires a gradient, so there is nothing to reduce; use the module as it is");
+    throw_invalid("no parameter requires a gradient, so there is nothing to reduce; use the module as it is");
   }
 }
 
@@ -127,15 +121,14 @@ void check_replicas(const Reducer::Replicas& replicas) {
 void DataParallelOptions::validate() const {
   const auto positive = [](double value, const std::string& name) {
     if (value > 0) return;
-    throw Error(ErrorKind::kInvalid, fmt::format("{} is {}; it must be above 0", name, value));
+    throw_invalid("{} is {}; it must be above 0", name, value);
   };
   positive(bucket_cap_mb, "bucket_cap_mb");
   positive(first_bucket_mb, "first_bucket_mb");
   for (std::size_t i = 0; i < bucket_cap_mb_list.size(); ++i)
     positive(bucket_cap_mb_list[i], fmt::format("bucket_cap_mb_list[{}]", i));
   if (static_graph && partial_backward) {
-    throw Error(
-        ErrorKind::kInvalid,
+    throw_invalid(
         "static_graph and partial_backward exclude each other: a static graph is learned from one whole "
         "backward pass");
   }
@@ -202,11 +195,10 @@ std::vector<std::size_t> ParameterSlots::unreached_from(const std::vector<at::Te
 void ParameterSlots::check_frozen() const {
   for (const Parameter& parameter : frozen_) {
     if (!parameter.tensor.requires_grad()) continue;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("parameter '{}' required no gradient when it was wrapped, and requires one now; wrap the "
-                    "module again",
-                    parameter.name));
+    throw_invalid(
+        "parameter '{}' required no gradient when it was wrapped, and requires one now; wrap the module "
+        "again",
+        parameter.name);
   }
 }
 
@@ -259,11 +251,11 @@ bool SlotHooks::is_shared(std::size_t slot) const {
     if (!mine || !other || other == mine) continue;
     shared = true;
     if (!other->is_reducing() || other->context().group.ranks() == mine->context().group.ranks()) continue;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("parameter '{}' is averaged by two wrappers, over ranks {} and over ranks {}, in "
-                            "one backward pass; wrap it once, or run each pass through only one of them",
-                            slots_.name(slot), fmt::join(mine->context().group.ranks(), ", "),
-                            fmt::join(other->context().group.ranks(), ", ")));
+    throw_invalid(
+        "parameter '{}' is averaged by two wrappers, over ranks {} and over ranks {}, in one backward pass; "
+        "wrap it once, or run each pass through only one of them",
+        slots_.name(slot), fmt::join(mine->context().group.ranks(), ", "),
+        fmt::join(other->context().group.ranks(), ", "));
   }
   return shared;
 }

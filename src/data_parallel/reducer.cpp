@@ -11,6 +11,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel/reducer.h>
 
+#include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 #include "data_parallel/api/agreement.h"
 #include "data_parallel/reducer_impl.h"
@@ -241,7 +242,7 @@ void Reducer::Impl::fail_unfinished_round() {
                            "; finish them before the next forward";
   give_up(round, text);
   settle();
-  throw Error(ErrorKind::kInvalid, text);
+  throw_invalid(text);
 }
 
 Reducer::Impl::RoundPtr Reducer::Impl::begin_empty_round(const RoundTerms& terms) {
@@ -336,10 +337,9 @@ void Reducer::Impl::mark_reached(engine::GradientSink& sink, const ForwardPtr& r
     skipped = record->skipped;
   }
   if (skipped) {
-    throw Error(
-        ErrorKind::kInvalid,
-        "a backward pass goes through outputs of a step that the ranks skip, because agree() returned "
-        "false; run the next step's forward");
+    throw_invalid(
+        "a backward pass goes through outputs of a step that the ranks skip, because agree() returned false; "
+        "run the next step's forward");
   }
   settle();
   {
@@ -459,12 +459,10 @@ bool Reducer::Impl::is_complete(std::size_t slot) {
   if (!graph_.is_known()) return true;
   const StaticGraph::Arrival arrival = graph_.arrive(slot);
   if (arrival == StaticGraph::Arrival::kTooMany) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format(
-            "parameter '{}' got more gradients than in the first step, but static_graph requires that "
-            "every step is like the first; unset static_graph",
-            context_.slots.name(slot)));
+    throw_invalid(
+        "parameter '{}' got more gradients than in the first step, but static_graph requires that every step "
+        "is like the first; unset static_graph",
+        context_.slots.name(slot));
   }
   return arrival == StaticGraph::Arrival::kLast;
 }
@@ -509,7 +507,7 @@ void Reducer::Impl::report_stray(engine::GradientSink& sink, std::size_t slot) {
         "the gradient is not averaged and the replicas diverge. Call the wrapper instead of the module "
         "inside it, or use no_sync()",
         context.slots.name(slot));
-    if (reaction == OnUnreducedBackward::kThrow) throw Error(ErrorKind::kInvalid, text);
+    if (reaction == OnUnreducedBackward::kThrow) throw_invalid(text);
     context.runtime.log.warning(text);
   });
 }
@@ -561,7 +559,7 @@ void Reducer::Impl::work_over(const RoundPtr& round, const engine::PassStatus& s
           : "If the loss does not depend on them in every step, set find_unused_parameters; if more backward "
             "passes over other outputs of this forward follow, set partial_backward");
   give_up(round, text);
-  throw Error(ErrorKind::kInvalid, text);
+  throw_invalid(text);
 }
 
 /// Runs on the thread that reaches the end of the pass. No other thread uses the pass's gradients then.

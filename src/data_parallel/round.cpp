@@ -334,9 +334,9 @@ bool Round::enter(engine::GradientSink& sink, const ForwardPtr& record) {
   if (std::find(records_.begin(), records_.end(), record) == records_.end()) records_.push_back(record);
   if (end_ == sink.end()) return false;
   if (conclusion_ || sink_ != nullptr) {
-    throw Error(ErrorKind::kInvalid,
-                "a second backward pass goes through this module while another one is running; run one after "
-                "the other");
+    throw_invalid(
+        "a second backward pass goes through this module while another one is running; run one after the "
+        "other");
   }
   sink_ = &sink;
   end_ = sink.end();

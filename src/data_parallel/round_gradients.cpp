@@ -12,6 +12,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/device/streams.h>
 
+#include "core/api/throw_invalid.h"
 #include "device/api/compat.h"
 
 namespace torchspan::data_parallel {
@@ -38,9 +39,8 @@ void check_result(const Buckets& buckets, std::size_t bucket, const at::Tensor& 
       (sparse ? reduced.sizes() == sent.sizes() : reduced.numel() == sent.numel())) {
     return;
   }
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("the result of the communication hook for bucket {} is {}; it must be {}", bucket,
-                          kind_of_tensor(reduced), kind_of_tensor(sent)));
+  throw_invalid("the result of the communication hook for bucket {} is {}; it must be {}", bucket,
+                kind_of_tensor(reduced), kind_of_tensor(sent));
 }
 
 }  // namespace
@@ -77,13 +77,12 @@ RoundGradients::RoundGradients(ReducerContext& context, std::uint64_t round, dou
 
 void RoundGradients::accept(std::size_t slot) {
   if (accepted_[slot].exchange(true)) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("parameter '{}' got a second gradient in one step, after the first one was put into its "
-                    "bucket: it is used again in a backward pass inside the backward pass "
-                    "(checkpointing), or outside the wrapped forward, or in a backward pass over "
-                    "another output. If all steps have the same graph, set static_graph, which allows this",
-                    context_.slots.name(slot)));
+    throw_invalid(
+        "parameter '{}' got a second gradient in one step, after the first one was put into its bucket: it "
+        "is used again in a backward pass inside the backward pass (checkpointing), or outside the wrapped "
+        "forward, or in a backward pass over another output. If all steps have the same graph, set "
+        "static_graph, which allows this",
+        context_.slots.name(slot));
   }
   if (slot < order_.size()) order_[ordered_.fetch_add(1)].store(static_cast<std::uint32_t>(slot));
 }
@@ -265,8 +264,7 @@ Future<at::Tensor> RoundGradients::reduce(std::size_t bucket, bool given_up) {
   argument.buffer = std::move(outgoing);
   Future<at::Tensor> work = context_.comm_hook(argument, context_.group);
   if (!work.valid()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the communication hook returned an empty future for bucket {}", bucket));
+    throw_invalid("the communication hook returned an empty future for bucket {}", bucket);
   }
   return work;
 }

@@ -1,4 +1,5 @@
 // The only source that uses CUDA's own interface. Built with it if TORCHSPAN_CUDA found a toolkit.
+#include "core/api/throw_invalid.h"
 #include "device/api/device_runtime.h"
 
 #if defined(TORCHSPAN_CUDA_RUNTIME)
@@ -114,8 +115,7 @@ class CudaRuntime final : public DeviceRuntime {
                                          std::size_t bytes) const override {
     cudaIpcMemHandle_t theirs{};
     if (handle.size() != sizeof theirs) {
-      throw Error(ErrorKind::kInvalid, fmt::format("a handle of CUDA memory has {} bytes, but a rank sent {}",
-                                                   sizeof theirs, handle.size()));
+      throw_invalid("a handle of CUDA memory has {} bytes, but a rank sent {}", sizeof theirs, handle.size());
     }
     std::memcpy(&theirs, handle.data(), sizeof theirs);
     const c10::DeviceGuard guard(device);
@@ -127,9 +127,8 @@ class CudaRuntime final : public DeviceRuntime {
     });
     const std::optional<std::size_t> size = allocation_size(memory);
     if (size && *size < bytes) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("a rank shared {} bytes of {} memory and says that they are {}", *size,
-                              device.str(), bytes));
+      throw_invalid("a rank shared {} bytes of {} memory and says that they are {}", *size, device.str(),
+                    bytes);
     }
     return opened;
   }

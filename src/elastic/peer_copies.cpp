@@ -13,6 +13,7 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/agreement.h"
+#include "core/api/throw_invalid.h"
 #include "elastic/tracked_state.h"
 
 namespace torchspan::elastic {
@@ -105,8 +106,7 @@ std::int64_t bytes_of_entry(const StateListing::Entry& entry, std::int64_t most)
     if (__builtin_mul_overflow(bytes, size, &bytes)) bytes = most + 1;
     if (bytes > most) break;
   }
-  if (bytes > most)
-    throw_invalid(fmt::format("the copy of a state lacks a part of the tensor '{}'", entry.name));
+  if (bytes > most) throw_invalid("the copy of a state lacks a part of the tensor '{}'", entry.name);
   return bytes;
 }
 
@@ -303,10 +303,10 @@ void PeerCopies::send_around() {
     ByteReader in(all[rank]);
     const auto step = in.get<std::int64_t>();
     if (step != own.id.step) {
-      throw_invalid(fmt::format(
-          "rank {} copies its state after step {}, and rank {} after step {}: run the same "
-          "number of steps on all ranks, with the same options",
-          group_.ranks()[rank], step, group_.ranks()[static_cast<std::size_t>(group_.rank())], own.id.step));
+      throw_invalid(
+          "rank {} copies its state after step {}, and rank {} after step {}: run the same number of steps "
+          "on all ranks, with the same options",
+          group_.ranks()[rank], step, group_.ranks()[static_cast<std::size_t>(group_.rank())], own.id.step);
     }
     if (static_cast<int>(rank) != previous()) continue;
     const auto header = in.get<std::int64_t>();

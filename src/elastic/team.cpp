@@ -14,6 +14,7 @@
 #include <torchspan/detail/wire/codec.h>
 
 #include "core/api/agreement.h"
+#include "core/api/throw_invalid.h"
 #include "elastic/tracked_state.h"
 #include "state/api/place.h"
 
@@ -108,10 +109,9 @@ void Team::compare(const torch::nn::Module& module, const std::vector<at::Tensor
   const std::vector<Bytes> all = group_.all_gather_bytes(mine.bytes());
   if (const auto other = first_difference(all)) {
     throw_invalid(
-        fmt::format("the parameters or positions of ranks {} and {} differ after step {}: change parameters "
-                    "only in `apply`, which "
-                    "must do the same on all ranks, and register every object that it uses with add()",
-                    generation_.ranks[0], generation_.ranks[*other], position.step));
+        "the parameters or positions of ranks {} and {} differ after step {}: change parameters only in "
+        "`apply`, which must do the same on all ranks, and register every object that it uses with add()",
+        generation_.ranks[0], generation_.ranks[*other], position.step);
   }
 }
 
@@ -124,10 +124,10 @@ Team::Vote Team::vote(const Vote& mine) const {
   numbers[3] = -mine.step;
   group_.all_reduce(ballot, collective::kMax).wait();
   if (numbers[2] != -numbers[3]) {
-    throw_invalid(fmt::format(
-        "the ranks of an elastic trainer voted for the steps {} to {} at once: run the same program "
-        "on all ranks, and give trainers different names",
-        -numbers[3], numbers[2]));
+    throw_invalid(
+        "the ranks of an elastic trainer voted for the steps {} to {} at once: run the same program on all "
+        "ranks, and give trainers different names",
+        -numbers[3], numbers[2]);
   }
   return {.failed = numbers[0] != 0, .regroup = numbers[1] != 0, .step = mine.step};
 }

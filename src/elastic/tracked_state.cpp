@@ -11,6 +11,7 @@
 #include <torchspan/core/error.h>
 
 #include "checkpoint/api/names_and_values.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::elastic {
 
@@ -42,13 +43,12 @@ StateListing StateListing::decode(BytesView bytes) {
     entry.name = in.get_string();
     const auto dtype = in.get<std::int8_t>();
     if (dtype < 0 || dtype >= static_cast<std::int8_t>(at::ScalarType::Undefined))
-      throw_invalid(fmt::format("the tensor '{}' of a state has the unknown dtype {}", entry.name, dtype));
+      throw_invalid("the tensor '{}' of a state has the unknown dtype {}", entry.name, dtype);
     entry.dtype = static_cast<at::ScalarType>(dtype);
     entry.shape.resize(in.get_count(sizeof(std::int64_t)));
     for (std::int64_t& size : entry.shape) {
       size = in.get<std::int64_t>();
-      if (size < 0)
-        throw_invalid(fmt::format("the tensor '{}' of a state has the size {}", entry.name, size));
+      if (size < 0) throw_invalid("the tensor '{}' of a state has the size {}", entry.name, size);
     }
   }
   for (std::size_t left = in.get_count(5); left > 0; --left) {
@@ -73,7 +73,7 @@ std::vector<std::string> ReceivedState::all_names() const {
 
 const at::Tensor& ReceivedState::get(const std::string& full_name) const {
   const auto found = tensors_.find(full_name);
-  if (found == tensors_.end()) throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full_name));
+  if (found == tensors_.end()) throw_invalid("{} has no tensor '{}'", describe(), full_name);
   return found->second;
 }
 
@@ -103,9 +103,8 @@ void TrackedState::add(std::string name, checkpoint::SourcePtr source) {
   const bool taken =
       std::any_of(sources_.begin(), sources_.end(), [&](const auto& one) { return one.first == name; });
   if (taken || name.empty()) {
-    throw_invalid(
-        fmt::format("an object was added to the elastic trainer under the {} name '{}': choose another",
-                    taken ? "taken" : "empty", name));
+    throw_invalid("an object was added to the elastic trainer under the {} name '{}': choose another",
+                  taken ? "taken" : "empty", name);
   }
   for (const auto& [other, registered] : sources_)
     checkpoint::require_separate_names(name, *source, other, *registered);

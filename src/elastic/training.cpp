@@ -14,6 +14,7 @@
 #include <torchspan/data.h>
 #include <torchspan/detail/elastic/training.h>
 
+#include "core/api/throw_invalid.h"
 #include "data/api/sampler.h"
 #include "elastic/failed_generations.h"
 #include "elastic/team.h"
@@ -26,7 +27,7 @@ namespace torchspan {
 void ElasticOptions::validate() const {
   const auto check = [](bool right, const char* field, auto value, const char* expected) {
     if (right) return;
-    throw_invalid(fmt::format("ElasticOptions::{} is {}; expected {}", field, value, expected));
+    throw_invalid("ElasticOptions::{} is {}; expected {}", field, value, expected);
   };
   check(samples > 0, "samples", samples, "the size of the data set, 1 or more");
   check(batch > 0, "batch", batch, "1 or more samples");

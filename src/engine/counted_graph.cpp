@@ -1,13 +1,13 @@
 #include "engine/counted_graph.h"
 
 #include <algorithm>
-#include <fmt/format.h>
 #include <iterator>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/grad_mode.h>
 
+#include "core/api/throw_invalid.h"
 #include "engine/execute.h"
 
 namespace torchspan::engine {
@@ -40,8 +40,7 @@ CountedGraph::State::State(Node* node, std::uint64_t order)
 }
 
 void CountedGraph::add_local_root(Edge edge, at::Tensor gradient) {
-  if (!edge.is_valid())
-    throw Error(ErrorKind::kInvalid, "a root of a pass needs a node, but this edge has none");
+  if (!edge.is_valid()) throw_invalid("a root of a pass needs a node, but this edge has none");
   variable_list gradients{std::move(gradient)};
   const c10::AutoGradMode grad_mode(false);
   fit_gradients({edge}, gradients);
@@ -56,7 +55,7 @@ std::uint32_t CountedGraph::index_of(Node* node) {
   if (!is_new) return found->second;
   const auto known = counts_ ? counts_->find(*node) : std::nullopt;
   if (in_place_ && next == states_.capacity())
-    throw Error(ErrorKind::kInvalid, "the graph's edges were changed after it was counted");
+    throw_invalid("the graph's edges were changed after it was counted");
   states_.emplace_back(node, known ? known->order : kUncounted + next);
   if (known) {
     states_.back().counted = true;
@@ -182,8 +181,7 @@ void CountedGraph::start() {
 void CountedGraph::open(Node& root, Delivery delivery) {
   const std::size_t expected = root.num_inputs();
   if (expected != 0 && delivery.gradients.size() != expected) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{} gradients were delivered to a node that takes {}",
-                                                 delivery.gradients.size(), expected));
+    throw_invalid("{} gradients were delivered to a node that takes {}", delivery.gradients.size(), expected);
   }
   for (at::Tensor& gradient : delivery.gradients) streams_.hand_over(gradient, root);
   Guard guard(*this);
@@ -384,7 +382,7 @@ void CountedGraph::run_exit(std::uint32_t index, variable_list inputs, GradientS
 void CountedGraph::distribute(std::uint32_t index, variable_list outputs) {
   const State& state = states_[index];
   if (outputs.size() != state.edge_count) {
-    throw Error(ErrorKind::kInvalid, "the node's edges were changed during its pass");
+    throw_invalid("the node's edges were changed during its pass");
   }
   if (streams_.any()) {
     for (std::uint32_t i = 0; i < state.edge_count; ++i) {

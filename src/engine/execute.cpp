@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
+#include "core/api/throw_invalid.h"
 #include "engine/api/compat.h"
 #include "engine/api/grad_field_sink.h"
 
@@ -102,7 +103,7 @@ std::string printed(const T& value) {
 }
 
 [[noreturn]] void refuse(std::size_t index, const std::string& what) {
-  throw Error(ErrorKind::kInvalid, fmt::format("invalid gradient at index {}: {}", index, what));
+  throw_invalid("invalid gradient at index {}: {}", index, what);
 }
 
 bool layouts_fit(at::Layout gradient, at::Layout expected) {
@@ -133,7 +134,7 @@ void fit_device(std::size_t index, const InputMetadata& metadata, at::Tensor& gr
 void fit(std::size_t index, const InputMetadata& metadata, at::Tensor& gradient) {
   if (!metadata.is_same_shape(gradient)) {
     if (!metadata.is_expandable_to_shape(gradient)) {
-      throw Error(ErrorKind::kInvalid, metadata.incompatible_shape_error_message(index, gradient).str());
+      throw_invalid(metadata.incompatible_shape_error_message(index, gradient).str());
     }
     gradient = metadata.reduce_grad(gradient);
   }
@@ -171,8 +172,7 @@ bool is_gradient_hook(const std::unique_ptr<torch::autograd::FunctionPostHook>& 
 bool give_to_sink(const torch::autograd::AccumulateGrad& node, at::Tensor gradient, GradientSink& sink) {
   if (!gradient.defined()) return false;
   if (node.variable.grad_fn()) {
-    throw Error(
-        ErrorKind::kInvalid,
+    throw_invalid(
         "this leaf was changed in place after it was used, so it is no longer a leaf; change it under "
         "NoGradGuard, or change a copy");
   }
@@ -211,8 +211,7 @@ void check_outputs(const variable_list& outputs) {
 
 void fit_gradients(const torch::autograd::edge_list& edges, variable_list& gradients) {
   if (gradients.size() != edges.size()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("invalid number of gradients: {}, expected {}", gradients.size(), edges.size()));
+    throw_invalid("invalid number of gradients: {}, expected {}", gradients.size(), edges.size());
   }
   for (std::size_t index = 0; index < edges.size(); ++index) {
     const auto& edge = edges[index];
@@ -231,8 +230,8 @@ variable_list run_node(Node& node, variable_list inputs, GradientSink& sink, boo
   fit_gradients(node.next_edges(), outputs);
   for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, seen);
   if (outputs.size() != node.next_edges().size()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("a post hook returned {} gradients instead of {}",
-                                                 outputs.size(), node.next_edges().size()));
+    throw_invalid("a post hook returned {} gradients instead of {}", outputs.size(),
+                  node.next_edges().size());
   }
   if (!retain) node.release_variables();
   check_outputs(outputs);
@@ -281,7 +280,7 @@ void run_pass_node(PassNode& node, variable_list inputs, const std::vector<bool>
 void run_leaf(torch::autograd::AccumulateGrad& node, variable_list inputs, GradientSink& sink) {
   inputs = compat::run_pre_hooks(node, std::move(inputs), pre_hook_caller(sink));
   if (inputs.size() != 1) {
-    throw Error(ErrorKind::kInvalid, fmt::format("a leaf takes one gradient, got {}", inputs.size()));
+    throw_invalid("a leaf takes one gradient, got {}", inputs.size());
   }
   const auto& hooks = node.post_hooks();
   const bool others = sink.runs_leaf_hooks() && !std::all_of(hooks.begin(), hooks.end(), is_gradient_hook);

@@ -32,8 +32,7 @@ void PassEnd::after(Callback callback) {
 
 void PassEnd::last(Callback callback) {
   MutexLock lock(mutex_);
-  if (come_ || last_)
-    throw Error(ErrorKind::kInvalid, "this pass has ended, or its last callback is set already");
+  if (come_ || last_) throw_invalid("this pass has ended, or its last callback is set already");
   last_.emplace(std::move(callback));
 }
 
@@ -44,16 +43,13 @@ bool PassEnd::is_watched() const {
 
 void PassEnd::after_work(Callback callback) {
   MutexLock lock(mutex_);
-  if (ended_)
-    throw Error(ErrorKind::kInvalid,
-                "this pass's work is over; register after_work() callbacks while it runs");
+  if (ended_) throw_invalid("this pass's work is over; register after_work() callbacks while it runs");
   work_callbacks_.push_back(std::move(callback));
 }
 
 void PassEnd::before_end(Callback callback) {
   MutexLock lock(mutex_);
-  if (come_)
-    throw Error(ErrorKind::kInvalid, "this pass has ended; register before_end() callbacks before that");
+  if (come_) throw_invalid("this pass has ended; register before_end() callbacks before that");
   decisions_.push_back(std::move(callback));
 }
 
@@ -62,7 +58,7 @@ void PassEnd::hold(Future<void> future) {
     MutexLock lock(mutex_);
     if (come_) {
       if (error_) std::rethrow_exception(error_);
-      throw Error(ErrorKind::kInvalid, "this pass has ended; hold futures before its gradients are complete");
+      throw_invalid("this pass has ended; hold futures before its gradients are complete");
     }
     ++holds_;
   }
@@ -132,7 +128,7 @@ void PassEnd::wait(Deadline deadline) {
     continuation.wait(deadline);
   }
   MutexLock lock(mutex_);
-  if (!come_) throw Error(ErrorKind::kInvalid, "this pass has not ended: its graph's work still runs");
+  if (!come_) throw_invalid("this pass has not ended: its graph's work still runs");
   if (error_) std::rethrow_exception(error_);
 }
 
@@ -327,7 +323,7 @@ std::shared_ptr<GradFieldSink> NativeEnginePasses::current() {
   // lives.
   const void* task = torch::autograd::get_current_graph_task_exec_info();
   if (!task) {
-    throw Error(ErrorKind::kInvalid, "no backward pass of LibTorch's engine is running on this thread");
+    throw_invalid("no backward pass of LibTorch's engine is running on this thread");
   }
   if (const auto one = united(); one.get() != this) return one->current();
   std::shared_ptr<GradFieldSink> sink;

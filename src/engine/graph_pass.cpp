@@ -1,7 +1,6 @@
 #include "engine/api/graph_pass.h"
 
 #include <atomic>
-#include <fmt/format.h>
 #include <unordered_map>
 #include <utility>
 
@@ -15,6 +14,7 @@
 
 #include <torchspan/detail/core/mutex.h>
 
+#include "core/api/throw_invalid.h"
 #include "engine/counted_graph.h"
 #include "engine/execute.h"
 #include "engine/streams.h"
@@ -117,15 +117,12 @@ GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
       failed_(std::move(options.failed)),
       thread_state_(options.thread_state ? *options.thread_state : at::ThreadLocalState()),
       graph_(std::make_unique<CountedGraph>(progress_, streams_, threads_ > 1, std::move(options.counts))) {
-  if (threads_ == 0)
-    throw Error(ErrorKind::kInvalid, "PassOptions::threads is 0; a pass needs at least one thread");
+  if (threads_ == 0) throw_invalid("PassOptions::threads is 0; a pass needs at least one thread");
   if (threads_ > 1 && !enlist_) {
-    throw Error(ErrorKind::kInvalid,
-                "PassOptions::threads is more than 1, which requires PassOptions::enlist");
+    throw_invalid("PassOptions::threads is more than 1, which requires PassOptions::enlist");
   }
   if (sink.end()->has_arrived()) {
-    throw Error(ErrorKind::kInvalid,
-                "this gradient sink belongs to a pass that has ended; create one for each pass");
+    throw_invalid("this gradient sink belongs to a pass that has ended; create one for each pass");
   }
   thread_state_.set_grad_mode(false);
   if (streams_.any()) sink.end()->run_on(streams_.caller());
@@ -134,8 +131,7 @@ GraphPass::Impl::Impl(GradientSink& sink, PassOptions options)
 void GraphPass::Impl::expect_unprepared() const {
   MutexLock lock(mutex_);
   if (prepared_)
-    throw Error(ErrorKind::kInvalid,
-                "this pass is prepared already: add all roots first, then call prepare() once");
+    throw_invalid("this pass is prepared already: add all roots first, then call prepare() once");
 }
 
 void GraphPass::Impl::add_local_root(Edge edge, at::Tensor gradient) {
@@ -145,11 +141,11 @@ void GraphPass::Impl::add_local_root(Edge edge, at::Tensor gradient) {
 
 void GraphPass::Impl::add_pending(NodePtr root) {
   if (!grows_) expect_unprepared();
-  if (!root) throw Error(ErrorKind::kInvalid, "a pending root of a pass must be a node, not null");
+  if (!root) throw_invalid("a pending root of a pass must be a node, not null");
   {
     MutexLock lock(mutex_);
     if (closed_ || arrived_.contains(root.get())) return;
-    if (sealed_) throw Error(ErrorKind::kInvalid, "a pending root was added to a sealed pass");
+    if (sealed_) throw_invalid("a pending root was added to a sealed pass");
     arrived_.emplace(root.get(), false);
     pending_.push_back(root.get());
     if (grows_) return later_.push_back(std::move(root));
@@ -177,8 +173,7 @@ bool GraphPass::Impl::post(Queued queued) {
   if (closed_ || error_) return false;
   auto found = arrived_.find(queued.root);
   if (found == arrived_.end()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("node '{}' is not a pending root of this pass", queued.root->name()));
+    throw_invalid("node '{}' is not a pending root of this pass", queued.root->name());
   }
   if (std::exchange(found->second, true)) return false;
   queue_.push_back(std::move(queued));
@@ -422,15 +417,12 @@ GraphPass::~GraphPass() { impl_->drop(); }
 
 void GraphPass::add_root(const at::Tensor& root, at::Tensor gradient) {
   if (!root.defined() || !root.requires_grad()) {
-    throw Error(ErrorKind::kInvalid,
-                "a root of a backward pass must require grad: this tensor has no autograd history");
+    throw_invalid("a root of a backward pass must require grad: this tensor has no autograd history");
   }
   if (!gradient.defined()) {
     if (root.numel() != 1) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("a root with {} elements needs a gradient; 1 is the default for one element only",
-                      root.numel()));
+      throw_invalid("a root with {} elements needs a gradient; 1 is the default for one element only",
+                    root.numel());
     }
     const c10::AutoGradMode grad_mode(false);
     gradient = at::ones_like(root, at::MemoryFormat::Contiguous);

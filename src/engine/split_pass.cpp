@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <fmt/format.h>
 #include <limits>
 #include <optional>
 #include <queue>
@@ -21,6 +20,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "core/api/throw_invalid.h"
 #include "engine/api/compat.h"
 #include "engine/api/node_ptr.h"
 #include "engine/execute.h"
@@ -250,16 +250,15 @@ class SplitPass::Impl {
 
 void SplitPass::Impl::expect(State state, const char* call) const {
   if (state_ == state) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("{} of a backward pass in two parts {}: call add_root(), then run_inputs() and "
-                          "run_weights(), once each",
-                          call, state_ == State::kEnded ? "that has ended" : "in the wrong order"));
+  throw_invalid(
+      "{} of a backward pass in two parts {}: call add_root(), then run_inputs() and run_weights(), once "
+      "each",
+      call, state_ == State::kEnded ? "that has ended" : "in the wrong order");
 }
 
 void SplitPass::Impl::add_root(Edge root, at::Tensor gradient) {
   expect(State::kNew, "add_root()");
-  if (!root.is_valid())
-    throw Error(ErrorKind::kInvalid, "a root of a pass needs a node, but this edge has none");
+  if (!root.is_valid()) throw_invalid("a root of a pass needs a node, but this edge has none");
   variable_list gradients{std::move(gradient)};
   const c10::AutoGradMode grad_mode(false);
   fit_gradients({root}, gradients);
@@ -379,8 +378,7 @@ void SplitPass::Impl::add(const SplitGraph::Target& target, at::Tensor gradient)
 
 void SplitPass::Impl::distribute(std::uint32_t index, variable_list outputs, bool first) {
   const Entry& entry = graph_->entries()[index];
-  if (outputs.size() != entry.targets.size())
-    throw Error(ErrorKind::kInvalid, "the node's edges were changed during its pass");
+  if (outputs.size() != entry.targets.size()) throw_invalid("the node's edges were changed during its pass");
   for (std::size_t edge = 0; edge < outputs.size(); ++edge) {
     const SplitGraph::Target& target = entry.targets[edge];
     if (target.index == SplitGraph::kNowhere || !outputs[edge].defined()) continue;
@@ -404,11 +402,10 @@ void SplitPass::Impl::check_unchanged(std::uint32_t index) const {
   const Kept& kept = kept_[index];
   for (std::size_t input = 0; input < kept.versions.size(); ++input) {
     if (version_of(kept.gradients[input]) == kept.versions[input]) continue;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("its gradient {} was changed in place between the two parts of the pass, by a hook or "
-                    "a custom function that got the same tensor: change a copy there",
-                    input));
+    throw_invalid(
+        "its gradient {} was changed in place between the two parts of the pass, by a hook or a custom "
+        "function that got the same tensor: change a copy there",
+        input);
   }
 }
 

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <fmt/format.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::net {
 namespace {
 
@@ -28,10 +30,10 @@ std::array<std::byte, kPrefixBytes> bare_frame(FrameType type) {
 }
 
 [[noreturn]] void throw_limit(const char* what, std::uint64_t size, const char* option, std::uint64_t limit) {
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("a message with {} {} is beyond this worker's limit of {}; raise "
-                          "TransportOptions::{} on both sides if it is intended",
-                          size, what, limit, option));
+  throw_invalid(
+      "a message with {} {} is beyond this worker's limit of {}; raise TransportOptions::{} on both sides if "
+      "it is intended",
+      size, what, limit, option);
 }
 
 }  // namespace
@@ -53,8 +55,7 @@ std::uint64_t check_message(BytesView header, std::span<const Segment> segments,
     if (segment.device_target == 0) continue;
     if (!limits.device_memory || segment.device_target >= kDeviceTargets || segment.size == 0 ||
         !segment.keep)
-      throw Error(ErrorKind::kInvalid,
-                  "a message has a segment in device memory, which this connection does not carry");
+      throw_invalid("a message has a segment in device memory, which this connection does not carry");
   }
   if (size > limits.max_message) throw_limit("bytes", size, "max_message", limits.max_message);
   return size + kPrefixBytes + segments.size() * sizeof(std::uint64_t);
@@ -111,7 +112,7 @@ void FrameParser::feed(BytesView bytes, std::vector<Message>& finished) {
         bytes = feed_segment(bytes);
         break;
       case Stage::kGoodbye:
-        throw Error(ErrorKind::kInvalid, "received bytes after the goodbye");
+        throw_invalid("received bytes after the goodbye");
     }
     settle(finished);
   }
@@ -143,9 +144,8 @@ void FrameParser::take_prefix() {
   const bool is_bare = prefix.type == FrameType::kGoodbye || prefix.type == FrameType::kHeartbeat;
   if (prefix.magic != kFrameMagic || prefix.zero != 0 || !knows(prefix.type) ||
       (is_bare && (prefix.segments != 0 || prefix.header != 0))) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("received bytes that are not a frame (magic {:#06x}, type {})", prefix.magic,
-                            static_cast<unsigned>(prefix.type)));
+    throw_invalid("received bytes that are not a frame (magic {:#06x}, type {})", prefix.magic,
+                  static_cast<unsigned>(prefix.type));
   }
   if (is_bare) {
     if (prefix.type == FrameType::kGoodbye) stage_ = Stage::kGoodbye;

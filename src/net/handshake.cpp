@@ -40,8 +40,7 @@ void draw_nonce(std::array<std::byte, kNonceBytes>& nonce) {
 
 Handshake::Handshake(Role role, HandshakeOptions options) : role_(role), options_(std::move(options)) {
   if (options_.secret.empty()) {
-    throw Error(
-        ErrorKind::kInvalid,
+    throw_invalid(
         "a transport over sockets needs a cluster secret: set TransportOptions::secret on every worker");
   }
   ByteWriter hello;
@@ -60,7 +59,7 @@ Handshake::Handshake(Role role, HandshakeOptions options) : role_(role), options
 std::size_t Handshake::receive(BytesView bytes) {
   std::size_t taken = 0;
   while (taken < bytes.size() && stage_ != Stage::kDone) {
-    if (stage_ == Stage::kFailed) throw Error(ErrorKind::kInvalid, "the handshake has failed already");
+    if (stage_ == Stage::kFailed) throw_invalid("the handshake has failed already");
     record_.push_back(bytes[taken++]);
     // The first wrong byte is enough: this side does not wait for more bytes of an unauthenticated peer.
     if (stage_ == Stage::kHello && record_.size() <= kHandshakeMagic.size() &&

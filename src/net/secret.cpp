@@ -15,6 +15,7 @@
 #include <torchspan/detail/net/secret.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::net {
 namespace {
@@ -63,15 +64,13 @@ std::string read_small_file(int fd, const std::string& path) {
     const ssize_t got = ::read(fd, raw.data() + size, raw.size() - size);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("secret file '{}' cannot be read: {}", path, std::strerror(errno)));
+      throw_invalid("secret file '{}' cannot be read: {}", path, std::strerror(errno));
     }
     if (got == 0) return std::string(raw.data(), size);
     size += static_cast<std::size_t>(got);
   }
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("secret file '{}' is larger than {} bytes, so it is not a secret; {}", path,
-                          kLargestFile, how_to_make(path)));
+  throw_invalid("secret file '{}' is larger than {} bytes, so it is not a secret; {}", path, kLargestFile,
+                how_to_make(path));
 }
 
 void write_all(int fd, std::string_view text, const std::string& path) {
@@ -79,8 +78,7 @@ void write_all(int fd, std::string_view text, const std::string& path) {
     const ssize_t written = ::write(fd, text.data(), text.size());
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("secret file '{}' cannot be written: {}", path, std::strerror(errno)));
+      throw_invalid("secret file '{}' cannot be written: {}", path, std::strerror(errno));
     }
     text.remove_prefix(static_cast<std::size_t>(written));
   }
@@ -96,8 +94,7 @@ struct Removal {
 
 Secret Secret::from_bytes(Bytes bytes) {
   if (bytes.size() < kLeastBytes) {
-    throw Error(ErrorKind::kInvalid, fmt::format("a cluster secret has at least {} bytes, this one has {}",
-                                                 kLeastBytes, bytes.size()));
+    throw_invalid("a cluster secret has at least {} bytes, this one has {}", kLeastBytes, bytes.size());
   }
   Secret secret;
   secret.bytes_ = std::move(bytes);
@@ -115,13 +112,11 @@ Secret Secret::random() {
 Secret Secret::from_file(const std::string& path) {
   Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file) {
-    throw Error(ErrorKind::kInvalid, fmt::format("secret file '{}' cannot be opened: {}; {}", path,
-                                                 std::strerror(errno), how_to_make(path)));
+    throw_invalid("secret file '{}' cannot be opened: {}; {}", path, std::strerror(errno), how_to_make(path));
   }
   struct stat about {};
   if (::fstat(file.get(), &about) != 0 || !S_ISREG(about.st_mode)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("secret file '{}' is not a regular file; {}", path, how_to_make(path)));
+    throw_invalid("secret file '{}' is not a regular file; {}", path, how_to_make(path));
   }
   if ((about.st_mode & kOthers) != 0) {
     throw Error(
@@ -143,15 +138,14 @@ Secret Secret::from_file(const std::string& path) {
     bytes.assign(raw.begin(), raw.end());
   }
   if (bytes.size() < kLeastBytes) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("secret file '{}' holds {} bytes, a secret has at least {}; {}", path,
-                            bytes.size(), kLeastBytes, how_to_make(path)));
+    throw_invalid("secret file '{}' holds {} bytes, a secret has at least {}; {}", path, bytes.size(),
+                  kLeastBytes, how_to_make(path));
   }
   return from_bytes(std::move(bytes));
 }
 
 Secret Secret::derived(std::string_view use) const {
-  if (empty()) throw Error(ErrorKind::kInvalid, "nothing can be derived from an empty cluster secret");
+  if (empty()) throw_invalid("nothing can be derived from an empty cluster secret");
   Bytes bytes(kRandomBytes);
   unsigned int size = 0;
   if (HMAC(EVP_sha256(), bytes_.data(), static_cast<int>(bytes_.size()),
@@ -164,25 +158,21 @@ Secret Secret::derived(std::string_view use) const {
 }
 
 void Secret::write_file(const std::string& path) const {
-  if (empty())
-    throw Error(ErrorKind::kInvalid, "an empty secret cannot be written to a file: use Secret::random()");
+  if (empty()) throw_invalid("an empty secret cannot be written to a file: use Secret::random()");
   // Written to another file and linked into place: no process reads half a secret, and one of two writers
   // wins.
   const std::string aside = path + "." + to_hex(Secret::random().bytes().first(8));
   Descriptor file(::open(aside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   if (!file) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("secret file '{}' cannot be created: {}; does its directory exist, and is it writable?",
-                    path, std::strerror(errno)));
+    throw_invalid("secret file '{}' cannot be created: {}; does its directory exist, and is it writable?",
+                  path, std::strerror(errno));
   }
   const Removal removal{aside};
   write_all(file.get(), to_hex(bytes_) + "\n", path);
   if (::fsync(file.get()) != 0 || ::link(aside.c_str(), path.c_str()) != 0) {
     const int reason = errno;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("secret file '{}' cannot be created: {}{}", path, std::strerror(reason),
-                            reason == EEXIST ? "; read it, or remove it first" : ""));
+    throw_invalid("secret file '{}' cannot be created: {}{}", path, std::strerror(reason),
+                  reason == EEXIST ? "; read it, or remove it first" : "");
   }
 }
 

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <fmt/format.h>
 #include <limits>
 #include <sstream>
 
@@ -8,6 +7,7 @@
 
 #include <torchspan/optim/functional.h>
 
+#include "core/api/throw_invalid.h"
 #include "state/api/save_load.h"
 
 namespace torchspan::optim {
@@ -83,8 +83,7 @@ void TorchOptimizer::load_state(std::size_t index, const ParameterState& state) 
   const auto found = state.find(kEntry);
   if (index > 0 ? !state.empty()
                 : state.size() != 1 || found == state.end() || found->second.scalar_type() != at::kByte) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: the state of {} is not of this kind of optimizer", name(), describe(index)));
+    throw_invalid("{}: the state of {} is not of this kind of optimizer", name(), describe(index));
   }
   if (index > 0) return;
   const at::Tensor bytes = found->second.contiguous();
@@ -95,8 +94,8 @@ void TorchOptimizer::load_state(std::size_t index, const ParameterState& state) 
          *optimizer_);
   } catch (const c10::Error& error) {
     load(before, *optimizer_);
-    throw Error(ErrorKind::kInvalid, fmt::format("{}: the state of {} does not match: {}", name(),
-                                                 describe(index), error.what_without_backtrace()));
+    throw_invalid("{}: the state of {} does not match: {}", name(), describe(index),
+                  error.what_without_backtrace());
   }
 }
 
@@ -125,8 +124,7 @@ void from_bytes(const std::string& bytes, torch::optim::OptimizerOptions& option
     archive.load_from(in);
     options.serialize(archive);
   } catch (const c10::Error& error) {
-    throw Error(ErrorKind::kInvalid, fmt::format("cannot read the options of an optimizer of LibTorch: {}",
-                                                 error.what_without_backtrace()));
+    throw_invalid("cannot read the options of an optimizer of LibTorch: {}", error.what_without_backtrace());
   }
 }
 

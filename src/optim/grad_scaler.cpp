@@ -109,9 +109,7 @@ bool unscale_gradients(const std::vector<at::Tensor>& gradients, double scale) {
   return unscaling.found_inf();
 }
 
-[[noreturn]] void reject(const std::string& trouble) {
-  throw Error(ErrorKind::kInvalid, "GradScaler: " + trouble);
-}
+[[noreturn]] void reject(const std::string& trouble) { throw_invalid("GradScaler: " + trouble); }
 
 constexpr const char* kUnscaleFailed =
     "an earlier unscale_() failed after it divided gradients; compute new gradients and call update()";

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <fmt/format.h>
 #include <numbers>
 
 #include <ATen/core/ivalue.h>
@@ -9,13 +8,14 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/optimizer.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::optim {
 namespace {
 
 void check_steps(const char* schedule, const char* option, std::int64_t value, std::int64_t least) {
   if (value >= least) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("{}: {} = {}, but it must be a number >= {}", schedule, option, value, least));
+  throw_invalid("{}: {} = {}, but it must be a number >= {}", schedule, option, value, least);
 }
 
 /// Half a cosine wave from `from` to `to`.
@@ -64,9 +64,9 @@ OneCycleLR::operator LRLambda() const {
   const double top = pct_start * static_cast<double>(total_steps) - 1;
   if (!(top >= 0 && top < end)) {
     throw_invalid(
-        fmt::format("OneCycleLR: pct_start = {} of {} steps, but it must leave at least one step for "
-                    "the rise and one for the fall",
-                    pct_start, total_steps));
+        "OneCycleLR: pct_start = {} of {} steps, but it must leave at least one step for the rise and one "
+        "for the fall",
+        pct_start, total_steps);
   }
   const double first = 1 / div_factor, last = 1 / (div_factor * final_div_factor);
   return [end, top, first, last](std::int64_t step) {
@@ -82,15 +82,13 @@ LRScheduler::LRScheduler(LRTarget& optimizer, const LRLambda& schedule)
 LRScheduler::LRScheduler(LRTarget& optimizer, std::vector<LRLambda> schedules)
     : optimizer_(optimizer), schedules_(std::move(schedules)), base_(optimizer.lrs()) {
   if (schedules_.size() != base_.size()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("there are {} groups and {} schedules; pass one for each group", base_.size(),
-                            schedules_.size()));
+    throw_invalid("there are {} groups and {} schedules; pass one for each group", base_.size(),
+                  schedules_.size());
   }
   for (std::size_t g = 0; g < base_.size(); ++g) {
-    if (!schedules_[g]) throw Error(ErrorKind::kInvalid, "a schedule is empty; pass a function of the step");
+    if (!schedules_[g]) throw_invalid("a schedule is empty; pass a function of the step");
     if (!std::isnan(base_[g])) continue;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the optimizer of group {} has no learning rate to schedule", g));
+    throw_invalid("the optimizer of group {} has no learning rate to schedule", g);
   }
   set_steps(0);
 }
@@ -115,8 +113,7 @@ void LRScheduler::load_state_dict(const StateDict& state) {
   const at::Tensor* base = state.find("base");
   if (steps == nullptr || base == nullptr || steps->numel() != 1 ||
       base->numel() != static_cast<std::int64_t>(base_.size()) || base->scalar_type() != at::kDouble) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the state does not belong to an LRScheduler over {} groups", base_.size()));
+    throw_invalid("the state does not belong to an LRScheduler over {} groups", base_.size());
   }
   const at::Tensor rates = base->contiguous();
   base_.assign(rates.data_ptr<double>(), rates.data_ptr<double>() + rates.numel());

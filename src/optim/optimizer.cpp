@@ -11,6 +11,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/optim/optimizer.h>
 
+#include "core/api/throw_invalid.h"
 #include "optim/parameters.h"
 #include "optim/state_sources.h"
 #include "state/api/gradient_norm.h"
@@ -32,7 +33,7 @@ std::string text_of(const at::Tensor& tensor) {
 }
 
 [[noreturn]] void refuse(const std::string& trouble) {
-  throw Error(ErrorKind::kInvalid, "the optimizer state does not match: " + trouble);
+  throw_invalid("the optimizer state does not match: " + trouble);
 }
 
 const at::Tensor& entry(const StateDict& state, const std::string& name) {
@@ -91,17 +92,15 @@ Optimizer::Optimizer(const torch::nn::Module& module, OptimizerSpec spec)
     : Optimizer(std::vector<ParamGroup>{ParamGroup(module, std::move(spec))}) {}
 
 Optimizer::Optimizer(std::vector<ParamGroup> groups, const OptimizerTable* table) {
-  if (groups.empty()) throw Error(ErrorKind::kInvalid, "an Optimizer needs at least one group of parameters");
+  if (groups.empty()) throw_invalid("an Optimizer needs at least one group of parameters");
   for (ParamGroup& group : groups) add(std::move(group), table);
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const auto& parameters = rule(g).parameters();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const auto [first, is_new] = places_.emplace(parameters[i].unsafeGetTensorImpl(), std::make_pair(g, i));
       if (is_new) continue;
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("{} of group {} is in group {} too, and would be updated twice in a step; list it once",
-                      rule(g).describe(i), groups_[g].label, groups_[first->second.first].label));
+      throw_invalid("{} of group {} is in group {} too, and would be updated twice in a step; list it once",
+                    rule(g).describe(i), groups_[g].label, groups_[first->second.first].label);
     }
   }
 }
@@ -111,9 +110,8 @@ void Optimizer::add(ParamGroup group, const OptimizerTable* table) {
   part.label = group.label.empty() ? std::to_string(groups_.size()) : group.label;
   const bool named = !group.names.empty();
   if (named && group.names.size() != group.parameters.size()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("group {} has {} parameters and {} names; pass one for each parameter",
-                            part.label, group.parameters.size(), group.names.size()));
+    throw_invalid("group {} has {} parameters and {} names; pass one for each parameter", part.label,
+                  group.parameters.size(), group.names.size());
   }
   leave_out_never_trained(group);
   if (named) check_parameters(fmt::format("group {}", part.label), group.parameters, group.names);
@@ -126,7 +124,7 @@ void Optimizer::add(ParamGroup group, const OptimizerTable* table) {
   std::vector<std::string> sorted = part.names;
   std::sort(sorted.begin(), sorted.end());
   if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("group {} has two parameters '{}'", part.label, *twice));
+    throw_invalid("group {} has two parameters '{}'", part.label, *twice);
   }
   if (named) part.rule->set_parameter_names(part.names);
   groups_.push_back(std::move(part));
@@ -153,8 +151,7 @@ std::string Optimizer::describe(const at::Tensor& parameter) const {
 void Optimizer::step_one(const at::Tensor& parameter, const at::Tensor& gradient) {
   const auto place = places_.find(parameter.unsafeGetTensorImpl());
   if (place == places_.end()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("a tensor of shape {} is not a parameter of this optimizer",
-                                                 c10::str(parameter.sizes())));
+    throw_invalid("a tensor of shape {} is not a parameter of this optimizer", c10::str(parameter.sizes()));
   }
   const auto& [group, index] = place->second;
   groups_[group].rule->step_one(index, gradient);
@@ -194,9 +191,8 @@ std::vector<double> Optimizer::lrs() const {
 
 void Optimizer::set_lrs(const std::vector<double>& rates) {
   if (rates.size() != groups_.size()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("there are {} groups and {} learning rates; pass one for each group",
-                            groups_.size(), rates.size()));
+    throw_invalid("there are {} groups and {} learning rates; pass one for each group", groups_.size(),
+                  rates.size());
   }
   for (std::size_t g = 0; g < rates.size(); ++g) {
     if (!std::isnan(rates[g])) set_lr(g, rates[g]);
@@ -287,8 +283,7 @@ namespace {
 
 void check_type(double norm_type) {
   if (norm_type > 0) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("norm_type = {}, but it must be a number above 0, or infinity", norm_type));
+  throw_invalid("norm_type = {}, but it must be a number above 0, or infinity", norm_type);
 }
 
 }  // namespace
@@ -300,7 +295,7 @@ double gradient_norm(const std::vector<at::Tensor>& gradients, double norm_type)
 
 double clip_factor(double norm, double max_norm) {
   if (!(max_norm > 0)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("max_norm = {}, but it must be a number above 0", max_norm));
+    throw_invalid("max_norm = {}, but it must be a number above 0", max_norm);
   }
   return state::clip_factor(norm, max_norm);
 }

@@ -10,6 +10,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "engine/api/grad_field_sink.h"
 
 namespace torchspan::optim {
@@ -27,8 +28,7 @@ void check_parameters(const std::string& optimizer, const std::vector<at::Tensor
       return index < names.size() ? fmt::format("'{}', ", names[index]) : std::string();
     };
     const auto refuse = [&](const std::string& why) {
-      throw_invalid(
-          fmt::format("{}: {}{} {}", optimizer, name(i), describe_parameter(parameter, i, {}), why));
+      throw_invalid("{}: {}{} {}", optimizer, name(i), describe_parameter(parameter, i, {}), why);
     };
     if (!parameter.defined()) refuse("is undefined");
     if (!parameter.is_leaf())
@@ -79,10 +79,10 @@ void refuse_steps_in_backward(const std::vector<at::Tensor>& parameters, const c
     if (!parameters[i].requires_grad() ||
         !engine::has_gradient_use(parameters[i], engine::GradientUse::kSteps))
       continue;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{} needs all gradients, but step_in_backward() steps parameter {} of {} during "
-                            "backward(): call step() after it instead",
-                            verb, i, parameters.size()));
+    throw_invalid(
+        "{} needs all gradients, but step_in_backward() steps parameter {} of {} during backward(): call "
+        "step() after it instead",
+        verb, i, parameters.size());
   }
 }
 

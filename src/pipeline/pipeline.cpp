@@ -14,6 +14,7 @@
 #include <torchspan/pipeline.h>
 #include <torchspan/pipeline/deferred_batch_norm.h>
 
+#include "core/api/throw_invalid.h"
 #include "pipeline/layers/micro_batches.h"
 #include "pipeline/policies/tables.h"
 #include "pipeline/runtime/cache_state.h"
@@ -172,8 +173,7 @@ Cache::~Cache() = default;
 
 void Cache::State::belong_to(std::uint64_t pipeline, std::int64_t& next_number) {
   if (pipeline_ && *pipeline_ != pipeline)
-    throw Error(ErrorKind::kInvalid,
-                "this Cache belongs to another pipeline, which used it first; make one for each pipeline");
+    throw_invalid("this Cache belongs to another pipeline, which used it first; make one for each pipeline");
   if (pipeline_) return;
   pipeline_ = pipeline;
   number_ = next_number++;
@@ -181,12 +181,10 @@ void Cache::State::belong_to(std::uint64_t pipeline, std::int64_t& next_number) 
 
 void Cache::State::check_rows(const std::vector<std::int64_t>& rows) const {
   if (rows_.empty() || rows == rows_) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format(
-          "the calls with one Cache have different rows: micro-batches of [{}] rows before, of [{}] now; "
-          "pass as many rows as in the first call, or use a new Cache",
-          fmt::join(rows_, ", "), fmt::join(rows, ", ")));
+  throw_invalid(
+      "the calls with one Cache have different rows: micro-batches of [{}] rows before, of [{}] now; pass as "
+      "many rows as in the first call, or use a new Cache",
+      fmt::join(rows_, ", "), fmt::join(rows, ", "));
 }
 
 void Cache::State::commit(CacheTensors tensors, std::vector<std::int64_t> rows) {
@@ -295,10 +293,10 @@ template <class Body>
 auto Pipeline::Impl::in_step(StepKind kind, const Batch& input, const Batch& target, const Loss* loss,
                              const StepOptions& options, const Body& body) {
   if (overlapped_.in_flight()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("step {} of pipeline '{}' is in flight (PipelineOptions::staleness is 1): call "
-                            "finish() on all workers before infer() or forward()",
-                            *overlapped_.in_flight(), local_.options.name));
+    throw_invalid(
+        "step {} of pipeline '{}' is in flight (PipelineOptions::staleness is 1): call finish() on all "
+        "workers before infer() or forward()",
+        *overlapped_.in_flight(), local_.options.name);
   }
   abandon("its worker began another step without calling backward()");
   ++next_step_;
@@ -325,12 +323,11 @@ StepWork Pipeline::Impl::prepare(StepKind kind, const Batch& input, const Batch&
     const std::int64_t rows = total_rows(work.begin.rows);
     const std::int64_t there = count_rows(target, "target");
     if (there != rows) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("the target has {} rows, the input {}: worker '{}' and worker '{}' got different "
-                      "batches; pass both the same batch",
-                      there, rows, local_.worker.name(),
-                      local_.plan.workers[static_cast<std::size_t>(local_.first_worker())]));
+      throw_invalid(
+          "the target has {} rows, the input {}: worker '{}' and worker '{}' got different batches; pass "
+          "both the same batch",
+          there, rows, local_.worker.name(),
+          local_.plan.workers[static_cast<std::size_t>(local_.first_worker())]);
     }
   }
   work.before_first_backward = options.before_first_backward;
@@ -387,22 +384,19 @@ StepBegin Pipeline::Impl::await_begin(StepKind kind) {
       const bool training = kind == StepKind::kTrain || kind == StepKind::kLoss;
       const bool begun_training = begin->kind == StepKind::kTrain || begin->kind == StepKind::kLoss;
       if (training != begun_training || (!training && kind != begin->kind)) {
-        throw Error(
-            ErrorKind::kInvalid,
-            fmt::format(
-                "the workers of pipeline '{}' call different functions in step {}: {} on worker '{}', {} on "
-                "worker '{}'; call the same one on all",
-                local_.options.name, step, call_of(begin->kind),
-                local_.plan.workers[static_cast<std::size_t>(local_.first_worker())], call_of(kind),
-                local_.worker.name()));
+        throw_invalid(
+            "the workers of pipeline '{}' call different functions in step {}: {} on worker '{}', {} on "
+            "worker '{}'; call the same one on all",
+            local_.options.name, step, call_of(begin->kind),
+            local_.plan.workers[static_cast<std::size_t>(local_.first_worker())], call_of(kind),
+            local_.worker.name());
       }
       if (begin->cache != (cache_ == nullptr ? -1 : cache_->number())) {
-        throw Error(
-            ErrorKind::kInvalid,
-            fmt::format("worker '{}' and worker '{}' pass different caches to infer() of pipeline '{}' in "
-                        "step {}; pass the same one on all workers",
-                        local_.plan.workers[static_cast<std::size_t>(local_.first_worker())],
-                        local_.worker.name(), local_.options.name, step));
+        throw_invalid(
+            "worker '{}' and worker '{}' pass different caches to infer() of pipeline '{}' in step {}; pass "
+            "the same one on all workers",
+            local_.plan.workers[static_cast<std::size_t>(local_.first_worker())], local_.worker.name(),
+            local_.options.name, step);
       }
       return *begin;
     }
@@ -459,10 +453,8 @@ double Pipeline::Impl::train_overlapped(const Batch& input, const Batch& target,
   const StepKind kind = torch::autograd::GradMode::is_enabled() ? StepKind::kTrain : StepKind::kLoss;
   overlapped_.begin(next_step_++, [&] {
     if (options.before_first_backward.valid() || options.no_sync) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("StepOptions::{} cannot be combined with PipelineOptions::staleness 1: leave it out",
-                      options.no_sync ? "no_sync" : "before_first_backward"));
+      throw_invalid("StepOptions::{} cannot be combined with PipelineOptions::staleness 1: leave it out",
+                    options.no_sync ? "no_sync" : "before_first_backward");
     }
     Loss& kept = losses_[(next_step_ - 1) % losses_.size()];
     kept = *loss;
@@ -515,10 +507,10 @@ Batch Pipeline::Impl::forward(const Batch& input) {
 
 void Pipeline::Impl::backward(std::vector<at::Tensor> gradients) {
   if (!step_) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("backward() of pipeline '{}' without a forward() before it, or after "
-                            "one that failed; call forward() first",
-                            local_.options.name));
+    throw_invalid(
+        "backward() of pipeline '{}' without a forward() before it, or after one that failed; call forward() "
+        "first",
+        local_.options.name);
   }
   guarded([&] {
     if (is_last() && gradients.empty()) {
@@ -528,9 +520,8 @@ void Pipeline::Impl::backward(std::vector<at::Tensor> gradients) {
       }
     }
     if (is_last() && gradients.size() != output_.members.size()) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("backward() got {} gradients for an output of {} members; pass one per member",
-                              gradients.size(), output_.members.size()));
+      throw_invalid("backward() got {} gradients for an output of {} members; pass one per member",
+                    gradients.size(), output_.members.size());
     }
     step_->put_output_gradients(gradients);
     step_->run_part(true);
@@ -553,16 +544,13 @@ std::vector<at::Tensor> Pipeline::Impl::parameters() const {
 
 double Pipeline::Impl::clip(double max_norm, double norm_type) {
   if (carries_) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("clip_grad_norm: the replicas of pipeline '{}' have not exchanged the gradients of "
-                    "steps with StepOptions::no_sync; clip after a step without it",
-                    local_.options.name));
+    throw_invalid(
+        "clip_grad_norm: the replicas of pipeline '{}' have not exchanged the gradients of steps with "
+        "StepOptions::no_sync; clip after a step without it",
+        local_.options.name);
   }
-  if (!(max_norm > 0))
-    throw_invalid(fmt::format("clip_grad_norm: max_norm is {}; it must be more than 0", max_norm));
-  if (!(norm_type > 0))
-    throw_invalid(fmt::format("clip_grad_norm: norm_type is {}; it must be more than 0", norm_type));
+  if (!(max_norm > 0)) throw_invalid("clip_grad_norm: max_norm is {}; it must be more than 0", max_norm);
+  if (!(norm_type > 0)) throw_invalid("clip_grad_norm: norm_type is {}; it must be more than 0", norm_type);
   return state::clip(places_.gradients(), max_norm, norm_type);
 }
 
@@ -662,10 +650,10 @@ class PipelineSource final : public state::StateSource {
   /// The gradients of a batch in flight belong to the parameters with which it began, which nothing else has.
   void require_no_batch(const char* what) const {
     if (!pipeline_.in_flight()) return;
-    throw_invalid(fmt::format(
+    throw_invalid(
         "a batch of the pipeline is in flight (PipelineOptions::staleness is 1), so the pipeline cannot be "
         "{}: call finish() on all workers and apply its gradients first",
-        what));
+        what);
   }
 
   Pipeline& pipeline_;

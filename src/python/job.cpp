@@ -11,6 +11,7 @@
 
 #include <torchspan/detail/core/runtime.h>
 
+#include "core/api/throw_invalid.h"
 #include "net/api/network.h"
 #include "python/gil.h"
 #include "rendezvous/api/environment.h"
@@ -93,9 +94,8 @@ std::string Job::presence() const { return fmt::format("{} {}", place_.size, thi
 void Job::check_size(int rank, const std::string& present) const {
   const std::string size = present.substr(0, present.find(' '));
   if (size == std::to_string(place_.size)) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("rank {} has world_size {}, and rank {} has {}: give all ranks the same",
-                          place_.rank, place_.size, rank, size));
+  throw_invalid("rank {} has world_size {}, and rank {} has {}: give all ranks the same", place_.rank,
+                place_.size, rank, size);
 }
 
 std::string Job::value_of(const std::string& key) {
@@ -132,15 +132,14 @@ void Job::meet() {
                 fmt::format("rank 0 cannot open the world: {}", published.substr(second + 1)));
   }
   if (second == std::string::npos)
-    throw_invalid(fmt::format("the program's store holds '{}' in place of rank 0's address", published));
+    throw_invalid("the program's store holds '{}' in place of rank 0's address", published);
   const std::string present = value_of(host_key(0));
   check_size(0, present);
   one_host_ = published.substr(0, first) == "one";
   id_ = published.substr(first + 1, second - first - 1);
   address_ = published.substr(second + 1);
   if (is_open(place_) && one_host_ && present != presence()) {
-    throw Error(
-        ErrorKind::kInvalid,
+    throw_invalid(
         "rank 0 is on another host, and expects workers on its own host only: set MASTER_ADDR, on all "
         "workers, to an address of rank 0's host that the others can reach");
   }
@@ -174,8 +173,7 @@ void Job::make_environment() {
   if (one_host_) host = "127.0.0.1";
   if (host.empty()) host = place_.master_host;
   if (host.empty()) {
-    throw Error(
-        ErrorKind::kInvalid,
+    throw_invalid(
         "the ranks are on several hosts and MASTER_ADDR is not set: set it, on all ranks, to an address of "
         "rank 0's host that the others can reach");
   }

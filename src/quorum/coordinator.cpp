@@ -1,5 +1,4 @@
 #include <cstdint>
-#include <fmt/format.h>
 #include <map>
 #include <memory>
 #include <optional>
@@ -14,6 +13,7 @@
 #include <torchspan/detail/rpc/worker_backend.h>
 #include <torchspan/rpc/worker.h>
 
+#include "core/api/throw_invalid.h"
 #include "quorum/generations.h"
 #include "quorum/messages.h"
 
@@ -32,9 +32,8 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
   Future<GenerationAnswer> next(int rank, const AwaitGeneration& message) {
     const auto backend = this->backend();
     if (backend->self().rank != 0) {
-      throw_invalid(fmt::format(
-          "rank {} asked rank {} for a generation of the elastic trainer '{}': only rank 0 decides", rank,
-          backend->self().rank, message.trainer));
+      throw_invalid("rank {} asked rank {} for a generation of the elastic trainer '{}': only rank 0 decides",
+                    rank, backend->self().rank, message.trainer);
     }
     const auto call = std::make_shared<Call>(backend->continuations());
     std::shared_ptr<Call> replaced;  // destroyed without the lock

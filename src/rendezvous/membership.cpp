@@ -7,6 +7,7 @@
 
 #include <torchspan/detail/rendezvous/membership.h>
 
+#include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 #include "net/api/network.h"
 #include "net/api/stream.h"
@@ -44,7 +45,7 @@ std::string boot_id() {
 
 void check_options(const MembershipOptions& options) {
   check_name(options.name, "the worker's name");
-  const auto refuse = [](std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); };
+  const auto refuse = [](std::string text) { throw_invalid(std::move(text)); };
   const int size = options.world_size, rank = options.rank;
   if (size < 0) refuse(fmt::format("world_size is {}; expected 1 or more, or 0: an open world", size));
   if (size == kOpenWorld && rank < kAnyRank) {
@@ -232,8 +233,7 @@ class Membership::Impl {
                 std::vector<int> ranks, const Wait& wait) {
     return in_round("sum", tag, note, ranks, [&]() -> CountSums {
       if (counts.empty() || counts.size() > kMostCounts) {
-        throw Error(ErrorKind::kInvalid,
-                    fmt::format("there are {} counts; expected 1 to {}", counts.size(), kMostCounts));
+        throw_invalid("there are {} counts; expected 1 to {}", counts.size(), kMostCounts);
       }
       if (client_) {
         Contribute message = client_->contribution(tag, note, ranks, wait.until);
@@ -272,7 +272,7 @@ class Membership::Impl {
   }
 
   Listening listen(const std::string& use, net::Handler& handler) const {
-    if (!client_) throw Error(ErrorKind::kInvalid, "a world of one worker has no members to connect to");
+    if (!client_) throw_invalid("a world of one worker has no members to connect to");
     const std::string endpoint = fmt::format("{}{}{}", self_.name, kDirect, use);
     Listening listening{.transport = transports_(endpoint, handler), .address = {}};
     listening.address = listening.transport->listen(direct_address(endpoint, self_, store_address_));
@@ -321,10 +321,9 @@ class Membership::Impl {
     if (auto known = find(rank)) return *std::move(known);
     std::vector<int> ranks;
     for (const Member& member : members()) ranks.push_back(member.rank);
-    throw Error(ErrorKind::kInvalid,
-                open_ ? fmt::format("there is no rank {} in this open world yet; there are {}", rank, ranks)
-                      : fmt::format("there is no rank {} in this world; ranks go from 0 to {}", rank,
-                                    ranks.size() - 1));
+    throw_invalid(open_ ? fmt::format("there is no rank {} in this open world yet; there are {}", rank, ranks)
+                        : fmt::format("there is no rank {} in this world; ranks go from 0 to {}", rank,
+                                      ranks.size() - 1));
   }
 
   Member member(std::string_view name) const {
@@ -336,8 +335,7 @@ class Membership::Impl {
       if (member.name == name) return member;
       names.push_back(member.name);
     }
-    throw Error(ErrorKind::kInvalid, fmt::format("there is no worker '{}' in this world; there are {}", name,
-                                                 fmt::join(names, ", ")));
+    throw_invalid("there is no worker '{}' in this world; there are {}", name, fmt::join(names, ", "));
   }
 
   const Member& self() const { return self_; }
@@ -412,8 +410,7 @@ class Membership::Impl {
   /// contain this worker's rank.
   void check_ranks(std::vector<int>& ranks) const {
     if (ranks.empty() && open_) {
-      throw Error(ErrorKind::kInvalid,
-                  "an open world has no fixed set of ranks: name the ranks that take part");
+      throw_invalid("an open world has no fixed set of ranks: name the ranks that take part");
     }
     std::vector<int> all = client_ ? client_->ranks() : std::vector<int>{self_.rank};
     if (ranks.empty()) {
@@ -426,9 +423,7 @@ class Membership::Impl {
       }
     }
     if (!std::binary_search(ranks.begin(), ranks.end(), self_.rank)) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("this worker (rank {}) is not among the ranks {} that take part", self_.rank, ranks));
+      throw_invalid("this worker (rank {}) is not among the ranks {} that take part", self_.rank, ranks);
     }
   }
 
@@ -436,17 +431,15 @@ class Membership::Impl {
     check_ranks(ranks);
     check_name(tag, "the tag");
     if (mine.size() > kMostGatherBytes) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("{} bytes are more than the {} that a worker may contribute", mine.size(),
-                              kMostGatherBytes));
+      throw_invalid("{} bytes are more than the {} that a worker may contribute", mine.size(),
+                    kMostGatherBytes);
     }
     if (!client_ && left_) throw Error(ErrorKind::kCancelled, "this worker has left the world");
   }
 
   void refuse_in_callbacks() const {
     if (!client_ || !client_->is_callback_thread()) return;
-    throw Error(ErrorKind::kInvalid,
-                "a membership callback must not wait for the membership: hand the work to another thread");
+    throw_invalid("a membership callback must not wait for the membership: hand the work to another thread");
   }
 
   Runtime& runtime_;

@@ -8,6 +8,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/schedule.h>
 
+#include "core/api/throw_invalid.h"
 #include "schedule/tables.h"
 
 namespace torchspan::schedule {
@@ -103,11 +104,9 @@ std::vector<Costs> divide_costs(const std::vector<Costs>& by_rank, const std::ve
   for (const int rank : rank_of_stage) ++stages[rank];
   const int ranks = stages.empty() ? 0 : stages.rbegin()->first + 1;
   if (by_rank.size() != 1 && by_rank.size() < static_cast<std::size_t>(ranks)) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("divide_costs: by_rank has {} entries; expected one for all ranks, or one for each "
-                    "of the {}",
-                    by_rank.size(), ranks));
+    throw_invalid(
+        "divide_costs: by_rank has {} entries; expected one for all ranks, or one for each of the {}",
+        by_rank.size(), ranks);
   }
   std::vector<Costs> costs;
   for (const int rank : rank_of_stage) {

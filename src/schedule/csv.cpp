@@ -12,6 +12,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/schedule.h>
 
+#include "core/api/throw_invalid.h"
 #include "schedule/tables.h"
 
 namespace torchspan::schedule {
@@ -179,8 +180,7 @@ class CellReader {
   }
 
   [[noreturn]] void fail(const std::string& text) const {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("parse_csv: row {}, column {} ('{}'): {}", row_, column_, printable(all_), text));
+    throw_invalid("parse_csv: row {}, column {} ('{}'): {}", row_, column_, printable(all_), text);
   }
 
   const std::string_view all_;
@@ -311,25 +311,22 @@ class SheetReader {
 
   void place_stages() {
     if (rank_of_stage_.empty()) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("schedule '{}': the sheet has no forward (cells such as 0F0)", table_.name));
+      throw_invalid("schedule '{}': the sheet has no forward (cells such as 0F0)", table_.name);
     }
     for (const auto& [stage, rank] : rank_of_stage_) {
       const int expected = table_.stages();
       if (stage != expected) {
-        throw Error(ErrorKind::kInvalid,
-                    fmt::format("schedule '{}': no row has stage {}, but row {} has stage {}", table_.name,
-                                expected, rank + 1, stage));
+        throw_invalid("schedule '{}': no row has stage {}, but row {} has stage {}", table_.name, expected,
+                      rank + 1, stage);
       }
       table_.rank_of_stage.push_back(rank);
     }
     // Stops numbers that would make the checks of the table large.
     if (forwards_ < micro_batches_ * table_.stages()) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("schedule '{}': {} forwards for {} stages and {} micro-batches; each stage needs "
-                      "a forward of each micro-batch from 0 on",
-                      table_.name, forwards_, table_.stages(), micro_batches_));
+      throw_invalid(
+          "schedule '{}': {} forwards for {} stages and {} micro-batches; each stage needs a forward of each "
+          "micro-batch from 0 on",
+          table_.name, forwards_, table_.stages(), micro_batches_);
     }
     table_.micro_batches = static_cast<int>(micro_batches_);
   }
@@ -349,8 +346,7 @@ class SheetReader {
   }
 
   [[noreturn]] void fail(const std::string& text) const {
-    throw Error(ErrorKind::kInvalid, fmt::format("schedule '{}': row {}, column {}: {}", table_.name,
-                                                 row_ + 1, column_ + 1, text));
+    throw_invalid("schedule '{}': row {}, column {}: {}", table_.name, row_ + 1, column_ + 1, text);
   }
 
   const Sheet& sheet_;

@@ -9,6 +9,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/schedule.h>
 
+#include "core/api/throw_invalid.h"
 #include "core/api/xml.h"
 #include "schedule/tables.h"
 
@@ -18,8 +19,8 @@ namespace {
 void check_length(const Timeline& timeline, std::string_view function, std::string_view field,
                   std::size_t length, std::size_t expected) {
   if (length == expected) return;
-  throw Error(ErrorKind::kInvalid, fmt::format("{}: in timeline '{}' {} has {} entries and spans {}",
-                                               function, timeline.name, field, length, expected));
+  throw_invalid("{}: in timeline '{}' {} has {} entries and spans {}", function, timeline.name, field, length,
+                expected);
 }
 
 /// Throws Error{kInvalid} that names the field unless idle, peak_live, live and weight_inputs (if any) are as
@@ -43,12 +44,10 @@ void check(const Timeline& timeline, std::string_view function) {
     Duration now{0};
     for (const ActionSpan& span : timeline.spans[rank]) {
       if (span.start < now || span.end < span.start || span.end > timeline.makespan) {
-        throw Error(
-            ErrorKind::kInvalid,
-            fmt::format("{}: in timeline '{}' rank {} runs {} from {} to {} ns, before {} ns or after the "
-                        "makespan",
-                        function, timeline.name, rank, to_string(span.action), span.start.count(),
-                        span.end.count(), now.count()));
+        throw_invalid(
+            "{}: in timeline '{}' rank {} runs {} from {} to {} ns, before {} ns or after the makespan",
+            function, timeline.name, rank, to_string(span.action), span.start.count(), span.end.count(),
+            now.count());
       }
       now = span.end;
     }
@@ -470,7 +469,7 @@ class Picture {
 }  // namespace
 
 std::string draw_svg(const std::vector<Timeline>& timelines) {
-  if (timelines.empty()) throw Error(ErrorKind::kInvalid, "draw_svg: there is no timeline to draw");
+  if (timelines.empty()) throw_invalid("draw_svg: there is no timeline to draw");
   for (const Timeline& timeline : timelines) check(timeline, "draw_svg");
   return Picture(timelines).draw();
 }

@@ -10,6 +10,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/schedule.h>
 
+#include "core/api/throw_invalid.h"
 #include "schedule/tables.h"
 
 namespace torchspan::schedule {
@@ -18,7 +19,7 @@ namespace {
 constexpr std::size_t kActionKinds = 4;
 
 [[noreturn]] void refuse(const Table& table, const std::string& text) {
-  throw Error(ErrorKind::kInvalid, fmt::format("schedule '{}': {}", table.name, text));
+  throw_invalid("schedule '{}': {}", table.name, text);
 }
 
 void check_frame(const Table& table) {

@@ -1,8 +1,8 @@
 #include <algorithm>
-#include <fmt/format.h>
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "schedule/tables.h"
 
 namespace torchspan::schedule {
@@ -53,10 +53,10 @@ int group_of_rounds(const Shape& shape) {
   const int over = shape.micro_batches % rounds;
   if (over != 0) {
     const int below = shape.micro_batches - over;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("interleaved_zero_bubble: micro_batches is {}, which is not a multiple of its {} "
-                            "rounds through the {} ranks; use {} or {}",
-                            shape.micro_batches, rounds, shape.ranks, below, (rounds + 1) * shape.ranks));
+    throw_invalid(
+        "interleaved_zero_bubble: micro_batches is {}, which is not a multiple of its {} rounds through the "
+        "{} ranks; use {} or {}",
+        shape.micro_batches, rounds, shape.ranks, below, (rounds + 1) * shape.ranks);
   }
   return shape.micro_batches / rounds;
 }
@@ -233,11 +233,10 @@ Table dual_pipe_v(Shape shape) {
   check(shape, "dual_pipe_v");
   check_stages_per_rank(shape, "dual_pipe_v", 2, " in a V");
   if (shape.micro_batches < 2 * shape.ranks) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("dual_pipe_v: micro_batches is {}; {} ranks need at least {}, one for each stage. "
-                    "Use zero_bubble_v() for fewer",
-                    shape.micro_batches, shape.ranks, 2 * shape.ranks));
+    throw_invalid(
+        "dual_pipe_v: micro_batches is {}; {} ranks need at least {}, one for each stage. Use "
+        "zero_bubble_v() for fewer",
+        shape.micro_batches, shape.ranks, 2 * shape.ranks);
   }
   Table table = empty_table("dualpipev", v_shaped(shape), shape.ranks);
   for (int rank = 0; rank < shape.ranks; ++rank) DualPipeV(table, rank).write();

@@ -5,21 +5,21 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::schedule {
 namespace {
 
 void at_least_one(const std::string& schedule, const char* field, int value) {
   if (value < 1) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: {} is {}; at least 1 is needed", schedule, field, value));
+    throw_invalid("{}: {} is {}; at least 1 is needed", schedule, field, value);
   }
 }
 
 void check_size(const std::string& schedule, std::int64_t stages, std::int64_t micro_batches) {
   if (stages > kMostCells || stages * micro_batches > kMostCells) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: {} stages times {} micro_batches are more than {} cells", schedule, stages,
-                            micro_batches, kMostCells));
+    throw_invalid("{}: {} stages times {} micro_batches are more than {} cells", schedule, stages,
+                  micro_batches, kMostCells);
   }
 }
 
@@ -62,15 +62,13 @@ void check(const Shape& shape, const std::string& schedule) {
 void check_stages_per_rank(const Shape& shape, const std::string& schedule, int expected,
                            const std::string& instead) {
   if (shape.stages_per_rank == expected) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("{}: stages_per_rank is {}; this schedule has {} per rank{}", schedule,
-                          shape.stages_per_rank, expected == 1 ? "one stage" : "two stages", instead));
+  throw_invalid("{}: stages_per_rank is {}; this schedule has {} per rank{}", schedule, shape.stages_per_rank,
+                expected == 1 ? "one stage" : "two stages", instead);
 }
 
 int check(const Placement& placement, const std::string& schedule) {
   if (placement.rank_of_stage.empty()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: rank_of_stage is empty; a pipeline has at least one stage", schedule));
+    throw_invalid("{}: rank_of_stage is empty; a pipeline has at least one stage", schedule);
   }
   at_least_one(schedule, "micro_batches", placement.micro_batches);
   const auto stages = static_cast<std::int64_t>(placement.rank_of_stage.size());
@@ -81,22 +79,20 @@ int check(const Placement& placement, const std::string& schedule) {
   for (std::size_t stage = 0; stage < placement.rank_of_stage.size(); ++stage) {
     const int rank = placement.rank_of_stage[stage];
     if (rank < 0 || rank >= ranks || rank >= kMostCells) {
-      throw Error(ErrorKind::kInvalid, fmt::format("{}: rank_of_stage[{}] is {}; there are {} ranks",
-                                                   schedule, stage, rank, std::min(ranks, kMostCells)));
+      throw_invalid("{}: rank_of_stage[{}] is {}; there are {} ranks", schedule, stage, rank,
+                    std::min(ranks, kMostCells));
     }
   }
   if (ranks > kMostCells) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: ranks is {}; expected at most {}", schedule, ranks, kMostCells));
+    throw_invalid("{}: ranks is {}; expected at most {}", schedule, ranks, kMostCells);
   }
   return static_cast<int>(ranks);
 }
 
 void check(const std::vector<Costs>& costs, std::size_t stages, const std::string& function) {
   if (costs.size() != 1 && costs.size() != stages) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{}: costs has {} entries; expected one for all stages, or "
-                                                 "one for each of the {}",
-                                                 function, costs.size(), stages));
+    throw_invalid("{}: costs has {} entries; expected one for all stages, or one for each of the {}",
+                  function, costs.size(), stages);
   }
   for (std::size_t stage = 0; stage < costs.size(); ++stage) {
     const Costs& cost = costs[stage];
@@ -104,7 +100,7 @@ void check(const std::vector<Costs>& costs, std::size_t stages, const std::strin
     const bool memory_fits =
         cost.activation >= 0 && cost.weight_input.value_or(0) >= 0 && cost.recomputation >= 0;
     if (least < Duration::zero() || !memory_fits) {
-      throw Error(ErrorKind::kInvalid, fmt::format("{}: costs[{}] has a negative entry", function, stage));
+      throw_invalid("{}: costs[{}] has a negative entry", function, stage);
     }
   }
 }

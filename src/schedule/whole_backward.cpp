@@ -1,11 +1,11 @@
 #include <algorithm>
-#include <fmt/format.h>
 #include <queue>
 #include <set>
 #include <tuple>
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "schedule/tables.h"
 
 namespace torchspan::schedule {
@@ -149,10 +149,8 @@ Table one_forward_one_backward(Shape shape) {
 Table one_forward_one_backward(const Placement& placement, int max_in_flight) {
   const int ranks = check(placement, "one_forward_one_backward");
   if (max_in_flight < 0) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("one_forward_one_backward: max_in_flight is {}; 0 stands for "
-                            "the number of ranks",
-                            max_in_flight));
+    throw_invalid("one_forward_one_backward: max_in_flight is {}; 0 stands for the number of ranks",
+                  max_in_flight);
   }
   return ListScheduler(placement, ranks, max_in_flight == 0 ? ranks : max_in_flight).run();
 }
@@ -174,10 +172,8 @@ void check_interleaved(const Shape& shape) {
   check(shape, "interleaved");
   if (shape.micro_batches > shape.ranks && shape.micro_batches % shape.ranks != 0) {
     const int below = shape.micro_batches / shape.ranks * shape.ranks;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("interleaved: micro_batches is {}, which is not a multiple of the {} ranks; use {} or {}",
-                    shape.micro_batches, shape.ranks, below, below + shape.ranks));
+    throw_invalid("interleaved: micro_batches is {}, which is not a multiple of the {} ranks; use {} or {}",
+                  shape.micro_batches, shape.ranks, below, below + shape.ranks);
   }
 }
 

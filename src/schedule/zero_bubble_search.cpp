@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <fmt/format.h>
 #include <functional>
 #include <iterator>
 #include <limits>
@@ -14,6 +13,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/schedule.h>
 
+#include "core/api/throw_invalid.h"
 #include "schedule/tables.h"
 
 namespace torchspan::schedule {
@@ -41,11 +41,10 @@ class MemoryClaims {
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
       const double needed = whole[rank].missing + repeated[rank];
       if (needed > limit + rounding_) {
-        throw Error(
-            ErrorKind::kInvalid,
-            fmt::format("zero_bubble: memory_limit is {}; one micro-batch needs {} on rank {}. Raise the "
-                        "limit, or use more micro-batches",
-                        limit, needed, rank));
+        throw_invalid(
+            "zero_bubble: memory_limit is {}; one micro-batch needs {} on rank {}. Raise the limit, or use "
+            "more micro-batches",
+            limit, needed, rank);
       }
       ranks_[rank].free = limit - repeated[rank];
       ranks_[rank].claims.assign(static_cast<std::size_t>(table.micro_batches), whole[rank]);
@@ -374,9 +373,7 @@ Table zero_bubble(const Placement& placement, const std::vector<Costs>& costs, d
   const int ranks = check(placement, "zero_bubble");
   check(costs, placement.rank_of_stage.size(), "zero_bubble");
   if (!(memory_limit > 0)) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("zero_bubble: memory_limit is {}; a rank needs room for one micro-batch", memory_limit));
+    throw_invalid("zero_bubble: memory_limit is {}; a rank needs room for one micro-batch", memory_limit);
   }
   const Table empty = empty_table("zero-bubble", placement, ranks);
   const std::set<double> limits = limits_to_try(empty, costs, memory_limit);

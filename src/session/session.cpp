@@ -13,6 +13,7 @@
 #include "autograd/api/running_passes.h"
 #include "core/api/observation.h"
 #include "core/api/saturated_time.h"
+#include "core/api/throw_invalid.h"
 #include "device/api/device_runtime.h"
 #include "rendezvous/api/environment.h"
 #include "rendezvous/api/worker_network.h"
@@ -122,9 +123,7 @@ std::optional<Duration> read_seconds(const rendezvous::Environment& environment,
   const double most = to_seconds(kWeek);
   if (result.ec != std::errc() || result.ptr != text.data() + text.size() ||
       !(seconds >= 0 && seconds <= most)) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("{} is '{}'; expected a number of seconds from 0 (no limit) to {}", name, text, most));
+    throw_invalid("{} is '{}'; expected a number of seconds from 0 (no limit) to {}", name, text, most);
   }
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
 }

@@ -13,6 +13,7 @@
 #include <torchspan/sharded/functional.h>
 
 #include "core/api/step_part.h"
+#include "core/api/throw_invalid.h"
 #include "device/api/tensors.h"
 #include "engine/api/node_ptr.h"
 
@@ -69,27 +70,24 @@ at::Tensor summed(const at::Tensor& tensor, const Group& group) {
 
 std::int64_t checked_dim(const char* operation, const at::Tensor& tensor, std::int64_t dim) {
   if (dim >= -tensor.dim() && dim < tensor.dim()) return dim < 0 ? dim + tensor.dim() : dim;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("functional::{} along dimension {} of a tensor of {} dimensions", operation, dim,
-                          tensor.dim()));
+  throw_invalid("functional::{} along dimension {} of a tensor of {} dimensions", operation, dim,
+                tensor.dim());
 }
 
 void check_split(const char* operation, const at::Tensor& tensor, std::int64_t dim, const Group& group) {
   if (tensor.size(dim) % group.size() == 0) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("functional::{} on rank {}: dimension {} of a tensor of shape [{}] cannot be split evenly "
-                  "among {} ranks",
-                  operation, group.rank(), dim, fmt::join(tensor.sizes().vec(), ", "), group.size()));
+  throw_invalid(
+      "functional::{} on rank {}: dimension {} of a tensor of shape [{}] cannot be split evenly among {} "
+      "ranks",
+      operation, group.rank(), dim, fmt::join(tensor.sizes().vec(), ", "), group.size());
 }
 
 at::Tensor concatenated(const at::Tensor& part, const Group& group, std::int64_t dim) {
   const std::vector<at::Tensor> parts = group.all_gather(part.contiguous()).wait();
   for (std::size_t rank = 1; rank < parts.size(); ++rank) {
     if (parts[rank].sizes() == parts[0].sizes()) continue;
-    throw Error(ErrorKind::kInvalid, fmt::format("the parts of ranks 0 and {} differ in shape: [{}] and [{}]",
-                                                 rank, fmt::join(parts[0].sizes().vec(), ", "),
-                                                 fmt::join(parts[rank].sizes().vec(), ", ")));
+    throw_invalid("the parts of ranks 0 and {} differ in shape: [{}] and [{}]", rank,
+                  fmt::join(parts[0].sizes().vec(), ", "), fmt::join(parts[rank].sizes().vec(), ", "));
   }
   return at::cat(parts, dim);
 }
@@ -127,19 +125,16 @@ struct ClassRange {
 void check_targets(const at::Tensor& part, const at::Tensor& targets, std::int64_t classes,
                    const Group& group) {
   if (part.dim() == 0 || part.size(-1) == 0 || part.sizes().slice(0, part.dim() - 1) != targets.sizes()) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("vocabulary_parallel_cross_entropy on rank {}: scores of shape [{}] and targets of shape "
-                    "[{}]; scores have one more dimension, with at least one class",
-                    group.rank(), fmt::join(part.sizes().vec(), ", "),
-                    fmt::join(targets.sizes().vec(), ", ")));
+    throw_invalid(
+        "vocabulary_parallel_cross_entropy on rank {}: scores of shape [{}] and targets of shape [{}]; "
+        "scores have one more dimension, with at least one class",
+        group.rank(), fmt::join(part.sizes().vec(), ", "), fmt::join(targets.sizes().vec(), ", "));
   }
   if (targets.numel() == 0) return;
   const auto least = targets.min().item<std::int64_t>(), most = targets.max().item<std::int64_t>();
   if (least >= 0 && most < classes) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("vocabulary_parallel_cross_entropy on rank {}: target {} of {} classes",
-                          group.rank(), least < 0 ? least : most, classes));
+  throw_invalid("vocabulary_parallel_cross_entropy on rank {}: target {} of {} classes", group.rank(),
+                least < 0 ? least : most, classes);
 }
 
 }  // namespace

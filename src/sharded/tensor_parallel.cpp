@@ -9,6 +9,7 @@
 #include <torchspan/sharded/functional.h>
 #include <torchspan/sharded/tensor_parallel.h>
 
+#include "core/api/throw_invalid.h"
 #include "data_parallel/api/group_ranks.h"
 #include "state/api/place.h"
 
@@ -26,9 +27,8 @@ at::Tensor of_rank_0(const at::Tensor& tensor, const Group& group) {
 /// A copy of this rank's even share of `whole`, of which rank 0 has the values.
 at::Tensor even_share(const at::Tensor& whole, const Group& group, std::int64_t dim, const char* what) {
   if (whole.size(dim) % group.size() != 0 || whole.size(dim) == 0) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{} {} of a parallel layer cannot be split evenly among {} ranks",
-                            whole.size(dim), what, group.size()));
+    throw_invalid("{} {} of a parallel layer cannot be split evenly among {} ranks", whole.size(dim), what,
+                  group.size());
   }
   const std::int64_t size = whole.size(dim) / group.size();
   return of_rank_0(whole, group).narrow(dim, group.rank() * size, size).clone(at::MemoryFormat::Contiguous);
@@ -130,8 +130,7 @@ VocabularyParallelEmbeddingImpl::VocabularyParallelEmbeddingImpl(const torch::nn
     : TensorParallelModule("VocabularyParallelEmbedding", std::move(group)), rows_(whole->weight.size(0)) {
   const Group& ranks = this->group();
   if (rows_ < ranks.size()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{} rows of an embedding cannot be split among {} ranks", rows_, ranks.size()));
+    throw_invalid("{} rows of an embedding cannot be split among {} ranks", rows_, ranks.size());
   }
   const auto& options = whole->options;
   if (options.padding_idx() || options.max_norm() || options.sparse()) {
@@ -150,8 +149,8 @@ at::Tensor VocabularyParallelEmbeddingImpl::forward(const at::Tensor& indices) {
   if (indices.numel() > 0) {
     const auto least = indices.min().item<std::int64_t>(), most = indices.max().item<std::int64_t>();
     if (least < 0 || most >= rows_) {
-      throw Error(ErrorKind::kInvalid, fmt::format("index {} of an embedding of {} rows, on rank {}",
-                                                   least < 0 ? least : most, rows_, group().rank()));
+      throw_invalid("index {} of an embedding of {} rows, on rank {}", least < 0 ? least : most, rows_,
+                    group().rank());
     }
   }
   const at::Tensor here = indices.ge(first_).logical_and(indices.lt(first_ + weight.size(0)));

@@ -20,6 +20,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/state/source.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::state {
 namespace {
 
@@ -75,9 +77,9 @@ std::optional<std::string> saved_name(const StateReader& reader, const std::stri
   const std::string but = own ? fmt::format(", but not by rank {}", place->among.front()->rank())
                               : ", and is not each rank's own in this program";
   throw_invalid(
-      fmt::format("'{}' was saved by each rank for itself ('{}'){}: restore it with the wrapper and as many "
-                  "ranks as saved it, or read one of these with Checkpoint::read() and assign it",
-                  reader.full_name(name), fmt::join(others, "', '"), but));
+      "'{}' was saved by each rank for itself ('{}'){}: restore it with the wrapper and as many ranks as "
+      "saved it, or read one of these with Checkpoint::read() and assign it",
+      reader.full_name(name), fmt::join(others, "', '"), but);
 }
 
 void check_at_place(const StateReader& reader, const std::string& saved, const at::Tensor& elements,
@@ -129,10 +131,9 @@ void require_one_value(const StateReader& reader, const Found& tied) {
     const at::Tensor other = reader.read(tied.names[i]);
     if (first.scalar_type() == other.scalar_type() && at::equal(first, other)) continue;
     throw_invalid(
-        fmt::format("'{}' and '{}' are one tensor in this program, but have different values in the "
-                    "checkpoint: load it into a module in "
-                    "which they are not tied, or remove one of them from the file",
-                    reader.full_name(tied.names.front()), reader.full_name(tied.names[i])));
+        "'{}' and '{}' are one tensor in this program, but have different values in the checkpoint: load it "
+        "into a module in which they are not tied, or remove one of them from the file",
+        reader.full_name(tied.names.front()), reader.full_name(tied.names[i]));
   }
 }
 

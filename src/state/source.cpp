@@ -8,6 +8,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/state/source.h>
 
+#include "core/api/throw_invalid.h"
 #include "state/api/place.h"
 #include "state/api/save_load.h"
 
@@ -22,17 +23,16 @@ Sizes sizes_of(const at::Tensor& tensor) { return tensor.sizes().vec(); }
 void require_separate_elements(const std::string& where, const std::string& name, const at::Tensor& target) {
   if (target.layout() != at::kStrided || target.numel() == 0) return;
   if (at::has_internal_overlap(target) != at::MemOverlap::Yes) return;
-  throw_invalid(fmt::format(
+  throw_invalid(
       "{}: this program's tensor '{}' of shape {} is expanded: several elements have the same memory; "
       "restore into a clone(), and expand it afterwards",
-      where, name, describe(sizes_of(target))));
+      where, name, describe(sizes_of(target)));
 }
 
 }  // namespace
 
 void StateWriter::add(const std::string& name, const at::Tensor& tensor, std::uint64_t fingerprint) {
-  if (!tensor.defined())
-    throw_invalid(fmt::format("the tensor '{}' is undefined", join_names(prefix_, name)));
+  if (!tensor.defined()) throw_invalid("the tensor '{}' is undefined", join_names(prefix_, name));
   add_shard(name, tensor, tensor.layout() == at::kStrided ? sizes_of(tensor) : Sizes(),
             Sizes(static_cast<std::size_t>(tensor.dim()), 0));
   tensors_.back().fingerprint = fingerprint;
@@ -40,7 +40,7 @@ void StateWriter::add(const std::string& name, const at::Tensor& tensor, std::ui
 
 void StateWriter::add_shard(const std::string& name, const at::Tensor& shard, Sizes shape, Sizes offset) {
   const std::string full = join_names(prefix_, name);
-  if (!shard.defined()) throw_invalid(fmt::format("the tensor '{}' is undefined", full));
+  if (!shard.defined()) throw_invalid("the tensor '{}' is undefined", full);
   if (shard.layout() != at::kStrided) {
     throw Error(ErrorKind::kUnsupported,
                 fmt::format("the tensor '{}' is not dense, so no checkpoint can have "
@@ -48,26 +48,25 @@ void StateWriter::add_shard(const std::string& name, const at::Tensor& shard, Si
                             full));
   }
   if (!fits({offset, sizes_of(shard)}, shape)) {
-    throw_invalid(fmt::format("the shard of shape {} at {} of '{}' is not within its shape {}",
-                              state::describe(sizes_of(shard)), state::describe(offset), full,
-                              state::describe(shape)));
+    throw_invalid("the shard of shape {} at {} of '{}' is not within its shape {}",
+                  state::describe(sizes_of(shard)), state::describe(offset), full, state::describe(shape));
   }
   const auto [first, is_new] = places_.emplace(full, tensors_.size());
   const bool whole = sizes_of(shard) == shape;
   if (!is_new && (whole || sizes_of(tensors_[first->second].tensor) == shape))
-    throw_invalid(fmt::format("the name '{}' is saved twice; register one object under another name", full));
+    throw_invalid("the name '{}' is saved twice; register one object under another name", full);
   tensors_.push_back({full, shard.detach(), std::move(shape), std::move(offset)});
 }
 
 void StateWriter::add_value(const std::string& name, Value value) {
   const std::string full = join_names(prefix_, name);
   if (!values_.emplace(full, std::move(value)).second)
-    throw_invalid(fmt::format("the value '{}' is saved twice; register one under another name", full));
+    throw_invalid("the value '{}' is saved twice; register one under another name", full);
 }
 
 void StateWriter::add_remote(const std::string& name, RemoteValue value) {
   const std::string full = join_names(prefix_, name);
-  if (!value) throw_invalid(fmt::format("the RRef saved as '{}' is empty", full));
+  if (!value) throw_invalid("the RRef saved as '{}' is empty", full);
   remote_.emplace_back(full, std::move(value));
 }
 
@@ -94,13 +93,12 @@ at::Tensor StateReader::read(const std::string& name) const { return read_tensor
 
 void StateReader::check(const std::string& name, const at::Tensor& target, bool cast) const {
   const std::string full = full_name(name);
-  if (!contains(full)) throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full));
+  if (!contains(full)) throw_invalid("{} has no tensor '{}'", describe(), full);
   const Sizes saved = shape_of(full);
   if (saved != sizes_of(target) || (!cast && dtype_of(full) != target.scalar_type())) {
-    throw_invalid(
-        fmt::format("{}: the tensor '{}' has shape {} and dtype {}, but this program's has {} and {}",
-                    describe(), full, state::describe(saved), c10::toString(dtype_of(full)),
-                    state::describe(sizes_of(target)), c10::toString(target.scalar_type())));
+    throw_invalid("{}: the tensor '{}' has shape {} and dtype {}, but this program's has {} and {}",
+                  describe(), full, state::describe(saved), c10::toString(dtype_of(full)),
+                  state::describe(sizes_of(target)), c10::toString(target.scalar_type()));
   }
   require_separate_elements(describe(), full, target);
 }
@@ -113,14 +111,14 @@ void StateReader::read_into(const std::string& name, const at::Tensor& target) c
 void StateReader::read_shard_into(const std::string& name, const at::Tensor& shard,
                                   const std::vector<std::int64_t>& offset) const {
   const std::string full = full_name(name);
-  if (!contains(full)) throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full));
+  if (!contains(full)) throw_invalid("{} has no tensor '{}'", describe(), full);
   const Sizes saved = shape_of(full);
   if (!fits({offset, sizes_of(shard)}, saved) || dtype_of(full) != shard.scalar_type()) {
-    throw_invalid(fmt::format(
-        "{}: the tensor '{}' has shape {} and dtype {}; a shard of shape {} and dtype {} at "
-        "{} is not part of it",
+    throw_invalid(
+        "{}: the tensor '{}' has shape {} and dtype {}; a shard of shape {} and dtype {} at {} is not part "
+        "of it",
         describe(), full, state::describe(saved), c10::toString(dtype_of(full)),
-        state::describe(sizes_of(shard)), c10::toString(shard.scalar_type()), state::describe(offset)));
+        state::describe(sizes_of(shard)), c10::toString(shard.scalar_type()), state::describe(offset));
   }
   require_separate_elements(describe(), full, shard);
   read_box(full, shard, offset);
@@ -128,22 +126,22 @@ void StateReader::read_shard_into(const std::string& name, const at::Tensor& sha
 
 void StateReader::read_remote(const std::string& name, const RemoteValue& value) const {
   const std::string full = full_name(name);
-  if (!value) throw_invalid(fmt::format("the RRef restored as '{}' is empty; create its value first", full));
+  if (!value) throw_invalid("the RRef restored as '{}' is empty; create its value first", full);
   read_on_owner(full, value);
 }
 
 Value StateReader::value(const std::string& name) const {
   const std::string full = full_name(name);
   const Value* found = find_value(full);
-  if (found == nullptr) throw_invalid(fmt::format("{} has no value '{}'", describe(), full));
+  if (found == nullptr) throw_invalid("{} has no value '{}'", describe(), full);
   return *found;
 }
 
 template <class T>
 T value_as(const Value& value) {
   if (const T* held = std::get_if<T>(&value)) return *held;
-  throw_invalid(fmt::format("the checkpoint has {}, but the program expects {}", kValueTypes[value.index()],
-                            kValueTypes[Value(T{}).index()]));
+  throw_invalid("the checkpoint has {}, but the program expects {}", kValueTypes[value.index()],
+                kValueTypes[Value(T{}).index()]);
 }
 template bool value_as<bool>(const Value&);
 template std::int64_t value_as<std::int64_t>(const Value&);
@@ -171,8 +169,7 @@ at::Tensor unpacked(const c10::IValue& value) {
 
 StateDict::StateDict(Entries entries) : StateDict() {
   for (auto& [name, tensor] : entries) {
-    if (contains(name))
-      throw Error(ErrorKind::kInvalid, fmt::format("the optimizer state has '{}' twice", name));
+    if (contains(name)) throw_invalid("the optimizer state has '{}' twice", name);
     insert(std::move(name), std::move(tensor));
   }
 }
@@ -194,7 +191,7 @@ torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archi
   c10::IValue names, tensors;
   if (!archive.try_read("names", names) || !archive.try_read("tensors", tensors) || !names.isList() ||
       !tensors.isTuple() || names.toListRef().size() != tensors.toTupleRef().elements().size()) {
-    throw Error(ErrorKind::kInvalid, "the archive contains no optimizer state");
+    throw_invalid("the archive contains no optimizer state");
   }
   StateDict::Entries entries;
   for (std::size_t i = 0; i < names.toListRef().size(); ++i) {

@@ -26,8 +26,7 @@ Error Wire<Error>::decode(wire::Decoder& decoder) {
   error.with_call(wire::decode<std::string>(decoder));
   error.with_elapsed(wire::decode<Duration>(decoder));
   const std::size_t count = decoder.bytes().get_count(1);
-  if (count > kMaxFrames)
-    throw Error(ErrorKind::kInvalid, "a received error has more than 256 remote frames");
+  if (count > kMaxFrames) throw_invalid("a received error has more than 256 remote frames");
   for (std::size_t i = 0; i < count; ++i) error.with_frame(wire::decode<RemoteFrame>(decoder));
   return error;
 }

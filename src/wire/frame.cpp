@@ -5,6 +5,8 @@
 
 #include <torchspan/detail/wire/frame.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::wire {
 namespace {
 
@@ -31,8 +33,7 @@ static_assert(sizeof(RawHeader) == kFrameHeaderSize && std::has_unique_object_re
 /// Sizes are sent as 32 bits.
 std::uint32_t narrow(std::size_t size, const char* part) {
   if (size > std::numeric_limits<std::uint32_t>::max()) {
-    throw_invalid(fmt::format("{} of {} is beyond the frame's limit of 2^32 - 1; send bulk data as tensors",
-                              part, size));
+    throw_invalid("{} of {} is beyond the frame's limit of 2^32 - 1; send bulk data as tensors", part, size);
   }
   return static_cast<std::uint32_t>(size);
 }
@@ -46,13 +47,13 @@ std::size_t blobs_size(const std::vector<NamedBlob>& blobs) {
 
 void put_blobs(ByteWriter& writer, const std::vector<NamedBlob>& blobs) {
   if (blobs.size() > std::numeric_limits<std::uint16_t>::max()) {
-    throw_invalid(fmt::format("{} named headers do not fit into one frame (65535 do)", blobs.size()));
+    throw_invalid("{} named headers do not fit into one frame (65535 do)", blobs.size());
   }
   writer.put(static_cast<std::uint16_t>(blobs.size()));
   for (const NamedBlob& blob : blobs) {
     if (blob.name.size() > 255) {
-      throw_invalid(fmt::format("the named header '{}…' has a name of {} bytes; 255 is the limit",
-                                blob.name.substr(0, 32), blob.name.size()));
+      throw_invalid("the named header '{}…' has a name of {} bytes; 255 is the limit",
+                    blob.name.substr(0, 32), blob.name.size());
     }
     writer.put(static_cast<std::uint8_t>(blob.name.size()));
     writer.put_bytes(std::as_bytes(std::span(blob.name)));
@@ -64,8 +65,7 @@ void put_blobs(ByteWriter& writer, const std::vector<NamedBlob>& blobs) {
 std::vector<NamedBlobView> get_blobs(ByteReader& reader) {
   const std::size_t count = reader.get<std::uint16_t>();
   if (count > reader.left() / kLeastBlobSize) {
-    throw_invalid(
-        fmt::format("{} named headers are announced but only {} bytes follow", count, reader.left()));
+    throw_invalid("{} named headers are announced but only {} bytes follow", count, reader.left());
   }
   std::vector<NamedBlobView> blobs(count);
   for (NamedBlobView& blob : blobs) {
@@ -147,8 +147,7 @@ Bytes encode_frame(const Frame& frame) {
 
 FrameView decode_frame(BytesView bytes, const ProtocolRange& spoken) {
   if (bytes.size() < kFrameHeaderSize) {
-    throw_invalid(
-        fmt::format("{} bytes are shorter than a frame's header of {}", bytes.size(), kFrameHeaderSize));
+    throw_invalid("{} bytes are shorter than a frame's header of {}", bytes.size(), kFrameHeaderSize);
   }
   ByteReader reader(bytes);
   RawHeader raw;
@@ -161,8 +160,7 @@ FrameView decode_frame(BytesView bytes, const ProtocolRange& spoken) {
                   raw.call,     raw.remaining};
   if ((raw.flags & kFlagHasBlobs) != 0) frame.blobs = get_blobs(reader);
   if (raw.handle_count > reader.left() / kHandleSize) {
-    throw_invalid(
-        fmt::format("{} references are announced but only {} bytes follow", raw.handle_count, reader.left()));
+    throw_invalid("{} references are announced but only {} bytes follow", raw.handle_count, reader.left());
   }
   frame.handles.reserve(raw.handle_count);
   for (std::size_t i = 0; i < raw.handle_count; ++i) frame.handles.push_back(get_handle(reader));

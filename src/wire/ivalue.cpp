@@ -8,6 +8,8 @@
 
 #include <torchspan/wire.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan {
 namespace {
 
@@ -46,8 +48,7 @@ enum class Tag : std::uint8_t {
 }
 
 [[noreturn]] void throw_unknown_tag(Tag tag) {
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("a received TorchScript value has the unknown tag {}", static_cast<unsigned>(tag)));
+  throw_invalid("a received TorchScript value has the unknown tag {}", static_cast<unsigned>(tag));
 }
 
 Tag tag_of_type(const c10::Type& type) {
@@ -222,7 +223,7 @@ void check_spread(const std::vector<std::pair<IValue, IValue>>& entries) {
     const std::uint64_t place =
         c10::detail::DictKeyHash()(key) * kGoldenRatio >> (64 - std::countr_zero(places));
     if (++taken[place] > kCrowd) {
-      throw Error(ErrorKind::kInvalid, "a received TorchScript dict has keys whose hashes collide");
+      throw_invalid("a received TorchScript dict has keys whose hashes collide");
     }
   }
 }
@@ -231,7 +232,7 @@ void check_spread(const std::vector<std::pair<IValue, IValue>>& entries) {
 void check_key_value(const IValue& key) {
   const bool real = key.isDouble() && key.toDouble() != key.toDouble();
   if (real || (key.isComplexDouble() && key.toComplexDouble() != key.toComplexDouble())) {
-    throw Error(ErrorKind::kInvalid, "a NaN cannot be the key of a TorchScript dict that is sent");
+    throw_invalid("a NaN cannot be the key of a TorchScript dict that is sent");
   }
 }
 
@@ -306,8 +307,7 @@ IValue decode_leaf(Decoder& decoder, Tag tag) {
 
 void check_number(const IValue& value) {
   if (!value.isScalar()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a TorchScript number is declared, but the value is a {}", value.tagKind()));
+    throw_invalid("a TorchScript number is declared, but the value is a {}", value.tagKind());
   }
 }
 
@@ -325,8 +325,7 @@ void encode_declared(Encoder& encoder, const IValue& value, const TypePtr& type)
     return encode_declared(encoder, value, type->expectRef<c10::OptionalType>().getElementType());
   }
   if (tag_of_value(value) != declared) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a TorchScript container of {} holds a {}", type->repr_str(), value.tagKind()));
+    throw_invalid("a TorchScript container of {} holds a {}", type->repr_str(), value.tagKind());
   }
   const auto parts = type->containedTypes();
   if (declared == Tag::kList) return encode_elements(encoder, value, parts[0]);
@@ -334,8 +333,7 @@ void encode_declared(Encoder& encoder, const IValue& value, const TypePtr& type)
   if (declared != Tag::kTuple) return encode_leaf(encoder, value, declared);
   const auto& fields = value.toTupleRef().elements();
   if (fields.size() != parts.size()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("a TorchScript tuple of {} fields is declared as {}",
-                                                 fields.size(), type->repr_str()));
+    throw_invalid("a TorchScript tuple of {} fields is declared as {}", fields.size(), type->repr_str());
   }
   for (std::size_t i = 0; i < parts.size(); ++i) encode_declared(encoder, fields[i], parts[i]);
 }
@@ -415,8 +413,7 @@ IValue Wire<IValue>::decode(Decoder& decoder) {
   try {
     return decode_tagged(decoder);
   } catch (const c10::Error& error) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("LibTorch refused a TorchScript value: {}", error.what_without_backtrace()));
+    throw_invalid("LibTorch refused a TorchScript value: {}", error.what_without_backtrace());
   }
 }
 

@@ -15,6 +15,7 @@
 
 #include <torchspan/wire.h>
 
+#include "core/api/throw_invalid.h"
 #include "device/api/tensors.h"
 #include "wire/compat.h"
 
@@ -190,11 +191,9 @@ BlockShape get_block(ByteReader& metadata) {
   shape.dtype = dtype_from_code(metadata.get<std::uint8_t>());
   if (shape.dtype == at::ScalarType::Undefined) throw_invalid("a received tensor has no dtype");
   const auto layout = metadata.get<std::uint8_t>();
-  if (layout > kStridesFollow)
-    throw_invalid(fmt::format("a received tensor has the unknown layout {}", layout));
+  if (layout > kStridesFollow) throw_invalid("a received tensor has the unknown layout {}", layout);
   const std::size_t dimensions = metadata.get<std::uint8_t>();
-  if (dimensions > kMaxDimensions)
-    throw_invalid(fmt::format("a received tensor has {} dimensions", dimensions));
+  if (dimensions > kMaxDimensions) throw_invalid("a received tensor has {} dimensions", dimensions);
   const auto get_vector = [&] {
     at::DimVector values(dimensions);
     for (std::int64_t& value : values) value = metadata.get<std::int64_t>();
@@ -203,14 +202,13 @@ BlockShape get_block(ByteReader& metadata) {
   shape.sizes = get_vector();
   const bool negative = std::ranges::any_of(shape.sizes, [](std::int64_t size) { return size < 0; });
   if (negative || !product_fits(shape.sizes, c10::elementSize(shape.dtype))) {
-    throw_invalid(
-        fmt::format("a received tensor has the impossible sizes [{}]", fmt::join(shape.sizes, ", ")));
+    throw_invalid("a received tensor has the impossible sizes [{}]", fmt::join(shape.sizes, ", "));
   }
   if (layout == kStridesFollow) {
     shape.strides = get_vector();
     if (!is_dense_but_expanded(shape.sizes, shape.strides) || elements_per_byte(shape.dtype) > 1) {
-      throw_invalid(fmt::format("a received tensor of sizes [{}] has the impossible strides [{}]",
-                                fmt::join(shape.sizes, ", "), fmt::join(shape.strides, ", ")));
+      throw_invalid("a received tensor of sizes [{}] has the impossible strides [{}]",
+                    fmt::join(shape.sizes, ", "), fmt::join(shape.strides, ", "));
     }
   } else {
     shape.strides.resize(dimensions);
@@ -236,23 +234,22 @@ Buffer BufferQueue::take(std::size_t size, std::size_t element_size) {
 
 Buffer BufferQueue::take_on_device(std::size_t size, std::size_t element_size) {
   if (next_ == buffers_.size()) {
-    throw_invalid(fmt::format("tensors need more than the {} received segments", buffers_.size()));
+    throw_invalid("tensors need more than the {} received segments", buffers_.size());
   }
   Buffer& buffer = buffers_[next_++];
   if (buffer.size != size || buffer.data == nullptr || buffer.owner == nullptr) {
-    throw_invalid(fmt::format("a tensor of {} bytes was received in a segment of {}", size, buffer.size));
+    throw_invalid("a tensor of {} bytes was received in a segment of {}", size, buffer.size);
   }
   // c10::complex<double> must be aligned to its size, 16 bytes.
   if (std::bit_cast<std::uintptr_t>(buffer.data) % element_size != 0) {
-    throw_invalid(
-        fmt::format("a segment's address is not aligned to the {} bytes of its elements", element_size));
+    throw_invalid("a segment's address is not aligned to the {} bytes of its elements", element_size);
   }
   return std::exchange(buffer, Buffer{});
 }
 
 void BufferQueue::expect_end() const {
   if (next_ != buffers_.size()) {
-    throw_invalid(fmt::format("{} segments were received, but the tensors need {}", buffers_.size(), next_));
+    throw_invalid("{} segments were received, but the tensors need {}", buffers_.size(), next_);
   }
 }
 

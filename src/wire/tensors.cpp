@@ -15,6 +15,7 @@
 
 #include <torchspan/wire.h>
 
+#include "core/api/throw_invalid.h"
 #include "device/api/devices.h"
 #include "wire/compat.h"
 #include "wire/tensor_block.h"
@@ -180,7 +181,7 @@ class Packer {
 /// Throws if LibTorch would need more memory than the message has for a tensor's elements, one after the other.
 void refuse_repeated(const at::Tensor& part, const char* what) {
   if (part.numel() == 0 || part.is_non_overlapping_and_dense()) return;
-  throw_invalid(fmt::format("{} repeat elements, or have gaps between them", what));
+  throw_invalid("{} repeat elements, or have gaps between them", what);
 }
 
 /// Throws unless the indices are within the sizes and ascend if the tensor is marked coalesced.
@@ -191,8 +192,7 @@ void check_indices(const at::Tensor& indices, at::IntArrayRef sizes, bool coales
   for (std::int64_t d = 0; d < dimensions; ++d) {
     const auto row = std::span(data + d * count, static_cast<std::size_t>(count));
     const bool inside = std::ranges::all_of(row, [&](std::int64_t i) { return i >= 0 && i < sizes[d]; });
-    if (!inside)
-      throw_invalid(fmt::format("a sparse tensor has an index outside dimension {} of {}", d, sizes[d]));
+    if (!inside) throw_invalid("a sparse tensor has an index outside dimension {} of {}", d, sizes[d]);
   }
   const auto ascends = [&](std::int64_t i) {
     for (std::int64_t d = 0; d < dimensions; ++d) {
@@ -246,14 +246,14 @@ class Unpacker {
       case TensorKind::kQuantized:
         return get_quantized();
     }
-    throw_invalid(fmt::format("a received tensor has the unknown kind {}", static_cast<unsigned>(kind)));
+    throw_invalid("a received tensor has the unknown kind {}", static_cast<unsigned>(kind));
   }
 
   Flags get_flags(std::uint8_t more) {
     const auto bits = metadata_.get<std::uint8_t>();
     const bool placed_nowhere = (bits & kPlaced) != 0 && (bits & kDeviceFollows) == 0;
     if ((bits & ~(kRequiresGrad | kDeviceFollows | kPlaced | more)) != 0 || placed_nowhere) {
-      throw_invalid(fmt::format("a received tensor has the unknown flags {:#x}", bits));
+      throw_invalid("a received tensor has the unknown flags {:#x}", bits);
     }
     Flags flags{(bits & kRequiresGrad) != 0, (bits & kCoalesced) != 0, (bits & kPlaced) != 0};
     if ((bits & kDeviceFollows) != 0) flags.device = parse_device(metadata_.get_string());
@@ -314,9 +314,9 @@ class Unpacker {
         values.dim() != static_cast<std::int64_t>(sizes.size()) - sparse_dim + 1 ||
         values.size(0) != indices.size(1) ||
         !std::equal(sizes.begin() + sparse_dim, sizes.end(), values.sizes().begin() + 1)) {
-      throw_invalid(fmt::format("a received sparse tensor of sizes [{}] has indices [{}] and values [{}]",
-                                fmt::join(sizes, ", "), fmt::join(indices.sizes(), ", "),
-                                fmt::join(values.sizes(), ", ")));
+      throw_invalid("a received sparse tensor of sizes [{}] has indices [{}] and values [{}]",
+                    fmt::join(sizes, ", "), fmt::join(indices.sizes(), ", "),
+                    fmt::join(values.sizes(), ", "));
     }
   }
 
@@ -332,8 +332,7 @@ class Unpacker {
           flags);
     }
     if (scheme != Scheme::kPerChannel) {
-      throw_invalid(
-          fmt::format("a received tensor has the unknown quantization {}", static_cast<unsigned>(scheme)));
+      throw_invalid("a received tensor has the unknown quantization {}", static_cast<unsigned>(scheme));
     }
     const auto axis = metadata_.get<std::int64_t>();
     const at::Tensor scales = get_strided(), zero_points = get_strided();
@@ -356,8 +355,7 @@ class Unpacker {
   static void check_channels(const BlockShape& shape, std::int64_t axis, const at::Tensor& scales,
                              const at::Tensor& zero_points) {
     const auto dimensions = static_cast<std::int64_t>(shape.sizes.size());
-    if (axis < 0 || axis >= dimensions)
-      throw_invalid(fmt::format("a quantizer has the channel axis {}", axis));
+    if (axis < 0 || axis >= dimensions) throw_invalid("a quantizer has the channel axis {}", axis);
     const auto fits = [&](const at::Tensor& parameter) {
       return parameter.dim() == 1 && parameter.numel() == shape.sizes[axis];
     };
@@ -372,8 +370,7 @@ class Unpacker {
   c10::Device device_of(const Flags& flags, c10::Device received) const {
     if (!flags.placed) return options_.place ? options_.place(flags.device) : received;
     const std::string why = device::why_absent(flags.device);
-    if (!why.empty())
-      throw_invalid(fmt::format("a tensor was sent to device '{}', but {}", flags.device.str(), why));
+    if (!why.empty()) throw_invalid("a tensor was sent to device '{}', but {}", flags.device.str(), why);
     return flags.device;
   }
 
@@ -388,8 +385,8 @@ class Unpacker {
   static at::Tensor as_leaf(at::Tensor tensor, const Flags& flags) {
     if (flags.requires_grad) {
       if (!c10::isFloatingType(tensor.scalar_type()) && !c10::isComplexType(tensor.scalar_type())) {
-        throw_invalid(fmt::format("a received tensor of dtype {} is marked as requiring grad",
-                                  c10::toString(tensor.scalar_type())));
+        throw_invalid("a received tensor of dtype {} is marked as requiring grad",
+                      c10::toString(tensor.scalar_type()));
       }
       tensor.set_requires_grad(true);
     }
@@ -406,7 +403,7 @@ class Unpacker {
     try {
       return c10::Device(text);
     } catch (const std::exception&) {
-      throw_invalid(fmt::format("a tensor was sent from '{}', which is not a device", text));
+      throw_invalid("a tensor was sent from '{}', which is not a device", text);
     }
   }
 
@@ -435,7 +432,7 @@ std::vector<at::Tensor> unpack(BytesView metadata, std::span<Buffer> segments, c
   try {
     return Unpacker(metadata, segments, options).unpack();
   } catch (const c10::Error& error) {
-    throw_invalid(fmt::format("LibTorch refused a received tensor: {}", error.what_without_backtrace()));
+    throw_invalid("LibTorch refused a received tensor: {}", error.what_without_backtrace());
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <torchspan/wire.h>
 
+#include "core/api/throw_invalid.h"
 #include "wire/compat.h"
 
 namespace torchspan {
@@ -97,7 +98,7 @@ at::ScalarType dtype_from_code(std::uint8_t code) {
                     "before it is sent",
                     known.name, TORCH_VERSION));
   }
-  throw Error(ErrorKind::kInvalid, fmt::format("{} is not the number of a dtype", code));
+  throw_invalid("{} is not the number of a dtype", code);
 }
 
 }  // namespace wire
@@ -138,8 +139,7 @@ c10::Scalar Wire<c10::Scalar>::decode(wire::Decoder& decoder) {
     case ScalarTag::kComplex:
       return wire::decode<c10::complex<double>>(decoder);
   }
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("a received scalar has the unknown tag {}", static_cast<unsigned>(tag)));
+  throw_invalid("a received scalar has the unknown tag {}", static_cast<unsigned>(tag));
 }
 
 void Wire<at::ScalarType>::encode(wire::Encoder& encoder, at::ScalarType value) {
@@ -159,7 +159,7 @@ c10::Device Wire<c10::Device>::decode(wire::Decoder& decoder) {
   try {
     return c10::Device(text);
   } catch (const std::exception&) {
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' is not a device that this LibTorch supports", text));
+    throw_invalid("'{}' is not a device that this LibTorch supports", text);
   }
 }
 

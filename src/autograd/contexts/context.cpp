@@ -21,6 +21,7 @@
 #include "autograd/contexts/current_contexts.h"
 #include "autograd/extension_impl.h"
 #include "core/api/saturated_time.h"
+#include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 #include "engine/api/node_ptr.h"
 
@@ -43,7 +44,7 @@ class GivenGradients final : public torch::autograd::Node {
 
 /// Throws Error{kInvalid} about root `index` of a backward(): "backward(): root 1 is undefined".
 [[noreturn]] void refuse_root(std::size_t index, const std::string& why) {
-  throw Error(ErrorKind::kInvalid, fmt::format("backward(): root {} {}", index, why));
+  throw_invalid("backward(): root {} {}", index, why);
 }
 
 /// Throws if `root` is undefined or does not require grad.
@@ -80,11 +81,10 @@ at::Tensor fitted(std::size_t index, const at::Tensor& root, const at::Tensor& g
 /// gradient means 1 and requires a scalar root. Throws Error{kInvalid} naming the root that cannot be
 /// differentiated or whose gradient does not match.
 at::Tensor scalar_of(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {
-  if (roots.empty()) throw Error(ErrorKind::kInvalid, "backward() got no root; pass it the loss");
+  if (roots.empty()) throw_invalid("backward() got no root; pass it the loss");
   if (gradients.size() != roots.size()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("backward() got {} gradients for {} roots; pass one for each root",
-                            gradients.size(), roots.size()));
+    throw_invalid("backward() got {} gradients for {} roots; pass one for each root", gradients.size(),
+                  roots.size());
   }
   torch::autograd::edge_list edges;
   variable_list given;
@@ -98,7 +98,7 @@ at::Tensor scalar_of(const std::vector<at::Tensor>& roots, const std::vector<at:
 }
 
 void check_roots(const std::vector<at::Tensor>& roots) {
-  if (roots.empty()) throw Error(ErrorKind::kInvalid, "backward() got no root; pass it the loss");
+  if (roots.empty()) throw_invalid("backward() got no root; pass it the loss");
   for (std::size_t i = 0; i < roots.size(); ++i) {
     const at::Tensor& root = roots[i];
     if (root.defined() && root.requires_grad() && root.numel() != 1)
@@ -121,11 +121,10 @@ std::shared_ptr<PassState> begin_pass(const Worker& worker, const std::shared_pt
   MutexLock beginning(context->beginning());
   running = context->pass();
   if (running) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("a backward pass, begun by worker '{}', already runs in autograd context {:#x}; wait "
-                    "for it, or use one context for each pass",
-                    worker.backend()->name_of(running->root()), context->id()));
+    throw_invalid(
+        "a backward pass, begun by worker '{}', already runs in autograd context {:#x}; wait for it, or use "
+        "one context for each pass",
+        worker.backend()->name_of(running->root()), context->id());
   }
   pass = std::make_shared<PassState>(worker, context,
                                      PassKey{registry.next_id(), options.retain_graph, options.mode,
@@ -170,8 +169,8 @@ void run_pass(const Worker& worker, const std::shared_ptr<ContextState>& context
               const BackwardOptions& options) {
   check_roots(roots);
   if (options.threads == 0 || options.threads > PassKey::kMostThreads) {
-    throw Error(ErrorKind::kInvalid, fmt::format("BackwardOptions::threads is {}; it may be 1 to {}",
-                                                 options.threads, PassKey::kMostThreads));
+    throw_invalid("BackwardOptions::threads is {}; it may be 1 to {}", options.threads,
+                  PassKey::kMostThreads);
   }
   if (options.stop.stop_requested())
     throw Error(ErrorKind::kCancelled, "the program cancelled this backward pass before it began");
@@ -297,8 +296,7 @@ bool ContextView::saw_backward() const { return state_->saw_pass(); }
 void ContextView::add_worker(std::uint32_t rank) const {
   worker_.runtime().check_process();
   if (state_->add_worker(rank) != ContextState::Added::kEnded) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("autograd context {:#x} has ended; make a new Context for the next step", id()));
+  throw_invalid("autograd context {:#x} has ended; make a new Context for the next step", id());
 }
 
 void ContextView::offer_gradients(GradientTaker taker) const {
@@ -310,10 +308,10 @@ Context::Context(const Worker& worker) : ContextView(worker, nullptr) {
   worker.backend()->check_running();
   const auto impl = worker.extension<AutogradExtension>().impl();
   if (const auto* here = current_of(impl->registry()->worker())) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("this thread already works in autograd context {:#x}; contexts do not "
-                            "nest: destroy that one first, or use it",
-                            here->context->id()));
+    throw_invalid(
+        "this thread already works in autograd context {:#x}; contexts do not nest: destroy that one first, "
+        "or use it",
+        here->context->id());
   }
   state_ = impl->registry()->create();
   scope_ = std::make_unique<CurrentScope>(state_);
@@ -359,15 +357,12 @@ ContextView current(const Worker& worker) {
   if (const auto* here = current_of(worker.extension<AutogradExtension>().impl()->registry()->worker()))
     return ContextView(worker, here->context);
   const CurrentContexts* others = CurrentContexts::of_thread();
-  throw Error(
-      ErrorKind::kInvalid,
-      others == nullptr
-          ? "this thread has no autograd context; create an autograd::Context around the call. A handler has "
-            "none either if the context in which it was called has ended"
-          : fmt::format(
-                "this thread has an autograd context of worker '{}' but none of worker '{}'; create an "
-                "autograd::Context of that worker, too",
-                others->entries().front().context->worker_name(), worker.name()));
+  throw_invalid(others == nullptr
+                    ? "this thread has no autograd context; create an autograd::Context around the call. A "
+                      "handler has none either if the context in which it was called has ended"
+                    : fmt::format("this thread has an autograd context of worker '{}' but none of worker "
+                                  "'{}'; create an autograd::Context of that worker, too",
+                                  others->entries().front().context->worker_name(), worker.name()));
 }
 
 }  // namespace torchspan::autograd

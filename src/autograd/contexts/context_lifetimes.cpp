@@ -1,12 +1,12 @@
 #include "autograd/contexts/context_lifetimes.h"
 
-#include <fmt/format.h>
 #include <utility>
 
 #include <torchspan/core/future.h>
 
 #include "autograd/messages/sending.h"
 #include "autograd/passes/pass_state.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::autograd {
 namespace {
@@ -103,8 +103,7 @@ std::shared_ptr<ContextState> ContextLifetimes::join(std::uint64_t id, std::uint
   auto context = registry_->find_or_create(id);
   const auto added = context ? context->add_worker(peer) : ContextState::Added::kEnded;
   if (added == ContextState::Added::kEnded) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("autograd context {:#x} has ended, so a request in it arrived too late", id));
+    throw_invalid("autograd context {:#x} has ended, so a request in it arrived too late", id);
   }
   if (added == ContextState::Added::kNow) add_peer(context, peer);
   return context;

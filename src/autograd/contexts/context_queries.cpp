@@ -26,6 +26,7 @@
 #include "autograd/messages/sending.h"
 #include "autograd/passes/pass_state.h"
 #include "core/api/saturated_time.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::autograd {
 namespace {
@@ -216,10 +217,10 @@ Future<ClearedPart> clear_when_notified(const std::shared_ptr<ContextState>& con
 
 void check_cleared(const ClearedPart& part, const std::string& worker) {
   if (!part.running) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("clear_gradients(): a backward pass of this context still runs on worker '{}'; "
-                          "wait for it, then clear again",
-                          worker));
+  throw_invalid(
+      "clear_gradients(): a backward pass of this context still runs on worker '{}'; wait for it, then clear "
+      "again",
+      worker);
 }
 
 /// Skips a worker that is gone.

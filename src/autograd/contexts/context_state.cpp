@@ -1,12 +1,12 @@
 #include "autograd/contexts/context_state.h"
 
 #include <algorithm>
-#include <fmt/format.h>
 #include <utility>
 
 #include <torchspan/core/error.h>
 
 #include "autograd/passes/pass_state.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::autograd {
 
@@ -108,15 +108,14 @@ SendNodePtr ContextSends::find(std::uint64_t message, std::uint64_t end) const {
   const auto used = std::find_if(used_up_.begin(), used_up_.end(),
                                  [&](const MessageInfo& info) { return info.id == message; });
   if (used != used_up_.end()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("the graph behind {} was used up by an earlier pass; set "
-                                                 "BackwardOptions::retain_graph for that pass",
-                                                 used->text()));
+    throw_invalid(
+        "the graph behind {} was used up by an earlier pass; set BackwardOptions::retain_graph for that pass",
+        used->text());
   }
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("this context did not send message {:#x}, or an earlier pass used up its graph; in that "
-                  "case set BackwardOptions::retain_graph for that pass",
-                  message));
+  throw_invalid(
+      "this context did not send message {:#x}, or an earlier pass used up its graph; in that case set "
+      "BackwardOptions::retain_graph for that pass",
+      message);
 }
 
 std::vector<SendNodePtr> ContextSends::all() const {
@@ -240,10 +239,7 @@ void ContextState::begin_pass(const std::shared_ptr<PassState>& pass) {
     if (refused == pass->id()) throw Error(failure);
   }
   if (released_) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("autograd context {:#x} was released; create a new Context for the "
-                            "next step",
-                            id_));
+    throw_invalid("autograd context {:#x} was released; create a new Context for the next step", id_);
   }
   pass_ = pass;
 }

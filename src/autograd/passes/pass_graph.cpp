@@ -17,6 +17,7 @@
 #include "autograd/contexts/current_contexts.h"
 #include "autograd/passes/pass_errors.h"
 #include "autograd/passes/pass_state.h"
+#include "core/api/throw_invalid.h"
 #include "engine/api/grad_field_sink.h"
 
 namespace torchspan::autograd {
@@ -174,9 +175,8 @@ SendNodePtr PassGraph::find_send(std::uint64_t message, std::uint32_t peer) cons
   const ContextSends& sends = context_->sends();
   auto send = mode_ == PassMode::kFast ? sends.find(message) : sends.find(message, sends_.end);
   if (send->message().peer == peer) return send;
-  throw Error(ErrorKind::kInvalid, fmt::format("a gradient or mark for {} came from a worker that it was not "
-                                               "sent to",
-                                               send->message().text()));
+  throw_invalid("a gradient or mark for {} came from a worker that it was not sent to",
+                send->message().text());
 }
 
 void PassGraph::run() {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "autograd/passes/pass_errors.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::autograd {
 
@@ -38,8 +39,7 @@ std::shared_ptr<PassState> PassService::join(std::uint64_t context_id, const Pas
                                              std::uint32_t peer) {
   auto context = registry_->find(context_id);
   if (!context) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("autograd context {:#x} was released before its pass was over", context_id));
+    throw_invalid("autograd context {:#x} was released before its pass was over", context_id);
   }
   std::shared_ptr<PassState> pass, superseded;
   while (!(pass = try_join(context, key, superseded))) {
@@ -70,10 +70,10 @@ std::shared_ptr<PassState> PassService::try_join(const std::shared_ptr<ContextSt
     return nullptr;
   }
   if (running) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("two backward passes run in one autograd context at once, begun by worker '{}' "
-                            "and by worker '{}'; run one after the other, or use one context for each",
-                            me.backend()->name_of(running->root()), me.backend()->name_of(maker_of(key.id))));
+    throw_invalid(
+        "two backward passes run in one autograd context at once, begun by worker '{}' and by worker '{}'; "
+        "run one after the other, or use one context for each",
+        me.backend()->name_of(running->root()), me.backend()->name_of(maker_of(key.id)));
   }
   pass = std::make_shared<PassState>(me, context, key);
   context->begin_pass(pass);

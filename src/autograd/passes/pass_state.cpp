@@ -1,12 +1,12 @@
 #include "autograd/passes/pass_state.h"
 
-#include <fmt/format.h>
 #include <memory>
 #include <utility>
 
 #include "autograd/contexts/current_contexts.h"
 #include "autograd/extension_impl.h"
 #include "autograd/passes/pass_errors.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::autograd {
 
@@ -69,8 +69,7 @@ void PassState::receive(PropagateGradients message, std::uint32_t peer) {
     for (const at::Tensor& gradient : message.gradients) delivery.reached.push_back(gradient.defined());
   } else {
     if (message.reached.size() != message.gradients.size())
-      throw Error(ErrorKind::kInvalid,
-                  "a gradient message does not say for each gradient whether it is reached");
+      throw_invalid("a gradient message does not say for each gradient whether it is reached");
     delivery.reached.assign(message.reached.begin(), message.reached.end());
     deliver_to_marks(send, message.reached);
   }
@@ -86,8 +85,7 @@ void PassState::deliver_to_marks(const SendNodePtr& send, const std::vector<std:
   const SmartMarks::Delivered delivered = marks_.deliver(send, reached);
   if (!delivered.disagrees) ending_.leave();
   if (delivered.twice) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the gradients of {} arrived twice in one pass", send->message().text()));
+    throw_invalid("the gradients of {} arrived twice in one pass", send->message().text());
   }
 }
 
@@ -210,8 +208,7 @@ SmartMarks::Marks PassState::find_marked(const std::vector<MarkedSend>& sends, s
   for (const MarkedSend& marked : sends) {
     auto send = graph_.find_send(marked.message, peer);
     for (const std::uint32_t output : marked.outputs) {
-      if (output >= send->num_outputs())
-        throw Error(ErrorKind::kInvalid, "a mark names a tensor that is not in its message");
+      if (output >= send->num_outputs()) throw_invalid("a mark names a tensor that is not in its message");
     }
     marks.emplace_back(std::move(send), marked);
   }

@@ -9,6 +9,7 @@
 #include "checkpoint/api/names_and_values.h"
 #include "checkpoint/files/safetensors.h"
 #include "checkpoint/files/strict_json.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -22,10 +23,10 @@ Bytes comparable(const Value& value) {
 
 /// The manifest is JSON.
 void require_utf8(const std::string& name, const Value& value) {
-  if (!is_utf8(name)) throw_invalid(fmt::format("the name '{}' of a value is not UTF-8; rename it", name));
+  if (!is_utf8(name)) throw_invalid("the name '{}' of a value is not UTF-8; rename it", name);
   const auto* text = std::get_if<std::string>(&value);
   if (text == nullptr || is_utf8(*text)) return;
-  throw_invalid(fmt::format("the text '{}' is not UTF-8; save it as a tensor of bytes", name));
+  throw_invalid("the text '{}' is not UTF-8; save it as a tensor of bytes", name);
 }
 
 /// The digest that a rank sends which has this listing and the plan of the save with this token.
@@ -93,17 +94,16 @@ SaveJob SaveAgreement::agree(const RankOutcome& proposal, std::int64_t step, con
       job.metric = one.metric;
     }
     if (one.step != job.step) {
-      throw_invalid(fmt::format("{}: {} saves step {}, but {} step {}; all ranks save after the same step",
-                                what, ranks_.names()[0], job.step, ranks_.names()[rank], one.step));
+      throw_invalid("{}: {} saves step {}, but {} step {}; all ranks save after the same step", what,
+                    ranks_.names()[0], job.step, ranks_.names()[rank], one.step);
     }
     for (const auto& [name, value] : one.values) {
       const auto [place, is_new] = job.values.emplace(name, value);
       if (is_new) {
         first[name] = rank;
       } else if (comparable(place->second) != comparable(value)) {
-        throw_invalid(
-            fmt::format("{}: the value '{}' differs between {} and {}; register it with add_per_rank()", what,
-                        name, ranks_.names()[first[name]], ranks_.names()[rank]));
+        throw_invalid("{}: the value '{}' differs between {} and {}; register it with add_per_rank()", what,
+                      name, ranks_.names()[first[name]], ranks_.names()[rank]);
       }
     }
   }

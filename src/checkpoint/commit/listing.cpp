@@ -9,6 +9,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::checkpoint {
 namespace {
 
@@ -46,16 +48,16 @@ void check_same_tensor(const Gathered& known, const ListedPart& part, const std:
   const ListedPart& first = *known.first;
   if (first.fingerprint != part.fingerprint) {
     throw_invalid(
-        fmt::format("{} and {} save different states as '{}', which are not replicas; register "
-                    "it with add_per_rank(), or under different names",
-                    first_writer, writer, part.name));
+        "{} and {} save different states as '{}', which are not replicas; register it with add_per_rank(), "
+        "or under different names",
+        first_writer, writer, part.name);
   }
   if (first.type == part.type && first.shape == part.shape) return;
   throw_invalid(
-      fmt::format("{} saves '{}' with shape {} and dtype {}, but {} with shape {} and dtype {}; use "
-                  "different names, or add_per_rank() if each rank has its own",
-                  first_writer, part.name, describe(first.shape), to_string(first.type), writer,
-                  describe(part.shape), to_string(part.type)));
+      "{} saves '{}' with shape {} and dtype {}, but {} with shape {} and dtype {}; use different names, or "
+      "add_per_rank() if each rank has its own",
+      first_writer, part.name, describe(first.shape), to_string(first.type), writer, describe(part.shape),
+      to_string(part.type));
 }
 
 }  // namespace
@@ -88,7 +90,7 @@ Listing decode_listing(BytesView bytes) {
     part.fingerprint = in.get<std::uint64_t>();
     part.owner = in.get_string();
     if (!element_count(part.shape) || !fits(part.box, part.shape))
-      throw_invalid(fmt::format("a listing of a checkpoint has an impossible part of '{}'", part.name));
+      throw_invalid("a listing of a checkpoint has an impossible part of '{}'", part.name);
   }
   in.expect_end();
   return listing;
@@ -117,7 +119,7 @@ std::vector<std::vector<std::size_t>> choose_parts(const std::vector<Listing>& l
   for (const auto& [name, known] : tensors) {
     const std::vector<Box> boxes(known.boxes.begin(), known.boxes.end());
     if (const std::string fault = coverage_fault(whole_box(known.first->shape), boxes); !fault.empty())
-      throw_invalid(fmt::format("the shards of '{}' do not make up the tensor: {}", name, fault));
+      throw_invalid("the shards of '{}' do not make up the tensor: {}", name, fault);
   }
   return chosen;
 }

@@ -10,6 +10,8 @@
 #include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/rpc/worker.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::checkpoint {
 namespace {
 
@@ -46,9 +48,9 @@ class WorkerRanks final : public Ranks {
     }
     if (!found) {
       throw_invalid(
-          fmt::format("the participants of the checkpoint manager '{}' do not include this worker, "
-                      "'{}'; create it on participants only",
-                      name_, worker.name()));
+          "the participants of the checkpoint manager '{}' do not include this worker, '{}'; create it on "
+          "participants only",
+          name_, worker.name());
     }
     const rpc::Gathering gathering = backend_->gathering(participants_);
     const auto note = [weak = std::weak_ptr<Departed>(departed_), ranks = gathering.ranks](

@@ -10,6 +10,7 @@
 
 #include "checkpoint/commit/ranks.h"
 #include "checkpoint/files/safetensors.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -120,10 +121,10 @@ std::string SaveRound::commit(const SaveJob& job, const std::vector<Bytes>& repo
     files.push_back(decode_report(readers.at(share.rank)));
     const std::string path = folder + "/" + share.file;
     if (disk.file_size(path) != static_cast<std::int64_t>(files.back().file.bytes)) {
-      throw_invalid(fmt::format(
-          "{} wrote '{}', but here it is missing or has another size; the directory "
-          "must be on a file system that all ranks share",
-          share.owner.empty() ? ranks_.names()[share.rank] : fmt::format("worker '{}'", share.owner), path));
+      throw_invalid(
+          "{} wrote '{}', but here it is missing or has another size; the directory must be on a file system "
+          "that all ranks share",
+          share.owner.empty() ? ranks_.names()[share.rank] : fmt::format("worker '{}'", share.owner), path);
     }
   }
   fill_manifest(manifest, job.listings, job.plan, files);
@@ -180,9 +181,8 @@ std::string RestoreRound::propose() {
     if (!rejected_.contains(one.name)) return one.name;
   }
   if (any) {
-    throw_invalid(
-        fmt::format("no checkpoint in '{}' can be used: {}; to start from the beginning, remove them",
-                    directory_.path(), first_reason_));
+    throw_invalid("no checkpoint in '{}' can be used: {}; to start from the beginning, remove them",
+                  directory_.path(), first_reason_);
   }
   return {};
 }

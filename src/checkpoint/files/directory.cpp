@@ -22,6 +22,7 @@
 #include "checkpoint/files/disk.h"
 #include "checkpoint/files/safetensors.h"
 #include "checkpoint/files/strict_json.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -63,14 +64,13 @@ void check_header_entries(const MappedFile& file, const std::string& file_name, 
       const HeaderEntry* entry = file.find(saved.key);
       if (entry == nullptr || entry->type != tensor.type || entry->shape != saved.box.size ||
           entry->begin != saved.begin) {
-        throw_invalid(
-            fmt::format("'{}': the header disagrees with the manifest about tensor '{}'", file.path(), name));
+        throw_invalid("'{}': the header disagrees with the manifest about tensor '{}'", file.path(), name);
       }
     }
   }
   if (count != file.header().entries.size()) {
-    throw_invalid(fmt::format("'{}' has {} tensors, but the manifest lists {}", file.path(),
-                              file.header().entries.size(), count));
+    throw_invalid("'{}' has {} tensors, but the manifest lists {}", file.path(), file.header().entries.size(),
+                  count);
   }
 }
 
@@ -86,25 +86,24 @@ void check_saved_file(const Disk& disk, const std::string& folder, const std::st
   const SavedFile& saved = manifest.files.at(name);
   const std::string path = folder + "/" + name;
   const std::int64_t size = disk.file_size(path);
-  if (size < 0) throw_invalid(fmt::format("'{}' is missing", path));
+  if (size < 0) throw_invalid("'{}' is missing", path);
   if (static_cast<std::uint64_t>(size) != saved.bytes) {
-    throw_invalid(fmt::format("'{}' has {} bytes, but the manifest says {}: it is {}", path, size,
-                              saved.bytes,
-                              static_cast<std::uint64_t>(size) < saved.bytes ? "truncated" : "damaged"));
+    throw_invalid("'{}' has {} bytes, but the manifest says {}: it is {}", path, size, saved.bytes,
+                  static_cast<std::uint64_t>(size) < saved.bytes ? "truncated" : "damaged");
   }
   if (name == kIndexFile) {
     const std::string text = disk.read_file(path, saved.bytes);
     if (checksum_of(std::as_bytes(std::span(text))) != saved.head_checksum)
-      throw_invalid(fmt::format("'{}': its checksum does not match: it is damaged", path));
+      throw_invalid("'{}': its checksum does not match: it is damaged", path);
     return;
   }
   // Reads the header before it is mapped, so that a sector that cannot be read is an Error.
   if (checksum_in(*disk.open(path), 0, saved.head_bytes) != saved.head_checksum)
-    throw_invalid(fmt::format("'{}': the checksum of its header does not match: it is damaged", path));
+    throw_invalid("'{}': the checksum of its header does not match: it is damaged", path);
   const MappedFile file(path);
   if (file.head().size() != saved.head_bytes) {
-    throw_invalid(fmt::format("'{}': its header has {} bytes, but the manifest says {}: it is damaged", path,
-                              file.head().size(), saved.head_bytes));
+    throw_invalid("'{}': its header has {} bytes, but the manifest says {}: it is damaged", path,
+                  file.head().size(), saved.head_bytes);
   }
   check_header_entries(file, name, manifest);
 }
@@ -215,8 +214,7 @@ void Directory::delete_leftovers() const {
 
 Manifest open_manifest(const Disk& disk, const std::string& folder) {
   const std::string path = folder + "/" + kManifestFile;
-  if (disk.file_size(path) < 0)
-    throw_invalid(fmt::format("'{}' is missing: the checkpoint was not completed", path));
+  if (disk.file_size(path) < 0) throw_invalid("'{}' is missing: the checkpoint was not completed", path);
   Manifest manifest = parse_manifest(disk.read_file(path, kMostManifestBytes), fmt::format("'{}'", path));
   for (const auto& [name, file] : manifest.files) check_saved_file(disk, folder, name, manifest);
   return manifest;
@@ -239,9 +237,9 @@ void verify_data(const Disk& disk, const std::string& folder, const Manifest& ma
       if (entry == nullptr ||
           checksum_in(*input, data_start + entry->begin, entry->end - entry->begin) != saved.checksum) {
         throw_invalid(
-            fmt::format("'{}': the checksum of tensor '{}' does not match: the file is damaged, or "
-                        "belongs to another checkpoint",
-                        file->path(), name));
+            "'{}': the checksum of tensor '{}' does not match: the file is damaged, or belongs to another "
+            "checkpoint",
+            file->path(), name);
       }
     }
   }
@@ -269,10 +267,9 @@ std::string DirectoryLock::take(const std::string& directory, const std::string&
   if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
     if (errno == EWOULDBLOCK) {
       throw_invalid(
-          fmt::format("{} writes its checkpoints to '{}' too, so this CheckpointManager must not: end that "
-                      "job or destroy that "
-                      "manager first, or choose another directory",
-                      holder_named_in(file), directory));
+          "{} writes its checkpoints to '{}' too, so this CheckpointManager must not: end that job or "
+          "destroy that manager first, or choose another directory",
+          holder_named_in(file), directory);
     }
     return fmt::format("the directory '{}' cannot be locked ({}): make sure that no other job writes to it",
                        directory, std::generic_category().message(errno));

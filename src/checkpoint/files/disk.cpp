@@ -14,6 +14,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::checkpoint {
 namespace {
 
@@ -177,7 +179,7 @@ void Disk::replace_file(const std::string& path, std::string_view text) const {
 std::string Disk::read_file(const std::string& path, std::uint64_t most_bytes) const {
   const auto file = open(path);
   if (file->size() > most_bytes)
-    throw_invalid(fmt::format("'{}' has {} bytes; at most {} are allowed", path, file->size(), most_bytes));
+    throw_invalid("'{}' has {} bytes; at most {} are allowed", path, file->size(), most_bytes);
   std::string text;
   text.reserve(file->size());
   file->read(0, file->size(),

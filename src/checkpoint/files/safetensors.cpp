@@ -20,6 +20,7 @@
 
 #include "checkpoint/files/disk.h"
 #include "checkpoint/files/strict_json.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -119,14 +120,14 @@ void check_gapless(const std::vector<HeaderEntry>& entries, std::uint64_t data_b
   std::uint64_t at = 0;
   for (const HeaderEntry& entry : entries) {
     if (entry.begin != at) {
-      throw_invalid(fmt::format("{}: the data of tensor '{}' begins at {}, but the data before it ends at {}",
-                                what, entry.name, entry.begin, at));
+      throw_invalid("{}: the data of tensor '{}' begins at {}, but the data before it ends at {}", what,
+                    entry.name, entry.begin, at);
     }
     at = entry.end;
   }
   if (at != data_bytes) {
-    throw_invalid(fmt::format("{}: the header describes {} bytes of data, but the file has {}{}", what, at,
-                              data_bytes, at > data_bytes ? ": it is truncated" : ""));
+    throw_invalid("{}: the header describes {} bytes of data, but the file has {}{}", what, at, data_bytes,
+                  at > data_bytes ? ": it is truncated" : "");
   }
 }
 
@@ -150,27 +151,26 @@ std::uint64_t byte_count(ElementType type, const Sizes& shape, const std::string
   const std::optional<std::int64_t> count = element_count(shape);
   std::int64_t bits = 0;
   if (!count || __builtin_mul_overflow(*count, std::int64_t{bits_of(type)}, &bits))
-    throw_invalid(fmt::format("{}: the shape {} is too large", what, describe(shape)));
+    throw_invalid("{}: the shape {} is too large", what, describe(shape));
   if (bits % 8 != 0) {
-    throw_invalid(fmt::format("{}: {} elements of dtype {} are not a whole number of bytes", what, *count,
-                              to_string(type)));
+    throw_invalid("{}: {} elements of dtype {} are not a whole number of bytes", what, *count,
+                  to_string(type));
   }
   return static_cast<std::uint64_t>(bits) / 8;
 }
 
 std::uint64_t header_bytes(BytesView first_bytes, std::uint64_t file_bytes, const std::string& what) {
   if (file_bytes < kLengthBytes || first_bytes.size() < kLengthBytes) {
-    throw_invalid(fmt::format("{}: the file has {} bytes, fewer than the length of a header", what,
-                              std::min<std::uint64_t>(file_bytes, first_bytes.size())));
+    throw_invalid("{}: the file has {} bytes, fewer than the length of a header", what,
+                  std::min<std::uint64_t>(file_bytes, first_bytes.size()));
   }
   const auto length = ByteReader(first_bytes).get<std::uint64_t>();
   if (length > kMostHeaderBytes) {
-    throw_invalid(fmt::format("{}: the header would have {} bytes; the format allows {}", what, length,
-                              kMostHeaderBytes));
+    throw_invalid("{}: the header would have {} bytes; the format allows {}", what, length, kMostHeaderBytes);
   }
   if (length > file_bytes - kLengthBytes) {
-    throw_invalid(fmt::format("{}: the header has {} bytes, but the file only {}: it is truncated", what,
-                              length, file_bytes));
+    throw_invalid("{}: the header has {} bytes, but the file only {}: it is truncated", what, length,
+                  file_bytes);
   }
   return kLengthBytes + length;
 }
@@ -178,10 +178,10 @@ std::uint64_t header_bytes(BytesView first_bytes, std::uint64_t file_bytes, cons
 Header parse_header(BytesView bytes, std::uint64_t file_bytes, const std::string& what) {
   Header header;
   header.data_start = header_bytes(bytes, file_bytes, what);
-  if (bytes.size() < header.data_start) throw_invalid(fmt::format("{}: the header is cut off", what));
+  if (bytes.size() < header.data_start) throw_invalid("{}: the header is cut off", what);
   const auto* text = reinterpret_cast<const char*>(bytes.data()) + kLengthBytes;
   const std::string_view json(text, header.data_start - kLengthBytes);
-  if (json.empty() || json.front() != '{') throw_invalid(fmt::format("{}: no safetensors header", what));
+  if (json.empty() || json.front() != '{') throw_invalid("{}: no safetensors header", what);
   const nlohmann::json root = parse_strictly(json, kHeaderDepth, what);
   for (const auto& [name, value] : root.items()) {
     if (name == kMetadataKey) {
@@ -206,11 +206,11 @@ EncodedHeader encode_header(std::vector<HeaderEntry> entries, const Metadata& me
   std::uint64_t at = 0;
   for (HeaderEntry& entry : entries) {
     if (entry.name == kMetadataKey || !names.insert(entry.name).second)
-      throw_invalid(fmt::format("{} cannot have two tensors '{}'; rename one", what, entry.name));
+      throw_invalid("{} cannot have two tensors '{}'; rename one", what, entry.name);
     if (!is_utf8(entry.name)) {
-      throw_invalid(fmt::format(
+      throw_invalid(
           "the name '{}' of a tensor is not UTF-8, which the safetensors format requires; rename it",
-          entry.name));
+          entry.name);
     }
     entry.begin = at;
     at += byte_count(entry.type, entry.shape, fmt::format("tensor '{}'", entry.name));
@@ -232,9 +232,9 @@ EncodedHeader encode_header(std::vector<HeaderEntry> entries, const Metadata& me
   json.append(start - used, ' ');
   if (json.size() > kMostHeaderBytes) {
     throw_invalid(
-        fmt::format("{} with {} tensors needs a header of {} bytes; the format allows {}: use "
-                    "shorter names or several files",
-                    what, entries.size(), json.size(), kMostHeaderBytes));
+        "{} with {} tensors needs a header of {} bytes; the format allows {}: use shorter names or several "
+        "files",
+        what, entries.size(), json.size(), kMostHeaderBytes);
   }
   ByteWriter out;
   out.put(static_cast<std::uint64_t>(json.size()));
@@ -331,13 +331,12 @@ WrittenFile write_tensor_file(const Disk& disk, const std::string& path, std::ve
       given += piece->size();
     }
     if (given != needed) {
-      throw_invalid(
-          fmt::format("tensor '{}' needs {} bytes of data, but {} were given", entry.name, needed, given));
+      throw_invalid("tensor '{}' needs {} bytes of data, but {} were given", entry.name, needed, given);
     }
     written.checksums.push_back(checksum.finish());
   }
   if (std::any_of(piece, data.end(), [](BytesView rest) { return !rest.empty(); }))
-    throw_invalid(fmt::format("there is more data than the {} tensors need", written.header.entries.size()));
+    throw_invalid("there is more data than the {} tensors need", written.header.entries.size());
   file->sync();
   written.bytes = file->size();
   return written;

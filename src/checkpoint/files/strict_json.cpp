@@ -8,6 +8,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::checkpoint {
 namespace {
 
@@ -83,7 +85,7 @@ class StrictHandler final : public nlohmann::json_sax<Json> {
 
 Json parse_strictly(std::string_view text, std::size_t most_depth, const std::string& what) {
   StrictHandler handler(most_depth);
-  if (!Json::sax_parse(text, &handler)) throw_invalid(fmt::format("{}: {}", what, handler.why()));
+  if (!Json::sax_parse(text, &handler)) throw_invalid("{}: {}", what, handler.why());
   return handler.take();
 }
 
@@ -91,7 +93,7 @@ JsonObject::JsonObject(const Json& value, std::string where) : value_(value), wh
   if (!value.is_object()) refuse("expected an object");
 }
 
-void JsonObject::refuse(const std::string& why) const { throw_invalid(fmt::format("{}: {}", where_, why)); }
+void JsonObject::refuse(const std::string& why) const { throw_invalid("{}: {}", where_, why); }
 
 const Json& JsonObject::member(const char* name) const {
   const auto found = value_.find(name);
@@ -140,7 +142,7 @@ std::string dumped(const nlohmann::ordered_json& value, const std::string& what)
   try {
     return value.dump();
   } catch (const nlohmann::ordered_json::exception&) {
-    throw_invalid(fmt::format("{}: a name or text is not UTF-8; rename it", what));
+    throw_invalid("{}: a name or text is not UTF-8; rename it", what);
   }
 }
 
@@ -160,7 +162,7 @@ std::uint64_t parse_checksum(std::string_view text, const std::string& what) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number, 16);
   // One text per number: a changed bit must not go unnoticed.
   if (error != std::errc() || end != text.data() + text.size() || checksum_text(number) != text)
-    throw_invalid(fmt::format("{}: '{}' is not a checksum of 16 hexadecimal digits", what, text));
+    throw_invalid("{}: '{}' is not a checksum of 16 hexadecimal digits", what, text);
   return number;
 }
 

@@ -17,6 +17,7 @@
 #include "checkpoint/api/names_and_values.h"
 #include "checkpoint/files/directory.h"
 #include "checkpoint/state/torch_types.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -85,8 +86,7 @@ std::string FolderReader::describe() const { return fmt::format("checkpoint '{}'
 
 const SavedTensor& FolderReader::saved(const std::string& full_name) const {
   const auto found = manifest_.tensors.find(full_name);
-  if (found == manifest_.tensors.end())
-    throw_invalid(fmt::format("{} has no tensor '{}'", describe(), full_name));
+  if (found == manifest_.tensors.end()) throw_invalid("{} has no tensor '{}'", describe(), full_name);
   return found->second;
 }
 
@@ -119,8 +119,8 @@ BytesView FolderReader::data_of(const std::string& full_name, const SavedBox& bo
   const SavedTensor& tensor = saved(full_name);
   if (entry == nullptr || entry->begin != box.begin || entry->type != tensor.type ||
       entry->shape != box.box.size) {
-    throw_invalid(fmt::format("'{}' does not contain the part {} of tensor '{}' that the manifest describes",
-                              mapped->path(), checkpoint::describe(box.box), full_name));
+    throw_invalid("'{}' does not contain the part {} of tensor '{}' that the manifest describes",
+                  mapped->path(), checkpoint::describe(box.box), full_name);
   }
   return mapped->data(*entry);
 }
@@ -174,8 +174,7 @@ void FolderReader::read_box(const std::string& full_name, const at::Tensor& targ
 
 void FolderReader::read_on_owner(const std::string& full_name, const RemoteValue& value) const {
   if (!read_on_owner_)
-    throw_invalid(
-        fmt::format("'{}' is on another worker; make the CheckpointManager with a session", full_name));
+    throw_invalid("'{}' is on another worker; make the CheckpointManager with a session", full_name);
   read_on_owner_(folder_, full_name, value);
   for (const auto& [name, tensor] : manifest_.tensors) {
     if (name == full_name || name.starts_with(full_name + ".")) used_.insert(name);
@@ -211,8 +210,7 @@ Checkpoint Checkpoint::newest(const std::string& directory) {
       if (reason.empty()) reason = error.message();  // that of the newest one
     }
   }
-  throw_invalid(fmt::format("no checkpoint in '{}' can be used: {}", directory,
-                            reason.empty() ? "it has none" : reason));
+  throw_invalid("no checkpoint in '{}' can be used: {}", directory, reason.empty() ? "it has none" : reason);
 }
 
 std::vector<std::string> Checkpoint::list(const std::string& directory) {
@@ -249,8 +247,8 @@ void Checkpoint::load_source(const std::string& name, checkpoint::StateSource& s
   if (source.is_of_rank()) {
     const std::string found = checkpoint::name_for_rank(content_->reader, 0);
     if (found != name && checkpoint::name_for_rank(content_->reader, 1) != found) {
-      throw_invalid(fmt::format("'{}' was saved by each rank for itself: load the state of one, such as '{}'",
-                                name, found));
+      throw_invalid("'{}' was saved by each rank for itself: load the state of one, such as '{}'", name,
+                    found);
     }
     content_->reader.set_prefix(found);
   }

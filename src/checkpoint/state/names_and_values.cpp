@@ -15,6 +15,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::checkpoint {
 namespace {
 
@@ -22,10 +24,10 @@ constexpr std::string_view kRank = "rank";
 
 void require_not_below(const std::string& owner, const StateSource& source, const std::string& name) {
   if (!source.owns_names() || !name.starts_with(owner + ".")) return;
-  throw_invalid(fmt::format(
+  throw_invalid(
       "'{}' cannot be registered together with '{}', whose tensors have names that begin with '{}.'; use a "
       "name without this beginning",
-      name, owner, owner));
+      name, owner, owner);
 }
 
 /// 3 of "rank3.group.0.lr"; nullopt for other names.
@@ -82,8 +84,8 @@ Value get_value(ByteReader& in) {
     case 3:
       return in.get_string();
     default:
-      throw_invalid(fmt::format(
-          "another rank sent a value of the unknown type {}; run the same release on all ranks", type));
+      throw_invalid("another rank sent a value of the unknown type {}; run the same release on all ranks",
+                    type);
   }
 }
 

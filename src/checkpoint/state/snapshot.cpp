@@ -19,6 +19,7 @@
 #include <torchspan/detail/core/buffer.h>
 
 #include "checkpoint/state/torch_types.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::checkpoint {
 namespace {
@@ -159,9 +160,9 @@ const std::vector<BytesView>& Snapshot::data() {
     copies_.wait();
   } catch (const std::exception&) {
     throw_invalid(
-        fmt::format("a device failed while tensors were copied from it: {}; restart this process and restore "
-                    "the last checkpoint",
-                    torchspan::describe(std::current_exception()).text));
+        "a device failed while tensors were copied from it: {}; restart this process and restore the last "
+        "checkpoint",
+        torchspan::describe(std::current_exception()).text);
   }
   return data_;
 }

@@ -9,6 +9,7 @@
 #include "collective/c10d/compat.h"
 #include "collective/tensors.h"
 #include "core/api/agreement.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::collective {
 namespace {
@@ -24,8 +25,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_part(const ProcessGroupFactory& fact
   }
   if (!group) throw_invalid("it returned null");
   if (group->getRank() != control.rank() || group->getSize() != control.size()) {
-    throw_invalid(fmt::format("it made rank {} of {}, but is rank {} of {}", group->getRank(),
-                              group->getSize(), control.rank(), control.size()));
+    throw_invalid("it made rank {} of {}, but is rank {} of {}", group->getRank(), group->getSize(),
+                  control.rank(), control.size());
   }
   return group;
 }

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "core/api/agreement.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::collective::channels {
 namespace {
@@ -217,14 +218,14 @@ void Mesh::abort(const Error& cause, std::uint64_t from_call) {
 void Mesh::on_group_message(GroupLinks& lane, int rank, const GroupMessage& message,
                             std::vector<Buffer> segments) {
   if (const auto* part = std::get_if<Part>(&message)) {
-    if (segments.size() != 1) throw Error(ErrorKind::kInvalid, "a part has one segment");
+    if (segments.size() != 1) throw_invalid("a part has one segment");
     inbox_.put({rank, part->operation, part->part}, part->calls, std::move(segments[0]));
   } else if (const auto* abort = std::get_if<Abort>(&message)) {
     inbox_.fail(Error(abort->kind, abort->text), abort->from_call);
   } else if (const auto* end = std::get_if<End>(&message)) {
     inbox_.end(rank, lane.number(), end->text);
   } else {
-    throw Error(ErrorKind::kInvalid, "it belongs to another kind of connection");
+    throw_invalid("it belongs to another kind of connection");
   }
 }
 
@@ -317,10 +318,8 @@ void Mesh::send_over(GroupLinks& lane, int to, BytesView header, std::span<const
 Buffer Mesh::take(int from, std::uint32_t part, std::size_t size) {
   Buffer data = inbox_.take({from, operation_, part}, lane_of(part), deadline_);
   if (data.size == size) return data;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("{} sent {} bytes where {} were expected: do all ranks run the same version of "
-                          "TorchSpan?",
-                          peers_[static_cast<std::size_t>(from)], data.size, size));
+  throw_invalid("{} sent {} bytes where {} were expected: do all ranks run the same version of TorchSpan?",
+                peers_[static_cast<std::size_t>(from)], data.size, size);
 }
 
 }  // namespace torchspan::collective::channels

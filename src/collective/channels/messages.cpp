@@ -1,6 +1,6 @@
 #include "collective/channels/messages.h"
 
-#include <fmt/format.h>
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::collective::channels {
 namespace {
@@ -50,7 +50,7 @@ ErrorKind read_kind(ByteReader& reader) {
   const auto kind = reader.get<std::uint8_t>();
   if (kind < static_cast<std::uint8_t>(ErrorKind::kInvalid) ||
       kind > static_cast<std::uint8_t>(ErrorKind::kUnsupported)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{} is not the number of an error kind", kind));
+    throw_invalid("{} is not the number of an error kind", kind);
   }
   return static_cast<ErrorKind>(kind);
 }
@@ -94,7 +94,7 @@ GroupMessage read(ByteReader& reader) {
     case NoteType::kDone:
       return Done{reader.get<std::uint64_t>()};
   }
-  throw Error(ErrorKind::kInvalid, fmt::format("{} is not the type of a message between ranks", type));
+  throw_invalid("{} is not the type of a message between ranks", type);
 }
 
 }  // namespace

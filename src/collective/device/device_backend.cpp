@@ -10,6 +10,7 @@
 #include "collective/kernels.h"
 #include "collective/single.h"
 #include "collective/tensors.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::collective {
 namespace {
@@ -184,11 +185,10 @@ Future<at::Tensor> all_reduce_sparse(DeviceQueue& queue, const at::Tensor& tenso
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
       if (all[first].at(0) == 0) first = rank;
       if (all[rank].at(0) == 0 || all[rank].at(1) == all[first].at(1)) continue;
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("the ranks of a group must call the same operations in the same order, but {} "
-                      "called {} with {} sparse dimensions, and {} called {} with {} sparse dimensions",
-                      peers[first], line, all[first][1], peers[rank], line, all[rank][1]));
+      throw_invalid(
+          "the ranks of a group must call the same operations in the same order, but {} called {} with {} "
+          "sparse dimensions, and {} called {} with {} sparse dimensions",
+          peers[first], line, all[first][1], peers[rank], line, all[rank][1]);
     }
     const std::int64_t sparse_dim = all[all[first][0] == 0 ? 0 : first].at(1);
     std::vector<std::int64_t> of_value(sizes.begin() + sparse_dim, sizes.end());
@@ -225,10 +225,10 @@ bool all_on_cpu(const char* call, const Tensors& parts, int rank) {
   if (!std::any_of(parts.begin(), parts.end(), on_cpu)) return false;
   for (std::size_t to = 0; to < parts.size(); ++to) {
     if (parts[to].is_cpu()) continue;
-    throw Error(ErrorKind::kInvalid, fmt::format("the parts of {} on rank {} of the group are on several "
-                                                 "devices: part {} is on {}, another one is "
-                                                 "on the CPU; move all of them to one of the two",
-                                                 call, rank, to, parts[to].device().str()));
+    throw_invalid(
+        "the parts of {} on rank {} of the group are on several devices: part {} is on {}, another one is on "
+        "the CPU; move all of them to one of the two",
+        call, rank, to, parts[to].device().str());
   }
   return true;
 }

@@ -9,6 +9,7 @@
 #include "collective/device/device_backend.h"
 #include "collective/nccl/nccl_engine.h"
 #include "collective/single.h"
+#include "core/api/throw_invalid.h"
 #include "device/api/devices.h"
 
 namespace torchspan::collective {
@@ -70,10 +71,9 @@ class Selection {
       facts.device = device_.str();
       if (plan_.backend == BackendKind::kC10d) {
         if (plan_.process_group) return facts;
-        throw Error(
-            ErrorKind::kInvalid,
-            "GroupOptions::backend is kC10d, but GroupOptions::process_group, which makes the process "
-            "group for the device, is not set");
+        throw_invalid(
+            "GroupOptions::backend is kC10d, but GroupOptions::process_group, which makes the process group "
+            "for the device, is not set");
       }
       if (!services_.runtime || services_.runtime->type() != device_.type()) {
         throw Error(
@@ -116,11 +116,10 @@ class Selection {
         if (apart.empty()) return over_ipc();
         throw Error(ErrorKind::kUnsupported, missing.empty() ? shared : missing);
       default:
-        throw Error(
-            ErrorKind::kInvalid,
-            fmt::format("GroupOptions::device is {}, but GroupOptions::backend names a backend for the "
-                        "CPU: choose kAutomatic, kNccl, kCudaIpc or kC10d",
-                        device_.str()));
+        throw_invalid(
+            "GroupOptions::device is {}, but GroupOptions::backend names a backend for the CPU: choose "
+            "kAutomatic, kNccl, kCudaIpc or kC10d",
+            device_.str());
     }
   }
 

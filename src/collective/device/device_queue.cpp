@@ -12,6 +12,7 @@
 
 #include "collective/device/device_engine.h"
 #include "core/api/step_part.h"
+#include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 
 namespace torchspan::collective {
@@ -75,8 +76,7 @@ Announcement read_announcement(const at::Tensor& bytes) {
   Announcement read;
   const auto size = static_cast<std::size_t>(bytes.numel());
   if (size < kLineBytes || (size - kLineBytes) % sizeof(std::int64_t) != 0) {
-    throw Error(ErrorKind::kInvalid,
-                "a rank announced an operation in a form that this version does not know");
+    throw_invalid("a rank announced an operation in a form that this version does not know");
   }
   const auto* const data = static_cast<const char*>(bytes.data_ptr());
   std::copy_n(data, kLineBytes, read.line.begin());
@@ -357,11 +357,11 @@ CallNumbers DeviceQueue::agree(Job& job) {
     announced.push_back(read_announcement(bytes));
     const std::size_t rank = announced.size() - 1;
     if (announced[rank].line != announced[0].line) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("the ranks of a group must call the same operations in the same order, but {} "
-                              "called {}, and {} called {}",
-                              options_.peers[0], unpack_line(announced[0].line), options_.peers[rank],
-                              unpack_line(announced[rank].line)));
+      throw_invalid(
+          "the ranks of a group must call the same operations in the same order, but {} called {}, and {} "
+          "called {}",
+          options_.peers[0], unpack_line(announced[0].line), options_.peers[rank],
+          unpack_line(announced[rank].line));
     }
     numbers.push_back(announced[rank].numbers);
   }

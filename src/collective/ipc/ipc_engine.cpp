@@ -10,6 +10,7 @@
 
 #include "collective/device/device_engine.h"
 #include "core/api/agreement.h"
+#include "core/api/throw_invalid.h"
 #include "device/api/tensors.h"
 
 namespace torchspan::collective::ipc {
@@ -58,8 +59,8 @@ Staging::Staging(const EngineParts& parts, std::size_t area_bytes) : parts_(part
                                     : parts.runtime->open_memory(
                                           parts.device, handles[static_cast<std::size_t>(rank)], bytes));
             } catch (...) {
-              throw_invalid(fmt::format("rank {}: {}", world_rank(control, rank),
-                                        torchspan::describe(std::current_exception()).text));
+              throw_invalid("rank {}: {}", world_rank(control, rank),
+                            torchspan::describe(std::current_exception()).text);
             }
           }
           return Bytes();

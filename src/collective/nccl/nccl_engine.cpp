@@ -37,7 +37,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, c
       [](std::size_t, const Error& failure) { return Error(ErrorKind::kUnsupported, failure.message()); });
   const Bytes& bytes = all[0];
   if (bytes.size() != kIdBytes) {
-    throw Error(ErrorKind::kInvalid, "the first rank sent an NCCL id of another size than NCCL's");
+    throw_invalid("the first rank sent an NCCL id of another size than NCCL's");
   }
   std::memcpy(id.bytes, bytes.data(), kIdBytes);
   try {

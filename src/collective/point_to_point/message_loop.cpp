@@ -11,6 +11,7 @@
 #include "collective/tensors.h"
 #include "core/api/span_kinds.h"
 #include "core/api/step_part.h"
+#include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 
 namespace torchspan::collective {
@@ -458,8 +459,7 @@ void MessageLoop::received(int rank, const channels::GroupMessage& note, Buffer 
     take_data(queue_.receiving(rank, piece->number), data);
   } else if (const auto* done = std::get_if<channels::Done>(&note)) {
     const auto operation = queue_.sending(rank, done->number);
-    if (operation->moved != operation->bytes())
-      throw Error(ErrorKind::kInvalid, "it has not received all the data");
+    if (operation->moved != operation->bytes()) throw_invalid("it has not received all the data");
     queue_.finish(*operation);
     operation->succeed();
   } else if (const auto* abort = std::get_if<channels::Abort>(&note)) {
@@ -469,7 +469,7 @@ void MessageLoop::received(int rank, const channels::GroupMessage& note, Buffer 
     departed(rank, Error(ErrorKind::kDisconnected, fmt::format("{} {}", name, end->text)),
              Departure::kAbsence);
   } else {
-    throw Error(ErrorKind::kInvalid, "it belongs to another kind of connection");
+    throw_invalid("it belongs to another kind of connection");
   }
 }
 
@@ -488,8 +488,7 @@ void MessageLoop::match(const MessageOperationPtr& operation, const Offered& off
 void MessageLoop::take_data(const MessageOperationPtr& operation, const Buffer& data) {
   const std::size_t left = operation->bytes() - operation->moved;
   if (data.size > left || (data.size == 0 && left != 0)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("it sent {} bytes where {} more were expected", data.size, left));
+    throw_invalid("it sent {} bytes where {} more were expected", data.size, left);
   }
   if (data.size != 0) {
     std::memcpy(static_cast<std::byte*>(operation->work.data_ptr()) + operation->moved, data.data, data.size);

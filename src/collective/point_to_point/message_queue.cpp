@@ -7,6 +7,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::collective {
 namespace {
 
@@ -77,7 +79,7 @@ void MessageQueue::drop_offers(int rank) {
 void MessageQueue::begin_receiving(const MessageOperationPtr& operation, int rank, std::uint64_t number) {
   if (!receiving_.emplace(Key{rank, number}, operation).second) {
     waiting_.push_back(operation);  // fails with the group
-    throw Error(ErrorKind::kInvalid, fmt::format("it offers message {} twice", number));
+    throw_invalid("it offers message {} twice", number);
   }
   operation->peer = rank;
   operation->number = number;
@@ -87,7 +89,7 @@ void MessageQueue::begin_receiving(const MessageOperationPtr& operation, int ran
 MessageOperationPtr MessageQueue::find(const Numbered& operations, const Key& key) {
   const auto found = operations.find(key);
   if (found != operations.end()) return found->second;
-  throw Error(ErrorKind::kInvalid, fmt::format("message {} is not in flight", key.second));
+  throw_invalid("message {} is not in flight", key.second);
 }
 
 void MessageQueue::finish(const MessageOperation& operation) {

@@ -17,6 +17,7 @@
 #include "collective/tensors.h"
 #include "core/api/agreement.h"
 #include "core/api/step_part.h"
+#include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 #include "device/api/tensors.h"
 
@@ -33,12 +34,10 @@ void throw_if_rank_departed(const SerialOptions& options) {
 [[noreturn]] void throw_different_calls(const SerialOptions& options, std::size_t one,
                                         const std::string& its_call, std::size_t other,
                                         const std::string& other_call) {
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format(
-          "the ranks of a group must call the same operations in the same order, but {} called {}, and {} "
-          "called {}",
-          options.peers[one], its_call, options.peers[other], other_call));
+  throw_invalid(
+      "the ranks of a group must call the same operations in the same order, but {} called {}, and {} called "
+      "{}",
+      options.peers[one], its_call, options.peers[other], other_call);
 }
 
 /// Asks the ranks through the membership whether call `number` of the group failed there too. Returns which ranks did not

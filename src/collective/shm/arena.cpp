@@ -25,8 +25,7 @@ std::uint64_t whole_pages(std::uint64_t bytes) {
 
 SharedMemory map_arena(const Descriptor& descriptor, std::uint64_t size) {
   if (!is_sealed_memory_file(descriptor, size)) {
-    throw Error(
-        ErrorKind::kInvalid,
+    throw_invalid(
         "a member of the group passed memory that is not sealed or does not have the size that it declared");
   }
   SharedMemory memory = SharedMemory::map(descriptor, size, MAP_NORESERVE);

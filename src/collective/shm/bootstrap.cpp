@@ -270,8 +270,7 @@ class Bootstrap {
       DescriptorMessage received = connection.receive(Hello::kBytes, deadline_);
       const Hello about = Hello::decode(received.bytes);
       if (about.token != token_ || about.rank >= known.size() || known[about.rank]) {
-        throw Error(ErrorKind::kInvalid,
-                    "the first rank of the host passed memory for an unknown rank or with a wrong token");
+        throw_invalid("the first rank of the host passed memory for an unknown rank or with a wrong token");
       }
       known[about.rank] = true;
       peer_memory_->add_peer(static_cast<int>(about.rank), map_arena(received.descriptor, about.size));

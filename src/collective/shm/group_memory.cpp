@@ -23,7 +23,7 @@ constexpr Duration kUnitLimit = std::chrono::seconds(1);
 constexpr std::uint64_t kLeastUnmapped = std::uint64_t{1} << 20;
 
 [[noreturn]] void throw_outside() {
-  throw Error(ErrorKind::kInvalid, "a member of the group sent an offset outside its shared memory");
+  throw_invalid("a member of the group sent an offset outside its shared memory");
 }
 
 void check_place(const SharedMemory& memory, std::uint64_t offset, std::size_t bytes) {
@@ -145,9 +145,9 @@ void GroupMemory::open(const std::vector<Places>& places, std::size_t staging_ar
   check_place(root, places[0].control, control_bytes);
   auto& control = *reinterpret_cast<Control*>(root.data() + places[0].control);
   if (control.ranks != members_.size() || control.chunk_bytes != chunk_bytes_) {
-    throw Error(ErrorKind::kInvalid,
-                "the ranks of this group see different numbers of cores, so they cannot share memory: give "
-                "them the same CPU affinity, or use another backend");
+    throw_invalid(
+        "the ranks of this group see different numbers of cores, so they cannot share memory: give them the "
+        "same CPU affinity, or use another backend");
   }
   for (std::size_t rank = 0; rank < members_.size(); ++rank) {
     const SharedMemory& place = peer_memory_->memory(members_[rank]);

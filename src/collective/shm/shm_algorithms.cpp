@@ -86,7 +86,7 @@ BytesView ShmAlgorithms::note(int rank) const {
 const std::byte* ShmAlgorithms::in_slot(int rank) const {
   const Call& call = calls_[static_cast<std::size_t>(rank)];
   if (call.note > kSlotBytes || call.bytes > kSlotBytes - call.note) {
-    throw Error(ErrorKind::kInvalid, "a member of the group declared more bytes than its slot holds");
+    throw_invalid("a member of the group declared more bytes than its slot holds");
   }
   return memory_.slot(rank, call.sequence).bytes.data() + call.note;
 }
@@ -94,8 +94,7 @@ const std::byte* ShmAlgorithms::in_slot(int rank) const {
 OpCoroutine ShmAlgorithms::reduce(const Dense& work, std::byte* into) {
   for (const Call& call : calls_) {
     if (call.bytes != work.bytes) {
-      throw Error(ErrorKind::kInvalid,
-                  "a member of the group declared a shape that does not match its bytes");
+      throw_invalid("a member of the group declared a shape that does not match its bytes");
     }
   }
   if (work.bytes == 0) return {};

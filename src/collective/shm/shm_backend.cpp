@@ -46,9 +46,7 @@ struct SparseParts {
 
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;
 
-[[noreturn]] void throw_malformed() {
-  throw Error(ErrorKind::kInvalid, "a member of the group described an impossible tensor");
-}
+[[noreturn]] void throw_malformed() { throw_invalid("a member of the group described an impossible tensor"); }
 
 /// The bytes of a shape; throws if no machine has that many.
 std::uint64_t bytes_of(at::IntArrayRef sizes, std::size_t item) {
@@ -411,7 +409,7 @@ Future<at::Tensor> ShmBackend::all_gather_into(at::Tensor output, at::Tensor ten
     return algorithms->fetch(std::move(wants), {own});
   };
   return submit<at::Tensor>(*op_queue_, std::move(operation), [work, target, output, trouble] {
-    if (!trouble->empty()) throw Error(ErrorKind::kInvalid, *trouble);
+    if (!trouble->empty()) throw_invalid(*trouble);
     return put_back(target, output);
   });
 }

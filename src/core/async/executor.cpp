@@ -19,6 +19,7 @@
 #include <torchspan/detail/core/executor.h>
 
 #include "core/api/saturated_time.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan {
 namespace {
@@ -105,7 +106,7 @@ class EpollPoller final : public Poller {
 
   std::size_t wait(std::span<Event> events, Deadline deadline) override {
     if (events.empty()) {
-      throw Error(ErrorKind::kInvalid, "Poller::wait needs space for at least one event");
+      throw_invalid("Poller::wait needs space for at least one event");
     }
     process_.check();
     std::array<epoll_event, 64> ready;
@@ -147,7 +148,7 @@ class EpollPoller final : public Poller {
 
   static void check_token(std::uint64_t token) {
     if (token != kWakeToken) return;
-    throw Error(ErrorKind::kInvalid, "the token 2^64 - 1 is the poller's own; use another");
+    throw_invalid("the token 2^64 - 1 is the poller's own; use another");
   }
 
   int wait_once(epoll_event* ready, int room, Deadline deadline) const {
@@ -179,9 +180,8 @@ class EpollPoller final : public Poller {
     event.data.u64 = token;
     if (epoll_ctl(epoll_.fd, operation, fd, &event) == 0) return;
     if (errno == ENOMEM || errno == ENOSPC) throw_exhausted("watching a descriptor");
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("descriptor {} cannot be {}: {}", fd,
-                            operation == EPOLL_CTL_ADD ? "watched" : "changed", std::strerror(errno)));
+    throw_invalid("descriptor {} cannot be {}: {}", fd, operation == EPOLL_CTL_ADD ? "watched" : "changed",
+                  std::strerror(errno));
   }
 
   const OwnerProcess process_;

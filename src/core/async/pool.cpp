@@ -4,14 +4,16 @@
 
 #include <torchspan/detail/core/pool.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan {
 Pool::Pool(Executor& executor, PoolOptions options)
     : executor_(executor), options_(std::move(options)), max_threads_(options_.max_threads) {
   if (options_.threads == 0 || options_.max_threads < options_.threads) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("pool '{}': threads = {} and max_threads = {}; at least one thread is "
-                            "needed and the cap must not be below it",
-                            options_.name, options_.threads, options_.max_threads));
+    throw_invalid(
+        "pool '{}': threads = {} and max_threads = {}; at least one thread is needed and the cap must not be "
+        "below it",
+        options_.name, options_.threads, options_.max_threads);
   }
 }
 
@@ -167,11 +169,10 @@ void Pool::stop() {
     Workers ended;
     MutexLock lock(mutex_);
     if (this_worker() != nullptr) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("pool '{}' is stopped or destroyed by one of its own threads, which cannot wait "
-                      "for itself; stop it from the thread that owns it",
-                      options_.name));
+      throw_invalid(
+          "pool '{}' is stopped or destroyed by one of its own threads, which cannot wait for itself; stop "
+          "it from the thread that owns it",
+          options_.name);
     }
     stopping_ = true;
     for (Worker* worker : idle_) {

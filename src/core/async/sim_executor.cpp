@@ -22,6 +22,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan {
 namespace {
 
@@ -132,9 +134,7 @@ class SimExecutor::Impl {
 
   void begin_run() {
     std::lock_guard lock(mutex_);
-    if (running_)
-      throw Error(ErrorKind::kInvalid,
-                  "this SimExecutor is already running; call run() after it has returned");
+    if (running_) throw_invalid("this SimExecutor is already running; call run() after it has returned");
     running_ = true;
     main_failure_.clear();
   }
@@ -169,12 +169,10 @@ class SimExecutor::Impl {
 
   SimThread& caller(const char* verb) {
     if (current_ != nullptr && current_->id == std::this_thread::get_id()) return *current_;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format(
-            "{}: only threads of this simulated executor may call it (spawn() them, or call it inside "
-            "run()); events may not",
-            verb));
+    throw_invalid(
+        "{}: only threads of this simulated executor may call it (spawn() them, or call it inside run()); "
+        "events may not",
+        verb);
   }
 
   void wait_for_turn(std::unique_lock<std::mutex>& lock, SimThread& self) {

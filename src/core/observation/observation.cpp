@@ -26,6 +26,7 @@
 
 #include "core/api/span_kinds.h"
 #include "core/api/text_server.h"
+#include "core/api/throw_invalid.h"
 #include "core/api/trace_format.h"
 #include "core/observation/prometheus.h"
 #include "core/observation/scalar_files.h"
@@ -215,7 +216,7 @@ std::optional<std::uint64_t> number(const std::map<std::string, std::string>& en
   std::uint64_t value = 0;
   const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
   if (result.ec != std::errc() || result.ptr != text.data() + text.size() || value > most) {
-    throw_invalid(fmt::format("{} is '{}'; expected a number from 0 to {}", name, text, most));
+    throw_invalid("{} is '{}'; expected a number from 0 to {}", name, text, most);
   }
   return value;
 }
@@ -237,9 +238,9 @@ ObservationOptions ObservationOptions::from(const std::map<std::string, std::str
   const std::uint64_t local_rank = number(environment, "LOCAL_RANK", kLastPort).value_or(0);
   if (*port + local_rank > kLastPort) {
     throw_invalid(
-        fmt::format("TORCHSPAN_METRICS_PORT is {}, and the worker with LOCAL_RANK {} adds its rank: "
-                    "choose a port that leaves room below {}",
-                    *port, local_rank, kLastPort));
+        "TORCHSPAN_METRICS_PORT is {}, and the worker with LOCAL_RANK {} adds its rank: choose a port that "
+        "leaves room below {}",
+        *port, local_rank, kLastPort);
   }
   options.metrics_port = static_cast<std::uint16_t>(*port == 0 ? 0 : *port + local_rank);
   return options;

@@ -13,6 +13,7 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/hashes.h"
+#include "core/api/throw_invalid.h"
 
 namespace torchspan {
 namespace {
@@ -62,9 +63,9 @@ Descriptor open_scalar_file(const std::string& folder, const std::string& name) 
   Descriptor file(open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
   if (!file)
     throw_invalid(
-        fmt::format("the file '{}' cannot be created: {}; choose another folder (torchspan run --scalars or "
-                    "--tensorboard)",
-                    path, std::strerror(errno)));
+        "the file '{}' cannot be created: {}; choose another folder (torchspan run --scalars or "
+        "--tensorboard)",
+        path, std::strerror(errno));
   return file;
 }
 

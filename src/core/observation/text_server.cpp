@@ -14,6 +14,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan {
 namespace {
 
@@ -84,9 +86,9 @@ Descriptor listen_on_loopback(std::uint16_t& port) {
       listen(listener.get(), static_cast<int>(kMostConnections)) != 0 ||
       getsockname(listener.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0) {
     throw_invalid(
-        fmt::format("metrics cannot be served at 127.0.0.1:{}: {}; choose another TORCHSPAN_METRICS_PORT "
-                    "(torchspan run --metrics-port)",
-                    port, std::strerror(errno)));
+        "metrics cannot be served at 127.0.0.1:{}: {}; choose another TORCHSPAN_METRICS_PORT (torchspan run "
+        "--metrics-port)",
+        port, std::strerror(errno));
   }
   port = ntohs(address.sin_port);
   return listener;
@@ -96,9 +98,8 @@ Descriptor listen_on_path(const std::string& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof address.sun_path) {
-    throw_invalid(
-        fmt::format("the socket's path '{}' is longer than {} characters: set TMPDIR to a shorter one", path,
-                    sizeof address.sun_path - 1));
+    throw_invalid("the socket's path '{}' is longer than {} characters: set TMPDIR to a shorter one", path,
+                  sizeof address.sun_path - 1);
   }
   path.copy(static_cast<char*>(address.sun_path), path.size());
   Descriptor listener = open_socket(AF_UNIX);
@@ -106,7 +107,7 @@ Descriptor listen_on_path(const std::string& path) {
   // No client can connect before listen().
   if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
       chmod(path.c_str(), 0600) != 0 || listen(listener.get(), static_cast<int>(kMostConnections)) != 0) {
-    throw_invalid(fmt::format("the socket '{}' cannot be created: {}", path, std::strerror(errno)));
+    throw_invalid("the socket '{}' cannot be created: {}", path, std::strerror(errno));
   }
   return listener;
 }

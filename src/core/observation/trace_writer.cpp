@@ -13,6 +13,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan {
 
 std::uint64_t resident_bytes() {
@@ -91,9 +93,9 @@ Descriptor create_file(const std::string& folder, const std::string& stem, std::
   }
   if (!file) {
     throw_invalid(
-        fmt::format("the trace file '{}' cannot be created: {}; choose another folder "
-                    "(TORCHSPAN_TRACE, or torchspan run --trace)",
-                    path, std::strerror(errno)));
+        "the trace file '{}' cannot be created: {}; choose another folder (TORCHSPAN_TRACE, or torchspan run "
+        "--trace)",
+        path, std::strerror(errno));
   }
   return file;
 }

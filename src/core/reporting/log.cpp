@@ -5,6 +5,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/core/log.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan {
 namespace {
 constexpr std::string_view kNames[] = {"debug", "info", "warning", "error", "off"};
@@ -25,10 +27,8 @@ LogLevel parse_log_level(std::string_view text) {
   for (std::uint8_t i = 0; i < std::size(kNames); ++i) {
     if (text == kNames[i]) return static_cast<LogLevel>(i);
   }
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("'{}' is not a log level; set TORCHSPAN_LOG_LEVEL to debug, info, warning, error or off",
-                  text));
+  throw_invalid("'{}' is not a log level; set TORCHSPAN_LOG_LEVEL to debug, info, warning, error or off",
+                text);
 }
 
 Log::Log(std::string owner, LogLevel least, Sink sink)

@@ -15,6 +15,7 @@
 #include <torchspan/core/preemption.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 
 namespace torchspan {
@@ -95,7 +96,7 @@ PreemptionOptions PreemptionOptions::from_process() {
   int number = 0;
   if (const char* text = std::getenv("TORCHSPAN_PREEMPT_SIGNAL"); text != nullptr && *text != '\0') {
     if (!read_signal(std::string_view(text), number) || number < 1 || number >= NSIG) {
-      throw_invalid(fmt::format("TORCHSPAN_PREEMPT_SIGNAL is '{}'; expected the number of a signal", text));
+      throw_invalid("TORCHSPAN_PREEMPT_SIGNAL is '{}'; expected the number of a signal", text);
     }
     options.signals = {number};
     if (number != SIGTERM) options.signals.push_back(SIGTERM);
@@ -120,8 +121,7 @@ class Preemption::Handlers {
       if (signal < 1 || signal >= NSIG ||
           sigaction(signal, nullptr, &before_[static_cast<std::size_t>(signal)]) != 0 || signal == SIGKILL ||
           signal == SIGSTOP) {
-        throw_invalid(
-            fmt::format("signal {} cannot be handled: remove it from PreemptionOptions::signals", signal));
+        throw_invalid("signal {} cannot be handled: remove it from PreemptionOptions::signals", signal);
       }
       target_.notices[static_cast<std::size_t>(signal)] = encode_preemption(signal);
     }

@@ -8,6 +8,7 @@
 
 #include "core/api/agreement.h"
 #include "core/api/hashes.h"
+#include "core/api/throw_invalid.h"
 #include "state/api/place.h"
 
 namespace torchspan::data_parallel {
@@ -154,10 +155,8 @@ void agree(const collective::Group& group, const Agreement& mine, const std::str
   if (mine.failure.empty() && !torchspan::first_difference(digests)) return;
   std::vector<Agreement> by_rank;
   for (const Bytes& bytes : group.all_gather_bytes(all)) by_rank.push_back(Agreement::decode(bytes));
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("the ranks cannot train together: {}. Give every rank the same model, options and hooks",
-                  first_difference(by_rank, things)));
+  throw_invalid("the ranks cannot train together: {}. Give every rank the same model, options and hooks",
+                first_difference(by_rank, things));
 }
 
 }  // namespace torchspan::data_parallel

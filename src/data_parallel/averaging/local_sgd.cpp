@@ -14,6 +14,7 @@
 #include <torchspan/core/future.h>
 #include <torchspan/data_parallel/local_sgd.h>
 
+#include "core/api/throw_invalid.h"
 #include "data_parallel/api/agreement.h"
 #include "data_parallel/averaging/packed_tensors.h"
 #include "device/api/tensors.h"
@@ -81,8 +82,7 @@ Agreement agreement_on(const collective::Group& group, const std::vector<at::Ten
 
 CommHook make_local_hook(std::int64_t start_iteration, std::optional<collective::Group> near) {
   if (start_iteration < 0) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("start_iteration is {}; it must not be negative", start_iteration));
+    throw_invalid("start_iteration is {}; it must not be negative", start_iteration);
   }
   const auto begun = std::make_shared<std::atomic<std::int64_t>>(0);
   return [start_iteration, near = std::move(near), begun](const GradientBucket& bucket,
@@ -97,13 +97,12 @@ CommHook make_local_hook(std::int64_t start_iteration, std::optional<collective:
 }
 
 void check_levels(const std::vector<AveragingLevel>& levels) {
-  if (levels.empty()) throw Error(ErrorKind::kInvalid, "ModelAverager needs at least one level");
+  if (levels.empty()) throw_invalid("ModelAverager needs at least one level");
   for (std::size_t i = 0; i < levels.size(); ++i) {
     const std::int64_t period = levels[i].period, before = i == 0 ? 1 : levels[i - 1].period;
     if (period < 1 || period % before != 0 || (i > 0 && period == before)) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("the period of averaging level {} is {}; it must be a multiple of {}{}", i,
-                              period, before, i == 0 ? "" : ", the period before it, and larger"));
+      throw_invalid("the period of averaging level {} is {}; it must be a multiple of {}{}", i, period,
+                    before, i == 0 ? "" : ", the period before it, and larger");
     }
   }
 }
@@ -340,9 +339,8 @@ void DiLoCo::Impl::load(const std::vector<std::pair<std::string, at::Tensor>>& s
   const auto entry = [&](const std::string& name, at::IntArrayRef sizes) {
     const auto found = entries.find(name);
     if (found != entries.end() && found->second.sizes() == sizes) return found->second;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the state of DiLoCo has {} '{}' of shape [{}]; it belongs to other parameters",
-                            found == entries.end() ? "no" : "another", name, fmt::join(sizes.vec(), ", ")));
+    throw_invalid("the state of DiLoCo has {} '{}' of shape [{}]; it belongs to other parameters",
+                  found == entries.end() ? "no" : "another", name, fmt::join(sizes.vec(), ", "));
   };
   std::vector<at::Tensor> outer, momentum;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

@@ -14,6 +14,7 @@
 #include <torchspan/detail/device/streams.h>
 
 #include "core/api/hashes.h"
+#include "core/api/throw_invalid.h"
 #include "data_parallel/averaging/packed_tensors.h"
 
 namespace torchspan::data_parallel {
@@ -72,10 +73,10 @@ at::Tensor find(const StateTensors& tensors, const std::string& name, at::IntArr
   const auto found = tensors.find(name);
   if (found == tensors.end()) return {};
   if (found->second.sizes() == sizes) return found->second;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("PowerSgd's state of parameter '{}' has shape [{}] where [{}] is needed: load the "
-                          "state of the same model and the same PowerSgdOptions::rank",
-                          name, fmt::join(found->second.sizes().vec(), ", "), fmt::join(sizes.vec(), ", ")));
+  throw_invalid(
+      "PowerSgd's state of parameter '{}' has shape [{}] where [{}] is needed: load the state of the same "
+      "model and the same PowerSgdOptions::rank",
+      name, fmt::join(found->second.sizes().vec(), ", "), fmt::join(sizes.vec(), ", "));
 }
 
 }  // namespace
@@ -261,10 +262,10 @@ void PowerSgd::State::load(const std::vector<std::pair<std::string, at::Tensor>>
     } else if (name.starts_with(kFactor) && tensor.dim() == 2) {
       factors[name.substr(std::string(kFactor).size())] = tensor.clone();
     } else {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("'{}' is not part of the state of PowerSgd; its entries are iteration, "
-                              "error.<parameter> and factor.<parameter>",
-                              name));
+      throw_invalid(
+          "'{}' is not part of the state of PowerSgd; its entries are iteration, error.<parameter> and "
+          "factor.<parameter>",
+          name);
     }
   }
   MutexLock lock(mutex_);
@@ -275,18 +276,14 @@ void PowerSgd::State::load(const std::vector<std::pair<std::string, at::Tensor>>
 
 PowerSgd::PowerSgd(PowerSgdOptions options) {
   if (options.rank < 1) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("PowerSgdOptions::rank is {}; it must be at least 1", options.rank));
+    throw_invalid("PowerSgdOptions::rank is {}; it must be at least 1", options.rank);
   }
   if (options.start_iteration < 0) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("PowerSgdOptions::start_iteration is {}; it must not be negative",
-                            options.start_iteration));
+    throw_invalid("PowerSgdOptions::start_iteration is {}; it must not be negative", options.start_iteration);
   }
   if (!(options.min_compression_rate >= 0)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("PowerSgdOptions::min_compression_rate is {}; it must not be negative",
-                            options.min_compression_rate));
+    throw_invalid("PowerSgdOptions::min_compression_rate is {}; it must not be negative",
+                  options.min_compression_rate);
   }
   state_ = std::make_shared<State>(options);
 }

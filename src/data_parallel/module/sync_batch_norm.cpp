@@ -19,6 +19,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/data_parallel/sync_batch_norm.h>
 
+#include "core/api/throw_invalid.h"
 #include "data_parallel/api/agreement.h"
 #include "device/api/tensors.h"
 #include "engine/api/node_ptr.h"
@@ -54,11 +55,10 @@ at::Tensor reshape_for(const at::Tensor& by_feature, const at::Tensor& like) {
 void refuse_difference(const std::vector<at::Tensor>& gathered, std::size_t rank, const Group& group) {
   const std::int64_t one = gathered[0].size(0) / 2, other = gathered[rank].size(0) / 2;
   if (one == other) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("a SyncBatchNorm has {} features on rank {} and {} on rank {}: the ranks are in different "
-                  "layers, or have different models",
-                  one, group.ranks()[0], other, group.ranks()[rank]));
+  throw_invalid(
+      "a SyncBatchNorm has {} features on rank {} and {} on rank {}: the ranks are in different layers, or "
+      "have different models",
+      one, group.ranks()[0], other, group.ranks()[rank]);
 }
 
 /// Gathers count, means and sums of squares from all ranks, and merges them as in Chan, Golub and LeVeque
@@ -186,11 +186,10 @@ void make_plan(Plan& plan, torch::nn::Module& module, const std::string& path) {
       plan.agreement.tensors.push_back({name, described(sync->options, sync->weight)});
     } else if (const auto replacement = synchronized_from(*held)) {
       if (sequential == nullptr) {
-        throw Error(
-            ErrorKind::kInvalid,
-            fmt::format("'{}' is a class member of type BatchNorm, which cannot be replaced; declare it "
-                        "as torchspan::SyncBatchNorm",
-                        name));
+        throw_invalid(
+            "'{}' is a class member of type BatchNorm, which cannot be replaced; declare it as "
+            "torchspan::SyncBatchNorm",
+            name);
       }
       plan.made.emplace(held.get(), replacement);
       plan.to_replace.push_back({sequential, place, child.key(), held});
@@ -238,14 +237,12 @@ void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
 
 void SyncBatchNormImpl::check(const at::Tensor& input) const {
   if (input.dim() < 2 || input.size(1) != options.num_features()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("SyncBatchNorm of {} features got {} [{}]; it takes [batch, {}, ...]",
-                            options.num_features(), c10::toString(input.scalar_type()),
-                            fmt::join(input.sizes(), ", "), options.num_features()));
+    throw_invalid("SyncBatchNorm of {} features got {} [{}]; it takes [batch, {}, ...]",
+                  options.num_features(), c10::toString(input.scalar_type()), fmt::join(input.sizes(), ", "),
+                  options.num_features());
   }
   if (!input.is_floating_point()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("SyncBatchNorm got {}; it takes real floats",
-                                                 c10::toString(input.scalar_type())));
+    throw_invalid("SyncBatchNorm got {}; it takes real floats", c10::toString(input.scalar_type()));
   }
 }
 
@@ -271,8 +268,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
     const at::NoGradGuard no_grad;
     const Statistics batch = gather_statistics(input, *group_);
     if (batch.count == 1) {
-      throw Error(
-          ErrorKind::kInvalid,
+      throw_invalid(
           "SyncBatchNorm got one value per feature from all ranks together; training needs at least two");
     }
     const double count = std::max(batch.count, 1.0);
@@ -306,9 +302,9 @@ std::size_t convert_sync_batch_norm(torch::nn::Module& module, const Group& grou
   Plan plan;
   try {
     if (synchronized_from(module)) {
-      throw Error(ErrorKind::kInvalid,
-                  "the module is itself a BatchNorm, which cannot be replaced; construct a "
-                  "torchspan::SyncBatchNorm from it");
+      throw_invalid(
+          "the module is itself a BatchNorm, which cannot be replaced; construct a torchspan::SyncBatchNorm "
+          "from it");
     }
     if (auto* sync = dynamic_cast<SyncBatchNormImpl*>(&module)) {
       plan.there.push_back(sync);

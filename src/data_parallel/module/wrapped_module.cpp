@@ -14,6 +14,7 @@
 #include <torchspan/data_parallel/sync_batch_norm.h>
 #include <torchspan/detail/data_parallel/wrapped_module.h>
 
+#include "core/api/throw_invalid.h"
 #include "data_parallel/advice.h"
 #include "data_parallel/api/agreement.h"
 #include "data_parallel/api/group_ranks.h"
@@ -69,9 +70,7 @@ std::set<const c10::TensorImpl*> sparse_parameters(const torch::nn::Module& modu
 void refuse_unknown(const Names& known, const std::vector<std::string>& names, const char* option) {
   for (const std::string& name : names) {
     if (known.count(name) > 0) continue;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("{} has '{}', but the module has no parameter or buffer of that name", option, name));
+    throw_invalid("{} has '{}', but the module has no parameter or buffer of that name", option, name);
   }
 }
 
@@ -170,9 +169,8 @@ void refuse_difference(const collective::Group& group, const std::int32_t* words
     if ((words[rank] & kLive) != 0) ((words[rank] & bit) != 0 ? with : without) = rank;
   }
   if (with < 0 || without < 0) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format(fmt::runtime(what), group.ranks()[static_cast<std::size_t>(with)],
-                          group.ranks()[static_cast<std::size_t>(without)]));
+  throw_invalid(fmt::runtime(what), group.ranks()[static_cast<std::size_t>(with)],
+                group.ranks()[static_cast<std::size_t>(without)]);
 }
 
 int JoinRound::live_count() const { return static_cast<int>(std::count(live.begin(), live.end(), true)); }
@@ -221,7 +219,7 @@ ModuleParts agreed_parts(const std::shared_ptr<torch::nn::Module>& module, const
   Agreement mine;
   ModuleParts parts;
   try {
-    if (!module) throw Error(ErrorKind::kInvalid, "the module is null");
+    if (!module) throw_invalid("the module is null");
     parts = parts_of(*module, options);
     for (const auto& [name, buffer] : parts.buffers) {
       check_device(group, name, buffer);
@@ -263,10 +261,10 @@ class WrappedModule::Impl {
     if (options_.initial_sync) synchronize_state(0);
     mark_own(*module, options_, ranks_of(group, state::kDataParallel, [joins = joins_] {
       if (!*joins) return;
-      throw Error(ErrorKind::kInvalid,
-                  "inside join(), clip_grad_norm() and GradScaler do not take parameters of "
-                  "DataParallelOptions::ignored_parameters: ranks without batches cannot take part in "
-                  "the norm or the decision; clip and scale the other parameters only");
+      throw_invalid(
+          "inside join(), clip_grad_norm() and GradScaler do not take parameters of "
+          "DataParallelOptions::ignored_parameters: ranks without batches cannot take part in the norm or "
+          "the decision; clip and scale the other parameters only");
     }));
   }
 
@@ -345,9 +343,9 @@ class WrappedModule::Impl {
 
   bool agree(bool ok) {
     if (join_) {
-      throw Error(ErrorKind::kInvalid,
-                  "agree() was called inside join(): a rank without batches cannot take part in it; let the "
-                  "exception end the join");
+      throw_invalid(
+          "agree() was called inside join(): a rank without batches cannot take part in it; let the "
+          "exception end the join");
     }
     std::vector<std::function<void()>> arrivals;
     const auto join_forward = [&] {
@@ -372,10 +370,9 @@ class WrappedModule::Impl {
   }
 
   void join(const std::function<void()>& body, const JoinOptions& options) {
-    if (join_) throw Error(ErrorKind::kInvalid, "join() was called inside join(); end the outer one first");
+    if (join_) throw_invalid("join() was called inside join(); end the outer one first");
     if (buffer_hook_) {
-      throw Error(ErrorKind::kInvalid,
-                  "join() does not support a buffer hook: a rank without batches cannot take part in it");
+      throw_invalid("join() does not support a buffer hook: a rank without batches cannot take part in it");
     }
     if (!options.throw_on_early_termination) refuse_sync_batch_norms();
     join_ = options;
@@ -424,10 +421,10 @@ class WrappedModule::Impl {
     for (const auto& item : module_->named_modules()) {
       const auto* norm = dynamic_cast<const SyncBatchNormImpl*>(item.value().get());
       if (norm == nullptr || !norm->group() || norm->group()->size() == 1) continue;
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("join() does not support '{}', a SyncBatchNorm, which needs the batches of all "
-                              "ranks; set throw_on_early_termination",
-                              item.key()));
+      throw_invalid(
+          "join() does not support '{}', a SyncBatchNorm, which needs the batches of all ranks; set "
+          "throw_on_early_termination",
+          item.key());
     }
   }
 
@@ -457,7 +454,7 @@ class WrappedModule::Impl {
       throw;
     }
     for (const Future<at::Tensor>& future : answers) {
-      if (!future.valid()) throw Error(ErrorKind::kInvalid, "the buffer hook returned an empty future");
+      if (!future.valid()) throw_invalid("the buffer hook returned an empty future");
       pending_buffers_.push_back(future.then([](const Future<at::Tensor>& done) { done.wait(); }));
     }
   }
@@ -504,10 +501,9 @@ class WrappedModule::Impl {
   /// A reduction begins on this rank: notifies ranks without batches that they take part.
   RoundTerms announce() {
     if (!join_) {
-      throw Error(
-          ErrorKind::kInvalid,
-          "a backward pass over the outputs of a forward inside join() runs after join() returned; run "
-          "both inside");
+      throw_invalid(
+          "a backward pass over the outputs of a forward inside join() runs after join() returned; run both "
+          "inside");
     }
     if (joining_.failure) std::rethrow_exception(joining_.failure);
     if (optimizer_hooks_.before_round) optimizer_hooks_.before_round();

@@ -10,6 +10,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "launch/commands/doctor.h"
 #include "launch/commands/run_options.h"
 #include "launch/commands/schedule_command.h"
@@ -47,7 +48,7 @@ struct ReportOptions {
 
 void write_result(const std::string& path, const std::string& contents) {
   const std::string problem = write_whole_file(path, contents);
-  if (!problem.empty()) throw_invalid(fmt::format("--out {} cannot be written: {}", path, problem));
+  if (!problem.empty()) throw_invalid("--out {} cannot be written: {}", path, problem);
 }
 
 void describe_trace_options(CLI::App& command, TraceOptions& options) {
@@ -217,19 +218,16 @@ void describe_all(CommandLine& line) {
 /// unknown option.
 const CLI::Option& option_of(const std::string& word, const CLI::App& run) {
   const std::string name = word.starts_with("--") ? word.substr(0, word.find('=')) : word.substr(0, 2);
-  if (word == "-np")
-    throw Error(ErrorKind::kInvalid, "'-np' is an option of mpirun; torchspan run calls it -n");
+  if (word == "-np") throw_invalid("'-np' is an option of mpirun; torchspan run calls it -n");
   if (const CLI::Option* option = run.get_option_no_throw(name)) return *option;
   if (name == "--nproc-per-node" || name == "--nproc_per_node") {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is an option of torchrun; torchspan run calls it -n: the number of workers "
-                            "on each host",
-                            name));
+    throw_invalid(
+        "'{}' is an option of torchrun; torchspan run calls it -n: the number of workers on each host", name);
   }
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("torchspan run has no option '{}'; 'torchspan run --help' lists its options; the "
-                          "program's own go after the program",
-                          name));
+  throw_invalid(
+      "torchspan run has no option '{}'; 'torchspan run --help' lists its options; the program's own go "
+      "after the program",
+      name);
 }
 
 /// Removes the program and its arguments from the end of `torchspan run …`, before the parser sees them. They
@@ -258,14 +256,13 @@ void check_subcommand(const std::vector<std::string>& arguments, const CLI::App&
     if (command->get_name() == arguments.front()) return;
     names += (names.empty() ? "" : ", ") + command->get_name();
   }
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("unknown command '{}'; the commands are: {}", arguments.front(), names));
+  throw_invalid("unknown command '{}'; the commands are: {}", arguments.front(), names);
 }
 
 int run_workers(Executor& executor, CommandLine& line, const Environment& environment,
                 const DisplayOptions& display) {
   if (line.command.empty()) {
-    throw Error(ErrorKind::kInvalid, "there is no program to run: torchspan run -n 4 ./train ARGUMENTS");
+    throw_invalid("there is no program to run: torchspan run -n 4 ./train ARGUMENTS");
   }
   JobOptions job = read_run_options(line.job, environment);
   job.command = line.command;

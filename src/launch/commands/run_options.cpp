@@ -5,9 +5,10 @@
 #include <charconv>
 #include <csignal>
 #include <filesystem>
-#include <fmt/format.h>
 
 #include <torchspan/core/error.h>
+
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::launch {
 
@@ -92,7 +93,7 @@ Environment read_settings(const std::vector<std::string>& settings) {
   for (const auto& setting : settings) {
     const auto equals = setting.find('=');
     if (equals == std::string::npos || equals == 0) {
-      throw Error(ErrorKind::kInvalid, fmt::format("--env {}: expected NAME=VALUE", setting));
+      throw_invalid("--env {}: expected NAME=VALUE", setting);
     }
     environment[setting.substr(0, equals)] = setting.substr(equals + 1);
   }
@@ -106,15 +107,14 @@ int read_preempt_signal(const std::string& text) {
   for (const auto& [known, signal] : kSignals) {
     if (name == known) return signal;
   }
-  throw_invalid(fmt::format("--preempt-signal {}: expected one of USR1, USR2, HUP, TERM", text));
+  throw_invalid("--preempt-signal {}: expected one of USR1, USR2, HUP, TERM", text);
 }
 
 void check_error_file(const std::string& path) {
   const auto folder = std::filesystem::path(path).parent_path();
   std::error_code ignored;
   if (path.empty() || folder.empty() || std::filesystem::is_directory(folder, ignored)) return;
-  throw_invalid(
-      fmt::format("--error-file {}: there is no folder '{}'; create it first", path, folder.string()));
+  throw_invalid("--error-file {}: there is no folder '{}'; create it first", path, folder.string());
 }
 
 /// On several hosts, all workers start and end together, and there are as many on each.
@@ -125,9 +125,9 @@ void check_for_several_hosts(const JobOptions& job) {
                                                            : nullptr;
   if (option == nullptr) return;
   throw_invalid(
-      fmt::format("{} does not work with --nnodes: --max-restarts starts the same number of workers again on "
-                  "all hosts, and --rdzv names the port",
-                  option));
+      "{} does not work with --nnodes: --max-restarts starts the same number of workers again on all hosts, "
+      "and --rdzv names the port",
+      option);
 }
 
 /// Returns the text of -n, or the number of workers of a pod of the Kubernetes Trainer.
@@ -153,8 +153,7 @@ Duration parse_duration(const std::string& text, const std::string& option) {
     if (!(number >= 0) || number * seconds > kMost) break;
     return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(number * seconds));
   }
-  throw_invalid(
-      fmt::format("{} {}: expected a time such as 500ms, 30s, 2m or 1h, at most a week", option, text));
+  throw_invalid("{} {}: expected a time such as 500ms, 30s, 2m or 1h, at most a week", option, text);
 }
 
 void describe_run_options(CLI::App& run, RunOptions& options) {

@@ -18,6 +18,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/schedule.h>
 
+#include "core/api/throw_invalid.h"
 #include "launch/whole_file.h"
 
 namespace torchspan::launch {
@@ -76,12 +77,12 @@ const NamedSchedule& find_schedule(const ScheduleOptions& options) {
   for (const NamedSchedule& known : kSchedules) {
     if (options.name != known.name) continue;
     if (options.chunks > 1 && !known.takes_chunks) {
-      throw_invalid(fmt::format("{} has one chunk per stage; the schedules for --chunks {} are: {}",
-                                known.name, options.chunks, names(true)));
+      throw_invalid("{} has one chunk per stage; the schedules for --chunks {} are: {}", known.name,
+                    options.chunks, names(true));
     }
     return known;
   }
-  throw_invalid(fmt::format("unknown schedule '{}'; the schedules are: {}", options.name, schedule_names()));
+  throw_invalid("unknown schedule '{}'; the schedules are: {}", options.name, schedule_names());
 }
 
 void check_counts(const ScheduleOptions& options) {
@@ -95,8 +96,7 @@ void check_counts(const ScheduleOptions& options) {
 CostsByRank checked_costs(const ScheduleOptions& options, int ranks) {
   CostsByRank all = costs_by_rank(options);
   if (all.costs.size() != 1 && all.costs.size() != static_cast<std::size_t>(ranks)) {
-    throw_invalid(
-        fmt::format("--costs-file has {} stages; expected {}, or one for all", all.costs.size(), ranks));
+    throw_invalid("--costs-file has {} stages; expected {}, or one for all", all.costs.size(), ranks);
   }
   return all;
 }
@@ -132,7 +132,7 @@ std::string figures(const Table& table, const schedule::Timeline& timeline, Memo
 
 void write_file(const char* option, const std::string& file, const std::string& text) {
   const std::string problem = write_whole_file(file, text);
-  if (!problem.empty()) throw_invalid(fmt::format("{} {}: {}", option, file, problem));
+  if (!problem.empty()) throw_invalid("{} {}: {}", option, file, problem);
 }
 
 /// What show() needs besides the timeline.
@@ -158,8 +158,8 @@ std::string show(const ScheduleOptions& options, const Table& table, const sched
 
 std::string show_csv(const ScheduleOptions& options) {
   if (!options.name.empty()) {
-    throw_invalid(fmt::format("--csv {} reads a schedule; remove the name '{}', or use --csv-out to write",
-                              options.csv_in, options.name));
+    throw_invalid("--csv {} reads a schedule; remove the name '{}', or use --csv-out to write",
+                  options.csv_in, options.name);
   }
   const schedule::Sheet sheet = schedule::parse_csv(read_file("--csv", options.csv_in));
   const Table table = schedule::to_table(sheet, options.csv_in);
@@ -257,8 +257,7 @@ constexpr double kMostMemory = 1e12;
 
 Duration from_milliseconds(const std::string& what, double milliseconds) {
   if (!(milliseconds >= 0 && milliseconds <= kMostMilliseconds)) {
-    throw_invalid(
-        fmt::format("{} {}: from 0 to {} milliseconds are possible", what, milliseconds, kMostMilliseconds));
+    throw_invalid("{} {}: from 0 to {} milliseconds are possible", what, milliseconds, kMostMilliseconds);
   }
   return Duration(std::llround(milliseconds * 1e6));
 }
@@ -267,7 +266,7 @@ Duration from_milliseconds(const std::string& what, double milliseconds) {
 class Entry {
  public:
   Entry(const nlohmann::json& json, std::size_t number) : json_(json), number_(number) {
-    if (!json.is_object()) throw_invalid(fmt::format("--costs-file: stages[{}] is not an object", number));
+    if (!json.is_object()) throw_invalid("--costs-file: stages[{}] is not an object", number);
     for (const auto& [key, value] : json.items()) check_key(key);
   }
 
@@ -277,8 +276,7 @@ class Entry {
     if (json_.contains("backward")) {
       for (const char* half : {"input_gradient", "weight_gradient"}) {
         if (json_.contains(half)) {
-          throw_invalid(
-              fmt::format("--costs-file: stages[{}] has backward and {}; remove one", number_, half));
+          throw_invalid("--costs-file: stages[{}] has backward and {}; remove one", number_, half);
         }
       }
       const Duration backward = time("backward");
@@ -304,16 +302,16 @@ class Entry {
       if (key == known) return;
     }
     throw_invalid(
-        fmt::format("--costs-file: stages[{}] has an unknown key '{}'; expected forward, backward (or "
-                    "input_gradient and weight_gradient), transfer, activation, weight_input, recomputation",
-                    number_, key));
+        "--costs-file: stages[{}] has an unknown key '{}'; expected forward, backward (or input_gradient and "
+        "weight_gradient), transfer, activation, weight_input, recomputation",
+        number_, key);
   }
 
   double number(const char* key) const {
     const auto value = json_.find(key);
-    if (value == json_.end()) throw_invalid(fmt::format("--costs-file: stages[{}] has no {}", number_, key));
+    if (value == json_.end()) throw_invalid("--costs-file: stages[{}] has no {}", number_, key);
     if (!value->is_number()) {
-      throw_invalid(fmt::format("--costs-file: {} of stages[{}] is not a number", key, number_));
+      throw_invalid("--costs-file: {} of stages[{}] is not a number", key, number_);
     }
     return value->get<double>();
   }
@@ -325,8 +323,8 @@ class Entry {
   double memory(const char* key) const {
     const double value = number(key);
     if (value >= 0 && value <= kMostMemory) return value;
-    throw_invalid(fmt::format("--costs-file: {} of stages[{}] is {}; expected from 0 to {}", key, number_,
-                              value, kMostMemory));
+    throw_invalid("--costs-file: {} of stages[{}] is {}; expected from 0 to {}", key, number_, value,
+                  kMostMemory);
   }
 
   const nlohmann::json& json_;
@@ -344,8 +342,8 @@ CostsByRank parse_costs(std::string_view text) {
   CostsByRank all;
   if (json.contains("memory")) {
     if (json["memory"] != "bytes") {
-      throw_invalid(fmt::format("--costs-file: memory is {}; the only unit is \"bytes\", or remove the key",
-                                json["memory"].dump()));
+      throw_invalid("--costs-file: memory is {}; the only unit is \"bytes\", or remove the key",
+                    json["memory"].dump());
     }
     all.unit = MemoryUnit::kBytes;
   }
@@ -364,16 +362,14 @@ double memory_limit(const ScheduleOptions& options, MemoryUnit unit) {
   const bool known = end != text.c_str() && (suffix.empty() || found != kByteUnits.end());
   if (!known || !(number >= 0)) {
     throw_invalid(
-        fmt::format("--memory {}: expected activations of a micro-batch, bytes (4GiB, 512MiB, 100B), or 0 "
-                    "for no limit",
-                    text));
+        "--memory {}: expected activations of a micro-batch, bytes (4GiB, 512MiB, 100B), or 0 for no limit",
+        text);
   }
   if (!suffix.empty() && unit != MemoryUnit::kBytes) {
     throw_invalid(
-        fmt::format("--memory {}: the costs do not say how many bytes an activation has; give a --costs-file "
-                    "with \"memory\": \"bytes\", which costs_json(pipeline::measure_costs(...), "
-                    "MemoryUnit::kBytes) writes",
-                    text));
+        "--memory {}: the costs do not say how many bytes an activation has; give a --costs-file with "
+        "\"memory\": \"bytes\", which costs_json(pipeline::measure_costs(...), MemoryUnit::kBytes) writes",
+        text);
   }
   if (number == 0) return std::numeric_limits<double>::infinity();
   return suffix.empty() ? number : number * found->bytes;
@@ -391,7 +387,7 @@ std::string read_file(const char* option, const std::string& file) {
   errno = 0;
   std::ifstream in(file, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(in), {}};
-  if (!in.is_open() || in.bad()) throw_invalid(fmt::format("{} {}: {}", option, file, std::strerror(errno)));
+  if (!in.is_open() || in.bad()) throw_invalid("{} {}: {}", option, file, std::strerror(errno));
   return text;
 }
 
@@ -406,15 +402,15 @@ CostsByRank costs_by_rank(const ScheduleOptions& options) {
     costs.weight_gradient = backward - backward / 2;
   } else {
     if (options.costs.size() != 3) {
-      throw_invalid(fmt::format("--costs has {} numbers; expected FORWARD,INPUT_GRADIENT,WEIGHT_GRADIENT",
-                                options.costs.size()));
+      throw_invalid("--costs has {} numbers; expected FORWARD,INPUT_GRADIENT,WEIGHT_GRADIENT",
+                    options.costs.size());
     }
     costs.forward = from_milliseconds("--costs", options.costs[0]);
     costs.input_gradient = from_milliseconds("--costs", options.costs[1]);
     costs.weight_gradient = from_milliseconds("--costs", options.costs[2]);
   }
   if (!(options.weight_input >= 0 && options.weight_input <= 1)) {
-    throw_invalid(fmt::format("--weight-input {}: expected from 0 to 1 activations", options.weight_input));
+    throw_invalid("--weight-input {}: expected from 0 to 1 activations", options.weight_input);
   }
   costs.weight_input = options.weight_input;
   return {{costs}};

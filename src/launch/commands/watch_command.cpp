@@ -6,6 +6,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "launch/commands/run_options.h"
 #include "launch/display/lines.h"
 #include "launch/watch/diagnosis.h"
@@ -46,8 +47,7 @@ void show_top(Executor& executor, const WatchOptions& options, const rendezvous:
               Display& out, bool terminal) {
   const Duration every = parse_duration(options.every, "--every");
   if (every < kLeastPause) {
-    throw_invalid(fmt::format("--every {}: expected 100ms or more, because each table asks all workers",
-                              options.every));
+    throw_invalid("--every {}: expected 100ms or more, because each table asks all workers", options.every);
   }
   RunningJob running(executor, find_job(options.job, environment));
   TopView view;

@@ -13,6 +13,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::launch {
 
 namespace {
@@ -318,8 +320,8 @@ WorkerRange parse_workers(std::string_view text, std::string_view option) {
   const auto least = read_count(text.substr(0, colon));
   const auto most = colon == std::string_view::npos ? least : read_count(text.substr(colon + 1));
   if (least && most && *least <= *most) return {*least, *most};
-  throw_invalid(fmt::format("{} {}: expected a number of workers from 1 to {}, or a range MIN:MAX of them",
-                            option, text, kMostWorkers));
+  throw_invalid("{} {}: expected a number of workers from 1 to {}, or a range MIN:MAX of them", option, text,
+                kMostWorkers);
 }
 
 NextAttempt next_attempt(const RestartPolicy& policy, WorkerRange range,

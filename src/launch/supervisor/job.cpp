@@ -11,6 +11,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "launch/supervisor/attempt.h"
 #include "launch/supervisor/job_nodes.h"
 #include "launch/supervisor/limits.h"
@@ -196,8 +197,7 @@ void Job::prepare_logs() const {
   std::error_code failure;
   std::filesystem::create_directories(options_.log_folder, failure);
   if (!failure) return;
-  throw_invalid(
-      fmt::format("the folder for logs '{}' cannot be created: {}", options_.log_folder, failure.message()));
+  throw_invalid("the folder for logs '{}' cannot be created: {}", options_.log_folder, failure.message());
 }
 
 void Job::say_threads(const JobSetting& setting) {
@@ -466,12 +466,11 @@ int Job::finish_between() {
 
 int run_job(Executor& executor, JobOptions options) {
   if (options.workers < 1) {
-    throw_invalid(fmt::format("the number of workers is {}; expected 1 or more", options.workers));
+    throw_invalid("the number of workers is {}; expected 1 or more", options.workers);
   }
   if (options.least_workers > options.workers) {
-    throw_invalid(
-        fmt::format("the minimum number of workers is {}; expected at most {}, the number of workers",
-                    options.least_workers, options.workers));
+    throw_invalid("the minimum number of workers is {}; expected at most {}, the number of workers",
+                  options.least_workers, options.workers);
   }
   if (options.command.empty()) throw_invalid("there is no program to run");
   const RaisedOpenFiles raised;

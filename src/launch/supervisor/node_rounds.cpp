@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/api/throw_invalid.h"
 #include "launch/display/lines.h"
 #include "launch/supervisor/endings.h"
 
@@ -299,10 +300,10 @@ void NodeRounds::exchange(Membership& world, const NodeState& mine) {
                                                    executor_.deadline_in(kRoundLimit))) {
     const auto state = decode_node_state(bytes);
     if (!state) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("the launcher of host {} sent something else than its state: run the same "
-                              "version of TorchSpan on all hosts",
-                              states.size()));
+      throw_invalid(
+          "the launcher of host {} sent something else than its state: run the same version of TorchSpan on "
+          "all hosts",
+          states.size());
     }
     states.push_back(*state);
   }

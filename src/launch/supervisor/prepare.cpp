@@ -18,6 +18,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/net/secret.h>
 
+#include "core/api/throw_invalid.h"
 #include "launch/supervisor/limits.h"
 #include "launch/supervisor/processes.h"
 #include "launch/watch/running_job.h"
@@ -37,7 +38,7 @@ int read_count(const std::string& text, const char* option, int least, int most)
       number <= most) {
     return number;
   }
-  throw_invalid(fmt::format("{} {}: expected a number from {} to {}", option, text, least, most));
+  throw_invalid("{} {}: expected a number from {} to {}", option, text, least, most);
 }
 
 void read_rdzv(const std::string& text, NodePlace& place) {
@@ -52,8 +53,7 @@ void read_rdzv(const std::string& text, NodePlace& place) {
       has_port ? static_cast<std::uint16_t>(read_count(text.substr(colon + 1), "--rdzv port", 1, 65535))
                : kDefaultPort;
   if (place.rdzv_host.empty()) {
-    throw_invalid(
-        fmt::format("--rdzv {}: expected HOST or HOST:PORT, an address of the host with node rank 0", text));
+    throw_invalid("--rdzv {}: expected HOST or HOST:PORT, an address of the host with node rank 0", text);
   }
 }
 
@@ -64,8 +64,7 @@ void check_secret(const Environment& environment) {
   try {
     net::Secret::from_file(named.empty() ? value_of(environment, "HOME") + "/.torchspan/secret" : named);
   } catch (const Error& error) {
-    throw_invalid(
-        fmt::format("--nnodes needs the job's secret, the same file on every host: {}", error.message()));
+    throw_invalid("--nnodes needs the job's secret, the same file on every host: {}", error.message());
   }
 }
 
@@ -91,10 +90,10 @@ NodePlace read_node_options(const NodeOptions& options, const Environment& envir
     try {
       return read_node_options(*completed, environment);
     } catch (const Error& error) {
-      throw_invalid(fmt::format(
+      throw_invalid(
           "{}; the Kubernetes Trainer's PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT give "
           "what these options do not: --nnodes 1 starts a job of this pod alone",
-          error.message()));
+          error.message());
     }
   }
   NodePlace place;
@@ -105,7 +104,7 @@ NodePlace read_node_options(const NodeOptions& options, const Environment& envir
          {std::pair(options.node_rank, "--node-rank"), std::pair(options.rdzv, "--rdzv"),
           std::pair(options.rdzv_id, "--rdzv-id")}) {
       if (value.empty() || (value == "0" && name == std::string("--node-rank"))) continue;
-      throw_invalid(fmt::format("{} {} is for a job on several hosts: add --nnodes", name, value));
+      throw_invalid("{} {} is for a job on several hosts: add --nnodes", name, value);
     }
     return place;
   }
@@ -155,12 +154,12 @@ bool is_folder(const std::string& path) {
 
 void check_program(const std::string& path) {
   if (access(path.c_str(), F_OK) != 0) {
-    throw_invalid(fmt::format("there is no program '{}': {}", path, std::strerror(errno)));
+    throw_invalid("there is no program '{}': {}", path, std::strerror(errno));
   }
-  if (is_folder(path)) throw_invalid(fmt::format("'{}' is a folder, not a program", path));
+  if (is_folder(path)) throw_invalid("'{}' is a folder, not a program", path);
   if (access(path.c_str(), X_OK) != 0) {
-    throw_invalid(fmt::format("'{0}' cannot be executed: {1}; if it is a program, run: chmod +x '{0}'", path,
-                              std::strerror(errno)));
+    throw_invalid("'{0}' cannot be executed: {1}; if it is a program, run: chmod +x '{0}'", path,
+                  std::strerror(errno));
   }
 }
 
@@ -247,25 +246,24 @@ std::string find_program(const std::string& name, const Environment& environment
     if (access(path.c_str(), X_OK) == 0 && !is_folder(path)) return path;
   }
   if (access(name.c_str(), X_OK) == 0) {
-    throw_invalid(
-        fmt::format("there is no program '{0}' in PATH; to run the one in this folder, use ./{0}", name));
+    throw_invalid("there is no program '{0}' in PATH; to run the one in this folder, use ./{0}", name);
   }
-  throw_invalid(fmt::format("there is no program '{}' in PATH ({})", name, searched));
+  throw_invalid("there is no program '{}' in PATH ({})", name, searched);
 }
 
 void check_port(std::uint16_t port) {
   if (ReservedPort::is_free(port, INADDR_LOOPBACK)) return;
-  throw_invalid(fmt::format(
-      "port {0} is in use ('ss -ltnp sport = :{0}' shows the process); choose another --master-port, or "
-      "none for a free one",
-      port));
+  throw_invalid(
+      "port {0} is in use ('ss -ltnp sport = :{0}' shows the process); choose another --master-port, or none "
+      "for a free one",
+      port);
 }
 
 ReservedPort choose_port() {
   auto port = ReservedPort::draw(kFirstPort, kLastPort, INADDR_LOOPBACK);
   if (port) return std::move(*port);
-  throw_invalid(fmt::format("no free port was found between {} and {}; choose one with --master-port",
-                            kFirstPort, kLastPort));
+  throw_invalid("no free port was found between {} and {}; choose one with --master-port", kFirstPort,
+                kLastPort);
 }
 
 net::PortRange read_port_range(const std::string& range) {
@@ -278,7 +276,7 @@ net::PortRange read_port_range(const std::string& range) {
   const bool two = first.ec == std::errc() && first.ptr != end && *first.ptr == '-' &&
                    std::from_chars(first.ptr + 1, end, ports.last).ptr == end && first.ptr + 1 != end;
   if ((!one && !two) || ports.first == 0 || ports.last < ports.first) {
-    throw_invalid(fmt::format("--port-range {}: expected two ports from 1 to 65535, FIRST-LAST", range));
+    throw_invalid("--port-range {}: expected two ports from 1 to 65535, FIRST-LAST", range);
   }
   return ports;
 }
@@ -292,9 +290,8 @@ ReservedPort choose_store_port(const std::string& range) {
     if (port && !ReservedPort::is_free(port->number(), INADDR_ANY)) port.reset();
   }
   if (port) return std::move(*port);
-  throw_invalid(
-      fmt::format("no port {} is free for the workers' store; give another --port-range",
-                  range.empty() ? fmt::format("from {} to {}", kFirstPort, kLastPort) : "of " + range));
+  throw_invalid("no port {} is free for the workers' store; give another --port-range",
+                range.empty() ? fmt::format("from {} to {}", kFirstPort, kLastPort) : "of " + range);
 }
 
 int usable_cores() {
@@ -353,9 +350,8 @@ void JobFolder::make_locked(const std::string& parent) {
     lock_ = lock_folder(path_);  // fails if another launcher just removed it as abandoned
   }
   if (lock_) return;
-  throw_invalid(
-      fmt::format("the job's folder cannot be created in '{}': {}; set TMPDIR to a folder with room", parent,
-                  std::strerror(errno)));
+  throw_invalid("the job's folder cannot be created in '{}': {}; set TMPDIR to a folder with room", parent,
+                std::strerror(errno));
 }
 
 JobFolder::JobFolder(const Environment& environment) {
@@ -375,7 +371,7 @@ JobFolder::JobFolder(const Environment& environment) {
     net::Secret::random().write_file(secret_file());
     for (const std::string& folder : {runtime_folder(), error_folder()}) {
       if (mkdir(folder.c_str(), 0700) != 0) {
-        throw_invalid(fmt::format("folder '{}' cannot be created: {}", folder, std::strerror(errno)));
+        throw_invalid("folder '{}' cannot be created: {}", folder, std::strerror(errno));
       }
     }
   } catch (...) {

@@ -15,6 +15,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "launch/supervisor/processes.h"
 
 namespace torchspan::launch {
@@ -126,10 +127,8 @@ Child::Child(const std::string& program, const std::vector<std::string>& argumen
     register_group(setting.guard, -pid);
     waitpid(pid, nullptr, 0);
     process_.pid = -1;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("'{}' cannot be started: {}{}", program, std::strerror(reason),
-                    reason == ENOEXEC ? "; is it a program for this machine, or a script without #!?" : ""));
+    throw_invalid("'{}' cannot be started: {}{}", program, std::strerror(reason),
+                  reason == ENOEXEC ? "; is it a program for this machine, or a script without #!?" : "");
   }
   watch_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
   if (!watch_) throw_system("watching a process");
@@ -185,7 +184,7 @@ Descriptor Worker::open_log(const char* kind) const {
   const std::string path = fmt::format("{}/{}.{}.log", names_.log_folder, names_.name, kind);
   const int start = names_.append ? O_APPEND : O_TRUNC;
   Descriptor log(open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | start, 0644));
-  if (!log) throw_invalid(fmt::format("log '{}' cannot be written: {}", path, std::strerror(errno)));
+  if (!log) throw_invalid("log '{}' cannot be written: {}", path, std::strerror(errno));
   return log;
 }
 

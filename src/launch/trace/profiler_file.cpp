@@ -9,6 +9,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::launch {
 namespace {
 
@@ -193,7 +195,7 @@ std::optional<ProfilerTrace> decode_profile(std::istream& file) {
   try {
     rest = json::parse(file, take_events);
   } catch (const json::exception& error) {
-    throw_invalid(fmt::format("this is not JSON: {}", error.what()));
+    throw_invalid("this is not JSON: {}", error.what());
   }
   if (!found || !rest.is_object() || is_merged(rest)) return std::nullopt;
   return decoded.take(rest);

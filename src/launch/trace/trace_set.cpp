@@ -12,6 +12,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "launch/display/board.h"
 #include "launch/trace/module_spans.h"
 
@@ -22,12 +23,11 @@ namespace {
 Bytes read_bytes(const std::filesystem::path& path) {
   std::error_code failure;
   const std::uintmax_t size = std::filesystem::file_size(path, failure);
-  if (failure) throw_invalid(fmt::format("it cannot be read: {}", failure.message()));
+  if (failure) throw_invalid("it cannot be read: {}", failure.message());
   std::ifstream file(path, std::ios::binary);
   Bytes bytes(static_cast<std::size_t>(size));
   file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
-  if (!file.is_open() || file.bad())
-    throw_invalid(fmt::format("it cannot be read: {}", std::strerror(errno)));
+  if (!file.is_open() || file.bad()) throw_invalid("it cannot be read: {}", std::strerror(errno));
   bytes.resize(static_cast<std::size_t>(file.gcount()));
   return bytes;
 }
@@ -143,10 +143,10 @@ std::map<std::string, ClockLine> fit_clocks(const std::vector<TraceContents>& tr
     try {
       lines[trace.identity.clock] = fit_clock(samples[trace.identity.clock]);
     } catch (const Error& error) {
-      throw_invalid(fmt::format(
+      throw_invalid(
           "the clock of {} cannot be compared with that of {}: {}; workers of several hosts compare clocks "
           "through rank 0, so its trace must be in the folder, and the run must last longer than a second",
-          describe_trace(trace.identity), describe_trace(traces.front().identity), error.message()));
+          describe_trace(trace.identity), describe_trace(traces.front().identity), error.message());
     }
   }
   return lines;
@@ -255,12 +255,12 @@ TraceSet read_traces(const std::string& folder) {
   for (const auto& entry : std::filesystem::directory_iterator(folder, failure)) {
     if (entry.path().extension() == ".trace") paths.push_back(entry.path());
   }
-  if (failure) throw_invalid(fmt::format("folder '{}' cannot be read: {}", folder, failure.message()));
+  if (failure) throw_invalid("folder '{}' cannot be read: {}", folder, failure.message());
   if (paths.empty()) {
     throw_invalid(
-        fmt::format("there is no trace in '{0}': run the program with 'torchspan run --trace {0} …' or "
-                    "TORCHSPAN_TRACE={0}",
-                    folder));
+        "there is no trace in '{0}': run the program with 'torchspan run --trace {0} …' or "
+        "TORCHSPAN_TRACE={0}",
+        folder);
   }
   std::sort(paths.begin(), paths.end());
   std::vector<TraceContents> traces;
@@ -272,8 +272,7 @@ TraceSet read_traces(const std::string& folder) {
       unusable.push_back(fmt::format("'{}' is left out: {}", path.string(), error.message()));
     }
   }
-  if (traces.empty())
-    throw_invalid(fmt::format("no trace in '{}' can be used: {}", folder, unusable.front()));
+  if (traces.empty()) throw_invalid("no trace in '{}' can be used: {}", folder, unusable.front());
   TraceSet set = align_usable(std::move(traces), unusable);
   set.notes.insert(set.notes.begin(), unusable.begin(), unusable.end());
   return set;

@@ -23,6 +23,7 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/throw_invalid.h"
 #include "launch/display/lines.h"
 #include "launch/watch/host_report.h"
 
@@ -254,9 +255,9 @@ void check_access(const std::string& path) {
   struct stat about {};
   if (::access(path.c_str(), R_OK | X_OK) == 0 || errno != EACCES || ::stat(path.c_str(), &about) != 0)
     return;
-  throw_invalid(fmt::format(
+  throw_invalid(
       "the job in '{}' belongs to user {}, and this command runs as user {}: run it as that user, or as root",
-      path, about.st_uid, ::geteuid()));
+      path, about.st_uid, ::geteuid());
 }
 
 }  // namespace
@@ -297,9 +298,8 @@ std::string find_job(const std::string& job, const rendezvous::Environment& envi
   const std::vector<std::string> all = jobs;
   if (!job.empty()) std::erase_if(jobs, [&](const std::string& path) { return !path.ends_with(job); });
   if (jobs.size() == 1) return jobs.front();
-  if (jobs.empty())
-    throw_invalid(fmt::format("there is no job '{}'; these run here:{}", job, list_jobs(all)));
-  throw_invalid(fmt::format("several jobs run here; name one of these folders:{}", list_jobs(jobs)));
+  if (jobs.empty()) throw_invalid("there is no job '{}'; these run here:{}", job, list_jobs(all));
+  throw_invalid("several jobs run here; name one of these folders:{}", list_jobs(jobs));
 }
 
 std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& folder, Duration timeout,
@@ -311,9 +311,9 @@ std::vector<WorkerReport> ask_workers(Executor& executor, const std::string& fol
     std::vector<WorkerReport> stopped;
     add_stopped(folder, stopped);
     if (!stopped.empty()) return stopped;
-    throw_invalid(fmt::format(
+    throw_invalid(
         "no worker of the job in '{}' can be asked: its workers have not joined yet, or the job has ended",
-        folder));
+        folder);
   }
   const Deadline until = executor.deadline_in(timeout);
   while (questions.waiting() && !until.passed(executor.now()) && (stopping == nullptr || !*stopping)) {

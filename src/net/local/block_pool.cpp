@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <fmt/format.h>
 
+#include "core/api/throw_invalid.h"
 #include "net/framing.h"
 #include "net/local/ring.h"
 #include "net/receive_buffers.h"
@@ -227,11 +227,10 @@ PeerBlocks::PeerBlocks(std::shared_ptr<LocalShare> share, const TransportOptions
 
 void PeerBlocks::add(std::uint64_t block, std::uint64_t size, const Descriptor& descriptor) {
   if (blocks_.size() >= kMostBlocks) {
-    throw Error(ErrorKind::kInvalid, fmt::format("passed more than {} blocks of memory", kMostBlocks));
+    throw_invalid("passed more than {} blocks of memory", kMostBlocks);
   }
   if (blocks_.contains(block) || block == 0 || size < kBlockHeaderBytes) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("passed block {} twice, or with an invalid number or size", block));
+    throw_invalid("passed block {} twice, or with an invalid number or size", block);
   }
   blocks_.emplace(block, std::make_shared<Block>(share_, map_memory(share_->faults, descriptor, size)));
 }
@@ -239,8 +238,7 @@ void PeerBlocks::add(std::uint64_t block, std::uint64_t size, const Descriptor& 
 void PeerBlocks::retire(std::uint64_t block) {
   const auto found = blocks_.find(block);
   if (found == blocks_.end() || found->second->held.load(std::memory_order_acquire)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("retired block {}, which does not exist or is in use here", block));
+    throw_invalid("retired block {}, which does not exist or is in use here", block);
   }
   blocks_.erase(found);
 }
@@ -248,12 +246,11 @@ void PeerBlocks::retire(std::uint64_t block) {
 Buffer PeerBlocks::adopt(std::uint64_t number, std::size_t size) {
   const auto found = blocks_.find(number);
   if (found == blocks_.end() || size > found->second->room()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("lent {} bytes of block {}, which does not exist or is smaller", size, number));
+    throw_invalid("lent {} bytes of block {}, which does not exist or is smaller", size, number);
   }
   const std::shared_ptr<Block>& block = found->second;
   if (block->held.exchange(true, std::memory_order_acquire)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("lent block {} twice", number));
+    throw_invalid("lent block {} twice", number);
   }
   const std::uint64_t room = block->room();
   const std::uint64_t most = share_->options.pool_bytes / 2;

@@ -1,7 +1,6 @@
 #include "net/local/local_transport.h"
 
-#include <fmt/format.h>
-
+#include "core/api/throw_invalid.h"
 #include "net/local/shared_lane.h"
 #include "net/receive_buffers.h"
 
@@ -11,9 +10,7 @@ std::unique_ptr<StreamTransport> make_local_part(Executor& executor, Handler& ha
                                                  TransportOptions options, LocalSetup setup) {
   const LocalOptions& local = setup.options;
   if (!is_ring_size(local.ring_bytes)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("LocalOptions::ring_bytes is {}: use a power of two from 4 KiB to 1 GiB",
-                            local.ring_bytes));
+    throw_invalid("LocalOptions::ring_bytes is {}: use a power of two from 4 KiB to 1 GiB", local.ring_bytes);
   }
   auto share = std::make_shared<LocalShare>(std::move(setup.options), std::move(setup.faults));
   options = with_receive_buffers(std::move(options));

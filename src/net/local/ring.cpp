@@ -35,7 +35,7 @@ std::optional<NewMemory> make_memory(const LocalFaults& faults, std::size_t size
 
 SharedMemory map_memory(const LocalFaults& faults, const Descriptor& descriptor, std::size_t size) {
   if (!is_sealed_memory_file(descriptor, size)) {
-    throw Error(ErrorKind::kInvalid, "passed memory that is not sealed or is not of the announced size");
+    throw_invalid("passed memory that is not sealed or is not of the announced size");
   }
   SharedMemory memory = map_unless_refused(faults, descriptor, size, 0);
   if (!memory) {
@@ -69,7 +69,7 @@ RingProducer::RingProducer(SharedMemory memory)
 
 std::size_t RingProducer::room() const {
   const std::uint64_t used = tail_.load(std::memory_order_relaxed) - header().head.load();
-  if (used > capacity_) throw Error(ErrorKind::kInvalid, "reports more bytes read than were written");
+  if (used > capacity_) throw_invalid("reports more bytes read than were written");
   return capacity_ - used;
 }
 
@@ -115,7 +115,7 @@ RingConsumer::RingConsumer(SharedMemory memory)
 
 std::size_t RingConsumer::available() const {
   const std::uint64_t size = header().tail.load() - head_;
-  if (size > capacity_) throw Error(ErrorKind::kInvalid, "reports more bytes written than its ring holds");
+  if (size > capacity_) throw_invalid("reports more bytes written than its ring holds");
   return size;
 }
 

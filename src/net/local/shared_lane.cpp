@@ -48,7 +48,7 @@ void ControlParser::feed(BytesView bytes, bool truncated, std::deque<ControlMess
       continue;
     }
     if (kind != ControlMessage::Kind::kBlock && kind != ControlMessage::Kind::kRetired) {
-      throw Error(ErrorKind::kInvalid, "sent a note of an unknown type");
+      throw_invalid("sent a note of an unknown type");
     }
     if (partial_.size() - at < kNoteBytes) break;
     ByteReader reader(BytesView(partial_).subspan(at + 8, kNoteBytes - 8));
@@ -62,7 +62,7 @@ void ControlParser::feed(BytesView bytes, bool truncated, std::deque<ControlMess
                     "passed memory, but this process has no descriptor left for it: raise the limit of open "
                     "files (ulimit -n)");
       }
-      if (descriptors_.empty()) throw Error(ErrorKind::kInvalid, "announced memory that it did not pass");
+      if (descriptors_.empty()) throw_invalid("announced memory that it did not pass");
       note.descriptor = std::move(descriptors_.front());
       descriptors_.pop_front();
     }
@@ -70,7 +70,7 @@ void ControlParser::feed(BytesView bytes, bool truncated, std::deque<ControlMess
   }
   partial_.erase(partial_.begin(), partial_.begin() + static_cast<std::ptrdiff_t>(at));
   if (descriptors_.size() > kMostWaiting) {
-    throw Error(ErrorKind::kInvalid, "passed descriptors that were not requested");
+    throw_invalid("passed descriptors that were not requested");
   }
 }
 
@@ -172,7 +172,7 @@ std::optional<SharedLane::Record> SharedLane::receive_record() {
   std::ranges::copy(reader.get_bytes(kNonceBytes), record.nonce.begin());
   record_.clear();
   if (magic != kRecordMagic || zero != 0) {
-    throw Error(ErrorKind::kInvalid, "broke the handshake: it sent no offer to share memory");
+    throw_invalid("broke the handshake: it sent no offer to share memory");
   }
   return record;
 }
@@ -197,7 +197,7 @@ Lane::Outcome SharedLane::take_record(const Record& record) {
   if (role_ == Role::kListener) {
     // The peer would write to a ring that this side does not read.
     if (record.accepts && !proves(record)) {
-      throw Error(ErrorKind::kInvalid, "accepted shared memory, but cannot read the nonce in it");
+      throw_invalid("accepted shared memory, but cannot read the nonce in it");
     }
     return record.accepts ? Outcome::kOpen : Outcome::kDeclined;
   }
@@ -230,7 +230,7 @@ bool SharedLane::read_notes() {
 
 BytesView SharedLane::readable() {
   if (broken_.load(std::memory_order_acquire)) {
-    throw Error(ErrorKind::kInvalid, "reports more bytes read than were written");
+    throw_invalid("reports more bytes read than were written");
   }
   return incoming_->readable();
 }

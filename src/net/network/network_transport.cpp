@@ -12,6 +12,7 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/throw_invalid.h"
 #include "net/api/network.h"
 #include "net/local/local_transport.h"
 #include "net/tls/tls_address.h"
@@ -42,11 +43,10 @@ NetworkPlace parse_network_place(const std::string& text) {
     }
   }
   if (!text.starts_with(kNear)) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("'{}' is not an address of this transport: write unix:/path,tls:host:port (or ucx:), "
-                    "or one of the two",
-                    text));
+    throw_invalid(
+        "'{}' is not an address of this transport: write unix:/path,tls:host:port (or ucx:), or one of the "
+        "two",
+        text);
   }
   std::size_t comma = std::string::npos;
   for (const std::string_view far : kFar) {
@@ -183,7 +183,7 @@ std::string route_to(const std::string& host) {
   try {
     addresses = look_up(place);
   } catch (const Error& error) {
-    throw Error(ErrorKind::kInvalid, error.message());
+    throw_invalid(error.message());
   }
   int failure = 0;
   for (const Address& address : addresses) {
@@ -196,10 +196,8 @@ std::string route_to(const std::string& host) {
     }
     failure = errno;
   }
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("there is no route from here to '{}': {}; is it the right host, "
-                          "and is the network up?",
-                          host, std::strerror(failure)));
+  throw_invalid("there is no route from here to '{}': {}; is it the right host, and is the network up?", host,
+                std::strerror(failure));
 }
 
 std::string host_of_route(const std::string& address) {

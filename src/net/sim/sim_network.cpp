@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fmt/format.h>
 
+#include "core/api/throw_invalid.h"
 #include "net/sim/sim_transport.h"
 
 namespace torchspan::net {
@@ -110,10 +110,8 @@ std::vector<Packet> SimLink::take_due(TimePoint now, bool reorder) {
 void SimNetwork::Impl::enter(const std::shared_ptr<SimNode>& node) {
   std::shared_ptr<SimNode>& place = nodes_[node->name];
   if (place && place->alive) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the simulated network has a transport named '{}' already: end it or "
-                            "kill() it first",
-                            node->name));
+    throw_invalid("the simulated network has a transport named '{}' already: end it or kill() it first",
+                  node->name);
   }
   place = node;
 }
@@ -230,7 +228,7 @@ void SimNetwork::Impl::kill(const std::string& name) {
   MutexLock lock(mutex);
   const auto found = nodes_.find(name);
   if (found == nodes_.end() || !found->second->alive) {
-    throw Error(ErrorKind::kInvalid, fmt::format("the simulated network has no living transport '{}'", name));
+    throw_invalid("the simulated network has no living transport '{}'", name);
   }
   const std::shared_ptr<SimNode> node = found->second;
   for (const auto& weak : links_) {

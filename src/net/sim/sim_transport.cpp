@@ -3,6 +3,8 @@
 #include <cstring>
 #include <fmt/format.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::net {
 namespace {
 
@@ -130,8 +132,7 @@ constexpr std::string_view kPrefix = "sim:";
 
 std::string name_in(const std::string& address) {
   if (!address.starts_with(kPrefix) || address.size() == kPrefix.size()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is not an address of this transport: write sim:name", address));
+    throw_invalid("'{}' is not an address of this transport: write sim:name", address);
   }
   return address.substr(kPrefix.size());
 }
@@ -168,13 +169,11 @@ SimTransport::~SimTransport() {
 
 std::string SimTransport::listen(const std::string& address) {
   if (name_in(address) != node_->name) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the simulated transport '{0}' listens at 'sim:{0}' only, not at '{1}'",
-                            node_->name, address));
+    throw_invalid("the simulated transport '{0}' listens at 'sim:{0}' only, not at '{1}'", node_->name,
+                  address);
   }
   MutexLock lock(network_->mutex);
-  if (node_->listening)
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' is in use: it listens already", address));
+  if (node_->listening) throw_invalid("'{}' is in use: it listens already", address);
   node_->listening = true;
   return address;
 }
@@ -378,8 +377,7 @@ Message SimTransport::receive(const std::shared_ptr<SimChannel>& channel, Packet
     const Bytes& segment = packet.segments[i];
     const std::uint32_t target = packet.device_targets[i];
     if (target != 0 && !channel->carries_device_memory())
-      throw Error(ErrorKind::kInvalid,
-                  "received a segment for device memory, which this side does not carry");
+      throw_invalid("received a segment for device memory, which this side does not carry");
     Buffer buffer;
     if (target != 0) buffer = handler_.device_memory(channel, target, segment.size());
     buffer.device_target = buffer.data == nullptr ? 0 : target;

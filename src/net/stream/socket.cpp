@@ -18,6 +18,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::net {
 namespace {
 
@@ -25,10 +27,9 @@ constexpr std::string_view kUnixPrefix = "unix:";
 constexpr std::string_view kTcpPrefix = "tcp:";
 
 [[noreturn]] void throw_unreadable(const std::string& text, std::string_view why) {
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("'{}' is not an address of this transport: {}; write unix:/absolute/path or "
-                          "tcp:127.0.0.1:port",
-                          text, why));
+  throw_invalid(
+      "'{}' is not an address of this transport: {}; write unix:/absolute/path or tcp:127.0.0.1:port", text,
+      why);
 }
 
 Address parse_unix(const std::string& text) {
@@ -43,11 +44,10 @@ Address parse_unix(const std::string& text) {
     throw_unreadable(text, "the path does not name a file");
   }
   if (address.path.size() >= sizeof socket.sun_path) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("'{}' is {} bytes long, but the system takes at most {} for a Unix socket's path: use a "
-                    "shorter directory, e.g. below $XDG_RUNTIME_DIR",
-                    address.path, address.path.size(), sizeof socket.sun_path - 1));
+    throw_invalid(
+        "'{}' is {} bytes long, but the system takes at most {} for a Unix socket's path: use a shorter "
+        "directory, e.g. below $XDG_RUNTIME_DIR",
+        address.path, address.path.size(), sizeof socket.sun_path - 1);
   }
   socket.sun_family = AF_UNIX;
   std::memcpy(socket.sun_path, address.path.data(), address.path.size());
@@ -202,10 +202,8 @@ Descriptor hold_private_directory(const std::string& path) {
   Descriptor directory(::open(name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   struct stat about {};
   if (!directory || ::fstat(directory.get(), &about) != 0) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the directory of socket '{}' cannot be opened: {}; make it with: "
-                            "mkdir -m 700 '{}'",
-                            path, std::strerror(errno), name));
+    throw_invalid("the directory of socket '{}' cannot be opened: {}; make it with: mkdir -m 700 '{}'", path,
+                  std::strerror(errno), name);
   }
   if (about.st_uid != ::geteuid() || (about.st_mode & 077) != 0) {
     throw Error(
@@ -218,8 +216,7 @@ Descriptor hold_private_directory(const std::string& path) {
   }
   while (::flock(directory.get(), LOCK_EX) != 0) {
     if (errno != EINTR) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("directory '{}' cannot be locked: {}", name, std::strerror(errno)));
+      throw_invalid("directory '{}' cannot be locked: {}", name, std::strerror(errno));
     }
   }
   return directory;
@@ -231,17 +228,14 @@ void remove_stale(const Address& address) {
   struct stat about {};
   if (::lstat(address.path.c_str(), &about) != 0) return;
   if (!S_ISSOCK(about.st_mode)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' exists and is not a socket: remove it or listen elsewhere", address.path));
+    throw_invalid("'{}' exists and is not a socket: remove it or listen elsewhere", address.path);
   }
   // A datagram socket cannot connect to a listener, which does not notice the attempt; the error shows
   // whether it exists.
   const Descriptor probe(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   if (::connect(probe.get(), address.raw(), address.socket_size) == 0 || errno != ECONNREFUSED) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is in use by another process: end it or listen elsewhere (to find "
-                            "it: fuser '{}')",
-                            address.text, address.path));
+    throw_invalid("'{}' is in use by another process: end it or listen elsewhere (to find it: fuser '{}')",
+                  address.text, address.path);
   }
   ::unlink(address.path.c_str());
 }
@@ -332,8 +326,7 @@ void ListeningSocket::open_unix() {
   if (::bind(socket_.get(), address_.raw(), address_.socket_size) != 0 ||
       ::chmod(address_.path.c_str(), 0600) != 0 || ::lstat(address_.path.c_str(), &about) != 0 ||
       ::listen(socket_.get(), kBacklog) != 0) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("cannot listen at '{}': {}", address_.text, std::strerror(errno)));
+    throw_invalid("cannot listen at '{}': {}", address_.text, std::strerror(errno));
   }
   device_ = about.st_dev;
   inode_ = about.st_ino;
@@ -346,16 +339,13 @@ void ListeningSocket::open_tcp() {
       ::listen(socket_.get(), kBacklog) != 0) {
     const int reason = errno;
     if (reason == EADDRINUSE) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format(
-              "port {0} is in use ('{1}'): end the process that holds it (ss -ltnp 'sport = :{0}'), take "
-              "another port, or port 0 for any free one",
-              address_.port, address_.text));
+      throw_invalid(
+          "port {0} is in use ('{1}'): end the process that holds it (ss -ltnp 'sport = :{0}'), take another "
+          "port, or port 0 for any free one",
+          address_.port, address_.text);
     }
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("cannot listen at '{}': {}{}", address_.text, std::strerror(reason),
-                            reason == EACCES ? "; ports below 1024 need privileges" : ""));
+    throw_invalid("cannot listen at '{}': {}{}", address_.text, std::strerror(reason),
+                  reason == EACCES ? "; ports below 1024 need privileges" : "");
   }
   address_.socket_size = sizeof address_.socket;
   ::getsockname(socket_.get(), reinterpret_cast<sockaddr*>(&address_.socket), &address_.socket_size);

@@ -28,9 +28,9 @@ StreamTransport::StreamTransport(Executor& executor, Handler& handler, Transport
                 [this](Descriptor socket, const Address& listener) { accept(std::move(socket), listener); }),
       scratch_(std::make_unique_for_overwrite<std::byte[]>(kScratchBytes)) {
   if (options_.secret.empty()) {
-    throw Error(ErrorKind::kInvalid,
-                "a transport over sockets needs a cluster secret: set TransportOptions::secret, "
-                "e.g. from Secret::from_file(path)");
+    throw_invalid(
+        "a transport over sockets needs a cluster secret: set TransportOptions::secret, e.g. from "
+        "Secret::from_file(path)");
   }
 }
 

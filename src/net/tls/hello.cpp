@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <fmt/format.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::net {
 namespace {
 constexpr std::array<std::uint8_t, 8> kTlsMagic = {0x89, 'T', 'S', 'T', 'L', 'S', '\r', '\n'};
@@ -35,7 +37,7 @@ LaneHello decode_lane_hello(BytesView bytes, const std::string& peer) {
   std::ranges::copy(reader.get_bytes(hello.token.size()), hello.token.begin());
   reader.expect_end();
   if (!ours || zero != 0 || hello.lowest > hello.highest || hello.lane > kMostLanes) {
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' sent a malformed greeting", peer));
+    throw_invalid("'{}' sent a malformed greeting", peer);
   }
   return hello;
 }

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <fmt/format.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::net {
 namespace {
 
@@ -34,8 +36,7 @@ void Assembly::expect(Message message, std::vector<std::uint64_t> sizes) {
   for (std::uint64_t& end : waiting->ends) end = waiting->size += end;
   waiting->left = waiting->size;
   if (waiting->size == 0 || piece_count(waiting->size) > kMostPieces) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a striped message of {} bytes was announced", waiting->size));
+    throw_invalid("a striped message of {} bytes was announced", waiting->size);
   }
   open_[announced_++] = waiting.get();
   waiting_.push_back(std::move(waiting));
@@ -80,9 +81,7 @@ Assembly::Piece Assembly::claim(std::uint64_t message, std::uint32_t index) {
   const auto found = open_.find(message);
   if (found == open_.end() || index >= piece_count(found->second->size) ||
       (!found->second->claimed.empty() && found->second->claimed[index])) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("piece {} of striped message {} arrived twice or does not exist", index, message));
+    throw_invalid("piece {} of striped message {} arrived twice or does not exist", index, message);
   }
   Waiting& waiting = *found->second;
   if (waiting.claimed.empty()) allocate(waiting);
@@ -122,7 +121,7 @@ std::uint64_t PieceReader::message() const {
 void PieceReader::begin() {
   PiecePrefix prefix;
   std::memcpy(&prefix, prefix_.data(), sizeof prefix);
-  if (prefix.zero != 0) throw Error(ErrorKind::kInvalid, "received bytes that are not a piece of a message");
+  if (prefix.zero != 0) throw_invalid("received bytes that are not a piece of a message");
   piece_ = assembly_.claim(prefix.message, prefix.index);
   in_piece_ = true;
   prefix_filled_ = 0;

@@ -8,16 +8,18 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::net {
 namespace {
 
 constexpr std::size_t kLongestName = 253;
 
 [[noreturn]] void throw_unreadable(const std::string& text, std::string_view scheme, std::string_view why) {
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("'{}' is not an address of this transport: {}; write {scheme}:host:port, "
-                          "{scheme}:10.0.0.1:port or {scheme}:[2001:db8::1]:port",
-                          text, why, fmt::arg("scheme", scheme)));
+  throw_invalid(
+      "'{}' is not an address of this transport: {}; write {scheme}:host:port, {scheme}:10.0.0.1:port or "
+      "{scheme}:[2001:db8::1]:port",
+      text, why, fmt::arg("scheme", scheme));
 }
 
 struct FreeAddresses {

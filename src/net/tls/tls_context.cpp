@@ -16,6 +16,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "net/tls/tls_handshake.h"
 
 namespace torchspan::net {
@@ -136,17 +137,15 @@ TlsContext::TlsContext(const Secret& secret, const TlsOptions& options)
   const bool files[] = {options.certificate_file.empty(), options.key_file.empty(),
                         options.authority_file.empty()};
   if (files[0] != files[1] || files[1] != files[2]) {
-    throw Error(ErrorKind::kInvalid,
-                "certificates need all three of TlsOptions::certificate_file, key_file and authority_file");
+    throw_invalid("certificates need all three of TlsOptions::certificate_file, key_file and authority_file");
   }
   if (check_names_ && !by_certificate_) {
-    throw Error(ErrorKind::kInvalid,
-                "TlsOptions::check_names needs certificates: a shared secret carries no name");
+    throw_invalid("TlsOptions::check_names needs certificates: a shared secret carries no name");
   }
   if (!by_certificate_ && secret.empty()) {
-    throw Error(ErrorKind::kInvalid,
-                "a transport between hosts needs a cluster secret (set TransportOptions::secret, e.g. from "
-                "Secret::from_file(path)) or certificates (TlsOptions)");
+    throw_invalid(
+        "a transport between hosts needs a cluster secret (set TransportOptions::secret, e.g. from "
+        "Secret::from_file(path)) or certificates (TlsOptions)");
   }
   if (!by_certificate_) key_ = make_key(secret, dialer_.get());
   for (const auto& [context, role] :
@@ -205,9 +204,8 @@ void TlsContext::use_certificates(SSL_CTX* context, const TlsOptions& options) c
   ERR_clear_error();
   const auto check = [](int done, const char* what, const std::string& file) {
     if (done == 1) return;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{} file '{}' cannot be used ({}): give a PEM file of this worker", what, file,
-                            tls_reason()));
+    throw_invalid("{} file '{}' cannot be used ({}): give a PEM file of this worker", what, file,
+                  tls_reason());
   };
   check(SSL_CTX_use_certificate_chain_file(context, options.certificate_file.c_str()), "certificate",
         options.certificate_file);
@@ -227,8 +225,7 @@ SslPtr TlsContext::make_connection(Role role, const std::string& host) const {
     X509_VERIFY_PARAM* wanted = SSL_get0_param(ssl.get());
     const bool is_address = X509_VERIFY_PARAM_set1_ip_asc(wanted, host.c_str()) == 1;
     if (!is_address && X509_VERIFY_PARAM_set1_host(wanted, host.c_str(), host.size()) != 1) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("'{}' is not a host name that a certificate can contain", host));
+      throw_invalid("'{}' is not a host name that a certificate can contain", host);
     }
   }
   return ssl;

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <openssl/rand.h>
 
+#include "core/api/throw_invalid.h"
 #include "net/stream/socket.h"
 
 namespace torchspan::net {
@@ -153,7 +154,7 @@ void TlsAdmission::accept_further(TlsLane& lane, const LaneHello& hello) {
 void TlsAdmission::take_answer(TlsLane& lane, const LaneHello& hello) {
   const auto link = lane.link;
   if (hello.lane != lane.number() || (!lane.first() && hello.token != link->shared_token)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' answered for another connection", lane.peer()));
+    throw_invalid("'{}' answered for another connection", lane.peer());
   }
   if (!lane.first()) return join(lane, link, lane.number());
   link->shared_token = hello.token;

@@ -12,6 +12,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "net/tls/byte_stream.h"
 #include "net/tls/tls_context.h"
 
@@ -193,8 +194,8 @@ void TlsHandshake::check_proof() {
 
 void TlsHandshake::fail() {
   if (flooded_) {
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' sent more than {} bytes before it proved anything",
-                                                 start_.peer, kUnauthenticatedBytes));
+    throw_invalid("'{}' sent more than {} bytes before it proved anything", start_.peer,
+                  kUnauthenticatedBytes);
   }
   if (ERR_peek_error() == 0 || received_.ended || received_.broken != 0) {
     throw Error(

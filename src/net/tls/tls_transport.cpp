@@ -1,8 +1,8 @@
 #include "net/tls/tls_transport.h"
 
-#include <fmt/format.h>
 #include <netinet/in.h>
 
+#include "core/api/throw_invalid.h"
 #include "net/receive_buffers.h"
 #include "net/stream/socket.h"
 
@@ -14,18 +14,14 @@ constexpr std::size_t kPollsBetweenAccepts = 64;
 
 TlsOptions checked(TlsOptions options) {
   if (options.lanes > kMostLanes) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("TlsOptions::lanes is {}: it may be at most {}", options.lanes, kMostLanes));
+    throw_invalid("TlsOptions::lanes is {}: it may be at most {}", options.lanes, kMostLanes);
   }
   if (options.heartbeat <= Duration::zero() || options.dead_after < 2 * options.heartbeat) {
-    throw Error(ErrorKind::kInvalid,
-                "TlsOptions::heartbeat must be more than zero, and dead_after at least twice as long");
+    throw_invalid("TlsOptions::heartbeat must be more than zero, and dead_after at least twice as long");
   }
   if (options.ports.first > options.ports.last || (options.ports.first == 0 && options.ports.last != 0)) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("TlsOptions::ports are {} to {}: the first must be at least 1 and at most the last",
-                    options.ports.first, options.ports.last));
+    throw_invalid("TlsOptions::ports are {} to {}: the first must be at least 1 and at most the last",
+                  options.ports.first, options.ports.last);
   }
   return options;
 }
@@ -48,13 +44,13 @@ std::unique_ptr<ListeningSocket> listen_within(const Address& address, const Por
       return std::make_unique<ListeningSocket>(at_port(address, static_cast<std::uint16_t>(port)));
     } catch (const Error& error) {
       if (port != ports.last) continue;
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("no port of TlsOptions::ports ({} to {}) is free on this host: widen the range "
-                              "(TORCHSPAN_PORT_RANGE); the last one: {}",
-                              ports.first, ports.last, error.message()));
+      throw_invalid(
+          "no port of TlsOptions::ports ({} to {}) is free on this host: widen the range "
+          "(TORCHSPAN_PORT_RANGE); the last one: {}",
+          ports.first, ports.last, error.message());
     }
   }
-  throw Error(ErrorKind::kInvalid, "TlsOptions::ports is empty");
+  throw_invalid("TlsOptions::ports is empty");
 }
 
 }  // namespace
@@ -85,7 +81,7 @@ std::string TlsTransport::listen(const std::string& text) {
   try {
     if (!address) address = look_up(place).front();
   } catch (const Error& error) {
-    throw Error(ErrorKind::kInvalid, error.message());
+    throw_invalid(error.message());
   }
   auto socket = place.port == 0 && ports_.first != 0 ? listen_within(*address, ports_)
                                                      : std::make_unique<ListeningSocket>(*address);

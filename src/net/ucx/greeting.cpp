@@ -53,7 +53,7 @@ UcxNote decode_ucx_note(BytesView bytes, const std::string& peer) {
     const auto zero = reader.get<std::uint16_t>();
     const bool known = type == kGreeting || type == kFarewell;
     if (magic != kUcxMagic || version != kVersion || !known || zero != 0) {
-      throw Error(ErrorKind::kInvalid, "the bytes are not one of its notes");
+      throw_invalid("the bytes are not one of its notes");
     }
     UcxNote note = UcxFarewell{};
     if (type == kGreeting) note = read_greeting(reader);

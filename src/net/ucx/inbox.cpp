@@ -12,7 +12,7 @@ namespace {
 constexpr std::size_t kMostEarly = 1024;
 constexpr std::uint64_t kMaxHeldSegments = 2 * kUcxAhead;
 
-[[noreturn]] void throw_invalid(std::string_view what, std::uint64_t number) {
+[[noreturn]] void refuse_segment(std::string_view what, std::uint64_t number) {
   throw Error(ErrorKind::kInvalid, fmt::format("{} (number {})", what, number));
 }
 
@@ -28,13 +28,13 @@ UcxInbox::UcxInbox(const TransportOptions& options, DeviceAllocator device_memor
 
 void UcxInbox::add_chunk(std::uint64_t number, Bytes bytes) {
   if (bytes.empty() || bytes.size() > kUcxChunkBytes)
-    throw_invalid("received a chunk of a wrong size", number);
+    refuse_segment("received a chunk of a wrong size", number);
   if (number < next_chunk_ || number - next_chunk_ >= kMostEarly) {
-    throw_invalid("received an unexpected chunk", number);
+    refuse_segment("received an unexpected chunk", number);
   }
   if (number != next_chunk_) {
     if (!early_chunks_.try_emplace(number, std::move(bytes)).second)
-      throw_invalid("received a chunk twice", number);
+      refuse_segment("received a chunk twice", number);
     return;
   }
   parse(bytes);
@@ -59,9 +59,9 @@ void UcxInbox::parse(BytesView bytes) {
 
 Buffer UcxInbox::announce(UcxAnnouncement announcement, std::size_t size) {
   const std::uint64_t number = announcement.number;
-  if (number != announced_ || size == 0) throw_invalid("a frame announced an unexpected segment", number);
+  if (number != announced_ || size == 0) refuse_segment("a frame announced an unexpected segment", number);
   if (announcement.device_target != 0 && !device_memory_)
-    throw_invalid("a frame announced a segment for device memory, which this side does not carry", number);
+    refuse_segment("a frame announced a segment for device memory, which this side does not carry", number);
   ++announced_;
   awaited_.emplace(number, Awaited{.size = size, .device_target = announcement.device_target});
   if (offers_.contains(number)) match(number);
@@ -89,12 +89,12 @@ void UcxInbox::add_offer(std::uint64_t number, UcxOffer offer) {
   const bool due = number >= announced_ ? number - announced_ < kMostEarly
                                         : awaited != awaited_.end() && awaited->second.buffer.data == nullptr;
   if (!due || offers_.contains(number) || offers_.size() >= kMostEarly) {
-    throw_invalid("received an unexpected segment", number);
+    refuse_segment("received an unexpected segment", number);
   }
   if (number - first_missing() >= kMostEarly)
-    throw_invalid("received a segment too far behind a missing one", number);
+    refuse_segment("received a segment too far behind a missing one", number);
   if (awaited != awaited_.end() && awaited->second.size != offer.size) {
-    throw_invalid("received a segment whose size differs from the announced one", number);
+    refuse_segment("received a segment whose size differs from the announced one", number);
   }
   offers_.emplace(number, std::move(offer));
   if (awaited != awaited_.end()) ready_.push_back(number);
@@ -110,7 +110,7 @@ std::uint64_t UcxInbox::first_missing() {
 
 void UcxInbox::match(std::uint64_t number) {
   if (offers_.at(number).size != awaited_.at(number).size) {
-    throw_invalid("received a segment whose size differs from the announced one", number);
+    refuse_segment("received a segment whose size differs from the announced one", number);
   }
   ready_.push_back(number);
 }
@@ -152,7 +152,7 @@ void UcxInbox::take(std::vector<Message>& messages) {
       const auto [index, number] = first.missing.back();
       const auto found = awaited_.find(number);
       if (!found->second.done) {
-        if (held_ > kMaxHeldSegments) throw_invalid("received too much behind a missing segment", number);
+        if (held_ > kMaxHeldSegments) refuse_segment("received too much behind a missing segment", number);
         return;
       }
       first.message.segments[index] = std::move(found->second.buffer);

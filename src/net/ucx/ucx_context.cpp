@@ -11,6 +11,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::net {
 namespace {
 
@@ -137,8 +139,7 @@ ucs_status_t UcxContext::open(const UcxLibrary& library, const UcxOptions& optio
   const auto set = [&](const char* name, const std::string& value) {
     status = library.config_modify(config, name, value.c_str());
     if (status == UCS_OK) return;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("UCX rejects {}={}: {}", name, value, library.status_string(status)));
+    throw_invalid("UCX rejects {}={}: {}", name, value, library.status_string(status));
   };
   const bool isolated = options.network == UcxNetwork::kIsolated;
   set("TLS", std::string(isolated ? "ib,tcp" : "ib") + (with_cuda ? ",cuda" : ""));

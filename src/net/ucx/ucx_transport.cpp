@@ -5,6 +5,7 @@
 #include <openssl/rand.h>
 #include <set>
 
+#include "core/api/throw_invalid.h"
 #include "net/ucx/ucx_part.h"
 
 namespace torchspan::net {
@@ -448,7 +449,7 @@ void UcxTransport::take_note(UcxLink& link, const Message& message) {
     return introduce(link);
   }
   if (std::holds_alternative<UcxGreeting>(note) || !link.channel->state().closing) {
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' sent a note at the wrong time", peer));
+    throw_invalid("'{}' sent a note at the wrong time", peer);
   }
   link.heard_farewell = true;
   review(link);

@@ -13,6 +13,7 @@
 
 #include "core/api/agreement.h"
 #include "core/api/saturated_time.h"
+#include "core/api/throw_invalid.h"
 #include "optim/distributed/messages.h"
 #include "optim/parameters.h"
 #include "optim/state_sources.h"
@@ -66,12 +67,10 @@ constexpr OutcomeFormat kNormFormat{
 
 void check(const ReplicaNorm& mine, const ReplicaNorm& theirs, const std::string& name, const char* verb) {
   if (mine.max_norm == theirs.max_norm && mine.norm_type == theirs.norm_type) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("{}(): replica '{}' uses {} = {} and norm_type = {}, this one {} and {}; use the same "
-                  "on all replicas",
-                  verb, name, std::string_view(verb) == kClipGradNorm ? "max_norm" : "factor",
-                  theirs.max_norm, theirs.norm_type, mine.max_norm, mine.norm_type));
+  throw_invalid(
+      "{}(): replica '{}' uses {} = {} and norm_type = {}, this one {} and {}; use the same on all replicas",
+      verb, name, std::string_view(verb) == kClipGradNorm ? "max_norm" : "factor", theirs.max_norm,
+      theirs.norm_type, mine.max_norm, mine.norm_type);
 }
 
 /// Returns the largest of the norms that `norm_here` returns on the replicas. Collective over options.replicas; the
@@ -81,8 +80,7 @@ double largest_norm(const Worker& worker, const ClipOptions& options, const char
   std::vector<std::string> names;
   const auto self = static_cast<int>(worker.rank());
   if (std::find(options.replicas.begin(), options.replicas.end(), self) == options.replicas.end()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{}(): this worker, rank {}, is not among the replicas", verb, self));
+    throw_invalid("{}(): this worker, rank {}, is not among the replicas", verb, self);
   }
   for (const int rank : options.replicas) names.push_back(worker.info(rank).name);
   ReplicaNorm mine{0, options.max_norm, options.norm_type};
@@ -114,16 +112,14 @@ double largest_norm(const Worker& worker, const ClipOptions& options, const char
 
 /// Throws Error{kInvalid}: replicas that clip by different norms would diverge.
 [[noreturn]] void refuse_local_norm(const std::string& averaged, const std::string& own, const char* verb) {
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("{}(): the gradient of {} is an average over replicas, and that of {} is not. Each replica "
-                  "would decide by different gradients, and their parameters would diverge without an error: "
-                  "name the replicas ({}) on all of them, or use a separate optimizer for the averaged "
-                  "parameters",
-                  verb, averaged, own,
-                  std::string_view(verb) == kClipGradNorm
-                      ? "clip_grad_norm(context, {.max_norm = …, .replicas = group.ranks()})"
-                      : "GradScalerOptions::replicas = group.ranks()"));
+  throw_invalid(
+      "{}(): the gradient of {} is an average over replicas, and that of {} is not. Each replica would "
+      "decide by different gradients, and their parameters would diverge without an error: name the replicas "
+      "({}) on all of them, or use a separate optimizer for the averaged parameters",
+      verb, averaged, own,
+      std::string_view(verb) == kClipGradNorm
+          ? "clip_grad_norm(context, {.max_norm = …, .replicas = group.ranks()})"
+          : "GradScalerOptions::replicas = group.ranks()");
 }
 
 using Owner = std::uint32_t;
@@ -186,10 +182,9 @@ class DropRequest final : public rpc::Completion {
 void check_alive(const Worker& worker, const autograd::ContextView& context, const char* verb) {
   worker.backend()->check_running();
   if (worker.extension<autograd::AutogradExtension>().try_find(context.id())) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("{} got autograd context {:#x}, which has ended, and its gradients "
-                          "with it; call it before release()",
-                          verb, context.id()));
+  throw_invalid(
+      "{} got autograd context {:#x}, which has ended, and its gradients with it; call it before release()",
+      verb, context.id());
 }
 
 /// Waits for the answers of all owners. Throws their failures as one Error.
@@ -232,13 +227,12 @@ std::string_view take_part(std::string_view& name) {
 }  // namespace
 
 Target::Target(const std::shared_ptr<torch::nn::Module>& module) {
-  if (!module) throw Error(ErrorKind::kInvalid, "a target is a null module; construct the module first");
+  if (!module) throw_invalid("a target is a null module; construct the module first");
   for (auto& [name, parameter] : named_parameters_of(*module)) {
     names_.push_back(name);
     tensors_.push_back(parameter);
   }
-  if (tensors_.empty())
-    throw Error(ErrorKind::kInvalid, "a target module has no parameters that can be trained");
+  if (tensors_.empty()) throw_invalid("a target module has no parameters that can be trained");
 }
 
 DistributedOptimizer::DistributedOptimizer(const Worker& worker,
@@ -259,13 +253,12 @@ DistributedOptimizer::DistributedOptimizer(const Worker& worker,
       there.back().targets.push_back({reference, std::move(name)});
     };
     if (groups[g].targets.empty()) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("group {} of a DistributedOptimizer has no targets; add at least one", g));
+      throw_invalid("group {} of a DistributedOptimizer has no targets; add at least one", g);
     }
     for (const Target& target : groups[g].targets) {
       const std::string index = std::to_string(owners_[g].size());
       const bool remote = target.reference() != nullptr;
-      if (!remote && target.tensors().empty()) throw Error(ErrorKind::kInvalid, "a target is an empty RRef");
+      if (!remote && target.tensors().empty()) throw_invalid("a target is an empty RRef");
       owners_[g].push_back(remote ? target.reference()->owner() : worker_.rank());
       if (remote) add(target.reference(), index);
       for (std::size_t i = 0; i < target.tensors().size(); ++i) {
@@ -275,7 +268,7 @@ DistributedOptimizer::DistributedOptimizer(const Worker& worker,
       }
     }
   }
-  if (groups.empty()) throw Error(ErrorKind::kInvalid, "a DistributedOptimizer needs at least one group");
+  if (groups.empty()) throw_invalid("a DistributedOptimizer needs at least one group");
   std::map<Owner, Future<Unit>> answers;
   for (auto& [owner, message] : messages) {
     message.id = worker_.backend()->next_id();
@@ -324,11 +317,10 @@ void DistributedOptimizer::step(const autograd::ContextView& context) {
   bool saw_pass = context.saw_backward();
   for (const auto& [owner, saw] : collect(worker_, "the optimizer step", answers)) saw_pass = saw_pass || saw;
   if (!saw_pass) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("step() found no backward pass in autograd context {:#x}, here or on the owners of "
-                    "the parameters, and no gradient: call context.backward(loss) before step()",
-                    context.id()));
+    throw_invalid(
+        "step() found no backward pass in autograd context {:#x}, here or on the owners of the parameters, "
+        "and no gradient: call context.backward(loss) before step()",
+        context.id());
   }
   Log& log = worker_.runtime().log;
   if (log.enabled(LogLevel::kDebug))
@@ -364,8 +356,7 @@ bool DistributedOptimizer::scale_gradients(const autograd::ContextView& context,
                                            const std::vector<int>& replicas) {
   ContextUse& use = use_of(context, "scale_gradients()");
   if (!(factor > 0) || !std::isfinite(factor)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("scale_gradients(): factor = {}, but it must be a number above 0", factor));
+    throw_invalid("scale_gradients(): factor = {}, but it must be a number above 0", factor);
   }
   const ClipOptions options{.max_norm = factor,  // compared between replicas
                             .norm_type = std::numeric_limits<double>::infinity(),
@@ -379,11 +370,10 @@ double DistributedOptimizer::norm_of(const autograd::ContextView& context, const
                                      const char* verb) {
   const auto norm_here = [&] {
     if (uses_[context.id()].steps_in_backward) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("{}() needs all gradients, but step_in_backward() of this optimizer steps autograd "
-                      "context {:#x} during backward(); call step() after it instead",
-                      verb, context.id()));
+      throw_invalid(
+          "{}() needs all gradients, but step_in_backward() of this optimizer steps autograd context {:#x} "
+          "during backward(); call step() after it instead",
+          verb, context.id());
     }
     std::map<Owner, Future<GradientNorm>> answers;
     for (const auto& [owner, share] : shares_) {
@@ -415,9 +405,8 @@ void DistributedOptimizer::set_lr(std::size_t group, double lr) {
 
 void DistributedOptimizer::set_lrs(const std::vector<double>& rates) {
   if (rates.size() != rates_.size()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("there are {} groups and {} learning rates; pass one for each group",
-                            rates_.size(), rates.size()));
+    throw_invalid("there are {} groups and {} learning rates; pass one for each group", rates_.size(),
+                  rates.size());
   }
   for (std::size_t g = 0; g < rates.size(); ++g) {
     if (!std::isnan(rates[g])) set_lr(g, rates[g]);
@@ -450,11 +439,9 @@ std::map<Owner, StateDict> DistributedOptimizer::split(const StateDict& state) c
     const bool of_parameter = take_part(rest) == "parameter";
     const std::size_t target = index_of(take_part(rest));
     if (!is_group || group >= owners_.size() || (of_parameter && target >= owners_[group].size())) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("the optimizer state does not match: it has '{}', but this optimizer has no such "
-                      "group or target",
-                      entry.key()));
+      throw_invalid(
+          "the optimizer state does not match: it has '{}', but this optimizer has no such group or target",
+          entry.key());
     }
     for (const auto& [owner, share] : shares_) {
       const bool has_group = std::find(share.groups.begin(), share.groups.end(), group) != share.groups.end();
@@ -495,10 +482,8 @@ void DistributedOptimizer::load_state_shards(const std::vector<RRef<StateDict>>&
   for (const RRef<StateDict>& shard : shards) by_owner[shard.owner().rank] = shard;
   for (const auto& [owner, share] : shares_) {
     if (by_owner.contains(owner)) continue;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("no shard is on worker '{}', which owns parameters; pass the result of "
-                            "state_shards()",
-                            name_of(worker_, owner)));
+    throw_invalid("no shard is on worker '{}', which owns parameters; pass the result of state_shards()",
+                  name_of(worker_, owner));
   }
   std::map<Owner, Future<std::vector<double>>> answers;
   for (const auto& [owner, share] : shares_) {

@@ -17,6 +17,7 @@
 #include <torchspan/optim/optimizer.h>
 #include <torchspan/rpc/worker.h>
 
+#include "core/api/throw_invalid.h"
 #include "engine/api/grad_field_sink.h"
 #include "engine/api/node_ptr.h"
 #include "optim/distributed/messages.h"
@@ -31,11 +32,10 @@ namespace {
 void refuse_shared_gradient(const at::Tensor& parameter, const std::string& name) {
   for (const engine::GradientHook* hook : engine::gradient_hooks(parameter)) {
     if (hook->use() == engine::GradientUse::kReads) continue;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{} cannot be stepped in backward, because {}; call step() instead", name,
-                            hook->use() == engine::GradientUse::kAverages
-                                ? "DistributedDataParallel averages its gradient afterwards"
-                                : "another optimizer steps it in backward"));
+    throw_invalid("{} cannot be stepped in backward, because {}; call step() instead", name,
+                  hook->use() == engine::GradientUse::kAverages
+                      ? "DistributedDataParallel averages its gradient afterwards"
+                      : "another optimizer steps it in backward");
   }
 }
 
@@ -111,16 +111,13 @@ void list_parameters(rpc::Value& value, const std::string& name, ParamGroup& gro
   }
   auto* module = value.object<torch::nn::Module>();
   if (module == nullptr) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a target is a '{}', which is neither a module nor a tensor; pass "
-                            "RRefs of modules or of parameters",
-                            value.type_name()));
+    throw_invalid(
+        "a target is a '{}', which is neither a module nor a tensor; pass RRefs of modules or of parameters",
+        value.type_name());
   }
   const auto parameters = named_parameters_of(*module);
   if (parameters.empty()) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("a target of type '{}' has no parameters that can be trained", value.type_name()));
+    throw_invalid("a target of type '{}' has no parameters that can be trained", value.type_name());
   }
   for (const auto& [own_name, parameter] : parameters) {
     group.parameters.push_back(parameter);
@@ -163,7 +160,7 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
       group.label = part.label;
       group.hogwild = part.hogwild;
       for (const OptimizerTarget& target : part.targets) {
-        if (!target.value) throw Error(ErrorKind::kInvalid, "a target is an empty RRef");
+        if (!target.value) throw_invalid("a target is an empty RRef");
         // Ready: a handler runs when the references of its message are.
         owned->values.push_back(target.value->value(Deadline::never()));
         list_parameters(*owned->values.back(), target.name, group);
@@ -372,10 +369,9 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
       for (const at::Tensor& parameter : asked.optimizer->parameters()) {
         if (!other->keys.contains(parameter.unsafeGetTensorImpl())) continue;
         throw_invalid(
-            fmt::format("step_in_backward() of two optimizers in autograd context {:#x} share {}: only one "
-                        "could take its "
-                        "gradient; use another context for one of them",
-                        message.context, asked.optimizer->describe(parameter)));
+            "step_in_backward() of two optimizers in autograd context {:#x} share {}: only one could take "
+            "its gradient; use another context for one of them",
+            message.context, asked.optimizer->describe(parameter));
       }
     }
     const RatesPtr rates = std::make_shared<Rates>();
@@ -388,9 +384,8 @@ class OptimExtension::Impl : public std::enable_shared_from_this<OptimExtension:
     MutexLock lock(mutex_);
     auto it = optimizers_.find(id);
     if (it == optimizers_.end()) {
-      throw Error(ErrorKind::kInvalid, fmt::format("optimizer {}:{} is not on this worker; its "
-                                                   "DistributedOptimizer was destroyed",
-                                                   id.worker, id.local));
+      throw_invalid("optimizer {}:{} is not on this worker; its DistributedOptimizer was destroyed",
+                    id.worker, id.local);
     }
     return it->second;
   }

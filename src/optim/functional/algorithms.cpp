@@ -1,9 +1,9 @@
 #include <cmath>
-#include <fmt/format.h>
 #include <utility>
 
 #include <torchspan/optim/algorithms.h>
 
+#include "core/api/throw_invalid.h"
 #include "optim/functional/rule.h"
 
 namespace torchspan::optim {
@@ -79,19 +79,19 @@ class SgdRule final : public Rule<SGD, SgdRule> {
 
 void SGD::validate() const {
   if (std::isnan(lr)) {
-    throw Error(ErrorKind::kInvalid, "SGD needs a learning rate, as in SGD{.lr = 0.01}");
+    throw_invalid("SGD needs a learning rate, as in SGD{.lr = 0.01}");
   }
   check_not_negative(kName, "lr", lr);
   check_not_negative(kName, "momentum", momentum);
   check_not_negative(kName, "weight_decay", weight_decay);
   if (!std::isfinite(dampening)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("SGD: dampening = {}, but it must be a number", dampening));
+    throw_invalid("SGD: dampening = {}, but it must be a number", dampening);
   }
   if (nesterov && (momentum == 0 || dampening != 0)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("SGD: nesterov = true with momentum = {} and dampening = {}, but "
-                            "it needs a momentum above 0 and no dampening",
-                            momentum, dampening));
+    throw_invalid(
+        "SGD: nesterov = true with momentum = {} and dampening = {}, but it needs a momentum above 0 and no "
+        "dampening",
+        momentum, dampening);
   }
 }
 
@@ -398,8 +398,7 @@ class AdadeltaRule final : public Rule<Adadelta, AdadeltaRule> {
 void Adadelta::validate() const {
   check_not_negative(kName, "lr", lr);
   if (!(rho >= 0 && rho <= 1)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("Adadelta: rho = {}, but it must be a number from 0 to 1", rho));
+    throw_invalid("Adadelta: rho = {}, but it must be a number from 0 to 1", rho);
   }
   check_not_negative(kName, "eps", eps);
   check_not_negative(kName, "weight_decay", weight_decay);
@@ -518,18 +517,14 @@ class RpropRule final : public Rule<Rprop, RpropRule> {
 void Rprop::validate() const {
   check_not_negative(kName, "lr", lr);
   if (!(eta_minus > 0 && eta_minus < 1)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("Rprop: eta_minus = {}, but it must be a number above 0 and below 1", eta_minus));
+    throw_invalid("Rprop: eta_minus = {}, but it must be a number above 0 and below 1", eta_minus);
   }
   if (!(eta_plus > 1 && std::isfinite(eta_plus))) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("Rprop: eta_plus = {}, but it must be a number above 1", eta_plus));
+    throw_invalid("Rprop: eta_plus = {}, but it must be a number above 1", eta_plus);
   }
   check_not_negative(kName, "step_min", step_min);
   if (!(step_max >= step_min && std::isfinite(step_max))) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("Rprop: step_max = {}, but it must be a number from step_min = {} up", step_max,
-                            step_min));
+    throw_invalid("Rprop: step_max = {}, but it must be a number from step_min = {} up", step_max, step_min);
   }
 }
 

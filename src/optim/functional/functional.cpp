@@ -12,6 +12,7 @@
 #include <torchspan/optim/algorithms.h>
 #include <torchspan/optim/functional.h>
 
+#include "core/api/throw_invalid.h"
 #include "optim/parameters.h"
 #include "optim/state_sources.h"
 
@@ -29,14 +30,12 @@ std::string FunctionalOptimizer::describe(std::size_t index) const {
 void FunctionalOptimizer::check_one(std::size_t index, const at::Tensor& gradient) const {
   const at::Tensor& parameter = parameters_[index];
   if (gradient.sizes() != parameter.sizes() || gradient.scalar_type() != parameter.scalar_type()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: {} got a gradient of shape {}, {}", name_, describe(index),
-                            c10::str(gradient.sizes()), c10::toString(gradient.scalar_type())));
+    throw_invalid("{}: {} got a gradient of shape {}, {}", name_, describe(index), c10::str(gradient.sizes()),
+                  c10::toString(gradient.scalar_type()));
   }
   if (gradient.device() != parameter.device()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: {} is on {} and got a gradient on {}", name_, describe(index),
-                            parameter.device().str(), gradient.device().str()));
+    throw_invalid("{}: {} is on {} and got a gradient on {}", name_, describe(index),
+                  parameter.device().str(), gradient.device().str());
   }
   if (gradient.layout() == at::kStrided) {
     const std::string reason = refuse_dense(parameter);
@@ -58,9 +57,9 @@ void FunctionalOptimizer::check_one(std::size_t index, const at::Tensor& gradien
 
 void FunctionalOptimizer::check(std::span<const at::Tensor> gradients) const {
   if (gradients.size() != parameters_.size()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{} has {} parameters and got {} gradients; pass one for "
-                                                 "each, an undefined one to skip a parameter",
-                                                 name_, parameters_.size(), gradients.size()));
+    throw_invalid(
+        "{} has {} parameters and got {} gradients; pass one for each, an undefined one to skip a parameter",
+        name_, parameters_.size(), gradients.size());
   }
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     if (gradients[i].defined()) check_one(i, gradients[i]);
@@ -108,9 +107,8 @@ ParameterState FunctionalOptimizer::state(std::size_t) const { return {}; }
 
 void FunctionalOptimizer::load_state(std::size_t index, const ParameterState& state) {
   if (state.empty()) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("{}: the state has '{}' for {}, but this optimizer has no state", name_,
-                          state.begin()->first, describe(index)));
+  throw_invalid("{}: the state has '{}' for {}, but this optimizer has no state", name_, state.begin()->first,
+                describe(index));
 }
 
 namespace {
@@ -118,8 +116,7 @@ namespace {
 void check_option(bool fits, std::string_view optimizer, std::string_view option, double value,
                   const std::string& range) {
   if (fits && std::isfinite(value)) return;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("{}: {} = {}, but it must be {}", optimizer, option, value, range));
+  throw_invalid("{}: {} = {}, but it must be {}", optimizer, option, value, range);
 }
 
 }  // namespace
@@ -160,17 +157,17 @@ OptimizerSpec::OptimizerSpec(std::string_view kind, std::uint64_t type, wire::Pa
 
 std::unique_ptr<FunctionalOptimizer> OptimizerSpec::build(std::vector<at::Tensor> parameters) const {
   if (build_) return build_(std::move(parameters));
-  throw Error(ErrorKind::kInvalid,
-              kind.empty() ? "a spec is empty; create it from an optimizer's options, as in Adam{.lr = 0.01}"
-                           : fmt::format("the spec of '{}' came from another worker; build it with this "
-                                         "worker's OptimizerTable",
-                                         kind));
+  throw_invalid(
+      kind.empty()
+          ? "a spec is empty; create it from an optimizer's options, as in Adam{.lr = 0.01}"
+          : fmt::format(
+                "the spec of '{}' came from another worker; build it with this worker's OptimizerTable",
+                kind));
 }
 
 void OptimizerTable::insert(std::string_view kind, Entry entry) {
   if (!entries_.emplace(kind, std::move(entry)).second) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("there is an optimizer '{}' already; choose another kName", kind));
+    throw_invalid("there is an optimizer '{}' already; choose another kName", kind);
   }
 }
 
@@ -184,18 +181,15 @@ std::unique_ptr<FunctionalOptimizer> OptimizerTable::build(const OptimizerSpec& 
                                                            std::vector<at::Tensor> parameters) const {
   const auto found = entries_.find(spec.kind);
   if (found == entries_.end()) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format(
-            "there is no optimizer '{}' here, only {}; add its options to the OptimizerTable of every worker",
-            spec.kind, fmt::join(kinds(), ", ")));
+    throw_invalid(
+        "there is no optimizer '{}' here, only {}; add its options to the OptimizerTable of every worker",
+        spec.kind, fmt::join(kinds(), ", "));
   }
   if (found->second.type != spec.type) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("the options of optimizer '{}' have another layout here than where the spec was created; "
-                    "run the same version of the program on all workers",
-                    spec.kind));
+    throw_invalid(
+        "the options of optimizer '{}' have another layout here than where the spec was created; run the "
+        "same version of the program on all workers",
+        spec.kind);
   }
   return found->second.build(spec.options, std::move(parameters));
 }

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include "core/api/throw_invalid.h"
 #include "device/api/tensors.h"
 #include "optim/operators.h"
 
@@ -201,8 +202,7 @@ ParameterState RuleOptimizer::state(std::size_t index) const {
 
 void RuleOptimizer::load_state(std::size_t index, const ParameterState& state) {
   const auto fail = [&](const std::string& entry, const std::string& trouble) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{}: the state '{}' of {} {}", name(), entry, describe(index), trouble));
+    throw_invalid("{}: the state '{}' of {} {}", name(), entry, describe(index), trouble);
   };
   if (state.empty()) {
     states_.at(index) = {};

@@ -1,4 +1,3 @@
-#include <fmt/format.h>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
@@ -9,6 +8,8 @@
 
 #include <torchspan/core/error.h>
 #include <torchspan/pipeline/deferred_batch_norm.h>
+
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -162,14 +163,11 @@ void refuse_norms_inside(const std::string& name, const torch::nn::Module& block
     const auto norm = substitute(inner.value());
     if (!norm || !norm->running_mean.defined())
       continue;  // a norm without running statistics needs no conversion
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format(
-            "'{}' of module '{}' ({}) cannot be converted: the module calls it by its type, {}. "
-            "Declare it there as torchspan::pipeline::DeferredBatchNorm, whose parameters and "
-            "buffers have the same names, or convert a Sequential inside the module and put it back with "
-            "Module::replace_module()",
-            inner.key(), name, block.name(), inner.value()->name()));
+    throw_invalid(
+        "'{}' of module '{}' ({}) cannot be converted: the module calls it by its type, {}. Declare it there "
+        "as torchspan::pipeline::DeferredBatchNorm, whose parameters and buffers have the same names, or "
+        "convert a Sequential inside the module and put it back with Module::replace_module()",
+        inner.key(), name, block.name(), inner.value()->name());
   }
 }
 

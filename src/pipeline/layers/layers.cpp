@@ -10,6 +10,8 @@
 #include <torchspan/pipeline/batch.h>
 #include <torchspan/pipeline/layers.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::pipeline {
 
 Batch& Batch::mark_unsplit(std::size_t member) {
@@ -19,15 +21,13 @@ Batch& Batch::mark_unsplit(std::size_t member) {
 }
 
 void batch_detail::refuse(const char* wanted, const c10::IValue& there) {
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("the layer takes {}, but its input is {}", wanted,
-                          there.isNone() ? "nothing (None)" : "a value of type " + there.tagKind()));
+  throw_invalid("the layer takes {}, but its input is {}", wanted,
+                there.isNone() ? "nothing (None)" : "a value of type " + there.tagKind());
 }
 
 const at::Tensor& Batch::tensor() const {
   if (members.size() != 1 || !members.front().isTensor()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("expected a single tensor; the batch has {} members", members.size()));
+    throw_invalid("expected a single tensor; the batch has {} members", members.size());
   }
   return members.front().toTensor();
 }
@@ -35,10 +35,9 @@ const at::Tensor& Batch::tensor() const {
 void Skips::stash(const std::string& name, at::Tensor value) {
   const auto declared = std::find(may_stash_.begin(), may_stash_.end(), name);
   if (declared == may_stash_.end()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("skip '{}' is stashed but was not declared by stashes(\"{}\"), or is "
-                            "stashed for the second time",
-                            name, name));
+    throw_invalid(
+        "skip '{}' is stashed but was not declared by stashes(\"{}\"), or is stashed for the second time",
+        name, name);
   }
   may_stash_.erase(declared);
   stashed_.emplace(name, std::move(value));
@@ -47,10 +46,9 @@ void Skips::stash(const std::string& name, at::Tensor value) {
 at::Tensor Skips::pop(const std::string& name) {
   auto found = incoming_.find(name);
   if (found == incoming_.end()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("skip '{}' is popped but was not declared by pops(\"{}\"), or is "
-                            "popped for the second time",
-                            name, name));
+    throw_invalid(
+        "skip '{}' is popped but was not declared by pops(\"{}\"), or is popped for the second time", name,
+        name);
   }
   at::Tensor value = std::move(found->second);
   incoming_.erase(found);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fmt/format.h>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -12,6 +11,8 @@
 
 #include <torchspan/detail/device/copies.h>
 #include <torchspan/detail/device/streams.h>
+
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::pipeline {
 namespace {
@@ -28,17 +29,17 @@ void check_alike(const Batch& first, const Batch& piece, std::size_t number) {
   for (std::size_t i = 0; alike && i < first.members.size(); ++i)
     alike = piece.members[i].isTensor() == first.members[i].isTensor();
   if (!alike) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the outputs of micro-batches 0 and {} cannot be joined: each must have the same "
-                            "members, and a tensor where the other has one",
-                            number));
+    throw_invalid(
+        "the outputs of micro-batches 0 and {} cannot be joined: each must have the same members, and a "
+        "tensor where the other has one",
+        number);
   }
   for (std::size_t i = 0; i < first.members.size(); ++i) {
     if (first.members[i].isTensor() || is_same(first.members[i], piece.members[i])) continue;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("member {} of the output is not a tensor and differs between micro-batches 0 and "
-                            "{}, so it cannot be joined: return it as a tensor",
-                            i, number));
+    throw_invalid(
+        "member {} of the output is not a tensor and differs between micro-batches 0 and {}, so it cannot be "
+        "joined: return it as a tensor",
+        i, number);
   }
 }
 
@@ -64,15 +65,15 @@ std::int64_t count_rows(const Batch& batch, const std::string& what) {
     if (!has_rows(batch, i)) continue;
     const std::int64_t here = batch.members[i].toTensor().size(0);
     if (rows && *rows != here) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("the tensors of the {} have different first dimensions: {} and {} (member {}); "
-                              "mark a tensor without a batch dimension with Batch::mark_unsplit(member)",
-                              what, *rows, here, i));
+      throw_invalid(
+          "the tensors of the {} have different first dimensions: {} and {} (member {}); mark a tensor "
+          "without a batch dimension with Batch::mark_unsplit(member)",
+          what, *rows, here, i);
     }
     rows = here;
   }
-  if (!rows) throw Error(ErrorKind::kInvalid, fmt::format("the {} has no tensor with rows to split", what));
-  if (*rows == 0) throw Error(ErrorKind::kInvalid, fmt::format("the {} has no rows", what));
+  if (!rows) throw_invalid("the {} has no tensor with rows to split", what);
+  if (*rows == 0) throw_invalid("the {} has no rows", what);
   return *rows;
 }
 

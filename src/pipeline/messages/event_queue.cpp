@@ -7,6 +7,8 @@
 
 #include <torchspan/wire.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::pipeline {
 std::optional<std::uint64_t> step_of(const StepEvent& event) {
   return std::visit(
@@ -81,11 +83,10 @@ std::vector<at::Tensor> EventQueue::offered(const std::vector<std::int32_t>& whi
   for (const std::int32_t index : which) {
     const auto i = static_cast<std::size_t>(index);
     if (index < 0 || i >= offered_.size() || !offered_[i].defined()) {
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("a worker of pipeline '{}' asks for initial value {}, which this worker does not "
-                      "offer: it offers {}",
-                      name_, index, offered_.size()));
+      throw_invalid(
+          "a worker of pipeline '{}' asks for initial value {}, which this worker does not offer: it offers "
+          "{}",
+          name_, index, offered_.size());
     }
     values.push_back(offered_[i].detach());
   }
@@ -124,8 +125,8 @@ std::shared_ptr<EventQueue> PipelineExtension::MessageRouter::find(std::uint64_t
   const auto found = event_queues_.find(id);
   auto event_queue = found == event_queues_.end() ? nullptr : found->second.lock();
   if (!event_queue) {
-    throw Error(ErrorKind::kInvalid,
-                "this worker has no such pipeline: it was destroyed here while another worker still uses it");
+    throw_invalid(
+        "this worker has no such pipeline: it was destroyed here while another worker still uses it");
   }
   return event_queue;
 }

@@ -17,6 +17,7 @@
 
 #include <torchspan/pipeline.h>
 
+#include "core/api/throw_invalid.h"
 #include "engine/api/node_ptr.h"
 #include "pipeline/layers/random.h"
 #include "pipeline/plan/measuring.h"
@@ -184,16 +185,14 @@ std::vector<double> measure_once(const Worker& worker, std::vector<std::string> 
 }  // namespace
 
 std::vector<int> balance_costs(const std::vector<double>& costs, int parts) {
-  if (parts < 1) throw Error(ErrorKind::kInvalid, fmt::format("parts is {}; it must be 1 or more", parts));
+  if (parts < 1) throw_invalid("parts is {}; it must be 1 or more", parts);
   if (costs.size() < static_cast<std::size_t>(parts)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{} layers do not fill {} stages: every stage needs a layer",
-                                                 costs.size(), parts));
+    throw_invalid("{} layers do not fill {} stages: every stage needs a layer", costs.size(), parts);
   }
   std::vector<double> sums{0};
   for (std::size_t i = 0; i < costs.size(); ++i) {
     if (!(costs[i] >= 0) || !std::isfinite(costs[i])) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("the cost of layer {} is {}; it must be finite, 0 or more", i, costs[i]));
+      throw_invalid("the cost of layer {} is {}; it must be finite, 0 or more", i, costs[i]);
     }
     sums.push_back(sums.back() + costs[i]);
   }
@@ -214,7 +213,7 @@ std::vector<int> balance_costs(const std::vector<double>& costs, int parts) {
 
 std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const Batch& sample,
                                const ProfileOptions& options) {
-  if (options.repeats < 1) throw Error(ErrorKind::kInvalid, "ProfileOptions::repeats must be 1 or more");
+  if (options.repeats < 1) throw_invalid("ProfileOptions::repeats must be 1 or more");
   const RandomScope random;
   std::vector<BuiltLayer> built;
   for (const LayerSpec& spec : layers.specs()) built.push_back(spec.build());
@@ -230,9 +229,8 @@ std::vector<LayerCost> profile(Executor& executor, const Layers& layers, const B
       try {
         drive(executor, use, built[layer], std::exchange(first, false), probe, costs[layer]);
       } catch (...) {
-        throw Error(ErrorKind::kInvalid,
-                    fmt::format("layer '{}' failed with the sample: {}", layers.specs()[layer].name,
-                                describe(std::current_exception()).text));
+        throw_invalid("layer '{}' failed with the sample: {}", layers.specs()[layer].name,
+                      describe(std::current_exception()).text);
       }
     }
     for (std::size_t layer = 0; layer < built.size(); ++layer) {

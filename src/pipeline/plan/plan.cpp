@@ -8,6 +8,8 @@
 #include <torchspan/core/error.h>
 #include <torchspan/pipeline/plan.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::pipeline {
 namespace {
 
@@ -174,8 +176,7 @@ Plan make_plan(const PlanRequest& request) {
   check_shape(request, violations);
   const auto stashes = match_skips(request, violations);
   if (!violations.empty()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the pipeline cannot be created:\n- {}", fmt::join(violations, "\n- ")));
+    throw_invalid("the pipeline cannot be created:\n- {}", fmt::join(violations, "\n- "));
   }
   Plan plan;
   plan.layers = request.layers;

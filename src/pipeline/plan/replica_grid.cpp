@@ -21,9 +21,7 @@ std::vector<std::size_t> pattern_of(const std::vector<std::string>& owners) {
   return pattern;
 }
 
-[[noreturn]] void refuse_replicas(const std::string& why) {
-  throw Error(ErrorKind::kInvalid, "PipelineOptions::" + why);
-}
+[[noreturn]] void refuse_replicas(const std::string& why) { throw_invalid("PipelineOptions::" + why); }
 
 constexpr const char* kMiddle = "\t0\t";
 

@@ -6,6 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::pipeline {
 
 namespace {
@@ -58,11 +60,10 @@ void Tables::check() const {
   const auto required = required_placement(
       local_.options.schedule, static_cast<int>(local_.plan.workers.size()), static_cast<int>(ranks.size()));
   if (!required || ranks == required->rank_of_stage) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("Schedule::{}; here they are on workers {}. Change PipelineOptions::workers or balance, or "
-                  "use Schedule::k1F1B, which takes any plan",
-                  required->text, fmt::join(ranks, ", ")));
+  throw_invalid(
+      "Schedule::{}; here they are on workers {}. Change PipelineOptions::workers or balance, or use "
+      "Schedule::k1F1B, which takes any plan",
+      required->text, fmt::join(ranks, ", "));
 }
 
 schedule::Table Tables::custom(int micro_batches) const {
@@ -71,14 +72,11 @@ schedule::Table Tables::custom(int micro_batches) const {
   const bool fits = table.rank_of_stage == placement.rank_of_stage && table.micro_batches == micro_batches &&
                     table.ranks() == placement.ranks;
   if (!fits) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format(
-            "PipelineOptions::custom_schedule returned a table of stages on ranks {} with {} "
-            "micro-batches on {} ranks; the plan has layer ranges on workers {}, {} micro-batches and "
-            "{} workers",
-            fmt::join(table.rank_of_stage, ", "), table.micro_batches, table.ranks(),
-            fmt::join(placement.rank_of_stage, ", "), micro_batches, placement.ranks));
+    throw_invalid(
+        "PipelineOptions::custom_schedule returned a table of stages on ranks {} with {} micro-batches on {} "
+        "ranks; the plan has layer ranges on workers {}, {} micro-batches and {} workers",
+        fmt::join(table.rank_of_stage, ", "), table.micro_batches, table.ranks(),
+        fmt::join(placement.rank_of_stage, ", "), micro_batches, placement.ranks);
   }
   schedule::validate(table);
   for (const auto& row : table.actions) {
@@ -90,8 +88,7 @@ schedule::Table Tables::custom(int micro_batches) const {
         --without_backward;
     }
     if (without_backward == 0) continue;
-    throw Error(
-        ErrorKind::kInvalid,
+    throw_invalid(
         "PipelineOptions::custom_schedule returned a table in which micro-batches have no backward; a "
         "training step needs one for each");
   }

@@ -14,6 +14,7 @@
 #include <torchspan/schedule.h>
 #include <torchspan/wire.h>
 
+#include "core/api/throw_invalid.h"
 #include "pipeline/layers/random.h"
 #include "pipeline/plan/replica_grid.h"
 #include "pipeline/policies/tables.h"
@@ -65,9 +66,7 @@ void fill_in(const Worker& worker, std::size_t layers, PipelineOptions& options)
 }
 
 void check(const PipelineOptions& options, std::size_t layers) {
-  const auto refuse = [](const std::string& why) {
-    throw Error(ErrorKind::kInvalid, "PipelineOptions::" + why);
-  };
+  const auto refuse = [](const std::string& why) { throw_invalid("PipelineOptions::" + why); };
   for (const int layer : options.checkpoint_layers) {
     if (layer >= 0 && static_cast<std::size_t>(layer) < layers) continue;
     refuse(fmt::format("checkpoint_layers contains {}; the model has layers 0 to {}", layer,
@@ -138,11 +137,8 @@ std::pair<std::string, std::string> difference(const std::string& a, const std::
 /// Throws because two workers, the first of each pair, have different lines in the descriptions of a pipeline.
 [[noreturn]] void refuse_mismatch(const std::string& pipeline, const std::pair<std::string, std::string>& one,
                                   const std::pair<std::string, std::string>& other) {
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format(
-          "the workers create different pipelines '{}': worker '{}' has \"{}\", worker '{}' has \"{}\"",
-          pipeline, one.first, one.second, other.first, other.second));
+  throw_invalid("the workers create different pipelines '{}': worker '{}' has \"{}\", worker '{}' has \"{}\"",
+                pipeline, one.first, one.second, other.first, other.second);
 }
 
 /// Throws unless all workers have the same description of the pipeline. Returns the seed of the initial weights, which is the
@@ -151,10 +147,8 @@ std::pair<std::uint64_t, std::uint64_t> agree(const Worker& worker, const std::s
                                               const PipelineOptions& options) {
   const std::vector<std::string> workers = distinct(options.workers);
   if (std::find(workers.begin(), workers.end(), worker.name()) == workers.end()) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("worker '{}' owns no stage of pipeline '{}' and must not create it; its workers are {}",
-                    worker.name(), options.name, fmt::join(workers, ", ")));
+    throw_invalid("worker '{}' owns no stage of pipeline '{}' and must not create it; its workers are {}",
+                  worker.name(), options.name, fmt::join(workers, ", "));
   }
   // All workers draw, so that their generators stay in the same state; the first worker's number is used.
   const std::uint64_t seed = options.seed ? *options.seed : draw_seed();
@@ -205,11 +199,11 @@ void list_parameters(LocalPipeline& local) {
 void check_offload(const LocalPipeline& local) {
   for (const LayerParameter& parameter : local.parameters) {
     if (device::has_streams(parameter.tensor.device())) continue;
-    throw_invalid(fmt::format(
+    throw_invalid(
         "PipelineOptions::offload copies activations from a GPU to host memory, but layer '{}' of worker "
         "'{}' is on device {}: remove offload, or construct the layer on a GPU",
         local.plan.layers[static_cast<std::size_t>(parameter.layer)], local.worker.name(),
-        parameter.tensor.device().str()));
+        parameter.tensor.device().str());
   }
 }
 
@@ -278,11 +272,10 @@ void agree_on_custom_schedule(const LocalPipeline& local) {
     return fmt::format("{:016x}", wire::digest(schedule::to_csv(schedule::to_sheet(table))));
   });
   if (const auto other = first_difference(digests)) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("PipelineOptions::custom_schedule returns different tables on workers '{}' and '{}' of "
-                    "pipeline '{}'; it must return the same one on all",
-                    workers.front(), workers[*other], local.options.name));
+    throw_invalid(
+        "PipelineOptions::custom_schedule returns different tables on workers '{}' and '{}' of pipeline "
+        "'{}'; it must return the same one on all",
+        workers.front(), workers[*other], local.options.name);
   }
 }
 

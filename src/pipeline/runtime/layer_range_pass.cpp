@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <fmt/format.h>
 #include <utility>
 
 #include <ATen/autocast_mode.h>
@@ -14,6 +13,7 @@
 
 #include <torchspan/detail/device/streams.h>
 
+#include "core/api/throw_invalid.h"
 #include "pipeline/layers/micro_batches.h"
 
 namespace torchspan::pipeline {
@@ -43,10 +43,9 @@ InPlaceWatch watch_inputs(const std::map<int, Activation>& inputs,
 
 void check_unchanged(const InPlaceWatch& watch) {
   if (!watch.changed()) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      "a layer changed the input of a checkpointed layer range in place, or the loss changed its target, "
-      "so its forward cannot be recomputed: make the operation out of place, or use "
+  throw_invalid(
+      "a layer changed the input of a checkpointed layer range in place, or the loss changed its target, so "
+      "its forward cannot be recomputed: make the operation out of place, or use "
       "ActivationCheckpoint::kNever");
 }
 
@@ -233,8 +232,8 @@ LayerRangePass::LayerRangePass(const LocalPipeline& local, int range, int micro_
 
 void LayerRangePass::put_input(int link, Activation activation) {
   if (!inputs_.emplace(link, std::move(activation)).second) {
-    throw Error(ErrorKind::kInvalid, fmt::format("micro-batch {} reached layer range {} twice by link {}",
-                                                 runner_.micro_batch(), runner_.range_index(), link));
+    throw_invalid("micro-batch {} reached layer range {} twice by link {}", runner_.micro_batch(),
+                  runner_.range_index(), link);
   }
   --missing_inputs_;
 }
@@ -346,9 +345,8 @@ std::map<int, Activation> LayerRangePass::forward(std::optional<MicroBatchLoss> 
 
 void LayerRangePass::put_gradients(int link, std::vector<at::Tensor> gradients) {
   if (!gradients_.emplace(link, std::move(gradients)).second) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("gradients of micro-batch {} arrived twice at layer range {} by link {}",
-                            runner_.micro_batch(), runner_.range_index(), link));
+    throw_invalid("gradients of micro-batch {} arrived twice at layer range {} by link {}",
+                  runner_.micro_batch(), runner_.range_index(), link);
   }
   --missing_gradients_;
 }

@@ -81,7 +81,7 @@ LayerRunner::UseData LayerRunner::run_use(int order, const UseData& input, bool 
       output.batch = use.call(layer.object.get(), input.batch, {skips, cache, repeated});
     }
     if (const std::string unused_keys = skips.unused_keys(); !unused_keys.empty()) {
-      throw Error(ErrorKind::kInvalid, "skips: " + unused_keys);
+      throw_invalid("skips: " + unused_keys);
     }
     output.skips = std::move(skips.stashed());
     return output;
@@ -95,8 +95,7 @@ at::Tensor LayerRunner::run_loss(const MicroBatchLoss& loss, const Batch& output
     const SeededScope random = seeded_scope(static_cast<int>(local_.plan.invocations.size()));
     at::Tensor value = (*loss.loss)(output, loss.target);
     if (!value.defined() || value.numel() != 1) {
-      throw Error(ErrorKind::kInvalid,
-                  "the loss must be a tensor of one element, the mean over the micro-batch");
+      throw_invalid("the loss must be a tensor of one element, the mean over the micro-batch");
     }
     return value;
   } catch (...) {
@@ -235,7 +234,7 @@ void LayerRunner::fail_range(const char* phase) const {
 /// Throws an Error of the user's, with `text`, that names one use.
 void LayerRunner::fail_use(int order, const char* phase, const char* text) const {
   try {
-    throw Error(ErrorKind::kInvalid, text);
+    throw_invalid(text);
   } catch (...) {
     fail(local_.plan.describe(order), phase);
   }

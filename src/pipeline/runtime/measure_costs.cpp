@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <fmt/format.h>
 #include <memory>
 #include <utility>
 
@@ -11,6 +10,7 @@
 #include <torchspan/pipeline.h>
 #include <torchspan/pipeline/deferred_batch_norm.h>
 
+#include "core/api/throw_invalid.h"
 #include "pipeline/layers/micro_batches.h"
 #include "pipeline/layers/random.h"
 #include "pipeline/plan/measuring.h"
@@ -158,11 +158,8 @@ void make_gradients(const std::vector<BuiltLayer>& layers) {
 
 std::vector<schedule::Costs> measure_costs(const Worker& worker, const Layers& layers,
                                            const PipelineOptions& options, const CostSample& sample) {
-  if (sample.repeats < 1)
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("CostSample::repeats is {}; it must be 1 or more", sample.repeats));
-  if (!sample.loss)
-    throw Error(ErrorKind::kInvalid, "CostSample::loss is empty; pass the loss of train_step()");
+  if (sample.repeats < 1) throw_invalid("CostSample::repeats is {}; it must be 1 or more", sample.repeats);
+  if (!sample.loss) throw_invalid("CostSample::loss is empty; pass the loss of train_step()");
   LocalPipeline local = make_unconnected(worker, layers, options);
   const RandomScope random;
   for (std::size_t layer = 0; layer < layers.specs().size(); ++layer)
@@ -176,8 +173,7 @@ std::vector<schedule::Costs> measure_costs(const Worker& worker, const Layers& l
     try {
       costs = CostMeasurement(local, sample).run();
     } catch (...) {
-      throw Error(ErrorKind::kInvalid, fmt::format("measure_costs() failed with its sample: {}",
-                                                   describe(std::current_exception()).text));
+      throw_invalid("measure_costs() failed with its sample: {}", describe(std::current_exception()).text);
     }
     for (std::size_t range = 0; range < best.size(); ++range) {
       costs[range].forward = std::min(costs[range].forward, best[range].forward);

@@ -9,6 +9,8 @@
 
 #include <torchspan/pipeline/deferred_batch_norm.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::pipeline {
 namespace {
 
@@ -64,10 +66,10 @@ void check_versions(const LocalPipeline& local) {
     if (!module) continue;
     for (const auto& part : module->modules()) {
       if (dynamic_cast<StepStatistics*>(part.get()) == nullptr) continue;
-      throw_invalid(fmt::format(
+      throw_invalid(
           "PipelineOptions::staleness is 1, but layer {} ('{}') on worker '{}' has a DeferredBatchNorm, "
           "which gathers statistics of one step at a time; set staleness to 0",
-          layer, local.plan.layers[layer], local.worker.name()));
+          layer, local.plan.layers[layer], local.worker.name());
     }
     for (const auto& item : module->named_parameters()) {
       const at::Tensor& parameter = item.value();
@@ -77,10 +79,10 @@ void check_versions(const LocalPipeline& local) {
       const auto [place, fresh] = by_memory.emplace(parameter.storage().unsafeGetStorageImpl(),
                                                     std::pair{parameter.unsafeGetTensorImpl(), name});
       if (fresh || place->second.first == parameter.unsafeGetTensorImpl()) continue;
-      throw_invalid(fmt::format(
+      throw_invalid(
           "PipelineOptions::staleness is 1, but {} and {} on worker '{}' share memory, which a second "
           "version of each would not; give each its own memory, or set staleness to 0",
-          place->second.second, name, local.worker.name()));
+          place->second.second, name, local.worker.name());
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <optional>
 
+#include "core/api/throw_invalid.h"
 #include "pipeline/layers/micro_batches.h"
 
 namespace torchspan::pipeline {
@@ -168,9 +169,8 @@ void Passes::accept(Activations& event) {
                      event.members.size() == event.wants_gradient.size() &&
                      event.unsplit.size() <= event.members.size();
   if (!valid) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("activations of link {}, micro-batch {}, do not belong to this worker",
-                            event.link, event.micro_batch));
+    throw_invalid("activations of link {}, micro-batch {}, do not belong to this worker", event.link,
+                  event.micro_batch);
   }
   LayerRangePass& pass = at(link->to, event.micro_batch);
   pass.put_input(event.link, static_cast<Activation&&>(event));
@@ -180,9 +180,8 @@ void Passes::accept(Activations& event) {
 void Passes::accept(Gradients& event) {
   const Link* const link = find_link(event.link, event.micro_batch);
   if (link == nullptr || !local_.owns_layer_range(link->from)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("gradients of link {}, micro-batch {}, do not belong to this worker", event.link,
-                            event.micro_batch));
+    throw_invalid("gradients of link {}, micro-batch {}, do not belong to this worker", event.link,
+                  event.micro_batch);
   }
   at(link->from, event.micro_batch).put_gradients(event.link, std::move(event.gradients));
   check_backward(link->from, event.micro_batch);

@@ -15,6 +15,7 @@
 
 #include <torchspan/wire.h>
 
+#include "core/api/throw_invalid.h"
 #include "pipeline/runtime/agreement.h"
 
 namespace torchspan::pipeline {
@@ -104,8 +105,7 @@ const Extent* find_extent(const std::vector<Extent>& extents, const Extent& exte
 }
 
 [[noreturn]] void refuse_tie(const LocalPipeline& local, const std::string& why) {
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("Layers::tie() in pipeline '{}': {}", local.options.name, why));
+  throw_invalid("Layers::tie() in pipeline '{}': {}", local.options.name, why);
 }
 
 std::string name_of(const LocalPipeline& local, const TiedParameter& parameter) {
@@ -249,12 +249,11 @@ std::string describe_tensors(const NamedTensors& tensors) {
 
 [[noreturn]] void refuse_difference(const LocalPipeline& local, std::size_t replica,
                                     const std::string& what) {
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("the replicas of pipeline '{}' have different layers: worker '{}' of replica {} and "
-                  "worker '{}' of replica 0 differ at {}; build the same layers in all replicas",
-                  local.options.name, local.grid.names_of(local.me)[replica], replica,
-                  local.grid.names_of(local.me)[0], what));
+  throw_invalid(
+      "the replicas of pipeline '{}' have different layers: worker '{}' of replica {} and worker '{}' of "
+      "replica 0 differ at {}; build the same layers in all replicas",
+      local.options.name, local.grid.names_of(local.me)[replica], replica, local.grid.names_of(local.me)[0],
+      what);
 }
 
 /// The tensors whose values differ from those of replica 0.
@@ -420,13 +419,11 @@ std::vector<SharedConstant> check_shared_tensors(const LocalPipeline& local,
     for (const Held& held : all) constant.emplace(held.owner + '\t' + held.name, text_of(all));
   }
   if (!untied.empty()) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("layers of pipeline '{}' on different workers share a parameter: {}. Each worker "
-                    "would train its own copy: tie all of them (Layers::tie), give these stages one owner "
-                    "(PipelineOptions::workers), or make them uses of one layer: "
-                    "Layers::reuse(first, \"name\", &Class::method)",
-                    local.options.name, fmt::join(untied, "; ")));
+    throw_invalid(
+        "layers of pipeline '{}' on different workers share a parameter: {}. Each worker would train its own "
+        "copy: tie all of them (Layers::tie), give these stages one owner (PipelineOptions::workers), or "
+        "make them uses of one layer: Layers::reuse(first, \"name\", &Class::method)",
+        local.options.name, fmt::join(untied, "; "));
   }
   std::vector<SharedConstant> mine;
   for (std::size_t layer = 0; layer < local.layers.size() && !constant.empty(); ++layer) {

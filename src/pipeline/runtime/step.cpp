@@ -6,6 +6,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "engine/api/grad_field_sink.h"
 #include "pipeline/layers/micro_batches.h"
 #include "pipeline/runtime/overlap.h"
@@ -20,10 +21,10 @@ namespace {
 void refuse_steps_in_backward(const LocalPipeline& local) {
   for (const LayerParameter& parameter : local.parameters) {
     if (!engine::has_gradient_use(parameter.tensor, engine::GradientUse::kSteps)) continue;
-    throw_invalid(fmt::format(
+    throw_invalid(
         "parameter '{}' of layer '{}' on worker '{}' is stepped in backward by an optimizer, once for each "
         "micro-batch; destroy what step_in_backward() returned, and call step() after the pipeline's step",
-        parameter.name, local.plan.layers[static_cast<std::size_t>(parameter.layer)], local.worker.name()));
+        parameter.name, local.plan.layers[static_cast<std::size_t>(parameter.layer)], local.worker.name());
   }
 }
 
@@ -76,9 +77,8 @@ void StepClosing::add(const ReplicaDone& done) {
                      done.replica != local_.grid.mine && done.part >= part_ && done.part <= 1 &&
                      done.rows > 0 && local_.me == local_.first_worker();
   if (!known) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the end of replica {} does not belong to this worker, of replica {}",
-                            done.replica, local_.grid.mine));
+    throw_invalid("the end of replica {} does not belong to this worker, of replica {}", done.replica,
+                  local_.grid.mine);
   }
   dones_[{done.part, done.replica}] = done;
   average_losses();

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include "core/api/throw_invalid.h"
 #include "pipeline/layers/micro_batches.h"
 
 namespace torchspan::pipeline {
@@ -192,10 +193,8 @@ void TiedGradients::accept(TiedGradient& event) {
   const bool fits = sent_by_it && (!event.gradient.defined() ||
                                    event.gradient.sizes() == local_.ties[tie].copies.front().sizes());
   if (!fits) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a gradient of tied parameter {} from worker {} does not belong to "
-                            "this worker",
-                            event.tie, event.worker));
+    throw_invalid("a gradient of tied parameter {} from worker {} does not belong to this worker", event.tie,
+                  event.worker);
   }
   at::Tensor gradient = moved_to(local_.ties[tie].copies.front(), std::move(event.gradient));
   if (workers.front() == local_.me) return add_part(tie, event.worker, std::move(gradient));
@@ -287,17 +286,15 @@ void StepExchange::begin() {
 void StepExchange::accept(const ReplicaBegin& event) {
   if (event.replica < 0 || event.replica >= local_.grid.count() || event.rows < 1 ||
       rows_.contains(event.replica)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the beginning of replica {} does not belong to this worker, of replica {}",
-                            event.replica, local_.grid.mine));
+    throw_invalid("the beginning of replica {} does not belong to this worker, of replica {}", event.replica,
+                  local_.grid.mine);
   }
   const auto refuse = [&](const std::string& difference) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("the replicas of pipeline '{}' {} (worker '{}' of replica {} and worker '{}' of "
-                    "replica {}); do the same in all replicas",
-                    local_.options.name, difference, local_.worker.name(), local_.grid.mine,
-                    local_.grid.names_of(local_.me)[static_cast<std::size_t>(event.replica)], event.replica));
+    throw_invalid(
+        "the replicas of pipeline '{}' {} (worker '{}' of replica {} and worker '{}' of replica {}); do the "
+        "same in all replicas",
+        local_.options.name, difference, local_.worker.name(), local_.grid.mine,
+        local_.grid.names_of(local_.me)[static_cast<std::size_t>(event.replica)], event.replica);
   };
   if (event.kind != begin_.kind)
     refuse(fmt::format("call different functions in step {}, {} and {}", begin_.id.step, call_of(begin_.kind),
@@ -383,10 +380,8 @@ bool StepExchange::fits(const ReplicaGradients& event) const {
 
 void StepExchange::accept(ReplicaGradients& event) {
   if (!fits(event)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("gradients of bucket {} from replica {} do not belong to this worker, of "
-                            "replica {}",
-                            event.bucket, event.replica, local_.grid.mine));
+    throw_invalid("gradients of bucket {} from replica {} do not belong to this worker, of replica {}",
+                  event.bucket, event.replica, local_.grid.mine);
   }
   const auto bucket = static_cast<std::size_t>(event.bucket);
   const ReplicaBucket& owned = local_.replica_buckets[bucket];
@@ -439,11 +434,10 @@ void StepExchange::accept(ReplicaStatistics& event) {
                      event.replica != local_.grid.mine && !statistics_.contains(event.replica) &&
                      event.gathered.size() == modules_.size();
   if (!known) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("statistics of {} modules from replica {} do not belong to this worker, which has "
-                    "{} such modules in replica {}",
-                    event.gathered.size(), event.replica, modules_.size(), local_.grid.mine));
+    throw_invalid(
+        "statistics of {} modules from replica {} do not belong to this worker, which has {} such modules in "
+        "replica {}",
+        event.gathered.size(), event.replica, modules_.size(), local_.grid.mine);
   }
   statistics_[event.replica] = std::move(event.gathered);
 }

@@ -8,6 +8,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 
+#include "core/api/throw_invalid.h"
 #include "python/errors.h"
 #include "python/gil.h"
 
@@ -40,26 +41,24 @@ ReduceOp reduction_of(const c10d::ReduceOp& operation) {
     case c10d::ReduceOp::BXOR:
       return collective::kBitXor;
     default:
-      throw_invalid(fmt::format("unknown reduction {}", static_cast<int>(operation.op_)));
+      throw_invalid("unknown reduction {}", static_cast<int>(operation.op_));
   }
 }
 
 /// c10d's lists have one tensor for each device of a rank; ranks have one.
 at::Tensor& only(std::vector<at::Tensor>& tensors, const char* what) {
-  if (tensors.size() != 1) throw_invalid(fmt::format("there are {} {}; expected one", tensors.size(), what));
+  if (tensors.size() != 1) throw_invalid("there are {} {}; expected one", tensors.size(), what);
   return tensors[0];
 }
 
 std::vector<at::Tensor>& only(std::vector<std::vector<at::Tensor>>& lists, const char* what) {
-  if (lists.size() != 1)
-    throw_invalid(fmt::format("there are {} lists of {}; expected one", lists.size(), what));
+  if (lists.size() != 1) throw_invalid("there are {} lists of {}; expected one", lists.size(), what);
   return lists[0];
 }
 
 void require_count(const std::vector<at::Tensor>& tensors, int size, const char* what) {
   if (static_cast<int>(tensors.size()) == size) return;
-  throw_invalid(
-      fmt::format("there are {} {}; expected one for each of the {} ranks", tensors.size(), what, size));
+  throw_invalid("there are {} {}; expected one for each of the {} ranks", tensors.size(), what, size);
 }
 
 /// The program's tensors may need gradients or be inference tensors; operations change them as torch's own do.
@@ -76,9 +75,9 @@ void copy_each(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>&
   for (std::size_t i = 0; i < to.size(); ++i) {
     if (to[i].numel() == from[i].numel()) continue;
     throw_invalid(
-        fmt::format("rank {} sent a tensor of shape [{}], and the output for it has shape [{}]: pass outputs "
-                    "of the sizes that the ranks send",
-                    i / of_rank, fmt::join(from[i].sizes(), ", "), fmt::join(to[i].sizes(), ", ")));
+        "rank {} sent a tensor of shape [{}], and the output for it has shape [{}]: pass outputs of the "
+        "sizes that the ranks send",
+        i / of_rank, fmt::join(from[i].sizes(), ", "), fmt::join(to[i].sizes(), ", "));
   }
   for (std::size_t i = 0; i < to.size(); ++i) write(to[i], from[i]);
 }
@@ -116,19 +115,17 @@ std::vector<at::Tensor> split_rows(const at::Tensor& tensor, std::vector<std::in
   const std::int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
   if (sizes.empty()) {
     if (rows % ranks != 0)
-      throw_invalid(
-          fmt::format("the {} has {} rows, which the {} ranks cannot divide evenly: pass split sizes", what,
-                      rows, ranks));
+      throw_invalid("the {} has {} rows, which the {} ranks cannot divide evenly: pass split sizes", what,
+                    rows, ranks);
     sizes.assign(static_cast<std::size_t>(ranks), rows / ranks);
   }
   if (static_cast<int>(sizes.size()) != ranks)
-    throw_invalid(fmt::format("there are {} split sizes of the {}; expected one for each of the {} ranks",
-                              sizes.size(), what, ranks));
+    throw_invalid("there are {} split sizes of the {}; expected one for each of the {} ranks", sizes.size(),
+                  what, ranks);
   std::int64_t sum = 0;
   for (const std::int64_t size : sizes) sum += size;
   if (sum != rows)
-    throw_invalid(
-        fmt::format("the split sizes of the {} have the sum {}, but it has {} rows", what, sum, rows));
+    throw_invalid("the split sizes of the {} have the sum {}, but it has {} rows", what, sum, rows);
   return tensor.dim() == 0 ? std::vector<at::Tensor>{tensor} : at::split_with_sizes(tensor, sizes);
 }
 
@@ -301,8 +298,8 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
   return with_torch_errors([&] {
     const Title title{c10d::OpType::_ALLGATHER_BASE, "all_gather_into_tensor"};
     if (output.numel() != size_ * input.numel())
-      throw_invalid(fmt::format("the output has {} elements; expected {} times the {} of the input",
-                                output.numel(), size_, input.numel()));
+      throw_invalid("the output has {} elements; expected {} times the {} of the input", output.numel(),
+                    size_, input.numel());
     Future<at::Tensor> gathered =
         group_.usable({output, input}).all_gather_into_tensor(memory_for(output), flat(input));
     if (output.is_contiguous()) return start(title, {input}, {output}, std::move(gathered));
@@ -314,12 +311,12 @@ Backend::WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
                                               const c10d::AllgatherOptions& /*options*/) {
   return with_torch_errors([&] {
     if (static_cast<int>(outputs.size()) != size_)
-      throw_invalid(fmt::format("there are {} lists of outputs; expected one for each of the {} ranks",
-                                outputs.size(), size_));
+      throw_invalid("there are {} lists of outputs; expected one for each of the {} ranks", outputs.size(),
+                    size_);
     Tensors all, wide;
     for (const Tensors& list : outputs) {
       if (list.size() != inputs.size())
-        throw_invalid(fmt::format("a list has {} outputs for {} inputs", list.size(), inputs.size()));
+        throw_invalid("a list has {} outputs for {} inputs", list.size(), inputs.size());
       all.insert(all.end(), list.begin(), list.end());
     }
     std::vector<Future<at::Tensor>> each;
@@ -342,7 +339,7 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
                                                           const c10d::AllgatherOptions& /*options*/) {
   return with_torch_errors([&] {
     if (outputs.size() != inputs.size())
-      throw_invalid(fmt::format("there are {} outputs for {} inputs", outputs.size(), inputs.size()));
+      throw_invalid("there are {} outputs for {} inputs", outputs.size(), inputs.size());
     const Title title{c10d::OpType::COALESCED, "all_gather_into_tensor"};
     std::vector<Future<at::Tensor>> each;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -409,8 +406,8 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
     Tensors pieces;
     for (const at::Tensor& part : parts) pieces.push_back(flat(part));
     if (const at::Tensor& mine = pieces[static_cast<std::size_t>(rank_)]; mine.numel() != output.numel())
-      throw_invalid(fmt::format("the output has {} elements, and input {}, which is reduced into it, has {}",
-                                output.numel(), rank_, mine.numel()));
+      throw_invalid("the output has {} elements, and input {}, which is reduced into it, has {}",
+                    output.numel(), rank_, mine.numel());
     const bool even = std::all_of(pieces.begin(), pieces.end(), [&](const at::Tensor& piece) {
       return piece.numel() == pieces[0].numel();
     });
@@ -433,8 +430,8 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
                                                const c10d::ReduceScatterOptions& options) {
   return with_torch_errors([&] {
     if (input.numel() != size_ * output.numel())
-      throw_invalid(fmt::format("the input has {} elements; expected {} times the {} of the output",
-                                input.numel(), size_, output.numel()));
+      throw_invalid("the input has {} elements; expected {} times the {} of the output", input.numel(), size_,
+                    output.numel());
     return start({c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter"}, {input}, {output},
                  group_.usable({output, input})
                      .reduce_scatter_tensor(output, flat(input), reduction_of(options.reduceOp)));
@@ -445,7 +442,7 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
                                                           const c10d::ReduceScatterOptions& options) {
   return with_torch_errors([&] {
     if (outputs.size() != inputs.size() || inputs.empty())
-      throw_invalid(fmt::format("there are {} outputs for {} inputs", outputs.size(), inputs.size()));
+      throw_invalid("there are {} outputs for {} inputs", outputs.size(), inputs.size());
     const ReduceOp reduction = reduction_of(options.reduceOp);
     std::vector<Future<at::Tensor>> each;
     for (std::size_t i = 0; i < inputs.size(); ++i)

@@ -7,6 +7,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::python {
 
 namespace py = pybind11;
@@ -198,7 +200,7 @@ class Packer::Reader {
   Reader(Packer& packer, const Pack& from) : packer_(packer), from_(from), bytes_(from.bytes) {}
 
   py::object value(int depth = 0) {
-    if (depth > kDepth) throw Error(ErrorKind::kInvalid, "a Python value is nested too deep");
+    if (depth > kDepth) throw_invalid("a Python value is nested too deep");
     const auto tag = static_cast<Tag>(bytes_.get<std::uint8_t>());
     switch (tag) {
       case Tag::kNone:
@@ -234,8 +236,7 @@ class Packer::Reader {
       case Tag::kPickled:
         return packer_.unpickle(counted(), from_);
     }
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a Python value has the unknown tag {}", static_cast<int>(tag)));
+    throw_invalid("a Python value has the unknown tag {}", static_cast<int>(tag));
   }
   void expect_end() const { bytes_.expect_end(); }
 
@@ -244,8 +245,7 @@ class Packer::Reader {
   std::size_t place(std::size_t size) {
     const std::size_t index = bytes_.get<std::uint32_t>();
     if (index < size) return index;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a Python value names place {} of {} in its message", index, size));
+    throw_invalid("a Python value names place {} of {} in its message", index, size);
   }
   py::object sequence(bool list, int depth) {
     const std::size_t size = bytes_.get_count(1);
@@ -408,7 +408,7 @@ py::object Packer::unpickle(BytesView bytes, const Pack& from) {
     const auto place = id[1].cast<std::size_t>();
     const bool tensor = id[0].cast<std::string>() == "t";
     if (place >= (tensor ? from.tensors.size() : from.references.size()))
-      throw Error(ErrorKind::kInvalid, "a pickled value names a place outside of its message");
+      throw_invalid("a pickled value names a place outside of its message");
     return tensor ? checked(THPVariable_Wrap(from.tensors[place])) : py::cast(from.references[place]);
   });
   return unpickler.attr("load")();

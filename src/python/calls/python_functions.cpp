@@ -78,7 +78,7 @@ Future<R> PythonFunctions::run(const Worker& worker, Pack call) {
   keep_thread_state();
   const py::gil_scoped_acquire gil;
   const py::tuple parts = described(*packer_, [&]() -> py::tuple { return packer_->unpack(call); });
-  if (parts.size() != 3) throw Error(ErrorKind::kInvalid, "a call of Python has a function, args and kwargs");
+  if (parts.size() != 3) throw_invalid("a call of Python has a function, args and kwargs");
   call = {};  // the function may free its arguments
   return invoke<R>(worker, parts[0], parts[1], parts[2],
                    [packer = packer_.get()](const py::object& result) -> R {

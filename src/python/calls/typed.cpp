@@ -9,6 +9,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "core/api/throw_invalid.h"
 #include "python/calls/python_functions.h"
 
 namespace torchspan::python {
@@ -154,15 +155,11 @@ class Reader {
     return type;
   }
   [[noreturn]] void fail() const {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("'{}' is not a signature at '{}': expected the form '(Tensor, vector<int64>) -> float64'",
-                    text_, left_));
+    throw_invalid("'{}' is not a signature at '{}': expected the form '(Tensor, vector<int64>) -> float64'",
+                  text_, left_);
   }
   [[noreturn]] void fail_type(const std::string& name) const {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the type '{}' in '{}' cannot be a value of Python: the types are {}", name,
-                            text_, kTypes));
+    throw_invalid("the type '{}' in '{}' cannot be a value of Python: the types are {}", name, text_, kTypes);
   }
 
   const std::string_view text_;
@@ -212,7 +209,7 @@ py::object decode(wire::Decoder& decoder, const WireType& type) {
     py::dict dict;
     for (std::size_t left = decoder.bytes().get_count(1); left > 0; --left) {
       const py::object key = decode(decoder, type.parts[0]);
-      if (dict.contains(key)) throw Error(ErrorKind::kInvalid, "a map has a key twice");
+      if (dict.contains(key)) throw_invalid("a map has a key twice");
       dict[key] = decode(decoder, type.parts[1]);
     }
     return std::move(dict);
@@ -240,11 +237,10 @@ void encode_checked(wire::Encoder& encoder, const WireType& type, py::handle val
   try {
     encode(encoder, type, value);
   } catch (const py::error_already_set& error) {  // must not leave this thread
-    throw Error(ErrorKind::kInvalid, fmt::format("{}: {}", what, error.what()));
+    throw_invalid("{}: {}", what, error.what());
   } catch (const py::cast_error&) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("{} is a {}, or has parts, that cannot be a {}", what,
-                            py::type::of(value).attr("__name__").cast<std::string>(), type_text(type)));
+    throw_invalid("{} is a {}, or has parts, that cannot be a {}", what,
+                  py::type::of(value).attr("__name__").cast<std::string>(), type_text(type));
   }
 }
 
@@ -278,7 +274,7 @@ class TypedValue final : public rpc::Value {
 
 TypedFunction::TypedFunction(std::string name, std::string signature)
     : name_(std::move(name)), signature_(std::move(signature)), id_(rpc::function_id(name_, signature_)) {
-  if (name_.empty()) throw Error(ErrorKind::kInvalid, "a typed function needs a name");
+  if (name_.empty()) throw_invalid("a typed function needs a name");
   Reader reader(signature_);
   arguments_ = reader.arguments();
   result_ = reader.result();
@@ -287,8 +283,8 @@ TypedFunction::TypedFunction(std::string name, std::string signature)
 
 void TypedFunction::encode_arguments(wire::Encoder& encoder, const py::tuple& arguments) const {
   if (arguments.size() != arguments_.size()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("{} takes {} arguments, {}, and got {}", name_,
-                                                 arguments_.size(), signature_, arguments.size()));
+    throw_invalid("{} takes {} arguments, {}, and got {}", name_, arguments_.size(), signature_,
+                  arguments.size());
   }
   for (std::size_t i = 0; i < arguments_.size(); ++i)
     encode_checked(encoder, arguments_[i], py::object(arguments[i]),
@@ -302,7 +298,7 @@ py::tuple TypedFunction::decode_arguments(wire::Decoder& decoder) const {
     decoder.expect_end();
     return py::tuple(all);
   } catch (const py::error_already_set& error) {  // must not leave this thread
-    throw Error(ErrorKind::kInvalid, fmt::format("arguments of {}: {}", name_, error.what()));
+    throw_invalid("arguments of {}: {}", name_, error.what());
   }
 }
 

@@ -148,8 +148,7 @@ class PythonSkips {
 
  private:
   pipeline::Skips& open() {
-    if (skips_ == nullptr)
-      throw Error(ErrorKind::kInvalid, "skips belong to one forward: stash and pop while it runs");
+    if (skips_ == nullptr) throw_invalid("skips belong to one forward: stash and pop while it runs");
     return *skips_;
   }
   pipeline::Skips* skips_;
@@ -165,9 +164,9 @@ class PythonCache {
     return *with_torch_errors(
         [this] {
           if (cache_.active()) return &cache_.tensors();
-          throw Error(ErrorKind::kInvalid,
-                      "the cache of a layer is not active: use it while the layer's forward runs, in "
-                      "infer(x, cache); see LayerCache.active");
+          throw_invalid(
+              "the cache of a layer is not active: use it while the layer's forward runs, in infer(x, "
+              "cache); see LayerCache.active");
         },
         false);
   }

@@ -27,6 +27,7 @@
 #include <torchspan/rpc/worker.h>
 
 #include "core/api/saturated_time.h"
+#include "core/api/throw_invalid.h"
 #include "python/errors.h"
 #include "python/gil.h"
 
@@ -240,11 +241,10 @@ void answer(const TorchMessage& message, rpc::Completion& reply) {
 void check_kind(c10d::Store& store, const Place& place) {
   const std::string kind = place.size == rendezvous::kOpenWorld ? "dynamic" : "static";
   if (text_of(store.compareSet("torchspan/kind", {}, bytes_of(kind))) == kind) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("RPC group mixes statically and dynamically initialized members which is not supported. "
-                  "{} is given no world_size and others are: give all of them the same",
-                  place.size == rendezvous::kOpenWorld ? place.name : "Another worker"));
+  throw_invalid(
+      "RPC group mixes statically and dynamically initialized members which is not supported. {} is given no "
+      "world_size and others are: give all of them the same",
+      place.size == rendezvous::kOpenWorld ? place.name : "Another worker");
 }
 
 std::string name_key(int rank) { return fmt::format("torchspan/name/{}", rank); }

@@ -100,7 +100,7 @@ void restore_views(std::vector<at::Tensor>& tensors, ByteReader& bytes) {
     for (std::int64_t& size : sizes) size = bytes.get<std::int64_t>();
     for (std::int64_t& stride : strides) stride = bytes.get<std::int64_t>();
     const auto refuse = [] {
-      throw Error(ErrorKind::kInvalid, "a message of torch.distributed.rpc has a view beyond its memory");
+      throw_invalid("a message of torch.distributed.rpc has a view beyond its memory");
     };
     if (index >= tensors.size() || tensors[index].dim() != 1) refuse();
     at::Tensor& tensor = tensors[index];
@@ -155,15 +155,14 @@ ReceivedTorchMessage from_payload(wire::Payload& payload, std::int64_t id) {
   const auto type = static_cast<MessageType>(bytes.get<std::uint16_t>());
   const auto count = bytes.get<std::uint32_t>();
   if (count != 0 && count != payload.tensors.size()) {
-    throw Error(ErrorKind::kInvalid,
-                "a message of torch.distributed.rpc has another number of tensors than devices");
+    throw_invalid("a message of torch.distributed.rpc has another number of tensors than devices");
   }
   ReceivedTorchMessage received;
   for (std::uint32_t i = 0; i < count; ++i) {
     const auto kind = static_cast<c10::DeviceType>(bytes.get<std::int8_t>());
     const auto index = bytes.get<std::int16_t>();
     if (!c10::isValidDeviceType(kind) || index < -1 || index > 127)
-      throw Error(ErrorKind::kInvalid, "a message of torch.distributed.rpc names an impossible device");
+      throw_invalid("a message of torch.distributed.rpc names an impossible device");
     received.devices.emplace_back(kind, static_cast<c10::DeviceIndex>(index));
   }
   restore_views(payload.tensors, bytes);

@@ -34,8 +34,7 @@ class Reading {
   template <class F>
   auto from(F&& body) {
     try {
-      if (reader_ == nullptr)
-        throw Error(ErrorKind::kInvalid, "a checkpoint can be read while restore() runs, and not later");
+      if (reader_ == nullptr) throw_invalid("a checkpoint can be read while restore() runs, and not later");
       return body(*reader_);
     } catch (const Error&) {
       failure_ = std::current_exception();

@@ -100,7 +100,7 @@ void Client::on_welcome(Welcome message) {
     if (decided_) return;
     const bool named = std::any_of(message.members.begin(), message.members.end(),
                                    [&](const Member& member) { return member.name == self_.name; });
-    if (!named) throw Error(ErrorKind::kInvalid, "the store's welcome is not for this worker");
+    if (!named) throw_invalid("the store's welcome is not for this worker");
     for (Member& member : message.members) {
       const int rank = member.rank;
       known_[rank] = {std::move(member)};

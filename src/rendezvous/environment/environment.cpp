@@ -20,6 +20,7 @@
 #include <torchspan/rendezvous.h>
 
 #include "core/api/hashes.h"
+#include "core/api/throw_invalid.h"
 #include "rendezvous/environment/slurm.h"
 #include "rendezvous/messages/messages.h"
 
@@ -43,10 +44,9 @@ bool is_name(std::string_view name) {
 void check_name(std::string_view name, std::string_view what) {
   if (is_name(name)) return;
   const bool shortened = name.size() > kMostCharacters;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("{} is '{}'{}; expected 1 to {} of the characters A-Z a-z 0-9 _ . : -", what,
-                          name.substr(0, 40), shortened ? fmt::format("… ({} characters)", name.size()) : "",
-                          kMostCharacters));
+  throw_invalid("{} is '{}'{}; expected 1 to {} of the characters A-Z a-z 0-9 _ . : -", what,
+                name.substr(0, 40), shortened ? fmt::format("… ({} characters)", name.size()) : "",
+                kMostCharacters);
 }
 
 namespace {
@@ -81,8 +81,7 @@ class Variables {
     const auto result = std::from_chars(value->data(), value->data() + value->size(), number);
     if (result.ec != std::errc() || result.ptr != value->data() + value->size() || number < least ||
         number > most) {
-      throw_invalid(
-          fmt::format("{} is '{}'; expected a whole number from {} to {}", name, *value, least, most));
+      throw_invalid("{} is '{}'; expected a whole number from {} to {}", name, *value, least, most);
     }
     return number;
   }
@@ -136,22 +135,21 @@ void refuse_batch_script(const Variables& variables) {
   if (step || variables.index("SLURM_PROCID").value_or(0) != 0) return;
   const int size = variables.count("SLURM_NTASKS").value_or(1);
   if (size == 1) return;
-  throw_invalid(fmt::format(
-      "this process runs in the batch script of Slurm job {}, where it is the only one, and not as "
-      "one of the job's {} tasks (SLURM_NTASKS); in the script, start the program with srun: srun "
-      "./program",
-      variables.text_or("SLURM_JOB_ID", "?"), size));
+  throw_invalid(
+      "this process runs in the batch script of Slurm job {}, where it is the only one, and not as one of "
+      "the job's {} tasks (SLURM_NTASKS); in the script, start the program with srun: srun ./program",
+      variables.text_or("SLURM_JOB_ID", "?"), size);
 }
 
 /// The Kubernetes Trainer describes pods; only if each has one worker does that describe workers, too.
 void refuse_many_per_pod(const Variables& variables) {
   const std::string per_pod = variables.text_or("PET_NPROC_PER_NODE", "1");
   if (per_pod == "1") return;
-  throw_invalid(fmt::format(
+  throw_invalid(
       "PET_NPROC_PER_NODE is {}, but this process was started without RANK, as the only one of its pod; "
-      "start "
-      "the program with torchrun --no-python, which reads the PET variables, or set numProcPerNode to 1",
-      per_pod));
+      "start the program with torchrun --no-python, which reads the PET variables, or set numProcPerNode to "
+      "1",
+      per_pod);
 }
 
 /// With Slurm's plugin pmi2, srun sets PMI_RANK and PMI_SIZE too, but only Slurm's own variables contain local ranks
@@ -187,20 +185,18 @@ void read_ranks(const Variables& variables, const Convention& convention, Worker
   worker.rank = *variables.index(convention.rank);
   const auto size = variables.count(convention.size);
   if (!size) {
-    throw_invalid(
-        fmt::format("{} is {} but {} is not set; set both, to this worker's rank and the number of workers",
-                    convention.rank, worker.rank, convention.size));
+    throw_invalid("{} is {} but {} is not set; set both, to this worker's rank and the number of workers",
+                  convention.rank, worker.rank, convention.size);
   }
   worker.world_size = *size;
   if (worker.rank >= worker.world_size) {
-    throw_invalid(fmt::format("{} is {} but {} is {}; ranks go from 0 to {}", convention.rank, worker.rank,
-                              convention.size, worker.world_size, worker.world_size - 1));
+    throw_invalid("{} is {} but {} is {}; ranks go from 0 to {}", convention.rank, worker.rank,
+                  convention.size, worker.world_size, worker.world_size - 1);
   }
   const auto said = variables.count("WORLD_SIZE");
   if (said && *said != worker.world_size) {
-    throw_invalid(
-        fmt::format("WORLD_SIZE is {} but {} is {}; unset WORLD_SIZE, or set RANK and WORLD_SIZE both", *said,
-                    convention.size, worker.world_size));
+    throw_invalid("WORLD_SIZE is {} but {} is {}; unset WORLD_SIZE, or set RANK and WORLD_SIZE both", *said,
+                  convention.size, worker.world_size);
   }
 }
 
@@ -227,17 +223,16 @@ void read_local_ranks(const Variables& variables, const Convention& convention, 
   worker.local_world_size = size.value_or(here ? worker.world_size : 1);
   worker.local_rank = rank.value_or(worker.one_host() ? worker.rank : 0);
   if (worker.local_world_size > worker.world_size) {
-    throw_invalid(fmt::format("{} is {}, more than the whole world ({} is {})", size_name,
-                              worker.local_world_size, convention.size, worker.world_size));
+    throw_invalid("{} is {}, more than the whole world ({} is {})", size_name, worker.local_world_size,
+                  convention.size, worker.world_size);
   }
   if (!size && rank && *rank >= worker.local_world_size) {
-    throw_invalid(fmt::format("{} is {} but {} is not set; set it to the number of workers on this host",
-                              convention.local_rank, *rank, size_name));
+    throw_invalid("{} is {} but {} is not set; set it to the number of workers on this host",
+                  convention.local_rank, *rank, size_name);
   }
   if (worker.local_rank >= worker.local_world_size) {
-    throw_invalid(fmt::format("{} is {} but {} is {}; local ranks go from 0 to {}", convention.local_rank,
-                              worker.local_rank, size_name, worker.local_world_size,
-                              worker.local_world_size - 1));
+    throw_invalid("{} is {} but {} is {}; local ranks go from 0 to {}", convention.local_rank,
+                  worker.local_rank, size_name, worker.local_world_size, worker.local_world_size - 1);
   }
 }
 
@@ -302,8 +297,8 @@ void read_master(const Variables& variables, WorkerEnvironment& worker) {
     worker.master_host = slurm_master(variables);
   if (worker.master_host.empty() && (alone || (loose && worker.one_host()))) worker.master_host = "127.0.0.1";
   if (worker.master_host.empty()) {
-    throw_invalid(fmt::format("MASTER_ADDR is not set, but this is rank {} of {}; {}", worker.rank,
-                              worker.world_size, how_to_set_master(worker.launcher)));
+    throw_invalid("MASTER_ADDR is not set, but this is rank {} of {}; {}", worker.rank, worker.world_size,
+                  how_to_set_master(worker.launcher));
   }
   const bool named = kubernetes && !variables.text("MASTER_PORT");
   if (const auto port = variables.integer(named ? "PET_MASTER_PORT" : "MASTER_PORT", 1, 65535)) {
@@ -312,16 +307,15 @@ void read_master(const Variables& variables, WorkerEnvironment& worker) {
     worker.master_port = port_of_job(variables, worker.launcher).value_or(worker.master_port);
   } else {
     throw_invalid(
-        fmt::format("MASTER_PORT is not set, but this is rank {} of {}; set it to a free port of the host of "
-                    "rank 0, the same for all workers",
-                    worker.rank, worker.world_size));
+        "MASTER_PORT is not set, but this is rank {} of {}; set it to a free port of the host of rank 0, the "
+        "same for all workers",
+        worker.rank, worker.world_size);
   }
   if (variables.text_or("TORCHELASTIC_USE_AGENT_STORE", "") == "True") {
     if (worker.master_port == 65535) {
       throw_invalid(
           "MASTER_PORT is 65535 and belongs to torchrun's agent, so the store would need the next one; "
-          "choose "
-          "a smaller port");
+          "choose a smaller port");
     }
     ++worker.master_port;
   }
@@ -350,9 +344,9 @@ void read_network(const Variables& variables, WorkerEnvironment& worker) {
   }
   if (given.empty() || missing.empty()) return;
   throw_invalid(
-      fmt::format("{} is set but {} is not; certificates need all three: TORCHSPAN_CERTIFICATE_FILE, "
-                  "TORCHSPAN_KEY_FILE and TORCHSPAN_AUTHORITY_FILE",
-                  given, missing));
+      "{} is set but {} is not; certificates need all three: TORCHSPAN_CERTIFICATE_FILE, TORCHSPAN_KEY_FILE "
+      "and TORCHSPAN_AUTHORITY_FILE",
+      given, missing);
 }
 
 /// Each agent of torchrun counts restarts on its own, so only the count of torchspan run is part of the job's id.
@@ -376,10 +370,9 @@ void choose_transport(const std::string& name, net::NetworkOptions& network) {
     network.ucx = net::UcxOptions{.network = net::UcxNetwork::kIsolated};
   } else {
     throw_invalid(
-        fmt::format("TORCHSPAN_NETWORK is '{}'; expected tls, tcp-isolated (not encrypted), ucx (RDMA "
-                    "devices only), or ucx-isolated (TCP too); the isolated ones only on a network that "
-                    "only this job's workers can reach",
-                    name));
+        "TORCHSPAN_NETWORK is '{}'; expected tls, tcp-isolated (not encrypted), ucx (RDMA devices only), or "
+        "ucx-isolated (TCP too); the isolated ones only on a network that only this job's workers can reach",
+        name);
   }
 }
 
@@ -395,9 +388,9 @@ net::PortRange read_ports(const std::string& text) {
                              .last = number(dash == std::string::npos ? text : text.substr(dash + 1))};
   if (ports.first != 0 && ports.first <= ports.last) return ports;
   throw_invalid(
-      fmt::format("TORCHSPAN_PORT_RANGE is '{}'; expected two ports from 1 to 65535, the smaller first, such "
-                  "as 29600-29699",
-                  text));
+      "TORCHSPAN_PORT_RANGE is '{}'; expected two ports from 1 to 65535, the smaller first, such as "
+      "29600-29699",
+      text);
 }
 
 }  // namespace
@@ -442,8 +435,8 @@ WorkerEnvironment read_environment(const Environment& environment) {
     read_ranks(variables, *convention, worker);
     read_local_ranks(variables, *convention, worker);
   } else if (const auto size = variables.count("WORLD_SIZE"); size && *size != 1) {
-    throw_invalid(fmt::format("WORLD_SIZE is {} but RANK is not set; set it to this worker's rank, 0 to {}",
-                              *size, *size - 1));
+    throw_invalid("WORLD_SIZE is {} but RANK is not set; set it to this worker's rank, 0 to {}", *size,
+                  *size - 1);
   }
   read_master(variables, worker);
   read_job(variables, worker);
@@ -480,8 +473,7 @@ std::string how_to_make(const std::string& path) {
 
 void make_folder(const std::string& path) {
   if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("folder '{}' cannot be created: {}", path, std::strerror(errno)));
+    throw_invalid("folder '{}' cannot be created: {}", path, std::strerror(errno));
   }
 }
 
@@ -490,22 +482,20 @@ void make_folder(const std::string& path) {
 net::Secret load_secret(const WorkerEnvironment& worker) {
   const std::string& path = worker.secret_file;
   if (path.empty()) {
-    throw Error(ErrorKind::kInvalid,
-                "neither TORCHSPAN_SECRET_FILE nor HOME is set, so there is no cluster secret; set "
-                "TORCHSPAN_SECRET_FILE to a file that all workers of the job can read");
+    throw_invalid(
+        "neither TORCHSPAN_SECRET_FILE nor HOME is set, so there is no cluster secret; set "
+        "TORCHSPAN_SECRET_FILE to a file that all workers of the job can read");
   }
   if (exists(path)) return net::Secret::from_file(path);
   if (worker.secret_named) {
-    throw Error(ErrorKind::kInvalid, fmt::format("TORCHSPAN_SECRET_FILE is '{}', which does not exist; {}",
-                                                 path, how_to_make(path)));
+    throw_invalid("TORCHSPAN_SECRET_FILE is '{}', which does not exist; {}", path, how_to_make(path));
   }
   if (!worker.one_host() && worker.certificate_file.empty()) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("there is no cluster secret in '{0}', and the workers of this job run on several "
-                    "hosts, so each would make its own; on one host {1} and copy it to the others (mode "
-                    "0600), or set TORCHSPAN_SECRET_FILE to a file that all can read",
-                    path, how_to_make(path)));
+    throw_invalid(
+        "there is no cluster secret in '{0}', and the workers of this job run on several hosts, so each "
+        "would make its own; on one host {1} and copy it to the others (mode 0600), or set "
+        "TORCHSPAN_SECRET_FILE to a file that all can read",
+        path, how_to_make(path));
   }
   make_folder(path.substr(0, path.rfind('/')));
   try {
@@ -554,18 +544,18 @@ std::string make_runtime_folder(const WorkerEnvironment& worker) {
                                ? fmt::format("{}/torchspan-{}", worker.temporary_folder, geteuid())
                                : worker.runtime_folder;
   if (path.size() > kLongestFolder) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the folder for sockets '{}' has {} characters, more than {}; set "
-                            "TORCHSPAN_RUNTIME_DIR to a shorter path",
-                            path, path.size(), kLongestFolder));
+    throw_invalid(
+        "the folder for sockets '{}' has {} characters, more than {}; set TORCHSPAN_RUNTIME_DIR to a shorter "
+        "path",
+        path, path.size(), kLongestFolder);
   }
   make_folder(path);
   struct stat about {};
   if (lstat(path.c_str(), &about) != 0 || !S_ISDIR(about.st_mode)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("'{}' is not a folder, so sockets cannot be created there; remove it, "
-                            "or set TORCHSPAN_RUNTIME_DIR to another one",
-                            path));
+    throw_invalid(
+        "'{}' is not a folder, so sockets cannot be created there; remove it, or set TORCHSPAN_RUNTIME_DIR "
+        "to another one",
+        path);
   }
   if (about.st_uid != geteuid() || (about.st_mode & 077) != 0) {
     throw Error(

@@ -1,11 +1,12 @@
 #include "rendezvous/environment/slurm.h"
 
 #include <charconv>
-#include <fmt/format.h>
 #include <optional>
 #include <string_view>
 
 #include <torchspan/core/error.h>
+
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::rendezvous {
 namespace {
@@ -47,9 +48,7 @@ std::string first_slurm_host(const std::string& list) {
     }
   }
   if (host.empty() || in_brackets || host.find_first_of("[]") != std::string::npos) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("'{}' is not a Slurm node list; expected something like node[1-3,5],other", list));
+    throw_invalid("'{}' is not a Slurm node list; expected something like node[1-3,5],other", list);
   }
   return host;
 }
@@ -66,14 +65,12 @@ int slurm_tasks_of_node(const std::string& list, int node, const std::string& va
     }
     const bool more = take(rest, ",");
     if (!tasks || !times || (!more && !rest.empty())) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("{} is '{}'; expected a list like 2(x3),1", variable, list));
+      throw_invalid("{} is '{}'; expected a list like 2(x3),1", variable, list);
     }
     before += *times;
     if (node < before) return *tasks;
     if (!more) {
-      throw Error(ErrorKind::kInvalid, fmt::format("{} is '{}', which has {} nodes, but SLURM_NODEID is {}",
-                                                   variable, list, before, node));
+      throw_invalid("{} is '{}', which has {} nodes, but SLURM_NODEID is {}", variable, list, before, node);
     }
   }
 }

@@ -33,9 +33,7 @@ std::int64_t unzigzag(std::uint64_t number) {
 void put_signed(ByteWriter& writer, std::int64_t number) { put_number(writer, zigzag(number)); }
 std::int64_t get_signed(ByteReader& reader) { return unzigzag(get_number(reader)); }
 
-[[noreturn]] void refuse(const std::string& what) {
-  throw Error(ErrorKind::kInvalid, "store message " + what);
-}
+[[noreturn]] void refuse(const std::string& what) { throw_invalid("store message " + what); }
 
 /// A count of elements of at least one byte each.
 std::size_t get_size(ByteReader& reader, std::size_t least_size = 1) {

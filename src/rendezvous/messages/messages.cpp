@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <concepts>
-#include <fmt/format.h>
 #include <random>
+
+#include "core/api/throw_invalid.h"
 
 namespace torchspan::rendezvous {
 namespace {
@@ -67,7 +68,7 @@ ErrorKind get_kind(ByteReader& reader) {
   const auto number = reader.get<std::uint8_t>();
   if (number < static_cast<std::uint8_t>(ErrorKind::kInvalid) ||
       number > static_cast<std::uint8_t>(ErrorKind::kUnsupported)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("store message names error kind {}", number));
+    throw_invalid("store message names error kind {}", number);
   }
   return static_cast<ErrorKind>(number);
 }
@@ -120,7 +121,7 @@ Departed get_departed(ByteReader& reader, std::size_t& most) {
   Departed departed;
   departed.died = reader.get<bool>();
   const Ranks ranks = Ranks::decode(reader);
-  if (ranks.size() > most) throw Error(ErrorKind::kInvalid, "store message names too many ranks");
+  if (ranks.size() > most) throw_invalid("store message names too many ranks");
   most -= ranks.size();
   departed.ranks = ranks.list();
   if (departed.died) departed.how = reader.get_string();
@@ -228,8 +229,7 @@ std::vector<Bytes> Gathered::all(std::size_t ranks) const {
   std::size_t sum = 0;
   for (const Run& run : runs) sum += run.ranks;
   if (sum != ranks) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the store sent the bytes of {} ranks instead of {}", sum, ranks));
+    throw_invalid("the store sent the bytes of {} ranks instead of {}", sum, ranks);
   }
   std::vector<Bytes> all;
   all.reserve(ranks);
@@ -253,7 +253,7 @@ Gathered Gathered::decode(ByteReader& reader) {
     Run run;
     run.ranks = get_number(reader);
     if (run.ranks == 0 || run.ranks > kMaxWorkers) {
-      throw Error(ErrorKind::kInvalid, fmt::format("store message has the bytes of {} ranks", run.ranks));
+      throw_invalid("store message has the bytes of {} ranks", run.ranks);
     }
     const BytesView bytes = reader.get_bytes(get_number(reader));
     run.bytes.assign(bytes.begin(), bytes.end());

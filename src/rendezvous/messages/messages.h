@@ -273,9 +273,8 @@ class MessageTable {
 
  private:
   [[noreturn]] static void throw_unknown(BytesView bytes) {
-    throw Error(ErrorKind::kInvalid,
-                "store message of type " + std::to_string(ByteReader(bytes).get<std::uint16_t>()) +
-                    " is not known here: do all workers run the same version of TorchSpan?");
+    throw_invalid("store message of type " + std::to_string(ByteReader(bytes).get<std::uint16_t>()) +
+                  " is not known here: do all workers run the same version of TorchSpan?");
   }
   std::map<std::uint16_t, std::function<void(Context..., ByteReader&, Sender)>> handlers_;
 };

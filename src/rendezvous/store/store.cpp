@@ -68,7 +68,7 @@ void Store::on_message(ConnectionId connection, BytesView bytes, TimePoint now) 
 int Store::rank_of(ConnectionId connection) const {
   const auto rank = roster_.rank_of(connection);
   if (!rank || phase_ != Phase::kRunning) {
-    throw Error(ErrorKind::kInvalid, "a client sent a message before it was admitted to the world");
+    throw_invalid("a client sent a message before it was admitted to the world");
   }
   return *rank;
 }
@@ -76,7 +76,7 @@ int Store::rank_of(ConnectionId connection) const {
 void Store::on_register(ConnectionId connection, Register message, TimePoint now) {
   const bool waits =
       std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& one) { return one.first == connection; });
-  if (roster_.rank_of(connection) || waits) throw Error(ErrorKind::kInvalid, "a client registered twice");
+  if (roster_.rank_of(connection) || waits) throw_invalid("a client registered twice");
   if (const auto reason = rejection_reason(message)) {
     if (reason->kind() == ErrorKind::kUnsupported) rejection_ = reason->message();
     refuse(connection, *reason, /*passing=*/message.job != options_.job && has_left(roster_, 0));

@@ -132,7 +132,7 @@ void StoreServer::on_message(const std::shared_ptr<net::Channel>& channel, net::
   const auto found = connections_.find(channel.get());
   if (found == connections_.end()) return;
   try {
-    if (!message.segments.empty()) throw Error(ErrorKind::kInvalid, "a message to the store has no segments");
+    if (!message.segments.empty()) throw_invalid("a message to the store has no segments");
     store_.on_message(found->second, message.header, runtime_.executor.now());
   } catch (const Error& error) {
     malformed_.write(

@@ -9,6 +9,7 @@
 
 #include <torchspan/detail/rpc/service.h>
 
+#include "core/api/throw_invalid.h"
 #include "rpc/agent/graceful_shutdown.h"
 #include "rpc/calls/handlers.h"
 
@@ -31,7 +32,7 @@ void throw_leaks(const std::string& worker, const std::vector<RRefInfo>& leaks) 
       "RRefs before shutdown():",
       worker, leaks.size());
   for (const std::string& line : leak_lines(leaks)) text += "\n  " + line;
-  throw Error(ErrorKind::kInvalid, text);
+  throw_invalid(text);
 }
 
 }  // namespace
@@ -101,7 +102,7 @@ void RpcAgent::attach(std::vector<std::unique_ptr<Extension>> extensions) {
     Extension& one = *extension;
     const auto [it, fresh] = extensions_.emplace(typeid(one), std::move(extension));
     if (!fresh) {
-      throw Error(ErrorKind::kInvalid, fmt::format("extension {} was given twice", demangle(typeid(one))));
+      throw_invalid("extension {} was given twice", demangle(typeid(one)));
     }
     one.attach(registrar);
   }
@@ -271,8 +272,7 @@ std::uint64_t RpcAgent::id_of(const char* name, std::string (*signature)()) cons
   const std::string text = signature();
   const std::uint64_t id = function_id(name, text);
   if (state_.functions.find(id) != nullptr) return id;
-  throw Error(
-      ErrorKind::kInvalid,
+  throw_invalid(
       named != nullptr
           ? fmt::format("the function table's '{}' has another signature than this token's {}", name, text)
           : fmt::format("'{}' is not in this worker's function table; add its token to the FunctionTable in "
@@ -284,8 +284,7 @@ void RpcAgent::apply(const CallOptions& options, Request& request) {
   state_.runtime.check_process();
   const Duration timeout = options.timeout.value_or(default_timeout_.load());
   if (timeout < Duration::zero()) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a timeout of {} ns is negative; zero means no limit", timeout.count()));
+    throw_invalid("a timeout of {} ns is negative; zero means no limit", timeout.count());
   }
   if (timeout != Duration::zero()) request.deadline = state_.runtime.executor.deadline_in(timeout);
   request.stop = options.stop;
@@ -351,10 +350,9 @@ void* RpcAgent::find_extension(const std::type_info& type) const {
   state_.runtime.check_process();
   auto it = extensions_.find(type);
   if (it != extensions_.end()) return dynamic_cast<void*>(it->second.get());
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("worker '{}' has no extension {}; add one to its Session (or to the "
-                          "WorkerService) when it is made",
-                          state_.self.name, demangle(type)));
+  throw_invalid(
+      "worker '{}' has no extension {}; add one to its Session (or to the WorkerService) when it is made",
+      state_.self.name, demangle(type));
 }
 
 Gathering RpcAgent::gathering(const std::vector<std::string>& participants) {
@@ -368,7 +366,7 @@ Gathering RpcAgent::gathering(const std::vector<std::string>& participants) {
   std::vector<int>& asked = who.asked;
   for (const std::string& name : participants) asked.push_back(static_cast<int>(resolve(name)));
   if (asked.empty() && who.membership->open()) {
-    throw Error(ErrorKind::kInvalid, "an open world has no fixed set of workers: name the participants");
+    throw_invalid("an open world has no fixed set of workers: name the participants");
   }
   if (asked.empty()) {
     for (const WorkerInfo& worker : state_.peers.members()) asked.push_back(static_cast<int>(worker.rank));

@@ -27,7 +27,7 @@ void UnknownPeers::receive(const std::shared_ptr<net::Channel>& channel, net::Me
   }
   const wire::FrameView frame = wire::decode_frame(message.header, state_.wire);
   if (frame.header.type != Hello::kType) {
-    throw Error(ErrorKind::kInvalid, "the peer's first message is not a hello");
+    throw_invalid("the peer's first message is not a hello");
   }
   wire::Payload payload;
   payload.value.assign(frame.value.begin(), frame.value.end());
@@ -135,8 +135,7 @@ Buffer MessageReceiver::device_memory(const std::shared_ptr<net::Channel>& chann
                                       std::size_t size) {
   const auto peer = state_.channels->peer_of(channel.get());
   if (!peer) return {};
-  if (!state_.device_memory)
-    throw Error(ErrorKind::kInvalid, "a tensor arrived for a device that this worker did not agree to");
+  if (!state_.device_memory) throw_invalid("a tensor arrived for a device that this worker did not agree to");
   const EnvironmentScope empty{Environment()};  // as in dispatch()
   try {
     return state_.device_memory->receive(*peer, target, size);
@@ -200,8 +199,7 @@ void MessageReceiver::insert_shared(IncomingCall& call) {
   const auto* blob = call.frame.blob(kDeviceMemoryBlob);
   if (blob == nullptr) return;
   if (!state_.device_memory)
-    throw Error(ErrorKind::kInvalid,
-                "a message has tensors in device memory, which this worker never mapped");
+    throw_invalid("a message has tensors in device memory, which this worker never mapped");
   ReceivedMessage& message = call.message;
   state_.device_memory->insert(call.from(), blob->bytes, {message.segments, message.on_device});
 }

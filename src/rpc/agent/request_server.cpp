@@ -7,6 +7,7 @@
 #include <memory>
 #include <utility>
 
+#include "core/api/throw_invalid.h"
 #include "rpc/agent/agent_state.h"
 #include "rpc/agent/message_sender.h"
 #include "rpc/calls/autocast_header.h"
@@ -181,9 +182,8 @@ void RequestServer::add_handler(wire::MessageType type, RequestHandler handler) 
   const std::string name = handler.name;
   auto [it, fresh] = handlers_.emplace(static_cast<std::uint16_t>(type), std::move(handler));
   if (!fresh) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("message type {:#06x} is taken by '{}', so '{}' cannot have it",
-                            static_cast<int>(type), it->second.name, name));
+    throw_invalid("message type {:#06x} is taken by '{}', so '{}' cannot have it", static_cast<int>(type),
+                  it->second.name, name);
   }
 }
 
@@ -232,7 +232,7 @@ void RequestServer::take_handles(IncomingCall& call) {
   std::vector<wire::Handle> handles = call.frame.handles;
   const wire::MessageType type = call.frame.header.type;
   if (type == kCreateRemote || type == kCreateByOperator || type == kCreateByMethod) {
-    if (handles.empty()) throw Error(ErrorKind::kInvalid, "a creation arrived without its reference");
+    if (handles.empty()) throw_invalid("a creation arrived without its reference");
     call.creation = handles.front();
     handles.erase(handles.begin());
   }

@@ -160,9 +160,9 @@ void TransportLoop::check_may_wait() const {
   const IncomingPtr& served = Environment::served();
   // Continuations run in the environment of the call that added them, but on threads of the pool.
   if (!served || served->inline_thread.load() != std::this_thread::get_id()) return;
-  throw Error(ErrorKind::kInvalid,
-              "a function declared kInline waits for a future, on the thread that would receive it; declare "
-              "it without kInline, or make it a coroutine");
+  throw_invalid(
+      "a function declared kInline waits for a future, on the thread that would receive it; declare it "
+      "without kInline, or make it a coroutine");
 }
 
 Timers::Id TransportLoop::at(Deadline when, UniqueFunction<void()> job) {

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "core/api/throw_invalid.h"
 #include "device/api/devices.h"
 #include "wire/api/tensors.h"
 
@@ -13,17 +14,15 @@ DeviceMap::DeviceMap(std::vector<Pair> pairs) : pairs_(std::move(pairs)) {
   for (auto pair = pairs_.begin(); pair != pairs_.end(); ++pair) {
     for (const c10::Device& device : {pair->first, pair->second}) {
       if (device.is_cpu() || device.has_index()) continue;
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("a device map names '{}' without an index; say which one: '{}:0'", device.str(),
-                              device.str()));
+      throw_invalid("a device map names '{}' without an index; say which one: '{}:0'", device.str(),
+                    device.str());
     }
     const auto twice = std::find_if(pairs_.begin(), pair, [&](const Pair& before) {
       return before.first == pair->first || before.second == pair->second;
     });
     if (twice == pair) continue;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a device map is one to one, but has both {} to {} and {} to {}",
-                            twice->first.str(), twice->second.str(), pair->first.str(), pair->second.str()));
+    throw_invalid("a device map is one to one, but has both {} to {} and {} to {}", twice->first.str(),
+                  twice->second.str(), pair->first.str(), pair->second.str());
   }
 }
 
@@ -48,10 +47,8 @@ void Devices::check_here() const {
     for (const DeviceMap::Pair& pair : map.pairs()) {
       const std::string why = device::why_absent(pair.first);
       if (why.empty()) continue;
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("worker '{}' (rank {}) has a device map for worker '{}' that names its own {}, but {}",
-                      self_.name, self_.rank, peer, pair.first.str(), why));
+      throw_invalid("worker '{}' (rank {}) has a device map for worker '{}' that names its own {}, but {}",
+                    self_.name, self_.rank, peer, pair.first.str(), why);
     }
   }
 }
@@ -61,10 +58,8 @@ void Devices::check_names(const std::vector<WorkerInfo>& world) const {
   for (const WorkerInfo& worker : world) names.push_back(worker.name);
   for (const auto& [peer, map] : maps_) {
     if (std::find(names.begin(), names.end(), peer) != names.end()) continue;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("worker '{}' has a device map for worker '{}', which is not in this world; there "
-                            "are {}",
-                            self_.name, peer, fmt::join(names, ", ")));
+    throw_invalid("worker '{}' has a device map for worker '{}', which is not in this world; there are {}",
+                  self_.name, peer, fmt::join(names, ", "));
   }
 }
 

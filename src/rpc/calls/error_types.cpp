@@ -1,16 +1,16 @@
-#include <fmt/format.h>
 
 #include <torchspan/core/bytes.h>
 #include <torchspan/detail/rpc/error_types.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::rpc {
 
 void ErrorTypes::insert(ErrorType type) {
-  if (type.name.empty()) throw Error(ErrorKind::kInvalid, "an error type has an empty name; give it one");
+  if (type.name.empty()) throw_invalid("an error type has an empty name; give it one");
   for (const ErrorType& known : types_) {
     if (known.name == type.name)
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("two error types are named '{}'; every name may be used once", type.name));
+      throw_invalid("two error types are named '{}'; every name may be used once", type.name);
   }
   types_.push_back(std::move(type));
 }
@@ -21,8 +21,8 @@ std::optional<Bytes> ErrorTypes::encode(const std::exception_ptr& cause) const {
     try {
       value = type.encode(cause);
     } catch (...) {
-      throw Error(ErrorKind::kInvalid, fmt::format("an error of type '{}' could not be encoded: {}",
-                                                   type.name, describe(std::current_exception()).text));
+      throw_invalid("an error of type '{}' could not be encoded: {}", type.name,
+                    describe(std::current_exception()).text);
     }
     if (!value) continue;
     wire::Payload payload = wire::to_payload(type.name);

@@ -4,6 +4,8 @@
 
 #include <torchspan/rpc/worker.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan {
 namespace rpc {
 
@@ -19,8 +21,8 @@ std::uint64_t function_id(std::string_view name, std::string_view signature) {
 }
 
 void throw_wrong_object(const Value& value, const std::type_info& wanted) {
-  throw Error(ErrorKind::kInvalid, fmt::format("the member belongs to {}, but the RRef's value is a {}",
-                                               demangle(wanted), value.type_name()));
+  throw_invalid("the member belongs to {}, but the RRef's value is a {}", demangle(wanted),
+                value.type_name());
 }
 
 Outcome refuse_declared(Execution& execution) {
@@ -31,7 +33,7 @@ Outcome refuse_declared(Execution& execution) {
 
 ValuePtr decode_object(Execution& invocation) {
   auto reference = std::static_pointer_cast<Reference>(invocation.arguments.reference());
-  if (!reference) throw Error(ErrorKind::kInvalid, "a member function was called without its object");
+  if (!reference) throw_invalid("a member function was called without its object");
   return reference->value(Deadline::never());  // ready: calls wait for their references before they start
 }
 
@@ -55,8 +57,7 @@ const rpc::ScriptEntry* FunctionTable::find_script(std::string_view name) const 
 void FunctionTable::insert_script(rpc::ScriptEntry entry) {
   const std::string name = entry.name;
   if (!scripts_.emplace(name, std::move(entry)).second) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("two TorchScript functions are named '{}'; every name may be used once", name));
+    throw_invalid("two TorchScript functions are named '{}'; every name may be used once", name);
   }
 }
 
@@ -75,16 +76,13 @@ std::uint64_t FunctionTable::digest() const {
 }
 
 void FunctionTable::insert(rpc::FunctionEntry entry) {
-  if (entry.name.empty()) throw Error(ErrorKind::kInvalid, "a function token has an empty name; give it one");
+  if (entry.name.empty()) throw_invalid("a function token has an empty name; give it one");
   if (by_name_.contains(entry.name)) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("two function tokens are named '{}'; every name may be used once", entry.name));
+    throw_invalid("two function tokens are named '{}'; every name may be used once", entry.name);
   }
   entry.id = rpc::function_id(entry.name, entry.signature);
   if (by_id_.contains(entry.id)) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("the digest of '{}' equals that of another function; choose another name", entry.name));
+    throw_invalid("the digest of '{}' equals that of another function; choose another name", entry.name);
   }
   by_name_.emplace(entry.name, entry.id);
   by_id_.emplace(entry.id, std::move(entry));

@@ -12,6 +12,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "rpc/agent/agent.h"
 #include "rpc/calls/script.h"
 #include "rpc/references/control.h"
@@ -23,20 +24,17 @@ std::vector<std::shared_ptr<torch::jit::Operator>> overloads_of(const std::strin
   const auto dot = name.find('.');
   const std::string base = name.substr(0, dot);
   if (base.find("::") == std::string::npos) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format(
-            "'{}' is neither a TorchScript function of this worker's table (FunctionTable::add_script) "
-            "nor an operator; those are written with their namespace, like aten::add",
-            name));
+    throw_invalid(
+        "'{}' is neither a TorchScript function of this worker's table (FunctionTable::add_script) nor an "
+        "operator; those are written with their namespace, like aten::add",
+        name);
   }
   auto all = torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(base));
   if (dot != std::string::npos) {
     const std::string overload = name.substr(dot + 1);
     std::erase_if(all, [&](const auto& op) { return op->schema().overload_name() != overload; });
   }
-  if (all.empty())
-    throw Error(ErrorKind::kInvalid, fmt::format("there is no operator '{}' in this LibTorch", name));
+  if (all.empty()) throw_invalid("there is no operator '{}' in this LibTorch", name);
   return all;
 }
 
@@ -74,8 +72,7 @@ c10::IValue call_operator(const std::string& name, std::vector<c10::IValue> args
   for (const auto& arg : args) given += (given.empty() ? "" : ", ") + arg.tagKind();
   for (const auto& [key, arg] : kwargs)
     given += fmt::format("{}{}={}", given.empty() ? "" : ", ", key, arg.tagKind());
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("no overload of '{}' takes ({}); there are:{}", name, given, schemas.str()));
+  throw_invalid("no overload of '{}' takes ({}); there are:{}", name, given, schemas.str());
 }
 
 /// Longer texts of exceptions appear whole in the frame only.
@@ -184,12 +181,10 @@ void run_entry(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call, 
   wire::Decoder decoder(call->payload);
   const FunctionEntry* entry = agent->functions().find(wire::decode<std::uint64_t>(decoder));
   if (entry == nullptr) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("worker '{}' does not have this function, which worker '{}' called; add the token to "
-                    "its FunctionTable, or call it only after all workers were updated to a program that "
-                    "has it",
-                    agent->self().name, agent->name_of(call->peer)));
+    throw_invalid(
+        "worker '{}' does not have this function, which worker '{}' called; add the token to its "
+        "FunctionTable, or call it only after all workers were updated to a program that has it",
+        agent->self().name, agent->name_of(call->peer));
   }
   agent->serving().name(*call, entry->name);
   const TimePoint begin = agent->runtime().executor.now();
@@ -314,7 +309,7 @@ c10::IValue run_by_name(RpcAgent& agent, const IncomingPtr& call) {
 c10::IValue run_method(RpcAgent& agent, const IncomingPtr& call) {
   wire::Decoder decoder(call->payload);
   auto reference = std::static_pointer_cast<Reference>(decoder.reference());
-  if (!reference) throw Error(ErrorKind::kInvalid, "a method was called without its object");
+  if (!reference) throw_invalid("a method was called without its object");
   DynamicCall dynamic = decode_dynamic(agent, *call, decoder);
   return as_remote(agent, call, [&] {
     const ValuePtr object = reference->value(Deadline::never());  // ready: its call waited for it
@@ -339,7 +334,7 @@ void create_dynamic(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& c
 void serve_fetch(const std::shared_ptr<RpcAgent>& agent, const IncomingPtr& call,
                  const std::shared_ptr<Completion>& reply) {
   if (call->payload.references.size() != 1 || !call->payload.references[0]) {
-    throw Error(ErrorKind::kInvalid, "a fetch arrived without its reference");
+    throw_invalid("a fetch arrived without its reference");
   }
   auto reference = std::static_pointer_cast<Reference>(call->payload.references[0]);
   const ValuePtr value = reference->value(Deadline::never());

@@ -1,10 +1,11 @@
 #include "rpc/calls/script.h"
 
-#include <fmt/format.h>
 #include <sstream>
 
 #include <torch/csrc/jit/api/compilation_unit.h>
 #include <torch/csrc/jit/api/module.h>
+
+#include "core/api/throw_invalid.h"
 
 namespace torchspan {
 namespace rpc {
@@ -19,7 +20,7 @@ std::string schema_of(const torch::jit::Function& function) {
 }
 
 [[noreturn]] void throw_misfit(const torch::jit::Function& function, const std::string& why) {
-  throw Error(ErrorKind::kInvalid, fmt::format("the arguments do not fit {}: {}", schema_of(function), why));
+  throw_invalid("the arguments do not fit {}: {}", schema_of(function), why);
 }
 
 /// Runs `function`. `args` begin with self if it is a method.
@@ -39,8 +40,7 @@ template <class Methods>
 [[noreturn]] void throw_unknown(const std::string& method, const std::string& type, const Methods& methods) {
   std::string known;
   for (const torch::jit::Function* one : methods) known += (known.empty() ? "" : ", ") + one->name();
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("{} has no TorchScript method '{}'; it has: {}", type, method, known));
+  throw_invalid("{} has no TorchScript method '{}'; it has: {}", type, method, known);
 }
 
 c10::IValue run_method(const c10::IValue& self, const std::string& method, std::vector<c10::IValue> args,
@@ -66,11 +66,9 @@ c10::IValue call_method(Value& object, const std::string& method, std::vector<c1
   if (object.type() == typeid(c10::IValue)) {
     const auto& value = *static_cast<c10::IValue*>(object.address());
     if (value.isObject()) return run_method(value, method, std::move(args), kwargs);
-    throw Error(ErrorKind::kInvalid, fmt::format("'{}' was called on a {}, which is not a TorchScript object",
-                                                 method, value.tagKind()));
+    throw_invalid("'{}' was called on a {}, which is not a TorchScript object", method, value.tagKind());
   }
-  throw Error(ErrorKind::kInvalid, fmt::format("'{}' was called on a {}, which has no TorchScript methods",
-                                               method, object.type_name()));
+  throw_invalid("'{}' was called on a {}, which has no TorchScript methods", method, object.type_name());
 }
 
 }  // namespace rpc

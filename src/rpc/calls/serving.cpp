@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <fmt/format.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::rpc {
 
 void IncomingCall::request_stop() {
@@ -28,8 +30,7 @@ std::stop_token IncomingCall::stop_token(bool* fresh) {
 void ServingTable::add(const IncomingPtr& call) {
   MutexLock lock(mutex_);
   if (calls_.contains(key_of(*call)))
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("call number {} of this caller is being served already", call->info.call));
+    throw_invalid("call number {} of this caller is being served already", call->info.call);
   std::uint64_t& waiting = waiting_bytes_[call->peer];
   if (waiting != 0 && waiting + call->bytes > most_waiting_bytes_) {
     throw Error(

@@ -5,6 +5,8 @@
 #include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/rpc/worker.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan {
 namespace {
 
@@ -119,8 +121,7 @@ Future<void> Worker::delay(Duration time) const {
 
 rpc::Reference& RRefBase::held() const {
   if (!state_) {
-    throw Error(ErrorKind::kInvalid,
-                "this RRef is empty: it was default-constructed, or an empty one was sent");
+    throw_invalid("this RRef is empty: it was default-constructed, or an empty one was sent");
   }
   return *state_;
 }
@@ -179,9 +180,7 @@ void WorkerBackend::check_running() const {
 
 void check_reference_type(const Reference& reference, const std::string& type_name) {
   if (reference.type_tag() == wire::digest(type_name)) return reference.name_type(type_name);
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("an RRef<{}> was expected, but the received reference is of another type", type_name));
+  throw_invalid("an RRef<{}> was expected, but the received reference is of another type", type_name);
 }
 
 void fetch(const ReferencePtr& reference, CallOptions options, std::shared_ptr<Completion> completion) {

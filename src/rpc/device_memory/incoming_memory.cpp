@@ -6,6 +6,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::rpc {
 
 void IncomingMemory::check_new(PeerId from, std::uint32_t route) {
@@ -14,7 +16,7 @@ void IncomingMemory::check_new(PeerId from, std::uint32_t route) {
     throw Error(ErrorKind::kDisconnected, "the worker that offered device memory has departed");
   const auto& routes = mapped_[from];
   if (routes.contains(route)) {
-    throw Error(ErrorKind::kInvalid, fmt::format("route {} was offered twice", route));
+    throw_invalid("route {} was offered twice", route);
   }
   if (routes.size() >= kMostRoutes) {
     throw Error(ErrorKind::kOverloaded,
@@ -41,7 +43,7 @@ void IncomingMemory::open(PeerId from, const OfferDeviceMemory& offer, c10::Devi
     check_new(from, offer.route);
   }
   if (offer.bytes == 0 || offer.bytes > std::numeric_limits<std::ptrdiff_t>::max()) {
-    throw Error(ErrorKind::kInvalid, fmt::format("an area of {} bytes was offered", offer.bytes));
+    throw_invalid("an area of {} bytes was offered", offer.bytes);
   }
   const auto bytes = static_cast<std::size_t>(offer.bytes);
   const auto* handle = reinterpret_cast<const std::byte*>(offer.handle.data());
@@ -59,15 +61,13 @@ IncomingMemory::Mapped IncomingMemory::find(PeerId from, std::uint32_t route) co
     const auto found = peer->second.find(route);
     if (found != peer->second.end()) return found->second;
   }
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("a tensor is in device memory of route {}, which was not offered", route));
+  throw_invalid("a tensor is in device memory of route {}, which was not offered", route);
 }
 
 c10::Device IncomingMemory::device_of(PeerId from, std::uint32_t route) const {
   const Mapped found = find(from, route);
   if (found.memory) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("a tensor came over the connection for route {}, which is shared memory", route));
+    throw_invalid("a tensor came over the connection for route {}, which is shared memory", route);
   }
   return found.device;
 }
@@ -80,16 +80,15 @@ void IncomingMemory::insert(PeerId from, BytesView blob, ReceivedSegments segmen
   for (const SharedPlace& place : places.all) {
     const Mapped area = find(from, place.route);
     if (place.bytes == 0 || place.offset > area.bytes || place.bytes > area.bytes - place.offset) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("a tensor of {} bytes at {} is outside of the {} bytes of device memory that "
-                              "were offered as route {}",
-                              place.bytes, place.offset, area.bytes, place.route));
+      throw_invalid(
+          "a tensor of {} bytes at {} is outside of the {} bytes of device memory that were offered as route "
+          "{}",
+          place.bytes, place.offset, area.bytes, place.route);
     }
     const bool ascends = before == nullptr || place.segment > before->segment;
     if (!ascends || place.segment > segments.all.size()) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("a tensor in device memory is segment {} of a message with {} others",
-                              place.segment, segments.all.size()));
+      throw_invalid("a tensor in device memory is segment {} of a message with {} others", place.segment,
+                    segments.all.size());
     }
     Buffer buffer;
     buffer.data = area.memory.get() + place.offset;

@@ -1,10 +1,10 @@
 #include "rpc/device_memory/lent_tensor.h"
 
 #include <algorithm>
-#include <fmt/format.h>
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "device/api/tensors.h"
 
 namespace torchspan::rpc {
@@ -68,8 +68,7 @@ void LentArea::returned(std::uint64_t lease) {
   const auto part = find(lease);
   const bool never = lease == 0 || lease > last_lease_ || (part != parts_.end() && !part->second.lent);
   if (never) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("it returned lease {} of device memory, which it does not hold", lease));
+    throw_invalid("it returned lease {} of device memory, which it does not hold", lease);
   }
   if (part != parts_.end()) parts_.erase(part);
 }

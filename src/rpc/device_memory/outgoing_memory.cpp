@@ -1,11 +1,11 @@
 #include "rpc/device_memory/outgoing_memory.h"
 
 #include <algorithm>
-#include <fmt/format.h>
 #include <utility>
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "rendezvous/api/process_stat.h"
 
 namespace torchspan::rpc {
@@ -150,8 +150,7 @@ void OutgoingMemory::returned(PeerId by, const ReleaseDeviceMemory& release) {
     if (const Route* route = find(by, release.route)) area = route->area;
   }
   if (!area) {
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("it returned device memory of route {}, which it does not have", release.route));
+    throw_invalid("it returned device memory of route {}, which it does not have", release.route);
   }
   for (const std::uint64_t lease : release.leases) area->returned(lease);
 }

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::rpc {
 
 void PeerTable::add(Peer peer) {
@@ -70,8 +72,7 @@ std::optional<Peer> PeerTable::find_present(std::uint32_t rank) const {
 Peer PeerTable::present(std::uint32_t rank) const {
   MutexLock lock(mutex_);
   const auto found = entries_.find(rank);
-  if (found == entries_.end())
-    throw Error(ErrorKind::kInvalid, fmt::format("there is no rank {} in this world", rank));
+  if (found == entries_.end()) throw_invalid("there is no rank {} in this world", rank);
   if (found->second.departed) throw Error(*found->second.departed);
   return found->second.peer;
 }
@@ -119,7 +120,7 @@ PeerTable::Entries::const_iterator PeerTable::find(const Destination& of) const 
   for (const auto& [rank, entry] : entries_) {
     if (entry.member) known += fmt::format(" '{}' ({})", entry.peer.info.name, rank);
   }
-  throw Error(ErrorKind::kInvalid, fmt::format("there is no {} in this world; there are{}", wanted, known));
+  throw_invalid("there is no {} in this world; there are{}", wanted, known);
 }
 
 Protocol PeerTable::protocol(std::uint32_t rank) const {

@@ -29,7 +29,7 @@ void ProgramNames::read_site(BytesView site, Origin& origin) {
   ByteReader reader(site);
   origin.line = reader.get<std::uint32_t>();
   if (reader.left() > kLongestFile)
-    throw Error(ErrorKind::kInvalid, "a creation's place in the program has too long a file name");
+    throw_invalid("a creation's place in the program has too long a file name");
   const BytesView name = reader.get_bytes(reader.left());
   std::string file(name.size(), '\0');
   std::ranges::transform(name, file.begin(), [](std::byte byte) { return static_cast<char>(byte); });

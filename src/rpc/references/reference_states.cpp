@@ -1,7 +1,6 @@
 #include "rpc/references/reference_states.h"
 
-#include <fmt/format.h>
-
+#include "core/api/throw_invalid.h"
 #include "rpc/references/references.h"
 
 namespace torchspan::rpc {
@@ -69,10 +68,10 @@ UserReference::~UserReference() {
 
 ValuePtr UserReference::value(Deadline) const {
   auto alive = backend();
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("local_value() of a value that is on worker '{}' was called on worker '{}'; call a "
-                          "function on the RRef there, or fetch a copy with to_here()",
-                          alive->name_of(ids_.owner.rank), alive->self().name));
+  throw_invalid(
+      "local_value() of a value that is on worker '{}' was called on worker '{}'; call a function on the "
+      "RRef there, or fetch a copy with to_here()",
+      alive->name_of(ids_.owner.rank), alive->self().name);
 }
 
 void UserReference::name_type(const std::string& name) const {

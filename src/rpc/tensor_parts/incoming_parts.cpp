@@ -13,7 +13,7 @@
 namespace torchspan::rpc {
 namespace {
 
-[[noreturn]] void refuse_part(std::string text) { throw Error(ErrorKind::kInvalid, std::move(text)); }
+[[noreturn]] void refuse_part(std::string text) { throw_invalid(std::move(text)); }
 
 }  // namespace
 

@@ -18,6 +18,7 @@
 #include <torchspan/core/error.h>
 
 #include "collective/api/shares_memory.h"
+#include "core/api/throw_invalid.h"
 #include "data_parallel/api/group_ranks.h"
 
 namespace torchspan::sharded {
@@ -313,11 +314,10 @@ void FlatParameters::check_unchanged() const {
         entry.tensor.storage_offset() == entry.part.storage_offset() &&
         entry.tensor.sizes() == entry.part.sizes() && entry.tensor.scalar_type() == part_.scalar_type();
     if (same) continue;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("parameter '{}' was moved, converted or replaced after FullyShardedDataParallel divided "
-                    "it; convert the module before it is wrapped, and change values in place",
-                    entry.name));
+    throw_invalid(
+        "parameter '{}' was moved, converted or replaced after FullyShardedDataParallel divided it; convert "
+        "the module before it is wrapped, and change values in place",
+        entry.name);
   }
 }
 

@@ -1,4 +1,3 @@
-#include <fmt/format.h>
 #include <set>
 #include <utility>
 
@@ -10,6 +9,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/sharded.h>
 
+#include "core/api/throw_invalid.h"
 #include "engine/api/grad_field_sink.h"
 #include "sharded/units/sharded_model.h"
 #include "sharded/units/unit.h"
@@ -32,10 +32,9 @@ void for_each_entry(const ShardedModel& model, const Visit& visit) {
 void check_gradient_use(const Entry& entry) {
   if (!engine::has_gradient_use(entry.tensor, engine::GradientUse::kSteps)) return;
   throw_invalid(
-      fmt::format("parameter '{}' is stepped in backward by an optimizer, which finds no gradient of a "
-                  "sharded parameter; destroy what step_in_backward() returned, and call step() after "
-                  "backward",
-                  entry.name));
+      "parameter '{}' is stepped in backward by an optimizer, which finds no gradient of a sharded "
+      "parameter; destroy what step_in_backward() returned, and call step() after backward",
+      entry.name);
 }
 
 }  // namespace
@@ -44,16 +43,15 @@ void check_gradient_use(const Entry& entry) {
 WrappedUnits::WrappedUnits(std::shared_ptr<torch::nn::Module> module, collective::Group group,
                            FullyShardedOptions options)
     : module_(std::move(module)), model_(make_process_shared<ShardedModel>(std::move(group), options)) {
-  if (!module_) throw Error(ErrorKind::kInvalid, "the module is null");
+  if (!module_) throw_invalid("the module is null");
   model_->divide(*module_);
 }
 
 WrappedUnits::WrappedUnits(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<ShardedModel> model)
     : module_(std::move(module)), model_(std::move(model)) {
-  if (!module_) throw Error(ErrorKind::kInvalid, "the module is null");
+  if (!module_) throw_invalid("the module is null");
   if (!model_->units().empty()) {
-    throw Error(
-        ErrorKind::kInvalid,
+    throw_invalid(
         "the UnitBuilder has been given to a FullyShardedDataParallel already; make one for each model");
   }
   model_->divide(*module_);
@@ -126,10 +124,10 @@ state::SourcePtr WrappedUnits::optimizer_source(optim::Optimizer& optimizer) {
   for_each_entry(*model_, [&](const Entry& entry) { known.insert(entry.tensor.unsafeGetTensorImpl()); });
   for (const at::Tensor& parameter : optimizer.parameters()) {
     if (known.contains(parameter.unsafeGetTensorImpl())) continue;
-    throw_invalid(fmt::format(
-        "{} of the optimizer is not a parameter of this FullyShardedDataParallel: make the optimizer "
-        "of the wrapped module's parameters, after wrapping it",
-        optimizer.describe(parameter)));
+    throw_invalid(
+        "{} of the optimizer is not a parameter of this FullyShardedDataParallel: make the optimizer of the "
+        "wrapped module's parameters, after wrapping it",
+        optimizer.describe(parameter));
   }
   return optimizer.state_source();
 }

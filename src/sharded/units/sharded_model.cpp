@@ -11,6 +11,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
 #include "data_parallel/api/agreement.h"
 #include "sharded/units/unit.h"
 
@@ -263,20 +264,18 @@ void ShardedModel::begin_forward() {
 void ShardedModel::check_wrapped(const Unit& unit) const {
   if (units_.empty()) {
     throw_invalid(
-        fmt::format("{} was divided by a UnitBuilder, and runs before its model: construct a "
-                    "FullyShardedDataParallel of the whole "
-                    "module, and call that",
-                    unit.describe()));
+        "{} was divided by a UnitBuilder, and runs before its model: construct a FullyShardedDataParallel of "
+        "the whole module, and call that",
+        unit.describe());
   }
   if (in_forward_ || !running_.empty() || root()->parts().empty()) return;
   if (root()->in_use() || root()->is_gathered()) return;
   const Unit::Part& part = root()->parts().front();
-  throw_invalid(fmt::format(
+  throw_invalid(
       "{} runs outside of a forward of its FullyShardedDataParallel, where '{}' and other parameters of the "
-      "module are "
-      "this rank's parts: call the wrapper instead of the module, for example model(x), or run inside of "
-      "with_full_parameters()",
-      unit.describe(), part.parameters->entries().front().name));
+      "module are this rank's parts: call the wrapper instead of the module, for example model(x), or run "
+      "inside of with_full_parameters()",
+      unit.describe(), part.parameters->entries().front().name);
 }
 
 std::shared_ptr<Unit> ShardedModel::begin_unit(const std::shared_ptr<Unit>& unit) {
@@ -377,11 +376,10 @@ ShardedModel::Open& ShardedModel::open_of(const UnitGradients& node) {
       if (open.node.get() == &node) return open;
     }
   }
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("backward reached {} not through a tensor that its forward returned, so its parameters "
-                  "were not gathered; return every tensor that the loss depends on",
-                  record->unit->describe()));
+  throw_invalid(
+      "backward reached {} not through a tensor that its forward returned, so its parameters were not "
+      "gathered; return every tensor that the loss depends on",
+      record->unit->describe());
 }
 
 bool ShardedModel::is_whole(const ForwardRecord& record) const {

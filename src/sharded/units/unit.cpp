@@ -18,6 +18,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/sharded/unit_forward.h>
 
+#include "core/api/throw_invalid.h"
 #include "sharded/parts.h"
 #include "sharded/units/sharded_model.h"
 
@@ -45,10 +46,10 @@ StepPartScope Unit::operations() const {
 
 std::shared_ptr<ShardedModel> Unit::model() const {
   if (auto model = model_.lock()) return model;
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("the FullyShardedDataParallel of {} was destroyed, and its parameters "
-                          "are divided; keep the wrapper as long as the module is used",
-                          describe()));
+  throw_invalid(
+      "the FullyShardedDataParallel of {} was destroyed, and its parameters are divided; keep the wrapper as "
+      "long as the module is used",
+      describe());
 }
 
 bool Unit::is_gathered() const {
@@ -152,12 +153,11 @@ void check_frozen(Unit& unit) {
     if (part.gradients) continue;
     for (const FlatParameters::Entry& entry : part.parameters->entries()) {
       if (!entry.tensor.requires_grad()) continue;
-      throw Error(
-          ErrorKind::kInvalid,
-          fmt::format("parameter '{}' required no gradient when FullyShardedDataParallel divided it, and "
-                      "requires one now, which would not be averaged; set requires_grad before the "
-                      "module is wrapped, and freeze it afterwards",
-                      entry.name));
+      throw_invalid(
+          "parameter '{}' required no gradient when FullyShardedDataParallel divided it, and requires one "
+          "now, which would not be averaged; set requires_grad before the module is wrapped, and freeze it "
+          "afterwards",
+          entry.name);
     }
   }
 }
@@ -368,9 +368,7 @@ class Walk {
       if (is_new) {
         const bool is_built = std::find(built_.begin(), built_.end(), found->unit) != built_.end();
         if (found->unit && !is_built) {
-          throw Error(
-              ErrorKind::kInvalid,
-              fmt::format("unit '{}' is divided by a FullyShardedDataParallel already; wrap it once", name));
+          throw_invalid("unit '{}' is divided by a FullyShardedDataParallel already; wrap it once", name);
         }
         units_.push_back({name, found, found->unit, {}});
       }
@@ -439,10 +437,10 @@ std::vector<ListedUnit> units_of(torch::nn::Module& module, const std::vector<st
     if (name_built(units[unit], item.key(), tensor)) continue;
     for (const auto& other : built) {
       if (!other->name_parameter(tensor, item.key())) continue;
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("parameter '{}' is used by several units, but the UnitBuilder has divided it; "
-                              "build those units without it",
-                              item.key()));
+      throw_invalid(
+          "parameter '{}' is used by several units, but the UnitBuilder has divided it; build those units "
+          "without it",
+          item.key());
     }
     if (parts.size() <= unit) parts.resize(unit + 1);
     parts[unit][{tensor.scalar_type(), tensor.requires_grad()}].push_back({item.key(), tensor});
@@ -458,10 +456,10 @@ void check_built(const std::vector<ListedUnit>& units, const std::vector<std::sh
   for (std::size_t i = 0; i < built.size(); ++i) {
     const auto is_it = [&](const ListedUnit& unit) { return unit.divided == built[i]; };
     if (std::any_of(units.begin(), units.end(), is_it)) continue;
-    throw Error(ErrorKind::kInvalid,
-                fmt::format("the module does not contain unit {} of {} that the UnitBuilder has built; "
-                            "register each of them with register_module()",
-                            i + 1, built.size()));
+    throw_invalid(
+        "the module does not contain unit {} of {} that the UnitBuilder has built; register each of them "
+        "with register_module()",
+        i + 1, built.size());
   }
 }
 

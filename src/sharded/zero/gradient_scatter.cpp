@@ -51,8 +51,7 @@ std::vector<BucketShards> shards_of(const std::vector<std::vector<std::string>>&
     bucket.ranks = ranks;
     for (const std::string& name : names) {
       const auto found = index.find(name);
-      if (found == index.end())
-        throw Error(ErrorKind::kInvalid, "a bucket contains the unknown parameter '" + name + "'");
+      if (found == index.end()) throw_invalid("a bucket contains the unknown parameter '" + name + "'");
       const std::int64_t count = parameters[found->second].tensor.numel();
       bucket.places.push_back({found->second, bucket.count, count});
       bucket.count += count;
@@ -95,8 +94,7 @@ Future<at::Tensor> GradientScatter::reduce(const data_parallel::GradientBucket& 
     const at::Tensor own = buffer.narrow(0, begin, chunk);
     if (even > 0 && part.data_ptr() != own.data_ptr()) own.copy_(part.view({chunk}));
     if (left_over) {
-      throw Error(
-          ErrorKind::kInvalid,
+      throw_invalid(
           "the gradients of the previous reduction were neither stepped nor cleared, and only parts of them "
           "are averages; call step() or zero_grad() of the ZeroRedundancyOptimizer before the next reduced "
           "backward pass, and accumulate under no_sync()");

@@ -9,6 +9,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::sharded {
 
 PendingAverages::PendingAverages(std::shared_ptr<data_parallel::WrappedModule> wrapped,
@@ -21,12 +23,10 @@ bool PendingAverages::exist() const {
 
 void PendingAverages::check(const char* call) const {
   if (exist()) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("{}() without averaged gradients: run a backward pass through the "
-                  "DistributedDataParallel, outside of no_sync(), after the last step() or zero_grad(); "
-                  "call zero_grad() after a backward pass that failed",
-                  call));
+  throw_invalid(
+      "{}() without averaged gradients: run a backward pass through the DistributedDataParallel, outside of "
+      "no_sync(), after the last step() or zero_grad(); call zero_grad() after a backward pass that failed",
+      call);
 }
 
 void PendingAverages::forget() {
@@ -69,12 +69,10 @@ void JoinProtocol::announce(Verb verb, double max_norm, double norm_type) const 
   const auto code = static_cast<double>(verb);
   const Announcement all = exchange(group_, at::tensor({code, -code, max_norm, norm_type}, at::kDouble));
   if (all.verb == all.least) return;
-  throw Error(
-      ErrorKind::kInvalid,
-      fmt::format("inside join(), one rank calls {} of the ZeroRedundancyOptimizer and another {}: do "
-                  "the same on all ranks that have batches; a loop that ends before step() calls "
-                  "zero_grad()",
-                  function_of(all.verb), function_of(all.least)));
+  throw_invalid(
+      "inside join(), one rank calls {} of the ZeroRedundancyOptimizer and another {}: do the same on all "
+      "ranks that have batches; a loop that ends before step() calls zero_grad()",
+      function_of(all.verb), function_of(all.least));
 }
 
 void JoinProtocol::follow(const Shadow& shadow) const {
@@ -97,8 +95,7 @@ void JoinProtocol::follow(const Shadow& shadow) const {
 
 void JoinProtocol::check_round() const {
   if (!is_followed() || !pending_->exist()) return;
-  throw Error(
-      ErrorKind::kInvalid,
+  throw_invalid(
       "inside join(), a forward or a reduction follows a reduction before step() or zero_grad() of the "
       "ZeroRedundancyOptimizer, and ranks without batches wait for one of them; to skip a step, call "
       "zero_grad() before the next forward");

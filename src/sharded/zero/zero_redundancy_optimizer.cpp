@@ -29,6 +29,7 @@
 #include <torchspan/sharded.h>
 #include <torchspan/state/source.h>
 
+#include "core/api/throw_invalid.h"
 #include "data_parallel/api/agreement.h"
 #include "data_parallel/api/group_ranks.h"
 #include "sharded/parts.h"
@@ -130,13 +131,12 @@ void BucketParameters::check() const {
   for (const Held& held : held_) {
     if (held.fits()) continue;
     const at::Tensor& tensor = held.parameter.tensor;
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("parameter '{}' is {} {} on {} now, but was {} {} on {} when the "
-                    "ZeroRedundancyOptimizer was made; convert the module before",
-                    held.parameter.name, c10::toString(tensor.scalar_type()), c10::str(tensor.sizes()),
-                    tensor.device().str(), c10::toString(held.view.scalar_type()),
-                    c10::str(held.view.sizes()), held.view.device().str()));
+    throw_invalid(
+        "parameter '{}' is {} {} on {} now, but was {} {} on {} when the ZeroRedundancyOptimizer was made; "
+        "convert the module before",
+        held.parameter.name, c10::toString(tensor.scalar_type()), c10::str(tensor.sizes()),
+        tensor.device().str(), c10::toString(held.view.scalar_type()), c10::str(held.view.sizes()),
+        held.view.device().str());
   }
 }
 
@@ -202,9 +202,9 @@ class SettledSource final : public state::StateSource {
  private:
   void check() const {
     if (!arriving_()) return;
-    throw Error(ErrorKind::kInvalid,
-                "the parameters of the last step() still arrive, because overlap_forward is set; call "
-                "synchronize() of the ZeroRedundancyOptimizer before state is saved or restored");
+    throw_invalid(
+        "the parameters of the last step() still arrive, because overlap_forward is set; call synchronize() "
+        "of the ZeroRedundancyOptimizer before state is saved or restored");
   }
 
   const state::SourcePtr source_;
@@ -598,11 +598,10 @@ at::Tensor ZeroRedundancyOptimizer::Impl::average_of(const Piece& piece, Given g
   }
   if (gradient.sizes() != parameter.tensor.sizes() || gradient.is_sparse() || !gradient.is_contiguous() ||
       gradient.scalar_type() != parameter.tensor.scalar_type()) {
-    throw Error(
-        ErrorKind::kInvalid,
-        fmt::format("the gradient of parameter '{}' must be dense and contiguous, and have the parameter's "
-                    "shape and dtype",
-                    parameter.name));
+    throw_invalid(
+        "the gradient of parameter '{}' must be dense and contiguous, and have the parameter's shape and "
+        "dtype",
+        parameter.name);
   }
   return gradient.detach().view({-1}).narrow(0, piece.place.begin, count);
 }
@@ -634,21 +633,18 @@ std::vector<bool> ZeroRedundancyOptimizer::Impl::agree_on_step(bool shadow, cons
   for (std::size_t g = 0; g < rates.size(); ++g) {
     if (std::isinf(largest[g])) continue;
     if (largest[g] != -negated[g]) {
-      throw Error(ErrorKind::kInvalid,
-                  fmt::format("the ranks have learning rates from {} to {} in group {} of a "
-                              "ZeroRedundancyOptimizer, of which "
-                              "each steps a part: set the same on all ranks, for example by as many calls of "
-                              "a schedule; a rank "
-                              "that had fewer batches in join() has called it less often",
-                              -negated[g], largest[g], g));
+      throw_invalid(
+          "the ranks have learning rates from {} to {} in group {} of a ZeroRedundancyOptimizer, of which "
+          "each steps a part: set the same on all ranks, for example by as many calls of a schedule; a rank "
+          "that had fewer batches in join() has called it less often",
+          -negated[g], largest[g], g);
     }
     rates[g] = largest[g];
   }
   if (shadow) optimizer_->set_lrs(rates);
   std::vector<bool> used;
   for (std::size_t i = 0; i < count; ++i) used.push_back(values[i + 1] != 0);
-  if (count > 0 && std::ranges::none_of(used, std::identity()))
-    throw_invalid(fmt::format(kNoGradients, "step"));
+  if (count > 0 && std::ranges::none_of(used, std::identity())) throw_invalid(kNoGradients, "step");
   return used;
 }
 
@@ -746,7 +742,7 @@ double ZeroRedundancyOptimizer::Impl::clip(double max_norm, double norm_type, co
   if (norm == 0 && pending_->exist() && std::ranges::none_of(trained_, [&](const Parameter& one) {
         return whole_gradient(one, gradient_of).defined();
       }))
-    throw_invalid(fmt::format(kNoGradients, "clip_grad_norm"));
+    throw_invalid(kNoGradients, "clip_grad_norm");
   return norm;
 }
 
