@@ -160,6 +160,11 @@ def _on_departure(name, reason):
                 signal.set()
 
 
+def _current_agent() -> "_C.RpcAgent | None":
+    """The agent while torch's RPC is initialized with it."""
+    return _agents[0] if _agents and api._is_current_rpc_agent_set() else None
+
+
 def _stop_at_exit():
     for agent in _agents:
         agent.stop_at_exit()

@@ -4,13 +4,13 @@
         loss = train_step()
     trace.log_scalar("loss", loss.item(), number)
 
-They belong to the worker of torchspan.rpc or, without one, to the default group of the backend "torchspan". A process that has
-neither records nothing.
+They belong to the worker of torchspan.rpc, else to that of torch.distributed.rpc's backend TORCHSPAN, else to the default group
+of the backend "torchspan". A process that has none of them records nothing. The trace has the calls of both kinds of workers.
 """
 
 import contextlib
 
-from . import _calls, distributed
+from . import _calls, distributed, torch_rpc
 
 __all__ = ["log_scalar", "span"]
 
@@ -18,6 +18,9 @@ __all__ = ["log_scalar", "span"]
 def _runtime():
     if _calls.has_worker():
         return _calls.current_worker().runtime
+    agent = torch_rpc._current_agent()
+    if agent is not None:
+        return agent.runtime
     world = distributed._world_of_default_group()
     return None if world is None else world.runtime
 

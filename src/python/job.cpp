@@ -280,7 +280,16 @@ std::unique_ptr<Observation> Job::observe(const std::string& name) const {
   TraceIdentity identity = identify(runtime_->executor, name, place_.rank, place_.size);
   identity.run = id_;
   identity.attempt = environment_.restart_count;
-  return std::make_unique<Observation>(runtime_, ObservationOptions::from(variables_), identity);
+  ObservationOptions options = ObservationOptions::from(variables_);
+  try {
+    return std::make_unique<Observation>(runtime_, options, identity);
+  } catch (const Error& error) {
+    if (!options.metrics_port) throw;
+    // The groups and the calls of a process are observed separately, and the first of them has its port.
+    runtime_->log.warning(error.message());
+    options.metrics_port.reset();
+    return std::make_unique<Observation>(runtime_, options, identity);
+  }
 }
 
 void Job::end_open_world(c10d::Store& store) { store.set(kAddressKey, bytes_of(kEnded)); }

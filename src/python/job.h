@@ -63,7 +63,7 @@ class Job {
   /// The same, joins, and begins to serve.
   std::unique_ptr<rpc::WorkerService> start(rpc::ServiceOptions options, FunctionTable functions,
                                             std::vector<std::unique_ptr<rpc::Extension>> extensions);
-  /// Writes and serves what the environment asks for.
+  /// Writes and serves what the environment asks for. If another part of the process serves its metrics, this one does not.
   std::unique_ptr<Observation> observe(const std::string& name) const;
   /// Tells workers that come later that the open world has ended; on rank 0.
   static void end_open_world(c10d::Store& store);

@@ -60,6 +60,7 @@ void bind_trace(pybind11::module_& module) {
       .def(
           "log_scalar",
           [](Runtime& self, const std::string& name, double value, std::optional<std::int64_t> step) {
+            self.check_process();
             self.scalars.add(name, value, step, self.executor.now());
           },
           pybind11::arg("name"), pybind11::arg("value"), pybind11::arg("step"));

@@ -650,6 +650,33 @@ class Traces(unittest.TestCase):
                     page = pathlib.Path(f"{folder}/run.html").read_text()
                     self.assertTrue("augment" in page and "loss" in page)
 
+    def test_calls_of_both_kinds_of_workers_are_in_the_trace_beside_a_group(self):
+        def torch_calls(rank, size):
+            from torch.distributed import rpc as torch_rpc
+
+            with trace.span("part of the program"):
+                torch_rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(torch.ones(2), 1))
+            return True
+
+        def our_calls(rank, size):
+            rpc.rpc_sync(f"worker{1 - rank}", torch.add, args=(torch.ones(2), 1))
+            with trace.span("part of the program"):
+                dist.barrier()
+            return True
+
+        for world, body, name in ((Calls, torch_calls, b"SCRIPT_CALL"), (NativeAndGroup, our_calls, b"torch.add")):
+            with self.subTest(world=world), tempfile.TemporaryDirectory() as folder:
+                environment = {"TORCHSPAN_TRACE": folder, "TORCHSPAN_METRICS_PORT": str(free_port())}
+                results = run(2, body, world=world(), environment=lambda rank: {**environment, "LOCAL_RANK": str(rank)})
+                self.assertEqual(results, [True, True])
+                files = [file.read_bytes() for file in pathlib.Path(folder).iterdir()]
+                self.assertEqual(len([data for data in files if name in data and b"part of the program" in data]), 2)
+                if COMMAND:
+                    subprocess.run([COMMAND, "trace", folder, "-o", f"{folder}/run.json"], check=True, capture_output=True)
+                    events = json.loads(pathlib.Path(f"{folder}/run.json").read_text())["traceEvents"]
+                    kinds = [event["ph"] for event in events if event.get("name") == "call" or event["ph"] in "sf"]
+                    self.assertIn("s", kinds)
+
     def test_without_a_worker_nothing_is_recorded(self):
         with trace.span("step"):
             trace.log_scalar("loss", 1.0)

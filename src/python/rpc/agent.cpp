@@ -266,7 +266,7 @@ Error explain_failed_join(c10d::Store& store, const Place& place, const Error& e
 class MessageServer final : public rpc::Extension {
  public:
   struct Callbacks {
-    std::function<void(std::int64_t id, wire::Payload& request, std::shared_ptr<rpc::Completion> reply)>
+    std::function<void(const SpanLink& call, wire::Payload& request, std::shared_ptr<rpc::Completion> reply)>
         serve;
     /// A member died or left; on a thread that must not wait.
     std::function<void(std::uint32_t rank, const Error& reason)> departed;
@@ -278,7 +278,7 @@ class MessageServer final : public rpc::Extension {
 
  private:
   struct Request {
-    std::int64_t id = 0;
+    SpanLink call = {};
     wire::Payload payload;
     std::shared_ptr<rpc::Completion> reply;
   };
@@ -297,7 +297,9 @@ void MessageServer::attach(rpc::Registrar& registrar) {
                                                            std::shared_ptr<rpc::Completion> reply) {
         std::optional<KeptThreadState> kept;
         if (runs_python(payload)) kept.emplace();
-        run({static_cast<std::int64_t>(call.call), std::move(payload), std::move(reply)});
+        run({{.id = call.call, .peer = static_cast<std::int32_t>(call.peer)},
+             std::move(payload),
+             std::move(reply)});
         backend->receive_here();
       });
   registrar.handle_raw(
@@ -316,7 +318,7 @@ void MessageServer::run(Request request) {
     --free_;
   }
   for (;;) {
-    callbacks_.serve(request.id, request.payload, std::move(request.reply));
+    callbacks_.serve(request.call, request.payload, std::move(request.reply));
     request = {};  // without the lock
     MutexLock lock(mutex_);
     if (waiting_.empty()) {
@@ -483,9 +485,8 @@ Agent::Agent(Job& job, const c10::intrusive_ptr<c10d::Store>& store, Options opt
   extensions.push_back(std::make_unique<MessageServer>(
       static_cast<std::size_t>(threads_),
       MessageServer::Callbacks{
-          [this](std::int64_t id, wire::Payload& request, const std::shared_ptr<rpc::Completion>& reply) {
-            serve(id, request, reply);
-          },
+          [this](const SpanLink& call, wire::Payload& request,
+                 const std::shared_ptr<rpc::Completion>& reply) { serve(call, request, reply); },
           [this](std::uint32_t rank, const Error& reason) { departed(rank, reason); }}));
   std::string address;
   std::tie(service_, address) = job.make_service(std::move(service), FunctionTable(), std::move(extensions));
@@ -493,6 +494,7 @@ Agent::Agent(Job& job, const c10::intrusive_ptr<c10d::Store>& store, Options opt
   joined_ = job.join(address);
   membership_ = joined_.get();
   directory_.begin(*membership_);
+  observation_ = job.observe(membership_->self().name);
 }
 
 Agent::~Agent() {
@@ -553,6 +555,7 @@ c10::intrusive_ptr<JitFuture> Agent::send(const TorchWorker& to, TorchMessagePtr
   rpc::Request request;
   request.type = kTorchMessage;
   request.name = name_of(message->type());
+  request.user_call = is_call(message->type());
   request.payload = to_payload(*message, device_maps_.arguments(message->tensors(), to.name_, device_map));
   if (limit != milliseconds::zero()) request.deadline = runtime_->executor.deadline_in(limit);
   request.served_late = true;  // its references must arrive
@@ -562,16 +565,17 @@ c10::intrusive_ptr<JitFuture> Agent::send(const TorchWorker& to, TorchMessagePtr
   return future;
 }
 
-void Agent::serve(std::int64_t id, wire::Payload& request, const std::shared_ptr<rpc::Completion>& reply) {
+void Agent::serve(const SpanLink& call, wire::Payload& request,
+                  const std::shared_ptr<rpc::Completion>& reply) {
+  const auto id = static_cast<std::int64_t>(call.id);
+  const TimePoint begin = runtime_->executor.now();
+  const char* name = nullptr;
   counters_->server_calls.fetch_add(1);
   counters_->running_handlers.fetch_add(1);
-  const auto answered = [counters = counters_, reply, id](JitFuture& future) {
-    answer(*result_of(future, id), *reply);
-    counters->server_calls.fetch_sub(1);
-  };
   c10::intrusive_ptr<JitFuture> future;
   try {
     ReceivedTorchMessage received = from_payload(request, id);
+    if (is_call(received.message->type())) name = name_of(received.message->type());
     DeviceMaps::place(received.message->tensors(), received.devices);
     // torch's legacy profiler leaves its state behind on this thread, where the next request could not be profiled.
     const at::ThreadLocalStateGuard restored{at::ThreadLocalState()};
@@ -580,6 +584,12 @@ void Agent::serve(std::int64_t id, wire::Payload& request, const std::shared_ptr
     future = c10::make_intrusive<JitFuture>(c10::AnyClassType::get());
     future->setError(std::make_exception_ptr(std::runtime_error(error.what())));
   }
+  const auto answered = [counters = counters_, runtime = runtime_, reply, call, begin, name,
+                         id](JitFuture& done) {
+    if (name != nullptr) runtime->spans.record(SpanKind::kHandler, name, begin, call);
+    answer(*result_of(done, id), *reply);
+    counters->server_calls.fetch_sub(1);
+  };
   counters_->running_handlers.fetch_sub(1);
   if (future->completed()) {
     answered(*future);

@@ -11,8 +11,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
+#include <torchspan/core/observation.h>
 #include <torchspan/detail/core/mutex.h>
 #include <torchspan/detail/core/owner_process.h>
+#include <torchspan/detail/core/spans.h>
 #include <torchspan/detail/rendezvous/membership.h>
 #include <torchspan/detail/rpc/service.h>
 
@@ -128,6 +130,7 @@ class Agent final : public torch::distributed::rpc::RpcAgent {
   TorchDeviceMap getDeviceMap(const TorchWorker& to) const override { return device_maps_.to(to.name_); }
   const std::vector<c10::Device>& getDevices() const override { return devices_; }
   void addGilWaitTime(std::chrono::microseconds time) override;
+  const std::shared_ptr<Runtime>& runtime() const { return runtime_; }
 
   /// Before start(): the bytes of all workers of a fixed world, by rank.
   std::vector<std::string> gather(const std::string& tag, const std::string& bytes);
@@ -138,7 +141,7 @@ class Agent final : public torch::distributed::rpc::RpcAgent {
 
  private:
   Agent(Job& job, const c10::intrusive_ptr<c10d::Store>& store, Options options);
-  void serve(std::int64_t id, wire::Payload& request, const std::shared_ptr<rpc::Completion>& reply);
+  void serve(const SpanLink& call, wire::Payload& request, const std::shared_ptr<rpc::Completion>& reply);
   void departed(std::uint32_t rank, const Error& reason);
   void greet_members();
   /// Of a call with the agent's own time-out, of which 0 is none.
@@ -155,6 +158,7 @@ class Agent final : public torch::distributed::rpc::RpcAgent {
   const std::shared_ptr<AgentCounters> counters_;
   WorkerDirectory directory_;
   const std::shared_ptr<Runtime> runtime_;
+  std::unique_ptr<Observation> observation_;  ///< ends after the service, whose calls it sees
   std::unique_ptr<rpc::WorkerService> service_;
   std::shared_ptr<rpc::WorkerBackend> backend_;
   std::unique_ptr<rendezvous::Membership> joined_;  ///< until start()

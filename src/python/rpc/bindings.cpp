@@ -51,6 +51,7 @@ void bind_rpc(pybind11::module_& module) {
       .def_readwrite("devices", &RpcOptions::devices);
   py::class_<Agent, torch_rpc::RpcAgent, std::shared_ptr<Agent>>(module, "RpcAgent")
       .def("stop_at_exit", &Agent::stop_at_exit, NoGil())
+      .def_property_readonly("runtime", &Agent::runtime)
       .def("get_worker_info", [](const Agent& agent) { return agent.torch_rpc::RpcAgent::getWorkerInfo(); })
       .def("get_worker_info",
            static_cast<const TorchWorker& (Agent::*)(const std::string&) const>(&Agent::getWorkerInfo),

@@ -49,6 +49,18 @@ const char* name_of(MessageType type) {
   }
 }
 
+bool is_call(MessageType type) {
+  switch (type) {
+    case MessageType::RREF_USER_DELETE:
+    case MessageType::RREF_FORK_REQUEST:
+    case MessageType::RREF_CHILD_ACCEPT:
+    case MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ:
+      return false;
+    default:
+      return true;
+  }
+}
+
 namespace {
 
 /// Views with gaps keep their strides if the memory that they span is small, or at most this many times their elements.

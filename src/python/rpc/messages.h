@@ -20,6 +20,9 @@ inline constexpr wire::MessageType kGreeting{0x8002};
 /// The name of a message in errors and listings, as in torch: "PYTHON_CALL".
 const char* name_of(torch::distributed::rpc::MessageType type);
 
+/// Whether the program makes it, or backward() for it; others keep torch's references and contexts.
+bool is_call(torch::distributed::rpc::MessageType type);
+
 /// Puts the message's bytes and tensors into a payload, without copying tensors. `devices`: where the receiver places
 /// each tensor; empty: on the CPU.
 wire::Payload to_payload(const TorchMessage& message, const std::vector<c10::Device>& devices);

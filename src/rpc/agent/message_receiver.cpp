@@ -268,7 +268,7 @@ void MessageReceiver::complete(PendingCall& call, ReceivedMessage& message, cons
     if (const auto* blob = frame.blob(interceptor->name()))
       interceptor->incoming(info, payload.tensors, blob->bytes);
   }
-  if (call.user_values) {
+  if (call.shown) {
     state_.runtime.spans.record(
         SpanKind::kCall, call.name, call.started,
         SpanLink{.id = id, .peer = static_cast<std::int32_t>(call.peer), .bytes = bytes});

@@ -114,6 +114,7 @@ void RequestSender::do_send(std::uint32_t to, Request request, std::shared_ptr<C
   call.started = now;
   call.site = request.site;
   call.user_values = request.user_values;
+  call.shown = request.user_values || request.user_call;
   call.handler = Environment::served();
   call.streams = device::Streams::current_side();
   const std::uint64_t id = state_.calls.next_id();
@@ -372,7 +373,7 @@ void RequestSender::fail_expired() {
 }
 
 void RequestSender::report_expired(const PendingCall& call) const {
-  if (!call.user_values) return;
+  if (!call.shown) return;
   const TimePoint now = state_.runtime.executor.now();
   report_timeout({.kind = "call",
                   .name = call.name,

@@ -39,6 +39,7 @@ struct PendingCall {
   TimePoint started;
   SourceLocation site;
   bool user_values = false;
+  bool shown = false;                   ///< in traces, and in the report of a time-out
   std::weak_ptr<IncomingCall> handler;  ///< the served request whose handler made it
   device::Streams streams;              ///< the caller's, without default streams
   std::array<std::unique_ptr<StopHook>, 2> stop_hooks;

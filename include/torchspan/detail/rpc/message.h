@@ -70,8 +70,9 @@ struct Request {
   std::stop_token stop;            ///< cancels the call, here and on its callee
   std::stop_token inherited_stop;  ///< of the call being served; also cancels this one
   bool user_values = false;        ///< interceptors see its tensors and the reply's
-  bool no_grad = false;            ///< see CallOptions
-  DevicePlace place = {};          ///< of tensors, without user values
+  bool user_call = false;  ///< without user values: the program's call all the same, which traces show
+  bool no_grad = false;    ///< see CallOptions
+  DevicePlace place = {};  ///< of tensors, without user values
   SourceLocation site;
   std::uint32_t feature =
       0;  ///< of the wire format; the send fails with kUnsupported if the receiver lacks it
