@@ -8,6 +8,8 @@
 #include <ATen/Context.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "core/api/throw_invalid.h"
+
 namespace torchspan::device {
 
 DeviceCount count_devices(c10::DeviceType type) {
@@ -17,10 +19,19 @@ DeviceCount count_devices(c10::DeviceType type) {
   return {.supported = true, .count = c10::impl::getDeviceGuardImpl(type)->deviceCount()};
 }
 
+c10::Device parse(const std::string& text) {
+  try {
+    const c10::Device device(text);
+    if (device.str() == text) return device;  // LibTorch keeps the last byte of a number
+  } catch (const std::exception&) {
+  }
+  throw_invalid("'{}' is not a device that this LibTorch supports", text);
+}
+
 std::string why_absent(c10::Device device, DeviceCount here) {
   if (device.is_cpu()) return {};
   if (device.is_meta()) return "a meta tensor has no data";
-  if (here.count > 0 && device.index() < here.count) return {};
+  if (here.count > 0 && device.index() >= -1 && device.index() < here.count) return {};
   const std::string devices =
       c10::DeviceTypeName(device.type(), /*lower_case=*/true) + (here.count == 1 ? " device" : " devices");
   if (here.count > 0) {

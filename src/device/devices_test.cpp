@@ -5,6 +5,7 @@
 #include <ATen/Context.h>
 #include <c10/core/impl/FakeGuardImpl.h>
 
+#include "tests/support/errors.h"
 #include "tests/support/stand_in_device.h"
 
 namespace torchspan::device::devices_test {
@@ -29,6 +30,15 @@ TEST(Presence, SaysWhyADeviceIsAbsentAndWhatToDo) {
   EXPECT_EQ(why_absent(current, {.supported = true, .count = 1}), "");
   EXPECT_EQ(why_absent(c10::kMeta), "a meta tensor has no data");
   EXPECT_EQ(why_absent(c10::kCPU), "");
+}
+
+TEST(Devices, HaveNoOtherNumberThanTheirText) {
+  EXPECT_EQ(parse("cuda:1"), c10::Device(c10::kCUDA, 1));
+  EXPECT_EQ(parse("cpu"), c10::Device(c10::kCPU));
+  for (const char* text : {"cuda:256", "cuda:200", "cuda:01", "cuda:-1", "cuda:", "gpu", ""}) {
+    EXPECT_THAT(torchspan::testing::error_of([&] { parse(text); }).message(), HasSubstr("is not a device"))
+        << text;
+  }
 }
 
 TEST(Presence, CountsTheDevicesOfThisProcess) {

@@ -54,6 +54,8 @@ void PassEnd::before_end(Callback callback) {
 }
 
 void PassEnd::hold(Future<void> future) {
+  if (!future.valid())
+    throw_invalid("a taker of gradients returned an empty Future; return one of a Promise");
   {
     MutexLock lock(mutex_);
     if (come_) {

@@ -402,7 +402,11 @@ void GraphPass::Impl::close() {
     pending_.clear();
     error = error_;
   }
-  streams_.join();
+  try {
+    streams_.join();
+  } catch (...) {  // a device that has failed, perhaps in the node whose error there is already
+    if (!error) error = std::current_exception();
+  }
   graph.reset();
   queue.clear();
   later.clear();

@@ -162,7 +162,8 @@ class OperatorRecorder {
 namespace {
 
 /// Connects all recorders of this process with LibTorch's callbacks, which are plain functions: they find the recorders
-/// here. LibTorch has callbacks only while there is a recorder. Thread-safe.
+/// here. LibTorch has callbacks only while there is a recorder. Thread-safe. A forked child, which may have copies of held
+/// locks, records nothing.
 class OperatorCallbacks {
  public:
   using Recorders = std::vector<std::shared_ptr<OperatorRecorder>>;
@@ -212,6 +213,7 @@ class OperatorCallbacks {
   };
 
   static std::unique_ptr<at::ObserverContext> begin_operator(const at::RecordFunction& function) {
+    if (!of_process().process_.is_current()) return nullptr;
     const auto recorders = of_process().recorders();
     if (recorders->empty()) return nullptr;
     auto operation = std::make_unique<BegunOperator>();
@@ -220,12 +222,13 @@ class OperatorCallbacks {
   }
 
   static void end_operator(const at::RecordFunction& function, at::ObserverContext* context) {
-    if (context == nullptr) return;
+    if (context == nullptr || !of_process().process_.is_current()) return;
     for (const auto& part : static_cast<BegunOperator*>(context)->parts) {
       part.recorder->end(function, part.begun);
     }
   }
 
+  const OwnerProcess process_;  ///< the one that first made a recorder
   mutable Mutex mutex_;
   std::shared_ptr<const Recorders> recorders_ TORCHSPAN_GUARDED_BY(mutex_) = std::make_shared<Recorders>();
   at::CallbackHandle handle_ TORCHSPAN_GUARDED_BY(mutex_) = at::INVALID_CALLBACK_HANDLE;

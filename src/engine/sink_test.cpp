@@ -11,6 +11,7 @@
 #include "engine/api/grad_field_sink.h"
 #include "engine/oracle.h"
 #include "engine/test_nodes.h"
+#include "tests/support/errors.h"
 
 namespace torchspan::engine::sink_test {
 namespace {
@@ -167,6 +168,13 @@ TEST(PassEnd, HappensWhenTheWorkAndAllHeldFuturesAreDone) {
   end->after([&](const PassStatus& status) { order.push_back(static_cast<int>(status.pass)); });
   EXPECT_EQ(order.back(), 5);
   pool->stop();
+}
+
+TEST(PassEnd, RefusesAnEmptyFutureAndStillEnds) {
+  auto end = std::make_shared<PassEnd>(1);
+  EXPECT_EQ(torchspan::testing::kind_of([&] { end->hold(Future<void>()); }), ErrorKind::kInvalid);
+  end->end(nullptr);
+  EXPECT_TRUE(end->has_arrived());
 }
 
 TEST(PassEnd, FailsWithAHeldFutureOrACallback) {

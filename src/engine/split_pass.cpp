@@ -278,7 +278,12 @@ void SplitPass::Impl::run_part(const Body& run_entry) {
       fail(graph_->entries()[index].node);
     }
   }
-  streams_.join();
+  try {
+    streams_.join();
+  } catch (...) {
+    end(std::current_exception());
+    throw;
+  }
 }
 
 void SplitPass::Impl::run_inputs() {
@@ -423,7 +428,10 @@ void SplitPass::Impl::fail(Node* node) {
   const std::string name = node->name();
   if (torch::autograd::AnomalyMode::is_enabled()) node->metadata()->print_stack(name);
   streams_.ends_at(*node);
-  streams_.join();
+  try {
+    streams_.join();
+  } catch (const std::exception&) {  // the device itself has failed: the node's error says more
+  }
   const std::exception_ptr error = std::make_exception_ptr(name_failure(name, cause));
   end(error);
   std::rethrow_exception(error);

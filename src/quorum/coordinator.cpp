@@ -36,7 +36,7 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
                     rank, backend->self().rank, message.trainer);
     }
     const auto call = std::make_shared<Call>(backend->continuations());
-    std::shared_ptr<Call> replaced;  // destroyed without the lock
+    std::shared_ptr<Call> replaced, dropped;  // destroyed without the lock
     {
       MutexLock lock(mutex_);
       Trainer& trainer = this->trainer(message.trainer, *backend);
@@ -46,7 +46,11 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
       trainer.table->report(rank, message.report, now);
       // Its process may have ended while this report was on its way.
       const bool present = rank == 0 || backend->is_present(static_cast<std::uint32_t>(rank));
-      if (!present) trainer.table->gone(rank, "its process ended", now);
+      if (!present) {
+        trainer.table->gone(rank, "its process ended", now);
+        // departed() has run, perhaps before this report: nobody else drops the call.
+        if (const auto waits = trainer.calls.extract(rank)) dropped = waits.mapped();
+      }
     }
     settle(*backend);
     return call->future();
@@ -96,6 +100,17 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
     MutexLock lock(mutex_);
     const auto found = departures_.find(rank);
     return found == departures_.end() ? 0 : found->second;
+  }
+
+  /// See QuorumExtension::claim().
+  void claim(const std::string& trainer) {
+    MutexLock lock(mutex_);
+    if (claimed_.insert(trainer).second) return;
+    throw_invalid(
+        "an elastic trainer named '{}' has trained before in this process: call run() of that object again, "
+        "or give this "
+        "one another ElasticOptions::name, on all ranks",
+        trainer);
   }
 
   /// See Generations::is_over_for(). False if no rank has reported to this trainer.
@@ -206,6 +221,7 @@ class Coordinator : public std::enable_shared_from_this<Coordinator> {
   const std::weak_ptr<rpc::WorkerBackend> backend_;
   mutable Mutex mutex_;
   std::map<std::string, Trainer> trainers_ TORCHSPAN_GUARDED_BY(mutex_);
+  std::set<std::string> claimed_ TORCHSPAN_GUARDED_BY(mutex_);  ///< names of trainers of this process
   std::vector<Answer> answers_ TORCHSPAN_GUARDED_BY(mutex_);
   Deadline tick_at_ TORCHSPAN_GUARDED_BY(mutex_);
   std::map<int, std::uint64_t> departures_ TORCHSPAN_GUARDED_BY(mutex_);  ///< by rank
@@ -234,6 +250,8 @@ void QuorumExtension::attach(rpc::Registrar& registrar) {
     coordinator->departed(static_cast<int>(rank), reason.message());
   });
 }
+
+void QuorumExtension::claim(const std::string& trainer) { coordinator_->claim(trainer); }
 
 std::uint64_t QuorumExtension::departures(int rank) const { return coordinator_->departures(rank); }
 

@@ -80,6 +80,24 @@ TEST_P(CoordinatorOfSeed, BeginsWithTheRanksOfAnOpenWorldThatHasGaps) {
   });
 }
 
+/// Rank 0 would take it for the first one, which did not get its answer: run() would return without a step.
+TEST_P(CoordinatorOfSeed, RefusesASecondTrainerOfTheSameName) {
+  SimCluster world(open_world_with_quorum(GetParam()));
+  world.run([&](Worker& worker) {
+    {
+      GenerationClient first(worker, "trainer");
+      Report report = kFirstReport;
+      report.target = 0;
+      EXPECT_TRUE(first.next(report).complete);
+    }
+    GenerationClient second(worker, "trainer"), other(worker, "another trainer");
+    const Error error = torchspan::testing::error_of([&] { second.next(kFirstReport); });
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+    EXPECT_THAT(error.message(), HasSubstr("'trainer' has trained before in this process"));
+    EXPECT_FALSE(other.next(kFirstReport).complete);
+  });
+}
+
 /// Rank 1 comes late to a generation whose rank 2 died and was replaced meanwhile.
 TEST_P(CoordinatorOfSeed, EndsAGenerationWhoseMemberWasReplacedBeforeAllWereThere) {
   SimCluster world(mortal_world_with_quorum(GetParam()));

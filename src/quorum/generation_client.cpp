@@ -33,6 +33,8 @@ GenerationClient::GenerationClient(const Worker& worker, std::string trainer)
 
 Generation GenerationClient::next(const Report& report) {
   rpc::WorkerBackend& backend = *worker_.backend();
+  if (!claimed_) worker_.extension<QuorumExtension>().claim(trainer_);
+  claimed_ = true;
   await_withdrawal();
   asked_.reset();  // its answer concerns the generation before
   for (;;) {

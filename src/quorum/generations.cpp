@@ -123,11 +123,11 @@ void Generations::decide(TimePoint now) {
   too_few_at_ = Deadline::never();
   if (auto generation = next()) return announce(*std::move(generation));
   state_lost_ = true;
-  refuse_all(Error(
-      ErrorKind::kDisconnected,
-      fmt::format("all ranks that held the state of step {} have left training ({}): restart the job from "
-                  "its last checkpoint",
-                  current_.step, recent_ends([](int) { return true; }))));
+  refuse_all(
+      Error(ErrorKind::kDisconnected, fmt::format("all ranks that held the state of step {} or a later one "
+                                                  "have left training ({}): restart the job from "
+                                                  "its last checkpoint",
+                                                  current_.step, recent_ends([](int) { return true; }))));
 }
 
 /// The next generation of the ranks that wait; nullopt if none of them has the state.

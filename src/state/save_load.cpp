@@ -1,6 +1,7 @@
 #include "state/api/save_load.h"
 
 #include <algorithm>
+#include <cstring>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <map>
@@ -123,13 +124,20 @@ struct Found {
   std::vector<std::string> names = {};
 };
 
+/// Also of values that differ from themselves.
+bool have_equal_bytes(const at::Tensor& one, const at::Tensor& other) {
+  const at::Tensor a = one.contiguous(), b = other.contiguous();
+  return a.sizes() == b.sizes() && std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
+}
+
 /// Throws Error{kInvalid} if the names of a tied tensor have different values: all but one would be lost.
 void require_one_value(const StateReader& reader, const Found& tied) {
   if (tied.names.size() < 2) return;
   const at::Tensor first = reader.read(tied.names.front());
   for (std::size_t i = 1; i < tied.names.size(); ++i) {
     const at::Tensor other = reader.read(tied.names[i]);
-    if (first.scalar_type() == other.scalar_type() && at::equal(first, other)) continue;
+    const bool same_type = first.scalar_type() == other.scalar_type();
+    if (same_type && (have_equal_bytes(first, other) || at::equal(first, other))) continue;
     throw_invalid(
         "'{}' and '{}' are one tensor in this program, but have different values in the checkpoint: load it "
         "into a module in which they are not tied, or remove one of them from the file",

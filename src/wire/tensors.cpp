@@ -256,7 +256,7 @@ class Unpacker {
       throw_invalid("a received tensor has the unknown flags {:#x}", bits);
     }
     Flags flags{(bits & kRequiresGrad) != 0, (bits & kCoalesced) != 0, (bits & kPlaced) != 0};
-    if ((bits & kDeviceFollows) != 0) flags.device = parse_device(metadata_.get_string());
+    if ((bits & kDeviceFollows) != 0) flags.device = device::parse(metadata_.get_string());
     return flags;
   }
 
@@ -397,14 +397,6 @@ class Unpacker {
     if (!tensor.is_cpu()) return options_.copies->from_shared(tensor, device);
     const bool beside = options_.copies != nullptr && device::has_streams(device);
     return beside ? options_.copies->to_device(tensor, device) : tensor.to(device);
-  }
-
-  static c10::Device parse_device(const std::string& text) {
-    try {
-      return c10::Device(text);
-    } catch (const std::exception&) {
-      throw_invalid("a tensor was sent from '{}', which is not a device", text);
-    }
   }
 
   ByteReader metadata_;

@@ -6,6 +6,7 @@
 #include <torchspan/wire.h>
 
 #include "core/api/throw_invalid.h"
+#include "device/api/devices.h"
 #include "wire/compat.h"
 
 namespace torchspan {
@@ -155,12 +156,7 @@ void Wire<c10::Device>::encode(wire::Encoder& encoder, const c10::Device& value)
 }
 
 c10::Device Wire<c10::Device>::decode(wire::Decoder& decoder) {
-  const std::string text = decoder.bytes().get_string();
-  try {
-    return c10::Device(text);
-  } catch (const std::exception&) {
-    throw_invalid("'{}' is not a device that this LibTorch supports", text);
-  }
+  return device::parse(decoder.bytes().get_string());
 }
 
 }  // namespace torchspan

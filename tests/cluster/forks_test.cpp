@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include <torchspan/elastic.h>
+#include <torchspan/engine/operator_trace.h>
 #include <torchspan/sharded.h>
 #include <torchspan/torchspan.h>
 
@@ -78,6 +79,7 @@ struct Program {
         {"elastic", [&] { add_elastic(); }},
     };
     kinds.at(kind)();
+    uses["log_scalar"] = [this] { log_scalar(session, "loss", 0.5); };
     uses["session.group"] = [this] { session.group(); };
     uses["session.barrier"] = [this] { session.worker().barrier(); };
   }
@@ -358,16 +360,22 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values("static", "automatic")),
     [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); });
 
-/// Four threads call, sum and keep references while the process forks 15 times.
+/// Four threads call, sum, keep references and run operators, which are traced, while the process forks 15 times.
 void forks_under_load() {
   static std::optional<Session> session;
   session.emplace(WorkerOptions::from_env(), Program::functions());
   static std::optional<collective::Group> group;
   group.emplace(session->group());
   Executor& executor = session->runtime().executor;
+  const OperatorTrace operators(session->runtime().spans);
   std::atomic<bool> over{false};
   std::atomic<std::int64_t> calls{0};
   std::vector<Thread> threads;
+  for (int i = 0; session->rank() == 0 && i < 2; ++i) {
+    threads.push_back(executor.spawn("operators", [&] {
+      while (!over.load()) at::ones({2}).add_(1);
+    }));
+  }
   for (int i = 0; session->rank() == 0 && i < 4; ++i) {
     threads.push_back(executor.spawn("calls", [&] {
       Worker& worker = session->worker();
@@ -385,7 +393,7 @@ void forks_under_load() {
     const auto pending = group->all_reduce(sum);
     if (session->rank() == 0) {
       const pid_t child = ::fork();
-      if (child == 0) std::exit(0);
+      if (child == 0) std::exit(at::ones({2}).sum().item<float>() == 2 ? 0 : 3);
       const int code = wait_for(child, executor);
       require(code == 0, fmt::format("child {} ended with {}", round, code));
     }
@@ -401,7 +409,10 @@ void forks_under_load() {
 
 TEST(ForkedProcesses, EndWellWhileThreadsOfTheParentCall) {
   ProcessWorld world(2);
-  world.start_all("forks.forks_under_load");
+  const testing::TemporaryFolder folder;
+  for (int rank = 0; rank < 2; ++rank) {
+    world.start(rank, "forks.forks_under_load", {{"TORCHSPAN_TRACE", folder.path()}});
+  }
   expect_all_end_well(world, seconds(120));
 }
 

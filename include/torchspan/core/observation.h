@@ -51,11 +51,13 @@ class Span {
 };
 
 /// Adds a point to the curve `tag` in the trace, TensorBoard and JSON lines, whichever the run writes: no
-/// file is written on this thread. Without `step`, the values of a tag are numbered from 0.
+/// file is written on this thread. Without `step`, the values of a tag are numbered from 0. Throws Error{kInvalid} in a
+/// forked child.
 template <RuntimeSource Source>
 void log_scalar(Source& source, std::string_view tag, double value,
                 std::optional<std::int64_t> step = std::nullopt) {
   Runtime& runtime = source.runtime();
+  runtime.check_process();
   runtime.scalars.add(tag, value, step, runtime.executor.now());
 }
 

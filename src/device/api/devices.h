@@ -17,6 +17,9 @@ struct DeviceCount {
 };
 DeviceCount count_devices(c10::DeviceType type);
 
+/// The device of a text such as "cuda:1". Throws Error{kInvalid} if LibTorch has none of this name or number.
+c10::Device parse(const std::string& text);
+
 /// Why a process with these devices cannot use `device`, and what to do; empty if it can.
 std::string why_absent(c10::Device device, DeviceCount here);
 /// The same for this process.

@@ -9,6 +9,8 @@
 
 #include <torchspan/core/error.h>
 
+#include "device/api/devices.h"
+
 namespace torchspan::pipeline {
 namespace {
 
@@ -35,7 +37,7 @@ std::optional<std::pair<int, c10::Device>> parse_line(std::string_view line) {
   line.remove_prefix(std::string_view(kMiddle).size());
   line.remove_suffix(line.empty() ? 0 : 1);
   try {
-    return std::pair(-(number + 1), c10::Device(std::string(line)));
+    return std::pair(-(number + 1), device::parse(std::string(line)));
   } catch (const std::exception&) {  // a device that this release does not know
     return std::nullopt;
   }

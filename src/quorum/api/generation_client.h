@@ -16,7 +16,8 @@ class GenerationClient {
   /// Throws Error{kInvalid} if the worker has no QuorumExtension.
   GenerationClient(const Worker& worker, std::string trainer);
 
-  /// Waits for the next generation. Throws kDisconnected if rank 0 dies, and what rank 0 refuses with.
+  /// Waits for the next generation. Throws kDisconnected if rank 0 dies, what rank 0 refuses with, and kInvalid if another
+  /// client of this name did so in this process.
   Generation next(const Report& report);
   /// Waits until all members of a generation wait here. Returns false if the generation has ended before that: rank 0 has
   /// left this rank out, a member left it, perhaps because a third one was replaced, or another rank waits to join.
@@ -39,6 +40,7 @@ class GenerationClient {
 
   const Worker worker_;
   const std::string trainer_;
+  bool claimed_ = false;  ///< the name
   std::optional<Future<bool>> asked_;
   std::optional<Future<Unit>> withdrawal_;  ///< until rank 0 has confirmed it
   std::string withdrawn_for_;

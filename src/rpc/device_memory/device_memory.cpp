@@ -198,11 +198,11 @@ OfferAnswer DeviceMemory::answer(const IncomingCall& call, const OfferDeviceMemo
   if (!by_connection && (!call.channel || !stays_on_host(*call.channel)))
     return unwanted("the offer came from another host");
   try {
-    c10::Device here(offer.to);
+    c10::Device here = device::parse(offer.to);
     if (here.is_cpu()) {
       const auto place = state_.devices.results(call.peer, state_.peers);
       if (!place) return unwanted("there is no device map for results");
-      here = place(c10::Device(offer.from));
+      here = place(device::parse(offer.from));
     }
     if (here.type() != runtime_->type()) return unwanted("its tensors go to " + here.str());
     if (const std::string why = device::why_absent(here); !why.empty()) return unwanted(why);

@@ -7,6 +7,7 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/throw_invalid.h"
+#include "device/api/devices.h"
 
 namespace torchspan::rpc {
 
@@ -25,7 +26,7 @@ void IncomingMemory::check_new(PeerId from, std::uint32_t route) {
 }
 
 void IncomingMemory::accept(PeerId from, const OfferDeviceMemory& offer, c10::Device device) {
-  const std::string devices = c10::Device(offer.from).str() + " " + c10::Device(offer.to).str();
+  const std::string devices = device::parse(offer.from).str() + " " + device::parse(offer.to).str();
   MutexLock lock(mutex_);
   const auto peer = mapped_.find(from);
   if (peer != mapped_.end()) {

@@ -17,6 +17,9 @@ class QuorumExtension final : public rpc::Extension {
   ~QuorumExtension() override;
   void attach(rpc::Registrar& registrar) override;
 
+  /// Notes that a trainer of this name begins to train. Throws Error{kInvalid} if one did before: rank 0 keeps its generations
+  /// by name, and would take this one for the one before.
+  void claim(const std::string& trainer);
   /// On rank 0: whether the trainer of this name needs its next generation: a rank waits to join, or the current one
   /// lacks rank 0 or has lost a member.
   bool is_over(const std::string& trainer) const;
