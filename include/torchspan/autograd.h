@@ -13,11 +13,13 @@
 
 #include <torchspan/detail/engine/gradient_sink.h>
 #include <torchspan/rpc/worker.h>
+#include <torchspan/wire.h>
 
 namespace torchspan::autograd {
 
 /// The tensors of one message that carry gradients, as recorded by the sending worker; or a loss.
 struct GraphPart {
+  static constexpr FixedString kWireName = "autograd.GraphPart";
   std::uint64_t message = 0;           ///< globally unique; 0: a loss on the worker that collects the graph
   std::string call;                    ///< function or operator name
   std::string site;                    ///< call site ("train.cpp:41"), if known
@@ -30,6 +32,7 @@ struct GraphPart {
 };
 
 struct WorkerGraph {
+  static constexpr FixedString kWireName = "autograd.WorkerGraph";
   std::string worker;
   std::uint32_t rank = 0;
   bool silent = false;  ///< no answer: its part, and parts reached only through it, are missing

@@ -4,12 +4,13 @@
 #include <cstddef>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <type_traits>
-#include <utility>
 
 #include <torchspan/core/error.h>
 #include <torchspan/detail/wire/codec.h>
 #include <torchspan/detail/wire/containers.h>
+#include <torchspan/detail/wire/members.h>
 #include <torchspan/detail/wire/torch_types.h>
 
 namespace torchspan {
@@ -31,11 +32,10 @@ struct FixedString {
   char text[kSize];
 };
 
-/// Makes a plain, default-constructible struct sendable, member by member in the given order. The member
-/// types are part of its wire name, so different versions of a struct do not match. Place it in the global
-/// namespace:
-///   template <> struct torchspan::Wire<Batch> : torchspan::WireStruct<Batch, "Batch", &Batch::data,
-///   &Batch::instance> {};
+/// Makes a plain, default-constructible struct sendable: the listed members in this order or, without a list, all of them
+/// as declared. The member types are part of its wire name, so different versions of a struct do not match. Place it in
+/// the global namespace:
+///   template <> struct torchspan::Wire<Batch> : torchspan::WireStruct<Batch, "Batch", &Batch::data> {};
 template <class T, FixedString kName, auto... kMembers>
 struct WireStruct {
   template <class... Enclosing>
@@ -44,28 +44,51 @@ struct WireStruct {
     if constexpr (!(std::is_same_v<T, Enclosing> || ...)) {
       text += '{';
       std::string_view comma;
-      ((text.append(comma).append(wire::type_name<Member<kMembers>, Enclosing..., T>()), comma = ", "), ...);
+      T value{};
+      std::apply(
+          [&]<class... Member>(const Member&...) {
+            ((text.append(comma).append(wire::type_name<Member, Enclosing..., T>()), comma = ", "), ...);
+          },
+          sent(value));
       text += '}';
     }
     return text;
   }
   static void encode(wire::Encoder& encoder, const T& value) {
-    (wire::encode(encoder, value.*kMembers), ...);
+    std::apply([&](const auto&... members) { (wire::encode(encoder, members), ...); }, sent(value));
   }
   static T decode(wire::Decoder& decoder) {
     T value{};
-    ((value.*kMembers = wire::decode<Member<kMembers>>(decoder)), ...);
+    std::apply([&]<class... Member>(Member&... members) { ((members = wire::decode<Member>(decoder)), ...); },
+               sent(value));
     return value;
   }
 
  private:
-  template <auto kMember>
-  using Member = std::remove_cvref_t<decltype(std::declval<T&>().*kMember)>;
+  template <class Struct>
+  static auto sent(Struct& value) {
+    if constexpr (sizeof...(kMembers) == 0) {
+      return wire::members_of(value);
+    } else {
+      return std::tie(value.*kMembers...);
+    }
+  }
 };
 
+namespace wire {
+template <class T>
+concept StatesItsName = requires {
+  T::kWireName;
+};
+}  // namespace wire
+
+/// A struct that states its wire name is sent with all its members; no specialization is necessary:
+///   struct Batch { static constexpr FixedString kWireName = "Batch"; at::Tensor data; };
+template <wire::StatesItsName T>
+struct Wire<T> : WireStruct<T, T::kWireName> {};
+
 template <>
-struct Wire<RemoteFrame> : WireStruct<RemoteFrame, "RemoteFrame", &RemoteFrame::worker, &RemoteFrame::call,
-                                      &RemoteFrame::type, &RemoteFrame::text> {};
+struct Wire<RemoteFrame> : WireStruct<RemoteFrame, "RemoteFrame"> {};
 
 /// An Error with all its parts. A kind unknown to this program keeps its number.
 template <>

@@ -17,6 +17,7 @@ namespace torchspan::checkpoint {
 
 /// A value of the receiver, and the name of its tensors in the checkpoint.
 struct RemoteItem {
+  static constexpr FixedString kWireName = "checkpoint.RemoteItem";
   rpc::ReferencePtr value;
   std::string name;
 };
@@ -25,6 +26,7 @@ struct RemoteItem {
 struct ListTensors {
   static constexpr wire::MessageType kType{0x0501};
   static constexpr std::string_view kName = "checkpoint.list";
+  static constexpr FixedString kWireName = "checkpoint.ListTensors";
   using Reply = std::string;  ///< an encoded Listing
   std::vector<RemoteItem> items;
 };
@@ -33,6 +35,7 @@ struct ListTensors {
 struct TakeSnapshot {
   static constexpr wire::MessageType kType{0x0502};
   static constexpr std::string_view kName = "checkpoint.snapshot";
+  static constexpr FixedString kWireName = "checkpoint.TakeSnapshot";
   using Reply = Unit;
   GlobalId id;
   std::vector<RemoteItem> items;
@@ -44,6 +47,7 @@ struct TakeSnapshot {
 struct WriteSnapshot {
   static constexpr wire::MessageType kType{0x0503};
   static constexpr std::string_view kName = "checkpoint.write";
+  static constexpr FixedString kWireName = "checkpoint.WriteSnapshot";
   using Reply = std::string;  ///< an encoded FileReport
   GlobalId id;
   std::string path;
@@ -52,6 +56,7 @@ struct WriteSnapshot {
 struct DropSnapshot {
   static constexpr wire::MessageType kType{0x0504};
   static constexpr std::string_view kName = "checkpoint.drop";
+  static constexpr FixedString kWireName = "checkpoint.DropSnapshot";
   using Reply = Unit;
   GlobalId id;
 };
@@ -60,42 +65,11 @@ struct DropSnapshot {
 struct LoadTensors {
   static constexpr wire::MessageType kType{0x0505};
   static constexpr std::string_view kName = "checkpoint.load";
+  static constexpr FixedString kWireName = "checkpoint.LoadTensors";
   using Reply = Unit;
   std::string folder;
   std::vector<RemoteItem> items;
 };
-
-}  // namespace torchspan::checkpoint
-
-namespace torchspan {
-
-template <>
-struct Wire<checkpoint::RemoteItem>
-    : WireStruct<checkpoint::RemoteItem, "checkpoint.RemoteItem", &checkpoint::RemoteItem::value,
-                 &checkpoint::RemoteItem::name> {};
-template <>
-struct Wire<checkpoint::ListTensors>
-    : WireStruct<checkpoint::ListTensors, "checkpoint.ListTensors", &checkpoint::ListTensors::items> {};
-template <>
-struct Wire<checkpoint::TakeSnapshot>
-    : WireStruct<checkpoint::TakeSnapshot, "checkpoint.TakeSnapshot", &checkpoint::TakeSnapshot::id,
-                 &checkpoint::TakeSnapshot::items, &checkpoint::TakeSnapshot::names,
-                 &checkpoint::TakeSnapshot::keys> {};
-template <>
-struct Wire<checkpoint::WriteSnapshot>
-    : WireStruct<checkpoint::WriteSnapshot, "checkpoint.WriteSnapshot", &checkpoint::WriteSnapshot::id,
-                 &checkpoint::WriteSnapshot::path> {};
-template <>
-struct Wire<checkpoint::DropSnapshot>
-    : WireStruct<checkpoint::DropSnapshot, "checkpoint.DropSnapshot", &checkpoint::DropSnapshot::id> {};
-template <>
-struct Wire<checkpoint::LoadTensors>
-    : WireStruct<checkpoint::LoadTensors, "checkpoint.LoadTensors", &checkpoint::LoadTensors::folder,
-                 &checkpoint::LoadTensors::items> {};
-
-}  // namespace torchspan
-
-namespace torchspan::checkpoint {
 
 using RemoteValues = std::vector<std::pair<std::string, RemoteValue>>;
 

@@ -12,6 +12,7 @@ namespace torchspan::quorum {
 
 /// The next generation, or why there is none.
 struct GenerationAnswer {
+  static constexpr FixedString kWireName = "quorum.GenerationAnswer";
   Generation generation;
   std::optional<Error> refusal;
 };
@@ -20,6 +21,7 @@ struct GenerationAnswer {
 struct AwaitGeneration {
   static constexpr wire::MessageType kType{0x0601};
   static constexpr std::string_view kName = "quorum.generation";
+  static constexpr FixedString kWireName = "quorum.AwaitGeneration";
   using Reply = GenerationAnswer;
   std::string trainer;
   Report report;
@@ -29,6 +31,7 @@ struct AwaitGeneration {
 struct Withdraw {
   static constexpr wire::MessageType kType{0x0602};
   static constexpr std::string_view kName = "quorum.withdraw";
+  static constexpr FixedString kWireName = "quorum.Withdraw";
   using Reply = Unit;
   std::string trainer;
   std::string why;
@@ -39,6 +42,7 @@ struct Withdraw {
 struct AskAwaited {
   static constexpr wire::MessageType kType{0x0603};
   static constexpr std::string_view kName = "quorum.awaited";
+  static constexpr FixedString kWireName = "quorum.AskAwaited";
   using Reply = bool;
   std::string trainer;
 };
@@ -48,29 +52,7 @@ struct AskAwaited {
 namespace torchspan {
 
 template <>
-struct Wire<quorum::AskAwaited>
-    : WireStruct<quorum::AskAwaited, "quorum.AskAwaited", &quorum::AskAwaited::trainer> {};
-
+struct Wire<quorum::Report> : WireStruct<quorum::Report, "quorum.Report"> {};
 template <>
-struct Wire<quorum::Report>
-    : WireStruct<quorum::Report, "quorum.Report", &quorum::Report::generation, &quorum::Report::committed,
-                 &quorum::Report::holds_state, &quorum::Report::prepared, &quorum::Report::target,
-                 &quorum::Report::min_ranks, &quorum::Report::late_limit, &quorum::Report::too_few_limit> {};
-template <>
-struct Wire<quorum::Generation>
-    : WireStruct<quorum::Generation, "quorum.Generation", &quorum::Generation::number,
-                 &quorum::Generation::step, &quorum::Generation::target, &quorum::Generation::ranks,
-                 &quorum::Generation::holders, &quorum::Generation::complete> {};
-template <>
-struct Wire<quorum::GenerationAnswer>
-    : WireStruct<quorum::GenerationAnswer, "quorum.GenerationAnswer", &quorum::GenerationAnswer::generation,
-                 &quorum::GenerationAnswer::refusal> {};
-template <>
-struct Wire<quorum::AwaitGeneration>
-    : WireStruct<quorum::AwaitGeneration, "quorum.AwaitGeneration", &quorum::AwaitGeneration::trainer,
-                 &quorum::AwaitGeneration::report> {};
-template <>
-struct Wire<quorum::Withdraw>
-    : WireStruct<quorum::Withdraw, "quorum.Withdraw", &quorum::Withdraw::trainer, &quorum::Withdraw::why> {};
-
+struct Wire<quorum::Generation> : WireStruct<quorum::Generation, "quorum.Generation"> {};
 }  // namespace torchspan

@@ -24,6 +24,21 @@ struct Tree {
   friend bool operator==(const Tree&, const Tree&) = default;
 };
 
+/// Sent with all members.
+struct Named {
+  static constexpr torchspan::FixedString kWireName = "Named";
+  std::int32_t value = 0;
+  std::vector<Named> children = {};
+  std::optional<double> weight = {};
+  std::string label;
+  friend bool operator==(const Named&, const Named&) = default;
+};
+struct Ten {
+  static constexpr torchspan::FixedString kWireName = "Ten";
+  std::int32_t a = 0, b = 0, c = 0, d = 0, e = 0, f = 0, g = 0, h = 0, i = 0, j = 0;
+  friend bool operator==(const Ten&, const Ten&) = default;
+};
+
 struct Nothing {};
 struct Unknown {};
 enum class Colour : std::uint16_t { kRed = 1, kBlue = 700 };
@@ -94,6 +109,14 @@ TEST(Values, FloatsKeepTheirBitsEvenWhenTheyAreNoNumbers) {
   EXPECT_EQ(copy_by_wire(c10::BFloat16(0x7FC3, c10::BFloat16::from_bits())).x, 0x7FC3);
   expect_kept(c10::complex<float>(1.5f, -2.5f));
   expect_kept(c10::complex<double>(-1e300, 1e-300));
+}
+
+TEST(Values, StructsThatStateAWireNameKeepAllTheirMembers) {
+  const Named named{1, {{2, {}, {}, "leaf"}}, 0.5, "root"};
+  expect_kept(named);
+  EXPECT_EQ(to_payload(named).value,
+            to_payload(named.value, named.children, named.weight, named.label).value);
+  expect_kept(Ten{1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
 }
 
 TEST(Values, ContainersKeepTheirElements) {
@@ -244,6 +267,8 @@ TEST(Names, DescribeTheEncodingAndNotTheCompilersName) {
 TEST(Names, StructsNameTheirMembersOnceEvenWhenTheyAreRecursive) {
   EXPECT_EQ(type_name<Batch>(), "Batch{Tensor, int64, vector<string>}");
   EXPECT_EQ(type_name<Tree>(), "Tree{int32, vector<Tree>}");
+  EXPECT_EQ(type_name<Named>(), "Named{int32, vector<Named>, optional<float64>, string}");
+  EXPECT_EQ(type_name<Ten>(), "Ten{int32, int32, int32, int32, int32, int32, int32, int32, int32, int32}");
   EXPECT_EQ(type_name<std::vector<Nothing>>(), "vector<Nothing{}>");
 }
 

@@ -453,6 +453,12 @@ class WireTables(Tree):
         self.write("src/rpc/hello.h", self.MESSAGE.replace("::received>", "::received, &rpc::Hello::here>"))
         self.assert_reports("check-wire", ("docs/wire.md:6", "differs from the sources"), ("docs/wire.md:4", "here int"))
 
+    def test_a_struct_that_states_its_wire_name_sends_all_its_members(self):
+        message = self.MESSAGE.split("template <>")[0].replace("{0x0001};\n", "{0x0001};\n  static constexpr FixedString kWireName = \"rpc.Hello\";\n")
+        self.write("src/rpc/hello.h", message)
+        self.assert_clean("check-wire", "--write")
+        self.assertIn("`name string, sent uint64, received uint64, here int`", (self.root / "docs/wire.md").read_text())
+
     def test_a_room_without_a_table_is_named(self):
         self.assert_clean("check-wire", "--write")
         self.write("src/net/ping.h", self.MESSAGE.replace("rpc", "net").replace("Hello", "Ping"))

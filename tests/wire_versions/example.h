@@ -47,7 +47,12 @@ class Examples {
   template <class T, FixedString kName, auto... kMembers>
   T of_struct(const WireStruct<T, kName, kMembers...>*) {
     T value{};
-    ((value.*kMembers = next<std::remove_cvref_t<decltype(value.*kMembers)>>()), ...);
+    const auto fill = [&]<class... Member>(Member&... members) { ((members = next<Member>()), ...); };
+    if constexpr (sizeof...(kMembers) == 0) {
+      std::apply(fill, wire::members_of(value));
+    } else {
+      fill(value.*kMembers...);
+    }
     return value;
   }
 

@@ -17,6 +17,7 @@ namespace torchspan::optim {
 /// Sparse gradients require weight_decay = 0; their momentum is sparse too.
 struct SGD {
   static constexpr std::string_view kName = "SGD";
+  static constexpr FixedString kWireName = "optim.SGD";
 
   double lr = std::numeric_limits<double>::quiet_NaN();  ///< required
   double momentum = 0;
@@ -32,18 +33,6 @@ struct SGD {
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 };
 
-}  // namespace torchspan::optim
-
-template <>
-struct torchspan::Wire<torchspan::optim::SGD>
-    : torchspan::WireStruct<torchspan::optim::SGD, "optim.SGD", &torchspan::optim::SGD::lr,
-                            &torchspan::optim::SGD::momentum, &torchspan::optim::SGD::dampening,
-                            &torchspan::optim::SGD::weight_decay, &torchspan::optim::SGD::nesterov,
-                            &torchspan::optim::SGD::maximize, &torchspan::optim::SGD::foreach,
-                            &torchspan::optim::SGD::float32_state, &torchspan::optim::SGD::master_weights> {};
-
-namespace torchspan::optim {
-
 /// Adaptive moment estimation (Kingma and Ba, ICLR 2015), optionally amsgrad (Reddi, Kale and Kumar, ICLR
 /// 2018), with LibTorch's arithmetic. Dense gradients only; t counts the parameter's steps from 1:
 ///   g = gradient (negated to maximize) + weight_decay * p
@@ -52,6 +41,7 @@ namespace torchspan::optim {
 ///   p -= lr / (1 - beta1^t) * m / (sqrt(w) / sqrt(1 - beta2^t) + eps)
 struct Adam {
   static constexpr std::string_view kName = "Adam";
+  static constexpr FixedString kWireName = "optim.Adam";
 
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -68,23 +58,11 @@ struct Adam {
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 };
 
-}  // namespace torchspan::optim
-
-template <>
-struct torchspan::Wire<torchspan::optim::Adam>
-    : torchspan::WireStruct<torchspan::optim::Adam, "optim.Adam", &torchspan::optim::Adam::lr,
-                            &torchspan::optim::Adam::beta1, &torchspan::optim::Adam::beta2,
-                            &torchspan::optim::Adam::eps, &torchspan::optim::Adam::weight_decay,
-                            &torchspan::optim::Adam::amsgrad, &torchspan::optim::Adam::maximize,
-                            &torchspan::optim::Adam::foreach, &torchspan::optim::Adam::float32_state,
-                            &torchspan::optim::Adam::master_weights> {};
-
-namespace torchspan::optim {
-
 /// Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019), with LibTorch's arithmetic: first p
 /// *= 1 - lr * weight_decay, then a step of Adam without decay. Dense gradients only.
 struct AdamW {
   static constexpr std::string_view kName = "AdamW";
+  static constexpr FixedString kWireName = "optim.AdamW";
 
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -101,19 +79,6 @@ struct AdamW {
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 };
 
-}  // namespace torchspan::optim
-
-template <>
-struct torchspan::Wire<torchspan::optim::AdamW>
-    : torchspan::WireStruct<torchspan::optim::AdamW, "optim.AdamW", &torchspan::optim::AdamW::lr,
-                            &torchspan::optim::AdamW::beta1, &torchspan::optim::AdamW::beta2,
-                            &torchspan::optim::AdamW::eps, &torchspan::optim::AdamW::weight_decay,
-                            &torchspan::optim::AdamW::amsgrad, &torchspan::optim::AdamW::maximize,
-                            &torchspan::optim::AdamW::foreach, &torchspan::optim::AdamW::float32_state,
-                            &torchspan::optim::AdamW::master_weights> {};
-
-namespace torchspan::optim {
-
 /// Adam for sparse gradients, with LibTorch's arithmetic. Elements absent from a gradient keep their value
 /// and moments; t counts all steps of the parameter. With g the entries (negated to maximize) and m, v
 /// their moments:
@@ -122,6 +87,7 @@ namespace torchspan::optim {
 /// Sparse gradients only.
 struct SparseAdam {
   static constexpr std::string_view kName = "SparseAdam";
+  static constexpr FixedString kWireName = "optim.SparseAdam";
 
   double lr = 1e-3;  ///< > 0
   double beta1 = 0.9;
@@ -135,18 +101,6 @@ struct SparseAdam {
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 };
 
-}  // namespace torchspan::optim
-
-template <>
-struct torchspan::Wire<torchspan::optim::SparseAdam>
-    : torchspan::WireStruct<
-          torchspan::optim::SparseAdam, "optim.SparseAdam", &torchspan::optim::SparseAdam::lr,
-          &torchspan::optim::SparseAdam::beta1, &torchspan::optim::SparseAdam::beta2,
-          &torchspan::optim::SparseAdam::eps, &torchspan::optim::SparseAdam::maximize,
-          &torchspan::optim::SparseAdam::float32_state, &torchspan::optim::SparseAdam::master_weights> {};
-
-namespace torchspan::optim {
-
 /// Adam with the infinity norm (Kingma and Ba, ICLR 2015, section 7), with LibTorch's arithmetic; t counts
 /// the parameter's steps from 1:
 ///   g = gradient (negated to maximize) + weight_decay * p;  m = beta1 * m + (1 - beta1) * g
@@ -154,6 +108,7 @@ namespace torchspan::optim {
 /// Dense gradients only.
 struct Adamax {
   static constexpr std::string_view kName = "Adamax";
+  static constexpr FixedString kWireName = "optim.Adamax";
 
   double lr = 2e-3;
   double beta1 = 0.9;
@@ -169,19 +124,6 @@ struct Adamax {
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 };
 
-}  // namespace torchspan::optim
-
-template <>
-struct torchspan::Wire<torchspan::optim::Adamax>
-    : torchspan::WireStruct<torchspan::optim::Adamax, "optim.Adamax", &torchspan::optim::Adamax::lr,
-                            &torchspan::optim::Adamax::beta1, &torchspan::optim::Adamax::beta2,
-                            &torchspan::optim::Adamax::eps, &torchspan::optim::Adamax::weight_decay,
-                            &torchspan::optim::Adamax::maximize, &torchspan::optim::Adamax::foreach,
-                            &torchspan::optim::Adamax::float32_state,
-                            &torchspan::optim::Adamax::master_weights> {};
-
-namespace torchspan::optim {
-
 /// Per-element step sizes from the sum of squared gradients (Duchi, Hazan and Singer, JMLR 2011), with
 /// LibTorch's arithmetic; t counts the parameter's steps from 1:
 ///   g = gradient (negated to maximize) + weight_decay * p;  s = initial_accumulator_value + sum of g²
@@ -189,6 +131,7 @@ namespace torchspan::optim {
 /// A sparse gradient updates only the elements it contains and requires weight_decay = 0.
 struct Adagrad {
   static constexpr std::string_view kName = "Adagrad";
+  static constexpr FixedString kWireName = "optim.Adagrad";
 
   double lr = 0.01;
   double lr_decay = 0;
@@ -204,25 +147,13 @@ struct Adagrad {
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 };
 
-}  // namespace torchspan::optim
-
-template <>
-struct torchspan::Wire<torchspan::optim::Adagrad>
-    : torchspan::WireStruct<torchspan::optim::Adagrad, "optim.Adagrad", &torchspan::optim::Adagrad::lr,
-                            &torchspan::optim::Adagrad::lr_decay, &torchspan::optim::Adagrad::weight_decay,
-                            &torchspan::optim::Adagrad::initial_accumulator_value,
-                            &torchspan::optim::Adagrad::eps, &torchspan::optim::Adagrad::maximize,
-                            &torchspan::optim::Adagrad::foreach, &torchspan::optim::Adagrad::float32_state,
-                            &torchspan::optim::Adagrad::master_weights> {};
-
-namespace torchspan::optim {
-
 /// Per-element step sizes from running averages (Zeiler, arXiv 1212.5701), with LibTorch's arithmetic:
 ///   g = gradient (negated to maximize) + weight_decay * p;  s = rho * s + (1 - rho) * g²
 ///   d = sqrt(u + eps) / sqrt(s + eps) * g;  u = rho * u + (1 - rho) * d²;  p -= lr * d
 /// Dense gradients only.
 struct Adadelta {
   static constexpr std::string_view kName = "Adadelta";
+  static constexpr FixedString kWireName = "optim.Adadelta";
 
   double lr = 1.0;
   double rho = 0.9;
@@ -237,18 +168,6 @@ struct Adadelta {
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 };
 
-}  // namespace torchspan::optim
-
-template <>
-struct torchspan::Wire<torchspan::optim::Adadelta>
-    : torchspan::WireStruct<torchspan::optim::Adadelta, "optim.Adadelta", &torchspan::optim::Adadelta::lr,
-                            &torchspan::optim::Adadelta::rho, &torchspan::optim::Adadelta::eps,
-                            &torchspan::optim::Adadelta::weight_decay, &torchspan::optim::Adadelta::maximize,
-                            &torchspan::optim::Adadelta::foreach, &torchspan::optim::Adadelta::float32_state,
-                            &torchspan::optim::Adadelta::master_weights> {};
-
-namespace torchspan::optim {
-
 /// Steps divided by the gradient's running root mean square (Hinton's lectures, 2012), with LibTorch's
 /// arithmetic; dense gradients only:
 ///   g = gradient (negated to maximize) + weight_decay * p;  s = alpha * s + (1 - alpha) * g²
@@ -257,6 +176,7 @@ namespace torchspan::optim {
 ///   p -= lr * g / r; with momentum: b = momentum * b + g / r, p -= lr * b
 struct RMSprop {
   static constexpr std::string_view kName = "RMSprop";
+  static constexpr FixedString kWireName = "optim.RMSprop";
 
   double lr = 0.01;
   double alpha = 0.99;
@@ -273,19 +193,6 @@ struct RMSprop {
   std::unique_ptr<FunctionalOptimizer> build(std::vector<at::Tensor> parameters) const;
 };
 
-}  // namespace torchspan::optim
-
-template <>
-struct torchspan::Wire<torchspan::optim::RMSprop>
-    : torchspan::WireStruct<torchspan::optim::RMSprop, "optim.RMSprop", &torchspan::optim::RMSprop::lr,
-                            &torchspan::optim::RMSprop::alpha, &torchspan::optim::RMSprop::eps,
-                            &torchspan::optim::RMSprop::weight_decay, &torchspan::optim::RMSprop::momentum,
-                            &torchspan::optim::RMSprop::centered, &torchspan::optim::RMSprop::maximize,
-                            &torchspan::optim::RMSprop::foreach, &torchspan::optim::RMSprop::float32_state,
-                            &torchspan::optim::RMSprop::master_weights> {};
-
-namespace torchspan::optim {
-
 /// Resilient backpropagation (Riedmiller and Braun, ICNN 1993), with LibTorch's arithmetic. Each element
 /// has a step size, initially lr, within [step_min, step_max]. It grows by eta_plus while the gradient
 /// keeps its sign and shrinks by eta_minus when the sign flips. The element moves by the step size against
@@ -293,6 +200,7 @@ namespace torchspan::optim {
 /// stepped. Dense gradients only.
 struct Rprop {
   static constexpr std::string_view kName = "Rprop";
+  static constexpr FixedString kWireName = "optim.Rprop";
 
   double lr = 0.01;  ///< initial step size
   double eta_minus = 0.5;
@@ -309,12 +217,3 @@ struct Rprop {
 };
 
 }  // namespace torchspan::optim
-
-template <>
-struct torchspan::Wire<torchspan::optim::Rprop>
-    : torchspan::WireStruct<torchspan::optim::Rprop, "optim.Rprop", &torchspan::optim::Rprop::lr,
-                            &torchspan::optim::Rprop::eta_minus, &torchspan::optim::Rprop::eta_plus,
-                            &torchspan::optim::Rprop::step_min, &torchspan::optim::Rprop::step_max,
-                            &torchspan::optim::Rprop::maximize, &torchspan::optim::Rprop::foreach,
-                            &torchspan::optim::Rprop::float32_state,
-                            &torchspan::optim::Rprop::master_weights> {};

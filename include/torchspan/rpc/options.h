@@ -20,13 +20,11 @@ namespace torchspan {
 
 /// Identity of a worker. Can be sent as an argument; equal if name and rank are.
 struct WorkerInfo {
+  static constexpr FixedString kWireName = "WorkerInfo";
   std::string name;
   std::uint32_t rank = 0;
   friend bool operator==(const WorkerInfo&, const WorkerInfo&) = default;
 };
-
-template <>
-struct Wire<WorkerInfo> : WireStruct<WorkerInfo, "WorkerInfo", &WorkerInfo::name, &WorkerInfo::rank> {};
 
 /// Where a call goes: a worker's name, rank or info. Records the call site for errors.
 class Destination {

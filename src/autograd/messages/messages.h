@@ -23,6 +23,7 @@ struct PassKey {
 
 /// Header that the interceptor adds to a user message: the context, and the tensors with a gradient edge.
 struct EdgeHeader {
+  static constexpr FixedString kWireName = "autograd.EdgeHeader";
   std::uint64_t context = 0;
   std::uint64_t message = 0;           ///< connects the send node and the receive node; 0: no edges
   std::vector<std::uint32_t> tensors;  ///< indices into the message's tensor table
@@ -32,6 +33,7 @@ struct EdgeHeader {
 
 /// How a worker's part of a pass ended: with success, or with the failure of the pass.
 struct PartOver {
+  static constexpr FixedString kWireName = "autograd.PartOver";
   std::optional<Error> failure;
 };
 
@@ -55,6 +57,7 @@ struct PropagateGradients {
 
 /// The outputs of one send that a pass reaches.
 struct MarkedSend {
+  static constexpr FixedString kWireName = "autograd.MarkedSend";
   std::uint64_t message = 0;
   std::vector<std::uint32_t> outputs;
 };
@@ -62,6 +65,7 @@ struct MarkedSend {
 /// The ranks of the workers that were marked because of the request and still had sends without a mark: they
 /// must be notified when all marks are made. Or the failure of the pass.
 struct MarkedWorkers {
+  static constexpr FixedString kWireName = "autograd.MarkedWorkers";
   std::vector<std::uint32_t> ranks;
   std::optional<Error> failure;
 };
@@ -72,6 +76,7 @@ struct MarkedWorkers {
 struct MarkSends {
   static constexpr wire::MessageType kType{0x0104};
   static constexpr std::string_view kName = "autograd.mark";
+  static constexpr FixedString kWireName = "autograd.MarkSends";
   using Reply = MarkedWorkers;
   std::uint64_t context = 0;
   std::uint64_t pass = 0;
@@ -84,6 +89,7 @@ struct MarkSends {
 struct MarksFinal {
   static constexpr wire::MessageType kType{0x0105};
   static constexpr std::string_view kName = "autograd.marks_final";
+  static constexpr FixedString kWireName = "autograd.MarksFinal";
   using Reply = Unit;
   std::uint64_t context = 0;
   std::uint64_t pass = 0;
@@ -105,6 +111,7 @@ struct AbortPass {
 struct ReleaseContext {
   static constexpr wire::MessageType kType{0x0103};
   static constexpr std::string_view kName = "autograd.release";
+  static constexpr FixedString kWireName = "autograd.ReleaseContext";
   using Reply = Unit;
   std::uint64_t context = 0;
 };
@@ -114,6 +121,7 @@ struct ReleaseContext {
 struct AdoptMember {
   static constexpr wire::MessageType kType{0x0108};
   static constexpr std::string_view kName = "autograd.adopt";
+  static constexpr FixedString kWireName = "autograd.AdoptMember";
   using Reply = bool;
   std::uint64_t context = 0;
 };
@@ -121,6 +129,7 @@ struct AdoptMember {
 /// Result of clearing; nothing is cleared while a pass runs. `peers` are the workers that the receiver
 /// communicated with in the context.
 struct ClearedPart {
+  static constexpr FixedString kWireName = "autograd.ClearedPart";
   bool running = false;
   std::vector<std::uint32_t> peers;
 };
@@ -129,12 +138,14 @@ struct ClearedPart {
 struct ClearGradients {
   static constexpr wire::MessageType kType{0x0109};
   static constexpr std::string_view kName = "autograd.clear_gradients";
+  static constexpr FixedString kWireName = "autograd.ClearGradients";
   using Reply = ClearedPart;
   std::uint64_t context = 0;
 };
 
 /// A send that waits for its gradients.
 struct WaitingSend {
+  static constexpr FixedString kWireName = "autograd.WaitingSend";
   std::uint64_t message = 0;
   std::string call;
   std::string site;
@@ -145,6 +156,7 @@ struct WaitingSend {
 
 /// The progress of a worker's part of a pass.
 struct PartReport {
+  static constexpr FixedString kWireName = "autograd.PartReport";
   std::string worker;
   bool silent = false;  ///< it did not answer in time; the other fields are unset
   bool busy = false;
@@ -159,6 +171,7 @@ struct PartReport {
 struct AskPass {
   static constexpr wire::MessageType kType{0x0106};
   static constexpr std::string_view kName = "autograd.ask";
+  static constexpr FixedString kWireName = "autograd.AskPass";
   using Reply = std::vector<PartReport>;
   std::uint64_t context = 0;
   std::uint64_t pass = 0;
@@ -170,6 +183,7 @@ struct AskPass {
 struct AskGraph {
   static constexpr wire::MessageType kType{0x0107};
   static constexpr std::string_view kName = "autograd.graph";
+  static constexpr FixedString kWireName = "autograd.AskGraph";
   using Reply = std::vector<WorkerGraph>;
   std::uint64_t context = 0;
   std::uint64_t wave = 0;
@@ -181,14 +195,6 @@ struct AskGraph {
 namespace torchspan {
 
 template <>
-struct Wire<autograd::EdgeHeader>
-    : WireStruct<autograd::EdgeHeader, "autograd.EdgeHeader", &autograd::EdgeHeader::context,
-                 &autograd::EdgeHeader::message, &autograd::EdgeHeader::tensors, &autograd::EdgeHeader::call,
-                 &autograd::EdgeHeader::site> {};
-template <>
-struct Wire<autograd::PartOver>
-    : WireStruct<autograd::PartOver, "autograd.PartOver", &autograd::PartOver::failure> {};
-template <>
 struct Wire<autograd::PropagateGradients>
     : WireStruct<autograd::PropagateGradients, "autograd.PropagateGradients",
                  &autograd::PropagateGradients::context, &autograd::PropagateGradients::pass,
@@ -196,68 +202,7 @@ struct Wire<autograd::PropagateGradients>
                  &autograd::PropagateGradients::threads, &autograd::PropagateGradients::gradients,
                  &autograd::PropagateGradients::reached> {};
 template <>
-struct Wire<autograd::MarkedSend>
-    : WireStruct<autograd::MarkedSend, "autograd.MarkedSend", &autograd::MarkedSend::message,
-                 &autograd::MarkedSend::outputs> {};
-template <>
-struct Wire<autograd::MarkedWorkers>
-    : WireStruct<autograd::MarkedWorkers, "autograd.MarkedWorkers", &autograd::MarkedWorkers::ranks,
-                 &autograd::MarkedWorkers::failure> {};
-template <>
-struct Wire<autograd::MarkSends>
-    : WireStruct<autograd::MarkSends, "autograd.MarkSends", &autograd::MarkSends::context,
-                 &autograd::MarkSends::pass, &autograd::MarkSends::retain_graph,
-                 &autograd::MarkSends::threads, &autograd::MarkSends::sends> {};
-template <>
-struct Wire<autograd::MarksFinal> : WireStruct<autograd::MarksFinal, "autograd.MarksFinal",
-                                               &autograd::MarksFinal::context, &autograd::MarksFinal::pass> {
-};
-template <>
 struct Wire<autograd::AbortPass>
     : WireStruct<autograd::AbortPass, "autograd.AbortPass", &autograd::AbortPass::context,
                  &autograd::AbortPass::pass, &autograd::AbortPass::failure> {};
-template <>
-struct Wire<autograd::ReleaseContext>
-    : WireStruct<autograd::ReleaseContext, "autograd.ReleaseContext", &autograd::ReleaseContext::context> {};
-template <>
-struct Wire<autograd::AdoptMember>
-    : WireStruct<autograd::AdoptMember, "autograd.AdoptMember", &autograd::AdoptMember::context> {};
-template <>
-struct Wire<autograd::ClearedPart>
-    : WireStruct<autograd::ClearedPart, "autograd.ClearedPart", &autograd::ClearedPart::running,
-                 &autograd::ClearedPart::peers> {};
-template <>
-struct Wire<autograd::ClearGradients>
-    : WireStruct<autograd::ClearGradients, "autograd.ClearGradients", &autograd::ClearGradients::context> {};
-template <>
-struct Wire<autograd::WaitingSend>
-    : WireStruct<autograd::WaitingSend, "autograd.WaitingSend", &autograd::WaitingSend::message,
-                 &autograd::WaitingSend::call, &autograd::WaitingSend::site, &autograd::WaitingSend::reply,
-                 &autograd::WaitingSend::to, &autograd::WaitingSend::unanswered> {};
-template <>
-struct Wire<autograd::PartReport>
-    : WireStruct<autograd::PartReport, "autograd.PartReport", &autograd::PartReport::worker,
-                 &autograd::PartReport::silent, &autograd::PartReport::busy, &autograd::PartReport::executed,
-                 &autograd::PartReport::sent, &autograd::PartReport::received, &autograd::PartReport::waiting,
-                 &autograd::PartReport::crowded> {};
-template <>
-struct Wire<autograd::AskPass>
-    : WireStruct<autograd::AskPass, "autograd.AskPass", &autograd::AskPass::context, &autograd::AskPass::pass,
-                 &autograd::AskPass::wave, &autograd::AskPass::patience> {};
-template <>
-struct Wire<autograd::AskGraph>
-    : WireStruct<autograd::AskGraph, "autograd.AskGraph", &autograd::AskGraph::context,
-                 &autograd::AskGraph::wave, &autograd::AskGraph::patience> {};
-template <>
-struct Wire<autograd::GraphPart>
-    : WireStruct<autograd::GraphPart, "autograd.GraphPart", &autograd::GraphPart::message,
-                 &autograd::GraphPart::call, &autograd::GraphPart::site, &autograd::GraphPart::reply,
-                 &autograd::GraphPart::to, &autograd::GraphPart::tensors, &autograd::GraphPart::sources,
-                 &autograd::GraphPart::nodes, &autograd::GraphPart::parameters> {};
-template <>
-struct Wire<autograd::WorkerGraph>
-    : WireStruct<autograd::WorkerGraph, "autograd.WorkerGraph", &autograd::WorkerGraph::worker,
-                 &autograd::WorkerGraph::rank, &autograd::WorkerGraph::silent,
-                 &autograd::WorkerGraph::parts> {};
-
 }  // namespace torchspan

@@ -13,11 +13,13 @@ namespace torchspan::optim {
 
 /// A module or tensor to train, and the prefix of its parameters' names.
 struct OptimizerTarget {
+  static constexpr FixedString kWireName = "optim.OptimizerTarget";
   rpc::ReferencePtr value;
   std::string name;
 };
 
 struct OptimizerGroup {
+  static constexpr FixedString kWireName = "optim.OptimizerGroup";
   std::string label;
   OptimizerSpec spec;
   std::vector<OptimizerTarget> targets;
@@ -28,6 +30,7 @@ struct OptimizerGroup {
 struct CreateOptimizer {
   static constexpr wire::MessageType kType{0x0201};
   static constexpr std::string_view kName = "optim.create";
+  static constexpr FixedString kWireName = "optim.CreateOptimizer";
   using Reply = Unit;
   GlobalId id;
   std::vector<OptimizerGroup> groups;
@@ -37,6 +40,7 @@ struct CreateOptimizer {
 struct StepOptimizer {
   static constexpr wire::MessageType kType{0x0202};
   static constexpr std::string_view kName = "optim.step";
+  static constexpr FixedString kWireName = "optim.StepOptimizer";
   using Reply = bool;  ///< whether a pass has begun in the context, as far as the receiver knows
   GlobalId id;
   std::uint64_t context = 0;
@@ -47,12 +51,14 @@ struct StepOptimizer {
 struct DropOptimizer {
   static constexpr wire::MessageType kType{0x0203};
   static constexpr std::string_view kName = "optim.drop";
+  static constexpr FixedString kWireName = "optim.DropOptimizer";
   using Reply = Unit;
   GlobalId id;
 };
 
 /// An owner's part in clipping gradients.
 struct GradientNorm {
+  static constexpr FixedString kWireName = "optim.GradientNorm";
   double norm = 0;
   std::string averaged;  ///< a parameter whose gradient a reducer averages; empty: none
   std::string own;       ///< a parameter whose gradient no reducer averages; empty: none
@@ -62,6 +68,7 @@ struct GradientNorm {
 struct NormOfGradients {
   static constexpr wire::MessageType kType{0x0204};
   static constexpr std::string_view kName = "optim.norm";
+  static constexpr FixedString kWireName = "optim.NormOfGradients";
   using Reply = GradientNorm;
   GlobalId id;
   std::uint64_t context = 0;
@@ -72,6 +79,7 @@ struct NormOfGradients {
 struct ReadState {
   static constexpr wire::MessageType kType{0x0205};
   static constexpr std::string_view kName = "optim.read_state";
+  static constexpr FixedString kWireName = "optim.ReadState";
   using Reply = StateDict;
   GlobalId id;
   std::vector<double> rates;
@@ -80,6 +88,7 @@ struct ReadState {
 struct WriteState {
   static constexpr wire::MessageType kType{0x0206};
   static constexpr std::string_view kName = "optim.write_state";
+  static constexpr FixedString kWireName = "optim.WriteState";
   using Reply = Unit;
   GlobalId id;
   StateDict state;
@@ -89,6 +98,7 @@ struct WriteState {
 struct KeepState {
   static constexpr wire::MessageType kType{0x0207};
   static constexpr std::string_view kName = "optim.keep_state";
+  static constexpr FixedString kWireName = "optim.KeepState";
   using Reply = RRef<StateDict>;
   GlobalId id;
   std::vector<double> rates;
@@ -98,6 +108,7 @@ struct KeepState {
 struct TakeState {
   static constexpr wire::MessageType kType{0x0208};
   static constexpr std::string_view kName = "optim.take_state";
+  static constexpr FixedString kWireName = "optim.TakeState";
   using Reply = std::vector<double>;
   GlobalId id;
   RRef<StateDict> state;
@@ -108,6 +119,7 @@ struct TakeState {
 struct StepInBackward {
   static constexpr wire::MessageType kType{0x0209};
   static constexpr std::string_view kName = "optim.step_in_backward";
+  static constexpr FixedString kWireName = "optim.StepInBackward";
   using Reply = Unit;
   GlobalId id;
   std::uint64_t context = 0;
@@ -115,53 +127,3 @@ struct StepInBackward {
 };
 
 }  // namespace torchspan::optim
-
-namespace torchspan {
-
-template <>
-struct Wire<optim::OptimizerTarget>
-    : WireStruct<optim::OptimizerTarget, "optim.OptimizerTarget", &optim::OptimizerTarget::value,
-                 &optim::OptimizerTarget::name> {};
-template <>
-struct Wire<optim::OptimizerGroup>
-    : WireStruct<optim::OptimizerGroup, "optim.OptimizerGroup", &optim::OptimizerGroup::label,
-                 &optim::OptimizerGroup::spec, &optim::OptimizerGroup::targets,
-                 &optim::OptimizerGroup::hogwild> {};
-template <>
-struct Wire<optim::CreateOptimizer>
-    : WireStruct<optim::CreateOptimizer, "optim.CreateOptimizer", &optim::CreateOptimizer::id,
-                 &optim::CreateOptimizer::groups> {};
-template <>
-struct Wire<optim::StepOptimizer>
-    : WireStruct<optim::StepOptimizer, "optim.StepOptimizer", &optim::StepOptimizer::id,
-                 &optim::StepOptimizer::context, &optim::StepOptimizer::rates, &optim::StepOptimizer::scale> {
-};
-template <>
-struct Wire<optim::StepInBackward>
-    : WireStruct<optim::StepInBackward, "optim.StepInBackward", &optim::StepInBackward::id,
-                 &optim::StepInBackward::context, &optim::StepInBackward::rates> {};
-template <>
-struct Wire<optim::DropOptimizer>
-    : WireStruct<optim::DropOptimizer, "optim.DropOptimizer", &optim::DropOptimizer::id> {};
-template <>
-struct Wire<optim::GradientNorm>
-    : WireStruct<optim::GradientNorm, "optim.GradientNorm", &optim::GradientNorm::norm,
-                 &optim::GradientNorm::averaged, &optim::GradientNorm::own> {};
-template <>
-struct Wire<optim::NormOfGradients>
-    : WireStruct<optim::NormOfGradients, "optim.NormOfGradients", &optim::NormOfGradients::id,
-                 &optim::NormOfGradients::context, &optim::NormOfGradients::norm_type> {};
-template <>
-struct Wire<optim::ReadState>
-    : WireStruct<optim::ReadState, "optim.ReadState", &optim::ReadState::id, &optim::ReadState::rates> {};
-template <>
-struct Wire<optim::WriteState>
-    : WireStruct<optim::WriteState, "optim.WriteState", &optim::WriteState::id, &optim::WriteState::state> {};
-template <>
-struct Wire<optim::KeepState>
-    : WireStruct<optim::KeepState, "optim.KeepState", &optim::KeepState::id, &optim::KeepState::rates> {};
-template <>
-struct Wire<optim::TakeState>
-    : WireStruct<optim::TakeState, "optim.TakeState", &optim::TakeState::id, &optim::TakeState::state> {};
-
-}  // namespace torchspan

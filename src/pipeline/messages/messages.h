@@ -14,6 +14,7 @@ namespace torchspan::pipeline {
 
 /// The step of one pipeline that a message belongs to.
 struct StepId {
+  static constexpr FixedString kWireName = "pipeline.StepId";
   std::uint64_t pipeline = 0;
   std::uint64_t step = 0;
 };
@@ -108,6 +109,7 @@ struct StepFailed {
 
 /// An executed action; times in nanoseconds from the step's start.
 struct RanAction {
+  static constexpr FixedString kWireName = "pipeline.RanAction";
   schedule::ActionKind kind = schedule::ActionKind::kForward;
   std::int32_t layer_range = 0;
   std::int32_t micro_batch = 0;
@@ -120,6 +122,7 @@ struct RanAction {
 struct PartDone {
   static constexpr wire::MessageType kType{0x0305};
   static constexpr std::string_view kName = "pipeline.done";
+  static constexpr FixedString kWireName = "pipeline.PartDone";
   using Reply = Unit;
   StepId id;
   std::int32_t worker = 0;  ///< index in the plan
@@ -132,6 +135,7 @@ struct PartDone {
 struct StepClosed {
   static constexpr wire::MessageType kType{0x0306};
   static constexpr std::string_view kName = "pipeline.closed";
+  static constexpr FixedString kWireName = "pipeline.StepClosed";
   using Reply = Unit;
   StepId id;
   double loss = 0;
@@ -143,6 +147,7 @@ struct StepClosed {
 struct Credit {
   static constexpr wire::MessageType kType{0x0307};
   static constexpr std::string_view kName = "pipeline.credit";
+  static constexpr FixedString kWireName = "pipeline.Credit";
   using Reply = Unit;
   StepId id;
   std::int32_t micro_batch = 0;
@@ -178,6 +183,7 @@ struct ReplicaGradients {
 struct ReplicaStatistics {
   static constexpr wire::MessageType kType{0x030B};
   static constexpr std::string_view kName = "pipeline.replica_statistics";
+  static constexpr FixedString kWireName = "pipeline.ReplicaStatistics";
   using Reply = Unit;
   StepId id;
   std::int32_t replica = 0;                       ///< of the sender
@@ -188,6 +194,7 @@ struct ReplicaStatistics {
 struct ReplicaDone {
   static constexpr wire::MessageType kType{0x030C};
   static constexpr std::string_view kName = "pipeline.replica_done";
+  static constexpr FixedString kWireName = "pipeline.ReplicaDone";
   using Reply = Unit;
   StepId id;
   std::int32_t replica = 0;  ///< of the sender
@@ -200,6 +207,7 @@ struct ReplicaDone {
 struct ReplicaBegin {
   static constexpr wire::MessageType kType{0x030D};
   static constexpr std::string_view kName = "pipeline.replica_begin";
+  static constexpr FixedString kWireName = "pipeline.ReplicaBegin";
   using Reply = Unit;
   StepId id;
   std::int32_t replica = 0;  ///< of the sender
@@ -211,6 +219,7 @@ struct ReplicaBegin {
 
 /// What a worker of the pipeline does now.
 struct WorkerState {
+  static constexpr FixedString kWireName = "pipeline.WorkerState";
   std::uint64_t step = 0;  ///< the current step, or the last one
   bool in_step = false;
   bool busy = false;   ///< runs an action; does not wait for other workers
@@ -222,6 +231,7 @@ struct WorkerState {
 struct AskState {
   static constexpr wire::MessageType kType{0x0308};
   static constexpr std::string_view kName = "pipeline.state";
+  static constexpr FixedString kWireName = "pipeline.AskState";
   using Reply = WorkerState;
   StepId id;
 };
@@ -231,6 +241,7 @@ struct AskState {
 struct AskInitialValues {
   static constexpr wire::MessageType kType{0x030E};
   static constexpr std::string_view kName = "pipeline.initial_values";
+  static constexpr FixedString kWireName = "pipeline.AskInitialValues";
   using Reply = std::vector<at::Tensor>;
   StepId id;                        ///< of no step
   std::vector<std::int32_t> which;  ///< indices into what the worker offers (EventQueue::offer())
@@ -239,10 +250,6 @@ struct AskInitialValues {
 }  // namespace torchspan::pipeline
 
 namespace torchspan {
-template <>
-struct Wire<pipeline::StepId>
-    : WireStruct<pipeline::StepId, "pipeline.StepId", &pipeline::StepId::pipeline, &pipeline::StepId::step> {
-};
 template <>
 struct Wire<pipeline::StepBegin>
     : WireStruct<pipeline::StepBegin, "pipeline.StepBegin", &pipeline::StepBegin::id,
@@ -263,24 +270,6 @@ template <>
 struct Wire<pipeline::StepFailed> : WireStruct<pipeline::StepFailed, "pipeline.StepFailed",
                                                &pipeline::StepFailed::id, &pipeline::StepFailed::error> {};
 template <>
-struct Wire<pipeline::RanAction>
-    : WireStruct<pipeline::RanAction, "pipeline.RanAction", &pipeline::RanAction::kind,
-                 &pipeline::RanAction::layer_range, &pipeline::RanAction::micro_batch,
-                 &pipeline::RanAction::start, &pipeline::RanAction::end, &pipeline::RanAction::live> {};
-template <>
-struct Wire<pipeline::PartDone> : WireStruct<pipeline::PartDone, "pipeline.PartDone", &pipeline::PartDone::id,
-                                             &pipeline::PartDone::worker, &pipeline::PartDone::loss,
-                                             &pipeline::PartDone::peak, &pipeline::PartDone::actions> {};
-template <>
-struct Wire<pipeline::StepClosed>
-    : WireStruct<pipeline::StepClosed, "pipeline.StepClosed", &pipeline::StepClosed::id,
-                 &pipeline::StepClosed::loss, &pipeline::StepClosed::peaks, &pipeline::StepClosed::actions> {
-};
-template <>
-struct Wire<pipeline::Credit>
-    : WireStruct<pipeline::Credit, "pipeline.Credit", &pipeline::Credit::id, &pipeline::Credit::micro_batch> {
-};
-template <>
 struct Wire<pipeline::TiedGradient>
     : WireStruct<pipeline::TiedGradient, "pipeline.TiedGradient", &pipeline::TiedGradient::id,
                  &pipeline::TiedGradient::tie, &pipeline::TiedGradient::worker,
@@ -290,31 +279,4 @@ struct Wire<pipeline::ReplicaGradients>
     : WireStruct<pipeline::ReplicaGradients, "pipeline.ReplicaGradients", &pipeline::ReplicaGradients::id,
                  &pipeline::ReplicaGradients::bucket, &pipeline::ReplicaGradients::replica,
                  &pipeline::ReplicaGradients::rows, &pipeline::ReplicaGradients::gradients> {};
-template <>
-struct Wire<pipeline::ReplicaStatistics>
-    : WireStruct<pipeline::ReplicaStatistics, "pipeline.ReplicaStatistics", &pipeline::ReplicaStatistics::id,
-                 &pipeline::ReplicaStatistics::replica, &pipeline::ReplicaStatistics::gathered> {};
-template <>
-struct Wire<pipeline::ReplicaDone>
-    : WireStruct<pipeline::ReplicaDone, "pipeline.ReplicaDone", &pipeline::ReplicaDone::id,
-                 &pipeline::ReplicaDone::replica, &pipeline::ReplicaDone::part, &pipeline::ReplicaDone::rows,
-                 &pipeline::ReplicaDone::loss> {};
-template <>
-struct Wire<pipeline::ReplicaBegin>
-    : WireStruct<pipeline::ReplicaBegin, "pipeline.ReplicaBegin", &pipeline::ReplicaBegin::id,
-                 &pipeline::ReplicaBegin::replica, &pipeline::ReplicaBegin::kind,
-                 &pipeline::ReplicaBegin::rows, &pipeline::ReplicaBegin::gradient_scale,
-                 &pipeline::ReplicaBegin::no_sync> {};
-template <>
-struct Wire<pipeline::WorkerState>
-    : WireStruct<pipeline::WorkerState, "pipeline.WorkerState", &pipeline::WorkerState::step,
-                 &pipeline::WorkerState::in_step, &pipeline::WorkerState::busy, &pipeline::WorkerState::doing,
-                 &pipeline::WorkerState::seconds> {};
-template <>
-struct Wire<pipeline::AskState>
-    : WireStruct<pipeline::AskState, "pipeline.AskState", &pipeline::AskState::id> {};
-template <>
-struct Wire<pipeline::AskInitialValues>
-    : WireStruct<pipeline::AskInitialValues, "pipeline.AskInitialValues", &pipeline::AskInitialValues::id,
-                 &pipeline::AskInitialValues::which> {};
 }  // namespace torchspan

@@ -14,12 +14,14 @@ inline constexpr const char* kAutocastBlob = "rpc.autocast";
 
 /// A device type with autocast, as in "cuda".
 struct AutocastMode {
+  static constexpr FixedString kWireName = "rpc.AutocastMode";
   std::string device;
   at::ScalarType dtype = at::ScalarType::Undefined;
 };
 
 /// The caller's autocast: where it is enabled, and whether casts of parameters are kept for reuse.
 struct AutocastHeader {
+  static constexpr FixedString kWireName = "rpc.AutocastHeader";
   std::vector<AutocastMode> modes;
   bool cache = true;
 };
@@ -30,12 +32,3 @@ Bytes encode_autocast();
 device::Autocast decode_autocast(BytesView header);
 
 }  // namespace torchspan::rpc
-
-namespace torchspan {
-template <>
-struct Wire<rpc::AutocastMode> : WireStruct<rpc::AutocastMode, "rpc.AutocastMode", &rpc::AutocastMode::device,
-                                            &rpc::AutocastMode::dtype> {};
-template <>
-struct Wire<rpc::AutocastHeader> : WireStruct<rpc::AutocastHeader, "rpc.AutocastHeader",
-                                              &rpc::AutocastHeader::modes, &rpc::AutocastHeader::cache> {};
-}  // namespace torchspan

@@ -19,6 +19,7 @@ enum class OfferOutcome : std::uint8_t {
 
 /// What the receiver of an offer does with it.
 struct OfferAnswer {
+  static constexpr FixedString kWireName = "rpc.OfferAnswer";
   OfferOutcome outcome = OfferOutcome::kFailed;
   std::string reason;  ///< unless accepted
 };
@@ -27,6 +28,7 @@ struct OfferAnswer {
 struct OfferDeviceMemory {
   static constexpr wire::MessageType kType{0x0030};
   static constexpr std::string_view kName = "device_memory.offer";
+  static constexpr FixedString kWireName = "rpc.OfferDeviceMemory";
   using Reply = OfferAnswer;
   std::uint32_t route = 0;  ///< the sender's number for this memory
   std::string from;         ///< the sender's device
@@ -39,6 +41,7 @@ struct OfferDeviceMemory {
 struct ReleaseDeviceMemory {
   static constexpr wire::MessageType kType{0x0031};
   static constexpr std::string_view kName = "device_memory.release";
+  static constexpr FixedString kWireName = "rpc.ReleaseDeviceMemory";
   using Reply = Unit;
   std::uint32_t route = 0;
   std::vector<std::uint64_t> leases;
@@ -49,6 +52,7 @@ inline constexpr const char* kDeviceMemoryBlob = "rpc.device_memory";
 
 /// Where a tensor of a message is.
 struct SharedPlace {
+  static constexpr FixedString kWireName = "rpc.SharedPlace";
   std::uint32_t segment = 0;  ///< its place among the message's segments, these included
   std::uint32_t route = 0;
   std::uint64_t lease = 0;  ///< the receiver returns it by ReleaseDeviceMemory
@@ -58,30 +62,8 @@ struct SharedPlace {
 
 /// The tensors of a message that are in offered memory, by ascending segment.
 struct SharedPlaces {
+  static constexpr FixedString kWireName = "rpc.SharedPlaces";
   std::vector<SharedPlace> all;
 };
 
 }  // namespace torchspan::rpc
-
-namespace torchspan {
-template <>
-struct Wire<rpc::OfferAnswer>
-    : WireStruct<rpc::OfferAnswer, "rpc.OfferAnswer", &rpc::OfferAnswer::outcome, &rpc::OfferAnswer::reason> {
-};
-template <>
-struct Wire<rpc::OfferDeviceMemory>
-    : WireStruct<rpc::OfferDeviceMemory, "rpc.OfferDeviceMemory", &rpc::OfferDeviceMemory::route,
-                 &rpc::OfferDeviceMemory::from, &rpc::OfferDeviceMemory::to, &rpc::OfferDeviceMemory::bytes,
-                 &rpc::OfferDeviceMemory::handle> {};
-template <>
-struct Wire<rpc::ReleaseDeviceMemory>
-    : WireStruct<rpc::ReleaseDeviceMemory, "rpc.ReleaseDeviceMemory", &rpc::ReleaseDeviceMemory::route,
-                 &rpc::ReleaseDeviceMemory::leases> {};
-template <>
-struct Wire<rpc::SharedPlace>
-    : WireStruct<rpc::SharedPlace, "rpc.SharedPlace", &rpc::SharedPlace::segment, &rpc::SharedPlace::route,
-                 &rpc::SharedPlace::lease, &rpc::SharedPlace::offset, &rpc::SharedPlace::bytes> {};
-template <>
-struct Wire<rpc::SharedPlaces> : WireStruct<rpc::SharedPlaces, "rpc.SharedPlaces", &rpc::SharedPlaces::all> {
-};
-}  // namespace torchspan

@@ -16,6 +16,7 @@ namespace torchspan::rpc {
 /// The first message on every channel: which process dialed.
 struct Hello {
   static constexpr wire::MessageType kType{0x0001};
+  static constexpr FixedString kWireName = "rpc.Hello";
   std::string name;
   std::uint32_t rank = 0;
   std::uint64_t instance = 0;
@@ -73,9 +74,3 @@ class PeerChannels {
 };
 
 }  // namespace torchspan::rpc
-
-namespace torchspan {
-template <>
-struct Wire<rpc::Hello>
-    : WireStruct<rpc::Hello, "rpc.Hello", &rpc::Hello::name, &rpc::Hello::rank, &rpc::Hello::instance> {};
-}  // namespace torchspan

@@ -12,6 +12,7 @@ namespace torchspan::rpc {
 struct ForkRequest {
   static constexpr wire::MessageType kType{0x0020};
   static constexpr std::string_view kName = "rref.fork_request";
+  static constexpr FixedString kWireName = "rref.ForkRequest";
   using Reply = std::optional<Error>;  ///< why the fork is not counted
   GlobalId value, fork;
   std::uint32_t incarnation = 0;  ///< of the owner that the sender means
@@ -20,12 +21,14 @@ struct ForkRequest {
 struct ChildAccept {
   static constexpr wire::MessageType kType{0x0021};
   static constexpr std::string_view kName = "rref.child_accept";
+  static constexpr FixedString kWireName = "rref.ChildAccept";
   using Reply = Unit;
   GlobalId value, fork;
 };
 struct UserDelete {
   static constexpr wire::MessageType kType{0x0022};
   static constexpr std::string_view kName = "rref.user_delete";
+  static constexpr FixedString kWireName = "rref.UserDelete";
   using Reply = Unit;
   GlobalId value, fork;
 };
@@ -34,6 +37,7 @@ struct UserDelete {
 struct CreationGivenUp {
   static constexpr wire::MessageType kType{0x0024};
   static constexpr std::string_view kName = "rref.creation_given_up";
+  static constexpr FixedString kWireName = "rref.CreationGivenUp";
   using Reply = Unit;
   GlobalId value, fork;
   std::string reason;
@@ -45,27 +49,9 @@ struct CreationGivenUp {
 struct ForkAudit {
   static constexpr wire::MessageType kType{0x0023};
   static constexpr std::string_view kName = "rref.fork_audit";
+  static constexpr FixedString kWireName = "rref.ForkAudit";
   using Reply = std::vector<GlobalId>;
   std::vector<GlobalId> forks;
 };
 
 }  // namespace torchspan::rpc
-
-namespace torchspan {
-template <>
-struct Wire<rpc::ForkRequest>
-    : WireStruct<rpc::ForkRequest, "rref.ForkRequest", &rpc::ForkRequest::value, &rpc::ForkRequest::fork,
-                 &rpc::ForkRequest::incarnation, &rpc::ForkRequest::number> {};
-template <>
-struct Wire<rpc::ChildAccept>
-    : WireStruct<rpc::ChildAccept, "rref.ChildAccept", &rpc::ChildAccept::value, &rpc::ChildAccept::fork> {};
-template <>
-struct Wire<rpc::UserDelete>
-    : WireStruct<rpc::UserDelete, "rref.UserDelete", &rpc::UserDelete::value, &rpc::UserDelete::fork> {};
-template <>
-struct Wire<rpc::CreationGivenUp>
-    : WireStruct<rpc::CreationGivenUp, "rref.CreationGivenUp", &rpc::CreationGivenUp::value,
-                 &rpc::CreationGivenUp::fork, &rpc::CreationGivenUp::reason> {};
-template <>
-struct Wire<rpc::ForkAudit> : WireStruct<rpc::ForkAudit, "rref.ForkAudit", &rpc::ForkAudit::forks> {};
-}  // namespace torchspan

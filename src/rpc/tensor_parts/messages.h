@@ -12,6 +12,7 @@ namespace torchspan::rpc {
 struct TensorPart {
   static constexpr wire::MessageType kType{0x0032};
   static constexpr std::string_view kName = "tensor_parts.part";
+  static constexpr FixedString kWireName = "rpc.TensorPart";
   using Reply = Unit;
   std::uint64_t tensor = 0;  ///< the sender's number
   std::uint64_t bytes = 0;   ///< of the whole tensor
@@ -22,24 +23,15 @@ inline constexpr const char* kTensorPartsBlob = "rpc.tensor_parts";
 
 /// Which segment of a message was sent in parts.
 struct SplitPlace {
+  static constexpr FixedString kWireName = "rpc.SplitPlace";
   std::uint32_t segment = 0;  ///< its place among the message's segments, these included
   std::uint64_t tensor = 0;   ///< TensorPart::tensor
 };
 
 /// The tensors of a message that were sent in parts, by ascending segment.
 struct SplitPlaces {
+  static constexpr FixedString kWireName = "rpc.SplitPlaces";
   std::vector<SplitPlace> all;
 };
 
 }  // namespace torchspan::rpc
-
-namespace torchspan {
-template <>
-struct Wire<rpc::TensorPart>
-    : WireStruct<rpc::TensorPart, "rpc.TensorPart", &rpc::TensorPart::tensor, &rpc::TensorPart::bytes> {};
-template <>
-struct Wire<rpc::SplitPlace>
-    : WireStruct<rpc::SplitPlace, "rpc.SplitPlace", &rpc::SplitPlace::segment, &rpc::SplitPlace::tensor> {};
-template <>
-struct Wire<rpc::SplitPlaces> : WireStruct<rpc::SplitPlaces, "rpc.SplitPlaces", &rpc::SplitPlaces::all> {};
-}  // namespace torchspan

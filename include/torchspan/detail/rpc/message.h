@@ -18,13 +18,14 @@
 namespace torchspan {
 
 template <>
-struct Wire<GlobalId> : WireStruct<GlobalId, "GlobalId", &GlobalId::worker, &GlobalId::local> {};
+struct Wire<GlobalId> : WireStruct<GlobalId, "GlobalId"> {};
 
 namespace rpc {
 
-/// A message is a struct with a type number and a reply type that is sent by Wire<M>:
+/// A message is a struct with a type number, a name for errors and spans, and a reply type, that is sent by Wire<M>:
 ///   struct Ping { static constexpr auto kType = wire::MessageType{0x8001};
-///                 static constexpr std::string_view kName = "ping"; using Reply = Unit; std::int64_t n; };
+///                 static constexpr std::string_view kName = "room.ping";
+///                 static constexpr FixedString kWireName = "room.Ping"; using Reply = Unit; std::int64_t n; };
 /// It has one handler, registered by an extension (extension.h). A message that not all releases of a wire version
 /// know has `static constexpr std::uint32_t kFeature`, its bit of docs/wire.md: other workers do not get it. Tensors of
 /// a message with a `DevicePlace place`, which is not sent, may stay on devices.
