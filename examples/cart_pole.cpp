@@ -32,17 +32,10 @@ struct Options {
 
 /// What an actor does in a round.
 struct Play {
+  static constexpr ts::FixedString kWireName = "Play";
   std::int64_t actor = 0, steps = 0, carts = 0;
   std::uint64_t seed = 0;
 };
-
-}  // namespace
-
-template <>
-struct ts::Wire<Play> : ts::WireStruct<Play, "Play", &Play::actor, &Play::steps, &Play::carts, &Play::seed> {
-};
-
-namespace {
 
 void add_options(CLI::App& app, Options& options) {
   constexpr std::int64_t kOne = 1, kMost = 1'000'000;

@@ -29,16 +29,10 @@ namespace {
 
 /// One trainer's part of the work: every `count`-th batch, beginning with batch `index`.
 struct Part {
+  static constexpr ts::FixedString kWireName = "Part";
   Options options;
   std::int64_t index = 0, count = 1;
 };
-
-}  // namespace
-
-template <>
-struct ts::Wire<Part> : ts::WireStruct<Part, "Part", &Part::options, &Part::index, &Part::count> {};
-
-namespace {
 
 void check_finite(double value, const std::string& what) {
   if (!std::isfinite(value))

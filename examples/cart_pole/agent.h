@@ -20,6 +20,7 @@ namespace cart_pole {
 
 /// What one actor saw in a round of T time steps with K carts.
 struct Rollout {
+  static constexpr torchspan::FixedString kWireName = "Rollout";
   at::Tensor states;   ///< float [T + 1, K, 4]
   at::Tensor actions;  ///< int64 [T, K]
   at::Tensor failed;   ///< bool [T, K]: the episode ended with this step, and the reward with it
@@ -82,9 +83,3 @@ torchspan::Future<at::Tensor> select_actions(const torchspan::RRef<Agent>& agent
 inline constexpr torchspan::Function<select_actions> kSelectActions{"select_actions"};
 
 }  // namespace cart_pole
-
-template <>
-struct torchspan::Wire<cart_pole::Rollout>
-    : torchspan::WireStruct<cart_pole::Rollout, "Rollout", &cart_pole::Rollout::states,
-                            &cart_pole::Rollout::actions, &cart_pole::Rollout::failed,
-                            &cart_pole::Rollout::over> {};

@@ -16,6 +16,7 @@ namespace ddp_with_embedding {
 
 /// What both parts of the model agree on. Parameters are drawn from `seed`, the same in any process.
 struct Shape {
+  static constexpr torchspan::FixedString kWireName = "Shape";
   std::int64_t rows = 0, circumstances = 0, width = 16;
   std::uint64_t seed = 1;
   bool is_double = false;
@@ -69,9 +70,3 @@ Examples examples_of(const recommender::Ratings& ratings, double mean, bool is_d
 Shape shape_for(const recommender::Ratings& ratings, Shape shape);
 
 }  // namespace ddp_with_embedding
-
-template <>
-struct torchspan::Wire<ddp_with_embedding::Shape>
-    : torchspan::WireStruct<ddp_with_embedding::Shape, "Shape", &ddp_with_embedding::Shape::rows,
-                            &ddp_with_embedding::Shape::circumstances, &ddp_with_embedding::Shape::width,
-                            &ddp_with_embedding::Shape::seed, &ddp_with_embedding::Shape::is_double> {};

@@ -21,6 +21,7 @@ class App;
 namespace ddp_with_embedding {
 
 struct Options {
+  static constexpr torchspan::FixedString kWireName = "Options";
   std::string data = recommender::kDefaultFile;
   std::int64_t epochs = 5, batch = 512, limit = 0;
   Shape shape;
@@ -43,6 +44,7 @@ at::Tensor loss_of(const at::Tensor& predicted, const at::Tensor& values, std::i
 
 /// What a trainer computed.
 struct Report {
+  static constexpr torchspan::FixedString kWireName = "Report";
   std::vector<double> losses;     ///< by step
   std::vector<at::Tensor> dense;  ///< parameters, at the end
   double seconds = 0;
@@ -90,15 +92,3 @@ class TrainerGroup : public torchspan::rpc::Extension {
 };
 
 }  // namespace ddp_with_embedding
-
-template <>
-struct torchspan::Wire<ddp_with_embedding::Options>
-    : torchspan::WireStruct<ddp_with_embedding::Options, "Options", &ddp_with_embedding::Options::data,
-                            &ddp_with_embedding::Options::epochs, &ddp_with_embedding::Options::batch,
-                            &ddp_with_embedding::Options::limit, &ddp_with_embedding::Options::shape,
-                            &ddp_with_embedding::Options::lr, &ddp_with_embedding::Options::table_lr,
-                            &ddp_with_embedding::Options::compare> {};
-template <>
-struct torchspan::Wire<ddp_with_embedding::Report>
-    : torchspan::WireStruct<ddp_with_embedding::Report, "Report", &ddp_with_embedding::Report::losses,
-                            &ddp_with_embedding::Report::dense, &ddp_with_embedding::Report::seconds> {};

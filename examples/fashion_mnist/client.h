@@ -15,6 +15,7 @@ namespace fashion_mnist {
 /// What a client does: classifies the test images, `images` in a call, again and again until version `until` has classified
 /// them all.
 struct Calls {
+  static constexpr torchspan::FixedString kWireName = "Calls";
   std::string data;        ///< folder
   std::int64_t limit = 0;  ///< test images; 0: all
   std::int64_t images = 32;
@@ -23,6 +24,7 @@ struct Calls {
 
 /// What clients saw of one version.
 struct Seen {
+  static constexpr torchspan::FixedString kWireName = "Seen";
   std::int64_t version = 0, images = 0, right = 0;
   std::vector<double> seconds;  ///< of each call
 };
@@ -38,14 +40,3 @@ std::vector<Seen> merge(const std::vector<std::vector<Seen>>& clients);
 std::string describe(const Seen& seen);
 
 }  // namespace fashion_mnist
-
-template <>
-struct torchspan::Wire<fashion_mnist::Calls>
-    : torchspan::WireStruct<fashion_mnist::Calls, "Calls", &fashion_mnist::Calls::data,
-                            &fashion_mnist::Calls::limit, &fashion_mnist::Calls::images,
-                            &fashion_mnist::Calls::until> {};
-template <>
-struct torchspan::Wire<fashion_mnist::Seen>
-    : torchspan::WireStruct<fashion_mnist::Seen, "Seen", &fashion_mnist::Seen::version,
-                            &fashion_mnist::Seen::images, &fashion_mnist::Seen::right,
-                            &fashion_mnist::Seen::seconds> {};

@@ -16,6 +16,7 @@ namespace fashion_mnist {
 
 /// What a part of the model has computed, and in which process.
 struct WorkReport {
+  static constexpr torchspan::FixedString kWireName = "WorkReport";
   std::int64_t process = 0;  ///< process id
   std::int64_t parameters = 0;
   std::int64_t forward_calls = 0;
@@ -98,9 +99,3 @@ inline constexpr torchspan::ModuleClass<Classifier, std::uint64_t, std::string> 
 inline constexpr torchspan::Function<&HalfImpl::report> kReport{"Half.report"};
 
 }  // namespace fashion_mnist
-
-template <>
-struct torchspan::Wire<fashion_mnist::WorkReport>
-    : torchspan::WireStruct<fashion_mnist::WorkReport, "WorkReport", &fashion_mnist::WorkReport::process,
-                            &fashion_mnist::WorkReport::parameters, &fashion_mnist::WorkReport::forward_calls,
-                            &fashion_mnist::WorkReport::cpu_seconds> {};

@@ -20,6 +20,7 @@ namespace fashion_mnist {
 
 /// What the server returns for some images.
 struct Answer {
+  static constexpr torchspan::FixedString kWireName = "Answer";
   std::int64_t version = 0;
   at::Tensor classes;  ///< int64 [n]
 };
@@ -56,8 +57,3 @@ inline constexpr torchspan::Function<&ServerImpl::classify> kClassify{"Server.cl
 inline constexpr torchspan::Function<&ServerImpl::publish> kPublish{"Server.publish"};
 
 }  // namespace fashion_mnist
-
-template <>
-struct torchspan::Wire<fashion_mnist::Answer>
-    : torchspan::WireStruct<fashion_mnist::Answer, "Answer", &fashion_mnist::Answer::version,
-                            &fashion_mnist::Answer::classes> {};

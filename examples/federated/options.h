@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <torchspan/core/time.h>
+#include <torchspan/wire.h>
 
 #include "fashion_mnist/dataset.h"
 
@@ -45,6 +46,7 @@ std::vector<at::Tensor> partition(const at::Tensor& labels, std::int64_t clients
 
 /// What a client returns.
 struct Update {
+  static constexpr torchspan::FixedString kWireName = "Update";
   std::int64_t images = 0;            ///< 0: it stopped, because its caller no longer waits
   std::vector<std::int64_t> classes;  ///< of the images, ascending
   std::vector<at::Tensor> parameters;

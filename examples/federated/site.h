@@ -20,6 +20,7 @@ namespace federated {
 
 /// Which images a site keeps: those of every `sites`-th client, beginning with client `index`.
 struct SiteOptions {
+  static constexpr torchspan::FixedString kWireName = "SiteOptions";
   std::string data;
   std::int64_t limit = 0, clients = 1, shards = 1;
   std::uint64_t seed = 0;
@@ -39,6 +40,7 @@ TORCH_MODULE(Site);
 
 /// What a client does in a round.
 struct Task {
+  static constexpr torchspan::FixedString kWireName = "Task";
   std::int64_t client = 0, epochs = 1, batch = 0;
   double lr = 0;
   std::uint64_t seed = 0;
@@ -61,20 +63,3 @@ inline constexpr torchspan::Class<Site, SiteOptions> kSite{"Site"};
 inline constexpr torchspan::Function<train_client> kTrainClient{"train_client"};
 
 }  // namespace federated
-
-template <>
-struct torchspan::Wire<federated::SiteOptions>
-    : torchspan::WireStruct<federated::SiteOptions, "SiteOptions", &federated::SiteOptions::data,
-                            &federated::SiteOptions::limit, &federated::SiteOptions::clients,
-                            &federated::SiteOptions::shards, &federated::SiteOptions::seed,
-                            &federated::SiteOptions::index, &federated::SiteOptions::sites> {};
-template <>
-struct torchspan::Wire<federated::Task>
-    : torchspan::WireStruct<federated::Task, "Task", &federated::Task::client, &federated::Task::epochs,
-                            &federated::Task::batch, &federated::Task::lr, &federated::Task::seed,
-                            &federated::Task::parameters, &federated::Task::is_slow, &federated::Task::dies> {
-};
-template <>
-struct torchspan::Wire<federated::Update>
-    : torchspan::WireStruct<federated::Update, "Update", &federated::Update::images,
-                            &federated::Update::classes, &federated::Update::parameters> {};

@@ -26,6 +26,7 @@ struct ServerOptions {
 
 /// The network after some number of steps.
 struct Version {
+  static constexpr torchspan::FixedString kWireName = "Version";
   std::int64_t step = 0;
   std::vector<at::Tensor> parameters;
 };
@@ -86,8 +87,3 @@ inline constexpr torchspan::Function<&ParameterServerImpl::fetch> kFetch{"Parame
 inline constexpr torchspan::Function<&ParameterServerImpl::leave> kLeave{"ParameterServer.leave"};
 
 }  // namespace parameter_server
-
-template <>
-struct torchspan::Wire<parameter_server::Version>
-    : torchspan::WireStruct<parameter_server::Version, "Version", &parameter_server::Version::step,
-                            &parameter_server::Version::parameters> {};

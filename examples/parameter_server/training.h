@@ -27,6 +27,7 @@ void add_options(CLI::App& app, Options& options);
 
 /// One trainer's work: its part of each batch.
 struct Part {
+  static constexpr torchspan::FixedString kWireName = "Part";
   std::string data;
   std::int64_t epochs = 0, batch = 0, limit = 0;
   std::uint64_t seed = 0;
@@ -35,6 +36,7 @@ struct Part {
 };
 
 struct Report {
+  static constexpr torchspan::FixedString kWireName = "Report";
   std::int64_t images = 0;
   double seconds = 0, loss = 0;  ///< of the last step
 };
@@ -57,15 +59,3 @@ fashion_mnist::ConvNet train_in_one_process(const Options& options, const fashio
 double difference(const std::vector<at::Tensor>& left, const std::vector<at::Tensor>& right);
 
 }  // namespace parameter_server
-
-template <>
-struct torchspan::Wire<parameter_server::Part>
-    : torchspan::WireStruct<parameter_server::Part, "Part", &parameter_server::Part::data,
-                            &parameter_server::Part::epochs, &parameter_server::Part::batch,
-                            &parameter_server::Part::limit, &parameter_server::Part::seed,
-                            &parameter_server::Part::is_double, &parameter_server::Part::trainer,
-                            &parameter_server::Part::trainers> {};
-template <>
-struct torchspan::Wire<parameter_server::Report>
-    : torchspan::WireStruct<parameter_server::Report, "Report", &parameter_server::Report::images,
-                            &parameter_server::Report::seconds, &parameter_server::Report::loss> {};

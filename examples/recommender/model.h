@@ -35,6 +35,7 @@ inline constexpr torchspan::Function<&torch::nn::Module::train> kSetTraining{"Mo
 /// interaction of the lecturer with the circumstances (a row of numbers, one per circumstance). The tables
 /// live on other workers.
 struct Model {
+  static constexpr torchspan::FixedString kWireName = "Model";
   torchspan::RRef<Table> students;   ///< [students, 1]
   torchspan::RRef<Table> lecturers;  ///< [lecturers, 1 + circumstances]
   torchspan::RRef<Table> profiles;   ///< [profiles, 1]
@@ -65,9 +66,3 @@ at::Tensor loss_of(const Model::Prediction& prediction, const Ratings& batch, co
                    const Priors& priors = Priors());
 
 }  // namespace recommender
-
-template <>
-struct torchspan::Wire<recommender::Model>
-    : torchspan::WireStruct<recommender::Model, "Model", &recommender::Model::students,
-                            &recommender::Model::lecturers, &recommender::Model::profiles,
-                            &recommender::Model::mean> {};

@@ -13,6 +13,7 @@ class App;
 namespace recommender {
 
 struct Options {
+  static constexpr torchspan::FixedString kWireName = "Options";
   std::string data = kDefaultFile;
   std::int64_t epochs = 5;
   std::int64_t batch = 512;
@@ -23,9 +24,3 @@ struct Options {
 void add_options(CLI::App& app, Options& options);
 
 }  // namespace recommender
-
-template <>
-struct torchspan::Wire<recommender::Options>
-    : torchspan::WireStruct<recommender::Options, "Options", &recommender::Options::data,
-                            &recommender::Options::epochs, &recommender::Options::batch,
-                            &recommender::Options::seed, &recommender::Options::lr> {};

@@ -11,6 +11,7 @@ namespace recommender {
 
 /// What a trainer has processed.
 struct Report {
+  static constexpr torchspan::FixedString kWireName = "Report";
   std::int64_t ratings = 0;
   double seconds = 0;
 };
@@ -34,8 +35,3 @@ class Display {
 void print_errors(const Split& data, double error);
 
 }  // namespace recommender
-
-template <>
-struct torchspan::Wire<recommender::Report>
-    : torchspan::WireStruct<recommender::Report, "Report", &recommender::Report::ratings,
-                            &recommender::Report::seconds> {};

@@ -16,6 +16,7 @@ namespace rnn {
 
 /// What all parts of the model agree on. Parameters are drawn from `seed`, the same in any process.
 struct Shape {
+  static constexpr torchspan::FixedString kWireName = "Shape";
   std::int64_t vocabulary = 0, width = 128;
   std::uint64_t seed = 1;
   bool is_double = false;
@@ -97,8 +98,3 @@ class LocalModel : public torch::nn::Module {
 };
 
 }  // namespace rnn
-
-template <>
-struct torchspan::Wire<rnn::Shape>
-    : torchspan::WireStruct<rnn::Shape, "Shape", &rnn::Shape::vocabulary, &rnn::Shape::width,
-                            &rnn::Shape::seed, &rnn::Shape::is_double> {};
