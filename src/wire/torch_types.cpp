@@ -7,6 +7,7 @@
 
 #include "core/api/throw_invalid.h"
 #include "device/api/devices.h"
+#include "device/api/dtypes.h"
 #include "wire/compat.h"
 
 namespace torchspan {
@@ -21,30 +22,6 @@ struct Dtype {
 };
 
 constexpr std::uint8_t kUndefinedCode = 255;
-constexpr at::ScalarType kAbsent = at::ScalarType::Undefined;
-
-#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 1)
-constexpr auto kFloat8e5m2 = at::ScalarType::Float8_e5m2, kFloat8e4m3 = at::ScalarType::Float8_e4m3fn;
-#else
-constexpr auto kFloat8e5m2 = kAbsent, kFloat8e4m3 = kAbsent;
-#endif
-#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 2)
-constexpr auto kFloat8e5m2fnuz = at::ScalarType::Float8_e5m2fnuz;
-constexpr auto kFloat8e4m3fnuz = at::ScalarType::Float8_e4m3fnuz;
-#else
-constexpr auto kFloat8e5m2fnuz = kAbsent, kFloat8e4m3fnuz = kAbsent;
-#endif
-#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 3)
-constexpr auto kUInt16 = at::ScalarType::UInt16, kUInt32 = at::ScalarType::UInt32;
-constexpr auto kUInt64 = at::ScalarType::UInt64;
-#else
-constexpr auto kUInt16 = kAbsent, kUInt32 = kAbsent, kUInt64 = kAbsent;
-#endif
-#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 8)
-constexpr auto kFloat8e8m0 = at::ScalarType::Float8_e8m0fnu, kFloat4e2m1x2 = at::ScalarType::Float4_e2m1fn_x2;
-#else
-constexpr auto kFloat8e8m0 = kAbsent, kFloat4e2m1x2 = kAbsent;
-#endif
 
 /// The numbers of docs/wire.md; they never change, even if LibTorch changes its own.
 constexpr std::array kDtypes{
@@ -66,15 +43,15 @@ constexpr std::array kDtypes{
     Dtype{15, "bfloat16", at::kBFloat16},
     Dtype{16, "quint4x2", at::kQUInt4x2},
     Dtype{17, "quint2x4", at::kQUInt2x4},
-    Dtype{23, "float8_e5m2", kFloat8e5m2},
-    Dtype{24, "float8_e4m3fn", kFloat8e4m3},
-    Dtype{25, "float8_e5m2fnuz", kFloat8e5m2fnuz},
-    Dtype{26, "float8_e4m3fnuz", kFloat8e4m3fnuz},
-    Dtype{27, "uint16", kUInt16},
-    Dtype{28, "uint32", kUInt32},
-    Dtype{29, "uint64", kUInt64},
-    Dtype{44, "float8_e8m0fnu", kFloat8e8m0},
-    Dtype{45, "float4_e2m1fn_x2", kFloat4e2m1x2},
+    Dtype{23, "float8_e5m2", device::kFloat8e5m2},
+    Dtype{24, "float8_e4m3fn", device::kFloat8e4m3},
+    Dtype{25, "float8_e5m2fnuz", device::kFloat8e5m2fnuz},
+    Dtype{26, "float8_e4m3fnuz", device::kFloat8e4m3fnuz},
+    Dtype{27, "uint16", device::kUInt16},
+    Dtype{28, "uint32", device::kUInt32},
+    Dtype{29, "uint64", device::kUInt64},
+    Dtype{44, "float8_e8m0fnu", device::kFloat8e8m0},
+    Dtype{45, "float4_e2m1fn_x2", device::kFloat4e2m1x2},
 };
 
 }  // namespace
@@ -92,7 +69,7 @@ at::ScalarType dtype_from_code(std::uint8_t code) {
   if (code == kUndefinedCode) return at::ScalarType::Undefined;
   for (const Dtype& known : kDtypes) {
     if (known.code != code) continue;
-    if (known.type != kAbsent) return known.type;
+    if (known.type != device::kAbsent) return known.type;
     throw Error(
         ErrorKind::kUnsupported,
         fmt::format("dtype {} is unknown to LibTorch {}; use a newer LibTorch here or convert the tensor "

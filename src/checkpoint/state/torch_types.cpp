@@ -7,36 +7,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
-#include "device/api/torch_version.h"
+#include "device/api/dtypes.h"
 
 namespace torchspan::checkpoint {
 namespace {
-
-/// Of types that this LibTorch lacks.
-constexpr at::ScalarType kAbsentType = at::ScalarType::Undefined;
-
-#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 1)
-constexpr auto kFloat8e5m2 = at::ScalarType::Float8_e5m2, kFloat8e4m3 = at::ScalarType::Float8_e4m3fn;
-#else
-constexpr auto kFloat8e5m2 = kAbsentType, kFloat8e4m3 = kAbsentType;
-#endif
-#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 2)
-constexpr auto kFloat8e5m2fnuz = at::ScalarType::Float8_e5m2fnuz;
-constexpr auto kFloat8e4m3fnuz = at::ScalarType::Float8_e4m3fnuz;
-#else
-constexpr auto kFloat8e5m2fnuz = kAbsentType, kFloat8e4m3fnuz = kAbsentType;
-#endif
-#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 3)
-constexpr auto kUInt16 = at::ScalarType::UInt16, kUInt32 = at::ScalarType::UInt32;
-constexpr auto kUInt64 = at::ScalarType::UInt64;
-#else
-constexpr auto kUInt16 = kAbsentType, kUInt32 = kAbsentType, kUInt64 = kAbsentType;
-#endif
-#if TORCHSPAN_LIBTORCH_AT_LEAST(2, 8)
-constexpr auto kFloat8e8m0 = at::ScalarType::Float8_e8m0fnu;
-#else
-constexpr auto kFloat8e8m0 = kAbsentType;
-#endif
 
 constexpr std::array<std::pair<at::ScalarType, ElementType>, 19> kTypePairs{{
     {at::kBool, ElementType::kBool},
@@ -50,28 +24,28 @@ constexpr std::array<std::pair<at::ScalarType, ElementType>, 19> kTypePairs{{
     {at::kFloat, ElementType::kF32},
     {at::kDouble, ElementType::kF64},
     {at::kComplexFloat, ElementType::kC64},
-    {kFloat8e5m2, ElementType::kF8E5M2},
-    {kFloat8e4m3, ElementType::kF8E4M3},
-    {kFloat8e5m2fnuz, ElementType::kF8E5M2Fnuz},
-    {kFloat8e4m3fnuz, ElementType::kF8E4M3Fnuz},
-    {kFloat8e8m0, ElementType::kF8E8M0},
-    {kUInt16, ElementType::kU16},
-    {kUInt32, ElementType::kU32},
-    {kUInt64, ElementType::kU64},
+    {device::kFloat8e5m2, ElementType::kF8E5M2},
+    {device::kFloat8e4m3, ElementType::kF8E4M3},
+    {device::kFloat8e5m2fnuz, ElementType::kF8E5M2Fnuz},
+    {device::kFloat8e4m3fnuz, ElementType::kF8E4M3Fnuz},
+    {device::kFloat8e8m0, ElementType::kF8E8M0},
+    {device::kUInt16, ElementType::kU16},
+    {device::kUInt32, ElementType::kU32},
+    {device::kUInt64, ElementType::kU64},
 }};
 
 }  // namespace
 
 std::optional<ElementType> element_type_of(at::ScalarType type) {
   for (const auto& [ours, theirs] : kTypePairs) {
-    if (ours == type && ours != kAbsentType) return theirs;
+    if (ours == type && ours != device::kAbsent) return theirs;
   }
   return std::nullopt;
 }
 
 std::optional<at::ScalarType> scalar_type_of(ElementType type) {
   for (const auto& [ours, theirs] : kTypePairs) {
-    if (theirs == type && ours != kAbsentType) return ours;
+    if (theirs == type && ours != device::kAbsent) return ours;
   }
   return std::nullopt;
 }
