@@ -129,19 +129,12 @@ void check_local(const checkpoint::StateWriter& writer) {
 }  // namespace
 
 void StatePart::take(const CopyId& of, const NamedSources& sources) {
-  checkpoint::StateWriter writer;
-  for (const auto& [name, source] : sources) {
-    writer.set_prefix(name);
-    source->save(writer);
-  }
+  const checkpoint::StateWriter writer = saved(sources);
   check_local(writer);
-  StateListing listing{
-      .position = {.step = of.step, .epoch = 0, .next = 0}, .tensors = {}, .values = writer.values()};
+  const StateListing listing = StateListing::of(writer, {.step = of.step, .epoch = 0, .next = 0});
   std::int64_t total = 0;
-  for (const checkpoint::StateTensor& entry : writer.tensors()) {
-    listing.tensors.push_back({entry.name, entry.tensor.scalar_type(), entry.tensor.sizes().vec()});
+  for (const checkpoint::StateTensor& entry : writer.tensors())
     total += aligned_part(static_cast<std::int64_t>(entry.tensor.nbytes()));
-  }
   const Bytes bytes = listing.encode();
   header = at::Tensor();  // no copy exists while its data is written
   make_room(data, total);
@@ -167,8 +160,7 @@ void StatePart::expect(const CopyId& of, std::int64_t header_bytes, std::int64_t
 }
 
 void StatePart::load(const NamedSources& sources) const {
-  StateListing listing = StateListing::decode(
-      {static_cast<const std::byte*>(header.data_ptr()), static_cast<std::size_t>(header.numel())});
+  StateListing listing = StateListing::decode(header);
   std::vector<at::Tensor> tensors;
   std::int64_t at = 0;
   for (const StateListing::Entry& entry : listing.tensors) {
@@ -177,11 +169,7 @@ void StatePart::load(const NamedSources& sources) const {
     tensors.push_back(viewed(data, at, entry, bytes).clone());
     at = std::min(at + aligned_part(bytes), data.numel());
   }
-  ReceivedState reader(std::move(listing), std::move(tensors));
-  for (const auto& [name, source] : sources) {
-    reader.set_prefix(name);
-    source->load(reader);
-  }
+  elastic::load(sources, std::move(listing), std::move(tensors));
 }
 
 namespace {

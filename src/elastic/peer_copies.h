@@ -43,9 +43,6 @@ struct CopyInventory {
 /// holds it. Nullopt if there are none. The same on all ranks, because all know the inventories of all.
 std::optional<CopyId> newest_complete(const std::vector<CopyInventory>& ranks);
 
-/// Registered objects with their names.
-using NamedSources = std::vector<std::pair<std::string, checkpoint::SourcePtr>>;
-
 /// A copy of one rank's state in two tensors of bytes, in which it is also sent.
 struct StatePart {
   CopyId id;

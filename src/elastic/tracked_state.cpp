@@ -12,6 +12,7 @@
 
 #include "checkpoint/api/names_and_values.h"
 #include "core/api/throw_invalid.h"
+#include "state/api/memory_reader.h"
 
 namespace torchspan::elastic {
 
@@ -59,44 +60,58 @@ StateListing StateListing::decode(BytesView bytes) {
   return listing;
 }
 
-ReceivedState::ReceivedState(StateListing listing, std::vector<at::Tensor> tensors)
-    : listing_(std::move(listing)) {
-  for (std::size_t i = 0; i < tensors.size(); ++i)
-    tensors_.emplace(listing_.tensors[i].name, std::move(tensors[i]));
+StateListing StateListing::of(const checkpoint::StateWriter& writer, const ElasticPosition& position) {
+  StateListing listing{.position = position, .tensors = {}, .values = writer.values()};
+  for (const checkpoint::StateTensor& entry : writer.tensors())
+    listing.tensors.push_back({entry.name, entry.tensor.scalar_type(), entry.tensor.sizes().vec()});
+  return listing;
 }
 
-std::vector<std::string> ReceivedState::all_names() const {
-  std::vector<std::string> names;
-  for (const auto& [name, tensor] : tensors_) names.push_back(name);
-  return names;
+namespace {
+
+[[noreturn]] void throw_remote(const std::string& name) {
+  throw Error(
+      ErrorKind::kUnsupported,
+      fmt::format("'{}' is a value on another worker: an elastic trainer copies local objects only", name));
 }
 
-const at::Tensor& ReceivedState::get(const std::string& full_name) const {
-  const auto found = tensors_.find(full_name);
-  if (found == tensors_.end()) throw_invalid("{} has no tensor '{}'", describe(), full_name);
-  return found->second;
-}
-
-void ReceivedState::read_box(const std::string& full_name, const at::Tensor& target,
-                             const std::vector<std::int64_t>& offset) const {
-  at::Tensor part = get(full_name);
-  for (std::size_t dim = 0; dim < offset.size(); ++dim) {
-    const auto place = static_cast<std::int64_t>(dim);
-    part = part.narrow(place, offset[dim], target.size(place));
+/// A state that another rank sent, as objects read it.
+class ReceivedState final : public state::MemoryReader {
+ public:
+  ReceivedState(StateListing listing, std::vector<at::Tensor> tensors) : step_(listing.position.step) {
+    for (std::size_t i = 0; i < tensors.size(); ++i)
+      tensors_.emplace(std::move(listing.tensors[i].name), std::move(tensors[i]));
+    values_ = std::move(listing.values);
   }
-  const at::NoGradGuard no_grad;
-  at::Tensor(target).copy_(part);
+  std::int64_t step() const override { return step_; }
+
+ protected:
+  void read_on_owner(const std::string& full_name, const checkpoint::RemoteValue&) const override {
+    throw_remote(full_name);
+  }
+  std::string describe() const override { return "the state of the rank that this one joined"; }
+
+ private:
+  const std::int64_t step_;
+};
+
+}  // namespace
+
+checkpoint::StateWriter saved(const NamedSources& sources) {
+  checkpoint::StateWriter writer;
+  for (const auto& [name, source] : sources) {
+    writer.set_prefix(name);
+    source->save(writer);
+  }
+  return writer;
 }
 
-const checkpoint::Value* ReceivedState::find_value(const std::string& full_name) const {
-  const auto found = listing_.values.find(full_name);
-  return found == listing_.values.end() ? nullptr : &found->second;
-}
-
-void ReceivedState::read_on_owner(const std::string& full_name, const checkpoint::RemoteValue&) const {
-  throw Error(ErrorKind::kUnsupported,
-              fmt::format("'{}' is a value on another worker: an elastic trainer copies local objects only",
-                          full_name));
+void load(const NamedSources& sources, StateListing listing, std::vector<at::Tensor> tensors) {
+  ReceivedState reader(std::move(listing), std::move(tensors));
+  for (const auto& [name, source] : sources) {
+    reader.set_prefix(name);
+    source->load(reader);
+  }
 }
 
 void TrackedState::add(std::string name, checkpoint::SourcePtr source) {
@@ -117,23 +132,12 @@ void TrackedState::copy_from_first(const collective::Group& group, ElasticPositi
 }
 
 void TrackedState::send(const collective::Group& group, const ElasticPosition& position) const {
-  checkpoint::StateWriter writer;
-  for (const auto& [name, source] : sources_) {
-    writer.set_prefix(name);
-    source->save(writer);
-  }
-  StateListing listing{.position = position, .tensors = {}, .values = writer.values()};
+  const checkpoint::StateWriter writer = saved(sources_);
+  if (!writer.remote().empty()) throw_remote(writer.remote().front().first);
   std::vector<at::Tensor> tensors;
-  for (const checkpoint::StateTensor& entry : writer.tensors()) {
+  for (const checkpoint::StateTensor& entry : writer.tensors())
     tensors.push_back(entry.tensor.detach().resolve_conj().resolve_neg().cpu().contiguous());
-    listing.tensors.push_back({entry.name, entry.tensor.scalar_type(), entry.tensor.sizes().vec()});
-  }
-  if (!writer.remote().empty()) {
-    throw Error(ErrorKind::kUnsupported,
-                fmt::format("'{}' is a value on another worker: an elastic trainer copies local objects only",
-                            writer.remote().front().first));
-  }
-  const Bytes bytes = listing.encode();
+  const Bytes bytes = StateListing::of(writer, position).encode();
   at::Tensor size = at::empty({1}, at::kLong),
              header = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
   size.fill_(header.numel());
@@ -150,8 +154,7 @@ void TrackedState::receive(const collective::Group& group, ElasticPosition& posi
   group.broadcast(size, 0).wait();
   at::Tensor header = at::empty({size.item<std::int64_t>()}, at::kByte);
   group.broadcast(header, 0).wait();
-  StateListing listing = StateListing::decode(
-      {static_cast<const std::byte*>(header.data_ptr()), static_cast<std::size_t>(header.numel())});
+  StateListing listing = StateListing::decode(header);
   std::vector<at::Tensor> tensors;
   std::vector<Future<at::Tensor>> received;
   for (const StateListing::Entry& entry : listing.tensors) {
@@ -160,11 +163,7 @@ void TrackedState::receive(const collective::Group& group, ElasticPosition& posi
   }
   for (const auto& one : received) one.wait();
   const ElasticPosition theirs = listing.position;
-  ReceivedState reader(std::move(listing), std::move(tensors));
-  for (const auto& [name, source] : sources_) {
-    reader.set_prefix(name);
-    source->load(reader);
-  }
+  load(sources_, std::move(listing), std::move(tensors));
   position = theirs;
 }
 

@@ -29,40 +29,22 @@ struct StateListing {
   std::map<std::string, checkpoint::Value> values;
   friend bool operator==(const StateListing&, const StateListing&) = default;
 
+  static StateListing of(const checkpoint::StateWriter& writer, const ElasticPosition& position);
   Bytes encode() const;
   /// Throws Error{kInvalid} for malformed bytes.
   static StateListing decode(BytesView bytes);
+  static StateListing decode(const at::Tensor& bytes) {
+    return decode({static_cast<const std::byte*>(bytes.data_ptr()), bytes.nbytes()});
+  }
 };
 
-/// A state that another rank sent, as objects read it.
-class ReceivedState final : public checkpoint::StateReader {
- public:
-  /// `tensors` in the order of the listing.
-  ReceivedState(StateListing listing, std::vector<at::Tensor> tensors);
-  std::int64_t step() const override { return listing_.position.step; }
+/// Registered objects with their names.
+using NamedSources = std::vector<std::pair<std::string, checkpoint::SourcePtr>>;
 
- protected:
-  std::vector<std::string> all_names() const override;
-  bool contains(const std::string& full_name) const override { return tensors_.contains(full_name); }
-  at::Tensor read_tensor(const std::string& full_name) const override { return get(full_name); }
-  std::vector<std::int64_t> shape_of(const std::string& full_name) const override {
-    return get(full_name).sizes().vec();
-  }
-  at::ScalarType dtype_of(const std::string& full_name) const override {
-    return get(full_name).scalar_type();
-  }
-  void read_box(const std::string& full_name, const at::Tensor& target,
-                const std::vector<std::int64_t>& offset) const override;
-  const checkpoint::Value* find_value(const std::string& full_name) const override;
-  void read_on_owner(const std::string& full_name, const checkpoint::RemoteValue& value) const override;
-  std::string describe() const override { return "the state of the rank that this one joined"; }
-
- private:
-  const at::Tensor& get(const std::string& full_name) const;
-
-  const StateListing listing_;
-  std::map<std::string, at::Tensor> tensors_;
-};
+/// What the objects save.
+checkpoint::StateWriter saved(const NamedSources& sources);
+/// Loads the objects from the state of another rank; `tensors` in the order of the listing.
+void load(const NamedSources& sources, StateListing listing, std::vector<at::Tensor> tensors);
 
 /// The state of a replica: the registered objects, in order, and the position. Copies it between ranks.
 class TrackedState {
@@ -79,7 +61,7 @@ class TrackedState {
   void send(const collective::Group& group, const ElasticPosition& position) const;
   void receive(const collective::Group& group, ElasticPosition& position);
 
-  std::vector<std::pair<std::string, checkpoint::SourcePtr>> sources_;
+  NamedSources sources_;
 };
 
 }  // namespace torchspan::elastic

@@ -9,12 +9,13 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ATen.h>
 
-#include <torchspan/core/error.h>
 #include <torchspan/state/source.h>
+
+#include "state/api/memory_reader.h"
 
 namespace torchspan::sharded::testing {
 
-class MemoryState final : public state::StateReader {
+class MemoryState final : public state::MemoryReader {
  public:
   /// Puts together what the ranks' writers have. Fails the test if shards overlap, leave gaps, or replicas differ, except
   /// those of `first_counts`, of which the first is taken, as a checkpoint does.
@@ -35,11 +36,11 @@ class MemoryState final : public state::StateReader {
         const auto [first, is_new] =
             writer_of.emplace(std::tuple(part.name, part.offset, part.tensor.sizes().vec()), &writer);
         const bool replica = !is_new && first->second != &writer;  // the same box of another rank
-        const at::Tensor box = box_of(whole, part.tensor.sizes(), part.offset);
+        const at::Tensor box = state::box_of(whole, part.tensor.sizes(), part.offset);
         if (replica && part.name == first_counts) continue;
         if (replica) EXPECT_TRUE(at::equal(box, part.tensor)) << part.name << ": replicas differ";
         box.copy_(part.tensor);
-        if (!replica) box_of(count, part.tensor.sizes(), part.offset).add_(1);
+        if (!replica) state::box_of(count, part.tensor.sizes(), part.offset).add_(1);
       }
     }
     for (const auto& [name, count] : covered)
@@ -47,47 +48,10 @@ class MemoryState final : public state::StateReader {
   }
 
   std::int64_t step() const override { return 0; }
-  const std::map<std::string, at::Tensor>& tensors() const { return tensors_; }
 
  protected:
-  std::vector<std::string> all_names() const override {
-    std::vector<std::string> names;
-    for (const auto& [name, tensor] : tensors_) names.push_back(name);
-    return names;
-  }
-  bool contains(const std::string& name) const override { return tensors_.contains(name); }
-  at::Tensor read_tensor(const std::string& name) const override { return find(name); }
-  std::vector<std::int64_t> shape_of(const std::string& name) const override {
-    return find(name).sizes().vec();
-  }
-  at::ScalarType dtype_of(const std::string& name) const override { return find(name).scalar_type(); }
-  void read_box(const std::string& name, const at::Tensor& target,
-                const std::vector<std::int64_t>& offset) const override {
-    target.copy_(box_of(find(name), target.sizes(), offset));
-  }
-  const state::Value* find_value(const std::string& name) const override {
-    const auto found = values_.find(name);
-    return found == values_.end() ? nullptr : &found->second;
-  }
   void read_on_owner(const std::string&, const state::RemoteValue&) const override {}
   std::string describe() const override { return "the state in memory"; }
-
- private:
-  static at::Tensor box_of(const at::Tensor& whole, at::IntArrayRef sizes,
-                           const std::vector<std::int64_t>& offset) {
-    at::Tensor box = whole;
-    for (std::size_t i = 0; i < offset.size(); ++i)
-      box = box.narrow(static_cast<std::int64_t>(i), offset[i], sizes[i]);
-    return box;
-  }
-  const at::Tensor& find(const std::string& name) const {
-    const auto found = tensors_.find(name);
-    if (found == tensors_.end()) throw_invalid("the state has no '" + name + "'");
-    return found->second;
-  }
-
-  std::map<std::string, at::Tensor> tensors_;
-  std::map<std::string, state::Value> values_;
 };
 
 }  // namespace torchspan::sharded::testing
