@@ -2,17 +2,10 @@
 
 #include <ATen/Functions.h>
 
-#include "collective/kernels.h"
 #include "collective/tensors.h"
 
 namespace torchspan::collective {
 namespace {
-
-/// Rejects what larger groups reject, so that a program that works on one rank works on several.
-void check(const at::Tensor& tensor, ReduceOp reduction) {
-  find_kernel(tensor.scalar_type(), reduction);
-  check_sparse(tensor, reduction);
-}
 
 template <class T, class Make>
 Future<T> ready(Make make) {
@@ -44,7 +37,7 @@ std::shared_ptr<Backend> SingleBackend::split(int, int) {
 }
 
 Future<at::Tensor> SingleBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {
-  check(tensor, reduction);
+  check_reducible(tensor, reduction);  // what larger groups reject
   return ready<at::Tensor>([&] {
     throw_if_aborted();
     return tensor.is_sparse() ? tensor.detach().coalesce() : tensor;
@@ -52,7 +45,7 @@ Future<at::Tensor> SingleBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
 }
 
 Future<at::Tensor> SingleBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
-  check(tensor, reduction);
+  check_reducible(tensor, reduction);
   return ready<at::Tensor>([&] {
     throw_if_aborted();
     return tensor.detach().clone(at::MemoryFormat::Contiguous);

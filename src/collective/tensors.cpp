@@ -12,7 +12,9 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/ScalarType.h>
 
+#include "collective/kernels.h"
 #include "core/api/hashes.h"
+#include "core/api/throw_invalid.h"
 #include "device/api/tensors.h"
 
 namespace torchspan::collective {
@@ -77,7 +79,8 @@ SplitPlan plan_split(const GatherBytes& gather, int color, int key) {
   return plan;
 }
 
-void check_sparse(const at::Tensor& tensor, ReduceOp reduction) {
+void check_reducible(const at::Tensor& tensor, ReduceOp reduction) {
+  find_kernel(tensor.scalar_type(), reduction);
   if (!tensor.is_sparse() || reduction == kSum || reduction == kAvg) return;
   throw Error(ErrorKind::kUnsupported,
               fmt::format("the {} of sparse tensors is not supported, because missing entries have no value; "
@@ -134,20 +137,65 @@ std::vector<at::Tensor> cut_row(const at::Tensor& row, const std::vector<std::ve
   return parts;
 }
 
-CallLine line_of_tensor(const char* verb, const at::Tensor& tensor, const std::string& more,
-                        bool first_free) {
+std::string line_of_tensor(const char* verb, const at::Tensor& tensor, const std::string& more,
+                           bool first_free) {
   std::vector<std::string> sizes;
   for (const std::int64_t size : tensor.sizes()) sizes.push_back(std::to_string(size));
   if (first_free && !sizes.empty()) sizes[0] = "*";
-  return {fmt::format("{}({}{} [{}]{})", verb, tensor.is_sparse() ? "sparse " : "",
-                      name_of_dtype(static_cast<std::int8_t>(tensor.scalar_type())), fmt::join(sizes, ", "),
-                      more)};
+  return fmt::format("{}({}{} [{}]{})", verb, tensor.is_sparse() ? "sparse " : "",
+                     name_of_dtype(static_cast<std::int8_t>(tensor.scalar_type())), fmt::join(sizes, ", "),
+                     more);
 }
 
-LineBytes pack_line(const CallLine& line, std::uint64_t number) {
-  const std::string head = fmt::format("{} {:016x} ", number, fnv1a(line.text));
+std::string line_of_reduction(const char* verb, const at::Tensor& tensor, ReduceOp reduction,
+                              const std::string& more) {
+  check_reducible(tensor, reduction);
+  return line_of_tensor(verb, tensor, fmt::format(", {}{}", to_string(reduction), more));
+}
+
+std::string line_of_coalesced(const CoalescedCall& call, const at::Tensor& flat) {
+  const bool gathers = call.verb == CoalescedCall::Verb::kAllGather;
+  if (!gathers) check_reducible(flat, call.reduction);
+  return fmt::format("{}({} {}{})", name_of(call.verb), c10::toString(flat.scalar_type()), call.shapes,
+                     gathers ? "" : ", " + to_string(call.reduction));
+}
+
+std::string line_of_all_to_all(const std::vector<at::Tensor>& parts) {
+  return fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()));
+}
+
+std::string line_of_rooted(const RootedCall& call, const std::vector<at::Tensor>& parts) {
+  const bool gathers = call.verb == RootedCall::Verb::kGather;
+  return fmt::format("{}({}, {} rank {})", gathers ? "gather" : "scatter",
+                     c10::toString(parts[0].scalar_type()), gathers ? "to" : "from", call.root);
+}
+
+void throw_different_calls(const std::string& peer, const std::string& call, const std::string& other_peer,
+                           const std::string& other_call) {
+  throw_invalid(
+      "the ranks of a group must call the same operations in the same order, but {} called {}, and {} called "
+      "{}",
+      peer, call, other_peer, other_call);
+}
+
+std::int64_t common_sparse_dim(const std::vector<std::vector<std::int64_t>>& all, const std::string& line,
+                               const std::vector<std::string>& peers) {
+  std::size_t first = 0;  // rank with entries
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[first].at(0) == 0) first = rank;
+    if (all[rank].at(0) == 0 || all[rank].at(1) == all[first].at(1)) continue;
+    const auto call = [&](std::size_t of) {
+      return fmt::format("{} with {} sparse dimensions", line, all[of][1]);
+    };
+    throw_different_calls(peers[first], call(first), peers[rank], call(rank));
+  }
+  return all[all[first][0] == 0 ? 0 : first].at(1);
+}
+
+LineBytes pack_line(const std::string& line, std::uint64_t number) {
+  const std::string head = fmt::format("{} {:016x} ", number, fnv1a(line));
   LineBytes bytes{};
-  const std::string text = head + line.text;
+  const std::string text = head + line;
   std::copy_n(text.begin(), std::min(text.size(), bytes.size() - 1), bytes.begin());
   return bytes;
 }

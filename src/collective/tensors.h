@@ -40,8 +40,9 @@ struct SplitPlan {
 /// Collective: exchanges `color` and `key`.
 SplitPlan plan_split(const GatherBytes& gather, int color, int key);
 
-/// Throws Error{kUnsupported} for other reductions of a sparse tensor than sums and averages.
-void check_sparse(const at::Tensor& tensor, ReduceOp reduction);
+/// Throws Error{kUnsupported} for dtypes that cannot be reduced in this way, and for other reductions of a sparse tensor
+/// than sums and averages.
+void check_reducible(const at::Tensor& tensor, ReduceOp reduction);
 /// The sum of the entries of all ranks' sparse tensors, divided by `divisor`. Half and bfloat16 are added in float, and
 /// rounded once.
 at::Tensor sum_of_sparse(const at::Tensor& indices, const at::Tensor& values, at::IntArrayRef sizes,
@@ -58,20 +59,29 @@ at::Tensor join_rows(const std::vector<at::Tensor>& tensors, std::int64_t rows);
 /// Cuts a row of join_rows() into tensors of these sizes; views.
 std::vector<at::Tensor> cut_row(const at::Tensor& row, const std::vector<std::vector<std::int64_t>>& sizes);
 
-/// A call of a rank as one line of text: "all_reduce(Float [3, 4], sum)". Calls agree if their lines are
-/// equal.
-struct CallLine {
-  std::string text;
-};
-
+/// A call of a rank as one line of text: "all_reduce(Float [3, 4], sum)". Calls agree if their lines are equal.
 /// `first_free`: the first dimension may differ.
-CallLine line_of_tensor(const char* verb, const at::Tensor& tensor, const std::string& more,
-                        bool first_free = false);
+std::string line_of_tensor(const char* verb, const at::Tensor& tensor, const std::string& more,
+                           bool first_free = false);
+/// The line of a reduction. Throws as check_reducible().
+std::string line_of_reduction(const char* verb, const at::Tensor& tensor, ReduceOp reduction,
+                              const std::string& more = {});
+/// The same for what reduces.
+std::string line_of_coalesced(const CoalescedCall& call, const at::Tensor& flat);
+std::string line_of_all_to_all(const std::vector<at::Tensor>& parts);
+std::string line_of_rooted(const RootedCall& call, const std::vector<at::Tensor>& parts);
+
+[[noreturn]] void throw_different_calls(const std::string& peer, const std::string& call,
+                                        const std::string& other_peer, const std::string& other_call);
+/// The number of sparse dimensions of a sum: that of the tensors that have entries. `all` has each rank's numbers of entries
+/// and of sparse dimensions. Throws if ranks differ in the call `line`.
+std::int64_t common_sparse_dim(const std::vector<std::vector<std::int64_t>>& all, const std::string& line,
+                               const std::vector<std::string>& peers);
 
 /// Lines are sent in fixed size: longer ones are truncated, and contain a checksum of the whole line.
 inline constexpr std::size_t kLineBytes = 192;
 using LineBytes = std::array<char, kLineBytes>;
-LineBytes pack_line(const CallLine& line, std::uint64_t number);
+LineBytes pack_line(const std::string& line, std::uint64_t number);
 std::string unpack_line(const LineBytes& bytes);
 
 }  // namespace torchspan::collective

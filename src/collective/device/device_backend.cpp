@@ -7,7 +7,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include "collective/device/device_engine.h"
-#include "collective/kernels.h"
 #include "collective/single.h"
 #include "collective/tensors.h"
 #include "core/api/throw_invalid.h"
@@ -18,14 +17,8 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 /// Calls with tensors on a device differ from the same calls with tensors on the CPU.
-CallLine on_device(CallLine line, c10::Device device) {
-  line.text += fmt::format(" on {}", c10::DeviceTypeName(device.type(), /*lower_case=*/true));
-  return line;
-}
-
-CallLine device_line(const char* verb, const at::Tensor& tensor, const std::string& more,
-                     bool first_free = false) {
-  return on_device(line_of_tensor(verb, tensor, more, first_free), tensor.device());
+std::string on_device(const std::string& line, c10::Device device) {
+  return fmt::format("{} on {}", line, c10::DeviceTypeName(device.type(), /*lower_case=*/true));
 }
 
 /// Every rank's tensor, on every rank; `all` has this rank's already.
@@ -82,7 +75,7 @@ Future<T> submit(DeviceQueue& queue, std::unique_ptr<DeviceOperation> operation,
   return future;
 }
 
-Future<at::Tensor> reduce_line(DeviceQueue& queue, CallLine line, const at::Tensor& tensor,
+Future<at::Tensor> reduce_line(DeviceQueue& queue, std::string line, const at::Tensor& tensor,
                                ReduceOp reduction) {
   auto operation = std::make_unique<DeviceOperation>();
   operation->line = std::move(line);
@@ -96,7 +89,7 @@ Future<at::Tensor> reduce_line(DeviceQueue& queue, CallLine line, const at::Tens
   return submit<at::Tensor>(queue, std::move(operation), {work, tensor}, [tensor] { return tensor; });
 }
 
-Future<at::Tensor> scatter_line(DeviceQueue& queue, CallLine line, const at::Tensor& tensor,
+Future<at::Tensor> scatter_line(DeviceQueue& queue, std::string line, const at::Tensor& tensor,
                                 ReduceOp reduction) {
   const at::NoGradGuard no_grad;
   auto operation = std::make_unique<DeviceOperation>();
@@ -118,7 +111,7 @@ Future<at::Tensor> scatter_line(DeviceQueue& queue, CallLine line, const at::Ten
   return submit<at::Tensor>(queue, std::move(operation), {work, part}, [part] { return part; });
 }
 
-Future<Tensors> gather_line(DeviceQueue& queue, CallLine line, const at::Tensor& tensor) {
+Future<Tensors> gather_line(DeviceQueue& queue, std::string line, const at::Tensor& tensor) {
   auto operation = std::make_unique<DeviceOperation>();
   operation->line = std::move(line);
   operation->numbers = {tensor.dim() == 0 ? 1 : tensor.size(0)};
@@ -140,9 +133,9 @@ Future<Tensors> gather_line(DeviceQueue& queue, CallLine line, const at::Tensor&
   return submit<Tensors>(queue, std::move(operation), {work}, [results] { return *results; });
 }
 
-Future<Tensors> exchange(DeviceQueue& queue, CallLine line, Tensors parts) {
+Future<Tensors> exchange(DeviceQueue& queue, const std::string& line, Tensors parts) {
   auto operation = std::make_unique<DeviceOperation>();
-  operation->line = on_device(std::move(line), queue.options().device);
+  operation->line = on_device(line, queue.options().device);
   for (at::Tensor& part : parts) {
     part = plain(part);
     operation->numbers.push_back(part.dim());
@@ -165,13 +158,12 @@ Future<Tensors> exchange(DeviceQueue& queue, CallLine line, Tensors parts) {
   return submit<Tensors>(queue, std::move(operation), parts, [results] { return *results; });
 }
 
-Future<at::Tensor> all_reduce_sparse(DeviceQueue& queue, const at::Tensor& tensor, ReduceOp reduction) {
-  check_sparse(tensor, reduction);
+Future<at::Tensor> all_reduce_sparse(DeviceQueue& queue, const std::string& line, const at::Tensor& tensor,
+                                     ReduceOp reduction) {
   const at::NoGradGuard no_grad;
   const at::Tensor work = tensor.detach().coalesce();
-  const std::string line = device_line("all_reduce", tensor, ", " + to_string(reduction)).text;
   auto operation = std::make_unique<DeviceOperation>();
-  operation->line = {line};
+  operation->line = line;
   operation->numbers = {work._nnz(), work.sparse_dim()};
   struct Parts {
     Tensors indices, values;
@@ -181,16 +173,7 @@ Future<at::Tensor> all_reduce_sparse(DeviceQueue& queue, const at::Tensor& tenso
   const at::Tensor indices = work.indices().t().contiguous(), values = plain(work.values());
   operation->prepare = [parts, indices, values, sizes = work.sizes().vec(), line,
                         peers = queue.options().peers](const CallNumbers& all) {
-    std::size_t first = 0;  // rank with entries, whose number of sparse dimensions all ranks use
-    for (std::size_t rank = 0; rank < all.size(); ++rank) {
-      if (all[first].at(0) == 0) first = rank;
-      if (all[rank].at(0) == 0 || all[rank].at(1) == all[first].at(1)) continue;
-      throw_invalid(
-          "the ranks of a group must call the same operations in the same order, but {} called {} with {} "
-          "sparse dimensions, and {} called {} with {} sparse dimensions",
-          peers[first], line, all[first][1], peers[rank], line, all[rank][1]);
-    }
-    const std::int64_t sparse_dim = all[all[first][0] == 0 ? 0 : first].at(1);
+    const std::int64_t sparse_dim = common_sparse_dim(all, line, peers);
     std::vector<std::int64_t> of_value(sizes.begin() + sparse_dim, sizes.end());
     of_value.insert(of_value.begin(), 0);
     for (const auto& theirs : all) {
@@ -282,40 +265,41 @@ std::shared_ptr<Backend> DeviceBackend::split(int color, int key) {
 
 Future<at::Tensor> DeviceBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {
   if (tensor.is_cpu()) return control().all_reduce(std::move(tensor), reduction);
-  find_kernel(tensor.scalar_type(), reduction);
-  if (tensor.is_sparse()) return all_reduce_sparse(*queue_, tensor, reduction);
-  return reduce_line(*queue_, device_line("all_reduce", tensor, ", " + to_string(reduction)), tensor,
-                     reduction);
+  const std::string line = on_device(line_of_reduction("all_reduce", tensor, reduction), tensor.device());
+  if (tensor.is_sparse()) return all_reduce_sparse(*queue_, line, tensor, reduction);
+  return reduce_line(*queue_, line, tensor, reduction);
 }
 
 Future<at::Tensor> DeviceBackend::reduce(at::Tensor tensor, int root, ReduceOp reduction) {
   if (tensor.is_cpu()) return control().reduce(std::move(tensor), root, reduction);
-  find_kernel(tensor.scalar_type(), reduction);
-  const std::string more = fmt::format(", {}, to rank {}", to_string(reduction), root);
+  const std::string line = on_device(
+      line_of_reduction("reduce", tensor, reduction, fmt::format(", to rank {}", root)), tensor.device());
   const at::Tensor target = root == rank() ? tensor : plain(tensor).clone();
-  return reduce_line(*queue_, device_line("reduce", tensor, more), target, reduction)
-      .then([tensor](const Future<at::Tensor>& reduced) {
-        reduced.wait();
-        return tensor;
-      });
+  return reduce_line(*queue_, line, target, reduction).then([tensor](const Future<at::Tensor>& reduced) {
+    reduced.wait();
+    return tensor;
+  });
 }
 
 Future<at::Tensor> DeviceBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
   if (tensor.is_cpu()) return control().reduce_scatter(std::move(tensor), reduction);
-  find_kernel(tensor.scalar_type(), reduction);
-  return scatter_line(*queue_, device_line("reduce_scatter", tensor, ", " + to_string(reduction)), tensor,
-                      reduction);
+  return scatter_line(*queue_,
+                      on_device(line_of_reduction("reduce_scatter", tensor, reduction), tensor.device()),
+                      tensor, reduction);
 }
 
 Future<Tensors> DeviceBackend::all_gather(at::Tensor tensor) {
   if (tensor.is_cpu()) return control().all_gather(std::move(tensor));
-  return gather_line(*queue_, device_line("all_gather", tensor, {}, /*first_free=*/true), tensor);
+  return gather_line(
+      *queue_, on_device(line_of_tensor("all_gather", tensor, {}, /*first_free=*/true), tensor.device()),
+      tensor);
 }
 
 Future<at::Tensor> DeviceBackend::broadcast(at::Tensor tensor, int root) {
   if (tensor.is_cpu()) return control().broadcast(std::move(tensor), root);
   auto operation = std::make_unique<DeviceOperation>();
-  operation->line = device_line("broadcast", tensor, fmt::format(" from rank {}", root));
+  operation->line =
+      on_device(line_of_tensor("broadcast", tensor, fmt::format(" from rank {}", root)), tensor.device());
   const at::Tensor work = plain(tensor);
   operation->launch = [engine = &queue_->engine(), work, tensor, root, sends = root == rank()] {
     if (work.nbytes() != 0) engine->broadcast({work}, {root});
@@ -328,31 +312,25 @@ Future<at::Tensor> DeviceBackend::broadcast(at::Tensor tensor, int root) {
 Future<Tensors> DeviceBackend::coalesced(CoalescedCall call, at::Tensor flat) {
   using Verb = CoalescedCall::Verb;
   if (flat.is_cpu()) return control().coalesced(std::move(call), std::move(flat));
-  const bool gathers = call.verb == Verb::kAllGather;
-  if (!gathers) find_kernel(flat.scalar_type(), call.reduction);
-  CallLine line = on_device({fmt::format("{}({} {}{})", name_of(call.verb), c10::toString(flat.scalar_type()),
-                                         call.shapes, gathers ? "" : ", " + to_string(call.reduction))},
-                            flat.device());
-  if (gathers) return gather_line(*queue_, std::move(line), flat);
+  const std::string line = on_device(line_of_coalesced(call, flat), flat.device());
+  if (call.verb == Verb::kAllGather) return gather_line(*queue_, line, flat);
   const bool scatters = call.verb == Verb::kReduceScatter;
-  return (scatters ? scatter_line(*queue_, std::move(line), flat, call.reduction)
-                   : reduce_line(*queue_, std::move(line), flat, call.reduction))
+  return (scatters ? scatter_line(*queue_, line, flat, call.reduction)
+                   : reduce_line(*queue_, line, flat, call.reduction))
       .then([](const Future<at::Tensor>& result) { return Tensors{result.wait()}; });
 }
 
 Future<Tensors> DeviceBackend::all_to_all(Tensors parts) {
   if (all_on_cpu("all_to_all", parts, rank())) return control().all_to_all(std::move(parts));
-  CallLine line{fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()))};
-  return exchange(*queue_, std::move(line), std::move(parts));
+  const std::string line = line_of_all_to_all(parts);
+  return exchange(*queue_, line, std::move(parts));
 }
 
 Future<Tensors> DeviceBackend::rooted_all_to_all(RootedCall call, Tensors parts) {
-  const bool gathers = call.verb == RootedCall::Verb::kGather;
-  const char* const verb = gathers ? "gather" : "scatter";
+  const char* const verb = call.verb == RootedCall::Verb::kGather ? "gather" : "scatter";
   if (all_on_cpu(verb, parts, rank())) return control().rooted_all_to_all(call, std::move(parts));
-  CallLine line{fmt::format("{}({}, {} rank {})", verb, c10::toString(parts[0].scalar_type()),
-                            gathers ? "to" : "from", call.root)};
-  return exchange(*queue_, std::move(line), std::move(parts));
+  const std::string line = line_of_rooted(call, parts);
+  return exchange(*queue_, line, std::move(parts));
 }
 
 std::vector<Bytes> DeviceBackend::all_gather_bytes(BytesView mine, Duration timeout) {

@@ -56,7 +56,7 @@ constexpr Duration kLook = std::chrono::milliseconds(5);
 constexpr Duration kLaunchListedAfter = std::chrono::milliseconds(150);
 
 /// What a rank sends of a call: its line and its numbers.
-at::Tensor announcement_of(const CallLine& line, const std::vector<std::int64_t>& numbers,
+at::Tensor announcement_of(const std::string& line, const std::vector<std::int64_t>& numbers,
                            std::uint64_t number) {
   const LineBytes text = pack_line(line, number);
   const std::size_t size = numbers.size() * sizeof(std::int64_t);
@@ -128,7 +128,7 @@ struct DeviceQueue::Job {
   Future<std::vector<at::Tensor>> agreement;
   UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done;
 
-  std::string call() const { return fmt::format("{}, call {} of the group", operation->line.text, number); }
+  std::string call() const { return fmt::format("{}, call {} of the group", operation->line, number); }
   /// The work of the stream may use the tensors after this job is gone.
   void keep_memory_for(const c10::Stream& stream) const {
     for (const at::Tensor& tensor : tensors) device::keep_memory_for(tensor, stream);
@@ -224,7 +224,7 @@ void DeviceQueue::submit(std::unique_ptr<DeviceOperation> operation, const std::
                          UniqueFunction<void(std::shared_ptr<const ValueGate>, std::exception_ptr)> done) {
   auto job = std::make_unique<Job>(std::move(operation), device::current_stream(options_.device),
                                    continuations_->events());
-  job->operation->line.text += describe(StepPartScope::current());
+  job->operation->line += describe(StepPartScope::current());
   job->tensors = tensors;
   job->done = std::move(done);
   std::unique_ptr<Job> refused;
@@ -303,7 +303,7 @@ void DeviceQueue::run_one(std::unique_ptr<Job> job) {
   }
   auto done = std::move(job->done);
   const std::string call = job->call();
-  const std::string text = job->operation->line.text;
+  const std::string text = job->operation->line;
   const std::uint64_t number = job->number;
   const std::shared_ptr<Job> uses(std::move(job));
   launched_.add({call, text, number, runtime_.executor.now(), gate, uses,
@@ -335,7 +335,7 @@ CallNumbers DeviceQueue::agree(Job& job) {
     while (!job.agreement.wait_for(kLook * 20)) {
       watch();
       if (!listed && listed_from.passed(runtime_.executor.now())) {
-        listed.emplace(runtime_.spans, SpanKind::kWait, job.operation->line.text,
+        listed.emplace(runtime_.spans, SpanKind::kWait, job.operation->line,
                        SpanLink{.id = job.number, .part = group_number_});
       }
       failure_->throw_if_set();
@@ -344,10 +344,10 @@ CallNumbers DeviceQueue::agree(Job& job) {
   } catch (const Error& error) {
     if (failure_->get()) throw;
     // The other ranks know this call by its announcement.
-    const std::string announced = line_of_tensor("all_gather", job.announcement, {}).text;
+    const std::string announced = line_of_tensor("all_gather", job.announcement, {});
     std::string text = error.message();
     for (auto at = text.find(announced); at != std::string::npos; at = text.find(announced)) {
-      text.replace(at, announced.size(), job.operation->line.text);
+      text.replace(at, announced.size(), job.operation->line);
     }
     throw Error(error.kind(), text);
   }
@@ -357,11 +357,8 @@ CallNumbers DeviceQueue::agree(Job& job) {
     announced.push_back(read_announcement(bytes));
     const std::size_t rank = announced.size() - 1;
     if (announced[rank].line != announced[0].line) {
-      throw_invalid(
-          "the ranks of a group must call the same operations in the same order, but {} called {}, and {} "
-          "called {}",
-          options_.peers[0], unpack_line(announced[0].line), options_.peers[rank],
-          unpack_line(announced[rank].line));
+      throw_different_calls(options_.peers[0], unpack_line(announced[0].line), options_.peers[rank],
+                            unpack_line(announced[rank].line));
     }
     numbers.push_back(announced[rank].numbers);
   }

@@ -72,7 +72,7 @@ struct DeviceQueueOptions {
 /// One operation on a device. `prepare` runs when all calls agree, under the stream of the caller, and may
 /// allocate there; then `launch` under the group's stream. Both see what was captured until the work is done.
 struct DeviceOperation {
-  CallLine line;
+  std::string line;
   std::vector<std::int64_t> numbers = {};  ///< equally many on all ranks
   UniqueFunction<void(const CallNumbers&)> prepare = {};
   UniqueFunction<void()> launch;

@@ -106,24 +106,14 @@ void reduce_gathered(BlockingCollectives& collectives, const at::Tensor& tensor,
       {sources, {&target, 1}, static_cast<std::size_t>(tensor.numel()), static_cast<std::size_t>(ranks)});
 }
 
-at::Tensor reduce_sparse(const Gathers& gathers, const at::Tensor& tensor, ReduceOp reduction,
-                         const std::function<void(const SparseDifference& calls)>& report) {
+at::Tensor reduce_sparse(const Gathers& gathers, const at::Tensor& tensor, const std::string& line,
+                         std::int64_t divisor, const std::vector<std::string>& peers) {
   const at::Tensor work = tensor.detach().coalesce();
   const std::vector<std::int64_t> sizes = work.sizes().vec();
   const auto all = gathers.numbers({work._nnz(), work.sparse_dim()});
+  const std::int64_t sparse_dim = common_sparse_dim(all, line, peers);
   std::vector<std::int64_t> entries;
-  std::size_t first = 0;  // rank with entries, whose number of sparse dimensions all ranks use
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    entries.push_back(all[rank][0]);
-    if (entries[first] == 0) first = rank;
-    if (entries[rank] == 0 || all[rank][1] == all[first][1]) continue;
-    const auto call = [&](std::size_t of) {
-      return fmt::format("{} with {} sparse dimensions",
-                         line_of_tensor("all_reduce", tensor, ", " + to_string(reduction)).text, all[of][1]);
-    };
-    report({first, rank, call(first), call(rank)});
-  }
-  const std::int64_t sparse_dim = all[entries[first] == 0 ? 0 : first][1];
+  for (const auto& theirs : all) entries.push_back(theirs[0]);
   at::Tensor indices = work.indices().t(), values = work.values();
   if (work._nnz() == 0) {
     std::vector<std::int64_t> none(sizes.begin() + sparse_dim, sizes.end());
@@ -134,8 +124,7 @@ at::Tensor reduce_sparse(const Gathers& gathers, const at::Tensor& tensor, Reduc
   // The first dimension is that of the entries.
   const auto all_indices = gathers.dense(plain(indices), entries);
   const auto all_values = gathers.dense(plain(values), entries);
-  return sum_of_sparse(at::cat(all_indices).t(), at::cat(all_values), sizes,
-                       reduction == kAvg ? static_cast<std::int64_t>(all.size()) : 1);
+  return sum_of_sparse(at::cat(all_indices).t(), at::cat(all_values), sizes, divisor);
 }
 
 }  // namespace torchspan::collective

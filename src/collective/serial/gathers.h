@@ -1,7 +1,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -42,14 +41,9 @@ class Gathers {
 void reduce_gathered(BlockingCollectives& collectives, const at::Tensor& tensor, ReduceOp reduction,
                      int ranks);
 
-/// Two ranks whose sparse tensors cannot be added.
-struct SparseDifference {
-  std::size_t one, other;
-  std::string its_call, other_call;
-};
-/// Returns the coalesced sum or average of sparse tensors, whose entries may differ. Calls `report`, which
-/// throws, if ranks that have entries differ in their sparse dimensions.
-at::Tensor reduce_sparse(const Gathers& gathers, const at::Tensor& tensor, ReduceOp reduction,
-                         const std::function<void(const SparseDifference& calls)>& report);
+/// Returns the coalesced sum of sparse tensors, whose entries may differ, divided by `divisor`. Throws as
+/// common_sparse_dim().
+at::Tensor reduce_sparse(const Gathers& gathers, const at::Tensor& tensor, const std::string& line,
+                         std::int64_t divisor, const std::vector<std::string>& peers);
 
 }  // namespace torchspan::collective

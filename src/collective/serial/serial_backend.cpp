@@ -11,13 +11,11 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/accumulate.h>
 
-#include "collective/kernels.h"
 #include "collective/serial/gathers.h"
 #include "collective/single.h"
 #include "collective/tensors.h"
 #include "core/api/agreement.h"
 #include "core/api/step_part.h"
-#include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 #include "device/api/tensors.h"
 
@@ -29,15 +27,6 @@ constexpr Duration kAnswerLimit = std::chrono::seconds(1);
 void throw_if_rank_departed(const SerialOptions& options) {
   const auto departed = options.world ? options.world->first_departed(options.instances) : std::nullopt;
   if (departed) throw departed_rank_error(options.peers[departed->rank], departed->how);
-}
-
-[[noreturn]] void throw_different_calls(const SerialOptions& options, std::size_t one,
-                                        const std::string& its_call, std::size_t other,
-                                        const std::string& other_call) {
-  throw_invalid(
-      "the ranks of a group must call the same operations in the same order, but {} called {}, and {} called "
-      "{}",
-      options.peers[one], its_call, options.peers[other], other_call);
 }
 
 /// Asks the ranks through the membership whether call `number` of the group failed there too. Returns which ranks did not
@@ -97,8 +86,6 @@ Error explain_failure(Executor& executor, const SerialOptions& options, Blocking
   const bool late = text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos;
   return about(late ? ErrorKind::kTimedOut : ErrorKind::kDisconnected, text);
 }
-
-std::string comma(ReduceOp reduction) { return ", " + to_string(reduction); }
 
 /// A dense tensor, also of dtypes and reductions that the engine lacks.
 void reduce_dense(BlockingCollectives& collectives, const at::Tensor& tensor, ReduceOp reduction, int ranks) {
@@ -186,12 +173,12 @@ void SerialBackend::world_ended(const Error& reason) {
 void SerialBackend::world_closing() { stop_thread(); }
 
 template <class T>
-Future<T> SerialBackend::submit(CallLine call, UniqueFunction<T()> body, std::uint64_t* number) {
+Future<T> SerialBackend::submit(std::string call, UniqueFunction<T()> body, std::uint64_t* number) {
   auto promise = std::make_shared<Promise<T>>(continuations_);
   Future<T> future = promise->future();
   auto job = std::make_unique<Job>();
   job->call = std::move(call);
-  job->call.text += describe(StepPartScope::current());
+  job->call += describe(StepPartScope::current());
   job->run = [promise, body = std::move(body)]() mutable {
     if constexpr (std::is_void_v<T>) {
       body();
@@ -207,8 +194,8 @@ Future<T> SerialBackend::submit(CallLine call, UniqueFunction<T()> body, std::ui
 }
 
 void SerialBackend::Job::fail_with(const Error& cause) {
-  fail(std::make_exception_ptr(
-      Error(cause).with_call(fmt::format("{}, call {} of the group", call.text, number))));
+  fail(
+      std::make_exception_ptr(Error(cause).with_call(fmt::format("{}, call {} of the group", call, number))));
 }
 
 std::uint64_t SerialBackend::enqueue(std::unique_ptr<Job> job) {
@@ -269,12 +256,11 @@ void SerialBackend::run_one(Job& job) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView unversioned;  // as in put_back()
   // Barriers and gathers of bytes block their callers, which the group lists and reports.
-  const bool listed_by_caller =
-      job.call.text.starts_with(kBarrierLine) || job.call.text.starts_with(kBytesLine);
+  const bool listed_by_caller = job.call.starts_with(kBarrierLine) || job.call.starts_with(kBytesLine);
   const TimePoint began = runtime_->executor.now();
   std::optional<SpanScope> running;
   if (!listed_by_caller) {
-    running.emplace(runtime_->spans, SpanKind::kWait, job.call.text,
+    running.emplace(runtime_->spans, SpanKind::kWait, job.call,
                     SpanLink{.id = job.number, .part = group_number_});
   }
   try {
@@ -287,13 +273,13 @@ void SerialBackend::run_one(Job& job) {
     const auto announced = collectives_->failure();
     if (!recorded_failure())
       break_with(announced ? *announced
-                           : explain_failure(runtime_->executor, options_, *collectives_, job.call.text,
+                           : explain_failure(runtime_->executor, options_, *collectives_, job.call,
                                              calls_.load(), std::current_exception()));
     const Error cause = *recorded_failure();
     if (collectives_->announces() && !is_leaving()) collectives_->fail_call(cause, job.number);
     if (cause.kind() == ErrorKind::kTimedOut && !listed_by_caller) {
       report_timeout({.kind = "wait",
-                      .name = job.call.text,
+                      .name = job.call,
                       .seconds = to_seconds(runtime_->executor.now() - began),
                       .id = job.number,
                       .part = group_number_});
@@ -312,7 +298,7 @@ std::optional<Error> SerialBackend::recorded_failure() {
   return failure_;
 }
 
-void SerialBackend::compare(const CallLine& call) {
+void SerialBackend::compare(const std::string& call) {
   const std::uint64_t number = calls_++;
   collectives_->begin(number + 1);
   if (!options_.compare_calls) return;
@@ -323,7 +309,8 @@ void SerialBackend::compare(const CallLine& call) {
           .view({static_cast<std::int64_t>(lines.size()), static_cast<std::int64_t>(kLineBytes)});
   collectives_->all_gather(bytes_of(mine.data(), mine.size()), all);
   if (const auto rank = first_difference(lines))
-    throw_different_calls(options_, 0, unpack_line(lines[0]), *rank, unpack_line(lines[*rank]));
+    throw_different_calls(options_.peers[0], unpack_line(lines[0]), options_.peers[*rank],
+                          unpack_line(lines[*rank]));
 }
 
 template <class T>
@@ -399,14 +386,10 @@ std::shared_ptr<Backend> SerialBackend::split(int color, int key) {
 }
 
 Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reduction) {
-  find_kernel(tensor.scalar_type(), reduction);
-  CallLine line = line_of_tensor("all_reduce", tensor, comma(reduction));
+  std::string line = line_of_reduction("all_reduce", tensor, reduction);
   if (tensor.is_sparse()) {
-    check_sparse(tensor, reduction);
-    return submit<at::Tensor>(std::move(line), [this, tensor, reduction] {
-      return reduce_sparse(gathers_, tensor, reduction, [&](const SparseDifference& calls) {
-        throw_different_calls(options_, calls.one, calls.its_call, calls.other, calls.other_call);
-      });
+    return submit<at::Tensor>(line, [this, line, tensor, divisor = reduction == kAvg ? size() : 1] {
+      return reduce_sparse(gathers_, tensor, line, divisor, options_.peers);
     });
   }
   return submit<at::Tensor>(std::move(line), [this, tensor, reduction] {
@@ -417,14 +400,12 @@ Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
 }
 
 Future<at::Tensor> SerialBackend::reduce_scatter(at::Tensor tensor, ReduceOp reduction) {
-  find_kernel(tensor.scalar_type(), reduction);
-  return submit<at::Tensor>(line_of_tensor("reduce_scatter", tensor, comma(reduction)),
+  return submit<at::Tensor>(line_of_reduction("reduce_scatter", tensor, reduction),
                             [this, tensor, reduction] { return scatter_dense(plain(tensor), reduction); });
 }
 
 Future<at::Tensor> SerialBackend::reduce(at::Tensor tensor, int root, ReduceOp reduction) {
-  find_kernel(tensor.scalar_type(), reduction);
-  CallLine line = line_of_tensor("reduce", tensor, fmt::format("{}, to rank {}", comma(reduction), root));
+  std::string line = line_of_reduction("reduce", tensor, reduction, fmt::format(", to rank {}", root));
   return submit<at::Tensor>(std::move(line), [this, tensor, root, reduction] {
     if (tensor.numel() == 0) return tensor;
     at::Tensor work = plain(tensor);
@@ -440,11 +421,7 @@ Future<at::Tensor> SerialBackend::reduce(at::Tensor tensor, int root, ReduceOp r
 
 Future<std::vector<at::Tensor>> SerialBackend::coalesced(CoalescedCall call, at::Tensor flat) {
   using Verb = CoalescedCall::Verb;
-  const bool gathers = call.verb == Verb::kAllGather;
-  if (!gathers) find_kernel(flat.scalar_type(), call.reduction);
-  CallLine line{fmt::format("{}({} {}{})", name_of(call.verb), c10::toString(flat.scalar_type()), call.shapes,
-                            gathers ? "" : comma(call.reduction))};
-  return submit<std::vector<at::Tensor>>(std::move(line),
+  return submit<std::vector<at::Tensor>>(line_of_coalesced(call, flat),
                                          [this, verb = call.verb, reduction = call.reduction, flat] {
                                            if (verb == Verb::kAllGather) return gathers_.dense(flat);
                                            if (verb == Verb::kReduceScatter)
@@ -469,19 +446,17 @@ Future<at::Tensor> SerialBackend::broadcast(at::Tensor tensor, int root) {
 }
 
 Future<std::vector<at::Tensor>> SerialBackend::all_to_all(std::vector<at::Tensor> parts) {
-  CallLine line{fmt::format("all_to_all({} parts)", c10::toString(parts[0].scalar_type()))};
+  std::string line = line_of_all_to_all(parts);
   return exchange(std::move(line), std::move(parts));
 }
 
 Future<std::vector<at::Tensor>> SerialBackend::rooted_all_to_all(RootedCall call,
                                                                  std::vector<at::Tensor> parts) {
-  const bool gathers = call.verb == RootedCall::Verb::kGather;
-  CallLine line{fmt::format("{}({}, {} rank {})", gathers ? "gather" : "scatter",
-                            c10::toString(parts[0].scalar_type()), gathers ? "to" : "from", call.root)};
+  std::string line = line_of_rooted(call, parts);
   return exchange(std::move(line), std::move(parts));
 }
 
-Future<std::vector<at::Tensor>> SerialBackend::exchange(CallLine line, std::vector<at::Tensor> parts) {
+Future<std::vector<at::Tensor>> SerialBackend::exchange(std::string line, std::vector<at::Tensor> parts) {
   return submit<std::vector<at::Tensor>>(std::move(line), [this, parts = std::move(parts)] {
     const auto ranks = static_cast<std::size_t>(size());
     ByteWriter shapes;

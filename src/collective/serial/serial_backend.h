@@ -76,7 +76,7 @@ class SerialBackend final : public Backend, public WorldListener {
 
  private:
   struct Job {
-    CallLine call;
+    std::string call;
     std::uint64_t number = 0;  ///< counts the calls of this rank, from 1
     UniqueFunction<void()> run;
     UniqueFunction<void(std::exception_ptr)> fail;
@@ -87,7 +87,7 @@ class SerialBackend final : public Backend, public WorldListener {
                 SerialOptions options);
   /// `number`, if not null, gets the call's.
   template <class T>
-  Future<T> submit(CallLine call, UniqueFunction<T()> body, std::uint64_t* number = nullptr);
+  Future<T> submit(std::string call, UniqueFunction<T()> body, std::uint64_t* number = nullptr);
   /// Returns the call's number.
   std::uint64_t enqueue(std::unique_ptr<Job> job);
   void run();
@@ -95,7 +95,7 @@ class SerialBackend final : public Backend, public WorldListener {
   /// Whether this rank leaves the group or the world: its connections end, and the other ranks report it as disconnected.
   bool is_leaving() const;
   std::optional<Error> recorded_failure();
-  void compare(const CallLine& call);
+  void compare(const std::string& call);
   /// Makes a call and waits for it for at most `timeout` (zero: no limit); breaks the group if it passes.
   template <class T>
   T submit_and_wait(Duration timeout, const char* call, UniqueFunction<T()> body);
@@ -104,7 +104,7 @@ class SerialBackend final : public Backend, public WorldListener {
   void stop_thread();
 
   at::Tensor scatter_dense(const at::Tensor& tensor, ReduceOp reduction);
-  Future<std::vector<at::Tensor>> exchange(CallLine line, std::vector<at::Tensor> parts);
+  Future<std::vector<at::Tensor>> exchange(std::string line, std::vector<at::Tensor> parts);
 
   const std::shared_ptr<Runtime> runtime_;
   const SerialOptions options_;

@@ -6,8 +6,8 @@
 #include <fmt/ranges.h>
 
 #include "collective/group_executor.h"
+#include "collective/tensors.h"
 #include "core/api/step_part.h"
-#include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 
 namespace torchspan::collective::shm {
@@ -295,11 +295,8 @@ void OpQueue::compare_calls(const Operation& operation) {
   calls.clear();
   const auto compare = [&](std::size_t one, std::size_t other) {
     if (agree(calls[one], calls[other])) return;
-    throw_invalid(
-        "the ranks of a group must call the same operations in the same order, but {} called {}, and {} "
-        "called {}",
-        memory_->peer(static_cast<int>(one)).text, describe(calls[one]),
-        memory_->peer(static_cast<int>(other)).text, describe(calls[other]));
+    throw_different_calls(memory_->peer(static_cast<int>(one)).text, describe(calls[one]),
+                          memory_->peer(static_cast<int>(other)).text, describe(calls[other]));
   };
   std::size_t with_entries = 0;
   for (int rank = 0; rank < memory_->size(); ++rank) {

@@ -11,8 +11,9 @@ namespace {
 constexpr std::size_t kLeastUnit = std::size_t{32} << 10;
 constexpr std::size_t kMostUnit = std::size_t{256} << 10;
 
-/// Copies `bytes` bytes from a sequence of pieces, starting at `offset`.
-void gather_pieces(const std::vector<Piece>& pieces, std::uint64_t offset, std::byte* to, std::size_t bytes) {
+/// Calls visit(data, size) for each piece of the bytes [offset, offset + bytes) of a sequence, which may end before.
+template <class Visit>
+void for_pieces(const std::vector<Piece>& pieces, std::uint64_t offset, std::size_t bytes, Visit visit) {
   for (const Piece& piece : pieces) {
     if (bytes == 0) return;
     if (offset >= piece.size) {
@@ -20,25 +21,7 @@ void gather_pieces(const std::vector<Piece>& pieces, std::uint64_t offset, std::
       continue;
     }
     const std::size_t part = std::min<std::size_t>(bytes, piece.size - offset);
-    std::memcpy(to, piece.data + offset, part);
-    to += part;
-    bytes -= part;
-    offset = 0;
-  }
-}
-
-/// Copies to a sequence of pieces, starting at `offset`; ignores bytes that do not fit.
-void scatter_pieces(const std::vector<Piece>& pieces, std::uint64_t offset, const std::byte* from,
-                    std::size_t bytes) {
-  for (const Piece& piece : pieces) {
-    if (bytes == 0) return;
-    if (offset >= piece.size) {
-      offset -= piece.size;
-      continue;
-    }
-    const std::size_t part = std::min<std::size_t>(bytes, piece.size - offset);
-    std::memcpy(piece.data + offset, from, part);
-    from += part;
+    visit(piece.data + offset, part);
     bytes -= part;
     offset = 0;
   }
@@ -48,7 +31,11 @@ void scatter_pieces(const std::vector<Piece>& pieces, std::uint64_t offset, cons
 void take_wanted(const FetchRange& want, std::uint64_t at, const std::byte* from, std::size_t bytes) {
   if (at + bytes <= want.from) return;
   const std::size_t skip = want.from > at ? static_cast<std::size_t>(want.from - at) : 0;
-  scatter_pieces(want.into, at + skip - want.from, from + skip, bytes - skip);
+  from += skip;
+  for_pieces(want.into, at + skip - want.from, bytes - skip, [&](std::byte* to, std::size_t part) {
+    std::memcpy(to, from, part);
+    from += part;
+  });
 }
 
 /// The elements of a chunk that a rank reduces; boundaries are at cache lines.
@@ -323,7 +310,10 @@ OpCoroutine ShmAlgorithms::fetch(std::vector<FetchRange> wants, std::vector<Piec
     return static_cast<std::size_t>(std::min(step, call.bytes - at));
   };
   Fill fill = [=, this, pieces = std::move(pieces)](std::size_t round, std::byte* staging) {
-    gather_pieces(pieces, round * step, staging, streamed(rank(), round));
+    for_pieces(pieces, round * step, streamed(rank(), round), [&](const std::byte* from, std::size_t part) {
+      std::memcpy(staging, from, part);
+      staging += part;
+    });
   };
   Take take = [=, this, wants = std::move(wants)](std::size_t round, std::uint64_t chunk) {
     for (int rank = 0; rank < size(); ++rank) {

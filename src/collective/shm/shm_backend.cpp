@@ -298,8 +298,7 @@ std::vector<Bytes> gather_bytes(OpQueue& queue, BytesView mine, Deadline deadlin
 }
 
 Future<at::Tensor> all_reduce_sparse(OpQueue& queue, const at::Tensor& tensor, ReduceOp reduction) {
-  check_sparse(tensor, reduction);
-  find_kernel(tensor.scalar_type(), reduction);
+  check_reducible(tensor, reduction);
   const at::NoGradGuard no_grad;
   const at::Tensor work = tensor.detach().coalesce();
   const at::Tensor indices = work.indices().contiguous(), values = plain(work.values());
