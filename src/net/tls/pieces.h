@@ -88,7 +88,6 @@ class PieceReader {
   std::size_t targets(std::span<iovec> places);
   /// The caller received `size` bytes into the places of the last targets().
   void received(std::size_t size);
-  bool mid_piece() const { return in_piece_ || prefix_filled_ != 0; }
 
  private:
   std::uint64_t message() const;
