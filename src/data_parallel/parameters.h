@@ -28,7 +28,7 @@ Agreement reducer_agreement(const Reducer::Replicas& replicas, const DataParalle
 /// replica · count() + parameter. Immutable.
 class ParameterSlots {
  public:
-  /// Keeps the parameters that require gradients; remembers the others of the first replica.
+  /// Keeps the parameters that require gradients, and a list of the others of the first replica.
   explicit ParameterSlots(const Reducer::Replicas& replicas);
 
   /// Number of slots.

@@ -15,7 +15,7 @@
 namespace torchspan::data_parallel {
 namespace {
 
-/// What a mark reports, and to whom.
+/// What a mark reports, and the reducer and record that get it.
 struct Marked {
   MarkOptions options;
   ForwardPtr record;

@@ -84,7 +84,7 @@ class Forwards {
 };
 
 /// The running pass that reduces nothing so far: its forward ran under no_sync, or it has not gone through a
-/// marked output yet. It is a stray pass if it then has a gradient that no other wrapper expects from it. Remembers its
+/// marked output yet. It is a stray pass if it then has a gradient that no other wrapper expects from it. Records its
 /// gradients in case it becomes a reduced one.
 class LocalPass {
  public:

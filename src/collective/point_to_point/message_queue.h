@@ -75,7 +75,7 @@ class MessageQueue {
   /// `operation` receives the data of message `number` of this rank.
   void begin_receiving(const MessageOperationPtr& operation, int rank, std::uint64_t number);
 
-  /// Throw kInvalid for a number that is not under way.
+  /// Throw kInvalid for a number whose data is neither sent nor received now.
   MessageOperationPtr sending(int rank, std::uint64_t number) const { return find(sending_, {rank, number}); }
   MessageOperationPtr receiving(int rank, std::uint64_t number) const {
     return find(receiving_, {rank, number});

@@ -16,7 +16,7 @@ std::string hex(BytesView bytes) {
   return text;
 }
 
-/// Where a rank listens, and the token that peers need; no names if it is alone on its machine.
+/// The names of a rank's sockets, and the token that peers need; no names if no other rank is on its machine.
 struct ListenerInfo {
   std::vector<std::string> names = {};
   Bytes token = {};

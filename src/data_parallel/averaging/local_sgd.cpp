@@ -203,7 +203,7 @@ class DiLoCo::Impl {
   struct Fragment {
     std::vector<std::size_t> parameters = {};
     std::int64_t turn = 0;                                 ///< its step within each period
-    std::optional<PackedAverages> changes = std::nullopt;  ///< under way
+    std::optional<PackedAverages> changes = std::nullopt;  ///< whose reduction runs
     std::int64_t arrival = 0;                              ///< the step that applies them
   };
 

@@ -190,7 +190,7 @@ class FlatParameters {
   std::vector<Entry> entries_;
   at::Tensor
       part_;  ///< this rank's chunks of all segments, in memory that the other ranks read if there is any
-  at::Tensor full_;    ///< one storage for good, whose memory comes and goes: graphs may hold views of it
+  at::Tensor full_;    ///< one storage, whose memory is allocated and freed: graphs may hold views of it
   at::Tensor memory_;  ///< of full_ while gathered or gathering
   at::Tensor whole_;   ///< all values in the parameters' own dtype, before divide() and after begin_whole()
   std::unique_ptr<JoinedParts> joined_;  ///< the memory of full_; null: it is copied there

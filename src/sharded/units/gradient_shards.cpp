@@ -132,7 +132,7 @@ void GradientShards::reduce(std::size_t index, std::vector<at::Tensor> gradients
 
 void GradientShards::reduce_all() {
   for (std::size_t segment = 0; segment < sums_.size(); ++segment) reduce(segment, {});
-  owes_ = false;
+  has_sums_ = false;
 }
 
 void GradientShards::keep(std::size_t segment, at::Tensor part, const at::Tensor& sent) {
@@ -178,7 +178,7 @@ void GradientShards::drop() {
   std::fill(summed_.begin(), summed_.end(), 0);
   std::fill(sums_.begin(), sums_.end(), at::Tensor());
   std::fill(averages_.begin(), averages_.end(), at::Tensor());
-  owes_ = false;
+  has_sums_ = false;
 }
 
 GradientStream::GradientStream(Unit& unit, bool alone) : unit_(unit), alone_(alone) {
@@ -196,8 +196,8 @@ GradientStream::GradientStream(Unit& unit, bool alone) : unit_(unit), alone_(alo
     };
     for (std::size_t index = layout.shared(); index-- > 0;) add_step(index);
     add_step(layout.shared());
-    if (part.gradients->owes()) owed_.push_back(part.gradients.get());
-    part.gradients->set_owes(false);
+    if (part.gradients->has_sums()) had_sums_.push_back(part.gradients.get());
+    part.gradients->set_has_sums(false);
   }
 }
 
@@ -240,11 +240,11 @@ void GradientStream::finish() {
   const bool began = alone_ || next_ > 0;
   while (next_ < steps_.size()) reduce_next();
   if (began) return;  // a sum may have grown after its segment was reduced
-  for (const Step& step : steps_) step.gradients->set_owes(false);
+  for (const Step& step : steps_) step.gradients->set_has_sums(false);
 }
 
 void GradientStream::abandon() {
-  for (GradientShards* gradients : owed_) gradients->set_owes(true);
+  for (GradientShards* gradients : had_sums_) gradients->set_has_sums(true);
 }
 
 }  // namespace torchspan::sharded

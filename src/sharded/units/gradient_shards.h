@@ -73,8 +73,8 @@ class GradientShards {
   void commit(const std::int32_t* used);
 
   /// Whether there may be sums that no reduction includes so far: all ranks must then reduce all segments.
-  bool owes() const { return owes_; }
-  void set_owes(bool owes) { owes_ = owes; }
+  bool has_sums() const { return has_sums_; }
+  void set_has_sums(bool has_sums) { has_sums_ = has_sums; }
   const FlatParameters& parameters() const { return parameters_; }
   bool used(std::size_t entry) const { return used_[entry] != 0; }
   void drop();
@@ -90,7 +90,7 @@ class GradientShards {
   std::vector<std::uint8_t> summed_;  ///< by entry: in sums_
   std::vector<at::Tensor> sums_;      ///< by segment: whole gradients that were not reduced; undefined: none
   std::vector<at::Tensor> averages_;  ///< by segment; undefined: none
-  bool owes_ = false;
+  bool has_sums_ = false;
 };
 
 class GradientShards;
@@ -101,9 +101,9 @@ class Unit;
 /// then the small ones. A segment is complete when its gradients have arrived; an unused parameter's never do.
 class GradientStream {
  public:
-  /// Takes over the sums that the unit owes. `alone`: no other units ran inside, so a segment is reduced when it and
-  /// those before it are complete. Otherwise operations of the inner units would come in between at different places on
-  /// ranks that use different parameters: segments are then reduced by pass_point() and finish().
+  /// Takes the gradients that the unit has summed and not reduced. `alone`: no other units ran inside, so a segment is
+  /// reduced when it and those before it are complete. Otherwise operations of the inner units would come in between at
+  /// different places on ranks that use different parameters: segments are then reduced by pass_point() and finish().
   GradientStream(Unit& unit, bool alone);
 
   /// `trained`: index among the unit's trained parameters.
@@ -113,7 +113,7 @@ class GradientStream {
   void pass_point(const collective::Group& group);
   /// Reduces the segments that are left.
   void finish();
-  /// No gradient came; the unit owes its sums again.
+  /// No gradient came; the unit gets its unreduced sums back.
   void abandon();
 
  private:
@@ -134,7 +134,7 @@ class GradientStream {
   const bool alone_;
   std::vector<Step> steps_;
   std::vector<Place> places_;  ///< by trained parameter
-  std::vector<GradientShards*> owed_;
+  std::vector<GradientShards*> had_sums_;
   std::size_t next_ = 0;             ///< step
   Future<at::Tensor> all_complete_;  ///< complete() of the rank with the fewest, at the last point
 };

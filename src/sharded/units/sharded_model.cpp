@@ -413,7 +413,7 @@ void ShardedModel::unit_ready(const UnitGradients& node) {
   }
   if (stream) return stream->finish();
   for (const Unit::Part& part : unit.parts()) {
-    if (part.gradients) part.gradients->set_owes(true);
+    if (part.gradients) part.gradients->set_has_sums(true);
   }
 }
 
@@ -431,7 +431,7 @@ void ShardedModel::finish(const std::shared_ptr<engine::PassEnd>& end) {
   for (const auto& unit : units_) {
     const StepPartScope scope = unit->operations();
     for (const Unit::Part& part : unit->parts()) {
-      if (part.gradients && part.gradients->owes()) part.gradients->reduce_all();
+      if (part.gradients && part.gradients->has_sums()) part.gradients->reduce_all();
     }
   }
   reductions_->end_all();

@@ -52,12 +52,12 @@ struct Place {
   bool divided = false;
   Sizes shape = {};
   std::vector<Box> boxes = {};
-  bool own = false;  ///< this rank has values of its own
+  bool own = false;  ///< other ranks have other values
   /// Another tensor with the same values counts instead of this one, for example the first copy of a tied parameter.
   bool repeated = false;
   /// A copy of the parameter that this rank also has: an optimizer's state of one is that of the other. Undefined: none.
   at::Tensor same_as = {};
-  /// Who has the other elements, or other tensors of the model.
+  /// The ranks that have the other elements, or other tensors of the model.
   std::vector<RanksPtr> among = {};
   /// The elements of this rank, if the tensor itself is something else at times. Undefined: the tensor.
   at::Tensor elements = {};
