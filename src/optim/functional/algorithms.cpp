@@ -214,21 +214,15 @@ std::unique_ptr<FunctionalOptimizer> AdamW::build(std::vector<at::Tensor> parame
 
 namespace {
 
-class SparseAdamRule final : public RuleOptimizer {
+class SparseAdamRule final : public Rule<SparseAdam, SparseAdamRule> {
  public:
   SparseAdamRule(const SparseAdam& options, std::vector<at::Tensor> parameters)
-      : RuleOptimizer(SparseAdam::kName, settings_of(options, {"exp_avg", "exp_avg_sq"}),
-                      std::move(parameters)),
-        options_(options) {}
-  double lr() const override { return options_.lr; }
-  void set_lr(double lr) override {
-    check_not_negative(SparseAdam::kName, "lr", lr);
-    options_.lr = lr;
-  }
+      : Rule(options, {"exp_avg", "exp_avg_sq"}, std::move(parameters)) {}
+
+  template <class T>
+  void run(const Operands<T>&) const {}  // refuse_dense()
 
  private:
-  void apply(const Operands<at::Tensor>&) const override {}
-  void apply(const Operands<Tensors>&) const override {}
   std::string refuse_sparse_rule() const override { return {}; }
   std::string refuse_dense(const at::Tensor&) const override {
     return "but uses sparse ones only; make them sparse (an Embedding's sparse option), or use Adam for "
@@ -254,8 +248,6 @@ class SparseAdamRule final : public RuleOptimizer {
     moment.add_(with_values(gradient, change));
     return change.add_(old);
   }
-
-  SparseAdam options_;
 };
 
 }  // namespace

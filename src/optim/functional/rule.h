@@ -78,16 +78,6 @@ class RuleOptimizer : public FunctionalOptimizer {
   std::vector<State> states_;
 };
 
-/// The settings that all options structs share.
-template <class Options>
-RuleSettings settings_of(const Options& options, std::vector<std::string> slots) {
-  RuleSettings settings{.slots = std::move(slots),
-                        .float32_state = options.float32_state,
-                        .master_weights = options.master_weights};
-  if constexpr (requires { options.foreach; }) settings.foreach = options.foreach;
-  return settings;
-}
-
 /// A rule that also exists as a kernel: fused(operands) returns a step of fused_kernels.h.
 template <class R>
 concept FusedRule = requires(const R& rule, const Operands<at::Tensor>& on) {
@@ -126,8 +116,11 @@ class Rule : public RuleOptimizer {
 
  private:
   static RuleSettings settings(const Options& options, std::vector<std::string> slots) {
-    RuleSettings settings = settings_of(options, std::move(slots));
-    settings.cpu_kernel = FusedRule<Derived>;
+    RuleSettings settings{.slots = std::move(slots),
+                          .float32_state = options.float32_state,
+                          .master_weights = options.master_weights,
+                          .cpu_kernel = FusedRule<Derived>};
+    if constexpr (requires { options.foreach; }) settings.foreach = options.foreach;
     return settings;
   }
 };
