@@ -32,44 +32,36 @@ struct OpenFile {
   const int fd;
 };
 
-ErrorKind kind_of_errno(int number) {
+struct DiskFailure {
+  ErrorKind kind;
+  const char* advice;
+};
+
+DiskFailure failure_of_errno(int number) {
   switch (number) {
     case ENOSPC:
     case EDQUOT:
+      return {ErrorKind::kOverloaded, "free space, or keep fewer checkpoints"};
     case EMFILE:
     case ENFILE:
-      return ErrorKind::kOverloaded;
+      return {ErrorKind::kOverloaded, "check the directory"};
     case EACCES:
     case EPERM:
     case EROFS:
-      return ErrorKind::kDenied;
-    default:
-      return ErrorKind::kInvalid;
-  }
-}
-
-const char* disk_advice(int number) {
-  switch (number) {
-    case ENOSPC:
-    case EDQUOT:
-      return "free space, or keep fewer checkpoints";
-    case EACCES:
-    case EPERM:
-    case EROFS:
-      return "choose a directory that this user may write";
+      return {ErrorKind::kDenied, "choose a directory that this user may write"};
     case EIO:
-      return "the device fails; choose a directory on another one";
+      return {ErrorKind::kInvalid, "the device fails; choose a directory on another one"};
     default:
-      return "check the directory";
+      return {ErrorKind::kInvalid, "check the directory"};
   }
 }
 
 }  // namespace
 
 void throw_disk_error(const char* verb, const std::string& path, int number) {
-  throw Error(kind_of_errno(number),
-              fmt::format("cannot {} '{}': {}; {}", verb, path, std::generic_category().message(number),
-                          disk_advice(number)));
+  const DiskFailure failure = failure_of_errno(number);
+  throw Error(failure.kind, fmt::format("cannot {} '{}': {}; {}", verb, path,
+                                        std::generic_category().message(number), failure.advice));
 }
 
 std::string parent_of(const std::string& path) {
