@@ -19,14 +19,6 @@
 namespace torchspan::rpc {
 namespace {
 
-/// Returns all entries of a worker's table of references, oldest first. Holds the table's lock for short
-/// portions.
-std::vector<RRefInfo> list_references(const SharedRRefTable& shared, const ProgramNames& names,
-                                      WorkerBackend& backend);
-/// Returns only the values here that other workers refer to.
-std::vector<RRefInfo> list_owned_values(const SharedRRefTable& shared, const ProgramNames& names,
-                                        WorkerBackend& backend);
-
 /// How many entries are read at a time under the lock.
 constexpr std::size_t kPortion = 256;
 
@@ -140,11 +132,14 @@ std::vector<RRefInfo> describe(const std::vector<Entry>& entries, const ProgramN
   return list;
 }
 
+/// Returns only the values here that other workers refer to.
 std::vector<RRefInfo> list_owned_values(const SharedRRefTable& shared, const ProgramNames& names,
                                         WorkerBackend& backend) {
   return describe(read_owned(shared), names, backend);
 }
 
+/// Returns all entries of a worker's table of references, oldest first. Holds the table's lock for short
+/// portions.
 std::vector<RRefInfo> list_references(const SharedRRefTable& shared, const ProgramNames& names,
                                       WorkerBackend& backend) {
   std::vector<Entry> entries = read_owned(shared);
@@ -152,6 +147,27 @@ std::vector<RRefInfo> list_references(const SharedRRefTable& shared, const Progr
   std::vector<RRefInfo> list = describe(entries, names, backend);
   std::ranges::stable_sort(list, std::greater(), &RRefInfo::age);
   return list;
+}
+
+/// Adds a reference to the table as sent, and sets its handle. Returns false if it cannot be sent; sets `dead` if its
+/// owner is gone.
+bool send_reference(RRefTable& table, const std::shared_ptr<void>& reference, PeerId to, wire::Handle& handle,
+                    std::optional<Refusal>& dead) {
+  const auto& state = static_cast<const Reference&>(*std::static_pointer_cast<Reference>(reference));
+  handle = {state.owner(), state.value_id(), {}, state.type_tag()};
+  std::optional<GlobalId> fork;
+  if (state.is_owner()) {
+    handle.incarnation = table.self().incarnation;
+    fork = table.send_owner(handle.value, reference, to);
+  } else {
+    const PeerId owner = static_cast<const UserReference&>(state).owner_peer();
+    handle.incarnation = owner.incarnation;
+    if (table.presence().of(owner) == Presence::Standing::kDeparted)
+      dead = Refusal{Refusal::Why::kOwnerDeparted, owner, {}};
+    if (!dead) fork = table.send_user(reference, to);
+  }
+  handle.fork = fork.value_or(GlobalId());
+  return fork.has_value();
 }
 
 }  // namespace
@@ -167,21 +183,11 @@ void References::begin(PeerId self) {
 }
 
 void References::joined(PeerId peer) {
-  RRefTable::Effects effects;
-  {
-    MutexLock lock(shared_->mutex);
-    shared_->table.join(peer, effects);
-  }
-  driver_->apply(std::move(effects));
+  driver_->change([&](RRefTable& table, RRefTable::Effects& effects) { table.join(peer, effects); });
 }
 
 void References::departed(PeerId peer) {
-  RRefTable::Effects effects;
-  {
-    MutexLock lock(shared_->mutex);
-    shared_->table.depart(peer, effects);
-  }
-  driver_->apply(std::move(effects));
+  driver_->change([&](RRefTable& table, RRefTable::Effects& effects) { table.depart(peer, effects); });
 }
 
 Origin References::origin(SourceLocation site) const {
@@ -231,13 +237,10 @@ std::shared_ptr<OwnerReference> References::begin_own_creation(const std::string
 
 void References::own_creation_failed(std::shared_ptr<OwnerReference> owner, std::exception_ptr error) {
   owner->set_error(std::move(error));
-  RRefTable::Effects effects;
-  {
-    MutexLock lock(shared_->mutex);
-    shared_->table.owned().own_creation_ended(owner->value_id(), effects);
-  }
-  effects.released.push_back(std::move(owner));  // it may hold a value all the same
-  driver_->apply(std::move(effects));
+  driver_->change([&](RRefTable& table, RRefTable::Effects& effects) {
+    table.owned().own_creation_ended(owner->value_id(), effects);
+    effects.released.push_back(std::move(owner));  // it may hold a value all the same
+  });
 }
 
 std::shared_ptr<UserReference> References::begin_creation(std::uint32_t to, const std::string& type,
@@ -257,50 +260,37 @@ std::shared_ptr<UserReference> References::begin_creation(std::uint32_t to, cons
 
 void References::created(const std::shared_ptr<UserReference>& user) {
   user->confirm();
-  RRefTable::Effects effects;
-  {
-    MutexLock lock(shared_->mutex);
-    shared_->table.held().created(user->fork_id(), effects);
-  }
-  driver_->apply(std::move(effects));
+  driver_->change(
+      [&](RRefTable& table, RRefTable::Effects& effects) { table.held().created(user->fork_id(), effects); });
 }
 
 void References::creation_failed(const std::shared_ptr<UserReference>& user,
                                  const std::exception_ptr& error) {
   const Error as_error = to_error(error);
   user->fail(error);
-  RRefTable::Effects effects;
-  {
-    MutexLock lock(shared_->mutex);
+  driver_->change([&](RRefTable& table, RRefTable::Effects& effects) {
     if (as_error.kind() == ErrorKind::kRemoteFailure || !as_error.frames().empty()) {
-      shared_->table.held().created(user->fork_id(),
-                                    effects);  // its owner answered: the value is a failure
+      table.held().created(user->fork_id(), effects);  // its owner answered: the value is a failure
     } else {
-      shared_->table.held().give_up(user->fork_id(), as_error.message(), effects);
+      table.held().give_up(user->fork_id(), as_error.message(), effects);
     }
-  }
-  driver_->apply(std::move(effects));
+  });
 }
 
 void References::creation_not_sent(GlobalId fork, const std::exception_ptr& error) {
-  RRefTable::Effects effects;
-  {
-    MutexLock lock(shared_->mutex);
-    shared_->table.held().give_up(fork, to_error(error).message(), effects);
-  }
-  driver_->apply(std::move(effects));
+  driver_->change([&](RRefTable& table, RRefTable::Effects& effects) {
+    table.held().give_up(fork, to_error(error).message(), effects);
+  });
 }
 
 std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle& handle, PeerId from,
                                                               BytesView site) {
-  RRefTable::Effects effects;
   std::shared_ptr<void> kept;
   std::shared_ptr<OwnerReference> fresh;
-  {
-    Origin origin = origin_from(from);
-    names_.read_site(site, origin);
-    MutexLock lock(shared_->mutex);
-    const PeerId self = shared_->table.self();
+  Origin origin = origin_from(from);
+  names_.read_site(site, origin);
+  driver_->change([&](RRefTable& table, RRefTable::Effects& effects) {
+    const PeerId self = table.self();
     if (handle.owner != self.rank || handle.incarnation != self.incarnation ||
         creator_of(handle.value) != from)
       throw Error(
@@ -308,34 +298,14 @@ std::shared_ptr<OwnerReference> References::arriving_creation(const wire::Handle
           "this creation is addressed to another worker, or to an earlier process of this rank; call again");
     fresh = make_process_shared<OwnerReference>(backend_, self, handle.value, handle.type_tag, origin);
     if (from == self) {
-      kept = shared_->table.owned().find(handle.value);
-      shared_->table.owned().own_creation_ended(handle.value, effects);
+      kept = table.owned().find(handle.value);
+      table.owned().own_creation_ended(handle.value, effects);
     } else {
-      kept = shared_->table.owned().creation_arrived(handle.value, handle.fork, fresh);
+      kept = table.owned().creation_arrived(handle.value, handle.fork, fresh);
       if (kept && kept != fresh) std::static_pointer_cast<OwnerReference>(kept)->set_origin(origin);
     }
-  }
-  driver_->apply(std::move(effects));
+  });
   return kept ? std::static_pointer_cast<OwnerReference>(kept) : fresh;  // unshared if it does not count
-}
-
-bool References::send_reference(const std::shared_ptr<void>& reference, PeerId to, wire::Handle& handle,
-                                std::optional<Refusal>& dead) {
-  const auto& state = static_cast<const Reference&>(*std::static_pointer_cast<Reference>(reference));
-  handle = {state.owner(), state.value_id(), {}, state.type_tag()};
-  std::optional<GlobalId> fork;
-  if (state.is_owner()) {
-    handle.incarnation = shared_->table.self().incarnation;
-    fork = shared_->table.send_owner(handle.value, reference, to);
-  } else {
-    const PeerId owner = static_cast<const UserReference&>(state).owner_peer();
-    handle.incarnation = owner.incarnation;
-    if (shared_->table.presence().of(owner) == Presence::Standing::kDeparted)
-      dead = Refusal{Refusal::Why::kOwnerDeparted, owner, {}};
-    if (!dead) fork = shared_->table.send_user(reference, to);
-  }
-  handle.fork = fork.value_or(GlobalId());
-  return fork.has_value();
 }
 
 std::vector<wire::Handle> References::to_handles(const std::vector<std::shared_ptr<void>>& references,
@@ -349,31 +319,26 @@ std::vector<wire::Handle> References::to_handles(const std::vector<std::shared_p
   }
   std::vector<wire::Handle> handles;
   handles.reserve(references.size());
-  RRefTable::Effects effects;
+  bool all = true;
   std::optional<Refusal> dead;
-  {
-    MutexLock lock(shared_->mutex);  // once: an audit sees all of them or none
-    bool all = true;
+  driver_->change([&](RRefTable& table, RRefTable::Effects& effects) {  // once: an audit sees all or none
     for (auto it = references.begin(); it != references.end() && all; ++it) {
       wire::Handle& handle = handles.emplace_back();
-      all = !*it || send_reference(*it, to, handle, dead);
+      all = !*it || send_reference(table, *it, to, handle, dead);
     }
-    if (all) return handles;
-    for (const wire::Handle& handle : handles) shared_->table.unsend(handle, effects);
-  }
-  driver_->apply(std::move(effects));
+    if (all) return;
+    for (const wire::Handle& handle : handles) table.unsend(handle, effects);
+  });
+  if (all) return handles;
   if (dead) throw driver_->refused(handles.back().value, *dead);
   throw Error(ErrorKind::kDisconnected, "the worker died or left before this reference could be sent to it");
 }
 
 void References::undo(const std::vector<wire::Handle>& handles) {
   if (handles.empty()) return;
-  RRefTable::Effects effects;
-  {
-    MutexLock lock(shared_->mutex);
-    for (const wire::Handle& handle : handles) shared_->table.unsend(handle, effects);
-  }
-  driver_->apply(std::move(effects));
+  driver_->change([&](RRefTable& table, RRefTable::Effects& effects) {
+    for (const wire::Handle& handle : handles) table.unsend(handle, effects);
+  });
 }
 
 std::optional<std::shared_ptr<void>> References::from_handle(const wire::Handle& handle, PeerId from) {
@@ -388,22 +353,17 @@ std::optional<std::shared_ptr<void>> References::from_handle(const wire::Handle&
 }
 
 std::shared_ptr<void> References::receive_at_owner(const wire::Handle& handle, PeerId from) {
-  RRefTable::Effects effects;
   OwnedValues::Found found;
   const Origin origin = origin_from(from);
   std::shared_ptr<OwnerReference> fresh;
-  {
-    MutexLock lock(shared_->mutex);
-    fresh = make_process_shared<OwnerReference>(backend_, shared_->table.self(), handle.value,
-                                                handle.type_tag, origin);
-    found = shared_->table.receive_at_owner(handle, from, fresh, effects);
-  }
-  if (found.refusal) {
-    fresh->set_error(std::make_exception_ptr(driver_->refused(handle.value, *found.refusal)));
-    found.owner = fresh;
-  }
-  driver_->apply(std::move(effects));
-  return found.owner;
+  driver_->change([&](RRefTable& table, RRefTable::Effects& effects) {
+    fresh =
+        make_process_shared<OwnerReference>(backend_, table.self(), handle.value, handle.type_tag, origin);
+    found = table.receive_at_owner(handle, from, fresh, effects);
+  });
+  if (!found.refusal) return found.owner;
+  fresh->set_error(std::make_exception_ptr(driver_->refused(handle.value, *found.refusal)));
+  return fresh;
 }
 
 std::shared_ptr<void> References::adopt(const wire::Handle& handle, PeerId from) {
@@ -411,12 +371,10 @@ std::shared_ptr<void> References::adopt(const wire::Handle& handle, PeerId from)
   auto user = make_process_shared<UserReference>(
       backend_, weak_from_this(), UserReference::Ids{owner, handle.value, handle.fork, handle.type_tag},
       origin_from(from));
-  RRefTable::Effects effects;
   std::optional<Refusal> refusal;
-  {
-    MutexLock lock(shared_->mutex);
-    refusal = shared_->table.held().adopt(handle, from, user, effects);
-  }
+  driver_->change([&](RRefTable& table, RRefTable::Effects& effects) {
+    refusal = table.held().adopt(handle, from, user, effects);
+  });
   if (refusal && refusal->why == Refusal::Why::kSentTwice) {
     user->detach();  // the number belongs to the other reference
     throw Error(driver_->refused(handle.value, *refusal));
@@ -426,7 +384,6 @@ std::shared_ptr<void> References::adopt(const wire::Handle& handle, PeerId from)
   } else if (owner == from) {
     user->confirm();
   }
-  driver_->apply(std::move(effects));
   return user;
 }
 
@@ -454,12 +411,8 @@ std::vector<std::shared_ptr<void>> References::from_handles(const std::vector<wi
 }
 
 void References::release(GlobalId fork) {
-  RRefTable::Effects effects;
-  {
-    MutexLock lock(shared_->mutex);
-    shared_->table.held().release(fork, effects);
-  }
-  driver_->apply(std::move(effects));
+  driver_->change(
+      [&](RRefTable& table, RRefTable::Effects& effects) { table.held().release(fork, effects); });
 }
 
 RRefTable::Counts References::counts() const {
@@ -475,14 +428,10 @@ bool References::settled() const {
 }
 
 void References::delete_users() {
-  RRefTable::Effects effects;
   std::vector<std::shared_ptr<void>> living;
-  {
-    MutexLock lock(shared_->mutex);
-    living = shared_->table.held().release_all(effects);
-  }
+  driver_->change(
+      [&](RRefTable& table, RRefTable::Effects& effects) { living = table.held().release_all(effects); });
   for (const auto& user : living) std::static_pointer_cast<UserReference>(user)->detach();
-  driver_->apply(std::move(effects));
 }
 
 void References::clear() {

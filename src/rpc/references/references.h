@@ -68,9 +68,6 @@ class References : public std::enable_shared_from_this<References> {
   void clear();
 
  private:
-  /// Returns false if the reference cannot be sent; sets `dead` if its owner is gone.
-  bool send_reference(const std::shared_ptr<void>& reference, PeerId to, wire::Handle& handle,
-                      std::optional<Refusal>& dead) TORCHSPAN_REQUIRES(shared_->mutex);
   /// Returns nullopt for a reference that this worker reported to its sender as lost.
   std::optional<std::shared_ptr<void>> from_handle(const wire::Handle& handle, PeerId from);
   std::shared_ptr<void> receive_at_owner(const wire::Handle& handle, PeerId from);

@@ -60,17 +60,13 @@ std::string_view name_of(RRefMessage::Kind kind) {
 }
 
 std::optional<Error> RRefDriver::receive(const RRefMessage& message, PeerId from) {
-  RRefTable::Effects effects;
   std::optional<Refusal> refusal;
-  {
-    MutexLock lock(shared_->mutex);
-    RRefTable& table = shared_->table;
+  change([&](RRefTable& table, RRefTable::Effects& effects) {
     RRefMessage here = message;
     if (here.kind != RRefMessage::Kind::kForkRequest) here.to = table.self();
     here.to.rank = table.self().rank;
     refusal = table.receive(here, from, effects);
-  }
-  apply(std::move(effects));
+  });
   if (!refusal) return std::nullopt;
   return refused(message.value, *refusal);
 }
@@ -104,12 +100,13 @@ class RRefDriver::AuditCompletion final : public Completion {
   const RRefTable::Forks asked_;
 };
 
+PeerId RRefDriver::latest(std::uint32_t rank) const {
+  MutexLock lock(shared_->mutex);
+  return shared_->table.presence().latest(rank);
+}
+
 void RRefDriver::on_broken(std::uint32_t rank) {
-  PeerId peer;
-  {
-    MutexLock lock(shared_->mutex);
-    peer = shared_->table.presence().latest(rank);
-  }
+  const PeerId peer = latest(rank);
   {
     MutexLock lock(mutex_);
     auto [it, fresh] = audits_.emplace(peer, false);
@@ -153,14 +150,11 @@ void RRefDriver::audit(PeerId peer, int attempt) {
 }
 
 void RRefDriver::audited(PeerId peer, const RRefTable::Forks& asked, const std::vector<GlobalId>& lost) {
-  RRefTable::Effects effects;
-  {
-    MutexLock lock(shared_->mutex);
+  change([&](RRefTable& table, RRefTable::Effects& effects) {
     for (const GlobalId& fork : lost) {
-      if (auto it = asked.find(fork); it != asked.end()) shared_->table.lost(it->second, fork, effects);
+      if (auto it = asked.find(fork); it != asked.end()) table.lost(it->second, fork, effects);
     }
-  }
-  apply(std::move(effects));  // before the audit ends: idle() must see its messages
+  });  // its messages are sent before the audit ends: idle() must see them
   bool again = false;
   {
     MutexLock lock(mutex_);
@@ -173,16 +167,13 @@ void RRefDriver::audited(PeerId peer, const RRefTable::Forks& asked, const std::
 
 void RRefDriver::answered(const RRefMessage& message, const std::exception_ptr& refusal) {
   if (message.kind != RRefMessage::Kind::kForkRequest) return not_in_flight(message);
-  RRefTable::Effects effects;
   std::shared_ptr<void> user;
-  {
-    MutexLock lock(shared_->mutex);
-    user = shared_->table.held().find(message.fork);
-    shared_->table.held().fork_answered(message.fork, refusal == nullptr, effects);
-  }
+  change([&](RRefTable& table, RRefTable::Effects& effects) {
+    user = table.held().find(message.fork);
+    table.held().fork_answered(message.fork, refusal == nullptr, effects);
+  });
   if (user && refusal) std::static_pointer_cast<UserReference>(user)->fail(refusal);
   if (user && !refusal) std::static_pointer_cast<UserReference>(user)->confirm();
-  apply(std::move(effects));
   not_in_flight(message);  // last: idle() must see the messages that the answer caused
 }
 
@@ -280,11 +271,7 @@ void RRefDriver::send(const RRefMessage& message, int attempt) {
 Error RRefDriver::refused(GlobalId value, const Refusal& refusal) const {
   auto backend = backend_.lock();
   const std::uint32_t rank = refusal.who.rank;
-  PeerId latest;
-  {
-    MutexLock lock(shared_->mutex);
-    latest = shared_->table.presence().latest(rank);
-  }
+  const PeerId latest = this->latest(rank);
   // Another process may have the rank by now, in an open world under another name.
   const std::string who = latest != refusal.who && latest.incarnation > 0
                               ? fmt::format("an earlier process of rank {}", rank)

@@ -25,7 +25,16 @@ class RRefDriver : public std::enable_shared_from_this<RRefDriver> {
   RRefDriver(std::weak_ptr<WorkerBackend> backend, std::shared_ptr<SharedRRefTable> shared)
       : backend_(std::move(backend)), shared_(std::move(shared)) {}
 
-  void apply(RRefTable::Effects effects);
+  /// Calls `change(table, effects)` with the table's lock held, then carries out the effects.
+  template <class Change>
+  void change(Change&& change) {
+    RRefTable::Effects effects;
+    {
+      MutexLock lock(shared_->mutex);
+      change(shared_->table, effects);
+    }
+    apply(std::move(effects));
+  }
   /// Releases references on a thread where the destructors of values may wait.
   void release_references(std::vector<std::shared_ptr<void>> references) const;
   /// Makes the error for a value that is not available.
@@ -53,6 +62,7 @@ class RRefDriver : public std::enable_shared_from_this<RRefDriver> {
     Duration pause{0};
     int attempt = 0;
   };
+  void apply(RRefTable::Effects effects);
   void send(const RRefMessage& message, int attempt);
   void answered(const RRefMessage& message, const std::exception_ptr& refusal);
   void not_in_flight(const RRefMessage& message);
@@ -62,6 +72,7 @@ class RRefDriver : public std::enable_shared_from_this<RRefDriver> {
   void audited(PeerId peer, const RRefTable::Forks& asked, const std::vector<GlobalId>& lost);
   std::optional<Again> audit_again(int attempt) const;
   void give_up_audit(PeerId peer);
+  PeerId latest(std::uint32_t rank) const;
 
   const std::weak_ptr<WorkerBackend> backend_;
   const std::shared_ptr<SharedRRefTable> shared_;
