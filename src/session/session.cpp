@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <charconv>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -12,6 +11,7 @@
 
 #include "autograd/api/running_passes.h"
 #include "core/api/observation.h"
+#include "core/api/parse_number.h"
 #include "core/api/saturated_time.h"
 #include "core/api/throw_invalid.h"
 #include "device/api/device_runtime.h"
@@ -118,11 +118,8 @@ std::optional<Duration> read_seconds(const rendezvous::Environment& environment,
   const auto value = text_of(environment, name);
   if (!value) return std::nullopt;
   const std::string& text = *value;
-  double seconds = -1;
-  const auto result = std::from_chars(text.data(), text.data() + text.size(), seconds);
-  const double most = to_seconds(kWeek);
-  if (result.ec != std::errc() || result.ptr != text.data() + text.size() ||
-      !(seconds >= 0 && seconds <= most)) {
+  const double seconds = parse_number<double>(text).value_or(-1), most = to_seconds(kWeek);
+  if (!(seconds >= 0 && seconds <= most)) {
     throw_invalid("{} is '{}'; expected a number of seconds from 0 (no limit) to {}", name, text, most);
   }
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));

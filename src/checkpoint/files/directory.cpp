@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <charconv>
 #include <cmath>
 #include <cstddef>
 #include <fcntl.h>
@@ -22,6 +21,7 @@
 #include "checkpoint/files/disk.h"
 #include "checkpoint/files/safetensors.h"
 #include "checkpoint/files/strict_json.h"
+#include "core/api/parse_number.h"
 #include "core/api/throw_invalid.h"
 
 namespace torchspan::checkpoint {
@@ -31,22 +31,15 @@ constexpr std::string_view kStepPrefix = "step-";
 constexpr std::string_view kTrashPrefix = "trash-";
 constexpr std::string_view kPartialMark = ".partial-";
 
-template <class T>
-bool parse_number(std::string_view text, T& number) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return !text.empty() && error == std::errc() && end == text.data() + text.size();
-}
-
 std::optional<Committed> parse_step_name(const std::string& name) {
   std::string_view rest = name;
   if (!rest.starts_with(kStepPrefix)) return std::nullopt;
   rest.remove_prefix(kStepPrefix.size());
-  Committed result{0, 1, name};
   const std::size_t dot = rest.find('.');
-  if (dot != std::string_view::npos && !parse_number(rest.substr(dot + 1), result.attempt))
-    return std::nullopt;
-  if (!parse_number(rest.substr(0, dot), result.step)) return std::nullopt;
-  return result;
+  const auto step = parse_number<std::int64_t>(rest.substr(0, dot));
+  const auto attempt = dot == std::string_view::npos ? 1 : parse_number<int>(rest.substr(dot + 1));
+  if (!step || !attempt) return std::nullopt;
+  return Committed{*step, *attempt, name};
 }
 
 std::string step_name(std::int64_t step, int attempt) {

@@ -1,6 +1,5 @@
 #include "checkpoint/api/names_and_values.h"
 
-#include <charconv>
 #include <cstdint>
 #include <fmt/format.h>
 #include <iterator>
@@ -15,6 +14,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/parse_number.h"
 #include "core/api/throw_invalid.h"
 
 namespace torchspan::checkpoint {
@@ -34,10 +34,7 @@ void require_not_below(const std::string& owner, const StateSource& source, cons
 std::optional<std::size_t> rank_in(const std::string& entry) {
   const std::size_t dot = entry.find('.');
   if (!entry.starts_with(kRank) || dot == std::string::npos) return std::nullopt;
-  std::size_t rank = 0;
-  const char* end = entry.data() + dot;
-  const auto parsed = std::from_chars(entry.data() + kRank.size(), end, rank);
-  return parsed.ec == std::errc() && parsed.ptr == end ? std::optional(rank) : std::nullopt;
+  return parse_number<std::size_t>(std::string_view(entry).substr(kRank.size(), dot - kRank.size()));
 }
 
 }  // namespace

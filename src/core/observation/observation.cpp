@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <ctime>
@@ -24,6 +23,7 @@
 #include <torchspan/core/observation.h>
 #include <torchspan/detail/core/runtime.h>
 
+#include "core/api/parse_number.h"
 #include "core/api/span_kinds.h"
 #include "core/api/text_server.h"
 #include "core/api/throw_invalid.h"
@@ -213,11 +213,8 @@ std::optional<std::uint64_t> number(const std::map<std::string, std::string>& en
                                     const std::string& name, std::uint64_t most) {
   const std::string text = variable(environment, name);
   if (text.empty()) return std::nullopt;
-  std::uint64_t value = 0;
-  const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (result.ec != std::errc() || result.ptr != text.data() + text.size() || value > most) {
-    throw_invalid("{} is '{}'; expected a number from 0 to {}", name, text, most);
-  }
+  const auto value = parse_number<std::uint64_t>(text);
+  if (!value || *value > most) throw_invalid("{} is '{}'; expected a number from 0 to {}", name, text, most);
   return value;
 }
 

@@ -2,7 +2,6 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <charconv>
 #include <csignal>
 #include <cstdlib>
 #include <fmt/format.h>
@@ -15,6 +14,7 @@
 #include <torchspan/core/preemption.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/parse_number.h"
 #include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 
@@ -72,10 +72,10 @@ void on_signal(int signal) {
   errno = error_before;
 }
 
-template <class T>
-bool read_signal(std::string_view text, T& value) {
-  const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
-  return result.ec == std::errc() && result.ptr == text.data() + text.size();
+/// Returns the number of a signal; nullopt for other texts.
+std::optional<int> parse_signal(std::string_view text) {
+  const auto number = parse_number<int>(text);
+  return number && *number >= 1 && *number < NSIG ? number : std::nullopt;
 }
 
 }  // namespace
@@ -84,22 +84,16 @@ std::string encode_preemption(int signal) { return fmt::format("{}{}\n", kNotice
 
 std::optional<int> decode_preemption(std::string_view line) {
   while (!line.empty() && (line.back() == '\n' || line.back() == '\r')) line.remove_suffix(1);
-  int signal = 0;
-  if (!line.starts_with(kNoticePrefix) || !read_signal(line.substr(kNoticePrefix.size()), signal))
-    return std::nullopt;
-  if (signal < 1 || signal >= NSIG) return std::nullopt;
-  return signal;
+  return line.starts_with(kNoticePrefix) ? parse_signal(line.substr(kNoticePrefix.size())) : std::nullopt;
 }
 
 PreemptionOptions PreemptionOptions::from_process() {
   PreemptionOptions options;
-  int number = 0;
   if (const char* text = std::getenv("TORCHSPAN_PREEMPT_SIGNAL"); text != nullptr && *text != '\0') {
-    if (!read_signal(std::string_view(text), number) || number < 1 || number >= NSIG) {
-      throw_invalid("TORCHSPAN_PREEMPT_SIGNAL is '{}'; expected the number of a signal", text);
-    }
-    options.signals = {number};
-    if (number != SIGTERM) options.signals.push_back(SIGTERM);
+    const auto signal = parse_signal(text);
+    if (!signal) throw_invalid("TORCHSPAN_PREEMPT_SIGNAL is '{}'; expected the number of a signal", text);
+    options.signals = {*signal};
+    if (*signal != SIGTERM) options.signals.push_back(SIGTERM);
   }
   options.launcher_descriptor = launcher_pipe();
   return options;

@@ -10,6 +10,7 @@
 #include <torchspan/core/observation.h>
 #include <torchspan/detail/core/spans.h>
 
+#include "core/api/parse_number.h"
 #include "core/api/timeout_notice.h"
 
 namespace torchspan {
@@ -47,8 +48,9 @@ std::string unescape(std::string_view value) {
 
 template <class T>
 bool read_number(std::string_view text, T& value) {
-  const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
-  return result.ec == std::errc() && result.ptr == text.data() + text.size();
+  const auto number = parse_number<T>(text);
+  value = number.value_or(value);
+  return number.has_value();
 }
 
 /// "17/469" or "17".

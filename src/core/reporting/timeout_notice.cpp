@@ -1,6 +1,5 @@
 #include "core/api/timeout_notice.h"
 
-#include <charconv>
 #include <cstdlib>
 #include <fcntl.h>
 #include <nlohmann/json.hpp>
@@ -8,17 +7,16 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "core/api/parse_number.h"
+
 namespace torchspan {
 
 int launcher_pipe() {
   const char* text = std::getenv("TORCHSPAN_PROGRESS_FD");
   if (text == nullptr) return -1;
-  const std::string_view number = text;
-  int descriptor = -1;
-  const auto result = std::from_chars(number.data(), number.data() + number.size(), descriptor);
+  const int descriptor = parse_number<int>(text).value_or(-1);
   struct stat status {};
-  const bool is_pipe = result.ec == std::errc() && result.ptr == number.data() + number.size() &&
-                       descriptor > 2 && fstat(descriptor, &status) == 0 && S_ISFIFO(status.st_mode);
+  const bool is_pipe = descriptor > 2 && fstat(descriptor, &status) == 0 && S_ISFIFO(status.st_mode);
   if (!is_pipe) return -1;
   fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
   fcntl(descriptor, F_SETFD, FD_CLOEXEC);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <csignal>
 #include <cstring>
 #include <fmt/format.h>
@@ -13,6 +12,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/parse_number.h"
 #include "core/api/throw_invalid.h"
 
 namespace torchspan::launch {
@@ -256,11 +256,8 @@ std::string summarize(const std::vector<Ending>& endings, const FailureDetails& 
 namespace {
 
 std::optional<int> read_count(std::string_view text) {
-  int number = 0;
-  const auto result = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (result.ec != std::errc() || result.ptr != text.data() + text.size()) return std::nullopt;
-  if (number < 1 || number > kMostWorkers) return std::nullopt;
-  return number;
+  const auto number = parse_number<int>(text);
+  return number && *number >= 1 && *number <= kMostWorkers ? number : std::nullopt;
 }
 
 /// Codes with which shells and exec report that a program cannot be run.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
@@ -18,6 +17,7 @@
 #include <torchspan/core/error.h>
 #include <torchspan/detail/net/secret.h>
 
+#include "core/api/parse_number.h"
 #include "core/api/throw_invalid.h"
 #include "launch/supervisor/limits.h"
 #include "launch/supervisor/processes.h"
@@ -32,12 +32,8 @@ constexpr int kMostNodes = 65536;
 constexpr std::uint16_t kDefaultPort = 29500;
 
 int read_count(const std::string& text, const char* option, int least, int most) {
-  int number = 0;
-  const auto result = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (result.ec == std::errc() && result.ptr == text.data() + text.size() && number >= least &&
-      number <= most) {
-    return number;
-  }
+  const auto number = parse_number<int>(text);
+  if (number && *number >= least && *number <= most) return *number;
   throw_invalid("{} {}: expected a number from {} to {}", option, text, least, most);
 }
 
@@ -267,18 +263,9 @@ ReservedPort choose_port() {
 }
 
 net::PortRange read_port_range(const std::string& range) {
-  net::PortRange ports;
-  if (range.empty()) return ports;
-  const char* const end = range.data() + range.size();
-  const auto first = std::from_chars(range.data(), end, ports.first);
-  ports.last = ports.first;
-  const bool one = first.ec == std::errc() && first.ptr == end;
-  const bool two = first.ec == std::errc() && first.ptr != end && *first.ptr == '-' &&
-                   std::from_chars(first.ptr + 1, end, ports.last).ptr == end && first.ptr + 1 != end;
-  if ((!one && !two) || ports.first == 0 || ports.last < ports.first) {
-    throw_invalid("--port-range {}: expected two ports from 1 to 65535, FIRST-LAST", range);
-  }
-  return ports;
+  if (range.empty()) return {};
+  if (const auto ports = rendezvous::parse_port_range(range)) return *ports;
+  throw_invalid("--port-range {}: expected two ports from 1 to 65535, FIRST-LAST", range);
 }
 
 ReservedPort choose_store_port(const std::string& range) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <csignal>
 #include <exception>
 #include <fcntl.h>
@@ -16,18 +15,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "core/api/parse_number.h"
+
 namespace torchspan::launch {
-namespace {
-
-std::optional<pid_t> process_of(const std::filesystem::path& folder) {
-  const std::string name = folder.filename().string();
-  pid_t pid = 0;
-  const auto result = std::from_chars(name.data(), name.data() + name.size(), pid);
-  if (result.ec != std::errc() || result.ptr != name.data() + name.size()) return std::nullopt;
-  return pid;
-}
-
-}  // namespace
+namespace {}  // namespace
 
 bool is_marked(std::string_view block, std::string_view job) {
   const std::string name = std::string(kJobsVariable) + "=";
@@ -49,7 +40,7 @@ std::vector<pid_t> processes_of(std::string_view job) {
   std::vector<pid_t> found;
   std::error_code failure;
   for (const auto& entry : std::filesystem::directory_iterator("/proc", failure)) {
-    const auto pid = process_of(entry.path());
+    const auto pid = parse_number<pid_t>(entry.path().filename().string());
     if (!pid || *pid == getpid()) continue;
     std::ifstream stream(entry.path() / "environ", std::ios::binary);
     const std::string block{std::istreambuf_iterator<char>(stream), {}};

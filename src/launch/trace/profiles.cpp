@@ -1,7 +1,6 @@
 #include "launch/trace/profiles.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 #include <filesystem>
 #include <fmt/format.h>
@@ -11,18 +10,15 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/parse_number.h"
+
 namespace torchspan::launch {
 namespace {
 
 /// The number before ".json"; nullopt if there is none.
 std::optional<std::int64_t> rank_in_name(const std::string& file) {
   const std::string stem = std::filesystem::path(file).stem().string();
-  const std::string text = stem.substr(stem.rfind('.') + 1);
-  std::int64_t rank = 0;
-  const auto result = std::from_chars(text.data(), text.data() + text.size(), rank);
-  if (text.empty() || result.ec != std::errc() || result.ptr != text.data() + text.size())
-    return std::nullopt;
-  return rank;
+  return parse_number<std::int64_t>(stem.substr(stem.rfind('.') + 1));
 }
 
 /// Returns the worker that wrote a profile; null, with a note, if none or more than one could have.

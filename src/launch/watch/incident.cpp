@@ -1,11 +1,11 @@
 #include "launch/watch/incident.h"
 
 #include <algorithm>
-#include <charconv>
 #include <fmt/format.h>
 #include <string_view>
 #include <utility>
 
+#include "core/api/parse_number.h"
 #include "launch/display/lines.h"
 #include "launch/watch/diagnosis.h"
 
@@ -55,13 +55,12 @@ std::optional<std::size_t> find_worker(std::string_view name, const std::string&
                                        std::vector<WorkerReport>& workers) {
   auto found = std::ranges::find(workers, name, &WorkerReport::name);
   if (found == workers.end()) {
-    int rank = -1;
     if (!name.starts_with(prefix)) return std::nullopt;
     name.remove_prefix(prefix.size());
-    const auto [end, trouble] = std::from_chars(name.data(), name.data() + name.size(), rank);
-    if (trouble != std::errc() || end != name.data() + name.size() || rank < 0) return std::nullopt;
-    static_cast<void>(report_of(rank, prefix, workers));
-    found = std::ranges::find(workers, rank, &WorkerReport::rank);
+    const auto rank = parse_number<int>(name);
+    if (!rank || *rank < 0) return std::nullopt;
+    static_cast<void>(report_of(*rank, prefix, workers));
+    found = std::ranges::find(workers, *rank, &WorkerReport::rank);
   }
   return static_cast<std::size_t>(found - workers.begin());
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <charconv>
 #include <cstdlib>
 #include <fcntl.h>
 #include <filesystem>
@@ -23,6 +22,7 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/parse_number.h"
 #include "core/api/throw_invalid.h"
 #include "launch/display/lines.h"
 #include "launch/watch/host_report.h"
@@ -66,7 +66,11 @@ std::string_view LocalRequest::body() const {
 
 namespace {
 
-constexpr std::string_view kSocketPrefix = "observe.";
+/// The rank in the name of a worker's socket; nullopt for other names.
+std::optional<int> rank_of_socket(std::string_view name) {
+  constexpr std::string_view kPrefix = "observe.";
+  return name.starts_with(kPrefix) ? parse_number<int>(name.substr(kPrefix.size())) : std::nullopt;
+}
 
 }  // namespace
 
@@ -89,17 +93,14 @@ std::size_t StateQuestions::ask(const std::string& folder, const std::string& pa
   std::error_code failure;
   std::filesystem::recursive_directory_iterator entry(folder, failure), end;
   while (!failure && entry != end) {
-    const std::string name = entry->path().filename().string();
-    int rank = 0;
-    const char* last = name.data() + name.size();
-    if (name.starts_with(kSocketPrefix) &&
-        std::from_chars(name.data() + kSocketPrefix.size(), last, rank).ptr == last) {
-      auto found = questions_.find(rank);
+    if (const auto rank = rank_of_socket(entry->path().filename().string())) {
+      auto found = questions_.find(*rank);
       if (found == questions_.end() || found->second.request.over()) {
-        found = questions_.insert_or_assign(rank, Question{LocalRequest(entry->path().string(), path)}).first;
+        found =
+            questions_.insert_or_assign(*rank, Question{LocalRequest(entry->path().string(), path)}).first;
         const LocalRequest& request = found->second.request;
         if (!request.over()) {
-          poller_.add(request.descriptor(), first_token_ + static_cast<std::uint64_t>(rank), false);
+          poller_.add(request.descriptor(), first_token_ + static_cast<std::uint64_t>(*rank), false);
         }
       }
       found->second.asked = true;
@@ -229,18 +230,18 @@ void add_stopped(const std::string& folder, std::vector<WorkerReport>& workers) 
   const std::string job = std::filesystem::weakly_canonical(folder, ignored).string();
   for (const auto& entry : std::filesystem::directory_iterator("/proc", failure)) {
     const std::string name = entry.path().filename().string();
+    const auto process = parse_number<std::int64_t>(name);
+    if (!process) continue;
     WorkerReport stopped;
-    const auto digits = std::from_chars(name.data(), name.data() + name.size(), stopped.process);
-    if (digits.ec != std::errc() || digits.ptr != name.data() + name.size()) continue;
+    stopped.process = *process;
     stopped.process_state = state_of_process(stopped.process);
     if (stopped.process_state != 'T' && stopped.process_state != 't') continue;
     std::ifstream stream(entry.path() / "environ", std::ios::binary);
     const std::string block{std::istreambuf_iterator<char>(stream), {}};
-    const std::string rank = value_in(block, "RANK");
+    const auto rank = parse_number<int>(value_in(block, "RANK"));
     const auto its_job = std::filesystem::weakly_canonical(value_in(block, "TORCHSPAN_RUNTIME_DIR"), ignored);
-    if (!its_job.string().starts_with(job) || rank.empty()) continue;
-    const char* const end = rank.data() + rank.size();
-    if (std::from_chars(rank.data(), end, stopped.rank).ptr != end) continue;
+    if (!its_job.string().starts_with(job) || !rank) continue;
+    stopped.rank = *rank;
     if (std::ranges::find(workers, stopped.rank, &WorkerReport::rank) != workers.end()) continue;
     stopped.name = without_controls(value_in(block, "TORCHSPAN_NAME"));
     if (stopped.name.empty()) stopped.name = fmt::format("worker of rank {}", stopped.rank);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <arpa/inet.h>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -18,6 +17,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/parse_number.h"
 #include "core/api/throw_invalid.h"
 
 namespace torchspan::net {
@@ -78,7 +78,7 @@ Address parse_tcp(const std::string& text) {
   const std::string rest = text.substr(kTcpPrefix.size());
   const std::size_t colon = rest.rfind(':');
   if (colon == std::string::npos) throw_unreadable(text, "the port is missing");
-  const auto port = parse_port(std::string_view(rest).substr(colon + 1));
+  const auto port = parse_number<std::uint16_t>(std::string_view(rest).substr(colon + 1));
   if (!port) throw_unreadable(text, "the port is not a number from 0 to 65535");
   std::string host = rest.substr(0, colon);
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
@@ -102,13 +102,6 @@ Address parse_address(const std::string& text) {
   if (text.starts_with(kUnixPrefix)) return parse_unix(text);
   if (text.starts_with(kTcpPrefix)) return parse_tcp(text);
   throw_unreadable(text, "it begins with neither unix: nor tcp:");
-}
-
-std::optional<std::uint16_t> parse_port(std::string_view text) {
-  std::uint16_t port = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), port);
-  if (text.empty() || error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return port;
 }
 
 std::string tcp_text(const sockaddr_storage& socket, std::string_view scheme) {

@@ -47,9 +47,6 @@ struct Address {
 /// this host.
 Address parse_address(const std::string& text);
 
-/// Parses a number from 0 to 65535; nullopt for any other text.
-std::optional<std::uint16_t> parse_port(std::string_view text);
-
 /// Formats the address of a TCP socket: "scheme:host:port".
 std::string tcp_text(const sockaddr_storage& socket, std::string_view scheme = "tcp");
 

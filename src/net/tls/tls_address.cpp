@@ -8,6 +8,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/parse_number.h"
 #include "core/api/throw_invalid.h"
 
 namespace torchspan::net {
@@ -63,7 +64,7 @@ TlsPlace parse_tls_address(const std::string& text, std::string_view scheme) {
   const std::string rest = text.substr(scheme.size() + 1);
   const std::size_t colon = rest.rfind(':');
   if (colon == std::string::npos) throw_unreadable(text, scheme, "the port is missing");
-  const auto port = parse_port(std::string_view(rest).substr(colon + 1));
+  const auto port = parse_number<std::uint16_t>(std::string_view(rest).substr(colon + 1));
   if (!port) throw_unreadable(text, scheme, "the port is not a number from 0 to 65535");
   std::string host = rest.substr(0, colon);
   const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';

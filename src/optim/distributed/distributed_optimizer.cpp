@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <fmt/format.h>
 #include <functional>
@@ -12,6 +11,7 @@
 #include <torchspan/optim/distributed_optimizer.h>
 
 #include "core/api/agreement.h"
+#include "core/api/parse_number.h"
 #include "core/api/saturated_time.h"
 #include "core/api/throw_invalid.h"
 #include "optim/distributed/messages.h"
@@ -210,11 +210,7 @@ std::map<Owner, R> collect(const Worker& worker, const std::string& what,
 }
 
 /// Parses a number in a name; SIZE_MAX, which no group or target has, if it is not a number.
-std::size_t index_of(std::string_view text) {
-  std::size_t index = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), index);
-  return error == std::errc() && end == text.data() + text.size() ? index : SIZE_MAX;
-}
+std::size_t index_of(std::string_view text) { return parse_number<std::size_t>(text).value_or(SIZE_MAX); }
 
 /// Removes the part of a name before its next dot and returns it.
 std::string_view take_part(std::string_view& name) {

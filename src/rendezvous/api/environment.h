@@ -1,4 +1,5 @@
 #pragma once
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -13,6 +14,9 @@ bool is_name(std::string_view name);
 
 /// Throws kInvalid unless `name` is valid; `what` names its source ("TORCHSPAN_NAME").
 void check_name(std::string_view name, std::string_view what);
+
+/// Reads the ports "29600-29699", the smaller first, or one port; nullopt for other texts.
+std::optional<net::PortRange> parse_port_range(std::string_view text);
 
 /// Reads how workers of several hosts reach each other: TORCHSPAN_NETWORK (tls, tcp-isolated, ucx, ucx-isolated),
 /// TORCHSPAN_PORT_RANGE, and the files of the certificates. Pure. Throws kInvalid that names the wrong variable.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <ctime>
 #include <filesystem>
@@ -20,6 +19,7 @@
 #include <torchspan/rendezvous.h>
 
 #include "core/api/hashes.h"
+#include "core/api/parse_number.h"
 #include "core/api/throw_invalid.h"
 #include "rendezvous/environment/slurm.h"
 #include "rendezvous/messages/messages.h"
@@ -77,12 +77,9 @@ class Variables {
   std::optional<std::int64_t> integer(const std::string& name, std::int64_t least, std::int64_t most) const {
     const auto value = text(name);
     if (!value) return std::nullopt;
-    std::int64_t number = 0;
-    const auto result = std::from_chars(value->data(), value->data() + value->size(), number);
-    if (result.ec != std::errc() || result.ptr != value->data() + value->size() || number < least ||
-        number > most) {
+    const auto number = parse_number<std::int64_t>(*value);
+    if (!number || *number < least || *number > most)
       throw_invalid("{} is '{}'; expected a whole number from {} to {}", name, *value, least, most);
-    }
     return number;
   }
   std::optional<int> count(const std::string& name) const { return narrow(integer(name, 1, kMaxWorkers)); }
@@ -376,17 +373,8 @@ void choose_transport(const std::string& name, net::NetworkOptions& network) {
   }
 }
 
-/// TORCHSPAN_PORT_RANGE: "29600-29699", or one port.
 net::PortRange read_ports(const std::string& text) {
-  const std::size_t dash = text.find('-');
-  const auto number = [&](const std::string& part) {
-    std::uint16_t port = 0;
-    const auto result = std::from_chars(part.data(), part.data() + part.size(), port);
-    return result.ec == std::errc() && result.ptr == part.data() + part.size() ? port : std::uint16_t{0};
-  };
-  const net::PortRange ports{.first = number(text.substr(0, dash)),
-                             .last = number(dash == std::string::npos ? text : text.substr(dash + 1))};
-  if (ports.first != 0 && ports.first <= ports.last) return ports;
+  if (const auto ports = parse_port_range(text)) return *ports;
   throw_invalid(
       "TORCHSPAN_PORT_RANGE is '{}'; expected two ports from 1 to 65535, the smaller first, such as "
       "29600-29699",
@@ -394,6 +382,15 @@ net::PortRange read_ports(const std::string& text) {
 }
 
 }  // namespace
+
+std::optional<net::PortRange> parse_port_range(std::string_view text) {
+  const std::size_t dash = text.find('-');
+  const auto first = parse_number<std::uint16_t>(text.substr(0, dash));
+  const auto last =
+      dash == std::string_view::npos ? first : parse_number<std::uint16_t>(text.substr(dash + 1));
+  if (!first || !last || *first == 0 || *last < *first) return std::nullopt;
+  return net::PortRange{.first = *first, .last = *last};
+}
 
 net::NetworkOptions read_network(const Environment& environment) {
   const Variables variables(environment);
