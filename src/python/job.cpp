@@ -5,12 +5,12 @@
 #include <filesystem>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <fstream>
 #include <optional>
 #include <utility>
 
 #include <torchspan/detail/core/runtime.h>
 
+#include "core/api/system_files.h"
 #include "core/api/throw_invalid.h"
 #include "net/api/network.h"
 #include "python/gil.h"
@@ -25,11 +25,8 @@ constexpr int kJobBytes = 16;
 
 /// Equal on processes that reach each other over loopback: of one boot, in one network namespace.
 std::string this_host() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string boot;
-  std::getline(file, boot);
   std::error_code ignored;
-  return boot + " " + std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
+  return boot_id() + " " + std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
 }
 
 std::string random_text() {

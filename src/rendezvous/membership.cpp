@@ -1,12 +1,12 @@
 #include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <fstream>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <torchspan/detail/rendezvous/membership.h>
 
+#include "core/api/system_files.h"
 #include "core/api/throw_invalid.h"
 #include "core/api/timeout_notice.h"
 #include "net/api/network.h"
@@ -34,13 +34,6 @@ std::string host_name() {
   if (gethostname(name.data(), name.size() - 1) != 0) return "unknown";
   name.resize(name.find('\0'));
   return name;
-}
-
-std::string boot_id() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  std::getline(file, id);
-  return id;
 }
 
 void check_options(const MembershipOptions& options) {

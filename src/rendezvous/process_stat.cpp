@@ -1,10 +1,10 @@
 #include "rendezvous/api/process_stat.h"
 
 #include <fmt/format.h>
-#include <fstream>
-#include <iterator>
 #include <sstream>
 #include <string>
+
+#include "core/api/system_files.h"
 
 namespace torchspan::rendezvous {
 
@@ -22,9 +22,7 @@ std::optional<ProcessStat> parse_process_stat(std::string_view text) {
 }
 
 std::optional<ProcessStat> read_process_stat(std::int64_t pid) {
-  std::ifstream file(fmt::format("/proc/{}/stat", pid));
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  return parse_process_stat(text);
+  return parse_process_stat(read_system_file(fmt::format("/proc/{}/stat", pid)));
 }
 
 }  // namespace torchspan::rendezvous

@@ -9,7 +9,6 @@
 #include <exception>
 #include <filesystem>
 #include <fmt/format.h>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -25,6 +24,7 @@
 
 #include "core/api/parse_number.h"
 #include "core/api/span_kinds.h"
+#include "core/api/system_files.h"
 #include "core/api/text_server.h"
 #include "core/api/throw_invalid.h"
 #include "core/api/trace_format.h"
@@ -96,25 +96,18 @@ using nlohmann::json;
 constexpr std::array kStateKinds = {"call",     "handler", "autograd", "optimizer",  "bucket",
                                     "pipeline", "wait",    "user",     "collective", "checkpoint"};
 
-std::string first_line(const std::filesystem::path& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
 /// The threads of this process as the kernel sees them: name, state, and what a sleeping one waits in.
 json describe_threads() {
   json threads = json::array();
   std::error_code failure;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task", failure)) {
-    const std::string stat = first_line(entry.path() / "stat");
+    const std::string stat = read_system_line(entry.path() / "stat");
     const auto name_end = stat.rfind(')');
     const std::string state = name_end + 2 < stat.size() ? stat.substr(name_end + 2, 1) : "?";
     threads.push_back({{"id", entry.path().filename().string()},
-                       {"name", first_line(entry.path() / "comm")},
+                       {"name", read_system_line(entry.path() / "comm")},
                        {"state", state},
-                       {"in", first_line(entry.path() / "wchan")}});
+                       {"in", read_system_line(entry.path() / "wchan")}});
   }
   return threads;
 }

@@ -13,6 +13,7 @@
 
 #include <torchspan/core/error.h>
 
+#include "core/api/system_files.h"
 #include "core/api/throw_invalid.h"
 
 namespace torchspan {
@@ -103,11 +104,9 @@ Descriptor create_file(const std::string& folder, const std::string& stem, std::
 }  // namespace
 
 std::string clock_identity() {
-  std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id") >> std::ws, boot);
   std::array<char, 64> space{};
   const ssize_t size = readlink("/proc/self/ns/time", space.data(), space.size() - 1);
-  return boot + "/" + std::string(space.data(), static_cast<std::size_t>(std::max<ssize_t>(size, 0)));
+  return boot_id() + "/" + std::string(space.data(), static_cast<std::size_t>(std::max<ssize_t>(size, 0)));
 }
 
 TraceWriter::TraceWriter(Runtime& runtime, const std::string& folder, const TraceIdentity& identity,

@@ -2,11 +2,11 @@
 
 #include <filesystem>
 #include <fmt/format.h>
-#include <fstream>
 #include <limits>
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "core/api/system_files.h"
 #include "launch/supervisor/prepare.h"
 
 namespace torchspan::launch {
@@ -129,8 +129,7 @@ Machine examine_machine() {
   }
   if (getrlimit(RLIMIT_CORE, &limit) == 0) machine.core_size = limit_of(limit.rlim_cur);
   machine.blas = find_blas();
-  std::ifstream pages("/sys/kernel/mm/transparent_hugepage/enabled");
-  std::getline(pages, machine.huge_pages);
+  machine.huge_pages = read_system_line("/sys/kernel/mm/transparent_hugepage/enabled");
   return machine;
 }
 

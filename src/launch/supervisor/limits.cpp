@@ -6,6 +6,8 @@
 #include <sstream>
 #include <vector>
 
+#include "core/api/system_files.h"
+
 namespace torchspan::launch {
 namespace {
 
@@ -15,13 +17,6 @@ std::optional<int> cores_of(const std::string& numbers) {
   double quota = 0, period = 0;
   if (!(words >> quota >> period) || quota <= 0 || period <= 0) return std::nullopt;
   return static_cast<int>(std::clamp(std::ceil(quota / period), 1., 1e6));
-}
-
-std::string read_line(const std::string& path) {
-  std::string line;
-  std::ifstream file(path);
-  std::getline(file, line);
-  return line;
 }
 
 /// A group and those that contain it: "/a/b", "/a" and "".
@@ -55,10 +50,11 @@ std::optional<int> read_cpu_quota(const std::string& root, const std::string& gr
     if (second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
     for (const std::string& group : with_parents(line.substr(second + 1))) {
-      if (controllers.empty()) limit(read_line(root + group + "/cpu.max"));
+      if (controllers.empty()) limit(read_system_line(root + group + "/cpu.max"));
       if (!has_cpu(controllers)) continue;
       const std::string folder = root + "/cpu" + group;  // also a link to cpu,cpuacct
-      limit(read_line(folder + "/cpu.cfs_quota_us") + " " + read_line(folder + "/cpu.cfs_period_us"));
+      limit(read_system_line(folder + "/cpu.cfs_quota_us") + " " +
+            read_system_line(folder + "/cpu.cfs_period_us"));
     }
   }
   return least;

@@ -6,8 +6,6 @@
 #include <exception>
 #include <fcntl.h>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <optional>
 #include <set>
 #include <sys/prctl.h>
@@ -16,6 +14,7 @@
 #include <unistd.h>
 
 #include "core/api/parse_number.h"
+#include "core/api/system_files.h"
 
 namespace torchspan::launch {
 namespace {}  // namespace
@@ -42,9 +41,7 @@ std::vector<pid_t> processes_of(std::string_view job) {
   for (const auto& entry : std::filesystem::directory_iterator("/proc", failure)) {
     const auto pid = parse_number<pid_t>(entry.path().filename().string());
     if (!pid || *pid == getpid()) continue;
-    std::ifstream stream(entry.path() / "environ", std::ios::binary);
-    const std::string block{std::istreambuf_iterator<char>(stream), {}};
-    if (is_marked(block, job)) found.push_back(*pid);
+    if (is_marked(read_system_file(entry.path() / "environ"), job)) found.push_back(*pid);
   }
   return found;
 }

@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <fmt/format.h>
 #include <fstream>
-#include <iterator>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -23,9 +22,11 @@
 
 #include "core/api/descriptor.h"
 #include "core/api/parse_number.h"
+#include "core/api/system_files.h"
 #include "core/api/throw_invalid.h"
 #include "launch/display/lines.h"
 #include "launch/watch/host_report.h"
+#include "rendezvous/api/process_stat.h"
 
 namespace torchspan::launch {
 
@@ -72,15 +73,12 @@ std::optional<int> rank_of_socket(std::string_view name) {
   return name.starts_with(kPrefix) ? parse_number<int>(name.substr(kPrefix.size())) : std::nullopt;
 }
 
-}  // namespace
-
+/// The state of a process, as /proc writes it; X if there is none.
 char state_of_process(std::int64_t process) {
-  std::ifstream file(fmt::format("/proc/{}/stat", process));
-  std::string line;
-  std::getline(file, line);
-  const auto name_end = line.rfind(')');
-  return name_end != std::string::npos && name_end + 2 < line.size() ? line[name_end + 2] : 'X';
+  return rendezvous::read_process_stat(process).value_or(rendezvous::ProcessStat{.state = 'X'}).state;
 }
+
+}  // namespace
 
 StateQuestions::~StateQuestions() {
   for (const auto& [rank, question] : questions_) {
@@ -184,8 +182,7 @@ std::vector<std::string> running_jobs(const rendezvous::Environment& environment
 
 /// The command line of a process, with spaces between its arguments; empty if it cannot be read.
 std::string command_of(const std::string& process) {
-  std::ifstream stream("/proc/" + process + "/cmdline", std::ios::binary);
-  std::string command{std::istreambuf_iterator<char>(stream), {}};
+  std::string command = read_system_file("/proc/" + process + "/cmdline");
   while (!command.empty() && command.back() == '\0') command.pop_back();
   return without_controls(command);
 }
@@ -236,8 +233,7 @@ void add_stopped(const std::string& folder, std::vector<WorkerReport>& workers) 
     stopped.process = *process;
     stopped.process_state = state_of_process(stopped.process);
     if (stopped.process_state != 'T' && stopped.process_state != 't') continue;
-    std::ifstream stream(entry.path() / "environ", std::ios::binary);
-    const std::string block{std::istreambuf_iterator<char>(stream), {}};
+    const std::string block = read_system_file(entry.path() / "environ");
     const auto rank = parse_number<int>(value_in(block, "RANK"));
     const auto its_job = std::filesystem::weakly_canonical(value_in(block, "TORCHSPAN_RUNTIME_DIR"), ignored);
     if (!its_job.string().starts_with(job) || !rank) continue;

@@ -38,9 +38,6 @@ class LocalRequest {
   bool over_ = false;
 };
 
-/// The state of a process, as /proc writes it; X if there is none.
-char state_of_process(std::int64_t process);
-
 /// Asks the workers of a job for their state over their sockets, all at a time and without blocking. For one thread
 /// at a time. The poller must outlive it.
 class StateQuestions {

@@ -4,7 +4,6 @@
 #include <cerrno>
 #include <cstring>
 #include <fmt/format.h>
-#include <fstream>
 #include <string_view>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -12,6 +11,7 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/system_files.h"
 #include "core/api/throw_invalid.h"
 #include "net/api/network.h"
 #include "net/local/local_transport.h"
@@ -64,9 +64,7 @@ NetworkPlace parse_network_place(const std::string& text) {
 }
 
 std::string boot_mark() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  std::getline(file, id);
+  std::string id = boot_id();
   std::erase(id, '-');
   return id;
 }
