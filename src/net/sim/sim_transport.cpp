@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "core/api/throw_invalid.h"
+#include "net/channel_errors.h"
 
 namespace torchspan::net {
 namespace {
@@ -67,17 +68,9 @@ void SimChannel::send(BytesView header, std::span<const Segment> segments) {
 }
 
 void SimChannel::check_room(std::size_t size) const {
-  if (ended_ || closing_) {
-    throw Error(ErrorKind::kDisconnected, fmt::format("nothing can be sent to '{}': {}", peer_,
-                                                      ended_ ? *ended_ : "this side closed the channel"));
-  }
+  if (ended_ || closing_) throw nothing_can_be_sent(peer_, ended_);
   const std::size_t unsent = unsent_locked();
-  if (unsent != 0 && unsent + size > max_unsent_) {
-    throw Error(ErrorKind::kOverloaded,
-                fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
-                            "WorkerOptions::max_unsent_bytes ({}); wait for replies before sending more",
-                            peer_, unsent, size, max_unsent_));
-  }
+  if (unsent != 0 && unsent + size > max_unsent_) throw peer_overloaded(peer_, unsent, size, max_unsent_);
 }
 
 std::size_t SimChannel::unsent_locked() const {
@@ -211,8 +204,7 @@ void SimTransport::wait(Deadline deadline) {
     MutexLock lock(network_->mutex);
     if (!node_->inbox.empty() || !node_->new_channels.empty() || !node_->reviews.empty()) return;
   }
-  if (!timers_.empty()) deadline = earlier(deadline, Deadline(timers_.begin()->first));
-  poller_->wait({}, deadline);
+  poller_->wait({}, earlier(deadline, timers_.next()));
 }
 
 bool SimTransport::poll() {
@@ -222,7 +214,7 @@ bool SimTransport::poll() {
     any = true;
     handle(*std::move(arrival));
   }
-  if (!timers_.empty()) any |= run_timers();
+  if (!timers_.next().is_never()) any |= run_timers();
   return any;
 }
 
@@ -301,7 +293,7 @@ void SimTransport::welcome(const std::shared_ptr<SimChannel>& dialer, const Byte
 void SimTransport::start_handshake(const std::shared_ptr<SimChannel>& channel) {
   channels_.emplace(channel->id(), channel);
   const Deadline patience = network_->executor.deadline_in(options_.handshake_timeout);
-  set_timer(*channel, earlier(patience, channel->deadline()).at());
+  timers_.set(channel->id(), earlier(patience, channel->deadline()).at());
 }
 
 void SimTransport::shake_hands(const std::shared_ptr<SimChannel>& channel, BytesView bytes) {
@@ -321,7 +313,7 @@ void SimTransport::shake_hands(const std::shared_ptr<SimChannel>& channel, Bytes
   }
   if (failure) return end(channel, *failure);
   if (!channel->handshake.done() || !channel->handshake_pending) return;
-  set_timer(*channel, std::nullopt);
+  timers_.set(channel->id(), std::nullopt);
   end_handshake(*channel);
   if (!channel->dialed()) handler_.on_accepted(channel);
   channel->open();
@@ -347,9 +339,9 @@ void SimTransport::welcome_backlog() {
 void SimTransport::shorten_oldest_handshake() {
   if (unauthenticated_.empty()) return;
   const auto& [id, arrived] = *unauthenticated_.begin();
-  SimChannel& first = *channels_.at(id);
+  const auto timeout = timers_.of(id);
   const TimePoint due = arrived + kMinHandshakeTimeout;
-  if (first.timer && due < *first.timer) set_timer(first, due);
+  if (timeout && due < *timeout) timers_.set(id, due);
 }
 
 void SimTransport::deliver(const std::shared_ptr<SimChannel>& channel, Packet packet) {
@@ -357,9 +349,7 @@ void SimTransport::deliver(const std::shared_ptr<SimChannel>& channel, Packet pa
   try {
     message = receive(channel, std::move(packet));
   } catch (const std::exception&) {
-    const Error error = to_error(std::current_exception());
-    return end(channel,
-               Error(error.kind(), fmt::format("'{}' is cut off: {}", channel->peer(), error.message())));
+    return end(channel, cut_off(channel->peer(), to_error(std::current_exception())));
   }
   {
     MutexLock lock(network_->mutex);
@@ -396,18 +386,16 @@ Message SimTransport::receive(const std::shared_ptr<SimChannel>& channel, Packet
 void SimTransport::review(const std::shared_ptr<SimChannel>& channel) {
   const SimChannel::State state = channel->state();
   if (channel->heard_goodbye && (!state.closing || state.said_goodbye)) {
-    return end(channel,
-               Error(ErrorKind::kDisconnected,
-                     state.closing ? fmt::format("this side closed the channel to '{}'", channel->peer())
-                                   : fmt::format("'{}' closed the channel", channel->peer())));
+    return end(channel, state.closing ? closed_here(channel->peer()) : closed_by_peer(channel->peer()));
   }
-  if (state.said_goodbye && !channel->timer) set_timer(*channel, network_->executor.now() + options_.linger);
+  if (state.said_goodbye && !timers_.of(channel->id()))
+    timers_.set(channel->id(), network_->executor.now() + options_.linger);
 }
 
 void SimTransport::end(std::shared_ptr<SimChannel> channel, const Error& reason) {
   const bool announced = channel->dialed() || !channel->handshake_pending;
   channels_.erase(channel->id());
-  set_timer(*channel, std::nullopt);
+  timers_.set(channel->id(), std::nullopt);
   if (channel->handshake_pending) end_handshake(*channel);
   channel->end(reason);
   announced ? handler_.on_closed(channel, reason) : handler_.on_refused(channel->peer(), reason);
@@ -415,30 +403,12 @@ void SimTransport::end(std::shared_ptr<SimChannel> channel, const Error& reason)
 
 Error SimTransport::gone(const SimChannel& channel) const {
   const std::string peer = channel.peer();
-  if (channel.handshake_pending) {
-    return Error(ErrorKind::kDisconnected,
-                 fmt::format("'{}' disconnected during the handshake: see its log for the reason", peer));
-  }
-  if (channel.state().said_goodbye) {
-    return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
-  }
-  return Error(
-      ErrorKind::kDisconnected,
-      fmt::format(
-          "'{}' is gone: its process died or was killed, or the network ended the connection; see its log",
-          peer));
+  if (channel.handshake_pending) return handshake_broken(peer);
+  return channel.state().said_goodbye ? closed_here(peer) : stream_ended(peer, false);
 }
 
 Error SimTransport::timed_out(const SimChannel& channel) const {
-  if (channel.handshake_pending) {
-    return Error(
-        ErrorKind::kTimedOut,
-        fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or not a worker",
-                    channel.peer()));
-  }
-  return Error(ErrorKind::kDisconnected,
-               fmt::format("this side closed the channel to '{}', which did not acknowledge it in time",
-                           channel.peer()));
+  return channel.handshake_pending ? handshake_late(channel.peer()) : not_acknowledged(channel.peer());
 }
 
 bool SimTransport::end_all_if_killed() {
@@ -454,18 +424,12 @@ bool SimTransport::end_all_if_killed() {
   return any;
 }
 
-void SimTransport::set_timer(SimChannel& channel, std::optional<TimePoint> when) {
-  if (channel.timer) timers_.erase({*channel.timer, channel.id()});
-  channel.timer = when;
-  if (when && *when != TimePoint::max()) timers_.emplace(*when, channel.id());
-}
-
 bool SimTransport::run_timers() {
   const TimePoint now = network_->executor.now();
   bool any = false;
-  while (!timers_.empty() && timers_.begin()->first <= now) {
+  while (const auto id = timers_.take_due(now)) {
     any = true;
-    const auto channel = channels_.at(timers_.begin()->second);
+    const auto channel = channels_.at(*id);
     end(channel, timed_out(*channel));
   }
   return any;

@@ -4,7 +4,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 
@@ -14,6 +13,7 @@
 #include "net/framing.h"
 #include "net/handshake.h"
 #include "net/sim/sim_network.h"
+#include "net/stream/driver_context.h"
 
 namespace torchspan::net {
 
@@ -63,7 +63,6 @@ class SimChannel final : public Channel, public std::enable_shared_from_this<Sim
   Handshake handshake;
   bool heard_goodbye = false;
   bool handshake_pending = true;  ///< the transport clears it at the end of the handshake
-  std::optional<TimePoint> timer;
 
  private:
   Packet copy_message(BytesView header, std::span<const Segment> segments) const;
@@ -119,7 +118,6 @@ class SimTransport final : public Transport {
   bool run_timers();
   void start_handshake(const std::shared_ptr<SimChannel>& channel);
   void end_handshake(SimChannel& channel);
-  void set_timer(SimChannel& channel, std::optional<TimePoint> when);
 
   const std::shared_ptr<SimNetwork::Impl> network_;
   Handler& handler_;
@@ -127,7 +125,7 @@ class SimTransport final : public Transport {
   const std::unique_ptr<Poller> poller_;
   const std::shared_ptr<SimNode> node_;
   Channels channels_;
-  std::set<std::pair<TimePoint, std::uint64_t>> timers_;
+  Timers timers_;
   std::map<std::uint64_t, TimePoint> unauthenticated_;  ///< tokens and times of arrival, the oldest first
   std::deque<Arrival> backlog_;  ///< connection attempts that wait until there are fewer
 };

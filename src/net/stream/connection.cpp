@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include "net/channel_errors.h"
 #include "net/stream/socket.h"
 
 namespace torchspan::net {
@@ -100,7 +101,7 @@ void Connection::take(std::size_t direct, BytesView rest, Handler& handler) {
   if (stage_ != Stage::kOpen || shares()) return;
   const std::exception_ptr failure = parse(direct, rest);
   deliver(handler);
-  if (failure) cut_off(failure);
+  if (failure) throw cut_off(channel_->peer(), to_error(failure));
 }
 
 std::exception_ptr Connection::parse(std::size_t direct, BytesView rest) {
@@ -111,11 +112,6 @@ std::exception_ptr Connection::parse(std::size_t direct, BytesView rest) {
     return std::current_exception();
   }
   return nullptr;
-}
-
-void Connection::cut_off(const std::exception_ptr& failure) const {
-  const Error error = to_error(failure);
-  throw Error(error.kind(), fmt::format("'{}' is cut off: {}", channel_->peer(), error.message()));
 }
 
 void Connection::shake_hands(BytesView& bytes, Handler& handler) {
@@ -196,7 +192,7 @@ bool Connection::drain_lane(std::size_t most, Handler& handler) {
     const std::exception_ptr failure = parse(0, bytes);
     lane_->consume(bytes.size());
     deliver(handler);
-    if (failure) cut_off(failure);
+    if (failure) throw cut_off(channel_->peer(), to_error(failure));
   }
   return drained != 0;
 }
@@ -220,32 +216,16 @@ Error Connection::timed_out() const {
                  fmt::format("'{}' did not accept the connection in time: is that host overloaded?",
                              channel_->peer()));
   }
-  if (stage_ == Stage::kHandshake || stage_ == Stage::kSettling) {
-    return Error(
-        ErrorKind::kTimedOut,
-        fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or not a worker",
-                    channel_->peer()));
-  }
-  return Error(ErrorKind::kDisconnected,
-               fmt::format("this side closed the channel to '{}', which did not acknowledge it in time",
-                           channel_->peer()));
+  const bool proved = stage_ != Stage::kHandshake && stage_ != Stage::kSettling;
+  return proved ? not_acknowledged(channel_->peer()) : handshake_late(channel_->peer());
 }
 
 void Connection::throw_end_of_stream() const {
   const std::string& peer = channel_->peer();
-  if (stage_ == Stage::kHandshake) {
-    throw Error(ErrorKind::kDisconnected,
-                fmt::format("'{}' disconnected during the handshake: see its log for the reason", peer));
-  }
-  if (channel_->state().said_goodbye) {
-    throw Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
-  }
-  if (heard_goodbye()) throw Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer));
-  throw Error(
-      ErrorKind::kDisconnected,
-      fmt::format(
-          "'{}' is gone{}: its process died or was killed, or the network ended the connection; see its log",
-          peer, parser_.mid_frame() ? " in the middle of a message" : ""));
+  if (stage_ == Stage::kHandshake) throw handshake_broken(peer);
+  if (channel_->state().said_goodbye) throw closed_here(peer);
+  if (heard_goodbye()) throw closed_by_peer(peer);
+  throw stream_ended(peer, parser_.mid_frame());
 }
 
 }  // namespace torchspan::net

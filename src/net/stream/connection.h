@@ -89,7 +89,6 @@ class Connection {
   void receive(bool hung_up, std::span<std::byte> scratch, Handler& handler);
   void take(std::size_t direct, BytesView rest, Handler& handler);
   std::exception_ptr parse(std::size_t direct, BytesView rest);
-  [[noreturn]] void cut_off(const std::exception_ptr& failure) const;
   /// Adds the peer's name to an error of the lane.
   [[noreturn]] void throw_lane(const std::exception_ptr& failure) const;
   void settle(Handler& handler);

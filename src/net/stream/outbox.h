@@ -31,24 +31,9 @@ class RequestQueue {
   };
   explicit RequestQueue(Poller& poller) : poller_(&poller) {}
 
-  void post(std::unique_ptr<ListeningSocket> listener) {
-    MutexLock lock(mutex_);
-    if (poller_ == nullptr) return;
-    requests_.listeners.push_back(std::move(listener));
-    announce();
-  }
-  void post(std::unique_ptr<Dialed> connection) {
-    MutexLock lock(mutex_);
-    if (poller_ == nullptr) return;
-    requests_.connections.push_back(std::move(connection));
-    announce();
-  }
-  void post_review(std::uint64_t token) {
-    MutexLock lock(mutex_);
-    if (poller_ == nullptr) return;
-    requests_.reviews.push_back(token);
-    announce();
-  }
+  void post(std::unique_ptr<ListeningSocket> listener) { post(&Requests::listeners, std::move(listener)); }
+  void post(std::unique_ptr<Dialed> connection) { post(&Requests::connections, std::move(connection)); }
+  void post_review(std::uint64_t token) { post(&Requests::reviews, token); }
 
   bool pending() const { return pending_.load(std::memory_order_acquire); }
   Requests take() {
@@ -64,7 +49,11 @@ class RequestQueue {
   }
 
  private:
-  void announce() TORCHSPAN_REQUIRES(mutex_) {
+  template <class Request>
+  void post(std::vector<Request> Requests::*list, Request request) {
+    MutexLock lock(mutex_);
+    if (poller_ == nullptr) return;
+    (requests_.*list).push_back(std::move(request));
     if (!pending_.exchange(true, std::memory_order_release)) poller_->wake();
   }
 

@@ -104,6 +104,17 @@ Address parse_address(const std::string& text) {
   throw_unreadable(text, "it begins with neither unix: nor tcp:");
 }
 
+ssize_t send_now(int socket, std::span<const iovec> places) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(places.data());
+  message.msg_iovlen = places.size();
+  ssize_t sent;
+  do {
+    sent = ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  } while (sent < 0 && errno == EINTR);
+  return sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) ? 0 : sent;
+}
+
 std::string tcp_text(const sockaddr_storage& socket, std::string_view scheme) {
   char host[INET6_ADDRSTRLEN] = "?";
   if (socket.ss_family == AF_INET6) {

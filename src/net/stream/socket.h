@@ -1,11 +1,12 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <sys/socket.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <sys/un.h>
 
 #include <torchspan/core/error.h>
@@ -46,6 +47,10 @@ struct Address {
 /// Throws kInvalid for any other text and for a path that is too long, kUnsupported for a TCP address outside
 /// this host.
 Address parse_address(const std::string& text);
+
+/// Sends without waiting. Returns the bytes that the system took; 0 if the socket is full; -1, with errno, if
+/// the connection is broken.
+ssize_t send_now(int socket, std::span<const iovec> places);
 
 /// Formats the address of a TCP socket: "scheme:host:port".
 std::string tcp_text(const sockaddr_storage& socket, std::string_view scheme = "tcp");

@@ -9,6 +9,7 @@
 #include <limits>
 #include <sys/socket.h>
 
+#include "net/channel_errors.h"
 #include "net/stream/socket.h"
 
 namespace torchspan::net {
@@ -18,19 +19,6 @@ namespace {
 /// queues the rest; the driver, which also serves other peers, leaves it to its next turn.
 constexpr std::uint64_t kMostWritten = 16 << 20;
 constexpr std::uint64_t kMostFlushedAtOnce = 4 << 20;
-
-/// Returns the bytes that the socket accepted; 0 if it is full; -1 with errno if it is broken.
-ssize_t write_some(int socket, std::span<iovec> places) {
-  msghdr message{};
-  message.msg_iov = places.data();
-  message.msg_iovlen = places.size();
-  for (;;) {
-    const ssize_t written = ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (written >= 0) return written;
-    if (errno == EINTR) continue;
-    return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS ? 0 : -1;
-  }
-}
 
 }  // namespace
 
@@ -105,7 +93,8 @@ void StreamChannel::send(BytesView header, std::span<const Segment> segments) {
 
 void StreamChannel::send_locked(Outgoing& message, std::uint64_t size, LateCopies& late, Released& released) {
   if (ended_ || closing_) throw_ended();
-  if (!outbox_.empty() && outbox_.size() + size > options_.max_unsent) throw_overloaded(size);
+  if (!outbox_.empty() && outbox_.size() + size > options_.max_unsent)
+    throw peer_overloaded(options_.peer, outbox_.size(), size, options_.max_unsent);
   const bool held = may_hold(size);
   if (corked_ && !held) flush_locked(released);
   if (ended_) throw_ended();
@@ -149,7 +138,7 @@ void StreamChannel::write_locked(Outgoing& message, Released& released) {
 }
 
 ssize_t StreamChannel::put_locked(std::span<iovec> places) {
-  if (lane_ == nullptr) return write_some(socket_, places);
+  if (lane_ == nullptr) return send_now(socket_, places);
   const ssize_t written = lane_->write(places);
   if (written < 0) errno = EPROTO;
   return written;
@@ -183,8 +172,7 @@ void StreamChannel::copy_late(LateCopies& late) {
 void StreamChannel::break_without_memory(Released& released) {
   // Part of the message may be on the wire: the stream cannot be continued.
   break_locked("no memory left to queue a message", released);
-  throw Error(ErrorKind::kOverloaded,
-              fmt::format("no memory left to queue a message to '{}'", options_.peer));
+  throw no_memory_to_queue(options_.peer);
 }
 
 void StreamChannel::note_unsent() {
@@ -269,16 +257,6 @@ void StreamChannel::end(const Error& reason) {
   note_unsent();
 }
 
-void StreamChannel::throw_ended() const {
-  throw Error(ErrorKind::kDisconnected, fmt::format("nothing can be sent to '{}': {}", options_.peer,
-                                                    ended_ ? *ended_ : "this side closed the channel"));
-}
-
-void StreamChannel::throw_overloaded(std::uint64_t size) const {
-  throw Error(ErrorKind::kOverloaded,
-              fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
-                          "WorkerOptions::max_unsent_bytes ({}); wait for replies before sending more",
-                          options_.peer, outbox_.size(), size, options_.max_unsent));
-}
+void StreamChannel::throw_ended() const { throw nothing_can_be_sent(options_.peer, ended_); }
 
 }  // namespace torchspan::net

@@ -72,7 +72,6 @@ class StreamChannel final : public Channel {
   [[noreturn]] void break_without_memory(Released& released) TORCHSPAN_REQUIRES(mutex_);
   void break_locked(const std::string& why, Released& released) TORCHSPAN_REQUIRES(mutex_);
   [[noreturn]] void throw_ended() const TORCHSPAN_REQUIRES(mutex_);
-  [[noreturn]] void throw_overloaded(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
 
   const Options options_;
   const std::shared_ptr<StreamRequestQueue> request_queue_;

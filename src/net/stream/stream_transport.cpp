@@ -1,9 +1,9 @@
 #include "net/stream/stream_transport.h"
 
 #include <algorithm>
-#include <fmt/format.h>
 #include <unistd.h>
 
+#include "net/channel_errors.h"
 #include "net/receive_buffers.h"
 #include "net/stream/socket.h"
 
@@ -215,9 +215,7 @@ void StreamTransport::review(Connection& connection) {
   if (connection.stage() == Connection::Stage::kOpen) {
     if (connection.heard_goodbye() && (!state.closing || state.said_goodbye)) {
       const std::string peer = connection.channel()->peer();
-      return end(connection, Error(ErrorKind::kDisconnected,
-                                   state.closing ? fmt::format("this side closed the channel to '{}'", peer)
-                                                 : fmt::format("'{}' closed the channel", peer)));
+      return end(connection, state.closing ? closed_here(peer) : closed_by_peer(peer));
     }
     // A peer that is stopped reads nothing, so the goodbye may never leave the queue.
     if (state.closing && !timers_.of(connection.token()))
@@ -236,8 +234,7 @@ void StreamTransport::end_broken(Connection& connection, const std::string& why)
     connection.on_event({connection.token(), true, false, true}, {scratch_.get(), kScratchBytes}, handler_);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::kInvalid) return end(connection, error);
-    end(connection,
-        Error(ErrorKind::kDisconnected, fmt::format("'{}' is gone: {}", connection.channel()->peer(), why)));
+    end(connection, peer_gone(connection.channel()->peer(), why));
   }
 }
 

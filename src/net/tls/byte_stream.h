@@ -37,9 +37,6 @@ class ByteStream {
   virtual std::uint64_t key_renewals() const = 0;
 };
 
-/// Sends without waiting. Returns the bytes that the system took; 0 if the socket is full; -1, with errno, if
-/// the connection is broken.
-ssize_t send_now(int socket, std::span<const iovec> places);
 /// Receives without waiting into `places` and fills in all of `got` but `more`.
 ByteStream::Got receive_now(int socket, std::span<const iovec> places);
 

@@ -4,6 +4,7 @@
 #include <exception>
 #include <fmt/format.h>
 
+#include "net/channel_errors.h"
 #include "net/stream/socket.h"
 #include "net/tls/pieces.h"
 
@@ -64,7 +65,8 @@ void TlsChannel::send(BytesView header, std::span<const Segment> segments) {
     MutexLock lock(mutex_);
     if (ended_ || closing_) throw_ended();
     const std::uint64_t waiting = waiting_locked();
-    if (waiting != 0 && waiting + size > options_.max_unsent) throw_overloaded(size);
+    if (waiting != 0 && waiting + size > options_.max_unsent)
+      throw peer_overloaded(options_.peer, waiting, size, options_.max_unsent);
     const bool striped = large && lanes_.size() > 1;
     prefix.emplace(header, segments, striped ? FrameType::kStriped : FrameType::kMessage);
     Outgoing message(prefix->bytes(), header, striped ? std::span<const Segment>() : segments);
@@ -138,8 +140,7 @@ void TlsChannel::put(std::size_t index, Outgoing& bytes, Afterwards& afterwards)
 void TlsChannel::break_without_memory(Released& released) {
   // Part of the message may be on the wire: the stream cannot be continued.
   break_locked("no memory left to queue a message", released);
-  throw Error(ErrorKind::kOverloaded,
-              fmt::format("no memory left to queue a message to '{}'", options_.peer));
+  throw no_memory_to_queue(options_.peer);
 }
 
 std::size_t TlsChannel::emptiest_lane() {
@@ -272,17 +273,7 @@ void TlsChannel::end(const Error& reason) {
   unsent_.store(0, std::memory_order_relaxed);
 }
 
-void TlsChannel::throw_ended() const {
-  throw Error(ErrorKind::kDisconnected, fmt::format("nothing can be sent to '{}': {}", options_.peer,
-                                                    ended_ ? *ended_ : "this side closed the channel"));
-}
-
-void TlsChannel::throw_overloaded(std::uint64_t size) const {
-  throw Error(ErrorKind::kOverloaded,
-              fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
-                          "WorkerOptions::max_unsent_bytes ({}); wait for replies before sending more",
-                          options_.peer, waiting_locked(), size, options_.max_unsent));
-}
+void TlsChannel::throw_ended() const { throw nothing_can_be_sent(options_.peer, ended_); }
 
 std::shared_ptr<TlsChannel> make_tls_channel(std::string peer, std::uint64_t token,
                                              const TransportOptions& options,

@@ -89,7 +89,6 @@ class TlsChannel final : public Channel {
   void note_unsent() TORCHSPAN_REQUIRES(mutex_);
   void break_locked(const std::string& why, Released& released) TORCHSPAN_REQUIRES(mutex_);
   [[noreturn]] void throw_ended() const TORCHSPAN_REQUIRES(mutex_);
-  [[noreturn]] void throw_overloaded(std::uint64_t size) const TORCHSPAN_REQUIRES(mutex_);
 
   const Options options_;
   const std::shared_ptr<TlsRequestQueue> request_queue_;

@@ -13,6 +13,7 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/throw_invalid.h"
+#include "net/channel_errors.h"
 #include "net/tls/byte_stream.h"
 #include "net/tls/tls_context.h"
 
@@ -197,11 +198,7 @@ void TlsHandshake::fail() {
     throw_invalid("'{}' sent more than {} bytes before it proved anything", start_.peer,
                   kUnauthenticatedBytes);
   }
-  if (ERR_peek_error() == 0 || received_.ended || received_.broken != 0) {
-    throw Error(
-        ErrorKind::kDisconnected,
-        fmt::format("'{}' disconnected during the handshake: see its log for the reason", start_.peer));
-  }
+  if (ERR_peek_error() == 0 || received_.ended || received_.broken != 0) throw handshake_broken(start_.peer);
   throw handshake_failure(start_.peer, context_->by_certificate(), SSL_get_verify_result(ssl_.get()));
 }
 

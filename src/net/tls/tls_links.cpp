@@ -1,13 +1,13 @@
 #include "net/tls/tls_links.h"
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <fmt/format.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include "net/channel_errors.h"
 #include "net/stream/socket.h"
 #include "net/tls/record_cipher.h"
 
@@ -38,10 +38,7 @@ bool TlsGreeting::fill(TlsSession& session, std::span<std::byte> bytes, std::siz
     const iovec place{bytes.data() + filled, bytes.size() - filled};
     const TlsSession::Got got = session.read(std::span(&place, 1));
     filled += got.size;
-    if (got.ended || got.broken != 0) {
-      throw Error(ErrorKind::kDisconnected,
-                  fmt::format("'{}' disconnected during the handshake: see its log for the reason", peer_));
-    }
+    if (got.ended || got.broken != 0) throw handshake_broken(peer_);
     if (!got.more) break;
   }
   return filled == bytes.size();
@@ -73,10 +70,7 @@ void TlsLink::take(std::size_t direct, BytesView rest, Handler& handler) {
     failure = std::current_exception();
   }
   deliver(handler);
-  if (failure) {
-    const Error error = to_error(failure);
-    throw Error(error.kind(), fmt::format("'{}' is cut off: {}", channel_->peer(), error.message()));
-  }
+  if (failure) throw cut_off(channel_->peer(), to_error(failure));
 }
 
 void TlsLink::sort() {
@@ -111,16 +105,9 @@ bool TlsLink::is_full() const { return assembly_.held_bytes() > kMaxHeldBytes; }
 
 Error TlsLink::end_of_stream() const {
   const std::string peer = channel_->peer();
-  if (channel_->state().said_goodbye) {
-    return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
-  }
-  if (heard_goodbye()) return Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer));
-  const bool inside = parser_.mid_frame() || !assembly_.empty();
-  return Error(
-      ErrorKind::kDisconnected,
-      fmt::format(
-          "'{}' is gone{}: its process died or was killed, or the network ended the connection; see its log",
-          peer, inside ? " in the middle of a message" : ""));
+  if (channel_->state().said_goodbye) return closed_here(peer);
+  if (heard_goodbye()) return closed_by_peer(peer);
+  return stream_ended(peer, parser_.mid_frame() || !assembly_.empty());
 }
 
 namespace {
@@ -184,13 +171,8 @@ Error TlsLane::timed_out() const {
     case Stage::kOpen:
       break;
   }
-  if (link->channel()->state().closing) {
-    return Error(
-        ErrorKind::kDisconnected,
-        fmt::format("this side closed the channel to '{}', which did not acknowledge it in time", peer_));
-  }
-  return Error(ErrorKind::kDisconnected,
-               fmt::format("'{}' is gone: one of its connections ended without the others", peer_));
+  if (link->channel()->state().closing) return not_acknowledged(peer_);
+  return peer_gone(peer_, "one of its connections ended without the others");
 }
 
 Error TlsLane::handshake_timed_out() const {
@@ -204,10 +186,7 @@ Error TlsLane::handshake_timed_out() const {
                     "hosts were cut off from each other just now, try again",
                     peer_, kProbeBytes >> 10));
   }
-  return Error(ErrorKind::kTimedOut,
-               fmt::format("'{}' did not finish the handshake in time: it is stopped, overloaded, or not "
-                           "a worker",
-                           peer_));
+  return handshake_late(peer_);
 }
 
 bool TlsLane::can_receive() const { return pieces_ ? pieces_->ready() : !(link && link->is_full()); }
@@ -256,7 +235,7 @@ bool TlsLane::receive_pieces(Handler& handler) {
       const std::size_t count = pieces_->targets(places);
       got = session_->read(std::span(places).first(count));
     } catch (const Error& error) {
-      throw Error(error.kind(), fmt::format("'{}' is cut off: {}", link->channel()->peer(), error.message()));
+      throw cut_off(link->channel()->peer(), error);
     }
     const bool alive = note(got);
     pieces_->received(got.size);
@@ -410,9 +389,7 @@ void TlsLinks::review(TlsLink& link) {
   if (link.open) {
     if (link.heard_goodbye() && (!state.closing || state.said_goodbye)) {
       const std::string peer = link.channel()->peer();
-      return end(link, Error(ErrorKind::kDisconnected,
-                             state.closing ? fmt::format("this side closed the channel to '{}'", peer)
-                                           : fmt::format("'{}' closed the channel", peer)));
+      return end(link, state.closing ? closed_here(peer) : closed_by_peer(peer));
     }
     if (state.said_goodbye) lanes_.start_linger(lanes_.first_of(link));
   }
@@ -453,9 +430,7 @@ void TlsLinks::end_broken(TlsLink& link, const std::string& why) {
   } catch (const Error&) {
   }
   const std::string peer = link.channel()->peer();
-  end(link,
-      Error(ErrorKind::kDisconnected, link.heard_goodbye() ? fmt::format("'{}' closed the channel", peer)
-                                                           : fmt::format("'{}' is gone: {}", peer, why)));
+  end(link, link.heard_goodbye() ? closed_by_peer(peer) : peer_gone(peer, why));
 }
 
 void TlsLinks::end(TlsLink& link, const Error& reason, bool at_once) {

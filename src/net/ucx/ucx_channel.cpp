@@ -4,8 +4,9 @@
 #include <array>
 #include <cstring>
 #include <exception>
-#include <fmt/format.h>
 #include <utility>
+
+#include "net/channel_errors.h"
 
 namespace torchspan::net {
 namespace {
@@ -46,7 +47,8 @@ void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
     MutexLock lock(mutex_);
     if (ended_ || broken_ || closing_) throw_ended();
     const std::uint64_t waiting = unsent_bytes();
-    if (waiting != 0 && waiting + size > options_.max_unsent) throw_overloaded(size);
+    if (waiting != 0 && waiting + size > options_.max_unsent)
+      throw peer_overloaded(options_.peer, waiting, size, options_.max_unsent);
   }
   // Large copies are made without the lock.
   const std::vector<Segment> held = hold_large(header, segments, options_.rendezvous_from);
@@ -59,8 +61,7 @@ void UcxChannel::send(BytesView header, std::span<const Segment> segments) {
     // Part of the message may be in the stream, which cannot be continued.
     broken_ = "no memory left to queue a message";
     request_queue_->post_review(options_.token);
-    throw Error(ErrorKind::kOverloaded,
-                fmt::format("no memory left to queue a message to '{}'", options_.peer));
+    throw no_memory_to_queue(options_.peer);
   }
   flush_locked(false, released);
 }
@@ -278,16 +279,6 @@ void UcxChannel::drop_all(Released& released) {
   unsent_.store(0, std::memory_order_relaxed);
 }
 
-void UcxChannel::throw_ended() const {
-  const std::string why = ended_ ? *ended_ : broken_ ? *broken_ : "this side closed the channel";
-  throw Error(ErrorKind::kDisconnected, fmt::format("nothing can be sent to '{}': {}", options_.peer, why));
-}
-
-void UcxChannel::throw_overloaded(std::uint64_t size) const {
-  throw Error(ErrorKind::kOverloaded,
-              fmt::format("'{}' does not keep up: {} bytes are queued for it, {} more would pass "
-                          "WorkerOptions::max_unsent_bytes ({}); wait for replies before sending more",
-                          options_.peer, unsent_bytes(), size, options_.max_unsent));
-}
+void UcxChannel::throw_ended() const { throw nothing_can_be_sent(options_.peer, ended_ ? ended_ : broken_); }
 
 }  // namespace torchspan::net

@@ -78,7 +78,6 @@ class UcxChannel final : public Channel, public std::enable_shared_from_this<Ucx
   bool quiet() const TORCHSPAN_REQUIRES(mutex_);
   void drop_all(Released& released) TORCHSPAN_REQUIRES(mutex_);
   [[noreturn]] void throw_ended() const TORCHSPAN_REQUIRES(mutex_);
-  [[noreturn]] void throw_overloaded(std::uint64_t size) const;
 
   const Options options_;
   const std::shared_ptr<UcxRequestQueue> request_queue_;

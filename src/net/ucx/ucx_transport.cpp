@@ -6,6 +6,7 @@
 #include <set>
 
 #include "core/api/throw_invalid.h"
+#include "net/channel_errors.h"
 #include "net/ucx/ucx_part.h"
 
 namespace torchspan::net {
@@ -59,14 +60,8 @@ Error timed_out(const UcxLink& link) {
                     peer));
   }
   const UcxChannel::State state = link.channel->state();
-  if (state.closing && link.heard_farewell) {
-    return Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer));
-  }
-  if (state.closing) {
-    return Error(
-        ErrorKind::kDisconnected,
-        fmt::format("this side closed the channel to '{}', which did not acknowledge it in time", peer));
-  }
+  if (state.closing && link.heard_farewell) return closed_here(peer);
+  if (state.closing) return not_acknowledged(peer);
   return Error(ErrorKind::kDisconnected,
                fmt::format("'{}' can no longer be reached through UCX: {}; it still answers over TLS", peer,
                            state.broken.value_or("")));
@@ -227,7 +222,7 @@ void UcxTransport::take_arrivals(std::vector<UcxWorker::Arrival> arrivals) {
         // Delivers what arrived before.
         const std::string peer = link->channel->peer();
         fetch_and_deliver(*link);
-        throw Error(error.kind(), fmt::format("'{}' is cut off: {}", peer, error.message()));
+        throw cut_off(peer, error);
       }
     });
   }
@@ -249,15 +244,13 @@ void UcxTransport::fetch_and_deliver(UcxLink& link) {
   try {
     fetch_all(link);
   } catch (const Error& error) {  // after what arrived before
-    failure.emplace(error.kind(), fmt::format("'{}' is cut off: {}", link.channel->peer(), error.message()));
+    failure = cut_off(link.channel->peer(), error);
   }
   std::vector<Message> messages;
   try {
     link.inbox.take(messages);
   } catch (const Error& error) {
-    if (!failure)
-      failure.emplace(error.kind(),
-                      fmt::format("'{}' is cut off: {}", link.channel->peer(), error.message()));
+    if (!failure) failure = cut_off(link.channel->peer(), error);
   }
   for (Message& message : messages) handler_.on_message(link.channel, std::move(message));
   if (failure) throw Error(*failure);
@@ -305,11 +298,10 @@ void UcxTransport::review(UcxLink& link) {
   const bool heard_goodbye = link.inbox.goodbye();
   if (heard_goodbye && !std::exchange(link.said_farewell, true)) link.say(encode(UcxFarewell{}));
   if (heard_goodbye && !state.closing) {
-    return end(link, Error(ErrorKind::kDisconnected, fmt::format("'{}' closed the channel", peer)));
+    return end(link, closed_by_peer(peer));
   }
   if (link.heard_farewell && state.quiet && (heard_goodbye || link.wire_gone)) {
-    return end(link,
-               Error(ErrorKind::kDisconnected, fmt::format("this side closed the channel to '{}'", peer)));
+    return end(link, closed_here(peer));
   }
   if (timers_.of(link.token)) return;
   if (state.broken) {
@@ -509,8 +501,7 @@ void UcxTransport::wire_closed(const std::shared_ptr<Channel>& wire, const Error
     return review(*link);
   }
   if (!state.closing || !state.quiet) return end(*link, reason);
-  end(*link, Error(ErrorKind::kDisconnected,
-                   fmt::format("this side closed the channel to '{}'", link->channel->peer())));
+  end(*link, closed_here(link->channel->peer()));
 }
 
 }  // namespace torchspan::net
