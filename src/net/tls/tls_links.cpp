@@ -396,7 +396,11 @@ void TlsLinks::review(TlsLink& link) {
   for (const std::uint64_t token : link.lanes) {
     TlsLane& lane = lanes_.at(token);
     const bool flushing = lane.stage() == TlsLane::Stage::kOpen && (state.flushing >> lane.slot & 1) != 0;
-    lanes_.watch(lane, flushing || (lane.session() && lane.session()->unsent() != 0));
+    try {
+      lanes_.watch(lane, flushing || (lane.session() && lane.session()->unsent() != 0));
+    } catch (const Error& error) {  // the system watches no more sockets
+      return end(link, error);
+    }
   }
 }
 

@@ -1,3 +1,4 @@
+#include <array>
 #include <atomic>
 #include <ctime>
 #include <gmock/gmock.h>
@@ -222,6 +223,72 @@ TEST_F(TlsTransportTest, EndsAChannelThatLostALane) {
   drive_until([&] { return !journal_.closed.empty(); });
   EXPECT_EQ(journal_.closed.at(0).kind(), ErrorKind::kDisconnected);
   EXPECT_THAT(journal_.closed.at(0).message(), HasSubstr("one of its connections"));
+}
+
+/// The system's executor; its pollers watch no more than they do already while `full` is set.
+class FullPollers final : public Executor {
+ public:
+  explicit FullPollers(Executor& real) : real_(real) {}
+  TimePoint now() const override { return real_.now(); }
+  std::unique_ptr<Parker> make_parker() override { return real_.make_parker(); }
+  std::unique_ptr<Poller> make_poller() override {
+    return std::make_unique<FullPoller>(real_.make_poller(), full);
+  }
+  Thread spawn(std::string name, std::function<void()> body) override {
+    return real_.spawn(std::move(name), std::move(body));
+  }
+  void yield() override { real_.yield(); }
+  Duration spin_limit() const override { return real_.spin_limit(); }
+
+  bool full = false;
+
+ private:
+  class FullPoller final : public Poller {
+   public:
+    FullPoller(std::unique_ptr<Poller> real, const bool& full) : real_(std::move(real)), full_(full) {}
+    void add(int fd, std::uint64_t token, bool writable) override {
+      check();
+      real_->add(fd, token, writable);
+    }
+    void change(int fd, std::uint64_t token, bool writable) override {
+      check();
+      real_->change(fd, token, writable);
+    }
+    void remove(int fd) override { real_->remove(fd); }
+    std::size_t wait(std::span<Event> events, Deadline deadline) override {
+      return real_->wait(events, deadline);
+    }
+    void wake() override { real_->wake(); }
+    int descriptor() const override { return real_->descriptor(); }
+
+   private:
+    void check() const {
+      if (full_) throw Error(ErrorKind::kOverloaded, "no room to watch a descriptor");
+    }
+    const std::unique_ptr<Poller> real_;
+    const bool& full_;
+  };
+
+  Executor& real_;
+};
+
+TEST_F(TlsTransportTest, EndsAChannelWhoseSocketTheSystemCannotWatch) {
+  FullPollers executor(*executor_);
+  TransportOptions options;
+  options.secret = test_secret();
+  transport_ = make_tls_transport(executor, journal_, std::move(options), {});
+  address_ = transport_->listen("tls:127.0.0.1:0");
+  std::shared_ptr<Channel> channel;
+  const auto peer = be_dialed(channel);
+  drive_until([&] { return channel->opened(); });
+  executor.full = true;
+  const Bytes segment(1 << 20);
+  while (channel->unsent_bytes() == 0)
+    channel->send({}, std::array{Segment{segment.data(), segment.size(), nullptr}});
+  drive_until([&] { return !journal_.closed.empty(); });
+  EXPECT_EQ(journal_.closed.at(0).message(), "no room to watch a descriptor");
+  EXPECT_EQ(error_of([&] { channel->send({}, {}); }).kind(), ErrorKind::kDisconnected);
+  transport_.reset();
 }
 
 TEST_F(TlsTransportTest, EndsAChannelWhosePeerIsSilent) {
