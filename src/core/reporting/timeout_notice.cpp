@@ -2,11 +2,11 @@
 
 #include <cstdlib>
 #include <fcntl.h>
-#include <nlohmann/json.hpp>
 #include <string_view>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "core/api/json_fields.h"
 #include "core/api/parse_number.h"
 
 namespace torchspan {
@@ -30,18 +30,6 @@ using nlohmann::json;
 constexpr std::string_view kTimeoutPrefix = "torchspan-timeout 1 ";
 constexpr double kLeastSeconds = 1;
 
-std::string timeout_text(const json& object, const char* name) {
-  const auto found = object.find(name);
-  return found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
-}
-
-/// A whole number; `otherwise` for anything else.
-template <class T>
-T timeout_number(const json& object, const char* name, T otherwise) {
-  const auto found = object.find(name);
-  return found != object.end() && found->is_number_integer() ? found->get<T>() : otherwise;
-}
-
 }  // namespace
 
 std::string encode_timeout(const TimeoutNotice& notice) {
@@ -63,15 +51,14 @@ std::optional<TimeoutNotice> decode_timeout(std::string_view line) {
   const json fields = json::parse(line.substr(kTimeoutPrefix.size()), nullptr, false);
   if (!fields.is_object()) return std::nullopt;
   TimeoutNotice notice;
-  notice.kind = timeout_text(fields, "kind");
-  notice.name = timeout_text(fields, "name");
-  notice.peer = timeout_text(fields, "peer");
-  notice.site = timeout_text(fields, "site");
-  notice.detail = timeout_text(fields, "detail");
-  const auto seconds = fields.find("seconds");
-  if (seconds != fields.end() && seconds->is_number()) notice.seconds = seconds->get<double>();
-  notice.id = timeout_number<std::uint64_t>(fields, "id", 0);
-  notice.part = timeout_number<int>(fields, "part", -1);
+  notice.kind = json_field<std::string>(fields, "kind").value_or("");
+  notice.name = json_field<std::string>(fields, "name").value_or("");
+  notice.peer = json_field<std::string>(fields, "peer").value_or("");
+  notice.site = json_field<std::string>(fields, "site").value_or("");
+  notice.detail = json_field<std::string>(fields, "detail").value_or("");
+  notice.seconds = json_field<double>(fields, "seconds").value_or(notice.seconds);
+  notice.id = json_field<std::uint64_t>(fields, "id").value_or(0);
+  notice.part = json_field<int>(fields, "part").value_or(-1);
   return notice;
 }
 

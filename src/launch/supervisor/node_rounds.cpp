@@ -4,12 +4,12 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <numeric>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "core/api/json_fields.h"
 #include "core/api/throw_invalid.h"
 #include "launch/display/lines.h"
 #include "launch/supervisor/endings.h"
@@ -28,54 +28,22 @@ std::string cut(const std::string& text) {
   return text.substr(0, end) + " …";
 }
 
-/// Reads the fields of an object, and notes if one is missing or has another type.
-class Fields {
- public:
-  explicit Fields(const Json& object) : object_(object) {}
+/// Without control characters: other hosts send these texts, and this one prints them.
+std::string require_text(JsonFields& fields, const char* name) {
+  return without_controls(fields.require<std::string>(name));
+}
 
-  bool good() const { return good_; }
-  template <class Number>
-  Number number(const char* name, std::int64_t least, std::int64_t most) {
-    const Json* field = find(name);
-    if (field == nullptr || !field->is_number_integer()) return fail<Number>();
-    // Numbers above the largest signed one become negative.
-    const auto value = field->get<std::int64_t>();
-    return value >= least && value <= most ? static_cast<Number>(value) : fail<Number>();
-  }
-  /// Without control characters: other hosts send these texts, and this one prints them.
-  std::string text(const char* name) {
-    const Json* field = find(name);
-    if (field == nullptr || !field->is_string()) return fail<std::string>();
-    return without_controls(field->get<std::string>());
-  }
-
- private:
-  const Json* find(const char* name) const {
-    const auto found = object_.find(name);
-    return found == object_.end() ? nullptr : &*found;
-  }
-  template <class T>
-  T fail() {
-    good_ = false;
-    return T();
-  }
-
-  const Json& object_;
-  bool good_ = true;
-};
-
-constexpr std::int64_t kMostNumber = std::numeric_limits<int>::max();
+constexpr int kMostNumber = std::numeric_limits<int>::max();
 
 std::optional<NodeState::Failure> decode_failure(const Json& object) {
-  if (!object.is_object()) return std::nullopt;
-  Fields fields(object);
+  JsonFields fields(object);
   NodeState::Failure failure;
-  failure.text = fields.text("text");
-  failure.result.workers = fields.number<int>("workers", 0, kMostNumber);
-  failure.result.started = fields.number<int>("started", 0, kMostNumber);
-  failure.result.ran = Duration(fields.number<std::int64_t>("ran", 0, Duration::max().count()));
-  failure.result.code = fields.number<int>("code", 0, kMostNumber);
-  failure.result.signal = fields.number<int>("signal", 0, kMostNumber);
+  failure.text = require_text(fields, "text");
+  failure.result.workers = fields.require("workers", 0, kMostNumber);
+  failure.result.started = fields.require("started", 0, kMostNumber);
+  failure.result.ran = Duration(fields.require<std::int64_t>("ran", 0, Duration::max().count()));
+  failure.result.code = fields.require("code", 0, kMostNumber);
+  failure.result.signal = fields.require("signal", 0, kMostNumber);
   return fields.good() ? std::optional(std::move(failure)) : std::nullopt;
 }
 
@@ -99,16 +67,15 @@ Bytes encode_node_state(const NodeState& state) {
 std::optional<NodeState> decode_node_state(BytesView bytes) {
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   const Json object = Json::parse(text, nullptr, false);
-  if (!object.is_object()) return std::nullopt;
-  Fields fields(object);
+  JsonFields fields(object);
   NodeState state;
-  state.attempt = fields.number<int>("attempt", 0, kMostNumber);
-  state.phase = static_cast<NodeState::Phase>(fields.number<int>("phase", 0, 2));
-  state.store_port = fields.number<std::uint16_t>("store_port", 0, 65535);
-  state.signal = fields.number<int>("signal", 0, kMostNumber);
-  state.options = fields.text("options");
+  state.attempt = fields.require("attempt", 0, kMostNumber);
+  state.phase = static_cast<NodeState::Phase>(fields.require("phase", 0, 2));
+  state.store_port = fields.require<std::uint16_t>("store_port");
+  state.signal = fields.require("signal", 0, kMostNumber);
+  state.options = require_text(fields, "options");
   if (object.contains("questions"))
-    state.questions = fields.text("questions");  // added later than the others
+    state.questions = require_text(fields, "questions");  // later than the others
   if (!fields.good()) return std::nullopt;
   if (const auto failure = object.find("failure"); failure != object.end()) {
     state.failure = decode_failure(*failure);

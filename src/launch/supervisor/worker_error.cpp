@@ -4,11 +4,11 @@
 #include <charconv>
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/json_fields.h"
 
 namespace torchspan::launch {
 namespace {
@@ -16,15 +16,12 @@ namespace {
 using Json = nlohmann::json;
 
 std::string text_of(const Json& object, const char* key) {
-  const auto found = object.find(key);
-  return found != object.end() && found->is_string() ? found->get<std::string>() : "";
+  return json_field<std::string>(object, key).value_or("");
 }
 
 /// torchrun writes the time as a text; others write a number.
 std::int64_t time_of(const Json& object) {
-  const auto found = object.find("timestamp");
-  if (found == object.end()) return 0;
-  if (found->is_number_integer()) return found->get<std::int64_t>();
+  if (const auto number = json_field<std::int64_t>(object, "timestamp")) return *number;
   const std::string text = text_of(object, "timestamp");
   std::int64_t time = 0;
   std::from_chars(text.data(), text.data() + text.size(), time);

@@ -4,11 +4,11 @@
 #include <fmt/format.h>
 #include <istream>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include <torchspan/core/error.h>
 
+#include "core/api/json_fields.h"
 #include "core/api/throw_invalid.h"
 
 namespace torchspan::launch {
@@ -39,8 +39,7 @@ const json* member(const json& object, const char* name) {
 }
 
 std::string string_of(const json& object, const char* name) {
-  const json* value = member(object, name);
-  return value != nullptr && value->is_string() ? value->get<std::string>() : "";
+  return json_field<std::string>(object, name).value_or("");
 }
 
 /// A process, thread or arrow as the file names it: a number or a text.
@@ -87,10 +86,8 @@ class ProfilerFile {
     if (const json* value = member(rest, "baseTimeNanoseconds"); value != nullptr && value->is_number()) {
       if (std::abs(value->get<double>()) < 4e18) base = value->get<std::int64_t>();
     }
-    if (const json* job = member(rest, "distributedInfo"); job != nullptr && job->is_object()) {
-      const json* rank = member(*job, "rank");
-      if (rank != nullptr && rank->is_number_integer()) trace_.rank = rank->get<std::int64_t>();
-    }
+    if (const json* job = member(rest, "distributedInfo"))
+      trace_.rank = json_field<std::int64_t>(*job, "rank");
     for (ProfilerEvent& event : trace_.events) {
       event.begin += base;
       event.end += base;
@@ -129,9 +126,7 @@ class ProfilerFile {
       const std::string text = arguments->dump(-1, ' ', true, kReplace);
       added.arguments = text.substr(1, text.size() - 2);
     }
-    if (const json* process = member(event, "pid"); process != nullptr && process->is_number_integer()) {
-      pids_[key_of(event, "pid")] = process->get<std::int64_t>();
-    }
+    if (const auto process = json_field<std::int64_t>(event, "pid")) pids_[key_of(event, "pid")] = *process;
     trace_.events.push_back(std::move(added));
   }
 

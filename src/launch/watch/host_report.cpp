@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <cctype>
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <type_traits>
 #include <utility>
 
 #include <torchspan/core/error.h>
 
+#include "core/api/json_fields.h"
 #include "core/api/listed_wait.h"
 #include "launch/display/lines.h"
 #include "launch/watch/incident.h"
@@ -19,25 +19,12 @@ namespace {
 
 using nlohmann::json;
 
-/// A field, or the default if it is missing or has another type.
+/// A field, or the default if it is missing or has another type. Texts may be shown on a terminal.
 template <class T>
 T field(const json& object, const char* name, T otherwise = {}) {
-  const auto found = object.find(name);
-  if (found == object.end()) return otherwise;
-  if constexpr (std::is_same_v<T, std::string>) {
-    return found->is_string() ? without_controls(found->get<T>()) : otherwise;
-  }
-  if constexpr (std::is_same_v<T, bool>) return found->is_boolean() ? found->get<T>() : otherwise;
-  if constexpr (std::is_floating_point_v<T>) return found->is_number() ? found->get<T>() : otherwise;
-  if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
-    if (found->is_number_unsigned()) {
-      const auto number = found->get<std::uint64_t>();
-      return std::in_range<T>(number) ? static_cast<T>(number) : otherwise;
-    }
-    if (!found->is_number_integer()) return otherwise;
-    const auto number = found->get<std::int64_t>();
-    return std::in_range<T>(number) ? static_cast<T>(number) : otherwise;
-  }
+  T value = json_field<T>(object, name).value_or(std::move(otherwise));
+  if constexpr (std::is_same_v<T, std::string>) value = without_controls(value);
+  return value;
 }
 
 json list(const json& object, const char* name) {
@@ -230,38 +217,15 @@ Json encode_host(const HostReport& report) {
            })}};
 }
 
-std::optional<int> number_in(const Json& object, const char* name, int most) {
-  const auto found = object.find(name);
-  if (found == object.end() || !found->is_number_unsigned()) return std::nullopt;
-  const auto number = found->get<std::uint64_t>();
-  return number <= static_cast<std::uint64_t>(most) ? std::optional(static_cast<int>(number)) : std::nullopt;
-}
-
-std::optional<std::string> text_in(const Json& object, const char* name) {
-  const auto found = object.find(name);
-  if (found == object.end() || !found->is_string()) return std::nullopt;
-  return found->get<std::string>();
-}
-
-/// A text that may be shown on a terminal.
-std::optional<std::string> shown_text_in(const Json& object, const char* name) {
-  const auto text = text_in(object, name);
-  return text ? std::optional(without_controls(*text)) : std::nullopt;
-}
-
-const Json* list_in(const Json& object, const char* name) {
-  const auto found = object.find(name);
-  return found != object.end() && found->is_array() ? &*found : nullptr;
-}
-
 std::optional<WorkerReport> decode_worker(const Json& object) {
-  if (!object.is_object() || !number_in(object, "rank", kMostNode)) return std::nullopt;
-  const auto state = text_in(object, "process_state");
-  const auto answers = object.find("answers");
-  if (!state || state->size() != 1 || answers == object.end() || !answers->is_boolean()) return std::nullopt;
+  JsonFields fields(object);
+  fields.require("rank", 0, kMostNode);
+  const auto state = fields.require<std::string>("process_state");
+  const bool answers = fields.require<bool>("answers");
+  if (!fields.good() || state.size() != 1) return std::nullopt;
   WorkerReport worker = decode_worker_report(object.dump(-1, ' ', false, Json::error_handler_t::replace));
-  worker.process_state = std::isalpha(static_cast<unsigned char>(state->front())) != 0 ? state->front() : '?';
-  worker.answers = answers->get<bool>();
+  worker.process_state = std::isalpha(static_cast<unsigned char>(state.front())) != 0 ? state.front() : '?';
+  worker.answers = answers;
   return worker;
 }
 
@@ -277,30 +241,27 @@ bool decode_workers(const Json& list, HostReport& report) {
 
 bool decode_notices(const Json& list, HostReport& report) {
   for (const Json& object : list) {
-    if (!object.is_object()) return false;
-    const auto rank = number_in(object, "rank", kMostNode);
-    const auto line = text_in(object, "line");
-    const auto notice = line ? decode_timeout(*line) : std::nullopt;
-    if (!rank || !notice) return false;
-    report.notices.emplace_back(*rank, printable(*notice));
+    JsonFields fields(object);
+    const int rank = fields.require("rank", 0, kMostNode);
+    const auto notice = decode_timeout(fields.require<std::string>("line"));
+    if (!fields.good() || !notice) return false;
+    report.notices.emplace_back(rank, printable(*notice));
   }
   return true;
 }
 
 std::optional<HostReport> decode_host(const Json& object) {
-  if (!object.is_object()) return std::nullopt;
-  const auto node = number_in(object, "node", kMostNode);
-  const auto host = shown_text_in(object, "host"), trouble = shown_text_in(object, "trouble"),
-             page = shown_text_in(object, "page");
-  const Json* workers = list_in(object, "workers");
-  const Json* notices = list_in(object, "notices");
-  const auto written = object.find("written");
-  if (!node || !host || !trouble || !page || workers == nullptr || notices == nullptr) return std::nullopt;
-  if (written == object.end() || !written->is_boolean()) return std::nullopt;
-  if (workers->size() > kMostReported || notices->size() > kMostNotices) return std::nullopt;
-  HostReport report{.node = *node, .host = *host, .trouble = *trouble, .workers = {}, .page = *page};
-  report.written = written->get<bool>();
-  if (!decode_workers(*workers, report) || !decode_notices(*notices, report)) return std::nullopt;
+  JsonFields fields(object);
+  HostReport report{.node = fields.require("node", 0, kMostNode),
+                    .host = without_controls(fields.require<std::string>("host")),
+                    .trouble = without_controls(fields.require<std::string>("trouble")),
+                    .workers = {},
+                    .page = without_controls(fields.require<std::string>("page"))};
+  report.written = fields.require<bool>("written");
+  const Json& workers = fields.require_list("workers", kMostReported);
+  const Json& notices = fields.require_list("notices", kMostNotices);
+  if (!fields.good() || !decode_workers(workers, report) || !decode_notices(notices, report))
+    return std::nullopt;
   return report;
 }
 
@@ -338,14 +299,15 @@ std::string encode_job_report(const JobReport& report) {
 
 std::optional<JobReport> decode_job_report(std::string_view text) {
   const Json object = Json::parse(text, nullptr, false);
-  if (!object.is_object()) return std::nullopt;
-  const auto node = number_in(object, "node", kMostNode),
-             workers = number_in(object, "workers", kMostReported);
-  const auto host = shown_text_in(object, "host"), prefix = shown_text_in(object, "prefix");
-  const Json* others = list_in(object, "others");
-  if (!node || !workers || *workers == 0 || !host || !prefix || others == nullptr) return std::nullopt;
-  JobReport report{.node = *node, .host = *host, .workers = *workers, .prefix = *prefix, .others = {}};
-  for (const Json& other : *others) {
+  JsonFields fields(object);
+  JobReport report{.node = fields.require("node", 0, kMostNode),
+                   .host = without_controls(fields.require<std::string>("host")),
+                   .workers = fields.require<int>("workers", 1, kMostReported),
+                   .prefix = without_controls(fields.require<std::string>("prefix")),
+                   .others = {}};
+  const Json& others = fields.require_list("others", kMostNode);
+  if (!fields.good()) return std::nullopt;
+  for (const Json& other : others) {
     auto decoded = decode_host(other);
     if (!decoded) return std::nullopt;
     report.others.push_back(std::move(*decoded));
