@@ -111,7 +111,7 @@ class NewerStore final : public net::Handler {
     const auto type = reader.get<std::uint16_t>();
     if (type == Register::kType) return welcome(*channel, Register::decode(reader));
     if (type == Leave::kType) return send(*channel, Farewell{});
-    const auto round = Contribute::decode(reader);
+    const auto round = decode_message<Contribute>(reader);
     channel->send(unknown_message(), {});
     send(*channel, Gathered{round.call, {{1, Bytes(1, std::byte{1})}, {1, round.bytes}}});
   }

@@ -10,7 +10,7 @@ template <class Message>
 Parts rewrite(const Parts& parts) {
   ByteReader reader(parts.at(0));
   if (reader.get<std::uint16_t>() != Message::kType) throw Error(ErrorKind::kInvalid, "another type");
-  const Message message = Message::decode(reader);
+  const Message message = decode_message<Message>(reader);
   reader.expect_end();
   return {encode_message(message)};
 }

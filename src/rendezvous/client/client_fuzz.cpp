@@ -64,7 +64,7 @@ void check_codec(MessageTable<>& table) {
     const Bytes once = encode_message(message);
     ByteReader reader(once);
     reader.get<std::uint16_t>();
-    if (encode_message(Message::decode(reader)) != once || !reader.at_end()) std::abort();
+    if (encode_message(decode_message<Message>(reader)) != once || !reader.at_end()) std::abort();
   });
 }
 

@@ -269,4 +269,52 @@ std::vector<Member> get_members(ByteReader& reader) {
   return members;
 }
 
+void get(ByteReader& reader, ErrorKind& kind) {
+  const auto number = reader.get<std::uint8_t>();
+  if (number < static_cast<std::uint8_t>(ErrorKind::kInvalid) ||
+      number > static_cast<std::uint8_t>(ErrorKind::kUnsupported)) {
+    refuse(fmt::format("names error kind {}", number));
+  }
+  kind = static_cast<ErrorKind>(number);
+}
+
+void put(ByteWriter& writer, const Bytes& bytes) {
+  writer.put(static_cast<std::uint32_t>(bytes.size()));
+  writer.put_bytes(bytes);
+}
+void get(ByteReader& reader, Bytes& bytes) {
+  const BytesView all = reader.get_bytes(reader.get_count(1));
+  bytes.assign(all.begin(), all.end());
+}
+
+void get(ByteReader& reader, Duration& duration) {
+  constexpr Duration kLongestWait = std::chrono::hours(24 * 365);
+  duration = Duration(std::max<std::int64_t>(reader.get<std::int64_t>(), 0));
+  if (duration != Duration::max()) duration = std::min(duration, kLongestWait);
+}
+
+namespace {
+
+auto fields_of(auto& member) {
+  return std::tie(member.name, member.rank, member.address, member.instance, member.host, member.host_id,
+                  member.pid, member.uid, member.start_ticks, member.functions_digest, member.incarnation,
+                  member.wire);
+}
+
+}  // namespace
+
+void put(ByteWriter& writer, const Member& member) {
+  const std::size_t at = writer.size();
+  writer.put(std::uint32_t{0});
+  put_all(writer, fields_of(member));
+  writer.patch(at, static_cast<std::uint32_t>(writer.size() - at - sizeof(std::uint32_t)));
+}
+
+/// Ignores bytes after the known fields: a newer version may have added some.
+void get(ByteReader& all, Member& member) {
+  ByteReader reader(all.get_bytes(all.get_count(1)));
+  get_all(reader, fields_of(member));
+  if (member.rank != kAnyRank) checked_rank(member.rank);
+}
+
 }  // namespace torchspan::rendezvous

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -15,7 +16,7 @@
 
 #include "rendezvous/messages/compact.h"
 
-/// The messages between clients and the store. A message is encoded as u16 type, then its fields; it is one
+/// The messages between clients and the store. A message is encoded as u16 type, then its fields(); it is one
 /// struct here and one handler in a MessageTable. A newer version may add fields at the end of a message or of a
 /// member, where their size precedes them, and messages that need no answer; readers of the version before it
 /// skip both. Register, Welcome, Refused and Ping are exchanged before both sides know the other's version.
@@ -39,7 +40,10 @@ struct Register {
   std::vector<std::string> functions;
   Duration timeout{0};  ///< the rest of this worker's join timeout
 
-  void encode(ByteWriter& writer) const;
+  static auto fields(auto& self) {
+    return std::tie(self.versions, self.job, self.member, self.world_size, self.require_same_functions,
+                    self.functions, self.timeout);
+  }
   static Register decode(ByteReader& reader, const ProtocolRange& spoken = kStoreProtocol);
 };
 
@@ -57,7 +61,7 @@ struct Welcome {
   std::vector<Departed> departed;  ///< those of them that left or died, by rank
   ProtocolRange versions = kStoreProtocol;
 
-  void encode(ByteWriter& writer) const;
+  static auto fields(auto& self) { return std::tie(self.members, self.departed, self.versions); }
   static Welcome decode(ByteReader& reader, const ProtocolRange& spoken = kStoreProtocol);
 };
 
@@ -69,8 +73,7 @@ struct Refused {
   std::string text;
   bool passing = false;
 
-  void encode(ByteWriter& writer) const;
-  static Refused decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.kind, self.text, self.passing); }
 };
 
 /// Client to store: takes part in barrier or gather number `round` of these `ranks` under this `tag`.
@@ -87,8 +90,10 @@ struct Contribute {
   std::vector<std::uint64_t> counts = {};
   bool once = false;  ///< not sent: the tag has one round only, so the worker does not count its rounds
 
-  void encode(ByteWriter& writer) const;
-  static Contribute decode(ByteReader& reader);
+  static auto fields(auto& self) {
+    return std::tie(self.call, self.tag, self.ranks, self.round, self.timeout, self.bytes, self.incarnations,
+                    self.counts);
+  }
 };
 
 /// Store to the participants of a round: all ranks arrived.
@@ -106,8 +111,7 @@ struct Gathered {
   void add(Bytes bytes);
   /// The bytes of all ranks; throws kInvalid if they are not `ranks` many.
   std::vector<Bytes> all(std::size_t ranks) const;
-  void encode(ByteWriter& writer) const;
-  static Gathered decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.call, self.runs); }
 };
 
 /// Store to the participants of a round: it has failed.
@@ -117,22 +121,19 @@ struct RoundFailed {
   ErrorKind kind = ErrorKind::kInvalid;
   std::string text;
 
-  void encode(ByteWriter& writer) const;
-  static RoundFailed decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.call, self.kind, self.text); }
 };
 
 /// Client to store: goodbye.
 struct Leave {
   static constexpr std::uint16_t kType = 7;
-  void encode(ByteWriter&) const {}
-  static Leave decode(ByteReader&) { return {}; }
+  static auto fields(auto&) { return std::tie(); }
 };
 
 /// Store to a client: acknowledges its goodbye.
 struct Farewell {
   static constexpr std::uint16_t kType = 8;
-  void encode(ByteWriter&) const {}
-  static Farewell decode(ByteReader&) { return {}; }
+  static auto fields(auto&) { return std::tie(); }
 };
 
 /// Workers that joined a running world, perhaps in place of others that left or died.
@@ -149,8 +150,7 @@ struct Changes {
 
   /// Appends a change; joins it to the last one if both are of the same kind.
   void add(const Change& change);
-  void encode(ByteWriter& writer) const;
-  static Changes decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.list); }
 };
 
 /// Store to a client on another host: requests a heartbeat. A store that sends none for `dead_after` is dead.
@@ -159,8 +159,7 @@ struct Ping {
   Duration dead_after{0};
   TimePoint sent = {};  ///< by the store's clock
 
-  void encode(ByteWriter& writer) const;
-  static Ping decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.dead_after, self.sent); }
 };
 
 /// Client to store: the heartbeat, with the times from which the store's process compares the clocks.
@@ -170,8 +169,7 @@ struct Pong {
   TimePoint received = {};  ///< by the client's clock
   TimePoint answered = {};  ///< by the client's clock
 
-  void encode(ByteWriter& writer) const;
-  static Pong decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.sent, self.received, self.answered); }
 };
 
 /// Store to a client that was silent for too long: it was declared dead.
@@ -179,8 +177,7 @@ struct DeclaredDead {
   static constexpr std::uint16_t kType = 14;
   std::string reason;
 
-  void encode(ByteWriter& writer) const;
-  static DeclaredDead decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.reason); }
 };
 
 /// Client to store: asks which ranks are missing in the round for which this client waits under number
@@ -189,8 +186,7 @@ struct AskMissing {
   static constexpr std::uint16_t kType = 15;
   std::uint64_t call = 0;
 
-  void encode(ByteWriter& writer) const;
-  static AskMissing decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.call); }
 };
 
 /// Store to a client: the answer. There is none for a round that has ended.
@@ -199,8 +195,7 @@ struct Missing {
   std::uint64_t call = 0;
   std::vector<int> ranks;
 
-  void encode(ByteWriter& writer) const;
-  static Missing decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.call, self.ranks); }
 };
 
 /// Store to the participants of a round with counts: all ranks arrived.
@@ -209,8 +204,7 @@ struct Summed {
   std::uint64_t call = 0;
   CountSums sums;
 
-  void encode(ByteWriter& writer) const;
-  static Summed decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.call, self.sums); }
 };
 
 /// Client to store: it ends without a goodbye, with the reason; the answer is a Farewell.
@@ -218,9 +212,34 @@ struct GiveUp {
   static constexpr std::uint16_t kType = 17;
   std::string why;  ///< follows the worker's name: "left because …"
 
-  void encode(ByteWriter& writer) const;
-  static GiveUp decode(ByteReader& reader);
+  static auto fields(auto& self) { return std::tie(self.why); }
 };
+
+void put(ByteWriter& writer, const std::vector<Departed>& departed);
+void get(ByteReader& reader, std::vector<Departed>& departed);
+void put(ByteWriter& writer, const Gathered::Run& run);
+void get(ByteReader& reader, Gathered::Run& run);
+void put(ByteWriter& writer, const CountSums& sums);
+void get(ByteReader& reader, CountSums& sums);
+void put(ByteWriter& writer, const std::vector<Changes::Change>& changes);
+void get(ByteReader& reader, std::vector<Changes::Change>& changes);
+
+/// Reads the fields of a message after its type.
+template <class Message>
+Message decode_fields(ByteReader& reader) {
+  Message message;
+  get_all(reader, Message::fields(message));
+  return message;
+}
+/// The same, but Register and Welcome may be of a newer version.
+template <class Message>
+Message decode_message(ByteReader& reader) {
+  if constexpr (requires { Message::decode(reader); }) {
+    return Message::decode(reader);
+  } else {
+    return decode_fields<Message>(reader);
+  }
+}
 
 /// An encoded message, which several connections may send.
 using SharedBytes = std::shared_ptr<const Bytes>;
@@ -234,7 +253,7 @@ Bytes encode_message(const Message& message) {
   bytes.reserve(64);
   ByteWriter writer(std::move(bytes));
   writer.put(Message::kType);
-  message.encode(writer);
+  put_all(writer, Message::fields(message));
   return writer.take();
 }
 
@@ -253,7 +272,7 @@ class MessageTable {
  public:
   template <class Message>
   void on(std::function<void(Context..., Message)> handler) {
-    on<Message>(std::move(handler), [](ByteReader& reader) { return Message::decode(reader); });
+    on<Message>(std::move(handler), [](ByteReader& reader) { return decode_message<Message>(reader); });
   }
   template <class Message>
   void on(std::function<void(Context..., Message)> handler, std::function<Message(ByteReader&)> decode) {

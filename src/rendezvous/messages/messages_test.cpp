@@ -34,7 +34,7 @@ Message round_trip(const Message& message) {
   const Bytes bytes = encode_message(message);
   ByteReader reader(bytes);
   EXPECT_EQ(reader.get<std::uint16_t>(), Message::kType);
-  Message back = Message::decode(reader);
+  Message back = decode_message<Message>(reader);
   reader.expect_end();
   EXPECT_EQ(encode_message(back), bytes);
   return back;

@@ -93,7 +93,7 @@ class StoreFixture : public ::testing::Test {
     if (found == sent_.end()) return messages;
     for (const Bytes& bytes : found->second) {
       ByteReader reader(bytes);
-      if (reader.get<std::uint16_t>() == Message::kType) messages.push_back(Message::decode(reader));
+      if (reader.get<std::uint16_t>() == Message::kType) messages.push_back(decode_message<Message>(reader));
     }
     return messages;
   }
