@@ -153,16 +153,10 @@ class GroupBuilder {
   std::shared_ptr<PointToPoint> messages(std::shared_ptr<Backend> backend) const {
     if (ranks_.size() == 1) return nullptr;
     PairPlan plan{.world = link_,
-                  .ranks = ranks_,
-                  .instances = {},
-                  .peers = {},
+                  .members = GroupMembers::of(members_of_group()),
                   .rank = place_of(world_.self().rank),
                   .group = number_,
                   .timeout = options_.timeout};
-    for (const Member& member : members_of_group()) {
-      plan.instances.push_back(member.instance);
-      plan.peers.push_back(describe(member));
-    }
     return PointToPoint::make(std::move(plan), std::move(backend));
   }
 
@@ -269,17 +263,14 @@ class GroupBuilder {
   std::shared_ptr<Backend> make_on_device(const std::vector<Member>& members) {
     DeviceGroupPlan plan{.device = *options_.device,
                          .backend = options_.backend,
+                         .members = GroupMembers::of(members),
                          .rank = place_of(world_.self().rank),
                          .process_group = options_.process_group,
                          .timeout = options_.timeout,
                          .world = link_,
                          .gather = [this](BytesView mine) { return gather(mine, ranks_); },
                          .control = [&] { return make_ours(members); }};
-    for (const Member& member : members) {
-      plan.peers.push_back(describe(member));
-      plan.hosts.push_back(member.host_id);
-      plan.instances.push_back(member.instance);
-    }
+    for (const Member& member : members) plan.hosts.push_back(member.host_id);
     return make_device_backend(services_, plan);
   }
 
@@ -332,13 +323,11 @@ class GroupBuilder {
 
   std::shared_ptr<Backend> make_serial(std::unique_ptr<BlockingCollectives> collectives,
                                        const std::vector<Member>& members) {
-    SerialOptions serial{.ranks = ranks_, .rank = place_of(world_.self().rank), .timeout = options_.timeout};
-    for (const Member& member : members) {
-      serial.peers.push_back(describe(member));
-      serial.instances.push_back(member.instance);
-    }
-    serial.world = link_;
-    return SerialBackend::make(runtime_, std::move(collectives), std::move(serial));
+    return SerialBackend::make(runtime_, std::move(collectives),
+                               {.members = GroupMembers::of(members),
+                                .rank = place_of(world_.self().rank),
+                                .timeout = options_.timeout,
+                                .world = link_});
   }
 
   GlooOptions gloo_options(bool loopback) const {

@@ -27,6 +27,30 @@ std::vector<Bytes> gather_in_order(Membership& world, const std::string& tag, By
   return by_rank;
 }
 
+GroupMembers GroupMembers::of(const std::vector<Member>& members) {
+  GroupMembers all;
+  for (const Member& member : members) {
+    all.ranks.push_back(member.rank);
+    all.names.push_back(describe(member));
+    all.instances.push_back(member.instance);
+  }
+  return all;
+}
+
+bool GroupMembers::contains(const Member& member) const {
+  return std::ranges::find(instances, member.instance) != instances.end();
+}
+
+GroupMembers GroupMembers::part(const std::vector<int>& of_ranks) const {
+  GroupMembers some{.ranks = of_ranks};
+  for (const int rank : of_ranks) {
+    const auto place = static_cast<std::size_t>(std::ranges::find(ranks, rank) - ranks.begin());
+    some.names.push_back(names[place]);
+    if (!instances.empty()) some.instances.push_back(instances[place]);
+  }
+  return some;
+}
+
 std::vector<Bytes> ConnectionRounds::gather(WorldLink& world, BytesView mine, const std::vector<int>& ranks,
                                             Deadline deadline) {
   const bool once = split != 0;
@@ -150,18 +174,18 @@ std::optional<WorldLink::DepartedRank> WorldLink::await_first_departed(
   }
 }
 
-std::string WorldLink::cause_of_loss(const std::vector<std::uint64_t>& instances,
-                                     const std::vector<std::string>& peers, const DepartedRank& lost) {
-  const auto first = await_first_departed(instances);
+std::string WorldLink::cause_of_loss(const GroupMembers& members, const DepartedRank& lost) {
+  const auto first = await_first_departed(members.instances);
   if (!first) {
     return fmt::format(
         "{}, as {} reports; the world still counts {} as a member: if it lives, the network between these "
         "two "
         "is cut",
-        lost.how, describe(self_), peers[lost.rank]);
+        lost.how, describe(self_), members.names[lost.rank]);
   }
-  const std::string text = text_of_departed(peers[first->rank], first->how);
-  return first->rank == lost.rank ? text : fmt::format("{}; after it, {} ended too", text, peers[lost.rank]);
+  const std::string text = text_of_departed(members.names[first->rank], first->how);
+  return first->rank == lost.rank ? text
+                                  : fmt::format("{}; after it, {} ended too", text, members.names[lost.rank]);
 }
 
 std::optional<Error> WorldLink::ended() {

@@ -32,6 +32,20 @@ std::string text_of_departed(const std::string& peer, const std::string& how);
 std::vector<Bytes> gather_in_order(rendezvous::Membership& world, const std::string& tag, BytesView mine,
                                    const std::vector<int>& ranks, Deadline deadline, bool once = false);
 
+/// The ranks of a group, by rank of the group.
+struct GroupMembers {
+  std::vector<int> ranks = {};                ///< of the world
+  std::vector<std::string> names = {};        ///< for messages
+  std::vector<std::uint64_t> instances = {};  ///< of their processes, if there is a world
+
+  static GroupMembers of(const std::vector<rendezvous::Member>& members);
+  int size() const { return static_cast<int>(ranks.size()); }
+  const std::string& name(int rank) const { return names[static_cast<std::size_t>(rank)]; }
+  bool contains(const rendezvous::Member& member) const;
+  /// Returns the members with these ranks of the world, in this order.
+  GroupMembers part(const std::vector<int>& of_ranks) const;
+};
+
 class WorldLink;
 
 /// Names the membership's rounds in which the ranks of a group connect. `split`: SplitPlan::number; several threads may split
@@ -79,9 +93,7 @@ class WorldLink {
   std::optional<DepartedRank> await_first_departed(const std::vector<std::uint64_t>& instances);
   /// Why a group lost a rank, whose connection reported `lost.how`: names the process that went first, as
   /// await_first_departed() finds it; otherwise lost.how, with this rank, which is then the only one that has lost the other.
-  /// `peers` describes the processes.
-  std::string cause_of_loss(const std::vector<std::uint64_t>& instances,
-                            const std::vector<std::string>& peers, const DepartedRank& lost);
+  std::string cause_of_loss(const GroupMembers& members, const DepartedRank& lost);
   /// Why the world ended; nullopt while it exists.
   std::optional<Error> ended();
 

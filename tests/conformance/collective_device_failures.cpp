@@ -472,7 +472,7 @@ TEST(DeviceGroups, KeepTheTensorsOfWorkThatFailsUntilItIsAborted) {
               std::move(control),
               {.engine = [&](const EngineParts&) { return std::make_unique<FailingEngine>(freed); },
                .runtime = std::make_shared<StandInRuntime>(),
-               .queue = {.device = stand_in(0), .peers = {"worker0", "worker1"}}}));
+               .queue = {.device = stand_in(0), .members = {.names = {"worker0", "worker1"}}}}));
           each.second(group);
         }),
         Each(HasSubstr("the other rank is gone")))

@@ -44,9 +44,9 @@ Group make_hierarchical(Runtime& runtime, Membership& world, int hosts, int rank
   for (int other = 0; other < hosts * ranks_per_host; ++other) {
     plan.ranks.push_back(other);
     plan.hosts.push_back(other / ranks_per_host);
-    serial.ranks.push_back(other);
-    serial.peers.push_back(describe(world.member(other)));
-    serial.instances.push_back(world.member(other).instance);
+    serial.members.ranks.push_back(other);
+    serial.members.names.push_back(describe(world.member(other)));
+    serial.members.instances.push_back(world.member(other).instance);
   }
   std::vector<int> here(static_cast<std::size_t>(ranks_per_host));
   std::iota(here.begin(), here.end(), leader);

@@ -123,13 +123,15 @@ std::shared_ptr<Backend> make_c10d_backend(Runtime& runtime,
                                            c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                                            C10dOptions options) {
   const int size = process_group->getSize();
-  SerialOptions serial{.ranks = std::move(options.ranks), .peers = std::move(options.peers)};
+  GroupMembers members{.ranks = std::move(options.ranks), .names = std::move(options.peers)};
+  SerialOptions serial;
   serial.rank = process_group->getRank();
   serial.compare_calls = options.compare_calls;
-  for (int rank = static_cast<int>(serial.ranks.size()); rank < size; ++rank) serial.ranks.push_back(rank);
-  for (auto rank = serial.peers.size(); rank < serial.ranks.size(); ++rank) {
-    serial.peers.push_back(fmt::format("rank {}", serial.ranks[rank]));
+  for (int rank = static_cast<int>(members.ranks.size()); rank < size; ++rank) members.ranks.push_back(rank);
+  for (auto rank = members.names.size(); rank < members.ranks.size(); ++rank) {
+    members.names.push_back(fmt::format("rank {}", members.ranks[rank]));
   }
+  serial.members = std::move(members);
   const std::string engine = process_group->getBackendName();
   C10dGroup group{std::move(process_group), engine};
   if (options.split) {

@@ -22,18 +22,12 @@ constexpr int kMostLanes = 16;
 
 int default_lanes() { return ::sysconf(_SC_NPROCESSORS_ONLN) >= 8 ? 4 : 2; }
 
-std::vector<rendezvous::Member> members_of(WorldLink& world, const std::vector<int>& ranks) {
+GroupMembers members_of(WorldLink& world, const std::vector<int>& ranks) {
   return world.ask([&](rendezvous::Membership& membership) {
     std::vector<rendezvous::Member> members;
     for (const int rank : ranks) members.push_back(membership.member(rank));
-    return members;
+    return GroupMembers::of(members);
   });
-}
-
-std::vector<std::string> names_of(const std::vector<rendezvous::Member>& members) {
-  std::vector<std::string> names;
-  for (const rendezvous::Member& member : members) names.push_back(describe(member));
-  return names;
 }
 
 /// Where the lanes of one rank listen.
@@ -61,16 +55,14 @@ struct Places {
 
 }  // namespace
 
-Mesh::Mesh(const std::shared_ptr<WorldLink>& world, std::vector<int> ranks, MeshOptions options)
+Mesh::Mesh(const std::shared_ptr<WorldLink>& world, const std::vector<int>& ranks, MeshOptions options)
     : executor_(world->runtime()->executor),
       world_(world),
-      ranks_(std::move(ranks)),
       options_(options),
-      rank_(static_cast<int>(std::find(ranks_.begin(), ranks_.end(), world->self().rank) - ranks_.begin())),
-      members_(members_of(*world, ranks_)),
-      peers_(names_of(members_)),
+      members_(members_of(*world, ranks)),
+      rank_(static_cast<int>(std::ranges::find(ranks, world->self().rank) - ranks.begin())),
       connecting_(executor_.make_parker()),
-      inbox_(executor_, peers_, rank_) {
+      inbox_(executor_, members_.names, rank_) {
   const Deadline deadline = executor_.deadline_in(options_.timeout);
   try {
     agree(*world, connect(*world, deadline), deadline);
@@ -122,7 +114,7 @@ std::optional<Error> Mesh::connect(WorldLink& world, Deadline deadline) {
   }
   std::vector<Places> places;
   std::size_t count = lanes_.size();
-  for (const Bytes& theirs : options_.rounds.gather(world, mine.encode(), ranks_, deadline)) {
+  for (const Bytes& theirs : options_.rounds.gather(world, mine.encode(), members_.ranks, deadline)) {
     places.push_back(Places::decode(theirs));
     count = std::min(count, places.back().addresses.size());
   }
@@ -152,7 +144,7 @@ std::optional<Error> Mesh::connect(WorldLink& world, Deadline deadline) {
     for (int rank = 0; rank < size(); ++rank) {
       const auto place = static_cast<std::size_t>(rank);
       if (rank == rank_ || lane->has_met(rank)) continue;
-      missing.push_back(fmt::format("{} at {}: {}", peers_[place],
+      missing.push_back(fmt::format("{} at {}: {}", members_.names[place],
                                     places[place].addresses[static_cast<std::size_t>(lane->number())],
                                     why_missing(*lane, rank)));
     }
@@ -185,14 +177,14 @@ std::string Mesh::why_missing(const GroupLinks& lane, int rank) {
 
 /// Throws on all ranks if one of them is not connected.
 void Mesh::agree(WorldLink& world, std::optional<Error> mine, Deadline deadline) {
-  const auto outcomes =
-      gather_outcomes([&](BytesView bytes) { return options_.rounds.gather(world, bytes, ranks_, deadline); },
-                      {.failure = std::move(mine)});
+  const auto outcomes = gather_outcomes(
+      [&](BytesView bytes) { return options_.rounds.gather(world, bytes, members_.ranks, deadline); },
+      {.failure = std::move(mine)});
   std::vector<std::string> troubles;
   for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
     const auto& failure = outcomes[rank].failure;
     if (!failure) continue;
-    troubles.push_back(fmt::format("{} {}", peers_[rank], failure->message()));
+    troubles.push_back(fmt::format("{} {}", members_.names[rank], failure->message()));
     if (failure->kind() == ErrorKind::kOverloaded) throw Error(failure->kind(), troubles.back());
   }
   if (troubles.empty()) return;
@@ -233,7 +225,7 @@ void Mesh::on_invalid(GroupLinks&, int rank, const Error& cause) {
   abort(Error(ErrorKind::kInvalid,
               fmt::format("{} sent an invalid message to the group: {}; do all ranks run the same "
                           "version of TorchSpan?",
-                          peers_[static_cast<std::size_t>(rank)], cause.message())));
+                          members_.name(rank), cause.message())));
 }
 
 void Mesh::on_end(GroupLinks& lane, int rank, LinkEnd how, const Error& reason) {
@@ -258,12 +250,10 @@ void Mesh::refuse(const GroupLinks& lane, int rank, const Error& cause) {
 /// On the lane's thread, which has nothing else to do for a group that breaks.
 void Mesh::lost(int rank, const std::string& why) {
   if (inbox_.failure()) return;
-  std::vector<std::uint64_t> instances;
-  for (const rendezvous::Member& member : members_) instances.push_back(member.instance);
   const auto place = static_cast<std::size_t>(rank);
-  const std::string how = fmt::format("the connection to {} ended: {}", peers_[place], why);
+  const std::string how = fmt::format("the connection to {} ended: {}", members_.names[place], why);
   abort(Error(ErrorKind::kDisconnected, fmt::format("{}; the group cannot continue without it",
-                                                    world_->cause_of_loss(instances, peers_, {place, how}))));
+                                                    world_->cause_of_loss(members_, {place, how}))));
 }
 
 void Mesh::end(const Error& reason) {
@@ -286,8 +276,8 @@ void Mesh::wait_for_room(int to, GroupLinks& lane) {
   while (lane.unsent_bytes(to) > kMostUnsent) {
     inbox_.pause(kForRoom);
     if (!deadline_.passed(executor_.now())) continue;
-    throw Error(ErrorKind::kTimedOut, fmt::format("{} does not take the data of this operation",
-                                                  peers_[static_cast<std::size_t>(to)]));
+    throw Error(ErrorKind::kTimedOut,
+                fmt::format("{} does not take the data of this operation", members_.name(to)));
   }
 }
 
@@ -301,7 +291,7 @@ void Mesh::send(int to, std::uint32_t part, BytesView data) {
 }
 
 void Mesh::send_over(GroupLinks& lane, int to, BytesView header, std::span<const Segment> segments) {
-  const std::string& peer = peers_[static_cast<std::size_t>(to)];
+  const std::string& peer = members_.name(to);
   const auto channel = lane.channel_to(to);
   if (!channel) {
     throw Error(ErrorKind::kDisconnected,
@@ -319,7 +309,7 @@ Buffer Mesh::take(int from, std::uint32_t part, std::size_t size) {
   Buffer data = inbox_.take({from, operation_, part}, lane_of(part), deadline_);
   if (data.size == size) return data;
   throw_invalid("{} sent {} bytes where {} were expected: do all ranks run the same version of TorchSpan?",
-                peers_[static_cast<std::size_t>(from)], data.size, size);
+                members_.name(from), data.size, size);
 }
 
 }  // namespace torchspan::collective::channels

@@ -30,12 +30,12 @@ class Mesh final : private LinkListener {
  public:
   /// Collective over `ranks` of the world, which include this worker. Throws kDisconnected on all ranks,
   /// with the connections that could not be made; kTimedOut.
-  Mesh(const std::shared_ptr<WorldLink>& world, std::vector<int> ranks, MeshOptions options);
+  Mesh(const std::shared_ptr<WorldLink>& world, const std::vector<int>& ranks, MeshOptions options);
   /// Sends the last messages and waits briefly until the peers have them.
   ~Mesh();
 
   int rank() const { return rank_; }
-  int size() const { return static_cast<int>(ranks_.size()); }
+  int size() const { return members_.size(); }
   Inbox& inbox() { return inbox_; }
   Executor& executor() { return executor_; }
 
@@ -79,11 +79,9 @@ class Mesh final : private LinkListener {
 
   Executor& executor_;
   const std::shared_ptr<WorldLink> world_;
-  const std::vector<int> ranks_;  ///< of the world, by rank of the group
   MeshOptions options_;
+  const GroupMembers members_;
   const int rank_;
-  const std::vector<rendezvous::Member> members_;
-  const std::vector<std::string> peers_;
   const std::unique_ptr<Parker> connecting_;
   Inbox inbox_;
   Mutex mutex_;

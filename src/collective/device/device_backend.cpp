@@ -53,9 +53,7 @@ void reduce_dense(DeviceEngine& engine, const at::Tensor& tensor, ReduceOp reduc
   all.clear();
 }
 
-Place place_of(const DeviceQueue& queue) {
-  return {queue.options().rank, static_cast<int>(queue.options().ranks.size())};
-}
+Place place_of(const DeviceQueue& queue) { return {queue.options().rank, queue.options().members.size()}; }
 
 /// Completes with `result` when the operation is launched.
 template <class T>
@@ -96,7 +94,7 @@ Future<at::Tensor> scatter_line(DeviceQueue& queue, std::string line, const at::
   operation->line = std::move(line);
   const at::Tensor work = plain(tensor);
   std::vector<std::int64_t> sizes = work.sizes().vec();
-  sizes[0] /= static_cast<std::int64_t>(queue.options().ranks.size());
+  sizes[0] /= queue.options().members.size();
   const at::Tensor part = at::empty(sizes, work.options());
   operation->launch = [engine = &queue.engine(), work, part, reduction, place = place_of(queue),
                        whole = at::Tensor(), all = Tensors()]() mutable {
@@ -172,7 +170,7 @@ Future<at::Tensor> all_reduce_sparse(DeviceQueue& queue, const std::string& line
   const auto parts = std::make_shared<Parts>();
   const at::Tensor indices = work.indices().t().contiguous(), values = plain(work.values());
   operation->prepare = [parts, indices, values, sizes = work.sizes().vec(), line,
-                        peers = queue.options().peers](const CallNumbers& all) {
+                        peers = queue.options().members.names](const CallNumbers& all) {
     const std::int64_t sparse_dim = common_sparse_dim(all, line, peers);
     std::vector<std::int64_t> of_value(sizes.begin() + sparse_dim, sizes.end());
     of_value.insert(of_value.begin(), 0);
@@ -221,10 +219,9 @@ bool all_on_cpu(const char* call, const Tensors& parts, int rank) {
 std::shared_ptr<DeviceBackend> DeviceBackend::make(std::shared_ptr<Backend> made, Plan plan) {
   auto failure = std::make_shared<GroupFailure>();
   std::shared_ptr<Backend> control = made->split(0, made->rank());
-  plan.queue.departed = [world = plan.queue.world, instances = plan.queue.instances,
-                         peers = plan.queue.peers]() -> std::optional<Error> {
-    const auto departed = world ? world->first_departed(instances) : std::nullopt;
-    return departed ? std::optional(departed_member_error(peers[departed->rank], departed->how))
+  plan.queue.departed = [world = plan.queue.world, members = plan.queue.members]() -> std::optional<Error> {
+    const auto departed = world ? world->first_departed(members.instances) : std::nullopt;
+    return departed ? std::optional(departed_member_error(members.names[departed->rank], departed->how))
                     : std::nullopt;
   };
   std::unique_ptr<DeviceEngine> engine = plan.engine({.control = std::move(made),
@@ -233,7 +230,7 @@ std::shared_ptr<DeviceBackend> DeviceBackend::make(std::shared_ptr<Backend> made
                                                       .failure = failure,
                                                       .departed = plan.queue.departed,
                                                       .timeout = plan.queue.timeout});
-  plan.queue.ranks = control->ranks();
+  plan.queue.members.ranks = control->ranks();
   plan.queue.rank = control->rank();
   auto queue = DeviceQueue::make(std::move(control), std::move(engine), std::move(failure), plan.queue);
   return std::shared_ptr<DeviceBackend>(new DeviceBackend(std::move(plan), std::move(queue)));
@@ -251,15 +248,7 @@ std::shared_ptr<Backend> DeviceBackend::split(int color, int key) {
                                plan_.queue.world, plan_.queue.device);
   }
   Plan plan = plan_;
-  plan.queue.peers.clear();
-  plan.queue.instances.clear();
-  const auto& ranks = plan_.queue.ranks;
-  for (const int world_rank : part->ranks()) {
-    const auto place =
-        static_cast<std::size_t>(std::find(ranks.begin(), ranks.end(), world_rank) - ranks.begin());
-    plan.queue.peers.push_back(plan_.queue.peers[place]);
-    if (!plan_.queue.instances.empty()) plan.queue.instances.push_back(plan_.queue.instances[place]);
-  }
+  plan.queue.members = plan_.queue.members.part(part->ranks());
   return make(std::move(part), std::move(plan));
 }
 
@@ -342,7 +331,7 @@ at::Tensor DeviceBackend::allocate(at::IntArrayRef sizes, at::ScalarType dtype) 
 }
 
 void DeviceBackend::abort(const Error& cause) {
-  queue_->break_with(aborted_by(plan_.queue.peers[static_cast<std::size_t>(rank())], cause));
+  queue_->break_with(aborted_by(plan_.queue.members.name(rank()), cause));
 }
 
 }  // namespace torchspan::collective

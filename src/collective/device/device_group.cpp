@@ -50,15 +50,12 @@ class Selection {
       facts_.push_back(DeviceFacts::decode(bytes));
     for (std::size_t rank = 0; rank < facts_.size(); ++rank) {
       if (facts_[rank].trouble.empty()) continue;
-      throw Error(ErrorKind::kUnsupported, fmt::format("{} cannot use {}: {}", plan_.peers[rank],
+      throw Error(ErrorKind::kUnsupported, fmt::format("{} cannot use {}: {}", plan_.members.names[rank],
                                                        facts_[rank].device, facts_[rank].trouble));
     }
     const EngineFactory engine = select();
-    DeviceQueueOptions queue{.device = device_,
-                             .peers = plan_.peers,
-                             .timeout = plan_.timeout,
-                             .world = plan_.world,
-                             .instances = plan_.instances};
+    DeviceQueueOptions queue{
+        .device = device_, .members = plan_.members, .timeout = plan_.timeout, .world = plan_.world};
     return DeviceBackend::make(plan_.control(),
                                {.engine = engine, .runtime = services_.runtime, .queue = std::move(queue)});
   }
@@ -126,7 +123,7 @@ class Selection {
   std::string missing_nccl() const {
     for (std::size_t rank = 0; rank < facts_.size(); ++rank) {
       if (!facts_[rank].nccl_trouble.empty())
-        return fmt::format("{}: {}", plan_.peers[rank], facts_[rank].nccl_trouble);
+        return fmt::format("{}: {}", plan_.members.names[rank], facts_[rank].nccl_trouble);
     }
     return {};
   }
@@ -140,7 +137,7 @@ class Selection {
         return fmt::format(
             "{} ({}) and {} ({}) share one GPU ({}), which NCCL refuses: give each rank its own "
             "device, or use BackendKind::kCudaIpc",
-            plan_.peers[other], facts_[other].device, plan_.peers[one], facts_[one].device,
+            plan_.members.names[other], facts_[other].device, plan_.members.names[one], facts_[one].device,
             facts_[one].identity);
       }
     }
@@ -153,7 +150,7 @@ class Selection {
       return fmt::format(
           "{} and {} are on different hosts, whose processes cannot map each other's device "
           "memory: use BackendKind::kNccl",
-          plan_.peers[0], plan_.peers[rank]);
+          plan_.members.names[0], plan_.members.names[rank]);
     }
     return {};
   }

@@ -13,9 +13,8 @@ namespace torchspan::collective {
 struct DeviceGroupPlan {
   c10::Device device;
   BackendKind backend = BackendKind::kAutomatic;
-  std::vector<std::string> peers = {};        ///< by rank of the group, for messages
-  std::vector<std::string> hosts = {};        ///< by rank
-  std::vector<std::uint64_t> instances = {};  ///< by rank
+  GroupMembers members = {};
+  std::vector<std::string> hosts = {};  ///< by rank of the group
   int rank = 0;
   ProcessGroupFactory process_group = {};  ///< for kC10d
   Duration timeout{};

@@ -191,8 +191,7 @@ void DeviceQueue::stop_thread() {
 }
 
 void DeviceQueue::member_died(const rendezvous::Member& member, const Error& reason) {
-  const auto& instances = options_.instances;
-  if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
+  if (!options_.members.contains(member)) return;
   break_with(departed_member_error(describe(member), reason.message()));
 }
 
@@ -357,8 +356,8 @@ CallNumbers DeviceQueue::agree(Job& job) {
     announced.push_back(read_announcement(bytes));
     const std::size_t rank = announced.size() - 1;
     if (announced[rank].line != announced[0].line) {
-      throw_different_calls(options_.peers[0], unpack_line(announced[0].line), options_.peers[rank],
-                            unpack_line(announced[rank].line));
+      throw_different_calls(options_.members.names[0], unpack_line(announced[0].line),
+                            options_.members.names[rank], unpack_line(announced[rank].line));
     }
     numbers.push_back(announced[rank].numbers);
   }
@@ -392,14 +391,14 @@ bool DeviceQueue::watch() {
                 fmt::format("{} was launched on all ranks, but {} has not finished it on {} after {:.3g} "
                             "s: a rank's process or device has stopped, or its device is busy with "
                             "other work for longer than GroupOptions::timeout",
-                            late->call, options_.peers[static_cast<std::size_t>(options_.rank)],
-                            options_.device.str(), to_seconds(options_.timeout))));
+                            late->call, options_.members.name(options_.rank), options_.device.str(),
+                            to_seconds(options_.timeout))));
     }
   } catch (...) {
     break_with(
-        Error(ErrorKind::kDisconnected, fmt::format("{} of {} failed: {}", options_.device.str(),
-                                                    options_.peers[static_cast<std::size_t>(options_.rank)],
-                                                    torchspan::describe(std::current_exception()).text)));
+        Error(ErrorKind::kDisconnected,
+              fmt::format("{} of {} failed: {}", options_.device.str(), options_.members.name(options_.rank),
+                          torchspan::describe(std::current_exception()).text)));
   }
   if (const auto cause = failure_->get()) {
     launched_.fail(*cause);  // first, because abort() may wait for other ranks and for the device

@@ -60,12 +60,10 @@ using CallNumbers = std::vector<std::vector<std::int64_t>>;
 
 struct DeviceQueueOptions {
   c10::Device device;
-  std::vector<int> ranks = {};          ///< ranks of the world, by rank of the group
-  std::vector<std::string> peers = {};  ///< names for messages
+  GroupMembers members = {};
   int rank = 0;
   Duration timeout = std::chrono::minutes(5);
   std::shared_ptr<WorldLink> world = {};  ///< may be null; a death that it reports breaks the group at once
-  std::vector<std::uint64_t> instances = {};            ///< of the ranks' processes, if there is a world
   std::function<std::optional<Error>()> departed = {};  ///< as in EngineParts
 };
 
@@ -96,7 +94,9 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   const std::shared_ptr<ContinuationExecutor>& continuations() const { return promised_continuations_; }
   const std::shared_ptr<GroupFailure>& failure() const { return failure_; }
   /// As Backend::set_instance().
-  void set_instance(std::uint64_t instance) { group_number_ = group_number(options_.ranks, instance); }
+  void set_instance(std::uint64_t instance) {
+    group_number_ = group_number(options_.members.ranks, instance);
+  }
 
   /// Issues an operation. `done` gets the gate of the result, or the failure.
   void submit(std::unique_ptr<DeviceOperation> operation, const std::vector<at::Tensor>& tensors,
@@ -136,7 +136,7 @@ class DeviceQueue final : public WorldListener, public std::enable_shared_from_t
   const std::unique_ptr<DeviceEngine> engine_;
   const std::shared_ptr<GroupFailure> failure_;
   const DeviceQueueOptions options_;
-  std::atomic<std::int32_t> group_number_{group_number(options_.ranks)};
+  std::atomic<std::int32_t> group_number_{group_number(options_.members.ranks)};
   Runtime& runtime_;
   const c10::Stream stream_;
   std::shared_ptr<QueueExecutor> continuations_;

@@ -23,7 +23,7 @@ namespace {
 channels::LinksPlan links_plan(const PairPlan& plan) {
   const std::uint64_t nonce = channels::GroupLinks::make_nonce(*plan.world, plan.group);
   return {.name = fmt::format("messages.{:x}", nonce),
-          .ranks = static_cast<int>(plan.ranks.size()),
+          .ranks = plan.members.size(),
           .rank = plan.rank,
           .nonce = nonce};
 }
@@ -34,7 +34,7 @@ PairConnections::PairConnections(PairPlan plan, MessageLoop& loop)
     : plan_(std::move(plan)),
       loop_(loop),
       executor_(plan_.world->runtime()->executor),
-      peers_(plan_.ranks.size()),
+      peers_(plan_.members.ranks.size()),
       links_(*plan_.world, links_plan(plan_), *this) {
   MutexLock lock(requests_->mutex);
   requests_->links = &links_;
@@ -60,8 +60,8 @@ void PairConnections::open(int rank) {
     MutexLock lock(mutex_);
     if (std::exchange(peers_[static_cast<std::size_t>(rank)].opened, true)) return;
   }
-  const int self = plan_.ranks[static_cast<std::size_t>(plan_.rank)];
-  const int other = plan_.ranks[static_cast<std::size_t>(rank)];
+  const int self = plan_.members.ranks[static_cast<std::size_t>(plan_.rank)];
+  const int other = plan_.members.ranks[static_cast<std::size_t>(rank)];
   ByteWriter mine;
   mine.put(links_.nonce());
   mine.put_string(links_.address());
@@ -100,7 +100,7 @@ void PairConnections::connect_pending() {
 
 void PairConnections::connect(const MutualRequest& request) {
   const auto index = static_cast<std::size_t>(request.rank);
-  const bool first = plan_.ranks[index] < plan_.ranks[static_cast<std::size_t>(plan_.rank)];
+  const bool first = plan_.members.ranks[index] < plan_.members.ranks[static_cast<std::size_t>(plan_.rank)];
   ByteReader theirs(request.both.at(first ? 0 : 1));
   const auto nonce = theirs.get<std::uint64_t>();
   const std::string address = theirs.get_string();
@@ -114,8 +114,7 @@ void PairConnections::departed(int rank, const Error& cause) {
     return;  // the end of this worker's world is reported to the group
   loop_.departed(
       rank,
-      Error(cause.kind(), fmt::format("no connection to {}: {}", plan_.peers[static_cast<std::size_t>(rank)],
-                                      cause.message())),
+      Error(cause.kind(), fmt::format("no connection to {}: {}", plan_.members.name(rank), cause.message())),
       Departure::kAbsence);
 }
 
@@ -177,9 +176,8 @@ void PairConnections::on_end(channels::GroupLinks&, int rank, LinkEnd how, const
     return departed(rank, Error(ErrorKind::kDisconnected, reason.message()));
   }
   loop_.departed(rank,
-                 Error(ErrorKind::kDisconnected,
-                       fmt::format("the connection to {} ended: {}",
-                                   plan_.peers[static_cast<std::size_t>(rank)], reason.message())),
+                 Error(ErrorKind::kDisconnected, fmt::format("the connection to {} ended: {}",
+                                                             plan_.members.name(rank), reason.message())),
                  Departure::kFailure);
 }
 
@@ -224,7 +222,7 @@ std::string MessageErrors::awaited(const MessageOperation& operation, const Mess
 std::string MessageErrors::awaited_from_any(const MessageOperation& operation, const MessageQueue& queue,
                                             const DepartedRanks& departed) const {
   std::vector<std::string> waited_for, others;
-  for (int rank = 0; rank < static_cast<int>(plan_.ranks.size()); ++rank) {
+  for (int rank = 0; rank < plan_.members.size(); ++rank) {
     if (rank == plan_.rank) continue;
     if (const auto& cause = departed[static_cast<std::size_t>(rank)]) {
       others.push_back(cause->message());
@@ -286,7 +284,7 @@ MessageLoop::MessageLoop(PairPlan plan, std::shared_ptr<Backend> backend)
       errors_(plan_),
       backend_(std::move(backend)),
       executor_(plan_.world->runtime()->executor),
-      causes_of_departure_(plan_.ranks.size()) {}
+      causes_of_departure_(plan_.members.ranks.size()) {}
 
 MessageLoop::~MessageLoop() { stop(Error(ErrorKind::kCancelled, "the group was destroyed")); }
 
@@ -406,23 +404,23 @@ const Error* MessageLoop::cause_of_departure(int rank) {
   const auto place = static_cast<std::size_t>(rank);
   std::optional<Error>& departed = causes_of_departure_[place];
   if (departed) return &*departed;
-  const auto how = plan_.world->departed(plan_.instances[place]);
+  const auto how = plan_.world->departed(plan_.members.instances[place]);
   if (!how) return nullptr;
-  departed = Error(ErrorKind::kDisconnected, text_of_departed(plan_.peers[place], *how));
+  departed = Error(ErrorKind::kDisconnected, text_of_departed(plan_.members.names[place], *how));
   queue_.drop_offers(rank);
   return &*departed;
 }
 
 void MessageLoop::break_without(int rank, const Error& seen) {
   if (seen.kind() != ErrorKind::kDisconnected) return break_with(seen, Tell::kGroup);
-  const std::string cause = plan_.world->cause_of_loss(plan_.instances, plan_.peers,
-                                                       {static_cast<std::size_t>(rank), seen.message()});
+  const std::string cause =
+      plan_.world->cause_of_loss(plan_.members, {static_cast<std::size_t>(rank), seen.message()});
   break_with(Error(ErrorKind::kDisconnected, cause), Tell::kGroup);
 }
 
 void MessageLoop::begin(const MessageOperationPtr& operation) {
   if (operation->from_any) {
-    for (int rank = 0; rank < static_cast<int>(plan_.ranks.size()); ++rank) {
+    for (int rank = 0; rank < plan_.members.size(); ++rank) {
       if (rank != plan_.rank && cause_of_departure(rank) == nullptr) connections_->open(rank);
     }
     return receive(operation);
@@ -465,7 +463,7 @@ void MessageLoop::received(int rank, const channels::GroupMessage& note, Buffer 
   } else if (const auto* abort = std::get_if<channels::Abort>(&note)) {
     break_with(Error(abort->kind, abort->text), Tell::kNobody);
   } else if (const auto* end = std::get_if<channels::End>(&note)) {
-    const std::string& name = plan_.peers[static_cast<std::size_t>(rank)];
+    const std::string& name = plan_.members.name(rank);
     departed(rank, Error(ErrorKind::kDisconnected, fmt::format("{} {}", name, end->text)),
              Departure::kAbsence);
   } else {
@@ -528,7 +526,7 @@ Deadline MessageLoop::check() {
                     .detail = errors_.awaited(*late, queue_, causes_of_departure_),
                     .seconds = to_seconds(now - late->began),
                     .id = late->number,
-                    .part = group_number(plan_.ranks, plan_.group)});
+                    .part = group_number(plan_.members.ranks, plan_.group)});
     break_with(errors_.late(*late, queue_, causes_of_departure_), Tell::kGroup);
   }
   list_waiting(now);
@@ -539,7 +537,7 @@ Deadline MessageLoop::check() {
 void MessageLoop::check_senders() {
   const MessageOperationPtr waiting = queue_.first_from_any();
   if (!waiting) return;
-  for (int rank = 0; rank < static_cast<int>(plan_.ranks.size()); ++rank) {
+  for (int rank = 0; rank < plan_.members.size(); ++rank) {
     if (rank != plan_.rank && cause_of_departure(rank) == nullptr) return;
   }
   break_with(errors_.no_sender(*waiting, causes_of_departure_), Tell::kGroup);
@@ -553,8 +551,8 @@ void MessageLoop::list_waiting(TimePoint now) {
     operation->listed = std::make_unique<SpanScope>(
         plan_.world->runtime()->spans, kMessageSpan, operation->call(),
         SpanLink{.id = operation->number,
-                 .peer = peer == kNoPeer ? -1 : plan_.ranks[static_cast<std::size_t>(peer)],
-                 .part = group_number(plan_.ranks, plan_.group),
+                 .peer = peer == kNoPeer ? -1 : plan_.members.ranks[static_cast<std::size_t>(peer)],
+                 .part = group_number(plan_.members.ranks, plan_.group),
                  .bytes = operation->bytes()});
   });
 }
@@ -589,7 +587,7 @@ void MessageLoop::fail_all(const Cause& cause) {
     if (cause.tell == Tell::kGroup) {
       backend_->abort(cause.error);
       const channels::Abort abort{cause.error.kind(), 0, cause.error.message()};
-      for (int rank = 0; rank < static_cast<int>(plan_.ranks.size()); ++rank) connections_->send(rank, abort);
+      for (int rank = 0; rank < plan_.members.size(); ++rank) connections_->send(rank, abort);
     }
   }
   for (const auto& operation : pending) operation->fail(cause.error);

@@ -28,9 +28,7 @@ class MessageLoop;
 /// The ranks of a group between which single messages pass.
 struct PairPlan {
   std::shared_ptr<WorldLink> world;
-  std::vector<int> ranks;                ///< of the world, by rank of the group
-  std::vector<std::uint64_t> instances;  ///< of the ranks' processes
-  std::vector<std::string> peers;        ///< names for messages
+  GroupMembers members;
   int rank = 0;
   std::uint64_t group = 0;  ///< differs for every group of these ranks
   Duration timeout = std::chrono::minutes(5);
@@ -122,7 +120,7 @@ class MessageErrors {
  private:
   std::string awaited_from_any(const MessageOperation& operation, const MessageQueue& queue,
                                const DepartedRanks& departed) const;
-  const std::string& name(int rank) const { return plan_.peers[static_cast<std::size_t>(rank)]; }
+  const std::string& name(int rank) const { return plan_.members.name(rank); }
 
   const PairPlan& plan_;
 };

@@ -78,18 +78,10 @@ std::shared_ptr<PointToPoint> PointToPoint::of_part(std::shared_ptr<Backend> par
   const PairPlan& whole = loop_.plan();
   if (part->size() == 1) return nullptr;
   PairPlan plan{.world = whole.world,
-                .ranks = part->ranks(),
-                .instances = {},
-                .peers = {},
+                .members = whole.members.part(part->ranks()),
                 .rank = part->rank(),
                 .group = (whole.group + split) * kOdd,
                 .timeout = whole.timeout};
-  for (const int world_rank : plan.ranks) {
-    const auto place = static_cast<std::size_t>(
-        std::find(whole.ranks.begin(), whole.ranks.end(), world_rank) - whole.ranks.begin());
-    plan.instances.push_back(whole.instances[place]);
-    plan.peers.push_back(whole.peers[place]);
-  }
   return make(std::move(plan), std::move(part));
 }
 
@@ -142,8 +134,7 @@ Future<ReceivedMessage> PointToPoint::recv_from_any(const at::Tensor& tensor, in
 }
 
 void PointToPoint::member_died(const rendezvous::Member& member, const Error& reason) {
-  const auto& instances = loop_.plan().instances;
-  if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
+  if (!loop_.plan().members.contains(member)) return;
   loop_.break_with(departed_rank_error(describe(member), reason.message()), MessageLoop::Tell::kNobody);
 }
 

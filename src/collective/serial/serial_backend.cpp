@@ -25,14 +25,15 @@ namespace {
 constexpr Duration kAnswerLimit = std::chrono::seconds(1);
 
 void throw_if_rank_departed(const SerialOptions& options) {
-  const auto departed = options.world ? options.world->first_departed(options.instances) : std::nullopt;
-  if (departed) throw departed_rank_error(options.peers[departed->rank], departed->how);
+  const auto departed =
+      options.world ? options.world->first_departed(options.members.instances) : std::nullopt;
+  if (departed) throw departed_rank_error(options.members.names[departed->rank], departed->how);
 }
 
 /// Asks the ranks through the membership whether call `number` of the group failed there too. Returns which ranks did not
 /// answer within a second; empty if all did.
 std::string find_silent_ranks(Executor& executor, const SerialOptions& options, std::uint64_t number) {
-  std::vector<int> ranks = options.ranks;
+  std::vector<int> ranks = options.members.ranks;
   std::sort(ranks.begin(), ranks.end());
   try {
     options.world->ask([&](rendezvous::Membership& world) {
@@ -48,8 +49,9 @@ std::string find_silent_ranks(Executor& executor, const SerialOptions& options, 
 /// The ranks that are gone, or else those that do not answer, for a message about call `number`; begins with "; ".
 std::string missing_ranks(Executor& executor, const SerialOptions& options, BlockingCollectives& collectives,
                           std::uint64_t number) {
-  if (const auto first = options.world ? options.world->first_departed(options.instances) : std::nullopt) {
-    return fmt::format("; {}", text_of_departed(options.peers[first->rank], first->how));
+  if (const auto first =
+          options.world ? options.world->first_departed(options.members.instances) : std::nullopt) {
+    return fmt::format("; {}", text_of_departed(options.members.names[first->rank], first->how));
   }
   const std::string awaited = collectives.awaited();
   if (!awaited.empty()) return "; it waits for " + awaited;
@@ -64,7 +66,7 @@ Error explain_failure(Executor& executor, const SerialOptions& options, Blocking
                       const std::string& call, std::uint64_t number, const std::exception_ptr& exception) {
   const auto about = [&](ErrorKind kind, const std::string& text) {
     if (kind == ErrorKind::kDisconnected && options.world)
-      options.world->await_first_departed(options.instances);
+      options.world->await_first_departed(options.members.instances);
     return Error(kind,
                  fmt::format("{}, call {} of the group, failed in {}: {}{}", call, number, collectives.name(),
                              text, missing_ranks(executor, options, collectives, number)));
@@ -79,9 +81,8 @@ Error explain_failure(Executor& executor, const SerialOptions& options, Blocking
   const std::string text = torchspan::describe(exception).text;
   // Engines that announce failures report lost connections as Errors; anything else concerns this rank alone.
   if (collectives.announces()) {
-    return {to_error(exception).kind(),
-            fmt::format("{}, call {} of the group, failed on {}: {}", call, number,
-                        options.peers[static_cast<std::size_t>(options.rank)], text)};
+    return {to_error(exception).kind(), fmt::format("{}, call {} of the group, failed on {}: {}", call,
+                                                    number, options.members.name(options.rank), text)};
   }
   const bool late = text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos;
   return about(late ? ErrorKind::kTimedOut : ErrorKind::kDisconnected, text);
@@ -115,7 +116,7 @@ SerialBackend::SerialBackend(std::shared_ptr<Runtime> runtime,
     : runtime_(std::move(runtime)),
       options_(std::move(options)),
       collectives_(std::move(collectives)),
-      gathers_(*collectives_, options_.rank, static_cast<int>(options_.ranks.size())),
+      gathers_(*collectives_, options_.rank, options_.members.size()),
       continuations_(std::make_shared<GroupExecutor>(runtime_)),
       parker_(runtime_->executor.make_parker()) {
   collectives_->watch([parker = parker_] { parker->unpark(); }, {});
@@ -127,11 +128,11 @@ std::shared_ptr<SerialBackend> SerialBackend::make(std::shared_ptr<Runtime> runt
                                                    SerialOptions options) {
   const std::shared_ptr<SerialBackend> backend(
       new SerialBackend(std::move(runtime), std::move(collectives), std::move(options)));
-  const auto& [world, instances] = std::tie(backend->options_.world, backend->options_.instances);
+  const auto& [world, members] = std::tie(backend->options_.world, backend->options_.members);
   if (!world) return backend;
   world->add(backend);
-  if (const auto departed = world->first_departed(instances)) {
-    backend->break_with(departed_rank_error(backend->options_.peers[departed->rank], departed->how));
+  if (const auto departed = world->first_departed(members.instances)) {
+    backend->break_with(departed_rank_error(members.names[departed->rank], departed->how));
   }
   return backend;
 }
@@ -157,8 +158,7 @@ void SerialBackend::stop_thread() {
 }
 
 void SerialBackend::member_died(const rendezvous::Member& member, const Error& reason) {
-  const auto& instances = options_.instances;
-  if (std::find(instances.begin(), instances.end(), member.instance) == instances.end()) return;
+  if (!options_.members.contains(member)) return;
   const Error cause = departed_rank_error(describe(member), reason.message());
   if (collectives_->announces()) collectives_->abort(cause);  // before this rank may end because of it
   break_with(cause);
@@ -303,13 +303,13 @@ void SerialBackend::compare(const std::string& call) {
   collectives_->begin(number + 1);
   if (!options_.compare_calls) return;
   LineBytes mine = pack_line(call, number);
-  std::vector<LineBytes> lines(options_.ranks.size());
+  std::vector<LineBytes> lines(options_.members.ranks.size());
   at::Tensor all =
       bytes_of(lines.data(), lines.size() * kLineBytes)
           .view({static_cast<std::int64_t>(lines.size()), static_cast<std::int64_t>(kLineBytes)});
   collectives_->all_gather(bytes_of(mine.data(), mine.size()), all);
   if (const auto rank = first_difference(lines))
-    throw_different_calls(options_.peers[0], unpack_line(lines[0]), options_.peers[*rank],
+    throw_different_calls(options_.members.names[0], unpack_line(lines[0]), options_.members.names[*rank],
                           unpack_line(lines[*rank]));
 }
 
@@ -352,7 +352,7 @@ std::uint64_t SerialBackend::break_with(const Error& cause) {
 }
 
 void SerialBackend::abort(const Error& cause) {
-  const Error reason = aborted_by(options_.peers[static_cast<std::size_t>(rank())], cause);
+  const Error reason = aborted_by(options_.members.name(rank()), cause);
   break_with(reason);
   collectives_->abort(reason);
 }
@@ -367,20 +367,15 @@ std::shared_ptr<Backend> SerialBackend::split(int color, int key) {
     const auto [members, number] =
         plan_split([&](BytesView mine) { return gathers_.bytes(mine); }, color, key);
     part->options = options_;
-    part->options.ranks.clear();
-    part->options.peers.clear();
-    part->options.instances.clear();
-    for (std::size_t i = 0; i < members.size(); ++i) {
-      const auto member = static_cast<std::size_t>(members[i]);
-      part->options.ranks.push_back(options_.ranks[member]);
-      part->options.peers.push_back(options_.peers[member]);
-      if (options_.world) part->options.instances.push_back(options_.instances[member]);
-      if (members[i] == rank()) part->options.rank = static_cast<int>(i);
-    }
+    std::vector<int> ranks;
+    for (const int member : members)
+      ranks.push_back(options_.members.ranks[static_cast<std::size_t>(member)]);
+    part->options.members = options_.members.part(ranks);
+    part->options.rank = static_cast<int>(std::ranges::find(members, rank()) - members.begin());
     part->collectives = collectives_->split(members, number);
   }).wait();
-  if (part->options.ranks.size() == 1) {
-    return SingleBackend::make(part->options.ranks[0], runtime_, options_.world);
+  if (part->options.members.ranks.size() == 1) {
+    return SingleBackend::make(part->options.members.ranks[0], runtime_, options_.world);
   }
   return make(runtime_, std::move(part->collectives), std::move(part->options));
 }
@@ -389,7 +384,7 @@ Future<at::Tensor> SerialBackend::all_reduce(at::Tensor tensor, ReduceOp reducti
   std::string line = line_of_reduction("all_reduce", tensor, reduction);
   if (tensor.is_sparse()) {
     return submit<at::Tensor>(line, [this, line, tensor, divisor = reduction == kAvg ? size() : 1] {
-      return reduce_sparse(gathers_, tensor, line, divisor, options_.peers);
+      return reduce_sparse(gathers_, tensor, line, divisor, options_.members.names);
     });
   }
   return submit<at::Tensor>(std::move(line), [this, tensor, reduction] {

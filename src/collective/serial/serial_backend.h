@@ -23,15 +23,13 @@
 namespace torchspan::collective {
 
 struct SerialOptions {
-  std::vector<int> ranks = {};          ///< ranks of the world, by rank of the group
-  std::vector<std::string> peers = {};  ///< names for messages
+  GroupMembers members = {};
   int rank = 0;
   Duration timeout = std::chrono::minutes(5);
   /// Compares the ranks' calls before each operation, which costs one small gather. Other engines hang, or
   /// end the process, if ranks disagree.
   bool compare_calls = true;
   std::shared_ptr<WorldLink> world = {};  ///< may be null; a death that it reports breaks the group at once
-  std::vector<std::uint64_t> instances = {};  ///< of the ranks' processes, if there is a world
 };
 
 /// A backend over BlockingCollectives: runs one operation at a time on its thread, and implements what the
@@ -49,7 +47,7 @@ class SerialBackend final : public Backend, public WorldListener {
   std::string name() const override { return collectives_->name(); }
   int rank() const override { return options_.rank; }
   Runtime& runtime() const override { return *runtime_; }
-  const std::vector<int>& ranks() const override { return options_.ranks; }
+  const std::vector<int>& ranks() const override { return options_.members.ranks; }
   std::shared_ptr<Backend> split(int color, int key) override;
   Future<at::Tensor> all_reduce(at::Tensor tensor, ReduceOp reduction) override;
   Future<at::Tensor> reduce_scatter(at::Tensor tensor, ReduceOp reduction) override;
@@ -65,7 +63,7 @@ class SerialBackend final : public Backend, public WorldListener {
   void abort(const Error& cause) override;
   std::optional<Error> failure() override;
   void set_instance(std::uint64_t instance) override {
-    group_number_ = group_number(options_.ranks, instance);
+    group_number_ = group_number(options_.members.ranks, instance);
   }
 
   void member_died(const rendezvous::Member& member, const Error& reason) override;
@@ -112,7 +110,7 @@ class SerialBackend final : public Backend, public WorldListener {
   const Gathers gathers_;
   const std::shared_ptr<GroupExecutor> continuations_;
   const std::shared_ptr<Parker> parker_;  ///< shared with the engine, which wakes the thread
-  std::atomic<std::int32_t> group_number_{group_number(options_.ranks)};
+  std::atomic<std::int32_t> group_number_{group_number(options_.members.ranks)};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> dropped_{false};  ///< the last handle is gone
   Mutex mutex_;
