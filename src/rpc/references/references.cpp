@@ -132,23 +132,6 @@ std::vector<RRefInfo> describe(const std::vector<Entry>& entries, const ProgramN
   return list;
 }
 
-/// Returns only the values here that other workers refer to.
-std::vector<RRefInfo> list_owned_values(const SharedRRefTable& shared, const ProgramNames& names,
-                                        WorkerBackend& backend) {
-  return describe(read_owned(shared), names, backend);
-}
-
-/// Returns all entries of a worker's table of references, oldest first. Holds the table's lock for short
-/// portions.
-std::vector<RRefInfo> list_references(const SharedRRefTable& shared, const ProgramNames& names,
-                                      WorkerBackend& backend) {
-  std::vector<Entry> entries = read_owned(shared);
-  read_held(shared, entries);
-  std::vector<RRefInfo> list = describe(entries, names, backend);
-  std::ranges::stable_sort(list, std::greater(), &RRefInfo::age);
-  return list;
-}
-
 /// Adds a reference to the table as sent, and sets its handle. Returns false if it cannot be sent; sets `dead` if its
 /// owner is gone.
 bool send_reference(RRefTable& table, const std::shared_ptr<void>& reference, PeerId to, wire::Handle& handle,
@@ -455,12 +438,17 @@ void References::clear() {
 
 std::vector<RRefInfo> References::list() const {
   const auto backend = backend_.lock();
-  return backend ? list_references(*shared_, names_, *backend) : std::vector<RRefInfo>();
+  if (!backend) return {};
+  std::vector<Entry> entries = read_owned(*shared_);
+  read_held(*shared_, entries);
+  std::vector<RRefInfo> list = describe(entries, names_, *backend);
+  std::ranges::stable_sort(list, std::greater(), &RRefInfo::age);
+  return list;
 }
 
 std::vector<RRefInfo> References::list_owners() const {
   const auto backend = backend_.lock();
-  return backend ? list_owned_values(*shared_, names_, *backend) : std::vector<RRefInfo>();
+  return backend ? describe(read_owned(*shared_), names_, *backend) : std::vector<RRefInfo>();
 }
 
 }  // namespace torchspan::rpc
