@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "core/api/descriptor.h"
+#include "core/api/write_all.h"
 
 namespace torchspan::launch {
 namespace {
@@ -39,17 +40,6 @@ int stream_of(const std::string& path) {
     if (is_same_file(path, stream)) return stream;
   }
   return -1;
-}
-
-/// Returns 0, or the reason as errno.
-int write_all(int descriptor, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t written = write(descriptor, text.data(), text.size());
-    if (written == 0) return EIO;
-    if (written < 0 && errno != EINTR) return errno;
-    if (written > 0) text.remove_prefix(static_cast<std::size_t>(written));
-  }
-  return 0;
 }
 
 /// Returns 0, or the reason as errno: ENXIO for a pipe that no process reads, instead of waiting for one.

@@ -16,6 +16,7 @@
 
 #include "core/api/descriptor.h"
 #include "core/api/throw_invalid.h"
+#include "core/api/write_all.h"
 
 namespace torchspan::net {
 namespace {
@@ -71,17 +72,6 @@ std::string read_small_file(int fd, const std::string& path) {
   }
   throw_invalid("secret file '{}' is larger than {} bytes, so it is not a secret; {}", path, kLargestFile,
                 how_to_make(path));
-}
-
-void write_all(int fd, std::string_view text, const std::string& path) {
-  while (!text.empty()) {
-    const ssize_t written = ::write(fd, text.data(), text.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) {
-      throw_invalid("secret file '{}' cannot be written: {}", path, std::strerror(errno));
-    }
-    text.remove_prefix(static_cast<std::size_t>(written));
-  }
 }
 
 /// Removes a file when it goes out of scope.
@@ -168,7 +158,8 @@ void Secret::write_file(const std::string& path) const {
                   path, std::strerror(errno));
   }
   const Removal removal{aside};
-  write_all(file.get(), to_hex(bytes_) + "\n", path);
+  if (const int reason = write_all(file.get(), to_hex(bytes_) + "\n"); reason != 0)
+    throw_invalid("secret file '{}' cannot be written: {}", path, std::strerror(reason));
   if (::fsync(file.get()) != 0 || ::link(aside.c_str(), path.c_str()) != 0) {
     const int reason = errno;
     throw_invalid("secret file '{}' cannot be created: {}{}", path, std::strerror(reason),

@@ -1,15 +1,18 @@
 #include <algorithm>
+#include <cerrno>
 #include <cstddef>
 #include <cstdlib>
 #include <fmt/format.h>
 #include <limits>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <torchspan/core/bytes.h>
 #include <torchspan/core/error.h>
 #include <torchspan/detail/core/buffer.h>
 
 #include "core/api/throw_invalid.h"
+#include "core/api/write_all.h"
 
 namespace torchspan {
 
@@ -49,6 +52,16 @@ void ByteReader::expect_end() const {
 
 void ByteReader::throw_truncated(std::size_t wanted) const {
   throw_invalid("bytes end early: {} wanted at offset {} of {}", wanted, position_, bytes_.size());
+}
+
+int write_all(int descriptor, BytesView bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(descriptor, bytes.data(), bytes.size());
+    if (written == 0) return EIO;
+    if (written < 0 && errno != EINTR) return errno;
+    if (written > 0) bytes = bytes.subspan(static_cast<std::size_t>(written));
+  }
+  return 0;
 }
 
 namespace {

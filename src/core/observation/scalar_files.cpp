@@ -14,6 +14,7 @@
 
 #include "core/api/hashes.h"
 #include "core/api/throw_invalid.h"
+#include "core/api/write_all.h"
 
 namespace torchspan {
 namespace {
@@ -151,15 +152,10 @@ void ScalarFiles::write_new() {
 }
 
 void ScalarFiles::append(Descriptor& file, BytesView bytes) {
-  while (!bytes.empty() && file) {
-    const ssize_t written = write(file.get(), bytes.data(), bytes.size());
-    if (written > 0) {
-      bytes = bytes.subspan(static_cast<std::size_t>(written));
-    } else if (errno != EINTR) {
-      runtime_.log.error(fmt::format("logged scalars cannot be written any more: {}", std::strerror(errno)));
-      file.reset();
-    }
-  }
+  const int reason = file ? write_all(file.get(), bytes) : 0;
+  if (reason == 0) return;
+  runtime_.log.error(fmt::format("logged scalars cannot be written any more: {}", std::strerror(reason)));
+  file.reset();
 }
 
 }  // namespace torchspan

@@ -15,6 +15,7 @@
 
 #include "core/api/system_files.h"
 #include "core/api/throw_invalid.h"
+#include "core/api/write_all.h"
 
 namespace torchspan {
 
@@ -179,17 +180,11 @@ void TraceWriter::end() {
 }
 
 void TraceWriter::append(const Bytes& bytes) {
-  BytesView rest(bytes);
-  while (!rest.empty() && file_) {
-    const ssize_t written = ::write(file_.get(), rest.data(), rest.size());
-    if (written > 0) {
-      rest = rest.subspan(static_cast<std::size_t>(written));
-    } else if (errno != EINTR) {
-      runtime_.log.error(fmt::format("the trace file '{}' ends here, because it cannot be written: {}", path_,
-                                     std::strerror(errno)));
-      file_.reset();
-    }
-  }
+  const int reason = file_ ? write_all(file_.get(), bytes) : 0;
+  if (reason == 0) return;
+  runtime_.log.error(fmt::format("the trace file '{}' ends here, because it cannot be written: {}", path_,
+                                 std::strerror(reason)));
+  file_.reset();
 }
 
 }  // namespace torchspan

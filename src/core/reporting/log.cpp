@@ -6,20 +6,11 @@
 #include <torchspan/core/log.h>
 
 #include "core/api/throw_invalid.h"
+#include "core/api/write_all.h"
 
 namespace torchspan {
 namespace {
 constexpr std::string_view kNames[] = {"debug", "info", "warning", "error", "off"};
-
-/// One system call for a line of ordinary length, so that lines of several processes do not mix.
-void write_whole(std::string_view line) {
-  while (!line.empty()) {
-    const auto written = ::write(STDERR_FILENO, line.data(), line.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;  // a log that cannot be written must not stop the work
-    line.remove_prefix(static_cast<std::size_t>(written));
-  }
-}
 
 }  // namespace
 
@@ -41,7 +32,9 @@ void Log::write(LogLevel level, std::string_view text) {
   if (sink_) {
     sink_(level, line);
   } else {
-    write_whole(line);
+    // One system call for a line of ordinary length, so that lines of several processes do not mix. A log that cannot be
+    // written must not stop the work.
+    static_cast<void>(write_all(STDERR_FILENO, line));
   }
 }
 

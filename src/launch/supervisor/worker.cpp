@@ -16,6 +16,7 @@
 #include <torchspan/core/error.h>
 
 #include "core/api/throw_invalid.h"
+#include "core/api/write_all.h"
 #include "launch/supervisor/processes.h"
 
 namespace torchspan::launch {
@@ -197,16 +198,11 @@ void Worker::set_ended() {
 bool Worker::silent() const { return !child_.output() && !child_.errors(); }
 
 void Worker::write_log(Descriptor& log, std::string_view text) {
-  while (log && !text.empty()) {
-    const auto written = write(log.get(), text.data(), text.size());
-    if (written > 0) {
-      text.remove_prefix(static_cast<std::size_t>(written));
-    } else if (errno != EINTR) {
-      display_.note_lost_log(
-          fmt::format("a log in '{}' is not complete: {}", names_.log_folder, std::strerror(errno)));
-      log.reset();
-    }
-  }
+  const int reason = log ? write_all(log.get(), text) : 0;
+  if (reason == 0) return;
+  display_.note_lost_log(
+      fmt::format("a log in '{}' is not complete: {}", names_.log_folder, std::strerror(reason)));
+  log.reset();
 }
 
 void Worker::read_into(Descriptor& descriptor, Descriptor& log, LineSplitter& lines,
