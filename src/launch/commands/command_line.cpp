@@ -198,6 +198,7 @@ void describe_schedule(CommandLine& line) {
 
 void describe_all(CommandLine& line) {
   line.app.require_subcommand(1);
+  line.app.set_version_flag("--version", describe_version, "Print the same as 'torchspan version'");
   describe_run(line);
   line.version = line.app.add_subcommand("version", "Print the version, and what this build uses");
   line.doctor = line.app.add_subcommand("doctor", "Look for what slows or breaks jobs on this machine");

@@ -83,6 +83,10 @@ TEST_F(CommandLineTest, PrintsItsVersionAndWhatItsBuildUses) {
           "MPI (yes|no), CUDA (yes|no)\n"));
 }
 
+TEST_F(CommandLineTest, PrintsItsVersionForTheOptionOfMostPrograms) {
+  EXPECT_EQ(output_of({"--version"}), output_of({"version"}));
+}
+
 TEST_F(CommandLineTest, ExaminesTheMachine) {
   EXPECT_EQ(run({"doctor"}), 0);
   EXPECT_THAT(output_.text(), AllOf(HasSubstr("cores"), HasSubstr("open files"), HasSubstr("warning")));
