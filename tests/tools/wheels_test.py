@@ -36,10 +36,12 @@ class Join(unittest.TestCase):
         return path
 
     def test_has_the_modules_of_all_and_a_record_of_every_file(self):
-        joined = self.join([self.wheel("2_11"), self.wheel("2_15", b"another")], self.folder / "out")
+        joined = self.join([self.wheel("2_11"), self.wheel("2_15", b"another")], self.folder / "out",
+                           {"libfmt-dev": b"MIT"})
         self.assertEqual(joined, self.folder / "out" / NAME)
         with zipfile.ZipFile(joined) as archive:
             self.assertEqual(archive.read("torchspan/torch_2_15/_C.so"), b"another")
+            self.assertEqual(archive.read("torchspan-0.2.0.dist-info/licenses/libfmt-dev"), b"MIT")
             rows = list(csv.reader(io.StringIO(archive.read("torchspan-0.2.0.dist-info/RECORD").decode())))
             self.assertEqual(sorted(row[0] for row in rows), sorted(archive.namelist()))
             sizes = {row[0]: row[2] for row in rows}
@@ -54,7 +56,7 @@ class Join(unittest.TestCase):
             (self.wheel("2_15", name=NAME.replace("311", "313")), "not of one version, Python"),
         ):
             with self.assertRaisesRegex(SystemExit, reason):
-                self.join([first, other], self.folder / "out")
+                self.join([first, other], self.folder / "out", {})
 
 
 if __name__ == "__main__":
