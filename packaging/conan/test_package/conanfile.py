@@ -23,5 +23,5 @@ class TorchspanTest(ConanFile):
 
     def test(self):
         if can_run(self):
-            self.run(f"torchspan version && torchspan run -n 2 {os.path.join(self.cpp.build.bindir, 'train')}",
+            self.run(f"torchspan --version && torchspan run -n 2 {os.path.join(self.cpp.build.bindir, 'train')}",
                      env="conanrun")
