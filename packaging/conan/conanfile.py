@@ -50,6 +50,7 @@ class TorchspanRecipe(ConanFile):
         toolchain.user_presets_path = False
         toolchain.cache_variables["TORCHSPAN_TESTS"] = False
         toolchain.cache_variables["TORCHSPAN_EXAMPLES"] = False
+        toolchain.cache_variables["TORCHSPAN_UNITY_BATCH"] = "16"
         for option in ("shared", "gloo", "mpi", "ucx", "ipsec_mb"):
             toolchain.cache_variables[f"TORCHSPAN_{option.upper()}"] = bool(self.options.get_safe(option))
         libtorch = self.conf.get("user.torchspan:libtorch")

@@ -10,7 +10,7 @@ vcpkg_extract_source_archive(source ARCHIVE "$ENV{TORCHSPAN_TARBALL}")
 string(COMPARE EQUAL "${VCPKG_LIBRARY_LINKAGE}" "dynamic" shared)
 # Backends that the build would use if it found them on the system are not dependencies of the port.
 set(options -DTORCHSPAN_TESTS=OFF -DTORCHSPAN_EXAMPLES=OFF -DTORCHSPAN_UCX=OFF -DTORCHSPAN_IPSEC_MB=OFF -DTORCHSPAN_GLOO=OFF
-            -DTORCHSPAN_MPI=OFF -DTORCHSPAN_SHARED=${shared})
+            -DTORCHSPAN_MPI=OFF -DTORCHSPAN_UNITY_BATCH=16 -DTORCHSPAN_SHARED=${shared})
 if(shared)
   vcpkg_find_acquire_program(PYTHON3)
   list(APPEND options "-DPython3_EXECUTABLE=${PYTHON3}")
