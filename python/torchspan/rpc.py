@@ -18,7 +18,9 @@ import sys
 import threading
 import time
 import types
+import urllib.parse
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -50,6 +52,7 @@ __all__ = [
 
 UNSET_TIMEOUT = -1.0
 _inits = 0
+_OPEN = "torchspan.rpc/open"  # in the program's store
 _stores = []  # that rank 0 may serve, until shutdown(): other ranks may still connect
 
 
@@ -147,7 +150,8 @@ def init_rpc(
 ) -> None:
     """Joins as worker `name` and serves the others; returns when all workers have joined.
 
-    world_size None: that of the environment. functions: the only callables that others may call; then nothing
+    world_size None: that of the environment. If that has none either, or 0: workers join and leave at any time; rank 0 must stay until
+    the others have left, and a worker without a rank gets the next free one. functions: the only callables that others may call; then nothing
     is pickled, and only tensors, numbers, strings, bytes, lists, tuples, dicts and references travel. typed: functions of
     typed() that workers of C++ may call.
     """
@@ -167,7 +171,7 @@ def init_rpc(
     for function in typed:
         if not isinstance(function, _calls.Typed):
             raise TypeError(f"torchspan.rpc: typed has {function!r}, which is not a function of torchspan.rpc.typed()")
-    store, rank, size, host = _meet(options.init_method, rank, world_size)
+    store, rank, size, host = _meet(options.init_method, rank, world_size, options.rpc_timeout)
     with _torch_words(name), _calls.joining(functions is None):
         worker = _C.join_worker(
             store,
@@ -185,26 +189,62 @@ def init_rpc(
     _calls.at_exit(_stop_at_exit)
 
 
-def _meet(init_method, rank, world_size):
-    """The program's store, or None if the workers meet at TorchSpan's; this rank and the world's size, -1 if only the
-    environment has it; and the store's host."""
+def _meet(init_method, rank, world_size, timeout):
+    """The program's store, or None if the workers meet at TorchSpan's; this rank, -1 for any; the world's size, 0 if it is open, -1
+    if only the environment has it; and the store's host."""
     global _inits
+    if world_size is not None and world_size < 0:
+        raise ValueError(f"world_size is {world_size}; expected 1 or more, or None for workers that join and leave at any time")
     if init_method == "torchspan://":
         size = -1 if world_size is None else world_size
         for name, given in (("RANK", rank), ("WORLD_SIZE", size)):
             if given >= 0 and os.environ.get(name, str(given)) != str(given):
                 raise ValueError(f"torchspan.rpc: {name} is {os.environ[name]} in the environment, and {given} in the call")
         return None, rank, size, ""
+    if _is_open(init_method, world_size):
+        return _meet_open_world(init_method, rank, timeout)
     meeting = dist.rendezvous(init_method, rank=rank, world_size=-1 if world_size is None else world_size)
     store, found_rank, found_size = next(meeting)
+    if store.check([f"{_OPEN}/torchspan/store"]) and store.get(f"{_OPEN}/torchspan/store") != b"ended":
+        _refuse_other_kind(f"a world_size of {found_size}", "none")
     _inits += 1
     _stores.append(store)
     return (
         dist.PrefixStore(f"torchspan.rpc/{_inits}", store),
         found_rank if rank < 0 else rank,
-        max(found_size if world_size is None else world_size, 0),
+        found_size if world_size is None else world_size,
         getattr(store, "host", ""),
     )
+
+
+def _is_open(init_method, world_size) -> bool:
+    """Whether neither the call nor the environment nor the address gives a number of workers."""
+    if world_size is not None:
+        return world_size == 0
+    address = urllib.parse.urlsplit(init_method)
+    found = os.environ.get("WORLD_SIZE") if address.scheme == "env" else None
+    return "world_size" not in urllib.parse.parse_qs(address.query) and (found or "0") == "0"
+
+
+def _meet_open_world(init_method, rank, timeout):
+    address = urllib.parse.urlsplit(init_method)
+    if rank < 0 and address.scheme == "env":
+        rank = int(os.environ.get("RANK") or -1)
+    given = urllib.parse.parse_qs(address.query)
+    rank = int(given["rank"][0]) if rank < 0 and "rank" in given else rank
+    query = "&".join(filter(None, (address.query, "" if "rank" in given else f"rank={rank}", "world_size=-1")))
+    store, _, _ = next(dist.rendezvous(urllib.parse.urlunsplit(address._replace(query=query))))
+    if any(store.check([f"torchspan.rpc/1/torchspan/host/{other}"]) for other in (0, 1)):
+        _refuse_other_kind("no world_size", "one")
+    # How long this worker waits for rank 0.
+    store.set_timeout(timedelta(seconds=min(max(timeout, 60.0), 1e6)))
+    _stores.append(store)
+    # The same place for each of its worlds: a worker may come for the first time when others come again.
+    return dist.PrefixStore(_OPEN, store), rank, 0, getattr(store, "host", "")
+
+
+def _refuse_other_kind(mine, theirs):
+    raise ValueError(f"torchspan.rpc: this worker has {mine}, and the others at this store have {theirs}: give all workers the same")
 
 
 @contextlib.contextmanager
@@ -212,7 +252,7 @@ def _torch_words(name):
     try:
         yield
     except errors.Error as error:
-        if "are named" not in str(error):
+        if "are named" not in str(error) and f"the name '{name}' is taken" not in str(error):
             raise
         raise errors.of_kind(error.kind, f"RPC worker name {name} is not unique: {error}") from None
 
@@ -220,6 +260,7 @@ def _torch_words(name):
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     """Waits until no worker has outstanding calls, then leaves together with the others; without `graceful`, at once.
 
+    Where workers join and leave at any time: waits for this worker's own calls, then leaves; rank 0 waits until the others have left.
     timeout: seconds; 0: no limit.
     """
     if not _calls.has_worker():

@@ -91,8 +91,10 @@ std::string Job::presence() const { return fmt::format("{} {}", place_.size, thi
 void Job::check_size(int rank, const std::string& present) const {
   const std::string size = present.substr(0, present.find(' '));
   if (size == std::to_string(place_.size)) return;
-  throw_invalid("rank {} has world_size {}, and rank {} has {}: give all ranks the same", place_.rank,
-                place_.size, rank, size);
+  const auto worded = [](const std::string& number) { return number == "0" ? "none" : number; };
+  throw Error(ErrorKind::kInvalid,
+              fmt::format("rank {} has world_size {}, and rank {} has {}: give all ranks the same",
+                          place_.rank, worded(std::to_string(place_.size)), rank, worded(size)));
 }
 
 std::string Job::value_of(const std::string& key) {
@@ -102,6 +104,11 @@ std::string Job::value_of(const std::string& key) {
     std::vector<int> absent;
     for (int rank = 0; rank < place_.size; ++rank) {
       if (!store_->check({host_key(rank)})) absent.push_back(rank);
+    }
+    if (is_open(place_)) {
+      throw Error(ErrorKind::kTimedOut,
+                  "rank 0 of this open world did not join in time: start it with rank=0, and all workers "
+                  "without a world_size");
     }
     if (absent.empty()) throw;
     throw Error(
@@ -117,6 +124,11 @@ void Job::meet() {
   if (place_.rank == 0) return meet_rank_0();
   const std::string published = value_of(kAddressKey);
   if (published == kEnded) {
+    if (!place_.alone_after_end) {
+      throw Error(
+          ErrorKind::kDisconnected,
+          "rank 0 has left this open world, which has ended: start rank 0 again, and then the others");
+    }
     place_.rank = 0;
     place_.size = 1;
     return;
@@ -161,9 +173,9 @@ void Job::meet_rank_0() {
 void Job::make_environment() {
   variables_ = rendezvous::process_environment();
   const std::string size = std::to_string(place_.size), rank = std::to_string(place_.rank);
-  variables_["RANK"] = rank;
+  variables_["RANK"] = place_.rank == rendezvous::kAnyRank ? "" : rank;
   variables_["WORLD_SIZE"] = size;
-  variables_["LOCAL_RANK"] = one_host_ ? rank : "0";
+  variables_["LOCAL_RANK"] = one_host_ && place_.rank != rendezvous::kAnyRank ? rank : "0";
   variables_["LOCAL_WORLD_SIZE"] = one_host_ ? size : "1";
   variables_["MASTER_PORT"] = "1";  // the port is in the address that rank 0 publishes
   std::string& host = variables_["MASTER_ADDR"];
@@ -248,7 +260,7 @@ std::pair<std::unique_ptr<rpc::WorkerService>, std::string> Job::make_service(
     rpc::ServiceOptions options, FunctionTable functions,
     std::vector<std::unique_ptr<rpc::Extension>> extensions) {
   return or_tell_others([&] {
-    options.rank = static_cast<std::uint32_t>(place_.rank);
+    options.rank = static_cast<std::uint32_t>(std::max(place_.rank, 0));
     std::optional<rendezvous::WorkerNetwork> network;
     rpc::WorkerService::MakeTransport make_transport;
     if (place_.size != 1) {
@@ -269,7 +281,9 @@ std::unique_ptr<rpc::WorkerService> Job::start(rpc::ServiceOptions options, Func
                                                std::vector<std::unique_ptr<rpc::Extension>> extensions) {
   functions_ = functions;
   auto [service, address] = make_service(std::move(options), std::move(functions), std::move(extensions));
-  service->start(join(address));
+  auto membership = join(address);
+  place_.rank = membership->self().rank;
+  service->start(std::move(membership));
   return std::move(service);
 }
 

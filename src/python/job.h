@@ -27,10 +27,12 @@ inline std::string text_of(const std::vector<std::uint8_t>& bytes) { return {byt
 
 /// Where torch.distributed places this process in its job.
 struct Place {
-  int rank = 0;
+  int rank = 0;             ///< rendezvous::kAnyRank in an open world: the next free one
   int size = 1;             ///< rendezvous::kOpenWorld: workers join and leave at any time
   std::string master_host;  ///< where the program's store runs; used if the ranks are on several hosts
   std::string name = {};    ///< of the worker; empty: TORCHSPAN_NAME, or "worker<rank>"
+  /// Whether a worker that comes after the end of an open world is a world of one; else it fails.
+  bool alone_after_end = false;
 };
 
 /// What a process needs to join the others of its job. They find each other through the program's store, which
@@ -38,9 +40,8 @@ struct Place {
 /// where TorchSpan's own launcher and C++ programs do, at MASTER_ADDR and MASTER_PORT.
 class Job {
  public:
-  /// Waits until rank 0 has decided whether all are on one host. Throws Error, and what the store throws. An open world
-  /// that has ended is a world of one for workers that come later. If `store` is null, the environment gives what is negative
-  /// in `place`.
+  /// Waits until rank 0 has decided whether all are on one host. Throws Error, and what the store throws. If `store` is
+  /// null, the environment gives what is negative in `place`.
   Job(c10d::Store* store, Place place, Duration timeout);
 
   const std::shared_ptr<Runtime>& runtime() const { return runtime_; }

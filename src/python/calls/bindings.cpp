@@ -125,7 +125,7 @@ std::shared_ptr<PythonWorker> join_worker(const c10::intrusive_ptr<c10d::Store>&
   }
   return with_exceptions(*packer, [&] {
     const py::gil_scoped_release gil;
-    return PythonWorker::join(store.get(), {rank, size, master_host, name}, packer, std::move(options));
+    return PythonWorker::join(store, {rank, size, master_host, name}, packer, std::move(options));
   });
 }
 

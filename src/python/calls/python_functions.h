@@ -8,6 +8,7 @@
 #include <torchspan/rpc/worker.h>
 
 #include "python/calls/pack.h"
+#include "python/greeting.h"
 
 namespace torchspan::python {
 
@@ -38,7 +39,7 @@ class Reply {
 class PythonFunctions final : public rpc::Extension {
  public:
   explicit PythonFunctions(std::shared_ptr<Packer> packer) : packer_(std::move(packer)) {}
-  void attach(rpc::Registrar& /*registrar*/) override {}
+  void attach(rpc::Registrar& registrar) override { answer_greetings(registrar); }
 
   /// The functions that all workers of Python serve.
   static FunctionTable table();

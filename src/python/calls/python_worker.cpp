@@ -19,6 +19,9 @@ namespace {
 /// How often a wait looks for Ctrl-C.
 constexpr Duration kSignalTime = std::chrono::milliseconds(100);
 
+/// How long a worker waits for the others when it joins, also if its calls have less time.
+constexpr Duration kLeastJoinTime = std::chrono::seconds(60);
+
 CallOptions options_of(double timeout) {
   CallOptions options;
   if (timeout >= 0) options.timeout = duration_of(timeout);
@@ -159,14 +162,16 @@ void raise(Packer& packer, const std::exception_ptr& error) {
   std::rethrow_exception(error);
 }
 
-std::shared_ptr<PythonWorker> PythonWorker::join(c10d::Store* store, const Place& place,
-                                                 std::shared_ptr<Packer> packer, Options options) {
-  Job job(store, place, std::max<Duration>(options.timeout, std::chrono::seconds(60)));
-  return {new PythonWorker(job, std::move(packer), std::move(options)), EndsWithInterpreter()};
+std::shared_ptr<PythonWorker> PythonWorker::join(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const Place& place, std::shared_ptr<Packer> packer,
+                                                 Options options) {
+  Job job(store.get(), place, std::max<Duration>(options.timeout, kLeastJoinTime));
+  return {new PythonWorker(job, store, std::move(packer), std::move(options)), EndsWithInterpreter()};
 }
 
-PythonWorker::PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options options)
-    : packer_(std::move(packer)), runtime_(job.runtime()) {
+PythonWorker::PythonWorker(Job& job, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Packer> packer,
+                           Options options)
+    : store_(std::move(store)), packer_(std::move(packer)), runtime_(job.runtime()) {
   rpc::ServiceOptions service;
   service.name = job.environment().name;
   service.default_timeout = options.timeout;
@@ -179,6 +184,9 @@ PythonWorker::PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options opt
   FunctionTable functions = PythonFunctions::table();
   for (const rpc::FunctionEntry& typed : options.typed) functions.add(typed);
   service_ = job.start(std::move(service), std::move(functions), std::move(extensions));
+  const rendezvous::Membership& membership = service_->membership();
+  if (membership.open())
+    greet_members(*worker().backend(), membership, runtime_->executor.deadline_in(kLeastJoinTime));
   observation_ = job.observe(worker().name());
 }
 
@@ -280,6 +288,8 @@ RRef<Object> PythonWorker::create(const Call& call) {
 }
 
 void PythonWorker::shutdown(double timeout) {
+  const rendezvous::Membership& membership = service_->membership();
+  if (store_ != nullptr && membership.open() && membership.self().rank == 0) Job::end_open_world(*store_);
   service_->shutdown(timeout <= 0 ? Deadline::never() : runtime_->executor.deadline_in(duration_of(timeout)));
 }
 

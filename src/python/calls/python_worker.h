@@ -58,9 +58,9 @@ class PythonWorker {
     std::vector<rpc::FunctionEntry> typed = {};  ///< served to workers of C++
   };
 
-  /// Joins and serves; returns when all workers of a fixed world have joined. `store`: as for Job. Throws Error. Without the
-  /// GIL.
-  static std::shared_ptr<PythonWorker> join(c10d::Store* store, const Place& place,
+  /// Joins and serves; returns when all workers of a fixed world have joined, or all members of an open one know this worker.
+  /// `store`: as for Job. Throws Error. Without the GIL.
+  static std::shared_ptr<PythonWorker> join(const c10::intrusive_ptr<c10d::Store>& store, const Place& place,
                                             std::shared_ptr<Packer> packer, Options options);
 
   /// A call of a function of Python.
@@ -79,7 +79,8 @@ class PythonWorker {
   Worker& worker() { return service_->worker(); }
   const std::shared_ptr<Packer>& packer() const { return packer_; }
   const std::shared_ptr<Runtime>& runtime() const { return runtime_; }
-  /// Waits until no worker has outstanding calls, then leaves together with the others.
+  /// Waits until no worker has outstanding calls, then leaves together with the others; in an open world waits for this
+  /// worker's own, and rank 0 for the others to leave.
   void shutdown(double timeout);
   /// Leaves at once.
   void stop() { service_->stop("left without a graceful torchspan.rpc.shutdown()"); }
@@ -87,7 +88,8 @@ class PythonWorker {
   void stop_at_exit();
 
  private:
-  PythonWorker(Job& job, std::shared_ptr<Packer> packer, Options options);
+  PythonWorker(Job& job, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Packer> packer,
+               Options options);
   /// The request without its payload.
   rpc::Request make_request(wire::MessageType type, const Call& call);
   rpc::Request make_python_request(wire::MessageType type, std::uint64_t function, const Call& call);
@@ -97,6 +99,7 @@ class PythonWorker {
   std::shared_ptr<TypedFunction> type_of(const pybind11::object& function) const;
 
   const OwnerProcess process_;
+  const c10::intrusive_ptr<c10d::Store> store_;  ///< null: the workers meet at TorchSpan's
   const std::shared_ptr<Packer> packer_;
   const std::shared_ptr<Runtime> runtime_;
   std::unique_ptr<Observation> observation_;  ///< ends after the service, so that it sees all of its work

@@ -30,6 +30,7 @@
 #include "core/api/throw_invalid.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/greeting.h"
 
 namespace torchspan::python {
 namespace {
@@ -302,12 +303,7 @@ void MessageServer::attach(rpc::Registrar& registrar) {
              std::move(reply)});
         backend->receive_here();
       });
-  registrar.handle_raw(
-      kGreeting, "greeting", rpc::RunOn::kReceiver,
-      [](const rpc::CallInfo&, wire::Payload&, const std::shared_ptr<rpc::Completion>& reply) {
-        wire::Payload nothing;
-        reply->succeed(nothing);
-      });
+  answer_greetings(registrar);
   registrar.on_departure(callbacks_.departed);
 }
 
@@ -516,28 +512,8 @@ std::vector<std::string> Agent::gather(const std::string& tag, const std::string
 void Agent::startImpl() {
   with_rpc_errors([this] {
     service_->start(std::move(joined_));
-    if (membership_->open()) greet_members();
+    if (membership_->open()) greet_members(backend(), *membership_, call_deadline());
   });
-}
-
-/// Returns when all members know this worker, so that they can call it.
-void Agent::greet_members() {
-  std::vector<Future<void>> answers;
-  for (const rendezvous::Member& member : membership_->members()) {
-    if (member.rank == membership_->self().rank || !membership_->is_present(member.rank)) continue;
-    rpc::Request request;
-    request.type = kGreeting;
-    request.name = "greeting";
-    request.deadline = call_deadline();
-    auto completion = std::make_shared<rpc::PromiseCompletion<void>>(backend().continuations());
-    answers.push_back(completion->future());
-    backend().send(static_cast<std::uint32_t>(member.rank), std::move(request), std::move(completion));
-  }
-  for (const Future<void>& answer : answers) {
-    answer.wait_until(Deadline::never());
-    const std::exception_ptr error = answer.error();
-    if (error && to_error(error).kind() != ErrorKind::kDisconnected) std::rethrow_exception(error);
-  }
 }
 
 c10::intrusive_ptr<JitFuture> Agent::send(const TorchWorker& to, TorchMessagePtr message, float timeout,

@@ -143,7 +143,6 @@ class Agent final : public torch::distributed::rpc::RpcAgent {
   Agent(Job& job, const c10::intrusive_ptr<c10d::Store>& store, Options options);
   void serve(const SpanLink& call, wire::Payload& request, const std::shared_ptr<rpc::Completion>& reply);
   void departed(std::uint32_t rank, const Error& reason);
-  void greet_members();
   /// Of a call with the agent's own time-out, of which 0 is none.
   Deadline call_deadline() const;
   void wait_for_all(Deadline deadline);

@@ -79,7 +79,7 @@ void bind_rpc(pybind11::module_& module) {
       [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int size,
          const std::string& master_host, const RpcOptions& options, Departure on_departure) {
         const py::gil_scoped_release released;
-        return join_rpc(store, {rank, size, master_host, name}, options, std::move(on_departure));
+        return join_rpc(store, {rank, size, master_host, name, true}, options, std::move(on_departure));
       },
       py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("master_host"),
       py::arg("options"), py::arg("on_departure"));

@@ -14,8 +14,6 @@ using TorchMessagePtr = c10::intrusive_ptr<TorchMessage>;
 
 /// A message of torch.distributed.rpc, and its reply.
 inline constexpr wire::MessageType kTorchMessage{0x8001};
-/// Answered as soon as its receiver knows the sender as a member.
-inline constexpr wire::MessageType kGreeting{0x8002};
 
 /// The name of a message in errors and listings, as in torch: "PYTHON_CALL".
 const char* name_of(torch::distributed::rpc::MessageType type);
