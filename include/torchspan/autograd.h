@@ -75,6 +75,9 @@ struct BackwardOptions {
   bool run_leaf_hooks = true;
   /// Cancels the pass: it fails on all workers with Error{kCancelled}.
   std::stop_token stop = {};
+  /// Called about ten times a second while the calling thread waits for other workers. If it throws, the pass fails on all
+  /// workers: lets a program react to signals.
+  std::function<void()> while_waiting = {};
 };
 
 /// Whether the pass that a gradient belongs to is still running here. Code that uses the gradient later

@@ -78,8 +78,8 @@ struct PipelineOptions {
   /// Limit of one action, and of the wait for a worker to begin the step. After it the step fails on all
   /// workers.
   Duration stall_timeout = std::chrono::minutes(10);
-  /// Called about once a second while this worker waits in a step, on its training thread. If it throws, the step ends on
-  /// all workers: lets a program react to signals.
+  /// Called about once a second while this worker waits in a step, on its training thread, or while the pipeline is created.
+  /// If it throws, the step ends on all workers, or the creation on this one: lets a program react to signals.
   std::function<void()> while_waiting = {};
   /// In errors; the same on all workers, and unique among their pipelines.
   std::string name = "pipeline";

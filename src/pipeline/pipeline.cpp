@@ -17,6 +17,7 @@
 #include "core/api/throw_invalid.h"
 #include "pipeline/layers/micro_batches.h"
 #include "pipeline/policies/tables.h"
+#include "pipeline/runtime/agreement.h"
 #include "pipeline/runtime/cache_state.h"
 #include "pipeline/runtime/handshake.h"
 #include "pipeline/runtime/overlap.h"
@@ -35,7 +36,8 @@ class PipelineRanks final : public state::Ranks {
       : worker_(local.worker),
         workers_(local.plan.workers),
         me_(local.me),
-        timeout_(local.options.stall_timeout) {}
+        timeout_(local.options.stall_timeout),
+        while_waiting_(local.options.while_waiting) {}
 
   const std::string& identity() const override { return identity_; }
   int level() const override { return state::kPipeline; }
@@ -45,7 +47,7 @@ class PipelineRanks final : public state::Ranks {
     Bytes bytes(numbers.size() * sizeof(double));
     std::memcpy(bytes.data(), numbers.data(), bytes.size());
     std::fill(numbers.begin(), numbers.end(), 0.0);
-    for (const Bytes& other : worker_.all_gather_bytes(bytes, workers_, timeout_)) {
+    for (const Bytes& other : all_gather_bytes(worker_, bytes, workers_, timeout_, while_waiting_)) {
       std::vector<double> theirs(numbers.size());
       std::memcpy(theirs.data(), other.data(), std::min(other.size(), bytes.size()));
       for (std::size_t i = 0; i < numbers.size(); ++i) {
@@ -60,6 +62,7 @@ class PipelineRanks final : public state::Ranks {
   const std::vector<std::string> workers_;
   const int me_;
   const Duration timeout_;
+  const WhileWaiting while_waiting_;
   const std::string identity_ = fmt::format("workers {}", fmt::join(workers_, "\n"));
 };
 

@@ -352,24 +352,45 @@ void World::leave(Duration timeout) {
   membership_->leave(runtime_->executor.deadline_in(timeout));
 }
 
+Background::Background(Executor& executor, const std::string& name, std::function<void()> body)
+    : state_(std::make_shared<State>()) {
+  state_->parker = executor.make_parker();
+  thread_ = executor.spawn(name, [state = state_, body = std::move(body)] {
+    try {
+      body();
+    } catch (...) {
+      state->error = std::current_exception();
+    }
+    state->ended.store(true);
+    state->parker->unpark();
+  });
+}
+
+Background::~Background() {
+  if (!thread_.joinable()) return;
+  if (state_->ended.load()) {
+    thread_.join();
+  } else {
+    keep_until_exit(new Thread(std::move(thread_)));
+  }
+}
+
+bool Background::wait_until(Deadline deadline) {
+  if (!state_->ended.load()) state_->parker->park(deadline);
+  return state_->ended.load();
+}
+
+void Background::finish() {
+  thread_.join();
+  if (state_->error) std::rethrow_exception(state_->error);
+}
+
 void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::WorkerBackend>& backend,
                       std::function<void()> stop) {
-  struct Ending {
-    std::unique_ptr<Parker> parker;
-    std::atomic<bool> ended{false};
-  };
-  const auto ending = std::make_shared<Ending>();
-  ending->parker = runtime.executor.make_parker();
-  Thread thread = runtime.executor.spawn(backend->self().name + "/exit", [stop = std::move(stop), ending] {
-    stop();
-    ending->ended.store(true);
-    ending->parker->unpark();
-  });
-  ending->parker->park(runtime.executor.deadline_in(kExitTime));
-  if (ending->ended.load()) return thread.join();
+  Background stopping(runtime.executor, backend->self().name + "/exit", std::move(stop));
+  if (stopping.wait_until(runtime.executor.deadline_in(kExitTime))) return stopping.finish();
   runtime.log.warning(
       fmt::format("the program ends while functions that it serves still run: {}", backend->debug().str()));
-  keep_until_exit(new Thread(std::move(thread)));
 }
 
 /// The others wait for the address, and the program's store names no reason.

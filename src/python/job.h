@@ -1,5 +1,7 @@
 #pragma once
+#include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -134,6 +136,28 @@ class World {
   std::unique_ptr<rendezvous::Membership> membership_;
   std::unique_ptr<Observation> observation_;
   std::shared_ptr<Pool> callbacks_;
+};
+
+/// Runs `body` on a thread. One that has not ended when this object does is abandoned, with all that `body` holds.
+class Background {
+ public:
+  Background(Executor& executor, const std::string& name, std::function<void()> body);
+  ~Background();
+  Background(const Background&) = delete;
+
+  /// Whether it has ended; may return earlier than at the deadline.
+  bool wait_until(Deadline deadline);
+  /// After its end. Throws what `body` threw.
+  void finish();
+
+ private:
+  struct State {
+    std::unique_ptr<Parker> parker;
+    std::exception_ptr error;
+    std::atomic<bool> ended{false};
+  };
+  const std::shared_ptr<State> state_;
+  Thread thread_;
 };
 
 /// Runs `stop` for the worker at the end of the program. After a few seconds, functions that still run are abandoned.

@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
@@ -711,6 +712,87 @@ class Gradients(unittest.TestCase):
 
         self.assertEqual(run(2, at_rank_0(body), world=Native())[0], ("invalid", True, "invalid"))
 
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(6)
+        return gradient * 2
+
+
+def slowly_doubled(x):
+    return SlowBackward.apply(x)
+
+
+def interrupted(call):
+    """What `call` raised when SIGINT came after half a second, and how long it took."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    try:
+        call()
+    except BaseException as error:  # noqa: B902  a KeyboardInterrupt is expected
+        return type(error).__name__, time.monotonic() - started
+    return "nothing", time.monotonic() - started
+
+
+class Interrupts(unittest.TestCase):
+    def check_interrupt(self, found):
+        kind, seconds = found
+        self.assertEqual(kind, "KeyboardInterrupt")
+        self.assertLess(seconds, 3)
+
+    def test_a_backward_ends_and_the_worker_goes_on(self):
+        def body(rank, size):
+            if rank == 1:
+                return None
+            x = torch.ones(2, requires_grad=True)
+            with autograd.context() as context:
+                loss = rpc.rpc_sync("worker1", slowly_doubled, args=(x,)).sum()
+                found = interrupted(lambda: autograd.backward(context, [loss]))
+            with autograd.context() as context:
+                autograd.backward(context, [rpc.rpc_sync("worker1", add, args=(x, x)).sum()])
+                return found, autograd.get_gradients(context)[x].tolist()
+
+        found, gradients = run(2, body, world=Native())[0]
+        self.check_interrupt(found)
+        self.assertEqual(gradients, [2.0, 2.0])
+
+    def test_a_shutdown_ends_and_the_process_can_join_again(self):
+        def body(rank, size):
+            if rank == 1:
+                time.sleep(6)
+                error = raised_by(rpc.shutdown)
+                return type(error).__name__, str(error)
+            found = interrupted(rpc.shutdown)
+            without = raised_by(rpc.get_worker_info)
+            store = "file://" + tempfile.mkdtemp() + "/store"
+            rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.Options(init_method=store))
+            answer = rpc.rpc_sync("alone", add, args=(1, 2))
+            rpc.shutdown()
+            return found, type(without).__name__, answer
+
+        (found, without, answer), (kind, text) = run(2, body, world=Native())
+        self.check_interrupt(found)
+        self.assertEqual((without, answer, kind), ("RuntimeError", 3, "DisconnectedError"))
+        self.assertRegex(text, "worker0.*was interrupted in torchspan.rpc.shutdown")
+
+    def test_a_shutdown_ends_while_a_function_runs(self):
+        def body(rank, size):
+            if rank == 0:
+                error = raised_by(rpc.rpc_async("worker1", wait_a_little, args=(20,)).wait)
+                return type(error).__name__, str(error)
+            time.sleep(0.5)
+            return interrupted(rpc.shutdown)
+
+        (kind, text), (raised, seconds) = run(2, body, world=Native(destroy=False))
+        self.assertEqual((kind, raised), ("DisconnectedError", "KeyboardInterrupt"))
+        self.assertRegex(text, "worker1.*was interrupted")
+        self.assertLess(seconds, 9)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pickle
 import random
 import signal
 import threading
+import time
 import unittest
 
 import torch
@@ -451,6 +452,19 @@ def interrupted(rank, size):
             _gone.wait(30)
             error = raised_by(lambda: pipe.train_step(x, y, mean_square))
         return text_of(error), pipe.train_step(x, y, mean_square)
+
+
+def interrupted_at_creation(rank, size):
+    """Worker 1 does not create the pipeline."""
+    if rank == 1:
+        _gone.wait(30)
+        return None
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    error = raised_by(lambda: pipeline.Pipeline(breaking(), micro_batches=2))
+    seconds = time.monotonic() - started
+    rpc.rpc_sync("worker1", _let_go)
+    return text_of(error), seconds
 
 
 _gone = threading.Event()
@@ -1052,6 +1066,11 @@ class Failures(unittest.TestCase):
         self.assertIn("torchspan.errors.RemoteFailureError", second)
         self.assertIn("was interrupted on worker 'worker0'", second)
         self.assertEqual(loss, same)
+
+    def test_an_interrupt_ends_the_wait_of_a_creation(self):
+        text, seconds = run(2, interrupted_at_creation, world=Native())[0]
+        self.assertIn("builtins.KeyboardInterrupt", text)
+        self.assertLess(seconds, 4)
 
     def test_a_worker_that_does_not_come_is_named(self):
         first, _ = run(2, stalled, world=Native())

@@ -134,16 +134,27 @@ std::shared_ptr<PassState> begin_pass(const Worker& worker, const std::shared_pt
   return pass;
 }
 
+/// How often BackwardOptions::while_waiting is called.
+constexpr Duration kUserTime = std::chrono::milliseconds(100);
+
 /// Names what the pass waits for if it does not end.
 void wait_for_pass(PassState& pass, const Worker& worker, ContextState& context,
                    const ContextQueries& queries, const BackwardOptions& options, const PassLimit& limit) {
   Executor& executor = worker.runtime().executor;
   const Future<void> over = pass.ending().over();
   StallSurvey before;
+  const auto next_survey = [&] {
+    const bool fast = options.mode == PassMode::kFast;
+    return fast ? std::min(limit.deadline, executor.deadline_in(options.stall / 2)) : limit.deadline;
+  };
+  Deadline survey_at = next_survey();
   while (true) {
-    Deadline next = limit.deadline;
-    if (options.mode == PassMode::kFast) next = std::min(next, executor.deadline_in(options.stall / 2));
-    if (over.wait_until(next)) return over.wait();
+    const Deadline turn =
+        options.while_waiting ? std::min(survey_at, executor.deadline_in(kUserTime)) : survey_at;
+    if (over.wait_until(turn)) return over.wait();
+    if (options.while_waiting) options.while_waiting();
+    if (!survey_at.passed(executor.now())) continue;
+    survey_at = next_survey();
     const bool late = limit.deadline.passed(executor.now());
     const StallSurvey now = queries.survey(context, pass.id());
     if (over.done()) return over.wait();  // its last messages arrived during the survey

@@ -1,5 +1,15 @@
 #include "pipeline/runtime/agreement.h"
 
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include <torchspan/detail/rendezvous/membership.h>
+#include <torchspan/detail/rpc/worker_backend.h>
+
+#include "core/api/saturated_time.h"
+
 namespace torchspan::pipeline {
 namespace {
 
@@ -18,9 +28,10 @@ std::vector<std::string> to_texts(const std::vector<Bytes>& all) {
   return texts;
 }
 
-GatherBytes gather_among(const Worker& worker, const std::vector<std::string>& workers, Duration limit) {
-  const auto round = [&worker, &workers, limit](BytesView piece) {
-    return worker.all_gather_bytes(Bytes(piece.begin(), piece.end()), workers, limit);
+GatherBytes gather_among(const Worker& worker, const std::vector<std::string>& workers, Duration limit,
+                         const WhileWaiting& while_waiting) {
+  const auto round = [&worker, &workers, limit, &while_waiting](BytesView piece) {
+    return all_gather_bytes(worker, Bytes(piece.begin(), piece.end()), workers, limit, while_waiting);
   };
   return [round](BytesView mine) { return gather_pieces(round, mine, {.most = kMostBytes}); };
 }
@@ -42,17 +53,41 @@ constexpr OutcomeFormat kTextFormat{
 
 }  // namespace
 
+std::vector<Bytes> all_gather_bytes(const Worker& worker, const Bytes& mine,
+                                    const std::vector<std::string>& workers, Duration limit,
+                                    const WhileWaiting& while_waiting) {
+  if (!while_waiting) return worker.all_gather_bytes(mine, workers, limit);
+  const rpc::Gathering who = worker.backend()->gathering(workers);
+  const auto promise = std::make_shared<Promise<std::vector<Bytes>>>(worker.backend()->continuations());
+  const Future<std::vector<Bytes>> gathered = promise->future();
+  // The tag of Worker::all_gather_bytes(), which other workers may call.
+  who.membership->all_gather_bytes_async(
+      "user.all_gather", mine, who.ranks, worker.runtime().executor.deadline_in(no_limit_if_zero(limit)),
+      [promise](std::vector<Bytes> all, const std::optional<Error>& failure) {
+        failure ? promise->set_error(std::make_exception_ptr(*failure)) : promise->set_value(std::move(all));
+      });
+  const std::vector<Bytes> by_rank = wait_for(gathered, while_waiting);
+  std::vector<Bytes> all;
+  for (const int rank : who.asked) {
+    const auto place = std::ranges::lower_bound(who.ranks, rank) - who.ranks.begin();
+    all.push_back(by_rank[static_cast<std::size_t>(place)]);
+  }
+  return all;
+}
+
 std::vector<std::string> all_gather_text(const Worker& worker, const std::string& mine,
-                                         const std::vector<std::string>& workers, Duration limit) {
-  return to_texts(gather_among(worker, workers, limit)(to_bytes(mine)));
+                                         const std::vector<std::string>& workers, Duration limit,
+                                         const WhileWaiting& while_waiting) {
+  return to_texts(gather_among(worker, workers, limit, while_waiting)(to_bytes(mine)));
 }
 
 std::vector<std::string> all_or_none(const Worker& worker, const std::vector<std::string>& workers,
-                                     ErrorKind kind, const std::function<std::string()>& mine) {
+                                     ErrorKind kind, const std::function<std::string()>& mine,
+                                     const WhileWaiting& while_waiting) {
   const auto refusal = [&](std::size_t i, const Error& failure) {
     return Error(kind, failure.message()).with_worker(workers[i]);
   };
-  return to_texts(torchspan::all_or_none(gather_among(worker, workers, kCreationTimeout),
+  return to_texts(torchspan::all_or_none(gather_among(worker, workers, kCreationTimeout, while_waiting),
                                          outcome_of([&] { return to_bytes(mine()); }), refusal, kTextFormat));
 }
 

@@ -154,7 +154,8 @@ std::pair<std::uint64_t, std::uint64_t> agree(const Worker& worker, const std::s
   const std::uint64_t seed = options.seed ? *options.seed : draw_seed();
   std::uint64_t number = worker.extension<PipelineExtension>().router()->next_number(
       options.name, fmt::format("{}", fmt::join(workers, "\n")));
-  auto texts = all_gather_text(worker, fmt::format("{:016x}{:016x}{}", seed, number, mine), workers);
+  auto texts = all_gather_text(worker, fmt::format("{:016x}{:016x}{}", seed, number, mine), workers,
+                               kCreationTimeout, options.while_waiting);
   const std::uint64_t first_seed = std::stoull(texts.front().substr(0, 16), nullptr, 16);
   for (std::string& text : texts) {
     number = std::max<std::uint64_t>(number, std::stoull(text.substr(16, 16), nullptr, 16));
@@ -252,7 +253,8 @@ void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& loc
     return report_name(local.options.name) + report_shared_tensors(local, layers) + report_devices(local);
   };
   const std::vector<std::string> workers = local.grid.all_names();
-  const auto reports = all_or_none(local.worker, workers, ErrorKind::kRemoteFailure, build);
+  const auto reports =
+      all_or_none(local.worker, workers, ErrorKind::kRemoteFailure, build, local.options.while_waiting);
   std::vector<std::string> of_replica;  // the other replicas have the same
   const std::vector<std::string>& own = local.plan.workers;
   for (std::size_t i = 0; i < workers.size(); ++i) {
@@ -267,10 +269,12 @@ void build_together(const Layers& layers, std::uint64_t seed, LocalPipeline& loc
 void agree_on_custom_schedule(const LocalPipeline& local) {
   if (local.options.schedule != Schedule::kCustom) return;
   const std::vector<std::string> workers = local.grid.all_names();
-  const auto digests = all_or_none(local.worker, workers, ErrorKind::kInvalid, [&] {
+  const auto digest = [&] {
     const schedule::Table table = Tables(local).custom(local.options.micro_batches);
     return fmt::format("{:016x}", wire::digest(schedule::to_csv(schedule::to_sheet(table))));
-  });
+  };
+  const auto digests =
+      all_or_none(local.worker, workers, ErrorKind::kInvalid, digest, local.options.while_waiting);
   if (const auto other = first_difference(digests)) {
     throw_invalid(
         "PipelineOptions::custom_schedule returns different tables on workers '{}' and '{}' of pipeline "

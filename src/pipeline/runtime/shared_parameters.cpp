@@ -259,7 +259,8 @@ std::string describe_tensors(const NamedTensors& tensors) {
 /// The tensors whose values differ from those of replica 0.
 std::vector<std::size_t> find_differences(const LocalPipeline& local, const NamedTensors& tensors) {
   const std::vector<std::string> all =
-      all_gather_text(local.worker, describe_tensors(tensors), local.grid.names_of(local.me));
+      all_gather_text(local.worker, describe_tensors(tensors), local.grid.names_of(local.me),
+                      kCreationTimeout, local.options.while_waiting);
   std::vector<std::size_t> different;
   const auto part_of = [](const std::string& text, std::size_t index) {
     return std::string_view(text).substr(std::min(text.size(), index * kDigits), kDigits);
@@ -295,7 +296,8 @@ void copy_from(const LocalPipeline& local, const std::string& worker, const std:
       ask.which.push_back(which[next]);
     }
     const Deadline limit = local.executor().deadline_in(kCreationTimeout);
-    const auto values = local.worker.request(Destination(worker), ask, limit).wait();
+    const auto values =
+        wait_for(local.worker.request(Destination(worker), ask, limit), local.options.while_waiting);
     for (std::size_t i = 0; i < ask.which.size(); ++i) {
       const auto& [name, target] = targets[first + i];
       const at::Tensor value = i < values.size() ? values[i] : at::Tensor();
@@ -446,19 +448,22 @@ void share_initial_values(LocalPipeline& local, const Layers& layers) {
   const auto make_ties = [&] {
     if (layers.ties().empty()) return offer_values(local);
     check_ties(local, layers.ties());
-    compare_forms(local, all_or_none(local.worker, local.plan.workers, ErrorKind::kInvalid, [&] {
-                    local.ties = find_ties(local);
-                    offer_values(local);
-                    return describe_own_ties(local);
-                  }));
+    const auto find = [&] {
+      local.ties = find_ties(local);
+      offer_values(local);
+      return describe_own_ties(local);
+    };
+    compare_forms(local, all_or_none(local.worker, local.plan.workers, ErrorKind::kInvalid, find,
+                                     local.options.while_waiting));
   };
   if (!replicas) make_ties();  // fails on all workers or on none
-  all_or_none(local.worker, local.grid.all_names(), ErrorKind::kInvalid, [&] {
+  const auto share = [&] {
     if (replicas) make_ties();
     copy_tied_values(local);
     if (replicas) copy_from_first_replica(local);
     return std::string();
-  });
+  };
+  all_or_none(local.worker, local.grid.all_names(), ErrorKind::kInvalid, share, local.options.while_waiting);
   local.event_queue->offer({});
 }
 

@@ -14,6 +14,7 @@
 #include <torchspan/detail/rpc/environment.h>
 
 #include "python/calls/python_worker.h"
+#include "python/calls/raised.h"
 #include "python/gil.h"
 
 namespace torchspan::python {
@@ -73,9 +74,11 @@ Gradients backward(PythonWorker& worker, std::uint64_t context, const std::vecto
   options.timeout = duration_of(timeout);
   options.stall = duration_of(stall);
   options.run_leaf_hooks = false;  // autograd.py runs them
+  const auto raised = std::make_shared<Raised>(worker.packer());
+  options.while_waiting = [raised] { raised->guard(check_signals); };
   const Gradients before =
       hooked_gradients(worker, context);  // a gradient that is held is not changed in place
-  released(worker, [&] { find_context(worker, context).backward(roots, std::move(options)); });
+  raised->released([&] { find_context(worker, context).backward(roots, std::move(options)); });
   Gradients changed = hooked_gradients(worker, context);
   std::erase_if(changed, [&](const auto& one) {
     return std::ranges::any_of(before,
@@ -201,7 +204,10 @@ void bind_worker(py::module_& module) {
           py::arg("seconds"))
       .def("debug", [](Self self) { return released(*self, [&] { return self->worker().debug().str(); }); })
       .def(
-          "shutdown", [](Self self, double timeout) { released(*self, [&] { self->shutdown(timeout); }); },
+          "shutdown",
+          [](Self self, double timeout) {
+            with_exceptions(*self->packer(), [&] { PythonWorker::shutdown(self, timeout); });
+          },
           py::arg("timeout"))
       .def("stop", [](Self self) { released(*self, [&] { self->stop(); }); })
       .def("stop_at_exit", &PythonWorker::stop_at_exit, py::call_guard<py::gil_scoped_release>());

@@ -8,6 +8,7 @@
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/pipeline/extension.h>
 
+#include "python/calls/raised.h"
 #include "python/gil.h"
 
 namespace torchspan::python {
@@ -67,7 +68,7 @@ template <class T>
 void wait_for(const Future<T>& future) {
   while (!future.done()) {
     without_gil([&] { future.wait_for(kSignalTime); });
-    if (!future.done() && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (!future.done()) check_signals();
   }
 }
 
@@ -287,7 +288,25 @@ RRef<Object> PythonWorker::create(const Call& call) {
   });
 }
 
-void PythonWorker::shutdown(double timeout) {
+void PythonWorker::shutdown(const std::shared_ptr<PythonWorker>& self, double timeout) {
+  self->runtime_->check_process();
+  Background leaving(self->runtime_->executor, self->worker().name() + "/shutdown",
+                     [self, timeout] { self->leave(timeout); });
+  try {
+    for (bool over = false; !over; check_signals())
+      without_gil([&] { over = leaving.wait_until(self->runtime_->executor.deadline_in(kSignalTime)); });
+  } catch (const py::error_already_set&) {
+    without_gil([&] {
+      stop_before_exit(*self->runtime_, self->worker().backend(),
+                       [self] { self->service_->stop("was interrupted in torchspan.rpc.shutdown()"); });
+      leaving.wait_until(self->runtime_->executor.deadline_in(kSignalTime));
+    });
+    throw;
+  }
+  leaving.finish();
+}
+
+void PythonWorker::leave(double timeout) {
   const rendezvous::Membership& membership = service_->membership();
   if (store_ != nullptr && membership.open() && membership.self().rank == 0) Job::end_open_world(*store_);
   service_->shutdown(timeout <= 0 ? Deadline::never() : runtime_->executor.deadline_in(duration_of(timeout)));

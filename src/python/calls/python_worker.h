@@ -80,8 +80,9 @@ class PythonWorker {
   const std::shared_ptr<Packer>& packer() const { return packer_; }
   const std::shared_ptr<Runtime>& runtime() const { return runtime_; }
   /// Waits until no worker has outstanding calls, then leaves together with the others; in an open world waits for this
-  /// worker's own, and rank 0 for the others to leave.
-  void shutdown(double timeout);
+  /// worker's own, and rank 0 for the others to leave. A signal handler that raises ends the wait: then the worker leaves at
+  /// once. With the GIL.
+  static void shutdown(const std::shared_ptr<PythonWorker>& self, double timeout);
   /// Leaves at once.
   void stop() { service_->stop("left without a graceful torchspan.rpc.shutdown()"); }
   /// Leaves at the end of the program, which may have left functions that never end: they are abandoned.
@@ -90,6 +91,7 @@ class PythonWorker {
  private:
   PythonWorker(Job& job, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Packer> packer,
                Options options);
+  void leave(double timeout);
   /// The request without its payload.
   rpc::Request make_request(wire::MessageType type, const Call& call);
   rpc::Request make_python_request(wire::MessageType type, std::uint64_t function, const Call& call);

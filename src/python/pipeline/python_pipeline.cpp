@@ -17,6 +17,7 @@
 
 #include "python/bindings.h"
 #include "python/calls/python_worker.h"
+#include "python/calls/raised.h"
 #include "python/errors.h"
 #include "python/gil.h"
 
@@ -27,57 +28,6 @@ namespace py = pybind11;
 namespace {
 
 using pipeline::Batch;
-
-/// What a layer or a loss of Python raised, for the caller of the pipeline on the same thread.
-class Raised {
- public:
-  explicit Raised(std::shared_ptr<Packer> packer) : packer_(std::move(packer)) {}
-
-  /// Runs `body` with the GIL. Keeps what it raises, and throws its text, for the other workers.
-  template <class F>
-  auto guard(F&& body) {
-    const py::gil_scoped_acquire gil;
-    try {
-      return body();
-    } catch (const py::error_already_set& error) {
-      keep(exception_of(error));
-    } catch (const py::builtin_exception& error) {  // of this file's own checks
-      error.set_error();
-      keep(exception_of(py::error_already_set()));
-    }
-  }
-  /// Runs `body` without the GIL; an Error becomes the exception that caused it on this worker, or one of torchspan.errors.
-  template <class F>
-  auto released(F&& body) {
-    kept_ = {};
-    try {
-      const py::gil_scoped_release gil;
-      return body();
-    } catch (const std::exception& error) {
-      // LibTorch's engine leaves what the backward of a function of Python raised in the state of the thread.
-      if (PyErr_Occurred() != nullptr) kept_ = Object(exception_of(py::error_already_set()));
-      if (kept_) throw_kept(dynamic_cast<const Error*>(&error));
-      raise(*packer_, std::current_exception());
-    }
-  }
-
- private:
-  [[noreturn]] void keep(const py::object& exception) {
-    kept_ = Object(exception);
-    throw PythonFunctions::describe(*packer_, exception);
-  }
-  /// With the place in the pipeline, if there is one, as a note, which Python 3.11 and later print.
-  [[noreturn]] void throw_kept(const Error* place) {
-    const py::object exception = std::exchange(kept_, {}).get();
-    if (place != nullptr && py::hasattr(exception, "add_note"))
-      exception.attr("add_note")(fmt::format("torchspan: {}", place->message()));
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
-    throw py::error_already_set();
-  }
-
-  const std::shared_ptr<Packer> packer_;
-  Object kept_;
-};
 
 /// Appends a value of Python. `unsplit`: the type torchspan.pipeline.Unsplit.
 void append(Batch& batch, py::handle value, const Object& unsplit) {
@@ -503,11 +453,7 @@ class PythonPipeline {
     options.seed = given["seed"].cast<std::optional<std::uint64_t>>();
     options.stall_timeout = duration_of(given["timeout"].cast<double>());
     options.name = given["name"].cast<std::string>();
-    options.while_waiting = [raised = raised_] {
-      raised->guard([] {
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-      });
-    };
+    options.while_waiting = [raised = raised_] { raised->guard(check_signals); };
     return options;
   }
 
