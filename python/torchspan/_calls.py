@@ -142,7 +142,7 @@ _WIRE_TYPES = {
     int: "int64",
     float: "float64",
     str: "string",
-    bytes: "string",
+    bytes: "bytes",  # a string in C++, as str is, whose values need not be UTF-8
     torch.Tensor: "Tensor",
     None: "void",
     type(None): "void",

@@ -315,7 +315,7 @@ def typed(function=None, *, name: "str | None" = None, signature: "str | None" =
 
     Pass it to rpc_sync() or rpc_async() to call that function of a C++ worker; its body is then not used. List it in
     init_rpc(typed=[…]), and C++ workers may call it here. Types are those of the annotations: bool, int (int64), float
-    (float64), str or bytes (string), torch.Tensor, list, dict (map), tuple, Optional; or those of `signature`, as
+    (float64), str (string), bytes (string), torch.Tensor, list, dict (map), tuple, Optional; or those of `signature`, as
     "(Tensor, vector<int32>) -> float32". Nothing is pickled.
     """
     if function is None:

@@ -90,8 +90,21 @@ def of_another_type(tensor: torch.Tensor) -> str:
     return tensor
 
 
+@rpc.typed
+def types_of(data: bytes, text: str) -> "list[str]":
+    return [type(data).__name__, type(text).__name__]
+
+
+@rpc.typed(name="sorted")
+def sorted_bytes(words: "list[bytes]") -> "list[bytes]": ...
+
+
+@rpc.typed(name="sorted", signature="(vector<bytes>) -> vector<string>")
+def sorted_to_text(words): ...
+
+
 sorted_of_cpp = rpc.typed(sorted_words.function, name="sorted")
-SERVED = [scaled, joined, failing, late, of_another_type]
+SERVED = [scaled, joined, failing, late, of_another_type, types_of]
 
 
 class Mixed(Native):
@@ -157,6 +170,31 @@ class MixedTest(unittest.TestCase):
                 self.in_world(body, functions=functions),
                 [2.5, 7.5, ["a", "b", "ü"], {"one": 3.0, "two": 4.0}, ("x1.000000", 262, False), [8, 27]],
             )
+
+    def test_the_declared_type_decides_between_bytes_and_str(self):
+        def body(rank, size):
+            def error_of(function, *args):
+                try:
+                    return rpc.rpc_sync("cpp", function, args=args)
+                except errors.InvalidError as error:
+                    return str(error)
+
+            me = rpc.get_worker_info()
+            return (
+                rpc.rpc_sync("cpp", sorted_bytes, args=([b"b", b"a", b"\xff"],)),
+                rpc.rpc_sync("cpp", sorted_to_text, args=([b"b", b"a"],)),
+                [rpc.rpc_sync(me, types_of, args=(data, "b")) for data in (b"a", b"\xff")],
+                error_of(sorted_to_text, [b"\xff"]),
+                error_of(sorted_bytes, ["a"]),
+                error_of(sorted_of_cpp, [b"a"]),
+            )
+
+        from_bytes, to_text, types, not_text, str_as_bytes, bytes_as_str = self.in_world(body)
+        self.assertEqual((from_bytes, to_text), ([b"a", b"b", b"\xff"], ["a", "b"]))
+        self.assertEqual(types, [["bytes", "str"]] * 2)
+        self.assertRegex(not_text, "the result of sorted: a string is not UTF-8: declare it as bytes")
+        self.assertRegex(str_as_bytes, "argument 1 of sorted .*vector<bytes>")
+        self.assertRegex(bytes_as_str, "argument 1 of sorted .*vector<string>")
 
     def test_cpp_calls_functions_of_python(self):
         def body(rank, size):

@@ -27,8 +27,8 @@ namespace {
 constexpr int kTypeDepth = 16;
 
 constexpr const char* kTypes =
-    "bool, int8 to int64, uint8 to uint64, float32, float64, string, Tensor, RRef<any type>, as a result "
-    "void, and "
+    "bool, int8 to int64, uint8 to uint64, float32, float64, string, bytes (a string in C++, too), Tensor, "
+    "RRef<any type>, as a result void, and "
     "vector<T>, optional<T>, pair<A, B>, tuple<…>, map<K, V> of them; K not a Tensor or container";
 
 template <class T>
@@ -41,6 +41,9 @@ Codec number() {
           },
           [](wire::Decoder& decoder) -> py::object { return py::cast(wire::decode<T>(decoder)); }};
 }
+
+/// A string of C++ that is bytes in Python, whatever it holds.
+constexpr std::string_view kBytesType = "bytes";
 
 const Codec* find_codec(const std::string& name) {
   static const std::map<std::string, Codec> kCodecs{
@@ -61,15 +64,25 @@ const Codec* find_codec(const std::string& name) {
         },
         [](wire::Decoder&) -> py::object { return py::none(); }}},
       {"string",
-       {[](wire::Encoder& encoder, py::handle value) { wire::encode(encoder, value.cast<std::string>()); },
+       {[](wire::Encoder& encoder, py::handle value) {
+          if (!PyUnicode_Check(value.ptr())) throw py::cast_error();
+          wire::encode(encoder, value.cast<std::string>());
+        },
         [](wire::Decoder& decoder) -> py::object {
           const std::string text = wire::decode<std::string>(decoder);
           PyObject* const str =
               PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr);
           if (str != nullptr) return py::reinterpret_steal<py::object>(str);
           PyErr_Clear();
-          return py::bytes(text);
+          throw Error(ErrorKind::kInvalid,
+                      "a string is not UTF-8: declare it as bytes in the function of Python");
         }}},
+      {std::string(kBytesType),
+       {[](wire::Encoder& encoder, py::handle value) {
+          if (!PyBytes_Check(value.ptr())) throw py::cast_error();
+          wire::encode(encoder, value.cast<std::string>());
+        },
+        [](wire::Decoder& decoder) -> py::object { return py::bytes(wire::decode<std::string>(decoder)); }}},
       {"Tensor",
        {[](wire::Encoder& encoder, py::handle value) {
           if (THPVariable_Check(value.ptr()) == 0) throw py::cast_error();
@@ -95,9 +108,9 @@ bool takes(const std::string& head, const std::vector<WireType>& parts) {
 constexpr const char* kReference = "RRef";
 
 /// Reads "(A, B<C>) -> D", "new (A) -> D" and "D::(A) -> B".
-class Reader {
+class SignatureReader {
  public:
-  explicit Reader(std::string_view text) : text_(text), left_(text) {}
+  explicit SignatureReader(std::string_view text) : text_(text), left_(text) {}
 
   std::vector<WireType> arguments() {
     std::vector<WireType> all;
@@ -120,6 +133,13 @@ class Reader {
     WireType type = this->type(0);
     if (!left_.empty()) fail();
     return type;
+  }
+  /// The signature as workers of C++ have it; after the end was read.
+  std::string of_cpp() const {
+    std::string text(text_);
+    for (auto at = bytes_at_.rbegin(); at != bytes_at_.rend(); ++at)
+      text.replace(*at, kBytesType.size(), "string");
+    return text;
   }
 
  private:
@@ -149,6 +169,7 @@ class Reader {
       if (!takes(type.name, type.parts)) fail_type(type.name);
     } else {
       type.codec = find_codec(type.name);
+      if (type.name == kBytesType) bytes_at_.push_back(text_.size() - left_.size() - kBytesType.size());
       if (depth != 0 && (type.codec == nullptr || type.name == "void")) fail_type(type.name);
       if (type.name.empty()) fail();
     }
@@ -164,6 +185,7 @@ class Reader {
 
   const std::string_view text_;
   std::string_view left_;
+  std::vector<std::size_t> bytes_at_;  ///< where kBytesType stands
 };
 
 void encode(wire::Encoder& encoder, const WireType& type, py::handle value) {
@@ -272,13 +294,14 @@ class TypedValue final : public rpc::Value {
 
 }  // namespace
 
-TypedFunction::TypedFunction(std::string name, std::string signature)
-    : name_(std::move(name)), signature_(std::move(signature)), id_(rpc::function_id(name_, signature_)) {
-  if (name_.empty()) throw_invalid("a typed function needs a name");
-  Reader reader(signature_);
+TypedFunction::TypedFunction(std::string name, const std::string& signature) : name_(std::move(name)) {
+  if (name_.empty()) throw Error(ErrorKind::kInvalid, "a typed function needs a name");
+  SignatureReader reader(signature);
   arguments_ = reader.arguments();
   result_ = reader.result();
-  result_text_ = type_text(result_);
+  signature_ = reader.of_cpp();
+  id_ = rpc::function_id(name_, signature_);
+  result_text_ = signature_.substr(signature_.rfind(" -> ") + std::string_view(" -> ").size());
 }
 
 void TypedFunction::encode_arguments(wire::Encoder& encoder, const py::tuple& arguments) const {
@@ -298,7 +321,9 @@ py::tuple TypedFunction::decode_arguments(wire::Decoder& decoder) const {
     decoder.expect_end();
     return py::tuple(all);
   } catch (const py::error_already_set& error) {  // must not leave this thread
-    throw_invalid("arguments of {}: {}", name_, error.what());
+    throw Error(ErrorKind::kInvalid, fmt::format("arguments of {}: {}", name_, error.what()));
+  } catch (const Error& error) {
+    throw Error(error.kind(), fmt::format("arguments of {}: {}", name_, error.message()));
   }
 }
 
@@ -309,10 +334,14 @@ void TypedFunction::encode_result(wire::Encoder& encoder, const py::object& resu
 bool TypedFunction::has_value() const { return result_.codec != nullptr || !result_.parts.empty(); }
 
 py::object TypedFunction::decode_result(wire::Payload& payload) const {
-  wire::Decoder decoder(payload);
-  py::object result = decode(decoder, result_);
-  decoder.expect_end();
-  return result;
+  try {
+    wire::Decoder decoder(payload);
+    py::object result = decode(decoder, result_);
+    decoder.expect_end();
+    return result;
+  } catch (const Error& error) {
+    throw Error(error.kind(), fmt::format("the result of {}: {}", name_, error.message()));
+  }
 }
 
 rpc::FunctionEntry serve_typed(const std::shared_ptr<const TypedFunction>& type, py::object function) {

@@ -23,9 +23,11 @@ struct WireType {
 class TypedFunction {
  public:
   /// Throws Error{kInvalid} for a text that is no signature, and for types that Python values cannot have.
-  TypedFunction(std::string name, std::string signature);
+  /// "bytes" in the text is a string of C++ that Python has as bytes.
+  TypedFunction(std::string name, const std::string& signature);
 
   const std::string& name() const { return name_; }
+  /// As workers of C++ have it.
   const std::string& signature() const { return signature_; }
   /// Whether the result is a value of Python, and not an object that stays on its worker.
   bool has_value() const;
@@ -41,8 +43,9 @@ class TypedFunction {
   const std::string& result_text() const { return result_text_; }
 
  private:
-  const std::string name_, signature_;
-  const std::uint64_t id_;
+  const std::string name_;
+  std::string signature_;
+  std::uint64_t id_ = 0;
   std::vector<WireType> arguments_;
   WireType result_;
   std::string result_text_;
