@@ -166,6 +166,7 @@ def init_rpc(
         raise TypeError(f"Could not infer backend for options {options!r}: use torchspan.rpc.Options")
     if getattr(options, "device_maps", None):
         raise ValueError("torchspan.rpc: device maps are not supported: tensors arrive on the CPU")
+    _C.check_seconds("rpc_timeout", options.rpc_timeout)
     if options.num_worker_threads < 1:
         raise ValueError(f"num_worker_threads is {options.num_worker_threads}; expected at least 1")
     for function in typed:
@@ -265,6 +266,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     """
     if not _calls.has_worker():
         return
+    _C.check_seconds("timeout", timeout)
     worker = _calls.current_worker()
     try:
         if graceful:
@@ -513,6 +515,7 @@ def _all_gather(obj, worker_names=None, timeout: float = UNSET_TIMEOUT) -> dict:
         raise errors.of_kind("invalid", f"could not find destination {', '.join(sorted(unknown))}: there are {', '.join(names)}")
     chosen = sorted(worker_names) if worker_names else names
     limit = worker.default_timeout if timeout == UNSET_TIMEOUT else timeout
+    _C.check_seconds("timeout", limit)
     started = time.monotonic()
     mine = pickle.dumps(obj)
     left = limit - (time.monotonic() - started)

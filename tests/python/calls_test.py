@@ -1,6 +1,7 @@
 """torchspan.rpc, torchspan.autograd and torchspan.optim: values, references, exceptions, deaths, coroutines, gradients."""
 
 import gc
+import io
 import os
 import pickle
 import signal
@@ -9,12 +10,13 @@ import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 
 import torch
 
 import torchspan
 from processes import Failed, Native, run
-from torchspan import autograd, errors, optim, rpc
+from torchspan import autograd, errors, optim, pipeline, rpc
 
 
 def raised_by(call):
@@ -738,6 +740,64 @@ def interrupted(call):
     except BaseException as error:  # noqa: B902  a KeyboardInterrupt is expected
         return type(error).__name__, time.monotonic() - started
     return "nothing", time.monotonic() - started
+
+
+class WrongTimes(unittest.TestCase):
+    def test_negative_times_are_refused_by_the_name_of_their_parameter(self):
+        def body(size):
+            counter = rpc.remote("worker1", Counter, args=(1,))
+            x = torch.ones(1, requires_grad=True)
+            layers = pipeline.Layers()
+            layers.add(torch.nn.Linear, 2, 2)
+            found = []
+            with autograd.context() as context:
+                for call in [
+                    lambda: rpc.rpc_sync("worker1", add, args=(1, 2), timeout=-2),
+                    lambda: rpc.rpc_async("worker1", torch.add, args=(x, x), timeout=-0.5),
+                    lambda: rpc.remote("worker1", Counter, args=(1,), timeout=float("nan")),
+                    lambda: counter.rpc_sync(timeout=-3).increase(),
+                    lambda: counter.to_here(timeout=-4),
+                    lambda: autograd.backward(context, [x.sum()], timeout=-5),
+                    lambda: autograd.backward(context, [x.sum()], stall=-6),
+                    lambda: rpc._set_rpc_timeout(-7),
+                    lambda: rpc._all_gather(1, timeout=-8),
+                    lambda: rpc.delay(-9),
+                    lambda: rpc.shutdown(timeout=-10),
+                    lambda: pipeline.Pipeline(layers, timeout=-11),
+                    lambda: torchspan.CheckpointManager(tempfile.mkdtemp(), timeout=-12),
+                ]:
+                    error = raised_by(call)
+                    found.append((type(error).__name__, str(error)))
+            return found, rpc.rpc_sync("worker1", add, args=(1, 2), timeout=rpc.UNSET_TIMEOUT)
+
+        found, answer = run(2, at_rank_0(body), world=Native())[0]
+        self.assertEqual(answer, 3)
+        names = ["timeout"] * 6 + ["stall", "rpc_timeout", "timeout", "seconds"] + ["timeout"] * 3
+        values = ["-2", "-0.5", "nan", "-3", "-4", "-5", "-6", "-7", "-8", "-9", "-10", "-11", "-12"]
+        for (kind, text), name, value in zip(found, names, values, strict=True):
+            self.assertEqual((kind, text), ("ValueError", f"torchspan: {name} is {value}; expected a number of seconds, 0 or more"))
+
+    def test_negative_times_of_a_worker_are_refused_before_it_joins(self):
+        wrong = raised_by(lambda: rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=rpc.Options(rpc_timeout=-1)))
+        self.assertRegex(str(wrong), "torchspan: rpc_timeout is -1; expected a number of seconds, 0 or more")
+
+    def test_a_pickle_that_is_too_large_is_refused(self):
+        class Large(io.BytesIO):
+            def getvalue(self):
+                return bytes(2**32)  # takes no memory until it is read
+
+        class LargePickles(Native):
+            def begin(self):
+                with unittest.mock.patch("io.BytesIO", Large):
+                    super().begin()
+
+        def body(rank, size):
+            error = raised_by(lambda: rpc.rpc_sync("worker0", identity, args=({1, 2},)))
+            return type(error).__name__, str(error)
+
+        kind, text = run(1, body, world=LargePickles())[0]
+        self.assertEqual(kind, "ValueError")
+        self.assertRegex(text, "a value with 4294967296 pickled bytes cannot be sent: send fewer than 2\\^32")
 
 
 class Interrupts(unittest.TestCase):

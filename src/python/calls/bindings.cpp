@@ -71,8 +71,8 @@ Gradients backward(PythonWorker& worker, std::uint64_t context, const std::vecto
   autograd::BackwardOptions options;
   options.retain_graph = retain_graph;
   options.mode = fast ? autograd::PassMode::kFast : autograd::PassMode::kSmart;
-  options.timeout = duration_of(timeout);
-  options.stall = duration_of(stall);
+  options.timeout = duration_of("timeout", timeout);
+  options.stall = duration_of("stall", stall);
   options.run_leaf_hooks = false;  // autograd.py runs them
   const auto raised = std::make_shared<Raised>(worker.packer());
   options.while_waiting = [raised] { raised->guard(check_signals); };
@@ -121,7 +121,7 @@ std::shared_ptr<PythonWorker> join_worker(const c10::intrusive_ptr<c10d::Store>&
   const auto packer = std::make_shared<Packer>(hooks_of(hooks, pickles));
   PythonWorker::Options options;
   options.threads = threads;
-  options.timeout = duration_of(timeout);
+  options.timeout = duration_of("rpc_timeout", timeout);
   for (const py::handle function : typed) {
     options.typed.push_back(
         serve_typed(function.attr("type").cast<std::shared_ptr<TypedFunction>>(), function.attr("function")));
@@ -149,7 +149,9 @@ void bind_worker(py::module_& module) {
       .def_property_readonly("runtime", [](Self self) { return self->runtime(); })
       .def_property(
           "default_timeout", [](Self self) { return to_seconds(self->worker().default_timeout()); },
-          [](Self self, double seconds) { self->worker().set_default_timeout(duration_of(seconds)); })
+          [](Self self, double seconds) {
+            self->worker().set_default_timeout(duration_of("rpc_timeout", seconds));
+          })
       .def("workers",
            [](Self self) {
              std::vector<std::pair<std::string, std::uint32_t>> all;
@@ -165,8 +167,9 @@ void bind_worker(py::module_& module) {
             const std::string_view text = mine;
             const auto raw = std::as_bytes(std::span(text));
             const Bytes bytes(raw.begin(), raw.end());
-            const auto all = released(
-                *self, [&] { return self->worker().all_gather_bytes(bytes, workers, duration_of(timeout)); });
+            const Duration limit = duration_of("timeout", timeout);
+            const auto all =
+                released(*self, [&] { return self->worker().all_gather_bytes(bytes, workers, limit); });
             py::list result;
             for (const Bytes& one : all)
               result.append(py::bytes(reinterpret_cast<const char*>(one.data()), one.size()));
@@ -199,7 +202,7 @@ void bind_worker(py::module_& module) {
       .def(
           "delay",
           [](Self self, double seconds) -> std::shared_ptr<CallHandle> {
-            return make_pending(self->worker().delay(duration_of(seconds)), self->packer());
+            return make_pending(self->worker().delay(duration_of("seconds", seconds)), self->packer());
           },
           py::arg("seconds"))
       .def("debug", [](Self self) { return released(*self, [&] { return self->worker().debug().str(); }); })
@@ -267,6 +270,10 @@ void bind_calls(py::module_& module) {
       .def_property_readonly("signature", &TypedFunction::signature);
   bind_worker(module);
   bind_reference(module);
+  module.def(
+      "check_seconds",
+      [](const std::string& name, double seconds) { static_cast<void>(duration_of(name.c_str(), seconds)); },
+      py::arg("name"), py::arg("seconds"));
   module.def("bound", &bound, py::arg("step"));
   module.def("fail_future", &fail_future, py::arg("future"), py::arg("exception"));
 }

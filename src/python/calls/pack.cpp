@@ -39,6 +39,15 @@ constexpr int kDepth = 32;
 
 bool is_reference(PyObject* object) { return py::isinstance<RRef<Object>>(object); }
 
+/// A number of elements or bytes as it is sent. Throws ValueError for one that is too large.
+std::uint32_t count_of(std::size_t number, const char* what) {
+  if (number <= std::numeric_limits<std::uint32_t>::max()) return static_cast<std::uint32_t>(number);
+  throw py::value_error(
+      fmt::format("torchspan: a value with {} {} cannot be sent: send fewer than 2^32 at once, or tensors, "
+                  "which have no limit",
+                  number, what));
+}
+
 /// New references from the C API; throws what it raised.
 py::object checked(PyObject* made) {
   if (made == nullptr) throw py::error_already_set();
@@ -135,13 +144,7 @@ class Packer::Writer {
     bytes_.put(static_cast<std::uint8_t>(tag));
     return true;
   }
-  void count(std::size_t number) {
-    if (number > std::numeric_limits<std::uint32_t>::max()) {
-      PyErr_SetString(PyExc_ValueError, "torchspan: 2^32 or more elements cannot be sent in one value");
-      throw py::error_already_set();
-    }
-    bytes_.put(static_cast<std::uint32_t>(number));
-  }
+  void count(std::size_t number) { bytes_.put(count_of(number, "elements")); }
   bool integer(PyObject* object) {
     int overflow = 0;
     const long long number = PyLong_AsLongLongAndOverflow(object, &overflow);
@@ -391,7 +394,7 @@ void Packer::pickle(py::handle value, Pack& into) {
   const py::object bytes = buffer.attr("getvalue")();
   ByteWriter writer;
   writer.put(static_cast<std::uint8_t>(Tag::kPickled));
-  writer.put(static_cast<std::uint32_t>(PyBytes_GET_SIZE(bytes.ptr())));
+  writer.put(count_of(view_of(bytes.ptr()).size(), "pickled bytes"));
   writer.put_bytes(view_of(bytes.ptr()));
   into.bytes = writer.take();
 }

@@ -8,6 +8,7 @@
 #include <torchspan/detail/autograd/extension.h>
 #include <torchspan/detail/pipeline/extension.h>
 
+#include "core/api/saturated_time.h"
 #include "python/calls/raised.h"
 #include "python/gil.h"
 
@@ -23,9 +24,12 @@ constexpr Duration kSignalTime = std::chrono::milliseconds(100);
 /// How long a worker waits for the others when it joins, also if its calls have less time.
 constexpr Duration kLeastJoinTime = std::chrono::seconds(60);
 
+/// torch's UNSET_RPC_TIMEOUT: the worker's default.
+constexpr double kUnsetTimeout = -1;
+
 CallOptions options_of(double timeout) {
   CallOptions options;
-  if (timeout >= 0) options.timeout = duration_of(timeout);
+  if (timeout != kUnsetTimeout) options.timeout = duration_of("timeout", timeout);
   return options;
 }
 
@@ -290,8 +294,9 @@ RRef<Object> PythonWorker::create(const Call& call) {
 
 void PythonWorker::shutdown(const std::shared_ptr<PythonWorker>& self, double timeout) {
   self->runtime_->check_process();
+  const Duration limit = duration_of("timeout", timeout);
   Background leaving(self->runtime_->executor, self->worker().name() + "/shutdown",
-                     [self, timeout] { self->leave(timeout); });
+                     [self, limit] { self->leave(limit); });
   try {
     for (bool over = false; !over; check_signals())
       without_gil([&] { over = leaving.wait_until(self->runtime_->executor.deadline_in(kSignalTime)); });
@@ -306,10 +311,10 @@ void PythonWorker::shutdown(const std::shared_ptr<PythonWorker>& self, double ti
   leaving.finish();
 }
 
-void PythonWorker::leave(double timeout) {
+void PythonWorker::leave(Duration limit) {
   const rendezvous::Membership& membership = service_->membership();
   if (store_ != nullptr && membership.open() && membership.self().rank == 0) Job::end_open_world(*store_);
-  service_->shutdown(timeout <= 0 ? Deadline::never() : runtime_->executor.deadline_in(duration_of(timeout)));
+  service_->shutdown(runtime_->executor.deadline_in(no_limit_if_zero(limit)));
 }
 
 void PythonWorker::stop_at_exit() {

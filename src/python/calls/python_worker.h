@@ -1,5 +1,7 @@
 #pragma once
+#include <fmt/format.h>
 #include <memory>
+#include <pybind11/pybind11.h>
 #include <string>
 #include <vector>
 
@@ -31,9 +33,13 @@ auto with_exceptions(Packer& packer, F&& body) {
   }
 }
 
-/// A time of Python, in seconds.
-/// Times of centuries, and infinity, have no end.
-inline Duration duration_of(double seconds) {
+/// The parameter `name` of Python, in seconds. Times of centuries, and infinity, have no end. Throws ValueError for a negative
+/// one and for NaN.
+inline Duration duration_of(const char* name, double seconds) {
+  if (!(seconds >= 0)) {
+    throw pybind11::value_error(
+        fmt::format("torchspan: {} is {}; expected a number of seconds, 0 or more", name, seconds));
+  }
   if (!(seconds < 9e9)) return Duration::max();
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
 }
@@ -69,7 +75,7 @@ class PythonWorker {
     pybind11::object function;
     pybind11::tuple args;
     pybind11::dict kwargs;
-    double timeout;    ///< seconds; negative: the default; 0: no limit
+    double timeout;    ///< seconds; -1: the default; 0: no limit
     std::string name;  ///< of the function, in errors and traces
   };
   /// Operators of LibTorch run without Python on the other worker. With the GIL.
@@ -91,7 +97,7 @@ class PythonWorker {
  private:
   PythonWorker(Job& job, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Packer> packer,
                Options options);
-  void leave(double timeout);
+  void leave(Duration limit);
   /// The request without its payload.
   rpc::Request make_request(wire::MessageType type, const Call& call);
   rpc::Request make_python_request(wire::MessageType type, std::uint64_t function, const Call& call);

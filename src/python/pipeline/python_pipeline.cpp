@@ -451,7 +451,7 @@ class PythonPipeline {
     options.offload = given["offload"].cast<bool>();
     options.max_in_flight = given["max_in_flight"].cast<int>();
     options.seed = given["seed"].cast<std::optional<std::uint64_t>>();
-    options.stall_timeout = duration_of(given["timeout"].cast<double>());
+    options.stall_timeout = duration_of("timeout", given["timeout"].cast<double>());
     options.name = given["name"].cast<std::string>();
     options.while_waiting = [raised = raised_] { raised->guard(check_signals); };
     return options;

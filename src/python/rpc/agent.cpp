@@ -525,6 +525,8 @@ c10::intrusive_ptr<JitFuture> Agent::send(const TorchWorker& to, TorchMessagePtr
       rpcAgentRunning_.load(),
       fmt::format("Node {} tried to send() a message of type {} but RPC is no longer running on this node.",
                   workerInfo_.id_, static_cast<int>(message->type())));
+  TORCH_CHECK_VALUE(timeout == torch_rpc::kUnsetRpcTimeout || timeout >= 0, "torchspan: timeout is ", timeout,
+                    "; expected 0 (no limit) or more seconds, or -1: the worker's default");
   const milliseconds limit =
       timeout == torch_rpc::kUnsetRpcTimeout ? getRpcTimeout() : to_milliseconds(timeout);
   auto future = c10::make_intrusive<JitFuture>(c10::AnyClassType::get(), devices_);

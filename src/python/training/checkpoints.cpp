@@ -173,7 +173,7 @@ void bind_checkpoints(py::module_& module) {
       .def_readwrite("name", &CheckpointOptions::name)
       .def_property(
           "timeout", [](const CheckpointOptions& self) { return to_seconds(self.timeout); },
-          [](CheckpointOptions& self, double seconds) { self.timeout = duration_of(seconds); });
+          [](CheckpointOptions& self, double seconds) { self.timeout = duration_of("timeout", seconds); });
   py::class_<Manager, std::shared_ptr<Manager>>(module, "CheckpointManager")
       .def(py::init(&make_manager), py::arg("worker"), py::arg("options"))
       .def(
