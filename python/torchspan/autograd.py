@@ -6,7 +6,12 @@
         gradients = autograd.get_gradients(context)
 """
 
+import gc
+import weakref
+
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _C, _calls, errors
 
@@ -53,17 +58,48 @@ def backward(
 
 def _run_hooks(worker, context_id, hooked) -> None:
     """Hooks such as those of DistributedDataParallel run in torch's engine and change `.grad`, which is as before afterwards."""
-    parameters = [parameter for parameter, _ in hooked]
+    used = [parameter for parameter, _ in hooked]
+    # With find_unused_parameters, the others of a module get the averages of the workers that used them.
+    parameters = used + _others_of_modules(used)
     kept = [_own(parameter.grad) for parameter in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
-        torch.autograd.backward(parameters, [gradient for _, gradient in hooked])
+        torch.autograd.backward(used, [gradient for _, gradient in hooked])
         for parameter in parameters:
-            worker.replace_gradient(context_id, parameter, _own(parameter.grad))
+            if parameter.grad is not None:
+                worker.replace_gradient(context_id, parameter, _own(parameter.grad))
     finally:
         for parameter, gradient in zip(parameters, kept):
             parameter.grad = gradient
+
+
+# The DistributedDataParallel module of each parameter that had a hook, or None, as weak references.
+_modules = WeakIdKeyDictionary()
+
+
+def _others_of_modules(used) -> "list[torch.nn.Parameter]":
+    """The parameters beside `used` of the DistributedDataParallel modules that have some of these."""
+    if any(parameter not in _modules for parameter in used):
+        for parameter in used:
+            _modules.setdefault(parameter, _no_module)
+        for module in gc.get_objects():
+            if issubclass(type(module), DistributedDataParallel):
+                for parameter in module.parameters():
+                    _modules[parameter] = weakref.ref(module)
+    modules = {id(module): module for module in (_modules[parameter]() for parameter in used) if module is not None}
+    taken = {id(parameter) for parameter in used}
+    return [
+        parameter
+        for module in modules.values()
+        if module.find_unused_parameters
+        for parameter in module.parameters()
+        if parameter.requires_grad and id(parameter) not in taken
+    ]
+
+
+def _no_module():
+    return None
 
 
 def get_gradients(context_id: int) -> "dict[torch.Tensor, torch.Tensor]":

@@ -206,6 +206,23 @@ class Layer(torch.nn.Module):
         return [parameter.detach().clone() for parameter in self.parameters()]
 
 
+class Branches(torch.nn.Module):
+    """Of which a forward uses one branch or two."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.always, self.sometimes, self.never = (torch.nn.Linear(3, 3, dtype=torch.double) for _ in range(3))
+
+    def forward(self, x, both):
+        y = torch.tanh(self.always(x))
+        return self.sometimes(y) if both else y
+
+
+def branch_input(step, rank):
+    return torch.full((2, 3), step + 0.5 * rank, dtype=torch.double)
+
+
 def at_rank_0(body):
     """Runs `body` on rank 0; the others serve."""
 
@@ -687,6 +704,60 @@ class Gradients(unittest.TestCase):
 
         for result in run(2, body, world=Native()):
             self.assertEqual(result, [True] * 4, str(result))
+
+    def test_parameters_that_only_other_workers_used_get_their_averages_in_the_context(self):
+        folder = tempfile.mkdtemp()
+
+        def body(rank, size):
+            found = []
+            for backend in ("gloo", "torchspan"):
+                torch.distributed.init_process_group(backend, f"file://{folder}/{backend}", rank=rank, world_size=size)
+                model = torch.nn.parallel.DistributedDataParallel(Branches(), find_unused_parameters=True)
+                never = model.module.never.weight.grad = torch.ones(3, 3, dtype=torch.double)
+                for step in range(1, 4):
+                    with autograd.context() as context:
+                        loss = rpc.rpc_sync(f"worker{1 - rank}", add, args=(model(branch_input(step, rank), rank == 0), 1.0)).sum()
+                        autograd.backward(context, [loss])
+                        gradients = autograd.get_gradients(context)
+                        found.append([gradients.get(parameter) for parameter in model.parameters()])
+                        found[-1].append([parameter.grad is None for parameter in model.parameters()])
+                found.append(torch.equal(model.module.never.weight.grad, never))
+                torch.distributed.destroy_process_group()
+            return found
+
+        wanted = []
+        for step in range(1, 4):
+            local = Branches()
+            for one in range(2):
+                (local(branch_input(step, one), one == 0).sum() / 2).backward()
+            wanted.append([parameter.grad for parameter in local.parameters()])
+        for result in run(2, body, world=Native()):
+            self.assertNotIsInstance(result, Failed, result)
+            for *steps, kept in (result[:4], result[4:]):
+                self.assertTrue(kept)
+                for (*gradients, untouched), expected in zip(steps, wanted, strict=True):
+                    self.assertEqual(untouched, [True] * (len(expected) - 2) + [False, True])
+                    for gradient, one in zip(gradients, expected, strict=True):
+                        self.assertEqual(gradient is None, one is None)
+                        self.assertTrue(one is None or torch.allclose(gradient, one, atol=1e-12, rtol=0))
+
+    def test_a_static_graph_is_refused_with_what_to_do(self):
+        folder = tempfile.mkdtemp()
+
+        def body(rank, size):
+            torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
+            model = torch.nn.parallel.DistributedDataParallel(Layer(3), static_graph=True)
+            errors = []
+            for _ in range(2):
+                with autograd.context() as context:
+                    loss = model(torch.ones(2, 3, dtype=torch.double)).sum()
+                    errors.append(str(raised_by(lambda context=context, loss=loss: autograd.backward(context, [loss]))))
+            torch.distributed.destroy_process_group()
+            return errors
+
+        for result in run(2, body, world=Native()):
+            for text in result:
+                self.assertRegex(text, "construct DistributedDataParallel of torch without static_graph")
 
     def test_a_fast_pass_that_stalls_names_the_tensors_that_were_sent(self):
         def body(size):

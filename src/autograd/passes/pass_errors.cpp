@@ -44,6 +44,10 @@ const char* advice(const std::string& text) {
   if (contains("modified by an inplace operation"))
     return "; if several trainers step the same parameters, another trainer may have stepped them during "
            "this pass: set DistributedParamGroup::hogwild on all of them";
+  if (contains("Final callbacks can only be installed"))
+    return "; a distributed pass does not run them: construct DistributedDataParallel of torch without "
+           "static_graph (with "
+           "find_unused_parameters, if some are), and give other code that needs them a backward of LibTorch";
   return "";
 }
 
