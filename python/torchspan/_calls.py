@@ -37,7 +37,7 @@ if sys.version_info[:3] == (3, 13, 0):
 _OWN = {}
 _current = []
 _joining = []
-_pickling = [True]
+_callable = [None]  # functions=[…] of init_rpc()
 # Whether this worker prints what its functions raise, as torch.distributed.rpc does.
 _printing = []
 
@@ -53,10 +53,10 @@ def current_worker(otherwise="RPC has not been initialized. Call torchspan.rpc.i
 
 
 @contextlib.contextmanager
-def joining(pickles):
+def joining(functions):
     """While a worker joins: others may call its functions before set_current_worker() is called, in the block."""
     joined = threading.Event()
-    _pickling[:], _joining[:] = [pickles], [joined]
+    _callable[:], _joining[:] = [functions], [joined]
     try:
         yield
     finally:
@@ -93,7 +93,15 @@ def print_failures() -> None:
 
 def pickles() -> bool:
     """Whether any function may be called, and values may be pickled."""
-    return _pickling[0]
+    return _callable[0] is None
+
+
+def may_call_method(value, name) -> bool:
+    """Whether others may call that method of a value behind a reference: its class or the method must be registered."""
+    if pickles():
+        return True
+    method = getattr(type(value), name, None)
+    return callable(method) and any(one is type(value) or one is method for one in _callable[0])
 
 
 class RemoteError(RuntimeError):
@@ -197,7 +205,7 @@ class Hooks:
         self._pickles = functions is None
         self._names = dict(_OWN)
         for function in functions or ():
-            name = f"{function.__module__}:{function.__qualname__}"
+            name = f"{getattr(function, '__module__', None)}:{function.__qualname__}"
             if name in self._names.values():
                 raise ValueError(f"torchspan.rpc: functions has two entries of the name {name}")
             self._names[function] = name

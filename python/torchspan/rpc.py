@@ -173,7 +173,7 @@ def init_rpc(
         if not isinstance(function, _calls.Typed):
             raise TypeError(f"torchspan.rpc: typed has {function!r}, which is not a function of torchspan.rpc.typed()")
     store, rank, size, host = _meet(options.init_method, rank, world_size, options.rpc_timeout)
-    with _torch_words(name), _calls.joining(functions is None):
+    with _torch_words(name), _calls.joining(functions):
         worker = _C.join_worker(
             store,
             name,
@@ -407,7 +407,14 @@ def _call_method(rref, name, args, kwargs):
 
 
 def _invoke(rref, name, args, kwargs):
-    method = getattr(rref.local_value(), name)
+    value = rref.local_value()
+    if not _calls.may_call_method(value, name):
+        kind = type(value).__name__
+        raise ValueError(
+            f"torchspan: {kind}.{name} is not among the functions=[…] with which this worker was started: add {kind}, for all of its "
+            f"public methods, or {kind}.{name} there"
+        )
+    method = getattr(value, name)
     result = method(*args, **kwargs)
     return _calls.Later(result) if hasattr(method, "_wrapped_async_rpc_function") else result
 

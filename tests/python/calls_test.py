@@ -159,6 +159,20 @@ class Counter:
         return self
 
 
+def numbers_in_a_list():
+    return [1, 2, 2]
+
+
+class WithCallable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.call_me = identity
+        self.also = torch.nn.Identity()
+
+    def allowed(self):
+        return "allowed"
+
+
 class SlowCounter(Counter):
     def __init__(self, start):
         time.sleep(0.2)
@@ -519,8 +533,39 @@ class Calls(unittest.TestCase):
                 type(failed) is ValueError and str(failed) == "negative",
             ]
 
-        functions = [add, Counter, fail, complex_number]
+        functions = [add, Counter, fail, complex_number, torch.add]
         self.assertEqual(self.check(body, functions=functions), [True] * 8)
+
+    def test_with_registered_functions_neither_other_operators_nor_other_methods_are_called(self):
+        def body(rank, size):
+            if rank == 1:
+                return None
+            numbers = rpc.remote("worker1", numbers_in_a_list)
+            module = rpc.remote("worker1", WithCallable)
+            refused = [
+                lambda: rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)),
+                lambda: numbers.rpc_sync().append(4),
+                lambda: module.rpc_sync().call_me("x"),
+                lambda: module.rpc_sync().also("x"),
+            ]
+            texts = [f"{type(error).__name__}: {error}" for error in map(raised_by, refused)]
+            return texts, numbers.rpc_sync().count(2), module.rpc_sync().allowed()
+
+        class Mixed(Native):
+            """A caller that may call anything, and a worker that lets it call some functions."""
+
+            def begin(self):
+                self.functions = [numbers_in_a_list, list.count, WithCallable] if self.rank == 1 else None
+                super().begin()
+
+        result = run(2, body, world=Mixed())[0]
+        self.assertNotIsInstance(result, Failed, result)
+        texts, count, allowed = result
+        self.assertEqual((count, allowed), (2, "allowed"))
+        self.assertRegex(texts[0], "DeniedError: .*functions=.*torch.add")
+        self.assertRegex(texts[1], "ValueError: .*list.append is not among the functions=")
+        self.assertRegex(texts[2], "ValueError: .*WithCallable.call_me is not among the functions=")
+        self.assertRegex(texts[3], "ValueError: .*WithCallable.also is not among the functions=")
 
     def test_a_peer_that_pickles_is_refused_where_functions_are_registered(self):
         def body(rank, size):

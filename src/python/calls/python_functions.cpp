@@ -60,6 +60,23 @@ py::object exception_of(const py::error_already_set& error) {
   return exception;
 }
 
+void PythonFunctions::attach(rpc::Registrar& registrar) {
+  answer_greetings(registrar);
+  if (!packer_->hooks().pickles) registrar.intercept(operator_refusal_);
+}
+
+rpc::EnvironmentValuePtr PythonFunctions::OperatorRefusal::incoming(const rpc::CallInfo& call,
+                                                                    std::span<at::Tensor> /*tensors*/,
+                                                                    BytesView /*header*/) {
+  const bool refused =
+      call.type == rpc::kCallOperator || call.type == rpc::kCreateByOperator || call.type == rpc::kCallMethod;
+  if (call.reply || !refused) return nullptr;
+  throw Error(
+      ErrorKind::kDenied,
+      "this worker was started with functions=[…], and runs no operators for others: add a function, such as "
+      "torch.add, there, on all workers");
+}
+
 FunctionTable PythonFunctions::table() {
   FunctionTable functions;
   functions.add(kCall, kCreate, kFetch);

@@ -39,7 +39,7 @@ class Reply {
 class PythonFunctions final : public rpc::Extension {
  public:
   explicit PythonFunctions(std::shared_ptr<Packer> packer) : packer_(std::move(packer)) {}
-  void attach(rpc::Registrar& registrar) override { answer_greetings(registrar); }
+  void attach(rpc::Registrar& registrar) override;
 
   /// The functions that all workers of Python serve.
   static FunctionTable table();
@@ -56,7 +56,18 @@ class PythonFunctions final : public rpc::Extension {
   static PythonError describe(Packer& packer, const pybind11::object& exception);
 
  private:
+  /// Refuses operators of LibTorch, TorchScript and its methods, where only registered functions may be called.
+  class OperatorRefusal final : public rpc::Interceptor {
+   public:
+    std::string_view name() const override { return "torchspan.python.operators"; }
+    Bytes outgoing(const rpc::CallInfo& /*call*/, std::span<at::Tensor> /*tensors*/) override { return {}; }
+    void undo(const rpc::CallInfo& /*call*/, BytesView /*header*/) override {}
+    rpc::EnvironmentValuePtr incoming(const rpc::CallInfo& call, std::span<at::Tensor> tensors,
+                                      BytesView header) override;
+  };
+
   const std::shared_ptr<Packer> packer_;
+  OperatorRefusal operator_refusal_;
 };
 
 /// Keeps Python's state of this thread until the interpreter ends, so that a function need not make one.

@@ -250,7 +250,8 @@ std::shared_ptr<CallHandle> PythonWorker::call(const Call& call) {
   return with_exceptions(*packer_, [&]() -> std::shared_ptr<CallHandle> {
     if (const auto type = type_of(call.function)) return call_typed(type, call);
     const std::shared_ptr<rpc::WorkerBackend>& backend = worker().backend();
-    if (const std::string name = packer_->operator_of(call.function); !name.empty()) {
+    const std::string name = packer_->hooks().pickles ? packer_->operator_of(call.function) : std::string();
+    if (!name.empty()) {
       if (auto matched = match_operator(name, call.args, call.kwargs)) {
         const Destination to = destination(call.to);
         Future<c10::IValue> result;
