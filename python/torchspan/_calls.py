@@ -36,6 +36,7 @@ if sys.version_info[:3] == (3, 13, 0):
 # Functions of this package that other workers call, by name.
 _OWN = {}
 _current = []
+_device_maps = {}
 _joining = []
 _callable = [None]  # functions=[…] of init_rpc()
 # Whether this worker prints what its functions raise, as torch.distributed.rpc does.
@@ -75,8 +76,16 @@ def has_worker() -> bool:
     return bool(_current)
 
 
-def set_current_worker(worker) -> None:
+def set_current_worker(worker, device_maps=None) -> None:
+    """`device_maps`: pairs of devices, by the names of other workers."""
     _current[:] = [] if worker is None else [worker]
+    _device_maps.clear()
+    _device_maps.update(device_maps or {})
+
+
+def device_map_of(name) -> dict:
+    """The devices here and there in calls to that worker."""
+    return dict(_device_maps.get(name, ()))
 
 
 def at_exit(function) -> None:

@@ -80,6 +80,8 @@ class Options:
     rpc_timeout: seconds after which a call fails; 0: no limit. A call may have its own.
     init_method: where the workers meet, as for torch.distributed.init_process_group(); or "torchspan://", where workers of C++
     meet under `torchspan run`: at MASTER_ADDR and MASTER_PORT, with RANK and WORLD_SIZE.
+    device_maps: by the name of each callee, the devices here and theirs there: {"worker1": {"cuda:0": "cuda:1"}}. Tensors of calls are
+    placed by the map, those of results by its inverse. Without a map for a worker, tensors arrive there on the CPU.
     """
 
     num_worker_threads: int = 16
@@ -87,6 +89,10 @@ class Options:
     init_method: str = "env://"
     device_maps: dict = field(default_factory=dict)
     devices: list = field(default_factory=list)
+
+    def set_device_map(self, to: str, device_map: dict) -> None:
+        """Adds to the map for calls to worker `to`: devices here, and theirs there."""
+        self.device_maps = {**self.device_maps, to: {**self.device_maps.get(to, {}), **device_map}}
 
 
 class functions:
@@ -164,8 +170,7 @@ def init_rpc(
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions, such as torchspan.rpc.Options")
     if not hasattr(options, "num_worker_threads"):
         raise TypeError(f"Could not infer backend for options {options!r}: use torchspan.rpc.Options")
-    if getattr(options, "device_maps", None):
-        raise ValueError("torchspan.rpc: device maps are not supported: tensors arrive on the CPU")
+    device_maps = _device_maps(getattr(options, "device_maps", None) or {})
     _C.check_seconds("rpc_timeout", options.rpc_timeout)
     if options.num_worker_threads < 1:
         raise ValueError(f"num_worker_threads is {options.num_worker_threads}; expected at least 1")
@@ -185,9 +190,21 @@ def init_rpc(
             functions is None,
             _calls.Hooks(functions),
             list(typed),
+            device_maps,
         )
-        _calls.set_current_worker(worker)
+        _calls.set_current_worker(worker, device_maps)
     _calls.at_exit(_stop_at_exit)
+
+
+def _device_maps(maps):
+    """As pairs of devices, by worker. Raises ValueError that names the worker for what is no device."""
+    pairs = {}
+    for worker, device_map in maps.items():
+        try:
+            pairs[worker] = [(torch.device(here), torch.device(there)) for here, there in device_map.items()]
+        except (RuntimeError, TypeError, AttributeError) as error:
+            raise ValueError(f"torchspan.rpc: the device map for worker '{worker}' is {device_map!r}: {error}") from None
+    return pairs
 
 
 def _meet(init_method, rank, world_size, timeout):
@@ -554,7 +571,7 @@ class _Agent:
         return get_worker_infos()
 
     def _get_device_map(self, worker):
-        return {}
+        return _calls.device_map_of(worker.name)
 
     def get_debug_info(self):
         return {"agent.calls": _calls.current_worker().debug()}

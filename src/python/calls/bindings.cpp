@@ -1,6 +1,7 @@
 #include "python/bindings.h"
 
 #include <algorithm>
+#include <map>
 #include <pybind11/stl.h>
 #include <utility>
 
@@ -114,10 +115,14 @@ Hooks hooks_of(const py::object& python, bool pickles) {
           pickles};
 }
 
+/// By the names of the workers: pairs of a device here and one there.
+using DevicePairs = std::map<std::string, std::vector<DeviceMap::Pair>>;
+
 std::shared_ptr<PythonWorker> join_worker(const c10::intrusive_ptr<c10d::Store>& store,
                                           const std::string& name, int rank, int size,
                                           const std::string& master_host, std::size_t threads, double timeout,
-                                          bool pickles, const py::object& hooks, const py::list& typed) {
+                                          bool pickles, const py::object& hooks, const py::list& typed,
+                                          const DevicePairs& device_maps) {
   const auto packer = std::make_shared<Packer>(hooks_of(hooks, pickles));
   PythonWorker::Options options;
   options.threads = threads;
@@ -127,6 +132,7 @@ std::shared_ptr<PythonWorker> join_worker(const c10::intrusive_ptr<c10d::Store>&
         serve_typed(function.attr("type").cast<std::shared_ptr<TypedFunction>>(), function.attr("function")));
   }
   return with_exceptions(*packer, [&] {
+    for (const auto& [worker, pairs] : device_maps) options.device_maps.emplace(worker, DeviceMap(pairs));
     const py::gil_scoped_release gil;
     return PythonWorker::join(store, {rank, size, master_host, name}, packer, std::move(options));
   });
@@ -216,7 +222,7 @@ void bind_worker(py::module_& module) {
       .def("stop_at_exit", &PythonWorker::stop_at_exit, py::call_guard<py::gil_scoped_release>());
   module.def("join_worker", &join_worker, py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("size"),
              py::arg("master_host"), py::arg("threads"), py::arg("timeout"), py::arg("pickles"),
-             py::arg("hooks"), py::arg("typed") = py::list());
+             py::arg("hooks"), py::arg("typed") = py::list(), py::arg("device_maps") = DevicePairs());
 }
 
 void bind_reference(py::module_& module) {

@@ -181,6 +181,7 @@ PythonWorker::PythonWorker(Job& job, c10::intrusive_ptr<c10d::Store> store, std:
   service.name = job.environment().name;
   service.default_timeout = options.timeout;
   service.threads = options.threads;
+  service.device_maps = std::move(options.device_maps);
   service.max_threads = std::max<std::size_t>(service.max_threads, 2 * service.threads);
   std::vector<std::unique_ptr<rpc::Extension>> extensions;
   extensions.push_back(std::make_unique<autograd::AutogradExtension>());

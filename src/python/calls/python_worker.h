@@ -1,5 +1,6 @@
 #pragma once
 #include <fmt/format.h>
+#include <map>
 #include <memory>
 #include <pybind11/pybind11.h>
 #include <string>
@@ -62,6 +63,7 @@ class PythonWorker {
     std::size_t threads = 16;  ///< functions that run at the same time
     Duration timeout = std::chrono::seconds(60);
     std::vector<rpc::FunctionEntry> typed = {};  ///< served to workers of C++
+    std::map<std::string, DeviceMap> device_maps = {};
   };
 
   /// Joins and serves; returns when all workers of a fixed world have joined, or all members of an open one know this worker.
