@@ -92,9 +92,8 @@ void Job::check_size(int rank, const std::string& present) const {
   const std::string size = present.substr(0, present.find(' '));
   if (size == std::to_string(place_.size)) return;
   const auto worded = [](const std::string& number) { return number == "0" ? "none" : number; };
-  throw Error(ErrorKind::kInvalid,
-              fmt::format("rank {} has world_size {}, and rank {} has {}: give all ranks the same",
-                          place_.rank, worded(std::to_string(place_.size)), rank, worded(size)));
+  throw_invalid("rank {} has world_size {}, and rank {} has {}: give all ranks the same", place_.rank,
+                worded(std::to_string(place_.size)), rank, worded(size));
 }
 
 std::string Job::value_of(const std::string& key) {

@@ -74,8 +74,7 @@ const Codec* find_codec(const std::string& name) {
               PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr);
           if (str != nullptr) return py::reinterpret_steal<py::object>(str);
           PyErr_Clear();
-          throw Error(ErrorKind::kInvalid,
-                      "a string is not UTF-8: declare it as bytes in the function of Python");
+          throw_invalid("a string is not UTF-8: declare it as bytes in the function of Python");
         }}},
       {std::string(kBytesType),
        {[](wire::Encoder& encoder, py::handle value) {
@@ -295,7 +294,7 @@ class TypedValue final : public rpc::Value {
 }  // namespace
 
 TypedFunction::TypedFunction(std::string name, const std::string& signature) : name_(std::move(name)) {
-  if (name_.empty()) throw Error(ErrorKind::kInvalid, "a typed function needs a name");
+  if (name_.empty()) throw_invalid("a typed function needs a name");
   SignatureReader reader(signature);
   arguments_ = reader.arguments();
   result_ = reader.result();
@@ -321,7 +320,7 @@ py::tuple TypedFunction::decode_arguments(wire::Decoder& decoder) const {
     decoder.expect_end();
     return py::tuple(all);
   } catch (const py::error_already_set& error) {  // must not leave this thread
-    throw Error(ErrorKind::kInvalid, fmt::format("arguments of {}: {}", name_, error.what()));
+    throw_invalid("arguments of {}: {}", name_, error.what());
   } catch (const Error& error) {
     throw Error(error.kind(), fmt::format("arguments of {}: {}", name_, error.message()));
   }
