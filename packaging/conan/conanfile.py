@@ -75,3 +75,5 @@ class TorchspanRecipe(ConanFile):
         # TorchSpan's own CMake package also brings LibTorch, so consumers use it instead of a generated one.
         self.cpp_info.set_property("cmake_find_mode", "none")
         self.cpp_info.builddirs = [os.path.join("lib", "cmake", "torchspan")]
+        # Also for a consumer that does not ask for programs (run=True) of this library.
+        self.runenv_info.prepend_path("PATH", os.path.join(self.package_folder, "bin"))
