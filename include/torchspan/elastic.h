@@ -37,7 +37,7 @@ struct ElasticOptions {
   Duration step_timeout = std::chrono::minutes(2);
   collective::GroupOptions group = {};  ///< backend, network and device
   data_parallel::DataParallelOptions data_parallel = {};
-  std::string name = "trainer";  ///< unique among the trainers of a program; the same on all ranks
+  std::string name = "trainer";  ///< of one trainer of a program only; the same on all ranks
 
   /// Throws Error{kInvalid} that names the wrong field.
   void validate() const;

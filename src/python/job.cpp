@@ -45,10 +45,13 @@ constexpr Duration kExitTime = std::chrono::seconds(5);
 /// The world size and the host of a rank.
 std::string host_key(int rank) { return fmt::format("torchspan/host/{}", rank); }
 /// "one" or "many" hosts, the job's id, and the address of rank 0's store; or kFailed, the number of an ErrorKind and why;
-/// or kEnded.
+/// or kJoined and the presence() of rank 0; or kEnded.
 constexpr const char* kAddressKey = "torchspan/store";
 constexpr std::string_view kFailed = "failed: ";
+constexpr std::string_view kJoined = "joined: ";
 constexpr const char* kEnded = "ended";
+/// Between two looks at the address of a world whose ranks have all joined.
+constexpr Duration kPause = std::chrono::milliseconds(10);
 
 bool is_open(const Place& place) { return place.size == rendezvous::kOpenWorld; }
 
@@ -118,10 +121,27 @@ std::string Job::value_of(const std::string& key) {
   }
 }
 
+std::string Job::await_address() {
+  const std::unique_ptr<Executor> executor = make_executor();
+  const Deadline end = executor->deadline_in(timeout_);
+  for (;;) {
+    std::string published = value_of(kAddressKey);
+    if (!published.starts_with(kJoined)) return published;
+    if (end.passed(executor->now())) {
+      check_size(0, published.substr(kJoined.size()));
+      throw Error(ErrorKind::kTimedOut, fmt::format("all ranks of a world of {} have joined, and rank {} "
+                                                    "comes after them: rank 0 of the next world "
+                                                    "did not join in time, or this rank was started twice",
+                                                    place_.size, place_.rank));
+    }
+    executor->sleep(kPause);
+  }
+}
+
 void Job::meet() {
   store_->set(host_key(place_.rank), bytes_of(presence()));
   if (place_.rank == 0) return meet_rank_0();
-  const std::string published = value_of(kAddressKey);
+  const std::string published = await_address();
   if (published == kEnded) {
     if (!place_.alone_after_end) {
       throw Error(
@@ -210,12 +230,13 @@ std::unique_ptr<rendezvous::Membership> Job::join(const std::string& address) {
   }
 }
 
-/// A later world may meet at the same place in the program's store.
+/// A later world may meet at the same place in the program's store. A rank that this one does not expect learns there why it
+/// cannot join.
 void Job::forget_meeting() {
   if (store_ == nullptr) return;
   try {
     store_->deleteKey(host_key(place_.rank));
-    if (place_.rank == 0) store_->deleteKey(kAddressKey);
+    if (place_.rank == 0) store_->set(kAddressKey, bytes_of(std::string(kJoined) + presence()));
   } catch (const std::exception&) {  // some stores cannot
   }
 }
@@ -394,7 +415,8 @@ void stop_before_exit(Runtime& runtime, const std::shared_ptr<rpc::WorkerBackend
 
 /// The others wait for the address, and the program's store names no reason.
 void Job::tell_others(const Error& error) {
-  if (store_ != nullptr && place_.rank == 0 && !store_->check({kAddressKey}))
+  if (store_ == nullptr || place_.rank != 0) return;
+  if (!store_->check({kAddressKey}) || text_of(store_->get(kAddressKey)).starts_with(kJoined))
     store_->set(kAddressKey,
                 bytes_of(fmt::format("{}{} {}", kFailed, static_cast<int>(error.kind()), error.message())));
 }

@@ -88,6 +88,9 @@ class Job {
   void check_size(int rank, const std::string& present) const;
   /// Waits for it in the program's store. Throws kTimedOut that names the ranks that have not come.
   std::string value_of(const std::string& key);
+  /// Rank 0's address in the program's store, or why there is none. Waits while it is that of a world whose ranks have all
+  /// joined; throws kTimedOut then, or kInvalid if that world has another size.
+  std::string await_address();
   void meet();
   void meet_rank_0();
   void forget_meeting();
