@@ -110,7 +110,7 @@ def may_call_method(value, name) -> bool:
     if pickles():
         return True
     method = getattr(type(value), name, None)
-    return callable(method) and any(one is type(value) or one is method for one in _callable[0])
+    return callable(method) and any(one is type(value) or one == method for one in _callable[0])
 
 
 class RemoteError(RuntimeError):

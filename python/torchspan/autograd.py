@@ -60,11 +60,16 @@ def _run_hooks(worker, context_id, hooked) -> None:
     """Hooks such as those of DistributedDataParallel run in torch's engine and change `.grad`, which is as before afterwards."""
     used = [parameter for parameter, _ in hooked]
     # With find_unused_parameters, the others of a module get the averages of the workers that used them.
-    parameters = used + _others_of_modules(used)
+    others = _others_of_modules(used)
+    parameters = used + others
     kept = [_own(parameter.grad) for parameter in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
+        if others:  # of earlier passes; the hooks average what the context has
+            before = dict(worker.gradients(context_id))
+            for parameter in others:
+                parameter.grad = before[parameter].clone() if parameter in before else None
         torch.autograd.backward(used, [gradient for _, gradient in hooked])
         for parameter in parameters:
             if parameter.grad is not None:
@@ -80,9 +85,9 @@ _modules = WeakIdKeyDictionary()
 
 def _others_of_modules(used) -> "list[torch.nn.Parameter]":
     """The parameters beside `used` of the DistributedDataParallel modules that have some of these."""
-    if any(parameter not in _modules for parameter in used):
+    if any(parameter not in _modules or _has_ended(_modules[parameter]) for parameter in used):
         for parameter in used:
-            _modules.setdefault(parameter, _no_module)
+            _modules[parameter] = _no_module
         for module in gc.get_objects():
             if issubclass(type(module), DistributedDataParallel):
                 for parameter in module.parameters():
@@ -100,6 +105,11 @@ def _others_of_modules(used) -> "list[torch.nn.Parameter]":
 
 def _no_module():
     return None
+
+
+def _has_ended(module) -> bool:
+    """Another module may have the parameter now."""
+    return module is not _no_module and module() is None
 
 
 def get_gradients(context_id: int) -> "dict[torch.Tensor, torch.Tensor]":

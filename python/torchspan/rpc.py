@@ -177,6 +177,7 @@ def init_rpc(
     for function in typed:
         if not isinstance(function, _calls.Typed):
             raise TypeError(f"torchspan.rpc: typed has {function!r}, which is not a function of torchspan.rpc.typed()")
+    functions = None if functions is None else list(functions)
     store, rank, size, host = _meet(options.init_method, rank, world_size, options.rpc_timeout)
     with _torch_words(name), _calls.joining(functions):
         worker = _C.join_worker(

@@ -22,7 +22,9 @@ DeviceCount count_devices(c10::DeviceType type) {
 c10::Device parse(const std::string& text) {
   try {
     const c10::Device device(text);
-    if (device.str() == text) return device;  // LibTorch keeps the last byte of a number
+    const std::size_t colon = text.find(':');
+    const std::string number = colon == std::string::npos ? "-1" : text.substr(colon + 1);
+    if (number == std::to_string(device.index())) return device;  // LibTorch keeps the last byte of a number
   } catch (const std::exception&) {
   }
   throw_invalid("'{}' is not a device that this LibTorch supports", text);

@@ -173,7 +173,9 @@ class OperatorCallbacks {
     return only;
   }
 
+  /// Throws Error{kInvalid} in a forked child of a process that has traced operators.
   void add(std::shared_ptr<OperatorRecorder> recorder) {
+    process_.check();
     MutexLock lock(mutex_);
     Recorders changed = *recorders_;
     changed.push_back(std::move(recorder));
@@ -185,6 +187,8 @@ class OperatorCallbacks {
             .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
                      at::RecordScope::TORCHSCRIPT_FUNCTION, at::RecordScope::USER_SCOPE}));
   }
+
+  bool in_own_process() const { return process_.is_current(); }
 
   void remove(const std::shared_ptr<OperatorRecorder>& recorder) {
     MutexLock lock(mutex_);
@@ -213,7 +217,7 @@ class OperatorCallbacks {
   };
 
   static std::unique_ptr<at::ObserverContext> begin_operator(const at::RecordFunction& function) {
-    if (!of_process().process_.is_current()) return nullptr;
+    if (!of_process().in_own_process()) return nullptr;
     const auto recorders = of_process().recorders();
     if (recorders->empty()) return nullptr;
     auto operation = std::make_unique<BegunOperator>();
@@ -222,7 +226,7 @@ class OperatorCallbacks {
   }
 
   static void end_operator(const at::RecordFunction& function, at::ObserverContext* context) {
-    if (context == nullptr || !of_process().process_.is_current()) return;
+    if (context == nullptr || !of_process().in_own_process()) return;
     for (const auto& part : static_cast<BegunOperator*>(context)->parts) {
       part.recorder->end(function, part.begun);
     }
@@ -247,7 +251,7 @@ OperatorTrace::OperatorTrace(SpanRecorder& spans, OperatorTraceOptions options) 
 }
 
 OperatorTrace::~OperatorTrace() {
-  if (!recorder_) return;
+  if (!recorder_ || !engine::OperatorCallbacks::of_process().in_own_process()) return;
   engine::OperatorCallbacks::of_process().remove(recorder_);
   recorder_->stop();
 }

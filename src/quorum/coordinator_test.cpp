@@ -84,17 +84,18 @@ TEST_P(CoordinatorOfSeed, BeginsWithTheRanksOfAnOpenWorldThatHasGaps) {
 TEST_P(CoordinatorOfSeed, RefusesASecondTrainerOfTheSameName) {
   SimCluster world(open_world_with_quorum(GetParam()));
   world.run([&](Worker& worker) {
-    {
-      GenerationClient first(worker, "trainer");
-      Report report = kFirstReport;
-      report.target = 0;
-      EXPECT_TRUE(first.next(report).complete);
-    }
+    GenerationClient first(worker, "trainer");
+    Report report = kFirstReport;
+    report.target = 0;
+    const Generation complete = first.next(report);
+    EXPECT_TRUE(complete.complete);
     GenerationClient second(worker, "trainer"), other(worker, "another trainer");
     const Error error = torchspan::testing::error_of([&] { second.next(kFirstReport); });
+    second.withdraw(error.message());  // as run() does; the first trainer goes on
     EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
     EXPECT_THAT(error.message(), HasSubstr("'trainer' has trained before in this process"));
     EXPECT_FALSE(other.next(kFirstReport).complete);
+    EXPECT_EQ(first.next(next_report(complete)).number, complete.number + 1);
   });
 }
 

@@ -131,6 +131,8 @@ bool GenerationClient::is_over(Deadline until) const {
 }
 
 void GenerationClient::withdraw(const std::string& why) {
+  if (!claimed_)
+    return;  // rank 0 would take this rank out of the training of the other trainer with this name
   withdrawn_for_ = why;
   withdrawal_ = send_to_rank_0(*worker_.backend(), Withdraw{trainer_, why});
 }

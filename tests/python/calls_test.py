@@ -786,6 +786,35 @@ class Gradients(unittest.TestCase):
                         self.assertEqual(gradient is None, one is None)
                         self.assertTrue(one is None or torch.allclose(gradient, one, atol=1e-12, rtol=0))
 
+    def test_a_second_pass_adds_to_averages_of_parameters_that_one_worker_uses_no_more(self):
+        folder = tempfile.mkdtemp()
+
+        def body(rank, size):
+            found = []
+            torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
+            module = Branches()
+            for _ in range(2):  # a module may be wrapped again
+                model = torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+                with autograd.context() as context:
+                    autograd.backward(context, [model(branch_input(1, rank), True).sum()])
+                    autograd.backward(context, [model(branch_input(2, rank), rank == 0).sum()])
+                    gradients = autograd.get_gradients(context)
+                    found.append([gradients.get(parameter) for parameter in module.parameters()])
+                del model
+            torch.distributed.destroy_process_group()
+            return found
+
+        local = Branches()
+        for one in range(2):
+            (local(branch_input(1, one), True).sum() / 2).backward()
+            (local(branch_input(2, one), one == 0).sum() / 2).backward()
+        for result in run(2, body, world=Native()):
+            self.assertNotIsInstance(result, Failed, result)
+            for gradients in result:
+                for gradient, parameter in zip(gradients, local.parameters(), strict=True):
+                    self.assertEqual(gradient is None, parameter.grad is None)
+                    self.assertTrue(gradient is None or torch.allclose(gradient, parameter.grad, atol=1e-12, rtol=0))
+
     def test_a_static_graph_is_refused_with_what_to_do(self):
         folder = tempfile.mkdtemp()
 

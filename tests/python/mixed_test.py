@@ -6,7 +6,6 @@ The worker of C++ is tests/python/cpp_worker.cpp, built against Debian's LibTorc
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import unittest
 
@@ -14,7 +13,7 @@ import torch
 
 from torchspan import autograd, errors, rpc
 
-from processes import LIMIT, Failed, Native, run
+from processes import LIMIT, Failed, Native, free_port, run
 
 CPP_WORKER = pathlib.Path(
     os.environ.get("TORCHSPAN_CPP_WORKER", pathlib.Path(__file__).parents[2] / "build" / "dev" / "bin" / "cpp_worker")
@@ -125,12 +124,6 @@ class First(Mixed):
     """Rank 0 of such a world, which serves its store."""
 
     rank_of_python = 0
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class MixedTest(unittest.TestCase):

@@ -4,6 +4,7 @@ import copy
 import multiprocessing
 import os
 import pickle
+import socket
 import tempfile
 import time
 import traceback
@@ -64,6 +65,12 @@ def run(size, body, *arguments, world=None, environment=None):
             process.kill()
             results[-1] = Failed("Hung", f"rank {rank} returned, but its process did not end", LIMIT)
     return results
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Group:

@@ -16,10 +16,11 @@ import time
 import unittest
 
 import torch
+import torch.distributed as dist
 
 from calls_test import Layer, at_rank_0, raised_by
 from examples_test import COMMAND
-from processes import Failed, Group, Native, run
+from processes import Calls, Failed, Group, Native, free_port, run
 from torchspan import CheckpointManager, autograd, optim, rpc, trace
 
 # Of each kind: TorchSpan's name, the class of torch.optim, options.
@@ -664,7 +665,16 @@ class Traces(unittest.TestCase):
                 dist.barrier()
             return True
 
-        for world, body, name in ((Calls, torch_calls, b"SCRIPT_CALL"), (NativeAndGroup, our_calls, b"torch.add")):
+        class NativeAndGroup(Native):
+            def begin(self):
+                super().begin()
+                dist.init_process_group("torchspan", init_method=f"file://{self.store}.group", rank=self.rank, world_size=self.size)
+
+            def end(self):
+                dist.destroy_process_group()
+                super().end()
+
+        for world, body, name in ((Calls, torch_calls, b"SCRIPT_CALL"), (NativeAndGroup, our_calls, b"aten::add")):
             with self.subTest(world=world), tempfile.TemporaryDirectory() as folder:
                 environment = {"TORCHSPAN_TRACE": folder, "TORCHSPAN_METRICS_PORT": str(free_port())}
                 results = run(2, body, world=world(), environment=lambda rank: {**environment, "LOCAL_RANK": str(rank)})

@@ -154,12 +154,12 @@ void wait_for_pass(PassState& pass, const Worker& worker, ContextState& context,
     if (over.wait_until(turn)) return over.wait();
     if (options.while_waiting) options.while_waiting();
     if (!survey_at.passed(executor.now())) continue;
-    survey_at = next_survey();
     const bool late = limit.deadline.passed(executor.now());
     const StallSurvey now = queries.survey(context, pass.id());
     if (over.done()) return over.wait();  // its last messages arrived during the survey
     const bool stalled = options.mode == PassMode::kFast && now.is_stalled_since(before);
     before = now;
+    survey_at = next_survey();
     if (!late && !stalled) continue;
     const char* why = stalled ? now.stall_advice()
                               : "backward() did not end within BackwardOptions::timeout; it waited for:";

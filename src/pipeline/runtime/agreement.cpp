@@ -1,8 +1,6 @@
 #include "pipeline/runtime/agreement.h"
 
 #include <algorithm>
-#include <memory>
-#include <optional>
 #include <utility>
 
 #include <torchspan/detail/rendezvous/membership.h>
@@ -58,15 +56,13 @@ std::vector<Bytes> all_gather_bytes(const Worker& worker, const Bytes& mine,
                                     const WhileWaiting& while_waiting) {
   if (!while_waiting) return worker.all_gather_bytes(mine, workers, limit);
   const rpc::Gathering who = worker.backend()->gathering(workers);
-  const auto promise = std::make_shared<Promise<std::vector<Bytes>>>(worker.backend()->continuations());
-  const Future<std::vector<Bytes>> gathered = promise->future();
+  rendezvous::Membership::Wait wait{.until = worker.runtime().executor.deadline_in(no_limit_if_zero(limit))};
+  wait.every = std::chrono::seconds(1);
+  wait.report = [&](const auto& /*missing*/) { while_waiting(); };
+  wait.no_answer = while_waiting;
   // The tag of Worker::all_gather_bytes(), which other workers may call.
-  who.membership->all_gather_bytes_async(
-      "user.all_gather", mine, who.ranks, worker.runtime().executor.deadline_in(no_limit_if_zero(limit)),
-      [promise](std::vector<Bytes> all, const std::optional<Error>& failure) {
-        failure ? promise->set_error(std::make_exception_ptr(*failure)) : promise->set_value(std::move(all));
-      });
-  const std::vector<Bytes> by_rank = wait_for(gathered, while_waiting);
+  const std::vector<Bytes> by_rank =
+      who.membership->all_gather_bytes("user.all_gather", mine, who.ranks, wait);
   std::vector<Bytes> all;
   for (const int rank : who.asked) {
     const auto place = std::ranges::lower_bound(who.ranks, rank) - who.ranks.begin();

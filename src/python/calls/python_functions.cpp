@@ -68,8 +68,8 @@ void PythonFunctions::attach(rpc::Registrar& registrar) {
 rpc::EnvironmentValuePtr PythonFunctions::OperatorRefusal::incoming(const rpc::CallInfo& call,
                                                                     std::span<at::Tensor> /*tensors*/,
                                                                     BytesView /*header*/) {
-  const bool refused =
-      call.type == rpc::kCallOperator || call.type == rpc::kCreateByOperator || call.type == rpc::kCallMethod;
+  const bool refused = call.type == rpc::kCallOperator || call.type == rpc::kCreateByOperator ||
+                       call.type == rpc::kCallMethod || call.type == rpc::kCreateByMethod;
   if (call.reply || !refused) return nullptr;
   throw Error(
       ErrorKind::kDenied,

@@ -310,13 +310,28 @@ void PythonWorker::shutdown(const std::shared_ptr<PythonWorker>& self, double ti
     });
     throw;
   }
-  leaving.finish();
+  without_gil([&] { leaving.finish(); });  // the thread may take the GIL before it ends
 }
 
 void PythonWorker::leave(Duration limit) {
-  const rendezvous::Membership& membership = service_->membership();
-  if (store_ != nullptr && membership.open() && membership.self().rank == 0) Job::end_open_world(*store_);
+  tell_end();
   service_->shutdown(runtime_->executor.deadline_in(no_limit_if_zero(limit)));
+}
+
+void PythonWorker::stop() {
+  tell_end();
+  service_->stop("left without a graceful torchspan.rpc.shutdown()");
+}
+
+/// Workers that come later would look for this one until their time-out.
+void PythonWorker::tell_end() {
+  const rendezvous::Membership& membership = service_->membership();
+  if (store_ == nullptr || !membership.open() || membership.self().rank != 0) return;
+  try {
+    Job::end_open_world(*store_);
+  } catch (const std::exception& error) {  // the store ended first
+    runtime_->log.debug(error.what());
+  }
 }
 
 void PythonWorker::stop_at_exit() {

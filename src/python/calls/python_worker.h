@@ -92,7 +92,7 @@ class PythonWorker {
   /// once. With the GIL.
   static void shutdown(const std::shared_ptr<PythonWorker>& self, double timeout);
   /// Leaves at once.
-  void stop() { service_->stop("left without a graceful torchspan.rpc.shutdown()"); }
+  void stop();
   /// Leaves at the end of the program, which may have left functions that never end: they are abandoned.
   void stop_at_exit();
 
@@ -100,6 +100,7 @@ class PythonWorker {
   PythonWorker(Job& job, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Packer> packer,
                Options options);
   void leave(Duration limit);
+  void tell_end();
   /// The request without its payload.
   rpc::Request make_request(wire::MessageType type, const Call& call);
   rpc::Request make_python_request(wire::MessageType type, std::uint64_t function, const Call& call);

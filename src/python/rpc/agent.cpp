@@ -618,6 +618,7 @@ void Agent::wait_for_all(Deadline deadline) {
 
 void Agent::shutdownImpl() {
   with_rpc_errors([this] { service_->stop("left without a graceful rpc.shutdown()"); });
+  observation_.reset();  // torch keeps the agent until the process exits
 }
 
 void Agent::stop_at_exit() {
