@@ -70,7 +70,7 @@ int Team::donor() const {
   return static_cast<int>(place - generation_.ranks.begin());
 }
 
-void Team::copy_state(TrackedState& state, ElasticPosition& position) const {
+void Team::copy_state(TrackedState& state, DataPosition& position) const {
   if (generation_.holders == generation_.ranks) return;
   const int place = group_.rank();
   const bool takes_part = place == donor() || !holds(generation_.ranks[static_cast<std::size_t>(place)]);
@@ -94,7 +94,7 @@ std::vector<at::Tensor> Team::shared(const Tensors& tensors) const {
 }
 
 void Team::compare(const torch::nn::Module& module, const std::vector<at::Tensor>& buffers,
-                   const ElasticPosition& position) const {
+                   const DataPosition& position) const {
   const at::NoGradGuard no_grad;
   const Tensors parameters = shared(module.parameters());
   for (const at::Tensor& buffer : shared(buffers)) {

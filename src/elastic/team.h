@@ -30,11 +30,11 @@ class Team {
   const collective::Group& group() const { return group_; }
 
   /// Copies the state of the last holder to ranks without it; this rank's are its own, or written. Collective.
-  void copy_state(TrackedState& state, ElasticPosition& position) const;
+  void copy_state(TrackedState& state, DataPosition& position) const;
   /// Makes buffers those of the last holder. Throws Error{kInvalid} on all ranks, naming them, if parameters or positions
   /// differ. Leaves out what is each rank's own. Collective.
   void compare(const torch::nn::Module& module, const std::vector<at::Tensor>& buffers,
-               const ElasticPosition& position) const;
+               const DataPosition& position) const;
 
   struct Vote {
     bool failed = false;   ///< this rank's step failed; as a result: the step of any rank

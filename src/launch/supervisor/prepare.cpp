@@ -22,6 +22,7 @@
 #include "launch/supervisor/limits.h"
 #include "launch/supervisor/processes.h"
 #include "launch/watch/running_job.h"
+#include "rendezvous/api/environment.h"
 
 namespace torchspan::launch {
 namespace {
