@@ -323,7 +323,9 @@ std::unique_ptr<Observation> Job::observe(const std::string& name) const {
   }
 }
 
-void Job::end_open_world(c10d::Store& store) { store.set(kAddressKey, bytes_of(kEnded)); }
+void Job::end_open_world(c10d::Store& store, const rendezvous::Membership& membership) {
+  if (membership.open() && membership.self().rank == 0) store.set(kAddressKey, bytes_of(kEnded));
+}
 
 std::shared_ptr<World> World::join(c10d::Store& store, const Place& place, Duration timeout) {
   const auto end = [process = OwnerProcess()](World* world) {

@@ -68,8 +68,8 @@ class Job {
                                             std::vector<std::unique_ptr<rpc::Extension>> extensions);
   /// Writes and serves what the environment asks for. If another part of the process serves its metrics, this one does not.
   std::unique_ptr<Observation> observe(const std::string& name) const;
-  /// Tells workers that come later that the open world has ended; on rank 0.
-  static void end_open_world(c10d::Store& store);
+  /// Rank 0 of an open world tells workers that come later that it has ended; all others do nothing.
+  static void end_open_world(c10d::Store& store, const rendezvous::Membership& membership);
   /// Runs what precedes join(). If rank 0 fails, the others, which wait for its address, get the reason.
   template <class F>
   auto or_tell_others(F&& body) {

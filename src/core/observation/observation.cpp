@@ -245,13 +245,14 @@ class Observation::Impl {
         describe_calls_(std::move(describe_calls)),
         poller_(runtime_->executor.make_poller()),
         collected_at_(runtime_->executor.now() - kInterval) {
+    // First, because it may fail, and what failed must not leave a trace.
+    if (options.metrics_port) serve_metrics(*options.metrics_port);
     if (!options.trace_folder.empty()) {
       trace_.emplace(*runtime_, options.trace_folder, identity, options.most_trace_spans);
     }
     if (!options.tensorboard_folder.empty() || !options.scalars_folder.empty()) {
       scalars_.emplace(*runtime_, options.tensorboard_folder, options.scalars_folder, identity);
     }
-    if (options.metrics_port) serve_metrics(*options.metrics_port);
     if (!options.socket_folder.empty()) serve_state(options.socket_folder);
     if (ticks() || state_) thread_ = runtime_->executor.spawn("torchspan observation", [this] { run(); });
   }

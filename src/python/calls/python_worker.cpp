@@ -325,10 +325,9 @@ void PythonWorker::stop() {
 
 /// Workers that come later would look for this one until their time-out.
 void PythonWorker::tell_end() {
-  const rendezvous::Membership& membership = service_->membership();
-  if (store_ == nullptr || !membership.open() || membership.self().rank != 0) return;
+  if (store_ == nullptr) return;
   try {
-    Job::end_open_world(*store_);
+    Job::end_open_world(*store_, service_->membership());
   } catch (const std::exception& error) {  // the store ended first
     runtime_->log.debug(error.what());
   }

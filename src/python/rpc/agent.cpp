@@ -470,8 +470,7 @@ Agent::Agent(Job& job, const c10::intrusive_ptr<c10d::Store>& store, Options opt
       on_departure_(std::move(options.on_departure)),
       counters_(std::make_shared<AgentCounters>()),
       directory_(workerInfo_),
-      runtime_(job.runtime()),
-      serves_open_world_(job.place().size == rendezvous::kOpenWorld && job.place().rank == 0) {
+      runtime_(job.runtime()) {
   rpc::ServiceOptions service;
   service.name = workerInfo_.name_;
   service.threads = 2 * static_cast<std::size_t>(threads_);
@@ -593,7 +592,7 @@ void Agent::join(bool shutdown, float timeout) {
       timeout == 0 ? Deadline::never() : runtime_->executor.deadline_in(to_milliseconds(timeout));
   with_rpc_errors([&] {
     if (!shutdown) return wait_for_all(deadline);
-    if (serves_open_world_) Job::end_open_world(*store_);
+    Job::end_open_world(*store_, *membership_);
     service_->shutdown(deadline);
   });
 }

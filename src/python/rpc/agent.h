@@ -162,7 +162,6 @@ class Agent final : public torch::distributed::rpc::RpcAgent {
   std::shared_ptr<rpc::WorkerBackend> backend_;
   std::unique_ptr<rendezvous::Membership> joined_;  ///< until start()
   rendezvous::Membership* membership_ = nullptr;
-  const bool serves_open_world_;  ///< rank 0 of an open world
 };
 
 }  // namespace torchspan::python
